@@ -1,0 +1,1 @@
+"""A thin inference engine that consumes vexact_ops alone."""
