@@ -16,17 +16,35 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
-from wheel.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).parent
 STABLE_ABI_TARGET = "0x020a000000000000"  # torch 2.10
 # No -ffast-math and no contraction: a fused multiply-add happens where the source says fma, and nowhere else.
-CXX_FLAGS = "-O3 -std=c++20 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wno-unknown-pragmas".split()
+CXX_FLAGS = [
+    "-O3",
+    "-std=c++20",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-Wall",
+    "-Wno-unknown-pragmas",
+]
 ISA_FLAGS = {
-    "scalar": "-mavx -mfma -mf16c -fno-tree-vectorize -fno-tree-slp-vectorize".split(),
-    "avx2": "-mavx2 -mfma -mf16c".split(),
-    "avx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c -mprefer-vector-width=512".split(),
+    "scalar": ["-mavx", "-mfma", "-mf16c", "-fno-tree-vectorize", "-fno-tree-slp-vectorize"],
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "avx512": [
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512dq",
+        "-mavx512vl",
+        "-mavx2",
+        "-mfma",
+        "-mf16c",
+        "-mprefer-vector-width=512",
+    ],
 }
 if platform.machine() not in ("x86_64", "AMD64"):
     ISA_FLAGS = {"scalar": []}
@@ -38,7 +56,9 @@ def sources(suffix):
 
 def find_nvcc():
     home = os.environ.get("CUDA_HOME")
-    return shutil.which(f"{home}/bin/nvcc") if home else shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    return (
+        shutil.which(f"{home}/bin/nvcc") if home else shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    )
 
 
 class BuildNative(build_ext):
@@ -53,7 +73,10 @@ class BuildNative(build_ext):
         import torch  # only its location: torch.utils.cpp_extension would insist on a matching CUDA toolkit
 
         torch_dir = Path(torch.__file__).parent
-        defines = [f"-DTORCH_TARGET_VERSION={STABLE_ABI_TARGET}", "-DVEXACT_ISAS=" + "".join(f"X({i})" for i in ISA_FLAGS)]
+        defines = [
+            f"-DTORCH_TARGET_VERSION={STABLE_ABI_TARGET}",
+            "-DVEXACT_ISAS=" + "".join(f"X({i})" for i in ISA_FLAGS),
+        ]
         if nvcc:
             defines += ["-DUSE_CUDA", "-DVEXACT_WITH_CUDA"]
         includes = ["-I" + str(ROOT / "csrc"), "-isystem" + str(torch_dir / "include")]
@@ -70,13 +93,22 @@ class BuildNative(build_ext):
                 inc = includes[:1] if is_kernel else includes
                 jobs.append((out, [cxx, *CXX_FLAGS, *flags, *defines, *inc, "-MMD", "-c", source, "-o", str(out)]))
         if nvcc:
-            toolkit = Path(nvcc).resolve().parent.parent
             archs = os.environ.get("VEXACT_CUDA_ARCHS", "80,90a,100a").split(",")
             gencode = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
             host = "-fPIC,-fvisibility=hidden,-ffp-contract=off"
             for source in sources(".cu"):
                 out = build / (source.replace(os.sep, "_") + ".o")
-                command = [nvcc, "-O3", "-std=c++20", *gencode, "--fmad=false", "-Xcompiler", host, "-lineinfo", *defines]
+                command = [
+                    nvcc,
+                    "-O3",
+                    "-std=c++20",
+                    *gencode,
+                    "--fmad=false",
+                    "-Xcompiler",
+                    host,
+                    "-lineinfo",
+                    *defines,
+                ]
                 jobs.append((out, [*command, *includes, "-MMD", "-c", source, "-o", str(out)]))
 
         build.mkdir(parents=True, exist_ok=True)
@@ -85,10 +117,16 @@ class BuildNative(build_ext):
 
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
-        link = [cxx, "-shared", *(str(out) for out, _ in jobs), f"-L{torch_dir / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
-        if nvcc:
-            libs = [d for d in (toolkit / "lib64", toolkit / "targets/x86_64-linux/lib", toolkit / "lib") if d.exists()]
-            link += [*(f"-L{d}" for d in libs), "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+        linker = [nvcc, "-cudart", "static"] if nvcc else [cxx]  # nvcc knows where its own libraries are
+        link = [
+            *linker,
+            "-shared",
+            *(str(out) for out, _ in jobs),
+            f"-L{torch_dir / 'lib'}",
+            "-ltorch",
+            "-ltorch_cpu",
+            "-lc10",
+        ]
         staged = target.with_suffix(".tmp")
         self.run_command_line([*link, "-o", str(staged)])
         staged.replace(target)  # a running process keeps the file that it has mapped
@@ -110,7 +148,9 @@ class BuildNative(build_ext):
         if done.returncode or done.stderr.strip():
             self.announce(" ".join(command) + "\n" + done.stdout + done.stderr, level=4 if done.returncode else 3)
         if done.returncode:
-            raise SystemExit(f"native build failed (exit {done.returncode}):\n{' '.join(command)}\n{done.stdout}{done.stderr}")
+            raise SystemExit(
+                f"native build failed (exit {done.returncode}):\n{' '.join(command)}\n{done.stdout}{done.stderr}"
+            )
 
     def get_ext_filename(self, name):
         return name.replace(".", os.sep) + ".abi3.so"

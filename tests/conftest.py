@@ -1,20 +1,36 @@
-"""Shared by the whole suite: the Hypothesis profiles.
-
-CI set in the environment   the same examples on every run, so that a red build is a changed build
-otherwise                   fresh examples, and the database of past failures
-VEXACT_EXAMPLES=N           examples per property (default 25): raise it to hunt
-"""
+"""Shared by all tests: the Hypothesis profile, and the backends that this machine can test."""
 
 import os
 
+import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
-COMMON = dict(
-    deadline=None,  # a shared machine has no honest clock
-    max_examples=int(os.environ.get("VEXACT_EXAMPLES", "25")),
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+settings.register_profile(
+    "vexact",
+    deadline=None,
+    derandomize=bool(os.environ.get("CI")),
+    max_examples=int(os.environ.get("VEXACT_EXAMPLES", "12")),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-settings.register_profile("ci", derandomize=True, database=None, **COMMON)
-settings.register_profile("local", **COMMON)
-settings.load_profile("ci" if os.environ.get("CI") else "local")
+settings.load_profile("vexact")
+torch.set_num_threads(2)
+
+
+def room_backends(room: str) -> list:
+    """pytest params (device, backend) for every backend of a room, skipped with the reason where it cannot run here.
+
+    Use as @pytest.mark.parametrize("device,backend", room_backends("rmsnorm")).
+    """
+    import importlib
+
+    from vexact_ops._core.backend import PROBES, ROOMS
+
+    importlib.import_module(f"vexact_ops.{room}.op")
+    params = []
+    for device in ("cpu", "cuda"):
+        for backend in ROOMS[room].backends(device):
+            reason = PROBES[backend]()
+            marks = [pytest.mark.skip(reason=f"{backend}: {reason}")] if reason else []
+            params.append(pytest.param(device, backend, id=f"{device}-{backend}", marks=marks))
+    return params

@@ -1,0 +1,57 @@
+// Every native schema on one screen. A native op checks, takes pointers and launches on the current stream; it writes
+// into the outputs it is given and allocates none. Python owns meaning, autograd and torch.compile (vexact::*).
+#include "common/tensor.h"
+
+#include "common/isa.h"
+
+STABLE_TORCH_LIBRARY(vexact_native, m) {
+  // about this library
+  m.def("cpu_isa(str? request=None) -> str");
+  m.def("built_with_cuda() -> bool");
+
+  // linear
+
+  // rmsnorm
+  m.def("rmsnorm_fwd(Tensor x, Tensor weight, Tensor? residual, float eps, bool gemma, Tensor(a!) y, Tensor(b!)? new_residual, Tensor(c!) rstd) -> ()");
+  m.def("rmsnorm_bwd(Tensor dy, Tensor? dnew_residual, Tensor x, Tensor weight, Tensor rstd, bool gemma, Tensor(a!) dx, Tensor(b!) dweight) -> ()");
+
+  // rope
+
+  // silu_mul
+
+  // log_softmax, mean
+
+  // linear_cross_entropy
+
+  // attention
+
+  // kv_cache
+
+  // sampler
+
+}
+
+namespace vx {
+namespace {
+
+std::string cpu_isa(std::optional<std::string> request) {
+  if (request)
+    STD_TORCH_CHECK(set_isa(request->c_str()), "cpu_isa: '", *request, "' is not built, or this CPU cannot run it");
+  return isa_name();
+}
+
+bool built_with_cuda() {
+#ifdef VEXACT_WITH_CUDA
+  return true;
+#else
+  return false;
+#endif
+}
+
+}  // namespace
+}  // namespace vx
+
+STABLE_TORCH_LIBRARY_IMPL(vexact_native, CompositeExplicitAutograd, m) {
+  m.impl("cpu_isa", TORCH_BOX(&vx::cpu_isa));
+  m.impl("built_with_cuda", TORCH_BOX(&vx::built_with_cuda));
+}

@@ -1,0 +1,136 @@
+#include "rmsnorm/kernels.h"
+
+#include "common/parallel.h"
+#include "common/vec.h"
+
+namespace vx::VEXACT_ISA {
+namespace {
+
+// order: four accumulators of 16 lanes take the 16-wide chunks in turn; (a0 + a1) + (a2 + a3), then the lane tree.
+// f(chunk start, lanes) gives the addends as a product pair; a short last chunk is filled with zeros.
+template <class F>
+VX_INLINE float sum_products(int64_t n, F f) {
+  F16 acc[4] = {zero(), zero(), zero(), zero()};
+  int64_t i = 0;
+  for (; i + 64 <= n; i += 64)
+    for (int j = 0; j < 4; ++j) {
+      auto [a, b] = f(i + 16 * j, 16);
+      acc[j] = fma(a, b, acc[j]);
+    }
+  for (int j = 0; i < n; i += 16, ++j) {
+    auto [a, b] = f(i, int(n - i < 16 ? n - i : 16));
+    acc[j] = fma(a, b, acc[j]);
+  }
+  return sum_lanes((acc[0] + acc[1]) + (acc[2] + acc[3]));
+}
+
+struct Pair {
+  F16 a, b;
+};
+
+template <class T>
+VX_INLINE F16 load_some(const T* p, int lanes) {
+  return lanes == 16 ? load(p) : load(p, lanes);
+}
+
+template <class T>
+VX_INLINE void store_some(T* p, F16 v, int lanes) {
+  if (lanes == 16)
+    store(p, v);
+  else
+    store(p, v, lanes);
+}
+
+template <class T>
+VX_INLINE F16 rounded(F16 v) {  // to T and back
+  T t[16];
+  store(t, v);
+  return load(t);
+}
+template <>
+VX_INLINE F16 rounded<float>(F16 v) {
+  return v;
+}
+
+template <class F>
+VX_INLINE void each_chunk(int64_t n, F f) {
+  for (int64_t i = 0; i < n; i += 16) f(i, int(n - i < 16 ? n - i : 16));
+}
+
+template <class T>
+void forward(const RmsnormFwd& a) {
+  const T* weight = static_cast<const T*>(a.weight);
+  parallel_for(0, a.rows, 1 + 16384 / (a.n + 1), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+      T* y = static_cast<T*>(a.y) + row * a.n;
+      if (a.residual) {
+        const T* residual = static_cast<const T*>(a.residual) + row * a.residual_stride;
+        T* sum = static_cast<T*>(a.new_residual) + row * a.n;
+        each_chunk(a.n, [&](int64_t i, int lanes) {
+          store_some(sum + i, load_some(x + i, lanes) + load_some(residual + i, lanes), lanes);
+        });
+        x = sum;
+      }
+      const float squares = sum_products(a.n, [&](int64_t i, int lanes) {
+        F16 v = load_some(x + i, lanes);
+        return Pair{v, v};
+      });
+      const float rstd = 1.0f / std::sqrt(squares / float(a.n) + a.eps);
+      a.rstd[row] = rstd;
+      const F16 scale = set1(rstd);
+      each_chunk(a.n, [&](int64_t i, int lanes) {
+        F16 normed = load_some(x + i, lanes) * scale, w = load_some(weight + i, lanes);
+        F16 out = a.gemma ? normed * (set1(1.0f) + w) : rounded<T>(normed) * w;
+        store_some(y + i, out, lanes);
+      });
+    }
+  });
+}
+
+template <class T>
+void backward(const RmsnormBwd& a) {
+  const T *weight = static_cast<const T*>(a.weight), *dy = static_cast<const T*>(a.dy), *x = static_cast<const T*>(a.x);
+  const T* dres = static_cast<const T*>(a.dnew_residual);
+  auto w_at = [&](int64_t i, int lanes) {
+    F16 w = load_some(weight + i, lanes);
+    return a.gemma ? set1(1.0f) + w : w;
+  };
+  parallel_for(0, a.rows, 1 + 16384 / (a.n + 1), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t at = row * a.n;
+      const F16 scale = set1(a.rstd[row]);
+      const float dot = sum_products(a.n, [&](int64_t i, int lanes) {
+        return Pair{load_some(dy + at + i, lanes) * w_at(i, lanes), load_some(x + at + i, lanes) * scale};
+      });
+      const F16 mean = set1(dot / float(a.n));
+      each_chunk(a.n, [&](int64_t i, int lanes) {
+        F16 normed = load_some(x + at + i, lanes) * scale;
+        F16 g = load_some(dy + at + i, lanes) * w_at(i, lanes);
+        F16 dx = scale * (g - normed * mean);
+        if (dres) dx = dx + load_some(dres + at + i, lanes);
+        store_some(static_cast<T*>(a.dx) + at + i, dx, lanes);
+      });
+    }
+  });
+  // order: dweight sums the rows one by one, ascending; threads share out the columns.
+  parallel_for(0, (a.n + 15) / 16, 1 + 4096 / (a.rows + 1), [&](int64_t begin, int64_t end) {
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+      const int64_t i = chunk * 16;
+      const int lanes = int(a.n - i < 16 ? a.n - i : 16);
+      F16 acc = zero();
+      for (int64_t row = 0; row < a.rows; ++row) {
+        F16 normed = load_some(x + row * a.n + i, lanes) * set1(a.rstd[row]);
+        acc = fma(load_some(dy + row * a.n + i, lanes), a.gemma ? normed : rounded<T>(normed), acc);
+      }
+      store_some(static_cast<T*>(a.dweight) + i, acc, lanes);
+    }
+  });
+}
+
+}  // namespace
+
+void rmsnorm_fwd(const RmsnormFwd& a) { a.dtype == Dtype::f32 ? forward<float>(a) : forward<bf16>(a); }
+void rmsnorm_bwd(const RmsnormBwd& a) { a.dtype == Dtype::f32 ? backward<float>(a) : backward<bf16>(a); }
+
+}  // namespace vx::VEXACT_ISA

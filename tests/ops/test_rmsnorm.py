@@ -1,0 +1,127 @@
+"""rmsnorm: rows stand alone, every path has the same bits, gradients are right, bad arguments are named."""
+
+import pytest
+import torch
+from conftest import room_backends
+from hypothesis import given
+from hypothesis import strategies as st
+
+import vexact_ops as vx
+from vexact_ops.rmsnorm.reference import rmsnorm_ref
+from vexact_ops.testing import check_repeatable, check_rows, tricky
+
+BACKENDS = pytest.mark.parametrize("device,backend", room_backends("rmsnorm"))
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+SIZES = st.sampled_from([1, 7, 16, 64, 100, 576, 1031])
+
+
+def make(rows, n, dtype, device, seed):
+    return tricky(rows, n, seed=seed, dtype=dtype, device=device), tricky(n, seed=seed + 1, dtype=dtype, device=device)
+
+
+@BACKENDS
+@DTYPES
+@pytest.mark.parametrize("style", ["llama", "gemma"])
+@given(n=SIZES, rows=st.integers(1, 9), residual=st.booleans(), seed=st.integers(0, 2**16))
+def test_rows_stand_alone(device, backend, dtype, style, n, rows, residual, seed):
+    x, w = make(rows, n, dtype, device, seed)
+    extra = (tricky(rows, n, seed=seed + 2, dtype=dtype, device=device),) if residual else ()
+    check_rows(lambda x, r=None: vx.rmsnorm(x, w, 1e-6, r, style=style, backend=backend), x, *extra, seed=seed)
+
+
+@BACKENDS
+@DTYPES
+@given(n=SIZES, rows=st.integers(1, 9), seed=st.integers(0, 2**16))
+def test_gradient_rows_stand_alone(device, backend, dtype, n, rows, seed):
+    x, w = make(rows, n, dtype, device, seed)
+    dy = tricky(rows, n, seed=seed + 2, dtype=dtype, device=device)
+
+    def dx(x, dy):
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(vx.rmsnorm(x, w, backend=backend), x, dy)
+
+    check_rows(dx, x, dy, seed=seed)
+
+
+@BACKENDS
+@DTYPES
+def test_repeatable(device, backend, dtype):
+    x, w = make(33, 577, dtype, device, 0)
+    x.requires_grad_()
+    w.requires_grad_()
+
+    def run():
+        y, h = vx.rmsnorm(x, w, residual=x * 0.5, backend=backend)
+        return y, h, *torch.autograd.grad((y.float().square().sum() + h.float().sum()), (x, w))
+
+    check_repeatable(run)
+
+
+def test_a_batch_dependent_norm_is_caught():
+    def batch_dependent(x):  # sums in an order that the row count picks
+        parts = 1 if x.shape[0] < 4 else 4
+        squares = sum(p.square().sum(-1, keepdim=True) for p in x.chunk(parts, dim=-1))
+        return x * torch.rsqrt(squares / x.shape[-1] + 1e-6)
+
+    with pytest.raises(AssertionError, match="differ"):
+        check_rows(batch_dependent, torch.randn(8, 576, generator=torch.Generator().manual_seed(0)))
+
+
+@BACKENDS
+@DTYPES
+@pytest.mark.parametrize("style", ["llama", "gemma"])
+def test_accuracy(device, backend, dtype, style):
+    g = torch.Generator().manual_seed(1)
+    x, w = torch.randn(64, 1000, generator=g).to(device, dtype), torch.randn(1000, generator=g).to(device, dtype)
+    dy = torch.randn(64, 1000, generator=g).to(device, dtype)
+
+    def stock(x, w):  # the Hugging Face module's arithmetic
+        normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+        return w * normed.to(x.dtype) if style == "llama" else (normed * (1 + w.float())).to(x.dtype)
+
+    def run(fn, x, w, dy):
+        x, w = x.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
+        y = fn(x, w)
+        return y.detach(), *torch.autograd.grad(y, (x, w), dy)
+
+    exact = run(lambda x, w: rmsnorm_ref(x, w, style=style), x.double(), w.double(), dy.double())
+    ours = run(lambda x, w: vx.rmsnorm(x, w, style=style, backend=backend), x, w, dy)
+    theirs = run(stock, x, w, dy)
+    for name, o, t, e in zip(("y", "dx", "dw"), ours, theirs, exact):
+        error, stock_error = ((v.double() - e).norm() / e.norm() for v in (o, t))
+        assert error <= 2 * stock_error + 1e-7, f"{name}: {error:.3g} against the stock op's {stock_error:.3g}"
+
+
+@BACKENDS
+def test_opcheck(device, backend):
+    x, w = torch.randn(3, 32, device=device, requires_grad=True), torch.randn(32, device=device, requires_grad=True)
+    torch.library.opcheck(torch.ops.vexact.rmsnorm.default, (x, w, x.detach(), 1e-6, True, backend))
+
+
+def test_bad_arguments_are_named():
+    x, w = torch.randn(2, 8), torch.randn(8)
+    with pytest.raises(TypeError, match=r"rmsnorm: x: got dtype float64"):
+        vx.rmsnorm(x.double(), w)
+    with pytest.raises(TypeError, match=r"rmsnorm: weight: got dtype bfloat16"):
+        vx.rmsnorm(x, w.bfloat16())
+    with pytest.raises(ValueError, match=r"rmsnorm: weight: got shape \(7,\), expected \(8,\)"):
+        vx.rmsnorm(x, w[:7])
+    with pytest.raises(ValueError, match=r"rmsnorm: residual: got shape"):
+        vx.rmsnorm(x, w, residual=x[:1])
+    with pytest.raises(ValueError, match="rmsnorm: eps: got nan"):
+        vx.rmsnorm(x, w, float("nan"))
+    with pytest.raises(ValueError, match="rmsnorm: style"):
+        vx.rmsnorm(x, w, style="layer")
+    with pytest.raises(ValueError, match="rmsnorm: backend: got 'fast'"):
+        vx.rmsnorm(x, w, backend="fast")
+    with pytest.raises(vx.BackendUnavailable, match="does not serve cpu"):
+        vx.rmsnorm(x, w, backend="cuda")
+
+
+def test_zero_rows_give_zero_rows():
+    x, w = torch.empty(0, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+    y = vx.rmsnorm(x, w)
+    assert y.shape == (0, 8)
+    y.sum().backward()
+    assert x.grad.shape == (0, 8)
+    assert torch.equal(w.grad, torch.zeros(8))

@@ -1,0 +1,1 @@
+"""What every room shares: backends, argument checks, operator registration, numerics, the native extension."""

@@ -1,0 +1,43 @@
+"""Loads the compiled extension once, on first use, and says what to do where it cannot be loaded."""
+
+import functools
+from pathlib import Path
+
+import torch
+
+_LIBRARY = Path(__file__).parent.parent / "_native.abi3.so"
+
+
+@functools.cache
+def _load() -> str | None:
+    if not _LIBRARY.exists():
+        return f"the compiled extension is missing ({_LIBRARY.name}); install with `pip install -e .` from a clone"
+    try:
+        torch.ops.load_library(str(_LIBRARY))
+    except OSError as error:
+        return f"the compiled extension does not load under torch {torch.__version__}: {error}"
+    return None
+
+
+def unavailable() -> str | None:
+    """Why the native extension cannot be used here, or None where it can."""
+    return _load()
+
+
+def ops():
+    """torch.ops.vexact_native, loaded. Raises BackendUnavailable with the reason."""
+    reason = _load()
+    if reason is not None:
+        from .backend import BackendUnavailable
+
+        raise BackendUnavailable(reason)
+    return torch.ops.vexact_native
+
+
+def built_with_cuda() -> bool:
+    return unavailable() is None and torch.ops.vexact_native.built_with_cuda()
+
+
+def cpu_isa(request: str | None = None) -> str:
+    """The instruction set the CPU kernels run on; with `request` ("scalar", "avx2", "avx512"), switch to it (tests)."""
+    return ops().cpu_isa(request)

@@ -1,0 +1,100 @@
+"""Root-mean-square normalisation, with the residual addition fused where asked."""
+
+import torch
+from torch import Tensor
+
+from .._core import check
+from .._core.backend import Room
+from .._core.operator import Operator
+
+ROOM = Room("rmsnorm", cpu=("cpu",))
+DTYPES = (torch.bfloat16, torch.float32)
+STYLES = ("llama", "gemma")
+
+
+def rmsnorm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+    *,
+    style: str = "llama",
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """x / rms(x) * weight, fp32 inside.
+
+    x         (..., N) bf16 | fp32
+    weight    (N,) in x.dtype
+    eps       added to the mean square
+    residual  like x: normalise x + residual (rounded to x.dtype) instead
+    style     "llama": round to x.dtype, then multiply by weight, as Hugging Face's LlamaRMSNorm does;
+              "gemma": multiply by 1 + weight in fp32 and round once, as its Gemma2RMSNorm does
+    returns   (..., N) in x.dtype; with residual, the pair (normed, x + residual)
+    bits      a row depends on that row, weight and eps alone: the squares are summed in four 16-lane accumulators
+              chosen from N, whatever the row count, strides or threads
+    grad      dx as bits; dweight sums rows in ascending order, repeatable for one fixed batch
+    raises    TypeError on dtype, ValueError on shape or device, BackendUnavailable
+    source    Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv 1910.07467
+    """
+    check.tensor("rmsnorm", "x", x, DTYPES)
+    check.tensor("rmsnorm", "weight", weight, ndim=1)
+    check.same_dtype("rmsnorm", "weight", weight, "x", x)
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"rmsnorm: x: got shape {tuple(x.shape)}, expected (..., N) with N of at least 1")
+    check.shape("rmsnorm", "weight", weight, x.shape[-1:])
+    check.same_device("rmsnorm", x=x, weight=weight, residual=residual)
+    if residual is not None:
+        check.tensor("rmsnorm", "residual", residual)
+        check.same_dtype("rmsnorm", "residual", residual, "x", x)
+        check.shape("rmsnorm", "residual", residual, x.shape)
+    check.number("rmsnorm", "eps", eps, at_least=0.0)
+    check.choice("rmsnorm", "style", style, STYLES)
+    backend = ROOM.resolve(x.device, backend)
+    flat_residual = None if residual is None else check.rows(residual)
+    y, new_residual, _ = _rmsnorm(check.rows(x), weight, flat_residual, eps, style == "gemma", backend)
+    return y.view(x.shape) if residual is None else (y.view(x.shape), new_residual.view(x.shape))
+
+
+def _fwd(x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, gemma: bool, backend: str):
+    return ROOM.module(backend).rmsnorm_fwd(x, weight.contiguous(), residual, eps, gemma)
+
+
+def _fwd_fake(x, weight, residual, eps, gemma, backend):
+    y = x.new_empty(x.shape)
+    return y, x.new_empty(x.shape if residual is not None else (0,)), x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+def _setup(ctx, inputs, output):
+    x, weight, residual, _, ctx.gemma, ctx.backend = inputs
+    _, new_residual, rstd = output
+    ctx.has_residual = residual is not None
+    ctx.mark_non_differentiable(rstd)
+    ctx.save_for_backward(new_residual if ctx.has_residual else x, weight, rstd)
+
+
+def _backward(ctx, dy, dnew_residual, _):
+    x, weight, rstd = ctx.saved_tensors
+    dx, dweight = _rmsnorm_bwd(dy, dnew_residual if ctx.has_residual else None, x, weight, rstd, ctx.gemma, ctx.backend)
+    return dx, dweight, dx if ctx.has_residual else None, None, None, None
+
+
+def _bwd(dy: Tensor, dnew_residual: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, gemma: bool, backend: str):
+    dnew_residual = None if dnew_residual is None else dnew_residual.contiguous()
+    args = dy.contiguous(), dnew_residual, x.contiguous(), weight.contiguous(), rstd
+    return ROOM.module(backend).rmsnorm_bwd(*args, gemma)
+
+
+_rmsnorm_bwd = Operator(
+    "rmsnorm_bwd(Tensor dy, Tensor? dnew_residual, Tensor x, Tensor weight, Tensor rstd, bool gemma, str backend)"
+    " -> (Tensor, Tensor)",
+    _bwd,
+    lambda dy, dnew_residual, x, weight, rstd, gemma, backend: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
+)
+_rmsnorm = Operator(
+    "rmsnorm(Tensor x, Tensor weight, Tensor? residual, float eps, bool gemma, str backend)"
+    " -> (Tensor, Tensor, Tensor)",
+    _fwd,
+    _fwd_fake,
+    _setup,
+    _backward,
+)
