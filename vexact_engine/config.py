@@ -1,0 +1,157 @@
+"""What a caller may choose: EngineConfig for the engine, SamplingParams for one request.
+
+Both are frozen and checked when made: a value of the wrong type raises TypeError, a wrong value ValueError, and the
+message names the class, the field, what it got and what it expected. Nothing is clamped or corrected in silence.
+"""
+
+import math
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from numbers import Real
+
+# Positive temperatures outside this range overflow or flatten fp32 logits, and then the distribution means nothing.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the engine uses its machine. No field may change a bit of any output, except `kv_segment`.
+
+    page_size                tokens per page of the KV cache
+    num_pages                pages in the cache; None: as many as `gpu_memory_utilization` leaves room for
+    gpu_memory_utilization   share of the device's memory that weights, activations and cache may take together
+    max_num_seqs             sequences that run at once (and never more than `max_num_batched_tokens`)
+    max_num_batched_tokens   tokens computed per step: each running decode takes one, prefill chunks share the rest
+    max_model_len            prompt plus generated tokens of one sequence; None: what the model was made for
+    enable_prefix_cache      reuse the pages of a prompt that begins like an earlier one
+    kv_segment               attention's key segment, part of the numerics: None, or the trainer's own value
+    enforce_eager            no CUDA graphs
+    pipeline_parallel_size   stages that the layers are cut into
+    show_progress            a progress bar; None: on a terminal only
+    """
+
+    page_size: int = 16
+    num_pages: int | None = None
+    gpu_memory_utilization: float = 0.9
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    enable_prefix_cache: bool = True
+    kv_segment: int | None = None
+    enforce_eager: bool = False
+    pipeline_parallel_size: int = 1
+    show_progress: bool | None = None
+
+    def __post_init__(self):
+        for name in ("page_size", "max_num_seqs", "max_num_batched_tokens", "pipeline_parallel_size"):
+            _set_int(self, name, 1)
+        _set_int(self, "num_pages", 1, optional=True)
+        _set_int(self, "max_model_len", 2, optional=True)  # one token of prompt, one generated
+        _set_int(self, "kv_segment", 1, optional=True)
+        _set_real(self, "gpu_memory_utilization", lambda u: 0 < u <= 1, "a number above 0 and at most 1")
+        _check_bool(self, "enable_prefix_cache")
+        _check_bool(self, "enforce_eager")
+        _check_bool(self, "show_progress", optional=True)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled and where it stops.
+
+    max_new_tokens     generated tokens per sample, at most
+    temperature        0 is greedy; otherwise from 1e-5 to 1e5
+    top_p              keep the likeliest tokens up to this mass, above 0 and at most 1 (1: off)
+    top_k              keep this many of the likeliest tokens (0: off)
+    min_p              drop tokens less likely than this share of the likeliest, 0 to 1 (0: off)
+    n                  samples per prompt, each with a seed of its own
+    seed               0 <= seed < 2**64; None draws one, which the completion records
+    stop_token_ids     generation ends after any of these, beside the model's own end-of-sequence ids
+    stop               a string, or several: generation ends once the generated text contains one of them
+    ignore_eos         generate past the model's end-of-sequence ids (`stop_token_ids` still apply)
+    num_top_logprobs   report the log-probabilities of this many of the likeliest tokens at each position
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    n: int = 1
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    num_top_logprobs: int = 0
+
+    def __post_init__(self):
+        _set_int(self, "max_new_tokens", 1)
+        _set_int(self, "top_k", 0)
+        _set_int(self, "n", 1)
+        _set_int(self, "num_top_logprobs", 0)
+        _set_int(self, "seed", 0, 2**64 - 1, optional=True)
+        in_range = f"0 (greedy), or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
+        _set_real(self, "temperature", lambda t: t == 0 or MIN_TEMPERATURE <= t <= MAX_TEMPERATURE, in_range)
+        _set_real(self, "top_p", lambda p: 0 < p <= 1, "a number above 0 and at most 1")
+        _set_real(self, "min_p", lambda p: 0 <= p <= 1, "a number from 0 to 1")
+        _check_bool(self, "ignore_eos")
+        if isinstance(self.stop_token_ids, (str, bytes)) or not isinstance(self.stop_token_ids, Iterable):
+            raise _type_error(self, "stop_token_ids", "token ids")
+        ids = tuple(_as_int(self, "stop_token_ids", i, "token ids") for i in self.stop_token_ids)
+        if any(i < 0 for i in ids):
+            raise _value_error(self, "stop_token_ids", "token ids of 0 or more")
+        object.__setattr__(self, "stop_token_ids", ids)
+        if not isinstance(self.stop, Iterable):
+            raise _type_error(self, "stop", "a string or several")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if not all(isinstance(s, str) for s in stop):
+            raise _type_error(self, "stop", "a string or several")
+        if not all(stop):
+            raise _value_error(self, "stop", "strings that are not empty")
+        object.__setattr__(self, "stop", stop)
+
+
+def _type_error(config, name, expected):
+    got = getattr(config, name)
+    return TypeError(f"{type(config).__name__}: {name} is {got!r} ({type(got).__name__}), expected {expected}")
+
+
+def _value_error(config, name, expected):
+    return ValueError(f"{type(config).__name__}: {name} is {getattr(config, name)!r}, expected {expected}")
+
+
+def _as_int(config, name, value, expected):
+    """Any true integer, NumPy's too; a bool is a mistake here, though Python would take it for 0 or 1."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise _type_error(config, name, expected) from None
+
+
+def _set_int(config, name, low, high=None, optional=False):
+    value = getattr(config, name)
+    if optional and value is None:
+        return
+    expected = f"an integer of {low} or more" if high is None else f"an integer from {low} to {high}"
+    expected += " or None" if optional else ""
+    value = _as_int(config, name, value, expected)
+    if value < low or (high is not None and value > high):
+        raise _value_error(config, name, expected)
+    object.__setattr__(config, name, value)
+
+
+def _set_real(config, name, accept, expected):
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise _type_error(config, name, expected)
+    if not math.isfinite(value) or not accept(value):
+        raise _value_error(config, name, expected)
+    object.__setattr__(config, name, float(value))
+
+
+def _check_bool(config, name, optional=False):
+    value = getattr(config, name)
+    if not (isinstance(value, bool) or (optional and value is None)):
+        raise _type_error(config, name, "True, False or None" if optional else "True or False")

@@ -1,0 +1,157 @@
+"""The pages of the KV cache: who holds which, and which prompts they already know.
+
+A page is a number. It is in exactly one of three places: *held* by one or more sequences (its reference count says
+how many), *cached* (held by nobody, its content still known, evicted oldest first), or *free*. Everything below is
+O(1) per page.
+
+The prefix cache is a tree of full pages. A page of known content is found by the key (its parent's id, its own token
+ids), so a hit means that every token from the start of the sequence is equal: the dictionary compares the ids
+themselves, and a hash collision costs time, never bits. Ids are never used twice, so what hangs below an evicted page
+is not found again, and a change of weights begins a new root below which nothing is known.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+
+
+@dataclass
+class PageStats:
+    """Counts since the pool was made."""
+
+    allocated: int = 0
+    evicted: int = 0  # cached pages whose content was given up for a new allocation
+    reused: int = 0  # references taken by `hold`: pages that did not have to be computed
+
+
+class PagePool:
+    """`num_pages` pages of `page_size` tokens, with reference counts and a prefix cache.
+
+    Not thread-safe. Freeing a page that nobody holds raises RuntimeError: it would give one page to two sequences.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, enable_prefix_cache: bool = True):
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.enable_prefix_cache = enable_prefix_cache
+        self.stats = PageStats()
+        self._free = list(range(num_pages - 1, -1, -1))  # a stack
+        self._cached = OrderedDict()  # page -> None, the one released longest ago first
+        self._refs = [0] * num_pages
+        self._nodes = [None] * num_pages  # page -> (key, id) where its content is known
+        self._tree = {}  # key -> page
+        self._next_id = 0
+        self.root = self._new_id()
+
+    def _new_id(self):
+        self._next_id += 1
+        return self._next_id
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be allocated now: the free and the cached."""
+        return len(self._free) + len(self._cached)
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def allocate(self) -> int:
+        """A page of unknown content, held once. RuntimeError when none is available."""
+        if self._free:
+            page = self._free.pop()
+        elif self._cached:
+            page, _ = self._cached.popitem(last=False)
+            self._forget(page)
+            self.stats.evicted += 1
+        else:
+            raise RuntimeError(f"PagePool: allocate: all {self.num_pages} pages are held")
+        self._refs[page] = 1
+        self.stats.allocated += 1
+        return page
+
+    def hold(self, pages: Tokens[int]) -> None:
+        """One more reference to each page, which `match` has just found."""
+        for page in pages:
+            if self._refs[page] == 0:
+                del self._cached[page]
+            self._refs[page] += 1
+        self.stats.reused += len(pages)
+
+    def release(self, pages: Tokens[int]) -> None:
+        """One reference less to each page of a sequence, given from its first page to its last.
+
+        They are let go from the last to the first, so that eviction takes a page's children before the page.
+        """
+        for page in reversed(pages):
+            if self._refs[page] <= 0:
+                raise RuntimeError(f"PagePool: release: nobody holds page {page}")
+            self._refs[page] -= 1
+            if self._refs[page] == 0:
+                if self._nodes[page] is None:
+                    self._free.append(page)
+                else:
+                    self._cached[page] = None
+
+    def num_unheld(self, pages: Tokens[int]) -> int:
+        """How many of these pages nobody holds: holding them uses up availability."""
+        return sum(self._refs[page] == 0 for page in pages)
+
+    # The prefix cache
+
+    def key(self, parent: int, tokens: Tokens[int], index: int):
+        """What the page at `index` of a sequence is known by, given its parent's id.
+
+        None if `tokens` do not fill the page, or without a prefix cache: then nothing is known or registered.
+        """
+        if not self.enable_prefix_cache:
+            return None
+        start = index * self.page_size
+        block = tuple(tokens[start : start + self.page_size])
+        return (parent, block) if len(block) == self.page_size else None
+
+    def match(self, tokens: Tokens[int], max_pages: int) -> tuple[list[int], int]:
+        """The known pages that `tokens` begin with, at most `max_pages`, and the id of the last (or the root's).
+
+        Takes no reference: `hold` the pages before anything else is allocated.
+        """
+        pages, parent = [], self.root
+        while len(pages) < max_pages and (page := self._tree.get(self.key(parent, tokens, len(pages)))) is not None:
+            pages.append(page)
+            parent = self._nodes[page][1]
+        return pages, parent
+
+    def register(self, page: int, key) -> int:
+        """Say that all of a held page has been computed and holds what `key` says. Returns the id for its children.
+
+        If another page is known by this key already, that one stays the known one: both hold the same bits.
+        """
+        if self._refs[page] <= 0:
+            raise RuntimeError(f"PagePool: register: nobody holds page {page}")
+        known = self._tree.get(key)
+        if known is None:
+            self._tree[key] = known = page
+            self._nodes[page] = (key, self._new_id())
+        return self._nodes[known][1]
+
+    def invalidate(self) -> None:
+        """Forget the content of every page, because the weights have changed. Held pages stay held."""
+        self._free.extend(self._cached)
+        self._cached.clear()
+        self._tree.clear()
+        self._nodes = [None] * self.num_pages
+        self.root = self._new_id()
+
+    def _forget(self, page):
+        del self._tree[self._nodes[page][0]]
+        self._nodes[page] = None
+
+    def check(self) -> None:
+        """Prove that no page is lost or in two places; AssertionError otherwise. O(pages), for tests and debugging."""
+        held = [page for page, refs in enumerate(self._refs) if refs > 0]
+        everywhere = [*held, *self._cached, *self._free]
+        assert all(refs >= 0 for refs in self._refs), "a negative reference count"
+        assert sorted(everywhere) == list(range(self.num_pages)), "a page is lost, or in two places"
+        known = {page: node for page, node in enumerate(self._nodes) if node is not None}
+        assert {key: page for page, (key, _) in known.items()} == self._tree, "the tree and its pages disagree"
+        assert all(page in known for page in self._cached), "a cached page of unknown content"
+        assert not any(page in known for page in self._free), "a free page of known content"

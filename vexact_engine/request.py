@@ -1,0 +1,211 @@
+"""A request, its samples, and what the caller gets back.
+
+A request is one prompt and its SamplingParams. Each of its n samples is a `Sequence`, the unit that is scheduled:
+tokens, the pages that hold their keys and values, and how far it has come.
+"""
+
+import itertools
+import operator
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from vexact_engine.config import SamplingParams
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, made odd: the step of SplitMix64
+_numbers = itertools.count()
+
+
+def _mix(z: int) -> int:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64-bit integers that scatters them."""
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """The seed of sample `index` of a request: mix(mix(seed) + (index + 1) * golden), as a signed 64-bit integer.
+
+    The samples of one request never share a seed, for at a fixed `seed` this is a bijection. The random number of a
+    draw is a function of (this seed, the position of the drawn token) and of nothing else.
+    """
+    z = _mix((_mix(seed & _MASK) + (index + 1) * _GOLDEN) & _MASK)
+    return z - 2**64 if z >= 2**63 else z
+
+
+class State(Enum):
+    WAITING = "waiting"  # holds no pages
+    RUNNING = "running"
+    FINISHED = "finished"  # holds no pages
+
+
+@dataclass
+class Completion:
+    """One sample of one prompt.
+
+    token_ids         the generated ids, with the stop token that ended them, if one did
+    logprobs          fp32 log-probability of each at the sampling temperature (greedy: at temperature 1)
+    raw_logprobs      the same at temperature 1
+    finish_reason     "stop" | "length" | "abort" | "error"
+    text              the generated text, "" where there is no tokenizer
+    weight_version    version of the weights that gave the last token; `weight_versions` has it for every token
+    top_logprobs      for each token {id: log-probability} of the likeliest ids, if `num_top_logprobs` asked for them
+    error             why, where finish_reason is "error", or "length" for want of cache
+    request_id, index the request, and which of its samples this is
+    seed              the request's seed, drawn where none was given: with it the same tokens come again
+    stop_reason       the token id or the string that ended it, where finish_reason is "stop"
+    """
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    raw_logprobs: list[float]
+    finish_reason: str
+    text: str
+    weight_version: int
+    top_logprobs: list[dict[int, float]] | None = None
+    error: str | None = None
+    request_id: str | None = None
+    index: int = 0
+    seed: int | None = None
+    stop_reason: int | str | None = None
+    weight_versions: list[int] = field(default_factory=list)
+
+
+class Request:
+    """One prompt and what is wanted of it. TypeError if the prompt is not token ids, ValueError if it is empty."""
+
+    def __init__(self, prompt_ids: Iterable[int], params: SamplingParams | None = None, request_id: str | None = None):
+        try:
+            self.prompt_ids = [operator.index(token) for token in prompt_ids]
+        except TypeError:
+            raise TypeError(f"Request: prompt_ids is {_short(prompt_ids)}, expected a list of token ids") from None
+        if not self.prompt_ids:
+            raise ValueError("Request: prompt_ids is empty, expected at least one token id")
+        if min(self.prompt_ids) < 0:
+            raise ValueError(f"Request: prompt_ids has {min(self.prompt_ids)}, expected token ids of 0 or more")
+        self.params = SamplingParams() if params is None else params
+        self.id = f"request-{next(_numbers)}" if request_id is None else request_id
+        self.seed = secrets.randbits(64) if self.params.seed is None else self.params.seed
+        self.sequences = [Sequence(self, index) for index in range(self.params.n)]
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.finished for sequence in self.sequences)
+
+    def reject(self, error: str) -> None:
+        """Finish a request that no scheduler has taken, so that its completions say why."""
+        for sequence in self.sequences:
+            sequence.finish("error", error=error)
+
+    def __repr__(self):
+        return f"Request({self.id!r}, prompt of {len(self.prompt_ids)}, {self.sequences})"
+
+
+class Sequence:
+    """One sample of a request. The scheduler owns everything here; the engine reads it.
+
+    tokens          prompt and generated ids; `generated` is the second part
+    pages           its pages in order, the keys and values of token t in pages[t // page_size]. Grows at the end only,
+                    until the sequence lets go of its pages: then this becomes a new, empty list, and a plan that
+                    still holds the old one keeps it unchanged
+    epoch           how often it has let go of its pages
+    num_computed    tokens whose keys and values are in those pages
+    num_planned     the same, once all plans in flight have run
+    in_flight       samples in plans in flight
+    limit           tokens it may reach, and `limit_note` says which limit that is if it is the cache's
+    """
+
+    __slots__ = (
+        "arrival",
+        "epoch",
+        "error",
+        "finish_reason",
+        "in_flight",
+        "index",
+        "limit",
+        "limit_note",
+        "logprobs",
+        "node",
+        "num_computed",
+        "num_known",
+        "num_planned",
+        "num_prompt",
+        "pages",
+        "params",
+        "raw_logprobs",
+        "request",
+        "seed",
+        "state",
+        "stop_reason",
+        "tokens",
+        "top_logprobs",
+        "weight_versions",
+    )
+
+    def __init__(self, request: Request, index: int):
+        self.request, self.index, self.params = request, index, request.params
+        self.seed = derive_seed(request.seed, index)
+        self.tokens = list(request.prompt_ids)
+        self.num_prompt = len(self.tokens)
+        self.logprobs, self.raw_logprobs, self.weight_versions = [], [], []
+        self.top_logprobs = [] if self.params.num_top_logprobs else None
+        self.state = State.WAITING
+        self.arrival = -1  # its place in the order of fairness, once added
+        self.limit, self.limit_note = self.num_prompt + self.params.max_new_tokens, None
+        self.finish_reason = self.stop_reason = self.error = None
+        self.epoch = self.in_flight = 0
+        self.forget_pages()
+
+    def forget_pages(self) -> list[int]:
+        """Start over: nothing is computed. Returns the pages held until now, for the pool."""
+        pages = getattr(self, "pages", [])
+        self.pages = []
+        self.num_computed = self.num_planned = 0
+        self.num_known = 0  # of its pages, from the first on, that the prefix cache knows the content of ...
+        self.node = None  # ... and the id of the last of them there
+        self.epoch += 1
+        return pages
+
+    @property
+    def finished(self) -> bool:
+        return self.state is State.FINISHED
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    def finish(self, reason: str, stop_reason=None, error: str | None = None) -> None:
+        """For the scheduler, which knows what the sequence holds."""
+        self.state = State.FINISHED
+        self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error
+
+    def completion(self, text: str = "", weight_version: int = 0) -> Completion:
+        """What the caller gets. `weight_version` is for a sequence that has no token."""
+        return Completion(
+            prompt_ids=list(self.request.prompt_ids),
+            token_ids=self.generated,
+            logprobs=list(self.logprobs),
+            raw_logprobs=list(self.raw_logprobs),
+            finish_reason=self.finish_reason,
+            text=text,
+            weight_version=self.weight_versions[-1] if self.weight_versions else weight_version,
+            top_logprobs=None if self.top_logprobs is None else list(self.top_logprobs),
+            error=self.error,
+            request_id=self.request.id,
+            index=self.index,
+            seed=self.request.seed,
+            stop_reason=self.stop_reason,
+            weight_versions=list(self.weight_versions),
+        )
+
+    def __repr__(self):
+        where = f"{self.request.id}[{self.index}]"
+        return f"Sequence({where}, {self.state.value}, {self.num_prompt}+{len(self.tokens) - self.num_prompt} tokens)"
+
+
+def _short(value, width=60):
+    text = repr(value)
+    return text if len(text) <= width else text[: width - 3] + "..."

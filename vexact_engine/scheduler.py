@@ -1,0 +1,396 @@
+"""Which tokens are computed in the next step, and what becomes of the ones that were sampled.
+
+A step has a budget of tokens. `schedule` spends it in this order:
+  1. running decodes, one token each: nothing that arrives later can delay them;
+  2. running prefills, the earliest arrival first, in chunks;
+  3. waiting sequences, the earliest arrival first. One is admitted when all its pages fit, and if it does not fit yet
+     nobody behind it is let past.
+Pages for a whole prompt are taken at admission, so only a decode can run out of them. Then the latest arrival that
+runs is preempted: it gives back its pages, keeps its tokens, waits in its old place and is computed again as one
+prefill. The earliest can so always go on, and no sequence is allowed more tokens than the cache holds: there is no
+deadlock. None of this changes bits, for rows do not depend on their neighbours or on where chunks begin.
+
+`commit` takes the sampled tokens, ends what is to end, and tells the prefix cache which pages are now full.
+
+Several plans may be in flight as long as they run in the order they were made; that is what an overlapped engine and
+a pipeline need. A page given up while a plan in flight still touches it can only be written by a later plan.
+"""
+
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from vexact_engine.config import EngineConfig
+from vexact_engine.pages import PagePool
+from vexact_engine.request import Request, Sequence, State
+
+PLACEHOLDER = -1  # a token that a plan in flight is still to sample
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """Tokens start .. end-1 of one sequence.
+
+    pages          its page table, long enough for `end` tokens (Sequence.pages, which later plans may extend)
+    needs_sample   whether the last token's logits are to be sampled: the drawn token has position `end`
+    """
+
+    sequence: Sequence
+    start: int
+    end: int
+    needs_sample: bool
+    pages: list[int]
+    epoch: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The ids to compute, PLACEHOLDER where one is not known yet: then it is the sequence's latest sample."""
+        known = self.sequence.tokens[self.start : self.end]
+        return known + [PLACEHOLDER] * (self.length - len(known))
+
+
+@dataclass(slots=True, eq=False)
+class StepPlan:
+    """One step's chunks: decodes first, then prefills. Falsy if there is nothing to compute."""
+
+    chunks: list[Chunk]
+    weight_version: int
+
+    def __bool__(self):
+        return bool(self.chunks)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
+
+    @property
+    def sampled_chunks(self) -> list[Chunk]:
+        """The chunks that `commit` expects a token for, in its order."""
+        return [chunk for chunk in self.chunks if chunk.needs_sample]
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What a step drew, one entry for each of plan.sampled_chunks. `top_logprobs` is read where a request wants it."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    raw_logprobs: list[float]
+    top_logprobs: list[dict[int, float] | None] | None = None
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counts since the scheduler was made."""
+
+    steps: int = 0
+    prefill_tokens: int = 0  # computed in chunks, a preempted sequence's second time too
+    decode_tokens: int = 0
+    prefix_tokens: int = 0  # not computed, because the prefix cache had them
+    preemptions: int = 0
+    finished: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0})
+
+
+class Scheduler:
+    """Continuous batching over one PagePool. Not thread-safe: its owner calls it from one thread at a time.
+
+    config          `num_pages` must be set; `max_model_len` None means no limit but the cache's
+    eos_token_ids   the model's end-of-sequence ids
+    vocab_size      to refuse ids outside it; None: no check
+    text_tail       sequence -> the end of its generated text, called after each token of a sequence with stop strings.
+                    It must hold what the newest token added and as much before that as the longest stop string is
+                    long. Without it stop strings are refused
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        eos_token_ids: Iterable[int] = (),
+        vocab_size: int | None = None,
+        text_tail: Callable[[Sequence], str] | None = None,
+    ):
+        if config.num_pages is None:
+            raise ValueError("Scheduler: config.num_pages is None, expected the number of pages that the cache has")
+        self.config = config
+        self.pool = PagePool(config.num_pages, config.page_size, config.enable_prefix_cache)
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.vocab_size = vocab_size
+        self.text_tail = text_tail
+        self.stats = Stats()
+        self.weight_version = 0
+        self.requests: dict[str, Request] = {}  # the unfinished ones
+        self.running: list[Sequence] = []  # both in the order of arrival
+        self.waiting: deque[Sequence] = deque()
+        self._in_flight: deque[StepPlan] = deque()
+        self._arrivals = 0
+        self._blocked = None  # the waiting sequence that did not fit, until somebody gives back pages
+        # Every running decode gets its token in every step, and a running prefill at least one.
+        self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.requests)
+
+    # Requests come and go
+
+    def add(self, request: Request) -> None:
+        """Queue all samples of a request. ValueError, and nothing is queued, if it can never run."""
+        config, prompt, name = self.config, request.prompt_ids, f"request {request.id!r}"
+        if request.id in self.requests or request.sequences[0].arrival >= 0:
+            raise ValueError(f"{name}: the request, or another of its id, was added before, expected a new one")
+        if self.vocab_size is not None and max(prompt) >= self.vocab_size:
+            raise ValueError(f"{name}: prompt_ids has {max(prompt)}, expected ids below {self.vocab_size}")
+        if config.max_model_len is not None and len(prompt) >= config.max_model_len:
+            raise ValueError(
+                f"{name}: prompt_ids has {len(prompt)} tokens, expected at most {config.max_model_len - 1}: "
+                f"max_model_len is {config.max_model_len}, and one token is to be generated"
+            )
+        capacity = config.num_pages * config.page_size
+        if len(prompt) > capacity:
+            raise ValueError(
+                f"{name}: prompt_ids has {len(prompt)} tokens, expected at most {capacity}: the KV cache has "
+                f"{config.num_pages} pages of {config.page_size} tokens"
+            )
+        if request.params.stop and self.text_tail is None:
+            raise ValueError(f"{name}: stop has strings, expected none: there is no tokenizer to find them with")
+        self.requests[request.id] = request
+        for sequence in request.sequences:
+            if config.max_model_len is not None:
+                sequence.limit = min(sequence.limit, config.max_model_len)
+            if capacity + 1 < sequence.limit:  # the last token is never an input
+                sequence.limit = capacity + 1
+                sequence.limit_note = (
+                    f"the KV cache is full: it has {config.num_pages} pages of {config.page_size} tokens"
+                )
+            sequence.arrival = self._arrivals
+            self._arrivals += 1
+            self.waiting.append(sequence)
+
+    def abort(self, request_id: str) -> list[Sequence]:
+        """End what is unfinished of a request, at any moment. Returns those sequences; none if it is not known here."""
+        return self._end_request(request_id, "abort", None)
+
+    def fail(self, request_id: str, error: str) -> list[Sequence]:
+        """The same for a request that went wrong: its finish reason is "error"."""
+        return self._end_request(request_id, "error", error)
+
+    def _end_request(self, request_id, reason, error):
+        request = self.requests.get(request_id)
+        ended = [sequence for sequence in request.sequences if not sequence.finished] if request else []
+        for sequence in ended:
+            self._finish(sequence, reason, error=error)
+        return ended
+
+    def _finish(self, sequence, reason, stop_reason=None, error=None):
+        if sequence.state is State.RUNNING:
+            self._stop_running(sequence)
+        else:
+            self.waiting.remove(sequence)
+        sequence.finish(reason, stop_reason, error)
+        self.stats.finished[reason] += 1
+        if sequence.request.finished:
+            del self.requests[sequence.request.id]
+
+    def _stop_running(self, sequence):
+        self.running.remove(sequence)
+        self.pool.release(sequence.forget_pages())
+        self._blocked = None
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's pages and let it wait in its old place. Its tokens stay, and so do its bits.
+
+        `schedule` does this when pages run out; anyone may do it at any time, to make room or to prove the point.
+        """
+        if sequence.state is not State.RUNNING:
+            raise ValueError(f"preempt: the sequence is {sequence.state.value}, expected a running one")
+        self._stop_running(sequence)
+        sequence.state = State.WAITING
+        insort(self.waiting, sequence, key=lambda other: other.arrival)
+        self.stats.preemptions += 1
+
+    def reset_cache(self, weight_version: int | None = None) -> None:
+        """Forget all keys and values: the weights have changed (to this version), or the cache's memory is gone.
+
+        What runs is preempted and goes on from its tokens, computed anew with what the weights are then.
+        """
+        for sequence in reversed(list(self.running)):
+            self.preempt(sequence)
+        self.pool.invalidate()
+        if weight_version is not None:
+            self.weight_version = weight_version
+
+    # A step
+
+    def schedule(self, lookahead: bool = False) -> StepPlan:
+        """The next step's plan. It is in flight until `commit` or `cancel`, unless it is empty.
+
+        A sequence whose newest token is still being sampled is left out; with `lookahead` it is planned with a
+        PLACEHOLDER for that token. Empty if nothing can be computed before a commit, or at all.
+        """
+        plan = StepPlan([], self.weight_version)
+        budget = self.config.max_num_batched_tokens
+
+        for sequence in list(self.running):
+            is_decode = sequence.state is State.RUNNING and self._num_ready(sequence, lookahead) == 1
+            if is_decode and self._grow(sequence):
+                budget -= self._plan(plan, sequence, 1)
+
+        for sequence in self.running:
+            if budget and (ready := self._num_ready(sequence, lookahead)) > 1:
+                budget -= self._plan(plan, sequence, min(ready, budget))
+
+        self._admit(plan, budget)
+
+        if plan:
+            self._in_flight.append(plan)
+            self.stats.steps += 1
+        return plan
+
+    def _num_ready(self, sequence, lookahead):
+        """Tokens that can be planned now: those known, or being sampled, and not planned yet."""
+        total = len(sequence.tokens) + sequence.in_flight
+        if total >= sequence.limit or (sequence.in_flight and not lookahead):
+            return 0
+        return total - sequence.num_planned
+
+    def _plan(self, plan, sequence, length):
+        start = sequence.num_planned
+        end = sequence.num_planned = start + length
+        needs_sample = end == len(sequence.tokens) + sequence.in_flight
+        plan.chunks.append(Chunk(sequence, start, end, needs_sample, sequence.pages, sequence.epoch))
+        sequence.in_flight += needs_sample
+        if needs_sample and length == 1 and start >= sequence.num_prompt:
+            self.stats.decode_tokens += 1
+        else:
+            self.stats.prefill_tokens += length
+        return length
+
+    def _grow(self, sequence):
+        """Give a decode the page its next token needs. False if it had to be preempted itself."""
+        if sequence.num_planned < len(sequence.pages) * self.pool.page_size:
+            return True
+        while not self.pool.num_available:
+            victim = self.running[-1]
+            self.preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.pages.append(self.pool.allocate())
+        return True
+
+    def _admit(self, plan, budget):
+        """Let the waiting in, in order, as far as the pages and the budget go."""
+        pool = self.pool
+        computing = {self._next_key(sequence) for sequence in self.running} - {None}
+        passed = []
+        while budget and self.waiting and len(self.running) < self._max_running:
+            sequence = self.waiting[0]
+            if sequence is self._blocked or sequence.in_flight:
+                break
+            # The last token is always computed, even where its page is known: its logits are wanted.
+            most = (len(sequence.tokens) - 1) // pool.page_size
+            known, node = pool.match(sequence.tokens, most)
+            if len(known) < most and pool.key(node, sequence.tokens, len(known)) in computing:
+                # Its next page is being computed for another sequence just now. It will find it in a later step,
+                # so that n samples of a prompt, or n requests with one beginning, compute that only once.
+                passed.append(self.waiting.popleft())
+                continue
+            missing = pool.pages_for(len(sequence.tokens)) - len(known)
+            # One page is left to each running sequence, lest the next step undo this admission.
+            if missing + pool.num_unheld(known) + len(self.running) > pool.num_available:
+                self._blocked = sequence
+                break
+            self.waiting.popleft()
+            pool.hold(known)
+            sequence.pages = known + [pool.allocate() for _ in range(missing)]
+            sequence.num_computed = sequence.num_planned = len(known) * pool.page_size
+            sequence.num_known, sequence.node = len(known), node
+            sequence.state = State.RUNNING
+            insort(self.running, sequence, key=lambda other: other.arrival)
+            self.stats.prefix_tokens += sequence.num_computed
+            computing.add(self._next_key(sequence))
+            budget -= self._plan(plan, sequence, min(len(sequence.tokens) - sequence.num_planned, budget))
+        self.waiting.extendleft(reversed(passed))
+
+    def _next_key(self, sequence):
+        """The prefix cache's key for the page that this running sequence fills next; None if it is not full soon."""
+        return self.pool.key(sequence.node, sequence.tokens, sequence.num_known)
+
+    def commit(self, plan: StepPlan, sampled: Sampled) -> list[Sequence]:
+        """Take what the oldest plan in flight drew. Returns the sequences that got a token, finished ones among them.
+
+        A sequence that has ended meanwhile gets none. One that was preempted does: its token is as good as ever.
+        """
+        if not self._in_flight or plan is not self._in_flight[0]:
+            raise ValueError("commit: plan is not the oldest in flight, expected plans in the order they were made")
+        wanted = len(plan.sampled_chunks)
+        for name in ("token_ids", "logprobs", "raw_logprobs", "top_logprobs"):
+            column = getattr(sampled, name)
+            if column is not None and len(column) != wanted:
+                raise ValueError(f"commit: sampled.{name} has {len(column)} entries, expected {wanted}")
+        if sampled.top_logprobs is None and any(c.sequence.params.num_top_logprobs for c in plan.sampled_chunks):
+            raise ValueError("commit: sampled.top_logprobs is None, expected it: a request in the plan asked for it")
+        self._in_flight.popleft()
+
+        grown, row = [], 0
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            if sequence.epoch == chunk.epoch and not sequence.finished:
+                self._keep(sequence, chunk.end)
+            if chunk.needs_sample:
+                sequence.in_flight -= 1
+                if not sequence.finished:
+                    self._append(sequence, sampled, row, plan.weight_version)
+                    grown.append(sequence)
+                row += 1
+        return grown
+
+    def cancel(self, plan: StepPlan) -> None:
+        """A plan in flight has failed, and all that were made after it go with it.
+
+        Their sequences are preempted, for their last pages may hold anything, and can be scheduled again.
+        """
+        if plan not in self._in_flight:
+            raise ValueError("cancel: plan is not in flight, expected one that is")
+        last = None
+        while last is not plan:
+            last = self._in_flight.pop()
+            for chunk in last.chunks:
+                chunk.sequence.in_flight -= chunk.needs_sample
+                if chunk.sequence.epoch == chunk.epoch and not chunk.sequence.finished:
+                    self.preempt(chunk.sequence)
+
+    def _keep(self, sequence, num_computed):
+        """Note that so many tokens are in the pages now, and tell the prefix cache of the pages that got full."""
+        sequence.num_computed = num_computed
+        while sequence.num_known < num_computed // self.pool.page_size and (key := self._next_key(sequence)):
+            sequence.node = self.pool.register(sequence.pages[sequence.num_known], key)
+            sequence.num_known += 1
+
+    def _append(self, sequence, sampled, row, weight_version):
+        """Append a sampled token and end the sequence if that is its last."""
+        params, token = sequence.params, sampled.token_ids[row]
+        sequence.tokens.append(token)
+        sequence.logprobs.append(sampled.logprobs[row])
+        sequence.raw_logprobs.append(sampled.raw_logprobs[row])
+        sequence.weight_versions.append(weight_version)
+        if sequence.top_logprobs is not None:
+            sequence.top_logprobs.append(sampled.top_logprobs[row])
+        if token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos):
+            self._finish(sequence, "stop", token)
+        elif params.stop and (found := self._find_stop(sequence)):
+            self._finish(sequence, *found)
+        elif len(sequence.tokens) == sequence.limit:
+            self._finish(sequence, "length", error=sequence.limit_note)
+
+    def _find_stop(self, sequence):
+        try:
+            tail = self.text_tail(sequence)
+        except Exception as error:  # one text that cannot be decoded must not take the others with it
+            return "error", None, f"stop: the text could not be decoded: {error!r}"
+        return next((("stop", string) for string in sequence.params.stop if string in tail), None)
