@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m benchmarks ROOM|all|engine|memory`. Bits are checked before anything is timed."""

@@ -1,0 +1,1 @@
+"""One file per room: cases(shape, rows, dtype, device) yields what to measure, with its peers."""

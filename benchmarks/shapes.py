@@ -1,0 +1,42 @@
+"""True dimensions of the models that the benchmarks speak of."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One model. H hidden, I intermediate, Hq / Hk heads, D head dim, V vocabulary."""
+
+    name: str
+    H: int
+    I: int  # noqa: E741
+    Hq: int
+    Hk: int
+    D: int
+    V: int
+    layers: int
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Name -> (N, K) of one layer's matrices as they are fused for speed, and of the head."""
+        return {
+            "qkv": ((self.Hq + 2 * self.Hk) * self.D, self.H),
+            "o": (self.H, self.Hq * self.D),
+            "gate_up": (2 * self.I, self.H),
+            "down": (self.H, self.I),
+            "head": (self.V, self.H),
+        }
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("smollm2-135m", 576, 1536, 9, 3, 64, 49152, 30),
+        Shape("qwen3-0.6b", 1024, 3072, 16, 8, 128, 151936, 28),
+        Shape("qwen3-1.7b", 2048, 6144, 16, 8, 128, 151936, 28),
+        Shape("qwen3-4b", 2560, 9728, 32, 8, 128, 151936, 36),
+        Shape("qwen3-8b", 4096, 12288, 32, 8, 128, 151936, 36),
+        Shape("qwen3-14b", 5120, 17408, 40, 8, 128, 151936, 40),
+        Shape("qwen3-32b", 5120, 25600, 64, 8, 128, 151936, 64),
+        Shape("llama3-8b", 4096, 14336, 32, 8, 128, 128256, 32),
+    )
+}

@@ -1,0 +1,154 @@
+"""The rules of the house, held by the tree itself."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TOP = {
+    "README.md",
+    "LICENSE",
+    "pyproject.toml",
+    "setup.py",
+    "csrc",
+    "vexact_ops",
+    "vexact_engine",
+    "benchmarks",
+    "tests",
+}
+NOT_ROOMS = {"_core", "patch", "testing"}
+ROOMS = sorted(p.parent.name for p in (ROOT / "vexact_ops").glob("*/op.py"))
+SOURCES = sorted(
+    path
+    for folder in ("csrc", "vexact_ops", "vexact_engine", "benchmarks", "tests")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in {".py", ".cpp", ".cu", ".cuh", ".h"}
+)
+# Which room may import which other: a room is composed of these and of nothing else of ours.
+COMPOSED_OF = {"linear_cross_entropy": {"linear", "log_softmax"}, "sampler": {"log_softmax"}}
+
+
+def imports(path: Path) -> set[str]:
+    """The absolute dotted names that a Python file imports, relative ones resolved."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = list(package[: len(package) - node.level + 1]) if node.level else []
+            base += node.module.split(".") if node.module else []
+            found |= {".".join([*base, alias.name]) for alias in node.names}
+    return found
+
+
+def tracked_top_level() -> set[str]:
+    import subprocess
+
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    return {line.split("/")[0] for line in done.stdout.splitlines()}
+
+
+def test_top_level_holds_nothing_else():
+    assert {name for name in tracked_top_level() if not name.startswith(".")} == TOP
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_has_one_name_everywhere(room):
+    assert (ROOT / "vexact_ops" / room / "reference.py").exists()
+    assert (ROOT / "csrc" / room / "kernels.h").exists()
+    assert (ROOT / "tests" / "ops" / f"test_{room}.py").exists()
+    assert (ROOT / "benchmarks" / "ops" / f"{room}.py").exists()
+
+
+def test_no_room_without_an_op():
+    folders = {p.parent.name for p in (ROOT / "csrc").glob("*/kernels.h")}
+    assert folders == set(ROOMS)
+    packages = {p.parent.name for p in (ROOT / "vexact_ops").glob("*/__init__.py")} - NOT_ROOMS
+    assert packages == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_core_and_what_it_is_composed_of(room):
+    allowed = {room, "_core"} | COMPOSED_OF.get(room, set())
+    for path in (ROOT / "vexact_ops" / room).glob("*.py"):
+        for name in imports(path):
+            if name.startswith("vexact_ops."):
+                assert name.split(".")[1] in allowed, f"{path.relative_to(ROOT)} imports {name}"
+    for path in (ROOT / "csrc" / room).iterdir():
+        for header in re.findall(r'#include "(\w+)/', path.read_text()):
+            assert header in allowed | {"common"}, f"{path.relative_to(ROOT)} includes {header}/"
+
+
+def test_third_parties_are_imported_only_where_they_belong():
+    for path in SOURCES:
+        if path.suffix != ".py" or path.parts[len(ROOT.parts)] in ("tests", "benchmarks"):
+            continue
+        where = path.relative_to(ROOT)
+        for name in {n.split(".")[0] for n in imports(path)}:
+            if name in ("quack", "flash_attn", "cutlass"):
+                assert path.name == "cute.py", f"{where} imports {name}"
+            if name == "triton":
+                assert path.name == "triton.py", f"{where} imports {name}"
+            if name in ("transformers", "veomni", "verl", "ray"):
+                inside = where.parts[1] in ("patch", "models", "verl", "weights")
+                inside |= where.parts[0] == "vexact_engine" and len(where.parts) == 2  # command-line layer, lazily
+                assert inside, f"{where} imports {name}"
+
+
+def test_the_engine_uses_public_ops_only():
+    for path in (ROOT / "vexact_engine").rglob("*.py"):
+        for name in imports(path):
+            parts = name.split(".")
+            if parts[0] == "vexact_ops" and len(parts) > 1:
+                assert not parts[1].startswith("_"), f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_the_torch_free_core_of_the_engine():
+    for name in ("config", "request", "scheduler", "pages"):
+        found = {n.split(".")[0] for n in imports(ROOT / "vexact_engine" / f"{name}.py")}
+        assert not found & {"torch", "numpy", "vexact_ops", "transformers"}, name
+
+
+def test_kernels_see_no_torch():
+    for path in (ROOT / "csrc").rglob("*"):
+        if path.name in ("kernels.h", "cpu_kernels.cpp", "vec.h", "dtype.h", "isa.h", "parallel.h"):
+            assert "#include <torch" not in path.read_text(), path.relative_to(ROOT)
+
+
+def test_no_long_file_without_a_reason():
+    for path in SOURCES:
+        lines = path.read_text().splitlines()
+        if len(lines) > 600:
+            head = "\n".join(lines[:12]).lower()
+            assert "one file because" in head, f"{path.relative_to(ROOT)}: {len(lines)} lines, and no reason given"
+
+
+def test_an_order_is_tagged_wherever_a_kernel_reduces():
+    for path in (ROOT / "csrc").rglob("cpu_kernels.cpp"):
+        text = path.read_text() + "".join(h.read_text() for h in path.parent.glob("*.h"))
+        if "fma(" in text:
+            assert "order:" in text, path.relative_to(ROOT)
+
+
+def test_environment_variables_have_our_prefix():
+    foreign = {
+        "CI",
+        "XDG_CACHE_HOME",
+        "CUDA_HOME",
+        "CXX",
+        "MAX_JOBS",
+        "TRITON_INTERPRET",
+        "PYTHONPATH",
+        "HOME",
+        "COLUMNS",
+    }
+    pattern = re.compile(r"""environ(?:\.get\(|\[)\s*["'](\w+)["']""")
+    for path in SOURCES:
+        if path.suffix == ".py" and path.parts[len(ROOT.parts)] != "tests":
+            for name in pattern.findall(path.read_text()):
+                assert name.startswith("VEXACT_") or name in foreign, f"{path.relative_to(ROOT)} reads {name}"
