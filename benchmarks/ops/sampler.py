@@ -1,4 +1,4 @@
-"""One batched draw with its two log-probabilities, against softmax and multinomial (which give no log-probabilities)."""
+"""One batched draw with its log-probabilities, against softmax and multinomial (which give no log-probabilities)."""
 
 from collections.abc import Iterator, Sequence
 
