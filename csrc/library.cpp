@@ -10,6 +10,10 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("built_with_cuda() -> bool");
 
   // linear
+  m.def("linear_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()");
+  m.def("linear_dx(Tensor dy, Tensor weight, Tensor(a!) dx) -> ()");
+  m.def("linear_dweight(Tensor dy, Tensor x, Tensor(a!) dweight) -> ()");
+  m.def("linear_dbias(Tensor dy, Tensor(a!) dbias) -> ()");
 
   // rmsnorm
   m.def("rmsnorm_fwd(Tensor x, Tensor weight, Tensor? residual, float eps, bool gemma, Tensor(a!) y, Tensor(b!)? new_residual, Tensor(c!) rstd) -> ()");

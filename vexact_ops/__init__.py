@@ -65,4 +65,5 @@ def __dir__():
 if TYPE_CHECKING:
     from ._core.backend import BackendUnavailable, backends, set_backend, use_backend
     from ._core.numerics import numerics
+    from .linear.op import linear
     from .rmsnorm.op import rmsnorm

@@ -1,0 +1,30 @@
+"""The C++ kernels (csrc/linear/cpu_kernels.cpp)."""
+
+import torch
+from torch import Tensor
+
+from .._core import native
+
+
+def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    out = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
+    native.ops().linear_fwd(x, weight, bias, out)
+    return out
+
+
+def linear_dx(dy: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    dx = torch.empty((*dy.shape[:-1], weight.shape[1]), dtype=dtype)
+    native.ops().linear_dx(dy, weight, dx)
+    return dx
+
+
+def linear_dweight(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    dweight = torch.empty((dy.shape[-1], x.shape[-1]), dtype=dtype)
+    native.ops().linear_dweight(dy, x, dweight)
+    return dweight
+
+
+def linear_dbias(dy: Tensor, dtype: torch.dtype) -> Tensor:
+    dbias = torch.empty(dy.shape[-1], dtype=dtype)
+    native.ops().linear_dbias(dy, dbias)
+    return dbias
