@@ -20,8 +20,12 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("rmsnorm_bwd(Tensor dy, Tensor? dnew_residual, Tensor x, Tensor weight, Tensor rstd, bool gemma, Tensor(a!) dx, Tensor(b!) dweight) -> ()");
 
   // rope
+  m.def("rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool transpose, Tensor(a!) q_out, Tensor(b!) k_out) -> ()");
+  m.def("rope_cos_sin(Tensor positions, Tensor inv_freq, float scaling, Tensor(a!) cos, Tensor(b!) sin) -> ()");
 
   // silu_mul
+  m.def("silu_mul_fwd(Tensor gate, Tensor up, bool gelu, Tensor(a!) y) -> ()");
+  m.def("silu_mul_bwd(Tensor dy, Tensor gate, Tensor up, bool gelu, Tensor(a!) dgate, Tensor(b!) dup) -> ()");
 
   // log_softmax, mean
 

@@ -67,3 +67,5 @@ if TYPE_CHECKING:
     from ._core.numerics import numerics
     from .linear.op import linear
     from .rmsnorm.op import rmsnorm
+    from .rope.op import rope, rope_cos_sin
+    from .silu_mul.op import silu_mul

@@ -1,0 +1,90 @@
+#include "silu_mul/kernels.h"
+
+#include "common/parallel.h"
+#include "common/vec.h"
+
+namespace vx::VEXACT_ISA {
+namespace {
+
+constexpr float kGeluSlope = 1.5957691216f;  // 2 sqrt(2 / pi): tanh(u / 2) = 2 sigmoid(u) - 1
+constexpr float kGeluCubic = 0.044715f;
+
+struct Gate {
+  F16 s, rest;  // sigmoid(z) and 1 - sigmoid(z), neither by cancellation
+};
+
+// order: elementwise; the sums of two terms below are fused where they say fma.
+// Both activations are g * sigmoid(z): silu with z = g, gelu_tanh with z = kGeluSlope * (g + kGeluCubic * g^3).
+VX_INLINE F16 argument(F16 g, bool gelu) {
+  if (!gelu) return g;
+  return (g * set1(kGeluSlope)) * fma(g * g, set1(kGeluCubic), set1(1.0f));
+}
+
+VX_INLINE Gate gate_of(F16 z) {
+  const F16 q = exp(neg(abs(z))), large = set1(1.0f) / (set1(1.0f) + q), small = q * large;
+  const Mask positive = z > zero();
+  return {select(positive, large, small), select(positive, small, large)};
+}
+
+template <class F>
+VX_INLINE void each_chunk(int64_t n, F f) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) f(i, 16);
+  if (i < n) f(i, int(n - i));
+}
+
+template <class T>
+VX_INLINE F16 load_some(const T* p, int lanes) {
+  return lanes == 16 ? load(p) : load(p, lanes);
+}
+
+template <class T>
+VX_INLINE void store_some(T* p, F16 v, int lanes) {
+  lanes == 16 ? store(p, v) : store(p, v, lanes);
+}
+
+template <class T>
+void forward(const SiluMulFwd& a) {
+  parallel_for(0, a.rows, 1 + 8192 / (a.n + 1), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T* gate = static_cast<const T*>(a.gate) + row * a.gate_stride;
+      const T* up = static_cast<const T*>(a.up) + row * a.up_stride;
+      T* y = static_cast<T*>(a.y) + row * a.n;
+      each_chunk(a.n, [&](int64_t i, int lanes) {
+        const F16 g = load_some(gate + i, lanes);
+        store_some(y + i, (g * gate_of(argument(g, a.gelu)).s) * load_some(up + i, lanes), lanes);
+      });
+    }
+  });
+}
+
+template <class T>
+void backward(const SiluMulBwd& a) {
+  parallel_for(0, a.rows, 1 + 8192 / (a.n + 1), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T* gate = static_cast<const T*>(a.gate) + row * a.gate_stride;
+      const T* up = static_cast<const T*>(a.up) + row * a.up_stride;
+      const T* dy = static_cast<const T*>(a.dy) + row * a.dy_stride;
+      T* dgate = static_cast<T*>(a.dgate) + row * a.dgate_stride;
+      T* dup = static_cast<T*>(a.dup) + row * a.dup_stride;
+      each_chunk(a.n, [&](int64_t i, int lanes) {
+        const F16 g = load_some(gate + i, lanes), u = load_some(up + i, lanes), d = load_some(dy + i, lanes);
+        const Gate at = gate_of(argument(g, a.gelu));
+        // Beyond 1e4 the slope is exactly 0 or 1; the bound keeps infinity times zero out of it.
+        const F16 c = max(min(g, set1(1e4f)), set1(-1e4f));
+        F16 dz = c;  // c * dz/dg
+        if (a.gelu) dz = (c * set1(kGeluSlope)) * fma(c * c, set1(3 * kGeluCubic), set1(1.0f));
+        const F16 slope = fma(at.s * at.rest, dz, at.s);
+        store_some(dgate + i, (d * u) * slope, lanes);
+        store_some(dup + i, d * (g * at.s), lanes);
+      });
+    }
+  });
+}
+
+}  // namespace
+
+void silu_mul_fwd(const SiluMulFwd& a) { a.dtype == Dtype::f32 ? forward<float>(a) : forward<bf16>(a); }
+void silu_mul_bwd(const SiluMulBwd& a) { a.dtype == Dtype::f32 ? backward<float>(a) : backward<bf16>(a); }
+
+}  // namespace vx::VEXACT_ISA

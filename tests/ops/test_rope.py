@@ -1,0 +1,188 @@
+"""rope: tokens stand alone, every path has the same bits, angles are right far out, bad arguments are named."""
+
+import pytest
+import torch
+from conftest import room_backends
+from hypothesis import given
+from hypothesis import strategies as st
+
+import vexact_ops as vx
+from vexact_ops.rope.reference import rope_cos_sin_ref, rope_ref
+from vexact_ops.testing import assert_bitwise, check_repeatable, check_rows, tricky
+
+BACKENDS = pytest.mark.parametrize("device,backend", room_backends("rope"))
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+INTERLEAVED = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+# (head dim, rotated dims)
+SIZES = st.sampled_from([(2, 2), (6, 4), (16, 16), (64, 64), (80, 32), (72, 70), (128, 128), (5, 0)])
+
+
+def inverse_frequencies(rotary, device="cpu", base=10000.0):
+    return (1.0 / base ** (torch.arange(0, rotary, 2).double() / max(rotary, 1))).float().to(device)
+
+
+def make(tokens, dim, rotary, dtype, device, seed, heads=(3, 2), table=None):
+    q, k = (tricky(tokens, h, dim, seed=seed + i, dtype=dtype, device=device) for i, h in enumerate(heads))
+    positions = torch.randint(0, 5000, (tokens,), generator=torch.Generator().manual_seed(seed)).to(device)
+    cos, sin = vx.rope_cos_sin(positions, inverse_frequencies(rotary, device), dtype=table or dtype)
+    return q, k, cos, sin
+
+
+@BACKENDS
+@DTYPES
+@INTERLEAVED
+@given(size=SIZES, tokens=st.integers(1, 7), fp32_table=st.booleans(), seed=st.integers(0, 2**16))
+def test_tokens_stand_alone(device, backend, dtype, interleaved, size, tokens, fp32_table, seed):
+    inputs = make(tokens, *size, dtype, device, seed, table=torch.float32 if fp32_table else None)
+    check_rows(lambda *a: vx.rope(*a, interleaved=interleaved, backend=backend), *inputs, seed=seed)
+
+
+@BACKENDS
+@DTYPES
+@given(size=SIZES, tokens=st.integers(1, 7), seed=st.integers(0, 2**16))
+def test_gradients_stand_alone(device, backend, dtype, size, tokens, seed):
+    q, k, cos, sin = make(tokens, *size, dtype, device, seed)
+    dq, dk, _, _ = make(tokens, *size, dtype, device, seed + 7)
+
+    def grads(q, k, cos, sin, dq, dk):
+        q, k = q.clone().requires_grad_(), k.clone().requires_grad_()
+        return torch.autograd.grad(vx.rope(q, k, cos, sin, backend=backend), (q, k), (dq, dk))
+
+    check_rows(grads, q, k, cos, sin, dq, dk, seed=seed)
+
+
+@BACKENDS
+@given(tokens=st.integers(1, 9), frequencies=st.integers(0, 40), seed=st.integers(0, 2**16), scaling=st.floats(0.1, 2))
+def test_table_rows_stand_alone(device, backend, tokens, frequencies, seed, scaling):
+    positions = torch.randint(0, 2**20, (tokens,), generator=torch.Generator().manual_seed(seed)).to(device)
+    inv_freq = inverse_frequencies(2 * frequencies, device)
+    check_rows(lambda p: vx.rope_cos_sin(p, inv_freq, scaling=scaling, backend=backend), positions, seed=seed)
+
+
+@BACKENDS
+@DTYPES
+def test_repeatable(device, backend, dtype):
+    q, k, cos, sin = make(67, 80, 72, dtype, device, 0, heads=(9, 3))
+    positions, inv_freq = torch.arange(67, device=device) * 15000, inverse_frequencies(70, device)
+
+    def run():
+        a, b = q.clone().requires_grad_(), k.clone().requires_grad_()
+        table = vx.rope_cos_sin(positions, inv_freq, scaling=1.1, dtype=dtype, backend=backend)
+        out = [vx.rope(a, b, cos, sin, interleaved=i, backend=backend) for i in (False, True)]
+        grads = [torch.autograd.grad(o, (a, b), (k.repeat(1, 3, 1), k)) for o in out]
+        return *table, *out[0], *out[1], *grads[0], *grads[1]
+
+    check_repeatable(run)
+
+
+@BACKENDS
+@DTYPES
+@INTERLEAVED
+def test_heads_of_a_fused_projection_and_neighbouring_heads(device, backend, dtype, interleaved):
+    q, k, cos, sin = make(5, 24, 16, dtype, device, 3)
+    fused = torch.cat((q, k, k), 1)  # (T, Hq + 2 Hk, D): both parts are strided views
+    expected = vx.rope(q, k, cos, sin, interleaved=interleaved, backend=backend)
+    views = fused[:, :3], fused[:, 3:5]
+    assert not views[0].is_contiguous()
+    assert_bitwise(vx.rope(*views, cos, sin, interleaved=interleaved, backend=backend), expected)
+    by_head = q.transpose(0, 1).contiguous().transpose(0, 1)  # heads outermost in memory
+    assert_bitwise(vx.rope(by_head, k, cos, sin, interleaved=interleaved, backend=backend)[0], expected[0])
+    alone = vx.rope(q[:, 1:2], k[:, :0], cos, sin, interleaved=interleaved, backend=backend)[0]
+    assert_bitwise(alone, expected[0][:, 1:2], "a head alone")
+    assert_bitwise(expected[0][..., 16:], q[..., 16:], "what passes through")
+
+
+def test_a_table_that_sees_the_batch_is_caught():
+    def dynamic(positions):  # frequencies stretched by the longest sequence in the batch
+        stretch = max(1.0, positions.max().item() / 50)
+        return vx.rope_cos_sin(positions, inverse_frequencies(16, base=10000.0 * stretch))
+
+    with pytest.raises(AssertionError, match="differ"):
+        check_rows(dynamic, torch.arange(90, 100))
+
+
+@BACKENDS
+@pytest.mark.parametrize("scaling", [1.0, 0.8])
+def test_angles_are_right_far_out(device, backend, scaling):
+    positions = torch.cat([torch.arange(-3, 3000), torch.randint(0, 2**20, (3000,)), torch.tensor([2**24 - 1])])
+    inv_freq = inverse_frequencies(64)
+    exact = rope_cos_sin_ref(positions, inv_freq)
+    ours = vx.rope_cos_sin(positions.to(device), inv_freq.to(device), scaling=scaling, backend=backend)
+    for name, o, e in zip(("cos", "sin"), ours, exact):
+        # fp32 rounds once (and a second time where it is scaled); only a near tie may go the other way
+        rounded = e.float() * torch.tensor(scaling, dtype=torch.float32)
+        assert (o.cpu() != rounded).float().mean() < 1e-5, name
+        assert ((o.cpu().double() - e * scaling).abs() <= 1.3e-7 * e.abs()).all(), name
+
+
+@BACKENDS
+@DTYPES
+@INTERLEAVED
+def test_accuracy(device, backend, dtype, interleaved):
+    g = torch.Generator().manual_seed(1)
+    q, k, dq, dk = (torch.randn(50, h, 64, generator=g).to(device, dtype) for h in (4, 2, 4, 2))
+    cos, sin = vx.rope_cos_sin(torch.arange(50, device=device), inverse_frequencies(48, device), dtype=dtype)
+
+    def run(fn, q, k, cos, sin, dq, dk):
+        q, k = q.detach().clone().requires_grad_(), k.detach().clone().requires_grad_()
+        out = fn(q, k, cos, sin)
+        return *out, *torch.autograd.grad(out, (q, k), (dq, dk))
+
+    inputs = q, k, cos, sin, dq, dk
+    exact = run(lambda *a: rope_ref(*a, interleaved=interleaved), *(t.double() for t in inputs))
+    ours = run(lambda *a: vx.rope(*a, interleaved=interleaved, backend=backend), *inputs)
+    stock = run(lambda *a: rope_ref(*a, interleaved=interleaved), *inputs)  # rounds at each step, as Hugging Face
+    for name, o, t, e in zip(("q", "k", "dq", "dk"), ours, stock, exact):
+        error, stock_error = ((v.double() - e).norm() / e.norm() for v in (o, t))
+        assert error <= stock_error + 1e-7, f"{name}: {error:.3g} against the stock's {stock_error:.3g}"
+
+
+@BACKENDS
+def test_opcheck(device, backend):
+    q, k, cos, sin = make(3, 24, 16, torch.float32, device, 0)
+    q.requires_grad_()
+    k.requires_grad_()
+    torch.library.opcheck(torch.ops.vexact.rope.default, (q, k, cos, sin, False, False, backend))
+    positions = torch.arange(3, device=device)
+    args = (positions, inverse_frequencies(16, device), 1.0, torch.bfloat16, backend)
+    torch.library.opcheck(torch.ops.vexact.rope_cos_sin.default, args)
+
+
+def test_bad_arguments_are_named():
+    q, k, cos, sin = make(4, 16, 8, torch.float32, "cpu", 0)
+    with pytest.raises(TypeError, match=r"rope: q: got dtype float64"):
+        vx.rope(q.double(), k, cos, sin)
+    with pytest.raises(TypeError, match=r"rope: k: got dtype bfloat16, expected float32 as q has"):
+        vx.rope(q, k.bfloat16(), cos, sin)
+    with pytest.raises(TypeError, match=r"rope: cos: got dtype bfloat16"):
+        vx.rope(q, k, cos.bfloat16(), sin)
+    with pytest.raises(ValueError, match=r"rope: q: got shape \(4, 48\), expected 3 dimensions"):
+        vx.rope(q.flatten(1), k, cos, sin)
+    with pytest.raises(ValueError, match=r"rope: k: got shape \(3, 2, 16\), expected \(4, Hk, 16\)"):
+        vx.rope(q, k[:3], cos, sin)
+    with pytest.raises(ValueError, match=r"rope: sin: got shape \(4, 6\), expected \(4, 8\)"):
+        vx.rope(q, k, cos, sin[:, :6])
+    with pytest.raises(ValueError, match=r"rope: cos: got shape \(4, 7\), expected an even last dimension"):
+        vx.rope(q, k, cos[:, :7], sin[:, :7])
+    with pytest.raises(ValueError, match="rope: q: got stride"):
+        vx.rope(q.transpose(1, 2).contiguous().transpose(1, 2), k, cos, sin)
+    with pytest.raises(ValueError, match="rope: cos: requires grad"):
+        vx.rope(q, k, cos.clone().requires_grad_(), sin)
+    inv_freq = inverse_frequencies(8)
+    with pytest.raises(TypeError, match="rope_cos_sin: positions: got dtype float32"):
+        vx.rope_cos_sin(torch.arange(4.0), inv_freq)
+    with pytest.raises(TypeError, match=r"rope_cos_sin: dtype: got torch\.float16"):
+        vx.rope_cos_sin(torch.arange(4), inv_freq, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"rope_cos_sin: positions: got 0 to 16777216"):
+        vx.rope_cos_sin(torch.tensor([0, 2**24]), inv_freq)
+    with pytest.raises(ValueError, match=r"rope_cos_sin: inv_freq: got nan"):
+        vx.rope_cos_sin(torch.arange(4), torch.tensor([1.0, float("nan")]))
+    with pytest.raises(ValueError, match="rope_cos_sin: scaling: got nan"):
+        vx.rope_cos_sin(torch.arange(4), inv_freq, scaling=float("nan"))
+
+
+def test_zero_tokens():
+    cos, sin = vx.rope_cos_sin(torch.empty(0, dtype=torch.int64), inverse_frequencies(8))
+    assert cos.shape == sin.shape == (0, 8)
+    q, k = vx.rope(torch.empty(0, 3, 16), torch.empty(0, 2, 16), cos, sin)
+    assert q.shape == (0, 3, 16) and k.shape == (0, 2, 16)

@@ -1,0 +1,134 @@
+"""silu_mul: rows stand alone, every path has the same bits, gradients are right, bad arguments are named."""
+
+import pytest
+import torch
+from conftest import room_backends
+from hypothesis import given
+from hypothesis import strategies as st
+
+import vexact_ops as vx
+from vexact_ops.silu_mul.reference import silu_mul_ref
+from vexact_ops.testing import assert_bitwise, check_repeatable, check_rows, tricky
+
+BACKENDS = pytest.mark.parametrize("device,backend", room_backends("silu_mul"))
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+ACTIVATIONS = pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+SIZES = st.sampled_from([1, 7, 16, 50, 576, 1031])
+
+
+@BACKENDS
+@DTYPES
+@ACTIVATIONS
+@given(n=SIZES, rows=st.integers(1, 9), seed=st.integers(0, 2**16))
+def test_rows_stand_alone(device, backend, dtype, activation, n, rows, seed):
+    gate, up, dy = (tricky(rows, n, seed=seed + i, dtype=dtype, device=device) for i in range(3))
+
+    def run(gate, up, dy):
+        gate, up = gate.clone().requires_grad_(), up.clone().requires_grad_()
+        y = vx.silu_mul(gate, up, activation=activation, backend=backend)
+        return y.detach(), *torch.autograd.grad(y, (gate, up), dy)
+
+    check_rows(run, gate, up, dy, seed=seed)
+    check_rows(lambda g: vx.silu_mul(g, activation=activation, backend=backend), torch.cat((gate, up), -1), seed=seed)
+
+
+@BACKENDS
+@DTYPES
+@ACTIVATIONS
+def test_one_tensor_or_two_or_views(device, backend, dtype, activation):
+    both = tricky(2, 5, 200, seed=0, dtype=dtype, device=device).requires_grad_()
+    dy = tricky(2, 5, 100, seed=1, dtype=dtype, device=device)
+
+    def run(*args):
+        y = vx.silu_mul(*args, activation=activation, backend=backend)
+        return y, *torch.autograd.grad(y, args if len(args) == 1 or args[0].is_leaf else both, dy)
+
+    y, dboth = run(both)
+    assert_bitwise(run(*both.chunk(2, -1)), (y, dboth), "two strided views")
+    halves = [h.detach().clone().requires_grad_() for h in both.chunk(2, -1)]
+    y2, *dhalves = run(*halves)
+    assert_bitwise((y2, torch.cat(dhalves, -1)), (y, dboth), "two tensors")
+
+
+@BACKENDS
+@DTYPES
+@ACTIVATIONS
+def test_repeatable(device, backend, dtype, activation):
+    gate, up = (tricky(65, 577, seed=i, dtype=dtype, device=device).requires_grad_() for i in range(2))
+
+    def run():
+        y = vx.silu_mul(gate, up, activation=activation, backend=backend)
+        return y, *torch.autograd.grad(y.float().sum(), (gate, up))
+
+    check_repeatable(run)
+
+
+def test_a_batch_dependent_activation_is_caught():
+    def two_forms(g):  # another formula for large batches
+        return g * torch.sigmoid(g) if g.shape[0] < 4 else g / (1 + torch.exp(-g))
+
+    with pytest.raises(AssertionError, match="differ"):
+        check_rows(two_forms, torch.randn(8, 500, generator=torch.Generator().manual_seed(0)))
+
+
+@BACKENDS
+@DTYPES
+@ACTIVATIONS
+def test_accuracy(device, backend, dtype, activation):
+    g = torch.Generator().manual_seed(1)
+    gate, up, dy = (torch.randn(64, 500, generator=g).mul(3).to(device, dtype) for _ in range(3))
+
+    def run(fn, gate, up, dy):
+        gate, up = gate.detach().clone().requires_grad_(), up.detach().clone().requires_grad_()
+        y = fn(gate, up, activation=activation)
+        return y.detach(), *torch.autograd.grad(y, (gate, up), dy)
+
+    exact = run(silu_mul_ref, gate.double(), up.double(), dy.double())
+    ours = run(lambda *a, **k: vx.silu_mul(*a, backend=backend, **k), gate, up, dy)
+    stock = run(silu_mul_ref, gate, up, dy)  # rounds the activation, as Hugging Face does
+    for name, o, t, e in zip(("y", "dgate", "dup"), ours, stock, exact):
+        error, stock_error = ((v.double() - e).norm() / e.norm() for v in (o, t))
+        assert error <= 2 * stock_error + 1e-7, f"{name}: {error:.3g} against the stock's {stock_error:.3g}"
+
+
+@BACKENDS
+@ACTIVATIONS
+def test_the_ends_of_the_range(device, backend, activation):
+    gate = torch.tensor([-3e38, -1e20, -1e5, -200.0, -0.0, 0.0, 200.0, 1e5, 1e20, 3e38], device=device).requires_grad_()
+    up = torch.ones_like(gate)
+    y = vx.silu_mul(gate, up, activation=activation, backend=backend)
+    (slope,) = torch.autograd.grad(y.sum(), gate)
+    assert y.tolist() == [0, 0, 0, 0, 0, 0, *gate[6:].tolist()]
+    assert slope.tolist() == [0, 0, 0, 0, 0.5, 0.5, 1, 1, 1, 1]
+    assert vx.silu_mul(torch.tensor([float("nan")]), torch.ones(1), activation=activation).isnan().all()
+
+
+@BACKENDS
+def test_opcheck(device, backend):
+    gate, up = (torch.randn(3, 32, device=device, requires_grad=True) for _ in range(2))
+    torch.library.opcheck(torch.ops.vexact.silu_mul.default, (gate, up, True, backend))
+    torch.library.opcheck(torch.ops.vexact.silu_mul.default, (gate, None, False, backend))
+
+
+def test_bad_arguments_are_named():
+    x = torch.randn(2, 8)
+    with pytest.raises(TypeError, match=r"silu_mul: gate: got dtype float64"):
+        vx.silu_mul(x.double())
+    with pytest.raises(TypeError, match=r"silu_mul: up: got dtype bfloat16"):
+        vx.silu_mul(x, x.bfloat16())
+    with pytest.raises(ValueError, match=r"silu_mul: up: got shape \(2, 7\), expected \(2, 8\)"):
+        vx.silu_mul(x, x[:, :7])
+    with pytest.raises(ValueError, match=r"silu_mul: gate: got shape \(2, 7\), expected \(..., 2I\)"):
+        vx.silu_mul(x[:, :7])
+    with pytest.raises(ValueError, match=r"silu_mul: up: got stride"):
+        vx.silu_mul(x, torch.randn(8, 2).t())
+    with pytest.raises(ValueError, match="silu_mul: activation: got 'relu'"):
+        vx.silu_mul(x, activation="relu")
+
+
+def test_zero_rows_give_zero_rows():
+    x = torch.empty(0, 8, requires_grad=True)
+    y = vx.silu_mul(x)
+    assert y.shape == (0, 4)
+    y.sum().backward()
+    assert x.grad.shape == (0, 8)

@@ -1,0 +1,24 @@
+"""The C++ kernels (csrc/rope/cpu_kernels.cpp)."""
+
+import torch
+from torch import Tensor
+
+from .._core import native
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, transpose: bool):
+    q_out, k_out = torch.empty(q.shape, dtype=q.dtype), torch.empty(k.shape, dtype=k.dtype)
+    native.ops().rope(q, k, cos, sin, interleaved, transpose, q_out, k_out)
+    return q_out, k_out
+
+
+def rope_cos_sin(positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype):
+    for arg, value, bound, text in (("positions", positions, 2**24 - 1, "2^24 - 1"), ("inv_freq", inv_freq, 64, "64")):
+        if value.numel():
+            low, high = (v.item() for v in torch.aminmax(value))
+            if not (-bound <= low and high <= bound):
+                raise ValueError(f"rope_cos_sin: {arg}: got {low} to {high}, expected at most {text} in magnitude")
+    cos = torch.empty(positions.shape[0], 2 * inv_freq.shape[0], dtype=dtype)
+    sin = torch.empty_like(cos)
+    native.ops().rope_cos_sin(positions.long().contiguous(), inv_freq.contiguous(), scaling, cos, sin)
+    return cos, sin

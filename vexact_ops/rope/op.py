@@ -1,0 +1,120 @@
+"""Rotary position embedding: the tables of cosines and sines, and the rotation of query and key heads."""
+
+import torch
+from torch import Tensor
+
+from .._core import check
+from .._core.backend import Room
+from .._core.operator import Operator
+
+ROOM = Room("rope", cpu=("cpu",))
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Rotate each pair (a, b) of a head to (a cos - b sin, b cos + a sin), fp32 inside, rounded once.
+
+    q           (T, Hq, D) bf16 | fp32; tokens and heads may be strided (heads of a fused projection), D contiguous
+    k           (T, Hk, D) in q.dtype
+    cos, sin    (T, Dr) in q.dtype or fp32, Dr even and at most D; elements Dr.. of a head pass through unchanged.
+                Both halves of the last dimension hold the pairs' angles, as Hugging Face lays them out
+                (`torch.cat((freqs, freqs), -1)`) and rope_cos_sin returns them, interleaved or not
+    interleaved pairs are (2i, 2i + 1) instead of (i, i + Dr / 2) (Hugging Face's `rotate_half`)
+    returns     q and k rotated, contiguous. Hugging Face rounds both products and the sum to q.dtype; this rounds the
+                sum alone, so in bf16 the two differ by up to that much
+    bits        elementwise: fma(own, cos, other * sin)
+    grad        dq and dk as bits, the transposed rotation; cos and sin are constants
+    raises      TypeError on dtype, ValueError on shape, stride or device, BackendUnavailable
+    source      Su et al., RoFormer, arXiv 2104.09864
+    """
+    for arg, value in (("q", q), ("k", k)):
+        check.tensor("rope", arg, value, DTYPES, ndim=3)
+        check.contiguous_last("rope", arg, value)
+    check.same_dtype("rope", "k", k, "q", q)
+    tokens, _, dim = q.shape
+    check.shape("rope", "k", k, (tokens, "Hk", dim))
+    for arg, value in (("cos", cos), ("sin", sin)):
+        check.tensor("rope", arg, value, {q.dtype, torch.float32}, ndim=2)
+        check.contiguous_last("rope", arg, value)
+        if value.requires_grad:
+            raise ValueError(f"rope: {arg}: requires grad, expected a constant")
+    rotary = cos.shape[1]
+    if rotary % 2 or rotary > dim:
+        raise ValueError(f"rope: cos: got shape {tuple(cos.shape)}, expected an even last dimension of at most {dim}")
+    check.shape("rope", "cos", cos, (tokens, rotary))
+    check.shape("rope", "sin", sin, (tokens, rotary))
+    check.same_dtype("rope", "sin", sin, "cos", cos)
+    check.same_device("rope", q=q, k=k, cos=cos, sin=sin)
+    return _rope(q, k, cos, sin, bool(interleaved), False, ROOM.resolve(q.device, backend))
+
+
+def rope_cos_sin(
+    positions: Tensor,
+    inv_freq: Tensor,
+    *,
+    scaling: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * inv_freq, each times scaling, for `rope`.
+
+    positions  (T,) int64 | int32, below 2^24 in magnitude (what fp32 holds exactly)
+    inv_freq   (F,) fp32, at most 64 in magnitude
+    scaling    attention scaling of the extended-context schemes
+    dtype      of the result: float32 or bfloat16
+    returns    cos, sin, each (T, 2F): the F values twice, as Hugging Face lays them out
+    bits       a value depends on its position, frequency and scaling alone: the angle is one fp32 product, as in
+               Hugging Face; sine and cosine are our own (not the platform's), right to fp32 rounding, rounded to
+               fp32, multiplied by scaling in fp32 and rounded to dtype
+    grad       none
+    raises     TypeError on dtype, ValueError on shape, device or value, BackendUnavailable
+    """
+    check.tensor("rope_cos_sin", "positions", positions, (torch.int64, torch.int32), ndim=1)
+    check.tensor("rope_cos_sin", "inv_freq", inv_freq, (torch.float32,), ndim=1)
+    check.same_device("rope_cos_sin", positions=positions, inv_freq=inv_freq)
+    scaling = check.number("rope_cos_sin", "scaling", scaling)
+    if dtype not in DTYPES:
+        raise TypeError(f"rope_cos_sin: dtype: got {dtype}, expected torch.float32 or torch.bfloat16")
+    backend = ROOM.resolve(positions.device, backend)
+    return _rope_cos_sin(positions, inv_freq.detach(), scaling, dtype, backend)
+
+
+def _fwd(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, transpose: bool, backend: str):
+    return ROOM.module(backend).rope(q, k, cos, sin, interleaved, transpose)
+
+
+def _setup(ctx, inputs, output):
+    _, _, cos, sin, ctx.interleaved, ctx.transpose, ctx.backend = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _backward(ctx, dq, dk):
+    dq, dk = (d if d.stride(-1) == 1 or d.shape[-1] <= 1 else d.contiguous() for d in (dq, dk))
+    dq, dk = _rope(dq, dk, *ctx.saved_tensors, ctx.interleaved, not ctx.transpose, ctx.backend)
+    return dq, dk, None, None, None, None, None
+
+
+def _cos_sin(positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype, backend: str):
+    return ROOM.module(backend).rope_cos_sin(positions, inv_freq, scaling, dtype)
+
+
+def _cos_sin_fake(positions, inv_freq, scaling, dtype, backend):
+    shape = (positions.shape[0], 2 * inv_freq.shape[0])
+    return positions.new_empty(shape, dtype=dtype), positions.new_empty(shape, dtype=dtype)
+
+
+_rope = Operator(
+    "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool transpose, str backend)"
+    " -> (Tensor, Tensor)",
+    _fwd,
+    lambda q, k, cos, sin, interleaved, transpose, backend: (q.new_empty(q.shape), k.new_empty(k.shape)),
+    _setup,
+    _backward,
+)
+_rope_cos_sin = Operator(
+    "rope_cos_sin(Tensor positions, Tensor inv_freq, float scaling, ScalarType dtype, str backend) -> (Tensor, Tensor)",
+    _cos_sin,
+    _cos_sin_fake,
+)

@@ -1,0 +1,13 @@
+"""The C++ kernels (csrc/silu_mul/cpu_kernels.cpp)."""
+
+from torch import Tensor
+
+from .._core import native
+
+
+def silu_mul_fwd(gate: Tensor, up: Tensor, gelu: bool, y: Tensor) -> None:
+    native.ops().silu_mul_fwd(gate, up, gelu, y)
+
+
+def silu_mul_bwd(dy: Tensor, gate: Tensor, up: Tensor, gelu: bool, dgate: Tensor, dup: Tensor) -> None:
+    native.ops().silu_mul_bwd(dy, gate, up, gelu, dgate, dup)

@@ -1,0 +1,10 @@
+"""The meaning of silu_mul in plain PyTorch, in the inputs' own precision: call it with float64."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def silu_mul_ref(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu"):
+    if up is None:
+        gate, up = gate.chunk(2, -1)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
