@@ -1,0 +1,823 @@
+"""The scheduler changes when tokens are computed, never what they are; and it neither loses a page nor stalls.
+
+The model here is a toy with a paged memory: it writes (position, token, weight version) into the slots of a plan and
+draws the next token from what it reads back through the page table. A page that is shared wrongly, written twice,
+reused too early, registered too early or kept across weights makes it read something it should not, and it says so.
+"""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from vexact_engine.config import EngineConfig, SamplingParams
+from vexact_engine.pages import PagePool
+from vexact_engine.request import Request, State, derive_seed
+from vexact_engine.scheduler import PLACEHOLDER, Sampled, Scheduler
+
+VOCAB = 7  # small, so that stop tokens and equal prefixes are common
+
+
+def draw(tokens, seed, version):
+    """The token after `tokens`: a function of them, the sequence's seed, the position and the weights alone."""
+    return derive_seed(hash((tuple(tokens), seed, len(tokens))) % 2**64, version) % VOCAB
+
+
+class ToyModel:
+    def __init__(self, config):
+        self.page_size = config.page_size
+        self.memory = [None] * (config.num_pages * config.page_size)
+        self.latest = {}  # sequence -> its latest sample
+
+    def run(self, plan):
+        """What a step computes: all its writes, then all its reads."""
+        inputs = []
+        for chunk in plan.chunks:
+            tokens = [self.latest[chunk.sequence] if t == PLACEHOLDER else t for t in chunk.token_ids]
+            inputs.append(tokens)
+            for position, token in enumerate(tokens, chunk.start):
+                self.memory[self.slot(chunk, position)] = (position, token, plan.weight_version)
+        drawn = []
+        for chunk in plan.chunks:
+            read = [self.memory[self.slot(chunk, position)] for position in range(chunk.end)]
+            positions, tokens, versions = zip(*read)
+            known = chunk.sequence.tokens[: chunk.end]
+            assert positions == tuple(range(chunk.end)), "a slot was written by another position"
+            assert list(tokens[: len(known)]) == known, "a slot holds another sequence's token"
+            assert set(versions) == {plan.weight_version}, "keys and values of other weights were kept"
+            if chunk.needs_sample:
+                drawn.append(draw(tokens, chunk.sequence.seed, plan.weight_version))
+                self.latest[chunk.sequence] = drawn[-1]
+        tops = [{token: -1.0} for token in drawn]
+        return Sampled(drawn, [-float(t) for t in drawn], [-2.0 * t for t in drawn], tops)
+
+    def slot(self, chunk, position):
+        return chunk.pages[position // self.page_size] * self.page_size + position % self.page_size
+
+
+def make(num_pages=64, page_size=4, max_num_seqs=8, max_num_batched_tokens=16, pool=None, **options):
+    names = {f.name for f in dataclasses.fields(EngineConfig)}
+    fields = {name: options.pop(name) for name in list(options) if name in names}
+    config = EngineConfig(
+        page_size=page_size,
+        num_pages=num_pages,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        **fields,
+    )
+    scheduler = Scheduler(config, **options)
+    if pool is not None:
+        scheduler.pool = pool(num_pages, page_size)
+    return scheduler, ToyModel(config)
+
+
+def request(prompt, name=None, **params):
+    return Request(prompt, SamplingParams(**{"seed": 5, "max_new_tokens": 8, **params}), name)
+
+
+def step(scheduler, model, **options):
+    plan = scheduler.schedule(**options)
+    scheduler.commit(plan, model.run(plan))
+    scheduler.pool.check()
+    return plan
+
+
+def drain(scheduler, model, lookahead=False, most=10_000):
+    """Run to the end, one plan ahead if asked to; returns the plans."""
+    plans, pending = [], []
+    while scheduler.has_unfinished or pending:
+        if plan := scheduler.schedule(lookahead=lookahead):
+            pending.append((plan, model.run(plan)))
+        assert pending, "nothing to do, yet not finished: a deadlock"
+        if len(pending) > lookahead or not plan:
+            plans.append(pending[0][0])
+            scheduler.commit(*pending.pop(0))
+        assert len(plans) < most, "no end in sight"
+    scheduler.pool.check()
+    assert scheduler.pool.num_available == scheduler.pool.num_pages, "a page was leaked"
+    return plans
+
+
+def expected(sequence):
+    """The tokens that a sequence should have, drawn one by one with nothing around it."""
+    tokens = list(sequence.request.prompt_ids)
+    for version in sequence.weight_versions:
+        tokens.append(draw(tokens, sequence.seed, version))
+    return tokens
+
+
+def shape(plan):
+    return [(c.sequence.request.id, c.start, c.end, c.needs_sample) for c in plan.chunks]
+
+
+# What a step is made of
+
+
+def test_a_long_prompt_is_cut_and_does_not_hold_up_a_decode():
+    scheduler, model = make(max_num_batched_tokens=8)
+    scheduler.add(request([1, 2], "short"))
+    step(scheduler, model)
+    scheduler.add(request(range(5, 25), "long"))
+    assert shape(step(scheduler, model)) == [("short", 2, 3, True), ("long", 0, 7, False)]
+    assert shape(step(scheduler, model)) == [("short", 3, 4, True), ("long", 7, 14, False)]
+    assert shape(step(scheduler, model)) == [("short", 4, 5, True), ("long", 14, 20, True)]
+    assert shape(step(scheduler, model)) == [("short", 5, 6, True), ("long", 20, 21, True)]
+    drain(scheduler, model)
+
+
+def test_prefills_share_the_budget_in_the_order_of_arrival():
+    scheduler, model = make(max_num_batched_tokens=10)
+    for name in "abc":
+        scheduler.add(request([ord(name)] * 8, name, max_new_tokens=1))
+    assert shape(step(scheduler, model)) == [("a", 0, 8, True), ("b", 0, 2, False)]
+    assert shape(step(scheduler, model)) == [("b", 2, 8, True), ("c", 0, 4, False)]
+    assert shape(step(scheduler, model)) == [("c", 4, 8, True)]
+    assert not scheduler.has_unfinished
+
+
+def test_max_num_seqs_and_the_budget_bound_what_runs():
+    for bounds in ({"max_num_seqs": 3}, {"max_num_batched_tokens": 3}):
+        scheduler, model = make(**bounds)
+        for i in range(5):
+            scheduler.add(request([i]))
+        for _ in range(3):
+            plan = step(scheduler, model)
+        assert len(scheduler.running) == 3 and len(scheduler.waiting) == 2
+        assert [c.length for c in plan.chunks] == [1, 1, 1]
+        drain(scheduler, model)
+
+
+def test_a_running_prefill_advances_though_decodes_fill_the_rest():
+    scheduler, model = make(max_num_batched_tokens=3)
+    for name in "ab":
+        scheduler.add(request([1], name, max_new_tokens=40))
+    step(scheduler, model)
+    scheduler.add(request([2] * 6, "prefill"))
+    for i in range(6):
+        assert shape(step(scheduler, model))[2:] == [("prefill", i, i + 1, i == 5)]
+
+
+def test_nobody_is_let_past_a_request_that_does_not_fit_yet():
+    scheduler, model = make(num_pages=8, page_size=1, max_num_batched_tokens=8)
+    scheduler.add(request([1], "first", max_new_tokens=4))
+    step(scheduler, model)
+    scheduler.add(request([2] * 8, "big", max_new_tokens=1))
+    order = []
+    for i in range(12):
+        scheduler.add(request([3], f"small-{i}", max_new_tokens=1))
+        order += [name for name, *_, sampled in shape(step(scheduler, model)) if sampled]
+    assert order[:4] == ["first", "first", "first", "big"]
+    assert order[4:] == [f"small-{i}" for i in range(len(order) - 4)] and len(order) > 4
+
+
+def test_statistics_add_up():
+    scheduler, model = make(num_pages=12, page_size=2, max_num_batched_tokens=7)
+    for i in range(6):
+        scheduler.add(request([1, 2, 3, 4, 5, i % 2], n=2, seed=i))
+    plans = drain(scheduler, model)
+    stats = scheduler.stats
+    assert stats.steps == len(plans)
+    assert stats.prefill_tokens + stats.decode_tokens == sum(plan.num_tokens for plan in plans)
+    assert stats.finished == {"stop": 0, "length": 12, "abort": 0, "error": 0}
+    assert stats.preemptions > 0 and stats.prefix_tokens == 2 * scheduler.pool.stats.reused > 0
+    assert stats.decode_tokens <= 12 * 7
+
+
+# The same tokens, however it is scheduled
+
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
+
+
+@given(
+    st.lists(st.tuples(prompts, st.integers(1, 12), st.integers(1, 3)), min_size=1, max_size=6),
+    st.integers(1, 5),
+    st.integers(0, 8),
+    st.integers(1, 12),
+    st.integers(1, 5),
+    st.booleans(),
+    st.booleans(),
+)
+@settings(max_examples=2 * settings.default.max_examples)
+def test_tokens_do_not_depend_on_the_schedule(wanted, page_size, spare, budget, max_num_seqs, cache, lookahead):
+    longest = max(len(prompt) + new for prompt, new, _ in wanted)
+    scheduler, model = make(
+        num_pages=-(-longest // page_size) + spare,
+        page_size=page_size,
+        max_num_batched_tokens=budget,
+        max_num_seqs=max_num_seqs,
+        enable_prefix_cache=cache,
+    )
+    requests = [request(prompt, max_new_tokens=new, n=n, seed=i) for i, (prompt, new, n) in enumerate(wanted)]
+    for one in requests:
+        scheduler.add(one)
+    for plan in drain(scheduler, model, lookahead):
+        assert 0 < plan.num_tokens <= budget and len(plan.chunks) <= max_num_seqs
+    for one in requests:
+        for sequence in one.sequences:
+            assert sequence.tokens == expected(sequence)
+            assert (sequence.finish_reason, sequence.error) == ("length", None)
+            assert len(sequence.generated) == len(sequence.logprobs) == one.params.max_new_tokens
+            assert sequence.logprobs == [-float(t) for t in sequence.generated]
+            assert sequence.raw_logprobs == [-2.0 * t for t in sequence.generated]
+
+
+class CarelessKeys(PagePool):
+    """Takes pages with equal tokens for equal, whatever comes before them."""
+
+    def key(self, parent, tokens, index):
+        key = super().key(parent, tokens, index)
+        return key and (0, key[1])
+
+
+class EagerKeys(PagePool):
+    """Knows a page before it is full."""
+
+    def key(self, parent, tokens, index):
+        block = tuple(tokens[index * self.page_size : (index + 1) * self.page_size])
+        return (parent, block[:1]) if block else None
+
+
+class Sharer(PagePool):
+    """Frees a page while somebody else holds it."""
+
+    def release(self, pages):
+        for page in pages:
+            self._refs[page] = 1
+            if self._nodes[page]:
+                self._forget(page)
+        super().release(pages)
+
+
+class Leaker(PagePool):
+    def release(self, pages):
+        super().release(pages[1:])
+
+
+class Forgetful(PagePool):
+    """Keeps what it knows when the weights change."""
+
+    def invalidate(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("pool", "symptom"),
+    [
+        (PagePool, None),
+        (CarelessKeys, "a slot"),
+        (EagerKeys, "a slot"),
+        (Sharer, "a slot"),
+        (Leaker, "a deadlock|a page was leaked"),
+        (Forgetful, "keys and values of other weights were kept"),
+    ],
+)
+def test_the_toy_model_catches_a_wrong_pool(pool, symptom):
+    scheduler, model = make(num_pages=15, page_size=2, max_num_batched_tokens=6, pool=pool)
+    scheduler.pool.check = lambda: None  # the symptom alone must give it away
+    for i in range(4):
+        scheduler.add(request([i // 2, 1, 2, 3, 2, 3, i], n=2, seed=i, max_new_tokens=3 + i))
+
+    def everything():
+        for _ in range(6):
+            step(scheduler, model)
+        scheduler.reset_cache(weight_version=1)
+        drain(scheduler, model)
+
+    if symptom is None:
+        everything()
+    else:
+        with pytest.raises(AssertionError, match=symptom):
+            everything()
+
+
+# Preemption
+
+
+def test_the_latest_arrival_is_preempted_and_takes_its_place_again():
+    scheduler, model = make(num_pages=6, page_size=2, enable_prefix_cache=False)
+    for name in "abc":
+        scheduler.add(request([1, 2], name, max_new_tokens=9))
+    preempted = []
+    while scheduler.has_unfinished:
+        before = list(scheduler.running)
+        step(scheduler, model)
+        lost = [s.request.id for s in before if s.state is State.WAITING]
+        assert lost == [s.request.id for s in before[len(before) - len(lost) :]], "victims are the latest"
+        preempted += lost
+    assert set(preempted) == {"b", "c"}, "the earliest never is"
+    assert scheduler.stats.preemptions == len(preempted)
+
+
+def test_a_preempted_sequence_keeps_its_tokens_and_is_computed_in_one_prefill():
+    scheduler, model = make(enable_prefix_cache=False)
+    one = request([1, 2, 3])
+    scheduler.add(one)
+    for _ in range(3):
+        step(scheduler, model)
+    (sequence,) = one.sequences
+    tokens = list(sequence.tokens)
+    scheduler.preempt(sequence)
+    assert (sequence.state, sequence.pages, sequence.tokens) == (State.WAITING, [], tokens)
+    assert scheduler.pool.num_available == scheduler.pool.num_pages
+    assert shape(step(scheduler, model)) == [(one.id, 0, len(tokens), True)]
+    drain(scheduler, model)
+    assert sequence.tokens == expected(sequence)
+    with pytest.raises(ValueError, match="preempt: the sequence is finished, expected a running one"):
+        scheduler.preempt(sequence)
+
+
+def test_a_preempted_sequence_waits_before_later_arrivals():
+    scheduler, model = make(max_num_seqs=2)
+    requests = [request([1, i], f"r{i}") for i in range(4)]
+    for one in requests:
+        scheduler.add(one)
+    step(scheduler, model)
+    scheduler.preempt(requests[0].sequences[0])
+    assert [s.request.id for s in scheduler.waiting] == ["r0", "r2", "r3"]
+    step(scheduler, model)
+    assert [s.request.id for s in scheduler.running] == ["r0", "r1"]
+    drain(scheduler, model)
+
+
+def test_alone_with_a_full_cache_it_ends_with_length_and_says_why():
+    scheduler, model = make(num_pages=3, page_size=2)
+    one, other = request([1, 2, 3], max_new_tokens=50), request([1, 2], max_new_tokens=2)
+    scheduler.add(one)
+    scheduler.add(other)
+    drain(scheduler, model)
+    (sequence,) = one.sequences
+    assert len(sequence.tokens) == 3 * 2 + 1, "the last token needs no room: it is never an input"
+    done = sequence.completion("text")
+    assert (done.finish_reason, done.text) == ("length", "text")
+    assert done.error == "the KV cache is full: it has 3 pages of 2 tokens"
+    assert other.sequences[0].error is None and len(other.sequences[0].generated) == 2
+
+
+# The prefix cache
+
+
+@pytest.mark.parametrize("cut", [0, 1], ids=["full-last-page", "part-of-a-page"])
+def test_samples_share_the_prompt_and_compute_it_once(cut):
+    scheduler, model = make(page_size=4, max_num_batched_tokens=64)
+    prompt = list(range(16 + cut))
+    scheduler.add(request(prompt, n=4, max_new_tokens=2))
+    assert [c.sequence.index for c in step(scheduler, model).chunks] == [0]
+    plan = step(scheduler, model)
+    shared = 16 if cut else 12  # the last token of a prompt is always computed
+    assert [(c.sequence.index, c.start, c.end) for c in plan.chunks[1:]] == [(i, shared, 16 + cut) for i in (1, 2, 3)]
+    assert len({tuple(c.pages[: shared // 4]) for c in plan.chunks}) == 1
+    drain(scheduler, model)
+    assert scheduler.stats.prefix_tokens == 3 * shared
+
+
+def test_requests_with_one_beginning_wait_for_it_but_others_do_not():
+    scheduler, model = make(page_size=4, max_num_batched_tokens=8)
+    system = list(range(12))
+    scheduler.add(request([*system, 20], "a"))
+    scheduler.add(request([*system, 30], "b"))
+    scheduler.add(request([40, 41], "c"))
+    assert shape(step(scheduler, model)) == [("a", 0, 8, False)]
+    assert shape(step(scheduler, model)) == [("a", 8, 13, True), ("c", 0, 2, True)]
+    assert [s.request.id for s in scheduler.waiting] == ["b"]
+    assert shape(step(scheduler, model))[2:] == [("b", 12, 13, True)]
+    drain(scheduler, model)
+
+
+def test_a_conversation_goes_on_from_its_cached_turn():
+    scheduler, model = make(page_size=4, max_num_batched_tokens=64)
+    first = request(range(6), max_new_tokens=7)
+    scheduler.add(first)
+    drain(scheduler, model)
+    tokens = first.sequences[0].tokens
+    scheduler.add(request([*tokens, 9]))
+    assert step(scheduler, model).chunks[0].start == 12  # 13 tokens, of which the last was never computed
+    drain(scheduler, model)
+
+
+def test_new_weights_know_nothing_and_running_sequences_are_computed_anew():
+    scheduler, model = make(page_size=2, max_num_batched_tokens=64)
+    one = request([1, 2, 3, 4, 5], max_new_tokens=6)
+    scheduler.add(one)
+    for _ in range(3):
+        step(scheduler, model)
+    scheduler.reset_cache(weight_version=9)
+    plan = step(scheduler, model)
+    assert (plan.chunks[0].start, plan.chunks[0].end, plan.weight_version) == (0, 8, 9)
+    drain(scheduler, model)
+    done = one.sequences[0].completion()
+    assert done.weight_versions == [0, 0, 0, 9, 9, 9] and done.weight_version == 9
+    assert one.sequences[0].tokens == expected(one.sequences[0])
+
+
+def test_a_reset_without_a_version_keeps_it():
+    scheduler, model = make()
+    scheduler.add(request([1, 2, 3, 4, 5]))
+    step(scheduler, model)
+    scheduler.reset_cache()
+    assert scheduler.weight_version == 0 and step(scheduler, model).chunks[0].start == 0
+
+
+# Ends
+
+
+def first_tokens(count, **params):
+    one = request([1, 2], **{"max_new_tokens": count, **params})
+    scheduler, model = make()
+    scheduler.add(one)
+    drain(scheduler, model)
+    return one.sequences[0].generated
+
+
+def run_one(params, **options):
+    scheduler, model = make(**options)
+    one = request([1, 2], **{"max_new_tokens": 12, **params})
+    scheduler.add(one)
+    drain(scheduler, model)
+    return one.sequences[0].completion()
+
+
+def test_stop_ids_and_eos_ids():
+    free = first_tokens(12)
+    stop = free[3]
+    cut = free[: free.index(stop) + 1]
+    for params, options in (
+        ({"stop_token_ids": [stop]}, {}),
+        ({"stop_token_ids": [VOCAB + 1, stop], "ignore_eos": True}, {"eos_token_ids": [stop]}),
+        ({}, {"eos_token_ids": [VOCAB + 1, stop]}),
+    ):
+        done = run_one(params, **options)
+        assert (done.token_ids, done.finish_reason, done.stop_reason) == (cut, "stop", stop)
+        assert len(done.logprobs) == len(cut), "the stop token's log-probability is part of it"
+    done = run_one({"ignore_eos": True}, eos_token_ids=[stop])
+    assert (done.token_ids, done.finish_reason, done.stop_reason) == (free, "length", None)
+
+
+def test_a_stop_on_the_last_token_is_a_stop():
+    free = first_tokens(12)
+    first = free.index(free[3]) + 1
+    done = run_one({"stop_token_ids": [free[3]], "max_new_tokens": first})
+    assert (len(done.token_ids), done.finish_reason) == (first, "stop")
+
+
+def test_max_model_len_ends_it():
+    done = run_one({}, max_model_len=6)
+    assert (len(done.token_ids), done.finish_reason, done.error) == (4, "length", None)
+
+
+def test_stop_strings_are_looked_for_in_the_tail():
+    asked = []
+
+    def tail(sequence):
+        asked.append(len(sequence.generated))
+        return "".join(map(str, sequence.generated[-3:]))
+
+    free = first_tokens(12)
+    string = f"{free[4]}{free[5]}"
+    text = "".join(map(str, free))
+    length = text.index(string) + 2
+    done = run_one({"stop": ["never", string]}, text_tail=tail)
+    assert (done.token_ids, done.finish_reason, done.stop_reason) == (free[:length], "stop", string)
+    assert asked == list(range(1, length + 1))
+    asked.clear()
+    run_one({}, text_tail=tail)
+    assert asked == [], "no stop strings, no text"
+
+
+def test_a_text_that_cannot_be_decoded_ends_its_own_sequence_only():
+    def tail(sequence):
+        if sequence.request.id == "bad" and len(sequence.generated) == 3:
+            raise UnicodeError("no such text")
+        return ""
+
+    scheduler, model = make(text_tail=tail)
+    bad, good = request([1], "bad", stop="x"), request([1], "good", stop="x")
+    scheduler.add(bad)
+    scheduler.add(good)
+    drain(scheduler, model)
+    assert bad.sequences[0].finish_reason == "error" and "no such text" in bad.sequences[0].error
+    assert good.sequences[0].finish_reason == "length" and good.sequences[0].error is None
+
+
+def test_top_logprobs_are_kept_for_those_who_asked():
+    scheduler, model = make()
+    asked, other = request([1], num_top_logprobs=1), request([2])
+    scheduler.add(asked)
+    scheduler.add(other)
+    plan = scheduler.schedule()
+    sampled = model.run(plan)
+    with pytest.raises(ValueError, match=r"sampled\.top_logprobs is None, expected it"):
+        scheduler.commit(plan, dataclasses.replace(sampled, top_logprobs=None))
+    scheduler.commit(plan, sampled)
+    drain(scheduler, model)
+    done = asked.sequences[0].completion()
+    assert done.top_logprobs == [{token: -1.0} for token in done.token_ids]
+    assert other.sequences[0].completion().top_logprobs is None
+
+
+# Requests that cannot run
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "options", "message"),
+    [
+        ([1] * 8, {}, {"max_model_len": 8}, r"prompt_ids has 8 tokens, expected at most 7: max_model_len is 8"),
+        ([1] * 9, {}, {"max_model_len": 8}, r"prompt_ids has 9 tokens, expected at most 7"),
+        ([1] * 13, {}, {"num_pages": 3}, r"prompt_ids has 13 tokens, expected at most 12: .* 3 pages of 4 tokens"),
+        ([1, VOCAB], {}, {"vocab_size": VOCAB}, r"prompt_ids has 7, expected ids below 7"),
+        ([1], {"stop": "x"}, {}, r"stop has strings, expected none: there is no tokenizer"),
+    ],
+    ids=["model-len", "over-model-len", "cache", "vocabulary", "no-tokenizer"],
+)
+def test_a_request_that_can_never_run_is_refused_alone(prompt, params, options, message):
+    scheduler, model = make(**options)
+    good = request([1, 2], "good")
+    scheduler.add(good)
+    with pytest.raises(ValueError, match=r"^request 'bad': " + message):
+        scheduler.add(request(prompt, "bad", n=2, **params))
+    assert len(scheduler.waiting) == 1
+    drain(scheduler, model)
+    assert good.sequences[0].finish_reason == "length"
+
+
+def test_the_longest_prompts_that_are_let_in_do_run():
+    for length, options in ((7, {"max_model_len": 8}), (12, {"num_pages": 3})):
+        scheduler, model = make(**options)
+        one = request([1] * length, n=2)
+        scheduler.add(one)
+        drain(scheduler, model)
+        assert [len(s.generated) for s in one.sequences] == [1, 1]
+
+
+def test_a_request_is_added_once():
+    scheduler, model = make()
+    one = request([1], "same")
+    scheduler.add(one)
+    for again in (one, request([2], "same")):
+        with pytest.raises(ValueError, match="'same': the request, or another of its id, was added before"):
+            scheduler.add(again)
+    drain(scheduler, model)
+    with pytest.raises(ValueError, match="was added before"):
+        scheduler.add(one)
+    scheduler.add(request([2], "same"))
+
+
+def test_the_number_of_pages_is_needed():
+    with pytest.raises(ValueError, match=r"Scheduler: config\.num_pages is None"):
+        Scheduler(EngineConfig())
+
+
+# Abort, failure, cancelled steps
+
+
+@pytest.mark.parametrize("moment", ["waiting", "prefill", "decode", "in-flight", "preempted", "finished"])
+def test_abort_at_any_moment(moment):
+    scheduler, model = make(max_num_batched_tokens=4, max_num_seqs=1)
+    one, other = request([1] * 6, "one", n=2), request([2] * 6, "other")
+    scheduler.add(one)
+    scheduler.add(other)
+    plan = None
+    for _ in range({"waiting": 0, "prefill": 1, "decode": 3, "in-flight": 2, "preempted": 3, "finished": 99}[moment]):
+        if scheduler.has_unfinished:
+            step(scheduler, model)
+    if moment == "in-flight":
+        plan = scheduler.schedule()
+        sampled = model.run(plan)
+    if moment == "preempted":
+        scheduler.preempt(scheduler.running[0])
+    ended = scheduler.abort("one")
+    assert [s.index for s in ended] == ([] if moment == "finished" else [0, 1])
+    assert all(s.finish_reason == "abort" and s.state is State.FINISHED and s.pages == [] for s in ended)
+    before = [list(s.tokens) for s in one.sequences]
+    if plan:
+        assert scheduler.commit(plan, sampled) == []
+    assert scheduler.abort("one") == [] == scheduler.abort("never heard of")
+    drain(scheduler, model)
+    assert [s.tokens for s in one.sequences] == before
+    assert other.sequences[0].tokens == expected(other.sequences[0])
+    assert other.sequences[0].finish_reason == "length"
+
+
+def test_fail_gives_the_reason():
+    scheduler, model = make()
+    one = request([1, 2])
+    scheduler.add(one)
+    step(scheduler, model)
+    scheduler.fail(one.id, "its logits are NaN")
+    done = one.sequences[0].completion()
+    assert (done.finish_reason, done.error, len(done.token_ids)) == ("error", "its logits are NaN", 1)
+    drain(scheduler, model)
+
+
+def test_a_cancelled_plan_takes_the_later_ones_with_it_and_changes_no_token():
+    scheduler, model = make(max_num_batched_tokens=64)
+    requests = [request([1, 2, i], max_new_tokens=5) for i in range(3)]
+    for one in requests:
+        scheduler.add(one)
+    step(scheduler, model)
+    first = scheduler.schedule(lookahead=True)
+    second = scheduler.schedule(lookahead=True)
+    assert first and second
+    scheduler.abort(requests[2].id)
+    scheduler.cancel(first)
+    for plan in (first, second):
+        with pytest.raises(ValueError, match="cancel: plan is not in flight"):
+            scheduler.cancel(plan)
+        with pytest.raises(ValueError, match="commit: plan is not the oldest in flight"):
+            scheduler.commit(plan, Sampled([], [], []))
+    assert scheduler.running == [] and scheduler.pool.num_available == scheduler.pool.num_pages
+    drain(scheduler, model)
+    assert [s.tokens for one in requests for s in one.sequences] == [
+        expected(s) for one in requests for s in one.sequences
+    ]
+    assert [len(one.sequences[0].generated) for one in requests] == [5, 5, 1]
+
+
+def test_commit_refuses_the_wrong_order_and_the_wrong_number():
+    scheduler, model = make(max_num_batched_tokens=4)
+    scheduler.add(request([1] * 6))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    nothing, one = model.run(first), model.run(second)
+    with pytest.raises(ValueError, match="commit: plan is not the oldest in flight"):
+        scheduler.commit(second, one)
+    with pytest.raises(ValueError, match=r"commit: sampled\.token_ids has 1 entries, expected 0"):
+        scheduler.commit(first, one)
+    scheduler.commit(first, nothing)
+    with pytest.raises(ValueError, match=r"commit: sampled\.logprobs has 0 entries, expected 1"):
+        scheduler.commit(second, dataclasses.replace(one, logprobs=[]))
+    assert [s.request.sequences[0] for s in scheduler.commit(second, one)] == scheduler.running
+
+
+def test_lookahead_plans_a_placeholder_and_no_token_past_the_limit():
+    scheduler, model = make()
+    one = request([1, 2, 3], max_new_tokens=2)
+    scheduler.add(one)
+    first = scheduler.schedule()
+    assert not scheduler.schedule(), "without lookahead the token must be known"
+    second = scheduler.schedule(lookahead=True)
+    assert second.chunks[0].token_ids == [PLACEHOLDER] and second.chunks[0].needs_sample
+    assert not scheduler.schedule(lookahead=True), "two tokens are all it may have"
+    results = [model.run(first), model.run(second)]
+    assert scheduler.commit(first, results[0]) == scheduler.commit(second, results[1]) == one.sequences
+    assert one.finished and one.sequences[0].tokens == expected(one.sequences[0])
+
+
+def test_a_sequence_that_stopped_gets_nothing_from_the_plan_ahead():
+    stop = first_tokens(1)[0]
+    scheduler, model = make()
+    one = request([1, 2], stop_token_ids=[stop])
+    scheduler.add(one)
+    plans = [scheduler.schedule(), scheduler.schedule(lookahead=True)]
+    results = [model.run(plan) for plan in plans]
+    assert scheduler.commit(plans[0], results[0]) == one.sequences
+    assert scheduler.commit(plans[1], results[1]) == []
+    assert one.sequences[0].generated == [stop]
+
+
+# Everything at once
+
+
+class Everything(RuleBasedStateMachine):
+    """Requests, steps, aborts, failures, preemptions, new weights and cancelled plans in any order.
+
+    Plans run when they are made, or (`late`) only when they are committed, several plans later: both are the order
+    in which they were made, and a page must bear both.
+    """
+
+    @initialize(
+        num_pages=st.integers(2, 14),
+        page_size=st.integers(1, 4),
+        budget=st.integers(1, 10),
+        max_num_seqs=st.integers(1, 5),
+        cache=st.booleans(),
+        lookahead=st.booleans(),
+        late=st.booleans(),
+    )
+    def begin(self, num_pages, page_size, budget, max_num_seqs, cache, lookahead, late):
+        self.lookahead, self.late = lookahead, late
+        self.scheduler, self.model = make(
+            num_pages,
+            page_size,
+            max_num_seqs,
+            budget,
+            enable_prefix_cache=cache,
+            max_model_len=24,
+            eos_token_ids=[VOCAB - 1],
+        )
+        self.requests, self.flight, self.version = [], [], 0
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20),
+        max_new_tokens=st.integers(1, 12),
+        n=st.integers(1, 3),
+        ignore_eos=st.booleans(),
+    )
+    def add(self, prompt, **params):
+        one = request(prompt, seed=len(self.requests), **params)
+        try:
+            self.scheduler.add(one)
+        except ValueError:
+            assert len(prompt) > self.scheduler.config.num_pages * self.scheduler.config.page_size
+        else:
+            self.requests.append(one)
+
+    @rule()
+    def schedule(self):
+        if len(self.flight) == 3:
+            self.commit()
+        before = {id(s): s.num_planned for s in self.scheduler.running}
+        plan = self.scheduler.schedule(lookahead=self.lookahead)
+        assert plan or self.flight or not self.scheduler.has_unfinished, "a deadlock"
+        if not plan:
+            return
+        config = self.scheduler.config
+        assert plan.num_tokens <= config.max_num_batched_tokens and len(plan.chunks) <= config.max_num_seqs
+        assert len({chunk.sequence for chunk in plan.chunks}) == len(plan.chunks)
+        for chunk in plan.chunks:
+            assert chunk.sequence.state is State.RUNNING and chunk.length > 0
+            assert chunk.end <= len(chunk.pages) * config.page_size
+            if id(chunk.sequence) in before and chunk.start >= chunk.sequence.num_prompt:
+                assert chunk.start == before[id(chunk.sequence)], "a chunk begins where the last one ended"
+        if not self.flight and not self.lookahead:
+            # Nothing delays a decode: whoever runs on, and has one token to compute, has it computed now.
+            planned = {chunk.sequence for chunk in plan.chunks}
+            assert all(s in planned for s in self.scheduler.running if len(s.tokens) - s.num_computed == 1)
+        self.flight.append((plan, None if self.late else self.model.run(plan)))
+
+    @precondition(lambda self: self.flight)
+    @rule()
+    def commit(self):
+        plan, sampled = self.flight.pop(0)
+        sampled = self.model.run(plan) if sampled is None else sampled
+        for sequence in self.scheduler.commit(plan, sampled):
+            assert sequence.weight_versions[-1] == plan.weight_version
+
+    @precondition(lambda self: self.flight)
+    @rule(data=st.data())
+    def cancel(self, data):
+        index = data.draw(st.integers(0, len(self.flight) - 1))
+        self.scheduler.cancel(self.flight[index][0])
+        del self.flight[index:]
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule(data=st.data())
+    def preempt(self, data):
+        self.scheduler.preempt(data.draw(st.sampled_from(self.scheduler.running)))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), error=st.sampled_from([None, "an error"]))
+    def end(self, data, error):
+        one = data.draw(st.sampled_from(self.requests))
+        unfinished = [s for s in one.sequences if not s.finished]
+        ended = self.scheduler.fail(one.id, error) if error else self.scheduler.abort(one.id)
+        assert ended == unfinished and one.finished
+        assert all((s.finish_reason, s.error) == ("error" if error else "abort", error) for s in ended)
+
+    @rule()
+    def new_weights(self):
+        self.version += 1
+        self.scheduler.reset_cache(self.version)
+        assert self.scheduler.pool.num_available == self.scheduler.pool.num_pages
+
+    @invariant()
+    def sound(self):
+        scheduler, size = self.scheduler, self.scheduler.config.page_size
+        scheduler.pool.check()
+        everyone = [s for one in self.requests for s in one.sequences]
+        by_state = {state: [s for s in everyone if s.state is state] for state in State}
+        assert scheduler.running == by_state[State.RUNNING] and list(scheduler.waiting) == by_state[State.WAITING]
+        assert set(scheduler.requests) == {one.id for one in self.requests if not one.finished}
+        assert len(scheduler.running) <= scheduler.config.max_num_seqs
+        counts = [0] * scheduler.config.num_pages
+        for s in everyone:
+            for page in s.pages:
+                counts[page] += 1
+            assert len(s.pages) == len(set(s.pages))
+            assert s.state is State.RUNNING or s.pages == []
+            assert s.num_known * size <= s.num_computed <= s.num_planned <= len(s.pages) * size
+            assert s.in_flight == sum(
+                c.sequence is s and c.needs_sample for plan, _ in self.flight for c in plan.chunks
+            )
+            assert len(s.tokens) + s.in_flight * (not s.finished) <= s.limit
+            assert s.finished == (s.finish_reason is not None)
+        assert counts == scheduler.pool._refs
+
+    def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return
+        while self.flight:
+            self.commit()
+        drain(self.scheduler, self.model, self.lookahead)
+        self.sound()
+        assert self.scheduler.pool.num_available == self.scheduler.pool.num_pages
+        for one in self.requests:
+            for s in one.sequences:
+                assert s.tokens == expected(s)
+                assert len(s.logprobs) == len(s.raw_logprobs) == len(s.weight_versions) == len(s.generated)
+                ended = len(s.tokens) == s.limit or (s.generated[-1:] == [VOCAB - 1] and not one.params.ignore_eos)
+                assert (s.finish_reason in ("stop", "length")) == ended or s.finish_reason in ("abort", "error")
+
+
+TestEverything = Everything.TestCase
+TestEverything.settings = settings(max_examples=8 * settings.default.max_examples)  # they take 10 ms each
