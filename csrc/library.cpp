@@ -28,6 +28,9 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("silu_mul_bwd(Tensor dy, Tensor gate, Tensor up, bool gelu, Tensor(a!) dgate, Tensor(b!) dup) -> ()");
 
   // log_softmax, mean
+  m.def("log_softmax_fwd(Tensor x, Tensor(a!) y, Tensor(b!) lse) -> ()");
+  m.def("log_softmax_bwd(Tensor dy, Tensor x, Tensor lse, Tensor(a!) dx) -> ()");
+  m.def("mean_fwd(Tensor x, Tensor(a!) y) -> ()");
 
   // linear_cross_entropy
 

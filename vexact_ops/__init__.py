@@ -66,6 +66,8 @@ if TYPE_CHECKING:
     from ._core.backend import BackendUnavailable, backends, set_backend, use_backend
     from ._core.numerics import numerics
     from .linear.op import linear
+    from .log_softmax.op import log_softmax
+    from .mean.op import mean
     from .rmsnorm.op import rmsnorm
     from .rope.op import rope, rope_cos_sin
     from .silu_mul.op import silu_mul

@@ -68,6 +68,10 @@ VX_INLINE Mask is_nan(F16 a) { return {_mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q
 VX_INLINE Mask lanes_below(int n) { return {n <= 0 ? __mmask16(0) : first_lanes(n)}; }
 VX_INLINE F16 select(Mask m, F16 yes, F16 no) { return {_mm512_mask_blend_ps(m.v, no.v, yes.v)}; }
 VX_INLINE bool any(Mask m) { return m.v != 0; }
+VX_INLINE Mask operator==(F16 a, F16 b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ)}; }
+VX_INLINE Mask operator&(Mask a, Mask b) { return {__mmask16(a.v & b.v)}; }
+VX_INLINE Mask operator|(Mask a, Mask b) { return {__mmask16(a.v | b.v)}; }
+VX_INLINE uint32_t mask_bits(Mask m) { return m.v; }
 VX_INLINE I16 bits(F16 a) { return {_mm512_castps_si512(a.v)}; }
 VX_INLINE F16 from_bits(I16 a) { return {_mm512_castsi512_ps(a.v)}; }
 VX_INLINE I16 iset1(int32_t x) { return {_mm512_set1_epi32(x)}; }
@@ -77,6 +81,15 @@ VX_INLINE I16 operator&(I16 a, I16 b) { return {_mm512_and_si512(a.v, b.v)}; }
 VX_INLINE I16 operator|(I16 a, I16 b) { return {_mm512_or_si512(a.v, b.v)}; }
 VX_INLINE I16 shift_left(I16 a, int n) { return {_mm512_sll_epi32(a.v, _mm_cvtsi32_si128(n))}; }
 VX_INLINE I16 shift_right(I16 a, int n) { return {_mm512_sra_epi32(a.v, _mm_cvtsi32_si128(n))}; }  // arithmetic
+VX_INLINE I16 operator^(I16 a, I16 b) { return {_mm512_xor_si512(a.v, b.v)}; }
+VX_INLINE I16 shift_right_logical(I16 a, int n) { return {_mm512_srl_epi32(a.v, _mm_cvtsi32_si128(n))}; }
+VX_INLINE I16 mul_low(I16 a, I16 b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
+VX_INLINE I16 mul_high(I16 a, I16 b) {  // unsigned
+  __m512i even = _mm512_srli_epi64(_mm512_mul_epu32(a.v, b.v), 32);
+  __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(a.v, 32), _mm512_srli_epi64(b.v, 32));
+  return {_mm512_mask_mov_epi32(even, __mmask16(0xaaaa), odd)};
+}
+VX_INLINE I16 lane_numbers() { return {_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)}; }
 VX_INLINE I16 to_int(F16 a) { return {_mm512_cvttps_epi32(a.v)}; }
 VX_INLINE F16 to_float(I16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 
@@ -157,7 +170,13 @@ VX_INLINE Mask lanes_below(int n) { return {_mm256_castsi256_ps(ymm_lanes(n)), _
 VX_INLINE F16 select(Mask m, F16 yes, F16 no) {
   return {_mm256_blendv_ps(no.lo, yes.lo, m.lo), _mm256_blendv_ps(no.hi, yes.hi, m.hi)};
 }
-VX_INLINE bool any(Mask m) { return _mm256_movemask_ps(m.lo) || _mm256_movemask_ps(m.hi); }
+VX_INLINE Mask operator==(F16 a, F16 b) {
+  return {_mm256_cmp_ps(a.lo, b.lo, _CMP_EQ_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_EQ_OQ)};
+}
+VX_INLINE Mask operator&(Mask a, Mask b) { return {_mm256_and_ps(a.lo, b.lo), _mm256_and_ps(a.hi, b.hi)}; }
+VX_INLINE Mask operator|(Mask a, Mask b) { return {_mm256_or_ps(a.lo, b.lo), _mm256_or_ps(a.hi, b.hi)}; }
+VX_INLINE uint32_t mask_bits(Mask m) { return uint32_t(_mm256_movemask_ps(m.lo)) | uint32_t(_mm256_movemask_ps(m.hi)) << 8; }
+VX_INLINE bool any(Mask m) { return mask_bits(m) != 0; }
 VX_INLINE I16 bits(F16 a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
 VX_INLINE F16 from_bits(I16 a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
 VX_INLINE I16 iset1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
@@ -170,6 +189,19 @@ VX_INLINE I16 shift_left(I16 a, int n) {
 }
 VX_INLINE I16 shift_right(I16 a, int n) {
   return {_mm256_sra_epi32(a.lo, _mm_cvtsi32_si128(n)), _mm256_sra_epi32(a.hi, _mm_cvtsi32_si128(n))};
+}
+VX_INLINE I16 operator^(I16 a, I16 b) { return {_mm256_xor_si256(a.lo, b.lo), _mm256_xor_si256(a.hi, b.hi)}; }
+VX_INLINE I16 shift_right_logical(I16 a, int n) {
+  return {_mm256_srl_epi32(a.lo, _mm_cvtsi32_si128(n)), _mm256_srl_epi32(a.hi, _mm_cvtsi32_si128(n))};
+}
+VX_INLINE I16 mul_low(I16 a, I16 b) { return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)}; }
+VX_INLINE __m256i mul_high(__m256i a, __m256i b) {
+  __m256i even = _mm256_srli_epi64(_mm256_mul_epu32(a, b), 32);
+  return _mm256_blend_epi32(even, _mm256_mul_epu32(_mm256_srli_epi64(a, 32), _mm256_srli_epi64(b, 32)), 0xaa);
+}
+VX_INLINE I16 mul_high(I16 a, I16 b) { return {mul_high(a.lo, b.lo), mul_high(a.hi, b.hi)}; }  // unsigned
+VX_INLINE I16 lane_numbers() {
+  return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)};
 }
 VX_INLINE I16 to_int(F16 a) { return {_mm256_cvttps_epi32(a.lo), _mm256_cvttps_epi32(a.hi)}; }
 VX_INLINE F16 to_float(I16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
@@ -216,11 +248,15 @@ VX_INLINE Mask operator<(F16 a, F16 b) VX_EACH(Mask, a.v[i] < b.v[i])
 VX_INLINE Mask is_nan(F16 a) VX_EACH(Mask, a.v[i] != a.v[i])
 VX_INLINE Mask lanes_below(int n) VX_EACH(Mask, i < n)
 VX_INLINE F16 select(Mask m, F16 yes, F16 no) VX_EACH(F16, m.v[i] ? yes.v[i] : no.v[i])
-VX_INLINE bool any(Mask m) {
-  bool r = false;
-  for (int i = 0; i < 16; ++i) r |= m.v[i];
+VX_INLINE Mask operator==(F16 a, F16 b) VX_EACH(Mask, a.v[i] == b.v[i])
+VX_INLINE Mask operator&(Mask a, Mask b) VX_EACH(Mask, a.v[i] && b.v[i])
+VX_INLINE Mask operator|(Mask a, Mask b) VX_EACH(Mask, a.v[i] || b.v[i])
+VX_INLINE uint32_t mask_bits(Mask m) {
+  uint32_t r = 0;
+  for (int i = 0; i < 16; ++i) r |= uint32_t(m.v[i]) << i;
   return r;
 }
+VX_INLINE bool any(Mask m) { return mask_bits(m) != 0; }
 VX_INLINE I16 bits(F16 a) {
   I16 r;
   std::memcpy(&r, &a, sizeof r);
@@ -238,6 +274,12 @@ VX_INLINE I16 operator&(I16 a, I16 b) VX_EACH(I16, a.v[i] & b.v[i])
 VX_INLINE I16 operator|(I16 a, I16 b) VX_EACH(I16, a.v[i] | b.v[i])
 VX_INLINE I16 shift_left(I16 a, int n) VX_EACH(I16, int32_t(uint32_t(a.v[i]) << n))
 VX_INLINE I16 shift_right(I16 a, int n) VX_EACH(I16, a.v[i] >> n)
+VX_INLINE I16 operator^(I16 a, I16 b) VX_EACH(I16, a.v[i] ^ b.v[i])
+VX_INLINE I16 shift_right_logical(I16 a, int n) VX_EACH(I16, int32_t(uint32_t(a.v[i]) >> n))
+VX_INLINE I16 mul_low(I16 a, I16 b) VX_EACH(I16, int32_t(uint32_t(a.v[i]) * uint32_t(b.v[i])))
+VX_INLINE I16 mul_high(I16 a, I16 b)  // unsigned
+    VX_EACH(I16, int32_t(uint64_t(uint32_t(a.v[i])) * uint32_t(b.v[i]) >> 32))
+VX_INLINE I16 lane_numbers() VX_EACH(I16, i)
 VX_INLINE I16 to_int(F16 a) {  // out of range and NaN give INT_MIN, as the vector instructions do
   VX_EACH(I16, a.v[i] >= -2147483648.0f && a.v[i] < 2147483648.0f ? int32_t(a.v[i]) : INT32_MIN)
 }
@@ -245,6 +287,26 @@ VX_INLINE F16 to_float(I16 a) VX_EACH(F16, float(a.v[i]))
 #undef VX_EACH
 
 #endif
+
+// The first n of 16 lanes, n from 1: whole registers take the unmasked instruction.
+template <class T>
+VX_INLINE F16 load_lanes(const T* p, int n) {
+  return n == kLanes ? load(p) : load(p, n);
+}
+template <class T>
+VX_INLINE void store_lanes(T* p, F16 a, int n) {
+  if (n == kLanes)
+    store(p, a);
+  else
+    store(p, a, n);
+}
+// f(start, lanes) for the 16-wide chunks of n elements, ascending; the last may be short.
+template <class F>
+VX_INLINE void for_chunks(int64_t n, F f) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) f(i, kLanes);
+  if (i < n) f(i, int(n - i));
+}
 
 VX_INLINE F16 zero() { return set1(0.0f); }
 VX_INLINE F16 abs(F16 a) { return from_bits(bits(a) & iset1(0x7fffffff)); }

@@ -1,0 +1,17 @@
+#include "common/tensor.h"
+#include "mean/kernels.h"
+
+namespace vx {
+namespace {
+
+void mean_fwd(Tensor x, Tensor y) {
+  const int64_t rows = x.size(0), n = x.size(1);
+  check_2d(x, "x", rows, n);
+  check_1d(y, "y", rows);
+  VX_CALL(mean_fwd, {dtype_of(x, "x"), rows, n, data(x), mutable_data(y), x.stride(0)});
+}
+
+}  // namespace
+}  // namespace vx
+
+STABLE_TORCH_LIBRARY_IMPL(vexact_native, CPU, m) { m.impl("mean_fwd", TORCH_BOX(&vx::mean_fwd)); }

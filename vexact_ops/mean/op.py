@@ -1,0 +1,69 @@
+"""The mean over any dimensions."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .._core import check
+from .._core.backend import Room
+from .._core.operator import Operator
+
+ROOM = Room("mean", cpu=("cpu",))
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def mean(
+    x: Tensor, dim: int | Sequence[int] | None = -1, keepdim: bool = False, *, backend: str | None = None
+) -> Tensor:
+    """The sum over `dim` divided by the number of elements, fp32 inside, rounded once.
+
+    x        any shape, bf16 | fp32
+    dim      the dimensions to reduce; None or an empty sequence means all of them, as for torch.mean
+    keepdim  keep them with size 1
+    returns  x's shape without `dim`, in x.dtype; NaN where there is nothing to sum
+    bits     an element depends on the elements it averages alone, whatever the others, the strides and the threads:
+             blocks of 512 over the reduced dimensions (in ascending order of dimension, the last one fastest),
+             block sums added ascending
+    grad     dy / n, rounded once, as bits
+    raises   TypeError on dtype, ValueError on dim, BackendUnavailable
+    """
+    check.tensor("mean", "x", x, DTYPES)
+    dims = _dims(x, dim)
+    backend = ROOM.resolve(x.device, backend)
+    kept = [d for d in range(x.dim()) if d not in dims]
+    shape = [x.shape[d] for d in kept]
+    flat = x.permute(kept + dims).reshape(math.prod(shape), math.prod(x.shape[d] for d in dims))
+    y = _mean(check.rows(flat), backend)
+    return y.view([1 if d in dims else x.shape[d] for d in range(x.dim())] if keepdim else shape)
+
+
+def _dims(x: Tensor, dim) -> list[int]:
+    if isinstance(dim, bool) or not (dim is None or isinstance(dim, int | list | tuple)):
+        raise TypeError(f"mean: dim: got {type(dim).__name__}, expected int, a sequence of int or None")
+    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+        return list(range(x.dim()))
+    asked, n = [dim] if isinstance(dim, int) else list(dim), x.dim()
+    dims = sorted(d + n if d < 0 else d for d in asked)
+    if any(not 0 <= d < n for d in dims) or len(set(dims)) < len(dims):
+        raise ValueError(f"mean: dim: got {dim}, expected distinct dimensions of a {n}-dimensional x")
+    return dims
+
+
+def _fwd(x: Tensor, backend: str):
+    return ROOM.module(backend).mean_fwd(x)
+
+
+def _setup(ctx, inputs, output):
+    x, _ = inputs
+    ctx.n = x.shape[1]
+
+
+def _backward(ctx, dy):
+    return (dy.float() / ctx.n).to(dy.dtype)[:, None].expand(-1, ctx.n), None
+
+
+_mean = Operator(
+    "mean(Tensor x, str backend) -> Tensor", _fwd, lambda x, backend: x.new_empty(x.shape[0]), _setup, _backward
+)
