@@ -103,11 +103,10 @@ class PagePool:
 
         None if `tokens` do not fill the page, or without a prefix cache: then nothing is known or registered.
         """
-        if not self.enable_prefix_cache:
+        end = (index + 1) * self.page_size
+        if end > len(tokens) or not self.enable_prefix_cache:
             return None
-        start = index * self.page_size
-        block = tuple(tokens[start : start + self.page_size])
-        return (parent, block) if len(block) == self.page_size else None
+        return parent, tuple(tokens[end - self.page_size : end])
 
     def match(self, tokens: Tokens[int], max_pages: int) -> tuple[list[int], int]:
         """The known pages that `tokens` begin with, at most `max_pages`, and the id of the last (or the root's).

@@ -286,16 +286,17 @@ class Scheduler:
     def _admit(self, plan, budget):
         """Let the waiting in, in order, as far as the pages and the budget go."""
         pool = self.pool
-        computing = {self._next_key(sequence) for sequence in self.running} - {None}
+        computing = {self._next_key(sequence) for sequence in self.running} if self.waiting else set()
         passed = []
         while budget and self.waiting and len(self.running) < self._max_running:
             sequence = self.waiting[0]
-            if sequence is self._blocked or sequence.in_flight:
+            if sequence is self._blocked or sequence.in_flight:  # preempted in flight: its tokens are on their way
                 break
             # The last token is always computed, even where its page is known: its logits are wanted.
             most = (len(sequence.tokens) - 1) // pool.page_size
             known, node = pool.match(sequence.tokens, most)
-            if len(known) < most and pool.key(node, sequence.tokens, len(known)) in computing:
+            wanted = pool.key(node, sequence.tokens, len(known)) if len(known) < most else None
+            if wanted is not None and wanted in computing:
                 # Its next page is being computed for another sequence just now. It will find it in a later step,
                 # so that n samples of a prompt, or n requests with one beginning, compute that only once.
                 passed.append(self.waiting.popleft())

@@ -163,8 +163,9 @@ def test_a_second_page_of_the_same_content_is_freed_not_cached():
 def test_nothing_is_known_after_invalidate_and_old_parents_lead_nowhere():
     pool = PagePool(4, 1)
     pages = fill(pool, [1, 2])
-    stale = pool.match([1, 2], 2)[1]
+    root, stale = pool.root, pool.match([1, 2], 2)[1]
     pool.invalidate()
+    pool.register(pages[0], (root, (1,)))
     pool.check()
     assert pool.match([1, 2], 2)[0] == []
     extra = pool.allocate()

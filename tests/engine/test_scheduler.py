@@ -127,8 +127,9 @@ def test_a_long_prompt_is_cut_and_does_not_hold_up_a_decode():
     drain(scheduler, model)
 
 
-def test_prefills_share_the_budget_in_the_order_of_arrival():
-    scheduler, model = make(max_num_batched_tokens=10)
+@pytest.mark.parametrize("cache", [True, False], ids=["cache", "no-cache"])
+def test_prefills_share_the_budget_in_the_order_of_arrival(cache):
+    scheduler, model = make(max_num_batched_tokens=10, enable_prefix_cache=cache)
     for name in "abc":
         scheduler.add(request([ord(name)] * 8, name, max_new_tokens=1))
     assert shape(step(scheduler, model)) == [("a", 0, 8, True), ("b", 0, 2, False)]
@@ -147,6 +148,39 @@ def test_max_num_seqs_and_the_budget_bound_what_runs():
         assert len(scheduler.running) == 3 and len(scheduler.waiting) == 2
         assert [c.length for c in plan.chunks] == [1, 1, 1]
         drain(scheduler, model)
+
+
+def test_sequences_in_flight_leave_no_room_for_more_than_the_budget_can_decode():
+    scheduler, model = make(max_num_batched_tokens=2)
+    for i in range(4):
+        scheduler.add(request([i]))
+    first = scheduler.schedule()
+    assert first.num_tokens == 2 and not scheduler.schedule(), "two of them are all that two tokens per step can serve"
+    scheduler.commit(first, model.run(first))
+    assert [s.request.id for s in scheduler.running] == [c.sequence.request.id for c in step(scheduler, model).chunks]
+    drain(scheduler, model)
+
+
+def test_an_admission_leaves_room_for_the_running_to_grow():
+    scheduler, model = make(num_pages=5, page_size=2, enable_prefix_cache=False)
+    scheduler.add(request([1, 2], max_new_tokens=3))
+    step(scheduler, model)
+    scheduler.add(request([3] * 8, max_new_tokens=1))  # four pages, and four are free
+    drain(scheduler, model)
+    assert scheduler.stats.preemptions == 0 and scheduler.stats.prefill_tokens == 2 + 8
+
+
+def test_who_does_not_fit_is_not_looked_at_again_before_pages_come_back():
+    scheduler, model = make(num_pages=10, page_size=1)
+    scheduler.add(request([1], max_new_tokens=9))
+    step(scheduler, model)
+    scheduler.add(request(range(9), max_new_tokens=1))
+    asked, match = [], scheduler.pool.match
+    scheduler.pool.match = lambda *args: asked.append(len(plans)) or match(*args)
+    plans = []
+    while scheduler.has_unfinished:
+        plans.append(step(scheduler, model))
+    assert asked == [0, 8], "a long prompt's pages are not looked up in every step"
 
 
 def test_a_running_prefill_advances_though_decodes_fill_the_rest():
@@ -353,6 +387,15 @@ def test_alone_with_a_full_cache_it_ends_with_length_and_says_why():
     assert (done.finish_reason, done.text) == ("length", "text")
     assert done.error == "the KV cache is full: it has 3 pages of 2 tokens"
     assert other.sequences[0].error is None and len(other.sequences[0].generated) == 2
+
+
+def test_a_request_that_just_fits_has_nothing_to_explain():
+    scheduler, model = make(num_pages=3, page_size=2)
+    one = request([1, 2, 3], max_new_tokens=4)
+    scheduler.add(one)
+    drain(scheduler, model)
+    done = one.sequences[0].completion()
+    assert (len(done.token_ids), done.finish_reason, done.error) == (4, "length", None)
 
 
 # The prefix cache
@@ -661,6 +704,21 @@ def test_lookahead_plans_a_placeholder_and_no_token_past_the_limit():
     results = [model.run(first), model.run(second)]
     assert scheduler.commit(first, results[0]) == scheduler.commit(second, results[1]) == one.sequences
     assert one.finished and one.sequences[0].tokens == expected(one.sequences[0])
+
+
+def test_a_sequence_preempted_in_flight_waits_for_its_tokens():
+    scheduler, model = make()
+    one = request([1, 2, 3])
+    scheduler.add(one)
+    plans = [scheduler.schedule(lookahead=True) for _ in range(2)]
+    results = [model.run(plan) for plan in plans]
+    scheduler.preempt(one.sequences[0])
+    assert not scheduler.schedule(lookahead=True)
+    scheduler.commit(plans[0], results[0])
+    assert not scheduler.schedule(lookahead=True)
+    scheduler.commit(plans[1], results[1])
+    assert shape(scheduler.schedule(lookahead=True)) == [(one.id, 0, 5, True)]
+    assert one.sequences[0].tokens == expected(one.sequences[0])
 
 
 def test_a_sequence_that_stopped_gets_nothing_from_the_plan_ahead():
