@@ -119,6 +119,12 @@ def test_the_same_block_after_another_prefix_is_another_page():
     assert pool.match([5, 5], 1)[0] == []
 
 
+def test_only_a_full_page_has_a_key():
+    pool = PagePool(2, 3)
+    assert pool.key(pool.root, [1, 2, 3, 4, 5], 0) == (pool.root, (1, 2, 3))
+    assert pool.key(pool.root, [1, 2, 3, 4, 5], 1) is None
+
+
 def test_eviction_takes_the_oldest_and_leaves_before_roots():
     pool = PagePool(4, 1)
     old, new = fill(pool, [1, 2]), fill(pool, [3, 4])

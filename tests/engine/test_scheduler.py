@@ -162,12 +162,12 @@ def test_sequences_in_flight_leave_no_room_for_more_than_the_budget_can_decode()
 
 
 def test_an_admission_leaves_room_for_the_running_to_grow():
-    scheduler, model = make(num_pages=5, page_size=2, enable_prefix_cache=False)
-    scheduler.add(request([1, 2], max_new_tokens=3))
+    scheduler, model = make(num_pages=5, page_size=2, max_num_batched_tokens=4, enable_prefix_cache=False)
+    scheduler.add(request([1], max_new_tokens=3))
     step(scheduler, model)
-    scheduler.add(request([3] * 8, max_new_tokens=1))  # four pages, and four are free
+    scheduler.add(request([3] * 8, max_new_tokens=1))  # four pages, and four are free; but soon one will not be
     drain(scheduler, model)
-    assert scheduler.stats.preemptions == 0 and scheduler.stats.prefill_tokens == 2 + 8
+    assert scheduler.stats.preemptions == 0 and scheduler.stats.prefill_tokens == 1 + 8
 
 
 def test_who_does_not_fit_is_not_looked_at_again_before_pages_come_back():
@@ -425,6 +425,17 @@ def test_requests_with_one_beginning_wait_for_it_but_others_do_not():
     assert shape(step(scheduler, model)) == [("a", 8, 13, True), ("c", 0, 2, True)]
     assert [s.request.id for s in scheduler.waiting] == ["b"]
     assert shape(step(scheduler, model))[2:] == [("b", 12, 13, True)]
+    drain(scheduler, model)
+
+
+def test_they_wait_for_what_lies_behind_a_cached_beginning_too():
+    scheduler, model = make(page_size=4, max_num_batched_tokens=64)
+    scheduler.add(request(range(9), max_new_tokens=1))
+    drain(scheduler, model)
+    for name in "ab":
+        scheduler.add(request(range(18), name))
+    assert shape(step(scheduler, model)) == [("a", 8, 18, True)]
+    assert shape(step(scheduler, model))[1:] == [("b", 16, 18, True)]
     drain(scheduler, model)
 
 
