@@ -4,7 +4,7 @@ A step has a budget of tokens. `schedule` spends it in this order:
   1. running decodes, one token each: nothing that arrives later can delay them;
   2. running prefills, the earliest arrival first, in chunks;
   3. waiting sequences, the earliest arrival first. One is admitted when all its pages fit, and if it does not fit yet
-     nobody behind it is let past.
+     nobody behind it is let past. Only one whose next page is being computed for another lets others past meanwhile.
 Pages for a whole prompt are taken at admission, so only a decode can run out of them. Then the latest arrival that
 runs is preempted: it gives back its pages, keeps its tokens, waits in its old place and is computed again as one
 prefill. The earliest can so always go on, and no sequence is allowed more tokens than the cache holds: there is no
@@ -56,7 +56,7 @@ class Chunk:
 
 @dataclass(slots=True, eq=False)
 class StepPlan:
-    """One step's chunks: decodes first, then prefills. Falsy if there is nothing to compute."""
+    """One step's chunks, running decodes first. Falsy if there is nothing to compute."""
 
     chunks: list[Chunk]
     weight_version: int

@@ -1,0 +1,264 @@
+"""However sequences are scheduled they get the same tokens, and no page is lost: proven on a toy model (toy.py)."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from toy import VOCAB, drain, expected, make, request, step
+
+from vexact_engine.pages import PagePool
+from vexact_engine.request import State
+
+# The same tokens, however it is scheduled
+
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
+
+
+@given(
+    st.lists(st.tuples(prompts, st.integers(1, 12), st.integers(1, 3)), min_size=1, max_size=6),
+    st.integers(1, 5),
+    st.integers(0, 8),
+    st.integers(1, 12),
+    st.integers(1, 5),
+    st.booleans(),
+    st.booleans(),
+)
+@settings(max_examples=2 * settings.default.max_examples)
+def test_tokens_do_not_depend_on_the_schedule(wanted, page_size, spare, budget, max_num_seqs, cache, lookahead):
+    longest = max(len(prompt) + new for prompt, new, _ in wanted)
+    scheduler, model = make(
+        num_pages=-(-longest // page_size) + spare,
+        page_size=page_size,
+        max_num_batched_tokens=budget,
+        max_num_seqs=max_num_seqs,
+        enable_prefix_cache=cache,
+    )
+    requests = [request(prompt, max_new_tokens=new, n=n, seed=i) for i, (prompt, new, n) in enumerate(wanted)]
+    for one in requests:
+        scheduler.add(one)
+    for plan in drain(scheduler, model, lookahead):
+        assert 0 < plan.num_tokens <= budget and len(plan.chunks) <= max_num_seqs
+    for one in requests:
+        for sequence in one.sequences:
+            assert sequence.tokens == expected(sequence)
+            assert (sequence.finish_reason, sequence.error) == ("length", None)
+            assert len(sequence.generated) == len(sequence.logprobs) == one.params.max_new_tokens
+            assert sequence.logprobs == [-float(t) for t in sequence.generated]
+            assert sequence.raw_logprobs == [-2.0 * t for t in sequence.generated]
+
+
+class CarelessKeys(PagePool):
+    """Takes pages with equal tokens for equal, whatever comes before them."""
+
+    def key(self, parent, tokens, index):
+        key = super().key(parent, tokens, index)
+        return key and (0, key[1])
+
+
+class EagerKeys(PagePool):
+    """Knows a page before it is full."""
+
+    def key(self, parent, tokens, index):
+        block = tuple(tokens[index * self.page_size : (index + 1) * self.page_size])
+        return (parent, block[:1]) if block else None
+
+
+class Sharer(PagePool):
+    """Frees a page while somebody else holds it."""
+
+    def release(self, pages):
+        for page in pages:
+            self._refs[page] = 1
+            if self._nodes[page]:
+                self._forget(page)
+        super().release(pages)
+
+
+class Leaker(PagePool):
+    def release(self, pages):
+        super().release(pages[1:])
+
+
+class Forgetful(PagePool):
+    """Keeps what it knows when the weights change."""
+
+    def invalidate(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("pool", "symptom"),
+    [
+        (PagePool, None),
+        (CarelessKeys, "a slot"),
+        (EagerKeys, "a slot"),
+        (Sharer, "a slot"),
+        (Leaker, "a deadlock|a page was leaked"),
+        (Forgetful, "keys and values of other weights were kept"),
+    ],
+)
+def test_the_toy_model_catches_a_wrong_pool(pool, symptom):
+    scheduler, model = make(num_pages=15, page_size=2, max_num_batched_tokens=6, pool=pool)
+    scheduler.pool.check = lambda: None  # the symptom alone must give it away
+    for i in range(4):
+        scheduler.add(request([i // 2, 1, 2, 3, 2, 3, i], n=2, seed=i, max_new_tokens=3 + i))
+
+    def everything():
+        for _ in range(6):
+            step(scheduler, model)
+        scheduler.reset_cache(weight_version=1)
+        drain(scheduler, model)
+
+    if symptom is None:
+        everything()
+    else:
+        with pytest.raises(AssertionError, match=symptom):
+            everything()
+
+
+# Everything at once
+
+
+class Everything(RuleBasedStateMachine):
+    """Requests, steps, aborts, failures, preemptions, new weights and cancelled plans in any order.
+
+    Plans run when they are made, or (`late`) only when they are committed, several plans later: both are the order
+    in which they were made, and a page must bear both.
+    """
+
+    @initialize(
+        num_pages=st.integers(2, 14),
+        page_size=st.integers(1, 4),
+        budget=st.integers(1, 10),
+        max_num_seqs=st.integers(1, 5),
+        cache=st.booleans(),
+        lookahead=st.booleans(),
+        late=st.booleans(),
+    )
+    def begin(self, num_pages, page_size, budget, max_num_seqs, cache, lookahead, late):
+        self.lookahead, self.late = lookahead, late
+        self.scheduler, self.model = make(
+            num_pages,
+            page_size,
+            max_num_seqs,
+            budget,
+            enable_prefix_cache=cache,
+            max_model_len=24,
+            eos_token_ids=[VOCAB - 1],
+        )
+        self.requests, self.flight, self.version = [], [], 0
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20),
+        max_new_tokens=st.integers(1, 12),
+        n=st.integers(1, 3),
+        ignore_eos=st.booleans(),
+    )
+    def add(self, prompt, **params):
+        one = request(prompt, seed=len(self.requests), **params)
+        try:
+            self.scheduler.add(one)
+        except ValueError:
+            assert len(prompt) > self.scheduler.config.num_pages * self.scheduler.config.page_size
+        else:
+            self.requests.append(one)
+
+    @rule()
+    def schedule(self):
+        if len(self.flight) == 3:
+            self.commit()
+        before = {id(s): s.num_planned for s in self.scheduler.running}
+        plan = self.scheduler.schedule(lookahead=self.lookahead)
+        assert plan or self.flight or not self.scheduler.has_unfinished, "a deadlock"
+        if not plan:
+            return
+        config = self.scheduler.config
+        assert plan.num_tokens <= config.max_num_batched_tokens and len(plan.chunks) <= config.max_num_seqs
+        assert len({chunk.sequence for chunk in plan.chunks}) == len(plan.chunks)
+        for chunk in plan.chunks:
+            assert chunk.sequence.state is State.RUNNING and chunk.length > 0
+            assert chunk.end <= len(chunk.pages) * config.page_size
+            if id(chunk.sequence) in before and chunk.start >= chunk.sequence.num_prompt:
+                assert chunk.start == before[id(chunk.sequence)], "a chunk begins where the last one ended"
+        if not self.flight and not self.lookahead:
+            # Nothing delays a decode: whoever runs on, and has one token to compute, has it computed now.
+            planned = {chunk.sequence for chunk in plan.chunks}
+            assert all(s in planned for s in self.scheduler.running if len(s.tokens) - s.num_computed == 1)
+        self.flight.append((plan, None if self.late else self.model.run(plan)))
+
+    @precondition(lambda self: self.flight)
+    @rule()
+    def commit(self):
+        plan, sampled = self.flight.pop(0)
+        sampled = self.model.run(plan) if sampled is None else sampled
+        for sequence in self.scheduler.commit(plan, sampled):
+            assert sequence.weight_versions[-1] == plan.weight_version
+
+    @precondition(lambda self: self.flight)
+    @rule(data=st.data())
+    def cancel(self, data):
+        index = data.draw(st.integers(0, len(self.flight) - 1))
+        self.scheduler.cancel(self.flight[index][0])
+        del self.flight[index:]
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule(data=st.data())
+    def preempt(self, data):
+        self.scheduler.preempt(data.draw(st.sampled_from(self.scheduler.running)))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), error=st.sampled_from([None, "an error"]))
+    def end(self, data, error):
+        one = data.draw(st.sampled_from(self.requests))
+        unfinished = [s for s in one.sequences if not s.finished]
+        ended = self.scheduler.fail(one.id, error) if error else self.scheduler.abort(one.id)
+        assert ended == unfinished and one.finished
+        assert all((s.finish_reason, s.error) == ("error" if error else "abort", error) for s in ended)
+
+    @rule()
+    def new_weights(self):
+        self.version += 1
+        self.scheduler.reset_cache(self.version)
+        assert self.scheduler.pool.num_available == self.scheduler.pool.num_pages
+
+    @invariant()
+    def sound(self):
+        scheduler, size = self.scheduler, self.scheduler.config.page_size
+        scheduler.pool.check()
+        everyone = [s for one in self.requests for s in one.sequences]
+        by_state = {state: [s for s in everyone if s.state is state] for state in State}
+        assert scheduler.running == by_state[State.RUNNING] and list(scheduler.waiting) == by_state[State.WAITING]
+        assert set(scheduler.requests) == {one.id for one in self.requests if not one.finished}
+        assert len(scheduler.running) <= scheduler.config.max_num_seqs
+        counts = [0] * scheduler.config.num_pages
+        for s in everyone:
+            for page in s.pages:
+                counts[page] += 1
+            assert len(s.pages) == len(set(s.pages))
+            assert s.state is State.RUNNING or s.pages == []
+            assert s.num_known * size <= s.num_computed <= s.num_planned <= len(s.pages) * size
+            assert s.in_flight == sum(
+                c.sequence is s and c.needs_sample for plan, _ in self.flight for c in plan.chunks
+            )
+            assert len(s.tokens) + s.in_flight * (not s.finished) <= s.limit
+            assert s.finished == (s.finish_reason is not None)
+        assert counts == scheduler.pool._refs
+
+    def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return
+        while self.flight:
+            self.commit()
+        drain(self.scheduler, self.model, self.lookahead)
+        self.sound()
+        assert self.scheduler.pool.num_available == self.scheduler.pool.num_pages
+        for one in self.requests:
+            for s in one.sequences:
+                assert s.tokens == expected(s)
+                assert len(s.logprobs) == len(s.raw_logprobs) == len(s.weight_versions) == len(s.generated)
+                ended = len(s.tokens) == s.limit or (s.generated[-1:] == [VOCAB - 1] and not one.params.ignore_eos)
+                assert (s.finish_reason in ("stop", "length")) == ended or s.finish_reason in ("abort", "error")
+
+
+TestEverything = Everything.TestCase
+TestEverything.settings = settings(max_examples=8 * settings.default.max_examples)  # they take 10 ms each

@@ -1,0 +1,106 @@
+"""A toy model with a paged memory, for the tests of the scheduler.
+
+It writes (position, token, weight version) into the slots of a plan and draws the next token from what it reads back
+through the page table. A page that is shared wrongly, written twice, reused too early, known before it is full or kept
+across weights makes it read something it should not, and it says so.
+"""
+
+import dataclasses
+
+from vexact_engine.config import EngineConfig, SamplingParams
+from vexact_engine.request import Request, derive_seed
+from vexact_engine.scheduler import PLACEHOLDER, Sampled, Scheduler
+
+VOCAB = 7  # small, so that stop tokens and equal prefixes are common
+
+
+def draw(tokens, seed, version):
+    """The token after `tokens`: a function of them, the sequence's seed, the position and the weights alone."""
+    return derive_seed(hash((tuple(tokens), seed, len(tokens))) % 2**64, version) % VOCAB
+
+
+class ToyModel:
+    def __init__(self, config):
+        self.page_size = config.page_size
+        self.memory = [None] * (config.num_pages * config.page_size)
+        self.latest = {}  # sequence -> its latest sample
+
+    def run(self, plan):
+        """What a step computes: all its writes, then all its reads."""
+        inputs = []
+        for chunk in plan.chunks:
+            tokens = [self.latest[chunk.sequence] if t == PLACEHOLDER else t for t in chunk.token_ids]
+            inputs.append(tokens)
+            for position, token in enumerate(tokens, chunk.start):
+                self.memory[self.slot(chunk, position)] = (position, token, plan.weight_version)
+        drawn = []
+        for chunk in plan.chunks:
+            read = [self.memory[self.slot(chunk, position)] for position in range(chunk.end)]
+            positions, tokens, versions = zip(*read)
+            known = chunk.sequence.tokens[: chunk.end]
+            assert positions == tuple(range(chunk.end)), "a slot was written by another position"
+            assert list(tokens[: len(known)]) == known, "a slot holds another sequence's token"
+            assert set(versions) == {plan.weight_version}, "keys and values of other weights were kept"
+            if chunk.needs_sample:
+                drawn.append(draw(tokens, chunk.sequence.seed, plan.weight_version))
+                self.latest[chunk.sequence] = drawn[-1]
+        tops = [{token: -1.0} for token in drawn]
+        return Sampled(drawn, [-float(t) for t in drawn], [-2.0 * t for t in drawn], tops)
+
+    def slot(self, chunk, position):
+        return chunk.pages[position // self.page_size] * self.page_size + position % self.page_size
+
+
+def make(num_pages=64, page_size=4, max_num_seqs=8, max_num_batched_tokens=16, pool=None, **options):
+    names = {f.name for f in dataclasses.fields(EngineConfig)}
+    fields = {name: options.pop(name) for name in list(options) if name in names}
+    config = EngineConfig(
+        page_size=page_size,
+        num_pages=num_pages,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        **fields,
+    )
+    scheduler = Scheduler(config, **options)
+    if pool is not None:
+        scheduler.pool = pool(num_pages, page_size)
+    return scheduler, ToyModel(config)
+
+
+def request(prompt, name=None, **params):
+    return Request(prompt, SamplingParams(**{"seed": 5, "max_new_tokens": 8, **params}), name)
+
+
+def step(scheduler, model, **options):
+    plan = scheduler.schedule(**options)
+    scheduler.commit(plan, model.run(plan))
+    scheduler.pool.check()
+    return plan
+
+
+def drain(scheduler, model, lookahead=False, most=10_000):
+    """Run to the end, one plan ahead if asked to; returns the plans."""
+    plans, pending = [], []
+    while scheduler.has_unfinished or pending:
+        if plan := scheduler.schedule(lookahead=lookahead):
+            pending.append((plan, model.run(plan)))
+        assert pending, "nothing to do, yet not finished: a deadlock"
+        if len(pending) > lookahead or not plan:
+            plans.append(pending[0][0])
+            scheduler.commit(*pending.pop(0))
+        assert len(plans) < most, "no end in sight"
+    scheduler.pool.check()
+    assert scheduler.pool.num_available == scheduler.pool.num_pages, "a page was leaked"
+    return plans
+
+
+def expected(sequence):
+    """The tokens that a sequence should have, drawn one by one with nothing around it."""
+    tokens = list(sequence.request.prompt_ids)
+    for version in sequence.weight_versions:
+        tokens.append(draw(tokens, sequence.seed, version))
+    return tokens
+
+
+def shape(plan):
+    return [(c.sequence.request.id, c.start, c.end, c.needs_sample) for c in plan.chunks]
