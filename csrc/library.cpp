@@ -39,6 +39,7 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   // kv_cache
 
   // sampler
+  m.def("sample(Tensor logits, Tensor seeds, Tensor positions, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor(a!) ids, Tensor(b!) logprobs, Tensor(c!) raw_logprobs) -> ()");
 
 }
 

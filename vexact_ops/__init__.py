@@ -70,4 +70,5 @@ if TYPE_CHECKING:
     from .mean.op import mean
     from .rmsnorm.op import rmsnorm
     from .rope.op import rope, rope_cos_sin
+    from .sampler.op import sample
     from .silu_mul.op import silu_mul
