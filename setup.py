@@ -79,8 +79,7 @@ class BuildNative(build_ext):
         ]
         if nvcc:
             defines += ["-DUSE_CUDA", "-DVEXACT_WITH_CUDA"]
-        includes = ["-I" + str(ROOT / "csrc"), "-isystem" + str(torch_dir / "include")]
-        includes += ["-isystem" + str(torch_dir / "include" / "torch" / "csrc" / "api" / "include")]
+        includes = ["-I" + str(ROOT / "csrc"), "-isystem", str(torch_dir / "include")]
         build = Path(self.build_temp).resolve()
         cxx = os.environ.get("CXX", "c++")
 

@@ -15,7 +15,7 @@ def _load() -> str | None:
     try:
         torch.ops.load_library(str(_LIBRARY))
     except OSError as error:
-        return f"the compiled extension does not load under torch {torch.__version__}: {error}"
+        return f"the compiled extension does not load under torch {torch.__version__}: {error.__cause__ or error}"
     return None
 
 
