@@ -34,9 +34,13 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
 
   // linear_cross_entropy
 
-  // attention
+  // attention: false, with nothing written, where offsets, lengths or pages are out of range
+  m.def("attention_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor cu_seqlens_k, int max_seqlen, Tensor? sinks, float scale, float softcap, int window, int segment, bool causal, Tensor(a!) out, Tensor(b!) lse) -> bool");
+  m.def("attention_paged_fwd(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor context_lens, Tensor cu_seqlens_q, int max_seqlen_q, Tensor? sinks, float scale, float softcap, int window, int segment, Tensor(a!) out) -> bool");
+  m.def("attention_varlen_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens, Tensor cu_seqlens_k, Tensor? sinks, float scale, float softcap, int window, bool causal, Tensor(a!) delta, Tensor(b!) dq, Tensor(c!) dk, Tensor(d!) dv, Tensor(e!)? dsinks) -> ()");
 
-  // kv_cache
+  // kv_cache: the index of the first token with a slot out of range, with nothing written, or -1
+  m.def("kv_cache_store(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> int");
 
   // sampler
   m.def("sample(Tensor logits, Tensor seeds, Tensor positions, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor(a!) ids, Tensor(b!) logprobs, Tensor(c!) raw_logprobs) -> ()");

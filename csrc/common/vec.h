@@ -319,25 +319,108 @@ VX_INLINE F16 max(F16 a, F16 b) { return select(a > b, a, b); }
 VX_INLINE F16 min(F16 a, F16 b) { return select(a < b, a, b); }
 
 // order: lanes are summed as a binary tree, halves first: i + (i + 8), then + 4, + 2, + 1.
+// The maximum goes the same way: no rounding, so no order; NaN lanes are the caller's business.
+#if defined(VEXACT_ISA_AVX512) || defined(VEXACT_ISA_AVX2)
+VX_INLINE __m256 low_half(F16 a) {
+#if defined(VEXACT_ISA_AVX512)
+  return _mm512_castps512_ps256(a.v);
+#else
+  return a.lo;
+#endif
+}
+VX_INLINE __m256 high_half(F16 a) {
+#if defined(VEXACT_ISA_AVX512)
+  return _mm512_extractf32x8_ps(a.v, 1);
+#else
+  return a.hi;
+#endif
+}
 VX_INLINE float sum_lanes(F16 a) {
-  float t[16];
-  store(t, a);
-  for (int half = 8; half; half /= 2)
-    for (int i = 0; i < half; ++i) t[i] = t[i] + t[i + half];
-  return t[0];
+  __m256 t8 = _mm256_add_ps(low_half(a), high_half(a));
+  __m128 t4 = _mm_add_ps(_mm256_castps256_ps128(t8), _mm256_extractf128_ps(t8, 1));
+  __m128 t2 = _mm_add_ps(t4, _mm_movehl_ps(t4, t4));
+  return _mm_cvtss_f32(_mm_add_ss(t2, _mm_movehdup_ps(t2)));
 }
-VX_INLINE float max_lanes(F16 a) {  // no rounding, so no order; NaN lanes are the caller's business
-  float t[16];
-  store(t, a);
-  for (int half = 8; half; half /= 2)
-    for (int i = 0; i < half; ++i) t[i] = t[i] > t[i + half] ? t[i] : t[i + half];
-  return t[0];
+VX_INLINE float max_lanes(F16 a) {
+  __m256 t8 = _mm256_max_ps(low_half(a), high_half(a));
+  __m128 t4 = _mm_max_ps(_mm256_castps256_ps128(t8), _mm256_extractf128_ps(t8, 1));
+  __m128 t2 = _mm_max_ps(t4, _mm_movehl_ps(t4, t4));
+  return _mm_cvtss_f32(_mm_max_ss(t2, _mm_movehdup_ps(t2)));
 }
+#else
+VX_INLINE float sum_lanes(F16 a) {
+  for (int half = 8; half; half /= 2)
+    for (int i = 0; i < half; ++i) a.v[i] = a.v[i] + a.v[i + half];
+  return a.v[0];
+}
+VX_INLINE float max_lanes(F16 a) {
+  for (int half = 8; half; half /= 2)
+    for (int i = 0; i < half; ++i) a.v[i] = a.v[i] > a.v[i + half] ? a.v[i] : a.v[i + half];
+  return a.v[0];
+}
+#endif
 VX_INLINE float first_lane(F16 a) {
   float t[16];
   store(t, a);
   return t[0];
 }
+
+// Sixteen rows of sixteen lanes, transposed in place: lane j of row i becomes lane i of row j.
+#if defined(VEXACT_ISA_AVX512)
+VX_INLINE void transpose(F16 (&r)[16]) {
+  __m512 t[16];
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {  // 4x4 blocks inside each 128-bit lane
+    const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(r[i].v, r[i + 1].v));
+    const __m512d b = _mm512_castps_pd(_mm512_unpackhi_ps(r[i].v, r[i + 1].v));
+    const __m512d c = _mm512_castps_pd(_mm512_unpacklo_ps(r[i + 2].v, r[i + 3].v));
+    const __m512d d = _mm512_castps_pd(_mm512_unpackhi_ps(r[i + 2].v, r[i + 3].v));
+    t[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c)), t[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
+    t[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d)), t[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {  // then the 128-bit lanes
+    const __m512 a = _mm512_shuffle_f32x4(t[i], t[i + 4], 0x88), b = _mm512_shuffle_f32x4(t[i + 8], t[i + 12], 0x88);
+    const __m512 c = _mm512_shuffle_f32x4(t[i], t[i + 4], 0xdd), d = _mm512_shuffle_f32x4(t[i + 8], t[i + 12], 0xdd);
+    r[i].v = _mm512_shuffle_f32x4(a, b, 0x88), r[i + 8].v = _mm512_shuffle_f32x4(a, b, 0xdd);
+    r[i + 4].v = _mm512_shuffle_f32x4(c, d, 0x88), r[i + 12].v = _mm512_shuffle_f32x4(c, d, 0xdd);
+  }
+}
+#elif defined(VEXACT_ISA_AVX2)
+VX_INLINE void transpose8(__m256 (&r)[8]) {
+  __m256 t[8];
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    const __m256d a = _mm256_castps_pd(_mm256_unpacklo_ps(r[i], r[i + 1]));
+    const __m256d b = _mm256_castps_pd(_mm256_unpackhi_ps(r[i], r[i + 1]));
+    const __m256d c = _mm256_castps_pd(_mm256_unpacklo_ps(r[i + 2], r[i + 3]));
+    const __m256d d = _mm256_castps_pd(_mm256_unpackhi_ps(r[i + 2], r[i + 3]));
+    t[i] = _mm256_castpd_ps(_mm256_unpacklo_pd(a, c)), t[i + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(a, c));
+    t[i + 2] = _mm256_castpd_ps(_mm256_unpacklo_pd(b, d)), t[i + 3] = _mm256_castpd_ps(_mm256_unpackhi_pd(b, d));
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm256_permute2f128_ps(t[i], t[i + 4], 0x20);
+    r[i + 4] = _mm256_permute2f128_ps(t[i], t[i + 4], 0x31);
+  }
+}
+VX_INLINE void transpose(F16 (&r)[16]) {
+  __m256 a[8], b[8], c[8], d[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) a[i] = r[i].lo, b[i] = r[i].hi, c[i] = r[i + 8].lo, d[i] = r[i + 8].hi;
+  transpose8(a), transpose8(b), transpose8(c), transpose8(d);
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) r[i].lo = a[i], r[i].hi = c[i], r[i + 8].lo = b[i], r[i + 8].hi = d[i];
+}
+#else
+VX_INLINE void transpose(F16 (&r)[16]) {
+  for (int i = 0; i < 16; ++i)
+    for (int j = 0; j < i; ++j) {
+      const float t = r[i].v[j];
+      r[i].v[j] = r[j].v[i], r[j].v[i] = t;
+    }
+}
+#endif
 
 // Round to the nearest integer, ties to even, for |x| < 2^22.
 VX_INLINE F16 round_even(F16 x) { return (x + set1(12582912.0f)) - set1(12582912.0f); }

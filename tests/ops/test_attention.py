@@ -1,0 +1,389 @@
+"""attention: training, prefill, chunks and decode have the same bits; unseen keys have none; gradients are right."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from conftest import room_backends
+from hypothesis import given
+from hypothesis import strategies as st
+
+import vexact_ops as vx
+from vexact_ops.attention.reference import attention_varlen_ref
+from vexact_ops.testing import (
+    Pages,
+    assert_bitwise,
+    attention_inputs,
+    check_attention,
+    check_packing,
+    check_paging,
+    check_repeatable,
+    check_unseen,
+    offsets,
+)
+
+BACKENDS = pytest.mark.parametrize("device,backend", room_backends("attention"))
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+HEADS = st.sampled_from([(9, 3), (4, 2), (2, 2), (7, 1), (16, 2)])
+DIMS = st.sampled_from([(64, 64), (128, 128), (96, 96), (192, 128), (33, 7), (5, 40), (256, 256)])
+LENGTHS = st.lists(st.sampled_from([0, 1, 3, 30, 63, 64, 65, 100, 130]), min_size=1, max_size=4).filter(any)
+WINDOWS = st.sampled_from([None, None, 1, 20, 64, 70])
+SOFTCAPS = st.sampled_from([None, 3.0])
+SEGMENTS = st.sampled_from([None, 64, 128])
+SEEDS = st.integers(0, 2**16)
+
+
+def functions(backend, heads, device, window, softcap, segment, with_sinks, seed):
+    g = torch.Generator().manual_seed(seed + 1)
+    sinks = torch.randn(heads[0], generator=g).to(device) if with_sinks else None
+    options = {"window": window, "softcap": softcap, "kv_segment": segment, "sinks": sinks, "backend": backend}
+    return tuple(functools.partial(f, **options) for f in (vx.attention_varlen, vx.attention_paged))
+
+
+@BACKENDS
+@DTYPES
+@given(LENGTHS, HEADS, DIMS, WINDOWS, SOFTCAPS, SEGMENTS, st.booleans(), st.sampled_from([1, 7, 16, 80]), SEEDS)
+def test_every_path_has_the_same_bits(
+    device, backend, dtype, lengths, heads, dims, window, softcap, segment, with_sinks, page_size, seed
+):
+    varlen, paged = functions(backend, heads, device, window, softcap, segment, with_sinks, seed)
+    case = {"window": window, "seed": seed, "dtype": dtype, "device": device, "page_sizes": (page_size,)}
+    check_attention(varlen, paged, lengths, *heads, *dims, **case)
+
+
+def gradients(varlen):
+    def run(q, k, v, cu, longest):
+        q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+        out = varlen(q, k, v, cu, longest)
+        weight = torch.cos(torch.arange(out.shape[1] * out.shape[2], device=q.device)).view(out.shape[1:])  # of a row
+        return torch.autograd.grad(out, (q, k, v), weight.to(out.dtype).expand_as(out))
+
+    return run
+
+
+@BACKENDS
+@DTYPES
+@given(LENGTHS, HEADS, DIMS, WINDOWS, SOFTCAPS, st.booleans(), SEEDS)
+def test_gradients_of_a_sequence_stand_alone(
+    device, backend, dtype, lengths, heads, dims, window, softcap, with_sinks, seed
+):
+    varlen, _ = functions(backend, heads, device, window, softcap, None, with_sinks, seed)
+    q, k, v = attention_inputs(lengths, *heads, *dims, seed=seed, dtype=dtype, device=device)
+    check_packing(gradients(varlen), q, k, v, lengths, seed=seed)
+
+
+@BACKENDS
+@DTYPES
+@pytest.mark.parametrize("window", [None, 40], ids=["full", "window"])
+def test_repeatable(device, backend, dtype, window):
+    lengths = [70, 1, 0, 131]
+    q, k, v = attention_inputs(lengths, 6, 2, 40, 24, seed=3, dtype=dtype, device=device)
+    sinks = torch.randn(6, generator=torch.Generator().manual_seed(4)).to(device)
+    inputs = tuple(x.requires_grad_() for x in (q, k, v, sinks))
+
+    def run():
+        options = {"window": window, "softcap": 4.0, "sinks": sinks, "kv_segment": 64, "backend": backend}
+        out = vx.attention_varlen(q, k, v, offsets(lengths, device), 131, **options)
+        return out, *torch.autograd.grad(out, inputs, torch.cos(out.detach()))
+
+    check_repeatable(run)
+
+
+@BACKENDS
+@DTYPES
+@given(LENGTHS, st.sampled_from([1, 2, 5]), DIMS, WINDOWS, SEEDS)
+def test_grouped_heads_are_repeated_heads(device, backend, dtype, lengths, group, dims, window, seed):
+    q, k, v = attention_inputs(lengths, 2 * group, 2, *dims, seed=seed, dtype=dtype, device=device)
+    args = offsets(lengths, device), max(lengths)
+    wide = vx.attention_varlen(q, *(x.repeat_interleave(group, 1) for x in (k, v)), *args, window=window, backend=backend)
+    assert_bitwise(vx.attention_varlen(q, k, v, *args, window=window, backend=backend), wide)
+
+
+@BACKENDS
+@DTYPES
+@given(LENGTHS, HEADS, SEEDS)
+def test_a_window_or_segment_as_long_as_the_sequence_changes_nothing(device, backend, dtype, lengths, heads, seed):
+    q, k, v = attention_inputs(lengths, *heads, 64, 64, seed=seed, dtype=dtype, device=device)
+    run = functools.partial(vx.attention_varlen, q, k, v, offsets(lengths, device), max(lengths), backend=backend)
+    expected = run()
+    assert_bitwise(run(window=max(lengths)), expected, "the window")
+    assert_bitwise(run(kv_segment=-(-max(lengths) // 64) * 64), expected, "the segment")
+
+
+@BACKENDS
+def test_a_segment_changes_bits_where_the_sequence_is_longer(device, backend):
+    q, k, v = attention_inputs([200], 2, 2, 64, 64, seed=0, device=device)
+    run = functools.partial(vx.attention_varlen, q, k, v, offsets([200], device), 200, backend=backend)
+    whole, cut = run(), run(kv_segment=128)
+    assert_bitwise(cut[:128], whole[:128], "rows inside the first segment")
+    with pytest.raises(AssertionError, match="differ"):
+        assert_bitwise(cut, whole)
+    torch.testing.assert_close(cut, whole, rtol=1e-3, atol=1e-3)
+
+
+@BACKENDS
+@DTYPES
+@given(st.lists(st.tuples(st.integers(0, 70), st.integers(0, 130)), min_size=1, max_size=3), st.booleans(), SEEDS)
+def test_queries_stand_at_the_end_of_their_keys(device, backend, dtype, pairs, causal, seed):
+    q_lens, k_lens = zip(*pairs)
+    q, _, _ = attention_inputs(q_lens, 4, 2, 48, 32, seed=seed, dtype=dtype, device=device)
+    _, k, v = attention_inputs(k_lens, 4, 2, 48, 32, seed=seed + 1, dtype=dtype, device=device)
+    cu, cu_k = offsets(q_lens, device), offsets(k_lens, device)
+    got = vx.attention_varlen(q, k, v, cu, max(q_lens), cu_seqlens_k=cu_k, causal=causal, backend=backend)
+    exact = attention_varlen_ref(q.double(), k.double(), v.double(), cu, cu_seqlens_k=cu_k, causal=causal)
+    size = attention_varlen_ref(q.double(), k.double(), v.double().abs(), cu, cu_seqlens_k=cu_k, causal=causal)
+    unit = 2e-6 if dtype == torch.float32 else 2**-8 + 2e-6
+    assert ((got.double() - exact).abs() <= unit * size + 1e-30).all()
+    at, at_k = cu.tolist(), cu_k.tolist()
+    for b, (n, m) in enumerate(pairs):
+        rows, keys = slice(at[b], at[b + 1]), slice(at_k[b], at_k[b + 1])
+        if causal and n <= m:  # the last n queries of m
+            padded = torch.cat([q.new_zeros(m - n, *q.shape[1:]), q[rows]])
+            full = vx.attention_varlen(padded, k[keys], v[keys], offsets([m], device), m, backend=backend)
+            assert_bitwise(got[rows], full[m - n :], "the last queries")
+        if causal and n > m:
+            assert_bitwise(got[at[b] : at[b] + n - m], torch.zeros_like(got[: n - m]), "queries that see no key")
+
+
+@BACKENDS
+@DTYPES
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 50}, {"softcap": 2.0}, {"causal": False}, {"kv_segment": 64}],
+    ids=["causal", "window", "softcap", "full", "segment"],
+)
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
+def test_accuracy(device, backend, dtype, options, with_sinks):
+    lengths = [150, 90]
+    g = torch.Generator().manual_seed(5)
+    shapes = (sum(lengths), 6, 64), (sum(lengths), 2, 64), (sum(lengths), 2, 32), (sum(lengths), 6, 32)
+    q, k, v, dout = (torch.randn(s, generator=g).to(device, dtype) for s in shapes)
+    sinks = torch.randn(6, generator=g).to(device) if with_sinks else None
+    cu = offsets(lengths, device)
+    meaning = {key: value for key, value in options.items() if key != "kv_segment"}
+
+    def run(fn, *inputs):
+        inputs = [None if x is None else x.detach().clone().requires_grad_() for x in inputs]
+        out = fn(*inputs)
+        return out.detach(), *torch.autograd.grad(out, [x for x in inputs if x is not None], dout.to(out.dtype))
+
+    def ref(q, k, v, sinks):
+        return attention_varlen_ref(q, k, v, cu, sinks=sinks, **meaning)
+
+    def ours(q, k, v, sinks):
+        return vx.attention_varlen(q, k, v, cu, max(lengths), sinks=sinks, backend=backend, **options)
+
+    exact = run(ref, *(None if x is None else x.double() for x in (q, k, v, sinks)))
+    stock = run(lambda q, k, v, s: ref(q, k, v, s).to(dtype), q, k, v, sinks)  # eager PyTorch in the same dtype
+    for name, o, s, e in zip(("out", "dq", "dk", "dv", "dsinks"), run(ours, q, k, v, sinks), stock, exact):
+        error, stock_error = ((x.double() - e).norm() / e.norm() for x in (o, s))
+        assert error <= 2 * stock_error + 1e-7, f"{name}: {error:.3g} against the stock op's {stock_error:.3g}"
+
+
+# --- twins that must fail -------------------------------------------------------------------------------------------
+
+
+def blockwise(q, k, v, block_of, mask_by_product=False, after=0):
+    """Online softmax of one sequence over blocks of block_of(keys); after: keys before the first query."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    out = torch.empty(q.shape[0], q.shape[1], v.shape[2])
+    for i in range(q.shape[0]):
+        end = k.shape[0] if mask_by_product else after + i + 1
+        m, total, acc = torch.full((q.shape[1],), -torch.inf), 0.0, 0.0
+        for at in range(0, end, block_of):
+            s = torch.einsum("hd,khd->hk", q[i], k[at : min(at + block_of, end)])
+            if mask_by_product:
+                s = s.masked_fill(torch.arange(at, at + s.shape[1])[None] > after + i, -torch.inf)
+            new = torch.maximum(m, s.amax(1))
+            p = torch.exp(s - new[:, None])
+            total = total * torch.exp(m - new) + p.sum(1)
+            acc = acc * torch.exp(m - new)[:, None] + torch.einsum("hk,khd->hd", p, v[at : at + s.shape[1]])
+            m = new
+        out[i] = acc / total[:, None]
+    return out
+
+
+def twin_varlen(q, k, v, cu, longest, block_of=lambda longest: 16, **kwargs):
+    at = cu.tolist()
+    parts = [blockwise(q[a:b], k[a:b], v[a:b], block_of(longest), **kwargs) for a, b in itertools.pairwise(at) if b > a]
+    return torch.cat(parts)
+
+
+def twin_paged(q, k_cache, v_cache, table, lens, cu, longest, block_of):
+    at, parts = cu.tolist(), []
+    for b, n in enumerate(lens.tolist()):
+        keys, values = (
+            cache[table[b, : -(-n // cache.shape[1])].long()].flatten(0, 1)[:n] for cache in (k_cache, v_cache)
+        )
+        rows = q[at[b] : at[b + 1]]
+        parts.append(blockwise(rows, keys, values, block_of, after=n - len(rows)))
+    return torch.cat(parts)
+
+
+def test_attention_whose_block_depends_on_the_batch_is_caught():
+    q, k, v = attention_inputs([40, 70], 2, 1, 16, 16, seed=0)
+    check_packing(twin_varlen, q, k, v, [40, 70])  # the twin is sound with a fixed block
+    with pytest.raises(AssertionError, match="sequence 0 alone"):
+        check_packing(functools.partial(twin_varlen, block_of=lambda n: 16 if n < 64 else 32), q, k, v, [40, 70])
+
+
+def test_masking_by_multiplication_is_caught():
+    q, k, v = attention_inputs([24], 2, 1, 16, 16, seed=0)
+    check_unseen(twin_varlen, q, k, v, [24])
+    with pytest.raises(AssertionError, match="before nan differ"):
+        check_unseen(functools.partial(twin_varlen, mask_by_product=True), q, k, v, [24])
+
+
+def test_decode_that_blocks_keys_another_way_is_caught():
+    q, k, v = attention_inputs([40], 2, 1, 16, 16, seed=0)
+    same, other = (functools.partial(twin_paged, block_of=n) for n in (16, 8))
+    check_paging(twin_varlen, same, q, k, v, [40], page_sizes=(8,))
+    with pytest.raises(AssertionError, match="whole prefill, pages of 8 differ"):
+        check_paging(twin_varlen, other, q, k, v, [40], page_sizes=(8,))
+
+
+# --- the operators --------------------------------------------------------------------------------------------------
+
+
+@BACKENDS
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
+def test_opcheck(device, backend, with_sinks):
+    lengths = [5, 3]
+    q, k, v = (x.requires_grad_() for x in attention_inputs(lengths, 4, 2, 16, 8, seed=0, device=device))
+    sinks = torch.zeros(4, device=device, requires_grad=True) if with_sinks else None
+    cu = offsets(lengths, device)
+    args = q, k, v, cu, None, 5, sinks, 0.25, True, 3, 2.0, 64, backend
+    torch.library.opcheck(torch.ops.vexact.attention_varlen.default, args)
+    pages = Pages.of(k, v, lengths, 4).put(k.detach(), v.detach())
+    lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    caches = pages.k_cache, pages.v_cache, pages.block_table
+    sinks = None if sinks is None else sinks.detach()
+    args = q.detach(), *caches, lens, cu, 5, sinks, 0.25, None, None, None, backend
+    torch.library.opcheck(torch.ops.vexact.attention_paged.default, args)
+
+
+def test_zero_tokens_give_zero_rows():
+    q = torch.empty(0, 4, 8, requires_grad=True)
+    k = torch.empty(0, 2, 8, requires_grad=True)
+    for lengths in ([], [0], [0, 0]):
+        out = vx.attention_varlen(q, k, k, offsets(lengths), 0)
+        assert out.shape == (0, 4, 8)
+        assert torch.autograd.grad(out.sum(), k)[0].shape == (0, 2, 8)
+    lens, table = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 0, dtype=torch.int32)
+    cache = torch.zeros(1, 4, 2, 8)
+    out = vx.attention_paged(q.detach(), cache, cache, table, lens, offsets([0, 0]), 0)
+    assert out.shape == (0, 4, 8)
+
+
+def test_keys_without_queries_get_zero_gradients():
+    q, k = torch.randn(2, 2, 8), torch.randn(7, 1, 8, requires_grad=True)
+    cu, cu_k = torch.tensor([0, 2, 2], dtype=torch.int32), torch.tensor([0, 3, 7], dtype=torch.int32)
+    out = vx.attention_varlen(q, k, k.detach(), cu, 2, cu_seqlens_k=cu_k)
+    (dk,) = torch.autograd.grad(out.sum(), k)
+    assert torch.equal(dk[3:], torch.zeros(4, 1, 8))
+
+
+def test_strided_heads_and_rows_have_the_same_bits():
+    q, k, v = attention_inputs([70], 4, 2, 32, 32, seed=1)
+    cu = offsets([70])
+    expected = vx.attention_varlen(q, k, v, cu, 70)
+    head_first = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v))
+    assert_bitwise(vx.attention_varlen(*head_first, cu, 70), expected, "head-first storage")
+    dim_first = (x.transpose(0, 2).contiguous().transpose(0, 2) for x in (q, k, v))
+    assert_bitwise(vx.attention_varlen(*dim_first, cu, 70), expected, "dim-first storage")
+
+
+def test_scores_of_minus_infinity_in_a_first_block_do_not_poison_the_rest():
+    q, k = torch.ones(1, 1, 4), torch.ones(70, 1, 4)
+    k[:64, :, 0] = -torch.inf
+    v = torch.arange(70.0).view(70, 1, 1)
+    out = vx.attention_varlen(q, k, v, offsets([1]), 1, cu_seqlens_k=offsets([70]))
+    assert out.item() == pytest.approx(66.5)
+
+
+def varlen_arguments():
+    q, k, v = attention_inputs([5, 3], 4, 2, 16, 16, seed=0)
+    return {"q": q, "k": k, "v": v, "cu_seqlens": offsets([5, 3]), "max_seqlen": 5}
+
+
+@pytest.mark.parametrize(
+    "change,error,message",
+    [
+        ({"q": torch.zeros(8, 4, 16, dtype=torch.float64)}, TypeError, "q: got dtype float64"),
+        ({"k": torch.zeros(8, 2, 16, dtype=torch.bfloat16)}, TypeError, "k: got dtype bfloat16, expected float32"),
+        ({"k": torch.zeros(8, 2, 15)}, ValueError, r"k: got shape \(8, 2, 15\), expected \(8, Hk, 16\)"),
+        ({"v": torch.zeros(7, 2, 16)}, ValueError, r"v: got shape \(7, 2, 16\), expected \(8, 2, Dv\)"),
+        ({"k": torch.zeros(8, 3, 16), "v": torch.zeros(8, 3, 16)}, ValueError, "k: got 3 heads for q's 4"),
+        ({"cu_seqlens": torch.tensor([0, 5, 8])}, TypeError, "cu_seqlens: got dtype int64, expected int32"),
+        ({"cu_seqlens": offsets([5, 2])}, ValueError, "cu_seqlens: got 7 as its last value, expected 8"),
+        ({"cu_seqlens": offsets([9, -1])}, ValueError, "cu_seqlens: got 8 after 9 at index 2"),
+        ({"cu_seqlens": offsets([5, 3]) + 1}, ValueError, "cu_seqlens: got 1 as its first value, expected 0"),
+        ({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, ValueError, r"cu_seqlens: got shape \(0,\)"),
+        ({"cu_seqlens_k": offsets([5, 2])}, ValueError, "cu_seqlens_k: got 7 as its last value, expected 8"),
+        ({"cu_seqlens_k": offsets([8])}, ValueError, r"cu_seqlens_k: got shape \(2,\), expected \(3,\)"),
+        ({"max_seqlen": 4}, ValueError, "max_seqlen: got 4, expected at least 5"),
+        ({"max_seqlen": torch.tensor(5)}, TypeError, "max_seqlen: got Tensor, expected an int"),
+        ({"window": 0}, ValueError, "window: got 0, expected at least 1"),
+        ({"window": 2.0}, TypeError, "window: got float"),
+        ({"window": 4, "causal": False}, ValueError, "window: got 4 with causal=False"),
+        ({"softcap": 0.0}, ValueError, "softcap: got 0.0"),
+        ({"scale": float("nan")}, ValueError, "scale: got nan"),
+        ({"sinks": torch.zeros(2)}, ValueError, r"sinks: got shape \(2,\), expected \(4,\)"),
+        ({"kv_segment": 96}, ValueError, "kv_segment: got 96, expected a multiple of 64"),
+        ({"kv_segment": 0}, ValueError, "kv_segment: got 0, expected a multiple of 64"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_bad_varlen_arguments_are_named(change, error, message):
+    with pytest.raises(error, match="attention_varlen: " + message):
+        vx.attention_varlen(**{**varlen_arguments(), **change})
+
+
+def paged_arguments():
+    q, k, v = attention_inputs([5, 3], 4, 2, 16, 16, seed=0)
+    pages = Pages.of(k, v, [5, 3], 4).put(k, v)
+    return {
+        "q": q,
+        "k_cache": pages.k_cache,
+        "v_cache": pages.v_cache,
+        "block_table": pages.block_table,
+        "context_lens": torch.tensor([5, 3], dtype=torch.int32),
+        "cu_seqlens_q": offsets([5, 3]),
+        "max_seqlen_q": 5,
+    }
+
+
+@pytest.mark.parametrize(
+    "change,error,message",
+    [
+        ({"k_cache": torch.zeros(6, 4, 2, 16, dtype=torch.bfloat16)}, TypeError, "k_cache: got dtype bfloat16"),
+        ({"k_cache": torch.zeros(6, 4, 16, 2).transpose(2, 3)}, ValueError, "k_cache: got strides"),
+        ({"v_cache": torch.zeros(6, 3, 2, 16)}, ValueError, r"v_cache: got shape \(6, 3, 2, 16\)"),
+        ({"block_table": torch.zeros(2, 3)}, TypeError, "block_table: got dtype float32, expected int32"),
+        ({"block_table": torch.full((2, 3), 6, dtype=torch.int32)}, ValueError, r"block_table\[0, 0\]: got page 6"),
+        ({"block_table": torch.full((2, 3), -1, dtype=torch.int32)}, ValueError, r"block_table\[0, 0\]: got page -1"),
+        ({"block_table": torch.zeros(3, 3, dtype=torch.int32)}, ValueError, r"block_table: got shape \(3, 3\)"),
+        (
+            {"context_lens": torch.tensor([13, 3], dtype=torch.int32)},
+            ValueError,
+            r"context_lens\[0\]: got 13, expected at m",
+        ),
+        (
+            {"context_lens": torch.tensor([5, 2], dtype=torch.int32)},
+            ValueError,
+            r"context_lens\[1\]: got 2, expected at le",
+        ),
+        ({"cu_seqlens_q": offsets([5, 2])}, ValueError, "cu_seqlens_q: got 7 as its last value"),
+        ({"max_seqlen_q": 3}, ValueError, "max_seqlen_q: got 3, expected at least 5"),
+        ({"softcap": -1.0}, ValueError, "softcap: got -1.0"),
+        ({"q": torch.zeros(8, 4, 16, requires_grad=True)}, RuntimeError, "q requires a gradient"),
+        ({"sinks": torch.zeros(4, requires_grad=True)}, RuntimeError, "sinks requires a gradient"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_bad_paged_arguments_are_named(change, error, message):
+    vx.attention_paged(**paged_arguments())
+    with pytest.raises(error, match="attention_paged: " + message):
+        vx.attention_paged(**{**paged_arguments(), **change})
