@@ -96,7 +96,9 @@ def test_repeatable(device, backend, dtype, window):
 def test_grouped_heads_are_repeated_heads(device, backend, dtype, lengths, group, dims, window, seed):
     q, k, v = attention_inputs(lengths, 2 * group, 2, *dims, seed=seed, dtype=dtype, device=device)
     args = offsets(lengths, device), max(lengths)
-    wide = vx.attention_varlen(q, *(x.repeat_interleave(group, 1) for x in (k, v)), *args, window=window, backend=backend)
+    wide = vx.attention_varlen(
+        q, *(x.repeat_interleave(group, 1) for x in (k, v)), *args, window=window, backend=backend
+    )
     assert_bitwise(vx.attention_varlen(q, k, v, *args, window=window, backend=backend), wide)
 
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vexact_ops as vx
+from vexact_ops.kv_cache.reference import kv_cache_store_ref
 from vexact_ops.testing import assert_bitwise, check_repeatable
 
 BACKENDS = pytest.mark.parametrize("device,backend", room_backends("kv_cache"))
@@ -23,14 +24,6 @@ def make(tokens, heads, d, dv, pages, page_size, dtype, device, seed, skip=0.2):
     return *(x.to(dtype).to(device) for x in (k, v, k_cache, v_cache)), slots.to(device)
 
 
-def store_ref(k, v, k_cache, v_cache, slots):
-    k_cache, v_cache = k_cache.clone(), v_cache.clone()
-    kept = slots >= 0
-    k_cache.flatten(0, 1)[slots[kept]] = k[kept]
-    v_cache.flatten(0, 1)[slots[kept]] = v[kept]
-    return k_cache, v_cache
-
-
 @BACKENDS
 @DTYPES
 @given(
@@ -42,7 +35,7 @@ def store_ref(k, v, k_cache, v_cache, slots):
 )
 def test_every_token_lands_in_its_slot(device, backend, dtype, tokens, heads, dims, page_size, seed):
     k, v, k_cache, v_cache, slots = make(tokens, heads, *dims, 44, page_size, dtype, device, seed)
-    expected = store_ref(k, v, k_cache, v_cache, slots)
+    expected = kv_cache_store_ref(k, v, k_cache, v_cache, slots)
     assert vx.kv_cache_store(k, v, k_cache, v_cache, slots, backend=backend) is None
     assert_bitwise((k_cache, v_cache), expected)
 
@@ -51,7 +44,7 @@ def test_every_token_lands_in_its_slot(device, backend, dtype, tokens, heads, di
 @DTYPES
 def test_strided_rows_and_caches(device, backend, dtype):
     k, v, k_cache, v_cache, slots = make(9, 3, 6, 6, 5, 4, dtype, device, 0)
-    expected = store_ref(k, v, k_cache, v_cache, slots)
+    expected = kv_cache_store_ref(k, v, k_cache, v_cache, slots)
     both = torch.stack([k_cache, v_cache], dim=1)  # (pages, 2, page_size, Hk, D), the two caches in one allocation
     fused = torch.cat([k, v], dim=-1)  # rows of another tensor, not aligned to 16 bytes
     vx.kv_cache_store(fused[..., :6], fused[..., 6:], both[:, 0], both[:, 1], slots, backend=backend)
@@ -95,7 +88,7 @@ def test_on_cuda_bad_slots_are_skipped_and_a_graph_replays():
     k, v, k_cache, v_cache, slots = make(9, 3, 64, 64, 5, 4, torch.bfloat16, "cuda", 3, skip=0)
     slots[2], slots[5], slots[7] = 20, 2**40, -2
     kept = torch.tensor([t for t in range(9) if t not in (2, 5, 7)], device="cuda")
-    expected = store_ref(k[kept], v[kept], k_cache, v_cache, slots[kept])
+    expected = kv_cache_store_ref(k[kept], v[kept], k_cache, v_cache, slots[kept])
     start = k_cache.clone(), v_cache.clone()
     vx.kv_cache_store(k, v, k_cache, v_cache, slots)
     assert_bitwise((k_cache, v_cache), expected)
