@@ -89,6 +89,7 @@ class Room:
     cuda: tuple[str, ...] = ()
     revision: int = 1  # of the canonical kernel: it goes up when the bits change
     _modules: dict[str, ModuleType] = field(default_factory=dict, repr=False)
+    _defaults: dict[torch.device, str] = field(default_factory=dict, repr=False)  # resolved once, for the common call
 
     def __post_init__(self):
         ROOMS[self.name] = self
@@ -101,6 +102,8 @@ class Room:
 
     def resolve(self, device: torch.device, asked: str | None) -> str:
         """The backend's name. Raises BackendUnavailable (with the reason) or ValueError for a name nobody knows."""
+        if asked is None and _setting is None and device in self._defaults:
+            return self._defaults[device]
         names = self.backends(device.type)
         name = asked or _setting or (names[0] if names else None)
         if name is None:
@@ -117,6 +120,8 @@ class Room:
         reason = PROBES[name]()
         if reason:
             raise BackendUnavailable(f"{self.name}: backend {name!r}: {reason}")
+        if name == names[0]:
+            self._defaults[device] = name
         return name
 
     def module(self, name: str) -> ModuleType:

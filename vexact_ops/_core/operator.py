@@ -8,10 +8,10 @@ some kernels. Everything else (autograd, torch.compile, fake tensors, functorch)
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import _C, Tensor
 
 _LIBRARY = torch.library.Library("vexact", "FRAGMENT")
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 class Operator:
@@ -44,17 +44,18 @@ class Operator:
         self.differentiable = backward is not None
 
     def __call__(self, *args):
-        if torch.compiler.is_compiling() or self._watched(args):
+        if (
+            torch.compiler.is_compiling()
+            or _C._len_torch_dispatch_stack()
+            or _C._len_torch_function_stack()
+            or _C._functorch.maybe_current_level() is not None
+        ):
             return self.op(*args)
-        return self.impl(*args)
-
-    def _watched(self, args) -> bool:
-        if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-            return True
-        if torch._C._functorch.maybe_current_level() is not None:
-            return True
         grad = self.differentiable and torch.is_grad_enabled()
         for arg in args:
-            if isinstance(arg, Tensor) and (type(arg) not in _PLAIN or (grad and arg.requires_grad)):
-                return True
-        return False
+            if type(arg) in _PLAIN:
+                if grad and arg.requires_grad:
+                    return self.op(*args)
+            elif isinstance(arg, Tensor):  # a subclass: fake, functional, distributed
+                return self.op(*args)
+        return self.impl(*args)
