@@ -1,6 +1,7 @@
-// Two ways to the same bits. Up to kStreamRows rows, B streams through registers once (stream): lanes are columns, and a
-// weight's rows are transposed on the fly, which costs shuffles but no store. Beyond, both operands are packed into
-// panels and a register tile runs over them (block). Neither ever splits or reorders k.
+// C is cut into tasks. A task packs its rows of A as [k][16] panels that stay in the second-level cache, then takes B
+// sixteen columns at a time: lanes are columns, a register tile is up to sixteen rows of one vector. A weight's rows are
+// transposed in registers on the way, for the first tile of rows: that costs shuffles, which run beside the
+// multiply-adds, but no pass over memory, so one row and a thousand rows take the same road.
 #include "linear/kernels.h"
 
 #include "common/parallel.h"
@@ -10,19 +11,31 @@
 namespace vx::VEXACT_ISA {
 namespace {
 
+// Rows of a register tile, given the rows that are left of a panel, and the floats between steps of that panel.
 #if defined(VEXACT_ISA_AVX512)
-constexpr int kTiles[] = {1, 2, 4, 8, 12, 16};  // rows that stream() takes at a time
-constexpr int kRows = 8, kVectors = 3;          // the register tile of block(): rows, and vectors of 16 columns
+constexpr int kTile = 16;
+constexpr int tile_for(int rows) {
+  return rows <= 1 ? 1 : rows <= 2 ? 2 : rows <= 4 ? 4 : rows <= 8 ? 8 : rows <= 12 ? 12 : 16;
+}
+constexpr int panel_for(int rows) { return tile_for(rows); }
 #elif defined(VEXACT_ISA_AVX2)
-constexpr int kTiles[] = {1, 2, 4};
-constexpr int kRows = 4, kVectors = 1;
+constexpr int kTile = 4;
+constexpr int tile_for(int rows) { return rows <= 2 ? 2 : 4; }
+constexpr int panel_for(int rows) { return rows == 1 ? 1 : 16; }
 #else
-constexpr int kTiles[] = {1};
-constexpr int kRows = 1, kVectors = 1;
+constexpr int kTile = 1;
+constexpr int tile_for(int) { return 1; }
+constexpr int panel_for(int rows) { return rows == 1 ? 1 : 16; }
 #endif
-constexpr int kLargestTile = kTiles[sizeof kTiles / sizeof kTiles[0] - 1];
-constexpr int64_t kStreamRows = 48;
-constexpr int64_t kBlockK = 384, kBlockRows = 512, kBlockPanels = 288 / (16 * kVectors);
+constexpr int64_t kTaskRows = 256;
+constexpr int64_t kTaskVectors = 32;       // of sixteen columns, for one packing of A
+constexpr int64_t kPackedFloats = 163840;  // of A at a time, 640 KB; k is taken in blocks where there is more
+constexpr int64_t kWide = 4;               // panels of a row-major B packed together: 256 bytes of each of its rows
+
+constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+VX_INLINE int lanes_at(int64_t j, int64_t end) { return int(smaller(end - j, 16)); }
 
 template <class T>
 VX_INLINE F16 load_some(const T* p, int lanes) {
@@ -49,9 +62,143 @@ VX_INLINE void store_some(void* p, Dtype dtype, int64_t at, F16 v, int lanes) {
     store_some(static_cast<bf16*>(p) + at, v, lanes);
 }
 
-VX_INLINE void finish(const Gemm& g, int64_t i, int64_t j, F16 acc, int lanes) {
-  if (g.bias) acc = acc + load_some(g.bias, g.bias_dtype, j, lanes);
-  store_some(g.c, g.c_dtype, i * g.c_stride + j, acc, lanes);
+// One register tile over one block of k: rows i .. i + rows and columns j .. j + lanes of C, steps p .. p + k.
+struct Step {
+  int64_t i, j, p, k;
+  int rows, lanes;
+  const float* x;     // the rows of A, packed
+  float* waiting;     // where accumulators wait between blocks of k
+  int64_t waiting_stride;
+  bool resume, last;  // start from what waits; finish into C
+
+  Step right(int vectors) const {
+    Step s = *this;
+    s.j += 16 * vectors;
+    s.waiting += 16 * vectors;
+    return s;
+  }
+};
+
+template <int kR>
+VX_INLINE void begin(const Step& s, F16 (&acc)[kR]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < kR; ++r)
+    acc[r] = s.resume && r < s.rows ? load_some(s.waiting + r * s.waiting_stride, s.lanes) : zero();
+}
+
+template <int kR>
+VX_INLINE void end(const Gemm& g, const Step& s, F16 (&acc)[kR]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < kR; ++r) {
+    if (r >= s.rows) return;
+    if (s.last) {
+      if (g.bias) acc[r] = acc[r] + load_some(g.bias, g.bias_dtype, s.j, s.lanes);
+      store_some(g.c, g.c_dtype, (s.i + r) * g.c_stride + s.j, acc[r], s.lanes);
+    } else {
+      store_some(s.waiting + r * s.waiting_stride, acc[r], s.lanes);
+    }
+  }
+}
+
+// Over the rows of a weight, 16 * kV columns, kW words of each at a time: at(l) is the address of column l's first
+// step. x is [k][kX], of which kR rows. With keep, the transposed columns are left there as [k][16] for the other tiles.
+// ahead: bytes from here to the columns that come next.
+template <class T, int kR, int kX, int kV, int kW, class At>
+VX_INLINE void over_columns(At at, int64_t ahead, int64_t k, const float* x, float* keep, F16 (&acc)[kV][kR]) {
+  constexpr int kS = kStep<T, kW>;
+  int64_t p = 0;
+  for (; p + kS <= k; p += kS, x += kS * kX) {
+    const int64_t byte = p * int64_t(sizeof(T));
+#pragma GCC unroll 2
+    for (int v = 0; v < kV; ++v) {
+      F16 b[kS];
+      steps_of_rows<T, kW>([&](int l) { return at(16 * v + l) + byte; }, b);
+      if (ahead) {  // each line once, into the second-level cache: the first has few places for misses in flight
+        const int first = 16 * v + int(byte % 64) / 4;
+        for (int l = 0; l < kW; ++l) __builtin_prefetch(at(first + l) + ahead + (byte & ~int64_t(63)), 0, 2);
+      }
+      if (keep) {
+#pragma GCC unroll 32
+        for (int s = 0; s < kS; ++s) store(keep + (p + s) * 16, b[s]);
+      }
+#pragma GCC unroll 32
+      for (int s = 0; s < kS; ++s)  // order: k ascending, one accumulator per element
+#pragma GCC unroll 16
+        for (int r = 0; r < kR; ++r) acc[v][r] = fma(b[s], set1(x[s * kX + r]), acc[v][r]);
+    }
+  }
+  for (int v = 0; v < kV && p < k; ++v) {
+    F16 b[kS];
+    last_steps_of_rows<T, kW>([&](int l) { return at(16 * v + l) + p * int64_t(sizeof(T)); }, int(k - p), b);
+    for (int s = 0; s < k - p; ++s) {  // order: the same, to the end of k
+      if (keep) store(keep + (p + s) * 16, b[s]);
+      for (int r = 0; r < kR; ++r) acc[v][r] = fma(b[s], set1(x[s * kX + r]), acc[v][r]);
+    }
+  }
+}
+
+// Over a row-major B, or a packed panel.
+template <class T, int kR, int kX>
+VX_INLINE void over_rows(const T* b, int64_t stride, int lanes, int64_t k, const float* x, F16 (&acc)[kR]) {
+#pragma GCC unroll 2
+  for (int64_t p = 0; p < k; ++p) {  // order: k ascending, one accumulator per element
+    const F16 v = load_some(b + p * stride, lanes);
+#pragma GCC unroll 16
+    for (int r = 0; r < kR; ++r) acc[r] = fma(v, set1(x[p * kX + r]), acc[r]);
+  }
+}
+
+// 16 * kV columns of a weight. ahead as above, or 0 where fetching the next columns would evict these.
+template <class T, int kR, int kX, int kV, int kW>
+void columns_tile(const Gemm& g, const Step& s, bool fetch, float* keep) {
+  F16 acc[kV][kR];
+  for (int v = 0; v < kV; ++v) begin(s.right(v), acc[v]);
+  const int64_t stride = g.b.col_stride * int64_t(sizeof(T));
+  const char* base = reinterpret_cast<const char*>(static_cast<const T*>(g.b.data) + s.j * g.b.col_stride + s.p);
+  if (s.lanes == 16) {
+    const int64_t ahead = fetch && s.j + 32 * kV <= g.n ? 16 * kV * stride : 0;
+    over_columns<T, kR, kX, kV, kW>([=](int l) { return base + l * stride; }, ahead, s.k, s.x, keep, acc);
+  } else if constexpr (kV == 1) {
+    const int last = s.lanes - 1;
+    auto at = [=](int l) { return base + (l < last ? l : last) * stride; };
+    over_columns<T, kR, kX, kV, kW>(at, 0, s.k, s.x, keep, acc);
+  }
+  for (int v = 0; v < kV; ++v) end(g, s.right(v), acc[v]);
+}
+
+template <class T, int kR, int kX>
+void rows_tile(const Gemm& g, const Step& s, const T* b, int64_t stride, int lanes) {
+  F16 acc[kR];
+  begin(s, acc);
+  if (lanes == 16)
+    over_rows<T, kR, kX>(b, stride, 16, s.k, s.x, acc);
+  else
+    over_rows<T, kR, kX>(b, stride, lanes, s.k, s.x, acc);
+  end(g, s, acc);
+}
+
+template <int kR, int kX>
+struct Shape {
+  static constexpr int rows = kR, every = kX;
+};
+
+template <class F>  // f(Shape) for a tile of this many rows in a panel of that many floats a step
+VX_INLINE void with_shape(int tile, int every, F f) {
+#if defined(VEXACT_ISA_AVX512)
+  switch (tile) {
+    case 1: return f(Shape<1, 1>());
+    case 2: return f(Shape<2, 2>());
+    case 4: return f(Shape<4, 4>());
+    case 8: return f(Shape<8, 8>());
+    case 12: return f(Shape<12, 12>());
+    default: return f(Shape<16, 16>());
+  }
+#elif defined(VEXACT_ISA_AVX2)
+  if (every == 1) return f(Shape<1, 1>());
+  return tile == 2 ? f(Shape<2, 16>()) : f(Shape<4, 16>());
+#else
+  return every == 1 ? f(Shape<1, 1>()) : f(Shape<1, 16>());
+#endif
 }
 
 void pack_lanes(const Operand& o, int64_t lane_stride, int64_t k_stride, int64_t lane, int lanes, int64_t p, int64_t k,
@@ -63,246 +210,121 @@ void pack_lanes(const Operand& o, int64_t lane_stride, int64_t k_stride, int64_t
     pack(static_cast<const bf16*>(o.data) + at, lane_stride, k_stride, lanes, k, out, every);
 }
 
-VX_INLINE int lanes_at(int64_t j, int64_t n) { return int(n - j < 16 ? n - j : 16); }
-
-// ---- few rows ---------------------------------------------------------------------------------------------------
-
-// acc[r] += x[., r] * (16 columns), x packed as [k][kR]; at(l) is the address of column l's first element.
-template <class T, int kR, class At>
-VX_INLINE void stream_transposed(At at, int64_t k, const float* x, int64_t ahead, F16 (&acc)[kR]) {
-  F16 b[kStep<T>];
-  int64_t p = 0;
-  for (; p + kStep<T> <= k; p += kStep<T>, x += kStep<T> * kR) {
-    const int64_t byte = p * int64_t(sizeof(T));
-    steps_of_rows<T>([&](int l) { return at(l) + byte; }, b);
-    if (ahead) {  // each line of the next sixteen rows is asked for once
-      const int first = kWords < 16 ? int(byte / (kWords * 4)) % (16 / kWords) * kWords : 0;
-      for (int l = 0; l < kWords; ++l) __builtin_prefetch(at(first + l) + ahead + (byte & ~int64_t(63)), 0, 3);
-    }
-#pragma GCC unroll 16
-    for (int s = 0; s < kStep<T>; ++s)  // order: k ascending, one accumulator per element
-#pragma GCC unroll 16
-      for (int r = 0; r < kR; ++r) acc[r] = fma(b[s], set1(x[s * kR + r]), acc[r]);
-  }
-  if (p < k) {
-    last_steps_of_rows<T>([&](int l) { return at(l) + p * int64_t(sizeof(T)); }, int(k - p), b);
-    for (int s = 0; s < k - p; ++s)  // order: the same, to the end of k
-      for (int r = 0; r < kR; ++r) acc[r] = fma(b[s], set1(x[s * kR + r]), acc[r]);
-  }
-}
-
-template <class T, int kR>
-VX_INLINE void stream_rows(const T* b, int64_t stride, int lanes, int64_t k, const float* x, F16 (&acc)[kR]) {
-  for (int64_t p = 0; p < k; ++p, b += stride, x += kR) {  // order: k ascending, one accumulator per element
-    const F16 v = load_some(b, lanes);
-#pragma GCC unroll 16
-    for (int r = 0; r < kR; ++r) acc[r] = fma(v, set1(x[r]), acc[r]);
-  }
-}
-
-// Columns j .. j + lanes of rows i .. i + rows (at most kR).
-template <class T, int kR>
-void stream(const Gemm& g, int64_t i, int rows, int64_t j, int lanes, const float* x) {
-  F16 acc[kR];
-#pragma GCC unroll 16
-  for (int r = 0; r < kR; ++r)
-    acc[r] = g.continue_c && r < rows ? load_some(g.c, Dtype::f32, (i + r) * g.c_stride + j, lanes) : zero();
-  const T* b = static_cast<const T*>(g.b.data) + j * g.b.col_stride;
-  if (g.b.row_stride == 1) {
-    const int64_t stride = g.b.col_stride * int64_t(sizeof(T));
-    const char* base = reinterpret_cast<const char*>(b);
-    if (lanes == 16) {
-      const int64_t ahead = j + 32 <= g.n && stride % 1024 ? 16 * stride : 0;
-      stream_transposed<T, kR>([=](int l) { return base + l * stride; }, g.k, x, ahead, acc);
-    } else {
-      stream_transposed<T, kR>([=](int l) { return base + (l < lanes ? l : lanes - 1) * stride; }, g.k, x, 0, acc);
-    }
-  } else if (g.b.col_stride == 1) {
-    lanes == 16 ? stream_rows<T, kR>(b, g.b.row_stride, 16, g.k, x, acc)
-                : stream_rows<T, kR>(b, g.b.row_stride, lanes, g.k, x, acc);
-  } else {
-    float* panel = static_cast<float*>(scratch(7, g.k * 64 + 64));
-    pack(b, g.b.col_stride, g.b.row_stride, lanes, g.k, panel, 16);
-    stream_rows<float, kR>(panel, 16, 16, g.k, x, acc);
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < kR; ++r)
-    if (r < rows) finish(g, i + r, j, acc[r], lanes);
-}
-
+// Up to kWide panels [k][16] of B, `panel` floats apart.
 template <class T>
-void stream_tile(const Gemm& g, int tile, int64_t i, int rows, int64_t j, int lanes, const float* x) {
-  switch (tile) {
-    case 1: return stream<T, 1>(g, i, rows, j, lanes, x);
-#if defined(VEXACT_ISA_AVX512) || defined(VEXACT_ISA_AVX2)
-    case 2: return stream<T, 2>(g, i, rows, j, lanes, x);
-    case 4: return stream<T, 4>(g, i, rows, j, lanes, x);
-#endif
-#if defined(VEXACT_ISA_AVX512)
-    case 8: return stream<T, 8>(g, i, rows, j, lanes, x);
-    case 12: return stream<T, 12>(g, i, rows, j, lanes, x);
-    case 16: return stream<T, 16>(g, i, rows, j, lanes, x);
-#endif
+void pack_wide(const Operand& b, int64_t j, int64_t columns, int64_t p, int64_t k, float* out, int64_t panel) {
+  if (b.col_stride != 1) {
+    for (int64_t c = 0; c < columns; c += 16)
+      pack_lanes(b, b.col_stride, b.row_stride, j + c, lanes_at(c, columns), p, k, out + c / 16 * panel, 16);
+    return;
   }
+  const T* data = static_cast<const T*>(b.data) + p * b.row_stride + j;
+  for (int64_t q = 0; q < k; ++q, data += b.row_stride, out += 16)
+    for (int64_t c = 0; c < columns; c += 16)
+      store(out + c / 16 * panel, load_some(data + c, lanes_at(c, columns)));
 }
 
-void stream_columns(const Gemm& g, int64_t begin, int64_t end) {  // in vectors of 16 columns
-  const int64_t count = (g.m + kLargestTile - 1) / kLargestTile;
-  const int64_t each = (g.m + count - 1) / count;
-  int tile = 0;
-  for (int t : kTiles)
-    if (t >= each) {
-      tile = t;
-      break;
-    }
-  const float* x = static_cast<const float*>(g.a.data);
-  if (g.m > 1 || g.a.dtype != Dtype::f32 || g.a.col_stride != 1) {
-    float* packed = static_cast<float*>(scratch(6, (count * g.k * tile + 16) * 4));
-    for (int64_t t = 0; t < count; ++t)
-      pack_lanes(g.a, g.a.row_stride, g.a.col_stride, t * tile, int(g.m - t * tile < tile ? g.m - t * tile : tile), 0,
-                 g.k, packed + t * g.k * tile, tile);
-    x = packed;
-  }
-  for (int64_t j = begin * 16; j < end * 16 && j < g.n; j += 16)
-    for (int64_t t = 0; t < count; ++t) {
-      const int rows = int(g.m - t * tile < tile ? g.m - t * tile : tile);
-      if (g.b.dtype == Dtype::f32)
-        stream_tile<float>(g, tile, t * tile, rows, j, lanes_at(j, g.n), x + t * g.k * tile);
-      else
-        stream_tile<bf16>(g, tile, t * tile, rows, j, lanes_at(j, g.n), x + t * g.k * tile);
-    }
-}
+// Rows i0 .. i_end and columns j0 .. j_end of C; T is B's type.
+template <class T>
+void compute(const Gemm& g, int64_t i0, int64_t i_end, int64_t j0, int64_t j_end) {
+  const int64_t rows = i_end - i0, panels = ceil_div(rows, 16);
+  const int64_t most = panels > 1 ? smaller(g.k, kPackedFloats / (16 * panels)) : g.k;
+  const int64_t blocks = most ? ceil_div(g.k, most) : 1, each = ceil_div(g.k, blocks);
+  const bool a_in_place = rows == 1 && g.a.dtype == Dtype::f32 && g.a.col_stride == 1;
+  const bool by_columns = g.b.row_stride == 1, by_rows = !by_columns && g.b.col_stride == 1 && rows <= 32;
+  // Rows of a weight a multiple of 4 KB apart share the sets of the first-level cache: read whole lines there while
+  // registers last, and fetch nothing ahead. A row of bf16 waits for its chain of multiply-adds: take two vectors.
+  const int64_t apart = by_columns ? g.b.col_stride * int64_t(sizeof(T)) : 1;
+  const bool fetch = apart % 4096, lines = !fetch && rows <= 4, pairs = sizeof(T) == 2 && rows == 1 && apart % 2048;
+  const bool own = blocks > 1 && g.c_dtype != Dtype::f32;  // otherwise accumulators wait in C
 
-// ---- many rows --------------------------------------------------------------------------------------------------
+  const int64_t a_floats = a_in_place ? 0 : 16 * panels * each + 16;
+  float* a = static_cast<float*>(scratch(6, (a_floats + (own ? rows * (j_end - j0) : 0)) * 4 + 64));
+  float* waiting = own ? a + a_floats : static_cast<float*>(g.c) + i0 * g.c_stride + j0;
+  const int64_t waiting_stride = own ? j_end - j0 : g.c_stride;
+  float* b = by_rows ? nullptr : static_cast<float*>(scratch(7, (by_columns ? 1 : kWide) * each * 64 + 64));
 
-struct Tile {          // where accumulators wait between blocks of k
-  float* data;
-  int64_t stride;
-  bool load, last;     // continue from data; finish into C instead of storing to data
-};
-
-// a is [k][16], of which kRows rows; b is [k][16 * kV].
-template <int kV>
-void multiply(const Gemm& g, const float* a, const float* b, int64_t k, Tile tile, int64_t i, int rows, int64_t j) {
-  F16 acc[kRows][kV];
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < kV; ++v)
-      acc[r][v] = tile.load && r < rows
-                      ? load_some(tile.data + r * tile.stride + 16 * v, lanes_at(j + 16 * v, g.n)) : zero();
-  for (int64_t p = 0; p < k; ++p, a += 16, b += 16 * kV) {  // order: k ascending, one accumulator per element
-    F16 bv[kV];
-#pragma GCC unroll 4
-    for (int v = 0; v < kV; ++v) bv[v] = load(b + 16 * v);
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-      const F16 ar = set1(a[r]);
-#pragma GCC unroll 4
-      for (int v = 0; v < kV; ++v) acc[r][v] = fma(ar, bv[v], acc[r][v]);
-    }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < kV; ++v)
-      if (r < rows) {
-        const int lanes = lanes_at(j + 16 * v, g.n);
-        if (tile.last)
-          finish(g, i + r, j + 16 * v, acc[r][v], lanes);
-        else
-          store_some(tile.data + r * tile.stride + 16 * v, acc[r][v], lanes);
-      }
-}
-
-void multiply_panel(const Gemm& g, int vectors, const float* a, const float* b, int64_t k, Tile tile, int64_t i,
-                    int rows, int64_t j) {
-  switch (vectors) {
-    case 1: return multiply<1>(g, a, b, k, tile, i, rows, j);
-#if defined(VEXACT_ISA_AVX512)
-    case 2: return multiply<2>(g, a, b, k, tile, i, rows, j);
-    case 3: return multiply<3>(g, a, b, k, tile, i, rows, j);
-#endif
-  }
-}
-
-// Rows i .. i_end, columns j .. j_end of C.
-void block(const Gemm& g, int64_t i0, int64_t i_end, int64_t j0, int64_t j_end) {
-  const int64_t width = kVectors * 16, panels = (j_end - j0 + width - 1) / width;
-  const int64_t blocks = g.k > kBlockK ? (g.k + kBlockK - 1) / kBlockK : 1, each = (g.k + blocks - 1) / blocks;
-  const bool own_tile = blocks > 1 && g.c_dtype != Dtype::f32;
-  const int64_t tile_stride = panels * width;
-  float* a = static_cast<float*>(scratch(6, (each * 16 + (own_tile ? (i_end - i0) * tile_stride : 0)) * 4));
-  float* b = static_cast<float*>(scratch(7, each * tile_stride * 4));
-  float* own = a + each * 16;
   for (int64_t n = 0; n < blocks; ++n) {
-    const int64_t p = n * each, k = p + each < g.k ? each : g.k - p;
-    for (int64_t j = j0; j < j_end; j += 16) {
-      const int64_t panel = (j - j0) / width, v = (j - j0) % width / 16;
-      const int64_t vectors = (j_end - j0 - panel * width + 15) / 16 < kVectors
-                                  ? (j_end - j0 - panel * width + 15) / 16 : kVectors;
-      pack_lanes(g.b, g.b.col_stride, g.b.row_stride, j, lanes_at(j, g.n), p, k, b + panel * width * each + v * 16,
-                 vectors * 16);
+    const int64_t p = n * each, k = smaller(each, g.k - p);
+    for (int64_t i = 0; i < rows && !a_in_place; i += 16) {
+      const int count = lanes_at(i, rows);
+      pack_lanes(g.a, g.a.row_stride, g.a.col_stride, i0 + i, count, p, k, a + i * each, panel_for(count));
     }
-    for (int64_t i = i0; i < i_end; i += 16) {
-      const int rows = lanes_at(i, i_end);
-      pack_lanes(g.a, g.a.row_stride, g.a.col_stride, i, rows, p, k, a, 16);
-      for (int64_t j = j0; j < j_end; j += width) {
-        const int vectors = int((j_end - j + 15) / 16 < kVectors ? (j_end - j + 15) / 16 : kVectors);
-        for (int r = 0; r < rows; r += kRows) {
-          Tile tile{nullptr, 0, n > 0 || g.continue_c, n + 1 == blocks};
-          if (own_tile)
-            tile.data = own + (i + r - i0) * tile_stride + (j - j0), tile.stride = tile_stride;
-          else
-            tile.data = static_cast<float*>(g.c) + (i + r) * g.c_stride + j, tile.stride = g.c_stride;
-          multiply_panel(g, vectors, a + r, b + (j - j0) * each, k, tile, i + r, rows - r < kRows ? rows - r : kRows, j);
-        }
+    for (int64_t j = j0; j < j_end; j += 16) {
+      const int64_t wide = by_columns ? 0 : (j - j0) / 16 % kWide;
+      float* panel = b + (by_rows ? 0 : wide * 16 * each);
+      if (!by_columns && !by_rows && wide == 0)
+        pack_wide<T>(g.b, j, smaller(j_end - j, 16 * kWide), p, k, b, 16 * each);
+      for (int64_t i = 0; i < rows; i += kTile) {
+        const int64_t first = i / 16 * 16;  // of the panel
+        const int every = panel_for(lanes_at(first, rows)), count = int(smaller(rows - i, kTile));
+        const float* x = a_in_place ? static_cast<const float*>(g.a.data) + i0 * g.a.row_stride + p
+                                    : a + first * each + (i - first);
+        const Step s{i0 + i, j, p, k, count, lanes_at(j, j_end), x, waiting + i * waiting_stride + (j - j0),
+                     waiting_stride, n > 0 || g.continue_c, n + 1 == blocks};
+        with_shape(tile_for(count), every, [&](auto shape) {
+          constexpr int kR = decltype(shape)::rows, kX = decltype(shape)::every;
+          if (by_columns && i == 0) {
+#if defined(VEXACT_ISA_AVX512)
+            if constexpr (kR == 1)
+              if (pairs && j + 32 <= j_end) {
+                columns_tile<T, kR, kX, 2, kWords>(g, s, fetch, nullptr);
+                j += 16;
+                return;
+              }
+            if constexpr (kR <= 4)
+              if (lines) return columns_tile<T, kR, kX, 1, 16>(g, s, fetch, nullptr);
+#endif
+            columns_tile<T, kR, kX, 1, kWords>(g, s, fetch, rows > kTile ? panel : nullptr);
+          } else if (by_rows) {
+            const T* data = static_cast<const T*>(g.b.data) + p * g.b.row_stride + j;
+            rows_tile<T, kR, kX>(g, s, data, g.b.row_stride, s.lanes);
+          } else {
+            rows_tile<float, kR, kX>(g, s, panel, 16, 16);
+          }
+        });
       }
     }
   }
 }
 
-// C cut into tasks; the cut is free to follow the number of threads, since no element depends on it.
+// The cut of C into down x across tasks. It may follow the number of threads, since no element depends on it.
 struct Cut {
-  int64_t rows, columns;  // of one task
-  int64_t down, across;   // how many
+  int64_t down, across;
 };
 
 Cut cut(const Gemm& g, int64_t threads) {
-  const int64_t width = kVectors * 16, panels = (g.n + width - 1) / width;
-  int64_t across = (panels + kBlockPanels - 1) / kBlockPanels, down = (g.m + kBlockRows - 1) / kBlockRows;
-  if (threads > 1) {
-    while (down * across < threads && g.m / (down + 1) >= 64) ++down;
-    while (down * across < threads && across < panels) ++across;
-    while (down * across % threads && down * across < 4 * threads && across < panels) ++across;
-  }
-  const int64_t columns = (panels + across - 1) / across * width, rows = ((g.m + down - 1) / down + 15) / 16 * 16;
-  return {rows, columns, (g.m + rows - 1) / rows, (g.n + columns - 1) / columns};
+  const int64_t vectors = ceil_div(g.n, 16), panels = ceil_div(g.m, 16);
+  int64_t down = ceil_div(g.m, kTaskRows), across = g.m > 16 ? ceil_div(vectors, kTaskVectors) : 1;
+  const double work = double(larger(g.m, 4)) * double(g.n) * double(g.k);  // a weight's passage costs like four rows
+  if (threads == 1 || work < 1 << 18) return {down, across};              // a few microseconds: less than a wake-up
+  if (work > 1 << 24)  // enough for tasks to even out what else the machine does, but keep them 256 columns wide
+    across = larger(across, smaller(ceil_div(4 * threads, down), g.m > 16 ? vectors / 16 : vectors));
+  if (down * across < threads) across = smaller(vectors, ceil_div(threads, down));
+  if (down * across < threads) down = smaller(panels, ceil_div(threads, across));
+  while (down * across % threads && down * across < 4 * threads && across < vectors) ++across;
+  return {down, across};
 }
 
 void run_task(const Gemm& g, const Cut& c, int64_t task) {
-  const int64_t i = task % c.down * c.rows, j = task / c.down * c.columns;
-  block(g, i, i + c.rows < g.m ? i + c.rows : g.m, j, j + c.columns < g.n ? j + c.columns : g.n);
+  const int64_t vectors = ceil_div(g.n, 16), panels = ceil_div(g.m, 16), d = task % c.down, a = task / c.down;
+  const int64_t i = panels * d / c.down * 16, i_end = smaller(g.m, panels * (d + 1) / c.down * 16);
+  const int64_t j = vectors * a / c.across * 16, j_end = smaller(g.n, vectors * (a + 1) / c.across * 16);
+  g.b.dtype == Dtype::f32 ? compute<float>(g, i, i_end, j, j_end) : compute<bf16>(g, i, i_end, j, j_end);
 }
 
 }  // namespace
 
 void gemm_single(const Gemm& g) {
   if (g.m <= 0 || g.n <= 0) return;
-  if (g.m <= kStreamRows) return stream_columns(g, 0, (g.n + 15) / 16);
   const Cut c = cut(g, 1);
   for (int64_t task = 0; task < c.down * c.across; ++task) run_task(g, c, task);
 }
 
 void gemm(const Gemm& g) {
   if (g.m <= 0 || g.n <= 0) return;
-  if (g.m <= kStreamRows) {
-    const int64_t grain = 1 + 32768 / (g.m * g.k + 1);  // below about 10 us on one core, threads cost more than they save
-    parallel_for(0, (g.n + 15) / 16, grain, [&](int64_t begin, int64_t end) { stream_columns(g, begin, end); });
-  } else {
-    const Cut c = cut(g, num_threads());
-    parallel_tasks(c.down * c.across, [&](int64_t task) { run_task(g, c, task); });
-  }
+  const Cut c = cut(g, num_threads());
+  parallel_tasks(c.down * c.across, [&](int64_t task) { run_task(g, c, task); });
 }
 
 void column_sums(const ColumnSums& a) {

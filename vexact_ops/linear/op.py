@@ -11,6 +11,7 @@ from .._core.operator import Operator
 
 ROOM = Room("linear", cpu=("cpu",))
 DTYPES = (torch.bfloat16, torch.float32)
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def linear(
@@ -34,22 +35,41 @@ def linear(
                fixed batch; each is one fp32 accumulator, rounded once to its input's dtype
     raises     TypeError on dtype, ValueError on shape or device, BackendUnavailable
     """
+    if not (
+        type(x) in _PLAIN
+        and type(weight) in _PLAIN
+        and x.dtype is weight.dtype
+        and x.dtype in DTYPES
+        and weight.dim() == 2
+        and x.dim()
+        and x.shape[-1] == weight.shape[1]
+        and x.device == weight.device
+    ):  # a decode step makes hundreds of calls: ask each question at length only where something may be wrong
+        _check(x, weight)
+    if bias is not None:
+        _check_bias(x, weight, bias)
+    if out_dtype is None:
+        out_dtype = x.dtype
+    elif out_dtype not in (x.dtype, torch.float32):
+        raise TypeError(f"linear: out_dtype: got {out_dtype}, expected {x.dtype} or torch.float32")
+    return _linear(x, weight, bias, out_dtype, ROOM.resolve(x.device, backend))
+
+
+def _check(x: Tensor, weight: Tensor) -> None:
     check.tensor("linear", "x", x, DTYPES)
     check.tensor("linear", "weight", weight, ndim=2)
     check.same_dtype("linear", "weight", weight, "x", x)
     if x.dim() == 0:
         raise ValueError("linear: x: got shape (), expected (..., K)")
     check.shape("linear", "weight", weight, ("N", x.shape[-1]))
-    check.same_device("linear", x=x, weight=weight, bias=bias)
-    if bias is not None:
-        check.tensor("linear", "bias", bias)
-        check.same_dtype("linear", "bias", bias, "x", x)
-        check.shape("linear", "bias", bias, weight.shape[:1])
-    if out_dtype is None:
-        out_dtype = x.dtype
-    elif out_dtype not in (x.dtype, torch.float32):
-        raise TypeError(f"linear: out_dtype: got {out_dtype}, expected {x.dtype} or torch.float32")
-    return _linear(x, weight, bias, out_dtype, ROOM.resolve(x.device, backend))
+    check.same_device("linear", x=x, weight=weight)
+
+
+def _check_bias(x: Tensor, weight: Tensor, bias: Tensor) -> None:
+    check.tensor("linear", "bias", bias)
+    check.same_dtype("linear", "bias", bias, "x", x)
+    check.shape("linear", "bias", bias, weight.shape[:1])
+    check.same_device("linear", x=x, bias=bias)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -61,7 +81,8 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _fwd(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, backend: str) -> Tensor:
-    bias = None if bias is None else bias.contiguous()
+    if bias is not None:
+        bias = bias.contiguous()
     out = ROOM.module(backend).linear_fwd(_rows(x), _rows(weight), bias, out_dtype)
     return out if out.dim() == x.dim() else out.view(*x.shape[:-1], weight.shape[0])
 
