@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 import vexact_ops as vx
 from vexact_ops.rmsnorm.reference import rmsnorm_ref
-from vexact_ops.testing import check_repeatable, check_rows, tricky
+from vexact_ops.testing import assert_bitwise, cancelling, check_repeatable, check_rows, tricky
 
 BACKENDS = pytest.mark.parametrize("device,backend", room_backends("rmsnorm"))
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 SIZES = st.sampled_from([1, 7, 16, 64, 100, 576, 1031])
 
 
@@ -55,6 +55,20 @@ def test_repeatable(device, backend, dtype):
         return y, h, *torch.autograd.grad((y.float().square().sum() + h.float().sum()), (x, w))
 
     check_repeatable(run)
+
+
+@pytest.mark.parametrize("device,backend", room_backends("rmsnorm", "triton"))
+@DTYPES
+@pytest.mark.parametrize("n", [1, 33, 576, 1031, 20000])
+def test_the_order_on_a_gpu_is_a_tree_of_pairs(device, backend, dtype, n):
+    from vexact_ops._core.triton import tree_sum_ref
+
+    x, _ = cancelling(3, n, 1, seed=n, dtype=dtype)
+    w = torch.ones(n, dtype=dtype)
+    squares = tree_sum_ref(x.float() * x.float(), min(max(1 << (n - 1).bit_length(), 16), 16384))
+    scale = 1.0 / (squares / n + 1e-6).double().sqrt().float()  # torch.sqrt is an ulp off at times
+    y = vx.rmsnorm(x.to(device), w.to(device), backend=backend)
+    assert_bitwise(y.cpu(), (x.float() * scale[:, None]).to(dtype))
 
 
 def test_a_batch_dependent_norm_is_caught():
@@ -102,6 +116,8 @@ def test_bad_arguments_are_named():
     x, w = torch.randn(2, 8), torch.randn(8)
     with pytest.raises(TypeError, match=r"rmsnorm: x: got dtype float64"):
         vx.rmsnorm(x.double(), w)
+    with pytest.raises(TypeError, match=r"rmsnorm: x: got dtype float16, which a GPU serves"):
+        vx.rmsnorm(x.half(), w.half(), backend="cpu")
     with pytest.raises(TypeError, match=r"rmsnorm: weight: got dtype bfloat16"):
         vx.rmsnorm(x, w.bfloat16())
     with pytest.raises(ValueError, match=r"rmsnorm: weight: got shape \(7,\), expected \(8,\)"):

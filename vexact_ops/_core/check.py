@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+FLOATS = (torch.bfloat16, torch.float32, torch.float16)  # what an op's arguments may hold; `served` has the last word
+
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
@@ -21,6 +23,12 @@ def tensor(op: str, arg: str, value, dtypes: Sequence[torch.dtype] | None = None
     if ndim is not None and value.dim() != ndim:
         raise ValueError(f"{op}: {arg}: got shape {tuple(value.shape)}, expected {ndim} dimensions")
     return value
+
+
+def served(op: str, arg: str, value: Tensor, backend: str) -> None:
+    """The backend computes in value's dtype: the C++ kernels have no fp16."""
+    if backend == "cpu" and value.dtype == torch.float16:
+        raise TypeError(f"{op}: {arg}: got dtype float16, which a GPU serves; expected bfloat16 or float32 on a CPU")
 
 
 def same_dtype(op: str, arg: str, value: Tensor, other_arg: str, other: Tensor) -> None:

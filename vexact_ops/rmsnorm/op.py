@@ -7,8 +7,7 @@ from .._core import check
 from .._core.backend import Room
 from .._core.operator import Operator
 
-ROOM = Room("rmsnorm", cpu=("cpu",))
-DTYPES = (torch.bfloat16, torch.float32)
+ROOM = Room("rmsnorm", cpu=("cpu",), cuda=("triton",))
 STYLES = ("llama", "gemma")
 
 
@@ -23,20 +22,20 @@ def rmsnorm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """x / rms(x) * weight, fp32 inside.
 
-    x         (..., N) bf16 | fp32
+    x         (..., N) bf16 | fp32, on a GPU also fp16
     weight    (N,) in x.dtype
     eps       added to the mean square
     residual  like x: normalise x + residual (rounded to x.dtype) instead
     style     "llama": round to x.dtype, then multiply by weight, as Hugging Face's LlamaRMSNorm does;
               "gemma": multiply by 1 + weight in fp32 and round once, as its Gemma2RMSNorm does
     returns   (..., N) in x.dtype; with residual, the pair (normed, x + residual)
-    bits      a row depends on that row, weight and eps alone: the squares are summed in four 16-lane accumulators
-              chosen from N, whatever the row count, strides or threads
-    grad      dx as bits; dweight sums rows in ascending order, repeatable for one fixed batch
+    bits      a row depends on that row, weight and eps alone: the squares are summed in an order chosen from N (CPU:
+              four 16-lane accumulators, GPU: a tree of pairs), whatever the row count, strides or threads
+    grad      dx as bits; dweight sums rows in a fixed order (on a CPU ascending), repeatable for one fixed batch
     raises    TypeError on dtype, ValueError on shape or device, BackendUnavailable
     source    Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv 1910.07467
     """
-    check.tensor("rmsnorm", "x", x, DTYPES)
+    check.tensor("rmsnorm", "x", x, check.FLOATS)
     check.tensor("rmsnorm", "weight", weight, ndim=1)
     check.same_dtype("rmsnorm", "weight", weight, "x", x)
     if x.dim() == 0 or x.shape[-1] == 0:
@@ -50,6 +49,7 @@ def rmsnorm(
     check.number("rmsnorm", "eps", eps, at_least=0.0)
     check.choice("rmsnorm", "style", style, STYLES)
     backend = ROOM.resolve(x.device, backend)
+    check.served("rmsnorm", "x", x, backend)
     flat_residual = None if residual is None else check.rows(residual)
     y, new_residual, _ = _rmsnorm(check.rows(x), weight, flat_residual, eps, style == "gemma", backend)
     return y.view(x.shape) if residual is None else (y.view(x.shape), new_residual.view(x.shape))

@@ -1,0 +1,106 @@
+"""Makes Triton's interpreter (TRITON_INTERPRET=1, numpy on the CPU) round as the GPU does.
+
+As shipped it computes tl.fma with two roundings, truncates fp32 to bf16, reads bf16 operands of tl.dot as integers,
+and leaves the order of tl.dot to numpy, where the bits of a row may depend on its place in the tile. Replaced, its
+arithmetic is that of the CPU kernels; tl.dot takes k ascending in one fused accumulator, as the contract has it.
+It cannot show what a compiler or a tensor core does to an order: that is what the tests on a GPU are for.
+"""
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+
+def _two_sum(a, b):
+    """(s, e) with s = fl(a + b) and s + e = a + b exactly (Knuth)."""
+    s = a + b
+    t = s - a
+    return s, (a - (s - t)) + (b - t)
+
+
+def _two_product(a, b):
+    """(p, e) with p = fl(a b) and p + e = a b exactly, for float64 (Veltkamp and Dekker)."""
+
+    def halves(x):
+        c = x * 134217729.0
+        high = c - (c - x)
+        return high, x - high
+
+    p, (a1, a2), (b1, b2) = a * b, halves(a), halves(b)
+    return p, a2 * b2 - (((p - a1 * b1) - a2 * b1) - a1 * b2)
+
+
+def _odd_sum(a, b):
+    """a + b rounded to odd: an inexact sum ends in a set bit, so that rounding it again is as good as rounding once."""
+    s, e = _two_sum(a, b)
+    nudge = (e != 0) & ((s.view(np.int64) & 1) == 0) & np.isfinite(s)
+    return np.where(nudge, np.nextafter(s, np.where(e > 0, np.inf, -np.inf)), s)
+
+
+def fma(a, b, c):
+    """Fused multiply-add of numpy arrays in c's precision, fp32 or float64; exact but for float64's far ends."""
+    single = np.asarray(c).dtype == np.float32
+    a, b, c = np.broadcast_arrays(*(np.asarray(v, np.float64) for v in (a, b, c)))
+    if single:  # the product is exact in float64
+        return _odd_sum(a * b, c).astype(np.float32)
+    # Boldo and Melquiond, Emulation of a FMA and correctly rounded sums, IEEE Transactions on Computers 57 (2008)
+    p, low = _two_product(a, b)
+    t, t_low = _two_sum(c, low)
+    v, v_low = _two_sum(p, t)
+    return v + _odd_sum(t_low, v_low)
+
+
+def _to_float(data, dtype):
+    if dtype.scalar == tl.bfloat16:
+        return (data.astype(np.uint32) << 16).view(np.float32)
+    return data.astype(np.float32)
+
+
+def _create_fma(self, x, y, z):
+    return TensorHandle(fma(x.data, y.data, z.data), z.dtype.scalar)
+
+
+def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+    x, y, acc = _to_float(a.data, a.dtype), _to_float(b.data, b.dtype), d.data
+    for k in range(x.shape[-1]):  # order: as the CPU kernels
+        acc = fma(x[..., :, k, None], y[..., None, k, :], acc)
+    return TensorHandle(acc, d.dtype.scalar)
+
+
+_cast = InterpreterBuilder.cast_impl
+
+
+def _cast_impl(self, src, dst_type):
+    if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
+        data = torch.from_numpy(np.ascontiguousarray(src.data)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return TensorHandle(data.reshape(src.data.shape), tl.bfloat16)
+    if src.dtype.scalar == tl.bfloat16 and dst_type.scalar == tl.float32:
+        return TensorHandle(_to_float(src.data, src.dtype), tl.float32)
+    return _cast(self, src, dst_type)
+
+
+_patch_lang, _patched = interpreter._patch_lang, set()
+
+
+class _KeepPatches:
+    def restore(self):
+        pass
+
+
+def _patch_lang_once(fn):
+    """The interpreter patches triton.language anew for every call of a device function, which is most of its time."""
+    modules = frozenset(m.__name__ for m in fn.__globals__.values() if m is tl or m is tl.core)
+    if modules not in _patched:
+        _patched.add(modules)
+        _patch_lang(fn)
+    return _KeepPatches()
+
+
+def install() -> None:
+    interpreter._patch_lang = _patch_lang_once
+    InterpreterBuilder.create_fma = _create_fma
+    InterpreterBuilder.create_dot = _create_dot
+    InterpreterBuilder.cast_impl = _cast_impl
+    np.seterr(all="ignore")  # a masked-out lane may overflow here as it may on the GPU

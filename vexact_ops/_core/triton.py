@@ -1,0 +1,131 @@
+"""What the Triton kernels share: sums in one spelled-out order, and elementary functions with the CPU kernels' bits.
+
+Where a compiler chooses the order of a sum (tl.sum over more than two values), the order follows the layout, and the
+layout follows what the launch happens to see: the alignment of a pointer, a stride divisible by 16. So every sum of
+more than two fp32 values is written out as pairwise additions: its bits are then a function of the source alone, of no
+block of rows, warp count, alignment or Triton version, and plain PyTorch can repeat it (`tree_sum_ref`).
+
+Multiplications and additions are fused where the source says tl.fma and nowhere else (OPTIONS); division and square
+root are the correctly rounded ones.
+"""
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+OPTIONS = {"enable_fp_fusion": False}
+_HERE = contextlib.nullcontext()
+
+
+def on(tensor: Tensor):
+    """The context in which kernels for this tensor are launched: its own device."""
+    if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(tensor.device)
+
+
+def block(n: int, least: int = 16, most: int = 1 << 14) -> int:
+    """The power of two that holds n, within bounds: a function of a static size."""
+    return min(max(triton.next_power_of_2(n), least), most)
+
+
+def tree_sum_ref(x: Tensor, width: int) -> Tensor:
+    """The order of a row's sum in plain PyTorch: (..., N) -> (...), chunks of `width` added lane by lane, ascending,
+    from +0; then neighbours pairwise. What is missing in the last chunk is +0."""
+    x = torch.nn.functional.pad(x, (0, -x.shape[-1] % width)).unflatten(-1, (-1, width))
+    lanes = torch.zeros_like(x[..., 0, :])
+    for chunk in range(x.shape[-2]):
+        lanes = lanes + x[..., chunk, :]
+    while lanes.shape[-1] > 1:
+        lanes = lanes[..., ::2] + lanes[..., 1::2]
+    return lanes[..., 0]
+
+
+@triton.jit
+def tree_sum(x):
+    """(R, N) fp32 -> (R, 1), N a power of two."""
+    # order: neighbours are added pairwise, log2(N) times. A sum of two has one order.
+    for _ in tl.static_range(20):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), axis=2)
+    return x
+
+
+@triton.jit
+def exp(x):
+    """e^x as in vec.h, operation for operation."""
+    c = tl.where(x > -104.0, x, -104.0)
+    c = tl.where(c < 89.0, c, 89.0)
+    n = (c * 1.44269504 + 12582912.0) - 12582912.0
+    r = tl.fma(n, -0.693359375, c)
+    r = tl.fma(n, 2.12194440e-4, r)
+    p = tl.fma(r, 1.0 / 5040, 1.0 / 720)
+    p = tl.fma(p, r, 1.0 / 120)
+    p = tl.fma(p, r, 1.0 / 24)
+    p = tl.fma(p, r, 1.0 / 6)
+    p = tl.fma(p, r, 0.5)
+    p = tl.fma(p, r, 1.0)
+    p = tl.fma(p, r, 1.0)
+    i = n.to(tl.int32)
+    half = i >> 1
+    s = ((half + 127) << 23).to(tl.float32, bitcast=True)
+    t = ((i - half + 127) << 23).to(tl.float32, bitcast=True)
+    y = (p * s) * t
+    y = tl.where(x < -103.972, 0.0, y)
+    y = tl.where(x > 88.7228390, float("inf"), y)
+    return tl.where(x != x, x, y)
+
+
+@triton.jit
+def log(x):
+    """ln x as in vec.h, operation for operation."""
+    tiny = x < 1.17549435e-38
+    y = tl.where(tiny, x * 8388608.0, x)
+    shifted = y.to(tl.int32, bitcast=True) - 0x3F3504F3
+    e = (shifted >> 23).to(tl.float32) - tl.where(tiny, 23.0, 0.0)
+    f = ((shifted & 0x007FFFFF) + 0x3F3504F3).to(tl.float32, bitcast=True) - 1.0
+    s = tl.div_rn(f, f + 2.0)
+    z = s * s
+    p = tl.fma(z, 2.0 / 11, 2.0 / 9)
+    p = tl.fma(p, z, 2.0 / 7)
+    p = tl.fma(p, z, 2.0 / 5)
+    p = tl.fma(p, z, 2.0 / 3)
+    h = f * f * 0.5
+    low = tl.fma(s, tl.fma(z, p, h), e * -2.12194440e-4)
+    r = tl.fma(e, 0.693359375, f - (h - low))
+    r = tl.where(x < 0.0, float("nan"), r)
+    r = tl.where(tl.abs(x) > 0.0, r, float("-inf"))
+    r = tl.where(x > 3.40282347e38, x, r)
+    return tl.where(x != x, x, r)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _sum_rows_kernel(x, y, rows, n, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    part = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row = part * ROWS + tl.arange(0, ROWS)
+    inside = (column < n)[:, None] & (row < rows)[None, :]
+    v = tl.load(x + row[None, :] * stride + column[:, None], mask=inside, other=0.0).to(tl.float32)
+    total = tl.reshape(tree_sum(v), [COLUMNS])
+    tl.store(y + part * n + column, total.to(y.dtype.element_ty), mask=column < n)
+
+
+def sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """(R, N) -> (N,), summed in fp32 and rounded once to dtype; repeatable for a fixed R: blocks of 64 rows in a tree
+    each, the sums of the blocks likewise until one is left."""
+    rows, n = x.shape
+    if rows == 0 or n == 0:
+        return torch.zeros(n, dtype=dtype, device=x.device)
+    with on(x):
+        while True:
+            parts = triton.cdiv(rows, 64)
+            y = torch.empty(parts, n, dtype=torch.float32 if parts > 1 else dtype, device=x.device)
+            _sum_rows_kernel[(parts, triton.cdiv(n, 64))](
+                x, y, rows, n, x.stride(0), ROWS=64, COLUMNS=64, num_warps=4, **OPTIONS
+            )
+            if parts == 1:
+                return y[0]
+            x, rows = y, parts
