@@ -95,6 +95,7 @@ def _patch_lang_once(fn):
     if modules not in _patched:
         _patched.add(modules)
         _patch_lang(fn)
+        tl.tensor.__index__ = lambda self: int(self.handle.data.item())  # numpy 2.4 refuses int() of a (1,) array
     return _KeepPatches()
 
 

@@ -9,8 +9,7 @@ from .._core import check
 from .._core.backend import Room
 from .._core.operator import Operator
 
-ROOM = Room("linear", cpu=("cpu",))
-DTYPES = (torch.bfloat16, torch.float32)
+ROOM = Room("linear", cpu=("cpu",), cuda=("triton",))
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
@@ -24,22 +23,23 @@ def linear(
 ) -> Tensor:
     """x @ weight.T + bias, accumulated in fp32 and rounded once.
 
-    x          (..., K) bf16 | fp32
+    x          (..., K) bf16 | fp32, on a GPU also fp16
     weight     (N, K) in x.dtype, rows of any stride (a view into a larger weight is read in place)
     bias       (N,) in x.dtype, added in fp32 before the rounding
     out_dtype  x.dtype (default), or torch.float32 for the accumulators themselves
     returns    (..., N) in out_dtype, contiguous
     bits       an output element is one fp32 accumulator, fma(x[k], weight[n, k], acc) for k ascending from +0: it
-               depends on its row of x, its row of weight and its bias alone, never on the other rows or columns
-    grad       dx (sums n ascending) as bits; dweight and dbias sum the rows in ascending order, repeatable for one
-               fixed batch; each is one fp32 accumulator, rounded once to its input's dtype
+               depends on its row of x, its row of weight and its bias alone, never on the other rows or columns.
+               A GPU's matrix units take 16-bit inputs several k at a time, with their own rounding inside
+    grad       dx (sums n ascending) as bits; dweight and dbias sum the rows in ascending order (on a GPU, dbias in a
+               tree of pairs), repeatable for one fixed batch; each in fp32, rounded once to its input's dtype
     raises     TypeError on dtype, ValueError on shape or device, BackendUnavailable
     """
     if not (
         type(x) in _PLAIN
         and type(weight) in _PLAIN
         and x.dtype is weight.dtype
-        and x.dtype in DTYPES
+        and x.dtype in check.FLOATS
         and weight.dim() == 2
         and x.dim()
         and x.shape[-1] == weight.shape[1]
@@ -52,11 +52,13 @@ def linear(
         out_dtype = x.dtype
     elif out_dtype not in (x.dtype, torch.float32):
         raise TypeError(f"linear: out_dtype: got {out_dtype}, expected {x.dtype} or torch.float32")
-    return _linear(x, weight, bias, out_dtype, ROOM.resolve(x.device, backend))
+    backend = ROOM.resolve(x.device, backend)
+    check.served("linear", "x", x.dtype, backend)
+    return _linear(x, weight, bias, out_dtype, backend)
 
 
 def _check(x: Tensor, weight: Tensor) -> None:
-    check.tensor("linear", "x", x, DTYPES)
+    check.tensor("linear", "x", x, check.FLOATS)
     check.tensor("linear", "weight", weight, ndim=2)
     check.same_dtype("linear", "weight", weight, "x", x)
     if x.dim() == 0:

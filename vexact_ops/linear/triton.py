@@ -1,0 +1,98 @@
+"""The Triton kernel: one tile per dtype, k ascending in one fp32 accumulator, for x @ w.T, dy @ w and dy.T @ x."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._core.triton import OPTIONS, on, sum_rows
+
+# The tile may not follow the number of rows, unless another one was proven equal for these sizes on this machine.
+TILES = {
+    2: {"BM": 128, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 4},
+    4: {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 2},
+}
+
+
+@triton.jit(do_not_specialize=["M"])
+def _matmul_kernel(
+    a, b, c, bias, M, N, K, a_row, a_col, b_row, b_col, c_row,
+    BIAS: tl.constexpr, CONTINUE: tl.constexpr, WIDE: tl.constexpr, EVEN_K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    # tiles of eight rows of tiles at a time, so that what they share stays in the cache
+    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    group = tl.program_id(0) // (8 * tiles_n)
+    rows = min(tiles_m - group * 8, 8)
+    within = tl.program_id(0) % (8 * tiles_n)
+    m = ((group * 8 + within % rows) * BM + tl.arange(0, BM)).to(tl.int64)
+    n = ((within // rows) * BN + tl.arange(0, BN)).to(tl.int64)
+    k = tl.arange(0, BK).to(tl.int64)
+    a_at = a + m[:, None] * a_row + k[None, :] * a_col
+    b_at = b + k[:, None] * b_row + n[None, :] * b_col
+    c_at = c + m[:, None] * c_row + n[None, :]
+    live_m, live_n = m < M, n < N
+    inside = live_m[:, None] & live_n[None, :]
+    if CONTINUE:
+        acc = tl.load(c_at, mask=inside, other=0.0)
+    else:
+        acc = tl.zeros([BM, BN], tl.float32)
+    for start in range(0, K, BK):
+        if EVEN_K:
+            x = tl.load(a_at, mask=live_m[:, None], other=0.0)
+            y = tl.load(b_at, mask=live_n[None, :], other=0.0)
+        else:
+            x = tl.load(a_at, mask=live_m[:, None] & (k < K - start)[None, :], other=0.0)
+            y = tl.load(b_at, mask=(k < K - start)[:, None] & live_n[None, :], other=0.0)
+        if WIDE:
+            x, y = x.to(tl.float32), y.to(tl.float32)
+        acc = tl.dot(x, y, acc, input_precision="ieee")  # order: k ascending, one accumulator; a short tail is zeros
+        a_at += BK * a_col
+        b_at += BK * b_row
+    if BIAS:
+        acc += tl.load(bias + n, mask=live_n, other=0.0).to(tl.float32)[None, :]
+    tl.store(c_at, acc.to(c.dtype.element_ty), mask=inside)
+
+
+def matmul(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, *, resume: bool = False, tile=None) -> Tensor:
+    """out (M, N) = a (M, K) @ b (K, N) + bias: any strides for a and b, contiguous rows for out.
+
+    resume  start from the fp32 values in out instead of +0: a product cut along K has the bits of the whole one
+    tile    another tile shape than the canonical one
+    """
+    (rows, depth), columns = a.shape, b.shape[1]
+    if rows == 0 or columns == 0:
+        return out
+    tile = tile or TILES[max(a.element_size(), b.element_size())]
+    with on(a):
+        _matmul_kernel[(triton.cdiv(rows, tile["BM"]) * triton.cdiv(columns, tile["BN"]),)](
+            a, b, out, a if bias is None else bias, rows, columns, depth, *a.stride(), *b.stride(), out.stride(0),
+            BIAS=bias is not None, CONTINUE=resume, WIDE=a.dtype != b.dtype, EVEN_K=depth % tile["BK"] == 0,
+            **tile, **OPTIONS,
+        )  # fmt: skip
+    return out
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.view(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    x = _flat(x)
+    return matmul(x, weight.t(), x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype), bias)
+
+
+def linear_dx(dy: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    dy = _flat(dy)
+    return matmul(dy, weight, dy.new_empty(dy.shape[0], weight.shape[1], dtype=dtype))
+
+
+def linear_dweight(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    dy, x = _flat(dy), _flat(x)
+    return matmul(dy.t(), x, dy.new_empty(dy.shape[1], x.shape[1], dtype=dtype))
+
+
+def linear_dbias(dy: Tensor, dtype: torch.dtype) -> Tensor:
+    return sum_rows(_flat(dy), dtype)
