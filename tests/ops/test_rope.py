@@ -11,7 +11,7 @@ from vexact_ops.rope.reference import rope_cos_sin_ref, rope_ref
 from vexact_ops.testing import assert_bitwise, check_repeatable, check_rows, tricky
 
 BACKENDS = pytest.mark.parametrize("device,backend", room_backends("rope"))
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 INTERLEAVED = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 # (head dim, rotated dims)
 SIZES = st.sampled_from([(2, 2), (6, 4), (16, 16), (64, 64), (80, 32), (72, 70), (128, 128), (5, 0)])
@@ -24,8 +24,8 @@ def inverse_frequencies(rotary, device="cpu", base=10000.0):
 def make(tokens, dim, rotary, dtype, device, seed, heads=(3, 2), table=None):
     q, k = (tricky(tokens, h, dim, seed=seed + i, dtype=dtype, device=device) for i, h in enumerate(heads))
     positions = torch.randint(0, 5000, (tokens,), generator=torch.Generator().manual_seed(seed)).to(device)
-    cos, sin = vx.rope_cos_sin(positions, inverse_frequencies(rotary, device), dtype=table or dtype)
-    return q, k, cos, sin
+    cos, sin = vx.rope_cos_sin(positions, inverse_frequencies(rotary, device))
+    return q, k, cos.to(table or dtype), sin.to(table or dtype)
 
 
 @BACKENDS
@@ -92,6 +92,31 @@ def test_heads_of_a_fused_projection_and_neighbouring_heads(device, backend, dty
     assert_bitwise(expected[0][..., 16:], q[..., 16:], "what passes through")
 
 
+@pytest.mark.parametrize("device,backend", room_backends("rope", "triton"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@INTERLEAVED
+@given(size=SIZES, tokens=st.integers(1, 7), seed=st.integers(0, 2**16))
+def test_a_gpu_has_the_bits_of_a_cpu(device, backend, dtype, interleaved, size, tokens, seed):
+    q, k, *_ = make(tokens, *size, dtype, "cpu", seed)
+    positions = torch.randint(-(2**23), 2**23, (tokens,), generator=torch.Generator().manual_seed(seed))
+
+    def run(device, backend):
+        a, b = (t.to(device).requires_grad_() for t in (q, k))
+        table = positions.to(device), inverse_frequencies(size[1], device)
+        cos, sin = vx.rope_cos_sin(*table, scaling=0.9, dtype=dtype, backend=backend)
+        out = vx.rope(a, b, cos, sin, interleaved=interleaved, backend=backend)
+        return [t.cpu() for t in (cos, sin, *out, *torch.autograd.grad(out, (a, b), (a * 0.5, b * 2)))]
+
+    assert_bitwise(run(device, backend), run("cpu", "cpu"))
+
+
+@pytest.mark.parametrize("device,backend", room_backends("rope", "triton"))
+def test_what_has_no_angle_is_nan_on_a_gpu(device, backend):
+    positions, inv_freq = torch.tensor([0, 2**24, 5], device=device), torch.tensor([1.0, 65.0], device=device)
+    for table in vx.rope_cos_sin(positions, inv_freq, backend=backend):
+        assert table.isnan().tolist() == [[False, True] * 2, [True] * 4, [False, True] * 2]
+
+
 def test_a_table_that_sees_the_batch_is_caught():
     def dynamic(positions):  # frequencies stretched by the longest sequence in the batch
         stretch = max(1.0, positions.max().item() / 50)
@@ -121,7 +146,8 @@ def test_angles_are_right_far_out(device, backend, scaling):
 def test_accuracy(device, backend, dtype, interleaved):
     g = torch.Generator().manual_seed(1)
     q, k, dq, dk = (torch.randn(50, h, 64, generator=g).to(device, dtype) for h in (4, 2, 4, 2))
-    cos, sin = vx.rope_cos_sin(torch.arange(50, device=device), inverse_frequencies(48, device), dtype=dtype)
+    table = vx.rope_cos_sin(torch.arange(50, device=device), inverse_frequencies(48, device))
+    cos, sin = (t.to(dtype) for t in table)
 
     def run(fn, q, k, cos, sin, dq, dk):
         q, k = q.detach().clone().requires_grad_(), k.detach().clone().requires_grad_()
@@ -171,7 +197,7 @@ def test_bad_arguments_are_named():
     inv_freq = inverse_frequencies(8)
     with pytest.raises(TypeError, match="rope_cos_sin: positions: got dtype float32"):
         vx.rope_cos_sin(torch.arange(4.0), inv_freq)
-    with pytest.raises(TypeError, match=r"rope_cos_sin: dtype: got torch\.float16"):
+    with pytest.raises(TypeError, match=r"rope_cos_sin: dtype: got dtype float16"):
         vx.rope_cos_sin(torch.arange(4), inv_freq, dtype=torch.float16)
     with pytest.raises(ValueError, match=r"rope_cos_sin: positions: got 0 to 16777216"):
         vx.rope_cos_sin(torch.tensor([0, 2**24]), inv_freq)

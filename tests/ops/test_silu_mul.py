@@ -11,7 +11,7 @@ from vexact_ops.silu_mul.reference import silu_mul_ref
 from vexact_ops.testing import assert_bitwise, check_repeatable, check_rows, tricky
 
 BACKENDS = pytest.mark.parametrize("device,backend", room_backends("silu_mul"))
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 ACTIVATIONS = pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 SIZES = st.sampled_from([1, 7, 16, 50, 576, 1031])
 
@@ -30,6 +30,22 @@ def test_rows_stand_alone(device, backend, dtype, activation, n, rows, seed):
 
     check_rows(run, gate, up, dy, seed=seed)
     check_rows(lambda g: vx.silu_mul(g, activation=activation, backend=backend), torch.cat((gate, up), -1), seed=seed)
+
+
+@pytest.mark.parametrize("device,backend", room_backends("silu_mul", "triton"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@ACTIVATIONS
+@given(n=SIZES, rows=st.integers(1, 9), seed=st.integers(0, 2**16))
+def test_a_gpu_has_the_bits_of_a_cpu(device, backend, dtype, activation, n, rows, seed):
+    inputs = [tricky(rows, n, seed=seed + i, dtype=dtype) for i in range(3)]
+
+    def run(device, backend):
+        gate, up, dy = (t.to(device) for t in inputs)
+        gate, up = gate.requires_grad_(), up.requires_grad_()
+        y = vx.silu_mul(gate, up, activation=activation, backend=backend)
+        return [t.cpu() for t in (y, *torch.autograd.grad(y, (gate, up), dy))]
+
+    assert_bitwise(run(device, backend), run("cpu", "cpu"))
 
 
 @BACKENDS
@@ -114,6 +130,8 @@ def test_bad_arguments_are_named():
     x = torch.randn(2, 8)
     with pytest.raises(TypeError, match=r"silu_mul: gate: got dtype float64"):
         vx.silu_mul(x.double())
+    with pytest.raises(TypeError, match=r"silu_mul: gate: got dtype float16, which a GPU serves"):
+        vx.silu_mul(x.half(), backend="cpu")
     with pytest.raises(TypeError, match=r"silu_mul: up: got dtype bfloat16"):
         vx.silu_mul(x, x.bfloat16())
     with pytest.raises(ValueError, match=r"silu_mul: up: got shape \(2, 7\), expected \(2, 8\)"):

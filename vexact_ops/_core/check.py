@@ -25,9 +25,9 @@ def tensor(op: str, arg: str, value, dtypes: Sequence[torch.dtype] | None = None
     return value
 
 
-def served(op: str, arg: str, value: Tensor, backend: str) -> None:
-    """The backend computes in value's dtype: the C++ kernels have no fp16."""
-    if backend == "cpu" and value.dtype == torch.float16:
+def served(op: str, arg: str, dtype: torch.dtype, backend: str) -> None:
+    """The backend computes in this dtype: the C++ kernels have no fp16."""
+    if backend == "cpu" and dtype == torch.float16:
         raise TypeError(f"{op}: {arg}: got dtype float16, which a GPU serves; expected bfloat16 or float32 on a CPU")
 
 

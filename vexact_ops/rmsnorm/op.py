@@ -49,7 +49,7 @@ def rmsnorm(
     check.number("rmsnorm", "eps", eps, at_least=0.0)
     check.choice("rmsnorm", "style", style, STYLES)
     backend = ROOM.resolve(x.device, backend)
-    check.served("rmsnorm", "x", x, backend)
+    check.served("rmsnorm", "x", x.dtype, backend)
     flat_residual = None if residual is None else check.rows(residual)
     y, new_residual, _ = _rmsnorm(check.rows(x), weight, flat_residual, eps, style == "gemma", backend)
     return y.view(x.shape) if residual is None else (y.view(x.shape), new_residual.view(x.shape))

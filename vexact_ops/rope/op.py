@@ -7,8 +7,7 @@ from .._core import check
 from .._core.backend import Room
 from .._core.operator import Operator
 
-ROOM = Room("rope", cpu=("cpu",))
-DTYPES = (torch.bfloat16, torch.float32)
+ROOM = Room("rope", cpu=("cpu",), cuda=("triton",))
 
 
 def rope(
@@ -16,7 +15,8 @@ def rope(
 ) -> tuple[Tensor, Tensor]:
     """Rotate each pair (a, b) of a head to (a cos - b sin, b cos + a sin), fp32 inside, rounded once.
 
-    q           (T, Hq, D) bf16 | fp32; tokens and heads may be strided (heads of a fused projection), D contiguous
+    q           (T, Hq, D) bf16 | fp32, on a GPU also fp16; tokens and heads may be strided (heads of a fused
+                projection), D contiguous
     k           (T, Hk, D) in q.dtype
     cos, sin    (T, Dr) in q.dtype or fp32, Dr even and at most D; elements Dr.. of a head pass through unchanged.
                 Both halves of the last dimension hold the pairs' angles, as Hugging Face lays them out
@@ -24,13 +24,13 @@ def rope(
     interleaved pairs are (2i, 2i + 1) instead of (i, i + Dr / 2) (Hugging Face's `rotate_half`)
     returns     q and k rotated, contiguous. Hugging Face rounds both products and the sum to q.dtype; this rounds the
                 sum alone, so in bf16 the two differ by up to that much
-    bits        elementwise: fma(own, cos, other * sin)
+    bits        elementwise: fma(own, cos, other * sin), the same on a CPU and a GPU
     grad        dq and dk as bits, the transposed rotation; cos and sin are constants
     raises      TypeError on dtype, ValueError on shape, stride or device, BackendUnavailable
     source      Su et al., RoFormer, arXiv 2104.09864
     """
     for arg, value in (("q", q), ("k", k)):
-        check.tensor("rope", arg, value, DTYPES, ndim=3)
+        check.tensor("rope", arg, value, check.FLOATS, ndim=3)
         check.contiguous_last("rope", arg, value)
     check.same_dtype("rope", "k", k, "q", q)
     tokens, _, dim = q.shape
@@ -47,7 +47,9 @@ def rope(
     check.shape("rope", "sin", sin, (tokens, rotary))
     check.same_dtype("rope", "sin", sin, "cos", cos)
     check.same_device("rope", q=q, k=k, cos=cos, sin=sin)
-    return _rope(q, k, cos, sin, bool(interleaved), False, ROOM.resolve(q.device, backend))
+    backend = ROOM.resolve(q.device, backend)
+    check.served("rope", "q", q.dtype, backend)
+    return _rope(q, k, cos, sin, bool(interleaved), False, backend)
 
 
 def rope_cos_sin(
@@ -61,13 +63,14 @@ def rope_cos_sin(
     """cos and sin of position * inv_freq, each times scaling, for `rope`.
 
     positions  (T,) int64 | int32, below 2^24 in magnitude (what fp32 holds exactly)
-    inv_freq   (F,) fp32, at most 64 in magnitude
+    inv_freq   (F,) fp32, at most 64 in magnitude. Values beyond either bound are refused on a CPU; on a GPU, where to
+               look at them would stall the stream, they give NaN
     scaling    attention scaling of the extended-context schemes
-    dtype      of the result: float32 or bfloat16
+    dtype      of the result: float32 or bfloat16, on a GPU also float16
     returns    cos, sin, each (T, 2F): the F values twice, as Hugging Face lays them out
-    bits       a value depends on its position, frequency and scaling alone: the angle is one fp32 product, as in
-               Hugging Face; sine and cosine are our own (not the platform's), right to fp32 rounding, rounded to
-               fp32, multiplied by scaling in fp32 and rounded to dtype
+    bits       a value depends on its position, frequency and scaling alone, on a CPU as on a GPU: the angle is one
+               fp32 product, as in Hugging Face; sine and cosine are our own (not the platform's), right to fp32
+               rounding, rounded to fp32, multiplied by scaling in fp32 and rounded to dtype
     grad       none
     raises     TypeError on dtype, ValueError on shape, device or value, BackendUnavailable
     """
@@ -75,9 +78,10 @@ def rope_cos_sin(
     check.tensor("rope_cos_sin", "inv_freq", inv_freq, (torch.float32,), ndim=1)
     check.same_device("rope_cos_sin", positions=positions, inv_freq=inv_freq)
     scaling = check.number("rope_cos_sin", "scaling", scaling)
-    if dtype not in DTYPES:
+    if dtype not in check.FLOATS:
         raise TypeError(f"rope_cos_sin: dtype: got {dtype}, expected torch.float32 or torch.bfloat16")
     backend = ROOM.resolve(positions.device, backend)
+    check.served("rope_cos_sin", "dtype", dtype, backend)
     return _rope_cos_sin(positions, inv_freq.detach(), scaling, dtype, backend)
 
 

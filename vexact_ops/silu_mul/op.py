@@ -1,32 +1,30 @@
 """The gated activation of a feed-forward block: silu(gate) * up, or the tanh form of gelu in silu's place."""
 
-import torch
 from torch import Tensor
 
 from .._core import check
 from .._core.backend import Room
 from .._core.operator import Operator
 
-ROOM = Room("silu_mul", cpu=("cpu",))
-DTYPES = (torch.bfloat16, torch.float32)
+ROOM = Room("silu_mul", cpu=("cpu",), cuda=("triton",))
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 def silu_mul(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu", backend: str | None = None) -> Tensor:
     """activation(gate) * up, fp32 inside, rounded once.
 
-    gate        (..., I) bf16 | fp32, or without `up` (..., 2I): the gate's I columns, then those of up
+    gate        (..., I) bf16 | fp32, on a GPU also fp16; without `up` (..., 2I): the gate's I columns, then up's
     up          like gate; rows may be strided, the last dimension contiguous
     activation  "silu": g sigmoid(g); "gelu_tanh": g sigmoid(2 sqrt(2/pi) (g + 0.044715 g^3)), which is the tanh form
                 of gelu without its cancellation
     returns     (..., I) in gate.dtype. Hugging Face rounds the activation to that dtype before the product, this does
                 not, so in bf16 the two differ by up to that much
-    bits        elementwise
+    bits        elementwise, the same on a CPU and a GPU
     grad        of gate and up, as bits
     raises      TypeError on dtype, ValueError on shape, stride or device, BackendUnavailable
     source      Shazeer, GLU Variants Improve Transformer, arXiv 2002.05202
     """
-    check.tensor("silu_mul", "gate", gate, DTYPES)
+    check.tensor("silu_mul", "gate", gate, check.FLOATS)
     if gate.dim() == 0:
         raise ValueError("silu_mul: gate: got shape (), expected (..., I)")
     check.contiguous_last("silu_mul", "gate", gate)
@@ -43,6 +41,7 @@ def silu_mul(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu"
         shape = gate.shape
     check.choice("silu_mul", "activation", activation, ACTIVATIONS)
     backend = ROOM.resolve(gate.device, backend)
+    check.served("silu_mul", "gate", gate.dtype, backend)
     y = _silu_mul(_rows(gate), None if up is None else _rows(up), activation == "gelu_tanh", backend)
     return y.view(shape)
 

@@ -1,0 +1,26 @@
+"""The Triton kernels on a machine without a GPU: a few small cases of every room in Triton's interpreter.
+
+It needs a process of its own, since Triton reads TRITON_INTERPRET where a kernel is defined. `TRITON_INTERPRET=1 pytest
+tests/ops -k cpu-triton` runs all that the rooms' tests say of these kernels; on a GPU they run compiled, without it.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+FEW = "cpu-triton and (alone or gpu or tile) and not fp16"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the interpreted run")
+def test_the_triton_kernels_in_the_interpreter():
+    env = {**os.environ, "TRITON_INTERPRET": "1", "VEXACT_EXAMPLES": "2", "CI": "1"}
+    command = [sys.executable, "-m", "pytest", str(TESTS / "ops"), "-n", "0", "-x", "-k", FEW]
+    done = subprocess.run(command, cwd=TESTS.parent, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and " failed" not in done.stdout

@@ -1,0 +1,152 @@
+"""The Triton kernels: the CPU kernels' arithmetic, operation for operation, so that both classes have the same bits."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._core.triton import OPTIONS, block, on
+
+TWO_OVER_PI = tl.constexpr(float.fromhex("0x1.45f306dc9c883p-1"))
+HALF_PI = tl.constexpr(float.fromhex("0x1.921fb54442d18p+0"))
+HALF_PI_REST = tl.constexpr(float.fromhex("0x1.1a62633145c07p-54"))
+
+
+@triton.jit
+def _rotate(
+    x, y, cos, sin, token, first, heads, token_stride, head_stride, cos_stride, sin_stride,
+    D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSE: tl.constexpr,
+    HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    head = first + tl.arange(0, HEADS)
+    live = (head < heads)[:, None]
+    x_at = x + token * token_stride + head.to(tl.int64)[:, None] * head_stride
+    y_at = y + (token * heads + head[:, None]) * D
+    if HALF > 0:
+        i = tl.arange(0, PAIRS)
+        inside = live & (i < HALF)[None, :]
+        a = i[None, :]
+        b = a + HALF
+        if INTERLEAVED:
+            a = 2 * i[None, :]
+            b = a + 1
+        x1 = tl.load(x_at + a, mask=inside, other=0.0).to(tl.float32)
+        x2 = tl.load(x_at + b, mask=inside, other=0.0).to(tl.float32)
+        c1 = tl.load(cos + token * cos_stride + i, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
+        c2 = tl.load(cos + token * cos_stride + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
+        s1 = tl.load(sin + token * sin_stride + i, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
+        s2 = tl.load(sin + token * sin_stride + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
+        # order: fma(own, cos, other * sin): the second product is rounded to fp32, the sum once more
+        if TRANSPOSE:
+            y1 = tl.fma(x1, tl.broadcast_to(c1, x1.shape), x2 * s2)
+            y2 = tl.fma(x2, tl.broadcast_to(c2, x2.shape), x1 * s1 * -1.0)
+        else:
+            y1 = tl.fma(x1, tl.broadcast_to(c1, x1.shape), x2 * s1 * -1.0)
+            y2 = tl.fma(x2, tl.broadcast_to(c2, x2.shape), x1 * s2)
+        tl.store(y_at + a, y1.to(y.dtype.element_ty), mask=inside)
+        tl.store(y_at + b, y2.to(y.dtype.element_ty), mask=inside)
+    if 2 * HALF < D:
+        rest = 2 * HALF + tl.arange(0, REST)[None, :]
+        inside = live & (rest < D)
+        tl.store(y_at + rest, tl.load(x_at + rest, mask=inside), mask=inside)
+
+
+@triton.jit
+def _rope_kernel(
+    q, k, cos, sin, q_out, k_out, q_heads, k_heads, q_blocks, q_token, q_head, k_token, k_head, cos_stride, sin_stride,
+    D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSE: tl.constexpr,
+    HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if part < q_blocks:
+        _rotate(
+            q, q_out, cos, sin, token, part * HEADS, q_heads, q_token, q_head, cos_stride, sin_stride,
+            D, HALF, INTERLEAVED, TRANSPOSE, HEADS, PAIRS, REST,
+        )  # fmt: skip
+    else:
+        _rotate(
+            k, k_out, cos, sin, token, (part - q_blocks) * HEADS, k_heads, k_token, k_head, cos_stride, sin_stride,
+            D, HALF, INTERLEAVED, TRANSPOSE, HEADS, PAIRS, REST,
+        )  # fmt: skip
+
+
+@triton.jit
+def _double(value: tl.constexpr, BLOCK: tl.constexpr):
+    return tl.full([BLOCK], value, tl.float64)
+
+
+@triton.jit
+def _cos_sin_kernel(
+    positions, inv_freq, cos, sin, scaling, F: tl.constexpr, BLOCK: tl.constexpr
+):  # sine and cosine as csrc/rope/cpu_kernels.cpp has them, step by step in double
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    position = tl.load(positions + token)
+    frequency = tl.load(inv_freq + i, mask=i < F, other=0.0)
+    x = (position.to(tl.float32) * frequency).to(tl.float64)
+    magic = _double(6755399441055744.0, BLOCK)
+    shifted = tl.fma(x, _double(TWO_OVER_PI, BLOCK), magic)
+    n = shifted - magic
+    r = tl.fma(n, _double(-HALF_PI, BLOCK), x)
+    r = tl.fma(n, _double(-HALF_PI_REST, BLOCK), r)
+    z = r * r
+    s = _double(-1.0 / 1307674368000, BLOCK)
+    s = tl.fma(s, z, _double(1.0 / 6227020800, BLOCK))
+    s = tl.fma(s, z, _double(-1.0 / 39916800, BLOCK))
+    s = tl.fma(s, z, _double(1.0 / 362880, BLOCK))
+    s = tl.fma(s, z, _double(-1.0 / 5040, BLOCK))
+    s = tl.fma(s, z, _double(1.0 / 120, BLOCK))
+    s = tl.fma(s, z, _double(-1.0 / 6, BLOCK))
+    s = tl.fma(r * z, s, r)
+    c = _double(1.0 / 20922789888000, BLOCK)
+    c = tl.fma(c, z, _double(-1.0 / 87178291200, BLOCK))
+    c = tl.fma(c, z, _double(1.0 / 479001600, BLOCK))
+    c = tl.fma(c, z, _double(-1.0 / 3628800, BLOCK))
+    c = tl.fma(c, z, _double(1.0 / 40320, BLOCK))
+    c = tl.fma(c, z, _double(-1.0 / 720, BLOCK))
+    c = tl.fma(c, z, _double(1.0 / 24, BLOCK))
+    c = tl.fma(c, z, _double(-0.5, BLOCK))
+    c = tl.fma(c, z, _double(1.0, BLOCK))
+    quadrant = shifted.to(tl.int64, bitcast=True)
+    swap = (quadrant & 1) != 0
+    sine, cosine = tl.where(swap, c, s), tl.where(swap, s, c)
+    sine = tl.where((quadrant & 2) != 0, sine * -1.0, sine).to(tl.float32) * scaling
+    cosine = tl.where(((quadrant + 1) & 2) != 0, cosine * -1.0, cosine).to(tl.float32) * scaling
+    known = (position > -16777216) & (position < 16777216) & (tl.abs(frequency) <= 64.0)
+    sine = tl.where(known, sine, float("nan")).to(sin.dtype.element_ty)
+    cosine = tl.where(known, cosine, float("nan")).to(cos.dtype.element_ty)
+    at = token * (2 * F) + i
+    for half in tl.static_range(2):
+        tl.store(cos + at + half * F, cosine, mask=i < F)
+        tl.store(sin + at + half * F, sine, mask=i < F)
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, transpose: bool):
+    tokens, q_heads, dim = q.shape
+    k_heads, half = k.shape[1], cos.shape[1] // 2
+    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    pairs = block(half)
+    heads = max(1, min(block(max(q_heads, k_heads), least=1), 2048 // pairs))
+    q_blocks, k_blocks = triton.cdiv(q_heads, heads), triton.cdiv(k_heads, heads)
+    if tokens * (q_heads + k_heads) * dim:
+        with on(q):
+            _rope_kernel[(tokens, q_blocks + k_blocks)](
+                q, k, cos, sin, q_out, k_out, q_heads, k_heads, q_blocks, q.stride(0), q.stride(1),
+                k.stride(0), k.stride(1), cos.stride(0), sin.stride(0), D=dim, HALF=half, INTERLEAVED=interleaved,
+                TRANSPOSE=transpose, HEADS=heads, PAIRS=pairs, REST=block(dim - 2 * half), num_warps=4, **OPTIONS,
+            )  # fmt: skip
+    return q_out, k_out
+
+
+def rope_cos_sin(positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype):
+    tokens, frequencies = positions.shape[0], inv_freq.shape[0]
+    cos = torch.empty(tokens, 2 * frequencies, dtype=dtype, device=positions.device)
+    sin = torch.empty_like(cos)
+    if cos.numel():
+        with on(cos):
+            _cos_sin_kernel[(tokens,)](
+                positions.contiguous(), inv_freq.contiguous(), cos, sin, scaling,
+                F=frequencies, BLOCK=block(frequencies), num_warps=1, **OPTIONS,
+            )  # fmt: skip
+    return cos, sin

@@ -1,0 +1,79 @@
+"""The Triton kernels: the CPU kernels' arithmetic, operation for operation, so that both classes have the same bits."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._core.triton import OPTIONS, exp, on
+
+SLOPE = tl.constexpr(1.5957691216)  # 2 sqrt(2 / pi): tanh(u / 2) = 2 sigmoid(u) - 1
+CUBIC = tl.constexpr(0.044715)
+THREE_CUBIC = tl.constexpr(0.13414499163627625)  # the fp32 product
+BLOCK = 1024
+
+
+@triton.jit
+def _sigmoid(g, GELU: tl.constexpr):
+    """sigmoid(z) and 1 - sigmoid(z), neither by cancellation; z is g, or gelu_tanh's argument twice."""
+    z = g
+    if GELU:
+        z = (g * SLOPE) * tl.fma(g * g, CUBIC, 1.0)
+    q = exp(tl.abs(z) * -1.0)
+    large = tl.div_rn(1.0, 1.0 + q)
+    small = q * large
+    return tl.where(z > 0.0, large, small), tl.where(z > 0.0, small, large)
+
+
+@triton.jit
+def _place(n, BLOCK: tl.constexpr):
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    return tl.program_id(0).to(tl.int64), column, column < n
+
+
+@triton.jit
+def _fwd_kernel(gate, up, y, n, gate_stride, up_stride, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    row, column, inside = _place(n, BLOCK)
+    g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    s, _ = _sigmoid(g, GELU)
+    tl.store(y + row * n + column, ((g * s) * u).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _bwd_kernel(
+    dy, gate, up, dgate, dup, n, dy_stride, gate_stride, up_stride, dgate_stride, dup_stride,
+    GELU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, column, inside = _place(n, BLOCK)
+    g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    d = tl.load(dy + row * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
+    s, rest = _sigmoid(g, GELU)
+    # beyond 1e4 the slope is exactly 0 or 1; the bound keeps infinity times zero out of it
+    c = tl.where(g < 1e4, g, 1e4)
+    c = tl.where(c > -1e4, c, -1e4)
+    dz = c
+    if GELU:
+        dz = (c * SLOPE) * tl.fma(c * c, THREE_CUBIC, 1.0)
+    slope = tl.fma(s * rest, dz, s)
+    tl.store(dgate + row * dgate_stride + column, ((d * u) * slope).to(dgate.dtype.element_ty), mask=inside)
+    tl.store(dup + row * dup_stride + column, (d * (g * s)).to(dup.dtype.element_ty), mask=inside)
+
+
+def silu_mul_fwd(gate: Tensor, up: Tensor, gelu: bool, y: Tensor) -> None:
+    rows, n = y.shape
+    if y.numel():
+        with on(y):
+            _fwd_kernel[(rows, triton.cdiv(n, BLOCK))](
+                gate, up, y, n, gate.stride(0), up.stride(0), GELU=gelu, BLOCK=BLOCK, num_warps=4, **OPTIONS
+            )
+
+
+def silu_mul_bwd(dy: Tensor, gate: Tensor, up: Tensor, gelu: bool, dgate: Tensor, dup: Tensor) -> None:
+    rows, n = dy.shape
+    if dy.numel():
+        with on(dy):
+            _bwd_kernel[(rows, triton.cdiv(n, BLOCK))](
+                dy, gate, up, dgate, dup, n, *(t.stride(0) for t in (dy, gate, up, dgate, dup)),
+                GELU=gelu, BLOCK=BLOCK, num_warps=4, **OPTIONS,
+            )  # fmt: skip
