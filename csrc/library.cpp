@@ -33,6 +33,11 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("mean_fwd(Tensor x, Tensor(a!) y) -> ()");
 
   // linear_cross_entropy
+  m.def("linear_logprobs_fwd(Tensor hidden, Tensor weight, Tensor target, Tensor temperature, float softcap, Tensor(a!) workspace, Tensor(b!) logprob, Tensor(c!)? entropy, Tensor(d!) lse) -> ()");
+  m.def("linear_logprobs_bwd(Tensor dlogprob, Tensor? dentropy, Tensor hidden, Tensor weight, Tensor target, Tensor temperature, float softcap, Tensor? entropy, Tensor lse, Tensor(a!) workspace, Tensor(b!)? sums, Tensor(c!)? dhidden, Tensor(d!)? dweight) -> ()");
+  m.def("softcap_fwd(Tensor x, float cap, Tensor(a!) y) -> ()");
+  m.def("softcap_bwd(Tensor dy, Tensor x, float cap, Tensor(a!) dx) -> ()");
+  m.def("token_sum(Tensor x, Tensor(a!) out) -> ()");
 
   // attention: false, with nothing written, where offsets, lengths or pages are out of range
   m.def("attention_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor cu_seqlens_k, int max_seqlen, Tensor? sinks, float scale, float softcap, int window, int segment, bool causal, Tensor(a!) out, Tensor(b!) lse) -> bool");

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from ._core.backend import BackendUnavailable, backends, set_backend, use_backend
     from ._core.numerics import numerics
     from .linear.op import linear
+    from .linear_cross_entropy.op import linear_cross_entropy, linear_logits, linear_logprobs
     from .log_softmax.op import log_softmax
     from .mean.op import mean
     from .rmsnorm.op import rmsnorm

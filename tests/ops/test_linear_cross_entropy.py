@@ -1,0 +1,404 @@
+"""The head: log-probabilities are those of log_softmax and sample bit for bit; gradients are right and never T x V."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import room_backends
+from hypothesis import given
+from hypothesis import strategies as st
+
+import vexact_ops as vx
+from vexact_ops.linear_cross_entropy import cpu
+from vexact_ops.linear_cross_entropy.reference import (
+    linear_cross_entropy_ref,
+    linear_logits_ref,
+    linear_logprobs_ref,
+)
+from vexact_ops.testing import assert_bitwise, cancelling, check_repeatable, check_rows, tricky
+
+BACKENDS = pytest.mark.parametrize("device,backend", room_backends("linear_cross_entropy"))
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+VOCABULARIES = st.sampled_from([1, 17, 511, 512, 513, 1300])
+OPTIONS = st.fixed_dictionaries({"softcap": st.sampled_from([None, None, 5.0])})
+
+
+def make(tokens, vocabulary, width, dtype, device, seed):
+    """Odd tokens see logits that cancel almost to zero, where every order of k would give other bits."""
+    hidden, weight = cancelling(tokens, width, vocabulary, seed, dtype=torch.float32)
+    hidden = hidden / hidden.abs().amax(-1, keepdim=True)
+    hidden[::2] = torch.randn(hidden[::2].shape, generator=torch.Generator().manual_seed(seed))
+    target = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(seed + 1))
+    temperature = torch.tensor([0.7, 1.0, 1.3]).repeat(tokens)[:tokens]
+    return hidden.to(device, dtype), weight.to(device, dtype), target.to(device), temperature.to(device)
+
+
+def gradients(fn, hidden, weight, *upstream):
+    hidden, weight = hidden.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
+    outputs = fn(hidden, weight)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return *(o.detach() for o in outputs), *torch.autograd.grad(outputs, (hidden, weight), upstream)
+
+
+@BACKENDS
+@DTYPES
+@given(v=VOCABULARIES, tokens=st.integers(1, 9), options=OPTIONS, seed=st.integers(0, 2**16))
+def test_rows_stand_alone(device, backend, dtype, v, tokens, options, seed):
+    hidden, weight, target, temperature = make(tokens, v, 24, dtype, device, seed)
+
+    def run(hidden, row):
+        kwargs = {**options, "temperature": temperature[row], "return_entropy": True, "backend": backend}
+        logits = vx.linear_logits(hidden, weight, **options, backend=backend)
+        return logits, *vx.linear_logprobs(hidden, weight, target[row], **kwargs)
+
+    check_rows(run, hidden, torch.arange(tokens, device=device), seed=seed)
+
+
+@BACKENDS
+@DTYPES
+@given(v=VOCABULARIES, tokens=st.integers(1, 7), options=OPTIONS, seed=st.integers(0, 2**16))
+def test_gradient_rows_stand_alone(device, backend, dtype, v, tokens, options, seed):
+    hidden, weight, target, temperature = make(tokens, v, 24, dtype, device, seed)
+    up = tricky(2, tokens, seed=seed, device=device)
+
+    def dhidden(hidden, row):
+        hidden = hidden.clone().requires_grad_()
+        kwargs = {**options, "temperature": temperature[row], "return_entropy": True, "backend": backend}
+        outputs = vx.linear_logprobs(hidden, weight, target[row], **kwargs)
+        return torch.autograd.grad(outputs, hidden, (up[0][row], up[1][row]))
+
+    check_rows(dhidden, hidden, torch.arange(tokens, device=device), seed=seed)
+
+
+def test_a_vocabulary_cut_that_the_row_count_picks_is_caught():
+    hidden, weight, target, _ = make(8, 1300, 24, torch.float32, "cpu", 0)
+
+    def batch_dependent(hidden, target):
+        logits = hidden @ weight.t()
+        parts = [p.logsumexp(-1) for p in logits.chunk(1 if len(hidden) < 4 else 7, -1)]
+        return logits.gather(1, target[:, None])[:, 0] - torch.stack(parts).logsumexp(0)
+
+    with pytest.raises(AssertionError, match="differ"):
+        check_rows(batch_dependent, hidden, target, neighbours=())
+
+
+@BACKENDS
+@DTYPES
+@given(
+    v=VOCABULARIES,
+    tokens=st.sampled_from([1, 3, 60]),
+    temperature=st.sampled_from([0.3, 0.7, 1.0, 1.7]),
+    softcap=st.sampled_from([None, 4.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_rollout_and_training_give_one_number(device, backend, dtype, v, tokens, temperature, softcap, seed):
+    """The promise that the library is for: sample's log-probability of what it drew, log_softmax's and ours."""
+    hidden, weight, _, _ = make(tokens, v, 24, dtype, device, seed)
+    logits = vx.linear_logits(hidden, weight, softcap=softcap, backend=backend)
+    ids, sampled, raw = vx.sample(logits, seed, torch.arange(tokens, device=device), temperature=temperature, top_p=0.9)
+    for t, expected in ((temperature, sampled), (1.0, raw)):
+        kwargs = {"temperature": t, "softcap": softcap, "backend": backend}
+        ours = vx.linear_logprobs(hidden, weight, ids, **kwargs)
+        assert_bitwise(ours, expected)
+        assert_bitwise(ours, vx.log_softmax(logits / t).gather(1, ids[:, None])[:, 0])
+        assert_bitwise(vx.linear_logprobs(hidden, weight, ids, return_entropy=True, **kwargs)[0], expected)
+        trained = vx.linear_logprobs(hidden.clone().requires_grad_(), weight, ids, **kwargs)
+        assert_bitwise(trained.detach(), expected)
+
+
+@BACKENDS
+@DTYPES
+def test_logits_are_those_of_linear(device, backend, dtype):
+    hidden, weight, _, _ = make(9, 700, 40, dtype, device, 0)
+    logits = vx.linear_logits(hidden, weight, backend=backend)
+    assert logits.dtype == torch.float32
+    assert_bitwise(logits, vx.linear(hidden, weight, out_dtype=torch.float32))
+    if dtype is torch.bfloat16:
+        assert (logits.bfloat16().float() != logits).any()
+
+
+@BACKENDS
+@DTYPES
+def test_repeatable(device, backend, dtype):
+    hidden, weight, target, temperature = make(70, 1300, 24, dtype, device, 0)
+    up = tricky(2, 70, seed=1, device=device)
+
+    def head(hidden, weight):
+        kwargs = {"softcap": 5.0, "temperature": temperature, "return_entropy": True, "backend": backend}
+        return vx.linear_logprobs(hidden, weight, target, **kwargs)
+
+    def loss(hidden, weight):
+        return vx.linear_cross_entropy(hidden, weight, target, ignore_index=int(target[3]), backend=backend)
+
+    def logits(hidden, weight):
+        return vx.linear_logits(hidden, weight, softcap=5.0, backend=backend)
+
+    one, dlogits = torch.tensor(1.0, device=device), tricky(70, 1300, seed=2, device=device)
+    check_repeatable(
+        lambda: [
+            *gradients(head, hidden, weight, *up),
+            *gradients(loss, hidden, weight, one),
+            *gradients(logits, hidden, weight, dlogits),
+        ]
+    )
+
+
+@DTYPES
+@pytest.mark.parametrize("pieces", [(16, 32, 512), (100, 100, 100), (7, 33, 1024)], ids=str)
+def test_the_pieces_do_not_show(dtype, pieces, monkeypatch):
+    """However logits are cut to bound memory: values, and all gradients, have the same bits."""
+    hidden, weight, target, temperature = make(130, 1300, 24, dtype, "cpu", 0)
+    up = tricky(2, 130, seed=1)
+
+    def head(hidden, weight):
+        return vx.linear_logprobs(hidden, weight, target, temperature=temperature, return_entropy=True, backend="cpu")
+
+    whole = gradients(head, hidden, weight, *up)
+    for name, size in zip(("FWD_TOKENS", "BWD_TOKENS", "BWD_VOCABULARY"), pieces):
+        monkeypatch.setattr(cpu, name, size)
+    assert_bitwise(gradients(head, hidden, weight, *up), whole)
+
+
+@BACKENDS
+@DTYPES
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["plain", "softcap"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_accuracy(device, backend, dtype, softcap, temperature):
+    g = torch.Generator().manual_seed(1)
+    hidden, weight = torch.randn(80, 64, generator=g).to(device, dtype), torch.randn(2000, 64, generator=g) * 0.3
+    weight, target = weight.to(device, dtype), torch.randint(2000, (80,), generator=g).to(device)
+    up = torch.randn(2, 80, generator=g).to(device)
+
+    def stock(hidden, weight):
+        logits = F.linear(hidden, weight).float()
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        logp = torch.log_softmax(logits / temperature, -1)
+        return logp.gather(1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+    options = {"temperature": temperature, "softcap": softcap}
+    exact = gradients(
+        lambda h, w: linear_logprobs_ref(h, w, target, **options), hidden.double(), weight.double(), *up.double()
+    )
+    ours = gradients(
+        lambda h, w: vx.linear_logprobs(h, w, target, return_entropy=True, **options, backend=backend),
+        hidden,
+        weight,
+        *up,
+    )
+    theirs = gradients(stock, hidden, weight, *up)
+    for name, o, t, e in zip(("logprob", "entropy", "dhidden", "dweight"), ours, theirs, exact):
+        error, stock_error = ((v.double() - e).norm() / e.norm() for v in (o, t))
+        # dhidden is one sequential accumulator over the vocabulary, which errs like sqrt(V) roundings: hence the floor
+        assert error <= max(2 * stock_error, 2.0**-24 * math.sqrt(2000)), (
+            f"{name}: {error:.3g} against the stock op's {stock_error:.3g}"
+        )
+
+
+@BACKENDS
+@DTYPES
+def test_logits_accuracy(device, backend, dtype):
+    g = torch.Generator().manual_seed(1)
+    hidden, weight = torch.randn(30, 64, generator=g).to(device, dtype), torch.randn(300, 64, generator=g)
+    weight, up = weight.to(device, dtype), torch.randn(30, 300, generator=g).to(device)
+    exact = gradients(lambda h, w: linear_logits_ref(h, w, softcap=6.0), hidden.double(), weight.double(), up.double())
+    ours = gradients(lambda h, w: vx.linear_logits(h, w, softcap=6.0, backend=backend), hidden, weight, up)
+    theirs = gradients(lambda h, w: 6.0 * torch.tanh(F.linear(h, w).float() / 6.0), hidden, weight, up)
+    for name, o, t, e in zip(("logits", "dhidden", "dweight"), ours, theirs, exact):
+        error, stock_error = ((v.double() - e).norm() / e.norm() for v in (o, t))
+        assert error <= 2 * stock_error + 1e-7, f"{name}: {error:.3g} against the stock op's {stock_error:.3g}"
+
+
+@BACKENDS
+@DTYPES
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("ignored", [0.0, 0.4], ids=["all", "some"])
+def test_loss(device, backend, dtype, reduction, ignored):
+    g = torch.Generator().manual_seed(1)
+    hidden, weight = torch.randn(60, 64, generator=g).to(device, dtype), torch.randn(900, 64, generator=g) * 0.3
+    weight, target = weight.to(device, dtype), torch.randint(900, (60,), generator=g)
+    target[torch.rand(60, generator=g) < ignored] = 7
+    target = target.to(device)
+    up = torch.randn(60, generator=g).to(device) if reduction == "none" else torch.tensor(0.3, device=device)
+    options = {"reduction": reduction, "ignore_index": 7 if ignored else -100}
+    exact = gradients(
+        lambda h, w: linear_cross_entropy_ref(h, w, target, **options), hidden.double(), weight.double(), up.double()
+    )
+    ours = gradients(lambda h, w: vx.linear_cross_entropy(h, w, target, **options, backend=backend), hidden, weight, up)
+    theirs = gradients(lambda h, w: F.cross_entropy(F.linear(h, w).float(), target, **options), hidden, weight, up)
+    for name, o, t, e in zip(("loss", "dhidden", "dweight"), ours, theirs, exact):
+        assert o.shape == t.shape and o.dtype == t.dtype
+        error, stock_error = ((v.double() - e).norm() / e.norm() for v in (o, t))
+        assert error <= 2 * stock_error + 1e-7, f"{name}: {error:.3g} against the stock op's {stock_error:.3g}"
+    if reduction == "none":
+        kept = target != options["ignore_index"]
+        assert_bitwise(ours[0][kept], -vx.linear_logprobs(hidden[kept], weight, target[kept], backend=backend))
+        assert (ours[0][~kept] == 0).all()
+
+
+@BACKENDS
+def test_ignored_tokens_take_no_part(device, backend):
+    hidden, weight, target, _ = make(12, 600, 24, torch.float32, device, 0)
+    target[::3] = -100
+    keep, one = target != -100, torch.tensor(1.0, device=device)
+    alone = gradients(lambda h, w: vx.linear_cross_entropy(h, w, target[keep]), hidden[keep], weight, one)
+    hidden[::3] = math.nan
+    loss, dhidden, dweight = gradients(lambda h, w: vx.linear_cross_entropy(h, w, target), hidden, weight, one)
+    assert_bitwise((loss, dhidden[keep], dweight), alone)
+    assert (dhidden[~keep] == 0).all()
+
+
+@BACKENDS
+def test_all_tokens_ignored_is_as_torch(device, backend):
+    hidden, weight, target, _ = make(4, 60, 24, torch.float32, device, 0)
+    target.fill_(-100)
+    one = torch.tensor(1.0, device=device)
+    for reduction in ("mean", "sum"):
+        ours = gradients(
+            lambda h, w, r=reduction: vx.linear_cross_entropy(h, w, target, reduction=r), hidden, weight, one
+        )
+        theirs = gradients(
+            lambda h, w, r=reduction: F.cross_entropy(F.linear(h, w), target, reduction=r), hidden, weight, one
+        )
+        assert_bitwise(ours[0] + 0.0, theirs[0])  # -0 or 0
+        assert all((g == 0).all() for g in ours[1:])
+
+
+@BACKENDS
+def test_one_gradient_alone_has_the_same_bits(device, backend):
+    hidden, weight, target, _ = make(20, 700, 24, torch.float32, device, 0)
+
+    def grads(need_hidden, need_weight):
+        h, w = hidden.clone().requires_grad_(need_hidden), weight.clone().requires_grad_(need_weight)
+        vx.linear_cross_entropy(h, w, target, backend=backend).backward()
+        return h.grad, w.grad
+
+    both = grads(True, True)
+    assert_bitwise(grads(True, False), (both[0], None))
+    assert_bitwise(grads(False, True), (None, both[1]))
+
+
+@BACKENDS
+def test_a_probability_of_one_has_no_entropy(device, backend):
+    hidden = torch.tensor([[300.0], [0.0], [math.nan]], device=device, requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0]], device=device)
+    target = torch.zeros(3, dtype=torch.int64, device=device)
+    logprob, entropy = vx.linear_logprobs(hidden, weight, target, return_entropy=True, backend=backend)
+    assert logprob[0] == 0 and entropy[0] == 0
+    assert entropy[1].item() == pytest.approx(math.log(2), rel=1e-6)
+    assert logprob[2].isnan() and entropy[2].isnan()
+    dhidden = torch.autograd.grad(logprob[:2].sum() + entropy[:2].sum(), hidden)[0]
+    assert dhidden[0].item() == 0 and dhidden[1].item() == pytest.approx(1.0)
+
+
+def test_leading_dimensions_and_strides_do_not_show():
+    hidden, weight, target, temperature = make(12, 600, 24, torch.float32, "cpu", 0)
+    expected = vx.linear_logprobs(hidden, weight, target, temperature=temperature, return_entropy=True)
+    shaped = vx.linear_logprobs(
+        hidden.view(3, 4, 24),
+        weight.t().contiguous().t(),
+        target.view(3, 4).int(),
+        temperature=temperature.view(3, 4),
+        return_entropy=True,
+    )
+    assert_bitwise(shaped, tuple(e.view(3, 4) for e in expected))
+    wide = torch.cat([weight, weight], 1)[:, :24]
+    assert_bitwise(vx.linear_logprobs(hidden, wide, target), vx.linear_logprobs(hidden, weight, target))
+    loss = vx.linear_cross_entropy(hidden.view(3, 4, 24), weight, target.view(3, 4), reduction="none")
+    assert loss.shape == (3, 4)
+
+
+_PEAK = """
+import torch, vexact_ops as vx
+def status(key):
+    return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith(key))
+def loss(*args):
+    return vx.linear_cross_entropy(*args)
+def logprobs(*args):
+    return sum(vx.linear_logprobs(*args, return_entropy=True)).sum()
+for dtype, fn in ((torch.float32, loss), (torch.bfloat16, logprobs)):
+    def step(tokens):
+        hidden = torch.randn(tokens, 16).to(dtype).requires_grad_()
+        weight = torch.randn(32768, 16).to(dtype).requires_grad_()
+        target = torch.randint(32768, (tokens,))
+        open("/proc/self/clear_refs", "w").write("5")
+        fn(hidden, weight, target).backward()
+    step(16)
+    base = status("VmRSS")
+    step(2048)
+    print(status("VmHWM") - base)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_training_never_holds_the_logits():
+    done = subprocess.run([sys.executable, "-c", _PEAK], capture_output=True, text=True, check=True)
+    for peak in done.stdout.split():
+        assert int(peak) * 1024 < 0.1 * 2048 * 32768 * 4
+
+
+@BACKENDS
+def test_opcheck(device, backend):
+    hidden, weight, target, temperature = make(4, 40, 8, torch.float32, device, 0)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    target[1] = -100
+    ops = torch.ops.vexact
+    loss = hidden, weight, target, "mean", -100, 0.0, backend
+    torch.library.opcheck(ops.linear_cross_entropy.default, loss)
+    logprobs = hidden, weight, target.clamp(min=0), temperature, 5.0, True, backend
+    torch.library.opcheck(ops.linear_logprobs.default, logprobs)
+    torch.library.opcheck(ops.softcap.default, (hidden, 5.0, backend))
+
+
+def test_bad_arguments_are_named():
+    hidden, weight, target, temperature = make(3, 40, 8, torch.float32, "cpu", 0)
+    with pytest.raises(TypeError, match="linear_logits: hidden: got dtype float64"):
+        vx.linear_logits(hidden.double(), weight)
+    with pytest.raises(TypeError, match="linear_logits: weight: got dtype bfloat16"):
+        vx.linear_logits(hidden, weight.bfloat16())
+    with pytest.raises(ValueError, match="linear_logits: softcap: got 0"):
+        vx.linear_logits(hidden, weight, softcap=0)
+    with pytest.raises(ValueError, match=r"linear_logprobs: weight: got shape \(40, 7\), expected \(V, 8\)"):
+        vx.linear_logprobs(hidden, weight[:, :7], target)
+    with pytest.raises(ValueError, match=r"linear_logprobs: weight: got shape \(0, 8\)"):
+        vx.linear_logprobs(hidden, weight[:0], target)
+    with pytest.raises(ValueError, match=r"linear_logprobs: target: got shape \(2,\), expected \(3,\)"):
+        vx.linear_logprobs(hidden, weight, target[:2])
+    with pytest.raises(TypeError, match="linear_logprobs: target: got dtype float32"):
+        vx.linear_logprobs(hidden, weight, target.float())
+    for bad in (40, -1, -100):
+        target[1] = bad
+        with pytest.raises(ValueError, match=rf"linear_logprobs: target: got id {bad}, expected ids in \[0, 40\)"):
+            vx.linear_logprobs(hidden, weight, target)
+    with pytest.raises(ValueError, match="linear_cross_entropy: target: got id -100"):
+        vx.linear_cross_entropy(hidden, weight, target, ignore_index=0)
+    target[1] = 1
+    for bad in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="linear_logprobs: temperature: got"):
+            vx.linear_logprobs(hidden, weight, target, temperature=bad)
+        temperature[2] = bad
+        with pytest.raises(ValueError, match="linear_logprobs: temperature: got"):
+            vx.linear_logprobs(hidden, weight, target, temperature=temperature)
+    with pytest.raises(ValueError, match="linear_cross_entropy: reduction: got 'max'"):
+        vx.linear_cross_entropy(hidden, weight, target, reduction="max")
+    with pytest.raises(TypeError, match="linear_cross_entropy: ignore_index: got float"):
+        vx.linear_cross_entropy(hidden, weight, target, ignore_index=1.0)
+    with pytest.raises(vx.BackendUnavailable, match="does not serve cpu"):
+        vx.linear_logprobs(hidden, weight, target, backend="cuda")
+
+
+def test_zero_tokens():
+    hidden, weight = torch.empty(0, 8, requires_grad=True), torch.ones(40, 8, requires_grad=True)
+    target = torch.empty(0, dtype=torch.int64)
+    assert vx.linear_logits(hidden, weight, softcap=5.0).shape == (0, 40)
+    logprob, entropy = vx.linear_logprobs(hidden, weight, target, return_entropy=True)
+    assert logprob.shape == entropy.shape == (0,)
+    (logprob.sum() + entropy.sum()).backward()
+    assert hidden.grad.shape == (0, 8)
+    assert torch.equal(weight.grad, torch.zeros(40, 8))
+    assert vx.linear_cross_entropy(hidden, weight, target).isnan()
+    assert vx.linear_cross_entropy(hidden, weight, target, reduction="sum") == 0
+    assert vx.linear_cross_entropy(hidden, weight, target, reduction="none").shape == (0,)

@@ -1,0 +1,74 @@
+"""The C++ kernels (csrc/linear_cross_entropy/cpu_kernels.cpp)."""
+
+import torch
+from torch import Tensor
+
+from .._core import native
+
+# The pieces that logits are made in. They bound the memory beyond the gradients; no bit depends on them.
+FWD_TOKENS = 4096  # whose block sums are held at once: 12 bytes for every 512 logits
+BWD_TOKENS, BWD_VOCABULARY = 2048, 1024  # of one piece of dlogits: 8 MiB
+LSE_BLOCK = 512
+
+
+def linear_logprobs_fwd(
+    hidden: Tensor, weight: Tensor, target: Tensor, temperature: Tensor, softcap: float, want_entropy: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    tokens, vocabulary = hidden.shape[0], weight.shape[0]
+    blocks = -(-vocabulary // LSE_BLOCK)
+    logprob, lse = torch.empty(tokens), torch.empty(tokens, 2)
+    entropy = torch.empty(tokens) if want_entropy else None
+    if tokens:
+        workspace = torch.empty(min(tokens, FWD_TOKENS), 3 * blocks + 1)
+        args = hidden, weight, target, temperature, softcap
+        native.ops().linear_logprobs_fwd(*args, workspace, logprob, entropy, lse)
+    return logprob, entropy, lse
+
+
+def linear_logprobs_bwd(
+    dlogprob: Tensor,
+    dentropy: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    temperature: Tensor,
+    softcap: float,
+    entropy: Tensor | None,
+    lse: Tensor,
+    need_dhidden: bool,
+    need_dweight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    (tokens, width), vocabulary = hidden.shape, weight.shape[0]
+    if tokens == 0:
+        return (
+            torch.zeros(hidden.shape, dtype=hidden.dtype) if need_dhidden else None,
+            torch.zeros(weight.shape, dtype=weight.dtype) if need_dweight else None,
+        )
+    dhidden = torch.empty(tokens, width) if need_dhidden else None
+    dweight = torch.empty(weight.shape, dtype=weight.dtype) if need_dweight else None
+    piece = min(vocabulary, BWD_VOCABULARY)
+    workspace = torch.empty(min(tokens, BWD_TOKENS), piece)
+    own_sums = need_dweight and weight.dtype != torch.float32 and tokens > BWD_TOKENS
+    sums = torch.empty(piece, width) if own_sums else None
+    args = dlogprob, dentropy, hidden, weight, target, temperature, softcap, entropy, lse
+    native.ops().linear_logprobs_bwd(*args, workspace, sums, dhidden, dweight)
+    return dhidden.to(hidden.dtype) if need_dhidden else None, dweight
+
+
+def softcap_fwd(x: Tensor, cap: float) -> Tensor:
+    y = torch.empty(x.shape)
+    native.ops().softcap_fwd(x, cap, y)
+    return y
+
+
+def softcap_bwd(dy: Tensor, x: Tensor, cap: float) -> Tensor:
+    dx = torch.empty(x.shape)
+    native.ops().softcap_bwd(dy, x, cap, dx)
+    return dx
+
+
+def token_sum(x: Tensor) -> Tensor:
+    """The sum of (T,) fp32 as fp64, tokens ascending."""
+    total = torch.empty((), dtype=torch.float64)
+    native.ops().token_sum(x, total)
+    return total

@@ -1,0 +1,320 @@
+"""The head of a language model: logits, log-probabilities and the loss, with no T x V logits in training."""
+
+import torch
+from torch import Tensor
+
+from .._core import check
+from .._core.backend import Room
+from .._core.operator import Operator
+from ..linear.op import linear
+
+ROOM = Room("linear_cross_entropy", cpu=("cpu",))
+DTYPES = (torch.bfloat16, torch.float32)
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def linear_logits(
+    hidden: Tensor, weight: Tensor, *, softcap: float | None = None, backend: str | None = None
+) -> Tensor:
+    """hidden @ weight.T in fp32, then softcap * tanh(. / softcap) where one is given.
+
+    hidden   (..., H) bf16 | fp32
+    weight   (V, H) in hidden.dtype
+    softcap  above 0, or None
+    returns  (..., V) fp32: the accumulators of `linear`, never rounded to bf16
+    bits     a logit depends on its row of hidden, its row of weight and softcap alone
+    grad     as `linear`: dhidden as bits, dweight repeatable for one fixed batch
+    raises   TypeError on dtype, ValueError on shape or device, BackendUnavailable
+    """
+    _check_head("linear_logits", hidden, weight)
+    softcap = _softcap("linear_logits", softcap)
+    logits = linear(hidden, weight, out_dtype=torch.float32, backend=backend)
+    if not softcap:
+        return logits
+    return _softcap_op(check.rows(logits), softcap, ROOM.resolve(hidden.device, backend)).view(logits.shape)
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    return_entropy: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """log softmax(linear_logits(hidden, weight, softcap=softcap) / temperature)[target], T x V logits never stored.
+
+    hidden       (..., H) bf16 | fp32
+    weight       (V, H) in hidden.dtype
+    target       (...) int64 | int32, ids in [0, V)
+    temperature  above 0: a number, or a tensor like target in fp32
+    softcap      above 0, or None
+    returns      (...) fp32; with return_entropy, the pair with the entropy of the same distribution, (...) fp32
+    bits         of a token depend on that token, weight and the options: its logits are those of linear_logits, their
+                 log-softmax has the order of log_softmax (blocks of 512, ascending), so rollout and training agree:
+                 the same as log_softmax(linear_logits(...) / temperature) and as sample's logprobs
+    grad         of both results: dhidden as bits, the vocabulary ascending in one fp32 accumulator per element;
+                 dweight sums tokens ascending in one fp32 accumulator, repeatable for one fixed batch. Logits are
+                 made again; their gradients stay in fp32; each result is rounded once to its input's dtype
+    raises       TypeError on dtype, ValueError on shape, device, parameters or a target outside the vocabulary (on a
+                 GPU, where a look at values would make the host wait, such a token gives NaN), BackendUnavailable
+    """
+    op = "linear_logprobs"
+    target = _check_target(op, hidden, weight, target)
+    softcap, backend = _softcap(op, softcap), ROOM.resolve(hidden.device, backend)
+    if isinstance(temperature, Tensor):
+        check.tensor(op, "temperature", temperature, (torch.float32,))
+        check.shape(op, "temperature", temperature, target.shape)
+        check.same_device(op, hidden=hidden, temperature=temperature)
+        temperature = temperature.detach().reshape(-1)
+    else:
+        check.number(op, "temperature", temperature, above=0.0)
+        temperature = torch.full((1,), temperature, device=hidden.device, dtype=torch.float32)
+    args = check.rows(hidden), check.rows(weight), target.reshape(-1), temperature, softcap, return_entropy, backend
+    logprob, entropy, _ = _linear_logprobs(*args)
+    logprob = logprob.view(target.shape)
+    return (logprob, entropy.view(target.shape)) if return_entropy else logprob
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """-linear_logprobs(hidden, weight, target, softcap=softcap), reduced over the tokens that are not ignored.
+
+    hidden        (..., H) bf16 | fp32
+    weight        (V, H) in hidden.dtype
+    target        (...) int64 | int32, ids in [0, V) or ignore_index
+    reduction     "mean" over the tokens that are not ignored (NaN where all are, as torch's), "sum", or "none": 0 where
+                  ignored
+    ignore_index  tokens with this target take no part: their loss and gradient are 0 whatever their hidden holds
+    returns       () fp32, or (...) fp32 with "none"
+    bits          of a token as linear_logprobs; the reduction adds tokens ascending in fp64, rounded once: repeatable
+                  for one fixed batch
+    grad          as linear_logprobs
+    raises        as linear_logprobs, and ValueError on reduction
+    """
+    op = "linear_cross_entropy"
+    target = _check_target(op, hidden, weight, target)
+    check.choice(op, "reduction", reduction, REDUCTIONS)
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"{op}: ignore_index: got {type(ignore_index).__name__}, expected an int")
+    softcap, backend = _softcap(op, softcap), ROOM.resolve(hidden.device, backend)
+    args = check.rows(hidden), check.rows(weight), target.reshape(-1), reduction, ignore_index, softcap, backend
+    loss = _linear_cross_entropy(*args)[0]
+    return loss.view(target.shape) if reduction == "none" else loss
+
+
+def _check_head(op: str, hidden: Tensor, weight: Tensor) -> None:
+    check.tensor(op, "hidden", hidden, DTYPES)
+    check.tensor(op, "weight", weight, ndim=2)
+    check.same_dtype(op, "weight", weight, "hidden", hidden)
+    if hidden.dim() == 0:
+        raise ValueError(f"{op}: hidden: got shape (), expected (..., H)")
+    check.shape(op, "weight", weight, ("V", hidden.shape[-1]))
+    if weight.shape[0] == 0:
+        raise ValueError(f"{op}: weight: got shape {tuple(weight.shape)}, expected (V, H) with V of at least 1")
+    check.same_device(op, hidden=hidden, weight=weight)
+
+
+def _check_target(op: str, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    _check_head(op, hidden, weight)
+    check.tensor(op, "target", target, (torch.int64, torch.int32))
+    check.shape(op, "target", target, hidden.shape[:-1])
+    check.same_device(op, hidden=hidden, target=target)
+    return target.long()
+
+
+def _softcap(op: str, softcap: float | None) -> float:
+    return 0.0 if softcap is None else check.number(op, "softcap", softcap, above=0.0)
+
+
+def _check_ids(op: str, target: Tensor, vocabulary: int) -> None:
+    if target.device.type == "cpu" and target.numel():
+        low, high = target.aminmax()
+        if low < 0 or high >= vocabulary:
+            got = low if low < 0 else high
+            raise ValueError(f"{op}: target: got id {got.item()}, expected ids in [0, {vocabulary})")
+
+
+# ---- log-probabilities
+
+
+def _logprobs(hidden, weight, target, temperature, softcap, want_entropy, backend):
+    _check_ids("linear_logprobs", target, weight.shape[0])
+    if temperature.device.type == "cpu" and not bool(((temperature > 0) & (temperature < torch.inf)).all()):
+        bad = temperature[~((temperature > 0) & (temperature < torch.inf))][0].item()
+        raise ValueError(f"linear_logprobs: temperature: got {bad}, expected finite numbers above 0")
+    module = ROOM.module(backend)
+    args = hidden, weight, target.contiguous(), temperature.contiguous(), softcap, want_entropy
+    logprob, entropy, lse = module.linear_logprobs_fwd(*args)
+    return logprob, logprob.new_empty(0) if entropy is None else entropy, lse
+
+
+def _logprobs_fake(hidden, weight, target, temperature, softcap, want_entropy, backend):
+    tokens = hidden.shape[0]
+    sizes = (tokens,), (tokens if want_entropy else 0,), (tokens, 2)
+    return tuple(hidden.new_empty(s, dtype=torch.float32) for s in sizes)
+
+
+def _logprobs_setup(ctx, inputs, output):
+    hidden, weight, target, temperature, ctx.softcap, ctx.has_entropy, ctx.backend = inputs
+    _, entropy, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(hidden, weight, target, temperature, entropy, lse)
+
+
+def _logprobs_backward(ctx, dlogprob, dentropy, _):
+    hidden, weight, target, temperature, entropy, lse = ctx.saved_tensors
+    need_dhidden, need_dweight = ctx.needs_input_grad[:2]
+    dentropy = dentropy if ctx.has_entropy else None
+    args = dlogprob, dentropy, hidden, weight, target, temperature, ctx.softcap, entropy, lse
+    dhidden, dweight = _linear_logprobs_bwd(*args, need_dhidden, need_dweight, ctx.backend)
+    return dhidden if need_dhidden else None, dweight if need_dweight else None, None, None, None, None, None
+
+
+def _logprobs_bwd(
+    dlogprob, dentropy, hidden, weight, target, temperature, softcap, entropy, lse, need_dhidden, need_dweight, backend
+):
+    dentropy = None if dentropy is None else dentropy.contiguous()
+    args = dlogprob.contiguous(), dentropy, hidden, weight, target.contiguous(), temperature.contiguous(), softcap
+    grads = ROOM.module(backend).linear_logprobs_bwd(*args, entropy, lse, need_dhidden, need_dweight)
+    return tuple(hidden.new_empty(0) if g is None else g for g in grads)
+
+
+def _logprobs_bwd_fake(dlogprob, dentropy, hidden, weight, *rest):
+    need_dhidden, need_dweight, _ = rest[-3:]
+    return hidden.new_empty(hidden.shape if need_dhidden else (0,)), weight.new_empty(
+        weight.shape if need_dweight else (0,)
+    )
+
+
+_linear_logprobs_bwd = Operator(
+    "linear_logprobs_bwd(Tensor dlogprob, Tensor? dentropy, Tensor hidden, Tensor weight, Tensor target, "
+    "Tensor temperature, float softcap, Tensor entropy, Tensor lse, bool need_dhidden, bool need_dweight, str backend)"
+    " -> (Tensor, Tensor)",
+    _logprobs_bwd,
+    _logprobs_bwd_fake,
+)
+_linear_logprobs = Operator(
+    "linear_logprobs(Tensor hidden, Tensor weight, Tensor target, Tensor temperature, float softcap, "
+    "bool want_entropy, str backend) -> (Tensor, Tensor, Tensor)",
+    _logprobs,
+    _logprobs_fake,
+    _logprobs_setup,
+    _logprobs_backward,
+)
+
+
+# ---- the loss
+
+
+def _kept(target: Tensor, ignore_index: int) -> Tensor | None:
+    """The positions of the tokens that are not ignored; None where that is all of them."""
+    ignored = target == ignore_index
+    return (~ignored).nonzero()[:, 0] if bool(ignored.any()) else None
+
+
+def _loss(hidden, weight, target, reduction, ignore_index, softcap, backend):
+    keep = _kept(target, ignore_index)
+    tokens, count = target.shape[0], target.shape[0] if keep is None else keep.shape[0]
+    if keep is not None:
+        hidden, target = hidden[keep], target[keep]
+    _check_ids("linear_cross_entropy", target, weight.shape[0])
+    one = torch.ones(1, device=hidden.device)
+    module = ROOM.module(backend)
+    logprob, _, lse = module.linear_logprobs_fwd(hidden, weight, target.contiguous(), one, softcap, False)
+    if keep is not None:
+        lse = lse.new_zeros(tokens, 2).index_copy_(0, keep, lse)
+    if reduction == "none":
+        loss = -logprob if keep is None else logprob.new_zeros(tokens).index_copy_(0, keep, -logprob)
+    else:
+        total = -module.token_sum(logprob)
+        loss = (total / count if reduction == "mean" else total).float()
+    return loss, lse
+
+
+def _loss_fake(hidden, weight, target, reduction, ignore_index, softcap, backend):
+    tokens = hidden.shape[0]
+    return hidden.new_empty((tokens,) if reduction == "none" else (), dtype=torch.float32), hidden.new_empty(
+        (tokens, 2), dtype=torch.float32
+    )
+
+
+def _loss_setup(ctx, inputs, output):
+    hidden, weight, target, *ctx.options = inputs
+    _, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(hidden, weight, target, lse)
+
+
+def _loss_backward(ctx, dloss, _):
+    need_dhidden, need_dweight = ctx.needs_input_grad[:2]
+    dhidden, dweight = _linear_cross_entropy_bwd(dloss, *ctx.saved_tensors, need_dhidden, need_dweight, *ctx.options)
+    return dhidden if need_dhidden else None, dweight if need_dweight else None, None, None, None, None, None
+
+
+def _loss_bwd(
+    dloss, hidden, weight, target, lse, need_dhidden, need_dweight, reduction, ignore_index, softcap, backend
+):
+    tokens, keep = hidden.shape[0], _kept(target, ignore_index)
+    if keep is not None:
+        hidden, target, lse = hidden[keep], target[keep], lse[keep]
+        dloss = dloss[keep] if reduction == "none" else dloss
+    dlogprob = -dloss / max(target.shape[0], 1) if reduction == "mean" else -dloss
+    dlogprob = dlogprob.expand(target.shape[0]).contiguous()
+    args = dlogprob, None, hidden, weight, target.contiguous(), torch.ones(1, device=hidden.device), softcap, None, lse
+    dhidden, dweight = ROOM.module(backend).linear_logprobs_bwd(*args, need_dhidden, need_dweight)
+    if keep is not None and need_dhidden:
+        dhidden = dhidden.new_zeros(tokens, dhidden.shape[1]).index_copy_(0, keep, dhidden)
+    return tuple(hidden.new_empty(0) if g is None else g for g in (dhidden, dweight))
+
+
+_linear_cross_entropy_bwd = Operator(
+    "linear_cross_entropy_bwd(Tensor dloss, Tensor hidden, Tensor weight, Tensor target, Tensor lse, "
+    "bool need_dhidden, bool need_dweight, str reduction, int ignore_index, float softcap, str backend)"
+    " -> (Tensor, Tensor)",
+    _loss_bwd,
+    lambda dloss, hidden, weight, target, lse, need_dhidden, need_dweight, *options: (
+        hidden.new_empty(hidden.shape if need_dhidden else (0,)),
+        weight.new_empty(weight.shape if need_dweight else (0,)),
+    ),
+)
+_linear_cross_entropy = Operator(
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, str reduction, int ignore_index, "
+    "float softcap, str backend) -> (Tensor, Tensor)",
+    _loss,
+    _loss_fake,
+    _loss_setup,
+    _loss_backward,
+)
+
+
+# ---- softcap
+
+
+def _softcap_setup(ctx, inputs, output):
+    x, ctx.cap, ctx.backend = inputs
+    ctx.save_for_backward(x)
+
+
+_softcap_bwd_op = Operator(
+    "softcap_bwd(Tensor dy, Tensor x, float cap, str backend) -> Tensor",
+    lambda dy, x, cap, backend: ROOM.module(backend).softcap_bwd(check.rows(dy), x, cap),
+    lambda dy, x, cap, backend: x.new_empty(x.shape),
+)
+_softcap_op = Operator(
+    "softcap(Tensor x, float cap, str backend) -> Tensor",
+    lambda x, cap, backend: ROOM.module(backend).softcap_fwd(x, cap),
+    lambda x, cap, backend: x.new_empty(x.shape),
+    _softcap_setup,
+    lambda ctx, dy: (_softcap_bwd_op(dy, *ctx.saved_tensors, ctx.cap, ctx.backend), None, None),
+)
