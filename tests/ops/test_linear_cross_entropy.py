@@ -353,6 +353,28 @@ def test_opcheck(device, backend):
     torch.library.opcheck(ops.softcap.default, (hidden, 5.0, backend))
 
 
+def test_compiled_in_one_graph_it_has_the_same_bits():
+    """With the rooms it is used with: no graph breaks, values are still checked where the graph runs."""
+    hidden, weight, target, _ = make(6, 60, 8, torch.float32, "cpu", 0)
+
+    def fn(hidden, weight, target):
+        logits = vx.linear_logits(hidden, weight, softcap=5.0)
+        ids, drawn, _ = vx.sample(logits, 1, torch.arange(6), temperature=0.7, top_k=5)
+        logprob, entropy = vx.linear_logprobs(hidden, weight, target, temperature=0.7, return_entropy=True)
+        loss = vx.linear_cross_entropy(hidden, weight, target) + logprob.sum() + entropy.sum()
+        return loss + vx.mean(vx.log_softmax(logits), None), ids, drawn
+
+    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
+    eager, traced = (
+        gradients(lambda h, w, f=f: f(h, w, target)[0], hidden, weight, torch.tensor(1.0)) for f in (fn, compiled)
+    )
+    assert_bitwise(traced, eager)
+    assert_bitwise(compiled(hidden, weight, target), fn(hidden, weight, target))
+    target[0] = 60
+    with pytest.raises(ValueError, match="target: got id 60"):
+        compiled(hidden, weight, target)
+
+
 def test_bad_arguments_are_named():
     hidden, weight, target, temperature = make(3, 40, 8, torch.float32, "cpu", 0)
     with pytest.raises(TypeError, match="linear_logits: hidden: got dtype float64"):

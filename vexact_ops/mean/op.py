@@ -34,7 +34,7 @@ def mean(
     backend = ROOM.resolve(x.device, backend)
     kept = [d for d in range(x.dim()) if d not in dims]
     shape = [x.shape[d] for d in kept]
-    flat = x.permute(kept + dims).reshape(math.prod(shape), math.prod(x.shape[d] for d in dims))
+    flat = x.permute(kept + dims).reshape(math.prod(shape), math.prod([x.shape[d] for d in dims]))
     y = _mean(check.rows(flat), backend)
     return y.view([1 if d in dims else x.shape[d] for d in range(x.dim())] if keepdim else shape)
 
