@@ -117,7 +117,7 @@ VX_INLINE void over_columns(At at, int64_t ahead, int64_t k, const float* x, flo
         const int first = 16 * v + int(byte % 64) / 4;
         for (int l = 0; l < kW; ++l) __builtin_prefetch(at(first + l) + ahead + (byte & ~int64_t(63)), 0, 2);
       }
-      if (keep) {
+      if (kR == kTile && keep) {
 #pragma GCC unroll 32
         for (int s = 0; s < kS; ++s) store(keep + (p + s) * 16, b[s]);
       }
@@ -235,7 +235,7 @@ void compute(const Gemm& g, int64_t i0, int64_t i_end, int64_t j0, int64_t j_end
   // Rows of a weight a multiple of 4 KB apart share the sets of the first-level cache: read whole lines there while
   // registers last, and fetch nothing ahead. A row of bf16 waits for its chain of multiply-adds: take two vectors.
   const int64_t apart = by_columns ? g.b.col_stride * int64_t(sizeof(T)) : 1;
-  const bool fetch = apart % 4096, lines = !fetch && rows <= 4, pairs = sizeof(T) == 2 && rows == 1 && apart % 2048;
+  const bool fetch = apart % 4096, lines = !fetch && rows <= 4, pairs = rows == 1 && apart % 2048;
   const bool own = blocks > 1 && g.c_dtype != Dtype::f32;  // otherwise accumulators wait in C
 
   const int64_t a_floats = a_in_place ? 0 : 16 * panels * each + 16;
