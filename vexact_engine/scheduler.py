@@ -92,6 +92,8 @@ class Stats:
     prefill_tokens: int = 0  # computed in chunks, a preempted sequence's second time too
     decode_tokens: int = 0
     prefix_tokens: int = 0  # not computed, because the prefix cache had them
+    partial_prefills: int = 0  # chunks that ended before their sequence's last token
+    mixed_steps: int = 0  # steps that held decodes and prefill chunks
     preemptions: int = 0
     finished: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0})
 
@@ -241,6 +243,7 @@ class Scheduler:
             if is_decode and self._grow(sequence):
                 budget -= self._plan(plan, sequence, 1)
 
+        num_decodes = len(plan.chunks)
         for sequence in self.running:
             if budget and (ready := self._num_ready(sequence, lookahead)) > 1:
                 budget -= self._plan(plan, sequence, min(ready, budget))
@@ -250,6 +253,7 @@ class Scheduler:
         if plan:
             self._in_flight.append(plan)
             self.stats.steps += 1
+            self.stats.mixed_steps += 0 < num_decodes < len(plan.chunks)
         return plan
 
     def _num_ready(self, sequence, lookahead):
@@ -269,6 +273,7 @@ class Scheduler:
             self.stats.decode_tokens += 1
         else:
             self.stats.prefill_tokens += length
+            self.stats.partial_prefills += not needs_sample
         return length
 
     def _grow(self, sequence):

@@ -21,6 +21,7 @@ def test_a_long_prompt_is_cut_and_does_not_hold_up_a_decode():
     assert shape(step(scheduler, model)) == [("short", 3, 4, True), ("long", 7, 14, False)]
     assert shape(step(scheduler, model)) == [("short", 4, 5, True), ("long", 14, 20, True)]
     assert shape(step(scheduler, model)) == [("short", 5, 6, True), ("long", 20, 21, True)]
+    assert scheduler.stats.partial_prefills == 2 and scheduler.stats.mixed_steps == 3
     drain(scheduler, model)
 
 
@@ -114,6 +115,9 @@ def test_statistics_add_up():
     assert stats.finished == {"stop": 0, "length": 12, "abort": 0, "error": 0}
     assert stats.preemptions > 0 and stats.prefix_tokens == 2 * scheduler.pool.stats.reused > 0
     assert stats.decode_tokens <= 12 * 7
+    partial = [chunk for plan in plans for chunk in plan.chunks if not chunk.needs_sample]
+    assert stats.partial_prefills == len(partial)
+    assert 0 < stats.mixed_steps < stats.steps
 
 
 # Preemption
