@@ -44,10 +44,17 @@ def linear(
         and x.dim()
         and x.shape[-1] == weight.shape[1]
         and x.device == weight.device
+        and (
+            bias is None
+            or (
+                type(bias) in _PLAIN
+                and bias.dtype is x.dtype
+                and bias.shape == weight.shape[:1]
+                and bias.device == x.device
+            )
+        )
     ):  # a decode step makes hundreds of calls: ask each question at length only where something may be wrong
-        _check(x, weight)
-    if bias is not None:
-        _check_bias(x, weight, bias)
+        _check(x, weight, bias)
     if out_dtype is None:
         out_dtype = x.dtype
     elif out_dtype not in (x.dtype, torch.float32):
@@ -57,21 +64,18 @@ def linear(
     return _linear(x, weight, bias, out_dtype, backend)
 
 
-def _check(x: Tensor, weight: Tensor) -> None:
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     check.tensor("linear", "x", x, check.FLOATS)
     check.tensor("linear", "weight", weight, ndim=2)
     check.same_dtype("linear", "weight", weight, "x", x)
     if x.dim() == 0:
         raise ValueError("linear: x: got shape (), expected (..., K)")
     check.shape("linear", "weight", weight, ("N", x.shape[-1]))
-    check.same_device("linear", x=x, weight=weight)
-
-
-def _check_bias(x: Tensor, weight: Tensor, bias: Tensor) -> None:
-    check.tensor("linear", "bias", bias)
-    check.same_dtype("linear", "bias", bias, "x", x)
-    check.shape("linear", "bias", bias, weight.shape[:1])
-    check.same_device("linear", x=x, bias=bias)
+    if bias is not None:
+        check.tensor("linear", "bias", bias)
+        check.same_dtype("linear", "bias", bias, "x", x)
+        check.shape("linear", "bias", bias, weight.shape[:1])
+    check.same_device("linear", x=x, weight=weight, bias=bias)
 
 
 def _rows(x: Tensor) -> Tensor:
