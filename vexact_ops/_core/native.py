@@ -1,6 +1,7 @@
 """Loads the compiled extension once, on first use, and says what to do where it cannot be loaded."""
 
 import functools
+import hashlib
 from pathlib import Path
 
 import torch
@@ -41,3 +42,9 @@ def built_with_cuda() -> bool:
 def cpu_isa(request: str | None = None) -> str:
     """The instruction set the CPU kernels run on; with `request` ("scalar", "avx2", "avx512"), switch to it (tests)."""
     return ops().cpu_isa(request)
+
+
+@functools.cache
+def fingerprint() -> str | None:
+    """A digest of the extension's own bytes: verdicts on kernels hold for one build of it. None where it is missing."""
+    return hashlib.sha256(_LIBRARY.read_bytes()).hexdigest()[:24] if _LIBRARY.exists() else None
