@@ -3,6 +3,7 @@
 import datetime
 import functools
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -64,8 +65,8 @@ def environment(device: str) -> dict:
     def git(*args: str) -> str:
         return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
-    commit = git("rev-parse", "--short", "HEAD") or None
-    if commit and git("status", "--porcelain"):
+    commit = os.environ.get("VEXACT_COMMIT")  # where the tree was copied without its history
+    if commit is None and (commit := git("rev-parse", "--short", "HEAD") or None) and git("status", "--porcelain"):
         commit += "+"
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
     return {

@@ -14,6 +14,7 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("linear_dx(Tensor dy, Tensor weight, Tensor(a!) dx) -> ()");
   m.def("linear_dweight(Tensor dy, Tensor x, Tensor(a!) dweight) -> ()");
   m.def("linear_dbias(Tensor dy, Tensor(a!) dbias) -> ()");
+  m.def("linear_skinny(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, int tokens, int boxes, int stages) -> ()");
 
   // rmsnorm
   m.def("rmsnorm_fwd(Tensor x, Tensor weight, Tensor? residual, float eps, bool gemma, Tensor(a!) y, Tensor(b!)? new_residual, Tensor(c!) rstd) -> ()");

@@ -74,7 +74,7 @@ def test_no_room_without_an_op():
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_core_and_what_it_is_composed_of(room):
-    allowed = {room, "_core"} | COMPOSED_OF.get(room, set())
+    allowed = {room, "_core", "testing"} | COMPOSED_OF.get(room, set())  # testing: inputs to verify kernels on
     for path in (ROOT / "vexact_ops" / room).glob("*.py"):
         for name in imports(path):
             if name.startswith("vexact_ops."):
@@ -93,7 +93,7 @@ def test_third_parties_are_imported_only_where_they_belong():
             if name in ("quack", "flash_attn", "cutlass"):
                 assert path.name == "cute.py", f"{where} imports {name}"
             if name == "triton":
-                assert path.name == "triton.py", f"{where} imports {name}"
+                assert path.name in ("triton.py", "admit.py"), f"{where} imports {name}"
             if name in ("transformers", "veomni", "verl", "ray"):
                 inside = where.parts[1] in ("patch", "models", "verl", "weights")
                 inside |= where.parts[0] == "vexact_engine" and len(where.parts) == 2  # command-line layer, lazily

@@ -344,3 +344,30 @@ def test_bad_arguments_are_named():
         vx.linear(x, w, backend="fast")
     with pytest.raises(vx.BackendUnavailable, match="does not serve cpu"):
         vx.linear(x, w, backend="cuda")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=["rounded", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("n,k", [(1024, 1024), (2048, 768), (576, 1536), (200, 1000), (65, 72), (4096, 12288)])
+def test_every_gpu_kernel_has_the_triton_kernels_bits(n, k, dtype, out_dtype):
+    x, w = cancelling(130, k, n, seed=n, dtype=dtype, device="cuda")
+    x = x.clamp(-64, 64)
+    bias = w[:, 0].contiguous()
+    for rows in (1, 3, 8, 9, 16, 31, 32, 64, 65, 130):
+        for b in (None, bias):
+            ours = vx.linear(x[:rows], w, b, out_dtype=out_dtype, backend="cuda")
+            assert_bitwise(ours, vx.linear(x[:rows], w, b, out_dtype=out_dtype, backend="triton"), f"{rows} rows")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_graph_replays_the_eager_bits():
+    x, w = cancelling(16, 1024, 512, seed=3, device="cuda")
+    expected = vx.linear(x, w)
+    static = torch.zeros_like(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = vx.linear(static, w)
+    static.copy_(x)
+    graph.replay()
+    assert_bitwise(y, expected)

@@ -119,7 +119,9 @@ class Room:
             )
         reason = PROBES[name]()
         if reason:
-            raise BackendUnavailable(f"{self.name}: backend {name!r}: {reason}")
+            others = [other for other in names if other != name and PROBES[other]() is None]
+            hint = f"; set_backend({others[0]!r}) or backend={others[0]!r} would work here" if others else ""
+            raise BackendUnavailable(f"{self.name}: backend {name!r}: {reason}{hint}")
         if name == names[0]:
             self._defaults[device] = name
         return name

@@ -9,7 +9,7 @@ from .._core import check
 from .._core.backend import Room
 from .._core.operator import Operator
 
-ROOM = Room("linear", cpu=("cpu",), cuda=("triton",))
+ROOM = Room("linear", cpu=("cpu",), cuda=("cuda", "triton"))
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
