@@ -7,7 +7,7 @@ from .._core import native
 
 # The pieces that logits are made in. They bound the memory beyond the gradients; no bit depends on them.
 FWD_TOKENS = 4096  # whose block sums are held at once: 12 bytes for every 512 logits
-BWD_TOKENS, BWD_VOCABULARY = 2048, 1024  # of one piece of dlogits: 8 MiB
+BWD_TOKENS, BWD_VOCABULARY = 2048, 1024  # of one piece of dlogits: 8 MiB; fewer tokens take more of the vocabulary
 LSE_BLOCK = 512
 
 
@@ -46,8 +46,9 @@ def linear_logprobs_bwd(
         )
     dhidden = torch.empty(tokens, width) if need_dhidden else None
     dweight = torch.empty(weight.shape, dtype=weight.dtype) if need_dweight else None
-    piece = min(vocabulary, BWD_VOCABULARY)
-    workspace = torch.empty(min(tokens, BWD_TOKENS), piece)
+    rows = min(tokens, BWD_TOKENS)
+    piece = min(vocabulary, BWD_TOKENS // rows * BWD_VOCABULARY)
+    workspace = torch.empty(rows, piece)
     own_sums = need_dweight and weight.dtype != torch.float32 and tokens > BWD_TOKENS
     sums = torch.empty(piece, width) if own_sums else None
     args = dlogprob, dentropy, hidden, weight, target, temperature, softcap, entropy, lse
