@@ -1,0 +1,251 @@
+"""Tiny random models of every family, and the ways in which one model may meet the same sequences."""
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import vexact_ops as vx
+from vexact_ops.testing import assert_bitwise
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOW = {"sliding_window": 4}
+MIXED = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+# What the families with an entry here differ in, set so that it shows.
+FAMILIES = {
+    "llama": {"tie_word_embeddings": True, "attention_bias": True},  # SmolLM2 ties
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": WINDOW,
+    "gemma2": {
+        **MIXED,
+        "query_pre_attn_scalar": 12,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    # further dense families that are made of the same pieces
+    "arcee": {},
+    "bitnet": {"head_dim": 8},
+    "cwm": MIXED,
+    "ernie4_5": {},
+    "exaone4": MIXED,
+    "gemma": {},
+    "gemma3_text": {**MIXED, "query_pre_attn_scalar": 12},
+    "glm": {},
+    "glm4": {},
+    "granite": {
+        "logits_scaling": 8.0,
+        "residual_multiplier": 0.22,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+    },
+    "helium": {"head_dim": 8},
+    "hunyuan_v1_dense": {},
+    "hyperclovax": {},
+    "ministral": MIXED,
+    "olmo2": {},
+    "olmo3": MIXED,
+    "phi3": {**WINDOW, "partial_rotary_factor": 0.5},
+    "seed_oss": {},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "vaultgemma": {**MIXED, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+}
+NAMED = ["llama", "qwen2", "qwen3", "mistral", "gemma2"]  # those that the library promises by name
+FURTHER = [name for name in FAMILIES if name not in NAMED]
+
+
+def family(name: str, *marks):
+    known = name in CONFIG_MAPPING
+    skip = [] if known else [pytest.mark.skip(reason=f"transformers {transformers.__version__} has no {name}")]
+    return pytest.param(name, id=name, marks=[*marks, *skip])
+
+
+def config_of(name: str, **changes):
+    cls = CONFIG_MAPPING[name]
+    wanted = {**SIZES, **FAMILIES.get(name, {}), **changes}
+    config = cls(**{k: v for k, v in wanted.items() if k in wanted})
+    for key, value in vars(config).items():
+        if "dropout" in key and isinstance(value, float):
+            setattr(config, key, 0.0)
+    return config
+
+
+def tiny(name: str, dtype=torch.float32, seed: int = 0, **changes):
+    """A random model whose weights are large enough for everything in it to matter."""
+    model = AutoModelForCausalLM.from_config(config_of(name, **changes))
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            value = torch.randn(parameter.shape, generator=g)
+            if parameter.dim() > 1:
+                parameter.copy_(value * 1.5 / parameter.shape[1] ** 0.5)
+            else:
+                parameter.add_(value * 0.3)
+    for module in model.modules():  # keep the frequencies in fp32, as from_pretrained does
+        for key, value in module._buffers.items():
+            if value is not None and "inv_freq" not in key:
+                module._buffers[key] = value.to(dtype)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameter.data = parameter.data.to(dtype)
+    return model.eval()
+
+
+def sequences(lengths=(7, 1, 11), seed: int = 1, vocabulary: int = 61) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocabulary, (n,), generator=g) for n in lengths]
+
+
+def pad(seqs, side: str, width: int | None = None):
+    """ids and mask (B, S); what stands in the padding is arbitrary."""
+    width = width or max(len(s) for s in seqs)
+    ids = torch.randint(0, 61, (len(seqs), width), generator=torch.Generator().manual_seed(9))
+    mask = torch.zeros(len(seqs), width, dtype=torch.int64)
+    for i, s in enumerate(seqs):
+        where = slice(0, len(s)) if side == "right" else slice(width - len(s), width)
+        ids[i, where], mask[i, where] = s, 1
+    return ids, mask
+
+
+def pack(seqs):
+    ids = torch.cat(seqs)[None]
+    cu = torch.tensor([0, *(len(s) for s in seqs)]).cumsum(0).to(torch.int32)
+    positions = torch.cat([torch.arange(len(s)) for s in seqs])[None]
+    return ids, cu, positions
+
+
+def alone(model, seqs):
+    return [model(s[None], use_cache=False).logits[0] for s in seqs]
+
+
+def in_padded_batch(model, seqs, side: str):
+    ids, mask = pad(seqs, side, max(len(s) for s in seqs) + 2)
+    logits = model(ids, attention_mask=mask, use_cache=False).logits
+    return [logits[i][mask[i].bool()] for i in range(len(seqs))]
+
+
+def packed(model, seqs, by: str):
+    ids, cu, positions = pack(seqs)
+    how = {"position_ids": positions} if by == "positions" else {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu}
+    logits = model(ids, use_cache=False, **how).logits[0]
+    return list(logits.split([len(s) for s in seqs]))
+
+
+def in_chunks(model, seqs, seed: int = 0):
+    """Each sequence alone, in chunks of random sizes through transformers' own cache."""
+    g = torch.Generator().manual_seed(seed)
+    out = []
+    for s in seqs:
+        cache, logits, at = None, [], 0
+        while at < len(s):
+            n = int(torch.randint(1, 6, (1,), generator=g))
+            step = model(s[None, at : at + n], past_key_values=cache, use_cache=True)
+            cache, at = step.past_key_values, at + n
+            logits.append(step.logits[0])
+        out.append(torch.cat(logits))
+    return out
+
+
+def token_by_token(model, seqs):
+    """One left-padded batch as generate() runs it: a prefill, then a token of every sequence at a time."""
+    ids, mask = pad(seqs, "left")
+    width = ids.shape[1]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache, logits, begin = None, [], width // 2  # the shortest sequences have not begun in the prefill
+    for end in range(begin, width + 1):
+        new = slice(0 if cache is None else end - 1, end)
+        how = {"attention_mask": mask[:, :end], "position_ids": positions[:, new]}
+        step = model(ids[:, new], past_key_values=cache, use_cache=True, **how)
+        cache = step.past_key_values
+        logits.append(step.logits)
+    logits = torch.cat(logits, 1)
+    return [logits[i][mask[i].bool()] for i in range(len(seqs))]
+
+
+class Pages:
+    """A paged cache for a few sequences, its pages in random order."""
+
+    def __init__(self, model, count: int, page_size: int, dtype, seed: int = 0, per_sequence: int = 16):
+        attention = next(m for m in model.modules() if type(m).__name__.endswith("Attention"))
+        config = model.config
+        dim = attention.head_dim
+        shape = (count * per_sequence + 3, page_size, config.num_key_value_heads, dim)
+        nan = torch.full(shape, float("nan"), dtype=dtype)
+        self.k, self.v = ([nan.clone() for _ in range(config.num_hidden_layers)] for _ in range(2))
+        order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(seed))
+        self.table = order[: count * per_sequence].view(count, per_sequence)
+        self.page_size, self.length = page_size, [0] * count
+
+    def step(self, model, work, **kwargs):
+        """work: (sequence, its next tokens); returns one row of logits for every token."""
+        ids = torch.cat([tokens for _, tokens in work])
+        positions, slots = [], []
+        for index, tokens in work:
+            p = torch.arange(self.length[index], self.length[index] + len(tokens))
+            positions.append(p)
+            slots.append(self.table[index][p // self.page_size] * self.page_size + p % self.page_size)
+            self.length[index] += len(tokens)
+        sizes = torch.tensor([0, *(len(t) for _, t in work)])
+        batch = vx.patch.PagedBatch(
+            k_caches=self.k,
+            v_caches=self.v,
+            slot_mapping=torch.cat(slots),
+            block_table=torch.stack([self.table[i] for i, _ in work]).to(torch.int32),
+            context_lens=torch.tensor([self.length[i] for i, _ in work], dtype=torch.int32),
+            cu_seqlens_q=sizes.cumsum(0).to(torch.int32),
+            max_seqlen_q=int(sizes.max()),
+        )
+        out = model(ids[None], position_ids=torch.cat(positions)[None], vexact_paged=batch, use_cache=False, **kwargs)
+        return out.logits[0]
+
+
+def paged(model, seqs, page_size: int = 4, seed: int = 0):
+    """As an engine: every step takes a chunk of some sequences and a single token of others."""
+    g = torch.Generator().manual_seed(seed)
+    pages = Pages(model, len(seqs), page_size, model.dtype, seed)
+    out = [[] for _ in seqs]
+    with torch.no_grad():
+        while any(pages.length[i] < len(s) for i, s in enumerate(seqs)):
+            work = []
+            for i, s in enumerate(seqs):
+                n = int(torch.randint(0, 5, (1,), generator=g))
+                tokens = s[pages.length[i] : pages.length[i] + n]
+                if len(tokens):
+                    work.append((i, tokens))
+            if work:
+                rows = pages.step(model, work).split([len(t) for _, t in work])
+                for (i, _), logits in zip(work, rows):
+                    out[i].append(logits)
+    return [torch.cat(rows) for rows in out]
+
+
+FORMS = {
+    "left padded": lambda m, s: in_padded_batch(m, s, "left"),
+    "right padded": lambda m, s: in_padded_batch(m, s, "right"),
+    "packed by lengths": lambda m, s: packed(m, s, "lengths"),
+    "packed by positions": lambda m, s: packed(m, s, "positions"),
+    "in chunks": in_chunks,
+    "token by token": token_by_token,
+    "paged": paged,
+}
+
+
+def check_forms(model, seqs, forms=FORMS):
+    """The logits of every sequence have the same bytes alone and in every form. Raises AssertionError naming one."""
+    expected = alone(model, seqs)
+    for name, form in forms.items():
+        assert_bitwise(form(model, seqs), expected, name)

@@ -1,0 +1,6 @@
+"""Models of other libraries on aligned ops: objects that say what they changed and undo it."""
+
+from .batch import PagedBatch
+from .hf import UnsupportedModule, hf
+
+__all__ = ["PagedBatch", "UnsupportedModule", "hf"]

@@ -1,0 +1,104 @@
+"""What a model executes outside the aligned ops: listed on fake tensors, without computing anything.
+
+A patched model is covered where every other operation it runs is exact in every batch: it moves data, works on
+integers or booleans, or is elementwise and correctly rounded (IEEE addition, multiplication, division), so that no
+order of summation and no vector width can show. Anything else is a reason to refuse the module that runs it.
+"""
+
+import sys
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Elementwise and correctly rounded, or data movement that is no view.
+EXACT = {
+    *("add", "sub", "rsub", "mul", "div", "neg", "abs", "relu", "square", "clamp", "clamp_min", "clamp_max"),
+    *("maximum", "minimum", "where", "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf"),
+    *("add_", "sub_", "mul_", "div_", "clamp_", "masked_fill", "masked_fill_"),
+    *("_to_copy", "clone", "copy_", "contiguous", "cat", "stack", "constant_pad_nd", "repeat", "repeat_interleave"),
+    *("embedding", "index", "index_select", "index_copy", "gather", "slice_scatter", "select_scatter"),
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros", "zeros_like", "new_zeros"),
+    *("ones", "ones_like", "new_ones", "full", "full_like", "new_full", "fill_", "zero_", "scalar_tensor", "arange"),
+    *("lift_fresh", "lift_fresh_copy", "_unsafe_view", "roll", "flip", "tril", "triu"),
+}
+
+
+class Watch(TorchDispatchMode):
+    """Collects what is not exact, with the module whose forward runs it."""
+
+    def __init__(self, names: dict[int, str]):
+        super().__init__()
+        self.names, self.found = names, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not self._exact(func, args, kwargs or {}, out):
+            self.found.setdefault(self._module(), set()).add(func.overloadpacket._qualified_op_name.replace("::", "."))
+        return out
+
+    @staticmethod
+    def _exact(func, args, kwargs, out) -> bool:
+        if func.namespace == "vexact" or func.is_view:
+            return True
+        made = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+        if not made:  # a question about a tensor, not a value
+            return True
+        if func.namespace in ("aten", "prims"):
+            name = func.overloadpacket.__name__
+            if name in EXACT:
+                return kwargs.get("alpha", 1) == 1  # a scaled sum may be one fused operation or two
+            if name == "pow" and len(args) > 1 and args[1] in (1, 2):
+                return True
+            read = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            return not any(t.is_floating_point() or t.is_complex() for t in (*read, *made))
+        return False
+
+    def _module(self) -> str:
+        frame = sys._getframe(2)
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and id(owner) in self.names:
+                return self.names[id(owner)]
+            frame = frame.f_back
+        return ""
+
+
+def run(model: nn.Module, names: dict[int, str], call) -> dict[str, set[str]]:
+    """call(model, input_ids) on fake copies of the model's tensors: what each module executed that is not exact.
+
+    Once as for inference and once as for training; the modules' training flags and tensors come back as they were.
+    """
+    flags = [(module, module.training) for module in model.modules()]
+    found: dict[str, set[str]] = {}
+    try:
+        for training in (False, True):
+            for module, _ in flags:
+                module.training = training
+            with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+                caller = Caller(model, call)
+                tensors = {**dict(caller.named_parameters()), **dict(caller.named_buffers())}
+                swapped = {name: fake.from_tensor(t.detach()) for name, t in tensors.items()}
+                ids = torch.zeros(2, 3, dtype=torch.int64, device=next(iter(tensors.values())).device)
+                watch = Watch(names)
+                with watch:
+                    torch.func.functional_call(caller, swapped, (ids,))
+            for name, operations in watch.found.items():
+                found.setdefault(name, set()).update(operations)
+    finally:
+        for module, training in flags:
+            module.training = training
+    return found
+
+
+class Caller(nn.Module):
+    """functional_call wants a module: one that calls the model in our way."""
+
+    def __init__(self, model: nn.Module, call):
+        super().__init__()
+        self.model, self.call = model, call
+
+    def forward(self, ids: Tensor):
+        return self.call(self.model, ids)

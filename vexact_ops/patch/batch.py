@@ -1,0 +1,183 @@
+"""How a batch lies in memory: which of its rows are tokens, where each sequence begins, and attention over that."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import vexact_ops as vx
+
+
+@dataclass
+class PagedBatch:
+    """One step of a paged engine: the tokens of all its sequences in one row of shape (1, T).
+
+    k_caches, v_caches  one (pages, page_size, Hk, D | Dv) tensor per layer, at the layer's index
+    slot_mapping        (T,) int64: where each token's key and value go; -1 stores nothing
+    block_table         (B, P) int32, the pages of each sequence in order
+    context_lens        (B,) int32: keys of each sequence, this step's included
+    cu_seqlens_q        (B + 1,) int32: sequence b has the tokens cu_seqlens_q[b] to cu_seqlens_q[b + 1]
+    max_seqlen_q        at least the most tokens of a sequence in this step
+    """
+
+    k_caches: Sequence[Tensor]
+    v_caches: Sequence[Tensor]
+    slot_mapping: Tensor
+    block_table: Tensor
+    context_lens: Tensor
+    cu_seqlens_q: Tensor
+    max_seqlen_q: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which rows of a (B, S) batch are tokens, and of which sequence; computed once for all layers."""
+
+    cu_q: Tensor  # (N + 1,) int32
+    max_q: int
+    cu_k: Tensor | None  # the same for keys, where a cache holds earlier ones
+    keys: int  # columns of keys in a row of the batch, those of the cache included
+    q_index: Tensor | None  # rows of the flattened (B * S) that are tokens; None: all of them
+    k_index: Tensor | None  # rows of the flattened (B * keys) that are
+    paged: PagedBatch | None = None
+    kv_segment: int | None = None
+    seen: list | None = None  # the audit's record of what each attention module asks for
+
+
+def plain(batch: int, length: int, past: int, device, **options) -> Layout:
+    def every(step: int) -> Tensor:
+        return torch.arange(0, batch * step + 1, step, dtype=torch.int32, device=device)
+
+    cu_k = every(past + length) if past else None
+    return Layout(every(length), length, cu_k, past + length, None, None, **options)
+
+
+def padded(mask: Tensor, length: int, position_ids: Tensor | None, **options) -> tuple[Layout, Tensor]:
+    """From a (B, past + length) mask with one run of tokens per row. Positions count a row's tokens from 0."""
+    batch, keys = mask.shape
+    past = keys - length
+    if past < 0:
+        raise ValueError(f"attention_mask: got {keys} columns for {length} new tokens, expected at least as many")
+    mask = mask != 0
+    place = mask.cumsum(1)
+    new, before = mask[:, past:], mask[:, :past]
+    if bool((mask[:, 1:] & ~mask[:, :-1] & (place[:, :-1] > 0)).any()):
+        raise ValueError("attention_mask: a row has a hole, expected padding on the left or on the right alone")
+    positions = (place - 1).clamp(min=0)[:, past:]
+    if bool(mask.all()):
+        layout = plain(batch, length, past, mask.device, **options)
+    else:
+        counts = new.sum(1)
+        cu_q, cu_k = _ends(counts), _ends(before.sum(1) + counts) if past else None
+        q_index, k_index = new.flatten().nonzero()[:, 0], mask.flatten().nonzero()[:, 0]
+        layout = Layout(cu_q, max(int(counts.max()), 1), cu_k, keys, q_index, k_index, **options)
+    if position_ids is None:
+        return layout, positions
+    given = position_ids.expand(batch, length)
+    if bool(((given.diff(dim=1) != 1) & new[:, 1:] & new[:, :-1]).any()):
+        raise ValueError(
+            "position_ids: they jump inside a row of attention_mask; packed rows go without attention_mask"
+        )
+    return layout, position_ids
+
+
+def packed(cu_seqlens: Tensor, length: int, max_seqlen: int | None, **options) -> Layout:
+    """From cumulative lengths over the flattened batch, whose rows have this length."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"cu_seq_lens_q: got {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}, expected (N + 1,) int32 or int64"
+        )
+    cu = cu_seqlens.to(torch.int32)
+    if max_seqlen is None:
+        max_seqlen = max(int(cu.diff().max()), 1) if cu.numel() > 1 else 1
+    return Layout(cu, int(max_seqlen), None, length, None, None, **options)
+
+
+def positions_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """(1, tokens): each sequence counts from 0."""
+    counts = cu_seqlens.diff()
+    starts = torch.repeat_interleave(cu_seqlens[:-1], counts, output_size=tokens)
+    return (torch.arange(tokens, device=cu_seqlens.device) - starts)[None]
+
+
+def restarts(position_ids: Tensor, batch: int, length: int) -> Tensor | None:
+    """Cumulative lengths of the sequences in a batch whose positions restart inside a row, or None where none do."""
+    new = position_ids.expand(batch, length).diff(dim=1) != 1
+    if not bool(new.any()):
+        return None
+    first = torch.ones(batch, 1, dtype=torch.bool, device=new.device)
+    starts = torch.cat((first, new), 1).flatten().nonzero()[:, 0]
+    return torch.cat((starts, starts.new_tensor([batch * length]))).to(torch.int32)
+
+
+def _ends(counts: Tensor) -> Tensor:
+    return torch.cat((counts.new_zeros(1), counts.cumsum(0))).to(torch.int32)
+
+
+def heads_last(x: Tensor) -> Tensor:
+    """(B, heads, S, D) as (B * S, heads, D), a view where the strides allow."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def attend(
+    module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask=None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    vexact_layout: Layout | None = None,
+    **kwargs,
+):
+    """Attention in the form that Hugging Face's modules call: (B, H, S, D) in, (B, S, Hq, Dv) out.
+
+    Padding rows give zeros. The mask has been turned into `vexact_layout` by the patched model's forward.
+    """
+    layout = vexact_layout
+    if layout is None:
+        raise RuntimeError("vexact attention: call the patched model, not its layers: its forward describes the batch")
+    if dropout:
+        raise ValueError(f"vexact attention: dropout: got {dropout}, expected 0: a dropped key is not aligned")
+    if layout.seen is not None:
+        layout.seen.append((module, sliding_window, kwargs))
+    batch, heads, length, _ = query.shape
+    options = {
+        "scale": scaling,
+        "window": sliding_window,
+        "softcap": softcap,
+        "sinks": s_aux,
+        "kv_segment": layout.kv_segment,
+    }
+    q, k, v = heads_last(query), heads_last(key), heads_last(value)
+    if layout.paged is not None:
+        out = _attend_paged(module, q, k, v, layout.paged, options)
+        return out.view(batch, length, heads, -1), None
+    missing = layout.keys - key.shape[2]
+    if missing < 0:
+        raise ValueError(
+            f"past_key_values: a layer returned {key.shape[2]} keys for {layout.keys} tokens: caches of a fixed size "
+            "are not covered, use a DynamicCache"
+        )
+    if missing:  # a window's cache has dropped its oldest keys: put their places back, as blocks are cut from the start
+        k, v = (heads_last(torch.nn.functional.pad(x, (0, 0, missing, 0))) for x in (key, value))
+    if layout.q_index is not None:
+        q, k, v = q[layout.q_index], k[layout.k_index], v[layout.k_index]
+    out = vx.attention_varlen(q, k, v, layout.cu_q, layout.max_q, cu_seqlens_k=layout.cu_k, **options)
+    if layout.q_index is not None:
+        full = out.new_zeros(batch * length, *out.shape[1:])
+        out = full.index_copy(0, layout.q_index, out)
+    return out.view(batch, length, heads, -1), None
+
+
+def _attend_paged(module, q: Tensor, k: Tensor, v: Tensor, paged: PagedBatch, options: dict) -> Tensor:
+    if k.shape[0] != q.shape[0]:
+        raise ValueError("vexact_paged: past_key_values holds keys too, expected the pages alone")
+    k_cache, v_cache = paged.k_caches[module.layer_idx], paged.v_caches[module.layer_idx]
+    vx.kv_cache_store(k, v, k_cache, v_cache, paged.slot_mapping)
+    table = paged.block_table, paged.context_lens, paged.cu_seqlens_q, paged.max_seqlen_q
+    return vx.attention_paged(q, k_cache, v_cache, *table, **options)

@@ -1,0 +1,192 @@
+"""What the decoder and the causal language model around it do once patched: lay out the batch, logits, loss."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import vexact_ops as vx
+
+from . import batch
+
+
+def base_forward(
+    self,
+    input_ids=None,
+    attention_mask=None,
+    position_ids=None,
+    past_key_values=None,
+    inputs_embeds=None,
+    use_cache=None,
+    cu_seq_lens_q=None,
+    cu_seq_lens_k=None,
+    max_length_q=None,
+    max_length_k=None,
+    vexact_paged=None,
+    **kwargs,
+):
+    """The decoder's own forward; the mask becomes a Layout that attention reads."""
+    patch = self._vexact
+    given = input_ids if input_ids is not None else inputs_embeds
+    if given is None:
+        raise ValueError("input_ids: got None, expected input_ids or inputs_embeds")
+    size, device = given.shape[:2], given.device
+    if given.dim() < 2 or not size.numel():
+        raise ValueError(f"input_ids: got shape {tuple(given.shape)}, expected (B, S) with at least one token")
+    if torch.is_autocast_enabled(device.type):
+        raise RuntimeError("a patched model does not run under autocast: cast the model to the dtype you want instead")
+    if kwargs.get("output_attentions"):
+        raise ValueError("output_attentions: got True, but attention weights are never formed")
+    if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape[1] != size[1]):
+        raise ValueError(f"position_ids: got shape {tuple(position_ids.shape)}, expected (B or 1, {size[1]})")
+    options = {"kv_segment": patch.options["kv_segment"], "seen": patch.seen}
+    past = int(past_key_values.get_seq_length()) if past_key_values is not None else 0
+    alone = None  # the name of an argument that goes without a cache
+    if vexact_paged is not None:
+        alone = "vexact_paged"
+        if attention_mask is not None or position_ids is None or size[0] != 1:
+            raise ValueError("vexact_paged: expected one row of tokens with position_ids and without attention_mask")
+        layout = batch.Layout(None, 0, None, size[1], None, None, vexact_paged, **options)
+    elif cu_seq_lens_q is not None:
+        alone = "cu_seq_lens_q"
+        if attention_mask is not None or size[0] != 1:
+            raise ValueError("cu_seq_lens_q: expected one packed row and no attention_mask")
+        if cu_seq_lens_k is not None and not torch.equal(cu_seq_lens_k, cu_seq_lens_q):
+            raise ValueError("cu_seq_lens_k: got other lengths than cu_seq_lens_q, expected the same")
+        layout = batch.packed(cu_seq_lens_q, size[1], max_length_q, **options)
+        if position_ids is None:
+            position_ids = batch.positions_of(cu_seq_lens_q, size[1])
+    elif attention_mask is not None:
+        if not isinstance(attention_mask, Tensor) or attention_mask.shape != (size[0], past + size[1]):
+            got = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+            raise ValueError(f"attention_mask: got {got}, expected padding of shape ({size[0]}, {past + size[1]})")
+        layout, position_ids = batch.padded(attention_mask.to(device), size[1], position_ids, **options)
+    else:
+        cu = None
+        if position_ids is not None and past_key_values is None:
+            cu = batch.restarts(position_ids, *size)
+        if cu is None:
+            layout = batch.plain(*size, past, device, **options)
+        else:
+            alone = "position_ids that restart"
+            layout = batch.packed(cu, size[1], None, **options)
+    if alone:
+        if past_key_values is not None or use_cache:
+            raise ValueError(f"use_cache: got a cache with {alone}, expected use_cache=False")
+        use_cache = False
+    return type(self).forward(
+        self,
+        input_ids=input_ids,
+        # Of four dimensions: transformers takes it for a mask that is ready, and builds none.
+        attention_mask=torch.empty(1, 1, 1, 1, device=device),
+        position_ids=position_ids,
+        past_key_values=past_key_values,
+        inputs_embeds=inputs_embeds,
+        use_cache=use_cache,
+        vexact_layout=layout,
+        **kwargs,
+    )
+
+
+def scaled(patch, hidden: Tensor) -> Tensor:
+    return hidden if patch.scale == 1 else hidden / patch.scale  # exact: a power of two
+
+
+def logits_of(patch, hidden: Tensor) -> Tensor:
+    flat = scaled(patch, hidden).reshape(-1, hidden.shape[-1])
+    return vx.linear_logits(flat, patch.head.weight, softcap=patch.softcap).view(*hidden.shape[:-1], -1)
+
+
+@functools.cache
+def wrapped_causal_forward() -> Callable:
+    from transformers.utils import can_return_tuple
+
+    return can_return_tuple(causal_forward)
+
+
+def causal_forward(
+    self,
+    input_ids=None,
+    attention_mask=None,
+    position_ids=None,
+    past_key_values=None,
+    inputs_embeds=None,
+    labels=None,
+    use_cache=None,
+    logits_to_keep=0,
+    skip_logits=False,
+    **kwargs,
+):
+    """Hidden states, fp32 logits of the rows asked for, and the loss where labels are given. The loss never forms the
+    T x V logits; with skip_logits (and labels) nothing does."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    patch = self._vexact
+    out = patch.base(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        past_key_values=past_key_values,
+        inputs_embeds=inputs_embeds,
+        use_cache=use_cache,
+        return_dict=True,
+        **kwargs,
+    )
+    hidden, logits, loss = out.last_hidden_state, None, None
+    if labels is None or not skip_logits:
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = logits_of(patch, hidden[:, keep])
+    if labels is not None and self.loss_function is aligned_loss:
+        loss = _loss_of(patch, hidden, labels, **kwargs)
+    elif labels is not None:
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+    return CausalLMOutputWithPast(
+        loss=loss,
+        logits=logits,
+        past_key_values=out.past_key_values,
+        hidden_states=out.hidden_states,
+        attentions=out.attentions,
+    )
+
+
+def _next_tokens(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    return shift_labels.reshape(-1)
+
+
+def _per_item(total: Tensor, num_items_in_batch: Tensor | int) -> Tensor:
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total / num_items_in_batch
+
+
+def _loss_of(
+    patch, hidden: Tensor, labels: Tensor, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs
+) -> Tensor:
+    target = _next_tokens(labels, shift_labels, ignore_index).to(hidden.device)
+    options = {"ignore_index": ignore_index, "softcap": patch.softcap}
+    options["reduction"] = "mean" if num_items_in_batch is None else "sum"
+    loss = vx.linear_cross_entropy(scaled(patch, hidden).flatten(0, 1), patch.head.weight, target, **options)
+    return loss if num_items_in_batch is None else _per_item(loss, num_items_in_batch)
+
+
+def aligned_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **kwargs,
+) -> Tensor:
+    """transformers' ForCausalLMLoss from aligned log-probabilities, for who calls `model.loss_function` on logits: the
+    mean over the targets that are not ignored, or their sum over num_items_in_batch."""
+    target = _next_tokens(labels, shift_labels, ignore_index).to(logits.device)
+    index = (target != ignore_index).nonzero()[:, 0]
+    rows = logits.float().view(-1, vocab_size).index_select(0, index)
+    values = -vx.log_softmax(rows).gather(1, target[index][:, None])[:, 0]
+    if num_items_in_batch is None:
+        return vx.mean(values)
+    return _per_item(vx.mean(values) * len(index) if len(index) else values.sum(), num_items_in_batch)

@@ -1,0 +1,441 @@
+"""Hugging Face decoders on aligned ops, one model at a time: nothing outside the given instance changes."""
+
+import math
+import re
+import threading
+import types
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import vexact_ops as vx
+
+from . import audit, forwards, pieces
+from .pieces import NotCovered
+
+_LOCK = threading.RLock()
+_STRUCTURE = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.Identity)
+_EXACT = "stock: elementwise and correctly rounded, or a copy"
+_KNOWN_KWARGS = {
+    "position_ids",
+    "use_cache",
+    "cache_position",
+    "is_causal",
+    "output_attentions",
+    "output_hidden_states",
+}
+
+
+class UnsupportedModule(ValueError):
+    """The model holds modules whose bits would depend on the batch; the message names all of them."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one module."""
+
+    path: str
+    cls: str
+    replacement: str  # the aligned ops that compute it now, or "" where it stays stock
+    note: str
+
+
+class Report(list):
+    """The rows, one per module; as a string a table with one line for all modules that are alike."""
+
+    def __str__(self) -> str:
+        lines = Counter((re.sub(r"\.\d+(?=\.|$)", ".*", r.path), r.cls, r.replacement or "-", r.note) for r in self)
+        head = ("module", "class", "aligned ops", "note")
+        cells = [head, *((f"{p or '(root)'}" + (f" x{n}" if n > 1 else ""), *rest) for (p, *rest), n in lines.items())]
+        widths = [max(len(c[i]) for c in cells) for i in range(3)]
+        return "\n".join("  ".join([*(c[i].ljust(widths[i]) for i in range(3)), c[3]]).rstrip() for c in cells)
+
+
+@dataclass
+class _Change:
+    module: nn.Module
+    forward: Callable  # (self, ...) -> ...
+
+
+class _Patch:
+    """All that is changed about one model, shared by its nested handles. Lives in the `__dict__` of what it changed."""
+
+    def __init__(self, model: nn.Module, options: dict):
+        self.model, self.options = model, options
+        self.handles, self.report, self.problems, self.changes = 0, Report(), [], []
+        self.base = self.head = self.loss = self.seen = None
+        self.scale, self.softcap = 1.0, None
+        self.inner: set[int] = set()  # modules whose block computes what they would
+
+    def replace(self, path: str, module: nn.Module, forward: Callable, ops: str, note: str = "") -> None:
+        self.changes.append(_Change(module, forward))
+        self.report.append(Row(path, type(module).__name__, ops, note))
+
+    def keep(self, path: str, module: nn.Module, note: str = _EXACT) -> None:
+        if id(module) in self.inner:
+            note = "not run: its block computes it"
+        self.report.append(Row(path, type(module).__name__, "", note))
+
+    def refuse(self, path: str, module: nn.Module, reason: str) -> None:
+        self.problems.append((path, type(module).__name__, reason))
+        self.report = Report(row for row in self.report if row.path != path or row.replacement)
+        self.keep(path, module, f"NOT COVERED: {reason}")
+
+    def apply(self) -> None:
+        for change in self.changes:
+            change.module.__dict__["_vexact"] = self
+            change.module.__dict__["forward"] = types.MethodType(change.forward, change.module)
+        if self.loss:
+            self.model.__dict__["_loss_function"] = forwards.aligned_loss
+
+    def revert(self) -> None:
+        for change in self.changes:
+            forward = change.module.__dict__.get("forward")
+            if getattr(forward, "__func__", None) is not change.forward:
+                raise RuntimeError(
+                    f"undo: something replaced the forward of a {type(change.module).__name__} after the patch; take "
+                    "that back first"
+                )
+        for change in self.changes:
+            del change.module.__dict__["forward"], change.module.__dict__["_vexact"]
+        if self.loss and self.model.__dict__.get("_loss_function") is forwards.aligned_loss:
+            del self.model.__dict__["_loss_function"]
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("a patched model cannot be copied or pickled: undo its patch first, or use its state_dict")
+
+
+class Handle:
+    """One patch of one model. A context manager; `undo()` takes it back, and does so at most once.
+
+    Patching a patched model again gives another handle on the same patch: the model is stock again when the last of
+    them is undone, in whatever order.
+    """
+
+    def __init__(self, patch: _Patch):
+        self._patch, self._active = patch, True
+
+    def __enter__(self) -> "Handle":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.undo()
+
+    def __repr__(self) -> str:
+        state = "active" if self._active else "undone"
+        return f"<vexact patch of {type(self._patch.model).__name__}, {state}, {len(self._patch.changes)} modules>"
+
+    def report(self) -> Report:
+        """A row for every module: what computes it now, or why it may stay as it is. str() makes a table of it."""
+        return self._patch.report
+
+    def undo(self) -> None:
+        """Give the model its own forwards back (with the last handle). Raises RuntimeError where something else has
+        replaced a patched forward meanwhile."""
+        with _LOCK:
+            if not self._active:
+                return
+            if self._patch.handles == 1:
+                self._patch.revert()
+            self._patch.handles -= 1
+            self._active = False
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., H) final hidden states to (..., V) fp32 logits, with the model's scaling and softcap; never rounded."""
+        self._check()
+        return forwards.logits_of(self._patch, hidden)
+
+    def logprobs(
+        self,
+        input_ids: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        temperature: float = 1.0,
+        return_entropy: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The log-probability of each next token, with gradients and without ever holding T x V logits.
+
+        input_ids       (B, S), or one packed row (1, T) or (T,)
+        cu_seqlens      (N + 1,) where the packed row's sequences begin, and its end
+        attention_mask  (B, S) of a batch padded left or right
+        position_ids    (B, S); without the two above, a sequence ends where they do not go on by one
+        temperature     logits are divided by it
+        return_entropy  also the entropy of each distribution
+        returns         fp32 like input_ids: at t, log p(input_ids[t + 1] | input_ids[..t]); 0 at the last token of a
+                        sequence and at padding
+        bits            a value depends on its own sequence, the weights and the temperature alone
+        raises          ValueError on shapes, RuntimeError after undo()
+        """
+        self._check()
+        patch = self._patch
+        if patch.head is None:
+            raise ValueError(f"logprobs: {type(patch.model).__name__} has no output layer")
+        if input_ids.dim() not in (1, 2):
+            raise ValueError(f"logprobs: input_ids: got shape {tuple(input_ids.shape)}, expected (B, S) or (T,)")
+        if cu_seqlens is not None and attention_mask is not None:
+            raise ValueError("logprobs: attention_mask: got one next to cu_seqlens, expected one of them")
+        ids = input_ids if input_ids.dim() == 2 else input_ids[None]
+        if position_ids is not None and position_ids.dim() == 1:
+            position_ids = position_ids[None]
+        out = patch.base(
+            input_ids=ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cu_seq_lens_q=cu_seqlens,
+            use_cache=False,
+            return_dict=True,
+        )
+        follows = torch.ones_like(ids, dtype=torch.bool)
+        follows[:, -1] = False
+        if attention_mask is not None:
+            follows[:, :-1] = (attention_mask[:, 1:] != 0) & (attention_mask[:, :-1] != 0)
+        elif cu_seqlens is not None:
+            ends = cu_seqlens[1:].long() - 1
+            follows[0, ends[cu_seqlens.diff() > 0]] = False
+        elif position_ids is not None:
+            follows[:, :-1] = position_ids.expand_as(ids).diff(dim=1) == 1
+        index = follows.flatten().nonzero()[:, 0]
+        target = ids.flatten()[index + 1]
+        hidden = forwards.scaled(patch, out.last_hidden_state.flatten(0, 1).index_select(0, index))
+        options = {"temperature": temperature, "softcap": patch.softcap, "return_entropy": return_entropy}
+        values = vx.linear_logprobs(hidden, patch.head.weight, target, **options)
+        whole = [
+            v.new_zeros(ids.numel()).index_copy(0, index, v).view(input_ids.shape)
+            for v in (values if return_entropy else (values,))
+        ]
+        return tuple(whole) if return_entropy else whole[0]
+
+    def _check(self) -> None:
+        if not self._active:
+            raise RuntimeError("this patch has been undone")
+
+
+def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None) -> Handle:
+    """Run a Hugging Face dense decoder on aligned ops: training, generation and a paged engine get the same bits.
+
+    model       a loaded causal language model of transformers, or its decoder alone; nothing else is touched, not its
+                class, its config or any registry, so other models of the same class stay stock
+    strict      refuse a model that holds anything whose bits could depend on the batch; False leaves such modules
+                stock, says so in the report, and keeps no promise
+    kv_segment  cut attention's keys at multiples of this many (see attention_varlen): declare it on both sides
+    returns     a Handle: context manager, report(), undo(), logprobs(), logits()
+
+    What changes, for this instance: linear layers, root-mean-square norms, gated feed-forward blocks, rotary tables and
+    the rotation of heads, attention, the output layer (fp32 logits) and the loss. Residual sums, scalings and embedding
+    lookups stay: they are exact. Weights are read at every call, so load_state_dict, optimizer steps, `.to(...)` and
+    train()/eval() work as ever. The forward takes, besides the usual arguments, padded batches (2-D attention_mask,
+    left or right; positions then count a row's own tokens unless position_ids are given), packed rows (cu_seq_lens_q,
+    or position_ids that restart), a DynamicCache, and `vexact_paged=PagedBatch(...)` from an engine. Padding rows come
+    out as numbers without meaning.
+
+    Not while another thread runs the same model; different models may be patched and used in different threads. Patch
+    before torch.compile, FSDP or PEFT wrap the model. A patched model refuses autocast (cast the model instead), and
+    deepcopy and pickle (undo first).
+
+    raises      UnsupportedModule (a ValueError) naming every module that is not covered, and why: the model is then
+                as it was; TypeError where it is no transformers model; ValueError where it is no decoder, where a part
+                of it has been patched on its own, or where it is patched already with other options
+    """
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"patch.hf: model: got {type(model).__name__}, expected a transformers PreTrainedModel")
+    options = {"kv_segment": kv_segment}
+    with _LOCK:
+        patch = model.__dict__.get("_vexact")
+        if patch is None:
+            patch = _Patch(model, options)
+            _plan(patch)
+            if strict:
+                _raise(patch)
+            patch.apply()
+            try:
+                _audit(patch)
+                if strict:
+                    _raise(patch)
+            except BaseException:
+                patch.revert()
+                raise
+        elif patch.model is not model:
+            raise ValueError(
+                f"patch.hf: model: got a part of a {type(patch.model).__name__} that is patched as a whole: patch that"
+            )
+        elif patch.options != options:
+            raise ValueError(f"patch.hf: kv_segment: got {kv_segment}, but the model is patched with {patch.options}")
+        elif strict:
+            _raise(patch)
+        patch.handles += 1
+        return Handle(patch)
+
+
+def _raise(patch: _Patch) -> None:
+    if not patch.problems:
+        return
+    alike: dict[tuple[str, str], list[str]] = {}
+    for path, cls, reason in patch.problems:
+        alike.setdefault((cls, reason), []).append(path or "(root)")
+    lines = [
+        f"  {paths[0]} ({cls}){f' and {len(paths) - 1} more' if len(paths) > 1 else ''}: {reason}"
+        + "".join(f"\n    {path}" for path in paths[1:] if len(paths) <= 8)
+        for (cls, reason), paths in alike.items()
+    ]
+    raise UnsupportedModule(
+        f"patch.hf: {type(patch.model).__name__} has modules whose bits could depend on the batch:\n" + "\n".join(lines)
+    )
+
+
+def _plan(patch: _Patch) -> None:
+    """Sort every module into a change, a reason to keep it, or a problem."""
+    model = patch.model
+    patch.base = model.base_model
+    patch.head = model.get_output_embeddings()
+    children = dict(model.named_children())
+    parts = {id(part) for part in (patch.base, patch.head)}
+    if patch.base is not model and {id(child) for child in children.values()} != parts:
+        raise ValueError(
+            f"patch.hf: model: got {type(model).__name__} (of {', '.join(children)}), expected a decoder, or a causal "
+            "language model of a decoder and an output layer"
+        )
+    for path, module in model.named_modules():
+        if "_vexact" in module.__dict__:
+            raise ValueError(f"patch.hf: model: its part {path} is already patched on its own: undo that first")
+        try:
+            _place(patch, path, module)
+        except NotCovered as reason:
+            patch.refuse(path, module, str(reason))
+
+
+def _place(patch: _Patch, path: str, module: nn.Module) -> None:
+    cls = type(module)
+    if "forward" in module.__dict__:
+        raise NotCovered("its forward has been replaced on this instance (by hooks or kernels of another library)")
+    for name, value in vars(module).items():
+        if "dropout" in name and isinstance(value, float) and value > 0:
+            raise NotCovered(f"{name} is {value}: a dropped value is not aligned, set it to 0")
+    if module is patch.head:
+        pieces.check_linear(module, head=True)
+        patch.replace(path, module, pieces.head_forward, "linear_logits", "fp32 logits")
+    elif isinstance(module, nn.Linear):
+        pieces.check_linear(module, head=False)
+        patch.replace(path, module, pieces.linear_forward, "linear")
+    elif isinstance(module, nn.Dropout):
+        if module.p > 0:
+            raise NotCovered(f"p is {module.p}: a dropped value is not aligned, set it to 0")
+        patch.replace(path, module, pieces.identity_forward, "(identity)")
+    elif isinstance(module, nn.Embedding):
+        if module.max_norm is not None:
+            raise NotCovered("max_norm rescales rows by their norm")
+        patch.keep(path, module, "stock: a lookup is exact")
+    elif isinstance(module, _STRUCTURE):
+        patch.keep(path, module, "holds modules")
+    elif cls.__module__.startswith("torch.nn.modules.activation") and not module._parameters:
+        patch.keep(path, module)
+    elif not cls.__module__.startswith("transformers."):
+        raise NotCovered("no module of transformers, and none of torch's that an aligned op covers")
+    elif module is patch.model and module is not patch.base:
+        patch.replace(path, module, _causal_forward(patch), "linear_logits", _loss(patch))
+    elif module is patch.base:
+        patch.replace(path, module, forwards.base_forward, "(lays out the batch)", _EXACT)
+    elif pieces.frequencies(module):
+        note = next((f"inv_freq is {b.dtype}" for b in module.buffers() if b.dtype != torch.float32), "")
+        patch.replace(path, module, pieces.rotary_forward(module), "rope_cos_sin", note)
+    elif pieces.is_attention(module):
+        patch.replace(path, module, *pieces.attention_forward(module))
+    elif module._parameters:
+        forward, style = pieces.norm_forward(module)
+        patch.replace(path, module, forward, "rmsnorm", style)
+    else:
+        if pieces.is_mlp(module):
+            try:
+                forward, activation = pieces.mlp_forward(module)
+                patch.replace(path, module, forward, "silu_mul", activation)
+                patch.inner.update(id(m) for m in module.children() if not isinstance(m, nn.Linear))
+                return
+            except NotCovered:
+                pass  # its linear layers are covered; the audit judges the rest
+        patch.keep(path, module)
+
+
+def _audit(patch: _Patch) -> None:
+    """Run the patched model on fake tensors and refuse what is neither aligned nor exact."""
+    modules = dict(patch.model.named_modules())
+    patch.seen = []
+    try:
+        found = audit.run(patch.model, {id(m): path for path, m in modules.items()}, _small_call)
+    except Exception as error:
+        patch.refuse("", patch.model, f"it could not be tried ({type(error).__name__}: {error})")
+        return
+    finally:
+        seen, patch.seen = patch.seen, None
+    for path, operations in found.items():
+        patch.refuse(path, modules[path], f"runs {', '.join(sorted(operations))} outside the aligned ops")
+    paths = {id(m): path for path, m in modules.items()}
+    reasons = {}
+    for module, window, kwargs in seen:
+        reason = _attention_problem(module, window, kwargs)
+        if reason:
+            reasons[paths[id(module)]] = reason
+    for path, reason in reasons.items():
+        patch.refuse(path, modules[path], reason)
+
+
+def _small_call(model: nn.Module, ids: Tensor):
+    return model(input_ids=ids, use_cache=False)
+
+
+def _attention_problem(module: nn.Module, window: int | None, kwargs: dict) -> str | None:
+    """What an attention module asks for beyond what our attention does, or asks for in its mask alone."""
+    config = getattr(module, "config", None)
+    unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in _KNOWN_KWARGS)
+    if unknown:
+        return f"it asks attention for {', '.join(unknown)}"
+    if not getattr(module, "is_causal", True) or not getattr(config, "is_causal", True):
+        return "its attention is not causal"
+    layer_types = getattr(config, "layer_types", None)
+    kind = layer_types[module.layer_idx] if layer_types and hasattr(module, "layer_idx") else None
+    if kind not in (None, "full_attention", "sliding_attention"):
+        return f"its layer type is {kind!r}"
+    masked = getattr(config, "sliding_window", None) if kind != "full_attention" else None
+    if masked != window:
+        return f"its mask has a window of {masked}, but it asks attention for {window}"
+    return None
+
+
+def _causal_forward(patch: _Patch) -> Callable:
+    """The forward of decoder + output layer, once the class's own one is known to do nothing else."""
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    model, config = patch.model, patch.model.config
+    base_name, head_name = (
+        next(name for name, m in model.named_children() if m is part) for part in (patch.base, patch.head)
+    )
+
+    class Hidden(nn.Module):
+        def forward(self, *args, **kwargs):
+            return BaseModelOutputWithPast(last_hidden_state=hidden)
+
+    hidden, head = 3 * pieces.random(2, 4, 8, seed=1), pieces.small_linear(8, 11, seed=2)
+    tried = pieces.twin(model, {base_name: Hidden(), head_name: head})
+    got = pieces.run_stock(tried, input_ids=torch.zeros(2, 4, dtype=torch.int64))
+    patch.scale = float(getattr(config, "logits_scaling", None) or 1.0)
+    patch.softcap = getattr(config, "final_logit_softcapping", None)
+    expected = hidden @ head.weight.detach().t() / patch.scale
+    if patch.softcap is not None:
+        expected = torch.tanh(expected / patch.softcap) * patch.softcap
+    if not pieces.agree(got.logits, expected):
+        raise NotCovered("it does something to the logits that no aligned op computes")
+    if math.frexp(patch.scale)[0] != 0.5:
+        raise NotCovered(f"it divides the logits by {patch.scale}: only powers of two are exact in the hidden states")
+    return forwards.wrapped_causal_forward()
+
+
+def _loss(patch: _Patch) -> str:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    patch.loss = patch.model.loss_function is ForCausalLMLoss and "_loss_function" not in patch.model.__dict__
+    return "loss: linear_cross_entropy" if patch.loss else "loss: your own function, not covered"

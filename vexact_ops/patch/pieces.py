@@ -1,0 +1,306 @@
+"""The pieces of a decoder that have an aligned form: how each is recognised, and what its forward becomes.
+
+Nothing is recognised by its name alone. A piece is tried: the module's own code runs on small random float64 inputs
+with small random weights (a twin; the model's tensors are neither read nor changed) and must agree with the plain
+meaning of the op that replaces it. So a class that changes in another version of transformers, or that looks like
+another one but scales, shifts or rounds differently, is refused instead of silently replaced.
+"""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import vexact_ops as vx
+
+from ..rmsnorm.op import STYLES
+from ..rmsnorm.reference import rmsnorm_ref
+from ..rope.reference import rope_cos_sin_ref, rope_ref
+from ..silu_mul.op import ACTIVATIONS
+from ..silu_mul.reference import silu_mul_ref
+from .batch import attend
+
+
+class NotCovered(Exception):
+    """Why a module cannot be replaced."""
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    """Float64, from a generator of its own: patching leaves the global random state alone."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def twin(module: nn.Module, modules: dict[str, nn.Module] | None = None, parameters: dict[str, Tensor] | None = None):
+    """The same object with other children and parameters; the original is not touched."""
+    other = object.__new__(type(module))
+    other.__dict__.update(module.__dict__)
+    other.__dict__.pop("forward", None)
+    other.__dict__["_modules"] = {**module._modules, **(modules or {})}
+    other.__dict__["_parameters"] = {
+        **module._parameters,
+        **{name: nn.Parameter(value) for name, value in (parameters or {}).items()},
+    }
+    return other
+
+
+def small_linear(inputs: int, outputs: int, seed: int) -> nn.Linear:
+    layer = torch.nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, dtype=torch.float64)
+    layer.weight.data.copy_(random(outputs, inputs, seed=seed) / inputs**0.5)
+    return layer
+
+
+def agree(got, expected, tolerance: float = 1e-4) -> bool:
+    if not isinstance(got, Tensor) or got.shape != expected.shape:
+        return False
+    error = (got.double() - expected).abs().max()
+    return bool(error <= tolerance * expected.abs().max())
+
+
+def stock(module: nn.Module) -> Callable:
+    """The forward that the module's class defines, on this module."""
+    return type(module).forward.__get__(module)
+
+
+def run_stock(module: nn.Module, *args, **kwargs):
+    """As stock(module)(...), without gradients; what it raises is a reason not to cover it."""
+    try:
+        with torch.no_grad():
+            return stock(module)(*args, **kwargs)
+    except Exception as error:
+        raise NotCovered(f"its forward could not be tried ({type(error).__name__}: {error})") from error
+
+
+# linear
+
+
+def linear_forward(self, input):
+    return vx.linear(input, self.weight, self.bias)
+
+
+def head_forward(self, input):
+    logits = vx.linear_logits(input.reshape(-1, input.shape[-1]), self.weight)
+    return logits.view(*input.shape[:-1], -1)
+
+
+def check_linear(module: nn.Linear, head: bool) -> None:
+    if type(module).forward is not nn.Linear.forward or torch.nn.utils.parametrize.is_parametrized(module):
+        raise NotCovered("a linear layer with a forward or a parametrization of its own")
+    for name, value in module._parameters.items():
+        if value is not None and type(value) not in (nn.Parameter, Tensor):
+            raise NotCovered(f"its {name} is a {type(value).__name__}, not a plain tensor")
+    if head and module.bias is not None:
+        raise NotCovered("an output layer with a bias")
+
+
+# norms
+
+
+def norm_forward(module: nn.Module) -> tuple[Callable, str]:
+    """The aligned forward of a root-mean-square norm, and its style."""
+    if set(module._parameters) != {"weight"} or module._parameters["weight"] is None or module.weight.dim() != 1:
+        raise NotCovered("it holds parameters that no aligned op covers")
+    eps_name = next((name for name in ("variance_epsilon", "eps", "epsilon") if hasattr(module, name)), None)
+    if eps_name is None or not isinstance(getattr(module, eps_name), float):
+        raise NotCovered("not a root-mean-square norm: it has no epsilon")
+    n = module.weight.shape[0]
+    weight, x = random(n, seed=1), random(3, n, seed=2)
+    x[0] *= getattr(module, eps_name) ** 0.5  # so small that epsilon shows
+    got = run_stock(twin(module, parameters={"weight": weight}), x)
+    for style in STYLES:
+        if agree(got, rmsnorm_ref(x, weight, getattr(module, eps_name), style=style)):
+            return _norm_forward(eps_name, style), style
+    raise NotCovered("not a root-mean-square norm that an aligned op computes")
+
+
+@functools.cache
+def _norm_forward(eps_name: str, style: str) -> Callable:
+    def norm_forward(self, x):
+        return vx.rmsnorm(x, self.weight, getattr(self, eps_name), style=style)
+
+    return norm_forward
+
+
+# gated feed-forward
+
+
+def is_mlp(module: nn.Module) -> bool:
+    names = set(module._modules)
+    return {"gate_proj", "up_proj", "down_proj"} <= names or {"gate_up_proj", "down_proj"} <= names
+
+
+def mlp_forward(module: nn.Module) -> tuple[Callable, str]:
+    """The aligned forward of down(activation(gate(x)) * up(x)), and the activation."""
+    children, fused = dict(module._modules), "gate_up_proj" in module._modules
+    projections = ("gate_up_proj", "down_proj") if fused else ("gate_proj", "up_proj", "down_proj")
+    linears = [children.pop(name) for name in projections]
+    if module._parameters or len(children) > 1 or not all(isinstance(m, nn.Linear) for m in linears):
+        raise NotCovered("a feed-forward block of another form")
+    n, inner, x = 8, 12, 3 * random(2, 5, 8, seed=1)
+    small = {name: small_linear(n, inner * (2 if fused else 1), i + 2) for i, name in enumerate(projections[:-1])}
+    down = small_linear(inner, n, 9)
+    got = run_stock(twin(module, {**small, "down_proj": down}), x)
+    halves = [layer.weight for layer in small.values()]
+    gate, up = halves[0].chunk(2) if fused else halves
+    for activation in ACTIVATIONS:
+        y = silu_mul_ref(x @ gate.detach().t(), x @ up.detach().t(), activation=activation) @ down.weight.detach().t()
+        if agree(got, y, 1e-6):
+            return _mlp_forward(fused, activation), activation
+    raise NotCovered("a feed-forward block whose activation or form no aligned op computes")
+
+
+@functools.cache
+def _mlp_forward(fused: bool, activation: str) -> Callable:
+    def fused_forward(self, x):
+        return self.down_proj(vx.silu_mul(self.gate_up_proj(x), activation=activation))
+
+    def mlp_forward(self, x):
+        return self.down_proj(vx.silu_mul(self.gate_proj(x), self.up_proj(x), activation=activation))
+
+    return fused_forward if fused else mlp_forward
+
+
+# rotary tables
+
+
+def frequencies(module: nn.Module) -> list[str]:
+    """Prefixes of the module's `inv_freq` buffers: one per layer type, or the empty one."""
+    names = [name for name in module._buffers if name.endswith("inv_freq") and not name.endswith("original_inv_freq")]
+    return [name.removesuffix("inv_freq") for name in names]
+
+
+def rotary_forward(module: nn.Module) -> Callable:
+    prefixes = frequencies(module)
+    rope_types = getattr(module, "rope_type", "default")
+    for rope_type in rope_types.values() if isinstance(rope_types, dict) else [rope_types]:
+        if "dynamic" in rope_type or rope_type == "longrope":
+            raise NotCovered(
+                f"rope type {rope_type!r}: its frequencies depend on the longest sequence of the batch, so a token's "
+                "bits would depend on its neighbours"
+            )
+    if module._parameters or module._modules:
+        raise NotCovered("a rotary embedding of another form")
+    positions = torch.tensor([[0, 1, 2, 7, 300]])
+    dtypes = set()
+    for prefix in prefixes:
+        inv_freq = getattr(module, f"{prefix}inv_freq")
+        if inv_freq.device.type == "meta":
+            raise NotCovered("its frequencies are on the meta device: load the model before patching it")
+        tried = twin(module)
+        tried.__dict__["_buffers"] = {name: None if b is None else b.cpu() for name, b in module._buffers.items()}
+        for dtype in (torch.float32, torch.bfloat16):
+            args = [torch.zeros(1, 5, 4, dtype=dtype), positions, *([prefix.removesuffix("_")] if prefix else [])]
+            got = run_stock(tried, *args)
+            expected = rope_cos_sin_ref(positions[0], inv_freq.cpu(), scaling=_scaling(module, prefix))
+            if len(got) != 2 or not all(
+                agree(g, e[None], 1e-2 if g.dtype == torch.bfloat16 else 1e-4) for g, e in zip(got, expected)
+            ):
+                raise NotCovered("a rotary embedding whose tables no aligned op computes")
+            dtypes.add((dtype, got[0].dtype))
+    if dtypes == {(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)}:
+        return _rotary_forward(cast=True)
+    if {out for _, out in dtypes} == {torch.float32}:
+        return _rotary_forward(cast=False)
+    raise NotCovered("a rotary embedding whose tables have another dtype")
+
+
+def _scaling(module: nn.Module, prefix: str) -> float:
+    return float(getattr(module, f"{prefix}attention_scaling", 1.0))
+
+
+@functools.cache
+def _rotary_forward(cast: bool) -> Callable:
+    def rotary_forward(self, x, position_ids, layer_type=None):
+        prefix = "" if layer_type is None else f"{layer_type}_"
+        inv_freq = getattr(self, f"{prefix}inv_freq").to(x.device, torch.float32)
+        dtype = x.dtype if cast else torch.float32
+        flat = position_ids.reshape(-1).to(x.device)
+        tables = vx.rope_cos_sin(flat, inv_freq, scaling=_scaling(self, prefix), dtype=dtype)
+        return tuple(t.view(*position_ids.shape, -1) for t in tables)
+
+    return rotary_forward
+
+
+# attention: the module's own code, with two of the globals that it calls replaced
+
+
+def is_attention(module: nn.Module) -> bool:
+    return "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(type(module).forward).__code__.co_names
+
+
+class Interface:
+    """Stands where transformers' registry of attention functions stands, in the patched module's code alone."""
+
+    def get_interface(self, name, default=None):
+        return attend
+
+    def __getitem__(self, name):
+        return attend
+
+
+def attention_forward(module: nn.Module) -> tuple[Callable, str]:
+    """The module's own forward with attention, and where it is the known one, the rotation of heads, replaced."""
+    return _attention_forward(type(module))
+
+
+@functools.cache
+def _attention_forward(cls: type) -> tuple[Callable, str]:
+    original = inspect.unwrap(cls.forward)
+    scope = {**original.__globals__, "ALL_ATTENTION_FUNCTIONS": Interface()}
+    # torch.compile looks a function's globals up through its module's name, and would find the stock ones there.
+    scope.pop("__name__", None)
+    label = "attention_varlen, attention_paged"
+    if "apply_rotary_pos_emb" in original.__code__.co_names:
+        scope["apply_rotary_pos_emb"] = rope_function(scope["apply_rotary_pos_emb"])
+        label += ", rope"
+    forward = types.FunctionType(
+        original.__code__, scope, original.__name__, original.__defaults__, original.__closure__
+    )
+    forward.__kwdefaults__ = original.__kwdefaults__
+    forward.__qualname__, forward.__module__ = original.__qualname__, "vexact_ops.patch"
+    return forward, label
+
+
+def rope_function(apply: Callable) -> Callable:
+    """The aligned form of a module's apply_rotary_pos_emb."""
+    known = {"q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"}
+    if not set(inspect.signature(apply).parameters) <= known:
+        raise NotCovered(f"apply_rotary_pos_emb takes other arguments than {', '.join(sorted(known))}")
+    q, k = random(1, 2, 5, 16, seed=1), random(1, 1, 5, 16, seed=2)
+    forms = {False, True}
+    for rotary in (16, 8):
+        angle = random(5, rotary // 2, seed=3)
+        cos, sin = (torch.cat((f(angle), f(angle)), -1) for f in (torch.cos, torch.sin))
+        try:
+            got = apply(q, k, cos[None], sin[None])
+        except RuntimeError as error:
+            if rotary < 16:  # a form that rotates whole heads alone
+                continue
+            raise NotCovered(f"apply_rotary_pos_emb could not be tried ({error})") from error
+        expected = {i: rope_ref(q[0].transpose(0, 1), k[0].transpose(0, 1), cos, sin, interleaved=i) for i in forms}
+        forms = {
+            form for form in forms if all(agree(g, e.transpose(0, 1)[None], 1e-6) for g, e in zip(got, expected[form]))
+        }
+    if len(forms) != 1:
+        raise NotCovered("apply_rotary_pos_emb rotates in a way that no aligned op computes")
+    return _rope_function(forms.pop())
+
+
+@functools.cache
+def _rope_function(interleaved: bool) -> Callable:
+    def apply_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+        if unsqueeze_dim == 1:  # (B, heads, S, D)
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        batch, length = q.shape[:2]
+        cos, sin = (t.expand(batch, length, -1).reshape(batch * length, -1) for t in (cos, sin))
+        turned = vx.rope(q.flatten(0, 1), k.flatten(0, 1), cos, sin, interleaved=interleaved)
+        q, k = (t.view(batch, length, *t.shape[1:]) for t in turned)
+        return (q.transpose(1, 2), k.transpose(1, 2)) if unsqueeze_dim == 1 else (q, k)
+
+    return apply_rotary_pos_emb
+
+
+def identity_forward(self, input):
+    return input
