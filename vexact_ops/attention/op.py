@@ -212,9 +212,9 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, dout, _):
-    dq, dk, dv, dsinks = _attention_varlen_bwd(dout, *ctx.saved_tensors, *ctx.options, ctx.backend)
-    has_sinks = ctx.saved_tensors[-1] is not None
-    return dq, dk, dv, None, None, None, dsinks if has_sinks else None, *[None] * 6
+    saved = ctx.saved_tensors  # once: under activation checkpointing they cannot be had twice
+    dq, dk, dv, dsinks = _attention_varlen_bwd(dout, *saved, *ctx.options, ctx.backend)
+    return dq, dk, dv, None, None, None, None if saved[-1] is None else dsinks, *[None] * 6
 
 
 def _bwd(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, sinks, scale, causal, window, softcap, backend):
