@@ -1,0 +1,182 @@
+"""What one step computes, as tensors: made from a StepPlan, passed on explicitly, kept nowhere.
+
+Host time counts here: a decode step of a small model takes a few milliseconds. Page tables are kept per sequence and
+only ever extended, everything per token is computed by NumPy for all tokens at once, and a GPU gets one copy.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .config import EngineConfig
+from .scheduler import Chunk, StepPlan
+
+
+@dataclass(slots=True)
+class Batch:
+    """T tokens of B sequences, of which S are sampled from.
+
+    input_ids, positions   (T,) int64, the sequences one after another
+    slot_mapping           (T,) int64: page * page_size + offset of each token's key and value
+    block_table            (B, P) int32: the pages of each sequence
+    context_lens           (B,) int32: keys of each sequence, this step's included
+    cu_seqlens_q           (B + 1,) int32
+    max_seqlen_q           tokens of the longest chunk
+    sample_rows            (S,) int64: the tokens whose logits are wanted
+    seeds, draw_positions  (S,) int64: the sampler's counter: the sample's seed and the place of the drawn token
+    temperature, top_p, min_p  (S,) fp32;  top_k (S,) int64
+    num_top_logprobs       the most that any of them wants
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    block_table: Tensor
+    context_lens: Tensor
+    cu_seqlens_q: Tensor
+    max_seqlen_q: int
+    sample_rows: Tensor
+    seeds: Tensor
+    draw_positions: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    num_top_logprobs: int
+
+
+class _Table:
+    """A sequence's pages as an array that grows with them, valid for one epoch of the sequence."""
+
+    __slots__ = ("count", "epoch", "pages")
+
+    def __init__(self):
+        self.pages, self.count, self.epoch = np.zeros(8, np.int32), 0, -1
+
+    def follow(self, chunk: Chunk) -> np.ndarray:
+        pages = chunk.pages
+        if self.epoch != chunk.epoch:
+            self.epoch, self.count = chunk.epoch, 0
+        if self.count < len(pages):
+            if len(pages) > len(self.pages):
+                grown = np.zeros(2 * len(pages), np.int32)
+                grown[: self.count] = self.pages[: self.count]
+                self.pages = grown
+            self.pages[self.count : len(pages)] = pages[self.count :]
+            self.count = len(pages)
+        return self.pages
+
+
+class BatchBuilder:
+    """Turns plans into batches on one device. Not thread-safe."""
+
+    def __init__(self, config: EngineConfig, device: torch.device):
+        self.page_size = config.page_size
+        self.device = device
+        self._tables: dict[int, tuple[object, _Table]] = {}  # id -> (the sequence, kept so that the id stays its own, ..)
+        self._most_tables = 2 * config.max_num_seqs
+
+    def build(self, plan: StepPlan) -> Batch:
+        """The plan's tensors. ValueError for a plan that holds tokens not yet known."""
+        chunks = plan.chunks
+        starts = np.array([chunk.start for chunk in chunks], np.int64)
+        ends = np.array([chunk.end for chunk in chunks], np.int64)
+        lengths = ends - starts
+        total = int(lengths.sum())
+        cu = np.zeros(len(chunks) + 1, np.int64)
+        np.cumsum(lengths, out=cu[1:])
+
+        ids: list[int] = []
+        for chunk in chunks:
+            if chunk.end - chunk.start == 1:
+                ids.append(chunk.sequence.tokens[chunk.start])
+            else:
+                ids += chunk.sequence.tokens[chunk.start : chunk.end]
+        if len(ids) != total:
+            raise ValueError(f"batch: the plan has {total} tokens, of which {len(ids)} are known")
+
+        pages = (ends + self.page_size - 1) // self.page_size
+        table = self._block_table(chunks, int(pages.max()))
+        if total == len(chunks):
+            owner, positions = np.arange(total), starts
+        else:
+            owner = np.repeat(np.arange(len(chunks)), lengths)
+            positions = np.arange(total) - (cu[:-1] - starts)[owner]
+        page, offset = np.divmod(positions, self.page_size)
+        slots = table[owner, page].astype(np.int64) * self.page_size + offset
+
+        sampled = [i for i, chunk in enumerate(chunks) if chunk.needs_sample]
+        sequences = [chunks[i].sequence for i in sampled]
+        params = [sequence.params for sequence in sequences]
+        columns = (
+            np.array(ids, np.int64),
+            positions,
+            slots,
+            cu[1:][sampled] - 1,
+            np.array([sequence.seed for sequence in sequences], np.int64),
+            ends[sampled],
+            np.array([p.top_k for p in params], np.int64),
+            table,
+            ends.astype(np.int32),
+            cu.astype(np.int32),
+            np.array([p.temperature for p in params], np.float32),
+            np.array([p.top_p for p in params], np.float32),
+            np.array([p.min_p for p in params], np.float32),
+        )
+        ids, positions, slots, rows, seeds, draws, top_k, table, context, cu, temperature, top_p, min_p = self._send(
+            columns
+        )
+        return Batch(
+            input_ids=ids,
+            positions=positions,
+            slot_mapping=slots,
+            block_table=table,
+            context_lens=context,
+            cu_seqlens_q=cu,
+            max_seqlen_q=int(lengths.max()),
+            sample_rows=rows,
+            seeds=seeds,
+            draw_positions=draws,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            num_top_logprobs=max((p.num_top_logprobs for p in params), default=0),
+        )
+
+    def _block_table(self, chunks: list[Chunk], width: int) -> np.ndarray:
+        if len(self._tables) + len(chunks) > self._most_tables:  # some have ended: keep those in use
+            used = {id(chunk.sequence) for chunk in chunks}
+            self._tables = {key: entry for key, entry in self._tables.items() if key in used}
+        table = np.zeros((len(chunks), width), np.int32)
+        for row, chunk in enumerate(chunks):
+            entry = self._tables.get(id(chunk.sequence))
+            if entry is None:
+                entry = self._tables[id(chunk.sequence)] = chunk.sequence, _Table()
+            pages = entry[1].follow(chunk)[: min(width, len(chunk.pages))]
+            table[row, : len(pages)] = pages
+        return table
+
+    def _send(self, columns: tuple[np.ndarray, ...]) -> list[Tensor]:
+        if self.device.type == "cpu":
+            return [torch.from_numpy(column) for column in columns]
+        # One pinned buffer and one copy, the columns in it at multiples of eight bytes.
+        offsets = np.cumsum([0, *(-(-column.nbytes // 8) * 8 for column in columns)])
+        buffer = torch.empty(int(offsets[-1]), dtype=torch.uint8, pin_memory=True)
+        host = buffer.numpy()
+        for column, offset in zip(columns, offsets):
+            host[offset : offset + column.nbytes] = np.ascontiguousarray(column).reshape(-1).view(np.uint8)
+        there = buffer.to(self.device, non_blocking=True)
+        return [
+            there[offset : offset + column.nbytes].view(_TORCH[column.dtype]).view(column.shape)
+            for column, offset in zip(columns, offsets)
+        ]
+
+
+_TORCH = {
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.float32): torch.float32,
+}

