@@ -13,6 +13,9 @@ from torch import Tensor
 from .config import EngineConfig
 from .scheduler import Chunk, StepPlan
 
+_INT64_MAX = 2**63 - 1
+_FP32_TINY = float(np.finfo(np.float32).tiny)  # a top_p that fp32 would round to zero keeps the likeliest token too
+
 
 @dataclass(slots=True)
 class Batch:
@@ -75,7 +78,9 @@ class BatchBuilder:
     def __init__(self, config: EngineConfig, device: torch.device):
         self.page_size = config.page_size
         self.device = device
-        self._tables: dict[int, tuple[object, _Table]] = {}  # id -> (the sequence, kept so that the id stays its own, ..)
+        self._tables: dict[
+            int, tuple[object, _Table]
+        ] = {}  # id -> (the sequence, kept so that the id stays its own, ..)
         self._most_tables = 2 * config.max_num_seqs
 
     def build(self, plan: StepPlan) -> Batch:
@@ -117,12 +122,12 @@ class BatchBuilder:
             cu[1:][sampled] - 1,
             np.array([sequence.seed for sequence in sequences], np.int64),
             ends[sampled],
-            np.array([p.top_k for p in params], np.int64),
+            np.array([min(p.top_k, _INT64_MAX) for p in params], np.int64),
             table,
             ends.astype(np.int32),
             cu.astype(np.int32),
             np.array([p.temperature for p in params], np.float32),
-            np.array([p.top_p for p in params], np.float32),
+            np.array([max(p.top_p, _FP32_TINY) for p in params], np.float32),
             np.array([p.min_p for p in params], np.float32),
         )
         ids, positions, slots, rows, seeds, draws, top_k, table, context, cu, temperature, top_p, min_p = self._send(

@@ -89,6 +89,7 @@ class Stats:
     """Counts since the scheduler was made."""
 
     steps: int = 0
+    chunks: int = 0  # runs of tokens of one sequence in one step; a decode is one of a single token
     prefill_tokens: int = 0  # computed in chunks, a preempted sequence's second time too
     decode_tokens: int = 0
     prefix_tokens: int = 0  # not computed, because the prefix cache had them
@@ -269,6 +270,7 @@ class Scheduler:
         needs_sample = end == len(sequence.tokens) + sequence.in_flight
         plan.chunks.append(Chunk(sequence, start, end, needs_sample, sequence.pages, sequence.epoch))
         sequence.in_flight += needs_sample
+        self.stats.chunks += 1
         if needs_sample and length == 1 and start >= sequence.num_prompt:
             self.stats.decode_tokens += 1
         else:

@@ -1,0 +1,65 @@
+"""How a model is run on a Batch: through its patched Hugging Face forward, or a fused path with the same bits."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+import vexact_ops as vx
+
+from ..batch import Batch
+
+Forward = Callable[[Batch, Sequence[Tensor], Sequence[Tensor]], Tensor]
+
+
+def decoder_config(model: torch.nn.Module):
+    """The config that describes the decoder, where a composite one wraps it."""
+    return model.config.get_text_config(decoder=True)
+
+
+def cache_shape(model: torch.nn.Module) -> tuple[int, int, int]:
+    """Layers, key heads and head dim of the KV cache."""
+    config = decoder_config(model)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers, heads, dim
+
+
+def vocab_size(model: torch.nn.Module) -> int:
+    return model.get_input_embeddings().weight.shape[0]
+
+
+def max_positions(model: torch.nn.Module) -> int | None:
+    """How long a text the model was made for; None where it does not say."""
+    return getattr(decoder_config(model), "max_position_embeddings", None)
+
+
+def forward(model: torch.nn.Module, handle, *, kv_segment: int | None = None) -> Forward:
+    """A function (batch, k_caches, v_caches) -> (T, H) final hidden states."""
+    return patched_forward(model)
+
+
+def patched_forward(model: torch.nn.Module) -> Forward:
+    """The decoder's own Python, on aligned ops: any family that vexact_ops.patch.hf covers."""
+    base = model.base_model
+
+    def run(batch: Batch, k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]) -> Tensor:
+        paged = vx.patch.PagedBatch(
+            k_caches,
+            v_caches,
+            batch.slot_mapping,
+            batch.block_table,
+            batch.context_lens,
+            batch.cu_seqlens_q,
+            batch.max_seqlen_q,
+        )
+        out = base(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            return_dict=True,
+            vexact_paged=paged,
+        )
+        return out.last_hidden_state[0]
+
+    return run
