@@ -93,11 +93,11 @@ def _accept(model: torch.nn.Module, device: str | torch.device, dtype: torch.dty
 
 def _load_path(name: str, dtype: torch.dtype, want_tokenizer: bool) -> tuple[torch.nn.Module, Any]:
     path = Path(name).expanduser()
-    if path.is_file():
+    if name and path.is_file():
         if not _is_gguf(path):
             raise ValueError(f"weights: {name}: a file that is not GGUF; expected a GGUF file or a model directory")
         return _load_gguf(path, dtype, want_tokenizer)
-    if path.is_dir():
+    if name and path.is_dir():
         ggufs = sorted(path.glob("*.gguf"))
         if len(ggufs) == 1 and not (path / "config.json").exists():
             return _load_gguf(ggufs[0], dtype, want_tokenizer)
@@ -153,44 +153,50 @@ def _tensor_names(file: Path) -> list[str]:
         raise ValueError(f"weights: {file} is truncated or damaged ({file.stat().st_size} bytes): {error}") from error
 
 
-def _from_pretrained(name: str, dtype: torch.dtype, **options) -> torch.nn.Module:
+def _from_pretrained(name: str, dtype: torch.dtype, label: str | None = None, **options) -> torch.nn.Module:
     """Hugging Face's loader, which must find a value for every parameter."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    label = label or name
     with _quiet():
         try:
             config_options = {key: value for key, value in options.items() if key == "gguf_file"}
             config = AutoConfig.from_pretrained(name, **config_options)
-        except (OSError, ValueError, KeyError) as error:
-            raise _explain(name, error) from error
+        except Exception as error:
+            raise _explain(label, error) from error
         if type(config) not in AutoModelForCausalLM._model_mapping:
             kind = getattr(config, "model_type", type(config).__name__)
-            raise ValueError(
-                f"weights: {name}: model type {kind!r} is no causal language model that transformers knows"
-            )
+            raise ValueError(f"weights: {label}: model type {kind!r} is no causal language model of transformers")
+        # Mismatched sizes are let through here, only to be named below.
+        options |= {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
-                name, config=config, dtype=dtype, output_loading_info=True, **options
-            )
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise _explain(name, error) from error
+            model, info = AutoModelForCausalLM.from_pretrained(name, config=config, **options)
+        except Exception as error:
+            raise _explain(label, error) from error
     problems = {key: value for key, value in info.items() if value and key != "unexpected_keys"}
     if problems:
-        what = "; ".join(f"{key.replace('_', ' ')}: {some(value)}" for key, value in problems.items())
-        raise ValueError(f"weights: {name}: the checkpoint does not fit {type(model).__name__}: {what}")
+        what = "; ".join(f"{key.replace('_', ' ')}: {some(_words(value))}" for key, value in problems.items())
+        raise ValueError(f"weights: {label}: the checkpoint does not fit {type(model).__name__}: {what}")
     if info["unexpected_keys"]:
-        log.warning("weights: %s: not used by %s: %s", name, type(model).__name__, some(info["unexpected_keys"]))
+        log.warning("weights: %s: not used by %s: %s", label, type(model).__name__, some(info["unexpected_keys"]))
     return model
+
+
+def _words(problem) -> list[str]:
+    """Names, or (name, size there, size here)."""
+    problem = [problem] if isinstance(problem, str) else problem
+    return [p if isinstance(p, str) else f"{p[0]} is {tuple(p[1])}, expected {tuple(p[2])}" for p in problem]
 
 
 def _load_gguf(path: Path, dtype: torch.dtype, want_tokenizer: bool) -> tuple[torch.nn.Module, Any]:
     import transformers
 
-    options: dict[str, Any] = {"gguf_file": path.name}
+    folder, options = str(path.parent), {"gguf_file": path.name}
+    quantization = {}
     if hasattr(transformers, "GgufConfig"):  # where it exists, blocks might otherwise stay packed
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model = _from_pretrained(str(path.parent), dtype, **options)
-    return model, _tokenizer(str(path.parent), gguf_file=path.name) if want_tokenizer else None
+        quantization["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model = _from_pretrained(folder, dtype, str(path), **options, **quantization)
+    return model, _tokenizer(folder, **options) if want_tokenizer else None
 
 
 def _is_gguf(path: Path) -> bool:
@@ -202,13 +208,19 @@ def _tokenizer(name: str, **options) -> Any:
     from transformers import AutoTokenizer
 
     with _quiet():
-        return AutoTokenizer.from_pretrained(name, **options)
+        try:
+            return AutoTokenizer.from_pretrained(name, **options)
+        except Exception as error:
+            raise _explain(f"{name}: tokenizer", error) from error
 
 
 def _explain(name: str, error: Exception) -> Exception:
     """The loader's error, in one line that begins with whose it is."""
     kind = FileNotFoundError if isinstance(error, OSError) else ValueError
-    return kind(f"weights: {name}: {' '.join(str(error).split())}")
+    what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if name.endswith(".gguf"):
+        what = f"truncated or damaged, or no GGUF that transformers reads: {what}"
+    return kind(f"weights: {name}: {what}")
 
 
 def _eos_token_ids(model: torch.nn.Module, tokenizer: Any) -> tuple[int, ...]:
@@ -227,17 +239,20 @@ def some(names: Iterable, most: int = 6) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hugging Face's bars on a terminal only; some obey its switch, some write to stderr whatever it says."""
+    """Hugging Face's bars on a terminal only (some ignore its switch and write to stderr whatever it says), and its
+    report on missing weights not at all: they are refused here."""
     from transformers.utils import logging as hf
 
-    if sys.stderr.isatty():
-        yield
-        return
-    enabled = hf.is_progress_bar_enabled()
-    hf.disable_progress_bar()
+    verbosity, bars = hf.get_verbosity(), hf.is_progress_bar_enabled()
+    hf.set_verbosity_error()
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
+        if sys.stderr.isatty():
             yield
+        else:
+            hf.disable_progress_bar()
+            with contextlib.redirect_stderr(io.StringIO()):
+                yield
     finally:
-        if enabled:
+        hf.set_verbosity(verbosity)
+        if bars:
             hf.enable_progress_bar()

