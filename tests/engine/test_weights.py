@@ -60,7 +60,12 @@ def test_several_end_of_sequence_ids(saved):
     path, _ = saved
     config = json.loads((path / "generation_config.json").read_text())
     (path / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": [7, 9]}))
-    assert load(path).eos_token_ids == (2, 7, 9)
+    assert load(path).eos_token_ids == (7, 9)
+    for name in ("generation_config.json", "config.json"):
+        config = json.loads((path / name).read_text())
+        (path / name).write_text(json.dumps({**config, "eos_token_id": None}))
+    assert load(path).eos_token_ids == ()
+    assert load(path, tokenizer=byte_tokenizer()).eos_token_ids == (2,)
 
 
 def test_a_loaded_model_is_taken_as_it_is():
@@ -80,7 +85,7 @@ def test_a_loaded_model_is_taken_as_it_is():
 def write_gguf(path, model, leave_out=()):
     """A small Llama as llama.cpp's converter writes it, in fp32, with a byte-level vocabulary."""
     gguf = pytest.importorskip("gguf")
-    config, vocabulary = model.config, {**byte_tokenizer().get_vocab(), "ab": 259}
+    config, vocabulary = model.config, {**byte_tokenizer().get_vocab(), "ab": 259, "ac": 260}
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -94,7 +99,7 @@ def write_gguf(path, model, leave_out=()):
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(sorted(vocabulary, key=vocabulary.get))
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "a c"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     names = {
@@ -129,7 +134,7 @@ def write_gguf(path, model, leave_out=()):
 
 
 def test_gguf(tmp_path, capfd):
-    model = build("Llama", torch.float32, vocab_size=260, head_dim=12)
+    model = build("Llama", torch.float32, vocab_size=261, head_dim=12)
     write_gguf(tmp_path / "m.gguf", model)
     for source in (tmp_path / "m.gguf", tmp_path):
         found = load(source, dtype="float32")
@@ -140,13 +145,13 @@ def test_gguf(tmp_path, capfd):
 
 
 def test_gguf_with_a_tensor_missing(tmp_path):
-    write_gguf(tmp_path / "m.gguf", build("Llama", torch.float32, vocab_size=260, head_dim=12), ["blk.1.ffn_up.weight"])
+    write_gguf(tmp_path / "m.gguf", build("Llama", torch.float32, vocab_size=261, head_dim=12), ["blk.1.ffn_up.weight"])
     with pytest.raises(ValueError, match=r"m.gguf: .* does not fit .*missing keys: model.layers.1.mlp.up_proj.weight"):
         load(tmp_path)
 
 
 def test_gguf_cut_short(tmp_path):
-    write_gguf(tmp_path / "m.gguf", build("Llama", torch.float32, vocab_size=260, head_dim=12))
+    write_gguf(tmp_path / "m.gguf", build("Llama", torch.float32, vocab_size=261, head_dim=12))
     whole = (tmp_path / "m.gguf").read_bytes()
     for size in (20, len(whole) // 2, len(whole) - 64):
         (tmp_path / "m.gguf").write_bytes(whole[:size])

@@ -28,7 +28,7 @@ class Loaded:
     """A causal language model in eval mode on its device, and what belongs to it.
 
     tokenizer       None where there is none
-    eos_token_ids   the ids that end a text: those of the generation config, the config and the tokenizer together
+    eos_token_ids   the ids that end a text
     name            where it came from, for messages
     """
 
@@ -224,11 +224,12 @@ def _explain(name: str, error: Exception) -> Exception:
 
 
 def _eos_token_ids(model: torch.nn.Module, tokenizer: Any) -> tuple[int, ...]:
-    found: set[int] = set()
+    """The generation config's, as in Hugging Face's generate; else the config's, else the tokenizer's."""
     for owner in (getattr(model, "generation_config", None), model.config, tokenizer):
         ids = getattr(owner, "eos_token_id", None)
-        found |= set(ids) if isinstance(ids, Iterable) else set() if ids is None else {ids}
-    return tuple(sorted(found))
+        if ids is not None:
+            return tuple(sorted(ids)) if isinstance(ids, Iterable) else (ids,)
+    return ()
 
 
 def some(names: Iterable, most: int = 6) -> str:
