@@ -44,9 +44,9 @@ def _ours(engine, params, prompts: list[list[int]]) -> float:
 def run(args: argparse.Namespace) -> Iterator[dict]:
     """One record per dtype and load: useful new tokens per second, medians of turns taken about."""
     from transformers import AutoModelForCausalLM
-    from vexact_engine.weights.fetch import fetch_smollm2
 
     from vexact_engine import Engine, EngineConfig, SamplingParams
+    from vexact_engine.weights.fetch import fetch_smollm2
 
     path = fetch_smollm2()
     for dtype in args.dtype.split(","):

@@ -100,6 +100,7 @@ def write_gguf(path, model, leave_out=()):
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(sorted(vocabulary, key=vocabulary.get))
     writer.add_token_merges(["a b", "a c"])
+    writer.add_add_bos_token(False)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     names = {
