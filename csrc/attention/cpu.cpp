@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "attention/kernels.h"
+#include "common/parallel.h"
 #include "common/tensor.h"
 
 namespace vx {
@@ -29,21 +30,34 @@ bool offsets_valid(const int32_t* offsets, int64_t count, int64_t rows, int64_t 
   return true;
 }
 
-// The tiles of one sequence's queries. Any cut will do.
-void add_tiles(std::vector<AttentionTask>& tasks, const AttentionTask& sequence, int64_t hk, int64_t tile) {
-  for (int64_t at = 0; at < sequence.positions; at += tile)
-    for (int64_t head = 0; head < hk; ++head) {
-      AttentionTask t = sequence;
-      t.q_begin += at, t.first += at, t.kv_head = head;
-      t.positions = std::min(tile, sequence.positions - at);
-      tasks.push_back(t);
-    }
-}
+// The tasks of one sequence's queries: tiles of positions, one key-value head each. A sequence with few rows has one
+// tile; all its heads then make one task, so that their keys, which lie side by side, are read together, unless that
+// would leave threads without work. Any cut will do.
+struct Tiling {
+  int64_t hk, positions, heads;  // heads: for a sequence that fits one tile
+
+  Tiling(const AttentionShape& shape, int64_t sequences)
+      : hk(shape.hk), positions(std::max<int64_t>(1, kTileRows / (shape.hq / shape.hk))) {
+    const int64_t shares = (4 * num_threads() + sequences - 1) / std::max<int64_t>(1, sequences);
+    heads = std::max<int64_t>(1, hk / shares);
+  }
+
+  void add(std::vector<AttentionTask>& tasks, const AttentionTask& sequence) const {
+    const int64_t step = sequence.positions * hk <= positions ? heads : 1;
+    for (int64_t at = 0; at < sequence.positions; at += positions)
+      for (int64_t head = 0; head < hk; head += step) {
+        AttentionTask t = sequence;
+        t.q_begin += at, t.first += at, t.kv_head = head, t.kv_heads = std::min(step, hk - head);
+        t.positions = std::min(positions, sequence.positions - at);
+        tasks.push_back(t);
+      }
+  }
+};
 
 void longest_first(std::vector<AttentionTask>& tasks) {
-  std::stable_sort(tasks.begin(), tasks.end(), [](const AttentionTask& a, const AttentionTask& b) {
-    return a.positions * (a.first + a.positions) > b.positions * (b.first + b.positions);
-  });
+  auto work = [](const AttentionTask& t) { return t.kv_heads * t.positions * (t.first + t.positions); };
+  std::stable_sort(tasks.begin(), tasks.end(),
+                   [&](const AttentionTask& a, const AttentionTask& b) { return work(a) > work(b); });
 }
 
 AttentionShape shape_of(const Tensor& q, const Tensor& k, const Tensor& v, int64_t head_dim) {
@@ -78,10 +92,10 @@ bool attention_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tenso
   const int32_t *q_at = ints(cu_seqlens, "cu_seqlens"), *k_at = ints(cu_seqlens_k, "cu_seqlens_k");
   if (!offsets_valid(q_at, count, tokens, max_seqlen) || !offsets_valid(k_at, count, keys, keys)) return false;
   std::vector<AttentionTask> tasks;
-  const int64_t tile = std::max<int64_t>(1, kTileRows / (shape.hq / shape.hk));
+  const Tiling tiling(shape, count - 1);
   for (int64_t i = 0; i + 1 < count; ++i) {
     const int64_t q_len = q_at[i + 1] - q_at[i], k_len = k_at[i + 1] - k_at[i];
-    add_tiles(tasks, {q_at[i], q_len, k_len - q_len, k_at[i], k_len, i, 0, 0}, shape.hk, tile);
+    tiling.add(tasks, {q_at[i], q_len, k_len - q_len, k_at[i], k_len, i, 0, 1, 0});
   }
   longest_first(tasks);
   VX_CALL(attention_fwd,
@@ -123,13 +137,13 @@ bool attention_paged_fwd(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_
   const int64_t table_stride = block_table.stride(0), capacity = block_table.size(1) * page_size;
   if (!offsets_valid(q_at, count + 1, tokens, max_seqlen_q)) return false;
   std::vector<AttentionTask> tasks;
-  const int64_t tile = std::max<int64_t>(1, kTileRows / (shape.hq / shape.hk));
+  const Tiling tiling(shape, count);
   for (int64_t i = 0; i < count; ++i) {
     const int64_t q_len = q_at[i + 1] - q_at[i], k_len = lens[i];
     if (k_len < q_len || k_len > capacity) return false;
     for (int64_t p = 0; p * page_size < k_len; ++p)
       if (uint64_t(int64_t(table[i * table_stride + p])) >= uint64_t(pages)) return false;
-    add_tiles(tasks, {q_at[i], q_len, k_len - q_len, 0, k_len, i, 0, 0}, shape.hk, tile);
+    tiling.add(tasks, {q_at[i], q_len, k_len - q_len, 0, k_len, i, 0, 1, 0});
   }
   longest_first(tasks);
   VX_CALL(attention_fwd,
@@ -170,11 +184,12 @@ void attention_varlen_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out,
                       offsets_valid(k_at, count, keys, keys),
                   "cu_seqlens: changed since the forward");
   std::vector<AttentionTask> q_tasks, k_tasks;
-  const int64_t tile = std::max<int64_t>(1, kTileRows / (shape.hq / shape.hk));
+  Tiling tiling(shape, count - 1);
+  tiling.heads = 1;
   for (int64_t i = 0; i + 1 < count; ++i) {
     const int64_t q_len = q_at[i + 1] - q_at[i], k_len = k_at[i + 1] - k_at[i];
-    const AttentionTask sequence{q_at[i], q_len, k_len - q_len, k_at[i], k_len, i, 0, 0};
-    add_tiles(q_tasks, sequence, shape.hk, tile);
+    const AttentionTask sequence{q_at[i], q_len, k_len - q_len, k_at[i], k_len, i, 0, 1, 0};
+    tiling.add(q_tasks, sequence);
     for (int64_t block = 0; block * kAttentionBlock < k_len; ++block)  // the first blocks have the most queries
       for (int64_t head = 0; head < shape.hk; ++head) {
         k_tasks.push_back(sequence);

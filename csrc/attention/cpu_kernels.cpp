@@ -64,6 +64,18 @@ void locate(const AttentionKv& kv, const AttentionTask& task, int64_t k0, Span l
     }
 }
 
+// Loads a byte of every cache line of these keys' heads, in the order of addresses: pages and heads are scattered, and
+// the tiles read them sixteen rows at a time, so the hardware's prefetcher follows only if someone walks ahead of them.
+// Decode from memory, 16 sequences of 500 keys on a Zen 4: 1.2 to 1.5 times as fast. Prefetch hints did nothing there.
+template <class T>
+VX_INLINE void walk(const T* const* rows, Span keys, int64_t heads, int64_t head_stride, int64_t n) {
+  const int64_t bytes = n * int64_t(sizeof(T));
+  for (int i = keys.begin; i < keys.end; ++i)
+    for (int64_t h = 0; h < heads; ++h)
+      for (int64_t byte = 0; byte < bytes; byte += 64)
+        (void)*(reinterpret_cast<const volatile char*>(rows[i] + h * head_stride) + byte);
+}
+
 VX_INLINE F16 scaled(const AttentionRule& rule, F16 score) {
   F16 s = score * set1(rule.scale);
   if (rule.softcap > 0) s = set1(rule.softcap) * tanh(s / set1(rule.softcap));
@@ -146,10 +158,11 @@ void merge(int64_t rows, int64_t width, Running& segment, Running& total) {
   }
 }
 
+// One task: its rows against all their keys. State and q go by key-value head, then position, then head of the group.
 template <class T>
 void forward_task(const AttentionFwd& a, const AttentionTask& task) {
   const AttentionShape& shape = a.shape;
-  const int64_t group = shape.hq / shape.hk, rows = task.positions * group;
+  const int64_t group = shape.hq / shape.hk, head_rows = task.positions * group, rows = task.kv_heads * head_rows;
   const int64_t dp = padded(shape.d), vp = padded(shape.dv);
   const bool segmented = a.rule.segment > 0;
   const int64_t states = segmented ? 2 : 1;
@@ -168,14 +181,20 @@ void forward_task(const AttentionFwd& a, const AttentionTask& task) {
   }
   float* k_packed = arena.take<float>(shape.d * kBlock);
   float* v_packed = arena.take<float>(kBlock * vp);
-  for (int64_t r = 0; r < rows; ++r)
-    widen_row(static_cast<const T*>(a.q) + (task.q_begin + r / group) * a.q_stride +
-                  (task.kv_head * group + r % group) * a.q_head_stride,
-              shape.d, q + r * dp);
+  // f(row, its token, its head) for every row
+  auto each_row = [&](auto f) {
+    int64_t r = 0;
+    for (int64_t h = task.kv_head; h < task.kv_head + task.kv_heads; ++h)
+      for (int64_t p = 0; p < task.positions; ++p)
+        for (int64_t g = 0; g < group; ++g) f(r++, task.q_begin + p, h * group + g);
+  };
+  each_row([&](int64_t r, int64_t token, int64_t head) {
+    widen_row(static_cast<const T*>(a.q) + token * a.q_stride + head * a.q_head_stride, shape.d, q + r * dp);
+  });
 
   const Visible first = visible(a.rule, task.first, task.k_len);
   const Visible last = visible(a.rule, task.first + task.positions - 1, task.k_len);
-  const int64_t tiles = (rows + kTile - 1) / kTile;
+  const int64_t tiles = (head_rows + kTile - 1) / kTile;
   const bool direct = tiles <= 2 && shape.dv == vp;  // few rows: read V where it lies
   for (int64_t k0 = first.begin / kBlock * kBlock; k0 < last.end; k0 += kBlock) {
     if (segmented && k0 % a.rule.segment == 0) merge(rows, vp, running[0], running[1]);
@@ -183,39 +202,47 @@ void forward_task(const AttentionFwd& a, const AttentionTask& task) {
     const T *k[kBlock], *v[kBlock];
     const float* v_rows[kBlock];
     locate(a.kv, task, k0, lanes, k, v);
-    pack_transposed(k, lanes, shape.d, k_packed);
-    if (!direct)
-      for (int i = lanes.begin; i < lanes.end; ++i) {
-        widen_row(v[i], shape.dv, v_packed + i * vp);
-        v_rows[i] = v_packed + i * vp;
+    if (direct) {
+      walk(k, lanes, task.kv_heads, a.kv.k_head_stride, shape.d);
+      walk(v, lanes, task.kv_heads, a.kv.v_head_stride, shape.dv);
+    }
+    for (int64_t base = 0; base < rows; base += head_rows) {  // a key's heads lie side by side: read them together
+      pack_transposed(k, lanes, shape.d, k_packed);
+      if (!direct)
+        for (int i = lanes.begin; i < lanes.end; ++i) {
+          widen_row(v[i], shape.dv, v_packed + i * vp);
+          v_rows[i] = v_packed + i * vp;
+        }
+      for (int64_t at = 0, left = tiles; left > 0; --left) {
+        const int mr = int((head_rows - at + left - 1) / left);
+        const int64_t r0 = base + at;
+        Span span[kTile], used{kBlock, 0};
+        for (int r = 0; r < mr; ++r) {
+          span[r] = clip(visible(a.rule, task.first + (at + r) / group, task.k_len), k0, kBlock);
+          if (span[r].empty()) continue;
+          used.begin = span[r].begin < used.begin ? span[r].begin : used.begin;
+          used.end = span[r].end > used.end ? span[r].end : used.end;
+        }
+        if (!used.empty()) {
+          alignas(64) float s[kTile * kBlock], factor[kLanes];
+          const Running& state = running[0];
+          scores(mr, q + r0 * dp, dp, k_packed, shape.d, s, used.begin / kLanes, (used.end + kLanes - 1) / kLanes);
+          soften(a.rule, mr, s, span, state.m + r0, state.l + r0, state.seen + r0, factor);
+          if (direct)
+            accumulate<kBlock, 1>(mr, state.o + r0 * vp, vp, factor, s, v, span);
+          else
+            accumulate<kBlock, 1>(mr, state.o + r0 * vp, vp, factor, s, v_rows, span);
+        }
+        at += mr;
       }
-    for (int64_t r0 = 0, left = tiles; left > 0; --left) {
-      const int mr = int((rows - r0 + left - 1) / left);
-      Span span[kTile], used{kBlock, 0};
-      for (int r = 0; r < mr; ++r) {
-        span[r] = clip(visible(a.rule, task.first + (r0 + r) / group, task.k_len), k0, kBlock);
-        if (span[r].empty()) continue;
-        used.begin = span[r].begin < used.begin ? span[r].begin : used.begin;
-        used.end = span[r].end > used.end ? span[r].end : used.end;
-      }
-      if (!used.empty()) {
-        alignas(64) float s[kTile * kBlock], factor[kLanes];
-        const Running& state = running[0];
-        scores(mr, q + r0 * dp, dp, k_packed, shape.d, s, used.begin / kLanes, (used.end + kLanes - 1) / kLanes);
-        soften(a.rule, mr, s, span, state.m + r0, state.l + r0, state.seen + r0, factor);
-        if (direct)
-          accumulate<kBlock, 1>(mr, state.o + r0 * vp, vp, factor, s, v, span);
-        else
-          accumulate<kBlock, 1>(mr, state.o + r0 * vp, vp, factor, s, v_rows, span);
-      }
-      r0 += mr;
+      for (int i = lanes.begin; i < lanes.end; ++i) k[i] += a.kv.k_head_stride, v[i] += a.kv.v_head_stride;
     }
   }
   if (segmented) merge(rows, vp, running[0], running[1]);
 
   const Running& total = running[states - 1];
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t head = task.kv_head * group + r % group, at = (task.q_begin + r / group) * shape.hq + head;
+  each_row([&](int64_t r, int64_t token, int64_t head) {
+    const int64_t at = token * shape.hq + head;
     T* out = static_cast<T*>(a.out) + at * shape.dv;
     float m = total.m[r], l = total.l[r], kept = 1.0f;
     if (a.sinks) {  // order: the sink joins the denominator last
@@ -229,7 +256,7 @@ void forward_task(const AttentionFwd& a, const AttentionTask& task) {
     for (int64_t i = 0; i < shape.dv; i += kLanes)
       store_some(out + i, (load(total.o + r * vp + i) * set1(kept)) / set1(l), shape.dv - i);
     if (a.lse) a.lse[at] = total.seen[r] || a.sinks ? m + log(l) : -INFINITY;
-  }
+  });
 }
 
 // A chunk of query rows and a block of keys in fp32, as the backward needs them.
@@ -385,7 +412,8 @@ struct Backward {
     load_block(task, k0, {0, int(keys)}, false, b);
     // the positions that see some key of the block
     int64_t from = a.rule.causal ? k0 - task.first : 0, to = task.positions;
-    if (a.rule.window && k0 + keys - 1 + a.rule.window - task.first < to) to = k0 + keys - 1 + a.rule.window - task.first;
+    const int64_t leaves = k0 + keys - 1 + a.rule.window - task.first;  // where the last key leaves the window
+    if (a.rule.window && leaves < to) to = leaves;
     const int64_t step = chunk_rows / group;
     for (int64_t position = from > 0 ? from : 0; position < to; position += step) {
       load_chunk(task, position, to - position < step ? to - position : step, c);
@@ -398,7 +426,8 @@ struct Backward {
         for (int j = 0; j < mr; ++j) {  // the rows of the chunk that see this key
           const int64_t key = k0 + j0 + j;
           int64_t begin = a.rule.causal ? (key - c.first) * group : 0, end = c.rows;
-          if (a.rule.window && (key + a.rule.window - c.first) * group < end) end = (key + a.rule.window - c.first) * group;
+          const int64_t leaves = (key + a.rule.window - c.first) * group;
+          if (a.rule.window && leaves < end) end = leaves;
           span[j] = {int(begin < 0 ? 0 : begin > c.rows ? c.rows : begin), int(end < 0 ? 0 : end)};
         }
         float one[kTile] = {1, 1, 1, 1, 1, 1};

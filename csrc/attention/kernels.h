@@ -18,7 +18,8 @@ struct AttentionTask {
   int64_t k_begin;    // row of k and v of the sequence's first key; unused with a block table
   int64_t k_len;      // keys of the sequence
   int64_t sequence;   // row of the block table
-  int64_t kv_head;
+  int64_t kv_head;    // the first key-value head
+  int64_t kv_heads;   // how many; one where many rows share each of them, and in the backward
   int64_t block;      // backward only: which block of keys
 };
 
