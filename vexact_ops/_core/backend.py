@@ -55,6 +55,12 @@ def _cute() -> str | None:
 # What each backend needs, as a function that returns the reason it cannot run here, or None.
 PROBES: dict[str, Callable[[], str | None]] = {"cpu": _cpu, "triton": _triton, "cuda": _cuda, "cute": _cute}
 
+
+@torch.compiler.assume_constant_result
+def _reason(name: str) -> str | None:  # a probe touches files and devices, which torch.compile cannot trace
+    return PROBES[name]()
+
+
 _setting: str | None = os.environ.get("VEXACT_BACKEND") or None
 
 
@@ -117,7 +123,7 @@ class Room:
             raise BackendUnavailable(
                 f"{self.name}: backend {name!r} does not serve {device.type} tensors (has: {have})"
             )
-        reason = PROBES[name]()
+        reason = _reason(name)
         if reason:
             others = [other for other in names if other != name and PROBES[other]() is None]
             hint = f"; set_backend({others[0]!r}) or backend={others[0]!r} would work here" if others else ""
