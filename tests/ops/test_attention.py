@@ -266,6 +266,25 @@ def test_opcheck(device, backend, with_sinks):
     torch.library.opcheck(torch.ops.vexact.attention_paged.default, args)
 
 
+def test_compiled_graphs_hold_the_operators():
+    q, k, v = attention_inputs([5, 3], 4, 2, 16, 8, seed=0)
+    cu, lens, pages = offsets([5, 3]), torch.tensor([5, 3], dtype=torch.int32), Pages.of(k, v, [5, 3], 4)
+
+    def train(q, k, v):
+        return torch.autograd.grad(vx.attention_varlen(q * 2, k, v, cu, 5, window=3).sum(), (q, k, v))
+
+    def roll(q, k, v, k_cache, v_cache):
+        vx.kv_cache_store(k, v, k_cache, v_cache, pages.slots)
+        return vx.attention_paged(q * 2, k_cache, v_cache, pages.block_table, lens, cu, 5, window=3)
+
+    with torch.no_grad():
+        out = torch.compile(roll, backend="aot_eager", fullgraph=True)(q, k, v, pages.k_cache, pages.v_cache)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    assert_bitwise(out, vx.attention_varlen(q * 2, k, v, cu, 5, window=3))
+    compiled = torch.compile(lambda *x: vx.attention_varlen(x[0] * 2, *x[1:], cu, 5, window=3), backend="aot_eager")
+    assert_bitwise(torch.autograd.grad(compiled(*inputs).sum(), inputs), train(*inputs))
+
+
 def test_zero_tokens_give_zero_rows():
     q = torch.empty(0, 4, 8, requires_grad=True)
     k = torch.empty(0, 2, 8, requires_grad=True)

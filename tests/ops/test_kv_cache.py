@@ -122,6 +122,8 @@ def test_bad_arguments_are_named():
         vx.kv_cache_store(k.double(), v, k_cache, v_cache, slots)
     with pytest.raises(TypeError, match="kv_cache_store: v_cache: got dtype bfloat16, expected float32"):
         vx.kv_cache_store(k, v, k_cache, v_cache.bfloat16(), slots)
+    with pytest.raises(TypeError, match="kv_cache_store: v: got dtype bfloat16, expected float32"):
+        vx.kv_cache_store(k, v.bfloat16(), k_cache, v_cache.bfloat16(), slots)
     with pytest.raises(TypeError, match="kv_cache_store: slot_mapping: got dtype int32, expected int64"):
         vx.kv_cache_store(k, v, k_cache, v_cache, slots.int())
     with pytest.raises(ValueError, match=r"kv_cache_store: slot_mapping: got shape \(3,\), expected \(4,\)"):

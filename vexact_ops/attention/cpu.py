@@ -6,8 +6,6 @@ from torch import Tensor
 from .._core import native
 from . import metadata
 
-KEY_BLOCK = 64  # kAttentionBlock: where a segment may end
-
 
 def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
@@ -39,8 +37,8 @@ def varlen_bwd(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, sinks, scale, 
 def paged_fwd(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_seqlen_q, sinks, *options):
     scale, window, softcap, kv_segment = options
     out = torch.empty((q.shape[0], q.shape[1], v_cache.shape[-1]), dtype=q.dtype)
-    metadata_tensors = block_table, context_lens, cu_seqlens_q, max_seqlen_q
+    step = block_table, context_lens, cu_seqlens_q, max_seqlen_q
     numbers = scale, softcap or 0.0, window or 0, kv_segment or 0
-    if not native.ops().attention_paged_fwd(_rows(q), k_cache, v_cache, *metadata_tensors, sinks, *numbers, out):
-        metadata.explain_paged(q.shape[0], *k_cache.shape[:2], *metadata_tensors)
+    if not native.ops().attention_paged_fwd(_rows(q), k_cache, v_cache, *step, sinks, *numbers, out):
+        metadata.explain_paged(q.shape[0], *k_cache.shape[:2], *step)
     return out

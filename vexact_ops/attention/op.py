@@ -11,6 +11,8 @@ from .._core.operator import Operator
 
 ROOM = Room("attention", cpu=("cpu",))
 DTYPES = (torch.bfloat16, torch.float32)
+KEY_BLOCK = {"cpu": 64}  # keys in a block of each backend's kernel: where a segment may end
+_INT32 = (torch.int32,)
 
 
 def attention_varlen(
@@ -77,7 +79,7 @@ def attention_varlen(
         raise ValueError(f"{op}: window: got {window} with causal=False, expected causal=True")
     max_seqlen = _count(op, "max_seqlen", max_seqlen)
     backend = ROOM.resolve(q.device, backend)
-    block = ROOM.module(backend).KEY_BLOCK
+    block = KEY_BLOCK[backend]
     scale, window, softcap, kv_segment = _options(op, q.shape[2], block, scale, window, softcap, kv_segment)
     options = scale, bool(causal), window, softcap, kv_segment, backend
     return _attention_varlen(q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, sinks, *options)[0]
@@ -116,6 +118,54 @@ def attention_paged(
     raises        TypeError on dtype, ValueError on shape, values (on CPU) or device, BackendUnavailable
     """
     op = "attention_paged"
+    if not _paged_fits(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, sinks):
+        _check_paged(op, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, sinks)
+    max_seqlen_q = _count(op, "max_seqlen_q", max_seqlen_q)
+    backend = ROOM.resolve(q.device, backend)
+    options = _options(op, q.shape[2], KEY_BLOCK[backend], scale, window, softcap, kv_segment)
+    if torch.is_grad_enabled():
+        for arg, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("sinks", sinks)):
+            if x is not None and x.requires_grad:
+                raise RuntimeError(
+                    f"{op}: {arg} requires a gradient, and this op has none: call it under torch.no_grad(), or use "
+                    "attention_varlen to train"
+                )
+    metadata = block_table, context_lens, cu_seqlens_q, max_seqlen_q
+    return _attention_paged(q, k_cache, v_cache, *metadata, sinks, *options, backend)
+
+
+def _paged_fits(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, sinks) -> bool:
+    """Whether _check_paged would find nothing, without its messages: the engine asks at every layer of every step."""
+    for x in (q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q):
+        if not isinstance(x, Tensor):
+            return False
+    device, dtype = q.device, q.dtype
+    if not (q.dim() == 3 and k_cache.dim() == v_cache.dim() == 4 and block_table.dim() == 2):
+        return False
+    _, hq, d = q.shape
+    *pages, hk, dk = k_cache.shape
+    *v_pages, v_hk, dv = v_cache.shape
+    return (
+        sinks is None
+        and dtype in DTYPES
+        and k_cache.dtype == v_cache.dtype == dtype
+        and block_table.dtype == context_lens.dtype == cu_seqlens_q.dtype == torch.int32
+        and pages == v_pages
+        and pages[1] > 0
+        and hk == v_hk > 0
+        and hq > 0 == hq % hk
+        and dk == d > 0
+        and dv > 0
+        and k_cache.stride(3) == v_cache.stride(3) == 1
+        and context_lens.dim() == cu_seqlens_q.dim() == 1
+        and len(block_table) == len(context_lens) == len(cu_seqlens_q) - 1
+        and block_table.stride(1) == 1
+        and k_cache.device == v_cache.device == block_table.device == device
+        and context_lens.device == cu_seqlens_q.device == device
+    )
+
+
+def _check_paged(op, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, sinks) -> None:
     check.tensor(op, "q", q, DTYPES, 3)
     for arg, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         check.tensor(op, arg, x, ndim=4)
@@ -137,22 +187,6 @@ def attention_paged(
     _sinks(op, sinks, q.shape[1])
     tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table}
     check.same_device(op, **tensors, context_lens=context_lens, cu_seqlens_q=cu_seqlens_q, sinks=sinks)
-    max_seqlen_q = _count(op, "max_seqlen_q", max_seqlen_q)
-    backend = ROOM.resolve(q.device, backend)
-    block = ROOM.module(backend).KEY_BLOCK
-    options = _options(op, q.shape[2], block, scale, window, softcap, kv_segment)
-    if torch.is_grad_enabled():
-        for arg, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("sinks", sinks)):
-            if x is not None and x.requires_grad:
-                raise RuntimeError(
-                    f"{op}: {arg} requires a gradient, and this op has none: call it under torch.no_grad(), or use "
-                    "attention_varlen to train"
-                )
-    metadata = block_table, context_lens, cu_seqlens_q, max_seqlen_q
-    return _attention_paged(q, k_cache, v_cache, *metadata, sinks, *options, backend)
-
-
-_INT32 = (torch.int32,)
 
 
 def _heads(op: str, arg: str, hq: int, hk: int, d: int, dv: int) -> None:
@@ -176,8 +210,12 @@ def _count(op: str, arg: str, value) -> int:
     return value
 
 
-@functools.lru_cache(maxsize=256, typed=True)  # the engine's layers repeat the same few options at every step
 def _options(op: str, d: int, block: int, scale, window, softcap, kv_segment):
+    find = _find_options if torch.compiler.is_compiling() else _known_options
+    return find(op, d, block, scale, window, softcap, kv_segment)
+
+
+def _find_options(op: str, d: int, block: int, scale, window, softcap, kv_segment):
     scale = d**-0.5 if scale is None else check.number(op, "scale", scale)
     for arg, value in (("window", window), ("kv_segment", kv_segment)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
@@ -188,6 +226,9 @@ def _options(op: str, d: int, block: int, scale, window, softcap, kv_segment):
         raise ValueError(f"{op}: kv_segment: got {kv_segment}, expected a multiple of {block}")
     softcap = None if softcap is None else check.number(op, "softcap", softcap, above=0.0)
     return scale, window, softcap, kv_segment
+
+
+_known_options = functools.lru_cache(maxsize=256, typed=True)(_find_options)  # the engine's layers repeat a few
 
 
 def _fp32(sinks: Tensor | None) -> Tensor | None:
@@ -232,10 +273,8 @@ def _bwd_fake(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, sinks, *options
 def _paged(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_seqlen_q, sinks, *options):
     *options, backend = options
     lens, offsets = context_lens.contiguous(), cu_seqlens_q.contiguous()
-    sinks = None if sinks is None else _fp32(sinks)
-    return ROOM.module(backend).paged_fwd(
-        q, k_cache, v_cache, block_table, lens, offsets, max_seqlen_q, sinks, *options
-    )
+    metadata = block_table, lens, offsets, max_seqlen_q
+    return ROOM.module(backend).paged_fwd(q, k_cache, v_cache, *metadata, _fp32(sinks), *options)
 
 
 def _paged_fake(q, k_cache, v_cache, *rest):

@@ -30,12 +30,48 @@ def kv_cache_store(
                   stream, that token is skipped
     """
     op = "kv_cache_store"
+    if not _fits(k, v, k_cache, v_cache, slot_mapping):
+        _check(op, k, v, k_cache, v_cache, slot_mapping)
+    if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+        raise RuntimeError(f"{op}: k or v requires a gradient, and this op has none: call it under torch.no_grad()")
+    _kv_cache_store(k, v, k_cache, v_cache, slot_mapping, ROOM.resolve(k.device, backend))
+
+
+def _fits(k, v, k_cache, v_cache, slot_mapping) -> bool:
+    """Whether _check would find nothing, without its messages: the engine asks at every layer of every step."""
+    for x in (k, v, k_cache, v_cache, slot_mapping):
+        if not isinstance(x, Tensor):
+            return False
+    if not (k.dim() == v.dim() == 3 and k_cache.dim() == v_cache.dim() == 4 and slot_mapping.dim() == 1):
+        return False
+    device, dtype = k.device, k.dtype
+    tokens, heads, d = k.shape
+    v_tokens, v_heads, dv = v.shape
+    *pages, k_heads, k_d = k_cache.shape
+    *v_pages, cache_v_heads, v_d = v_cache.shape
+    return (
+        dtype in DTYPES
+        and v.dtype == k_cache.dtype == v_cache.dtype == dtype
+        and slot_mapping.dtype == torch.int64
+        and len(slot_mapping) == tokens == v_tokens
+        and heads == v_heads == k_heads == cache_v_heads
+        and d == k_d
+        and dv == v_d
+        and pages == v_pages
+        and pages[1] > 0
+        and k.stride(2) == v.stride(2) == k_cache.stride(3) == v_cache.stride(3) == slot_mapping.stride(0) == 1
+        and v.device == k_cache.device == v_cache.device == slot_mapping.device == device
+    )
+
+
+def _check(op: str, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     for arg, x, cache_arg, cache in (("k", k, "k_cache", k_cache), ("v", v, "v_cache", v_cache)):
         check.tensor(op, arg, x, DTYPES, 3)
         check.tensor(op, cache_arg, cache, ndim=4)
         check.same_dtype(op, cache_arg, cache, arg, x)
         check.contiguous_last(op, arg, x)
         check.contiguous_last(op, cache_arg, cache)
+    check.same_dtype(op, "v", v, "k", k)
     check.shape(op, "v", v, (*k.shape[:2], "Dv"))
     pages, page_size = k_cache.shape[:2]
     check.shape(op, "k_cache", k_cache, (pages, page_size, *k.shape[1:]))
@@ -46,9 +82,6 @@ def kv_cache_store(
     check.shape(op, "slot_mapping", slot_mapping, k.shape[:1])
     check.contiguous_last(op, "slot_mapping", slot_mapping)
     check.same_device(op, k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
-    if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-        raise RuntimeError(f"{op}: k or v requires a gradient, and this op has none: call it under torch.no_grad()")
-    _kv_cache_store(k, v, k_cache, v_cache, slot_mapping, ROOM.resolve(k.device, backend))
 
 
 def _store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, backend: str) -> None:
