@@ -45,6 +45,7 @@ class Engine:
     config, tokenizer, model   as they are in use: num_pages and max_model_len are filled in
     stats                      counts since the start: steps, tokens, preemptions, ...
     weight_version             0, and one more after every update
+    path                       how hidden states are computed: "fused", or "patched: " and why; never a matter of bits
     """
 
     def __init__(self, loaded: Loaded, config: EngineConfig | None = None):
@@ -233,6 +234,10 @@ class Engine:
     @property
     def stats(self) -> Stats:
         return self._scheduler.stats
+
+    @property
+    def path(self) -> str:
+        return self._runner.path
 
     def numerics(self) -> dict:
         """What fixes this engine's bits; a trainer with an equal dictionary computes the same ones."""

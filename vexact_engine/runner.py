@@ -14,8 +14,9 @@ from .scheduler import Sampled, StepPlan
 class Runner:
     """One model on one device. Not thread-safe: its owner runs one plan at a time.
 
-    model    a Hugging Face causal language model; it is patched here and given back as it was by `close`
+    model    a Hugging Face causal language model, with `handle` its patch
     config   with num_pages set
+    path     how hidden states are computed: "fused", or "patched: " and why
     """
 
     def __init__(self, model: torch.nn.Module, handle, config: EngineConfig, device: torch.device):
@@ -27,7 +28,7 @@ class Runner:
         self.k_caches = [torch.empty(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.v_caches = [torch.empty(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.builder = BatchBuilder(config, device)
-        self.forward = models.forward(model, handle, kv_segment=config.kv_segment)
+        self.forward, self.path = models.forward(model, kv_segment=config.kv_segment)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Sampled:

@@ -27,7 +27,7 @@ def _config(family: str, **options):
     )
     special = {
         "Llama": {"tie_word_embeddings": True},
-        "Qwen2": {"head_dim": None},
+        "Qwen2": {},
         "Qwen3": {},
         "Mistral": {"sliding_window": 12},
         "Gemma2": {"sliding_window": 12, "query_pre_attn_scalar": 16, "final_logit_softcapping": 10.0},
