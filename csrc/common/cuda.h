@@ -30,7 +30,7 @@ inline cudaStream_t current_stream(const Tensor& t) {
   }();
   STD_TORCH_CHECK(get, "this torch has no CUDA half (libtorch_cuda.so is not loaded)");
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(get(t.get_device_index(), &stream));
+  STD_TORCH_CHECK(get(t.get_device_index(), &stream) == 0, "torch could not name its current CUDA stream");
   return static_cast<cudaStream_t>(stream);
 }
 
