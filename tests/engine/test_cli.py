@@ -1,0 +1,228 @@
+"""The command line: results, exit codes, and one clear line where something is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from engine_models import VOCAB, build, byte_tokenizer
+
+from vexact_engine import cli, demo, doctor, verify
+from vexact_engine.config import EngineConfig
+from vexact_engine.prompts import encode, read_prompts
+from vexact_engine.verify import load_random
+
+ROOT = Path(__file__).parents[2]
+TIGHT = ["--page-size", "4", "--num-pages", "24", "--max-num-seqs", "3", "--max-num-batched-tokens", "8"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    build("Llama").save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def run(capsys, *argv):
+    code = cli.main([str(a) for a in argv])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_verify_says_equal_and_writes_its_files(capsys, model, tmp_path):
+    (tmp_path / "p.jsonl").write_text(
+        '{"prompt": "hello there, this one is long"}\n{"messages": [{"role": "user", "content": "hi"}]}\n'
+    )
+    files = ["--json", tmp_path / "v.json", "--html", tmp_path / "v.html"]
+    options = ["--prompts", tmp_path / "p.jsonl", "--max-new-tokens", 9, "--samples", 2, "--ignore-eos", "--stock"]
+    code, out, err = run(capsys, "verify", "--model", model, *options, *TIGHT, *files)
+    assert (code, err) == (0, "")
+    assert "0 of 36 log-probabilities differ (max |diff| 0.0, KL 0.0)" in out.splitlines()
+    record = json.loads((tmp_path / "v.json").read_text())
+    assert record["aligned"] == {"tokens": 36, "mismatched_tokens": 0, "max_abs_diff": 0.0, "k3_kl": 0.0}
+    assert record["stock"]["tokens"] > 0 and record["prompts"] == 2 and record["equal"] is True
+    assert "0 of 36 log-probabilities differ" in (tmp_path / "v.html").read_text()
+
+
+def test_verify_exits_1_where_something_differs(capsys, model, monkeypatch):
+    """The twin that must fail: the trainer scores at a temperature that the rollout did not have."""
+    honest = verify.rescore
+    monkeypatch.setattr(verify, "rescore", lambda *a, **k: honest(*a, **{**k, "temperature": 0.9}))
+    code, out, _ = run(
+        capsys,
+        "verify",
+        "--model",
+        model,
+        "--num-prompts",
+        2,
+        "--lengths",
+        "4,6",
+        "--max-new-tokens",
+        4,
+        "--ignore-eos",
+    )
+    assert code == 1 and "8 of 8 log-probabilities differ (max |diff| " in out
+
+
+def test_verify_on_random_weights_needs_a_config_alone(capsys, tmp_path):
+    build("Qwen3").config.save_pretrained(tmp_path)
+    options = ["--num-prompts", 3, "--lengths", "5", "--max-new-tokens", 4, "--ignore-eos", "--dtype", "fp32"]
+    code, out, _ = run(capsys, "verify", "--model", tmp_path, "--random-weights", *options)
+    assert code == 0 and "0 of 12 log-probabilities differ" in out
+    a, b, c = (load_random(str(tmp_path), seed=s).model.state_dict() for s in (0, 0, 1))
+    assert all(torch.equal(a[k], b[k]) for k in a) and not any(torch.equal(a[k], c[k]) for k in a if a[k].dim())
+    assert all(v.float().std() > 0 for v in a.values()), "norm weights too"
+
+
+def test_verify_reports_a_long_prompt_and_goes_on(capsys, model, tmp_path):
+    (tmp_path / "p.txt").write_text("short\n" + "long " * 100 + "\n")
+    code, out, err = run(
+        capsys, "verify", "--model", model, "--prompts", tmp_path / "p.txt", "--max-new-tokens", 3, "--ignore-eos"
+    )
+    assert code == 0 and "0 of 3 log" in out
+    assert err.startswith(f"vexact verify: {tmp_path / 'p.txt'}:2: ") and "500 tokens" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "argv,message",
+    [
+        (["verify", "--model", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["verify", "--model", "MODEL", "--prompts", "missing.txt"], "missing.txt: No such file"),
+        (["verify", "--model", "MODEL", "--prompts", "BAD"], "bad.jsonl:2: not JSON"),
+        (["verify", "--model", "MODEL", "--prompts", "EMPTY"], "empty.txt: no prompt in it"),
+        (["verify", "--model", "MODEL", "--temperature", "nan"], "temperature is nan"),
+        (["verify", "--model", "MODEL", "--temperature", "-1"], "temperature is -1.0"),
+        (["verify", "--model", "MODEL", "--top-p", "0"], "top_p is 0.0"),
+        (["verify", "--model", "MODEL", "--device", "gpu"], "--device: got 'gpu'"),
+        (["verify", "--model", "MODEL", "--json", "/nowhere/v.json"], "/nowhere/v.json: cannot be written"),
+        (["verify", "--model", "EMPTYDIR", "--random-weights"], "empty"),
+        (["generate", "--model", "MODEL"], "expected either PROMPT"),
+        (["generate", "--model", "MODEL", "  "], "the prompt is empty"),
+        (["generate", "--model", "MODEL", "--prompts", "BAD"], "bad.jsonl:2"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(capsys, model, tmp_path, argv, message):
+    (tmp_path / "bad.jsonl").write_text('"ok"\n{"prompt": \n')
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "empty").mkdir()
+    names = {"MODEL": model, "BAD": "bad.jsonl", "EMPTY": "empty.txt", "EMPTYDIR": "empty"}
+    argv = [str(tmp_path / names[a]) if a in names and a != "MODEL" else names.get(a, a) for a in argv]
+    code, out, err = run(capsys, *argv)
+    assert code == 2 and message in err and err.startswith(f"vexact {argv[0]}: ") and err.count("\n") == 1, err
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["nothing"], ["verify"], ["demo", "--dtype", "int8"], ["verify", "--model", "m", "--samples", "0"]]
+)
+def test_usage_errors_exit_2(capsys, argv):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(argv)
+    assert stopped.value.code == 2 and "usage: vexact" in capsys.readouterr().err
+
+
+def test_debug_shows_where(model):
+    with pytest.raises(ValueError, match="No such file"):
+        cli.main(["verify", "--model", model, "--prompts", "missing.txt", "--debug"])
+
+
+def test_ctrl_c_is_130_without_a_traceback(capsys, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "demo", interrupted)
+    code, out, err = run(capsys, "demo")
+    assert (code, out, err) == (130, "", "vexact demo: interrupted\n")
+
+
+def test_generate_streams_the_text_that_the_engine_gives(capsys, model):
+    options = ["--model", model, "--max-new-tokens", 12, "--seed", 3]
+    code, streamed, _ = run(capsys, "generate", *options, "hello")
+    assert code == 0
+    code, whole, _ = run(capsys, "generate", *options, "--no-stream", "hello")
+    assert code == 0 and streamed.strip() == whole.strip() != ""
+
+
+def test_generate_writes_json_lines(capsys, model, monkeypatch):
+    monkeypatch.setattr("sys.stdin", __import__("io").StringIO("hi"))
+    options = ["--model", model, "--max-new-tokens", 5, "--json", "--samples", 2, "--temperature", 0.7, "--ignore-eos"]
+    code, out, _ = run(capsys, "generate", *options, "-")
+    records = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and [r["index"] for r in records] == [0, 1]
+    wrapped = byte_tokenizer()("[hi]")["input_ids"]
+    for r in records:
+        assert r["prompt_token_ids"] == wrapped, "the template is applied where there is one"
+        assert len(r["token_ids"]) == len(r["logprobs"]) == len(r["raw_logprobs"]) == 5
+        assert r["logprobs"] != r["raw_logprobs"] and max(r["logprobs"]) < 0
+    code, out, _ = run(capsys, "generate", *options, "--no-chat", "hi")
+    assert json.loads(out.splitlines()[0])["prompt_token_ids"] == byte_tokenizer()("hi")["input_ids"]
+
+
+def test_generate_does_not_let_one_bad_prompt_stop_the_others(capsys, model, tmp_path):
+    (tmp_path / "p.jsonl").write_text(json.dumps([VOCAB + 5]) + "\n[5, 6]\n")
+    code, out, err = run(capsys, "generate", "--model", model, "--prompts", tmp_path / "p.jsonl", "--max-new-tokens", 3)
+    assert code == 2 and "p.jsonl:1" in err and "p.jsonl:2" in out
+
+
+def test_the_demo_is_the_main_job_on_another_model(capsys, model, monkeypatch, tmp_path):
+    """All of the demo but the download, at a tiny size: its exit code, its verdict, its keys."""
+    monkeypatch.setattr(demo, "fetch_smollm2", lambda: model)
+    texts = [("x" * (5 + 9 * (i % 4)), 10) for i in range(8)]
+    monkeypatch.setattr(demo, "PROMPTS", tuple((f"one beginning {text}", n) for text, n in texts))
+    monkeypatch.setattr(
+        demo, "CONFIG", EngineConfig(page_size=4, num_pages=26, max_num_seqs=4, max_num_batched_tokens=12)
+    )
+    code, out, _ = run(capsys, "demo", "--json", tmp_path / "d.json")
+    record = json.loads((tmp_path / "d.json").read_text())
+    tokens = record["aligned"]["tokens"]
+    assert code == 0 and f"0 of {tokens} log-probabilities differ (max |diff| 0.0, KL 0.0)" in out.splitlines()
+    assert set(record["stock_by_dtype"]) == {"bfloat16", "float32"} and tokens > 20
+    assert record["statistics"]["preemptions"] > 0 and record["prompts"] == 8
+    monkeypatch.setattr(demo, "CONFIG", EngineConfig(num_pages=400))
+    code, _, err = run(capsys, "demo", "--no-stock")
+    assert code == 2 and "preemptions" in err, "a run under no pressure proves less, and says so"
+
+
+def test_the_demo_prompts_are_what_they_are_said_to_be():
+    assert len(demo.PROMPTS) >= 16 and len(set(demo.PROMPTS)) == len(demo.PROMPTS)
+    assert demo.CONFIG.max_num_seqs < len(demo.PROMPTS)
+    words = sorted(len(text.split()) for text, _ in demo.PROMPTS)
+    assert words[0] < 5 and words[-1] > demo.CONFIG.max_num_batched_tokens, "the longest does not fit into one step"
+
+
+def test_doctor_checks_what_is_here(capsys, tmp_path):
+    code, out, _ = run(capsys, "doctor", "--device", "cpu", "--json", tmp_path / "d.json")
+    record = json.loads((tmp_path / "d.json").read_text())
+    assert code == 0 and "checks hold" in out and "instruction sets" in out
+    rooms = {name for check in record["checks"] for name in check["room"].split(" + ")}
+    assert rooms == set(record["numerics"]["cpu"]["rooms"]), "a check for every room, and no other"
+
+
+def test_doctor_exits_1_where_a_check_fails(capsys, monkeypatch):
+    def batch_dependent(device, dtype):  # the twin that must fail: a mean over the batch in every row
+        x = torch.randn(5, 8, dtype=dtype)
+        doctor.check_rows(lambda x: x + x.mean(0), x)
+
+    monkeypatch.setattr(doctor, "CHECKS", (("toy", "a row alone", batch_dependent), doctor.CHECKS[0]))
+    code, out, _ = run(capsys, "doctor", "--device", "cpu")
+    assert code == 1 and "FAILED  toy" in out and "AssertionError: a row alone differ" in out and "2 of 4 checks" in out
+
+
+def test_help_needs_no_torch_and_a_closed_pipe_no_traceback(model):
+    code = "import sys; from vexact_engine import cli\ntry: cli.main(['verify', '--help'])\nexcept SystemExit: pass\n"
+    code += "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 0 and "--kv-segment" in done.stdout, done.stderr
+
+
+def test_prompt_files_reach_the_model_as_they_are(model, tmp_path):
+    (tmp_path / "p.txt").write_text("héllo\n")
+    ids = encode(read_prompts(tmp_path / "p.txt"), byte_tokenizer())
+    assert byte_tokenizer().decode(ids[0]) == "héllo"

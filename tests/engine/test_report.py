@@ -1,0 +1,114 @@
+"""The HTML report: whole in itself, escaped, with the figures that were found."""
+
+import base64
+import re
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+from vexact_engine.compare import Sample, Side
+from vexact_engine.report import render, write_report
+from vexact_engine.verify import Gradients, Verification
+
+EVIL = '<script>alert("x")</script> & <img src=http://example.org/x.png>'
+
+
+def side(name, dtype, noise, tokens=40):
+    g = torch.Generator().manual_seed(3)
+    samples = []
+    for i in range(3):
+        rollout = -torch.rand(tokens, generator=g) * 6
+        trainer = rollout + noise * torch.randn(tokens, generator=g)
+        samples.append(
+            Sample(f"p:{i}", EVIL, [1, 2], [3] * tokens, rollout, trainer, text=EVIL, finish_reason="length")
+        )
+    return Side(name, dtype, samples, {"rollout": 1.25, "rescore": 0.5})
+
+
+def verification(aligned, stock=()):
+    return Verification(
+        title="Title & more",
+        model="tiny",
+        dtype="bfloat16",
+        device="cpu",
+        aligned=aligned,
+        stock=list(stock),
+        statistics={"steps": 12, "preemptions": 3},
+        gradients=Gradients(2, 50, 1.5, 9, (), (), 0.25),
+        settings={},
+        numerics={"class": "cpu", "contract": 1},
+        environment={"torch": "<2.x>"},
+        seconds=4.5,
+    )
+
+
+class Elements(HTMLParser):
+    VOID = ("meta", "img")
+
+    def __init__(self, text):
+        super().__init__()
+        self.images, self.open, self.names, self.text = [], [], set(), []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.names.add(tag)
+        if tag == "img":
+            self.images.append(dict(attributes)["src"])
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+@pytest.fixture(scope="module")
+def html():
+    return render(
+        verification(side("aligned", "bfloat16", 0), [side("stock", "bfloat16", 0.1), side("stock", "float32", 1e-6)])
+    )
+
+
+def test_it_is_well_formed_and_loads_nothing(html):
+    page = Elements(html)
+    assert not page.open and "script" not in page.names and "link" not in page.names
+    assert len(page.images) == 2
+    for source in page.images:
+        assert base64.b64decode(source.removeprefix("data:image/png;base64,"), validate=True)[:4] == b"\x89PNG"
+    assert not re.search(r'(?:src|href)\s*=\s*"?(?!data:)', html.replace(EVIL, ""))
+
+
+def test_text_is_escaped_and_shown_as_it_is(html):
+    text = "".join(Elements(html).text)
+    assert EVIL in text and "<script>" not in html
+    assert "Title & more" in text and "<2.x>" in text
+
+
+def test_it_holds_the_figures(html):
+    text = "".join(Elements(html).text)
+    assert "0 of 120 log-probabilities differ (max |diff| 0.0, KL 0.0)" in text
+    assert "stock Hugging Face, float32" in text and "preemptions" in text and "2 packed sequences, 50 tokens" in text
+    assert 'class="card verdict equal"' in html
+
+
+def test_a_difference_is_not_dressed_up():
+    found = verification(side("aligned", "bfloat16", 1e-3))
+    html = render(found)
+    assert (
+        not found.equal
+        and 'class="card verdict differ"' in html
+        and found.comparison.verdict() in html.replace("&amp;", "&")
+    )
+
+
+def test_nan_and_infinity_and_nothing_are_drawn_too(tmp_path):
+    broken = side("aligned", "bfloat16", 1e-3)
+    broken.samples[0].trainer[:2] = torch.tensor([float("nan"), float("-inf")])
+    empty = Side("aligned", "bfloat16", [Sample("p", "q", [1], [], torch.empty(0), error="too <long>")])
+    write_report(tmp_path / "r.html", verification(broken))
+    assert "nan" in (tmp_path / "r.html").read_text(encoding="utf-8")
+    html = render(verification(empty))
+    assert "too &lt;long&gt;" in html and "<img" not in html

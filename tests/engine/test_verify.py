@@ -1,0 +1,154 @@
+"""verify: equal where the stack is aligned, and able to tell where it is not."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_models import VOCAB, build, byte_tokenizer
+from vexact_engine.weights.load import load
+
+import vexact_ops as vx
+from vexact_engine.compare import Sample
+from vexact_engine.config import EngineConfig, SamplingParams
+from vexact_engine.prompts import Prompt, synthetic_prompts
+from vexact_engine.stock import run_stock
+from vexact_engine.verify import VerifyError, pack, rescore, verify
+
+TIGHT = EngineConfig(page_size=4, num_pages=24, max_num_seqs=3, max_num_batched_tokens=8, show_progress=False)
+
+
+def prompts(count=6):
+    return synthetic_prompts(count, [3, 19, 7], VOCAB, seed=1)
+
+
+@pytest.fixture(scope="module")
+def result():
+    model = build("Llama")
+    found = verify(
+        model, prompts(), SamplingParams(max_new_tokens=14, ignore_eos=True), config=TIGHT, stock=("bfloat16",)
+    )
+    return model, found
+
+
+def test_the_engine_under_pressure_equals_training(result):
+    _, found = result
+    assert found.equal and found.comparison.equal and found.comparison.tokens == 6 * 14
+    assert found.comparison.verdict() == "0 of 84 log-probabilities differ (max |diff| 0.0, KL 0.0)"
+    for name in ("preemptions", "partial_prefills", "mixed_steps"):
+        assert found.statistics[name] > 0, name
+    for sample in found.aligned.samples:
+        assert sample.rollout.isfinite().all() and (sample.rollout < 0).all()
+        assert len(set(sample.rollout.tolist())) > 1
+
+
+def test_the_stock_stack_answers_too_and_differs(result):
+    stock = result[1].stock[0]
+    assert stock.comparison.tokens > 0 and stock.comparison.mismatched_tokens > 0
+    assert 0 < stock.comparison.max_abs_diff < 1, "the same tokens are compared, or the difference would be large"
+
+
+def test_gradients_flowed_and_the_model_is_as_it_was(result):
+    model, found = result
+    g = found.gradients
+    assert g.finite and g.norm > 0 and not g.missing and g.sequences >= 2 and g.loss > 0
+    assert g.tensors == len(list(model.parameters()))
+    assert not model.training and all(p.grad is None for p in model.parameters())
+    assert "_vexact" not in model.__dict__
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), build("Llama").parameters()))
+
+
+def test_json_has_the_agreed_keys(result):
+    record = json.loads(json.dumps(result[1].to_json(), allow_nan=False))
+    four = {"tokens", "mismatched_tokens", "max_abs_diff", "k3_kl"}
+    assert set(record["aligned"]) == set(record["stock"]) == four
+    assert {"model", "dtype", "prompts", "seconds", "numerics"} <= set(record)
+    assert record["prompts"] == 6 and record["dtype"] == "bfloat16" and record["numerics"] == vx.numerics("cpu")
+    for sample in record["samples"]:
+        assert sample["rollout_logprobs"] == sample["trainer_logprobs"]
+
+
+@pytest.mark.parametrize(
+    "family,dtype,temperature",
+    [("Qwen2", torch.float32, 0.7), ("Gemma2", torch.bfloat16, 1.0), ("Mistral", torch.bfloat16, 0.0)],
+)
+def test_other_families_dtypes_and_temperatures(family, dtype, temperature):
+    params = SamplingParams(max_new_tokens=6, temperature=temperature, top_k=20, top_p=0.9, n=2, ignore_eos=True)
+    found = verify(build(family, dtype), prompts(3), params, config=TIGHT)
+    assert found.equal and found.comparison.tokens == 3 * 2 * 6
+    assert found.gradients.finite and not found.stock and found.to_json()["stock"] is None
+
+
+def test_a_trainer_with_other_weights_is_caught():
+    """The twin that must fail: one weight of the trainer's moves by one bf16 step, and nearly all tokens tell."""
+    model = build("Llama")
+    found = verify(model, prompts(3), SamplingParams(max_new_tokens=8, ignore_eos=True), config=TIGHT)
+    weight = model.model.layers[0].mlp.down_proj.weight
+    with torch.no_grad():
+        weight[0] = torch.nextafter(weight[0], torch.full_like(weight[0], 10.0))
+    rescore(model, found.aligned.samples)
+    assert found.comparison.mismatched_tokens > 12 and not found.equal
+    assert 0 < found.comparison.max_abs_diff < 0.5 and found.comparison.k3_kl > 0
+
+
+def test_a_wrong_temperature_is_caught():
+    model = build("Llama")
+    found = verify(model, prompts(2), SamplingParams(max_new_tokens=5, ignore_eos=True), config=TIGHT)
+    rescore(model, found.aligned.samples, temperature=0.99)
+    assert found.comparison.mismatched_tokens == 10
+
+
+def test_gradients_that_are_not_finite_fail_the_verdict():
+    found = verify(build("Llama"), prompts(2), SamplingParams(max_new_tokens=3), config=TIGHT)
+    found.gradients = replace(found.gradients, nonfinite=("w",))
+    assert found.comparison.equal and not found.equal
+
+
+def test_a_prompt_at_fault_is_reported_and_the_others_go_on():
+    bad = [Prompt("long", token_ids=(5,) * 300), Prompt("unknown", token_ids=(VOCAB,))]
+    mixed = [bad[0], *prompts(2), bad[1]]
+    found = verify(build("Llama"), mixed, SamplingParams(max_new_tokens=4, ignore_eos=True), config=TIGHT)
+    assert found.equal and found.comparison.tokens == 8
+    assert [error.split(":")[0] for error in found.errors] == ["long", "unknown"]
+    assert "300" in found.errors[0] and str(VOCAB) in found.errors[1]
+    with pytest.raises(VerifyError, match=r"no token was generated.*300"):
+        verify(build("Llama"), bad[:1], config=TIGHT)
+
+
+def test_texts_come_with_a_tokenizer():
+    loaded = load(build("Llama"), tokenizer=byte_tokenizer())
+    found = verify(loaded, [Prompt("a", text="hello")], SamplingParams(max_new_tokens=5), config=TIGHT)
+    (sample,) = found.aligned.samples
+    assert sample.prompt_ids == byte_tokenizer()("hello")["input_ids"] and sample.prompt_text == "hello"
+    assert sample.text == byte_tokenizer().decode(sample.token_ids, skip_special_tokens=True)
+
+
+def test_arguments_are_checked():
+    with pytest.raises(VerifyError, match="params: got 1, expected one for all or one for each of 2"):
+        verify(build("Llama"), prompts(2), [SamplingParams()], config=TIGHT)
+    with pytest.raises(VerifyError, match="one for all prompts"):
+        verify(build("Llama"), prompts(2), [SamplingParams(temperature=t) for t in (1, 0.5)], config=TIGHT)
+
+
+def test_packs_hold_every_sequence_once_in_another_order():
+    samples = [Sample("s", "", [1] * n, [2] * (n % 3 + 1), torch.zeros(n % 3 + 1)) for n in range(1, 12)]
+    packs = pack(samples, 25, seed=0)
+    order = [sample for p in packs for sample, _ in p.members]
+    assert sorted(map(id, order)) == sorted(map(id, samples)) and order != samples
+    assert len(packs) > 2 and any(len(p.members) > 1 for p in packs)
+    for p in packs:
+        assert p.ids.shape[1] == p.cu_seqlens[-1] <= 25
+        for (sample, offset), end in zip(p.members, p.cu_seqlens[1:].tolist()):
+            assert p.ids[0, offset:end].tolist() == sample.prompt_ids + sample.token_ids
+    assert [p.ids.shape[1] for p in pack(samples[-1:], 3, seed=0)] == [len(samples[-1].prompt_ids) + 3]
+
+
+def test_stock_in_float64_agrees_with_itself():
+    """The contrast is rounding and nothing else: with 53 bits there is next to none left of it."""
+    ids = [list(p.token_ids) for p in prompts(5)]
+    model = build("Llama", torch.float32)
+    sides = {d: run_stock(model, ids, dtype=d, max_new_tokens=8, batch_size=4) for d in ("float32", "float64")}
+    worst = {dtype: side.comparison.max_abs_diff for dtype, side in sides.items()}
+    assert worst["float64"] < 1e-6 and worst["float32"] < 1e-4
+    assert model.dtype == torch.float32
+    assert [s.prompt_ids for s in sides["float32"].samples] == ids

@@ -1,0 +1,189 @@
+"""What this machine can run, and a quick check that the contract holds on it.
+
+The checks are the properties that the test suite proves at length, on small inputs: a row alone and in a batch, other
+thread counts, other instruction sets, and attention's three forms against each other. Seconds, not minutes.
+"""
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+
+import torch
+
+import vexact_ops as vx
+from vexact_ops.testing import assert_bitwise, cancelling, check_repeatable, check_rows, tricky
+
+from .verify import environment
+
+PACKAGES = ("transformers", "safetensors", "gguf", "triton", "numpy")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One property of one room on one device, and what came of it. error is None where it holds."""
+
+    room: str
+    claim: str
+    device: str
+    dtype: str
+    seconds: float
+    error: str | None
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+
+def describe() -> dict[str, str]:
+    """The environment, a line each, for people."""
+    found = environment()
+    rows = {"vexact": found["vexact"], "python": found["python"], "torch": found["torch"]}
+    for package in PACKAGES:
+        try:
+            rows[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            rows[package] = "not installed"
+    rows["platform"], rows["processor"] = found["platform"], found["processor"]
+    rows["cores"] = f"{os.cpu_count()} ({torch.get_num_threads()} threads in use)"
+    try:
+        isas = vx.testing.cpu_isas()
+        rows["instruction sets"] = f"{isas[-1]} (built and run here: {', '.join(isas)})"
+    except vx.BackendUnavailable as error:
+        rows["instruction sets"] = str(error)
+    rows["cuda of torch"] = torch.version.cuda or "none: a CPU build of torch"
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        rows[f"gpu {index}"] = (
+            f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.total_memory / 2**30:.0f} GiB"
+        )
+    if not torch.cuda.is_available():
+        rows["gpu"] = "none visible"
+    return rows
+
+
+def devices() -> list[str]:
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def self_check(device: str = "cpu") -> Iterator[Check]:
+    """Run every check on a device, one after the other. A check that cannot run has failed, and says why."""
+    dtypes = (torch.float32, torch.bfloat16) if device == "cpu" else (torch.bfloat16,)
+    for dtype in dtypes:
+        for room, claim, run in CHECKS:
+            begin, error = time.perf_counter(), None
+            try:
+                run(device, dtype)
+            except Exception as failure:  # one room's failure, of whatever kind, must not hide another's
+                error = f"{type(failure).__name__}: {' '.join(str(failure).split())}"
+            name = str(dtype).removeprefix("torch.")
+            yield Check(room, claim, device, name, time.perf_counter() - begin, error)
+
+
+def _rows_and_runs(function: Callable, *rowwise) -> None:
+    check_rows(function, *rowwise)
+    check_repeatable(lambda: function(*rowwise))
+
+
+def _linear(device, dtype):
+    x, w = cancelling(19, 578, 70, seed=0, dtype=dtype, device=device)
+    bias = tricky(70, seed=1, dtype=dtype, device=device)
+    _rows_and_runs(lambda x: vx.linear(x, w, bias), x)
+
+
+def _rmsnorm(device, dtype):
+    x, residual = (tricky(13, 577, seed=s, dtype=dtype, device=device) for s in (0, 1))
+    weight = tricky(577, seed=2, dtype=dtype, device=device)
+    _rows_and_runs(lambda x, r: vx.rmsnorm(x, weight, residual=r), x, residual)
+
+
+def _rope(device, dtype):
+    q, k = (tricky(11, heads, 64, seed=heads, dtype=dtype, device=device) for heads in (3, 1))
+    positions = torch.arange(11, device=device) * 37
+    frequencies = 1.0 / 10000 ** (torch.arange(32, device=device) / 32)
+
+    def rotated(q, k, positions):
+        cos, sin = vx.rope_cos_sin(positions, frequencies, dtype=dtype)
+        return vx.rope(q, k, cos, sin)
+
+    _rows_and_runs(rotated, q, k, positions)
+
+
+def _silu_mul(device, dtype):
+    _rows_and_runs(vx.silu_mul, tricky(11, 2 * 77, seed=0, dtype=dtype, device=device))
+
+
+def _log_softmax(device, dtype):
+    _rows_and_runs(vx.log_softmax, tricky(7, 5003, seed=0, dtype=dtype, device=device))
+
+
+def _mean(device, dtype):
+    _rows_and_runs(lambda x: vx.mean(x, -1), tricky(11, 1025, seed=0, dtype=dtype, device=device))
+
+
+def _head(device, dtype):
+    hidden, weight = cancelling(11, 130, 1500, seed=0, dtype=dtype, device=device)
+    target = torch.arange(11, device=device) * 131
+    _rows_and_runs(lambda h, t: vx.linear_logprobs(h, weight, t, temperature=0.7, return_entropy=True), hidden, target)
+
+
+def _sampler(device, dtype):
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(11, 64, generator=g).to(dtype).to(device)
+    weight = torch.randn(1500, 64, generator=g).to(dtype).to(device)
+    logits = vx.linear_logits(hidden, weight)
+    seeds, positions = torch.arange(11, device=device) * 7919, torch.arange(11, device=device)
+    draw = lambda *rowwise: vx.sample(*rowwise, temperature=0.7, top_k=50, top_p=0.9)  # noqa: E731
+    check_rows(draw, logits, seeds, positions, neighbours=(float("inf"),))
+    check_repeatable(lambda: draw(logits, seeds, positions))
+    ids, logprobs, raw = draw(logits, seeds, positions)
+    assert_bitwise(logprobs, vx.linear_logprobs(hidden, weight, ids, temperature=0.7), "sampled and trained")
+    assert_bitwise(raw, vx.linear_logprobs(hidden, weight, ids), "sampled and trained, raw")
+
+
+def _attention(device, dtype):
+    lengths, page, pages = [37, 5, 70], 8, 20
+    total, heads, kv_heads, dim = sum(lengths), 6, 2, 64
+    q = tricky(total, heads, dim, seed=0, dtype=dtype, device=device)
+    k, v = (tricky(total, kv_heads, dim, seed=s, dtype=dtype, device=device) for s in (1, 2))
+    ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
+
+    def cu(sizes):
+        return torch.tensor([0, *sizes], device=device).cumsum(0).to(torch.int32)
+
+    trained = vx.attention_varlen(q, k, v, cu(lengths), max(lengths))
+    check_repeatable(lambda: vx.attention_varlen(q, k, v, cu(lengths), max(lengths)))
+    for i, (a, b) in enumerate(itertools.pairwise(ends)):
+        alone = vx.attention_varlen(q[a:b], k[a:b], v[a:b], cu([b - a]), b - a)
+        assert_bitwise(alone, trained[a:b], f"sequence {i} alone and packed")
+
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(3)).tolist()
+    table, slots = torch.zeros(len(lengths), 9, dtype=torch.int32), []
+    for i, length in enumerate(lengths):
+        mine = [order.pop() for _ in range(-(-length // page))]
+        table[i, : len(mine)] = torch.tensor(mine)
+        slots += [mine[t // page] * page + t % page for t in range(length)]
+    k_cache, v_cache = (
+        torch.full((pages, page, kv_heads, dim), float("nan"), dtype=dtype, device=device) for _ in "kv"
+    )
+    vx.kv_cache_store(k, v, k_cache, v_cache, torch.tensor(slots, device=device))
+    table, contexts = table.to(device), torch.tensor(lengths, dtype=torch.int32, device=device)
+    for name, sizes in (("prefill", lengths), ("a chunk", [20, 5, 33]), ("decode", [1, 1, 1])):
+        rows = torch.cat([torch.arange(end - size, end) for end, size in zip(ends[1:], sizes)]).to(device)
+        paged = vx.attention_paged(q[rows], k_cache, v_cache, table, contexts, cu(sizes), max(sizes))
+        assert_bitwise(paged, trained[rows], f"{name} and training")
+
+
+CHECKS: tuple[tuple[str, str, Callable], ...] = (
+    ("linear", "a row alone, threads, instruction sets", _linear),
+    ("rmsnorm", "a row alone, threads, instruction sets", _rmsnorm),
+    ("rope", "a row alone, threads, instruction sets", _rope),
+    ("silu_mul", "a row alone, threads, instruction sets", _silu_mul),
+    ("log_softmax", "a row alone, threads, instruction sets", _log_softmax),
+    ("mean", "a row alone, threads, instruction sets", _mean),
+    ("linear_cross_entropy", "a row alone, threads, instruction sets", _head),
+    ("sampler", "a row alone; sampled == trained log-probabilities", _sampler),
+    ("attention + kv_cache", "decode == chunk == prefill == training", _attention),
+)

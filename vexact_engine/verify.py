@@ -1,0 +1,416 @@
+"""The question this library exists for: does the trainer compute the log-probabilities that the rollout reported?
+
+The engine rolls out with continuous batching over a paged cache. Then a Hugging Face model with the same weights,
+patched, scores every generated token again as a trainer would: packed sequences, in another order and in other
+company, with autograd recording, and with a backward pass run on one of the packed batches. The two lists are compared
+bit for bit. Beside it, if asked for, the same question to the stock stack.
+"""
+
+import copy
+import gc
+import math
+import os
+import platform
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
+
+import torch
+from torch import Tensor
+
+import vexact_ops as vx
+
+from .compare import Comparison, Sample, Side, finite
+from .config import EngineConfig, SamplingParams
+from .engine import Engine
+from .prompts import Prompt, decoder, encode
+from .stock import Progress, quiet, run_stock
+from .weights.load import Loaded, load
+
+# The engine's counts that tell what a run exercised; see scheduler.Stats.
+STATISTICS = (
+    "steps",
+    "mixed_steps",
+    "partial_prefills",
+    "preemptions",
+    "prefix_tokens",
+    "prefill_tokens",
+    "decode_tokens",
+)
+
+
+class VerifyError(ValueError):
+    """The question cannot be asked: nothing to compare, or sampling that hides the log-probabilities."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What the backward pass on one packed batch gave. loss is -mean(log-probability) over its generated tokens."""
+
+    sequences: int
+    tokens: int
+    loss: float
+    tensors: int
+    missing: tuple[str, ...]
+    nonfinite: tuple[str, ...]
+    norm: float
+
+    @property
+    def finite(self) -> bool:
+        return not self.nonfinite and math.isfinite(self.loss)
+
+
+@dataclass
+class Verification:
+    """All that `verify` found out.
+
+    aligned      the engine against the patched model; `comparison` has its figures
+    stock        the stock stack against itself, one Side per dtype asked for
+    statistics   of the engine's run: steps, chunks, preemptions, prefix hits
+    gradients    of the backward pass
+    """
+
+    title: str
+    model: str
+    dtype: str
+    device: str
+    aligned: Side
+    stock: list[Side]
+    statistics: dict[str, int]
+    gradients: Gradients | None
+    settings: dict
+    numerics: dict
+    environment: dict
+    seconds: float = 0.0
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def comparison(self) -> Comparison:
+        return self.aligned.comparison
+
+    @property
+    def equal(self) -> bool:
+        """Every compared log-probability has the same bits, there is at least one, and gradients are finite."""
+        return self.comparison.equal and (self.gradients is None or self.gradients.finite)
+
+    def to_json(self) -> dict:
+        """The figures for JSON: "aligned" and "stock" with the same four keys, and the rest."""
+        same_dtype = [side for side in self.stock if side.dtype == self.dtype] or self.stock
+        return finite(
+            {
+                "aligned": self.comparison.to_json(),
+                "stock": same_dtype[0].comparison.to_json() if same_dtype else None,
+                "stock_by_dtype": {side.dtype: side.comparison.to_json() for side in self.stock},
+                "equal": self.equal,
+                "model": self.model,
+                "dtype": self.dtype,
+                "device": self.device,
+                "prompts": len({sample.source for sample in self.aligned.samples}),
+                "seconds": round(self.seconds, 2),
+                "numerics": self.numerics,
+                "timings": {"aligned": self.aligned.seconds} | {f"stock {s.dtype}": s.seconds for s in self.stock},
+                "statistics": self.statistics,
+                "gradients": asdict(self.gradients) if self.gradients else None,
+                "settings": self.settings,
+                "environment": self.environment,
+                "errors": self.errors,
+                "samples": [sample.to_json() for sample in self.aligned.samples],
+            }
+        )
+
+
+def verify(
+    source,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | None = None,
+    config: EngineConfig | None = None,
+    chat: bool = False,
+    stock: Sequence[str] = (),
+    stock_prompts: int | None = None,
+    stock_new_tokens: int | None = None,
+    pack_tokens: int | None = None,
+    seed: int = 0,
+    title: str = "Rollout against training",
+    progress: Progress = quiet,
+) -> Verification:
+    """Roll out, re-score in training form, compare.
+
+    source         a Loaded model, or what weights.load.load takes: a path, a Hub name, a Hugging Face causal LM.
+                   `device` and `dtype` are for loading. The model is left as it was: unpatched
+    prompts        a prompt that is itself at fault (too long, an unknown id) is reported and the others go on
+    params         one for all prompts or one for each; where the seed is None, prompt i gets `seed` + i
+    stock          dtypes in which the stock stack answers the same question. `stock_prompts` limits how many prompts,
+                   and `stock_new_tokens` their answers' length, which is the longest one's otherwise
+    pack_tokens    tokens in one packed training batch; by default a third of all, at most 4096
+    returns        a Verification
+    raises         VerifyError where nothing was generated at all; PromptError for prompts that cannot be encoded
+    """
+    begin = time.perf_counter()
+    loaded = source if isinstance(source, Loaded) else load(source, device=device, dtype=dtype)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    device = next(model.parameters()).device
+    config = config or EngineConfig(show_progress=False)
+    each = _params(params or SamplingParams(), len(prompts), seed)
+    prompt_ids = encode(prompts, tokenizer, chat=chat)
+    temperatures = {p.temperature for p in each}
+    if len(temperatures) > 1:
+        raise VerifyError(f"verify: params: got temperatures {sorted(temperatures)}, expected one for all prompts")
+
+    progress("rollout", 0, len(prompts))
+    started = time.perf_counter()
+    samples, statistics = _rollout(loaded, config, prompts, prompt_ids, each)
+    seconds = {"rollout": round(time.perf_counter() - started, 3)}
+    if not any(sample.token_ids for sample in samples):
+        why = next((sample.error for sample in samples if sample.error), "every answer was empty")
+        raise VerifyError(f"verify: no token was generated, so there is nothing to compare: {why}")
+
+    started = time.perf_counter()
+    gradients = rescore(
+        model,
+        [sample for sample in samples if sample.token_ids],
+        temperature=temperatures.pop(),
+        kv_segment=config.kv_segment,
+        pack_tokens=pack_tokens,
+        seed=seed,
+        progress=progress,
+    )
+    seconds["rescore"] = round(time.perf_counter() - started, 3)
+
+    sides = []
+    usable = [list(ids) for ids in dict.fromkeys(tuple(s.prompt_ids) for s in samples if not s.error)][:stock_prompts]
+    for stock_dtype in stock if usable else ():
+        sides.append(
+            run_stock(
+                model,
+                usable,
+                dtype=stock_dtype,
+                max_new_tokens=stock_new_tokens or max(p.max_new_tokens for p in each),
+                temperature=each[0].temperature,
+                top_k=each[0].top_k,
+                top_p=each[0].top_p,
+                eos_token_ids=loaded.eos_token_ids,
+                seed=seed,
+                progress=progress,
+            )
+        )
+    return Verification(
+        title=title,
+        model=loaded.name,
+        dtype=dtype,
+        device=str(device),
+        aligned=Side("aligned", dtype, samples, seconds),
+        stock=sides,
+        statistics=statistics,
+        gradients=gradients,
+        settings={"engine": asdict(config), "sampling": asdict(each[0]) | {"seed": seed}, "chat": chat},
+        numerics=vx.numerics(device, kv_segment=config.kv_segment),
+        environment=environment(device),
+        seconds=time.perf_counter() - begin,
+        errors=[f"{sample.source}: {sample.error}" for sample in samples if sample.error],
+    )
+
+
+def _params(params, count: int, seed: int) -> list[SamplingParams]:
+    each = [params] * count if isinstance(params, SamplingParams) else list(params)
+    if len(each) != count:
+        raise VerifyError(f"verify: params: got {len(each)}, expected one for all or one for each of {count} prompts")
+    return [p if p.seed is not None else replace(p, seed=(seed + i) % 2**64) for i, p in enumerate(each)]
+
+
+def _rollout(loaded, config, prompts, prompt_ids, params) -> tuple[list[Sample], dict[str, int]]:
+    """Generate on a copy of the model, so that engine and trainer share no memory, let alone a patched module."""
+    device = next(loaded.model.parameters()).device
+    decode = decoder(loaded.tokenizer)
+    with Engine(replace(loaded, model=copy.deepcopy(loaded.model)), config) as engine:
+        completions = engine.generate(prompt_ids, params)
+        statistics = engine_statistics(engine)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    sources = [(prompt, ids) for prompt, ids, p in zip(prompts, prompt_ids, params) for _ in range(p.n)]
+    samples = [
+        Sample(
+            source=prompt.source,
+            prompt_text=prompt.shown,
+            prompt_ids=ids,
+            token_ids=list(completion.token_ids),
+            rollout=torch.tensor(completion.logprobs, dtype=torch.float32),
+            text=decode(completion.token_ids),
+            finish_reason=completion.finish_reason,
+            error=completion.error if completion.finish_reason == "error" else None,
+        )
+        for (prompt, ids), completion in zip(sources, completions)
+    ]
+    return samples, statistics
+
+
+def engine_statistics(engine) -> dict[str, int]:
+    """The counts of the engine's run so far."""
+    stats = engine.stats
+    return {name: getattr(stats, name) for name in STATISTICS}
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One packed training batch: sequences end to end in one row.
+
+    ids         (1, T) int64
+    cu_seqlens  (N + 1,) int32
+    members     (sample, offset of its first token) each
+    """
+
+    ids: Tensor
+    cu_seqlens: Tensor
+    members: tuple[tuple[Sample, int], ...]
+
+
+def pack(samples: Sequence[Sample], pack_tokens: int, seed: int, device="cpu") -> list[Pack]:
+    """The samples shuffled and laid end to end, at most `pack_tokens` in a batch unless one sequence is longer."""
+    order = list(samples)
+    random.Random(seed).shuffle(order)
+    groups, room = [], 0
+    for sample in order:
+        length = len(sample.prompt_ids) + len(sample.token_ids)
+        if not groups or length > room:
+            groups.append([])
+            room = pack_tokens
+        groups[-1].append(sample)
+        room -= length
+    packs = []
+    for group in groups:
+        ids, ends, members = [], [0], []
+        for sample in group:
+            members.append((sample, len(ids)))
+            ids += sample.prompt_ids + sample.token_ids
+            ends.append(len(ids))
+        cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
+        packs.append(Pack(torch.tensor([ids], device=device), cu_seqlens, tuple(members)))
+    return packs
+
+
+def rescore(
+    model,
+    samples: Sequence[Sample],
+    *,
+    temperature: float = 1.0,
+    kv_segment: int | None = None,
+    pack_tokens: int | None = None,
+    seed: int = 0,
+    progress: Progress = quiet,
+) -> Gradients:
+    """Fill every sample's `trainer` with the patched model's log-probabilities, in training form.
+
+    model     patched for the time, in training mode, every parameter requiring its gradient; then as it was
+    returns   what the backward pass gave on the packed batch with the most sequences
+    raises    patch.hf's UnsupportedModule, for dropout among other things
+    """
+    lengths = [len(sample.prompt_ids) + len(sample.token_ids) for sample in samples]
+    if pack_tokens is None:
+        pack_tokens = min(4096, max(max(lengths), math.ceil(sum(lengths) / 3)))
+    packs = pack(samples, pack_tokens, seed, next(model.parameters()).device)
+    with_backward = max(packs, key=lambda p: len(p.members))
+    training, wanted = model.training, {p: p.requires_grad for p in model.parameters()}
+    model.train()
+    model.requires_grad_(True)
+    gradients = None
+    try:
+        with vx.patch.hf(model, kv_segment=kv_segment) as handle, torch.enable_grad():
+            for number, batch in enumerate(packs):
+                progress("re-score", number, len(packs))
+                picked = _score(handle, batch, temperature)
+                for (sample, _), scores in zip(batch.members, picked):
+                    sample.trainer = scores.detach().float().cpu()
+                if batch is with_backward:
+                    gradients = _backward(model, batch, picked)
+                del picked
+            progress("re-score", len(packs), len(packs))
+    finally:
+        model.zero_grad(set_to_none=True)
+        model.train(training)
+        for parameter, value in wanted.items():
+            parameter.requires_grad_(value)
+    return gradients
+
+
+def _score(handle, batch: Pack, temperature: float) -> list[Tensor]:
+    """Log-probabilities of each member's generated tokens, differentiable."""
+    scores = handle.logprobs(batch.ids, cu_seqlens=batch.cu_seqlens, temperature=temperature or 1.0)[0]
+    picked = []
+    for sample, offset in batch.members:
+        first = offset + len(sample.prompt_ids) - 1  # the position that predicts the first generated token
+        picked.append(scores[first : first + len(sample.token_ids)])
+    return picked
+
+
+def _backward(model, batch: Pack, picked: list[Tensor]) -> Gradients:
+    loss = -torch.cat(picked).mean()
+    loss.backward()
+    named = list(model.named_parameters())
+    grads = [(name, p.grad) for name, p in named if p.grad is not None]
+    squares = [g.detach().double().square().sum().item() for _, g in grads]
+    return Gradients(
+        sequences=len(batch.members),
+        tokens=batch.ids.numel(),
+        loss=loss.item(),
+        tensors=len(grads),
+        missing=tuple(name for name, p in named if p.grad is None),
+        nonfinite=tuple(name for name, g in grads if not g.isfinite().all()),
+        norm=math.sqrt(sum(squares)),
+    )
+
+
+def environment(device: torch.device | str = "cpu") -> dict:
+    """What ran this: versions, processor, threads."""
+    device = torch.device(device)
+    found = {"vexact": vx.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    for package in ("transformers", "triton"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    found |= {"platform": platform.platform(), "processor": processor(), "threads": torch.get_num_threads()}
+    if device.type == "cuda":
+        found |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+    return found
+
+
+def processor() -> str:
+    """The CPU's name."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            for line in lines:
+                if line.startswith("model name") and "unknown" not in line:
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def load_random(source: str, *, dtype: str = "bfloat16", device: torch.device | str = "cpu", seed: int = 0) -> Loaded:
+    """A model of a config's true dimensions with random weights: for configs without weights.
+
+    source   a directory with config.json (its tokenizer is used where it has one), or a name on the Hub
+    raises   FileNotFoundError, or ValueError for a config that transformers does not know
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        config = AutoConfig.from_pretrained(source)
+        with torch.random.fork_rng(), torch.device(device):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+            for parameter in model.parameters():
+                if parameter.dim() == 1:  # norms begin at 1 and biases at 0, where a mistake with either cannot show
+                    parameter.data += 0.1 * torch.randn_like(parameter)
+    except OSError as error:
+        raise FileNotFoundError(f"{source}: {' '.join(str(error).split())}") from None
+    has_tokenizer = any(os.path.exists(os.path.join(source, name)) for name in ("tokenizer.json", "tokenizer.model"))
+    tokenizer = AutoTokenizer.from_pretrained(source) if has_tokenizer else None
+    loaded = load(model, device=device, dtype=dtype, tokenizer=tokenizer)
+    return replace(loaded, name=f"{source} (random weights)")
