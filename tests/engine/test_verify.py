@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from engine_models import VOCAB, build, byte_tokenizer
-from vexact_engine.weights.load import load
 
 import vexact_ops as vx
 from vexact_engine.compare import Sample
@@ -14,8 +13,9 @@ from vexact_engine.config import EngineConfig, SamplingParams
 from vexact_engine.prompts import Prompt, synthetic_prompts
 from vexact_engine.stock import run_stock
 from vexact_engine.verify import VerifyError, pack, rescore, verify
+from vexact_engine.weights.load import load
 
-TIGHT = EngineConfig(page_size=4, num_pages=24, max_num_seqs=3, max_num_batched_tokens=8, show_progress=False)
+TIGHT = EngineConfig(page_size=4, num_pages=16, max_num_seqs=3, max_num_batched_tokens=8, show_progress=False)
 
 
 def prompts(count=6):
@@ -116,7 +116,7 @@ def test_a_prompt_at_fault_is_reported_and_the_others_go_on():
 
 
 def test_texts_come_with_a_tokenizer():
-    loaded = load(build("Llama"), tokenizer=byte_tokenizer())
+    loaded = load(build("Llama", vocab_size=300), tokenizer=byte_tokenizer())
     found = verify(loaded, [Prompt("a", text="hello")], SamplingParams(max_new_tokens=5), config=TIGHT)
     (sample,) = found.aligned.samples
     assert sample.prompt_ids == byte_tokenizer()("hello")["input_ids"] and sample.prompt_text == "hello"
