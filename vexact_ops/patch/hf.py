@@ -80,6 +80,8 @@ class _Patch:
         self.report.append(Row(path, type(module).__name__, "", note))
 
     def refuse(self, path: str, module: nn.Module, reason: str) -> None:
+        if any(path == known for known, _, _ in self.problems):
+            return
         self.problems.append((path, type(module).__name__, reason))
         self.report = Report(row for row in self.report if row.path != path or row.replacement)
         self.keep(path, module, f"NOT COVERED: {reason}")
@@ -239,12 +241,14 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None) 
 
     raises      UnsupportedModule (a ValueError) naming every module that is not covered, and why: the model is then
                 as it was; TypeError where it is no transformers model; ValueError where it is no decoder, where a part
-                of it has been patched on its own, or where it is patched already with other options
+                of it has been patched on its own, where it is patched already with other options, or on kv_segment
     """
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"patch.hf: model: got {type(model).__name__}, expected a transformers PreTrainedModel")
+    if kv_segment is not None and (not isinstance(kv_segment, int) or kv_segment <= 0 or kv_segment % 64):
+        raise ValueError(f"patch.hf: kv_segment: got {kv_segment}, expected None or a multiple of 64")
     options = {"kv_segment": kv_segment}
     with _LOCK:
         patch = model.__dict__.get("_vexact")
@@ -368,7 +372,8 @@ def _audit(patch: _Patch) -> None:
     try:
         found = audit.run(patch.model, {id(m): path for path, m in modules.items()}, _small_call)
     except Exception as error:
-        patch.refuse("", patch.model, f"it could not be tried ({type(error).__name__}: {error})")
+        path = _blame(error, {id(m): path for path, m in modules.items()})
+        patch.refuse(path, modules[path], f"it could not be tried ({type(error).__name__}: {error})")
         return
     finally:
         seen, patch.seen = patch.seen, None
@@ -377,20 +382,29 @@ def _audit(patch: _Patch) -> None:
     paths = {id(m): path for path, m in modules.items()}
     reasons = {}
     for module, window, kwargs in seen:
-        reason = _attention_problem(module, window, kwargs)
+        reason = _attention_problem(patch.base.config, module, window, kwargs)
         if reason:
             reasons[paths[id(module)]] = reason
     for path, reason in reasons.items():
         patch.refuse(path, modules[path], reason)
 
 
+def _blame(error: BaseException, paths: dict[int, str]) -> str:
+    """The innermost module whose forward was running."""
+    frame, path = error.__traceback__, ""
+    while frame is not None:
+        path = paths.get(id(frame.tb_frame.f_locals.get("self")), path)
+        frame = frame.tb_next
+    return path
+
+
 def _small_call(model: nn.Module, ids: Tensor):
     return model(input_ids=ids, use_cache=False)
 
 
-def _attention_problem(module: nn.Module, window: int | None, kwargs: dict) -> str | None:
-    """What an attention module asks for beyond what our attention does, or asks for in its mask alone."""
-    config = getattr(module, "config", None)
+def _attention_problem(config, module: nn.Module, window: int | None, kwargs: dict) -> str | None:
+    """What an attention module asks for beyond what our attention does, or asks for in its mask alone: the masks, which
+    are not built here, are made from the decoder's config."""
     unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in _KNOWN_KWARGS)
     if unknown:
         return f"it asks attention for {', '.join(unknown)}"
