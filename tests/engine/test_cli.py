@@ -87,7 +87,7 @@ def test_verify_reports_a_long_prompt_and_goes_on(capsys, model, tmp_path):
         capsys, "verify", "--model", model, "--prompts", tmp_path / "p.txt", "--max-new-tokens", 3, "--ignore-eos"
     )
     assert code == 0 and "0 of 3 log" in out
-    assert err.startswith(f"vexact verify: {tmp_path / 'p.txt'}:2: ") and "500 tokens" in err and err.count("\n") == 1
+    assert err.startswith(f"vexact verify: {tmp_path / 'p.txt'}:2: ") and "499 tokens" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_the_demo_is_the_main_job_on_another_model(capsys, model, monkeypatch, t
     texts = [("x" * (5 + 9 * (i % 4)), 10) for i in range(8)]
     monkeypatch.setattr(demo, "PROMPTS", tuple((f"one beginning {text}", n) for text, n in texts))
     monkeypatch.setattr(
-        demo, "CONFIG", EngineConfig(page_size=4, num_pages=26, max_num_seqs=4, max_num_batched_tokens=12)
+        demo, "CONFIG", EngineConfig(page_size=4, num_pages=18, max_num_seqs=4, max_num_batched_tokens=12)
     )
     code, out, _ = run(capsys, "demo", "--json", tmp_path / "d.json")
     record = json.loads((tmp_path / "d.json").read_text())

@@ -15,7 +15,7 @@ from vexact_engine.stock import run_stock
 from vexact_engine.verify import VerifyError, pack, rescore, verify
 from vexact_engine.weights.load import load
 
-TIGHT = EngineConfig(page_size=4, num_pages=16, max_num_seqs=3, max_num_batched_tokens=8, show_progress=False)
+TIGHT = EngineConfig(page_size=4, num_pages=12, max_num_seqs=3, max_num_batched_tokens=8, show_progress=False)
 
 
 def prompts(count=6):
