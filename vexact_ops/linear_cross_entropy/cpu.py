@@ -1,5 +1,7 @@
 """The C++ kernels (csrc/linear_cross_entropy/cpu_kernels.cpp)."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from .._core import native
 FWD_TOKENS = 4096  # whose block sums are held at once: 12 bytes for every 512 logits
 BWD_TOKENS, BWD_VOCABULARY = 2048, 1024  # of one piece of dlogits: 8 MiB; fewer tokens take more of the vocabulary
 LSE_BLOCK = 512
+_fp32 = functools.partial(torch.empty, dtype=torch.float32)  # whatever torch's default is at the time
 
 
 def linear_logprobs_fwd(
@@ -16,10 +19,10 @@ def linear_logprobs_fwd(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     blocks = -(-vocabulary // LSE_BLOCK)
-    logprob, lse = torch.empty(tokens), torch.empty(tokens, 2)
-    entropy = torch.empty(tokens) if want_entropy else None
+    logprob, lse = _fp32(tokens), _fp32(tokens, 2)
+    entropy = _fp32(tokens) if want_entropy else None
     if tokens:
-        workspace = torch.empty(min(tokens, FWD_TOKENS), 3 * blocks + 1)
+        workspace = _fp32(min(tokens, FWD_TOKENS), 3 * blocks + 1)
         args = hidden, weight, target, temperature, softcap
         native.ops().linear_logprobs_fwd(*args, workspace, logprob, entropy, lse)
     return logprob, entropy, lse
@@ -44,26 +47,26 @@ def linear_logprobs_bwd(
             torch.zeros(hidden.shape, dtype=hidden.dtype) if need_dhidden else None,
             torch.zeros(weight.shape, dtype=weight.dtype) if need_dweight else None,
         )
-    dhidden = torch.empty(tokens, width) if need_dhidden else None
+    dhidden = _fp32(tokens, width) if need_dhidden else None
     dweight = torch.empty(weight.shape, dtype=weight.dtype) if need_dweight else None
     rows = min(tokens, BWD_TOKENS)
     piece = min(vocabulary, BWD_TOKENS // rows * BWD_VOCABULARY)
-    workspace = torch.empty(rows, piece)
+    workspace = _fp32(rows, piece)
     own_sums = need_dweight and weight.dtype != torch.float32 and tokens > BWD_TOKENS
-    sums = torch.empty(piece, width) if own_sums else None
+    sums = _fp32(piece, width) if own_sums else None
     args = dlogprob, dentropy, hidden, weight, target, temperature, softcap, entropy, lse
     native.ops().linear_logprobs_bwd(*args, workspace, sums, dhidden, dweight)
     return dhidden.to(hidden.dtype) if need_dhidden else None, dweight
 
 
 def softcap_fwd(x: Tensor, cap: float) -> Tensor:
-    y = torch.empty(x.shape)
+    y = _fp32(x.shape)
     native.ops().softcap_fwd(x, cap, y)
     return y
 
 
 def softcap_bwd(dy: Tensor, x: Tensor, cap: float) -> Tensor:
-    dx = torch.empty(x.shape)
+    dx = _fp32(x.shape)
     native.ops().softcap_bwd(dy, x, cap, dx)
     return dx
 
