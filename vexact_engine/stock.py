@@ -41,7 +41,7 @@ def run_stock(
     returns   a Side named "stock" with one sample per prompt
     """
     before = next(model.parameters()).dtype
-    model.to(getattr(torch, dtype))
+    _cast(model, getattr(torch, dtype))
     samples, seconds = [], {}
     try:
         with torch.no_grad(), torch.random.fork_rng(), _attention(model, "sdpa"):
@@ -62,8 +62,15 @@ def run_stock(
             )
             seconds["rescore"] = time.perf_counter() - begin
     finally:
-        model.to(before)
+        _cast(model, before)
     return Side("stock", dtype, samples, {key: round(value, 3) for key, value in seconds.items()})
+
+
+@torch.no_grad()
+def _cast(model, dtype: torch.dtype) -> None:
+    """Parameters alone, as in from_pretrained: `model.to(dtype)` would round the rotary frequencies too, for good."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 @contextlib.contextmanager
