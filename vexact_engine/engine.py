@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +36,19 @@ from .weights.load import Loaded, load
 from .weights.update import apply_update, plan_update
 
 log = logging.getLogger(__name__)
+
+
+async def _arrival(future: Future) -> None:
+    """Until it is done, without asyncio.wrap_future: giving up waiting must not cancel what others compute."""
+    loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+
+    def tell(_: Future) -> None:
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(arrived.set)
+
+    future.add_done_callback(tell)
+    await arrived.wait()
+
 
 Prompt = str | Sequence[int]
 
@@ -158,7 +172,8 @@ class Engine:
         tickets = [job for job in jobs if isinstance(job, Ticket)]
         try:
             self._submit(tickets)
-            await asyncio.gather(*(asyncio.wrap_future(ticket.future) for ticket in tickets))
+            for ticket in tickets:
+                await _arrival(ticket.future)
         finally:
             self._drop(tickets)
         return [done for job in jobs for done in (job.future.result() if isinstance(job, Ticket) else job)]
@@ -171,7 +186,8 @@ class Engine:
         news: asyncio.Queue[Increment | BaseException] = asyncio.Queue()
 
         def tell(item: Increment | BaseException) -> None:
-            loop.call_soon_threadsafe(news.put_nowait, item)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                loop.call_soon_threadsafe(news.put_nowait, item)
 
         names = None if request_id is None else [request_id]
         (job,) = self._jobs([prompt], params, names, on_news=tell)

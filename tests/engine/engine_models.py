@@ -30,6 +30,7 @@ def _config(family: str, **options):
         "Qwen2": {},
         "Qwen3": {},
         "Mistral": {"sliding_window": 12},
+        "Phi3": {"head_dim": 12},
         "Gemma2": {"sliding_window": 12, "query_pre_attn_scalar": 16, "final_logit_softcapping": 10.0},
     }
     return getattr(transformers, f"{family}Config")(**{**small, **special[family], **options})
@@ -47,8 +48,9 @@ def _model(family: str, dtype: torch.dtype, seed: int, options: tuple):
             noise = torch.randn(parameter.shape, generator=generator)
             # Norms stay near one; matrices are large enough that logits are far from uniform.
             parameter.copy_(noise * 0.15 if parameter.dim() > 1 else 1 + noise * 0.1)
+            parameter.data = parameter.data.to(dtype)  # not model.to(): rotary frequencies stay in fp32, as when loaded
     model.generation_config.eos_token_id = config.eos_token_id
-    return model.to(dtype)
+    return model
 
 
 def build(family: str = "Llama", dtype: torch.dtype = torch.bfloat16, seed: int = 0, **options):
@@ -67,3 +69,27 @@ def byte_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+
+
+def prompts(count: int, longest: int = 40, seed: int = 0, vocabulary: int = VOCAB) -> list[list[int]]:
+    """Token ids of mixed lengths, the longest first; every other one begins like the first."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [longest, *torch.randint(1, longest, (count - 1,), generator=generator).tolist()]
+    made = [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
+    return [made[0][: len(p) // 2] + p[len(p) // 2 :] if i % 2 else p for i, p in enumerate(made)]
+
+
+def bits(completion) -> tuple:
+    """What must not depend on anything but the request and the weights. Floats from fp32 compare as their bits do."""
+    assert completion.error is None, completion.error
+    numbers = torch.tensor([completion.logprobs, completion.raw_logprobs], dtype=torch.float32)
+    return completion.token_ids, numbers.view(torch.int32).tolist(), completion.finish_reason, completion.text
+
+
+def check_idle(engine) -> None:
+    """No page is held, lost or in two places, and nobody waits for anything."""
+    with engine._turn():
+        pool = engine._scheduler.pool
+        pool.check()
+        assert pool.num_available == pool.num_pages
+        assert not engine._scheduler.has_unfinished and not engine._tickets and not engine._inbox

@@ -1,0 +1,263 @@
+"""The promise, end to end: how a request is scheduled changes no bit of it, and the trainer computes the same ones."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_models import bits, build, check_idle, prompts
+from hypothesis import given
+from hypothesis import strategies as st
+
+import vexact_ops as vx
+from vexact_engine import Engine, EngineConfig, SamplingParams, models
+from vexact_engine.models import fused
+
+MODELS = [("Llama", torch.bfloat16), ("Qwen3", torch.float32), ("Gemma2", torch.bfloat16)]
+ids = [f"{family}-{str(dtype)[6:]}" for family, dtype in MODELS]
+each_model = pytest.mark.parametrize("family, dtype", MODELS, ids=ids)
+
+PROMPTS = prompts(6)
+PARAMS = [
+    SamplingParams(max_new_tokens=9, temperature=1.0, seed=11, ignore_eos=True),
+    SamplingParams(max_new_tokens=14, temperature=0.7, seed=12, ignore_eos=True),
+    SamplingParams(max_new_tokens=5, temperature=0.7, top_k=20, seed=13, ignore_eos=True),
+    SamplingParams(max_new_tokens=12, temperature=1.3, top_p=0.8, seed=14, ignore_eos=True),
+    SamplingParams(max_new_tokens=7, temperature=0.0, seed=15, ignore_eos=True),
+    SamplingParams(max_new_tokens=10, temperature=1.0, min_p=0.05, seed=16, ignore_eos=True),
+]
+ROOMY = EngineConfig(num_pages=64, page_size=16, enable_prefix_cache=False, show_progress=False)
+
+
+@functools.cache
+def alone(family, dtype, kv_segment=None):
+    """Every request by itself, its prompt in one piece, nothing reused: what all other ways are compared with."""
+    with Engine.from_pretrained(build(family, dtype), config=replace(ROOMY, kv_segment=kv_segment)) as engine:
+        done = [engine.generate([prompt], params)[0] for prompt, params in zip(PROMPTS, PARAMS)]
+        assert engine.stats.preemptions == engine.stats.prefix_tokens == 0
+        assert engine.stats.steps == sum(p.max_new_tokens for p in PARAMS)
+        return [bits(completion) for completion in done]
+
+
+def check_together(family, dtype, *, rounds=1, **options):
+    """All requests at once in an engine with these options give the bits that each gives alone. Returns its counts."""
+    expected = alone(family, dtype, options.get("kv_segment"))
+    with Engine.from_pretrained(build(family, dtype), config=replace(ROOMY, **options)) as engine:
+        for _ in range(rounds):
+            assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
+        check_idle(engine)
+        return engine.stats
+
+
+@each_model
+def test_chunks_and_batches(family, dtype):
+    stats = check_together(family, dtype, max_num_batched_tokens=7)
+    assert stats.chunks > stats.steps  # several sequences in a step, and prompts in pieces
+
+
+@each_model
+def test_a_warm_prefix_cache(family, dtype):
+    stats = check_together(family, dtype, rounds=2, enable_prefix_cache=True, page_size=3)
+    assert stats.prefix_tokens > sum(map(len, PROMPTS)) // 2
+
+
+@each_model
+def test_preemption(family, dtype):
+    stats = check_together(family, dtype, num_pages=22, page_size=3)
+    assert stats.preemptions > 0
+
+
+def test_key_segments():
+    check_together("Llama", torch.bfloat16, kv_segment=64, max_num_batched_tokens=9, page_size=5)
+
+
+@given(
+    model=st.sampled_from(MODELS),
+    page_size=st.sampled_from([1, 2, 5, 16, 33]),
+    spare=st.integers(0, 30),
+    budget=st.integers(1, 80),
+    seqs=st.integers(1, 8),
+    cache=st.booleans(),
+)
+def test_any_schedule(model, page_size, spare, budget, seqs, cache):
+    needed = max(-(-(len(p) + q.max_new_tokens) // page_size) for p, q in zip(PROMPTS, PARAMS))
+    check_together(
+        *model,
+        page_size=page_size,
+        num_pages=needed + spare,
+        max_num_batched_tokens=budget,
+        max_num_seqs=seqs,
+        enable_prefix_cache=cache,
+    )
+
+
+def test_the_check_can_fail(monkeypatch):
+    """An engine whose linear layers sum otherwise when there are several rows is caught."""
+    expected = alone("Qwen3", torch.float32)
+    aligned = vx.linear
+
+    def split_k(x, weight, bias=None, **options):
+        if x.shape[0] == 1:
+            return aligned(x, weight, bias, **options)
+        halves = zip(x.chunk(2, 1), weight.chunk(2, 1))
+        return sum(aligned(a.contiguous(), b.contiguous(), **options) for a, b in halves)
+
+    with Engine.from_pretrained(build("Qwen3", torch.float32), config=ROOMY) as engine:
+        assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
+        monkeypatch.setattr(vx, "linear", split_k)
+        assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] != expected
+
+
+# Samples and seeds
+
+
+def test_samples_of_one_prompt():
+    with Engine.from_pretrained(build("Llama"), config=replace(ROOMY, enable_prefix_cache=True, page_size=4)) as engine:
+        params = SamplingParams(max_new_tokens=8, n=3, seed=5, ignore_eos=True)
+        done = engine.generate(PROMPTS[:2], params)
+        assert [(c.prompt_ids, c.index) for c in done] == [(p, i) for p in PROMPTS[:2] for i in range(3)]
+        assert len({tuple(c.token_ids) for c in done}) == 6
+        assert engine.stats.prefix_tokens >= 2 * (len(PROMPTS[0]) - 4)  # the prompt was computed once
+        one = engine.generate([PROMPTS[1]], replace(params, n=1))[0]
+        assert bits(one) == bits(done[3])  # the first sample does not depend on how many there are
+        assert bits(engine.generate([PROMPTS[0]] * 4, params)[-1]) == bits(done[2])
+        check_idle(engine)
+
+
+def test_a_seed_that_was_drawn_gives_the_tokens_again():
+    with Engine.from_pretrained(build("Llama"), config=ROOMY) as engine:
+        params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+        first, other = engine.generate([PROMPTS[0]] * 2, params)
+        assert first.seed != other.seed and first.token_ids != other.token_ids
+        again = engine.generate([PROMPTS[0]], replace(params, seed=first.seed))[0]
+        assert bits(again) == bits(first)
+
+
+# The trainer
+
+
+@each_model
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_trainer_computes_the_same_logprobs(family, dtype, temperature):
+    params = [replace(p, temperature=temperature) for p in PARAMS]
+    config = replace(ROOMY, max_num_batched_tokens=11, page_size=3, num_pages=22, enable_prefix_cache=True)
+    with Engine.from_pretrained(build(family, dtype), config=config) as engine:
+        done = engine.generate(PROMPTS, params)
+        assert engine.stats.preemptions > 0
+    model = build(family, dtype).train()
+    rows = [c.prompt_ids + c.token_ids for c in reversed(done)]
+    starts = torch.tensor([0, *map(len, rows)]).cumsum(0).to(torch.int32)
+    packed = torch.tensor([token for row in rows for token in row])
+    with vx.patch.hf(model) as handle:
+        scaled = handle.logprobs(packed, cu_seqlens=starts, temperature=temperature)
+        raw = handle.logprobs(packed, cu_seqlens=starts)
+    assert scaled.requires_grad
+    scaled.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    for completion, start, end in zip(reversed(done), starts.tolist(), starts.tolist()[1:]):
+        first = start + len(completion.prompt_ids) - 1
+        for ours, theirs in ((completion.logprobs, scaled), (completion.raw_logprobs, raw)):
+            vx.testing.assert_bitwise(torch.tensor(ours), theirs.detach()[first : end - 1])
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=["bf16", "fp64"])
+def test_torch_s_default_dtype_has_no_say(default):
+    """It is the process's: a model that is loaded in another thread changes it for a while."""
+
+    def trained():
+        with vx.patch.hf(model) as handle:
+            values = handle.logprobs(torch.tensor(PROMPTS[0]))
+            model.zero_grad()
+            values.sum().backward()
+        return [values.detach(), *(p.grad for p in model.parameters())]
+
+    model = build("Gemma2")
+    expected, before = trained(), torch.get_default_dtype()
+    with Engine.from_pretrained(build("Gemma2"), config=ROOMY) as engine:
+        try:
+            torch.set_default_dtype(default)
+            done = engine.generate(PROMPTS, PARAMS)
+            vx.testing.assert_bitwise(trained(), expected)
+        finally:
+            torch.set_default_dtype(before)
+    assert [bits(c) for c in done] == alone("Gemma2", torch.bfloat16)
+
+
+def test_top_logprobs_are_those_of_the_sampled_tokens():
+    with Engine.from_pretrained(build("Llama"), config=ROOMY) as engine:
+        params = [replace(p, num_top_logprobs=count) for p, count in zip(PARAMS, (0, 3, 160, 1, 2, 0))]
+        done = engine.generate(PROMPTS, params)
+        assert [bits(c) for c in done] == alone("Llama", torch.bfloat16)
+    for completion, wanted in zip(done, params):
+        if not wanted.num_top_logprobs:
+            assert completion.top_logprobs is None
+            continue
+        assert len(completion.top_logprobs) == len(completion.token_ids)
+        for top, token, raw in zip(completion.top_logprobs, completion.token_ids, completion.raw_logprobs):
+            values = list(top.values())
+            assert len(top) == wanted.num_top_logprobs and values == sorted(values, reverse=True)
+            assert top.get(token, raw) == raw <= values[0]
+            assert token in top or raw <= values[-1]
+    greedy = done[4]
+    assert [max(top, key=top.get) for top in greedy.top_logprobs] == greedy.token_ids
+
+
+# The fused forward
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2"])
+def test_fused_equals_patched(family, dtype, monkeypatch):
+    config = replace(ROOMY, max_num_batched_tokens=13, page_size=3)
+    options = {"attention_bias": True, "mlp_bias": True} if family == "Llama" else {}
+    done = {}
+    for path in ("fused", "patched: for this test"):
+        model = build(family, dtype, **options)
+        if path != "fused":
+            monkeypatch.setattr(models, "fuse", lambda *args: (None, "for this test"))
+        with Engine.from_pretrained(model, config=config) as engine:
+            assert engine.path == path
+            done[path] = [bits(c) for c in engine.generate(PROMPTS, PARAMS)]
+    assert len(set(map(str, done.values()))) == 1
+
+
+def test_joined_weights_take_no_second_copy():
+    model = build("Qwen3")
+    with Engine.from_pretrained(model, config=ROOMY):
+        layer = model.model.layers[0]
+        projections = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
+        assert len({p.weight.untyped_storage().data_ptr() for p in projections}) == 1
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+        assert sum(storages.values()) == sum(p.nbytes for p in model.parameters())
+
+
+def test_a_fused_forward_with_other_bits_is_not_used(monkeypatch, caplog):
+    wrong = replace(fused.FAMILIES["transformers.models.gemma2.modeling_gemma2.Gemma2ForCausalLM"], activation="silu")
+    monkeypatch.setitem(fused.FAMILIES, "transformers.models.gemma2.modeling_gemma2.Gemma2ForCausalLM", wrong)
+    with Engine.from_pretrained(build("Gemma2"), config=ROOMY) as engine:
+        assert engine.path == "patched: its bits are not those of the patched Gemma2ForCausalLM"
+        assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == alone("Gemma2", torch.bfloat16)
+    assert "fused forward: not used" in caplog.text
+
+
+def test_a_wrong_window_is_noticed(monkeypatch):
+    """The comparison looks behind the window, not at a short prompt alone."""
+    model = build("Mistral")
+    whole = fused._Layer.__init__
+
+    def forgetful(self, *args):
+        whole(self, *args)
+        self.attention["window"] = 13
+
+    monkeypatch.setattr(fused._Layer, "__init__", forgetful)
+    with Engine.from_pretrained(model, config=ROOMY) as engine:
+        assert engine.path.startswith("patched: its bits")
+
+
+def test_a_family_without_a_fused_forward():
+    with Engine.from_pretrained(build("Phi3"), config=ROOMY) as engine:
+        assert engine.path == "patched: Phi3ForCausalLM is no family with a fused forward"
+        together = engine.generate(PROMPTS, PARAMS)
+        assert [bits(c) for c in together] == [
+            bits(engine.generate([prompt], params)[0]) for prompt, params in zip(PROMPTS, PARAMS)
+        ]
