@@ -139,7 +139,7 @@ def test_request_ids(engine):
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: got 2, expected 1"),
         ({"max_model_len": 257}, "max_model_len is 257, expected at most 256: LlamaForCausalLM's own"),
-        ({"kv_segment": 63}, "kv_segment: got 63, expected a multiple of 64"),
+        ({"kv_segment": 63}, "kv_segment: got 63, expected None or a multiple of 64"),
     ],
 )
 def test_a_config_that_cannot_be(config, message):
