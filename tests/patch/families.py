@@ -146,14 +146,14 @@ def packed(model, seqs, by: str):
     return list(logits.split([len(s) for s in seqs]))
 
 
-def in_chunks(model, seqs, seed: int = 0):
+def in_chunks(model, seqs, seed: int = 0, most: int = 5):
     """Each sequence alone, in chunks of random sizes through transformers' own cache."""
     g = torch.Generator().manual_seed(seed)
     out = []
     for s in seqs:
         cache, logits, at = None, [], 0
         while at < len(s):
-            n = int(torch.randint(1, 6, (1,), generator=g))
+            n = int(torch.randint(1, most + 1, (1,), generator=g))
             step = model(s[None, at : at + n], past_key_values=cache, use_cache=True)
             cache, at = step.past_key_values, at + n
             logits.append(step.logits[0])

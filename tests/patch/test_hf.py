@@ -12,6 +12,7 @@ from families import (
     alone,
     check_forms,
     family,
+    in_chunks,
     in_padded_batch,
     pack,
     pad,
@@ -156,6 +157,14 @@ def long_pages(model, seqs):
             for (i, _), rows in zip(work, pages.step(model, work).split([len(t) for _, t in work])):
                 out[i].append(rows)
     return [torch.cat(rows) for rows in out]
+
+
+@DTYPES
+def test_a_window_that_forgets_keys_keeps_the_blocks_of_those_it_has(dtype):
+    """Attention cuts keys into blocks from the start of the sequence; a window's cache no longer has that start."""
+    model, seqs = tiny("mistral", dtype, sliding_window=90), sequences((160,))
+    with vx.patch.hf(model):
+        check_forms(model, seqs, {"in chunks": lambda m, s: in_chunks(m, s, most=40)})
 
 
 # generation
@@ -315,7 +324,12 @@ def test_logits_to_keep_and_a_decoder_alone():
         full = alone(model, seqs)[0]
         assert_bitwise(model(seqs[0][None], logits_to_keep=2).logits[0], full[-2:])
         assert_bitwise(model(seqs[0][None], logits_to_keep=torch.tensor([3, 0])).logits[0], full[[3, 0]])
+        out = model(seqs[0][None], output_hidden_states=True)
+        assert len(out.hidden_states) == 3
         hidden = model.model(seqs[0][None]).last_hidden_state
+        assert_bitwise(out.hidden_states[-1], hidden)
+        with torch.inference_mode():
+            assert_bitwise(alone(model, seqs)[0], full, "inference mode")
     decoder = model.model
     with vx.patch.hf(decoder) as handle:
         assert_bitwise(decoder(seqs[0][None]).last_hidden_state, hidden)

@@ -429,6 +429,6 @@ def test_a_loss_of_your_own_is_kept():
     model, seqs = tiny("llama"), sequences()
     model.loss_function = mine = lambda logits, labels, vocab_size, **kwargs: logits.sum() * 0 + 7
     with vx.patch.hf(model) as handle:
-        assert float(model(seqs[0][None], labels=seqs[0][None]).loss) == 7
+        assert model(seqs[0][None], labels=seqs[0][None]).loss.item() == 7
         assert "your own function, not covered" in handle.report()[0].note
     assert model.loss_function is mine
