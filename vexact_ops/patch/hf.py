@@ -235,11 +235,10 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None) 
     or position_ids that restart), a DynamicCache, and `vexact_paged=PagedBatch(...)` from an engine. Padding rows come
     out as numbers without meaning.
 
-    Which families are covered is not a list: each piece of a model is tried against the op that would replace it, and the
-    patched model is run on fake tensors to see that nothing else reduces (pieces.py, audit.py). Tested: Llama, SmolLM2,
-    SmolLM3, Qwen2, Qwen3, Mistral, Ministral, Gemma 1 to 3, VaultGemma, Phi-3, Olmo 2 and 3, Granite (logits scaled by a
-    power of two), GLM and GLM-4, Arcee, BitNet (not quantised), CWM, ERNIE 4.5, EXAONE 4, Helium, HunYuan, HyperCLOVA X,
-    Seed-OSS.
+    No list says which families are covered: each piece is tried against the op that would replace it, and the patched
+    model runs once on fake tensors to see that nothing else reduces. Tested: Llama, SmolLM2, SmolLM3, Qwen2, Qwen3,
+    Mistral, Ministral, Gemma 1 to 3, VaultGemma, Phi-3, Olmo 2 and 3, Granite (logits scaled by a power of two), GLM
+    and GLM-4, Arcee, BitNet (not quantised), CWM, ERNIE 4.5, EXAONE 4, Helium, HunYuan, HyperCLOVA X, Seed-OSS.
 
     Not while another thread runs the same model; different models may be patched and used in different threads. Patch
     before torch.compile, FSDP or PEFT wrap the model. A patched model refuses autocast (cast the model instead), and
