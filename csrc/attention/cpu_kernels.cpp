@@ -366,6 +366,31 @@ struct Backward {
     }
   }
 
+  // The rows of a chunk that see a key.
+  Span seeing(const Chunk& c, int64_t key) const {
+    int64_t begin = a.rule.causal ? (key - c.first) * group : 0, end = c.rows;
+    const int64_t leaves = (key + a.rule.window - c.first) * group;
+    if (a.rule.window && leaves < end) end = leaves;
+    return {int(begin < 0 ? 0 : begin > c.rows ? c.rows : begin), int(end < 0 ? 0 : end)};
+  }
+
+  float* dq_at(const AttentionTask& task, int64_t position, int64_t r) const {
+    const int64_t token = task.q_begin + position + r / group, head = task.kv_head * group + r % group;
+    return a.dq + (token * a.shape.hq + head) * a.shape.d;
+  }
+
+  void load_dq(const AttentionTask& task, int64_t position, const Chunk& c, float* dq) const {
+    for (int64_t r = 0; r < c.rows; ++r) widen_row(dq_at(task, position, r), a.shape.d, dq + r * dp);
+  }
+
+  void store_dq(const AttentionTask& task, int64_t position, const Chunk& c, const float* dq, float scale) const {
+    for (int64_t r = 0; r < c.rows; ++r) {
+      float* to = dq_at(task, position, r);
+      for (int64_t i = 0; i < a.shape.d; i += kLanes)
+        store_some(to + i, load(dq + r * dp + i) * set1(scale), a.shape.d - i);
+    }
+  }
+
   // dq of a tile of queries: keys ascending.
   void queries(const AttentionTask& task) const {
     Arena arena(chunk_bytes() + block_bytes() + Arena::bytes<float>(chunk_rows * dp));
@@ -388,61 +413,68 @@ struct Backward {
           accumulate<kBlock, 1>(mr, dq + r0 * dp, dp, one, ds, b.k_rows, span);
         });
       }
-      for (int64_t r = 0; r < c.rows; ++r) {
-        const int64_t token = task.q_begin + position + r / group, head = task.kv_head * group + r % group;
-        float* to = a.dq + (token * a.shape.hq + head) * a.shape.d;
-        for (int64_t i = 0; i < a.shape.d; i += kLanes)
-          store_some(to + i, load(dq + r * dp + i) * set1(a.rule.scale), a.shape.d - i);
-      }
+      store_dq(task, position, c, dq, a.rule.scale);
     }
   }
 
-  // dk and dv of a block of keys. order: queries ascending by position, then by head within the group.
+  // dk and dv of a block of keys, or of all blocks of a sequence ascending, with dq beside them: five products where the
+  // two passes take seven, in one task that nothing can share. order: for a key, queries ascending by position, then by
+  // head within the group; for a query, keys ascending: the same sums in the same order as the two passes.
   void keys(const AttentionTask& task) const {
-    const int64_t k0 = task.block * kBlock, keys = task.k_len - k0 < kBlock ? task.k_len - k0 : kBlock;
+    const bool fused = task.block < 0;
     Arena arena(chunk_bytes() + block_bytes() + 2 * Arena::bytes<float>(chunk_rows * kBlock) +
-                Arena::bytes<float>(kBlock * dp) + Arena::bytes<float>(kBlock * vp));
+                Arena::bytes<float>(kBlock * dp) + Arena::bytes<float>(kBlock * vp) +
+                Arena::bytes<float>(chunk_rows * dp));
     Chunk c;
     Block b;
     take(arena, c), take(arena, b);
     float *p = arena.take<float>(chunk_rows * kBlock), *ds = arena.take<float>(chunk_rows * kBlock);
     float *dk = arena.take<float>(kBlock * dp), *dv = arena.take<float>(kBlock * vp);
-    std::memset(dk, 0, kBlock * dp * sizeof(float));
-    std::memset(dv, 0, kBlock * vp * sizeof(float));
-    load_block(task, k0, {0, int(keys)}, false, b);
-    // the positions that see some key of the block
-    int64_t from = a.rule.causal ? k0 - task.first : 0, to = task.positions;
-    const int64_t leaves = k0 + keys - 1 + a.rule.window - task.first;  // where the last key leaves the window
-    if (a.rule.window && leaves < to) to = leaves;
-    const int64_t step = chunk_rows / group;
-    for (int64_t position = from > 0 ? from : 0; position < to; position += step) {
-      load_chunk(task, position, to - position < step ? to - position : step, c);
-      each_tile(task, c, b, [&](int64_t r0, int mr, const Span* span, Span used) {
-        probabilities(c, r0, mr, b, span, used, p + r0 * kBlock, ds + r0 * kBlock);
-      });
-      for (int64_t j0 = 0, left = (keys + kTile - 1) / kTile; left > 0; --left) {
-        const int mr = int((keys - j0 + left - 1) / left);
-        Span span[kTile];
-        for (int j = 0; j < mr; ++j) {  // the rows of the chunk that see this key
-          const int64_t key = k0 + j0 + j;
-          int64_t begin = a.rule.causal ? (key - c.first) * group : 0, end = c.rows;
-          const int64_t leaves = (key + a.rule.window - c.first) * group;
-          if (a.rule.window && leaves < end) end = leaves;
-          span[j] = {int(begin < 0 ? 0 : begin > c.rows ? c.rows : begin), int(end < 0 ? 0 : end)};
+    float* dq = arena.take<float>(chunk_rows * dp);
+    const int64_t first = fused ? 0 : task.block * kBlock, end = fused ? task.k_len : first + 1;
+    for (int64_t k0 = first; k0 < end; k0 += kBlock) {
+      const int64_t keys = task.k_len - k0 < kBlock ? task.k_len - k0 : kBlock;
+      std::memset(dk, 0, kBlock * dp * sizeof(float));
+      std::memset(dv, 0, kBlock * vp * sizeof(float));
+      load_block(task, k0, {0, int(keys)}, fused, b);
+      // the positions that see some key of the block
+      int64_t from = a.rule.causal ? k0 - task.first : 0, to = task.positions;
+      const int64_t leaves = k0 + keys - 1 + a.rule.window - task.first;  // where the last key leaves the window
+      if (a.rule.window && leaves < to) to = leaves;
+      const int64_t step = chunk_rows / group;
+      for (int64_t position = from > 0 ? from : 0; position < to; position += step) {
+        load_chunk(task, position, to - position < step ? to - position : step, c);
+        if (fused) load_dq(task, position, c, dq);
+        each_tile(task, c, b, [&](int64_t r0, int mr, const Span* span, Span used) {
+          probabilities(c, r0, mr, b, span, used, p + r0 * kBlock, ds + r0 * kBlock);
+          float one[kTile] = {1, 1, 1, 1, 1, 1};
+          if (fused) accumulate<kBlock, 1>(mr, dq + r0 * dp, dp, one, ds + r0 * kBlock, b.k_rows, span);
+        });
+        if (fused) store_dq(task, position, c, dq, 1.0f);
+        for (int64_t j0 = 0, left = (keys + kTile - 1) / kTile; left > 0; --left) {
+          const int mr = int((keys - j0 + left - 1) / left);
+          Span span[kTile];
+          for (int j = 0; j < mr; ++j) span[j] = seeing(c, k0 + j0 + j);
+          float one[kTile] = {1, 1, 1, 1, 1, 1};
+          accumulate<1, kBlock>(mr, dv + j0 * vp, vp, one, p + j0, c.dout_rows, span);
+          for (float& f : one) f = 1.0f;
+          accumulate<1, kBlock>(mr, dk + j0 * dp, dp, one, ds + j0, c.q_rows, span);
+          j0 += mr;
         }
-        float one[kTile] = {1, 1, 1, 1, 1, 1};
-        accumulate<1, kBlock>(mr, dv + j0 * vp, vp, one, p + j0, c.dout_rows, span);
-        for (float& f : one) f = 1.0f;
-        accumulate<1, kBlock>(mr, dk + j0 * dp, dp, one, ds + j0, c.q_rows, span);
-        j0 += mr;
+      }
+      for (int64_t j = 0; j < keys; ++j) {
+        const int64_t at = (task.k_begin + k0 + j) * a.shape.hk + task.kv_head;
+        T *to_k = static_cast<T*>(a.dk) + at * a.shape.d, *to_v = static_cast<T*>(a.dv) + at * a.shape.dv;
+        for (int64_t i = 0; i < a.shape.d; i += kLanes)
+          store_some(to_k + i, load(dk + j * dp + i) * set1(a.rule.scale), a.shape.d - i);
+        for (int64_t i = 0; i < a.shape.dv; i += kLanes) store_some(to_v + i, load(dv + j * vp + i), a.shape.dv - i);
       }
     }
-    for (int64_t j = 0; j < keys; ++j) {
-      const int64_t at = (task.k_begin + k0 + j) * a.shape.hk + task.kv_head;
-      T *to_k = static_cast<T*>(a.dk) + at * a.shape.d, *to_v = static_cast<T*>(a.dv) + at * a.shape.dv;
-      for (int64_t i = 0; i < a.shape.d; i += kLanes)
-        store_some(to_k + i, load(dk + j * dp + i) * set1(a.rule.scale), a.shape.d - i);
-      for (int64_t i = 0; i < a.shape.dv; i += kLanes) store_some(to_v + i, load(dv + j * vp + i), a.shape.dv - i);
+    for (int64_t position = 0; fused && position < task.positions; position += chunk_rows / group) {
+      const int64_t left = task.positions - position;
+      c.rows = (left < chunk_rows / group ? left : chunk_rows / group) * group;
+      load_dq(task, position, c, dq);
+      store_dq(task, position, c, dq, a.rule.scale);
     }
   }
 

@@ -20,7 +20,7 @@ struct AttentionTask {
   int64_t sequence;   // row of the block table
   int64_t kv_head;    // the first key-value head
   int64_t kv_heads;   // how many; one where many rows share each of them, and in the backward
-  int64_t block;      // backward only: which block of keys
+  int64_t block;      // backward only: which block of keys; -1: all of them, and dq too
 };
 
 // What a score is made of, and which keys a query sees.
@@ -71,9 +71,9 @@ struct AttentionBwd {
   float* dq;                      // (T, Hq, D) contiguous fp32, zero on entry
   void *dk, *dv;                  // (Tk, Hk, D), (Tk, Hk, Dv) contiguous
   float* dsinks;                  // (Hq,) or null
-  const AttentionTask* q_tasks;   // tiles of queries: dq
+  const AttentionTask* q_tasks;   // tiles of queries: dq; none where the tasks below do that too
   int64_t q_count;
-  const AttentionTask* k_tasks;   // blocks of keys: dk and dv
+  const AttentionTask* k_tasks;   // blocks of keys: dk and dv; or whole sequences
   int64_t k_count;
 };
 

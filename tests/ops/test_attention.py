@@ -75,6 +75,34 @@ def test_gradients_of_a_sequence_stand_alone(
 
 @BACKENDS
 @DTYPES
+@given(st.sampled_from([1, 40, 64, 65, 150]), HEADS, WINDOWS, st.sampled_from([float("nan"), float("inf")]), st.data())
+def test_gradients_know_nothing_of_what_is_not_seen(device, backend, dtype, length, heads, window, value, data):
+    now = data.draw(st.integers(0, length - 1))
+    q, k, v = attention_inputs([length], *heads, 24, 40, seed=length, dtype=dtype, device=device)
+    dout, _, _ = attention_inputs([length], heads[0], 1, 40, 1, seed=now, dtype=dtype, device=device)
+    args = offsets([length], device), length
+
+    def run(q, k, v, dout):
+        q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+        out = vx.attention_varlen(q, k, v, *args, window=window, softcap=2.0, backend=backend)
+        return torch.autograd.grad(out, (q, k, v), dout)
+
+    def poison(x, begin, end):  # all but these rows
+        x = x.clone()
+        x[: max(begin, 0)] = x[end:] = value
+        return x
+
+    dq, dk, dv = run(q, k, v, dout)
+    reach = window or length
+    keys = (poison(x, now + 1 - reach, now + 1) for x in (k, v))  # what the query at `now` sees
+    assert_bitwise(run(q, *keys, dout)[0][now], dq[now], "dq")
+    queries, douts = (poison(x, now, now + reach) for x in (q, dout))  # what sees the key at `now`
+    _, dk2, dv2 = run(queries, k, v, douts)
+    assert_bitwise((dk2[now], dv2[now]), (dk[now], dv[now]), "dk and dv")
+
+
+@BACKENDS
+@DTYPES
 @pytest.mark.parametrize("window", [None, 40], ids=["full", "window"])
 def test_repeatable(device, backend, dtype, window):
     lengths = [70, 1, 0, 131]
