@@ -56,9 +56,13 @@ def _cute() -> str | None:
 PROBES: dict[str, Callable[[], str | None]] = {"cpu": _cpu, "triton": _triton, "cuda": _cuda, "cute": _cute}
 
 
-@torch.compiler.assume_constant_result
-def _reason(name: str) -> str | None:  # a probe touches files and devices, which torch.compile cannot trace
+def _reason(name: str) -> str | None:
     return PROBES[name]()
+
+
+# A probe touches files and devices, which torch.compile cannot trace. The mark is what torch.compiler's
+# assume_constant_result sets; the decorator itself would import torch._dynamo, and with it triton, on import.
+_reason._dynamo_marked_constant = True
 
 
 _setting: str | None = os.environ.get("VEXACT_BACKEND") or None
