@@ -419,9 +419,10 @@ def _shorten(text: str, width: int = 100) -> str:
 
 def _print_run(v) -> None:
     s = v.statistics
+    preempted = f"{s['preemptions']} preemption{'s' * (s['preemptions'] != 1)}"
     print(
         f"engine: {s['steps']} steps, {s['mixed_steps']} of them mixed; {s['partial_prefills']} prompt chunks, "
-        f"{s['preemptions']} preemptions, {s['prefix_tokens']} tokens from the prefix cache"
+        f"{preempted}, {s['prefix_tokens']} tokens from the prefix cache"
     )
     if v.gradients is not None:
         g = v.gradients

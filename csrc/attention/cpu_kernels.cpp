@@ -254,7 +254,7 @@ void forward_task(const AttentionFwd& a, const AttentionTask& task) {
     }
     if (!total.seen[r]) kept = 0.0f, l = l > 0.0f ? l : 1.0f;  // no key at all: zeros
     for (int64_t i = 0; i < shape.dv; i += kLanes)
-      store_some(out + i, (load(total.o + r * vp + i) * set1(kept)) / set1(l), shape.dv - i);
+      store_lanes(out + i, (load(total.o + r * vp + i) * set1(kept)) / set1(l), shape.dv - i);
     if (a.lse) a.lse[at] = total.seen[r] || a.sinks ? m + log(l) : -INFINITY;
   });
 }
@@ -387,7 +387,7 @@ struct Backward {
     for (int64_t r = 0; r < c.rows; ++r) {
       float* to = dq_at(task, position, r);
       for (int64_t i = 0; i < a.shape.d; i += kLanes)
-        store_some(to + i, load(dq + r * dp + i) * set1(scale), a.shape.d - i);
+        store_lanes(to + i, load(dq + r * dp + i) * set1(scale), a.shape.d - i);
     }
   }
 
@@ -466,8 +466,8 @@ struct Backward {
         const int64_t at = (task.k_begin + k0 + j) * a.shape.hk + task.kv_head;
         T *to_k = static_cast<T*>(a.dk) + at * a.shape.d, *to_v = static_cast<T*>(a.dv) + at * a.shape.dv;
         for (int64_t i = 0; i < a.shape.d; i += kLanes)
-          store_some(to_k + i, load(dk + j * dp + i) * set1(a.rule.scale), a.shape.d - i);
-        for (int64_t i = 0; i < a.shape.dv; i += kLanes) store_some(to_v + i, load(dv + j * vp + i), a.shape.dv - i);
+          store_lanes(to_k + i, load(dk + j * dp + i) * set1(a.rule.scale), a.shape.d - i);
+        for (int64_t i = 0; i < a.shape.dv; i += kLanes) store_lanes(to_v + i, load(dv + j * vp + i), a.shape.dv - i);
       }
     }
     for (int64_t position = 0; fused && position < task.positions; position += chunk_rows / group) {
@@ -485,20 +485,20 @@ struct Backward {
       for (int64_t row = begin; row < end; ++row) {
         F16 sum = zero();  // order: one 16-lane accumulator, chunks ascending, then the lane tree
         for (int64_t i = 0; i < dv; i += kLanes)
-          sum = fma(load_some(dout + row * dv + i, dv - i), load_some(out + row * dv + i, dv - i), sum);
+          sum = fma(load_lanes(dout + row * dv + i, dv - i), load_lanes(out + row * dv + i, dv - i), sum);
         a.delta[row] = sum_lanes(sum);
       }
     });
     if (a.dsinks) {
       for (int64_t head = 0; head < a.shape.hq; head += kLanes) {
         const int64_t lanes = a.shape.hq - head;
-        const F16 sink = load_some(a.sinks + head, lanes);
+        const F16 sink = load_lanes(a.sinks + head, lanes);
         F16 sum = zero();
         for (int64_t t = 0; t < a.tokens; ++t) {  // order: tokens ascending
-          const F16 p = exp(sink - load_some(a.lse + t * a.shape.hq + head, lanes));
-          sum = sum - p * load_some(a.delta + t * a.shape.hq + head, lanes);
+          const F16 p = exp(sink - load_lanes(a.lse + t * a.shape.hq + head, lanes));
+          sum = sum - p * load_lanes(a.delta + t * a.shape.hq + head, lanes);
         }
-        store_some(a.dsinks + head, sum, lanes);
+        store_lanes(a.dsinks + head, sum, lanes);
       }
     }
     parallel_tasks(a.q_count, [&](int64_t i) { queries(a.q_tasks[i]); });

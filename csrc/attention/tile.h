@@ -19,21 +19,8 @@ constexpr int kPanel = 1;  // 12 accumulators of 16 registers
 inline int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
 template <class T>
-VX_INLINE F16 load_some(const T* p, int64_t lanes) {
-  return lanes >= kLanes ? load(p) : load(p, int(lanes));
-}
-
-template <class T>
-VX_INLINE void store_some(T* p, F16 v, int64_t lanes) {
-  if (lanes >= kLanes)
-    store(p, v);
-  else
-    store(p, v, int(lanes));
-}
-
-template <class T>
 VX_INLINE void widen_row(const T* from, int64_t n, float* to) {  // to fp32, zeros up to the next multiple of 16
-  for (int64_t i = 0; i < n; i += kLanes) store(to + i, load_some(from + i, n - i));
+  for (int64_t i = 0; i < n; i += kLanes) store(to + i, load_lanes(from + i, n - i));
 }
 
 // The half-open range of one row's visible partners inside a tile.
@@ -183,7 +170,7 @@ void pack_transposed(const T* const* rows, Span lanes, int64_t n, float* t) {
       } else {
         for (int j = 0; j < 16; ++j) {
           const int lane = group + j;
-          r[j] = lane < lanes.begin || lane >= lanes.end ? zero() : load_some(rows[lane] + i, n - i);
+          r[j] = lane < lanes.begin || lane >= lanes.end ? zero() : load_lanes(rows[lane] + i, n - i);
         }
       }
       transpose(r);

@@ -288,17 +288,17 @@ VX_INLINE F16 to_float(I16 a) VX_EACH(F16, float(a.v[i]))
 
 #endif
 
-// The first n of 16 lanes, n from 1: whole registers take the unmasked instruction.
+// All lanes, or the first n where n, from 1, is fewer: whole registers take the unmasked instruction.
 template <class T>
-VX_INLINE F16 load_lanes(const T* p, int n) {
-  return n == kLanes ? load(p) : load(p, n);
+VX_INLINE F16 load_lanes(const T* p, int64_t n) {
+  return n >= kLanes ? load(p) : load(p, int(n));
 }
 template <class T>
-VX_INLINE void store_lanes(T* p, F16 a, int n) {
-  if (n == kLanes)
+VX_INLINE void store_lanes(T* p, F16 a, int64_t n) {
+  if (n >= kLanes)
     store(p, a);
   else
-    store(p, a, n);
+    store(p, a, int(n));
 }
 // f(start, lanes) for the 16-wide chunks of n elements, ascending; the last may be short.
 template <class F>

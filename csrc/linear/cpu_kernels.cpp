@@ -37,29 +37,16 @@ constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 VX_INLINE int lanes_at(int64_t j, int64_t end) { return int(smaller(end - j, 16)); }
 
-template <class T>
-VX_INLINE F16 load_some(const T* p, int lanes) {
-  return lanes == 16 ? load(p) : load(p, lanes);
+VX_INLINE F16 load_as(const void* p, Dtype dtype, int64_t at, int lanes) {
+  return dtype == Dtype::f32 ? load_lanes(static_cast<const float*>(p) + at, lanes)
+                             : load_lanes(static_cast<const bf16*>(p) + at, lanes);
 }
 
-template <class T>
-VX_INLINE void store_some(T* p, F16 v, int lanes) {
-  if (lanes == 16)
-    store(p, v);
-  else
-    store(p, v, lanes);
-}
-
-VX_INLINE F16 load_some(const void* p, Dtype dtype, int64_t at, int lanes) {
-  return dtype == Dtype::f32 ? load_some(static_cast<const float*>(p) + at, lanes)
-                             : load_some(static_cast<const bf16*>(p) + at, lanes);
-}
-
-VX_INLINE void store_some(void* p, Dtype dtype, int64_t at, F16 v, int lanes) {
+VX_INLINE void store_as(void* p, Dtype dtype, int64_t at, F16 v, int lanes) {
   if (dtype == Dtype::f32)
-    store_some(static_cast<float*>(p) + at, v, lanes);
+    store_lanes(static_cast<float*>(p) + at, v, lanes);
   else
-    store_some(static_cast<bf16*>(p) + at, v, lanes);
+    store_lanes(static_cast<bf16*>(p) + at, v, lanes);
 }
 
 // One register tile over one block of k: rows i .. i + rows and columns j .. j + lanes of C, steps p .. p + k.
@@ -83,7 +70,7 @@ template <int kR>
 VX_INLINE void begin(const Step& s, F16 (&acc)[kR]) {
 #pragma GCC unroll 16
   for (int r = 0; r < kR; ++r)
-    acc[r] = s.resume && r < s.rows ? load_some(s.waiting + r * s.waiting_stride, s.lanes) : zero();
+    acc[r] = s.resume && r < s.rows ? load_lanes(s.waiting + r * s.waiting_stride, s.lanes) : zero();
 }
 
 template <int kR>
@@ -92,10 +79,10 @@ VX_INLINE void end(const Gemm& g, const Step& s, F16 (&acc)[kR]) {
   for (int r = 0; r < kR; ++r) {
     if (r >= s.rows) return;
     if (s.last) {
-      if (g.bias) acc[r] = acc[r] + load_some(g.bias, g.bias_dtype, s.j, s.lanes);
-      store_some(g.c, g.c_dtype, (s.i + r) * g.c_stride + s.j, acc[r], s.lanes);
+      if (g.bias) acc[r] = acc[r] + load_as(g.bias, g.bias_dtype, s.j, s.lanes);
+      store_as(g.c, g.c_dtype, (s.i + r) * g.c_stride + s.j, acc[r], s.lanes);
     } else {
-      store_some(s.waiting + r * s.waiting_stride, acc[r], s.lanes);
+      store_lanes(s.waiting + r * s.waiting_stride, acc[r], s.lanes);
     }
   }
 }
@@ -142,7 +129,7 @@ template <class T, int kR, int kX>
 VX_INLINE void over_rows(const T* b, int64_t stride, int lanes, int64_t k, const float* x, F16 (&acc)[kR]) {
 #pragma GCC unroll 2
   for (int64_t p = 0; p < k; ++p) {  // order: k ascending, one accumulator per element
-    const F16 v = load_some(b + p * stride, lanes);
+    const F16 v = load_lanes(b + p * stride, lanes);
 #pragma GCC unroll 16
     for (int r = 0; r < kR; ++r) acc[r] = fma(v, set1(x[p * kX + r]), acc[r]);
   }
@@ -221,7 +208,7 @@ void pack_wide(const Operand& b, int64_t j, int64_t columns, int64_t p, int64_t 
   const T* data = static_cast<const T*>(b.data) + p * b.row_stride + j;
   for (int64_t q = 0; q < k; ++q, data += b.row_stride, out += 16)
     for (int64_t c = 0; c < columns; c += 16)
-      store(out + c / 16 * panel, load_some(data + c, lanes_at(c, columns)));
+      store(out + c / 16 * panel, load_lanes(data + c, lanes_at(c, columns)));
 }
 
 // Rows i0 .. i_end and columns j0 .. j_end of C; T is B's type.
@@ -333,8 +320,8 @@ void column_sums(const ColumnSums& a) {
       const int lanes = lanes_at(j, a.n);
       F16 acc = zero();
       for (int64_t i = 0; i < a.rows; ++i)  // order: rows ascending into one accumulator per column
-        acc = acc + load_some(a.x, a.dtype, i * a.x_stride + j, lanes);
-      store_some(a.out, a.out_dtype, j, acc, lanes);
+        acc = acc + load_as(a.x, a.dtype, i * a.x_stride + j, lanes);
+      store_as(a.out, a.out_dtype, j, acc, lanes);
     }
   });
 }

@@ -29,19 +29,6 @@ struct Pair {
 };
 
 template <class T>
-VX_INLINE F16 load_some(const T* p, int lanes) {
-  return lanes == 16 ? load(p) : load(p, lanes);
-}
-
-template <class T>
-VX_INLINE void store_some(T* p, F16 v, int lanes) {
-  if (lanes == 16)
-    store(p, v);
-  else
-    store(p, v, lanes);
-}
-
-template <class T>
 VX_INLINE F16 rounded(F16 v) {  // to T and back
   T t[16];
   store(t, v);
@@ -68,21 +55,21 @@ void forward(const RmsnormFwd& a) {
         const T* residual = static_cast<const T*>(a.residual) + row * a.residual_stride;
         T* sum = static_cast<T*>(a.new_residual) + row * a.n;
         each_chunk(a.n, [&](int64_t i, int lanes) {
-          store_some(sum + i, load_some(x + i, lanes) + load_some(residual + i, lanes), lanes);
+          store_lanes(sum + i, load_lanes(x + i, lanes) + load_lanes(residual + i, lanes), lanes);
         });
         x = sum;
       }
       const float squares = sum_products(a.n, [&](int64_t i, int lanes) {
-        F16 v = load_some(x + i, lanes);
+        F16 v = load_lanes(x + i, lanes);
         return Pair{v, v};
       });
       const float rstd = 1.0f / std::sqrt(squares / float(a.n) + a.eps);
       a.rstd[row] = rstd;
       const F16 scale = set1(rstd);
       each_chunk(a.n, [&](int64_t i, int lanes) {
-        F16 normed = load_some(x + i, lanes) * scale, w = load_some(weight + i, lanes);
+        F16 normed = load_lanes(x + i, lanes) * scale, w = load_lanes(weight + i, lanes);
         F16 out = a.gemma ? normed * (set1(1.0f) + w) : rounded<T>(normed) * w;
-        store_some(y + i, out, lanes);
+        store_lanes(y + i, out, lanes);
       });
     }
   });
@@ -93,7 +80,7 @@ void backward(const RmsnormBwd& a) {
   const T *weight = static_cast<const T*>(a.weight), *dy = static_cast<const T*>(a.dy), *x = static_cast<const T*>(a.x);
   const T* dres = static_cast<const T*>(a.dnew_residual);
   auto w_at = [&](int64_t i, int lanes) {
-    F16 w = load_some(weight + i, lanes);
+    F16 w = load_lanes(weight + i, lanes);
     return a.gemma ? set1(1.0f) + w : w;
   };
   parallel_for(0, a.rows, 1 + 16384 / (a.n + 1), [&](int64_t begin, int64_t end) {
@@ -101,15 +88,15 @@ void backward(const RmsnormBwd& a) {
       const int64_t at = row * a.n;
       const F16 scale = set1(a.rstd[row]);
       const float dot = sum_products(a.n, [&](int64_t i, int lanes) {
-        return Pair{load_some(dy + at + i, lanes) * w_at(i, lanes), load_some(x + at + i, lanes) * scale};
+        return Pair{load_lanes(dy + at + i, lanes) * w_at(i, lanes), load_lanes(x + at + i, lanes) * scale};
       });
       const F16 mean = set1(dot / float(a.n));
       each_chunk(a.n, [&](int64_t i, int lanes) {
-        F16 normed = load_some(x + at + i, lanes) * scale;
-        F16 g = load_some(dy + at + i, lanes) * w_at(i, lanes);
+        F16 normed = load_lanes(x + at + i, lanes) * scale;
+        F16 g = load_lanes(dy + at + i, lanes) * w_at(i, lanes);
         F16 dx = scale * (g - normed * mean);
-        if (dres) dx = dx + load_some(dres + at + i, lanes);
-        store_some(static_cast<T*>(a.dx) + at + i, dx, lanes);
+        if (dres) dx = dx + load_lanes(dres + at + i, lanes);
+        store_lanes(static_cast<T*>(a.dx) + at + i, dx, lanes);
       });
     }
   });
@@ -120,10 +107,10 @@ void backward(const RmsnormBwd& a) {
       const int lanes = int(a.n - i < 16 ? a.n - i : 16);
       F16 acc = zero();
       for (int64_t row = 0; row < a.rows; ++row) {
-        F16 normed = load_some(x + row * a.n + i, lanes) * set1(a.rstd[row]);
-        acc = fma(load_some(dy + row * a.n + i, lanes), a.gemma ? normed : rounded<T>(normed), acc);
+        F16 normed = load_lanes(x + row * a.n + i, lanes) * set1(a.rstd[row]);
+        acc = fma(load_lanes(dy + row * a.n + i, lanes), a.gemma ? normed : rounded<T>(normed), acc);
       }
-      store_some(static_cast<T*>(a.dweight) + i, acc, lanes);
+      store_lanes(static_cast<T*>(a.dweight) + i, acc, lanes);
     }
   });
 }

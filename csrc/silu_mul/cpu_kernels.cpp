@@ -34,16 +34,6 @@ VX_INLINE void each_chunk(int64_t n, F f) {
 }
 
 template <class T>
-VX_INLINE F16 load_some(const T* p, int lanes) {
-  return lanes == 16 ? load(p) : load(p, lanes);
-}
-
-template <class T>
-VX_INLINE void store_some(T* p, F16 v, int lanes) {
-  lanes == 16 ? store(p, v) : store(p, v, lanes);
-}
-
-template <class T>
 void forward(const SiluMulFwd& a) {
   parallel_for(0, a.rows, 1 + 8192 / (a.n + 1), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
@@ -51,8 +41,8 @@ void forward(const SiluMulFwd& a) {
       const T* up = static_cast<const T*>(a.up) + row * a.up_stride;
       T* y = static_cast<T*>(a.y) + row * a.n;
       each_chunk(a.n, [&](int64_t i, int lanes) {
-        const F16 g = load_some(gate + i, lanes);
-        store_some(y + i, (g * gate_of(argument(g, a.gelu)).s) * load_some(up + i, lanes), lanes);
+        const F16 g = load_lanes(gate + i, lanes);
+        store_lanes(y + i, (g * gate_of(argument(g, a.gelu)).s) * load_lanes(up + i, lanes), lanes);
       });
     }
   });
@@ -68,15 +58,15 @@ void backward(const SiluMulBwd& a) {
       T* dgate = static_cast<T*>(a.dgate) + row * a.dgate_stride;
       T* dup = static_cast<T*>(a.dup) + row * a.dup_stride;
       each_chunk(a.n, [&](int64_t i, int lanes) {
-        const F16 g = load_some(gate + i, lanes), u = load_some(up + i, lanes), d = load_some(dy + i, lanes);
+        const F16 g = load_lanes(gate + i, lanes), u = load_lanes(up + i, lanes), d = load_lanes(dy + i, lanes);
         const Gate at = gate_of(argument(g, a.gelu));
         // Beyond 1e4 the slope is exactly 0 or 1; the bound keeps infinity times zero out of it.
         const F16 c = max(min(g, set1(1e4f)), set1(-1e4f));
         F16 dz = c;  // c * dz/dg
         if (a.gelu) dz = (c * set1(kGeluSlope)) * fma(c * c, set1(3 * kGeluCubic), set1(1.0f));
         const F16 slope = fma(at.s * at.rest, dz, at.s);
-        store_some(dgate + i, (d * u) * slope, lanes);
-        store_some(dup + i, d * (g * at.s), lanes);
+        store_lanes(dgate + i, (d * u) * slope, lanes);
+        store_lanes(dup + i, d * (g * at.s), lanes);
       });
     }
   });
