@@ -13,7 +13,7 @@ from vexact_ops.log_softmax.reference import log_softmax_ref
 from vexact_ops.testing import assert_bitwise, check_repeatable, check_rows, tricky
 
 BACKENDS = pytest.mark.parametrize("device,backend", room_backends("log_softmax"))
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 SIZES = st.sampled_from([1, 7, 16, 65, 511, 512, 513, 1024, 2001])
 
 
@@ -138,8 +138,10 @@ def test_bad_arguments_are_named():
         vx.log_softmax([1.0])
     with pytest.raises(TypeError, match="log_softmax: x: got dtype float64"):
         vx.log_softmax(x.double())
-    with pytest.raises(TypeError, match=r"log_softmax: out_dtype: got torch\.float16"):
-        vx.log_softmax(x, out_dtype=torch.float16)
+    with pytest.raises(TypeError, match=r"log_softmax: out_dtype: got torch\.float64"):
+        vx.log_softmax(x, out_dtype=torch.float64)
+    with pytest.raises(TypeError, match="log_softmax: out_dtype: got dtype float16, which a GPU serves"):
+        vx.log_softmax(x, out_dtype=torch.float16, backend="cpu")
     with pytest.raises(ValueError, match=r"log_softmax: x: got shape \(2, 0\)"):
         vx.log_softmax(x[:, :0])
     with pytest.raises(ValueError, match=r"log_softmax: x: got shape \(\)"):

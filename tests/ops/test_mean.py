@@ -11,7 +11,7 @@ from vexact_ops.mean.reference import mean_ref
 from vexact_ops.testing import assert_bitwise, cancelling, check_repeatable, check_rows, tricky
 
 BACKENDS = pytest.mark.parametrize("device,backend", room_backends("mean"))
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 DIMS = [-1, 0, 1, (0, 2), (2, 1), (-1, -3, 1), None, ()]
 
 
@@ -33,7 +33,8 @@ def test_every_choice_of_dims(device, backend, dtype, dim, keepdim):
     assert y.shape == torch.mean(x, dim, keepdim).shape
     assert y.dtype == dtype
     exact = mean_ref(x.double(), dim, keepdim)
-    torch.testing.assert_close(y.double(), exact, rtol=2**-7 if dtype is torch.bfloat16 else 1e-5, atol=1e-5)
+    rtol = {torch.bfloat16: 2**-7, torch.float16: 2**-10}.get(dtype, 1e-5)
+    torch.testing.assert_close(y.double(), exact, rtol=rtol, atol=1e-5)
 
 
 @BACKENDS
@@ -57,6 +58,17 @@ def test_repeatable(device, backend, dtype):
         return y, whole, *torch.autograd.grad(y.sum() + whole, x)
 
     check_repeatable(run)
+
+
+@pytest.mark.parametrize("device,backend", room_backends("mean", "triton"))
+@DTYPES
+@pytest.mark.parametrize("n", [1, 100, 1031, 8193, 20001])
+def test_the_order_on_a_gpu_is_a_tree_of_pairs(device, backend, dtype, n):
+    from vexact_ops._core.triton import tree_sum_ref
+
+    x, _ = cancelling(3, n, 1, seed=n, dtype=dtype)
+    whole = tree_sum_ref(x.float(), 1 << max(n - 1, 15).bit_length())
+    assert_bitwise(vx.mean(x.to(device), backend=backend).cpu(), (whole / n).to(dtype))
 
 
 def test_an_order_that_the_row_count_picks_is_caught():

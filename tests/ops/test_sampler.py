@@ -107,6 +107,18 @@ def test_draws_are_the_reference_s(device, backend, n, params, spread, seed):
         torch.testing.assert_close(ours.cpu().double(), exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("device,backend", room_backends("sampler", "triton"))
+@given(n=SIZES, params=st.lists(PARAMS, min_size=5, max_size=5), spread=st.sampled_from([0.1, 3.0]), seed=st.integers())
+def test_a_gpu_draws_the_tokens_of_a_cpu(device, backend, n, params, spread, seed):
+    logits, seeds, positions = make(5, n, seed % 2**32, spread=spread)
+    theirs = vx.sample(logits, seeds, positions, **columns(params, "cpu"), backend="cpu")
+    inputs = (t.to(device) for t in (logits, seeds, positions))
+    ours = vx.sample(*inputs, **columns(params, device), backend=backend)
+    assert ours[0].tolist() == theirs[0].tolist()
+    for a, b in zip(ours[1:], theirs[1:]):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-5)
+
+
 @BACKENDS
 def test_draws_never_change(device, backend):
     """Recorded: other numbers mean another contract, for every seed that anyone has kept."""
@@ -121,8 +133,9 @@ def test_draws_never_change(device, backend):
 def test_logprobs_are_those_of_log_softmax(device, backend, temperature):
     logits, seeds, positions = make(5, 1500, 3, device)
     ids, logprobs, raw = vx.sample(logits, seeds, positions, temperature=temperature, top_p=0.9, backend=backend)
-    assert_bitwise(raw, vx.log_softmax(logits).gather(1, ids[:, None])[:, 0])
-    assert_bitwise(logprobs, vx.log_softmax(logits / (temperature or 1.0)).gather(1, ids[:, None])[:, 0])
+    scaled = logits / torch.tensor(temperature or 1.0, device=device)  # by a number, CUDA multiplies by the reciprocal
+    assert_bitwise(raw, vx.log_softmax(logits, backend=backend).gather(1, ids[:, None])[:, 0])
+    assert_bitwise(logprobs, vx.log_softmax(scaled, backend=backend).gather(1, ids[:, None])[:, 0])
 
 
 def histogram(logits, draws, backend, seeds=None, **params):

@@ -55,6 +55,16 @@ def tree_sum(x):
 
 
 @triton.jit
+def fold_sum(x):
+    """(R, N) fp32 -> (R,), N a power of two: cheap where a thread holds pieces of a row that lie far apart."""
+    # order: the upper half is added to the lower one, log2(N) times
+    for _ in tl.static_range(20):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), axis=1)
+    return tl.reshape(x, [x.shape[0]])
+
+
+@triton.jit
 def exp(x):
     """e^x as in vec.h, operation for operation."""
     c = tl.where(x > -104.0, x, -104.0)
@@ -100,6 +110,20 @@ def log(x):
     r = tl.where(tl.abs(x) > 0.0, r, float("-inf"))
     r = tl.where(x > 3.40282347e38, x, r)
     return tl.where(x != x, x, r)
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent as in vec.h, operation for operation."""
+    a = tl.abs(x)
+    z = x * x
+    up = tl.fma(z + 105.0, z, 945.0)
+    down = tl.fma(tl.fma(z, 15.0, 420.0), z, 945.0)
+    near = x * tl.div_rn(up, down)
+    far = 1.0 - tl.div_rn(2.0, exp(a + a) + 1.0)
+    sign = x.to(tl.int32, bitcast=True) & -2147483648
+    far = ((far.to(tl.int32, bitcast=True) & 2147483647) | sign).to(tl.float32, bitcast=True)
+    return tl.where(x != x, x, tl.where(a < 0.55, near, far))
 
 
 @triton.jit(do_not_specialize=["rows"])

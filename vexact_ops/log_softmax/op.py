@@ -7,30 +7,32 @@ from .._core import check
 from .._core.backend import Room
 from .._core.operator import Operator
 
-ROOM = Room("log_softmax", cpu=("cpu",))
-DTYPES = (torch.bfloat16, torch.float32)
+ROOM = Room("log_softmax", cpu=("cpu",), cuda=("triton",))
 
 
 def log_softmax(x: Tensor, *, out_dtype: torch.dtype | None = None, backend: str | None = None) -> Tensor:
     """(x - max x) - log sum e^(x - max x) over the last dimension, fp32 inside, rounded once.
 
-    x          (..., V) bf16 | fp32. -inf is allowed (probability 0); a row that holds NaN or inf, or nothing but -inf,
-               gives NaN in all of it
-    out_dtype  bf16 | fp32; x.dtype where None
+    x          (..., V) bf16 | fp32, on a GPU also fp16. -inf is allowed (probability 0); a row that holds NaN or inf,
+               or nothing but -inf, gives NaN in all of it
+    out_dtype  bf16 | fp32, on a GPU also fp16; x.dtype where None
     returns    (..., V) in out_dtype
-    bits       a row depends on that row alone: blocks of 512, merged ascending. With fp32 logits these are the bits of
+    bits       a row depends on that row alone: on a CPU blocks of 512, merged ascending, on a GPU blocks of 128, each
+               and all of them summed in a tree of pairs. With fp32 logits these are the bits of
                linear_logprobs and sample: log_softmax(linear_logits(h, w) / t)[target] is
                linear_logprobs(h, w, target, temperature=t)
     grad       dx = dy - e^y sum(dy) as bits, e^y from the unrounded y
     raises     TypeError on dtype, ValueError on shape, BackendUnavailable
     source     Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv 1805.02867
     """
-    check.tensor("log_softmax", "x", x, DTYPES)
+    check.tensor("log_softmax", "x", x, check.FLOATS)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"log_softmax: x: got shape {tuple(x.shape)}, expected (..., V) with V of at least 1")
-    if out_dtype not in (None, *DTYPES):
+    if out_dtype not in (None, *check.FLOATS):
         raise TypeError(f"log_softmax: out_dtype: got {out_dtype}, expected torch.bfloat16, torch.float32 or None")
     backend = ROOM.resolve(x.device, backend)
+    check.served("log_softmax", "x", x.dtype, backend)
+    check.served("log_softmax", "out_dtype", out_dtype, backend)
     return _log_softmax(check.rows(x), out_dtype or x.dtype, backend)[0].view(x.shape)
 
 

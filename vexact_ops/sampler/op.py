@@ -7,7 +7,7 @@ from .._core import check
 from .._core.backend import Room
 from .._core.operator import Operator
 
-ROOM = Room("sampler", cpu=("cpu",))
+ROOM = Room("sampler", cpu=("cpu",), cuda=("triton",))
 MIN_TEMPERATURE = 1e-30  # below it, ordinary logits overflow fp32
 
 
@@ -38,9 +38,12 @@ def sample(
                  logits, or -inf alone) gives id -1 and NaN: the caller fails that request and no other
     bits         of a row depend on its logits, seed, position and parameters. Token v's Gumbel number is a function of
                  (seed, position, v) by Philox4x32-10; the token with the largest logit / temperature + Gumbel number
-                 wins, the lower id on a tie; the mass of a prefix is summed in whole units of 2^-40.
+                 wins, the lower id on a tie; the mass of a prefix is summed in whole units of 2^-40. The ids are the
+                 same on a CPU and a GPU for the same logits.
                  logprobs are those of log_softmax(logits / temperature) and of linear_logprobs, bit for bit
-    raises       TypeError on dtype, ValueError on shape or parameters, BackendUnavailable
+    raises       TypeError on dtype, ValueError on shape or parameters, BackendUnavailable. On a GPU, where to look at
+                 values would make the host wait, a tensor's parameter out of range is not refused; a row that it
+                 leaves no token gives id -1 and NaN
     source       Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011); Holtzman et al., arXiv 1904.09751;
                  Nguyen et al., arXiv 2407.01082
     """
