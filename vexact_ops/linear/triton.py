@@ -16,43 +16,58 @@ TILES = {
 }
 
 
+@triton.jit
+def place(M, N, BM: tl.constexpr, BN: tl.constexpr):
+    """The rows and columns of a program's tile: tiles of eight rows of tiles at a time, so that what they share stays
+    in the cache."""
+    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    group = tl.program_id(0) // (8 * tiles_n)
+    rows = min(tiles_m - group * 8, 8)
+    within = tl.program_id(0) % (8 * tiles_n)
+    m = (group * 8 + within % rows) * BM + tl.arange(0, BM)
+    return m.to(tl.int64), (within // rows * BN + tl.arange(0, BN)).to(tl.int64)
+
+
+@triton.jit
+def accumulate(
+    acc, a, b, m, n, M, N, K, a_row, a_col, b_row, b_col, WIDE: tl.constexpr, EVEN_K: tl.constexpr, BK: tl.constexpr
+):
+    """acc + a[m, :] @ b[:, n]: the order of linear, for every kernel that makes such products."""
+    k = tl.arange(0, BK).to(tl.int64)
+    a_at = a + m[:, None] * a_row + k[None, :] * a_col
+    b_at = b + k[:, None] * b_row + n[None, :] * b_col
+    live_m, live_n = (m < M)[:, None], (n < N)[None, :]
+    for start in range(0, K, BK):
+        if EVEN_K:
+            x = tl.load(a_at, mask=live_m, other=0.0)
+            y = tl.load(b_at, mask=live_n, other=0.0)
+        else:
+            x = tl.load(a_at, mask=live_m & (k < K - start)[None, :], other=0.0)
+            y = tl.load(b_at, mask=(k < K - start)[:, None] & live_n, other=0.0)
+        if WIDE:
+            x, y = x.to(tl.float32), y.to(tl.float32)
+        acc = tl.dot(x, y, acc, input_precision="ieee")  # order: k ascending, one accumulator; a short tail is zeros
+        a_at += BK * a_col
+        b_at += BK * b_row
+    return acc
+
+
 @triton.jit(do_not_specialize=["M"])
 def _matmul_kernel(
     a, b, c, bias, M, N, K, a_row, a_col, b_row, b_col, c_row,
     BIAS: tl.constexpr, CONTINUE: tl.constexpr, WIDE: tl.constexpr, EVEN_K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    # tiles of eight rows of tiles at a time, so that what they share stays in the cache
-    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    group = tl.program_id(0) // (8 * tiles_n)
-    rows = min(tiles_m - group * 8, 8)
-    within = tl.program_id(0) % (8 * tiles_n)
-    m = ((group * 8 + within % rows) * BM + tl.arange(0, BM)).to(tl.int64)
-    n = ((within // rows) * BN + tl.arange(0, BN)).to(tl.int64)
-    k = tl.arange(0, BK).to(tl.int64)
-    a_at = a + m[:, None] * a_row + k[None, :] * a_col
-    b_at = b + k[:, None] * b_row + n[None, :] * b_col
+    m, n = place(M, N, BM, BN)
     c_at = c + m[:, None] * c_row + n[None, :]
-    live_m, live_n = m < M, n < N
-    inside = live_m[:, None] & live_n[None, :]
+    inside = (m < M)[:, None] & (n < N)[None, :]
     if CONTINUE:
         acc = tl.load(c_at, mask=inside, other=0.0)
     else:
         acc = tl.zeros([BM, BN], tl.float32)
-    for start in range(0, K, BK):
-        if EVEN_K:
-            x = tl.load(a_at, mask=live_m[:, None], other=0.0)
-            y = tl.load(b_at, mask=live_n[None, :], other=0.0)
-        else:
-            x = tl.load(a_at, mask=live_m[:, None] & (k < K - start)[None, :], other=0.0)
-            y = tl.load(b_at, mask=(k < K - start)[:, None] & live_n[None, :], other=0.0)
-        if WIDE:
-            x, y = x.to(tl.float32), y.to(tl.float32)
-        acc = tl.dot(x, y, acc, input_precision="ieee")  # order: k ascending, one accumulator; a short tail is zeros
-        a_at += BK * a_col
-        b_at += BK * b_row
+    acc = accumulate(acc, a, b, m, n, M, N, K, a_row, a_col, b_row, b_col, WIDE, EVEN_K, BK)
     if BIAS:
-        acc += tl.load(bias + n, mask=live_n, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     tl.store(c_at, acc.to(c.dtype.element_ty), mask=inside)
 
 

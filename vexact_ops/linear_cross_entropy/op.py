@@ -8,8 +8,7 @@ from .._core.backend import Room
 from .._core.operator import Operator
 from ..linear.op import linear
 
-ROOM = Room("linear_cross_entropy", cpu=("cpu",))
-DTYPES = (torch.bfloat16, torch.float32)
+ROOM = Room("linear_cross_entropy", cpu=("cpu",), cuda=("triton",))
 REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -18,7 +17,7 @@ def linear_logits(
 ) -> Tensor:
     """hidden @ weight.T in fp32, then softcap * tanh(. / softcap) where one is given.
 
-    hidden   (..., H) bf16 | fp32
+    hidden   (..., H) bf16 | fp32, on a GPU also fp16
     weight   (V, H) in hidden.dtype
     softcap  above 0, or None
     returns  (..., V) fp32: the accumulators of `linear`, never rounded to bf16
@@ -46,24 +45,26 @@ def linear_logprobs(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """log softmax(linear_logits(hidden, weight, softcap=softcap) / temperature)[target], T x V logits never stored.
 
-    hidden       (..., H) bf16 | fp32
+    hidden       (..., H) bf16 | fp32, on a GPU also fp16
     weight       (V, H) in hidden.dtype
     target       (...) int64 | int32, ids in [0, V)
     temperature  above 0: a number, or a tensor like target in fp32
     softcap      above 0, or None
     returns      (...) fp32; with return_entropy, the pair with the entropy of the same distribution, (...) fp32
     bits         of a token depend on that token, weight and the options: its logits are those of linear_logits, their
-                 log-softmax has the order of log_softmax (blocks of 512, ascending), so rollout and training agree:
-                 the same as log_softmax(linear_logits(...) / temperature) and as sample's logprobs
+                 log-softmax has the order of log_softmax on the same device, so rollout and training agree: the
+                 same as log_softmax(linear_logits(...) / temperature) and as sample's logprobs
     grad         of both results: dhidden as bits, the vocabulary ascending in one fp32 accumulator per element;
-                 dweight sums tokens ascending in one fp32 accumulator, repeatable for one fixed batch. Logits are
-                 made again; their gradients stay in fp32; each result is rounded once to its input's dtype
+                 dweight sums tokens ascending in one fp32 accumulator, repeatable for one fixed batch. Logits are made
+                 again; their gradients stay in fp32 (in bf16 for bf16 inputs on a GPU); each result is rounded once
+                 to its input's dtype
     raises       TypeError on dtype, ValueError on shape, device, parameters or a target outside the vocabulary (on a
                  GPU, where a look at values would make the host wait, such a token gives NaN), BackendUnavailable
     """
     op = "linear_logprobs"
     target = _check_target(op, hidden, weight, target)
     softcap, backend = _softcap(op, softcap), ROOM.resolve(hidden.device, backend)
+    check.served(op, "hidden", hidden.dtype, backend)
     if isinstance(temperature, Tensor):
         check.tensor(op, "temperature", temperature, (torch.float32,))
         check.shape(op, "temperature", temperature, target.shape)
@@ -90,7 +91,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """-linear_logprobs(hidden, weight, target, softcap=softcap), reduced over the tokens that are not ignored.
 
-    hidden        (..., H) bf16 | fp32
+    hidden        (..., H) bf16 | fp32, on a GPU also fp16
     weight        (V, H) in hidden.dtype
     target        (...) int64 | int32, ids in [0, V) or ignore_index
     reduction     "mean" over the tokens that are not ignored (NaN where all are, as torch's), "sum", or "none": 0 where
@@ -108,13 +109,14 @@ def linear_cross_entropy(
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"{op}: ignore_index: got {type(ignore_index).__name__}, expected an int")
     softcap, backend = _softcap(op, softcap), ROOM.resolve(hidden.device, backend)
+    check.served(op, "hidden", hidden.dtype, backend)
     args = check.rows(hidden), check.rows(weight), target.reshape(-1), reduction, ignore_index, softcap, backend
     loss = _linear_cross_entropy(*args)[0]
     return loss.view(target.shape) if reduction == "none" else loss
 
 
 def _check_head(op: str, hidden: Tensor, weight: Tensor) -> None:
-    check.tensor(op, "hidden", hidden, DTYPES)
+    check.tensor(op, "hidden", hidden, check.FLOATS)
     check.tensor(op, "weight", weight, ndim=2)
     check.same_dtype(op, "weight", weight, "hidden", hidden)
     if hidden.dim() == 0:

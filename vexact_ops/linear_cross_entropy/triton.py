@@ -1,0 +1,286 @@
+"""The Triton kernels: tiles of logits as `linear` makes them, reduced where they are made, in the order of log_softmax.
+
+Backward, logits are made again, a piece of the vocabulary at a time, and turned into their gradients, which are kept in
+the inputs' dtype (fp32 and fp16 inputs: in fp32) for the two products with them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._core.triton import OPTIONS, block, exp, log, on, tanh, tree_sum
+from ..linear.triton import accumulate, matmul, place
+from ..log_softmax.triton import LSE_BLOCK, join_blocks, log_prob, origin, reduce_blocks
+
+# The pieces that logits are made in. They bound the memory beyond the gradients; no bit depends on them.
+FWD_TOKENS = 16384  # whose block sums are held at once: 8 or 12 bytes for every 128 logits
+BWD_TOKENS, BWD_VOCABULARY = 8192, 16384  # of one piece of dlogits: 256 MiB in bf16
+
+# A tile's columns are one block of the log-sum-exp.
+TILES = {
+    2: {"BM": 128, "BN": LSE_BLOCK, "BK": 64, "num_warps": 8, "num_stages": 4},
+    4: {"BM": 64, "BN": LSE_BLOCK, "BK": 32, "num_warps": 8, "num_stages": 2},
+}
+
+
+@triton.jit
+def _capped(x, cap):
+    return cap * tanh(tl.div_rn(x, tl.zeros_like(x) + cap))
+
+
+@triton.jit
+def _at(x, t):
+    """x / t. Where t is one number, 1, there is nothing to divide."""
+    return tl.div_rn(x, tl.broadcast_to(t, x.shape))
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _blocks_kernel(
+    hidden, weight, target, temperature, cap, parts, own, tokens, V, K, hidden_row, weight_row, blocks,
+    ONE_T: tl.constexpr, CAP: tl.constexpr, ENTROPY: tl.constexpr, EVEN_K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """A block's largest z and sums for a tile of tokens, and the logit of every target that lies in it."""
+    m, n = place(tokens, V, BM, BN)
+    x = tl.zeros([BM, BN], tl.float32)
+    x = accumulate(x, hidden, weight, m, n, tokens, V, K, hidden_row, 1, 1, weight_row, False, EVEN_K, BK)
+    if CAP:
+        x = _capped(x, cap)
+    live = m < tokens
+    own_at = tl.broadcast_to((own + m)[:, None], x.shape)
+    wanted = tl.load(target + m, mask=live, other=-1)
+    tl.store(own_at, x, mask=(live & (wanted < V))[:, None] & (wanted[:, None] == n[None, :]))
+    if ONE_T:
+        t = tl.load(temperature)
+        if t != 1.0:
+            x = _at(x, t)
+    else:
+        x = _at(x, tl.load(temperature + m, mask=live, other=1.0)[:, None])
+    z = tl.where((n < V)[None, :], x, float("-inf"))
+    largest, total = reduce_blocks(z)
+    number = tl.min(n, axis=0) // BN
+    at = parts + (m * (3 if ENTROPY else 2) * blocks + number)[:, None]
+    tl.store(at, largest, mask=live[:, None])
+    tl.store(at + blocks, total, mask=live[:, None])
+    if ENTROPY:
+        d = z - origin(largest)
+        e = exp(d)
+        tl.store(at + 2 * blocks, tree_sum(tl.where(e > 0.0, e * d, 0.0)), mask=live[:, None])  # 0 log 0 is 0
+
+
+@triton.jit
+def _tokens_kernel(
+    parts, own, target, temperature, logprob, entropy, lse, V, blocks,
+    ONE_T: tl.constexpr, ENTROPY: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCKS)[None, :]
+    parts += token * (3 if ENTROPY else 2) * blocks
+    largest = tl.load(parts + at, mask=at < blocks, other=float("-inf"))
+    sums = tl.load(parts + blocks + at, mask=at < blocks, other=0.0)
+    top, total = join_blocks(largest, sums)
+    log_sum = log(total)
+    one = tl.arange(0, 1)[None, :]
+    tl.store(lse + 2 * token + one, top)
+    tl.store(lse + 2 * token + 1 + one, log_sum)
+    wanted = tl.load(target + token)
+    known = (wanted >= 0) & (wanted < V)
+    x = tl.load(own + token + one, mask=known & (one == 0), other=float("nan"))
+    z = tl.div_rn(x, tl.load(temperature + (0 if ONE_T else token)) + one.to(tl.float32))
+    tl.store(logprob + token + one, log_prob(z, top, log_sum))
+    if ENTROPY:
+        shifted = tl.load(parts + 2 * blocks + at, mask=at < blocks, other=0.0)
+        moved = tl.fma(largest - origin(top), sums, shifted) * exp(largest - origin(top))
+        moved = tree_sum(tl.where(largest == float("-inf"), 0.0, moved))  # order: as the blocks' sums
+        tl.store(entropy + token + one, log_sum - tl.div_rn(moved, total))
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _dlogits_kernel(
+    hidden, weight, target, temperature, cap, lse, dlogprob, dentropy, entropy, d,
+    tokens, V, K, hidden_row, weight_row, d_row, first,
+    ONE_T: tl.constexpr, CAP: tl.constexpr, ENTROPY: tl.constexpr, EVEN_K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a tile of logits; V of the vocabulary, from `first` on."""
+    m, n = place(tokens, V, BM, BN)
+    x = tl.zeros([BM, BN], tl.float32)
+    x = accumulate(x, hidden, weight, m, n, tokens, V, K, hidden_row, 1, 1, weight_row, False, EVEN_K, BK)
+    live = m < tokens
+    if CAP:
+        th = tanh(tl.div_rn(x, tl.zeros_like(x) + cap))
+        x = cap * th
+        slope = tl.fma(th * -1.0, th, 1.0)
+    if ONE_T:
+        t = tl.load(temperature)
+        z = x
+        if t != 1.0:
+            z = _at(x, t)
+    else:
+        t = tl.load(temperature + m, mask=live, other=1.0)[:, None]
+        z = _at(x, t)
+    top = tl.load(lse + 2 * m, mask=live, other=0.0)[:, None]
+    log_sum = tl.load(lse + 2 * m + 1, mask=live, other=0.0)[:, None]
+    lp = log_prob(z, top, log_sum)
+    p = exp(lp)
+    upstream = tl.load(dlogprob + m, mask=live, other=0.0)[:, None]
+    pull = tl.broadcast_to(upstream, p.shape)
+    if ENTROPY:
+        scale = tl.broadcast_to(tl.load(dentropy + m, mask=live, other=0.0)[:, None], p.shape)
+        above = lp + tl.load(entropy + m, mask=live, other=0.0)[:, None]
+        pull = tl.where(p > 0.0, tl.fma(scale, above, pull), pull)
+    wanted = tl.load(target + m, mask=live, other=-1)[:, None] - first
+    out = tl.fma(p * -1.0, pull, tl.where(wanted == n[None, :], upstream, 0.0))
+    if ONE_T:
+        if t != 1.0:
+            out = _at(out, t)
+    else:
+        out = _at(out, t)
+    if CAP:
+        out *= slope
+    inside = live[:, None] & (n < V)[None, :]
+    tl.store(d + m[:, None] * d_row + n[None, :], out.to(d.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _softcap_kernel(x, dy, y, n, x_row, dy_row, cap, BACKWARD: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(x + row * x_row + column, mask=column < n, other=0.0)
+    if BACKWARD:
+        th = tanh(tl.div_rn(v, tl.zeros_like(v) + cap))
+        out = tl.load(dy + row * dy_row + column, mask=column < n, other=0.0) * tl.fma(th * -1.0, th, 1.0)
+    else:
+        out = _capped(v, cap)
+    tl.store(y + row * n + column, out, mask=column < n)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _token_sum_kernel(x, out, n, BLOCK: tl.constexpr):
+    lanes = tl.zeros([1, BLOCK], tl.float64)
+    for start in range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)[None, :]
+        lanes += tl.load(x + at, mask=at < n, other=0.0).to(tl.float64)  # order: lane by lane, ascending; then a tree
+    tl.store(out + tl.arange(0, 1)[None, :], tree_sum(lanes))
+
+
+def _head(hidden: Tensor, weight: Tensor, temperature: Tensor, softcap: float) -> dict:
+    tile = TILES[hidden.element_size()]
+    even = hidden.shape[1] % tile["BK"] == 0
+    return {"ONE_T": temperature.shape[0] == 1, "CAP": softcap != 0.0, "EVEN_K": even, **tile, **OPTIONS}
+
+
+def _grid(tokens: int, columns: int, tile: dict) -> tuple[int]:
+    return (triton.cdiv(tokens, tile["BM"]) * triton.cdiv(columns, tile["BN"]),)
+
+
+def linear_logprobs_fwd(
+    hidden: Tensor, weight: Tensor, target: Tensor, temperature: Tensor, softcap: float, want_entropy: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    (tokens, width), vocabulary = hidden.shape, weight.shape[0]
+
+    def new(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=hidden.device)
+
+    logprob, lse = new(tokens), new(tokens, 2)
+    entropy = new(tokens) if want_entropy else None
+    blocks, tile = triton.cdiv(vocabulary, LSE_BLOCK), _head(hidden, weight, temperature, softcap)
+    parts, own = new(min(tokens, FWD_TOKENS), 3 if want_entropy else 2, blocks), new(min(tokens, FWD_TOKENS))
+    for first in range(0, tokens, FWD_TOKENS):
+        piece = slice(first, first + FWD_TOKENS)
+        rows, ids = hidden[piece], target[piece]
+        temperatures = temperature if tile["ONE_T"] else temperature[piece]
+        count = rows.shape[0]
+        with on(hidden):
+            _blocks_kernel[_grid(count, vocabulary, tile)](
+                rows, weight, ids, temperatures, softcap, parts, own, count, vocabulary, width, hidden.stride(0),
+                weight.stride(0), blocks, ENTROPY=want_entropy, **tile,
+            )  # fmt: skip
+            _tokens_kernel[(count,)](
+                parts, own, ids, temperatures, logprob[piece], logprob if entropy is None else entropy[piece],
+                lse[piece], vocabulary, blocks, ONE_T=tile["ONE_T"], ENTROPY=want_entropy, BLOCKS=block(blocks),
+                num_warps=4, **OPTIONS,
+            )  # fmt: skip
+    return logprob, entropy, lse
+
+
+def linear_logprobs_bwd(
+    dlogprob: Tensor,
+    dentropy: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    temperature: Tensor,
+    softcap: float,
+    entropy: Tensor | None,
+    lse: Tensor,
+    need_dhidden: bool,
+    need_dweight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    (tokens, width), vocabulary = hidden.shape, weight.shape[0]
+    device = hidden.device
+    if tokens == 0:
+        return (
+            torch.zeros_like(hidden) if need_dhidden else None,
+            torch.zeros_like(weight, memory_format=torch.contiguous_format) if need_dweight else None,
+        )
+    tile = _head(hidden, weight, temperature, softcap)
+    dhidden = torch.empty(tokens, width, dtype=torch.float32, device=device) if need_dhidden else None
+    dweight = torch.empty(weight.shape, dtype=weight.dtype, device=device) if need_dweight else None
+    columns = min(vocabulary, BWD_VOCABULARY)
+    kept = hidden.dtype if hidden.dtype == torch.bfloat16 else torch.float32  # fp16 would lose small probabilities
+    room = torch.empty(min(tokens, BWD_TOKENS), columns, dtype=kept, device=device)
+    pieces = tokens > BWD_TOKENS and need_dweight
+    sums = torch.empty(columns, width, dtype=torch.float32, device=device) if pieces else None
+    for low in range(0, vocabulary, columns):
+        w = weight[low : low + columns]
+        for first in range(0, tokens, BWD_TOKENS):
+            piece = slice(first, first + BWD_TOKENS)
+            rows = hidden[piece]
+            d = room[: rows.shape[0], : w.shape[0]]
+            with on(hidden):
+                _dlogits_kernel[_grid(*d.shape, tile)](
+                    rows, w, target[piece], temperature if tile["ONE_T"] else temperature[piece], softcap, lse[piece],
+                    dlogprob[piece], dlogprob if dentropy is None else dentropy[piece],
+                    dlogprob if dentropy is None else entropy[piece], d, *d.shape, width,
+                    hidden.stride(0), weight.stride(0), room.stride(0), low, ENTROPY=dentropy is not None, **tile,
+                )  # fmt: skip
+            if need_dhidden:  # order: the vocabulary ascending, continued from piece to piece
+                matmul(d, w, dhidden[piece], resume=low > 0)
+            if need_dweight:  # order: tokens ascending, continued from piece to piece; rounded once
+                target_rows = dweight[low : low + columns]
+                if not pieces:
+                    matmul(d.t(), rows, target_rows)
+                else:
+                    matmul(d.t(), rows, sums[: w.shape[0]], resume=first > 0)
+                    if first + BWD_TOKENS >= tokens:
+                        target_rows.copy_(sums[: w.shape[0]])
+    return dhidden.to(hidden.dtype) if need_dhidden else None, dweight
+
+
+def _softcap(x: Tensor, dy: Tensor | None, cap: float) -> Tensor:
+    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    if y.numel():
+        with on(x):
+            _softcap_kernel[(x.shape[0], triton.cdiv(x.shape[1], 1024))](
+                x, x if dy is None else dy, y, x.shape[1], x.stride(0), 0 if dy is None else dy.stride(0), cap,
+                BACKWARD=dy is not None, BLOCK=1024, num_warps=4, **OPTIONS,
+            )  # fmt: skip
+    return y
+
+
+def softcap_fwd(x: Tensor, cap: float) -> Tensor:
+    return _softcap(x, None, cap)
+
+
+def softcap_bwd(dy: Tensor, x: Tensor, cap: float) -> Tensor:
+    return _softcap(x, dy, cap)
+
+
+def token_sum(x: Tensor) -> Tensor:
+    """The sum of (T,) fp32 as fp64, in one order."""
+    total = torch.empty((), dtype=torch.float64, device=x.device)
+    with on(x):
+        _token_sum_kernel[(1,)](x, total, x.shape[0], BLOCK=2048, num_warps=8, **OPTIONS)
+    return total
