@@ -164,6 +164,8 @@ def test_queries_stand_at_the_end_of_their_keys(device, backend, dtype, pairs, c
     exact = attention_varlen_ref(q.double(), k.double(), v.double(), cu, cu_seqlens_k=cu_k, causal=causal)
     size = attention_varlen_ref(q.double(), k.double(), v.double().abs(), cu, cu_seqlens_k=cu_k, causal=causal)
     unit = 2e-6 if dtype == torch.float32 else 2**-8 + 2e-6
+    if backend != "cpu" and dtype != torch.float32:
+        unit *= 2  # matrix units take the probabilities in 16 bits: rounded once more
     assert ((got.double() - exact).abs() <= unit * size + 1e-30).all()
     at, at_k = cu.tolist(), cu_k.tolist()
     for b, (n, m) in enumerate(pairs):

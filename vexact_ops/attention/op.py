@@ -9,9 +9,8 @@ from .._core import check
 from .._core.backend import Room
 from .._core.operator import Operator
 
-ROOM = Room("attention", cpu=("cpu",))
-DTYPES = (torch.bfloat16, torch.float32)
-KEY_BLOCK = {"cpu": 64}  # keys in a block of each backend's kernel: where a segment may end
+ROOM = Room("attention", cpu=("cpu",), cuda=("triton",))
+KEY_BLOCK = {"cpu": 64, "triton": 64}  # keys in a block of each backend's kernel: where a segment may end
 _INT32 = (torch.int32,)
 
 
@@ -60,7 +59,7 @@ def attention_varlen(
                   FlashAttention, arXiv 2205.14135
     """
     op = "attention_varlen"
-    check.tensor(op, "q", q, DTYPES, 3)
+    check.tensor(op, "q", q, check.FLOATS, 3)
     for arg, x in (("k", k), ("v", v)):
         check.tensor(op, arg, x, ndim=3)
         check.same_dtype(op, arg, x, "q", q)
@@ -79,6 +78,7 @@ def attention_varlen(
         raise ValueError(f"{op}: window: got {window} with causal=False, expected causal=True")
     max_seqlen = _count(op, "max_seqlen", max_seqlen)
     backend = ROOM.resolve(q.device, backend)
+    check.served(op, "q", q.dtype, backend)
     block = KEY_BLOCK[backend]
     scale, window, softcap, kv_segment = _options(op, q.shape[2], block, scale, window, softcap, kv_segment)
     options = scale, bool(causal), window, softcap, kv_segment, backend
@@ -122,6 +122,7 @@ def attention_paged(
         _check_paged(op, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, sinks)
     max_seqlen_q = _count(op, "max_seqlen_q", max_seqlen_q)
     backend = ROOM.resolve(q.device, backend)
+    check.served(op, "q", q.dtype, backend)
     options = _options(op, q.shape[2], KEY_BLOCK[backend], scale, window, softcap, kv_segment)
     if torch.is_grad_enabled():
         for arg, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("sinks", sinks)):
@@ -147,7 +148,7 @@ def _paged_fits(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, si
     *v_pages, v_hk, dv = v_cache.shape
     return (
         sinks is None
-        and dtype in DTYPES
+        and dtype in check.FLOATS
         and k_cache.dtype == v_cache.dtype == dtype
         and block_table.dtype == context_lens.dtype == cu_seqlens_q.dtype == torch.int32
         and pages == v_pages
@@ -166,7 +167,7 @@ def _paged_fits(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, si
 
 
 def _check_paged(op, q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, sinks) -> None:
-    check.tensor(op, "q", q, DTYPES, 3)
+    check.tensor(op, "q", q, check.FLOATS, 3)
     for arg, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         check.tensor(op, arg, x, ndim=4)
         check.same_dtype(op, arg, x, "q", q)
@@ -198,7 +199,7 @@ def _heads(op: str, arg: str, hq: int, hk: int, d: int, dv: int) -> None:
 
 def _sinks(op: str, sinks: Tensor | None, hq: int) -> None:
     if sinks is not None:
-        check.tensor(op, "sinks", sinks, DTYPES)
+        check.tensor(op, "sinks", sinks, check.FLOATS)
         check.shape(op, "sinks", sinks, (hq,))
 
 

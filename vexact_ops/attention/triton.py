@@ -1,0 +1,495 @@
+"""The Triton kernels: one forward for training, prefill chunks and decode (they differ in where a key lies, and in
+nothing else), and a backward that recomputes the probabilities from the saved log-sum-exp.
+
+A row is one query head at one position. The rows of a group share their keys, so they are tiled together, position by
+position, head by head, from the start of their sequence; no tile reaches a row's bits. 16-bit inputs take the
+hardware's exponential to the base two, with scores and log-sum-exp in that base; fp32 inputs take our own.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._core.triton import OPTIONS, block, exp, fold_sum, log, on, sum_rows, tanh
+
+KEY_BLOCK = 64  # where the running maximum may move, and where a segment may end
+LOG2_E = 1.4426950408889634
+
+_KEYS = tl.constexpr(KEY_BLOCK)
+
+
+@triton.jit
+def _exp(x, BASE_2: tl.constexpr):
+    if BASE_2:
+        y = tl.exp2(x)
+    else:
+        y = exp(x)
+    return y
+
+
+@triton.jit
+def _finite_or_zero(m):
+    return tl.where(m == float("-inf"), 0.0, m)  # so that -inf - -inf is never formed
+
+
+@triton.jit
+def _score(s, scale, softcap, CAP: tl.constexpr, BASE_2: tl.constexpr):
+    """From a product of query and key to what is exponentiated, and tanh of the capped score."""
+    th = s
+    if CAP:
+        th = tanh(tl.div_rn(s * scale, tl.zeros_like(s) + softcap))
+        z = th * (softcap * 1.4426950408889634 if BASE_2 else softcap)
+    else:
+        z = s * scale  # which holds log2(e) already
+    return z, th
+
+
+@triton.jit
+def _find(offsets, limit, sequences, tile, ROWS: tl.constexpr, TILE: tl.constexpr, SEQUENCES: tl.constexpr):
+    """The sequence of a tile, its rows, and the tile's number in it, the last one first: (sequence, begin, length, n).
+
+    Sequences have `ROWS` rows for every step of their offsets; a tile never holds rows of two. Offsets beyond `limit`,
+    or that descend, are a caller's error; they are kept from reaching memory that is not ours."""
+    b = tl.arange(0, SEQUENCES)
+    begin = tl.load(offsets + b, mask=b < sequences, other=0)
+    end = tl.load(offsets + b + 1, mask=b < sequences, other=0)
+    begin = tl.minimum(tl.maximum(begin, 0), limit)
+    length = tl.maximum(tl.minimum(end, limit) - begin, 0)
+    tiles = (length * ROWS + TILE - 1) // TILE
+    until = tl.cumsum(tiles, 0)
+    sequence = tl.sum((until <= tile).to(tl.int32), 0)
+    here = b == sequence
+    number = tl.sum(tl.where(here, until, 0), 0) - 1 - tile
+    return sequence, tl.sum(tl.where(here, begin, 0), 0), tl.sum(tl.where(here, length, 0), 0), number
+
+
+@triton.jit
+def _extent(offsets, sequence, limit):
+    """Where a sequence's keys begin, and how many they are."""
+    begin = tl.minimum(tl.maximum(tl.load(offsets + sequence), 0), limit)
+    return begin, tl.maximum(tl.minimum(tl.load(offsets + sequence + 1), limit) - begin, 0)
+
+
+@triton.jit
+def _locate(j, live, begin, table, pages, page_size, k_page, k_row, v_page, v_row, PAGED: tl.constexpr):
+    """Offsets of keys and values of these places, and which of them are there."""
+    if PAGED:
+        page = tl.load(table + j // page_size, mask=live, other=0).to(tl.int64)
+        live = live & (page >= 0) & (page < pages)
+        inside = (j % page_size).to(tl.int64)
+        k_at = page * k_page + inside * k_row
+        v_at = page * v_page + inside * v_row
+    else:
+        row = (begin + j).to(tl.int64)
+        k_at = row * k_row
+        v_at = row * v_row
+    return k_at, v_at, live
+
+
+@triton.jit
+def _unseen_values(p, seen, v, acc):
+    """acc + p @ v where some values are not finite: those that a row does not see leave it alone (0 times Inf is NaN),
+    those that it sees act as in a plain product."""
+    x, weight = v.to(tl.float32), p.to(tl.float32)
+    finite = x - x == 0.0
+    sane = tl.dot(p, tl.where(finite, x, 0.0).to(v.dtype), acc, input_precision="ieee")
+    none = tl.zeros_like(acc)
+    some = tl.where(seen & (weight > 0.0), 1.0, 0.0).to(v.dtype)
+    lost = tl.where(seen & ((weight == 0.0) | (weight != weight)), 1.0, 0.0).to(v.dtype)
+    up = tl.dot(some, tl.where(x == float("inf"), 1.0, 0.0).to(v.dtype), none, input_precision="ieee") > 0.0
+    down = tl.dot(some, tl.where(x == float("-inf"), 1.0, 0.0).to(v.dtype), none, input_precision="ieee") > 0.0
+    nan = tl.dot(some, tl.where(x != x, 1.0, 0.0).to(v.dtype), none, input_precision="ieee") > 0.0
+    nan = nan | (tl.dot(lost, tl.where(finite, 0.0, 1.0).to(v.dtype), none, input_precision="ieee") > 0.0)
+    out = tl.where(up, sane + float("inf"), sane)
+    out = tl.where(down, out + float("-inf"), out)
+    return tl.where(nan, float("nan"), out)
+
+
+@triton.jit
+def _blocks(
+    m, norm, acc, odd, q, lo, hi, whole_from, whole_to, place, k, v, begin, table, pages, page_size,
+    k_page, k_row, v_page, v_row, scale, softcap, window,
+    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, PAGED: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, BASE_2: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """The running maximum, sum and output after the keys of [lo, hi), and whether a value was not finite that some row
+    may not see: every row sees those from whole_from to whole_to."""
+    d, dv = tl.arange(0, DP), tl.arange(0, DVP)
+    for k0 in range(lo, hi, _KEYS):  # order: keys ascending in blocks of 64
+        j = k0 + tl.arange(0, _KEYS)
+        k_at, v_at, live = _locate(j, j < hi, begin, table, pages, page_size, k_page, k_row, v_page, v_row, PAGED)
+        if D == DP:
+            kt = tl.load(k + k_at[None, :] + d[:, None], mask=live[None, :], other=0.0)
+        else:
+            kt = tl.load(k + k_at[None, :] + d[:, None], mask=live[None, :] & (d < D)[:, None], other=0.0)
+        s = tl.dot(q, kt, input_precision="ieee")  # order: D ascending, one accumulator
+        z, _ = _score(s, scale, softcap, CAP, BASE_2)
+        seen = (j < hi)[None, :]
+        if CAUSAL:
+            seen = seen & (j[None, :] <= place[:, None])
+        if WINDOW:
+            seen = seen & (j[None, :] > place[:, None] - window)
+        z = tl.where(seen, z, float("-inf"))
+        high = tl.maximum(m, tl.max(z, axis=1))
+        base = _finite_or_zero(high)
+        kept = _exp(m - base, BASE_2)
+        p = _exp(z - base[:, None], BASE_2)
+        norm = tl.fma(norm, kept, fold_sum(p))  # order: a block's probabilities in a tree of halves
+        m = high
+        p = p.to(v.dtype.element_ty)
+        acc = acc * kept[:, None]
+        if DV == DVP:
+            values = tl.load(v + v_at[:, None] + dv[None, :], mask=live[:, None], other=0.0)
+        else:
+            values = tl.load(v + v_at[:, None] + dv[None, :], mask=live[:, None] & (dv < DV)[None, :], other=0.0)
+        if CAREFUL:
+            acc = _unseen_values(p, seen, values, acc)
+        else:
+            acc = tl.dot(p, values, acc, input_precision="ieee")  # order: keys ascending, one accumulator
+            if (k0 < whole_from) | (k0 + _KEYS > whole_to):
+                size = tl.abs(values.to(tl.float32))
+                odd = tl.maximum(odd, tl.max(tl.max(tl.where(size < float("inf"), 0, 1), axis=1), axis=0))
+    return m, norm, acc, odd
+
+
+@triton.jit
+def _fwd_kernel(
+    q, k, v, out, lse, sinks, odd_tiles, offsets_q, offsets_k, table, tokens, keys, sequences, pages, page_size,
+    table_row, q_row, q_head, k_page, k_row, k_head, v_page, v_row, v_head, scale, softcap, window, segment,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr,
+    SEQUENCES: tl.constexpr, PAGED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    SINKS: tl.constexpr, SEGMENT: tl.constexpr, BASE_2: tl.constexpr, LSE: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """offsets_k: cumulative, as offsets_q; with PAGED, the lengths themselves. A first launch notes the tiles where a
+    value that is not finite may have reached a row that does not see it; a CAREFUL one makes those again."""
+    sequence, q_begin, q_len, number = _find(offsets_q, tokens, sequences, tl.program_id(0), GROUP, TILE, SEQUENCES)
+    odd_tiles += tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    wanted = sequence < sequences
+    if CAREFUL:
+        wanted = wanted & (tl.load(odd_tiles) > 0)
+    if wanted:
+        if PAGED:
+            begin, k_len = 0, tl.minimum(tl.load(offsets_k + sequence), keys)
+            table += sequence.to(tl.int64) * table_row
+        else:
+            begin, k_len = _extent(offsets_k, sequence, keys)
+        kv_head = tl.program_id(1).to(tl.int64)
+        row = number * TILE + tl.arange(0, TILE)
+        position = row // GROUP
+        live = position < q_len
+        token = (q_begin + position).to(tl.int64)
+        head = kv_head * GROUP + row % GROUP
+        place = k_len - q_len + position
+        d, dv = tl.arange(0, DP), tl.arange(0, DVP)
+        inside = live[:, None] & (d < D)[None, :]
+        x = tl.load(q + token[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=inside, other=0.0)
+        k += kv_head * k_head
+        v += kv_head * v_head
+
+        place_first = k_len - q_len + number * TILE // GROUP
+        place_last = k_len - q_len + tl.minimum((number * TILE + TILE - 1) // GROUP, q_len - 1)
+        lo, hi, whole_from, whole_to = 0, k_len, 0, k_len
+        if CAUSAL:
+            hi = tl.maximum(tl.minimum(k_len, place_last + 1), 0)
+            whole_to = tl.maximum(tl.minimum(k_len, place_first + 1), 0)
+        whole_to = whole_to // _KEYS * _KEYS
+        if WINDOW:
+            lo = tl.maximum(place_first + 1 - window, 0) // _KEYS * _KEYS
+            whole_from = (tl.maximum(place_last + 1 - window, 0) + _KEYS - 1) // _KEYS * _KEYS
+
+        m = tl.full([TILE], float("-inf"), tl.float32)
+        norm = tl.zeros([TILE], tl.float32)
+        acc = tl.zeros([TILE, DVP], tl.float32)
+        odd = tl.full([], 0, tl.int32)
+        if SEGMENT:
+            high, total, sum_acc = m, norm, acc
+            for start in range(lo // segment * segment, hi, segment):
+                m, norm, acc, odd = _blocks(
+                    tl.full([TILE], float("-inf"), tl.float32), tl.zeros([TILE], tl.float32),
+                    tl.zeros([TILE, DVP], tl.float32), odd, x, tl.maximum(lo, start), tl.minimum(hi, start + segment),
+                    whole_from, whole_to, place, k, v, begin, table, pages, page_size,
+                    k_page, k_row, v_page, v_row, scale, softcap, window,
+                    D, DV, DP, DVP, PAGED, CAUSAL, WINDOW, CAP, BASE_2, CAREFUL,
+                )  # fmt: skip
+                top = tl.maximum(high, m)
+                before, after = _exp(high - _finite_or_zero(top), BASE_2), _exp(m - _finite_or_zero(top), BASE_2)
+                high = top
+                total = tl.fma(total, before, norm * after)  # order: segments join those before them, ascending
+                sum_acc = tl.fma(sum_acc, tl.broadcast_to(before[:, None], acc.shape), acc * after[:, None])
+            m, norm, acc = high, total, sum_acc
+        else:
+            m, norm, acc, odd = _blocks(
+                m, norm, acc, odd, x, lo, hi, whole_from, whole_to, place, k, v, begin, table, pages, page_size,
+                k_page, k_row, v_page, v_row, scale, softcap, window,
+                D, DV, DP, DVP, PAGED, CAUSAL, WINDOW, CAP, BASE_2, CAREFUL,
+            )  # fmt: skip
+        if not CAREFUL:
+            tl.store(odd_tiles, odd.to(tl.int8))
+
+        any_key = k_len > 0
+        if CAUSAL:
+            any_key = any_key & (place >= 0)
+        if SINKS:  # order: the sink joins the denominator last
+            sink = tl.load(sinks + head, mask=live, other=0.0)
+            if BASE_2:
+                sink = sink * 1.4426950408889634
+            high = tl.maximum(m, sink)
+            base = _finite_or_zero(high)
+            kept = _exp(m - base, BASE_2)
+            norm = tl.fma(norm, kept, _exp(sink - base, BASE_2))
+            acc = acc * kept[:, None]
+            m = high
+        else:
+            norm = tl.where(any_key, norm, 1.0)
+        # + 0: whether a row met blocks that it does not see, which turn -0 into 0, must not show
+        y = tl.div_rn(acc + 0.0, tl.broadcast_to(norm[:, None], acc.shape))
+        at = token * tl.num_programs(1) * GROUP + head
+        inside = live[:, None] & (dv < DV)[None, :]
+        tl.store(out + at[:, None] * DV + dv[None, :], y.to(out.dtype.element_ty), mask=inside)
+        if LSE:
+            whole = m + (tl.log2(norm) if BASE_2 else log(norm))
+            if not SINKS:
+                whole = tl.where(any_key, whole, float("-inf"))
+            tl.store(lse + at, whole, mask=live)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _delta_kernel(out, dout, delta, rows, DV: tl.constexpr, DVP: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    dv = tl.arange(0, DVP)[None, :]
+    inside = (row < rows)[:, None] & (dv < DV)
+    x = tl.load(out + row[:, None] * DV + dv, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(dout + row[:, None] * DV + dv, mask=inside, other=0.0).to(tl.float32)
+    tl.store(delta + row, fold_sum(x * y), mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _dsinks_kernel(sinks, lse, delta, parts, rows, HEADS: tl.constexpr, BLOCK: tl.constexpr, BASE_2: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    sink = tl.load(sinks + i % HEADS)
+    if BASE_2:
+        sink = sink * 1.4426950408889634
+    p = _exp(sink - tl.load(lse + i, mask=i < rows, other=0.0), BASE_2)
+    tl.store(parts + i, p * tl.load(delta + i, mask=i < rows, other=0.0) * -1.0, mask=i < rows)
+
+
+@triton.jit
+def _gradient_of_scores(s, dp, lse, delta, seen, scale, softcap, CAP: tl.constexpr, BASE_2: tl.constexpr):
+    """(p, ds) with what a row does not see at 0; ds lacks the factor of the plain scale."""
+    z, th = _score(s, scale, softcap, CAP, BASE_2)
+    p = tl.where(seen, _exp(z - lse, BASE_2), 0.0)
+    ds = p * (dp - delta)
+    if CAP:
+        ds = ds * (1.0 - th * th)
+    return p, tl.where(seen, ds, 0.0)
+
+
+@triton.jit
+def _dq_kernel(
+    q, k, v, dout, lse, delta, dq, offsets_q, offsets_k, tokens, keys, sequences,
+    q_row, q_head, k_row, k_head, v_row, v_head, scale, plain_scale, softcap, window,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr,
+    SEQUENCES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, BASE_2: tl.constexpr,
+):  # fmt: skip
+    sequence, q_begin, q_len, number = _find(offsets_q, tokens, sequences, tl.program_id(0), GROUP, TILE, SEQUENCES)
+    if sequence < sequences:
+        begin, k_len = _extent(offsets_k, sequence, keys)
+        kv_head = tl.program_id(1).to(tl.int64)
+        row = number * TILE + tl.arange(0, TILE)
+        position = row // GROUP
+        live = position < q_len
+        token = (q_begin + position).to(tl.int64)
+        head = kv_head * GROUP + row % GROUP
+        place = k_len - q_len + position
+        d, dv = tl.arange(0, DP), tl.arange(0, DVP)
+        at = token * tl.num_programs(1) * GROUP + head
+        inside_d, inside_dv = live[:, None] & (d < D)[None, :], live[:, None] & (dv < DV)[None, :]
+        x = tl.load(q + token[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=inside_d, other=0.0)
+        do = tl.load(dout + at[:, None] * DV + dv[None, :], mask=inside_dv, other=0.0)
+        row_lse = tl.load(lse + at, mask=live, other=float("inf"))[:, None]
+        row_delta = tl.load(delta + at, mask=live, other=0.0)[:, None]
+        k += kv_head * k_head
+        v += kv_head * v_head
+        lo, hi = 0, k_len
+        if CAUSAL:
+            last = k_len - q_len + tl.minimum((number * TILE + TILE - 1) // GROUP, q_len - 1)
+            hi = tl.maximum(tl.minimum(k_len, last + 1), 0)
+        if WINDOW:
+            lo = tl.maximum(k_len - q_len + number * TILE // GROUP + 1 - window, 0) // _KEYS * _KEYS
+        acc = tl.zeros([TILE, DP], tl.float32)
+        for k0 in range(lo, hi, _KEYS):  # order: keys ascending, one accumulator
+            j = k0 + tl.arange(0, _KEYS)
+            there = j < hi
+            at_k = (begin + j).to(tl.int64) * k_row
+            at_v = (begin + j).to(tl.int64) * v_row
+            rows = tl.load(k + at_k[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
+            vt = tl.load(v + at_v[None, :] + dv[:, None], mask=there[None, :] & (dv < DV)[:, None], other=0.0)
+            s = tl.dot(x, tl.trans(rows), input_precision="ieee")
+            dp = tl.dot(do, vt, input_precision="ieee")
+            seen = there[None, :]
+            if CAUSAL:
+                seen = seen & (j[None, :] <= place[:, None])
+            if WINDOW:
+                seen = seen & (j[None, :] > place[:, None] - window)
+            _, ds = _gradient_of_scores(s, dp, row_lse, row_delta, seen, scale, softcap, CAP, BASE_2)
+            acc = tl.dot(ds.to(rows.dtype), rows, acc, input_precision="ieee")
+        y = (acc * plain_scale).to(dq.dtype.element_ty)
+        tl.store(dq + at[:, None] * D + d[None, :], y, mask=inside_d)
+
+
+@triton.jit
+def _dkv_kernel(
+    q, k, v, dout, lse, delta, dk, dv_out, offsets_q, offsets_k, tokens, keys, sequences,
+    q_row, q_head, k_row, k_head, v_row, v_head, scale, plain_scale, softcap, window,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr,
+    SEQUENCES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, BASE_2: tl.constexpr,
+):  # fmt: skip
+    sequence, begin, k_len, number = _find(offsets_k, keys, sequences, tl.program_id(0), 1, _KEYS, SEQUENCES)
+    if sequence < sequences:
+        q_begin, q_len = _extent(offsets_q, sequence, tokens)
+        kv_head = tl.program_id(1).to(tl.int64)
+        j = number * _KEYS + tl.arange(0, _KEYS)
+        there = j < k_len
+        key = (begin + j).to(tl.int64)
+        d, dv = tl.arange(0, DP), tl.arange(0, DVP)
+        inside_d, inside_dv = there[:, None] & (d < D)[None, :], there[:, None] & (dv < DV)[None, :]
+        rows = tl.load(k + kv_head * k_head + key[:, None] * k_row + d[None, :], mask=inside_d, other=0.0)
+        values = tl.load(v + kv_head * v_head + key[:, None] * v_row + dv[None, :], mask=inside_dv, other=0.0)
+        before = k_len - q_len  # keys before the first query's own place
+        lo, hi = 0, q_len * GROUP
+        if CAUSAL:
+            lo = tl.maximum(number * _KEYS - before, 0) * GROUP // TILE * TILE
+        if WINDOW:
+            hi = tl.minimum(hi, tl.maximum(number * _KEYS + _KEYS - 1 + window - before, 0) * GROUP)
+        dk_acc = tl.zeros([_KEYS, DP], tl.float32)
+        dv_acc = tl.zeros([_KEYS, DVP], tl.float32)
+        for r0 in range(lo, hi, TILE):  # order: queries ascending, a query's heads in turn, one accumulator
+            row = r0 + tl.arange(0, TILE)
+            position = row // GROUP
+            live = position < q_len
+            token = (q_begin + position).to(tl.int64)
+            head = kv_head * GROUP + row % GROUP
+            place = before + position
+            at = token * tl.num_programs(1) * GROUP + head
+            x = tl.load(
+                q + token[:, None] * q_row + head[:, None] * q_head + d[None, :],
+                mask=live[:, None] & (d < D)[None, :], other=0.0,
+            )  # fmt: skip
+            do = tl.load(dout + at[:, None] * DV + dv[None, :], mask=live[:, None] & (dv < DV)[None, :], other=0.0)
+            row_lse = tl.load(lse + at, mask=live, other=float("inf"))[None, :]
+            row_delta = tl.load(delta + at, mask=live, other=0.0)[None, :]
+            s = tl.dot(rows, tl.trans(x), input_precision="ieee")
+            dp = tl.dot(values, tl.trans(do), input_precision="ieee")
+            seen = there[:, None] & live[None, :]
+            if CAUSAL:
+                seen = seen & (j[:, None] <= place[None, :])
+            if WINDOW:
+                seen = seen & (j[:, None] > place[None, :] - window)
+            p, ds = _gradient_of_scores(s, dp, row_lse, row_delta, seen, scale, softcap, CAP, BASE_2)
+            dv_acc = tl.dot(p.to(do.dtype), do, dv_acc, input_precision="ieee")
+            dk_acc = tl.dot(ds.to(x.dtype), x, dk_acc, input_precision="ieee")
+        at = key * tl.num_programs(1) + kv_head
+        y = (dk_acc * plain_scale).to(dk.dtype.element_ty)
+        tl.store(dk + at[:, None] * D + d[None, :], y, mask=inside_d)
+        tl.store(dv_out + at[:, None] * DV + dv[None, :], dv_acc.to(dv_out.dtype.element_ty), mask=inside_dv)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _constants(q: Tensor, hk: int, dv: int, softcap, scale: float) -> tuple[dict, float]:
+    """What is compiled in, from static sizes alone, and the scale that scores are multiplied with."""
+    d, base_2 = q.shape[2], q.element_size() == 2
+    widest = max(block(d), block(dv))
+    # Tiles of 64 rows would take wgmma, and ptxas 12.8 (of Triton 3.6) may then overwrite the uniform register that
+    # holds the values' descriptor: for some head dims the matrix unit reads outside of shared memory.
+    tile = 32 if base_2 else 16
+    constants = {"GROUP": q.shape[1] // hk, "D": d, "DV": dv, "DP": block(d), "DVP": block(dv), "TILE": tile}
+    warps = 4 if base_2 and widest <= 128 else 8
+    constants |= {"CAP": softcap is not None, "BASE_2": base_2, "num_warps": warps, "num_stages": 2, **OPTIONS}
+    return constants, scale * LOG2_E if base_2 and softcap is None else scale
+
+
+def _forward(
+    q, k, v, strides, offsets_q, offsets_k, longest, keys, paging, sinks, scale, causal, window, softcap, segment, lse
+) -> Tensor:
+    (tokens, heads, _), hk, dv = q.shape, k.shape[-2], v.shape[-1]
+    out = torch.empty((tokens, heads, dv), dtype=q.dtype, device=q.device)
+    table, pages, page_size = paging
+    sequences = offsets_q.shape[0] - 1
+    constants, scale = _constants(q, hk, dv, softcap, scale)
+    if constants["BASE_2"]:
+        constants["num_warps"] //= 2  # rows of 16 for each
+    if tokens == 0 or sequences == 0:
+        return out
+    tiles = triton.cdiv(tokens * constants["GROUP"], constants["TILE"]) + sequences  # each may end in a short one
+    odd_tiles = torch.empty(tiles * hk, dtype=torch.int8, device=q.device)
+    with on(q):
+        for careful in (False, True) if causal and longest > 1 else (False,):
+            _fwd_kernel[(tiles, hk)](
+                q, k, v, out, out if lse is None else lse, out if sinks is None else sinks, odd_tiles, offsets_q,
+                offsets_k, offsets_q if table is None else table, tokens, keys, sequences, pages, page_size,
+                0 if table is None else table.stride(0), q.stride(0), q.stride(1), *strides,
+                scale, softcap or 0.0, window or 0, segment or 0,
+                SEQUENCES=block(sequences), PAGED=table is not None, CAUSAL=causal, WINDOW=window is not None,
+                SINKS=sinks is not None, SEGMENT=segment is not None, LSE=lse is not None, CAREFUL=careful, **constants,
+            )  # fmt: skip
+    return out
+
+
+def varlen_fwd(q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, sinks, scale, causal, window, softcap, kv_segment):
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    k_offsets = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
+    strides = 0, k.stride(0), k.stride(1), 0, v.stride(0), v.stride(1)
+    options = sinks, scale, causal, window, softcap, kv_segment, lse
+    lengths = cu_seqlens, k_offsets, max_seqlen, k.shape[0]
+    return _forward(q, k, v, strides, *lengths, (None, 0, 1), *options), lse
+
+
+def paged_fwd(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_seqlen_q, sinks, *options):
+    scale, window, softcap, kv_segment = options
+    pages, page_size, *_ = k_cache.shape
+    paging, capacity = (block_table, pages, page_size), block_table.shape[1] * page_size
+    strides = (*k_cache.stride()[:3], *v_cache.stride()[:3])
+    lengths = cu_seqlens_q, context_lens, max_seqlen_q, capacity
+    options = sinks, scale, True, window, softcap, kv_segment, None
+    return _forward(_rows(q), k_cache, v_cache, strides, *lengths, paging, *options)
+
+
+def varlen_bwd(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, sinks, scale, causal, window, softcap):
+    (tokens, heads), (keys, hk, dv) = q.shape[:2], v.shape
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dk, dv_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    offsets_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
+    sequences, delta = offsets_k.shape[0] - 1, torch.empty_like(lse)
+    constants, score_scale = _constants(q, hk, dv, softcap, scale)
+    group, tile, base_2, rows = constants["GROUP"], constants["TILE"], constants["BASE_2"], tokens * heads
+    common = {"SEQUENCES": block(sequences), "CAUSAL": causal, "WINDOW": window is not None, **constants}
+    numbers = score_scale, scale, softcap or 0.0, window or 0
+    strides = q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)
+    metadata = cu_seqlens, offsets_k, tokens, keys, sequences
+    dsinks = None if sinks is None else torch.zeros_like(sinks)
+    with on(q):
+        if rows:
+            height = max(1, 4096 // constants["DVP"])
+            _delta_kernel[(triton.cdiv(rows, height),)](
+                out, dout, delta, rows, DV=dv, DVP=constants["DVP"], ROWS=height, num_warps=4, **OPTIONS
+            )
+            _dq_kernel[(triton.cdiv(tokens * group, tile) + sequences, hk)](
+                q, k, v, dout, lse, delta, dq, *metadata, *strides, *numbers, **common
+            )
+        if keys:
+            _dkv_kernel[(triton.cdiv(keys, KEY_BLOCK) + sequences, hk)](
+                q, k, v, dout, lse, delta, dk, dv_out, *metadata, *strides, *numbers, **common
+            )
+        if sinks is not None and rows:
+            parts = torch.empty_like(lse)
+            _dsinks_kernel[(triton.cdiv(rows, 1024),)](
+                sinks, lse, delta, parts, rows, HEADS=heads, BLOCK=1024, BASE_2=base_2, num_warps=4, **OPTIONS
+            )
+            dsinks = sum_rows(parts, torch.float32)
+    return dq, dk, dv_out, dsinks
