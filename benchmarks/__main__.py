@@ -1,7 +1,8 @@
 """The benchmark command line.
 
 python -m benchmarks linear --device cpu --shape smollm2-135m --rows 1,16,64
-python -m benchmarks all --device cpu --save
+python -m benchmarks rmsnorm --shape qwen3-8b --rows 1,256 --peers torch,quack --plot
+python -m benchmarks all --save
 python -m benchmarks engine --device cpu
 """
 
@@ -9,6 +10,7 @@ import argparse
 import importlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -20,19 +22,32 @@ ROOMS = sorted(path.stem for path in (Path(__file__).parent / "ops").glob("*.py"
 PROGRAMS = ("engine", "memory")  # whole programs rather than kernels
 
 
+DEFAULTS = {
+    "cpu": {"shape": "smollm2-135m", "rows": "1,16,64,512", "dtype": "float32,bfloat16"},
+    "cuda": {"shape": "qwen3-0.6b,qwen3-1.7b,qwen3-4b,qwen3-8b", "rows": "1,16,256,8192", "dtype": "bfloat16"},
+}
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.split("\n\n")[0])
     parser.add_argument("what", choices=[*ROOMS, *PROGRAMS, "all", "report"], help="a room, 'all' rooms, or a program")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shape", default="smollm2-135m", help=f"comma-separated, of: {', '.join(SHAPES)}")
-    parser.add_argument("--rows", default="1,16,64,512", help="comma-separated row counts")
-    parser.add_argument("--dtype", default="float32,bfloat16", help="comma-separated")
-    parser.add_argument("--peers", help="comma-separated; default: all that are installed")
+    parser.add_argument("--shape", help=f"comma-separated, of: {', '.join(SHAPES)}")
+    parser.add_argument("--rows", help="comma-separated row counts")
+    parser.add_argument("--dtype", help="comma-separated, of: float32, bfloat16, float16")
+    parser.add_argument("--peers", help="comma-separated, such as torch,quack,liger; default: all that are installed")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append records to FILE")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs: host time counts (GPU only)")
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="print JSON lines instead of a table, or append to FILE"
+    )
     parser.add_argument("--save", action="store_true", help="append records to benchmarks/results/<device>.jsonl")
-    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write PNG plots of this run")
+    parser.add_argument(
+        "--plot", nargs="?", const=Path("plots"), type=Path, metavar="FOLDER", help="write PNG plots (default: plots)"
+    )
     args = parser.parse_args(argv)
+    defaults = DEFAULTS[args.device]
+    args.shape, args.rows, args.dtype = (getattr(args, k) or defaults[k] for k in ("shape", "rows", "dtype"))
     for name in args.shape.split(","):
         if name not in SHAPES:
             parser.error(f"--shape: got {name!r}, expected one of {', '.join(SHAPES)}")
@@ -56,6 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         report.update_readme()
         return 0
     names = ROOMS if args.what == "all" else [args.what]
+    to_stdout = args.json == "-"
     records, failed = [], False
     for name in names:
         if name in PROGRAMS:
@@ -63,31 +79,39 @@ def main(argv: list[str] | None = None) -> int:
                 print(json.dumps(record), flush=True)
                 records.append(record)
             continue
-        print(f"\n{name}\n{harness.HEADER}")
-        for shape in (SHAPES[s] for s in args.shape.split(",")):
-            for dtype in (getattr(torch, d) for d in args.dtype.split(",")):
-                for case in importlib.import_module(f"benchmarks.ops.{name}").cases(
-                    shape, args.rows, dtype, args.device
-                ):
-                    try:
-                        measured = harness.measure(
-                            case, args.device, repeats=args.repeats, peers=args.peers and args.peers.split(",")
-                        )
-                    except AssertionError as error:
-                        print(error, file=sys.stderr)
-                        failed = True
-                        continue
-                    for record in measured:
-                        print(harness.line(record), flush=True)
-                    records += measured
-    if args.json:
-        harness.append(records, args.json)
+        if not to_stdout:
+            print(f"\n{name}\n{harness.HEADER}")
+        for case in _cases(name, args):
+            try:
+                measured = harness.measure(
+                    case,
+                    args.device,
+                    repeats=args.repeats,
+                    only=None if args.peers is None else args.peers.split(","),
+                    eager=args.eager,
+                )
+            except AssertionError as error:
+                print(error, file=sys.stderr)
+                failed = True
+                continue
+            for record in measured:
+                print(json.dumps(record) if to_stdout else harness.line(record), flush=True)
+            records += measured
+    if args.json and not to_stdout:
+        harness.append(records, Path(args.json))
     if args.save:
         harness.append(records, harness.results_file(args.device))
     if args.plot:
         for path in report.plot(records, args.plot):
-            print(path)
+            print(path, file=sys.stderr if to_stdout else sys.stdout)
     return 1 if failed else 0
+
+
+def _cases(name: str, args: argparse.Namespace) -> Iterator[harness.Case]:
+    cases = importlib.import_module(f"benchmarks.ops.{name}").cases
+    for shape in args.shape.split(","):
+        for dtype in args.dtype.split(","):
+            yield from cases(SHAPES[shape], args.rows, getattr(torch, dtype), args.device)
 
 
 if __name__ == "__main__":

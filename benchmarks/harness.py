@@ -1,12 +1,19 @@
-"""Measures cases: bits first, then interleaved medians over rotating buffers; prints lines and appends JSON lines."""
+"""Measures cases: bits first, then interleaved medians over rotating buffers; prints lines and appends JSON lines.
+
+On a GPU a provider's calls are captured in a CUDA graph, as the engine replays them, over buffer sets that together
+exceed the L2 cache where the case is large enough to matter; with eager=True they are launched one by one, host time
+included.
+"""
 
 import datetime
 import functools
 import json
+import math
 import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +35,8 @@ class Case:
 
     room, name  what it is: ("linear", "qwen3-8b down M=16 bf16")
     make        () -> a fresh tuple of inputs; called several times so that buffers rotate beyond the caches
-    providers   name -> function of those inputs; "vexact" (or "vexact-<backend>") is ours, "torch" is stock
+    providers   name -> function of those inputs; "vexact" (or "vexact-<backend>") is ours, "torch" is stock, others
+                come from `peers`
     bits        inputs -> (actual, expected) tensors of ours that must have the same bits, such as a row alone and in
                 its batch; checked before timing
     bytes       least bytes moved, each input and output once
@@ -44,6 +52,23 @@ class Case:
     flops: float = 0.0
     stock: str = "torch"
     extra: dict = field(default_factory=dict)
+
+
+def peers(**loaders: Callable[[], Callable]) -> dict[str, Callable]:
+    """Providers of other libraries: name -> a function that imports the library and returns what to time. What is not
+    installed, or does not import here, is left out and said so once."""
+    found = {}
+    for name, load in loaders.items():
+        try:
+            found[name] = load()
+        except Exception as error:  # a peer's import may fail in any way; ours must not be held up by it
+            _say_once(f"peer {name} is left out: {type(error).__name__}: {str(error).splitlines()[0][:160]}")
+    return found
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def random(*shape: int, dtype: torch.dtype, device: str, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -109,33 +134,45 @@ def _samples(fn: Callable[[], object], device: str) -> float:
     return time.perf_counter() - begin
 
 
-def _runner(fn: Callable, sets: Sequence[tuple], device: str) -> Callable[[], float]:
-    """A function that times one round over all buffer sets and returns seconds per call; in a CUDA graph on a GPU."""
+def _runner(fn: Callable, sets: Sequence[tuple], device: str, roof: float, eager: bool) -> Callable[[], float]:
+    """A function that times rounds over all buffer sets and returns seconds per call."""
     for args in sets:
         fn(*args)
     if device != "cuda":
-        calls = max(1, int(2e-4 / max(_samples(lambda: fn(*sets[0]), device), 1e-7)) // len(sets))
+        rounds = max(1, int(2e-4 / max(_samples(lambda: fn(*sets[0]), device), 1e-7)) // len(sets))
+    else:  # 100 us and more, so that the start of a graph does not count
+        rounds = max(1, math.ceil(1e-4 / (max(roof, 2e-6) * len(sets))))
+    calls = rounds * len(sets)
 
-        def timed() -> float:
-            begin = time.perf_counter()
-            for _ in range(calls):
-                for args in sets:
-                    fn(*args)
-            return (time.perf_counter() - begin) / (calls * len(sets))
+    def run() -> None:
+        for _ in range(rounds):
+            for args in sets:
+                fn(*args)
 
-        return timed
+    if device != "cuda":
+        return lambda: _samples(run, device) / calls
     torch.cuda.synchronize()
+    if eager:
+
+        def wall() -> float:
+            begin = time.perf_counter()
+            run()
+            torch.cuda.synchronize()
+            return (time.perf_counter() - begin) / calls
+
+        return wall
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for args in sets:
-            fn(*args)
-
-    return lambda: _samples(graph.replay, device) / len(sets)
+        run()
+    return lambda: _samples(graph.replay, device) / calls
 
 
-def measure(case: Case, device: str, *, repeats: int = 15, peers: Sequence[str] | None = None) -> list[dict]:
+def measure(
+    case: Case, device: str, *, repeats: int = 15, only: Sequence[str] | None = None, eager: bool = False
+) -> list[dict]:
     """Check the bits, time the providers turn about, return one record per provider.
 
+    only    names of the peers to time beside ours; None times all. A peer that raises is left out and said so
     Raises AssertionError where the bits differ: nothing is timed then.
     """
     args = case.make()
@@ -145,22 +182,31 @@ def measure(case: Case, device: str, *, repeats: int = 15, peers: Sequence[str] 
     if different:
         raise AssertionError(f"{case.room} {case.name}: {different} elements differ; nothing was timed")
     cache = 60e6 if device == "cuda" else 40e6
-    copies = int(min(8, 1 + cache // max(case.bytes, 1))) if device == "cuda" else int(min(16, 1 + cache // case.bytes))
+    copies = int(min(8 if device == "cuda" else 16, 1 + cache // max(case.bytes, 1)))
     sets = [args, *(case.make() for _ in range(copies - 1))]
-    chosen = {n: f for n, f in case.providers.items() if peers is None or n.startswith("vexact") or n in peers}
-    runners = {name: _runner(fn, sets, device) for name, fn in chosen.items()}
+    bandwidth, rate = ceilings(device)
+    roof = max(case.bytes / bandwidth, case.flops / rate)
+    runners = {}
+    for name, fn in case.providers.items():
+        ours = name.startswith("vexact")
+        if not (ours or only is None or name in only):
+            continue
+        try:
+            runners[name] = _runner(fn, sets, device, roof, eager)
+        except Exception as error:
+            if ours:
+                raise
+            _say_once(f"{case.room}: peer {name}: {type(error).__name__}: {str(error).splitlines()[0][:160]}")
     times: dict[str, list[float]] = {name: [] for name in runners}
     for _ in range(repeats):
         for name, run in runners.items():  # interleaved, so that a slow moment falls on all alike
             times[name].append(run())
     medians = {name: statistics.median(values) for name, values in times.items()}
-    bandwidth, rate = ceilings(device)
-    roof = max(case.bytes / bandwidth, case.flops / rate)
     stock = medians.get(case.stock)
     return [
         {
             "room": case.room,
-            "case": case.name,
+            "case": case.name + (" eager" if eager else ""),
             "backend": name,
             "us": round(seconds * 1e6, 3),
             "gbps": round(case.bytes / seconds * 1e-9, 1),
@@ -169,6 +215,7 @@ def measure(case: Case, device: str, *, repeats: int = 15, peers: Sequence[str] 
             "stock_us": round(stock * 1e6, 3) if stock else None,
             "ratio_to_stock": round(seconds / stock, 3) if stock else None,
             "bits_equal": True if name.startswith("vexact") else None,
+            "copy_gbps": round(bandwidth * 1e-9, 1),
             "device": device,
             **case.extra,
             **environment(device),

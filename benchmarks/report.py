@@ -1,6 +1,7 @@
 """From JSON lines to the tables in README.md and to plots. Figures are generated here, never typed."""
 
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -21,21 +22,64 @@ def load(path: Path) -> list[dict]:
     return list(newest.values())
 
 
+_ROWS = re.compile(r"\b([A-Z])=(\d+)\b ?")
+
+
+def series(case: str) -> tuple[str, int | None]:
+    """A case's name without its row count, and that: "qwen3-8b M=16 bf16" -> ("qwen3-8b bf16", 16)."""
+    found = _ROWS.search(case)
+    return (_ROWS.sub("", case, count=1).strip(), int(found[2])) if found else (case, None)
+
+
 def table(records: Iterable[dict]) -> str:
-    """A Markdown table: case, each backend's time, ours over stock."""
+    """A Markdown table: a line per room and case without its row count, a column per row count that occurs; a cell is
+    our time in us and, in brackets, that over stock."""
+    lines: dict[tuple, dict[int | None, dict]] = defaultdict(dict)
+    for record in records:
+        if record["backend"] == "vexact":
+            name, count = series(record["case"])
+            lines[record["room"], name][count] = record
+    counts = sorted({count for cells in lines.values() for count in cells}, key=lambda c: -1 if c is None else c)
+    heads = ["" if count is None else f"{count} rows" for count in counts]
+    rows = [f"| room | case | {' | '.join(heads)} |", f"| --- | --- |{' --- |' * len(counts)}"]
+    for (room, name), cells in lines.items():
+        rows.append(f"| {room} | {name} | {' | '.join(_cell(cells.get(count)) for count in counts)} |")
+    return "\n".join(rows)
+
+
+def _cell(record: dict | None) -> str:
+    if record is None:
+        return ""
+    ratio = f" ({record['ratio_to_stock']:.2f})" if record["ratio_to_stock"] else ""
+    return f"{record['us']:.4g}{ratio}"
+
+
+def summary(records: Iterable[dict]) -> str:
+    """A Markdown table: a line per room and row count, geometric means over its cases of ours / each other backend and
+    of the share of the roof."""
     cases: dict[tuple, dict[str, dict]] = defaultdict(dict)
     for record in records:
         cases[record["room"], record["case"]][record["backend"]] = record
-    rows = ["| room | case | ours, us | torch, us | ours / torch | of roof |", "| --- | --- | --- | --- | --- | --- |"]
-    for (room, case), by_backend in cases.items():
-        ours = by_backend.get("vexact")
-        if ours is None:
-            continue
-        stock = f"{ours['stock_us']:.1f}" if ours["stock_us"] else "-"
-        ratio = f"{ours['ratio_to_stock']:.2f}" if ours["ratio_to_stock"] else "-"
-        roof = f"{100 * ours['roof_us'] / ours['us']:.0f} %"
-        rows.append(f"| {room} | {case} | {ours['us']:.1f} | {stock} | {ratio} | {roof} |")
+    others = list(dict.fromkeys(b for by in cases.values() for b in by if not b.startswith("vexact")))
+    groups: dict[tuple, list[dict]] = defaultdict(list)
+    for (room, case), by in cases.items():
+        if "vexact" in by:
+            groups[room, series(case)[1]].append(by)
+    rows = [
+        f"| room | rows | cases | of roof | {' | '.join(f'ours / {b}' for b in others)} |",
+        f"| --- | --- | --- | --- |{' --- |' * len(others)}",
+    ]
+    for (room, count), members in groups.items():
+        share = _geomean(by["vexact"]["roof_us"] / by["vexact"]["us"] for by in members)
+        ratios = [_geomean(by["vexact"]["us"] / by[b]["us"] for by in members if b in by) for b in others]
+        cells = " | ".join("" if r is None else f"{r:.2f}" for r in ratios)
+        rows.append(f"| {room} | {'' if count is None else count} | {len(members)} | {100 * share:.0f} % | {cells} |")
     return "\n".join(rows)
+
+
+def _geomean(values: Iterable[float]) -> float | None:
+    logs = [math.log(v) for v in values]
+    return math.exp(sum(logs) / len(logs)) if logs else None
 
 
 def program_table(records: Iterable[dict]) -> str:
@@ -57,46 +101,54 @@ def update_readme(readme: Path = ROOT / "README.md") -> None:
         about = (
             f"{newest['gpu'] or newest['cpu']}, torch {newest['torch']}, commit {newest['commit']}, {newest['date']}"
         )
-        parts = [p for p in (programs and program_table(programs), kernels and table(kernels)) if p]
+        parts = [
+            p
+            for p in (programs and program_table(programs), kernels and summary(kernels), kernels and table(kernels))
+            if p
+        ]
         body = f"<!-- benchmarks {name} -->\n{about}\n\n" + "\n\n".join(parts) + "\n<!-- end -->"
         text = re.sub(rf"<!-- benchmarks {name} -->.*?<!-- end -->", lambda _, body=body: body, text, flags=re.S)
     readme.write_text(text)
 
 
 def plot(records: list[dict], folder: Path) -> list[Path]:
-    """One PNG per room: time of every backend against the roof, case by case."""
+    """One PNG per room: a panel per case without its row count; time of every backend over the row count, against the
+    roof."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     folder.mkdir(parents=True, exist_ok=True)
-    rooms: dict[str, list[dict]] = defaultdict(list)
+    rooms: dict[str, dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         if "us" in record:
-            rooms[record["room"]].append(record)
+            rooms[record["room"]][series(record["case"])[0]].append(record)
     written = []
-    for room, rows in rooms.items():
-        cases = list(dict.fromkeys(r["case"] for r in rows))
-        backends = list(dict.fromkeys(r["backend"] for r in rows))
-        figure, axis = plt.subplots(figsize=(9, 1.5 + 0.28 * len(cases) * len(backends)))
-        height = 0.8 / len(backends)
-        for index, backend in enumerate(backends):
-            times = {r["case"]: r["us"] for r in rows if r["backend"] == backend}
-            at = [i + index * height for i, case in enumerate(cases) if case in times]
-            axis.barh(at, [times[case] for case in cases if case in times], height, label=backend)
-        roofs = {r["case"]: r["roof_us"] for r in rows}
-        for i, case in enumerate(cases):
-            label = "roof" if i == 0 else None
-            axis.vlines(
-                roofs[case], i - height / 2, i + 0.8 - height / 2, colors="black", linestyles="dotted", label=label
-            )
-        axis.set_yticks([i + 0.4 - height / 2 for i in range(len(cases))], cases, fontsize=7)
-        axis.set_xscale("log")
-        axis.set_xlabel("microseconds (less is better)")
-        axis.set_title(f"{room}: {rows[0]['gpu'] or rows[0]['cpu']}")
-        axis.invert_yaxis()
-        axis.legend(fontsize=8)
+    for room, panels in rooms.items():
+        across = min(4, len(panels))
+        down = -(-len(panels) // across)
+        figure, axes = plt.subplots(down, across, figsize=(4.2 * across, 3.3 * down), squeeze=False)
+        for axis in axes.flat[len(panels) :]:
+            axis.axis("off")
+        backends = list(dict.fromkeys(r["backend"] for rows in panels.values() for r in rows))
+        for axis, (name, rows) in zip(axes.flat, panels.items()):
+            roof = sorted({(series(r["case"])[1] or 1, r["roof_us"]) for r in rows})
+            axis.plot(*zip(*roof), color="black", linestyle="dotted", label="roof")
+            for index, backend in enumerate(backends):
+                points = sorted((series(r["case"])[1] or 1, r["us"]) for r in rows if r["backend"] == backend)
+                if points:
+                    axis.plot(*zip(*points), marker="o", markersize=3, color=f"C{index}", label=backend)
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            axis.set_title(name, fontsize=8)
+            axis.tick_params(labelsize=7)
+            axis.grid(alpha=0.3)
+        for axis in axes[:, 0]:
+            axis.set_ylabel("microseconds", fontsize=8)
+        axes.flat[0].legend(fontsize=7)
+        first = next(iter(panels.values()))[0]
+        figure.suptitle(f"{room}: time over rows, {first['gpu'] or first['cpu']}", fontsize=10)
         figure.tight_layout()
         path = folder / f"{room}.png"
         figure.savefig(path, dpi=140)
