@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shape:
-    """One model. H hidden, I intermediate, Hq / Hk heads, D head dim, V vocabulary."""
+    """One model. H hidden, I intermediate, Hq / Hk heads, D head dim, V vocabulary; E experts of which a token takes
+    top_k, each with the intermediate size expert_I, in a layer of a mixture."""
 
     name: str
     H: int
@@ -15,6 +16,9 @@ class Shape:
     D: int
     V: int
     layers: int
+    E: int = 0
+    top_k: int = 0
+    expert_I: int = 0
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """Name -> (N, K) of one layer's matrices as they are fused for speed, and of the head."""
@@ -38,5 +42,8 @@ SHAPES = {
         Shape("qwen3-14b", 5120, 17408, 40, 8, 128, 151936, 40),
         Shape("qwen3-32b", 5120, 25600, 64, 8, 128, 151936, 64),
         Shape("llama3-8b", 4096, 14336, 32, 8, 128, 128256, 32),
+        Shape("qwen3-30b-a3b", 2048, 6144, 32, 4, 128, 151936, 48, E=128, top_k=8, expert_I=768),
+        Shape("moonlight-16b-a3b", 2048, 11264, 16, 16, 192, 163840, 27, E=64, top_k=6, expert_I=1408),
+        Shape("olmoe-1b-7b", 2048, 1024, 16, 16, 128, 50304, 16, E=64, top_k=8, expert_I=1024),
     )
 }

@@ -16,6 +16,21 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("linear_dbias(Tensor dy, Tensor(a!) dbias) -> ()");
   m.def("linear_skinny(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, int tokens, int boxes, int stages) -> ()");
 
+  // grouped_linear: false, with nothing written, where offsets do not ascend from 0 to at most the number of rows
+  m.def("grouped_linear_fwd(Tensor x, Tensor weight, Tensor offsets, Tensor(a!) out) -> bool");
+  m.def("grouped_linear_dx(Tensor dy, Tensor weight, Tensor offsets, Tensor(a!) dx) -> bool");
+  m.def("grouped_linear_dweight(Tensor dy, Tensor x, Tensor offsets, Tensor(a!) dweight) -> bool");
+
+  // moe_route
+  m.def("moe_route_fwd(Tensor logits, int top_k, bool sigmoid, bool normalize, int groups, int top_groups, Tensor? bias, float scale, Tensor(a!) weights, Tensor(b!) ids) -> ()");
+  m.def("moe_route_bwd(Tensor dweights, Tensor logits, Tensor weights, Tensor ids, bool sigmoid, bool normalize, float scale, Tensor(a!) dlogits) -> ()");
+
+  // fused_moe
+  m.def("moe_plan(Tensor ids, Tensor(a!) offsets, Tensor(b!) order, Tensor(c!) position) -> ()");
+  m.def("moe_gather(Tensor x, Tensor order, Tensor(a!) out) -> ()");
+  m.def("moe_combine(Tensor y, Tensor position, Tensor? weights, Tensor(a!) out) -> ()");
+  m.def("moe_gate_bwd(Tensor h, Tensor da, Tensor order, Tensor weights, int rows, bool gelu, Tensor(a!) dh, Tensor(b!) scaled, Tensor(c!) dweights) -> ()");
+
   // rmsnorm
   m.def("rmsnorm_fwd(Tensor x, Tensor weight, Tensor? residual, float eps, bool gemma, Tensor(a!) y, Tensor(b!)? new_residual, Tensor(c!) rstd) -> ()");
   m.def("rmsnorm_bwd(Tensor dy, Tensor? dnew_residual, Tensor x, Tensor weight, Tensor rstd, bool gemma, Tensor(a!) dx, Tensor(b!) dweight) -> ()");

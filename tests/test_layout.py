@@ -27,7 +27,12 @@ SOURCES = sorted(
     if path.suffix in {".py", ".cpp", ".cu", ".cuh", ".h"}
 )
 # Which room may import which other: a room is composed of these and of nothing else of ours.
-COMPOSED_OF = {"linear_cross_entropy": {"linear", "log_softmax"}, "sampler": {"log_softmax"}}
+COMPOSED_OF = {
+    "linear_cross_entropy": {"linear", "log_softmax"},
+    "sampler": {"log_softmax"},
+    "grouped_linear": {"linear"},
+    "fused_moe": {"grouped_linear", "silu_mul"},
+}
 
 
 def imports(path: Path) -> set[str]:

@@ -11,6 +11,9 @@ __version__ = "0.1.0"
 _WHERE = {
     # ops
     "linear": "linear.op",
+    "grouped_linear": "grouped_linear.op",
+    "moe_route": "moe_route.op",
+    "fused_moe": "fused_moe.op",
     "rmsnorm": "rmsnorm.op",
     "rope": "rope.op",
     "rope_cos_sin": "rope.op",
@@ -65,10 +68,13 @@ def __dir__():
 if TYPE_CHECKING:
     from ._core.backend import BackendUnavailable, backends, set_backend, use_backend
     from ._core.numerics import numerics
+    from .fused_moe.op import fused_moe
+    from .grouped_linear.op import grouped_linear
     from .linear.op import linear
     from .linear_cross_entropy.op import linear_cross_entropy, linear_logits, linear_logprobs
     from .log_softmax.op import log_softmax
     from .mean.op import mean
+    from .moe_route.op import moe_route
     from .rmsnorm.op import rmsnorm
     from .rope.op import rope, rope_cos_sin
     from .sampler.op import sample

@@ -2,29 +2,10 @@
 
 #include "common/parallel.h"
 #include "common/vec.h"
+#include "silu_mul/gate.h"
 
 namespace vx::VEXACT_ISA {
 namespace {
-
-constexpr float kGeluSlope = 1.5957691216f;  // 2 sqrt(2 / pi): tanh(u / 2) = 2 sigmoid(u) - 1
-constexpr float kGeluCubic = 0.044715f;
-
-struct Gate {
-  F16 s, rest;  // sigmoid(z) and 1 - sigmoid(z), neither by cancellation
-};
-
-// order: elementwise; the sums of two terms below are fused where they say fma.
-// Both activations are g * sigmoid(z): silu with z = g, gelu_tanh with z = kGeluSlope * (g + kGeluCubic * g^3).
-VX_INLINE F16 argument(F16 g, bool gelu) {
-  if (!gelu) return g;
-  return (g * set1(kGeluSlope)) * fma(g * g, set1(kGeluCubic), set1(1.0f));
-}
-
-VX_INLINE Gate gate_of(F16 z) {
-  const F16 q = exp(neg(abs(z))), large = set1(1.0f) / (set1(1.0f) + q), small = q * large;
-  const Mask positive = z > zero();
-  return {select(positive, large, small), select(positive, small, large)};
-}
 
 template <class F>
 VX_INLINE void each_chunk(int64_t n, F f) {
@@ -42,7 +23,7 @@ void forward(const SiluMulFwd& a) {
       T* y = static_cast<T*>(a.y) + row * a.n;
       each_chunk(a.n, [&](int64_t i, int lanes) {
         const F16 g = load_lanes(gate + i, lanes);
-        store_lanes(y + i, (g * gate_of(argument(g, a.gelu)).s) * load_lanes(up + i, lanes), lanes);
+        store_lanes(y + i, (g * gate_of(gate_argument(g, a.gelu)).s) * load_lanes(up + i, lanes), lanes);
       });
     }
   });
@@ -59,12 +40,8 @@ void backward(const SiluMulBwd& a) {
       T* dup = static_cast<T*>(a.dup) + row * a.dup_stride;
       each_chunk(a.n, [&](int64_t i, int lanes) {
         const F16 g = load_lanes(gate + i, lanes), u = load_lanes(up + i, lanes), d = load_lanes(dy + i, lanes);
-        const Gate at = gate_of(argument(g, a.gelu));
-        // Beyond 1e4 the slope is exactly 0 or 1; the bound keeps infinity times zero out of it.
-        const F16 c = max(min(g, set1(1e4f)), set1(-1e4f));
-        F16 dz = c;  // c * dz/dg
-        if (a.gelu) dz = (c * set1(kGeluSlope)) * fma(c * c, set1(3 * kGeluCubic), set1(1.0f));
-        const F16 slope = fma(at.s * at.rest, dz, at.s);
+        const Gate at = gate_of(gate_argument(g, a.gelu));
+        const F16 slope = gate_slope(g, at, a.gelu);
         store_lanes(dgate + i, (d * u) * slope, lanes);
         store_lanes(dup + i, d * (g * at.s), lanes);
       });

@@ -1,0 +1,79 @@
+#include "common/tensor.h"
+#include "fused_moe/kernels.h"
+
+namespace vx {
+namespace {
+
+int32_t* ints(const Tensor& t, const char* name, int64_t size) {
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && t.is_contiguous() && t.numel() == size, name,
+                  ": expected contiguous int32 of ", size, " elements");
+  return static_cast<int32_t*>(mutable_data(t));
+}
+
+float* floats(const Tensor& t, const char* name, int64_t size) {
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.is_contiguous() && t.numel() == size, name,
+                  ": expected contiguous float32 of ", size, " elements");
+  return static_cast<float*>(mutable_data(t));
+}
+
+void contiguous(const Tensor& t, const char* name, int64_t rows, int64_t n) {
+  check_2d(t, name, rows, n);
+  STD_TORCH_CHECK(t.is_contiguous(), name, ": expected contiguous");
+}
+
+void moe_plan(Tensor ids, Tensor offsets, Tensor order, Tensor position) {
+  const int64_t slots = ids.numel(), experts = offsets.numel() - 1;
+  VX_CALL(moe_plan, {slots, experts, ints(ids, "ids", slots), ints(offsets, "offsets", experts + 1),
+                     ints(order, "order", slots), ints(position, "position", slots)});
+}
+
+void moe_gather(Tensor x, Tensor order, Tensor out) {
+  const int64_t rows = out.size(0), n = x.size(1), tokens = x.size(0);
+  check_2d(x, "x", tokens, n);
+  contiguous(out, "out", rows, n);
+  if (rows == 0) return;
+  STD_TORCH_CHECK(tokens > 0 && rows % tokens == 0, "order: expected a multiple of x's rows");
+  const int64_t size = dtype_of(x, "x") == Dtype::f32 ? 4 : 2;
+  STD_TORCH_CHECK(dtype_of(out, "out") == dtype_of(x, "x"), "out: expected x's dtype");
+  const int32_t* p = ints(order, "order", rows);
+  for (int64_t i = 0; i < rows; ++i) STD_TORCH_CHECK(p[i] >= 0 && p[i] < rows, "order: expected 0 to ", rows - 1);
+  VX_CALL(moe_gather, {rows, rows / tokens, n * size, data(x), x.stride(0) * size, p, mutable_data(out)});
+}
+
+void moe_combine(Tensor y, Tensor position, std::optional<Tensor> weights, Tensor out) {
+  const int64_t tokens = out.size(0), n = out.size(1), slots = position.numel(), rows = y.size(0);
+  contiguous(y, "y", rows, n);
+  contiguous(out, "out", tokens, n);
+  if (tokens == 0) return;
+  STD_TORCH_CHECK(slots % tokens == 0, "position: expected a multiple of out's rows");
+  STD_TORCH_CHECK(dtype_of(out, "out") == dtype_of(y, "y"), "out: expected y's dtype");
+  const int32_t* p = ints(position, "position", slots);
+  for (int64_t i = 0; i < slots; ++i) STD_TORCH_CHECK(p[i] >= -1 && p[i] < rows, "position: expected -1 to ", rows - 1);
+  VX_CALL(moe_combine, {dtype_of(y, "y"), tokens, slots / tokens, n, data(y), p,
+                        weights ? floats(*weights, "weights", slots) : nullptr, mutable_data(out)});
+}
+
+void moe_gate_bwd(Tensor h, Tensor da, Tensor order, Tensor weights, int64_t rows, bool gelu, Tensor dh, Tensor scaled,
+                  Tensor dweights) {
+  const int64_t all = da.size(0), n = da.size(1), slots = order.numel();
+  STD_TORCH_CHECK(rows >= 0 && rows <= all && all == slots, "rows: expected 0 to ", all);
+  const Dtype dtype = dtype_of(h, "h");
+  contiguous(h, "h", all, 2 * n), contiguous(dh, "dh", all, 2 * n);
+  contiguous(da, "da", all, n), contiguous(scaled, "scaled", all, n);
+  for (const Tensor& t : {da, dh, scaled})
+    STD_TORCH_CHECK(dtype_of(t, "da, dh, scaled") == dtype, "da, dh, scaled: expected h's dtype");
+  const int32_t* p = ints(order, "order", slots);
+  for (int64_t i = 0; i < rows; ++i) STD_TORCH_CHECK(p[i] >= 0 && p[i] < slots, "order: expected 0 to ", slots - 1);
+  VX_CALL(moe_gate_bwd, {dtype, rows, n, gelu, data(h), data(da), p, floats(weights, "weights", slots),
+                         mutable_data(dh), mutable_data(scaled), floats(dweights, "dweights", slots)});
+}
+
+}  // namespace
+}  // namespace vx
+
+STABLE_TORCH_LIBRARY_IMPL(vexact_native, CPU, m) {
+  m.impl("moe_plan", TORCH_BOX(&vx::moe_plan));
+  m.impl("moe_gather", TORCH_BOX(&vx::moe_gather));
+  m.impl("moe_combine", TORCH_BOX(&vx::moe_combine));
+  m.impl("moe_gate_bwd", TORCH_BOX(&vx::moe_gate_bwd));
+}

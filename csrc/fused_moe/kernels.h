@@ -1,0 +1,55 @@
+#pragma once
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/isa.h"
+
+namespace vx {
+
+// The slots of all tokens, t * top_k + s, sorted by expert; within one expert they keep their order. A slot whose id is
+// no expert is left out.
+struct MoePlan {
+  int64_t slots, experts;
+  const int32_t* ids;  // (slots,)
+  int32_t* offsets;    // (experts + 1): where each expert's rows begin
+  int32_t* order;      // (slots,): sorted place -> slot; 0 behind the last row
+  int32_t* position;   // (slots,): slot -> sorted place, or -1
+};
+
+struct MoeGather {  // rows of x in sorted order
+  int64_t rows, top_k, bytes;
+  const void* x;
+  int64_t x_stride;      // bytes
+  const int32_t* order;  // (rows,)
+  void* out;             // (rows, ...) contiguous
+};
+
+struct MoeCombine {  // out[t] = sum over slots of weight * y[position]
+  Dtype dtype;
+  int64_t tokens, top_k, n;
+  const void* y;         // (., n) contiguous
+  const int32_t* position;
+  const float* weights;  // (tokens, top_k), or null: all 1
+  void* out;             // (tokens, n) contiguous
+};
+
+// Of a = activation(gate) * up, where row p of a was multiplied by its weight behind the down projection.
+struct MoeGateBwd {
+  Dtype dtype;
+  int64_t rows, n;
+  bool gelu;
+  const void* h;         // (rows, 2 n): gate, up
+  const void* da;        // (rows, n): the gradient of a, not yet times the weight
+  const int32_t* order;
+  const float* weights;  // (slots,)
+  void* dh;              // (rows, 2 n)
+  void* scaled;          // (rows, n): weight * a
+  float* dweights;       // (slots,): the slots that have a row
+};
+
+}  // namespace vx
+
+VX_DECLARE_KERNEL(void moe_plan(const MoePlan& a))
+VX_DECLARE_KERNEL(void moe_gather(const MoeGather& a))
+VX_DECLARE_KERNEL(void moe_combine(const MoeCombine& a))
+VX_DECLARE_KERNEL(void moe_gate_bwd(const MoeGateBwd& a))

@@ -1,0 +1,267 @@
+"""fused_moe: a token's row depends on that token alone, whoever shares its experts; gradients; bad arguments."""
+
+import pytest
+import torch
+from conftest import room_backends
+from hypothesis import given
+from hypothesis import strategies as st
+
+import vexact_ops as vx
+from vexact_ops.fused_moe.reference import fused_moe_ref
+from vexact_ops.testing import assert_bitwise, cancelling, check_repeatable, check_rows, tricky
+
+BACKENDS = pytest.mark.parametrize("device,backend", room_backends("fused_moe"))
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+ACTIVATIONS = pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+TOKENS = st.one_of(st.integers(1, 12), st.sampled_from([33]))
+EXPERTS = st.sampled_from([1, 4, 16])
+HIDDEN = st.one_of(st.integers(1, 40), st.sampled_from([64, 130]))
+INNER = st.one_of(st.integers(1, 40), st.sampled_from([64]))
+SEED = st.integers(0, 2**16)
+
+
+def inputs_of(tokens, experts, top_k, hidden, inner, seed, dtype, device):
+    """x and gate_up cancel to almost nothing, so that a changed order shows; ids are distinct for each token."""
+    g = torch.Generator().manual_seed(seed)
+    x, gate_up = cancelling(tokens, hidden, experts * 2 * inner, seed, dtype, device)
+    if dtype == torch.float16:  # 25 binades overflow there
+        x = x.clamp(-64, 64)
+    down = tricky(experts, hidden, inner, seed=seed, dtype=dtype, device=device).clamp(-4, 4)
+    weights = torch.rand(tokens, top_k, generator=g).to(device)
+    ids = torch.stack([torch.randperm(experts, generator=g)[:top_k] for _ in range(tokens)]).to(device, torch.int32)
+    return x, gate_up.view(experts, 2 * inner, hidden), down, weights, ids
+
+
+def ops_apart(x, gate_up, down, weights, ids, activation, backend):
+    """The contract spelled out with the dense ops, one token and slot at a time."""
+    rows = []
+    for t in range(x.shape[0]):
+        acc = torch.zeros(x.shape[1], dtype=torch.float64)
+        for s in range(ids.shape[1]):
+            e = int(ids[t, s])
+            if not 0 <= e < gate_up.shape[0]:
+                continue
+            a = vx.silu_mul(vx.linear(x[t : t + 1], gate_up[e], backend=backend), activation=activation)
+            y = vx.linear(a, down[e], backend=backend)[0].cpu()
+            # one fused multiply-add: the product is exact in float64, and so is its sum but for far apart terms,
+            # which rounding to odd keeps from being rounded twice
+            acc = _add_once(weights[t, s].cpu().double() * y.double(), acc)
+        rows.append(acc.float().to(x.dtype))
+    return torch.stack(rows)
+
+
+def _add_once(product, acc):
+    total = product + acc
+    back = total - product
+    error = (product - (total - back)) + (acc - back)
+    odd = (total.view(torch.int64) & 1) == 0
+    up = torch.where(error > 0, torch.inf, -torch.inf).double()
+    total = torch.where((error != 0) & odd & total.isfinite(), torch.nextafter(total, up), total)
+    return total.float().double()
+
+
+@BACKENDS
+@DTYPES
+@ACTIVATIONS
+@given(tokens=st.integers(1, 6), experts=EXPERTS, hidden=HIDDEN, inner=INNER, seed=SEED)
+def test_it_is_the_dense_ops_in_slot_order(device, backend, dtype, activation, tokens, experts, hidden, inner, seed):
+    inputs = inputs_of(tokens, experts, min(4, experts), hidden, inner, seed, dtype, device)
+    y = vx.fused_moe(*inputs, activation=activation, backend=backend)
+    assert_bitwise(y.cpu(), ops_apart(*inputs, activation, backend))
+
+
+@BACKENDS
+@DTYPES
+@ACTIVATIONS
+@given(tokens=TOKENS, experts=EXPERTS, hidden=HIDDEN, inner=INNER, seed=SEED)
+def test_tokens_stand_alone(device, backend, dtype, activation, tokens, experts, hidden, inner, seed):
+    x, gate_up, down, weights, ids = inputs_of(tokens, experts, min(4, experts), hidden, inner, seed, dtype, device)
+    dy = tricky(tokens, hidden, seed=seed + 1, dtype=dtype, device=device).clamp(-4, 4)
+
+    def run(x, weights, ids, dy):
+        args = [t.clone().requires_grad_() for t in (x, weights)]
+        y = vx.fused_moe(args[0], gate_up, down, args[1], ids, activation=activation, backend=backend)
+        return y.detach(), *torch.autograd.grad(y, args, dy)
+
+    check_rows(run, x, weights, ids, dy, seed=seed)
+
+
+@BACKENDS
+@DTYPES
+def test_whoever_shares_the_experts(device, backend, dtype):
+    x, gate_up, down, weights, ids = inputs_of(40, 8, 3, 96, 48, 1, dtype, device)
+    expected = vx.fused_moe(x, gate_up, down, weights, ids, backend=backend)
+    crowd = ids.clone()
+    crowd[5:] = ids[2]  # everybody goes where token 2 goes
+    y = vx.fused_moe(x, gate_up, down, weights, crowd, backend=backend)
+    assert_bitwise(y[:5], expected[:5], "a crowd at the same experts")
+    broken = gate_up.clone()
+    others = [e for e in range(8) if e not in ids[2].tolist()]
+    broken[others] = float("nan")
+    y = vx.fused_moe(x, broken, down, weights, ids, backend=backend)
+    assert_bitwise(y[2], expected[2], "NaN in the experts it does not go to")
+
+
+def test_a_batch_dependent_sum_is_caught():
+    x, gate_up, down, weights, ids = inputs_of(16, 4, 3, 64, 32, 0, torch.float32, "cpu")
+
+    def by_expert(x, weights, ids):  # adds in expert order where there are many tokens, in slot order where few
+        if len(x) > 4:
+            ids, order = ids.sort(1)
+            weights = weights.gather(1, order)
+        return vx.fused_moe(x, gate_up, down, weights, ids)
+
+    with pytest.raises(AssertionError, match="differ"):
+        check_rows(by_expert, x, weights, ids)
+
+
+@BACKENDS
+@DTYPES
+def test_empty_slots_add_nothing(device, backend, dtype):
+    x, gate_up, down, weights, ids = inputs_of(10, 5, 3, 50, 20, 2, dtype, device)
+    ids[1, 1], ids[2], ids[3, 0], ids[9, 2] = -1, 5, 2**31 - 1, -(2**31)
+    weights[ids.lt(0) | ids.ge(5)] = float("nan")
+    args = [t.requires_grad_() for t in (x, gate_up, down, weights)]
+    y = vx.fused_moe(*args, ids, backend=backend)
+    dx, dgate_up, ddown, dweights = torch.autograd.grad(y, args, torch.ones_like(y))
+    assert_bitwise(y.detach().cpu(), ops_apart(*[t.detach() for t in args], ids, "silu", backend))
+    assert not y[2].any() and not dx[2].any()
+    assert not dweights[ids.lt(0) | ids.ge(5)].any() and dweights.isfinite().all()
+    assert all(t.isfinite().all() for t in (dx, dgate_up, ddown))
+
+
+@BACKENDS
+@DTYPES
+def test_gradients_of_weights_are_the_dense_ones(device, backend, dtype):
+    """An expert's gradients are those of linear over its tokens, ascending; without tokens, 0."""
+    x, gate_up, down, weights, ids = inputs_of(30, 6, 2, 40, 24, 3, dtype, device)
+    ids[ids == 4] = 1
+    ids[:, 1] = torch.where(ids[:, 1] == ids[:, 0], 6, ids[:, 1])
+    args = [t.requires_grad_() for t in (gate_up, down)]
+    dy = tricky(30, 40, seed=5, dtype=dtype, device=device).clamp(-4, 4)
+    grads = torch.autograd.grad(vx.fused_moe(x, *args, weights, ids, backend=backend), args, dy)
+    assert not grads[0][4].any() and not grads[1][4].any()
+    for e in (0, 1, 2, 3, 5):
+        token, slot = (ids == e).nonzero(as_tuple=True)
+        g, d = (t[e].detach().clone().requires_grad_() for t in args)
+        h = vx.linear(x[token], g, backend=backend)
+        a = vx.silu_mul(h, backend=backend)
+        da = torch.autograd.grad(vx.linear(a, d, backend=backend), a, dy[token])[0]
+        w = weights[token, slot][:, None]
+        scaled = (w * a.detach().float()).to(dtype)
+        (expected,) = torch.autograd.grad(vx.linear(scaled, d, backend=backend), d, dy[token])
+        assert_bitwise(grads[1][e], expected, f"down of expert {e}")
+        if dtype == torch.float32:  # otherwise the weighted gradient is rounded between the ops, and not in the op
+            (expected,) = torch.autograd.grad(h, g, torch.autograd.grad(vx.silu_mul(h, backend=backend), h, w * da)[0])
+            assert_bitwise(grads[0][e], expected, f"gate and up of expert {e}")
+
+
+@BACKENDS
+@DTYPES
+@pytest.mark.parametrize("tokens", [1, 3, 50])
+def test_repeatable(device, backend, dtype, tokens):
+    *args, ids = inputs_of(tokens, 9, 3, 136, 40, 5, dtype, device)
+    args = [t.requires_grad_() for t in args]
+    dy = tricky(tokens, 136, seed=7, dtype=dtype, device=device)
+
+    def run():
+        y = vx.fused_moe(*args, ids, backend=backend)
+        return y, *torch.autograd.grad(y, args, dy)
+
+    check_repeatable(run)
+
+
+@BACKENDS
+@DTYPES
+@ACTIVATIONS
+def test_accuracy(device, backend, dtype, activation):
+    g = torch.Generator().manual_seed(0)
+
+    def normal(*shape, scale=1.0):
+        return (torch.randn(*shape, generator=g) * scale).to(device, dtype)
+
+    x, gate_up, down, dy = normal(60, 96), normal(6, 128, 96, scale=0.1), normal(6, 96, 64, scale=0.1), normal(60, 96)
+    logits = torch.randn(60, 6, generator=g).to(device)
+    weights, ids = vx.moe_route(logits, 3)
+
+    def run(fn, *inputs):
+        args = [t.detach().clone().requires_grad_() for t in inputs]
+        y = fn(*args, ids, activation=activation)
+        return y.detach(), *torch.autograd.grad(y, args, dy.to(y.dtype))
+
+    exact = run(fused_moe_ref, x.double(), gate_up.double(), down.double(), weights.double())
+    ours = run(lambda *a, **k: vx.fused_moe(*a, backend=backend, **k), x, gate_up, down, weights)
+    stock = run(fused_moe_ref, x, gate_up, down, weights)
+    for name, o, t, e in zip(("y", "dx", "dgate_up", "ddown", "dweights"), ours, stock, exact):
+        error, stock_error = ((v.double() - e).norm() / e.norm() for v in (o, t))
+        assert error <= 2 * stock_error + 1e-6, f"{name}: {error:.3g} against the stock's {stock_error:.3g}"
+
+
+@BACKENDS
+@DTYPES
+def test_views_and_frozen_weights(device, backend, dtype):
+    x, gate_up, down, weights, ids = inputs_of(12, 4, 2, 48, 16, 2, dtype, device)
+    expected = vx.fused_moe(x, gate_up, down, weights, ids, backend=backend)
+    wide = torch.full((4, 40, 60), float("nan"), dtype=dtype, device=device)
+    wide[:, 4:36, :48] = gate_up
+    turned = down.transpose(1, 2).contiguous().transpose(1, 2)
+    y = vx.fused_moe(x.t().contiguous().t(), wide[:, 4:36, :48], turned, weights.t().contiguous().t(), ids)
+    assert_bitwise(y, expected, "views")
+    x.requires_grad_()
+    (dx,) = torch.autograd.grad(vx.fused_moe(x, gate_up, down, weights, ids, backend=backend).float().sum(), x)
+    args = [t.requires_grad_() for t in (x, gate_up, down, weights)]
+    grads = torch.autograd.grad(vx.fused_moe(*args, ids, backend=backend).float().sum(), args)
+    assert_bitwise(dx, grads[0], "frozen experts")
+
+
+@BACKENDS
+def test_opcheck(device, backend):
+    *args, ids = inputs_of(5, 4, 2, 16, 8, 0, torch.float32, device)
+    args = [t.requires_grad_() for t in args]
+    torch.library.opcheck(torch.ops.vexact.fused_moe.default, (*args, ids, False, backend))
+
+
+@BACKENDS
+def test_no_tokens(device, backend):
+    *args, ids = inputs_of(1, 4, 2, 16, 8, 0, torch.float32, device)
+    x, gate_up, down, weights = (t.requires_grad_() for t in (args[0][:0], args[1], args[2], args[3][:0]))
+    y = vx.fused_moe(x, gate_up, down, weights, ids[:0], backend=backend)
+    assert y.shape == (0, 16)
+    dgate_up, ddown = torch.autograd.grad(y.sum(), (gate_up, down))
+    assert not dgate_up.any() and not ddown.any()
+
+
+def test_bad_arguments_are_named():
+    x, gate_up, down, weights, ids = inputs_of(5, 4, 2, 16, 8, 0, torch.float32, "cpu")
+    with pytest.raises(TypeError, match=r"fused_moe: x: got dtype float64"):
+        vx.fused_moe(x.double(), gate_up, down, weights, ids)
+    with pytest.raises(TypeError, match=r"fused_moe: down_weight: got dtype bfloat16"):
+        vx.fused_moe(x, gate_up, down.bfloat16(), weights, ids)
+    with pytest.raises(TypeError, match=r"fused_moe: topk_weights: got dtype bfloat16, expected float32"):
+        vx.fused_moe(x, gate_up, down, weights.bfloat16(), ids)
+    with pytest.raises(TypeError, match=r"fused_moe: topk_ids: got dtype int64, expected int32"):
+        vx.fused_moe(x, gate_up, down, weights, ids.long())
+    with pytest.raises(ValueError, match=r"fused_moe: x: got shape \(1, 5, 16\), expected 2 dimensions"):
+        vx.fused_moe(x[None], gate_up, down, weights, ids)
+    with pytest.raises(ValueError, match=r"fused_moe: gate_up_weight: got shape \(4, 15, 16\), expected \(E, 2I, 16\)"):
+        vx.fused_moe(x, gate_up[:, 1:], down, weights, ids)
+    with pytest.raises(ValueError, match=r"fused_moe: down_weight: got shape \(4, 16, 7\), expected \(4, 16, 8\)"):
+        vx.fused_moe(x, gate_up, down[..., 1:], weights, ids)
+    with pytest.raises(ValueError, match=r"fused_moe: topk_ids: got shape \(5, 1\), expected \(5, 2\)"):
+        vx.fused_moe(x, gate_up, down, weights, ids[:, :1])
+    with pytest.raises(ValueError, match="fused_moe: activation: got 'relu'"):
+        vx.fused_moe(x, gate_up, down, weights, ids, activation="relu")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_graph_serves_any_routing():
+    x, gate_up, down, weights, ids = inputs_of(32, 8, 3, 128, 64, 3, torch.bfloat16, "cuda")
+    static = torch.full_like(ids, -1)
+    vx.fused_moe(x, gate_up, down, weights, static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = vx.fused_moe(x, gate_up, down, weights, static)
+    for shift in range(3):
+        static.copy_((ids + shift) % 8)
+        graph.replay()
+        assert_bitwise(y, vx.fused_moe(x, gate_up, down, weights, static.clone()), f"routing {shift}")

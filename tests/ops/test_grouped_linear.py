@@ -1,0 +1,229 @@
+"""grouped_linear: every row has the bits of linear with its expert's weight, however rows are spread over experts."""
+
+import itertools
+
+import pytest
+import torch
+from conftest import room_backends
+from hypothesis import given
+from hypothesis import strategies as st
+
+import vexact_ops as vx
+from vexact_ops.grouped_linear.reference import grouped_linear_ref
+from vexact_ops.testing import (
+    assert_bitwise,
+    cancelling,
+    check_grouped,
+    check_repeatable,
+    check_rows,
+    offsets_of,
+    spreads,
+    tricky,
+)
+
+BACKENDS = pytest.mark.parametrize("device,backend", room_backends("grouped_linear"))
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+ROWS = st.one_of(st.integers(1, 20), st.sampled_from([33, 70]))
+EXPERTS = st.sampled_from([1, 2, 5, 16])
+FEATURES = st.one_of(st.integers(1, 40), st.sampled_from([96, 130]))
+REDUCTION = st.one_of(st.integers(1, 40), st.sampled_from([64, 200]))
+SEED = st.integers(0, 2**16)
+
+
+def experts_that_cancel(rows, k, n, experts, seed, dtype, device):
+    x, w = cancelling(rows, k, n * experts, seed, dtype, device)
+    return x, w.view(experts, n, k)
+
+
+@BACKENDS
+@DTYPES
+@given(rows=ROWS, experts=EXPERTS, n=FEATURES, k=REDUCTION, seed=SEED)
+def test_a_row_has_the_bits_of_linear(device, backend, dtype, rows, experts, n, k, seed):
+    x, w = experts_that_cancel(rows, k, n, experts, seed, dtype, device)
+    check_grouped(
+        lambda x, w, offsets: vx.grouped_linear(x, w, offsets, backend=backend),
+        lambda x, w: vx.linear(x, w, backend=backend),
+        x,
+        w,
+        seed=seed,
+    )
+
+
+@BACKENDS
+@DTYPES
+@given(rows=ROWS, experts=EXPERTS, n=FEATURES, k=REDUCTION, seed=SEED)
+def test_gradients_have_the_bits_of_linear(device, backend, dtype, rows, experts, n, k, seed):
+    dy, wt = cancelling(rows, n, k * experts, seed, dtype, device)
+    w = wt.view(experts, k, n).transpose(1, 2).contiguous()
+    x = tricky(rows, k, seed=seed, dtype=dtype, device=device)
+    for name, assigned in spreads(rows, experts, seed):
+        offsets = offsets_of(assigned, experts, device)
+        args = [t.clone().requires_grad_() for t in (x, w)]
+        dx, dw = torch.autograd.grad(vx.grouped_linear(*args, offsets, backend=backend), args, dy)
+        ends = offsets.tolist()
+        for e, (begin, end) in enumerate(itertools.pairwise(ends)):
+            part = [t.clone().requires_grad_() for t in (x[begin:end], w[e])]
+            y = vx.linear(*part, backend=backend)
+            expected = torch.autograd.grad(y, part, dy[begin:end])
+            assert_bitwise((dx[begin:end], dw[e]), expected, f"{name}: expert {e}")
+
+
+@BACKENDS
+@DTYPES
+@given(rows=ROWS, n=FEATURES, k=REDUCTION, seed=SEED)
+def test_rows_of_an_expert_stand_alone(device, backend, dtype, rows, n, k, seed):
+    x, w = experts_that_cancel(rows, k, n, 3, seed, dtype, device)
+
+    def middle(x):
+        return vx.grouped_linear(x, w, offsets_of([1] * len(x), 3, device), backend=backend)
+
+    check_rows(middle, x, seed=seed)
+
+
+def test_a_kernel_that_follows_the_spread_is_caught():
+    def split_by_count(x, w, offsets):  # a small group takes its sum in two parts
+        parts = []
+        for e, (begin, end) in enumerate(zip(offsets.tolist(), offsets.tolist()[1:])):
+            halves = 2 if end - begin < 8 else 1
+            pairs = zip(x[begin:end].chunk(halves, 1), w[e].chunk(halves, 1))
+            parts.append(sum(vx.linear(a, b, out_dtype=torch.float32) for a, b in pairs).to(x.dtype))
+        return torch.cat(parts)
+
+    x, w = experts_that_cancel(32, 256, 16, 4, 0, torch.bfloat16, "cpu")
+    with pytest.raises(AssertionError, match=r"rows of expert .* differ"):
+        check_grouped(split_by_count, vx.linear, x, w)
+
+
+@BACKENDS
+@DTYPES
+def test_rows_behind_the_last_expert_are_zero_and_touch_nothing(device, backend, dtype):
+    x, w = experts_that_cancel(9, 40, 21, 4, 1, dtype, device)
+    offsets = torch.tensor([0, 2, 2, 5, 6], dtype=torch.int32, device=device)
+    expected = vx.grouped_linear(x[:6], w, offsets, backend=backend)
+    x[6:] = float("nan")
+    dy = torch.ones(9, 21, dtype=dtype, device=device)
+    dy[6:] = float("nan")
+    args = [t.requires_grad_() for t in (x, w)]
+    y = vx.grouped_linear(*args, offsets, backend=backend)
+    dx, dw = torch.autograd.grad(y, args, dy)
+    assert_bitwise(y[:6], expected)
+    assert_bitwise(y[6:], torch.zeros_like(y[6:]))
+    assert_bitwise(dx[6:], torch.zeros_like(dx[6:]))
+    assert dw.isfinite().all() and not dw[1].any(), "an expert without rows has the gradient 0"
+
+
+@BACKENDS
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 8, 70])
+def test_repeatable(device, backend, dtype, rows):
+    x, w = experts_that_cancel(rows, 130, 77, 9, 5, dtype, device)
+    offsets = offsets_of(next(spreads(rows, 9, 5))[1], 9, device)
+    args = [t.requires_grad_() for t in (x, w)]
+    dy = tricky(rows, 77, seed=7, dtype=dtype, device=device)
+
+    def run():
+        y = vx.grouped_linear(*args, offsets, backend=backend)
+        return y, *torch.autograd.grad(y, args, dy)
+
+    check_repeatable(run)
+
+
+@pytest.mark.parametrize("device,backend", room_backends("grouped_linear", "cpu"))
+@pytest.mark.parametrize("rows", [12, 700], ids=["decode", "many rows"])
+def test_work_shared_by_threads_is_the_same_work(device, backend, rows):
+    x, w = experts_that_cancel(rows, 320, 272, 6, 3, torch.bfloat16, device)  # large enough to be cut
+    offsets = offsets_of(next(spreads(rows, 6, 1))[1], 6, device)
+    expected = torch.cat([vx.linear(x[a:b], m) for m, a, b in zip(w, offsets.tolist(), offsets.tolist()[1:])])
+    check_repeatable(lambda: vx.grouped_linear(x, w, offsets, backend=backend))
+    assert_bitwise(vx.grouped_linear(x, w, offsets, backend=backend), expected)
+
+
+@BACKENDS
+@DTYPES
+def test_weights_of_any_stride(device, backend, dtype):
+    x, w = experts_that_cancel(20, 48, 24, 4, 2, dtype, device)
+    offsets = offsets_of(next(spreads(20, 4, 2))[1], 4, device)
+    dy = tricky(20, 24, seed=1, dtype=dtype, device=device)
+
+    def run(x, w):
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        y = vx.grouped_linear(x, w, offsets, backend=backend)
+        return y, *torch.autograd.grad(y, (x, w), dy)
+
+    expected = run(x, w)
+    wide = torch.full((4, 30, 50), float("nan"), dtype=dtype, device=device)
+    wide[:, 3:27, :48] = w
+    assert_bitwise(run(x, wide[:, 3:27, :48]), expected, "a view into a larger weight")
+    assert_bitwise(run(x, w.transpose(1, 2).contiguous().transpose(1, 2)), expected, "a transposed weight")
+    assert_bitwise(run(x.t().contiguous().t(), w), expected, "transposed rows")
+
+
+@BACKENDS
+@DTYPES
+def test_accuracy(device, backend, dtype):
+    g = torch.Generator().manual_seed(0)
+    x, w, dy = (torch.randn(*s, generator=g).to(device, dtype) for s in ((60, 200), (5, 90, 200), (60, 90)))
+    offsets = offsets_of(next(spreads(60, 5, 0))[1], 5, device)
+
+    def run(fn, *inputs):
+        args = [t.detach().clone().requires_grad_() for t in inputs]
+        y = fn(*args, offsets)
+        return y.detach(), *torch.autograd.grad(y, args, dy.to(y.dtype))
+
+    exact = run(grouped_linear_ref, x.double(), w.double())
+    ours = run(lambda *a: vx.grouped_linear(*a, backend=backend), x, w)
+    stock = run(grouped_linear_ref, x, w)
+    for name, o, t, e in zip(("y", "dx", "dweight"), ours, stock, exact):
+        error, stock_error = ((v.double() - e).norm() / e.norm() for v in (o, t))
+        assert error <= 2 * stock_error + 1e-7, f"{name}: {error:.3g} against the stock's {stock_error:.3g}"
+
+
+@BACKENDS
+def test_opcheck(device, backend):
+    x, w = torch.randn(7, 16, device=device, requires_grad=True), torch.randn(3, 8, 16, device=device)
+    offsets = torch.tensor([0, 4, 4, 7], dtype=torch.int32, device=device)
+    torch.library.opcheck(torch.ops.vexact.grouped_linear.default, (x, w.requires_grad_(), offsets, backend))
+
+
+@BACKENDS
+def test_no_rows(device, backend):
+    x = torch.empty(0, 16, device=device, requires_grad=True)
+    w = torch.randn(3, 8, 16, device=device, requires_grad=True)
+    y = vx.grouped_linear(x, w, torch.zeros(4, dtype=torch.int32, device=device), backend=backend)
+    assert y.shape == (0, 8)
+    y.sum().backward()
+    assert x.grad.shape == (0, 16)
+    assert_bitwise(w.grad, torch.zeros_like(w))
+
+
+def test_bad_arguments_are_named():
+    x, w, offsets = torch.randn(4, 8), torch.randn(2, 3, 8), torch.tensor([0, 1, 4], dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"grouped_linear: x: got dtype float64"):
+        vx.grouped_linear(x.double(), w, offsets)
+    with pytest.raises(TypeError, match=r"grouped_linear: weight: got dtype bfloat16, expected float32 as x has"):
+        vx.grouped_linear(x, w.bfloat16(), offsets)
+    with pytest.raises(TypeError, match=r"grouped_linear: offsets: got dtype int64, expected int32"):
+        vx.grouped_linear(x, w, offsets.long())
+    with pytest.raises(ValueError, match=r"grouped_linear: x: got shape \(2, 2, 8\), expected 2 dimensions"):
+        vx.grouped_linear(x.view(2, 2, 8), w, offsets)
+    with pytest.raises(ValueError, match=r"grouped_linear: weight: got shape \(2, 3, 7\), expected \(E, N, 8\)"):
+        vx.grouped_linear(x, w[..., :7], offsets)
+    with pytest.raises(ValueError, match=r"grouped_linear: offsets: got shape \(2,\), expected \(3,\)"):
+        vx.grouped_linear(x, w, offsets[:2])
+    for bad in ([0, 3, 2], [1, 2, 4], [0, 1, 5]):
+        with pytest.raises(ValueError, match="grouped_linear: offsets: got values that do not ascend from 0 to at mos"):
+            vx.grouped_linear(x, w, torch.tensor(bad, dtype=torch.int32), backend="cpu")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_graph_serves_any_spread():
+    x, w = experts_that_cancel(48, 256, 192, 8, 3, torch.bfloat16, "cuda")
+    offsets = torch.zeros(9, dtype=torch.int32, device="cuda")
+    vx.grouped_linear(x, w, offsets)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = vx.grouped_linear(x, w, offsets)
+    for name, assigned in spreads(48, 8, 1):
+        offsets.copy_(offsets_of(assigned, 8))
+        graph.replay()
+        assert_bitwise(y, vx.grouped_linear(x, w, offsets_of(assigned, 8, "cuda")), name)

@@ -1,0 +1,137 @@
+"""The experts of a mixture: every token through its own few gated feed-forward blocks, and their weighted sum."""
+
+import torch
+from torch import Tensor
+
+from .._core import check
+from .._core.backend import Room
+from .._core.operator import Operator
+from ..silu_mul.op import ACTIVATIONS
+
+ROOM = Room("fused_moe", cpu=("cpu",), cuda=())
+
+
+def fused_moe(
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    activation: str = "silu",
+    backend: str | None = None,
+) -> Tensor:
+    """sum over slots s of topk_weights[t, s] * down[e](silu_mul(gate_up[e](x[t]))), e = topk_ids[t, s].
+
+    x               (T, H) bf16 | fp32, on a GPU also fp16
+    gate_up_weight  (E, 2I, H) in x.dtype: an expert's gate rows, then its up rows; matrices and rows of any stride
+    down_weight     (E, H, I) in x.dtype
+    topk_weights    (T, k) fp32, as moe_route gives them
+    topk_ids        (T, k) int32; a slot whose id is no expert (-1, E) is empty: it adds nothing, and costs nothing
+    activation      as in silu_mul
+    returns         (T, H) in x.dtype
+    bits            a token's row depends on that row, its weights and ids, and its experts alone: never on how many
+                    other tokens an expert has. Its k results are those of grouped_linear, silu_mul and grouped_linear,
+                    each rounded to x.dtype; they are added by fma(weight, result, sum) in slot order in fp32 and
+                    rounded once. Hugging Face's loop rounds each product and each sum to x.dtype, experts ascending
+    grad            dx and dtopk_weights as bits. dx adds a token's k gradients, rounded to x.dtype, in slot order in
+                    fp32. The gradients of the expert weights sum an expert's rows, tokens ascending, repeatable for one
+                    fixed batch; experts without rows get 0. Saved for it: x and the (Tk, 2I) gates
+    raises          TypeError on dtype, ValueError on shape or device, BackendUnavailable. Shared experts stay outside
+    """
+    check.tensor("fused_moe", "x", x, check.FLOATS, ndim=2)
+    hidden = x.shape[1]
+    check.tensor("fused_moe", "gate_up_weight", gate_up_weight, ndim=3)
+    check.same_dtype("fused_moe", "gate_up_weight", gate_up_weight, "x", x)
+    check.shape("fused_moe", "gate_up_weight", gate_up_weight, ("E", "2I", hidden))
+    experts, width = gate_up_weight.shape[:2]
+    if experts == 0 or width % 2:
+        raise ValueError(
+            f"fused_moe: gate_up_weight: got shape {tuple(gate_up_weight.shape)}, expected (E, 2I, {hidden}), E above 0"
+        )
+    check.tensor("fused_moe", "down_weight", down_weight)
+    check.same_dtype("fused_moe", "down_weight", down_weight, "x", x)
+    check.shape("fused_moe", "down_weight", down_weight, (experts, hidden, width // 2))
+    check.tensor("fused_moe", "topk_weights", topk_weights, (torch.float32,))
+    check.shape("fused_moe", "topk_weights", topk_weights, (x.shape[0], "k"))
+    check.tensor("fused_moe", "topk_ids", topk_ids, (torch.int32,))
+    check.shape("fused_moe", "topk_ids", topk_ids, topk_weights.shape)
+    check.same_device(
+        "fused_moe",
+        x=x,
+        gate_up_weight=gate_up_weight,
+        down_weight=down_weight,
+        topk_weights=topk_weights,
+        topk_ids=topk_ids,
+    )
+    check.choice("fused_moe", "activation", activation, ACTIVATIONS)
+    backend = ROOM.resolve(x.device, backend)
+    check.served("fused_moe", "x", x.dtype, backend)
+    return _fused_moe(x, gate_up_weight, down_weight, topk_weights, topk_ids, activation == "gelu_tanh", backend)[0]
+
+
+def _matrices(weight: Tensor) -> Tensor:
+    return weight if weight.shape[-1] <= 1 or weight.stride(-1) == 1 else weight.contiguous()
+
+
+def _fwd(x, gate_up, down, weights, ids, gelu, backend):
+    args = check.rows(x), _matrices(gate_up), _matrices(down), weights.contiguous(), ids.contiguous()
+    return ROOM.module(backend).fused_moe_fwd(*args, gelu)
+
+
+def _fake(x, gate_up, down, weights, ids, gelu, backend):
+    slots = ids.shape[0] * ids.shape[1]
+    return (
+        x.new_empty(x.shape),
+        x.new_empty(slots, gate_up.shape[1]),
+        ids.new_empty(gate_up.shape[0] + 1),
+        ids.new_empty(slots),
+        ids.new_empty(slots),
+    )
+
+
+def _setup(ctx, inputs, output):
+    x, gate_up, down, weights, _, ctx.gelu, ctx.backend = inputs
+    _, h, offsets, order, position = output
+    ctx.mark_non_differentiable(h, offsets, order, position)
+    ctx.save_for_backward(x, gate_up, down, weights, h, offsets, order, position)
+
+
+def _backward(ctx, dy, *_):
+    needs = ctx.needs_input_grad[:4]
+    grads = _fused_moe_bwd(dy, *ctx.saved_tensors, ctx.gelu, *needs[:3], ctx.backend)
+    return *(grad if need else None for grad, need in zip(grads, needs)), None, None, None
+
+
+def _bwd(dy, x, gate_up, down, weights, h, offsets, order, position, gelu, need_dx, need_dgate_up, need_ddown, backend):
+    args = check.rows(dy), check.rows(x), _matrices(gate_up), _matrices(down), weights.contiguous()
+    grads = ROOM.module(backend).fused_moe_bwd(
+        *args, h, offsets, order, position, gelu, need_dx, need_dgate_up, need_ddown
+    )
+    return tuple(x.new_empty(0) if grad is None else grad for grad in grads)
+
+
+def _bwd_fake(
+    dy, x, gate_up, down, weights, h, offsets, order, position, gelu, need_dx, need_dgate_up, need_ddown, backend
+):
+    def like(t, needed=True):
+        return t.new_empty(t.shape if needed else 0)
+
+    return like(x, need_dx), like(gate_up, need_dgate_up), like(down, need_ddown), like(weights)
+
+
+_fused_moe_bwd = Operator(
+    "fused_moe_bwd(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor h, Tensor offsets,"
+    " Tensor order, Tensor position, bool gelu, bool need_dx, bool need_dgate_up, bool need_ddown, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _bwd,
+    _bwd_fake,
+)
+_fused_moe = Operator(
+    "fused_moe(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor ids, bool gelu, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fwd,
+    _fake,
+    _setup,
+    _backward,
+)

@@ -1,0 +1,24 @@
+"""The C++ kernels (csrc/moe_route/cpu_kernels.cpp)."""
+
+import torch
+from torch import Tensor
+
+from .._core import native
+
+
+def moe_route_fwd(
+    logits: Tensor, top_k: int, sigmoid: bool, normalize: bool, groups: int, top_groups: int, bias: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    weights = torch.empty(logits.shape[0], top_k, dtype=torch.float32)
+    ids = torch.empty(logits.shape[0], top_k, dtype=torch.int32)
+    native.ops().moe_route_fwd(logits, top_k, sigmoid, normalize, groups, top_groups, bias, scale, weights, ids)
+    return weights, ids
+
+
+def moe_route_bwd(
+    dweights: Tensor, logits: Tensor, weights: Tensor, ids: Tensor, sigmoid: bool, normalize: bool, scale: float
+) -> Tensor:
+    dlogits = logits.new_empty(logits.shape)
+    native.ops().moe_route_bwd(dweights, logits, weights, ids, sigmoid, normalize, scale, dlogits)
+    return dlogits
