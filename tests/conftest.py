@@ -42,6 +42,23 @@ def room_backends(room: str, only: str | None = None) -> list:
     return params
 
 
+def devices(*dtypes: torch.dtype) -> list:
+    """pytest params (device, dtype) for what whole models are tested in: by default fp32 and bf16 on the CPU, bf16 and
+    fp16 on a GPU; skipped with the reason where there is none.
+
+    Use as @pytest.mark.parametrize("device,dtype", devices()).
+    """
+    named = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    served = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float16)}
+    gpu = [] if torch.cuda.is_available() else [pytest.mark.skip(reason="no CUDA device is visible to torch")]
+    return [
+        pytest.param(device, dtype, id=f"{device}-{named[dtype]}", marks=gpu if device == "cuda" else [])
+        for device, own in served.items()
+        for dtype in (dtypes or own)
+        if (device, dtype) != ("cpu", torch.float16)
+    ]
+
+
 def pytest_collection_modifyitems(items):
     """fp16 is a GPU type here: what pairs it with the C++ kernels is no case."""
 

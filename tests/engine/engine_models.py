@@ -53,9 +53,9 @@ def _model(family: str, dtype: torch.dtype, seed: int, options: tuple):
     return model
 
 
-def build(family: str = "Llama", dtype: torch.dtype = torch.bfloat16, seed: int = 0, **options):
+def build(family: str = "Llama", dtype: torch.dtype = torch.bfloat16, seed: int = 0, device: str = "cpu", **options):
     """A model of its own: its weights are a function of the arguments."""
-    return copy.deepcopy(_model(family, dtype, seed, tuple(sorted(options.items()))))
+    return copy.deepcopy(_model(family, dtype, seed, tuple(sorted(options.items())))).to(device)
 
 
 def byte_tokenizer():

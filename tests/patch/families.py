@@ -84,7 +84,7 @@ def config_of(name: str, **changes):
     return config
 
 
-def tiny(name: str, dtype=torch.float32, seed: int = 0, **changes):
+def tiny(name: str, dtype=torch.float32, seed: int = 0, device="cpu", **changes):
     """A random model whose weights are large enough for everything in it to matter."""
     # eager: the stock attention that knows every option (transformers 5.5 ran Gemma-2 on one without softcap)
     model = AutoModelForCausalLM.from_config(config_of(name, **changes), attn_implementation="eager")
@@ -103,12 +103,12 @@ def tiny(name: str, dtype=torch.float32, seed: int = 0, **changes):
         for parameter in module._parameters.values():
             if parameter is not None:
                 parameter.data = parameter.data.to(dtype)
-    return model.eval()
+    return model.eval().to(device)
 
 
-def sequences(lengths=(7, 1, 11), seed: int = 1, vocabulary: int = 61) -> list[torch.Tensor]:
+def sequences(lengths=(7, 1, 11), seed: int = 1, vocabulary: int = 61, device="cpu") -> list[torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, vocabulary, (n,), generator=g) for n in lengths]
+    return [torch.randint(0, vocabulary, (n,), generator=g).to(device) for n in lengths]
 
 
 def pad(seqs, side: str, width: int | None = None):
@@ -118,14 +118,14 @@ def pad(seqs, side: str, width: int | None = None):
     mask = torch.zeros(len(seqs), width, dtype=torch.int64)
     for i, s in enumerate(seqs):
         where = slice(0, len(s)) if side == "right" else slice(width - len(s), width)
-        ids[i, where], mask[i, where] = s, 1
-    return ids, mask
+        ids[i, where], mask[i, where] = s.cpu(), 1
+    return ids.to(seqs[0].device), mask.to(seqs[0].device)
 
 
 def pack(seqs):
     ids = torch.cat(seqs)[None]
-    cu = torch.tensor([0, *(len(s) for s in seqs)]).cumsum(0).to(torch.int32)
-    positions = torch.cat([torch.arange(len(s)) for s in seqs])[None]
+    cu = torch.tensor([0, *(len(s) for s in seqs)], device=ids.device).cumsum(0).to(torch.int32)
+    positions = torch.cat([torch.arange(len(s), device=ids.device) for s in seqs])[None]
     return ids, cu, positions
 
 
@@ -185,7 +185,8 @@ class Pages:
         config = model.config
         dim = attention.head_dim
         shape = (count * per_sequence + 3, page_size, config.num_key_value_heads, dim)
-        nan = torch.full(shape, float("nan"), dtype=dtype)
+        self.device = model.device
+        nan = torch.full(shape, float("nan"), dtype=dtype, device=self.device)
         self.k, self.v = ([nan.clone() for _ in range(config.num_hidden_layers)] for _ in range(2))
         order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(seed))
         self.table = order[: count * per_sequence].view(count, per_sequence)
@@ -204,13 +205,14 @@ class Pages:
         batch = vx.patch.PagedBatch(
             k_caches=self.k,
             v_caches=self.v,
-            slot_mapping=torch.cat(slots),
-            block_table=torch.stack([self.table[i] for i, _ in work]).to(torch.int32),
-            context_lens=torch.tensor([self.length[i] for i, _ in work], dtype=torch.int32),
-            cu_seqlens_q=sizes.cumsum(0).to(torch.int32),
+            slot_mapping=torch.cat(slots).to(self.device),
+            block_table=torch.stack([self.table[i] for i, _ in work]).to(self.device, torch.int32),
+            context_lens=torch.tensor([self.length[i] for i, _ in work], dtype=torch.int32, device=self.device),
+            cu_seqlens_q=sizes.cumsum(0).to(self.device, torch.int32),
             max_seqlen_q=int(sizes.max()),
         )
-        out = model(ids[None], position_ids=torch.cat(positions)[None], vexact_paged=batch, use_cache=False, **kwargs)
+        positions = torch.cat(positions)[None].to(self.device)
+        out = model(ids[None], position_ids=positions, vexact_paged=batch, use_cache=False, **kwargs)
         return out.logits[0]
 
 
@@ -243,6 +245,12 @@ FORMS = {
     "token by token": token_by_token,
     "paged": paged,
 }
+
+
+def gradients(model, outputs, dy=None):
+    """name -> gradient, of every parameter that wants one; their .grad stay as they are."""
+    names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad))
+    return dict(zip(names, torch.autograd.grad(outputs, parameters, dy)))
 
 
 def check_forms(model, seqs, forms=FORMS):

@@ -116,10 +116,12 @@ def causal_forward(
     use_cache=None,
     logits_to_keep=0,
     skip_logits=False,
+    vexact_score=None,
     **kwargs,
 ):
     """Hidden states, fp32 logits of the rows asked for, and the loss where labels are given. The loss never forms the
-    T x V logits; with skip_logits (and labels) nothing does."""
+    T x V logits; with skip_logits (and labels) nothing does. vexact_score is what Handle.logprobs asks for, (rows of
+    the flattened batch, their next tokens, temperature, return_entropy): a tuple of values is all that it gets."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     patch = self._vexact
@@ -134,6 +136,8 @@ def causal_forward(
         **kwargs,
     )
     hidden, logits, loss = out.last_hidden_state, None, None
+    if vexact_score is not None:
+        return _scores(patch, hidden, *vexact_score)
     if labels is None or not skip_logits:
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = logits_of(patch, hidden[:, keep])
@@ -148,6 +152,14 @@ def causal_forward(
         hidden_states=out.hidden_states,
         attentions=out.attentions,
     )
+
+
+def _scores(patch, hidden: Tensor, index: Tensor, target: Tensor, temperature: float, return_entropy: bool) -> tuple:
+    rows = scaled(patch, hidden.flatten(0, 1).index_select(0, index))
+    options = {"temperature": temperature, "softcap": patch.softcap, "return_entropy": return_entropy}
+    values = vx.linear_logprobs(rows, patch.head.weight, target, **options)
+    tokens = hidden.shape[0] * hidden.shape[1]
+    return tuple(v.new_zeros(tokens).index_copy(0, index, v) for v in (values if return_entropy else (values,)))
 
 
 def _next_tokens(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-import vexact_ops as vx
-
 from . import audit, forwards, pieces
 from .pieces import NotCovered
 
@@ -184,14 +182,6 @@ class Handle:
         ids = input_ids if input_ids.dim() == 2 else input_ids[None]
         if position_ids is not None and position_ids.dim() == 1:
             position_ids = position_ids[None]
-        out = patch.base(
-            input_ids=ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cu_seq_lens_q=cu_seqlens,
-            use_cache=False,
-            return_dict=True,
-        )
         follows = torch.ones_like(ids, dtype=torch.bool)
         follows[:, -1] = False
         if attention_mask is not None:
@@ -202,15 +192,17 @@ class Handle:
         elif position_ids is not None:
             follows[:, :-1] = position_ids.expand_as(ids).diff(dim=1) == 1
         index = follows.flatten().nonzero()[:, 0]
-        target = ids.flatten()[index + 1]
-        hidden = forwards.scaled(patch, out.last_hidden_state.flatten(0, 1).index_select(0, index))
-        options = {"temperature": temperature, "softcap": patch.softcap, "return_entropy": return_entropy}
-        values = vx.linear_logprobs(hidden, patch.head.weight, target, **options)
-        whole = [
-            v.new_zeros(ids.numel()).index_copy(0, index, v).view(input_ids.shape)
-            for v in (values if return_entropy else (values,))
-        ]
-        return tuple(whole) if return_entropy else whole[0]
+        # Through the model itself, as any forward: what wraps it (FSDP, hooks) gathers the output layer's weight there.
+        values = patch.model(
+            input_ids=ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cu_seq_lens_q=cu_seqlens,
+            use_cache=False,
+            vexact_score=(index, ids.flatten()[index + 1], temperature, return_entropy),
+        )
+        whole = tuple(v.view(input_ids.shape) for v in values)
+        return whole if return_entropy else whole[0]
 
     def _check(self) -> None:
         if not self._active:

@@ -1,0 +1,179 @@
+"""patch.hf under what training wraps around a model: checkpointing, FSDP2, torch.compile. None of it changes a bit."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import devices
+from families import family, gradients, pack, sequences, tiny
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import vexact_ops as vx
+from vexact_ops.testing import assert_bitwise
+
+KINDS = pytest.mark.parametrize("device,dtype", devices())
+BF16 = pytest.mark.parametrize("device,dtype", devices(torch.bfloat16))
+
+
+def trained(model, handle, device, lengths=(7, 1, 11), seed=1):
+    """Log-probabilities of a packed batch, and every gradient of their sum."""
+    ids, cu, _ = pack(sequences(lengths, seed, device=device))
+    values = handle.logprobs(ids, cu_seqlens=cu)
+    return values.detach(), gradients(model, values.sum())
+
+
+# gradient checkpointing
+
+
+@pytest.mark.parametrize("name", [family(n) for n in ("qwen3", "gemma2")])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+@KINDS
+def test_gradient_checkpointing_has_the_same_bits(name, reentrant, device, dtype, monkeypatch):
+    model = tiny(name, dtype, device=device).train()
+    ids, cu, _ = pack(sequences(device=device))
+    calls = 0
+    attend = vx.attention_varlen
+
+    def counted(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        return attend(*args, **kwargs)
+
+    def run():
+        model.zero_grad()
+        values = handle.logprobs(ids, cu_seqlens=cu)
+        values.sum().backward()  # the reentrant form knows no torch.autograd.grad
+        return values.detach(), *(p.grad for p in model.parameters())
+
+    with vx.patch.hf(model) as handle:
+        expected = run()
+        monkeypatch.setattr(vx, "attention_varlen", counted)
+        run()
+        once, calls = calls, 0
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        if reentrant:  # it passes gradients through inputs that want one
+            model.enable_input_require_grads()
+        assert_bitwise(run(), expected)
+        assert calls == 2 * once, "nothing was computed again"
+
+
+# FSDP2
+
+
+@contextlib.contextmanager
+def world(device, rank=0, size=1, store=None):
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = {"cpu": "gloo", "cuda": "nccl"}[device]
+    dist.init_process_group(backend, store=store or dist.HashStore(), rank=rank, world_size=size)
+    try:
+        yield init_device_mesh(device, (size,))
+    finally:
+        dist.destroy_process_group()
+
+
+def shard(model, mesh, **options):
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@pytest.mark.parametrize("name", [family(n) for n in ("llama", "gemma2")])
+@KINDS
+def test_fully_shard_has_the_same_bits(name, device, dtype):
+    model = tiny(name, dtype, device=device).train()
+    with vx.patch.hf(model) as handle:
+        values, expected = trained(model, handle, device)
+        with world(device) as mesh:
+            shard(model, mesh)
+            for _ in range(2):
+                got, grads = trained_sharded(model, handle, device)
+                assert_bitwise(got, values, "log-probabilities")
+                assert_bitwise(list(grads.values()), list(expected.values()), "gradients")
+
+
+def trained_sharded(model, handle, device, lengths=(7, 1, 11), seed=1):
+    model.zero_grad()
+    ids, cu, _ = pack(sequences(lengths, seed, device=device))
+    values = handle.logprobs(ids, cu_seqlens=cu)
+    values.sum().backward()
+    return values.detach(), {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+@BF16
+def test_fp32_weights_under_mixed_precision_are_the_engine_s_own(device, dtype):
+    """A trainer keeps fp32 weights and computes in bf16: it sees what an engine with the rounded weights sees."""
+    master = tiny("qwen3", torch.float32, device=device).train()
+    model = tiny("qwen3", dtype, device=device).train()  # the same draw, rounded
+    with vx.patch.hf(model) as handle:
+        values, expected = trained(model, handle, device)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    with vx.patch.hf(master) as handle, world(device) as mesh:
+        shard(master, mesh, mp_policy=policy)
+        got, grads = trained_sharded(master, handle, device)
+    assert_bitwise(got, values, "log-probabilities")
+    for name, gradient in grads.items():
+        assert gradient.dtype == torch.float32
+        assert_bitwise(gradient.to(dtype), expected[name], name)
+
+
+def one_of_two(rank, device, path):
+    """Each rank has a batch of its own; it sees the bits of the whole model, and half the sum of both gradients."""
+    torch.set_num_threads(1)
+    lengths = [(7, 1, 11), (3, 14)]
+    device_of_rank = device if device == "cpu" else f"cuda:{rank}"
+    with world(device, rank, 2, dist.FileStore(path, 2)) as mesh:
+        model = tiny("llama", torch.bfloat16, device=device_of_rank).train()
+        with vx.patch.hf(model) as handle:
+            alone = [trained(model, handle, device_of_rank, n, seed=i) for i, n in enumerate(lengths)]
+            shard(model, mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+            got, grads = trained_sharded(model, handle, device_of_rank, lengths[rank], seed=rank)
+        assert_bitwise(got, alone[rank][0], f"rank {rank}: log-probabilities")
+        for name, gradient in grads.items():
+            both = [gradients_of[name].float() for _, gradients_of in alone]
+            assert_bitwise(gradient, ((both[0] + both[1]) / 2).to(gradient.dtype), f"rank {rank}: {name}")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_two_ranks(device, tmp_path):
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, torch sees {torch.cuda.device_count()}")
+    torch.multiprocessing.spawn(one_of_two, (device, str(tmp_path / "store")), nprocs=2)
+
+
+# torch.compile
+
+
+COMPILERS = [
+    pytest.param(*kind.values, backend, id=f"{kind.id}-{backend}", marks=kind.marks)
+    for kind in devices(torch.bfloat16)
+    for backend in ("aot_eager", "inductor")
+    if backend == "aot_eager" or kind.values[0] == "cuda"  # on a CPU it takes a C++ compiler a minute
+]
+
+
+@pytest.mark.parametrize("name", [family(n) for n in ("qwen3", "gemma2")])
+@pytest.mark.parametrize("device,dtype,backend", COMPILERS)
+def test_torch_compile_has_the_same_bits(name, device, dtype, backend):
+    """Inductor joins elementwise kernels and would leave out the roundings between them: emulate_precision_casts."""
+    model = tiny(name, dtype, device=device, num_hidden_layers=2 if backend == "inductor" else 1).train()
+    ids, cu, _ = pack(sequences(device=device))
+    dy = torch.randn(ids.shape[1], 61, generator=torch.Generator().manual_seed(2)).to(device)
+    options = {"emulate_precision_casts": True} if backend == "inductor" else None
+
+    def run(model_or_compiled):
+        logits = model_or_compiled(ids, cu_seq_lens_q=cu, max_length_q=11, use_cache=False).logits[0]
+        return logits.detach(), *gradients(model, logits, dy).values()
+
+    try:
+        with vx.patch.hf(model):
+            expected = run(model)
+            assert_bitwise(run(torch.compile(model, backend=backend, options=options)), expected)
+    finally:
+        torch._dynamo.reset()
