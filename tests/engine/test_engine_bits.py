@@ -29,9 +29,7 @@ each_model = pytest.mark.parametrize(
         pytest.param(
             *model,
             id="-".join(map(str, model)).replace("torch.", ""),
-            marks=[pytest.mark.skip(reason="no CUDA device is visible to torch")]
-            if model[0] == "cuda" and not GPU
-            else [],
+            marks=pytest.mark.skipif(model[0] == "cuda" and not GPU, reason="no CUDA device is visible to torch"),
         )
         for model in MODELS
     ],

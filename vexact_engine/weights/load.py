@@ -19,7 +19,7 @@ import torch
 
 log = logging.getLogger(__name__)
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -51,12 +51,12 @@ def load(
                 directory that holds one and no config.json; the name of a model on the Hub; or a loaded Hugging Face
                 causal model, which is taken as it is
     device      where it is to be; a loaded model must be there already
-    dtype       "bfloat16" or "float32"; None: bfloat16, or what a loaded model has
+    dtype       "bfloat16", "float32" or, on a GPU, "float16"; None: bfloat16, or what a loaded model has
     tokenizer   to use instead of the one beside the weights
     raises      FileNotFoundError, or ValueError with the reason: truncated, incomplete or unknown; TypeError on dtype
     """
     if dtype is not None:
-        dtype = as_dtype(dtype)
+        dtype = as_dtype(dtype, device)
     if isinstance(source, torch.nn.Module):
         name, model = type(source).__name__, _accept(source, device, dtype)
     else:
@@ -68,11 +68,16 @@ def load(
     return Loaded(model.eval(), tokenizer, _eos_token_ids(model, tokenizer), name)
 
 
-def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """torch.bfloat16 or torch.float32, by name or as themselves. TypeError for anything else."""
+def served(device: str | torch.device) -> dict[str, torch.dtype]:
+    """What models may hold there: the CPU kernels know no float16."""
+    return {name: d for name, d in DTYPES.items() if d != torch.float16 or torch.device(device).type != "cpu"}
+
+
+def as_dtype(dtype: str | torch.dtype, device: str | torch.device = "cpu") -> torch.dtype:
+    """A dtype that the device serves, by name or as itself. TypeError for anything else."""
     found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if found not in DTYPES.values():
-        raise TypeError(f"weights: dtype: got {dtype!r}, expected one of {sorted(DTYPES)}")
+    if found not in served(device).values():
+        raise TypeError(f"weights: dtype: got {dtype!r}, expected one of {sorted(served(device))}")
     return found
 
 
@@ -81,7 +86,7 @@ def _accept(model: torch.nn.Module, device: str | torch.device, dtype: torch.dty
     if getattr(model, "config", None) is None or not hasattr(model, "get_output_embeddings"):
         raise TypeError(f"weights: source: got a {name}, expected a path or a Hugging Face causal language model")
     dtypes = {p.dtype for p in model.parameters()}
-    expected = {dtype} if dtype is not None else set(DTYPES.values())
+    expected = {dtype} if dtype is not None else set(served(device).values())
     if len(dtypes) != 1 or not dtypes <= expected:
         got, want = (" and ".join(sorted(map(str, kinds))) for kinds in (dtypes, expected))
         raise TypeError(f"weights: dtype: the given {name} has {got}, expected {want}: convert it first")
