@@ -14,6 +14,7 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("linear_dx(Tensor dy, Tensor weight, Tensor(a!) dx) -> ()");
   m.def("linear_dweight(Tensor dy, Tensor x, Tensor(a!) dweight) -> ()");
   m.def("linear_dbias(Tensor dy, Tensor(a!) dbias) -> ()");
+  m.def("bmm(Tensor a, Tensor b, Tensor(a!) out) -> ()");
   m.def("linear_skinny(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, int tokens, int boxes, int stages) -> ()");
 
   // grouped_linear: false, with nothing written, where offsets do not ascend from 0 to at most the number of rows
@@ -46,7 +47,7 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   // log_softmax, mean
   m.def("log_softmax_fwd(Tensor x, Tensor(a!) y, Tensor(b!) lse) -> ()");
   m.def("log_softmax_bwd(Tensor dy, Tensor x, Tensor lse, Tensor(a!) dx) -> ()");
-  m.def("mean_fwd(Tensor x, Tensor(a!) y) -> ()");
+  m.def("mean_fwd(Tensor x, float divisor, Tensor(a!) y) -> ()");
 
   // linear_cross_entropy
   m.def("linear_logprobs_fwd(Tensor hidden, Tensor weight, Tensor target, Tensor temperature, float softcap, Tensor(a!) workspace, Tensor(b!) logprob, Tensor(c!)? entropy, Tensor(d!) lse) -> ()");

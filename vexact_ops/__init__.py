@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 _WHERE = {
     # ops
     "linear": "linear.op",
+    "bmm": "linear.bmm",
     "grouped_linear": "grouped_linear.op",
     "moe_route": "moe_route.op",
     "fused_moe": "fused_moe.op",
@@ -20,6 +21,7 @@ _WHERE = {
     "silu_mul": "silu_mul.op",
     "log_softmax": "log_softmax.op",
     "mean": "mean.op",
+    "sum": "mean.op",
     "linear_logits": "linear_cross_entropy.op",
     "linear_logprobs": "linear_cross_entropy.op",
     "linear_cross_entropy": "linear_cross_entropy.op",
@@ -70,10 +72,11 @@ if TYPE_CHECKING:
     from ._core.numerics import numerics
     from .fused_moe.op import fused_moe
     from .grouped_linear.op import grouped_linear
+    from .linear.bmm import bmm
     from .linear.op import linear
     from .linear_cross_entropy.op import linear_cross_entropy, linear_logits, linear_logprobs
     from .log_softmax.op import log_softmax
-    from .mean.op import mean
+    from .mean.op import mean, sum
     from .moe_route.op import moe_route
     from .rmsnorm.op import rmsnorm
     from .rope.op import rope, rope_cos_sin

@@ -55,6 +55,20 @@ void linear_dweight(Tensor dy, Tensor x, Tensor dweight) {
                  mutable_data(dweight), dtype_of(dweight, "dweight"), dweight.stride(0)});
 }
 
+// (B, M, K) @ (B, K, N) -> (B, M, N): any strides but for out's last dimension.
+void bmm(Tensor a, Tensor b, Tensor out) {
+  STD_TORCH_CHECK(a.dim() == 3 && b.dim() == 3 && out.dim() == 3, "bmm: expected three dimensions");
+  const int64_t batch = out.size(0), m = out.size(1), n = out.size(2), k = a.size(2);
+  STD_TORCH_CHECK(a.size(0) == batch && a.size(1) == m && b.size(0) == batch && b.size(1) == k && b.size(2) == n,
+                  "bmm: shapes do not fit");
+  STD_TORCH_CHECK(n <= 1 || out.stride(2) == 1, "bmm: out: expected its last dimension contiguous");
+  const Gemm first{m, n, k,
+                   {data(a), dtype_of(a, "a"), a.stride(1), a.stride(2)},
+                   {data(b), dtype_of(b, "b"), b.stride(1), b.stride(2)},
+                   mutable_data(out), dtype_of(out, "out"), out.stride(1)};
+  VX_CALL(gemm_batch, {first, batch, a.stride(0), b.stride(0), out.stride(0)});
+}
+
 void linear_dbias(Tensor dy, Tensor dbias) {
   const Rows yr = rows_of(dy, "dy");
   check_1d(dbias, "dbias", yr.n);
@@ -70,4 +84,5 @@ STABLE_TORCH_LIBRARY_IMPL(vexact_native, CPU, m) {
   m.impl("linear_dx", TORCH_BOX(&vx::linear_dx));
   m.impl("linear_dweight", TORCH_BOX(&vx::linear_dweight));
   m.impl("linear_dbias", TORCH_BOX(&vx::linear_dbias));
+  m.impl("bmm", TORCH_BOX(&vx::bmm));
 }

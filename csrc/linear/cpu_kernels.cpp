@@ -314,6 +314,31 @@ void gemm(const Gemm& g) {
   parallel_tasks(c.down * c.across, [&](int64_t task) { run_task(g, c, task); });
 }
 
+void gemm_batch(const GemmBatch& g) {
+  auto at = [](const void* p, Dtype dtype, int64_t elements) -> const void* {
+    return static_cast<const char*>(p) + elements * (dtype == Dtype::f32 ? 4 : 2);
+  };
+  auto product = [&](int64_t i) {
+    Gemm one = g.first;
+    one.a.data = at(one.a.data, one.a.dtype, i * g.a_stride);
+    one.b.data = at(one.b.data, one.b.dtype, i * g.b_stride);
+    one.c = const_cast<void*>(at(one.c, one.c_dtype, i * g.c_stride));
+    return one;
+  };
+  if (g.batch < num_threads()) {  // too few to give every thread one
+    for (int64_t i = 0; i < g.batch; ++i) gemm(product(i));
+    return;
+  }
+  const double work = double(larger(g.first.m, 4)) * double(g.first.n) * double(g.first.k);
+  const int64_t grain = 1 + int64_t(double(1 << 18) / (work + 1));
+  parallel_dynamic(
+      g.batch, grain,
+      [](int64_t begin, int64_t end, void* context) {
+        for (int64_t i = begin; i < end; ++i) gemm_single((*static_cast<decltype(product)*>(context))(i));
+      },
+      &product);
+}
+
 void column_sums(const ColumnSums& a) {
   parallel_for(0, (a.n + 15) / 16, 1 + 4096 / (a.rows + 1), [&](int64_t begin, int64_t end) {
     for (int64_t j = begin * 16; j < end * 16 && j < a.n; j += 16) {

@@ -12,6 +12,12 @@ struct ColumnSums {  // out[j] = sum of x[i, j] over i, ascending, in fp32
   Dtype out_dtype;
 };
 
+struct GemmBatch {  // independent products of one shape: product i lies i strides (in elements) behind the first
+  Gemm first;
+  int64_t batch, a_stride, b_stride, c_stride;
+};
+
 }  // namespace vx
 
+VX_DECLARE_KERNEL(void gemm_batch(const GemmBatch& g))
 VX_DECLARE_KERNEL(void column_sums(const ColumnSums& a))

@@ -4,11 +4,11 @@
 namespace vx {
 namespace {
 
-void mean_fwd(Tensor x, Tensor y) {
+void mean_fwd(Tensor x, double divisor, Tensor y) {
   const int64_t rows = x.size(0), n = x.size(1);
   check_2d(x, "x", rows, n);
   check_1d(y, "y", rows);
-  VX_CALL(mean_fwd, {dtype_of(x, "x"), rows, n, data(x), mutable_data(y), x.stride(0)});
+  VX_CALL(mean_fwd, {dtype_of(x, "x"), rows, n, data(x), mutable_data(y), x.stride(0), float(divisor)});
 }
 
 }  // namespace

@@ -33,7 +33,7 @@ void forward(const MeanFwd& a) {
     for (int64_t row = begin; row < end; ++row) {
       float sum = 0.0f;
       for (int64_t b = 0; b < blocks; ++b) sum = sum + sums[row * blocks + b];  // order: blocks ascending
-      static_cast<T*>(a.y)[row] = from_f32<T>(sum / float(a.n));
+      static_cast<T*>(a.y)[row] = from_f32<T>(sum / a.divisor);
     }
   });
 }

@@ -12,6 +12,7 @@ struct MeanFwd {
   const void* x;  // (rows, n), row stride x_stride elements
   void* y;        // (rows,)
   int64_t x_stride;
+  float divisor;  // of the sum: n for a mean, 1 for a sum
 };
 
 }  // namespace vx

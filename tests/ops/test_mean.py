@@ -1,4 +1,4 @@
-"""mean: elements stand alone, any dims, every path has the same bits, gradients are right, bad arguments are named."""
+"""mean and sum: elements stand alone, any dims, every path has the same bits, gradients, bad arguments are named."""
 
 import pytest
 import torch
@@ -35,6 +35,27 @@ def test_every_choice_of_dims(device, backend, dtype, dim, keepdim):
     exact = mean_ref(x.double(), dim, keepdim)
     rtol = {torch.bfloat16: 2**-7, torch.float16: 2**-10}.get(dtype, 1e-5)
     torch.testing.assert_close(y.double(), exact, rtol=rtol, atol=1e-5)
+
+
+@BACKENDS
+@DTYPES
+def test_a_sum_is_the_mean_undivided(device, backend, dtype):
+    """By a power of two the division is exact: n times the mean has the sum's bits."""
+    x = tricky(5, 64, 32, seed=3, dtype=dtype, device=device)
+    for dim, n in ((1, 64), (2, 32), ((1, 2), 2048)):
+        y = vx.sum(x, dim, keepdim=True, backend=backend)
+        assert_bitwise(y, vx.mean(x.float(), dim, True, backend=backend).mul(n).to(dtype))
+        exact = x.double().sum(dim, keepdim=True)
+        rtol = {torch.bfloat16: 2**-7, torch.float16: 2**-10}.get(dtype, 1e-5)
+        torch.testing.assert_close(y.double(), exact, rtol=rtol, atol=1e-2)
+    assert vx.sum(x, backend=backend).shape == ()
+    assert_bitwise(vx.sum(x[:, :0], 1, backend=backend), torch.zeros(5, 32, dtype=dtype, device=device))
+    assert vx.mean(x[:, :0], 1, backend=backend).isnan().all()
+    x.requires_grad_()
+    dy = torch.randn(5, 32, device=device).to(dtype)
+    assert_bitwise(torch.autograd.grad(vx.sum(x, 1, backend=backend), x, dy)[0], dy[:, None].expand(5, 64, 32))
+    with pytest.raises(ValueError, match="sum: dim: got 3, expected distinct dimensions of a 3-dimensional x"):
+        vx.sum(x, 3, backend=backend)
 
 
 @BACKENDS
@@ -99,9 +120,8 @@ def test_accuracy(device, backend, dtype):
 
 @BACKENDS
 def test_opcheck(device, backend):
-    torch.library.opcheck(
-        torch.ops.vexact.mean.default, (torch.randn(3, 40, device=device, requires_grad=True), backend)
-    )
+    x = torch.randn(3, 40, device=device, requires_grad=True)
+    torch.library.opcheck(torch.ops.vexact.mean.default, (x, 40.0, backend))
 
 
 def test_bad_arguments_are_named():

@@ -35,6 +35,12 @@ def linear_dweight(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return dweight
 
 
+def bmm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    out = torch.empty(a.shape[0], a.shape[1], b.shape[2], dtype=out_dtype)
+    native.ops().bmm(a, b, out)
+    return out
+
+
 def linear_dbias(dy: Tensor, dtype: torch.dtype) -> Tensor:
     dbias = torch.empty(dy.shape[-1], dtype=dtype)
     native.ops().linear_dbias(dy, dbias)

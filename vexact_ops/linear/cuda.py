@@ -14,9 +14,9 @@ from .._core import native
 from .._core.admit import Candidate, admissions, time_on_gpu
 from ..testing.inputs import cancelling
 from . import triton
-from .triton import linear_dbias, linear_dweight, linear_dx
+from .triton import bmm, linear_dbias, linear_dweight, linear_dx
 
-__all__ = ["linear_dbias", "linear_dweight", "linear_dx", "linear_fwd"]
+__all__ = ["bmm", "linear_dbias", "linear_dweight", "linear_dx", "linear_fwd"]
 
 MOST_ROWS = 64
 BUCKETS = (8, 16, 32, 64)

@@ -90,6 +90,37 @@ def matmul(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, *, res
     return out
 
 
+@triton.jit(do_not_specialize=["M"])
+def _bmm_kernel(
+    a, b, c, M, N, K, a_batch, a_row, a_col, b_batch, b_row, b_col, c_batch,
+    WIDE: tl.constexpr, EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    batch = tl.program_id(1).to(tl.int64)
+    m, n = place(M, N, BM, BN)
+    a, b = a + batch * a_batch, b + batch * b_batch
+    acc = tl.zeros([BM, BN], tl.float32)
+    acc = accumulate(acc, a, b, m, n, M, N, K, a_row, a_col, b_row, b_col, WIDE, EVEN_K, BK)
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    tl.store(c + batch * c_batch + m[:, None] * N + n[None, :], acc.to(c.dtype.element_ty), mask=inside)
+
+
+def bmm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """(B, M, K) @ (B, K, N), any strides."""
+    (batch, rows, depth), columns = a.shape, b.shape[2]
+    out = a.new_empty(batch, rows, columns, dtype=out_dtype)
+    if out.numel() == 0:
+        return out
+    tile = TILES[max(a.element_size(), b.element_size())]
+    tiles = triton.cdiv(rows, tile["BM"]) * triton.cdiv(columns, tile["BN"])
+    with on(a):
+        for x, y, z in zip(*(t.split(65535) for t in (a, b, out))):  # what a grid takes in its second dimension
+            _bmm_kernel[(tiles, x.shape[0])](
+                x, y, z, rows, columns, depth, *x.stride(), *y.stride(), rows * columns,
+                WIDE=a.dtype != b.dtype, EVEN_K=depth % tile["BK"] == 0, **tile, **OPTIONS,
+            )  # fmt: skip
+    return out
+
+
 def _flat(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.view(math.prod(x.shape[:-1]), x.shape[-1])
 

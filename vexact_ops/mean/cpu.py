@@ -6,7 +6,7 @@ from torch import Tensor
 from .._core import native
 
 
-def mean_fwd(x: Tensor) -> Tensor:
+def mean_fwd(x: Tensor, divisor: float) -> Tensor:
     y = torch.empty(x.shape[0], dtype=x.dtype)
-    native.ops().mean_fwd(x, y)
+    native.ops().mean_fwd(x, divisor, y)
     return y

@@ -1,4 +1,4 @@
-"""The mean over any dimensions."""
+"""The mean and the sum over any dimensions."""
 
 import math
 from collections.abc import Sequence
@@ -27,42 +27,61 @@ def mean(
     grad     dy / n, rounded once, as bits
     raises   TypeError on dtype, ValueError on dim, BackendUnavailable
     """
-    check.tensor("mean", "x", x, check.FLOATS)
-    dims = _dims(x, dim)
+    return _reduce("mean", x, dim, keepdim, backend)
+
+
+def sum(  # the name that torch has for it
+    x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, *, backend: str | None = None
+) -> Tensor:
+    """The sum over `dim`, in fp32, rounded once. All that mean's contract says holds, but for the division; the sum of
+    nothing is 0, and dim is None, all of them, where it is not given: as for torch.sum.
+
+    grad     dy, as bits
+    """
+    return _reduce("sum", x, dim, keepdim, backend)
+
+
+def _reduce(op: str, x: Tensor, dim, keepdim: bool, backend: str | None) -> Tensor:
+    check.tensor(op, "x", x, check.FLOATS)
+    dims = _dims(op, x, dim)
     backend = ROOM.resolve(x.device, backend)
-    check.served("mean", "x", x.dtype, backend)
+    check.served(op, "x", x.dtype, backend)
     kept = [d for d in range(x.dim()) if d not in dims]
     shape = [x.shape[d] for d in kept]
     flat = x.permute(kept + dims).reshape(math.prod(shape), math.prod([x.shape[d] for d in dims]))
-    y = _mean(check.rows(flat), backend)
+    y = _mean(check.rows(flat), float(flat.shape[1]) if op == "mean" else 1.0, backend)
     return y.view([1 if d in dims else x.shape[d] for d in range(x.dim())] if keepdim else shape)
 
 
-def _dims(x: Tensor, dim) -> list[int]:
+def _dims(op: str, x: Tensor, dim) -> list[int]:
     if isinstance(dim, bool) or not (dim is None or isinstance(dim, int | list | tuple)):
-        raise TypeError(f"mean: dim: got {type(dim).__name__}, expected int, a sequence of int or None")
+        raise TypeError(f"{op}: dim: got {type(dim).__name__}, expected int, a sequence of int or None")
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):
         return list(range(x.dim()))
     asked, n = [dim] if isinstance(dim, int) else list(dim), x.dim()
     dims = sorted(d + n if d < 0 else d for d in asked)
     if any(not 0 <= d < n for d in dims) or len(set(dims)) < len(dims):
-        raise ValueError(f"mean: dim: got {dim}, expected distinct dimensions of a {n}-dimensional x")
+        raise ValueError(f"{op}: dim: got {dim}, expected distinct dimensions of a {n}-dimensional x")
     return dims
 
 
-def _fwd(x: Tensor, backend: str):
-    return ROOM.module(backend).mean_fwd(x)
+def _fwd(x: Tensor, divisor: float, backend: str):
+    return ROOM.module(backend).mean_fwd(x, divisor)
 
 
 def _setup(ctx, inputs, output):
-    x, _ = inputs
+    x, ctx.divisor, _ = inputs
     ctx.n = x.shape[1]
 
 
 def _backward(ctx, dy):
-    return (dy.float() / ctx.n).to(dy.dtype)[:, None].expand(-1, ctx.n), None
+    return (dy.float() / ctx.divisor).to(dy.dtype)[:, None].expand(-1, ctx.n), None, None
 
 
 _mean = Operator(
-    "mean(Tensor x, str backend) -> Tensor", _fwd, lambda x, backend: x.new_empty(x.shape[0]), _setup, _backward
+    "mean(Tensor x, float divisor, str backend) -> Tensor",
+    _fwd,
+    lambda x, divisor, backend: x.new_empty(x.shape[0]),
+    _setup,
+    _backward,
 )

@@ -22,11 +22,10 @@ def _sum_kernel(x, y, rows, n, stride, y_stride, divisor, LAST: tl.constexpr, RO
     tl.store(y + row * y_stride + part, total.to(y.dtype.element_ty), mask=row < rows)
 
 
-def mean_fwd(x: Tensor) -> Tensor:
+def mean_fwd(x: Tensor, divisor: float) -> Tensor:
     (rows, n), dtype = x.shape, x.dtype
     if rows == 0 or n == 0:
-        return torch.full((rows,), float("nan"), dtype=dtype, device=x.device)
-    divisor = float(n)
+        return torch.full((rows,), 0.0 / divisor if divisor else float("nan"), dtype=dtype, device=x.device)
     with on(x):
         while True:
             columns = block(n, most=WIDEST)

@@ -1,6 +1,7 @@
 """Models of other libraries on aligned ops: objects that say what they changed and undo it."""
 
+from .aten import aten
 from .batch import PagedBatch
 from .hf import UnsupportedModule, hf
 
-__all__ = ["PagedBatch", "UnsupportedModule", "hf"]
+__all__ = ["PagedBatch", "UnsupportedModule", "aten", "hf"]

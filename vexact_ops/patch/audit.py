@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # Elementwise and correctly rounded, or data movement that is no view.
 EXACT = {
-    *("add", "sub", "rsub", "mul", "div", "neg", "abs", "relu", "square", "clamp", "clamp_min", "clamp_max"),
+    *("add", "sub", "rsub", "mul", "div", "neg", "abs", "relu", "square", "sqrt", "clamp", "clamp_min", "clamp_max"),
+    *("threshold_backward", "squeeze_", "unsqueeze_", "transpose_", "t_", "resize_"),
     *("maximum", "minimum", "where", "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf"),
     *("add_", "sub_", "mul_", "div_", "clamp_", "masked_fill", "masked_fill_"),
     *("_to_copy", "clone", "copy_", "contiguous", "cat", "stack", "constant_pad_nd", "repeat", "repeat_interleave"),
@@ -24,6 +25,26 @@ EXACT = {
     *("ones", "ones_like", "new_ones", "full", "full_like", "new_full", "fill_", "zero_", "scalar_tensor", "arange"),
     *("lift_fresh", "lift_fresh_copy", "_unsafe_view", "roll", "flip", "tril", "triu"),
 }
+
+
+def exact(func, args: tuple, kwargs: dict, out) -> bool:
+    """This call has the same bits in every batch, whoever computes it."""
+    if func.namespace == "vexact" or func.is_view:
+        return True
+    name = func.overloadpacket.__name__
+    if name in EXACT and func.namespace in ("aten", "prims"):
+        return kwargs.get("alpha", 1) == 1  # a scaled sum may be one fused operation or two
+    if name in ("index_put", "index_put_", "_index_put_impl_"):
+        return not (args[3] if len(args) > 3 else kwargs.get("accumulate", False))
+    made = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+    if not made:  # a question about a tensor, not a value
+        return True
+    if func.namespace in ("aten", "prims"):
+        if name == "pow" and len(args) > 1 and args[1] in (1, 2):
+            return True
+        read = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        return not any(t.is_floating_point() or t.is_complex() for t in (*read, *made))
+    return False
 
 
 class Watch(TorchDispatchMode):
@@ -35,26 +56,9 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if not self._exact(func, args, kwargs or {}, out):
+        if not exact(func, args, kwargs or {}, out):
             self.found.setdefault(self._module(), set()).add(func.overloadpacket._qualified_op_name.replace("::", "."))
         return out
-
-    @staticmethod
-    def _exact(func, args, kwargs, out) -> bool:
-        if func.namespace == "vexact" or func.is_view:
-            return True
-        made = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
-        if not made:  # a question about a tensor, not a value
-            return True
-        if func.namespace in ("aten", "prims"):
-            name = func.overloadpacket.__name__
-            if name in EXACT:
-                return kwargs.get("alpha", 1) == 1  # a scaled sum may be one fused operation or two
-            if name == "pow" and len(args) > 1 and args[1] in (1, 2):
-                return True
-            read = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            return not any(t.is_floating_point() or t.is_complex() for t in (*read, *made))
-        return False
 
     def _module(self) -> str:
         frame = sys._getframe(2)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from . import audit, forwards, pieces
 from .pieces import NotCovered
+from .report import table
 
 _LOCK = threading.RLock()
 _STRUCTURE = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.Identity)
@@ -46,10 +47,8 @@ class Report(list):
 
     def __str__(self) -> str:
         lines = Counter((re.sub(r"\.\d+(?=\.|$)", ".*", r.path), r.cls, r.replacement or "-", r.note) for r in self)
-        head = ("module", "class", "aligned ops", "note")
-        cells = [head, *((f"{p or '(root)'}" + (f" x{n}" if n > 1 else ""), *rest) for (p, *rest), n in lines.items())]
-        widths = [max(len(c[i]) for c in cells) for i in range(3)]
-        return "\n".join("  ".join([*(c[i].ljust(widths[i]) for i in range(3)), c[3]]).rstrip() for c in cells)
+        rows = [(f"{p or '(root)'}" + (f" x{n}" if n > 1 else ""), *rest) for (p, *rest), n in lines.items()]
+        return table(("module", "class", "aligned ops", "note"), rows)
 
 
 @dataclass
