@@ -24,7 +24,7 @@ from torch import Tensor
 
 import vexact_ops as vx
 
-from . import memory, models
+from . import models
 from .config import EngineConfig, SamplingParams
 from .interrupt import HeldInterrupts
 from .outputs import Increment, Ticket
@@ -77,6 +77,7 @@ class Engine:
         self._handle = vx.patch.hf(self.model, kv_segment=config.kv_segment)
         try:
             self._runner = Runner(self.model, self._handle, self.config, self.device)
+            self.config = self._runner.config
         except BaseException:
             self._handle.undo()
             raise
@@ -118,13 +119,7 @@ class Engine:
         made_for, wanted = models.max_positions(self.model), config.max_model_len
         if made_for is not None and wanted is not None and wanted > made_for:
             raise ValueError(f"EngineConfig: max_model_len is {wanted}, expected at most {made_for}: {self.name}'s own")
-        length = wanted if wanted is not None else made_for
-        pages = config.num_pages
-        if pages is None:
-            layers, heads, dim = models.cache_shape(self.model)
-            per_token = layers * 2 * heads * dim * self.dtype.itemsize
-            pages = memory.default_num_pages(config, per_token, length or 1 << 20, self.device)
-        return replace(config, num_pages=pages, max_model_len=length)
+        return replace(config, max_model_len=wanted if wanted is not None else made_for)
 
     # Fronts
 

@@ -10,15 +10,19 @@ from .config import EngineConfig
 CPU_SHARE, CPU_MOST = 0.25, 8 << 30
 
 
-def default_num_pages(config: EngineConfig, bytes_per_token: int, max_model_len: int, device: torch.device) -> int:
+def default_num_pages(
+    config: EngineConfig, bytes_per_token: int, max_model_len: int, device: torch.device, step_bytes: int = 0
+) -> int:
     """Pages for `num_pages=None`: what memory allows, but no more than `max_num_seqs` whole sequences need.
 
-    On a GPU `gpu_memory_utilization` of its memory less what is in use; on a CPU a quarter of what is available, at
-    most 8 GiB. ValueError where not even one page fits.
+    On a GPU `gpu_memory_utilization` of its memory, less what is in use by anyone (the weights, other processes) and
+    what the largest step takes on top, `step_bytes`; on a CPU a quarter of what is available, at most 8 GiB.
+    ValueError where not even one page fits.
     """
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps in reserve counts as in use
         free, total = torch.cuda.mem_get_info(device)
-        room = int(total * config.gpu_memory_utilization) - (total - free)
+        room = int(total * config.gpu_memory_utilization) - (total - free) - step_bytes
         what = f"gpu_memory_utilization={config.gpu_memory_utilization} of {total >> 20} MiB"
     else:
         available = available_bytes()

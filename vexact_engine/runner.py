@@ -1,11 +1,14 @@
 """Owns the model and the KV caches, and runs a plan: one forward, logits of the rows that are sampled, one draw."""
 
+from dataclasses import replace
+
+import numpy as np
 import torch
 from torch import Tensor
 
 import vexact_ops as vx
 
-from . import models
+from . import memory, models
 from .batch import Batch, BatchBuilder
 from .config import EngineConfig
 from .scheduler import Sampled, StepPlan
@@ -15,33 +18,47 @@ class Runner:
     """One model on one device. Not thread-safe: its owner runs one plan at a time.
 
     model    a Hugging Face causal language model, with `handle` its patch
-    config   with num_pages set
+    config   as given; in it, num_pages is filled in where it is None
     path     how hidden states are computed: "fused", or "patched: " and why
     """
 
     def __init__(self, model: torch.nn.Module, handle, config: EngineConfig, device: torch.device):
         self.model, self.handle, self.device = model, handle, device
-        layers, heads, dim = models.cache_shape(model)
-        dtype = next(model.parameters()).dtype
-        shape = config.num_pages, config.page_size, heads, dim
-        # Not zeroed: nobody reads what has not been stored, and on a CPU untouched memory is never taken.
-        self.k_caches = [torch.empty(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.v_caches = [torch.empty(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.builder = BatchBuilder(config, device)
+        self.layers, heads, dim = models.cache_shape(model)
+        self.page, self.dtype = (config.page_size, heads, dim), next(model.parameters()).dtype
         self.forward, self.path = models.forward(model, kv_segment=config.kv_segment)
+        if config.num_pages is None:  # behind the forward: what that moves and takes is in use by now
+            per_token = self.layers * 2 * heads * dim * self.dtype.itemsize
+            step = self._rehearse(config) if device.type == "cuda" else 0
+            pages = memory.default_num_pages(config, per_token, config.max_model_len or 1 << 20, device, step)
+            config = replace(config, num_pages=pages)
+        self.config = config
+        # Not zeroed: nobody reads what has not been stored, and on a CPU untouched memory is never taken.
+        self.k_caches, self.v_caches = self._caches(config.num_pages), self._caches(config.num_pages)
+        self.builder = BatchBuilder(config, device)
+
+    def _caches(self, pages: int, layers: int | None = None) -> list[Tensor]:
+        shape = pages, *self.page
+        return [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(layers or self.layers)]
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Sampled:
-        """What the plan draws; -1 for a sequence whose logits are not numbers."""
+        """What the plan draws; -1 for a sequence whose logits are not numbers. The host waits once, for the draw."""
         batch = self.builder.build(plan)
-        hidden = self.forward(batch, self.k_caches, self.v_caches)
-        rows = batch.sample_rows.shape[0]
-        if rows == 0:
+        if batch.sample_rows.shape[0] == 0:
+            self.forward(batch, self.k_caches, self.v_caches)
             return Sampled([], [], [], [])
-        if rows != hidden.shape[0]:
+        logits, drawn = self._step(batch, self.k_caches, self.v_caches)
+        top = self._top_logprobs(plan, batch, logits) if batch.num_top_logprobs else None
+        return Sampled(*_to_host(*drawn), top)
+
+    def _step(self, batch: Batch, k_caches, v_caches) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """Logits of the sampled rows, and ids, log-probabilities and raw ones drawn from them."""
+        hidden = self.forward(batch, k_caches, v_caches)
+        if batch.sample_rows.shape[0] != hidden.shape[0]:
             hidden = hidden.index_select(0, batch.sample_rows)
         logits = self.handle.logits(hidden)
-        ids, logprobs, raw = vx.sample(
+        drawn = vx.sample(
             logits,
             batch.seeds,
             batch.draw_positions,
@@ -50,16 +67,74 @@ class Runner:
             top_p=batch.top_p,
             min_p=batch.min_p,
         )
-        top = self._top_logprobs(plan, batch, logits) if batch.num_top_logprobs else None
-        return Sampled(ids.tolist(), logprobs.tolist(), raw.tolist(), top)
+        return logits, drawn
+
+    @torch.inference_mode()
+    def _rehearse(self, config: EngineConfig) -> int:
+        """Bytes that the largest step takes beside weights and caches.
+
+        Steps of every power of two of sequences go first: kernels that are compiled, verified and chosen for a shape
+        when they first meet it do so here, and not under a request.
+        """
+        tokens, most = config.max_num_batched_tokens, min(config.max_num_seqs, config.max_num_batched_tokens)
+        k, v = self._caches(1, 1) * self.layers, self._caches(1, 1) * self.layers
+        counts = {min(1 << i, most) for i in range(most.bit_length() + 1)}
+        for count in sorted(counts):
+            self._step(self._dummy(config, [1] * count), k, v)
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        self._step(self._dummy(config, [tokens - most + 1] + [1] * (most - 1)), k, v)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def _dummy(self, config: EngineConfig, lengths: list[int]) -> Batch:
+        """A step of so many tokens of each sequence that stores nothing and reads one page over and over."""
+        device, ends = self.device, np.cumsum([0, *lengths])
+        limit = config.max_model_len or ends[-1]
+        width = -(-min(max(lengths), limit) // config.page_size)
+
+        def full(value, dtype, size=None) -> Tensor:
+            return torch.full((size or len(lengths),), value, dtype=dtype, device=device)
+
+        def ints(values, dtype=torch.int32) -> Tensor:
+            return torch.tensor(np.asarray(values), dtype=dtype, device=device)
+
+        positions = np.concatenate([np.arange(n) % limit for n in lengths])
+        return Batch(
+            input_ids=full(0, torch.int64, len(positions)),
+            positions=ints(positions, torch.int64),
+            slot_mapping=full(-1, torch.int64, len(positions)),
+            block_table=torch.zeros(len(lengths), width, dtype=torch.int32, device=device),
+            context_lens=ints(np.minimum(lengths, limit)),
+            cu_seqlens_q=ints(ends),
+            max_seqlen_q=max(lengths),
+            sample_rows=ints(ends[1:] - 1, torch.int64),
+            seeds=full(0, torch.int64),
+            draw_positions=full(0, torch.int64),
+            temperature=full(1.0, torch.float32),
+            top_k=full(0, torch.int64),
+            top_p=full(1.0, torch.float32),
+            min_p=full(0.0, torch.float32),
+            num_top_logprobs=0,
+        )
 
     def _top_logprobs(self, plan: StepPlan, batch: Batch, logits: Tensor) -> list[dict[int, float] | None]:
         """The likeliest ids at temperature 1, for the rows that want them."""
         counts = [chunk.sequence.params.num_top_logprobs for chunk in plan.sampled_chunks]
         wanted = [row for row, count in enumerate(counts) if count]
-        chosen = logits if len(wanted) == len(counts) else logits[wanted]
+        chosen = logits if len(wanted) == len(counts) else logits[torch.tensor(wanted, device=logits.device)]
         values, ids = vx.log_softmax(chosen).topk(min(batch.num_top_logprobs, logits.shape[1]), dim=1)
         found: list[dict[int, float] | None] = [None] * len(counts)
         for row, row_ids, row_values in zip(wanted, ids.tolist(), values.tolist()):
             found[row] = dict(zip(row_ids[: counts[row]], row_values))
         return found
+
+
+def _to_host(ids: Tensor, *values: Tensor) -> tuple[list, ...]:
+    """(S,) int64 and some (S,) fp32 as lists, in one copy."""
+    if ids.device.type == "cpu":
+        return ids.tolist(), *(v.tolist() for v in values)
+    words = torch.cat([t.contiguous().view(torch.int32) for t in (ids, *values)]).cpu().numpy()
+    count = ids.shape[0]
+    parts = words[2 * count :].view(np.float32).reshape(len(values), count)
+    return words[: 2 * count].view(np.int64).tolist(), *parts.tolist()
