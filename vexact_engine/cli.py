@@ -11,7 +11,8 @@ import os
 import sys
 from collections.abc import Iterator
 
-DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+DTYPES |= {name: name for name in DTYPES.values()}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     _outputs(demo)
 
     verify = _command(commands, "verify", _verify, "compare rollout and training on your model and your prompts")
-    _model(verify)
+    _model(verify, or_config=True)
     source = verify.add_argument_group("prompts (random token ids, unless a file is given)")
     source.add_argument("--prompts", metavar="FILE", help=".txt (a prompt a line), .jsonl, or .json as ShareGPT has it")
     source.add_argument("--limit", type=_positive, metavar="N", help="no more than N prompts of the file")
@@ -69,6 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     engine.add_argument("--kv-segment", type=_positive, help="attention's key segment; part of the numerics")
     verify.add_argument("--pack-tokens", type=_positive, help="tokens in one packed training batch")
     verify.add_argument("--random-weights", action="store_true", help="from config.json alone, at its true dimensions")
+    verify.add_argument(
+        "--batch-sizes", type=_lengths, default=[], metavar="N,N", help="roll out again, so many prompts at a time"
+    )
     verify.add_argument("--stock", action="store_true", help="put the same question to the stock Hugging Face stack")
     verify.add_argument("--stock-prompts", type=_positive, metavar="N", help="for the first N prompts alone")
     verify.add_argument("--show", type=int, default=2, metavar="N", help="answers to print (2)")
@@ -103,11 +107,12 @@ def _outputs(parser):
     parser.add_argument("--html", metavar="FILE", help="write a report with plots")
 
 
-def _model(parser):
-    parser.add_argument(
-        "--model", required=True, metavar="DIR|GGUF|HUB-ID", help="safetensors directory, GGUF file or Hub name"
-    )
-    parser.add_argument("--dtype", type=_dtype, default="bfloat16", help="bf16 (default) or fp32")
+def _model(parser, or_config=False):
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("--model", metavar="DIR|GGUF|HUB-ID", help="safetensors directory, GGUF file or Hub name")
+    if or_config:
+        group.add_argument("--config", metavar="NAME", help="random weights at a known model's sizes: qwen3-8b, ...")
+    parser.add_argument("--dtype", type=_dtype, default="bfloat16", help="bf16 (default), fp32, or on a GPU fp16")
     parser.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
 
 
@@ -132,7 +137,7 @@ def _sampling(parser, max_new_tokens):
 
 def _dtype(text: str) -> str:
     if text not in DTYPES:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected bf16 or fp32")
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected bf16, fp16 or fp32")
     return DTYPES[text]
 
 
@@ -177,8 +182,11 @@ def _verify(args) -> int:
     _check_writable(args.json, args.html)
     from .config import EngineConfig, SamplingParams
     from .prompts import read_prompts, synthetic_prompts
-    from .verify import load_random, verify
+    from .verify import verify
+    from .weights.random import CONFIGS, load_random
 
+    if args.config is not None and args.config not in CONFIGS:
+        raise ValueError(f"--config: got {args.config!r}, expected one of {', '.join(CONFIGS)}")
     params = SamplingParams(**_sampling_of(args), n=args.samples)
     config = EngineConfig(
         page_size=args.page_size,
@@ -193,8 +201,8 @@ def _verify(args) -> int:
     device = _device(args.device)
     with _progress() as progress:
         progress("load", 0, 1)
-        if args.random_weights:
-            loaded = load_random(args.model, dtype=args.dtype, device=device, seed=args.seed)
+        if args.config or args.random_weights:
+            loaded = load_random(args.config or args.model, dtype=args.dtype, device=device, seed=args.seed)
         else:
             loaded = _load(args, device)
         if prompts is None:
@@ -209,6 +217,7 @@ def _verify(args) -> int:
             stock=(args.dtype,) if args.stock else (),
             stock_prompts=args.stock_prompts,
             pack_tokens=args.pack_tokens,
+            batch_sizes=args.batch_sizes,
             seed=args.seed,
             title=f"VeXact verify: {os.path.basename(loaded.name.rstrip('/'))}",
             progress=progress,
@@ -424,6 +433,11 @@ def _print_run(v) -> None:
         f"engine: {s['steps']} steps, {s['mixed_steps']} of them mixed; {s['partial_prefills']} prompt chunks, "
         f"{preempted}, {s['prefix_tokens']} tokens from the prefix cache"
     )
+    for batch in v.batches:
+        print(
+            f"engine: {batch.requests} prompts again, {batch.batch_size} at a time: {batch.mismatched_tokens} of "
+            f"{batch.tokens} tokens differ ({batch.seconds:.1f} s)"
+        )
     if v.gradients is not None:
         g = v.gradients
         state = "all finite" if g.finite else f"NOT FINITE: {', '.join(g.nonfinite[:4]) or 'the loss'}"

@@ -9,7 +9,6 @@ bit for bit. Beside it, if asked for, the same question to the stock stack.
 import copy
 import gc
 import math
-import os
 import platform
 import random
 import time
@@ -62,11 +61,26 @@ class Gradients:
         return not self.nonfinite and math.isfinite(self.loss)
 
 
+@dataclass(frozen=True)
+class Batches:
+    """The same requests again, this many at a time: tokens and log-probabilities against those of the first rollout.
+
+    mismatched_tokens   of `tokens`, those whose id or either of whose log-probabilities has other bits
+    """
+
+    batch_size: int
+    requests: int
+    tokens: int
+    mismatched_tokens: int
+    seconds: float
+
+
 @dataclass
 class Verification:
     """All that `verify` found out.
 
     aligned      the engine against the patched model; `comparison` has its figures
+    batches      the engine against itself at other batch sizes
     stock        the stock stack against itself, one Side per dtype asked for
     statistics   of the engine's run: steps, chunks, preemptions, prefix hits
     gradients    of the backward pass
@@ -85,6 +99,7 @@ class Verification:
     environment: dict
     seconds: float = 0.0
     errors: list[str] = field(default_factory=list)
+    batches: list[Batches] = field(default_factory=list)
 
     @property
     def comparison(self) -> Comparison:
@@ -92,8 +107,10 @@ class Verification:
 
     @property
     def equal(self) -> bool:
-        """Every compared log-probability has the same bits, there is at least one, and gradients are finite."""
-        return self.comparison.equal and (self.gradients is None or self.gradients.finite)
+        """Every compared log-probability has the same bits, at every batch size, there is at least one, and gradients
+        are finite."""
+        same = self.comparison.equal and not any(batch.mismatched_tokens for batch in self.batches)
+        return same and (self.gradients is None or self.gradients.finite)
 
     def to_json(self) -> dict:
         """The figures for JSON: "aligned" and "stock" with the same four keys, and the rest."""
@@ -104,6 +121,7 @@ class Verification:
                 "stock": same_dtype[0].comparison.to_json() if same_dtype else None,
                 "stock_by_dtype": {side.dtype: side.comparison.to_json() for side in self.stock},
                 "equal": self.equal,
+                "batches": [asdict(batch) for batch in self.batches],
                 "model": self.model,
                 "dtype": self.dtype,
                 "device": self.device,
@@ -134,6 +152,7 @@ def verify(
     stock_prompts: int | None = None,
     stock_new_tokens: int | None = None,
     pack_tokens: int | None = None,
+    batch_sizes: Sequence[int] = (),
     seed: int = 0,
     title: str = "Rollout against training",
     progress: Progress = quiet,
@@ -147,6 +166,7 @@ def verify(
     stock          dtypes in which the stock stack answers the same question. `stock_prompts` limits how many prompts,
                    and `stock_new_tokens` their answers' length, which is the longest one's otherwise
     pack_tokens    tokens in one packed training batch; by default a third of all, at most 4096
+    batch_sizes    roll out again, so many prompts at a time (eight prompts at least, all at most), and compare
     returns        a Verification
     raises         VerifyError where nothing was generated at all; PromptError for prompts that cannot be encoded
     """
@@ -164,7 +184,7 @@ def verify(
 
     progress("rollout", 0, len(prompts))
     started = time.perf_counter()
-    samples, statistics = _rollout(loaded, config, prompts, prompt_ids, each)
+    samples, statistics, batches = _rollout(loaded, config, prompts, prompt_ids, each, batch_sizes, progress)
     seconds = {"rollout": round(time.perf_counter() - started, 3)}
     if not any(sample.token_ids for sample in samples):
         why = next((sample.error for sample in samples if sample.error), "every answer was empty")
@@ -213,6 +233,7 @@ def verify(
         environment=environment(device),
         seconds=time.perf_counter() - begin,
         errors=[f"{sample.source}: {sample.error}" for sample in samples if sample.error],
+        batches=batches,
     )
 
 
@@ -223,13 +244,19 @@ def _params(params, count: int, seed: int) -> list[SamplingParams]:
     return [p if p.seed is not None else replace(p, seed=(seed + i) % 2**64) for i, p in enumerate(each)]
 
 
-def _rollout(loaded, config, prompts, prompt_ids, params) -> tuple[list[Sample], dict[str, int]]:
+def _rollout(
+    loaded, config, prompts, prompt_ids, params, batch_sizes, progress
+) -> tuple[list[Sample], dict[str, int], list[Batches]]:
     """Generate on a copy of the model, so that engine and trainer share no memory, let alone a patched module."""
     device = next(loaded.model.parameters()).device
     decode = decoder(loaded.tokenizer)
     with Engine(replace(loaded, model=copy.deepcopy(loaded.model)), config) as engine:
         completions = engine.generate(prompt_ids, params)
         statistics = engine_statistics(engine)
+        batches = []
+        for number, size in enumerate(batch_sizes):
+            progress(f"rollout, {size} at a time", number, len(batch_sizes))
+            batches.append(_in_batches(engine, prompt_ids, params, completions, size))
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -247,7 +274,26 @@ def _rollout(loaded, config, prompts, prompt_ids, params) -> tuple[list[Sample],
         )
         for (prompt, ids), completion in zip(sources, completions)
     ]
-    return samples, statistics
+    return samples, statistics, batches
+
+
+def _in_batches(engine, prompt_ids, params, expected, size: int) -> Batches:
+    count = min(len(prompt_ids), max(size, 8))
+    started = time.perf_counter()
+    done = []
+    for begin in range(0, count, size):
+        chosen = slice(begin, min(begin + size, count))
+        done += engine.generate(prompt_ids[chosen], params[chosen])
+    seconds = time.perf_counter() - started
+    tokens = mismatched = 0
+    for ours, first in zip(done, expected):
+        tokens += len(first.token_ids)
+        known = zip(ours.token_ids, ours.logprobs, ours.raw_logprobs)
+        wanted = list(zip(first.token_ids, first.logprobs, first.raw_logprobs))
+        # fp32 as Python floats: equal numbers are equal bits, for no log-probability is -0
+        same = sum(a == b for a, b in zip(known, wanted))
+        mismatched += max(len(wanted), len(ours.token_ids)) - same
+    return Batches(size, count, tokens, mismatched, round(seconds, 3))
 
 
 def engine_statistics(engine) -> dict[str, int]:
@@ -390,27 +436,3 @@ def processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def load_random(source: str, *, dtype: str = "bfloat16", device: torch.device | str = "cpu", seed: int = 0) -> Loaded:
-    """A model of a config's true dimensions with random weights: for configs without weights.
-
-    source   a directory with config.json (its tokenizer is used where it has one), or a name on the Hub
-    raises   FileNotFoundError, or ValueError for a config that transformers does not know
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        config = AutoConfig.from_pretrained(source)
-        with torch.random.fork_rng(), torch.device(device):
-            torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-            for parameter in model.parameters():
-                if parameter.dim() == 1:  # norms begin at 1 and biases at 0, where a mistake with either cannot show
-                    parameter.data += 0.1 * torch.randn_like(parameter)
-    except OSError as error:
-        raise FileNotFoundError(f"{source}: {' '.join(str(error).split())}") from None
-    has_tokenizer = any(os.path.exists(os.path.join(source, name)) for name in ("tokenizer.json", "tokenizer.model"))
-    tokenizer = AutoTokenizer.from_pretrained(source) if has_tokenizer else None
-    loaded = load(model, device=device, dtype=dtype, tokenizer=tokenizer)
-    return replace(loaded, name=f"{source} (random weights)")

@@ -13,7 +13,8 @@ from engine_models import build, byte_tokenizer
 from vexact_engine import cli, demo, doctor, verify
 from vexact_engine.config import EngineConfig
 from vexact_engine.prompts import encode, read_prompts
-from vexact_engine.verify import load_random
+from vexact_engine.weights import random
+from vexact_engine.weights.random import load_random
 
 ROOT = Path(__file__).parents[2]
 WORDS = 300  # the byte tokenizer has 259
@@ -79,6 +80,40 @@ def test_verify_on_random_weights_needs_a_config_alone(capsys, tmp_path):
     a, b, c = (load_random(str(tmp_path), seed=s).model.state_dict() for s in (0, 0, 1))
     assert all(torch.equal(a[k], b[k]) for k in a) and not any(torch.equal(a[k], c[k]) for k in a if a[k].dim())
     assert all(v.float().std() > 0 for v in a.values()), "norm weights too"
+
+
+def test_verify_on_a_known_model_s_sizes(capsys, monkeypatch):
+    small = {"vocab_size": 160, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "head_dim": 16}
+    monkeypatch.setitem(random.CONFIGS, "qwen3-small", random.CONFIGS["qwen3-0.6b"] | small)
+    options = ["--num-prompts", 5, "--lengths", "5,9", "--max-new-tokens", 4, "--ignore-eos", "--batch-sizes", "1,3,8"]
+    code, out, _ = run(capsys, "verify", "--config", "qwen3-small", *options)
+    assert code == 0 and "0 of 20 log-probabilities differ" in out
+    for size in (1, 3, 8):
+        assert f"engine: 5 prompts again, {size} at a time: 0 of 20 tokens differ" in out
+    code, _, err = run(capsys, "verify", "--config", "qwen9")
+    assert code == 2 and err.startswith(
+        "vexact verify: --config: got 'qwen9', expected one of smollm2-135m, qwen3-0.6b"
+    )
+
+
+def test_known_sizes_are_those_of_the_benchmarks():
+    sys.path.insert(0, str(ROOT))
+    try:
+        from benchmarks.shapes import SHAPES
+    finally:
+        sys.path.remove(str(ROOT))
+    assert random.CONFIGS.keys() == SHAPES.keys()
+    names = {
+        "H": "hidden_size",
+        "I": "intermediate_size",
+        "Hq": "num_attention_heads",
+        "Hk": "num_key_value_heads",
+        "D": "head_dim",
+        "V": "vocab_size",
+        "layers": "num_hidden_layers",
+    }
+    for name, shape in SHAPES.items():
+        assert {k: getattr(shape, k) for k in names} == {k: random.CONFIGS[name][v] for k, v in names.items()}, name
 
 
 def test_verify_reports_a_long_prompt_and_goes_on(capsys, model, tmp_path):

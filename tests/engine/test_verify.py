@@ -130,6 +130,28 @@ def test_arguments_are_checked():
         verify(build("Llama"), prompts(2), [SamplingParams(temperature=t) for t in (1, 0.5)], config=TIGHT)
 
 
+def test_other_batch_sizes_are_compared_with_the_rollout():
+    params = SamplingParams(max_new_tokens=4, n=2, ignore_eos=True)
+    found = verify(build("Llama"), prompts(), params, config=TIGHT, batch_sizes=(1, 4, 64))
+    assert [(b.batch_size, b.requests, b.tokens, b.mismatched_tokens) for b in found.batches] == [
+        (size, 6, 6 * 2 * 4, 0) for size in (1, 4, 64)
+    ]
+    assert found.equal and [b["batch_size"] for b in found.to_json()["batches"]] == [1, 4, 64]
+
+
+def test_a_rollout_that_sees_its_batch_is_caught(monkeypatch):
+    """The twin: linear layers that round otherwise for few rows."""
+    aligned, few = vx.linear, 3
+
+    def by_rows(x, *args, **options):
+        y = aligned(x, *args, **options)
+        return y if x.shape[0] > few else y * (1 + 2**-7)
+
+    monkeypatch.setattr(vx, "linear", by_rows)
+    found = verify(build("Llama"), prompts(8), SamplingParams(max_new_tokens=4), batch_sizes=(1,))
+    assert found.batches[0].mismatched_tokens > 8 and not found.equal
+
+
 def test_packs_hold_every_sequence_once_in_another_order():
     samples = [Sample("s", "", [1] * n, [2] * (n % 3 + 1), torch.zeros(n % 3 + 1)) for n in range(1, 12)]
     packs = pack(samples, 25, seed=0)

@@ -1,0 +1,103 @@
+"""Models of true dimensions with random weights, made on their device: nothing is fetched."""
+
+import os
+from dataclasses import replace
+
+import torch
+
+from .load import Loaded, as_dtype, load
+
+_QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+
+
+def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> dict:
+    return _QWEN3 | {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "tie_word_embeddings": tied,
+    }
+
+
+# What config.json of each says of sizes and options.
+CONFIGS = {
+    "smollm2-135m": {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, True),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, True),
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32, False),
+    "qwen3-14b": _qwen3(5120, 17408, 40, 40, False),
+    "qwen3-32b": _qwen3(5120, 25600, 64, 64, False),
+    "llama3-8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+    },
+}
+
+
+def load_random(source: str, *, dtype: str = "bfloat16", device: torch.device | str = "cpu", seed: int = 0) -> Loaded:
+    """A model of a config's true dimensions with random weights: for configs without weights.
+
+    source   a name of CONFIGS; a directory with config.json (its tokenizer is used where it has one); or a name on the
+             Hub
+    seed     the weights are a function of it, of the device's kind and of torch's version
+    raises   FileNotFoundError, or ValueError for a config that transformers does not know; TypeError on dtype
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    kind = as_dtype(dtype, device)
+    try:
+        if source in CONFIGS:
+            config = AutoConfig.for_model(**CONFIGS[source])
+        else:
+            config = AutoConfig.from_pretrained(source)
+        with torch.random.fork_rng(), torch.device(device):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config, dtype=kind)
+            for parameter in model.parameters():
+                if parameter.dim() == 1:  # norms begin at 1 and biases at 0, where a mistake with either cannot show
+                    parameter.data += 0.1 * torch.randn_like(parameter)
+    except OSError as error:
+        raise FileNotFoundError(f"{source}: {' '.join(str(error).split())}") from None
+    has_tokenizer = any(os.path.exists(os.path.join(source, name)) for name in ("tokenizer.json", "tokenizer.model"))
+    tokenizer = AutoTokenizer.from_pretrained(source) if has_tokenizer else None
+    loaded = load(model, device=device, dtype=dtype, tokenizer=tokenizer)
+    return replace(loaded, name=f"{source} (random weights)")
