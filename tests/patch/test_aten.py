@@ -33,7 +33,7 @@ def stray_mm(device):
     """A product whose stock bits depend on the number of rows: on a GPU where cuBLAS splits k for few of them."""
     if device == "cpu":
         return random(64, 512, seed=1), random(512, 300, seed=2)
-    x, w = cancelling(64, 4096, 512, seed=1, device=device)
+    x, w = cancelling(64, 4096, 4096, seed=1, device=device)
     return x, w.t()
 
 
