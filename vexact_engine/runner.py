@@ -73,14 +73,16 @@ class Runner:
     def _rehearse(self, config: EngineConfig) -> int:
         """Bytes that the largest step takes beside weights and caches.
 
-        Steps of every power of two of sequences go first: kernels that are compiled, verified and chosen for a shape
-        when they first meet it do so here, and not under a request.
+        Steps of every power of two of sequences go first, of single tokens and with a chunk among them: kernels that
+        are compiled, verified and chosen for a shape when they first meet it do so here, and not under a request.
         """
         tokens, most = config.max_num_batched_tokens, min(config.max_num_seqs, config.max_num_batched_tokens)
         k, v = self._caches(1, 1) * self.layers, self._caches(1, 1) * self.layers
         counts = {min(1 << i, most) for i in range(most.bit_length() + 1)}
         for count in sorted(counts):
             self._step(self._dummy(config, [1] * count), k, v)
+            if tokens > count:
+                self._step(self._dummy(config, [2] + [1] * (count - 1)), k, v)
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)

@@ -153,7 +153,7 @@ def _blocks(
     return m, norm, acc, odd
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "keys", "sequences", "pages", "table_row"])  # they differ from step to step
 def _fwd_kernel(
     q, k, v, out, lse, sinks, odd_tiles, offsets_q, offsets_k, table, tokens, keys, sequences, pages, page_size,
     table_row, q_row, q_head, k_page, k_row, k_head, v_page, v_row, v_head, scale, softcap, window, segment,
@@ -285,7 +285,7 @@ def _gradient_of_scores(s, dp, lse, delta, seen, scale, softcap, CAP: tl.constex
     return p, tl.where(seen, ds, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "keys", "sequences"])
 def _dq_kernel(
     q, k, v, dout, lse, delta, dq, offsets_q, offsets_k, tokens, keys, sequences,
     q_row, q_head, k_row, k_head, v_row, v_head, scale, plain_scale, softcap, window,
@@ -338,7 +338,7 @@ def _dq_kernel(
         tl.store(dq + at[:, None] * D + d[None, :], y, mask=inside_d)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "keys", "sequences"])
 def _dkv_kernel(
     q, k, v, dout, lse, delta, dk, dv_out, offsets_q, offsets_k, tokens, keys, sequences,
     q_row, q_head, k_row, k_head, v_row, v_head, scale, plain_scale, softcap, window,
