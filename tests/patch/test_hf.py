@@ -204,7 +204,7 @@ def test_logprobs_are_those_of_the_logits(name, device, dtype):
     with vx.patch.hf(model) as handle:
         expected, entropy = [], []
         for s, logits in zip(seqs, alone(model, seqs)):
-            logp = vx.log_softmax(logits / 0.7)
+            logp = vx.log_softmax(logits / torch.full_like(logits, 0.7))  # by a number, a GPU multiplies by 1 / 0.7
             next_ = torch.cat((s[1:], s[:1]))
             expected.append(torch.cat((logp.gather(1, next_[:, None])[:-1, 0], none)))
             entropy.append(torch.cat((-(logp.exp() * logp).sum(-1)[:-1], none)))
