@@ -84,9 +84,8 @@ def _tokens_kernel(
     one = tl.arange(0, 1)[None, :]
     tl.store(lse + 2 * token + one, top)
     tl.store(lse + 2 * token + 1 + one, log_sum)
-    wanted = tl.load(target + token)
-    known = (wanted >= 0) & (wanted < V)
-    x = tl.load(own + token + one, mask=known & (one == 0), other=float("nan"))
+    wanted = tl.load(target + token + one)
+    x = tl.load(own + token + one, mask=(wanted >= 0) & (wanted < V), other=float("nan"))
     z = tl.div_rn(x, tl.load(temperature + (0 if ONE_T else token)) + one.to(tl.float32))
     tl.store(logprob + token + one, log_prob(z, top, log_sum))
     if ENTROPY:
