@@ -19,7 +19,7 @@ from . import harness, report
 from .shapes import SHAPES
 
 ROOMS = sorted(path.stem for path in (Path(__file__).parent / "ops").glob("*.py") if path.stem != "__init__")
-PROGRAMS = ("engine", "memory")  # whole programs rather than kernels
+PROGRAMS = ("engine", "memory", "verify")  # whole programs rather than kernels
 
 
 DEFAULTS = {
@@ -33,6 +33,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("what", choices=[*ROOMS, *PROGRAMS, "all", "report"], help="a room, 'all' rooms, or a program")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", help=f"comma-separated, of: {', '.join(SHAPES)}")
+    parser.add_argument("--model", metavar="DIR", help="verify: a model's own weights instead of a shape's random ones")
     parser.add_argument("--rows", help="comma-separated row counts")
     parser.add_argument("--dtype", help="comma-separated, of: float32, bfloat16, float16")
     parser.add_argument("--peers", help="comma-separated, such as torch,quack,liger; default: all that are installed")

@@ -82,6 +82,20 @@ def _geomean(values: Iterable[float]) -> float | None:
     return math.exp(sum(logs) / len(logs)) if logs else None
 
 
+def verify_table(records: Iterable[dict]) -> str:
+    """A Markdown table: how many log-probabilities of the rollout differ from the trainer's, ours and stock."""
+    heads = ["model", "weights", "tokens", "differ", "max diff", "again in batches of", "differ"]
+    heads += ["stock: differ", "stock: max diff"]
+    rows = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    for r in records:
+        sizes = ", ".join(map(str, r["batch_sizes"]))
+        again = f"{r['batch_mismatched']} of {r['batch_tokens']}"
+        stock = f"{r['stock_mismatched']} of {r['stock_tokens']} | {r['stock_max_abs_diff']:.3g}"
+        ours = f"{r['tokens']} | {r['mismatched']} | {r['max_abs_diff']:.3g}"
+        rows.append(f"| {r['case']} | {r['weights']} | {ours} | {sizes} | {again} | {stock} |")
+    return "\n".join(rows)
+
+
 def program_table(records: Iterable[dict]) -> str:
     """A Markdown table of the whole-program records (engine, memory)."""
     rows = ["| program | case | ours | stock | unit | ours / stock |", "| --- | --- | --- | --- | --- | --- |"]
@@ -96,14 +110,20 @@ def update_readme(readme: Path = ROOT / "README.md") -> None:
     for name in re.findall(r"<!-- benchmarks ([\w-]+) -->", text):
         records = load(RESULTS / f"{name}.jsonl")
         kernels = [r for r in records if "us" in r]
-        programs = [r for r in records if "us" not in r]
+        verified = [r for r in records if r["room"] == "verify"]
+        programs = [r for r in records if "us" not in r and r["room"] != "verify"]
         newest = max(records, key=lambda r: r["date"])
         about = (
             f"{newest['gpu'] or newest['cpu']}, torch {newest['torch']}, commit {newest['commit']}, {newest['date']}"
         )
         parts = [
             p
-            for p in (programs and program_table(programs), kernels and summary(kernels), kernels and table(kernels))
+            for p in (
+                verified and verify_table(verified),
+                programs and program_table(programs),
+                kernels and summary(kernels),
+                kernels and table(kernels),
+            )
             if p
         ]
         body = f"<!-- benchmarks {name} -->\n{about}\n\n" + "\n\n".join(parts) + "\n<!-- end -->"

@@ -167,8 +167,8 @@ class BatchBuilder:
     def _send(self, columns: tuple[np.ndarray, ...]) -> list[Tensor]:
         if self.device.type == "cpu":
             return [torch.from_numpy(column) for column in columns]
-        # One pinned buffer and one copy. Columns begin at multiples of 16 bytes, always: Triton compiles a kernel anew for
-        # pointers that do not.
+        # One pinned buffer and one copy. Columns begin at multiples of 16 bytes, always: Triton compiles a kernel anew
+        # for pointers that do not.
         offsets = np.cumsum([0, *(-(-column.nbytes // 16) * 16 for column in columns)])
         buffer = torch.empty(int(offsets[-1]), dtype=torch.uint8, pin_memory=True)
         host = buffer.numpy()
