@@ -1,4 +1,4 @@
-"""`vexact verify` as a record: rollout against training, token by token, at a model's true dimensions; stock beside it."""
+"""`vexact verify` as a record: rollout against training, token by token, at a model's true sizes; stock beside it."""
 
 import argparse
 from collections.abc import Iterator

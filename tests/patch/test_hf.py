@@ -394,6 +394,36 @@ def test_bad_batches_are_named():
             model.train()(ids)
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"slot_mapping": [0, 1, 12]}, "slot_mapping: got 12, expected -1 or 0 to 11"),
+        ({"slot_mapping": [0, 1, -2]}, "slot_mapping: got -2"),
+        ({"slot_mapping": [0, 1, 1]}, "slot_mapping: got one slot for two tokens"),
+        ({"block_table": [[0, 3], [1, 2]]}, "block_table: got page 3 for sequence 0, expected 0 to 2"),
+        ({"context_lens": [9, 5]}, "context_lens: got 9 for sequence 0, expected at most 2 pages of 4"),
+        ({"context_lens": [5]}, "got 2 rows, 1 lengths and 3 offsets"),
+        ({"cu_seqlens_q": [0, 2, 4]}, r"cu_seqlens_q: got \[0, 2, 4\], expected from 0 to the 3 tokens"),
+        ({"cu_seqlens_q": [0, 4, 3]}, "cu_seqlens_q: got 4 tokens of sequence 0, expected 0 to 2"),
+        ({"context_lens": [5, 0]}, "cu_seqlens_q: got 1 tokens of sequence 1, expected 0 to 0"),
+    ],
+)
+@BF16
+def test_a_paged_batch_can_be_looked_at(change, message, device, dtype):
+    cache = [torch.zeros(3, 4, 1, 16, dtype=dtype, device=device)]
+    good = {"block_table": [[0, 1], [2, 99]], "context_lens": [5, 4], "cu_seqlens_q": [0, 2, 3]}
+    good |= {"slot_mapping": [3, -1, 11]}
+
+    def batch(fields):
+        kinds = {"slot_mapping": torch.int64}
+        made = {k: torch.tensor(v, dtype=kinds.get(k, torch.int32), device=device) for k, v in fields.items()}
+        return vx.patch.PagedBatch(cache, cache, max_seqlen_q=2, **made)
+
+    batch(good).check()
+    with pytest.raises(ValueError, match=f"PagedBatch: {message}"):
+        batch(good | change).check()
+
+
 def test_a_cache_of_fixed_size_is_refused():
     from transformers import StaticCache
 

@@ -29,6 +29,41 @@ class PagedBatch:
     cu_seqlens_q: Tensor
     max_seqlen_q: int
 
+    def check(self) -> None:
+        """Look at every number in it, which makes the host wait for a GPU: for whoever builds batches and wants an
+        error where the ops, which do not look, would skip a token or give zeros.
+
+        raises  ValueError naming the field, the sequence or token, what it is and what was expected
+        """
+        pages, size = self.k_caches[0].shape[:2]
+        table, slots = self.block_table.tolist(), self.slot_mapping.tolist()
+        context, offsets = self.context_lens.tolist(), self.cu_seqlens_q.tolist()
+        if not len(table) == len(context) == len(offsets) - 1:
+            found = f"{len(table)} rows, {len(context)} lengths and {len(offsets)} offsets"
+            raise ValueError(f"PagedBatch: got {found}, expected B, B and B + 1")
+        if offsets[0] != 0 or offsets[-1] != len(slots):
+            raise ValueError(f"PagedBatch: cu_seqlens_q: got {offsets}, expected from 0 to the {len(slots)} tokens")
+        for b, (pages_of, keys) in enumerate(zip(table, context)):
+            queries = offsets[b + 1] - offsets[b]
+            most = min(self.max_seqlen_q, keys)
+            if not 0 <= queries <= most:
+                raise ValueError(
+                    f"PagedBatch: cu_seqlens_q: got {queries} tokens of sequence {b}, expected 0 to {most}"
+                )
+            if keys > len(pages_of) * size:
+                place = f"{len(pages_of)} pages of {size}"
+                raise ValueError(f"PagedBatch: context_lens: got {keys} for sequence {b}, expected at most {place}")
+            wrong = [page for page in pages_of[: -(-keys // size)] if not 0 <= page < pages]
+            if wrong:
+                message = f"got page {wrong[0]} for sequence {b}, expected 0 to {pages - 1}"
+                raise ValueError(f"PagedBatch: block_table: {message}")
+        stored = [slot for slot in slots if slot != -1]
+        for slot in stored:
+            if not 0 <= slot < pages * size:
+                raise ValueError(f"PagedBatch: slot_mapping: got {slot}, expected -1 or 0 to {pages * size - 1}")
+        if len(set(stored)) != len(stored):
+            raise ValueError("PagedBatch: slot_mapping: got one slot for two tokens, expected a slot for each")
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -1,0 +1,110 @@
+"""What is particular to the engine on a GPU: memory, waiting, devices. Its bits are tested with the CPU's."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_models import VOCAB, bits, build, check_idle, prompts
+
+from vexact_engine import Engine, EngineConfig, SamplingParams
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible to torch")
+CONFIG = EngineConfig(num_pages=64, page_size=16, max_num_seqs=8, max_num_batched_tokens=32, show_progress=False)
+PROMPTS = prompts(5)
+PARAMS = SamplingParams(max_new_tokens=6, seed=1, ignore_eos=True, num_top_logprobs=2)
+
+
+def launch(config=CONFIG, device="cuda", **options):
+    return Engine.from_pretrained(build("Qwen3", device=device, **options), device=device, config=config)
+
+
+@pytest.mark.parametrize("path", ["fused", "patched"])
+def test_a_step_waits_for_its_draw_alone(path, monkeypatch):
+    """From the batch on its way to the device to logits and draws, nothing makes the host wait."""
+    if path == "patched":
+        monkeypatch.setattr("vexact_engine.models.fuse", lambda *args: (None, "for this test"))
+    with launch() as engine:
+        expected = [bits(c) for c in engine.generate(PROMPTS, PARAMS)]  # compiles and verifies kernels, which wait
+        runner, steps = engine._runner, 0
+        build_batch, step = runner.builder.build, runner._step
+
+        def strict(function):
+            def run(*args):
+                nonlocal steps
+                steps += 1
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    return function(*args)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+
+            return run
+
+        monkeypatch.setattr(runner.builder, "build", strict(build_batch))
+        monkeypatch.setattr(runner, "_step", strict(step))
+        assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
+        assert steps > 10
+
+
+def test_the_mode_that_finds_waiting_finds_it():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            torch.ones(3, device="cuda").tolist()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_cache_takes_the_share_of_memory_that_is_left():
+    free, total = torch.cuda.mem_get_info()
+    used = total - free
+    share = (used + (1 << 30)) / total
+    config = replace(CONFIG, num_pages=None, gpu_memory_utilization=share, max_num_seqs=1 << 20)
+    with launch(config, max_position_embeddings=1 << 15) as engine:
+        page = 2 * 2 * 2 * 16 * 16 * 2  # layers, k and v, heads, head dim, page size, bytes
+        taken = engine.config.num_pages * page
+        assert (1 << 28) < taken < (1 << 30)  # less what weights, kernels and a step take
+        assert sum(c.nbytes for c in engine._runner.k_caches + engine._runner.v_caches) == taken
+        done = engine.generate(PROMPTS, PARAMS)
+        check_idle(engine)
+    with launch() as engine:
+        assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == [bits(c) for c in done]
+    with pytest.raises(ValueError, match=r"num_pages: no room for a KV cache: gpu_memory_utilization=1e-06 of \d+ MiB"):
+        launch(replace(config, gpu_memory_utilization=1e-6))
+
+
+def test_bad_requests_are_refused_before_they_reach_the_gpu():
+    with launch() as engine:
+        good = bits(engine.generate([PROMPTS[0]], PARAMS)[0])
+        bad = [[VOCAB], [-1], [], [5] * 300, [2**40]]
+        done = engine.generate([PROMPTS[0], *bad, PROMPTS[0]], PARAMS)
+        assert [c.finish_reason for c in done[1:-1]] == ["error"] * len(bad)
+        assert all(str(p[0]) in c.error for p, c in zip(bad, done[1:-1]) if len(p) == 1)
+        assert bits(done[0]) == bits(done[-1]) == good
+        check_idle(engine)
+    torch.cuda.synchronize()
+
+
+def test_weights_that_are_no_numbers_fail_their_requests_and_the_engine_goes_on():
+    with launch() as engine:
+        good = engine.model.state_dict()
+        good = {name: tensor.clone() for name, tensor in good.items()}
+        expected = [bits(c) for c in engine.generate(PROMPTS, PARAMS)]
+        engine.update_weights(good | {"model.norm.weight": torch.full_like(good["model.norm.weight"], torch.nan)})
+        done = engine.generate(PROMPTS, PARAMS)
+        assert all("not finite numbers" in c.error for c in done)
+        engine.update_weights({name: tensor.cpu() for name, tensor in good.items()})  # from any device
+        assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
+
+
+def test_a_model_that_is_elsewhere_is_refused():
+    with pytest.raises(ValueError, match="device: the given Qwen3ForCausalLM is on cuda, expected cpu"):
+        Engine.from_pretrained(build("Qwen3", device="cuda"), device="cpu", config=CONFIG)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"needs 2 GPUs, torch sees {torch.cuda.device_count()}")
+def test_another_gpu_than_the_current_one():
+    with launch() as first, launch(device="cuda:1") as second:
+        assert second.device.index == 1 and torch.cuda.current_device() == 0
+        got = [[bits(c) for c in engine.generate(PROMPTS, PARAMS)] for engine in (first, second)]
+        assert got[0] == got[1]

@@ -1,0 +1,178 @@
+"""Bad arguments that only a device can meet: tensors of two devices, odd strides, and values that a GPU cannot look at
+without making the host wait. None reaches memory that is not its own, and what is right beside them keeps its bits."""
+
+import pytest
+import torch
+
+import vexact_ops as vx
+from vexact_ops.testing import assert_bitwise
+
+GPU = torch.cuda.is_available()
+needs_gpu = pytest.mark.skipif(not GPU, reason="no CUDA device is visible to torch")
+DEVICES = [("cuda", "cpu")] if GPU else [("cpu", "meta")]  # where an op runs, and where its odd argument is
+
+
+def bf16(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def ints(*values, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype)
+
+
+# op -> (tensors, what else it takes)
+CASES = {
+    "linear": ([bf16(3, 16), bf16(8, 16), bf16(8)], {}),
+    "bmm": ([bf16(2, 3, 16), bf16(2, 16, 8)], {}),
+    "rmsnorm": ([bf16(3, 16), bf16(16)], {}),
+    "rope": ([bf16(3, 2, 16), bf16(3, 1, 16), bf16(3, 16), bf16(3, 16)], {}),
+    "rope_cos_sin": ([ints(0, 1, dtype=torch.int64), torch.rand(8)], {"dtype": torch.bfloat16}),
+    "silu_mul": ([bf16(3, 16), bf16(3, 16)], {}),
+    "linear_logits": ([bf16(3, 16), bf16(8, 16)], {}),
+    "linear_logprobs": ([bf16(3, 16), bf16(8, 16), ints(0, 1, 2, dtype=torch.int64)], {}),
+    "linear_cross_entropy": ([bf16(3, 16), bf16(8, 16), ints(0, 1, 2, dtype=torch.int64)], {}),
+    "attention_varlen": ([bf16(3, 2, 16), bf16(3, 1, 16), bf16(3, 1, 16), ints(0, 3)], {"max_seqlen": 3}),
+    "attention_paged": (
+        [bf16(1, 2, 16), bf16(4, 4, 1, 16), bf16(4, 4, 1, 16), ints(1, 2)[None], ints(5), ints(0, 1)],
+        {"max_seqlen_q": 1},
+    ),
+    "kv_cache_store": (
+        [bf16(2, 1, 16), bf16(2, 1, 16), bf16(4, 4, 1, 16), bf16(4, 4, 1, 16), ints(3, 9, dtype=torch.int64)],
+        {},
+    ),
+    "sample": ([torch.randn(2, 50), ints(1, 2, dtype=torch.int64), ints(5, 6, dtype=torch.int64)], {}),
+}
+
+
+@pytest.mark.parametrize("device,other", DEVICES)
+@pytest.mark.parametrize("op", CASES)
+def test_a_tensor_on_another_device_is_named(op, device, other):
+    tensors, options = CASES[op]
+    run = getattr(vx, op)
+    run(*(t.to(device) for t in tensors), **options)
+    for odd in range(1, len(tensors)):
+        mixed = [t.to(other if i == odd else device) for i, t in enumerate(tensors)]
+        with pytest.raises(ValueError, match=rf"^{op}: \w+: got device {other}, expected {device}"):
+            run(*mixed, **options)
+
+
+@pytest.mark.parametrize("device", ["cuda" if GPU else "cpu"])
+@pytest.mark.parametrize("op", [name for name in CASES if name not in ("attention_paged", "kv_cache_store")])
+def test_strides_do_not_show(op, device):
+    """Rows in a wider tensor, columns that lie one after another, every other element: the same bits, or ValueError."""
+    tensors, options = CASES[op]
+    tensors = [t.to(device) for t in tensors]
+    run = getattr(vx, op)
+
+    def outputs(*args):
+        out = run(*args, **options)
+        return out if isinstance(out, tuple) else (out,)
+
+    expected = outputs(*tensors)
+    layouts = {
+        "a wider row": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
+        "columns": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
+        "every other element": lambda t: torch.stack([t, t], -1).flatten(-2)[..., ::2],
+        "an odd beginning": lambda t: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape),
+    }
+    for name, layout in layouts.items():
+        for odd, tensor in enumerate(tensors):
+            args = [layout(t) if i == odd else t for i, t in enumerate(tensors)]
+            assert torch.equal(args[odd], tensor)
+            try:
+                got = outputs(*args)
+            except ValueError as error:
+                assert str(error).startswith(f"{op}: "), error
+                continue
+            assert_bitwise(got, expected, f"{op}: argument {odd}: {name}")
+
+
+# Values on a GPU
+
+
+@needs_gpu
+def test_slots_out_of_range_are_skipped():
+    k, v = bf16(6, 2, 16).cuda(), bf16(6, 2, 16, seed=1).cuda()
+    caches = [torch.zeros(4, 4, 2, 16, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    slots = torch.tensor([3, 16, 2**40, -1, -(2**50), 15], device="cuda")
+    vx.kv_cache_store(k, v, *caches, slots)
+    torch.cuda.synchronize()
+    for x, cache in zip((k, v), caches):
+        expected = torch.zeros(16, 2, 16, dtype=torch.bfloat16, device="cuda")
+        expected[3], expected[15] = x[0], x[5]
+        assert_bitwise(cache.view(16, 2, 16), expected)
+
+
+def paged(tables, contexts, offsets, q, caches):
+    device = q.device
+    args = (torch.tensor(t, dtype=torch.int32, device=device) for t in (tables, contexts, offsets))
+    out = vx.attention_paged(q, *caches, *args, 4)
+    torch.cuda.synchronize()
+    return out
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "table, context, end",
+    [
+        ([1, 7, 2**30, -5], 14, 6),  # pages that are not there
+        ([1, 2, 0, 3], 17, 6),  # more keys than the table has places
+        ([1, 2, 0, 3], 2**31 - 1, 6),
+        ([1, 2, 0, 3], -3, 6),
+        ([1, 2, 0, 3], 14, 2**31 - 1),  # more queries than there are
+        ([1, 2, 0, 3], 14, -4),  # offsets that descend
+    ],
+)
+def test_a_sequence_whose_numbers_are_wrong_does_not_touch_its_neighbours(table, context, end):
+    q = bf16(6, 4, 64).cuda()
+    caches = bf16(4, 4, 2, 64, seed=1).cuda(), bf16(4, 4, 2, 64, seed=2).cuda()
+    good = paged([[3, 2, 1, 0], [1, 2, 0, 3]], [13, 14], [0, 3, 6], q, caches)
+    bad = paged([[3, 2, 1, 0], table], [13, context], [0, 3, end], q, caches)
+    assert_bitwise(bad[:3], good[:3])
+    assert_bitwise(paged([[3, 2, 1, 0], [1, 2, 0, 3]], [13, 14], [0, 3, 6], q, caches), good)
+
+
+@needs_gpu
+def test_offsets_out_of_range_in_training():
+    q, k, v = (bf16(6, 2, 64, seed=i).cuda().requires_grad_() for i in range(3))
+    for offsets in ([0, 3, 2**31 - 1], [0, 3, -7], [-9, 3, 6], [0, 99, 6]):
+        out = vx.attention_varlen(q, k, v, torch.tensor(offsets, dtype=torch.int32, device="cuda"), 6)
+        torch.autograd.grad(out.float().sum(), (q, k, v))
+        torch.cuda.synchronize()
+    good = vx.attention_varlen(q, k, v, torch.tensor([0, 6], dtype=torch.int32, device="cuda"), 6)
+    assert good.isfinite().all()
+
+
+@needs_gpu
+def test_a_target_outside_the_vocabulary_gives_nan_and_no_other_token_notices():
+    hidden, weight = bf16(5, 64).cuda(), bf16(300, 64, seed=1).cuda()
+    target = torch.tensor([0, 300, 299, -1, 2**40], device="cuda")
+    got = vx.linear_logprobs(hidden, weight, target)
+    expected = vx.linear_logprobs(hidden, weight, target.clamp(0, 299))
+    assert got.isnan().tolist() == [False, True, False, True, True]
+    assert_bitwise(got[[0, 2]], expected[[0, 2]])
+
+
+@needs_gpu
+def test_a_parameter_that_leaves_no_token_fails_its_row_alone():
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0)).cuda()
+    seeds = positions = torch.arange(4, device="cuda")
+    good = vx.sample(logits, seeds, positions)
+    min_p = torch.tensor([0.0, 7.0, float("nan"), 0.0], device="cuda")
+    ids, logprobs, raw = vx.sample(logits, seeds, positions, min_p=min_p)
+    assert_bitwise((ids[[0, 3]], logprobs[[0, 3]], raw[[0, 3]]), tuple(g[[0, 3]] for g in good))
+    assert ids[1] == -1 and logprobs[1].isnan()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"needs 2 GPUs, torch sees {torch.cuda.device_count()}")
+@pytest.mark.parametrize("op", CASES)
+def test_an_op_runs_on_its_tensors_device_whatever_the_current_one_is(op):
+    tensors, options = CASES[op]
+    outs = []
+    for index in (0, 1):
+        args = [t.to(f"cuda:{index}") for t in tensors]
+        assert torch.cuda.current_device() == 0
+        out = getattr(vx, op)(*args, **options)
+        outs.append(args[2:4] if out is None else out if isinstance(out, tuple) else (out,))
+        assert all(t.device.index == index for t in outs[-1])
+    assert_bitwise(tuple(t.cpu() for t in outs[1]), tuple(t.cpu() for t in outs[0]))
