@@ -119,6 +119,19 @@ def test_a_gpu_draws_the_tokens_of_a_cpu(device, backend, n, params, spread, see
         torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("device,backend", room_backends("sampler", "triton"))
+@given(params=st.lists(PARAMS, min_size=3, max_size=3), spread=st.sampled_from([0.1, 3.0]), seed=st.integers(0, 2**16))
+def test_a_gpu_that_cannot_hold_the_tokens_beside_a_cut_reads_them_again(device, backend, params, spread, seed):
+    from vexact_ops.sampler import triton
+
+    logits, seeds, positions = (t.to(device) for t in make(3, 700, seed, spread=spread))
+    params = columns(params, device)
+    expected = vx.sample(logits, seeds, positions, **params, backend=backend)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton, "ROOM", 16)
+        assert_bitwise(vx.sample(logits, seeds, positions, **params, backend=backend), expected)
+
+
 @BACKENDS
 def test_draws_never_change(device, backend):
     """Recorded: other numbers mean another contract, for every seed that anyone has kept."""

@@ -1,7 +1,7 @@
 """The Triton kernels: the draws of the CPU kernel, id for id, from the same logits.
 
 Truncation and draw are made of correctly rounded fp32 operations, maxima and sums of integers, so they have no order;
-the log-probabilities have that of log_softmax on a GPU. Five launches, no look at a value by the host.
+the log-probabilities have that of log_softmax on a GPU. Six launches, no look at a value by the host.
 """
 
 import torch
@@ -9,22 +9,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, block, exp, log, on
+from .._core.triton import OPTIONS, block, exp_down, log, on
 from ..log_softmax.triton import LSE_BLOCK, TILE, join_blocks, log_prob, reduce_blocks
 
 GROUPS = 32  # of 64 token ids: what one program of the draw looks at
-WIDE = 4096  # token ids that the search for a cut takes at a time
+TALL = 16  # blocks that the search for a cut takes at a time: as many tokens as a tile of the draw has
+ROOM = 4096  # tokens that the search for a cut holds at a time; where more may lie beside it, it reads them again
 
 _LSE_BLOCK = tl.constexpr(LSE_BLOCK)
 _NOTHING = tl.constexpr(0x00800000 << 31)  # the place that only -inf (and NaN) come after
 
 
 @triton.jit
+def _key(x):
+    """An int64 of 32 bits that grows with x."""
+    b = (x + 0.0).to(tl.int32, bitcast=True)  # -0 sorts as 0
+    return (b ^ ((b >> 31) | -2147483648)).to(tl.int64) & 0xFFFFFFFF
+
+
+@triton.jit
 def _place(x, token):
     """An int64 that grows with the order (logit descending, id ascending): nonnegative, distinct for each token."""
-    b = (x + 0.0).to(tl.int32, bitcast=True)  # -0 sorts as 0
-    key = b ^ ((b >> 31) | -2147483648)
-    return ((key.to(tl.int64) & 0xFFFFFFFF) << 31) | (2147483647 - token).to(tl.int64)
+    return (_key(x) << 31) | (2147483647 - token).to(tl.int64)
 
 
 @triton.jit
@@ -83,7 +89,7 @@ def _rows_kernel(logits, parts, lse, greedy, n, blocks, stride, BLOCKS: tl.const
 def _weight(z, top, BY_MASS: tl.constexpr):
     """Probability relative to the largest, in whole units of 2^-40, truncated; or 1 to count tokens."""
     if BY_MASS:
-        scaled = exp(z - top) * 1048576.0
+        scaled = exp_down(z - top) * 1048576.0
         high = scaled.to(tl.int32)
         low = ((scaled - high.to(tl.float32)) * 1048576.0).to(tl.int32)
         weight = (high.to(tl.int64) << 20) + low.to(tl.int64)
@@ -93,44 +99,153 @@ def _weight(z, top, BY_MASS: tl.constexpr):
 
 
 @triton.jit
-def _mass(logits, maxima, n, blocks, t, top, z_min, place, BY_MASS: tl.constexpr, WIDE: tl.constexpr):
-    """The weights of the tokens from `place` up whose z is at least z_min. Whole numbers: their sum has no order."""
-    total = tl.zeros([WIDE], tl.int64)
-    for start in range(0, n, WIDE):
-        at = start // _LSE_BLOCK + tl.arange(0, WIDE // _LSE_BLOCK)
-        highest = tl.max(tl.load(maxima + at, mask=at < blocks, other=float("-inf")), axis=0)
-        if _place(highest, tl.full([], 0, tl.int32)) >= place:
-            token = start + tl.arange(0, WIDE)
-            x = tl.load(logits + token, mask=token < n, other=float("-inf"))
-            z = _at_temperature(x, t)
-            total += tl.where((_place(x, token) >= place) & (z >= z_min), _weight(z, top, BY_MASS), 0)
-    return tl.sum(total, axis=0)
+def _list_blocks(maxima, listed, blocks, t, z_min, key, BLOCKS: tl.constexpr):
+    """Lists the blocks that hold a token whose z is at least z_min and whose logit's key is at least `key`."""
+    at = tl.arange(0, BLOCKS)
+    highest = tl.load(maxima + at, mask=at < blocks, other=float("-inf"))
+    keep = (at < blocks) & (_key(highest) >= key) & (_at_temperature(highest, t) >= z_min)
+    tl.debug_barrier()  # an older list has been read
+    tl.store(listed + tl.cumsum(keep.to(tl.int32), 0) - 1, at, mask=keep)
+    tl.debug_barrier()
+    return tl.sum(keep.to(tl.int32), 0)
 
 
 @triton.jit
-def _cut(logits, maxima, n, blocks, t, top, z_min, place, target, ID_BITS, BY_MASS: tl.constexpr, WIDE: tl.constexpr):
-    """The last place of the shortest prefix, from the top, whose weights reach target; `place` if none does."""
+def _bound(maxima, blocks, t, top, z_min, place, target, BY_MASS: tl.constexpr, BLOCKS: tl.constexpr):
+    """A key that the cut does not lie below: the blocks' largest tokens alone reach target there. 0 if they do not."""
+    at = tl.arange(0, BLOCKS)
+    highest = tl.load(maxima + at, mask=at < blocks, other=float("-inf"))
+    z, key = _at_temperature(highest, t), _key(highest)
+    weight = tl.where((key > (place >> 31)) & (z >= z_min), _weight(z, top, BY_MASS), 0)
     found = tl.zeros([], tl.int64)
-    if _mass(logits, maxima, n, blocks, t, top, z_min, place, BY_MASS, WIDE) < target:
-        found = place
-    else:
-        for step in range(0, 32 + ID_BITS):  # bit by bit: first the logit's 32, then the id's
-            if step < 32:
-                bit = 62 - step
-            else:
-                bit = ID_BITS - 1 - (step - 32)
-                if step == 32:
-                    found = found | ((tl.full([], 2147483647, tl.int64) >> ID_BITS) << ID_BITS)  # ids lie below this
-            further = found | (tl.full([], 1, tl.int64) << bit)
-            if _mass(logits, maxima, n, blocks, t, top, z_min, tl.maximum(further, place), BY_MASS, WIDE) >= target:
-                found = further
+    for step in range(0, 32):
+        further = found | (tl.full([], 1, tl.int64) << (31 - step))
+        if tl.sum(tl.where(key >= further, weight, 0), axis=0) >= target:
+            found = further
     return found
 
 
 @triton.jit
-def _cut_kernel(
-    logits, parts, lse, greedy, temperature, top_k, top_p, min_p, places, n, blocks, stride, ID_BITS, WIDE: tl.constexpr
+def _listed(logits, listed, first, count, n, t, top, z_min, BY_MASS: tl.constexpr, TALL: tl.constexpr):
+    """Places and weights of the tokens of TALL listed blocks; weight 0 for what z_min excludes."""
+    at = first + tl.arange(0, TALL)
+    number = tl.load(listed + at, mask=at < count, other=0)
+    token = number[:, None] * _LSE_BLOCK + tl.arange(0, _LSE_BLOCK)[None, :]
+    inside = (at < count)[:, None] & (token < n)
+    x = tl.load(logits + token, mask=inside, other=float("-inf"))
+    z = _at_temperature(x, t)
+    weight = tl.where(inside & (z >= z_min), _weight(z, top, BY_MASS), 0)
+    return tl.reshape(_place(x, token), [TALL * _LSE_BLOCK]), tl.reshape(weight, [TALL * _LSE_BLOCK])
+
+
+@triton.jit
+def _mass_kernel(
+    logits, parts, lse, greedy, temperature, top_k, top_p, min_p, masses, n, blocks, stride, tiles, TALL: tl.constexpr
 ):
+    """The weights of a part of a row, for rows that top_p cuts and top_k does not. Whole numbers: no order."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    t = tl.load(temperature + row)
+    k = tl.load(top_k + row)
+    whole = (k <= 0) | (k >= n)
+    if (t != 0.0) & (tl.load(greedy + row) >= 0) & (tl.load(top_p + row) < 1.0) & whole:
+        top = tl.load(lse + 4 * row + 2)
+        z_min = top + log(tl.load(min_p + row))
+        token = tile * (TALL * _LSE_BLOCK) + tl.arange(0, TALL * _LSE_BLOCK)
+        x = tl.load(logits + row * stride + token, mask=token < n, other=float("-inf"))
+        z = _at_temperature(x, t)
+        weight = tl.where((_place(x, token) >= _NOTHING) & (z >= z_min), _weight(z, top, True), 0)
+        tl.store(masses + row * tiles + tile, tl.sum(weight, axis=0))
+
+
+@triton.jit
+def _gather(logits, listed, count, places, masses, n, t, top, z_min, low, ROOM: tl.constexpr, TALL: tl.constexpr):
+    """Writes places and masses of the listed tokens from place `low` up, ROOM at most; returns how many there are."""
+    found = tl.zeros([], tl.int32)
+    for first in range(0, count, TALL):
+        at = first + tl.arange(0, TALL)
+        number = tl.load(listed + at, mask=at < count, other=0)
+        token = number[:, None] * _LSE_BLOCK + tl.arange(0, _LSE_BLOCK)[None, :]
+        inside = (at < count)[:, None] & (token < n)
+        x = tl.load(logits + token, mask=inside, other=float("-inf"))
+        z = _at_temperature(x, t)
+        place = _place(x, token)
+        keep = tl.reshape(inside & (z >= z_min) & (place >= low), [TALL * _LSE_BLOCK])
+        to = found + tl.cumsum(keep.to(tl.int32), 0) - 1
+        tl.store(places + to, tl.reshape(place, [TALL * _LSE_BLOCK]), mask=keep & (to < ROOM))
+        tl.store(masses + to, tl.reshape(_weight(z, top, True), [TALL * _LSE_BLOCK]), mask=keep & (to < ROOM))
+        found += tl.sum(keep.to(tl.int32), 0)
+    tl.debug_barrier()
+    return found
+
+
+@triton.jit
+def _gathered_mass(places, masses, number, place, ROOM: tl.constexpr):
+    at = tl.arange(0, ROOM)
+    there = at < number
+    mine = tl.load(places + at, mask=there, other=0)
+    return tl.sum(tl.where(mine >= place, tl.load(masses + at, mask=there, other=0), 0), axis=0)
+
+
+@triton.jit
+def _cut_gathered(places, masses, number, place, target, ID_BITS, BY_MASS: tl.constexpr, ROOM: tl.constexpr):
+    """As _cut, of tokens that were gathered."""
+    at = tl.arange(0, ROOM)
+    there = at < number
+    mine = tl.load(places + at, mask=there, other=0)
+    weight = there.to(tl.int64)
+    if BY_MASS:
+        weight = tl.load(masses + at, mask=there, other=0)
+    weight = tl.where(mine >= place, weight, 0)
+    found = tl.zeros([], tl.int64)
+    for step in range(0, 32 + ID_BITS):  # bit by bit: first the logit's 32, then the id's
+        bit = 62 - step
+        if step >= 32:
+            bit = ID_BITS - 1 - (step - 32)
+            if step == 32:
+                found = found | ((tl.full([], 2147483647, tl.int64) >> ID_BITS) << ID_BITS)  # ids lie below this
+        further = found | (tl.full([], 1, tl.int64) << bit)
+        if tl.sum(tl.where(mine >= further, weight, 0), axis=0) >= target:
+            found = further
+    return tl.maximum(found, place)
+
+
+@triton.jit
+def _mass(logits, listed, count, n, t, top, z_min, place, TALL: tl.constexpr):
+    """The weights of the listed tokens from `place` up."""
+    total = tl.zeros([TALL * _LSE_BLOCK], tl.int64)
+    for first in range(0, count, TALL):
+        places, weight = _listed(logits, listed, first, count, n, t, top, z_min, True, TALL)
+        total += tl.where(places >= place, weight, 0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def _cut(logits, listed, count, n, t, top, z_min, place, target, ID_STEPS, BY_MASS: tl.constexpr, TALL: tl.constexpr):
+    """The last place of the shortest prefix, from the top, whose weights reach target; `place` if none does."""
+    found = tl.zeros([], tl.int64)
+    digit = tl.arange(0, 8).to(tl.int64)
+    for step in range(0, 11 + ID_STEPS):  # three bits at a time: first the logit's 32, then the id's
+        shift = tl.maximum(60 - 3 * step, 31)
+        if step >= 11:
+            shift = 3 * (10 + ID_STEPS - step)
+            if step == 11:
+                found = found | ((tl.full([], 2147483647, tl.int64) >> (3 * ID_STEPS)) << (3 * ID_STEPS))
+        further = found | (digit << shift)
+        least = tl.maximum(further, place)
+        total = tl.zeros([TALL * _LSE_BLOCK, 8], tl.int64)
+        for first in range(0, count, TALL):
+            places, weight = _listed(logits, listed, first, count, n, t, top, z_min, BY_MASS, TALL)
+            total += tl.where(places[:, None] >= least[None, :], weight[:, None], 0)
+        found = tl.max(tl.where(tl.sum(total, axis=0) >= target, further, found), axis=0)
+    return tl.maximum(found, place)
+
+
+@triton.jit
+def _cut_kernel(
+    logits, parts, lse, greedy, temperature, top_k, top_p, min_p, cuts, listed, places, masses, tile_masses,
+    n, blocks, stride, tiles, ID_BITS, BLOCKS: tl.constexpr, TILES: tl.constexpr, TALL: tl.constexpr,
+    ROOM: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     place = tl.full([], _NOTHING, tl.int64)
     t = tl.load(temperature + row)
@@ -139,15 +254,44 @@ def _cut_kernel(
     if (t != 0.0) & (tl.load(greedy + row) >= 0):
         top = tl.load(lse + 4 * row + 2)
         z_min = top + log(tl.load(min_p + row))
+        steps = (ID_BITS + 2) // 3
         logits += row * stride
         parts += row * 4 * blocks
+        listed += row * blocks
+        places += row * ROOM
+        masses += row * ROOM
+        number = tl.full([], ROOM + 1, tl.int32)
         if (k > 0) & (k < n):
-            place = _cut(logits, parts, n, blocks, t, top, z_min, place, k, ID_BITS, False, WIDE)
+            key = _bound(parts, blocks, t, top, z_min, place, k, False, BLOCKS)
+            count = _list_blocks(parts, listed, blocks, t, z_min, key, BLOCKS)
+            low = tl.maximum(key << 31, place)
+            number = _gather(logits, listed, count, places, masses, n, t, top, z_min, low, ROOM, TALL)
+            if number <= ROOM:
+                place = _cut_gathered(places, masses, number, place, k, ID_BITS, False, ROOM)
+            else:
+                place = _cut(logits, listed, count, n, t, top, z_min, place, k, steps, False, TALL)
         if p < 1.0:
-            total = _mass(logits, parts, n, blocks, t, top, z_min, place, True, WIDE)
-            target = tl.ceil(p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
-            place = _cut(logits, parts, n, blocks, t, top, z_min, place, target, ID_BITS, True, WIDE)
-    tl.store(places + row, place)
+            if number <= ROOM:
+                total = _gathered_mass(places, masses, number, place, ROOM)
+                target = tl.ceil(p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
+                place = _cut_gathered(places, masses, number, place, target, ID_BITS, True, ROOM)
+            else:
+                if (k > 0) & (k < n):
+                    count = _list_blocks(parts, listed, blocks, t, z_min, place >> 31, BLOCKS)
+                    total = _mass(logits, listed, count, n, t, top, z_min, place, TALL)
+                else:
+                    at = tl.arange(0, TILES)
+                    total = tl.sum(tl.load(tile_masses + row * tiles + at, mask=at < tiles, other=0), axis=0)
+                target = tl.ceil(p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
+                key = tl.maximum(_bound(parts, blocks, t, top, z_min, place, target, True, BLOCKS), place >> 31)
+                count = _list_blocks(parts, listed, blocks, t, z_min, key, BLOCKS)
+                low = tl.maximum(key << 31, place)
+                number = _gather(logits, listed, count, places, masses, n, t, top, z_min, low, ROOM, TALL)
+                if number <= ROOM:
+                    place = _cut_gathered(places, masses, number, place, target, ID_BITS, True, ROOM)
+                else:
+                    place = _cut(logits, listed, count, n, t, top, z_min, place, target, steps, True, TALL)
+    tl.store(cuts + row, place)
 
 
 @triton.jit
@@ -256,7 +400,8 @@ def sample(
     parts, lse = new(rows, 4, blocks), new(rows, 4)
     greedy, places = new(rows, dtype=torch.int64), new(rows, dtype=torch.int64)
     best = new(rows, tiles, dtype=torch.int64)
-    id_bits = max(1, (n - 1).bit_length())
+    room, listed = block(n, most=ROOM), new(rows, blocks, dtype=torch.int32)
+    gathered = new(2, rows, room, dtype=torch.int64)
     with on(logits):
         _blocks_kernel[(rows, triton.cdiv(blocks, TILE))](
             logits, temperature, parts, n, blocks, stride, TILE=TILE, num_warps=4, **OPTIONS
@@ -264,9 +409,14 @@ def sample(
         _rows_kernel[(rows,)](
             logits, parts, lse, greedy, n, blocks, stride, BLOCKS=block(blocks), num_warps=4, **OPTIONS
         )
+        _mass_kernel[(rows, tiles)](
+            logits, parts, lse, greedy, temperature, top_k, top_p, min_p, best, n, blocks, stride, tiles,
+            TALL=TALL, num_warps=4, **OPTIONS,
+        )  # fmt: skip
         _cut_kernel[(rows,)](
-            logits, parts, lse, greedy, temperature, top_k, top_p, min_p, places, n, blocks, stride, id_bits,
-            WIDE=WIDE, num_warps=16, **OPTIONS,
+            logits, parts, lse, greedy, temperature, top_k, top_p, min_p, places, listed, *gathered, best, n, blocks,
+            stride, tiles, max(1, (n - 1).bit_length()), BLOCKS=block(blocks), TILES=block(tiles), TALL=TALL,
+            ROOM=room, num_warps=16, **OPTIONS,
         )  # fmt: skip
         _draw_kernel[(rows, tiles)](
             logits, seeds, positions, parts, lse, greedy, temperature, min_p, places, best, n, blocks, stride, tiles,
