@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, block, exp, log, on, tree_sum
+from .._core.triton import OPTIONS, block, exp, exp_down, log, on, tree_sum
 
 LSE_BLOCK = 128
 TILE = 32  # blocks that a program takes of a row
@@ -30,14 +30,14 @@ def origin(largest):
 def reduce_blocks(z):
     """(B, LSE_BLOCK) of z, -inf where there is none -> (B, 1) largest, (B, 1) sum of e^(z - largest)."""
     largest = tl.max(z, axis=1, keep_dims=True) + 0.0  # -0 is the same number as 0; a NaN is passed over
-    return largest, tree_sum(exp(z - origin(largest)))  # order: a tree of pairs
+    return largest, tree_sum(exp_down(z - origin(largest)))  # order: a tree of pairs
 
 
 @triton.jit
 def join_blocks(largest, total):
     """(1, B) of a row's blocks, -inf and 0 where there is none -> (1, 1) largest, (1, 1) sum relative to it."""
     top = tl.max(largest, axis=1, keep_dims=True)
-    return top, tree_sum(total * exp(largest - origin(top)))  # order: a tree of pairs over the blocks
+    return top, tree_sum(total * exp_down(largest - origin(top)))  # order: a tree of pairs over the blocks
 
 
 @triton.jit

@@ -4,12 +4,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, exp, on
+from .._core.triton import OPTIONS, exp_down, on
 
 SLOPE = tl.constexpr(1.5957691216)  # 2 sqrt(2 / pi): tanh(u / 2) = 2 sigmoid(u) - 1
 CUBIC = tl.constexpr(0.044715)
 THREE_CUBIC = tl.constexpr(0.13414499163627625)  # the fp32 product
-BLOCK = 1024
+
+
+def _tile(rows: int) -> dict:
+    """An element depends on its inputs alone, so the tile may look at the rows: few want many threads."""
+    return {"BLOCK": 1024, "num_warps": 2} if rows >= 1024 else {"BLOCK": 512, "num_warps": 4}
 
 
 @triton.jit
@@ -18,7 +22,7 @@ def _sigmoid(g, GELU: tl.constexpr):
     z = g
     if GELU:
         z = (g * SLOPE) * tl.fma(g * g, CUBIC, 1.0)
-    q = exp(tl.abs(z) * -1.0)
+    q = exp_down(tl.abs(z) * -1.0)
     large = tl.div_rn(1.0, 1.0 + q)
     small = q * large
     return tl.where(z > 0.0, large, small), tl.where(z > 0.0, small, large)
@@ -63,17 +67,19 @@ def _bwd_kernel(
 def silu_mul_fwd(gate: Tensor, up: Tensor, gelu: bool, y: Tensor) -> None:
     rows, n = y.shape
     if y.numel():
+        tile = _tile(rows)
         with on(y):
-            _fwd_kernel[(rows, triton.cdiv(n, BLOCK))](
-                gate, up, y, n, gate.stride(0), up.stride(0), GELU=gelu, BLOCK=BLOCK, num_warps=4, **OPTIONS
+            _fwd_kernel[(rows, triton.cdiv(n, tile["BLOCK"]))](
+                gate, up, y, n, gate.stride(0), up.stride(0), GELU=gelu, **tile, **OPTIONS
             )
 
 
 def silu_mul_bwd(dy: Tensor, gate: Tensor, up: Tensor, gelu: bool, dgate: Tensor, dup: Tensor) -> None:
     rows, n = dy.shape
     if dy.numel():
+        tile = _tile(rows)
         with on(dy):
-            _bwd_kernel[(rows, triton.cdiv(n, BLOCK))](
+            _bwd_kernel[(rows, triton.cdiv(n, tile["BLOCK"]))](
                 dy, gate, up, dgate, dup, n, *(t.stride(0) for t in (dy, gate, up, dgate, dup)),
-                GELU=gelu, BLOCK=BLOCK, num_warps=4, **OPTIONS,
+                GELU=gelu, **tile, **OPTIONS,
             )  # fmt: skip
