@@ -10,23 +10,34 @@ namespace vx {
 
 constexpr int kStoreThreads = 256;
 
-// One block row of threads copies a token, Unit by Unit; blockIdx.y says whether of k or of v. Reads nothing but the
-// slots and writes nothing but valid slots, so it may be captured in a graph and replayed with other slots.
-template <class Unit>
+// A row of threads copies Each tokens at a time, Unit by Unit, all read before any is written; blockIdx.y says whether
+// of k or of v. Reads nothing but the slots and writes nothing but valid slots, so it may be captured in a graph and
+// replayed with other slots.
+template <class Unit, int Each>
 __global__ void __launch_bounds__(kStoreThreads) kv_cache_store_kernel(KvCacheStore a) {
-  const int64_t token = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (token >= a.tokens) return;
-  const int64_t slot = a.slots[token];
-  if (slot < 0 || slot >= a.pages * a.page_size) return;
-  const int64_t page = slot / a.page_size, offset = slot - page * a.page_size;
+  const int64_t first = (int64_t(blockIdx.x) * blockDim.y + threadIdx.y) * Each;
   const KvHalf& half = blockIdx.y ? a.v : a.k;
-  const char* from = static_cast<const char*>(half.from) + token * half.stride;
-  char* to = static_cast<char*>(half.cache) + page * half.page_stride + offset * half.slot_stride;
+  const char* from[Each];
+  char* to[Each];
+#pragma unroll
+  for (int e = 0; e < Each; ++e) {
+    const int64_t token = first + e, slot = token < a.tokens ? a.slots[token] : -1;
+    const int64_t page = slot / a.page_size, offset = slot - page * a.page_size;
+    from[e] = static_cast<const char*>(half.from) + token * half.stride;
+    to[e] = slot < 0 || slot >= a.pages * a.page_size
+                ? nullptr
+                : static_cast<char*>(half.cache) + page * half.page_stride + offset * half.slot_stride;
+  }
   const int per_head = int(half.row / int64_t(sizeof(Unit))), units = int(a.heads) * per_head;
   for (int i = threadIdx.x; i < units; i += blockDim.x) {
     const int head = i / per_head, unit = i - head * per_head;
-    reinterpret_cast<Unit*>(to + head * half.cache_head_stride)[unit] =
-        reinterpret_cast<const Unit*>(from + head * half.head_stride)[unit];
+    Unit held[Each];
+#pragma unroll
+    for (int e = 0; e < Each; ++e)
+      if (to[e]) held[e] = reinterpret_cast<const Unit*>(from[e] + head * half.head_stride)[unit];
+#pragma unroll
+    for (int e = 0; e < Each; ++e)
+      if (to[e]) reinterpret_cast<Unit*>(to[e] + head * half.cache_head_stride)[unit] = held[e];
   }
 }
 
@@ -40,15 +51,21 @@ inline int64_t kv_store_unit(const KvHalf& half) {
   return unit;
 }
 
-template <class Unit>
+template <class Unit, int Each>
 cudaError_t kv_cache_store_launch_as(const KvCacheStore& a, cudaStream_t stream) {
   const int64_t row = a.k.row > a.v.row ? a.k.row : a.v.row, units = a.heads * row / int64_t(sizeof(Unit));
   int across = 32;  // threads for one token: a power of two, so that they and the tokens fill the block
   while (across < units && across < kStoreThreads) across *= 2;
-  const int tokens = kStoreThreads / across;
+  const int tokens = kStoreThreads / across * Each;
   const dim3 grid(unsigned((a.tokens + tokens - 1) / tokens), 2);
-  kv_cache_store_kernel<Unit><<<grid, dim3(across, tokens), 0, stream>>>(a);
+  kv_cache_store_kernel<Unit, Each><<<grid, dim3(across, tokens / Each), 0, stream>>>(a);
   return cudaGetLastError();
+}
+
+template <class Unit>
+cudaError_t kv_cache_store_launch_as(const KvCacheStore& a, cudaStream_t stream) {
+  // few tokens: as many blocks as there are; many: several reads in flight for each thread
+  return a.tokens < 1024 ? kv_cache_store_launch_as<Unit, 1>(a, stream) : kv_cache_store_launch_as<Unit, 4>(a, stream);
 }
 
 inline cudaError_t kv_cache_store_launch(const KvCacheStore& a, cudaStream_t stream) {
