@@ -29,6 +29,7 @@ SOURCES = sorted(
 # Which room may import which other: a room is composed of these and of nothing else of ours.
 COMPOSED_OF = {
     "linear_cross_entropy": {"linear", "log_softmax"},
+    "rope": {"kv_cache"},
     "sampler": {"log_softmax"},
     "grouped_linear": {"linear"},
     "fused_moe": {"grouped_linear", "silu_mul"},

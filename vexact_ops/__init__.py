@@ -18,6 +18,7 @@ _WHERE = {
     "rmsnorm": "rmsnorm.op",
     "rope": "rope.op",
     "rope_cos_sin": "rope.op",
+    "rope_kv_store": "rope.op",
     "silu_mul": "silu_mul.op",
     "log_softmax": "log_softmax.op",
     "mean": "mean.op",
@@ -79,6 +80,6 @@ if TYPE_CHECKING:
     from .mean.op import mean, sum
     from .moe_route.op import moe_route
     from .rmsnorm.op import rmsnorm
-    from .rope.op import rope, rope_cos_sin
+    from .rope.op import rope, rope_cos_sin, rope_kv_store
     from .sampler.op import sample
     from .silu_mul.op import silu_mul

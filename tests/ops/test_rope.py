@@ -51,6 +51,63 @@ def test_gradients_stand_alone(device, backend, dtype, size, tokens, seed):
     check_rows(grads, q, k, cos, sin, dq, dk, seed=seed)
 
 
+def caches_for(k, v, pages=5, page_size=4):
+    return tuple(torch.full((pages, page_size, *x.shape[1:]), 7.0, dtype=x.dtype, device=x.device) for x in (k, v))
+
+
+@BACKENDS
+@DTYPES
+@INTERLEAVED
+@given(size=SIZES, tokens=st.integers(0, 7), width=st.sampled_from([1, 40, 128]), seed=st.integers(0, 2**16))
+def test_rope_kv_store_has_the_bits_of_both_ops_alone(device, backend, dtype, interleaved, size, tokens, width, seed):
+    q, k, cos, sin = make(tokens, *size, dtype, device, seed)
+    v = tricky(tokens, 3, 2 * width, seed=seed, dtype=dtype, device=device)[:, 1:, :width]
+    slots = torch.randperm(20, generator=torch.Generator().manual_seed(seed))[:tokens].to(device)
+    slots[::3] = -1
+    expected, ours = caches_for(k, v), caches_for(k, v)
+    q_expected, k_turned = vx.rope(q, k, cos, sin, interleaved=interleaved, backend=backend)
+    for x, cache in zip((k_turned, v), expected):
+        cache.flatten(0, 1)[slots[slots >= 0]] = x[slots >= 0]
+    got = vx.rope_kv_store(q, k, v, cos, sin, *ours, slots, interleaved=interleaved, backend=backend)
+    assert_bitwise((got, *ours), (q_expected, *expected))
+
+
+@BACKENDS
+def test_rope_kv_store_writes_into_no_other_slot(device, backend):
+    q, k, cos, sin = make(3, 16, 16, torch.float32, device, 0)
+    caches = caches_for(k, k)
+    for bad in (-2, 20, 2**40):
+        slots = torch.tensor([2, bad, 5], device=device)
+        if backend == "cpu":
+            with pytest.raises(ValueError, match=r"slot_mapping\[1\]: got slot"):
+                vx.rope_kv_store(q, k, k, cos, sin, *caches, slots, backend=backend)
+            assert (caches[0] == 7).all()
+        else:  # looking at a slot would make the host wait
+            vx.rope_kv_store(q, k, k, cos, sin, *caches, slots, backend=backend)
+            untouched = [i for i in range(20) if i not in (2, 5)]
+            assert all((c.flatten(0, 1)[untouched] == 7).all() for c in caches)
+
+
+@BACKENDS
+def test_rope_kv_store_opcheck(device, backend):
+    q, k, cos, sin = make(3, 16, 16, torch.float32, device, 0)
+    args = q, k, k, cos, sin, *caches_for(k, k), torch.tensor([2, 0, 5], device=device), False, backend
+    torch.library.opcheck(torch.ops.vexact.rope_kv_store.default, args)
+
+
+def test_rope_kv_store_names_bad_arguments():
+    q, k, cos, sin = make(3, 16, 16, torch.float32, "cpu", 0)
+    caches, slots = caches_for(k, k), torch.tensor([2, 0, 5])
+    with pytest.raises(TypeError, match="rope_kv_store: q: got dtype float64"):
+        vx.rope_kv_store(q.double(), k, k, cos, sin, *caches, slots)
+    with pytest.raises(ValueError, match=r"rope_kv_store: k_cache: got shape"):
+        vx.rope_kv_store(q, k, k, cos, sin, caches[0][..., :8], caches[1], slots)
+    with pytest.raises(TypeError, match="rope_kv_store: slot_mapping: got dtype int32"):
+        vx.rope_kv_store(q, k, k, cos, sin, *caches, slots.int())
+    with pytest.raises(RuntimeError, match="rope_kv_store: q, k or v requires a gradient"):
+        vx.rope_kv_store(q.requires_grad_(), k, k, cos, sin, *caches, slots)
+
+
 @BACKENDS
 @given(tokens=st.integers(1, 9), frequencies=st.integers(0, 40), seed=st.integers(0, 2**16), scaling=st.floats(0.1, 2))
 def test_table_rows_stand_alone(device, backend, tokens, frequencies, seed, scaling):

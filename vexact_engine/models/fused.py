@@ -170,8 +170,7 @@ class _Decoder:
             if layer.q_norm is not None:
                 q = vx.rmsnorm(q, layer.q_norm, layer.qk_eps[0], style=style)
                 k = vx.rmsnorm(k, layer.k_norm, layer.qk_eps[1], style=style)
-            q, k = vx.rope(q, k, cos, sin)
-            vx.kv_cache_store(k, heads[:, q_heads + k_heads :], k_cache, v_cache, batch.slot_mapping)
+            q = vx.rope_kv_store(q, k, heads[:, q_heads + k_heads :], cos, sin, k_cache, v_cache, batch.slot_mapping)
             x = vx.attention_paged(q, k_cache, v_cache, *table, **layer.attention, kv_segment=segment)
             x = vx.linear(x.view(tokens, -1), layer.o, layer.o_bias)
             if layer.after_attention is not None:

@@ -30,11 +30,16 @@ def kv_cache_store(
                   stream, that token is skipped
     """
     op = "kv_cache_store"
-    if not _fits(k, v, k_cache, v_cache, slot_mapping):
-        _check(op, k, v, k_cache, v_cache, slot_mapping)
+    check_store(op, k, v, k_cache, v_cache, slot_mapping)
     if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
         raise RuntimeError(f"{op}: k or v requires a gradient, and this op has none: call it under torch.no_grad()")
     _kv_cache_store(k, v, k_cache, v_cache, slot_mapping, ROOM.resolve(k.device, backend))
+
+
+def check_store(op: str, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Raises what kv_cache_store raises for these arguments, in the name of op."""
+    if not _fits(k, v, k_cache, v_cache, slot_mapping):
+        _check(op, k, v, k_cache, v_cache, slot_mapping)
 
 
 def _fits(k, v, k_cache, v_cache, slot_mapping) -> bool:

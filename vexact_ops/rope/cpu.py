@@ -4,12 +4,19 @@ import torch
 from torch import Tensor
 
 from .._core import native
+from ..kv_cache.op import kv_cache_store
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, transpose: bool):
     q_out, k_out = torch.empty(q.shape, dtype=q.dtype), torch.empty(k.shape, dtype=k.dtype)
     native.ops().rope(q, k, cos, sin, interleaved, transpose, q_out, k_out)
     return q_out, k_out
+
+
+def rope_kv_store(q, k, v, cos, sin, k_cache, v_cache, slots, interleaved: bool) -> Tensor:
+    q, k = rope(q, k, cos, sin, interleaved, False)
+    kv_cache_store(k, v, k_cache, v_cache, slots, backend="cpu")
+    return q
 
 
 def rope_cos_sin(positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype):

@@ -6,6 +6,7 @@ from torch import Tensor
 from .._core import check
 from .._core.backend import Room
 from .._core.operator import Operator
+from ..kv_cache.op import check_store
 
 ROOM = Room("rope", cpu=("cpu",), cuda=("triton",))
 
@@ -29,27 +30,62 @@ def rope(
     raises      TypeError on dtype, ValueError on shape, stride or device, BackendUnavailable
     source      Su et al., RoFormer, arXiv 2104.09864
     """
+    backend = _check("rope", q, k, cos, sin, backend)
+    return _rope(q, k, cos, sin, bool(interleaved), False, backend)
+
+
+def rope_kv_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    interleaved: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """rope, then kv_cache_store of the rotated keys and of v: on a GPU one launch instead of two.
+
+    q, k, cos, sin, interleaved                 as for rope
+    v, k_cache, v_cache, slot_mapping           as for kv_cache_store; the caches are written in place
+    returns                                     q rotated, contiguous; the rotated keys are in the cache alone
+    bits                                        those of the two ops
+    grad                                        none: a RuntimeError where q, k or v requires one in grad mode
+    raises                                      as the two ops
+    """
+    op = "rope_kv_store"
+    backend = _check(op, q, k, cos, sin, backend)
+    check_store(op, k, v, k_cache, v_cache, slot_mapping)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise RuntimeError(f"{op}: q, k or v requires a gradient, and this op has none: call it under torch.no_grad()")
+    return _rope_kv_store(q, k, v, cos, sin, k_cache, v_cache, slot_mapping, bool(interleaved), backend)
+
+
+def _check(op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backend: str | None) -> str:
     for arg, value in (("q", q), ("k", k)):
-        check.tensor("rope", arg, value, check.FLOATS, ndim=3)
-        check.contiguous_last("rope", arg, value)
-    check.same_dtype("rope", "k", k, "q", q)
+        check.tensor(op, arg, value, check.FLOATS, ndim=3)
+        check.contiguous_last(op, arg, value)
+    check.same_dtype(op, "k", k, "q", q)
     tokens, _, dim = q.shape
-    check.shape("rope", "k", k, (tokens, "Hk", dim))
+    check.shape(op, "k", k, (tokens, "Hk", dim))
     for arg, value in (("cos", cos), ("sin", sin)):
-        check.tensor("rope", arg, value, {q.dtype, torch.float32}, ndim=2)
-        check.contiguous_last("rope", arg, value)
+        check.tensor(op, arg, value, {q.dtype, torch.float32}, ndim=2)
+        check.contiguous_last(op, arg, value)
         if value.requires_grad:
-            raise ValueError(f"rope: {arg}: requires grad, expected a constant")
+            raise ValueError(f"{op}: {arg}: requires grad, expected a constant")
     rotary = cos.shape[1]
     if rotary % 2 or rotary > dim:
-        raise ValueError(f"rope: cos: got shape {tuple(cos.shape)}, expected an even last dimension of at most {dim}")
-    check.shape("rope", "cos", cos, (tokens, rotary))
-    check.shape("rope", "sin", sin, (tokens, rotary))
-    check.same_dtype("rope", "sin", sin, "cos", cos)
-    check.same_device("rope", q=q, k=k, cos=cos, sin=sin)
+        raise ValueError(f"{op}: cos: got shape {tuple(cos.shape)}, expected an even last dimension of at most {dim}")
+    check.shape(op, "cos", cos, (tokens, rotary))
+    check.shape(op, "sin", sin, (tokens, rotary))
+    check.same_dtype(op, "sin", sin, "cos", cos)
+    check.same_device(op, q=q, k=k, cos=cos, sin=sin)
     backend = ROOM.resolve(q.device, backend)
-    check.served("rope", "q", q.dtype, backend)
-    return _rope(q, k, cos, sin, bool(interleaved), False, backend)
+    check.served(op, "q", q.dtype, backend)
+    return backend
 
 
 def rope_cos_sin(
@@ -121,4 +157,10 @@ _rope_cos_sin = Operator(
     "rope_cos_sin(Tensor positions, Tensor inv_freq, float scaling, ScalarType dtype, str backend) -> (Tensor, Tensor)",
     _cos_sin,
     _cos_sin_fake,
+)
+_rope_kv_store = Operator(
+    "rope_kv_store(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+    "Tensor slot_mapping, bool interleaved, str backend) -> Tensor",
+    lambda *args: ROOM.module(args[-1]).rope_kv_store(*args[:-1]),
+    lambda q, *args: q.new_empty(q.shape),
 )

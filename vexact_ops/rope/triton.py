@@ -14,14 +14,15 @@ HALF_PI_REST = tl.constexpr(float.fromhex("0x1.1a62633145c07p-54"))
 
 @triton.jit
 def _rotate(
-    x, y, cos, sin, token, first, heads, token_stride, head_stride, cos_stride, sin_stride,
+    x, y, y_head, wanted, cos, sin, token, first, heads, token_stride, head_stride, cos_stride, sin_stride,
     D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSE: tl.constexpr,
     HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
+    """The heads of a token from `first` on, written to y (its first head) if wanted."""
     head = first + tl.arange(0, HEADS)
-    live = (head < heads)[:, None]
+    live = (head < heads)[:, None] & wanted
     x_at = x + token * token_stride + head.to(tl.int64)[:, None] * head_stride
-    y_at = y + (token * heads + head[:, None]) * D
+    y_at = y + head.to(tl.int64)[:, None] * y_head
     if HALF > 0:
         i = tl.arange(0, PAIRS)
         inside = live & (i < HALF)[None, :]
@@ -60,14 +61,49 @@ def _rope_kernel(
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if part < q_blocks:
         _rotate(
-            q, q_out, cos, sin, token, part * HEADS, q_heads, q_token, q_head, cos_stride, sin_stride,
-            D, HALF, INTERLEAVED, TRANSPOSE, HEADS, PAIRS, REST,
+            q, q_out + token * q_heads * D, D, True, cos, sin, token, part * HEADS, q_heads, q_token, q_head,
+            cos_stride, sin_stride, D, HALF, INTERLEAVED, TRANSPOSE, HEADS, PAIRS, REST,
         )  # fmt: skip
     else:
         _rotate(
-            k, k_out, cos, sin, token, (part - q_blocks) * HEADS, k_heads, k_token, k_head, cos_stride, sin_stride,
-            D, HALF, INTERLEAVED, TRANSPOSE, HEADS, PAIRS, REST,
+            k, k_out + token * k_heads * D, D, True, cos, sin, token, (part - q_blocks) * HEADS, k_heads, k_token,
+            k_head, cos_stride, sin_stride, D, HALF, INTERLEAVED, TRANSPOSE, HEADS, PAIRS, REST,
         )  # fmt: skip
+
+
+@triton.jit
+def _rope_kv_store_kernel(
+    q, k, v, cos, sin, q_out, k_cache, v_cache, slots, size, page_size, q_heads, k_heads, q_blocks, k_blocks,
+    q_token, q_head, k_token, k_head, v_token, v_head, cos_stride, sin_stride,
+    k_page, k_row, k_cache_head, v_page, v_row, v_cache_head,
+    D: tl.constexpr, DV: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr,
+    PAIRS: tl.constexpr, REST: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if part < q_blocks:
+        _rotate(
+            q, q_out + token * q_heads * D, D, True, cos, sin, token, part * HEADS, q_heads, q_token, q_head,
+            cos_stride, sin_stride, D, HALF, INTERLEAVED, False, HEADS, PAIRS, REST,
+        )  # fmt: skip
+    else:
+        slot = tl.load(slots + token)
+        wanted = (slot >= 0) & (slot < size)
+        slot = tl.where(wanted, slot, 0)
+        page = slot // page_size
+        row = slot - page * page_size
+        first = (part - q_blocks) * HEADS
+        if part < q_blocks + k_blocks:
+            _rotate(
+                k, k_cache + page * k_page + row * k_row, k_cache_head, wanted, cos, sin, token, first, k_heads,
+                k_token, k_head, cos_stride, sin_stride, D, HALF, INTERLEAVED, False, HEADS, PAIRS, REST,
+            )  # fmt: skip
+        else:
+            head = first - k_blocks * HEADS + tl.arange(0, HEADS)
+            column = tl.arange(0, WIDTH)[None, :]
+            live = (head < k_heads)[:, None] & wanted & (column < DV)
+            head = head.to(tl.int64)[:, None]
+            value = tl.load(v + token * v_token + head * v_head + column, mask=live)
+            tl.store(v_cache + page * v_page + row * v_row + head * v_cache_head + column, value, mask=live)
 
 
 @triton.jit
@@ -121,13 +157,18 @@ def _cos_sin_kernel(
         tl.store(sin + at + half * F, sine, mask=i < F)
 
 
+def _heads(q_heads: int, k_heads: int, pairs: int) -> int:
+    """Heads of a program."""
+    return max(1, min(block(max(q_heads, k_heads), least=1), 512 // pairs))
+
+
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, transpose: bool):
     tokens, q_heads, dim = q.shape
     k_heads, half = k.shape[1], cos.shape[1] // 2
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     pairs = block(half)
-    heads = max(1, min(block(max(q_heads, k_heads), least=1), 2048 // pairs))
+    heads = _heads(q_heads, k_heads, pairs)
     q_blocks, k_blocks = triton.cdiv(q_heads, heads), triton.cdiv(k_heads, heads)
     if tokens * (q_heads + k_heads) * dim:
         with on(q):
@@ -137,6 +178,29 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, tran
                 TRANSPOSE=transpose, HEADS=heads, PAIRS=pairs, REST=block(dim - 2 * half), num_warps=4, **OPTIONS,
             )  # fmt: skip
     return q_out, k_out
+
+
+def rope_kv_store(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+    interleaved: bool,
+) -> Tensor:  # fmt: skip
+    tokens, q_heads, dim = q.shape
+    (_, k_heads, width), half = v.shape, cos.shape[1] // 2
+    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    pages, page_size = k_cache.shape[:2]
+    pairs = block(half)
+    heads = _heads(q_heads, k_heads, pairs)
+    q_blocks, k_blocks = triton.cdiv(q_heads, heads), triton.cdiv(k_heads, heads)
+    if tokens:
+        with on(q):
+            _rope_kv_store_kernel[(tokens, q_blocks + 2 * k_blocks)](
+                q, k, v, cos, sin, q_out, k_cache, v_cache, slots, pages * page_size, page_size, q_heads, k_heads,
+                q_blocks, k_blocks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+                cos.stride(0), sin.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3], D=dim, DV=width, HALF=half,
+                INTERLEAVED=interleaved, HEADS=heads, PAIRS=pairs, REST=block(dim - 2 * half), WIDTH=block(width),
+                num_warps=4, **OPTIONS,
+            )  # fmt: skip
+    return q_out
 
 
 def rope_cos_sin(positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype):
