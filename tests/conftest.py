@@ -16,6 +16,8 @@ settings.register_profile(
     phases=[phase for phase in Phase if not (SLOW and phase in (Phase.shrink, Phase.explain))],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
+# pytest --hypothesis-profile=thorough tests/ops -k alone: each example compares ten to twenty ways to compute a row
+settings.register_profile("thorough", parent=settings.get_profile("vexact"), derandomize=False, max_examples=100)
 settings.load_profile("vexact")
 torch.set_num_threads(2)
 if SLOW:

@@ -1,4 +1,4 @@
-"""silu(gate) * up, against two stock operations."""
+"""silu(gate) * up, against two stock operations and Liger's fused one."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 import vexact_ops as vx
 
-from ..harness import Case, random
+from ..harness import Case, peers, random
 from ..shapes import Shape
 
 
@@ -16,7 +16,14 @@ def _stock(gate_up):
     return F.silu(gate) * up
 
 
+def _liger():
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    return lambda gate_up: LigerSiLUMulFunction.apply(*gate_up.chunk(2, dim=-1))
+
+
 def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) -> Iterator[Case]:
+    others = peers(liger=_liger) if device == "cuda" else {}
     for count in rows:
 
         def make(count=count):
@@ -27,5 +34,5 @@ def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) ->
 
         values = 3 * count * shape.I
         name = f"{shape.name} R={count} {str(dtype)[6:]}"
-        providers = {"vexact": vx.silu_mul, "torch": _stock}
+        providers = {"vexact": vx.silu_mul, "torch": _stock, **others}
         yield Case("silu_mul", name, make, providers, bits, bytes=values * dtype.itemsize, flops=values)

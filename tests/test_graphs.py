@@ -1,0 +1,167 @@
+"""CUDA graphs: every op of a decode step can be captured; a replay on other inputs has the bits of an eager call."""
+
+import pytest
+import torch
+
+import vexact_ops as vx
+from vexact_ops._core import backend
+from vexact_ops.testing import assert_bitwise
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+ROWS, HQ, HK, D, PAGE, PAGES, VOCABULARY = 5, 8, 2, 64, 16, 12, 3000
+
+
+def random(seed, *shape, dtype=torch.bfloat16):
+    g = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=g, device="cuda").to(dtype)
+
+
+def whole(seed, high, *shape, dtype=torch.int64):
+    g = torch.Generator("cuda").manual_seed(seed)
+    return torch.randint(high, shape, generator=g, device="cuda").to(dtype)
+
+
+def slots(seed):
+    g = torch.Generator("cuda").manual_seed(seed)
+    return torch.randperm(PAGES * PAGE, generator=g, device="cuda")[:ROWS]
+
+
+def store(k, v, slot_mapping):
+    caches = [torch.zeros(PAGES, PAGE, HK, D, dtype=k.dtype, device="cuda") for _ in range(2)]
+    vx.kv_cache_store(k, v, *caches, slot_mapping)
+    return tuple(caches)
+
+
+def rope_store(q, k, v, cos, sin, slot_mapping):
+    caches = [torch.zeros(PAGES, PAGE, HK, D, dtype=k.dtype, device="cuda") for _ in range(2)]
+    return vx.rope_kv_store(q, k, v, cos, sin, *caches, slot_mapping), *caches
+
+
+def sample(logits, seeds, positions, temperature, top_k, top_p):
+    return vx.sample(logits, seeds, positions, temperature=temperature, top_k=top_k, top_p=top_p, min_p=0.01)
+
+
+def attend(q, k_cache, v_cache, table, lens):
+    cu = torch.arange(ROWS + 1, dtype=torch.int32, device="cuda")
+    return vx.attention_paged(q, k_cache, v_cache, table, lens, cu, 1)
+
+
+# name -> (function, seed -> its inputs)
+OPS = {
+    "rmsnorm": (vx.rmsnorm, lambda s: (random(s, ROWS, 512), random(s + 1, 512))),
+    "rmsnorm-residual": (
+        lambda x, w, r: vx.rmsnorm(x, w, 1e-6, r),
+        lambda s: (random(s, ROWS, 512), random(s + 1, 512), random(s + 2, ROWS, 512)),
+    ),
+    "rope": (
+        vx.rope,
+        lambda s: (random(s, ROWS, HQ, D), random(s + 1, ROWS, HK, D), random(s + 2, ROWS, D), random(s + 3, ROWS, D)),
+    ),
+    "rope_cos_sin": (
+        lambda p, f: vx.rope_cos_sin(p, f, dtype=torch.bfloat16),
+        lambda s: (whole(s, 40000, ROWS), random(s, D // 2, dtype=torch.float32)),
+    ),
+    "rope_kv_store": (
+        rope_store,
+        lambda s: (
+            *(random(s + i, ROWS, h, D) for i, h in enumerate((HQ, HK, HK))),
+            *(random(s + i, ROWS, D) for i in (3, 4)),
+            slots(s),
+        ),
+    ),
+    "silu_mul": (vx.silu_mul, lambda s: (random(s, ROWS, 2 * 768),)),
+    "kv_cache_store": (store, lambda s: (random(s, ROWS, HK, D), random(s + 1, ROWS, HK, D), slots(s))),
+    "log_softmax": (vx.log_softmax, lambda s: (random(s, ROWS, VOCABULARY, dtype=torch.float32),)),
+    "mean": (vx.mean, lambda s: (random(s, ROWS, 9000),)),
+    "linear": (vx.linear, lambda s: (random(s, ROWS, 256), random(s + 1, 320, 256), random(s + 2, 320))),
+    "linear_logits": (vx.linear_logits, lambda s: (random(s, ROWS, 256), random(s + 1, VOCABULARY, 256))),
+    "linear_logprobs": (
+        vx.linear_logprobs,
+        lambda s: (random(s, ROWS, 256), random(s + 1, VOCABULARY, 256), whole(s, VOCABULARY, ROWS)),
+    ),
+    "sample": (
+        sample,
+        lambda s: (
+            random(s, ROWS, VOCABULARY, dtype=torch.float32) * 3,
+            whole(s + 1, 2**40, ROWS),
+            whole(s + 2, 2**20, ROWS),
+            torch.tensor([0.0, 0.7, 1.0, 1.3, 0.2], device="cuda").roll(s),
+            torch.tensor([0, 40, 0, 3, 0], device="cuda").roll(s),
+            torch.tensor([1.0, 0.9, 0.5, 1.0, 0.99], device="cuda").roll(s),
+        ),
+    ),
+    "attention_paged": (
+        attend,
+        lambda s: (
+            random(s, ROWS, HQ, D),
+            random(s + 1, PAGES, PAGE, HK, D),
+            random(s + 2, PAGES, PAGE, HK, D),
+            whole(s + 3, PAGES, ROWS, 4, dtype=torch.int32),
+            1 + whole(s + 4, 4 * PAGE - 1, ROWS, dtype=torch.int32),
+        ),
+    ),
+}
+
+
+def outputs(value) -> tuple:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_replay_on_other_inputs_has_the_bits_of_an_eager_call(name):
+    run, make = OPS[name]
+    held = [t.clone() for t in make(0)]
+    with torch.no_grad():
+        run(*held)  # compiles, and admits what has to be admitted
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = outputs(run(*held))
+        for seed in (1, 2, 1):
+            fresh = make(seed)
+            for target, source in zip(held, fresh):
+                target.copy_(source)
+            graph.replay()
+            assert_bitwise(captured, outputs(run(*fresh)), name)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_no_op_makes_the_host_wait(name):
+    """Any look at a value on the device, and any copy from pageable memory, is an error in this mode."""
+    run, make = OPS[name]
+    inputs = make(0)
+    with torch.no_grad():
+        run(*inputs)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run(*inputs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_mode_catches_a_wait():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            torch.ones(3, device="cuda").sum().item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_bits_do_not_depend_on_the_stream():
+    side = torch.cuda.Stream()
+    for name, (run, make) in OPS.items():
+        with torch.no_grad():
+            expected = outputs(run(*make(3)))
+            torch.cuda.synchronize()
+            with torch.cuda.stream(side):
+                got = outputs(run(*make(3)))
+            side.synchronize()
+        assert_bitwise(got, expected, name)
+
+
+def test_every_room_that_decodes_is_here():
+    covered = {"rmsnorm", "rope", "silu_mul", "kv_cache", "log_softmax", "mean", "linear", "linear_cross_entropy"}
+    covered |= {"sampler", "attention"}
+    vx.numerics()
+    assert covered == {name for name, room in backend.ROOMS.items() if room.cuda}
