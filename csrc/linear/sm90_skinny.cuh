@@ -5,11 +5,7 @@
 // swizzle, mbarriers); one warpgroup multiplies. A row of x is a column of the product: it meets no other row.
 // order: K ascending in steps of 16, one fp32 accumulator per output element, no split of K; the K tail is zeros.
 #pragma once
-#include <cuda.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <cstdint>
+#include "common/sm90.cuh"
 
 namespace vx::sm90 {
 
@@ -30,36 +26,6 @@ __host__ __device__ constexpr int skinny_stage_bytes(int tokens, int boxes) {
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
-__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
-}
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nAGAIN: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@done bra DONE;\nbra AGAIN;\n"
-      "DONE:\n}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int k, int row,
-                                         uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(k), "r"(row), "l"(policy)
-      : "memory");
-}
-// A wgmma operand in shared memory: K contiguous, 128-byte swizzle, groups of eight rows 1,024 bytes apart.
-__device__ __forceinline__ uint64_t operand(uint32_t address) {
-  return uint64_t((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
-}
 
 #define VX_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define VX_D16(i) VX_D4(i), VX_D4(i + 4), VX_D4(i + 8), VX_D4(i + 12)
@@ -86,11 +52,6 @@ __device__ __forceinline__ void multiply(float (&d)[TOKENS / 2], uint64_t weight
     VX_MULTIPLY("f16")
   }
 }
-
-__device__ __forceinline__ float widen(__nv_bfloat16 v) { return __bfloat162float(v); }
-__device__ __forceinline__ float widen(__half v) { return __half2float(v); }
-__device__ __forceinline__ void narrow(__nv_bfloat16& to, float v) { to = __float2bfloat16_rn(v); }
-__device__ __forceinline__ void narrow(__half& to, float v) { to = __float2half_rn(v); }
 
 #endif
 

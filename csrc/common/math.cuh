@@ -1,0 +1,54 @@
+// Elementary functions with the bits of vec.h and of the Triton kernels, operation for operation. Compiled without
+// contraction: a product and a sum are fused where the source says fmaf and nowhere else.
+#pragma once
+#include <cstdint>
+
+namespace vx {
+
+// e^x of an x that is not above 0, or NaN. The power of two is applied in two steps, so that what is below the normal
+// numbers is rounded once; 2^(n + 65) comes from the bits of the sum that rounded n.
+__device__ __forceinline__ float exp_of_negative(float x) {
+  float c;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(x), "f"(-104.0f));
+  const float shifted = c * 1.44269504f + 12583104.0f;  // 3 2^22 + 192: even, so ties fall as they do around 3 2^22
+  const float n = shifted - 12583104.0f;
+  float r = fmaf(n, -0.693359375f, c);
+  r = fmaf(n, 2.12194440e-4f, r);
+  float p = fmaf(r, 1.0f / 5040, 1.0f / 720);
+  p = fmaf(p, r, 1.0f / 120);
+  p = fmaf(p, r, 1.0f / 24);
+  p = fmaf(p, r, 1.0f / 6);
+  p = fmaf(p, r, 0.5f);
+  p = fmaf(p, r, 1.0f);
+  p = fmaf(p, r, 1.0f);
+  return (p * __int_as_float(__float_as_int(shifted) << 23)) * 0x1p-65f;
+}
+
+// e^x of an x that is not below 0, or NaN (which gives something; the caller looks at x).
+__device__ __forceinline__ float exp_of_positive(float x) {
+  const float c = x < 89.0f ? x : 89.0f;
+  const float n = (c * 1.44269504f + 12582912.0f) - 12582912.0f;
+  float r = fmaf(n, -0.693359375f, c);
+  r = fmaf(n, 2.12194440e-4f, r);
+  float p = fmaf(r, 1.0f / 5040, 1.0f / 720);
+  p = fmaf(p, r, 1.0f / 120);
+  p = fmaf(p, r, 1.0f / 24);
+  p = fmaf(p, r, 1.0f / 6);
+  p = fmaf(p, r, 0.5f);
+  p = fmaf(p, r, 1.0f);
+  p = fmaf(p, r, 1.0f);
+  const int i = int(n), half = i >> 1;
+  const float y = (p * __int_as_float((half + 127) << 23)) * __int_as_float((i - half + 127) << 23);
+  return x > 88.7228390f ? __int_as_float(0x7f800000) : y;
+}
+
+__device__ __forceinline__ float tanh_in_order(float x) {
+  const float a = fabsf(x), z = x * x;
+  const float up = fmaf(z + 105.0f, z, 945.0f), down = fmaf(fmaf(z, 15.0f, 420.0f), z, 945.0f);
+  const float near = x * __fdiv_rn(up, down);
+  const float far = 1.0f - __fdiv_rn(2.0f, exp_of_positive(a + a) + 1.0f);
+  const float y = a < 0.55f ? near : copysignf(far, x);
+  return x != x ? x : y;
+}
+
+}  // namespace vx

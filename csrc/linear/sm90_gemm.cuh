@@ -1,0 +1,195 @@
+// A large matrix product on SM90: C (M, N) = A (M, K) B (K, N), bf16 or fp16 in, what becomes of the fp32 accumulators in
+// registers left to an epilogue of the caller's. A and B may be stored with k or with their rows contiguous.
+//
+// Persistent blocks of three warpgroups: one thread of the first keeps a ring of tiles in flight with the bulk tensor
+// copy engine, the other two multiply, each 64 rows by 256 columns. Two blocks form a cluster, one above the other, and
+// load half of their common columns each, for both.
+// order: K ascending in steps of 16, one fp32 accumulator per element, no split of K; what is missing is zeros.
+#pragma once
+#include <algorithm>
+
+#include "common/sm90.cuh"
+
+namespace vx::sm90 {
+
+constexpr int kGemmRows = 128, kGemmColumns = 256, kGemmDepth = 64;  // of a block's tile, of a step
+constexpr int kGemmBox = 64 * 64 * 2;                                // bytes that one copy brings: 64 by 64 elements
+constexpr int kGemmStages = 4, kGemmStage = 6 * kGemmBox;
+constexpr int kGemmShared = kGemmStages * kGemmStage + 1024;
+constexpr int kGemmThreads = 384;
+
+struct GemmArgs {
+  int m, n, k;
+  int group;    // pairs of tiles of rows that are taken together, for what they share to stay in the L2 cache
+  int a_piece;  // A lies in pieces of this many elements along its contiguous dimension; 0: in one
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+#define VX_TEN(t) \
+  "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9,"
+#define VX_A4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define VX_A16(i) VX_A4(i), VX_A4(i + 4), VX_A4(i + 8), VX_A4(i + 12)
+#define VX_WGMMA_256(type)                                                                                          \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" VX_TEN() VX_TEN(1) VX_TEN(2)       \
+                   VX_TEN(3) VX_TEN(4) VX_TEN(5) VX_TEN(6) VX_TEN(7) VX_TEN(8) VX_TEN(9) VX_TEN(10) VX_TEN(11)      \
+               "%120,%121,%122,%123,%124,%125,%126,%127}, %128, %129, 1, 1, 1, %130, %131;"                         \
+               : VX_A16(0), VX_A16(16), VX_A16(32), VX_A16(48), VX_A16(64), VX_A16(80), VX_A16(96), VX_A16(112)     \
+               : "l"(a), "l"(b), "n"(int(A_ACROSS)), "n"(int(B_ACROSS)))
+
+// d += 64 rows of A by 256 columns of B, 16 of k.
+template <class T, bool A_ACROSS, bool B_ACROSS>
+__device__ __forceinline__ void multiply_256(float (&d)[128], uint64_t a, uint64_t b) {
+  if constexpr (__is_same(T, __nv_bfloat16)) {
+    VX_WGMMA_256("bf16");
+  } else {
+    VX_WGMMA_256("f16");
+  }
+}
+
+// The pair of tiles of rows, and the tile of columns, of one turn of a cluster.
+__device__ __forceinline__ int2 gemm_place(int turn, int pairs, int columns, int group) {
+  const int per_group = group * columns, first = turn / per_group * group, within = turn % per_group;
+  const int rows = min(pairs - first, group);
+  return make_int2(first + within % rows, within / rows);
+}
+
+#endif
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define VX_CLUSTER_OF_TWO
+#else
+#define VX_CLUSTER_OF_TWO __cluster_dims__(2, 1, 1)
+#endif
+
+// A_ACROSS, B_ACROSS: the operand's rows (of m, of n) are contiguous, not its k.
+// An Epilogue is handed the accumulators d of 64 rows by 256 columns: a thread's d[4 j + 2 h + i] is the element
+// (row + 8 h, column + 8 j + i), `row` and `column` its own. begin() gives them their first values, end() takes them.
+template <class T, bool A_ACROSS, bool B_ACROSS, class Epilogue>
+__global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGemmThreads, 1)
+    gemm_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, const GemmArgs g,
+                const __grid_constant__ Epilogue epilogue) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ uint8_t memory[];
+  __shared__ __align__(8) uint64_t barriers[2 * kGemmStages];
+  const uint32_t ring = (shared_address(memory) + 1023) & ~1023u;
+  const uint32_t full = shared_address(barriers), empty = full + 8 * kGemmStages;
+  const int rank = cluster_rank(), clusters = gridDim.x / 2;
+  const int pairs = (g.m + 2 * kGemmRows - 1) / (2 * kGemmRows), columns = (g.n + kGemmColumns - 1) / kGemmColumns;
+  const int steps = (g.k + kGemmDepth - 1) / kGemmDepth, turns = pairs * columns;
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kGemmStages; ++i) {
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, 4);  // both multiplying warpgroups of both blocks
+    }
+    barrier_init_fence();
+  }
+  cluster_sync();
+
+  if (threadIdx.x < 128) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (threadIdx.x == 0) {
+      int slot = 0;
+      uint32_t phase = 1;
+      for (int turn = blockIdx.x / 2; turn < turns; turn += clusters) {
+        const int2 at = gemm_place(turn, pairs, columns, g.group);
+        const int m0 = (2 * at.x + rank) * kGemmRows, n0 = at.y * kGemmColumns;
+        int ax = A_ACROSS ? m0 : 0, az = 0;
+        if (A_ACROSS && g.a_piece) az = m0 / g.a_piece, ax = m0 % g.a_piece;
+        for (int step = 0; step < steps; ++step) {
+          const int k = step * kGemmDepth;
+          barrier_wait(empty + 8 * slot, phase);  // passes at once in the first round
+          barrier_expect(full + 8 * slot, kGemmStage);
+          const uint32_t a = ring + slot * kGemmStage, b = a + 2 * kGemmBox;
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            if constexpr (A_ACROSS)
+              copy_box(a + i * kGemmBox, &a_map, full + 8 * slot, ax + 64 * i, k, az);
+            else
+              copy_box(a + i * kGemmBox, &a_map, full + 8 * slot, ax, m0 + 64 * i, az);
+          }
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int box = 2 * rank + i, n = n0 + 64 * box;
+            copy_box_to(3, b + box * kGemmBox, &b_map, full + 8 * slot, B_ACROSS ? n : k, B_ACROSS ? k : n, 0);
+          }
+          if constexpr (!A_ACROSS) {
+            ax += kGemmDepth;
+            if (ax == g.a_piece) ax = 0, ++az;
+          }
+          if (++slot == kGemmStages) slot = 0, phase ^= 1;
+        }
+      }
+    }
+    __syncwarp();
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1, thread = threadIdx.x % 128;
+    const int row_in = 64 * group + thread / 32 * 16 + thread % 32 / 4, column_in = thread % 4 * 2;
+    int slot = 0;
+    uint32_t phase = 0;
+    float d[128];
+    for (int turn = blockIdx.x / 2; turn < turns; turn += clusters) {
+      const int2 at = gemm_place(turn, pairs, columns, g.group);
+      const int row = (2 * at.x + rank) * kGemmRows + row_in, column = at.y * kGemmColumns + column_in;
+      epilogue.begin(d, row, column);
+#pragma unroll
+      for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
+      int before = -1;
+      for (int step = 0; step < steps; ++step) {
+        barrier_wait(full + 8 * slot, phase);
+        const uint32_t a = ring + slot * kGemmStage + group * kGemmBox, b = ring + slot * kGemmStage + 2 * kGemmBox;
+        wgmma_begin();
+#pragma unroll
+        for (int k = 0; k < kGemmDepth / 16; ++k)  // order: K ascending; products of one accumulator run in issue order
+          multiply_256<T, A_ACROSS, B_ACROSS>(
+              d, A_ACROSS ? operand_across(a + 2048 * k, kGemmBox) : operand(a + 32 * k),
+              B_ACROSS ? operand_across(b + 2048 * k, kGemmBox) : operand(b + 32 * k));
+        wgmma_commit();
+        wgmma_wait<1>();  // the stage before this one has been read
+        if (before >= 0 && thread < 2) barrier_arrive_at(empty + 8 * before, thread);
+        before = slot;
+        if (++slot == kGemmStages) slot = 0, phase ^= 1;
+      }
+      wgmma_wait<0>();
+      if (before >= 0 && thread < 2) barrier_arrive_at(empty + 8 * before, thread);
+#pragma unroll
+      for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
+      epilogue.end(d, row, column);
+    }
+  }
+  cluster_sync();  // no block leaves while the other may still write to it
+#endif
+}
+
+// (z, y, x) with x contiguous, read in boxes of 64 x by 64 y; beyond its edges the copy engine writes zeros.
+inline bool gemm_map(CUtensorMap* map, bool is_bf16, const void* data, int64_t x, int64_t y, int64_t y_stride, int64_t z,
+                     int64_t z_stride) {
+  const EncodeTiled encode = encode_tiled();
+  const cuuint64_t sizes[3] = {cuuint64_t(x), cuuint64_t(y), cuuint64_t(z)};
+  const cuuint64_t strides[2] = {cuuint64_t(y > 1 ? y_stride : (x + 7) / 8 * 8) * 2,
+                                 cuuint64_t(z > 1 ? z_stride : 8) * 2};
+  const cuuint32_t box[3] = {64, 64, 1}, steps[3] = {1, 1, 1};
+  return encode && encode(map, is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3,
+                          const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                          CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+template <class T, bool A_ACROSS, bool B_ACROSS, class Epilogue>
+cudaError_t gemm(const CUtensorMap& a, const CUtensorMap& b, const GemmArgs& g, const Epilogue& epilogue, int device,
+                 cudaStream_t stream) {
+  auto kernel = gemm_kernel<T, A_ACROSS, B_ACROSS, Epilogue>;
+  int processors = 0;
+  cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess)
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kGemmShared);
+  if (error != cudaSuccess) return error;
+  const int turns = (g.m + 2 * kGemmRows - 1) / (2 * kGemmRows) * ((g.n + kGemmColumns - 1) / kGemmColumns);
+  if (turns == 0) return cudaSuccess;
+  kernel<<<2 * std::min(processors / 2, turns), kGemmThreads, kGemmShared, stream>>>(a, b, g, epilogue);
+  return cudaGetLastError();
+}
+
+}  // namespace vx::sm90
