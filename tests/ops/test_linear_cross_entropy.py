@@ -1,6 +1,8 @@
 """The head: log-probabilities are those of log_softmax and sample bit for bit; gradients are right and never T x V."""
 
+import functools
 import importlib
+import itertools
 import math
 import subprocess
 import sys
@@ -148,25 +150,61 @@ def test_repeatable(device, backend, dtype):
     )
 
 
+PIECES = {  # how much of the logits a backend holds at once, by the names that its module has for that
+    "cpu": [{"FWD_TOKENS": a, "BWD_TOKENS": b, "BWD_VOCABULARY": c} for a, b, c in ((16, 32, 512), (7, 33, 1024))],
+    "triton": [{"FWD_TOKENS": a, "BWD_TOKENS": b, "BWD_VOCABULARY": c} for a, b, c in ((16, 64, 512), (7, 128, 1024))],
+    "cuda": [{"FWD_TOKENS": 16, "PIECE": 256, "KEPT_BYTES": b} for b in (1, 3 * 130 * 256 * 2, 1 << 30)],
+}
+
+
 @BACKENDS
 @DTYPES
-@pytest.mark.parametrize("pieces", [(16, 32, 512), (100, 100, 100), (7, 33, 1024)], ids=str)
-def test_the_pieces_do_not_show(device, backend, dtype, pieces, monkeypatch):
-    """However logits are cut to bound memory: values, and all gradients, have the same bits."""
+@pytest.mark.parametrize("ignored", [False, True], ids=["all", "some"])
+def test_the_pieces_do_not_show(device, backend, dtype, ignored, monkeypatch):
+    """However logits are cut to bound memory, kept or made again: values, and all gradients, have the same bits."""
     hidden, weight, target, temperature = make(130, 1300, 24, dtype, device, 0)
     up = tricky(2, 130, seed=1, device=device)
     module = importlib.import_module(f"vexact_ops.linear_cross_entropy.{backend}")
-    if backend != "cpu":  # matrix units take several k together, so a piece ends where a tile does
-        pieces = pieces[0], *(-(-size // 128) * 128 for size in pieces[1:])
 
     def head(hidden, weight):
         kwargs = {"temperature": temperature, "return_entropy": True, "backend": backend}
         return vx.linear_logprobs(hidden, weight, target, **kwargs)
 
-    whole = gradients(head, hidden, weight, *up)
-    for name, size in zip(("FWD_TOKENS", "BWD_TOKENS", "BWD_VOCABULARY"), pieces):
-        monkeypatch.setattr(module, name, size)
-    assert_bitwise(gradients(head, hidden, weight, *up), whole)
+    def loss(hidden, weight):
+        ignore = int(target[3]) if ignored else -100
+        return vx.linear_cross_entropy(hidden, weight, target, ignore_index=ignore, backend=backend)
+
+    def everything():
+        return *gradients(head, hidden, weight, *up), *gradients(loss, hidden, weight, up[0, 0])
+
+    whole = everything()
+    for sizes in PIECES[backend]:
+        for name, size in sizes.items():
+            monkeypatch.setattr(module, name, size)
+        assert_bitwise(everything(), whole, f"results with {sizes}")
+
+
+@pytest.mark.parametrize(
+    "tokens,width,vocabulary", [(8192, 4096, 151936), (300, 64, 5000), (64, 512, 5000), (9, 8, 40)]
+)
+@pytest.mark.parametrize("piece", [256, 2048])
+@pytest.mark.parametrize("beside", [1, 3, 40])
+def test_no_gradient_of_logits_is_overwritten_before_it_is_read(tokens, width, vocabulary, piece, beside):
+    """Where the fast loss keeps them inside of the gradient of the weight, by simulation: extents in elements."""
+    pytest.importorskip("triton")
+    from vexact_ops.linear_cross_entropy.cuda import _layout, _turns
+
+    inside, apart, others = _layout(tokens, width, vocabulary, piece, beside)
+    assert inside >= 0 and 1 <= others <= beside and (inside + others - 1) * piece < vocabulary
+    held = [(piece * width + j * apart, piece * width + j * apart + tokens * piece) for j in range(inside)]
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(held))
+    assert not held or held[-1][1] <= vocabulary * width
+    turns = _turns(0, inside, width, piece, apart)
+    assert [j for first, end in turns for j in range(first, end)] == list(range(inside))
+    for first, end in turns:
+        assert all(begin >= end * piece * width for begin, _ in held[first:])
+    if (tokens, width, vocabulary, piece, beside) == (8192, 4096, 151936, 2048, 40):
+        assert inside + others == 75  # nothing of the head of an 8B model is made twice
 
 
 @BACKENDS
@@ -245,6 +283,81 @@ def test_loss(device, backend, dtype, reduction, ignored):
         kept = target != options["ignore_index"]
         assert_bitwise(ours[0][kept], -vx.linear_logprobs(hidden[kept], weight, target[kept], backend=backend))
         assert (ours[0][~kept] == 0).all()
+
+
+@BACKENDS
+@DTYPES
+@given(v=VOCABULARIES, tokens=st.integers(1, 7), seed=st.integers(0, 2**16))
+def test_gradient_rows_of_the_loss_stand_alone(device, backend, dtype, v, tokens, seed):
+    """Of the sum, whose gradient a token's neighbours have no part in, however many of its logits found a place."""
+    hidden, weight, target, _ = make(tokens, v, 24, dtype, device, seed)
+    module = importlib.import_module(f"vexact_ops.linear_cross_entropy.{backend}")
+
+    def dhidden(hidden, row):
+        hidden = hidden.clone().requires_grad_()
+        loss = vx.linear_cross_entropy(hidden, weight, target[row], reduction="sum", backend=backend)
+        return torch.autograd.grad(loss, hidden, torch.tensor(0.3, device=device))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if backend == "cuda":
+            patch.setattr(module, "PIECE", 256)
+            patch.setattr(module, "KEPT_BYTES", 4 * 2 * 256 * 2)  # two pieces of four tokens, four of two
+        check_rows(dhidden, hidden, torch.arange(tokens, device=device), seed=seed)
+
+
+def test_a_rounding_that_depends_on_memory_is_caught():
+    """What was kept was rounded, what is made again was not: how many tokens there are decides for which logits."""
+    hidden, weight, target, _ = make(8, 1300, 24, torch.float32, "cpu", 0)
+
+    def batch_dependent(hidden, target):
+        p = torch.softmax(hidden @ weight.t(), -1)
+        kept = 2600 // len(hidden)
+        p[:, :kept] = p[:, :kept].bfloat16().float()
+        return (p - F.one_hot(target, 1300)) @ weight
+
+    with pytest.raises(AssertionError, match="differ"):
+        check_rows(batch_dependent, hidden, target, neighbours=())
+
+
+@BACKENDS
+@DTYPES
+def test_the_gradient_of_a_sure_token_is_not_the_rounding_of_1(device, backend, dtype):
+    """p - 1 of a p close to 1: were p rounded to bf16 before, half of it would be wrong."""
+    weight = torch.tensor([[1.0, 0], [0, 1]], device=device).to(dtype)
+    for logit in (3.0, 5.0, 7.0, 9.0):
+        hidden = torch.tensor([[logit, 0]], device=device).to(dtype).requires_grad_()
+        target = torch.zeros(1, dtype=torch.int64, device=device)
+        dhidden = torch.autograd.grad(vx.linear_cross_entropy(hidden, weight, target, backend=backend), hidden)[0]
+        expected = 1 / (1 + math.exp(logit))
+        assert dhidden[0].tolist() == pytest.approx([-expected, expected], rel=0.01)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("width", [64, 1000, 4096])
+@pytest.mark.parametrize("tokens,vocabulary", [(1, 300), (129, 2500), (600, 9000)], ids=str)
+def test_fast_kernels_are_admitted_and_have_the_canonical_bytes(width, tokens, vocabulary):
+    from vexact_ops.linear_cross_entropy import cuda
+
+    hidden, weight, target, temperature = make(tokens, vocabulary, width, torch.bfloat16, "cuda", 3)
+    up = tricky(2, tokens, seed=1, device="cuda")
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert cuda._fast(hidden, weight)
+
+    def everything(backend):
+        results = []
+        for t, softcap in ((1.0, None), (temperature, None), (0.7, 5.0)):
+            kwargs = {
+                "target": target,
+                "temperature": t,
+                "softcap": softcap,
+                "return_entropy": True,
+                "backend": backend,
+            }
+            results += gradients(functools.partial(vx.linear_logprobs, **kwargs), hidden, weight, *up)
+        loss = functools.partial(vx.linear_cross_entropy, target=target, backend=backend)
+        return *results, *gradients(loss, hidden, weight, up[0, 0])
+
+    assert_bitwise(everything("cuda"), everything("triton"))
 
 
 @BACKENDS
@@ -355,8 +468,13 @@ def test_opcheck(device, backend):
     weight.requires_grad_()
     target[1] = -100
     ops = torch.ops.vexact
-    loss = hidden, weight, target, "mean", -100, 0.0, backend
+    loss = hidden, weight, target, "mean", -100, 0.0, False, False, backend
     torch.library.opcheck(ops.linear_cross_entropy.default, loss)
+    if backend == "cuda":  # gradients with the forward
+        short = (t.detach().bfloat16().requires_grad_() for t in (hidden, weight))
+        torch.library.opcheck(
+            ops.linear_cross_entropy.default, (*short, target, "mean", -100, 0.0, True, True, backend)
+        )
     logprobs = hidden, weight, target.clamp(min=0), temperature, 5.0, True, backend
     torch.library.opcheck(ops.linear_logprobs.default, logprobs)
     torch.library.opcheck(ops.softcap.default, (hidden, 5.0, backend))

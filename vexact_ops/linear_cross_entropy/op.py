@@ -8,7 +8,7 @@ from .._core.backend import Room
 from .._core.operator import Operator
 from ..linear.op import linear
 
-ROOM = Room("linear_cross_entropy", cpu=("cpu",), cuda=("triton",))
+ROOM = Room("linear_cross_entropy", cpu=("cpu",), cuda=("cuda", "triton"))
 REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -100,7 +100,10 @@ def linear_cross_entropy(
     returns       () fp32, or (...) fp32 with "none"
     bits          of a token as linear_logprobs; the reduction adds tokens ascending in fp64, rounded once: repeatable
                   for one fixed batch
-    grad          as linear_logprobs
+    grad          as linear_logprobs. On a GPU, of "mean" and "sum" in bf16 without softcap: a probability is e^(z - its
+                  block's largest z), rounded to bf16, times e^(that largest - lse), but the target's is not rounded;
+                  what the loss is multiplied with comes last. So they can be made with the forward, from the same
+                  logits, and the fast kernels do that where a gradient is wanted (and keep it until the backward)
     raises        as linear_logprobs, and ValueError on reduction
     """
     op = "linear_cross_entropy"
@@ -110,8 +113,11 @@ def linear_cross_entropy(
         raise TypeError(f"{op}: ignore_index: got {type(ignore_index).__name__}, expected an int")
     softcap, backend = _softcap(op, softcap), ROOM.resolve(hidden.device, backend)
     check.served(op, "hidden", hidden.dtype, backend)
-    args = check.rows(hidden), check.rows(weight), target.reshape(-1), reduction, ignore_index, softcap, backend
-    loss = _linear_cross_entropy(*args)[0]
+    wanted = tuple(torch.is_grad_enabled() and t.requires_grad for t in (hidden, weight))
+    if backend != "cuda" or not _unit(hidden.dtype, reduction, softcap, backend):
+        wanted = False, False
+    args = check.rows(hidden), check.rows(weight), target.reshape(-1), reduction, ignore_index, softcap, *wanted
+    loss = _linear_cross_entropy(*args, backend)[0]
     return loss.view(target.shape) if reduction == "none" else loss
 
 
@@ -225,74 +231,114 @@ def _kept(target: Tensor, ignore_index: int) -> Tensor | None:
     return (~ignored).nonzero()[:, 0] if bool(ignored.any()) else None
 
 
-def _loss(hidden, weight, target, reduction, ignore_index, softcap, backend):
+def _scale(reduction: str, count: int) -> float:
+    """What the gradient of every token's loss is multiplied with."""
+    return 1.0 / max(count, 1) if reduction == "mean" else 1.0
+
+
+def _unit(dtype: torch.dtype, reduction: str, softcap: float, backend: str) -> bool:
+    """Gradients are made first and multiplied with that of the loss afterwards."""
+    return backend != "cpu" and dtype == torch.bfloat16 and reduction != "none" and not softcap
+
+
+def _among(tokens: int, keep: Tensor | None, x: Tensor) -> Tensor:
+    """Rows of the kept tokens among zeros for the others."""
+    return x if keep is None else x.new_zeros(tokens, *x.shape[1:]).index_copy_(0, keep, x)
+
+
+def _loss(hidden, weight, target, reduction, ignore_index, softcap, want_dhidden, want_dweight, backend):
     keep = _kept(target, ignore_index)
     tokens, count = target.shape[0], target.shape[0] if keep is None else keep.shape[0]
     if keep is not None:
         hidden, target = hidden[keep], target[keep]
     _check_ids("linear_cross_entropy", target, weight.shape[0])
-    one = torch.ones(1, device=hidden.device)
-    module = ROOM.module(backend)
-    logprob, _, lse = module.linear_logprobs_fwd(hidden, weight, target.contiguous(), one, softcap, False)
-    if keep is not None:
-        lse = lse.new_zeros(tokens, 2).index_copy_(0, keep, lse)
+    module, target = ROOM.module(backend), target.contiguous()
+    dhidden, dweight = hidden.new_empty(0, dtype=torch.float32), weight.new_empty(0)
+    if want_dhidden or want_dweight:
+        wanted = want_dhidden, want_dweight
+        logprob, lse, *made = module.loss_with_gradients(hidden, weight, target, _scale(reduction, count), *wanted)
+        if want_dhidden:
+            dhidden = _among(tokens, keep, made[0])
+        if want_dweight:
+            dweight = made[1]
+    else:
+        one = torch.ones(1, device=hidden.device)
+        logprob, _, lse = module.linear_logprobs_fwd(hidden, weight, target, one, softcap, False)
     if reduction == "none":
-        loss = -logprob if keep is None else logprob.new_zeros(tokens).index_copy_(0, keep, -logprob)
+        loss = _among(tokens, keep, -logprob)
     else:
         total = -module.token_sum(logprob)
         loss = (total / count if reduction == "mean" else total).float()
-    return loss, lse
+    return loss, _among(tokens, keep, lse), dhidden, dweight
 
 
-def _loss_fake(hidden, weight, target, reduction, ignore_index, softcap, backend):
+def _loss_fake(hidden, weight, target, reduction, ignore_index, softcap, want_dhidden, want_dweight, backend):
+    def new(*shape):
+        return hidden.new_empty(shape, dtype=torch.float32)
+
     tokens = hidden.shape[0]
-    return hidden.new_empty((tokens,) if reduction == "none" else (), dtype=torch.float32), hidden.new_empty(
-        (tokens, 2), dtype=torch.float32
-    )
+    loss = new(tokens) if reduction == "none" else new()
+    dweight = weight.new_empty(weight.shape if want_dweight else (0,))
+    return loss, new(tokens, 2), new(*hidden.shape) if want_dhidden else new(0), dweight
 
 
 def _loss_setup(ctx, inputs, output):
-    hidden, weight, target, *ctx.options = inputs
-    _, lse = output
-    ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(hidden, weight, target, lse)
+    hidden, weight, target, *ctx.options, want_dhidden, want_dweight, ctx.backend = inputs
+    ctx.made = want_dhidden, want_dweight
+    _, lse, dhidden, dweight = output
+    ctx.mark_non_differentiable(lse, dhidden, dweight)
+    ctx.save_for_backward(hidden, weight, target, lse, dhidden, dweight)
 
 
-def _loss_backward(ctx, dloss, _):
-    need_dhidden, need_dweight = ctx.needs_input_grad[:2]
-    dhidden, dweight = _linear_cross_entropy_bwd(dloss, *ctx.saved_tensors, need_dhidden, need_dweight, *ctx.options)
-    return dhidden if need_dhidden else None, dweight if need_dweight else None, None, None, None, None, None
+def _loss_backward(ctx, dloss, *_):
+    need = need_dhidden, need_dweight = ctx.needs_input_grad[:2]
+    made = all(made or not needed for made, needed in zip(ctx.made, need))
+    dhidden, dweight = _linear_cross_entropy_bwd(dloss, *ctx.saved_tensors, *need, made, *ctx.options, ctx.backend)
+    grads = dhidden if need_dhidden else None, dweight if need_dweight else None
+    return *grads, *(None,) * 7
 
 
 def _loss_bwd(
-    dloss, hidden, weight, target, lse, need_dhidden, need_dweight, reduction, ignore_index, softcap, backend
-):
-    tokens, keep = hidden.shape[0], _kept(target, ignore_index)
-    if keep is not None:
-        hidden, target, lse = hidden[keep], target[keep], lse[keep]
-        dloss = dloss[keep] if reduction == "none" else dloss
-    dlogprob = -dloss / max(target.shape[0], 1) if reduction == "mean" else -dloss
-    dlogprob = dlogprob.expand(target.shape[0]).contiguous()
-    args = dlogprob, None, hidden, weight, target.contiguous(), torch.ones(1, device=hidden.device), softcap, None, lse
-    dhidden, dweight = ROOM.module(backend).linear_logprobs_bwd(*args, need_dhidden, need_dweight)
-    if keep is not None and need_dhidden:
-        dhidden = dhidden.new_zeros(tokens, dhidden.shape[1]).index_copy_(0, keep, dhidden)
-    return tuple(hidden.new_empty(0) if g is None else g for g in (dhidden, dweight))
+    dloss, hidden, weight, target, lse, dhidden, dweight, need_dhidden, need_dweight, made, reduction, ignore_index,
+    softcap, backend,
+):  # fmt: skip
+    module, need, dtype = ROOM.module(backend), (need_dhidden, need_dweight), hidden.dtype
+    if not made:
+        tokens, keep = hidden.shape[0], _kept(target, ignore_index)
+        if keep is not None:
+            hidden, target, lse = hidden[keep], target[keep], lse[keep]
+            dloss = dloss[keep] if reduction == "none" else dloss
+        target = target.contiguous()
+        if _unit(dtype, reduction, softcap, backend):
+            scale = _scale(reduction, target.shape[0])
+            dhidden, dweight = module.unit_gradients(hidden, weight, target, lse, scale, *need)
+        else:
+            dlogprob = -dloss / max(target.shape[0], 1) if reduction == "mean" else -dloss
+            dlogprob = dlogprob.expand(target.shape[0]).contiguous()
+            one = torch.ones(1, device=hidden.device)
+            args = dlogprob, None, hidden, weight, target, one, softcap, None, lse
+            dhidden, dweight = module.linear_logprobs_bwd(*args, *need)
+        if need_dhidden:
+            dhidden = _among(tokens, keep, dhidden)
+    if _unit(dtype, reduction, softcap, backend):
+        dhidden = module.scaled(dhidden, dloss, dtype) if need_dhidden else None
+        dweight = module.scaled(dweight, dloss, dtype) if need_dweight else None
+    return tuple(g if needed else hidden.new_empty(0) for g, needed in zip((dhidden, dweight), need))
 
 
 _linear_cross_entropy_bwd = Operator(
-    "linear_cross_entropy_bwd(Tensor dloss, Tensor hidden, Tensor weight, Tensor target, Tensor lse, "
-    "bool need_dhidden, bool need_dweight, str reduction, int ignore_index, float softcap, str backend)"
-    " -> (Tensor, Tensor)",
+    "linear_cross_entropy_bwd(Tensor dloss, Tensor hidden, Tensor weight, Tensor target, Tensor lse, Tensor dhidden, "
+    "Tensor dweight, bool need_dhidden, bool need_dweight, bool made, str reduction, int ignore_index, float softcap, "
+    "str backend) -> (Tensor, Tensor)",
     _loss_bwd,
-    lambda dloss, hidden, weight, target, lse, need_dhidden, need_dweight, *options: (
+    lambda dloss, hidden, weight, target, lse, dhidden, dweight, need_dhidden, need_dweight, *options: (
         hidden.new_empty(hidden.shape if need_dhidden else (0,)),
         weight.new_empty(weight.shape if need_dweight else (0,)),
     ),
 )
 _linear_cross_entropy = Operator(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, str reduction, int ignore_index, "
-    "float softcap, str backend) -> (Tensor, Tensor)",
+    "float softcap, bool want_dhidden, bool want_dweight, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
     _loss,
     _loss_fake,
     _loss_setup,

@@ -142,6 +142,35 @@ def _dlogits_kernel(
     tl.store(d + m[:, None] * d_row + n[None, :], out.to(d.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["tokens"])
+def _unit_dlogits_kernel(
+    hidden, weight, target, lse, d, tokens, V, K, hidden_row, weight_row, d_row, first,
+    EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The gradients of -log p[target] of a tile of logits, p - [target]: p is e^(z - its block's largest z), rounded to
+    d's dtype as a kernel may have kept it, times e^(that largest - lse). Where 1 is taken from p, p was not rounded."""
+    m, n = place(tokens, V, BM, BN)
+    x = tl.zeros([BM, BN], tl.float32)
+    x = accumulate(x, hidden, weight, m, n, tokens, V, K, hidden_row, 1, 1, weight_row, False, EVEN_K, BK)
+    live = m < tokens
+    z = tl.where((n < V)[None, :], x, float("-inf"))
+    largest = tl.max(z, axis=1, keep_dims=True) + 0.0  # as reduce_blocks has it
+    kept = exp(z - origin(largest)).to(d.dtype.element_ty).to(tl.float32)
+    top = tl.load(lse + 2 * m, mask=live, other=0.0)[:, None]
+    log_sum = tl.load(lse + 2 * m + 1, mask=live, other=0.0)[:, None]
+    p = kept * exp(log_prob(largest, top, log_sum))
+    wanted = tl.load(target + m, mask=live, other=-1)[:, None] - first
+    out = tl.where(wanted == n[None, :], exp(log_prob(z, top, log_sum)) - 1.0, p)
+    tl.store(d + m[:, None] * d_row + n[None, :], out.to(d.dtype.element_ty), mask=live[:, None] & (n < V)[None, :])
+
+
+@triton.jit
+def _scaled_kernel(x, factor, y, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32) * tl.load(factor)
+    tl.store(y + at, v.to(y.dtype.element_ty), mask=at < n)
+
+
 @triton.jit
 def _softcap_kernel(x, dy, y, n, x_row, dy_row, cap, BACKWARD: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -174,6 +203,16 @@ def _grid(tokens: int, columns: int, tile: dict) -> tuple[int]:
     return (triton.cdiv(tokens, tile["BM"]) * triton.cdiv(columns, tile["BN"]),)
 
 
+def reduce_tokens(parts, own, target, temperature, vocabulary, logprob, entropy, lse) -> None:
+    """Log-probabilities, entropies (or None) and log-sum-exps of tokens from the sums of their blocks."""
+    blocks = triton.cdiv(vocabulary, LSE_BLOCK)
+    with on(parts):
+        _tokens_kernel[(logprob.shape[0],)](
+            parts, own, target, temperature, logprob, logprob if entropy is None else entropy, lse, vocabulary, blocks,
+            ONE_T=temperature.shape[0] == 1, ENTROPY=entropy is not None, BLOCKS=block(blocks), num_warps=4, **OPTIONS,
+        )  # fmt: skip
+
+
 def linear_logprobs_fwd(
     hidden: Tensor, weight: Tensor, target: Tensor, temperature: Tensor, softcap: float, want_entropy: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -196,11 +235,16 @@ def linear_logprobs_fwd(
                 rows, weight, ids, temperatures, softcap, parts, own, count, vocabulary, width, hidden.stride(0),
                 weight.stride(0), blocks, ENTROPY=want_entropy, **tile,
             )  # fmt: skip
-            _tokens_kernel[(count,)](
-                parts, own, ids, temperatures, logprob[piece], logprob if entropy is None else entropy[piece],
-                lse[piece], vocabulary, blocks, ONE_T=tile["ONE_T"], ENTROPY=want_entropy, BLOCKS=block(blocks),
-                num_warps=4, **OPTIONS,
-            )  # fmt: skip
+        reduce_tokens(
+            parts,
+            own,
+            ids,
+            temperatures,
+            vocabulary,
+            logprob[piece],
+            None if entropy is None else entropy[piece],
+            lse[piece],
+        )
     return logprob, entropy, lse
 
 
@@ -217,20 +261,50 @@ def linear_logprobs_bwd(
     need_dhidden: bool,
     need_dweight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
+    tile = _head(hidden, weight, temperature, softcap)
+
+    def dlogits(piece: slice, low: int, w: Tensor, d: Tensor) -> None:
+        rows = hidden[piece]
+        _dlogits_kernel[_grid(*d.shape, tile)](
+            rows, w, target[piece], temperature if tile["ONE_T"] else temperature[piece], softcap, lse[piece],
+            dlogprob[piece], dlogprob if dentropy is None else dentropy[piece],
+            dlogprob if dentropy is None else entropy[piece], d, *d.shape, hidden.shape[1],
+            hidden.stride(0), weight.stride(0), d.stride(0), low, ENTROPY=dentropy is not None, **tile,
+        )  # fmt: skip
+
+    dhidden, dweight = _products(dlogits, hidden, weight, 1.0, need_dhidden, need_dweight)
+    return dhidden.to(hidden.dtype) if need_dhidden else None, dweight
+
+
+def unit_gradients(
+    hidden: Tensor, weight: Tensor, target: Tensor, lse: Tensor, scale: float, need_dhidden: bool, need_dweight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of the sum of -scale * log p[target], before what the loss is multiplied with is known: dhidden in
+    fp32, dweight in weight's dtype. bf16, no softcap, a temperature of 1."""
+    tile = {**TILES[2], **OPTIONS, "EVEN_K": hidden.shape[1] % TILES[2]["BK"] == 0}
+
+    def dlogits(piece: slice, low: int, w: Tensor, d: Tensor) -> None:
+        _unit_dlogits_kernel[_grid(*d.shape, tile)](
+            hidden[piece], w, target[piece], lse[piece], d, *d.shape, hidden.shape[1], hidden.stride(0),
+            weight.stride(0), d.stride(0), low, **tile,
+        )  # fmt: skip
+
+    return _products(dlogits, hidden, weight, scale, need_dhidden, need_dweight)
+
+
+def _products(dlogits, hidden: Tensor, weight: Tensor, scale: float, need_dhidden: bool, need_dweight: bool):
+    """The products with dlogits, which come in pieces: (T, H) fp32, (V, H) as weight, each times scale."""
     (tokens, width), vocabulary = hidden.shape, weight.shape[0]
     device = hidden.device
+    new = torch.empty if tokens else torch.zeros
+    dhidden = new(tokens, width, dtype=torch.float32, device=device) if need_dhidden else None
+    dweight = new(weight.shape, dtype=weight.dtype, device=device) if need_dweight else None
     if tokens == 0:
-        return (
-            torch.zeros_like(hidden) if need_dhidden else None,
-            torch.zeros_like(weight, memory_format=torch.contiguous_format) if need_dweight else None,
-        )
-    tile = _head(hidden, weight, temperature, softcap)
-    dhidden = torch.empty(tokens, width, dtype=torch.float32, device=device) if need_dhidden else None
-    dweight = torch.empty(weight.shape, dtype=weight.dtype, device=device) if need_dweight else None
+        return dhidden, dweight
     columns = min(vocabulary, BWD_VOCABULARY)
     kept = hidden.dtype if hidden.dtype == torch.bfloat16 else torch.float32  # fp16 would lose small probabilities
     room = torch.empty(min(tokens, BWD_TOKENS), columns, dtype=kept, device=device)
-    pieces = tokens > BWD_TOKENS and need_dweight
+    pieces = need_dweight and (tokens > BWD_TOKENS or scale != 1.0)
     sums = torch.empty(columns, width, dtype=torch.float32, device=device) if pieces else None
     for low in range(0, vocabulary, columns):
         w = weight[low : low + columns]
@@ -239,12 +313,7 @@ def linear_logprobs_bwd(
             rows = hidden[piece]
             d = room[: rows.shape[0], : w.shape[0]]
             with on(hidden):
-                _dlogits_kernel[_grid(*d.shape, tile)](
-                    rows, w, target[piece], temperature if tile["ONE_T"] else temperature[piece], softcap, lse[piece],
-                    dlogprob[piece], dlogprob if dentropy is None else dentropy[piece],
-                    dlogprob if dentropy is None else entropy[piece], d, *d.shape, width,
-                    hidden.stride(0), weight.stride(0), room.stride(0), low, ENTROPY=dentropy is not None, **tile,
-                )  # fmt: skip
+                dlogits(piece, low, w, d)
             if need_dhidden:  # order: the vocabulary ascending, continued from piece to piece
                 matmul(d, w, dhidden[piece], resume=low > 0)
             if need_dweight:  # order: tokens ascending, continued from piece to piece; rounded once
@@ -254,8 +323,17 @@ def linear_logprobs_bwd(
                 else:
                     matmul(d.t(), rows, sums[: w.shape[0]], resume=first > 0)
                     if first + BWD_TOKENS >= tokens:
-                        target_rows.copy_(sums[: w.shape[0]])
-    return dhidden.to(hidden.dtype) if need_dhidden else None, dweight
+                        target_rows.copy_(sums[: w.shape[0]].mul_(scale))
+    return dhidden.mul_(scale) if need_dhidden else None, dweight
+
+
+def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x times a () fp32, rounded once to dtype."""
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if y.numel():
+        with on(x):
+            _scaled_kernel[(triton.cdiv(x.numel(), 4096),)](x, factor, y, x.numel(), BLOCK=4096, num_warps=8, **OPTIONS)
+    return y
 
 
 def _softcap(x: Tensor, dy: Tensor | None, cap: float) -> Tensor:

@@ -1,0 +1,291 @@
+"""The GPU's own class on SM90, in bf16: one pass over the logits makes sums and, where wanted, what gradients need.
+
+Admitted byte for byte against the Triton kernels (contract: verify, then trust). Everything else (fp32, fp16, rows off
+16-byte boundaries, other GPUs) takes the Triton kernels: same bits.
+
+The loss is made with its gradients in three products. e^(z - its block's largest z) is kept of every logit, in bf16, in
+pieces of the vocabulary; then it becomes the gradient, in place, and enters the two other products. 2 T V bytes are a
+lot (2.3 GiB for 8,192 tokens of 151,936): most of it lies where the gradient of the weight will lie. A piece's place
+there is overwritten only after that piece was read, see _layout. What finds no place is made again.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from .._core import native
+from .._core.admit import Candidate, admissions
+from ..testing.inputs import cancelling
+from . import triton
+from .triton import LSE_BLOCK, reduce_tokens, scaled, softcap_bwd, softcap_fwd, token_sum
+
+__all__ = [
+    "linear_logprobs_bwd",
+    "linear_logprobs_fwd",
+    "loss_with_gradients",
+    "scaled",
+    "softcap_bwd",
+    "softcap_fwd",
+    "token_sum",
+    "unit_gradients",
+]
+
+# They bound the memory beyond inputs and results; no bit depends on them.
+FWD_TOKENS = 16384  # whose block sums are held at once: 8 or 12 bytes for every 128 logits
+PIECE = 2048  # columns of the vocabulary that lie together
+KEPT_BYTES = 5 << 28  # 1.25 GiB of pieces, besides those that lie in the gradient of the weight
+
+
+def linear_logprobs_fwd(
+    hidden: Tensor, weight: Tensor, target: Tensor, temperature: Tensor, softcap: float, want_entropy: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    if not _fast(hidden, weight):
+        return triton.linear_logprobs_fwd(hidden, weight, target, temperature, softcap, want_entropy)
+    return _logprobs(hidden, weight, target, temperature, softcap, want_entropy)
+
+
+def linear_logprobs_bwd(
+    dlogprob: Tensor,
+    dentropy: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    temperature: Tensor,
+    softcap: float,
+    entropy: Tensor | None,
+    lse: Tensor,
+    need_dhidden: bool,
+    need_dweight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    run = _logprobs_bwd if _fast(hidden, weight) else triton.linear_logprobs_bwd
+    upstream, head = (dlogprob, dentropy), (hidden, weight, target, temperature, softcap)
+    return run(*upstream, *head, entropy, lse, need_dhidden, need_dweight)
+
+
+def loss_with_gradients(
+    hidden: Tensor, weight: Tensor, target: Tensor, scale: float, need_dhidden: bool, need_dweight: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Log-probabilities, log-sum-exps, and the gradients that triton.unit_gradients makes of them."""
+    need = need_dhidden, need_dweight
+    if _fast(hidden, weight):
+        return _loss_with_gradients(hidden, weight, target, scale, *need)
+    one = torch.ones(1, device=hidden.device)
+    logprob, _, lse = triton.linear_logprobs_fwd(hidden, weight, target, one, 0.0, False)
+    return logprob, lse, *triton.unit_gradients(hidden, weight, target, lse, scale, *need)
+
+
+def unit_gradients(
+    hidden: Tensor, weight: Tensor, target: Tensor, lse: Tensor, scale: float, need_dhidden: bool, need_dweight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """As triton.unit_gradients; what they need of the forward is made again with them."""
+    if not _fast(hidden, weight):
+        return triton.unit_gradients(hidden, weight, target, lse, scale, need_dhidden, need_dweight)
+    return _loss_with_gradients(hidden, weight, target, scale, need_dhidden, need_dweight)[2:]
+
+
+# ---- the kernels
+
+
+def _logprobs(hidden, weight, target, temperature, softcap, want_entropy):
+    tokens, vocabulary = hidden.shape[0], weight.shape[0]
+    new = functools.partial(torch.empty, dtype=torch.float32, device=hidden.device)
+    logprob, lse, entropy = new(tokens), new(tokens, 2), new(tokens) if want_entropy else None
+    held = min(tokens, FWD_TOKENS)
+    parts, own = new(held, 3 if want_entropy else 2, -(-vocabulary // LSE_BLOCK)), new(held)
+    for first in range(0, tokens, FWD_TOKENS):
+        piece = slice(first, first + FWD_TOKENS)
+        head = hidden[piece], weight, target[piece], temperature if temperature.shape[0] == 1 else temperature[piece]
+        native.ops().head_blocks(*head, softcap, 0, vocabulary, parts, own, None)
+        results = logprob[piece], None if entropy is None else entropy[piece], lse[piece]
+        reduce_tokens(parts, own, *head[2:], vocabulary, *results)
+    return logprob, entropy, lse
+
+
+def _room(hidden: Tensor, pieces: int) -> Tensor:
+    return torch.empty(pieces, hidden.shape[0], PIECE, dtype=hidden.dtype, device=hidden.device)
+
+
+def _affordable(hidden: Tensor, weight: Tensor) -> int:
+    """How many pieces fit into KEPT_BYTES: one at least, no more than there are."""
+    return max(1, min(-(-weight.shape[0] // PIECE), KEPT_BYTES // (2 * hidden.shape[0] * PIECE)))
+
+
+def _logprobs_bwd(
+    dlogprob, dentropy, hidden, weight, target, temperature, softcap, entropy, lse, need_dhidden, need_dweight
+):
+    vocabulary = weight.shape[0]
+    products = _Products(hidden, weight, need_dhidden, need_dweight, 1.0, hidden.dtype)
+    room = _room(hidden, _affordable(hidden, weight))
+    for low in range(0, vocabulary, room.shape[0] * PIECE):
+        count = min(room.shape[0] * PIECE, vocabulary - low)
+        head = hidden, weight, target, temperature, softcap, low, count
+        native.ops().head_gradients(*head, lse, dlogprob, dentropy, None if dentropy is None else entropy, room)
+        products.add_to_dhidden(room, low, count)
+        products.add_to_dweight(room, low, count)
+    return products.dhidden, products.dweight
+
+
+class _Products:
+    """The two products with gradients of logits, which come in pieces, the vocabulary ascending; at the end both are
+    multiplied with `scale` and rounded, dhidden to `dtype`."""
+
+    def __init__(self, hidden, weight, need_dhidden, need_dweight, scale, dtype):
+        self.hidden, self.weight, self.need_dhidden, self.scale, self.dtype = hidden, weight, need_dhidden, scale, dtype
+        self.dhidden = None
+        new = functools.partial(torch.empty, weight.shape, dtype=weight.dtype, device=weight.device)
+        self.dweight = new() if need_dweight else None
+
+    def add_to_dhidden(self, d: Tensor, low: int, count: int) -> None:
+        """`count` columns from `low` on lie in d."""
+        if not self.need_dhidden:
+            return
+        last, before = low + count == self.weight.shape[0], self.dhidden
+        dtype = self.dtype if last else torch.float32
+        if before is None or before.dtype != dtype:
+            self.dhidden = torch.empty(self.hidden.shape, dtype=dtype, device=self.hidden.device)
+        # order: the vocabulary ascending, continued from piece to piece in fp32
+        scale = self.scale if last else 1.0
+        native.ops().head_dhidden(d, self.weight[low : low + count], before, scale, self.dhidden)
+
+    def add_to_dweight(self, d: Tensor, low: int, count: int) -> None:
+        if self.dweight is not None:  # order: tokens ascending
+            native.ops().head_dweight(d, self.hidden, self.scale, self.dweight[low : low + count])
+
+
+def _layout(tokens: int, width: int, vocabulary: int, piece: int, beside: int) -> tuple[int, int, int]:
+    """How many pieces lie in the gradient of the weight, from its row `piece` on; the elements from one to the next;
+    and how many lie beside it, where `beside` are affordable. The first ones of the vocabulary lie inside.
+
+    Pieces are read in ascending order: when piece j has been, rows up to (j + 1) * piece hold results. So piece j lies
+    at (j + 1) * piece * width or later, and no two of them overlap.
+    """
+    pieces = -(-vocabulary // piece)
+    apart = piece * max(tokens, width)
+    fit = (vocabulary * width - piece * width - piece * tokens) // apart + 1
+    inside = min(max(0, pieces - beside), max(0, fit))
+    return inside, apart, min(beside, pieces - inside)
+
+
+def _turns(first: int, end: int, width: int, piece: int, apart: int) -> list[tuple[int, int]]:
+    """Pieces [first, end) of _layout's inside in turns: the rows that a turn writes lie before all that it reads."""
+    turns = []
+    while first < end:
+        turns.append((first, min(end, 1 + first * apart // (piece * width))))
+        first = turns[-1][1]
+    return turns
+
+
+def _loss_with_gradients(hidden, weight, target, scale, need_dhidden, need_dweight):
+    (tokens, width), vocabulary, ops = hidden.shape, weight.shape[0], native.ops()
+    new = functools.partial(torch.empty, dtype=torch.float32, device=hidden.device)
+    parts, own = new(tokens, 2, -(-vocabulary // LSE_BLOCK)), new(tokens)
+    logprob, lse = new(tokens), new(tokens, 2)
+    products = _Products(hidden, weight, need_dhidden, need_dweight, scale, torch.float32)
+    inside, apart, beside = 0, 0, _affordable(hidden, weight)
+    if need_dweight:
+        inside, apart, beside = _layout(tokens, width, vocabulary, PIECE, beside)
+    head = hidden, weight, target, torch.ones(1, device=hidden.device), 0.0
+
+    def columns(first: int, end: int) -> tuple[int, int]:
+        return first * PIECE, min(end * PIECE, vocabulary) - first * PIECE
+
+    room, kept = _room(hidden, beside), []  # kept: first piece, the one after the last, where they lie
+    if inside:
+        place = products.dweight.as_strided((inside, tokens, PIECE), (apart, PIECE, 1), PIECE * width)
+        kept.append((0, inside, place))
+    kept.append((inside, inside + beside, room))
+    for first, end, where in kept:
+        ops.head_blocks(*head, *columns(first, end), parts, own, where)
+    done = min((inside + beside) * PIECE, vocabulary)
+    if done < vocabulary:
+        ops.head_blocks(*head, done, vocabulary - done, parts, own, None)
+    reduce_tokens(parts, own, target, head[3], vocabulary, logprob, None, lse)
+    for first, end, where in kept:
+        ops.head_unit_gradients(where, parts, lse, logprob, target, *columns(first, end))
+    if done == vocabulary:
+        del parts
+    for first, end, where in kept:  # all of them, before any is overwritten
+        products.add_to_dhidden(where, *columns(first, end))
+    for first, end in _turns(0, inside, width, PIECE, apart):
+        products.add_to_dweight(place[first:end], *columns(first, end))
+    products.add_to_dweight(room, *columns(inside, inside + beside))
+    for low in range(done, vocabulary, room.shape[0] * PIECE):  # what found no place is made again
+        count = min(room.shape[0] * PIECE, vocabulary - low)
+        ops.head_blocks(*head, low, count, None, None, room)
+        ops.head_unit_gradients(room, parts, lse, logprob, target, low, count)
+        products.add_to_dhidden(room, low, count)
+        products.add_to_dweight(room, low, count)
+    return logprob, lse, products.dhidden, products.dweight
+
+
+# ---- admission
+
+_verdicts: dict[tuple, bool] = {}
+
+
+def _fast(hidden: Tensor, weight: Tensor) -> bool:
+    """These kernels take the operands, and have the canonical kernels' bytes for this width on this machine."""
+    if (
+        hidden.dtype != torch.bfloat16
+        or hidden.shape[0] == 0
+        or hidden.shape[1] % 8
+        or hidden.shape[1] == 0
+        or not (_aligned(hidden) and _aligned(weight))
+    ):
+        return False
+    key = hidden.device.index, hidden.shape[1]
+    if key not in _verdicts:
+        if torch.cuda.is_current_stream_capturing():
+            return False  # nothing can be verified inside a graph; the canonical kernels have the same bits
+        with torch.cuda.device(hidden.device):
+            _verdicts[key] = _admitted(hidden.device, hidden.shape[1])
+    return _verdicts[key]
+
+
+def _aligned(t: Tensor) -> bool:
+    """Rows begin on 16-byte boundaries, as the copy engine needs."""
+    return t.data_ptr() % 16 == 0 and (t.shape[0] <= 1 or t.stride(0) % 8 == 0)
+
+
+def _admitted(device: torch.device, width: int) -> bool:
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+
+    def case(tokens: int, vocabulary: int, temperatures: int, softcap: float) -> tuple:
+        g = torch.Generator(device).manual_seed(tokens)
+        random = functools.partial(torch.rand, generator=g, device=device)
+        hidden, weight = cancelling(tokens, width, vocabulary, seed=width + tokens, device=device)
+        hidden = (hidden.float() / hidden.float().abs().amax(-1, keepdim=True)).bfloat16()
+        hidden[::2] = random(hidden[::2].shape) * 2 - 1  # and some with probabilities of all sizes
+        target = torch.randint(vocabulary, (tokens,), generator=g, device=device)
+        return hidden, weight, target, random(temperatures) + 0.5, softcap, random(2, tokens) - 0.5
+
+    def cases() -> list[tuple]:
+        return [case(300, 1300, 1, 0.0), case(1, 700, 1, 0.0), case(70, 520, 70, 5.0)]
+
+    ours = functools.partial(_everything, _logprobs, _logprobs_bwd, _loss_with_gradients)
+    canonical = functools.partial(_everything, triton.linear_logprobs_fwd, triton.linear_logprobs_bwd, _canonical_loss)
+    candidate = Candidate("wgmma 128x256x64 ring 4", ours)
+    key = f"linear_cross_entropy bfloat16 H={width}"
+    return admissions(device.index).choose(key, [candidate], canonical, cases) is candidate
+
+
+def _canonical_loss(hidden, weight, target, scale, need_dhidden, need_dweight):
+    one = torch.ones(1, device=hidden.device)
+    logprob, _, lse = triton.linear_logprobs_fwd(hidden, weight, target, one, 0.0, False)
+    return logprob, lse, *triton.unit_gradients(hidden, weight, target, lse, scale, need_dhidden, need_dweight)
+
+
+def _everything(forward, backward, loss, hidden, weight, target, temperature, softcap, up) -> Tensor:
+    """All results of this room as one tensor of fp32, in which bf16 is exact."""
+    one = torch.ones(1, device=hidden.device)
+    results = []
+    for t in (one, temperature):
+        for entropy in (False, True):
+            head = hidden, weight, target, t, softcap
+            logprob, entropies, lse = forward(*head, entropy)
+            grads = backward(up[0], up[1] if entropy else None, *head, entropies, lse, True, True)
+            results += [logprob, lse, *grads, *([entropies] if entropy else [])]
+    results += loss(hidden, weight, target, 1 / 3, True, True)
+    return torch.cat([r.float().flatten() for r in results])
