@@ -39,6 +39,7 @@ class Case:
                 come from `peers`
     bits        inputs -> (actual, expected) tensors of ours that must have the same bits, such as a row alone and in
                 its batch; checked before timing
+    captured    False: the op looks at values on the host, so it is always launched eagerly
     bytes       least bytes moved, each input and output once
     flops       floating-point operations
     """
@@ -51,6 +52,7 @@ class Case:
     bytes: float
     flops: float = 0.0
     stock: str = "torch"
+    captured: bool = True
     extra: dict = field(default_factory=dict)
 
 
@@ -192,7 +194,7 @@ def measure(
         if not (ours or only is None or name in only):
             continue
         try:
-            runners[name] = _runner(fn, sets, device, roof, eager)
+            runners[name] = _runner(fn, sets, device, roof, eager or not case.captured)
         except Exception as error:
             if ours:
                 raise

@@ -1,4 +1,4 @@
-"""Peak extra memory of one training step of the loss, ours against stock; each in a process of its own."""
+"""Peak extra memory of one training step of the head, ours against stock; each in a process of its own."""
 
 import argparse
 import json
@@ -6,27 +6,32 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import torch
+
 from .harness import environment
 from .shapes import SHAPES
 
-TOKENS = 4096
+TOKENS = {"cpu": 4096, "cuda": 8192}
+TASKS = {"loss": "linear_cross_entropy fwd+bwd", "logprobs": "linear_logprobs fwd+bwd"}
 
 _CHILD = """
 import json, sys, torch, torch.nn.functional as F
 import vexact_ops as vx
-who, T, H, V, dtype, device = sys.argv[1], *map(int, sys.argv[2:5]), getattr(torch, sys.argv[5]), sys.argv[6]
+who, task, device, dtype, *sizes = sys.argv[1:]
+(T, H, V), dtype = map(int, sizes), getattr(torch, dtype)
 
 def step(T):
-    g = torch.Generator().manual_seed(0)
-    hidden = torch.randn(T, H, generator=g).to(device, dtype).requires_grad_()
-    weight = (torch.randn(V, H, generator=g) * H**-0.5).to(device, dtype).requires_grad_()
-    target = torch.randint(V, (T,), generator=g).to(device)
+    g = torch.Generator(device).manual_seed(0)
+    hidden = torch.randn(T, H, generator=g, device=device).to(dtype).requires_grad_()
+    weight = (torch.randn(V, H, generator=g, device=device) * H**-0.5).to(dtype).requires_grad_()
+    target = torch.randint(V, (T,), generator=g, device=device)
     reset()
     if who == "vexact":
-        loss = vx.linear_cross_entropy(hidden, weight, target)
+        result = (vx.linear_cross_entropy if task == "loss" else vx.linear_logprobs)(hidden, weight, target)
     else:
-        loss = F.cross_entropy(F.linear(hidden, weight).float(), target)
-    loss.backward()
+        reduction = "mean" if task == "loss" else "none"
+        result = F.cross_entropy(F.linear(hidden, weight).float(), target, reduction=reduction)
+    result.sum().backward()
     return peak()
 
 if device == "cuda":
@@ -48,34 +53,29 @@ print(json.dumps(step(T)))
 
 
 def run(args: argparse.Namespace) -> Iterator[dict]:
-    """One record per shape and dtype: MiB beyond the inputs, weight gradient included for both."""
-    for shape in (SHAPES[s] for s in args.shape.split(",")):
-        for dtype in args.dtype.split(","):
-            peaks = {}
-            for who in ("vexact", "torch"):
-                command = [
-                    sys.executable,
-                    "-c",
-                    _CHILD,
-                    who,
-                    str(TOKENS),
-                    str(shape.H),
-                    str(shape.V),
-                    dtype,
-                    args.device,
-                ]
-                done = subprocess.run(command, capture_output=True, text=True)
-                if done.returncode:
-                    raise RuntimeError(f"memory: {who} {shape.name} {dtype} failed:\n{done.stderr}")
-                peaks[who] = json.loads(done.stdout) / 2**20
-            yield {
-                "room": "memory",
-                "case": f"linear_cross_entropy fwd+bwd {shape.name} T={TOKENS} V={shape.V} {dtype}",
-                "backend": "vexact",
-                "ours": round(peaks["vexact"], 1),
-                "stock": round(peaks["torch"], 1),
-                "ratio": round(peaks["vexact"] / peaks["torch"], 4),
-                "unit": "MiB peak",
-                "device": args.device,
-                **environment(args.device),
-            }
+    """One record per task, shape and dtype: MiB beyond the inputs, both gradients included for both."""
+    tokens = TOKENS[args.device]
+    for task, title in TASKS.items():
+        for shape in (SHAPES[s] for s in args.shape.split(",")):
+            for dtype in args.dtype.split(","):
+                peaks = {}
+                for who in ("vexact", "torch"):
+                    sizes = str(tokens), str(shape.H), str(shape.V)
+                    command = [sys.executable, "-c", _CHILD, who, task, args.device, dtype, *sizes]
+                    done = subprocess.run(command, capture_output=True, text=True)
+                    if done.returncode:
+                        raise RuntimeError(f"memory: {who} {shape.name} {dtype} failed:\n{done.stderr}")
+                    peaks[who] = json.loads(done.stdout) / 2**20
+                gradients = (tokens + shape.V) * shape.H * getattr(torch, dtype).itemsize / 2**20
+                yield {
+                    "room": "memory",
+                    "case": f"{title} {shape.name} T={tokens} V={shape.V} {dtype}",
+                    "backend": "vexact",
+                    "ours": round(peaks["vexact"], 1),
+                    "stock": round(peaks["torch"], 1),
+                    "gradients": round(gradients, 1),
+                    "ratio": round(peaks["vexact"] / peaks["torch"], 4),
+                    "unit": "MiB peak",
+                    "device": args.device,
+                    **environment(args.device),
+                }

@@ -278,14 +278,12 @@ def _canonical_loss(hidden, weight, target, scale, need_dhidden, need_dweight):
 
 
 def _everything(forward, backward, loss, hidden, weight, target, temperature, softcap, up) -> Tensor:
-    """All results of this room as one tensor of fp32, in which bf16 is exact."""
-    one = torch.ones(1, device=hidden.device)
+    """Results of all kernels as one tensor of fp32, in which bf16 is exact."""
     results = []
-    for t in (one, temperature):
-        for entropy in (False, True):
-            head = hidden, weight, target, t, softcap
-            logprob, entropies, lse = forward(*head, entropy)
-            grads = backward(up[0], up[1] if entropy else None, *head, entropies, lse, True, True)
-            results += [logprob, lse, *grads, *([entropies] if entropy else [])]
+    for t, want_entropy in ((torch.ones(1, device=hidden.device), False), (temperature, True)):
+        head = hidden, weight, target, t, softcap
+        logprob, entropy, lse = forward(*head, want_entropy)
+        grads = backward(up[0], up[1] if want_entropy else None, *head, entropy, lse, True, True)
+        results += [logprob, lse, *grads, *([entropy] if want_entropy else [])]
     results += loss(hidden, weight, target, 1 / 3, True, True)
     return torch.cat([r.float().flatten() for r in results])

@@ -287,6 +287,7 @@ def _loss_setup(ctx, inputs, output):
     ctx.made = want_dhidden, want_dweight
     _, lse, dhidden, dweight = output
     ctx.mark_non_differentiable(lse, dhidden, dweight)
+    ctx.set_materialize_grads(False)  # no zeros as large as these for what has no gradient
     ctx.save_for_backward(hidden, weight, target, lse, dhidden, dweight)
 
 
