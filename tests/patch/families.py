@@ -63,9 +63,31 @@ FAMILIES = {
     "seed_oss": {},
     "smollm3": {"no_rope_layers": [1, 0]},
     "vaultgemma": {**MIXED, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    # mixtures of experts
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 3},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "head_dim": 8},
+    "deepseek_v3": {
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "head_dim": 8,  # of the rotary part: what the configuration calls so
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 24,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "n_group": 4,
+        "topk_group": 2,
+    },
 }
 NAMED = ["llama", "qwen2", "qwen3", "mistral", "gemma2"]  # those that the library promises by name
-FURTHER = [name for name in FAMILIES if name not in NAMED]
+MIXTURES = ["qwen3_moe", "mixtral", "olmoe", "deepseek_v3"]
+FURTHER = [name for name in FAMILIES if name not in [*NAMED, *MIXTURES]]
 
 
 def family(name: str, *marks):
@@ -88,6 +110,7 @@ def tiny(name: str, dtype=torch.float32, seed: int = 0, device="cpu", **changes)
     """A random model whose weights are large enough for everything in it to matter."""
     # eager: the stock attention that knows every option (transformers 5.5 ran Gemma-2 on one without softcap)
     model = AutoModelForCausalLM.from_config(config_of(name, **changes), attn_implementation="eager")
+    model.config._experts_implementation = "eager"  # likewise: the others have no float64
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -183,11 +206,18 @@ class Pages:
     def __init__(self, model, count: int, page_size: int, dtype, seed: int = 0, per_sequence: int = 16):
         attention = next(m for m in model.modules() if type(m).__name__.endswith("Attention"))
         config = model.config
-        dim = attention.head_dim
-        shape = (count * per_sequence + 3, page_size, config.num_key_value_heads, dim)
+        k_dim = v_dim = getattr(attention, "head_dim", None)
+        if hasattr(config, "kv_lora_rank"):
+            k_dim, v_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+        shape = (count * per_sequence + 3, page_size, config.num_key_value_heads)
         self.device = model.device
-        nan = torch.full(shape, float("nan"), dtype=dtype, device=self.device)
-        self.k, self.v = ([nan.clone() for _ in range(config.num_hidden_layers)] for _ in range(2))
+        self.k, self.v = (
+            [
+                torch.full((*shape, dim), float("nan"), dtype=dtype, device=self.device)
+                for _ in range(config.num_hidden_layers)
+            ]
+            for dim in (k_dim, v_dim)
+        )
         order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(seed))
         self.table = order[: count * per_sequence].view(count, per_sequence)
         self.page_size, self.length = page_size, [0] * count

@@ -314,7 +314,6 @@ def test_fixed_rope_scalings_are_covered(rope):
 @pytest.mark.parametrize(
     "name,changes,names",
     [
-        ("mixtral", {"num_local_experts": 2}, ["experts"]),
         (
             "bloom",
             {"n_head": 4},

@@ -7,7 +7,7 @@ from .._core import check
 from .._core.backend import Room
 from .._core.operator import Operator
 
-ROOM = Room("moe_route", cpu=("cpu",), cuda=())
+ROOM = Room("moe_route", cpu=("cpu",), cuda=("triton",))
 SCORES = ("softmax", "sigmoid")
 
 

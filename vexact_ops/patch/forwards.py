@@ -125,6 +125,8 @@ def causal_forward(
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     patch = self._vexact
+    if kwargs.pop("output_router_logits", None):
+        raise ValueError("output_router_logits: got True, but the load balancing loss it asks for is not covered")
     out = patch.base(
         input_ids=input_ids,
         attention_mask=attention_mask,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from . import audit, forwards, pieces
+from . import audit, forwards, mixture, pieces
 from .pieces import NotCovered
 from .report import table
 
@@ -346,6 +346,13 @@ def _place(patch: _Patch, path: str, module: nn.Module) -> None:
         patch.replace(path, module, pieces.rotary_forward(module), "rope_cos_sin", note)
     elif pieces.is_attention(module):
         patch.replace(path, module, *pieces.attention_forward(module))
+    elif mixture.is_experts(module):
+        forward, note = mixture.experts_forward(module)
+        patch.replace(path, module, forward, "fused_moe", note)
+        patch.inner.update(id(m) for m in module.children())
+    elif mixture.is_router(module):
+        forward, note = mixture.router_forward(module)
+        patch.replace(path, module, forward, "linear, moe_route", note)
     elif module._parameters:
         forward, style = pieces.norm_forward(module)
         patch.replace(path, module, forward, "rmsnorm", style)
@@ -418,16 +425,18 @@ def _attention_problem(config, module: nn.Module, window: int | None, kwargs: di
 
 def _causal_forward(patch: _Patch) -> Callable:
     """The forward of decoder + output layer, once the class's own one is known to do nothing else."""
-    from transformers.modeling_outputs import BaseModelOutputWithPast
+    from transformers.modeling_outputs import MoeModelOutputWithPast
 
     model, config = patch.model, patch.model.config
+    if getattr(config, "output_router_logits", False):
+        raise NotCovered("config.output_router_logits asks for a load balancing loss, which no aligned op computes")
     base_name, head_name = (
         next(name for name, m in model.named_children() if m is part) for part in (patch.base, patch.head)
     )
 
     class Hidden(nn.Module):
         def forward(self, *args, **kwargs):
-            return BaseModelOutputWithPast(last_hidden_state=hidden)
+            return MoeModelOutputWithPast(last_hidden_state=hidden)
 
     hidden, head = 3 * pieces.random(2, 4, 8, seed=1), pieces.small_linear(8, 11, seed=2)
     tried = pieces.twin(model, {base_name: Hidden(), head_name: head})

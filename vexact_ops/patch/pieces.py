@@ -226,6 +226,9 @@ def _rotary_forward(cast: bool) -> Callable:
 # attention: the module's own code, with two of the globals that it calls replaced
 
 
+_TURNS = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
+
+
 def is_attention(module: nn.Module) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(type(module).forward).__code__.co_names
 
@@ -252,8 +255,10 @@ def _attention_forward(cls: type) -> tuple[Callable, str]:
     # torch.compile looks a function's globals up through its module's name, and would find the stock ones there.
     scope.pop("__name__", None)
     label = "attention_varlen, attention_paged"
-    if "apply_rotary_pos_emb" in original.__code__.co_names:
-        scope["apply_rotary_pos_emb"] = rope_function(scope["apply_rotary_pos_emb"])
+    turns = [name for name in _TURNS if name in original.__code__.co_names]
+    for name in turns:
+        scope[name] = rope_function(scope[name])
+    if turns:
         label += ", rope"
     forward = types.FunctionType(
         original.__code__, scope, original.__name__, original.__defaults__, original.__closure__
@@ -269,7 +274,7 @@ def rope_function(apply: Callable) -> Callable:
     if not set(inspect.signature(apply).parameters) <= known:
         raise NotCovered(f"apply_rotary_pos_emb takes other arguments than {', '.join(sorted(known))}")
     q, k = random(1, 2, 5, 16, seed=1), random(1, 1, 5, 16, seed=2)
-    forms = {False, True}
+    forms = set(_FORMS)
     for rotary in (16, 8):
         angle = random(5, rotary // 2, seed=3)
         cos, sin = (torch.cat((f(angle), f(angle)), -1) for f in (torch.cos, torch.sin))
@@ -279,7 +284,8 @@ def rope_function(apply: Callable) -> Callable:
             if rotary < 16:  # a form that rotates whole heads alone
                 continue
             raise NotCovered(f"apply_rotary_pos_emb could not be tried ({error})") from error
-        expected = {i: rope_ref(q[0].transpose(0, 1), k[0].transpose(0, 1), cos, sin, interleaved=i) for i in forms}
+        inputs = q[0].transpose(0, 1), k[0].transpose(0, 1)
+        expected = {f: rope_ref(*map(_FORMS[f][0], inputs), cos, sin, interleaved=_FORMS[f][1]) for f in forms}
         forms = {
             form for form in forms if all(agree(g, e.transpose(0, 1)[None], 1e-6) for g, e in zip(got, expected[form]))
         }
@@ -288,14 +294,29 @@ def rope_function(apply: Callable) -> Callable:
     return _rope_function(forms.pop())
 
 
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _pairs_apart(x: Tensor) -> Tensor:
+    """x0, x1, x2, x3 becomes x0, x2, x1, x3."""
+    return torch.cat((x[..., ::2], x[..., 1::2]), -1)
+
+
+# What is done to the heads first, and whether pairs are neighbours: halves, pairs that stay, pairs that become halves.
+_FORMS = {"halves": (_as_it_is, False), "pairs": (_as_it_is, True), "pairs to halves": (_pairs_apart, False)}
+
+
 @functools.cache
-def _rope_function(interleaved: bool) -> Callable:
+def _rope_function(form: str) -> Callable:
+    arrange, interleaved = _FORMS[form]
+
     def apply_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
         if unsqueeze_dim == 1:  # (B, heads, S, D)
             q, k = q.transpose(1, 2), k.transpose(1, 2)
         batch, length = q.shape[:2]
         cos, sin = (t.expand(batch, length, -1).reshape(batch * length, -1) for t in (cos, sin))
-        turned = vx.rope(q.flatten(0, 1), k.flatten(0, 1), cos, sin, interleaved=interleaved)
+        turned = vx.rope(arrange(q.flatten(0, 1)), arrange(k.flatten(0, 1)), cos, sin, interleaved=interleaved)
         q, k = (t.view(batch, length, *t.shape[1:]) for t in turned)
         return (q.transpose(1, 2), k.transpose(1, 2)) if unsqueeze_dim == 1 else (q, k)
 

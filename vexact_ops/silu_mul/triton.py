@@ -17,7 +17,7 @@ def _tile(rows: int) -> dict:
 
 
 @triton.jit
-def _sigmoid(g, GELU: tl.constexpr):
+def sigmoid(g, GELU: tl.constexpr):
     """sigmoid(z) and 1 - sigmoid(z), neither by cancellation; z is g, or gelu_tanh's argument twice."""
     z = g
     if GELU:
@@ -26,6 +26,18 @@ def _sigmoid(g, GELU: tl.constexpr):
     large = tl.div_rn(1.0, 1.0 + q)
     small = q * large
     return tl.where(z > 0.0, large, small), tl.where(z > 0.0, small, large)
+
+
+@triton.jit
+def gate_slope(g, s, rest, GELU: tl.constexpr):
+    """d(g sigmoid(z)) / dg, from what sigmoid gave."""
+    # beyond 1e4 the slope is exactly 0 or 1; the bound keeps infinity times zero out of it
+    c = tl.where(g < 1e4, g, 1e4)
+    c = tl.where(c > -1e4, c, -1e4)
+    dz = c
+    if GELU:
+        dz = (c * SLOPE) * tl.fma(c * c, THREE_CUBIC, 1.0)
+    return tl.fma(s * rest, dz, s)
 
 
 @triton.jit
@@ -39,7 +51,7 @@ def _fwd_kernel(gate, up, y, n, gate_stride, up_stride, GELU: tl.constexpr, BLOC
     row, column, inside = _place(n, BLOCK)
     g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
-    s, _ = _sigmoid(g, GELU)
+    s, _ = sigmoid(g, GELU)
     tl.store(y + row * n + column, ((g * s) * u).to(y.dtype.element_ty), mask=inside)
 
 
@@ -52,14 +64,8 @@ def _bwd_kernel(
     g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
     d = tl.load(dy + row * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
-    s, rest = _sigmoid(g, GELU)
-    # beyond 1e4 the slope is exactly 0 or 1; the bound keeps infinity times zero out of it
-    c = tl.where(g < 1e4, g, 1e4)
-    c = tl.where(c > -1e4, c, -1e4)
-    dz = c
-    if GELU:
-        dz = (c * SLOPE) * tl.fma(c * c, THREE_CUBIC, 1.0)
-    slope = tl.fma(s * rest, dz, s)
+    s, rest = sigmoid(g, GELU)
+    slope = gate_slope(g, s, rest, GELU)
     tl.store(dgate + row * dgate_stride + column, ((d * u) * slope).to(dgate.dtype.element_ty), mask=inside)
     tl.store(dup + row * dup_stride + column, (d * (g * s)).to(dup.dtype.element_ty), mask=inside)
 

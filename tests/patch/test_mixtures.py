@@ -1,0 +1,220 @@
+"""patch.hf on mixtures of experts and on latent attention: the promise, the right numbers, and what is refused."""
+
+import pytest
+import torch
+import transformers
+from families import FORMS, MIXTURES, alone, check_forms, family, sequences, tiny
+from test_hf import check_accuracy
+from torch import nn
+from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
+from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
+
+import vexact_ops as vx
+from vexact_ops.patch import mixture
+from vexact_ops.testing import assert_bitwise, check_repeatable
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+CHOICE_IN_BLOCK = pytest.mark.skipif(
+    hasattr(deepseek.DeepseekV3MoE, "route_tokens_to_experts"),
+    reason=f"transformers {transformers.__version__} keeps DeepSeek-V3's choice in the block around the router",
+)
+ALL = [family(n, *([CHOICE_IN_BLOCK] if n == "deepseek_v3" else [])) for n in MIXTURES]
+MOONLIGHT = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446}
+
+
+def with_bias(model, seed=4):
+    """Correction biases are buffers, which `tiny` leaves at zero."""
+    g = torch.Generator().manual_seed(seed)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape, generator=g) * 0.2)
+    return model
+
+
+@pytest.mark.parametrize("name", ALL)
+@DTYPES
+def test_a_sequence_has_the_same_logits_in_every_form(name, dtype):
+    model = with_bias(tiny(name, dtype))
+    with vx.patch.hf(model):
+        check_forms(model, sequences())
+
+
+@CHOICE_IN_BLOCK
+@DTYPES
+@pytest.mark.parametrize("interleave", [True, False])
+def test_moonlights_configuration(dtype, interleave):
+    model = with_bias(tiny("deepseek_v3", dtype, rope_interleave=interleave, **MOONLIGHT))
+    if dtype == torch.float32:
+        check_accuracy(model, sequences((9,)))
+    with vx.patch.hf(model):
+        check_forms(model, sequences((6, 1)), {n: FORMS[n] for n in ("left padded", "in chunks", "paged")})
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_accuracy_of_logits_and_of_every_gradient(name):
+    check_accuracy(with_bias(tiny(name)).train(), sequences((11, 3)))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_repeatable_with_other_threads_and_instruction_sets(name):
+    model = with_bias(tiny(name, torch.bfloat16))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    with vx.patch.hf(model) as handle:
+
+        def run():
+            logprobs = handle.logprobs(torch.cat(sequences()))
+            return logprobs, *torch.autograd.grad(logprobs.sum(), parameters)
+
+        check_repeatable(run, threads=(1, 2))
+
+
+@pytest.mark.parametrize("broken", ["fused_moe", "moe_route"])
+def test_an_op_that_sees_the_batch_is_caught(broken, monkeypatch):
+    stock = getattr(vx, broken)
+
+    def by_size(x, *args, **kwargs):
+        out = stock(x, *args, **kwargs)
+        if len(x) <= 12:
+            return out
+        return out * (1 + 2**-7) if broken == "fused_moe" else (out[0].roll(1, 1), out[1])
+
+    monkeypatch.setattr(vx, broken, by_size)
+    model = tiny("qwen3_moe", torch.bfloat16)
+    with vx.patch.hf(model), pytest.raises(AssertionError, match="differ"):
+        check_forms(model, sequences())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_undo_restores_the_stock_model(name):
+    model, seqs = tiny(name), sequences()
+    before = alone(model, seqs)
+    with vx.patch.hf(model):
+        pass
+    assert_bitwise(alone(model, seqs), before)
+    assert all("forward" not in m.__dict__ for m in model.modules())
+
+
+# what a router is recognised as
+
+
+@pytest.mark.parametrize(
+    "name,wide,rounded,options",
+    [
+        ("qwen3_moe", False, True, "top_k=3 score=softmax normalize=True scale=1.0"),
+        ("mixtral", False, False, "top_k=3 score=softmax normalize=True scale=1.0"),
+        ("olmoe", False, True, "top_k=3 score=softmax normalize=False scale=1.0"),
+        pytest.param(
+            "deepseek_v3",
+            True,
+            False,
+            "top_k=3 score=sigmoid normalize=True groups=4 top_k_groups=2 scale=2.5",
+            marks=CHOICE_IN_BLOCK,
+        ),
+    ],
+)
+def test_routers_round_where_their_own_code_rounds(name, wide, rounded, options):
+    model = with_bias(tiny(name, torch.bfloat16))
+    router = next(m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter"))
+    forward, label = mixture.router_forward(router)
+    assert label == options
+    x = torch.randn(200, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    _, theirs, their_ids = router(x)
+    got_logits, weights, ids = forward(router, x)
+    if rounded and theirs.dtype != torch.bfloat16:
+        pytest.skip(f"transformers {transformers.__version__} keeps these weights in fp32")
+    assert got_logits.dtype == (torch.float32 if wide else torch.bfloat16)
+    assert weights.dtype == theirs.dtype == (torch.bfloat16 if rounded else torch.float32)
+    (ids, order), (their_ids, their_order) = ids.sort(1), their_ids.sort(1)
+    same = (ids == their_ids).all(1)
+    assert same.float().mean() > 0.95  # a logit may round the other way
+    weights, theirs = weights.gather(1, order)[same], theirs.gather(1, their_order)[same]
+    assert (weights == theirs).float().mean() > 0.9 if rounded else torch.allclose(weights, theirs, rtol=2e-2)
+
+
+class Louder(qwen3_moe.Qwen3MoeTopKRouter):
+    def forward(self, x):
+        logits, weights, ids = super().forward(x)
+        return logits, weights * 1.001, ids
+
+
+class Second(qwen3_moe.Qwen3MoeTopKRouter):
+    def forward(self, x):  # leaves the best expert out
+        logits = torch.nn.functional.linear(x, self.weight)
+        weights, ids = logits.softmax(-1).topk(self.top_k + 1)
+        return logits, weights[:, 1:] / weights[:, 1:].sum(1, keepdim=True), ids[:, 1:]
+
+
+class LogitsAlone(qwen3_moe.Qwen3MoeTopKRouter):
+    def forward(self, x):
+        return super().forward(x)[0]
+
+
+@pytest.mark.parametrize(
+    "cls,reason",
+    [
+        (Louder, "scores or choice"),
+        (Second, "scores or choice"),
+        (LogitsAlone, "does not return logits, weights and ids"),
+    ],
+)
+def test_routers_that_only_look_known_are_refused(cls, reason):
+    model = tiny("qwen3_moe")
+    cls.__module__ = qwen3_moe.__name__  # as a class of another version of transformers
+    model.model.layers[1].mlp.gate.__class__ = cls
+    with pytest.raises(vx.patch.UnsupportedModule, match=f"model.layers.1.mlp.gate .{cls.__name__}.*{reason}"):
+        vx.patch.hf(model)
+
+
+class UpFirst(qwen3_moe.Qwen3MoeExperts):
+    def forward(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e in range(self.num_experts):
+            token, slot = (ids == e).nonzero(as_tuple=True)
+            up, gate = nn.functional.linear(x[token], self.gate_up_proj[e]).chunk(2, -1)
+            y = nn.functional.linear(self.act_fn(gate) * up, self.down_proj[e]) * weights[token, slot, None]
+            out.index_add_(0, token, y.to(out.dtype))
+        return out
+
+
+class Clipped(qwen3_moe.Qwen3MoeExperts):
+    def forward(self, x, ids, weights):
+        return super().forward(x, ids, weights).clamp(-1, 1)
+
+
+@pytest.mark.parametrize("cls", [UpFirst, Clipped])
+def test_experts_that_only_look_known_are_refused(cls):
+    model = tiny("qwen3_moe")
+    cls.__module__ = qwen3_moe.__name__
+    model.model.layers[0].mlp.experts.__class__ = cls
+    with pytest.raises(vx.patch.UnsupportedModule, match=f"model.layers.0.mlp.experts .{cls.__name__}"):
+        vx.patch.hf(model)
+
+
+@pytest.mark.parametrize(
+    "name,changes,words",
+    [
+        ("mixtral", {"router_jitter_noise": 0.1}, ["model.layers.0.mlp (MixtralSparseMoeBlock)", "uniform"]),
+        ("qwen3_moe", {"output_router_logits": True}, ["(root) (Qwen3MoeForCausalLM)", "load balancing loss"]),
+        ("qwen3_moe", {"hidden_act": "relu"}, ["model.layers.0.mlp.experts (Qwen3MoeExperts)", "activation"]),
+        ("qwen2_moe", {"num_experts": 4, "shared_expert_intermediate_size": 16}, ["Qwen2MoeSparseMoeBlock", "sigmoid"]),
+    ],
+)
+def test_what_is_not_covered_is_named(name, changes, words):
+    with pytest.raises(vx.patch.UnsupportedModule) as error:
+        vx.patch.hf(tiny(name, **changes))
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_the_load_balancing_loss_cannot_be_asked_for():
+    model = tiny("qwen3_moe")
+    with vx.patch.hf(model), pytest.raises(ValueError, match="output_router_logits: got True"):
+        model(torch.zeros(1, 3, dtype=torch.int64), output_router_logits=True)
+
+
+def test_a_layer_without_experts():
+    model = tiny("qwen3_moe", mlp_only_layers=[1])
+    with vx.patch.hf(model) as handle:
+        rows = {row.path: row.replacement for row in handle.report()}
+        assert rows["model.layers.1.mlp"] == "silu_mul" and rows["model.layers.0.mlp.experts"] == "fused_moe"
+        check_forms(model, sequences((5, 2)), {n: FORMS[n] for n in ("left padded", "paged")})

@@ -1,0 +1,137 @@
+"""The Triton kernels of the permutation, the combination and the gate; the products are grouped_linear's.
+
+The permuted hidden states are never stored: the first product reads its rows through the plan, and so do the
+backward's. Nothing waits for the plan's values.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._core.triton import OPTIONS, block, on, tree_sum
+from ..grouped_linear.triton import grouped_linear_dweight, grouped_linear_dx, grouped_linear_fwd
+from ..silu_mul.triton import gate_slope, sigmoid, silu_mul_fwd
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _plan_kernel(ids, offsets, order, position, slots, E, BLOCK: tl.constexpr):
+    """One program per expert, and one for the slots that are nobody's: count the slots of the experts below, then give
+    out places in the order of the slots. Whole numbers: no order of addition shows."""
+    expert = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    below = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, slots, BLOCK):
+        e = tl.load(ids + start + i, mask=start + i < slots, other=-1)
+        below += ((e >= 0) & (e < expert)).to(tl.int32)
+    place = tl.sum(below, axis=0)
+    tl.store(offsets + expert, place)
+    if expert < E:
+        for start in range(0, slots, BLOCK):
+            mine = (tl.load(ids + start + i, mask=start + i < slots, other=-1) == expert).to(tl.int32)
+            at = place + tl.cumsum(mine, 0) - mine
+            tl.store(order + at, start + i, mask=mine != 0)
+            tl.store(position + start + i, at, mask=mine != 0)
+            place += tl.sum(mine, axis=0)
+    else:
+        for start in range(0, slots, BLOCK):
+            slot = start + i
+            e = tl.load(ids + slot, mask=slot < slots, other=0)
+            tl.store(position + slot, -1, mask=(slot < slots) & ((e < 0) | (e >= E)))
+            tl.store(order + slot, 0, mask=(slot < slots) & (slot >= place))
+
+
+@triton.jit
+def _combine_kernel(y, position, weights, out, n, TOP_K: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for s in range(TOP_K):  # order: slots ascending, one fp32 accumulator
+        at = tl.load(position + token * TOP_K + s).to(tl.int64)
+        v = tl.load(y + at * n + column, mask=(column < n) & (at >= 0), other=0.0).to(tl.float32)
+        if WEIGHTS:
+            more = tl.fma(tl.load(weights + token * TOP_K + s) + tl.zeros([BLOCK], tl.float32), v, acc)
+        else:
+            more = acc + v
+        acc = tl.where(at >= 0, more, acc)
+    tl.store(out + token * n + column, acc.to(out.dtype.element_ty), mask=column < n)
+
+
+@triton.jit
+def _gate_bwd_kernel(
+    h, da, order, weights, offsets, dh, scaled, dweights, n, E, GELU: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(offsets + E):
+        return
+    slot = tl.load(order + row)
+    w = tl.load(weights + slot)
+    lanes = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, n, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < n
+        g = tl.load(h + row * 2 * n + column, mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(h + row * 2 * n + n + column, mask=inside, other=0.0).to(tl.float32)
+        d = tl.load(da + row * n + column, mask=inside, other=0.0).to(tl.float32)
+        s, rest = sigmoid(g, GELU)
+        value = ((g * s) * u).to(h.dtype.element_ty).to(tl.float32)  # rounded, as the forward had it
+        lanes = tl.fma(d, value, lanes)  # order: lanes over chunks ascending, then neighbours pairwise
+        dw = w * d
+        tl.store(scaled + row * n + column, (w * value).to(h.dtype.element_ty), mask=inside)
+        dgate = (dw * u) * gate_slope(g, s, rest, GELU)
+        tl.store(dh + row * 2 * n + column, dgate.to(h.dtype.element_ty), mask=inside)
+        tl.store(dh + row * 2 * n + n + column, (dw * (g * s)).to(h.dtype.element_ty), mask=inside)
+    tl.store(dweights + slot + tl.arange(0, 1), tl.reshape(tree_sum(tl.reshape(lanes, [1, BLOCK])), [1]))
+
+
+def plan(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    slots = ids.numel()
+    offsets, order, position = (ids.new_empty(size) for size in (experts + 1, slots, slots))
+    with on(ids):
+        _plan_kernel[(experts + 1,)](
+            ids, offsets, order, position, slots, experts, BLOCK=1024 if slots > 128 else 128, num_warps=4, **OPTIONS
+        )
+    return offsets, order, position
+
+
+def _combine(y: Tensor, position: Tensor, weights: Tensor | None, tokens: int) -> Tensor:
+    n = y.shape[1]
+    out = y.new_empty(tokens, n)
+    if out.numel():
+        size = block(n, most=1024)
+        with on(y):
+            _combine_kernel[(tokens, triton.cdiv(n, size))](
+                y, position, y if weights is None else weights, out, n, TOP_K=position.shape[0] // tokens,
+                WEIGHTS=weights is not None, BLOCK=size, num_warps=4, **OPTIONS,
+            )  # fmt: skip
+    return out
+
+
+def fused_moe_fwd(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, gelu: bool):
+    offsets, order, position = plan(ids, gate_up.shape[0])
+    h = grouped_linear_fwd(x, gate_up, offsets, order, ids.shape[1])
+    a = h.new_empty(h.shape[0], h.shape[1] // 2)
+    silu_mul_fwd(*h.chunk(2, 1), gelu, a)
+    y = grouped_linear_fwd(a, down, offsets)
+    return _combine(y, position, weights, x.shape[0]), h, offsets, order, position
+
+
+def fused_moe_bwd(
+    dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, h: Tensor, offsets: Tensor, order: Tensor,
+    position: Tensor, gelu: bool, need_dx: bool, need_dgate_up: bool, need_ddown: bool,
+):  # fmt: skip
+    top_k = weights.shape[1]
+    da = grouped_linear_dx(dy, down, offsets, order, top_k)
+    dh, scaled, dweights = torch.empty_like(h), torch.empty_like(da), torch.zeros_like(weights)
+    if da.numel():
+        size = block(da.shape[1], most=1024)
+        with on(h):
+            _gate_bwd_kernel[(h.shape[0],)](
+                h, da, order, weights, offsets, dh, scaled, dweights, da.shape[1], gate_up.shape[0],
+                GELU=gelu, BLOCK=size, num_warps=4, **OPTIONS,
+            )  # fmt: skip
+    del da
+    ddown = grouped_linear_dweight(dy, scaled, offsets, order, top_k, gathered="dy") if need_ddown else None
+    dgate_up = grouped_linear_dweight(dh, x, offsets, order, top_k, gathered="x") if need_dgate_up else None
+    dx = _combine(grouped_linear_dx(dh, gate_up, offsets), position, None, x.shape[0]) if need_dx else None
+    return dx, dgate_up, ddown, dweights

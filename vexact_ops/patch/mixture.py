@@ -1,0 +1,178 @@
+"""The pieces of a mixture of experts, tried like all others (see pieces.py): the router, and the stacked experts.
+
+The block around the two stays the model's own Python: it moves data and adds, and the audit holds it to that. Shared
+experts are gated feed-forward blocks like any other.
+"""
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import vexact_ops as vx
+
+from ..fused_moe.reference import fused_moe_ref
+from ..moe_route.op import SCORES
+from ..moe_route.reference import moe_route_ref
+from ..silu_mul.op import ACTIVATIONS
+from .pieces import NotCovered, agree, random, run_stock, twin
+
+_BIAS = "e_score_correction_bias"
+_TOKENS = 40  # of a trial: enough that another choice or scale shows
+
+
+# experts
+
+
+def is_experts(module: nn.Module) -> bool:
+    weights = module._parameters
+    return set(weights) == {"gate_up_proj", "down_proj"} and all(
+        w is not None and w.dim() == 3 for w in weights.values()
+    )
+
+
+def experts_forward(module: nn.Module) -> tuple[Callable, str]:
+    """The aligned forward of stacked experts, and their activation."""
+    experts, inner, hidden = module.gate_up_proj.shape[0], 5, 6
+    if getattr(module, "num_experts", experts) != experts:
+        raise NotCovered(f"it holds {experts} of {module.num_experts} experts")
+    gate_up = random(experts, 2 * inner, hidden, seed=1)
+    down = random(experts, hidden, inner, seed=2)
+    x, weights = 2 * random(_TOKENS, hidden, seed=3), random(_TOKENS, min(2, experts), seed=4).abs()
+    ids = random(_TOKENS, experts, seed=5).argsort(1)[:, : weights.shape[1]]
+    tried = twin(module, parameters={"gate_up_proj": gate_up, "down_proj": down})
+    # Behind the decorator: it would hand the call to another implementation of the same.
+    original = inspect.unwrap(type(module).forward)
+    try:
+        with torch.no_grad():
+            got = original(tried, x, ids, weights)
+    except Exception as error:
+        raise NotCovered(f"its forward could not be tried ({type(error).__name__}: {error})") from error
+    for activation in ACTIVATIONS:
+        if agree(got, fused_moe_ref(x, gate_up, down, weights, ids, activation=activation), 1e-6):
+            return _experts_forward(activation), activation
+    raise NotCovered("experts whose activation or form no aligned op computes")
+
+
+@functools.cache
+def _experts_forward(activation: str) -> Callable:
+    def experts_forward(self, hidden_states, top_k_index, top_k_weights):
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        weights, ids = top_k_weights.to(torch.float32), top_k_index.to(torch.int32)
+        return vx.fused_moe(x, self.gate_up_proj, self.down_proj, weights, ids, activation=activation)
+
+    return experts_forward
+
+
+# router
+
+
+def is_router(module: nn.Module) -> bool:
+    """A matrix that is no linear layer, in a module that chooses."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() == 2 and hasattr(module, "top_k") and not isinstance(module, nn.Linear)
+
+
+def router_forward(module: nn.Module) -> tuple[Callable, str]:
+    """The aligned forward of a router that returns (logits, weights, ids), and its options in words."""
+    held = {**module._parameters, **module._buffers}
+    if set(held) - {"weight", _BIAS} or any(value is None for value in held.values()) or module._modules:
+        raise NotCovered("a router of another form")
+    experts, hidden = module.weight.shape
+    weight, x = random(experts, hidden, seed=1) * 2 / hidden**0.5, random(_TOKENS, hidden, seed=2)
+    bias = random(experts, seed=3) / 3 if _BIAS in held else None
+    weights, ids = _try(module, x, weight, bias)
+    logits = x @ weight.t()
+    for options in _options(module, ids.shape[1]):
+        if _same(weights, ids, logits, options, bias):
+            break
+    else:
+        raise NotCovered("a router whose scores or choice no aligned op computes")
+    wide, rounded = _roundings(module, x, weight, bias, options)
+    label = " ".join(f"{key}={value}" for key, value in options.items() if value is not None)
+    return _router_forward(wide, rounded, tuple(options.items())), label
+
+
+def _try(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The router's own weights and ids for a weight and bias of ours."""
+    tried = twin(module)
+    tried.__dict__["_parameters"] = {"weight": nn.Parameter(weight)}
+    tried.__dict__["_buffers"] = {}
+    if bias is not None:
+        where = "_parameters" if _BIAS in module._parameters else "_buffers"
+        tried.__dict__[where][_BIAS] = nn.Parameter(bias) if where == "_parameters" else bias
+    got = run_stock(tried, x)
+    if not isinstance(got, tuple) or len(got) != 3 or got[1].shape != got[2].shape or got[1].shape[:1] != x.shape[:1]:
+        raise NotCovered("a router that does not return logits, weights and ids")
+    return got[1], got[2]
+
+
+def _options(module: nn.Module, top_k: int):
+    def of(*names):
+        owners = (module, getattr(module, "config", None))
+        return next((getattr(o, name) for o in owners for name in names if getattr(o, name, None) is not None), None)
+
+    groups = of("num_group", "n_group"), of("topk_group")
+    scales = dict.fromkeys((1.0, float(of("routed_scaling_factor") or 1.0)))
+    kinds = [(None, None)] if None in groups else [(None, None), groups]
+    for score, normalize, (count, kept), scale in itertools.product(SCORES, (True, False), kinds, scales):
+        yield {
+            "top_k": top_k,
+            "score": score,
+            "normalize": normalize,
+            "groups": count,
+            "top_k_groups": kept,
+            "scale": scale,
+        }
+
+
+def _same(weights: Tensor, ids: Tensor, logits: Tensor, options: dict, bias: Tensor | None) -> bool:
+    """The same experts, in any order, with the same weights."""
+    try:
+        expected, expected_ids = moe_route_ref(logits, bias=bias, **options)
+    except RuntimeError:  # groups that do not divide the experts
+        return False
+    (ids, order), (expected_ids, expected_order) = ids.sort(1), expected_ids.sort(1)
+    return torch.equal(ids, expected_ids.to(ids.dtype)) and agree(
+        weights.gather(1, order), expected.gather(1, expected_order)
+    )
+
+
+def _roundings(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict) -> tuple[bool, bool]:
+    """Where a bf16 model rounds: whether the scores are of fp32 logits, and whether the weights are rounded to bf16."""
+    x, weight = x.bfloat16(), weight.bfloat16()
+    got, ids = _try(module, x, weight, None if bias is None else bias.float())
+    logits = x.double() @ weight.double().t()
+    errors = []
+    for seen in (logits, logits.bfloat16().double()):
+        expected, expected_ids = moe_route_ref(seen, bias=bias, **options)
+        (sorted_ids, order), (expected_ids, expected_order) = ids.sort(1), expected_ids.sort(1)
+        same = (sorted_ids == expected_ids).all(1)
+        off = got.double().gather(1, order) - expected.gather(1, expected_order)
+        errors.append(float(off[same].square().mean()) if same.sum() > _TOKENS // 2 else float("inf"))
+    if max(errors) < 1.5 * min(errors) or got.dtype not in (torch.float32, torch.bfloat16):
+        raise NotCovered("a router that rounds in a way that no aligned op repeats")
+    return errors[0] < errors[1], got.dtype == torch.bfloat16
+
+
+@functools.cache
+def _router_forward(wide: bool, rounded: bool, options: tuple) -> Callable:
+    options = dict(options)
+    top_k = options.pop("top_k")
+
+    def router_forward(self, hidden_states):
+        x, weight = hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight
+        if wide:
+            if weight.dtype != x.dtype:
+                x, weight = x.float(), weight.float()
+            logits = vx.linear(x, weight, out_dtype=torch.float32)
+        else:
+            logits = vx.linear(x, weight)
+        bias = getattr(self, _BIAS, None)
+        weights, ids = vx.moe_route(logits, top_k, bias=None if bias is None else bias.float(), **options)
+        return logits, weights.to(hidden_states.dtype) if rounded else weights, ids
+
+    return router_forward
