@@ -24,22 +24,26 @@ class Runner:
 
     def __init__(self, model: torch.nn.Module, handle, config: EngineConfig, device: torch.device):
         self.model, self.handle, self.device = model, handle, device
-        self.layers, heads, dim = models.cache_shape(model)
-        self.page, self.dtype = (config.page_size, heads, dim), next(model.parameters()).dtype
+        self.shape, self.dtype = models.cache_shape(model), next(model.parameters()).dtype
+        self.page_size = config.page_size
         self.forward, self.path = models.forward(model, kv_segment=config.kv_segment)
         if config.num_pages is None:  # behind the forward: what that moves and takes is in use by now
-            per_token = self.layers * 2 * heads * dim * self.dtype.itemsize
+            per_token = self.shape.per_token * self.dtype.itemsize
             step = self._rehearse(config) if device.type == "cuda" else 0
             pages = memory.default_num_pages(config, per_token, config.max_model_len or 1 << 20, device, step)
             config = replace(config, num_pages=pages)
         self.config = config
         # Not zeroed: nobody reads what has not been stored, and on a CPU untouched memory is never taken.
-        self.k_caches, self.v_caches = self._caches(config.num_pages), self._caches(config.num_pages)
+        self.k_caches, self.v_caches = self._caches(config.num_pages, self.shape.layers)
         self.builder = BatchBuilder(config, device)
 
-    def _caches(self, pages: int, layers: int | None = None) -> list[Tensor]:
-        shape = pages, *self.page
-        return [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(layers or self.layers)]
+    def _caches(self, pages: int, layers: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Those of the keys and those of the values, for some layers."""
+        shape = pages, self.page_size, self.shape.heads
+        return tuple(
+            [torch.empty(*shape, dim, dtype=self.dtype, device=self.device) for _ in range(layers)]
+            for dim in (self.shape.k_dim, self.shape.v_dim)
+        )
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Sampled:
@@ -77,7 +81,7 @@ class Runner:
         are compiled, verified and chosen for a shape when they first meet it do so here, and not under a request.
         """
         tokens, most = config.max_num_batched_tokens, min(config.max_num_seqs, config.max_num_batched_tokens)
-        k, v = self._caches(1, 1) * self.layers, self._caches(1, 1) * self.layers
+        k, v = (caches * self.shape.layers for caches in self._caches(1, 1))
         counts = {min(1 << i, most) for i in range(most.bit_length() + 1)}
         for count in sorted(counts):
             self._step(self._dummy(config, [1] * count), k, v)

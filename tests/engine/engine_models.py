@@ -25,6 +25,7 @@ def _config(family: str, **options):
         pad_token_id=0,
         tie_word_embeddings=False,
     )
+    experts = {"num_experts_per_tok": 3}
     special = {
         "Llama": {"tie_word_embeddings": True},
         "Qwen2": {},
@@ -32,6 +33,25 @@ def _config(family: str, **options):
         "Mistral": {"sliding_window": 12},
         "Phi3": {"head_dim": 12},
         "Gemma2": {"sliding_window": 12, "query_pre_attn_scalar": 16, "final_logit_softcapping": 10.0},
+        "Qwen3Moe": {**experts, "num_experts": 8, "moe_intermediate_size": 40, "norm_topk_prob": True},
+        "Mixtral": {**experts, "num_local_experts": 8, "intermediate_size": 40},
+        "DeepseekV3": {
+            **experts,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 12,
+            "q_lora_rank": 20,
+            "kv_lora_rank": 24,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 40,
+            "n_group": 4,
+            "topk_group": 2,
+        },
     }
     return getattr(transformers, f"{family}Config")(**{**small, **special[family], **options})
 

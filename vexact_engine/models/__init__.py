@@ -1,6 +1,7 @@
 """How a model is run on a Batch: through its patched Hugging Face forward, or a fused path with the same bits."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +19,28 @@ def decoder_config(model: torch.nn.Module):
     return model.config.get_text_config(decoder=True)
 
 
-def cache_shape(model: torch.nn.Module) -> tuple[int, int, int]:
-    """Layers, key heads and head dim of the KV cache."""
+class CacheShape(NamedTuple):
+    """The KV cache of a model: its keys and values may differ in size."""
+
+    layers: int
+    heads: int
+    k_dim: int
+    v_dim: int
+
+    @property
+    def per_token(self) -> int:
+        """Elements of one token, all layers together."""
+        return self.layers * self.heads * (self.k_dim + self.v_dim)
+
+
+def cache_shape(model: torch.nn.Module) -> CacheShape:
     config = decoder_config(model)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):  # latent attention: every head's keys and values, expanded
+        k_dim, v_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+        return CacheShape(config.num_hidden_layers, config.num_attention_heads, k_dim, v_dim)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_hidden_layers, heads, dim
+    return CacheShape(config.num_hidden_layers, heads, dim, dim)
 
 
 def vocab_size(model: torch.nn.Module) -> int:

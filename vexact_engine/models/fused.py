@@ -46,7 +46,7 @@ FAMILIES = {
 
 
 def fuse(
-    model: nn.Module, patched: Callable, cache_shape: tuple[int, int, int], kv_segment: int | None
+    model: nn.Module, patched: Callable, cache_shape: tuple[int, int, int, int], kv_segment: int | None
 ) -> tuple[Callable | None, str]:
     """The fused forward and "", or None and the reason why this model keeps `patched`.
 
@@ -184,9 +184,9 @@ class _Decoder:
 
 
 @torch.no_grad()
-def _same_bits(model: nn.Module, fused: Callable, patched: Callable, cache_shape: tuple[int, int, int]) -> bool:
+def _same_bits(model: nn.Module, fused: Callable, patched: Callable, cache_shape: tuple[int, int, int, int]) -> bool:
     """Both forwards on a prompt, and on a chunk that ends behind every window; layers share one cache of noise."""
-    layers, heads, dim = cache_shape
+    layers, heads, *dims = cache_shape
     first = next(model.parameters())
     generator = torch.Generator().manual_seed(0)
     windows = {layer.attention["window"] or 0 for layer in fused.layers}
@@ -195,7 +195,7 @@ def _same_bits(model: nn.Module, fused: Callable, patched: Callable, cache_shape
     prompt, chunk, page = min(5, limit), min(3, context), 16
     pages = -(-context // page)
     cache = [
-        torch.randn(pages + 1, page, heads, dim, generator=generator).to(first.device, first.dtype) for _ in range(2)
+        torch.randn(pages + 1, page, heads, dim, generator=generator).to(first.device, first.dtype) for dim in dims
     ]
     starts = torch.cat([torch.arange(prompt), torch.arange(context - chunk, context)])
     slots = torch.cat([pages * page + torch.arange(prompt), torch.arange(context - chunk, context)])

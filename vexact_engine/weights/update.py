@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from .experts import aliases, expert_views
 from .load import some
 
 
@@ -19,21 +20,30 @@ def plan_update(
     """(target, source) for each tensor of the model, once everything has been checked.
 
     named_tensors   a state dict, or pairs; every tensor under its Hugging Face name, of the model's shape and dtype,
-                    on any device. Of tied names one is enough; if several are given they must hold the same bits
+                    on any device. Of tied names one is enough; if several are given they must hold the same bits.
+                    Stacked experts may come one by one instead, under the names of old checkpoints (see experts.py)
     raises          ValueError: missing, unknown, repeated or misshapen; TypeError: no tensor, or another dtype
     """
     pairs = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
-    wanted, given = targets(model), dict(pairs)
+    old = aliases(model)
+    pairs = [(old.get(name, name), value) for name, value in pairs]
+    wanted, given, views = targets(model), dict(pairs), expert_views(model)
     if len(given) != len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"update_weights: repeated: {some({n for n in names if names.count(n) > 1})}")
-    unknown = given.keys() - wanted.keys()
-    covered = {id(wanted[name]) for name in given.keys() - unknown}
-    missing = [name for name, target in wanted.items() if id(target) not in covered]
+    twice = {name for name in given.keys() & views.keys() if views[name][0] in given}
+    if twice:
+        raise ValueError(f"update_weights: repeated: {some(twice)}, beside the stacked {views[min(twice)][0]}")
+    unknown = given.keys() - wanted.keys() - views.keys()
+    covered = {id(wanted[name]) for name in given.keys() & wanted.keys()}
+    in_parts = {views[name][0] for name in given.keys() & views.keys()}
+    missing = [name for name, target in wanted.items() if id(target) not in covered and name not in in_parts]
+    missing += [name for name, (stacked, _) in views.items() if stacked in in_parts and name not in given]
     wrong = [f"unknown: {some(unknown)}"] if unknown else []
     wrong += [f"missing: {some(missing)}"] if missing else []
     if wrong:
         raise ValueError(f"update_weights: {'; '.join(wrong)}")
+    wanted |= {name: view for name, (_, view) in views.items()}
 
     shapes, dtypes = [], []
     for name, source in given.items():
