@@ -197,7 +197,7 @@ def test_softmax_routers_of_transformers(device, backend, dtype, family, normali
     router = _router(f"transformers.models.{name}.modeling_{name}", cls, norm_topk_prob=normalize).to(device, dtype)
     x = torch.randn(50, 64, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     _, theirs, their_ids = router(x)
-    logits = vx.linear(x, router.weight)
+    logits = vx.linear(x, router.weight, backend=backend)
     weights, ids = vx.moe_route(logits, 4, normalize=normalize or "mixtral" in family, backend=backend)
     same = (ids == their_ids).all(1)  # their linear may round another way, or their ties go elsewhere
     assert same.float().mean() > 0.9
@@ -214,7 +214,7 @@ def test_the_deepseek_router_of_transformers(device, backend, dtype):
     if not isinstance(out, tuple):
         pytest.skip("this transformers keeps the choice in the block around the router")
     _, theirs, their_ids = out
-    logits = vx.linear(x, router.weight, out_dtype=torch.float32)
+    logits = vx.linear(x, router.weight, out_dtype=torch.float32, backend=backend)
     options = {"score": "sigmoid", "groups": 4, "top_k_groups": 2, "scale": 2.5, "backend": backend}
     weights, ids = vx.moe_route(logits, 4, bias=router.e_score_correction_bias, **options)
     their_ids, order = their_ids.sort(1)  # theirs are in no particular order

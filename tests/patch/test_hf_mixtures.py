@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from conftest import devices
 from families import FORMS, MIXTURES, alone, check_forms, family, sequences, tiny
 from test_hf import check_accuracy
 from torch import nn
@@ -27,16 +28,16 @@ def with_bias(model, seed=4):
     g = torch.Generator().manual_seed(seed)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
-            buffer.copy_(torch.randn(buffer.shape, generator=g) * 0.2)
+            buffer.copy_(torch.randn(buffer.shape, generator=g).to(buffer.device) * 0.2)
     return model
 
 
 @pytest.mark.parametrize("name", ALL)
-@DTYPES
-def test_a_sequence_has_the_same_logits_in_every_form(name, dtype):
-    model = with_bias(tiny(name, dtype))
+@pytest.mark.parametrize("device,dtype", devices())
+def test_a_sequence_has_the_same_logits_in_every_form(name, device, dtype):
+    model = with_bias(tiny(name, dtype, device=device))
     with vx.patch.hf(model):
-        check_forms(model, sequences())
+        check_forms(model, sequences(device=device))
 
 
 @CHOICE_IN_BLOCK

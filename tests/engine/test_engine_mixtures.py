@@ -5,6 +5,7 @@ import re
 import pytest
 import test_engine_bits
 import torch
+from conftest import devices
 from engine_models import build
 from safetensors.torch import save_file
 from test_engine_bits import PARAMS, PROMPTS, ROOMY, alone, check_together
@@ -22,23 +23,28 @@ CHOICE_IN_BLOCK = pytest.mark.skipif(
 )
 FAMILIES = ["Qwen3Moe", "Mixtral", pytest.param("DeepseekV3", marks=CHOICE_IN_BLOCK)]
 each_family = pytest.mark.parametrize("family", FAMILIES)
-BF16 = torch.bfloat16
+each_device = pytest.mark.parametrize("device,dtype", devices(torch.bfloat16))
 
 
+@each_device
 @each_family
-def test_chunks_batches_and_a_warm_prefix_cache(family):
-    stats = check_together(family, BF16, max_num_batched_tokens=7, rounds=2, enable_prefix_cache=True, page_size=3)
+def test_chunks_batches_and_a_warm_prefix_cache(device, dtype, family):
+    stats = check_together(
+        device, family, dtype, max_num_batched_tokens=7, rounds=2, enable_prefix_cache=True, page_size=3
+    )
     assert stats.chunks > stats.steps and stats.prefix_tokens > sum(map(len, PROMPTS)) // 2
 
 
+@each_device
 @each_family
-def test_preemption(family):
-    assert check_together(family, BF16, num_pages=22, page_size=3).preemptions > 0
+def test_preemption(device, dtype, family):
+    assert check_together(device, family, dtype, num_pages=22, page_size=3).preemptions > 0
 
 
+@each_device
 @each_family
-def test_the_trainer_computes_the_same_logprobs(family):
-    test_engine_bits.test_the_trainer_computes_the_same_logprobs(family, BF16, 0.7)
+def test_the_trainer_computes_the_same_logprobs(device, dtype, family):
+    test_engine_bits.test_the_trainer_computes_the_same_logprobs(device, family, dtype, 0.7)
 
 
 @CHOICE_IN_BLOCK
@@ -49,7 +55,7 @@ def test_a_cache_of_expanded_heads():
     with Engine.from_pretrained(model, config=ROOMY) as engine:
         caches = engine._runner.k_caches, engine._runner.v_caches
         assert [tuple(c[0].shape) for c in caches] == [(64, 16, 4, 24), (64, 16, 4, 12)]
-        assert engine.generate(PROMPTS[:1], PARAMS[:1])[0].token_ids == alone("DeepseekV3", BF16)[0][0]
+        assert engine.generate(PROMPTS[:1], PARAMS[:1])[0].token_ids == alone("cpu", "DeepseekV3", torch.bfloat16)[0][0]
 
 
 # the names of expert weights
