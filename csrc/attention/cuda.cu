@@ -1,0 +1,196 @@
+// Bindings and launches of attention on CUDA devices.
+#include <atomic>
+#include <type_traits>
+
+#include "attention/flash_decode.cuh"
+#include "attention/flash_tile.cuh"
+#include "common/cuda.h"
+#include "common/tensor.h"
+
+namespace vx {
+namespace {
+
+using flash::Args;
+
+constexpr double kLog2E = 1.4426950408889634;
+
+int multiprocessors(int device) {
+  static std::atomic<int> known[64];
+  std::atomic<int>& count = known[device & 63];
+  if (!count) {
+    int found = 0;
+    VX_CUDA_CHECK(cudaDeviceGetAttribute(&found, cudaDevAttrMultiProcessorCount, device));
+    count = found;
+  }
+  return count;
+}
+
+const int32_t* ints(const Tensor& t, const char* name, int64_t size) {
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && t.is_contiguous() && t.numel() == size, name,
+                  ": expected contiguous int32 (", size, ",)");
+  return static_cast<const int32_t*>(data(t));
+}
+
+void check_rows(const Tensor& t, const char* name, int64_t heads, int64_t d, ScalarType type) {
+  const int64_t n = t.dim();
+  STD_TORCH_CHECK(n >= 3 && t.size(n - 2) == heads && t.size(n - 1) == d && t.scalar_type() == type, name,
+                  ": expected (..., ", heads, ", ", d, ") in q's dtype");
+  check_last_dim_contiguous(t, name);
+  bool aligned = reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0;
+  for (int64_t i = 0; i + 1 < n; ++i) aligned = aligned && (t.size(i) <= 1 || t.stride(i) % 8 == 0);
+  STD_TORCH_CHECK(aligned, name, ": rows must begin on 16-byte boundaries");
+}
+
+Args arguments(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& q_at, double scale,
+               int64_t window, int64_t segment, bool causal) {
+  const ScalarType type = q.scalar_type();
+  STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Half, "attention: expected bf16 or fp16");
+  const int64_t hk = k.size(k.dim() - 2), hq = q.size(1), d = q.size(2), dv = v.size(v.dim() - 1);
+  STD_TORCH_CHECK(hk > 0 && hq > 0 && hq % hk == 0, "attention: heads ", hq, " and ", hk);
+  check_rows(q, "q", hq, d, type);
+  check_rows(k, "k", hk, d, type);
+  check_rows(v, "v", hk, dv, type);
+  check_rows(out, "out", hq, dv, type);
+  STD_TORCH_CHECK(out.is_contiguous() && out.size(0) == q.size(0), "out: expected contiguous (T, Hq, Dv)");
+  STD_TORCH_CHECK(window >= 0 && segment >= 0 && segment % flash::kKeys == 0, "attention: kv_segment ", segment);
+  Args a{};
+  a.q = data(q), a.k = data(k), a.v = data(v), a.out = mutable_data(out);
+  a.q_at = ints(q_at, "cu_seqlens_q", q_at.numel());
+  a.q_row = q.stride(0), a.q_head = q.stride(1);
+  a.tokens = int(q.size(0)), a.sequences = int(q_at.numel()) - 1;
+  a.hk = int(hk), a.group = int(hq / hk);
+  const int64_t most = int64_t(1) << 30;  // a window or segment beyond all places is none
+  a.window = int(window < most ? window : 0), a.segment = int(segment < most ? segment : 0);
+  a.causal = causal;
+  a.scale = float(scale) * float(kLog2E);
+  return a;
+}
+
+template <class T, int D, int DV, bool SEGMENTS>
+void launch_tiles(const Args& a, int device, cudaStream_t stream) {
+  auto kernel = flash::tile_kernel<T, D, DV, SEGMENTS>;
+  constexpr int bytes = sizeof(flash::TileShared<D, DV>);
+  static std::atomic<uint64_t> allowed{0};
+  allow_shared_memory(kernel, bytes, device, allowed);
+  const int64_t tiles = (int64_t(a.tokens) * a.group + flash::kTileRows - 1) / flash::kTileRows + a.sequences;
+  int64_t blocks = tiles * a.hk;
+  if (a.wanted && blocks > multiprocessors(device)) blocks = multiprocessors(device);
+  kernel<<<unsigned(blocks), flash::kTileThreads, bytes, stream>>>(a, int(tiles));
+  VX_CUDA_CHECK(cudaGetLastError());
+}
+
+template <class T, int D, int DV, int SLOTS>
+void launch_decode_with(const Args& a, int64_t blocks, int device, cudaStream_t stream) {
+  auto kernel = flash::decode_kernel<T, D, DV, SLOTS>;
+  constexpr int bytes = sizeof(flash::DecodeShared<D, DV, SLOTS>);
+  static std::atomic<uint64_t> allowed{0};
+  allow_shared_memory(kernel, bytes, device, allowed);
+  kernel<<<unsigned(blocks), flash::kDecodeThreads, bytes, stream>>>(a);
+  VX_CUDA_CHECK(cudaGetLastError());
+}
+
+template <class T, int D, int DV>
+void launch_decode(const Args& a, int device, cudaStream_t stream) {
+  const int64_t row_tiles = (a.group + flash::kDecodeRows - 1) / flash::kDecodeRows;
+  int64_t items = a.sequences * row_tiles * a.hk;
+  const int64_t at_once = multiprocessors(device) * int64_t(2);
+  if (a.partial) {
+    items *= a.segments;
+    items = items < at_once ? items : at_once;
+  }
+  // one item to a multiprocessor: more loads in flight each. No effect on bits
+  constexpr int kDeep = D > 128 ? 3 : 5;
+  if (items <= multiprocessors(device))
+    launch_decode_with<T, D, DV, kDeep>(a, items, device, stream);
+  else
+    launch_decode_with<T, D, DV, 3>(a, items, device, stream);
+  if (a.partial) {
+    flash::join_kernel<T, DV><<<dim3(a.hk * a.group, a.sequences), DV, 0, stream>>>(a);
+    VX_CUDA_CHECK(cudaGetLastError());
+  }
+}
+
+// f(type tag, D, DV) for the sizes there are kernels for.
+template <class F>
+void for_sizes(const Tensor& q, int64_t dv, F f) {
+  using std::integral_constant;
+  const int64_t d = q.size(2);
+  auto typed = [&](auto tag) {
+    if (d == 64 && dv == 64) return f(tag, integral_constant<int, 64>{}, integral_constant<int, 64>{});
+    if (d == 96 && dv == 96) return f(tag, integral_constant<int, 96>{}, integral_constant<int, 96>{});
+    if (d == 128 && dv == 128) return f(tag, integral_constant<int, 128>{}, integral_constant<int, 128>{});
+    if (d == 192 && dv == 128) return f(tag, integral_constant<int, 192>{}, integral_constant<int, 128>{});
+    STD_TORCH_CHECK(false, "attention: no kernel for head dims ", d, " and ", dv);
+  };
+  q.scalar_type() == ScalarType::BFloat16 ? typed(__nv_bfloat16{}) : typed(__half{});
+}
+
+void attention_flash_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor cu_seqlens_k, double scale,
+                            int64_t window, int64_t segment, bool causal, std::optional<Tensor> wanted, Tensor out,
+                            Tensor lse) {
+  Args a = arguments(q, k, v, out, cu_seqlens, scale, window, segment, causal);
+  STD_TORCH_CHECK(k.dim() == 3 && v.dim() == 3 && v.size(0) == k.size(0), "k, v: expected (Tk, Hk, D)");
+  STD_TORCH_CHECK(lse.scalar_type() == ScalarType::Float && lse.is_contiguous() && lse.numel() == q.size(0) * q.size(1),
+                  "lse: expected contiguous float32, one for each row");
+  a.k_at = ints(cu_seqlens_k, "cu_seqlens_k", cu_seqlens.numel());
+  a.keys = int(k.size(0));
+  a.k_row = k.stride(0), a.k_head = k.stride(1), a.v_row = v.stride(0), a.v_head = v.stride(1);
+  a.lse = static_cast<float*>(mutable_data(lse));
+  if (wanted) a.wanted = ints(*wanted, "wanted", 1);
+  if (a.tokens == 0 || a.sequences <= 0) return;
+  const DeviceGuard guard = on_device_of(q);
+  const cudaStream_t stream = current_stream(q);
+  const int device = q.get_device_index();
+  for_sizes(q, v.size(2), [&](auto tag, auto d, auto dv) {
+    using T = decltype(tag);
+    a.segment ? launch_tiles<T, d(), dv(), true>(a, device, stream) : launch_tiles<T, d(), dv(), false>(a, device, stream);
+  });
+}
+
+void attention_flash_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor context_lens,
+                           Tensor cu_seqlens_q, int64_t max_seqlen_q, double scale, int64_t window, int64_t segment,
+                           std::optional<Tensor> partial, Tensor out) {
+  Args a = arguments(q, k_cache, v_cache, out, cu_seqlens_q, scale, window, segment, true);
+  STD_TORCH_CHECK(k_cache.dim() == 4 && v_cache.dim() == 4 && k_cache.size(0) == v_cache.size(0) &&
+                      k_cache.size(1) == v_cache.size(1) && k_cache.size(1) > 0,
+                  "caches: expected (pages, page_size, Hk, D) and (pages, page_size, Hk, Dv)");
+  STD_TORCH_CHECK(block_table.dim() == 2 && block_table.scalar_type() == ScalarType::Int &&
+                      block_table.size(0) == a.sequences && (block_table.size(1) <= 1 || block_table.stride(1) == 1),
+                  "block_table: expected int32 rows, one for each context length");
+  a.k_at = ints(context_lens, "context_lens", a.sequences);
+  a.table = static_cast<const int32_t*>(data(block_table)), a.table_row = block_table.stride(0);
+  const int64_t capacity = block_table.size(1) * k_cache.size(1);
+  a.keys = int(capacity < (int64_t(1) << 30) ? capacity : int64_t(1) << 30);
+  a.pages = int(k_cache.size(0)), a.page_size = int(k_cache.size(1));
+  a.k_page = k_cache.stride(0), a.k_row = k_cache.stride(1), a.k_head = k_cache.stride(2);
+  a.v_page = v_cache.stride(0), a.v_row = v_cache.stride(1), a.v_head = v_cache.stride(2);
+  if (partial && a.segment) {
+    a.segments = (a.keys + a.segment - 1) / a.segment;
+    STD_TORCH_CHECK(partial->scalar_type() == ScalarType::Float && partial->is_contiguous() &&
+                        a.sequences <= flash::kMostSplit &&
+                        partial->numel() >= int64_t(a.sequences) * a.segments * q.size(1) * (v_cache.size(3) + 2),
+                    "partial: too small");
+    a.partial = static_cast<float*>(mutable_data(*partial));
+  }
+  if (a.tokens == 0 || a.sequences <= 0) return;
+  const DeviceGuard guard = on_device_of(q);
+  const cudaStream_t stream = current_stream(q);
+  const int device = q.get_device_index();
+  for_sizes(q, v_cache.size(3), [&](auto tag, auto d, auto dv) {
+    using T = decltype(tag);
+    launch_decode<T, d(), dv()>(a, device, stream);
+    if (max_seqlen_q <= 1) return;
+    Args many = a;
+    many.skip_single = 1;
+    many.segment ? launch_tiles<T, d(), dv(), true>(many, device, stream)
+                 : launch_tiles<T, d(), dv(), false>(many, device, stream);
+  });
+}
+
+}  // namespace
+}  // namespace vx
+
+STABLE_TORCH_LIBRARY_IMPL(vexact_native, CUDA, m) {
+  m.impl("attention_flash_varlen", TORCH_BOX(&vx::attention_flash_varlen));
+  m.impl("attention_flash_paged", TORCH_BOX(&vx::attention_flash_paged));
+}
