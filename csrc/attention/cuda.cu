@@ -66,31 +66,77 @@ Args arguments(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
   return a;
 }
 
-template <class T, int D, int DV, bool SEGMENTS>
-void launch_tiles(const Args& a, int device, cudaStream_t stream) {
-  auto kernel = flash::tile_kernel<T, D, DV, SEGMENTS>;
+using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
+
+EncodeTiled encode_tiled() {  // from the driver at run time: nothing links against libcuda
+  static const EncodeTiled fn = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    VX_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result));
+    STD_TORCH_CHECK(found && result == cudaDriverEntryPointSuccess, "attention: no cuTensorMapEncodeTiled in this driver");
+    return reinterpret_cast<EncodeTiled>(found);
+  }();
+  return fn;
+}
+
+// A cache (pages, page_size, Hk, D), read in boxes of `box` rows of one head, 64 columns wide; packed rows (T, Hk, D)
+// are one page.
+CUtensorMap tensor_map(const Tensor& cache, int box) {
+  CUtensorMap map;
+  const int64_t last = cache.dim() - 1, pages = last == 3 ? cache.size(0) : 1;
+  const cuuint64_t d = cache.size(last);
+  auto bytes = [&](int64_t i) { return (cache.size(i) > 1 ? cuuint64_t(cache.stride(i)) : d) * 2; };
+  const cuuint64_t sizes[4] = {d, cuuint64_t(cache.size(last - 2)), cuuint64_t(cache.size(last - 1)), cuuint64_t(pages)};
+  const cuuint64_t strides[3] = {bytes(last - 2), bytes(last - 1), last == 3 ? bytes(0) : d * 2};
+  const cuuint32_t boxes[4] = {64, cuuint32_t(box), 1, 1}, steps[4] = {1, 1, 1, 1};
+  const CUtensorMapDataType type = cache.scalar_type() == ScalarType::BFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                                               : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const CUresult done = encode_tiled()(&map, type, 4, cache.data_ptr(), sizes, strides, boxes, steps,
+                                       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  STD_TORCH_CHECK(done == CUDA_SUCCESS, "attention: cuTensorMapEncodeTiled failed with ", int(done));
+  return map;
+}
+
+struct Maps {
+  CUtensorMap k, v;
+};
+
+template <class T, int D, int DV, bool SEGMENTS, bool BOXES>
+void launch_tiles_with(const Args& a, const Maps& maps, int device, cudaStream_t stream) {
+  auto kernel = flash::tile_kernel<T, D, DV, SEGMENTS, BOXES>;
   constexpr int bytes = sizeof(flash::TileShared<D, DV>);
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(kernel, bytes, device, allowed);
   const int64_t tiles = (int64_t(a.tokens) * a.group + flash::kTileRows - 1) / flash::kTileRows + a.sequences;
   int64_t blocks = tiles * a.hk;
   if (a.wanted && blocks > multiprocessors(device)) blocks = multiprocessors(device);
-  kernel<<<unsigned(blocks), flash::kTileThreads, bytes, stream>>>(a, int(tiles));
-  VX_CUDA_CHECK(cudaGetLastError());
-}
-
-template <class T, int D, int DV, int SLOTS>
-void launch_decode_with(const Args& a, int64_t blocks, int device, cudaStream_t stream) {
-  auto kernel = flash::decode_kernel<T, D, DV, SLOTS>;
-  constexpr int bytes = sizeof(flash::DecodeShared<D, DV, SLOTS>);
-  static std::atomic<uint64_t> allowed{0};
-  allow_shared_memory(kernel, bytes, device, allowed);
-  kernel<<<unsigned(blocks), flash::kDecodeThreads, bytes, stream>>>(a);
+  kernel<<<unsigned(blocks), flash::kTileThreads, bytes, stream>>>(a, maps.k, maps.v, int(tiles));
   VX_CUDA_CHECK(cudaGetLastError());
 }
 
 template <class T, int D, int DV>
-void launch_decode(const Args& a, int device, cudaStream_t stream) {
+void launch_tiles(const Args& a, const Maps& maps, int device, cudaStream_t stream) {
+  if constexpr (D % 64 == 0 && DV % 64 == 0)
+    if (a.box)
+      return a.segment ? launch_tiles_with<T, D, DV, true, true>(a, maps, device, stream)
+                       : launch_tiles_with<T, D, DV, false, true>(a, maps, device, stream);
+  a.segment ? launch_tiles_with<T, D, DV, true, false>(a, maps, device, stream)
+            : launch_tiles_with<T, D, DV, false, false>(a, maps, device, stream);
+}
+
+template <class T, int D, int DV, int SLOTS, bool BOXES>
+void launch_decode_with(const Args& a, const Maps& maps, int64_t blocks, int device, cudaStream_t stream) {
+  auto kernel = flash::decode_kernel<T, D, DV, SLOTS, BOXES>;
+  constexpr int bytes = sizeof(flash::DecodeShared<D, DV, SLOTS, BOXES>);
+  static std::atomic<uint64_t> allowed{0};
+  allow_shared_memory(kernel, bytes, device, allowed);
+  kernel<<<unsigned(blocks), flash::kDecodeThreads, bytes, stream>>>(a, maps.k, maps.v);
+  VX_CUDA_CHECK(cudaGetLastError());
+}
+
+template <class T, int D, int DV>
+void launch_decode(const Args& a, const Maps& maps, int device, cudaStream_t stream) {
   const int64_t row_tiles = (a.group + flash::kDecodeRows - 1) / flash::kDecodeRows;
   int64_t items = a.sequences * row_tiles * a.hk;
   const int64_t at_once = multiprocessors(device) * int64_t(2);
@@ -100,10 +146,17 @@ void launch_decode(const Args& a, int device, cudaStream_t stream) {
   }
   // one item to a multiprocessor: more loads in flight each. No effect on bits
   constexpr int kDeep = D > 128 ? 3 : 5;
-  if (items <= multiprocessors(device))
-    launch_decode_with<T, D, DV, kDeep>(a, items, device, stream);
-  else
-    launch_decode_with<T, D, DV, 3>(a, items, device, stream);
+  const bool few = items <= multiprocessors(device);
+  bool done = false;
+  if constexpr (D % 64 == 0 && DV % 64 == 0)
+    if (a.box) {
+      few ? launch_decode_with<T, D, DV, kDeep, true>(a, maps, items, device, stream)
+          : launch_decode_with<T, D, DV, 3, true>(a, maps, items, device, stream);
+      done = true;
+    }
+  if (!done)
+    few ? launch_decode_with<T, D, DV, kDeep, false>(a, maps, items, device, stream)
+        : launch_decode_with<T, D, DV, 3, false>(a, maps, items, device, stream);
   if (a.partial) {
     flash::join_kernel<T, DV><<<dim3(a.hk * a.group, a.sequences), DV, 0, stream>>>(a);
     VX_CUDA_CHECK(cudaGetLastError());
@@ -141,9 +194,14 @@ void attention_flash_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Ten
   const DeviceGuard guard = on_device_of(q);
   const cudaStream_t stream = current_stream(q);
   const int device = q.get_device_index();
+  Maps maps{};
+  if (a.keys > 0 && q.size(2) % 64 == 0 && v.size(2) % 64 == 0) {
+    a.box = flash::kKeys;
+    maps = {tensor_map(k, a.box), tensor_map(v, a.box)};
+  }
   for_sizes(q, v.size(2), [&](auto tag, auto d, auto dv) {
     using T = decltype(tag);
-    a.segment ? launch_tiles<T, d(), dv(), true>(a, device, stream) : launch_tiles<T, d(), dv(), false>(a, device, stream);
+    launch_tiles<T, d(), dv()>(a, maps, device, stream);
   });
 }
 
@@ -176,14 +234,20 @@ void attention_flash_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor bloc
   const DeviceGuard guard = on_device_of(q);
   const cudaStream_t stream = current_stream(q);
   const int device = q.get_device_index();
+  Maps maps{};
+  const int64_t page_size = k_cache.size(1);
+  const bool fits = page_size % flash::kKeys == 0 || (flash::kKeys % page_size == 0 && page_size >= 8);
+  if (fits && a.pages > 0 && q.size(2) % 64 == 0 && v_cache.size(3) % 64 == 0) {
+    a.box = int(page_size < flash::kKeys ? page_size : flash::kKeys);
+    maps = {tensor_map(k_cache, a.box), tensor_map(v_cache, a.box)};
+  }
   for_sizes(q, v_cache.size(3), [&](auto tag, auto d, auto dv) {
     using T = decltype(tag);
-    launch_decode<T, d(), dv()>(a, device, stream);
+    launch_decode<T, d(), dv()>(a, maps, device, stream);
     if (max_seqlen_q <= 1) return;
     Args many = a;
     many.skip_single = 1;
-    many.segment ? launch_tiles<T, d(), dv(), true>(many, device, stream)
-                 : launch_tiles<T, d(), dv(), false>(many, device, stream);
+    launch_tiles<T, d(), dv()>(many, maps, device, stream);
   });
 }
 

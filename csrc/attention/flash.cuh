@@ -13,6 +13,7 @@
 // Warps, tiles, pages, and how segments are dealt out have no part in it. Multiplications and additions are fused
 // where the source says so and nowhere else (the build sets --fmad=false).
 #pragma once
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -36,6 +37,7 @@ struct Args {
   const int32_t* wanted; // tiles: nothing is done where this is there and 0
   int64_t table_row, q_row, q_head, k_page, k_row, k_head, v_page, v_row, v_head;
   int tokens, keys, sequences, pages, page_size, hk, group, segments;
+  int box;               // keys that one box of the copy engine brings
   int window, segment;   // in keys; 0 where there is none
   int causal, skip_single;  // skip_single: sequences with one query are someone else's
   float scale;           // of scores, in base 2
@@ -77,11 +79,11 @@ __device__ __forceinline__ void ldmatrix4_trans(uint32_t (&r)[4], uint32_t addre
 template <class T>
 __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>)
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   else
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -132,6 +134,18 @@ __device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
+__device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+// A box of rows of one head of one page, 64 columns wide; zeros where the page is not in the cache.
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& map, int column, int row, int head, int page,
+                                         uint32_t bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::
+          "r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(head), "r"(page), "r"(bar)
+      : "memory");
+}
 __device__ __forceinline__ void arrive_when_copied(uint32_t bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
@@ -141,13 +155,13 @@ __device__ __forceinline__ void copy16(uint32_t to, const void* from, bool wante
                : "memory");
 }
 
-// Rows of a block lie in shared memory one after another, the 16-byte chunks of a row exchanged so that eight rows at
-// one column are in eight different banks.
+// A block lies in shared memory as the copy engine puts it: 64 columns after another, rows of 128 bytes, whose 16-byte
+// chunks are exchanged so that eight rows at one column are in eight different banks. Other widths: whole rows, likewise.
 template <int WIDTH>
 __device__ __forceinline__ int chunk_at(int row, int chunk) {
   constexpr int kChunks = WIDTH / 8;
-  const int turned = kChunks % 8 == 0 ? chunk ^ (row & 7) : chunk ^ ((row >> 1) & 3);
-  return (row * kChunks + turned) * 16;
+  if constexpr (kChunks % 8 == 0) return ((chunk / 8 * kKeys + row) * 8 + ((chunk ^ row) & 7)) * 16;
+  return (row * kChunks + (chunk ^ ((row >> 1) & 3))) * 16;
 }
 
 struct Extent {

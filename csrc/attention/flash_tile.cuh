@@ -10,9 +10,9 @@ constexpr int kDepth = 2;  // blocks of keys in flight
 
 template <int D, int DV>
 struct TileShared {
-  static constexpr int kK = kKeys * D * 2, kV = kKeys * DV * 2;
-  alignas(128) uint8_t k[kDepth][kK];
-  alignas(128) uint8_t v[kDepth][kV];
+  alignas(1024) uint8_t k[kDepth][kKeys * D * 2];
+  alignas(1024) uint8_t v[kDepth][kKeys * DV * 2];
+  alignas(1024) uint8_t q[kTileRows * D * 2];
   int2 places[kDepth][kKeys];
   uint64_t k_full[kDepth], v_full[kDepth];
 };
@@ -46,18 +46,76 @@ __device__ __forceinline__ Found find_tile(const Args& a, int tile) {
   return {-1, 0};
 }
 
-template <class T, int D, int DV, bool SEGMENTS>
-__global__ void __launch_bounds__(kTileThreads, 1) tile_kernel(const Args a, int tiles) {
+struct Seen {
+  int key0, k_len, causal, window, place[2];
+  __device__ __forceinline__ bool operator()(int r, int key) const {
+    return key < k_len && (!causal || key <= place[r]) && (!window || key > place[r] - window);
+  }
+};
+
+// acc + p @ v where v is not finite everywhere: the product without what is not; then that is put in where it is seen:
+// times a probability above 0 it is itself, times 0 or NaN it is NaN.
+template <class T, int DV>
+__device__ __noinline__ void careful_product(float (*acc)[4], const uint32_t (*p)[4], uint32_t v, Seen seen) {
+  const int lane = threadIdx.x % 32, t = lane % 4;
+#pragma unroll 1
+  for (int j = 0; j < DV / 8; j += 2) {
+    float up[2][4] = {}, down[2][4] = {}, bad[2][4] = {};
+#pragma unroll 1
+    for (int kk = 0; kk < kKeys / 16; ++kk) {  // order: keys of a block ascending
+      uint32_t pf[4], some[4], lost[4], b[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        pf[i] = p[kk][i], some[i] = lost[i] = 0;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const uint32_t x = pf[i] >> (16 * e) & 0xffffu;
+          const bool sees = seen(i & 1, seen.key0 + kk * 16 + (i >> 1) * 8 + t * 2 + e);
+          const bool weighs = x != 0 && x <= Pair<T>::kInf;
+          some[i] |= (sees && weighs ? Pair<T>::kOne : 0u) << (16 * e);
+          lost[i] |= (sees && !weighs ? Pair<T>::kOne : 0u) << (16 * e);
+        }
+      }
+      ldmatrix4_trans(b, v + chunk_at<DV>(kk * 16 + lane % 16, j + lane / 16));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t b0 = b[2 * half], b1 = b[2 * half + 1], inf = Pair<T>::kInf, minus = inf | 0x8000u;
+        mma<T>(acc[j + half], pf, Pair<T>::cleaned(b0), Pair<T>::cleaned(b1));
+        mma<T>(up[half], some, Pair<T>::equal(b0, inf), Pair<T>::equal(b1, inf));
+        mma<T>(down[half], some, Pair<T>::equal(b0, minus), Pair<T>::equal(b1, minus));
+        mma<T>(bad[half], some, Pair<T>::nan(b0), Pair<T>::nan(b1));
+        mma<T>(bad[half], lost, Pair<T>::not_finite(b0), Pair<T>::not_finite(b1));
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float x = acc[j + half][e];
+        if (up[half][e] > 0.f) x += INFINITY;
+        if (down[half][e] > 0.f) x -= INFINITY;
+        acc[j + half][e] = bad[half][e] > 0.f ? NAN : x;
+      }
+  }
+}
+
+template <class T, int D, int DV, bool SEGMENTS, bool BOXES>
+__global__ void __launch_bounds__(kTileThreads, 1)
+    tile_kernel(const Args a, const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
+                int tiles) {
+  static_assert(kTileRows == kKeys);  // chunk_at serves both
   using Shared = TileShared<D, DV>;
   constexpr int kColumns = DV / 8, kScores = kKeys / 8;
-  extern __shared__ __align__(128) uint8_t raw[];
+  extern __shared__ __align__(1024) uint8_t raw[];
+  if (BOXES && shared_address(raw) % 1024) __trap();  // where the copy engine would exchange other chunks
   auto& s = *reinterpret_cast<Shared*>(raw);
   if (a.wanted && *a.wanted == 0) return;
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
   if (tid < kDepth) {
-    barrier_init(shared_address(&s.k_full[tid]), kTileThreads);
-    barrier_init(shared_address(&s.v_full[tid]), kTileThreads);
+    barrier_init(shared_address(&s.k_full[tid]), BOXES ? 1 : kTileThreads);
+    barrier_init(shared_address(&s.v_full[tid]), BOXES ? 1 : kTileThreads);
   }
+  if (BOXES) asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   uint32_t loaded = 0;  // blocks, by earlier items
   for (int64_t item = blockIdx.x; item < int64_t(tiles) * a.hk; item += gridDim.x) {
     const int head = int(item % a.hk);
@@ -81,27 +139,50 @@ __global__ void __launch_bounds__(kTileThreads, 1) tile_kernel(const Args a, int
     if (a.window) lo = min(max(shift + first_row / a.group + 1 - a.window, 0), hi);
     const int first = lo / kKeys, last = (hi - 1) / kKeys, blocks = hi > lo ? last - first + 1 : 0;
 
-    auto look_up = [&](int n) {
-      return locate(a, found.sequence, k_begin, (last - n) * kKeys + tid, lo, hi);
+    auto look_up = [&](int n) {  // with BOXES, the page of this lane's box of keys
+      const int key0 = (last - n) * kKeys;
+      if (!BOXES) return locate(a, found.sequence, k_begin, key0 + tid, lo, hi);
+      const int key = key0 + lane * a.box;
+      if (lane * a.box >= kKeys || key >= hi || key + a.box <= lo) return int2{-1, 0};
+      return a.table ? int2{a.table[found.sequence * a.table_row + key / a.page_size], key % a.page_size}
+                     : int2{0, k_begin + key};
     };
-    auto load_k = [&](int n) {
+    auto issue = [&](int n) {
       const int slot = (loaded + n) % kDepth;
-      load_block<D, kTileThreads>(shared_address(s.k[slot]), k, a.k_page, a.k_row, s.places[slot]);
-      arrive_when_copied(shared_address(&s.k_full[slot]));
-    };
-    auto load_v = [&](int n) {
-      const int slot = (loaded + n) % kDepth;
-      load_block<DV, kTileThreads>(shared_address(s.v[slot]), v, a.v_page, a.v_row, s.places[slot]);
-      arrive_when_copied(shared_address(&s.v_full[slot]));
+      const uint32_t k_full = shared_address(&s.k_full[slot]), v_full = shared_address(&s.v_full[slot]);
+      if (!BOXES) {
+        load_block<D, kTileThreads>(shared_address(s.k[slot]), k, a.k_page, a.k_row, s.places[slot]);
+        arrive_when_copied(k_full);
+        load_block<DV, kTileThreads>(shared_address(s.v[slot]), v, a.v_page, a.v_row, s.places[slot]);
+        arrive_when_copied(v_full);
+      } else if (warp == 0) {
+        if (lane == 0) barrier_expect(k_full, kKeys * D * 2), barrier_expect(v_full, kKeys * DV * 2);
+        __syncwarp();
+        if (lane * a.box < kKeys) {
+          const int2 at = s.places[slot][lane];
+          const int offset = lane * a.box * 128;
+          for (int i = 0; i < D / 64; ++i)
+            copy_box(shared_address(s.k[slot]) + i * kKeys * 128 + offset, k_map, i * 64, at.y, head, at.x, k_full);
+          for (int i = 0; i < DV / 64; ++i)
+            copy_box(shared_address(s.v[slot]) + i * kKeys * 128 + offset, v_map, i * 64, at.y, head, at.x, v_full);
+        }
+      }
     };
     auto prepare = [&](int n) {  // a barrier on either side
-      if (tid < kKeys && n < blocks) s.places[(loaded + n) % kDepth][tid] = look_up(n);
+      if (tid < (BOXES ? 32 : kKeys) && n < blocks) s.places[(loaded + n) % kDepth][tid] = look_up(n);
     };
 
     __syncthreads();  // the item before is done with everything shared
     for (int n = 0; n < kDepth; ++n) prepare(n);
+    for (int i = tid; i < kTileRows * (D / 8); i += kTileThreads) {
+      const int row = i / (D / 8), chunk = i % (D / 8), position = (first_row + row) / a.group;
+      const T* from = static_cast<const T*>(a.q) + int64_t(queries.begin + position) * a.q_row +
+                      (head * a.group + (first_row + row) % a.group) * a.q_head + chunk * 8;
+      *reinterpret_cast<uint4*>(s.q + chunk_at<D>(row, chunk)) =
+          position < queries.length ? *reinterpret_cast<const uint4*>(from) : uint4{};
+    }
     __syncthreads();
-    for (int n = 0; n < kDepth && n < blocks; ++n) load_k(n), load_v(n);
+    for (int n = 0; n < kDepth && n < blocks; ++n) issue(n);
 
     int position[2], place[2], token[2], q_head[2];
     bool live[2];
@@ -114,14 +195,6 @@ __global__ void __launch_bounds__(kTileThreads, 1) tile_kernel(const Args a, int
       token[r] = queries.begin + position[r];
       q_head[r] = head * a.group + row % a.group;
     }
-    uint32_t qf[D / 16][4];
-#pragma unroll
-    for (int kk = 0; kk < D / 16; ++kk)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const T* row = static_cast<const T*>(a.q) + token[i & 1] * a.q_row + q_head[i & 1] * a.q_head;
-        qf[kk][i] = live[i & 1] ? *reinterpret_cast<const uint32_t*>(row + kk * 16 + (i >> 1) * 8 + t * 2) : 0u;
-      }
     // what the warp's rows see, for blocks that none or all of them see
     const int warp_row = first_row + warp * 16;
     const int warp_first = shift + warp_row / a.group;
@@ -131,10 +204,6 @@ __global__ void __launch_bounds__(kTileThreads, 1) tile_kernel(const Args a, int
     const int warp_lo = a.window ? max(warp_first + 1 - a.window, 0) : 0;
     const int whole_hi = a.causal ? min(k_len, warp_first + 1) : k_len;
     const int whole_lo = a.window ? max(warp_last + 1 - a.window, 0) : 0;
-    auto sees = [&](int r, int key) {
-      return key < k_len && (!a.causal || key <= place[r]) && (!a.window || key > place[r] - a.window);
-    };
-
     float m[2] = {-INFINITY, -INFINITY}, l[2] = {0.f, 0.f}, acc[kColumns][4] = {};
     float high[2] = {-INFINITY, -INFINITY}, all[2] = {0.f, 0.f}, out[kColumns][4] = {};
 
@@ -152,20 +221,26 @@ __global__ void __launch_bounds__(kTileThreads, 1) tile_kernel(const Args a, int
 #pragma unroll
         for (int j = 0; j < kScores; ++j) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0.f;
 #pragma unroll
-        for (int kk = 0; kk < D / 32; ++kk)  // order: D ascending
+        for (int kk = 0; kk < D / 32; ++kk) {  // order: D ascending
+          uint32_t qf[2][4];
+          const int row = warp * 16 + lane % 16, chunk = kk * 4 + lane / 16;
+          ldmatrix4(qf[0], shared_address(s.q) + chunk_at<D>(row, chunk));
+          ldmatrix4(qf[1], shared_address(s.q) + chunk_at<D>(row, chunk + 2));
 #pragma unroll
           for (int j = 0; j < kScores; ++j) {
             uint32_t b[4];
             ldmatrix4(b, base + chunk_at<D>(j * 8 + lane % 8, kk * 4 + lane / 8));
-            mma<T>(c[j], qf[2 * kk], b[0], b[1]);
-            mma<T>(c[j], qf[2 * kk + 1], b[2], b[3]);
+            mma<T>(c[j], qf[0], b[0], b[1]);
+            mma<T>(c[j], qf[1], b[2], b[3]);
           }
+        }
       }
       __syncthreads();  // this K is done with
       prepare(n + kDepth);  // whose K and V take the places of these, which have been asked for
       uint32_t p[kKeys / 16][4];
       if (!skip) {
         if (key0 + kKeys > whole_hi || key0 < whole_lo) {
+          const Seen sees{key0, k_len, a.causal, a.window, {place[0], place[1]}};
 #pragma unroll
           for (int j = 0; j < kScores; ++j)
 #pragma unroll
@@ -200,12 +275,17 @@ __global__ void __launch_bounds__(kTileThreads, 1) tile_kernel(const Args a, int
       barrier_wait(shared_address(&s.v_full[slot]), parity);
       const uint32_t base = shared_address(s.v[slot]);
       bool odd = false;
-      if (ragged) {
-        const uint4* x = reinterpret_cast<const uint4*>(s.v[slot]);
-        for (int i = tid; i < kKeys * DV / 8; i += kTileThreads) {
-          const uint4 y = x[i];
-          odd = odd || Pair<T>::odd(y.x) || Pair<T>::odd(y.y) || Pair<T>::odd(y.z) || Pair<T>::odd(y.w);
+      const bool edge = BOXES && (key0 < lo || key0 + kKeys > hi);  // boxes bring along what nobody sees
+      if (ragged || edge) {
+        for (int i = tid; i < kKeys * (DV / 8); i += kTileThreads) {
+          const int key = key0 + i / (DV / 8);
+          uint4& y = *reinterpret_cast<uint4*>(s.v[slot] + chunk_at<DV>(key - key0, i % (DV / 8)));
+          if (key < lo || key >= hi)
+            y = uint4{};
+          else if (ragged)
+            odd = odd || Pair<T>::odd(y.x) || Pair<T>::odd(y.y) || Pair<T>::odd(y.z) || Pair<T>::odd(y.w);
         }
+        if (BOXES) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         odd = __syncthreads_or(odd);
       }
       if (!skip && !odd) {
@@ -220,53 +300,15 @@ __global__ void __launch_bounds__(kTileThreads, 1) tile_kernel(const Args a, int
           }
       }
       if (!skip && odd) {
-        // The same product without what is not finite; then that is put in where it is seen: times a probability above
-        // 0 it is itself, times 0 or NaN it is NaN.
-#pragma unroll 1
-        for (int j = 0; j < kColumns; j += 2) {
-          float y[2][4], up[2][4] = {}, down[2][4] = {}, bad[2][4] = {};
+        float y[kColumns][4];
+        uint32_t weights[kKeys / 16][4];
 #pragma unroll
-          for (int jj = 0; jj < kColumns; ++jj)  // registers have no index that moves
+        for (int i = 0; i < kColumns * 4; ++i) y[i / 4][i % 4] = acc[i / 4][i % 4];
 #pragma unroll
-            for (int e = 0; e < 4; ++e)
-              if (jj / 2 == j / 2) y[jj % 2][e] = acc[jj][e];
+        for (int i = 0; i < kKeys / 4; ++i) weights[i / 4][i % 4] = p[i / 4][i % 4];
+        careful_product<T, DV>(y, weights, base, {key0, k_len, a.causal, a.window, {place[0], place[1]}});
 #pragma unroll
-          for (int kk = 0; kk < kKeys / 16; ++kk) {
-            uint32_t some[4], lost[4], b[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              some[i] = lost[i] = 0;
-#pragma unroll
-              for (int e = 0; e < 2; ++e) {
-                const uint32_t x = p[kk][i] >> (16 * e) & 0xffffu;
-                const bool seen = sees(i & 1, key0 + kk * 16 + (i >> 1) * 8 + t * 2 + e);
-                const bool weighs = x != 0 && x <= Pair<T>::kInf;
-                some[i] |= (seen && weighs ? Pair<T>::kOne : 0u) << (16 * e);
-                lost[i] |= (seen && !weighs ? Pair<T>::kOne : 0u) << (16 * e);
-              }
-            }
-            ldmatrix4_trans(b, base + chunk_at<DV>(kk * 16 + lane % 16, j + lane / 16));
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              const uint32_t b0 = b[2 * half], b1 = b[2 * half + 1], inf = Pair<T>::kInf, minus = inf | 0x8000u;
-              mma<T>(y[half], p[kk], Pair<T>::cleaned(b0), Pair<T>::cleaned(b1));
-              mma<T>(up[half], some, Pair<T>::equal(b0, inf), Pair<T>::equal(b1, inf));
-              mma<T>(down[half], some, Pair<T>::equal(b0, minus), Pair<T>::equal(b1, minus));
-              mma<T>(bad[half], some, Pair<T>::nan(b0), Pair<T>::nan(b1));
-              mma<T>(bad[half], lost, Pair<T>::not_finite(b0), Pair<T>::not_finite(b1));
-            }
-          }
-#pragma unroll
-          for (int jj = 0; jj < kColumns; ++jj)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              if (jj / 2 != j / 2) continue;
-              float x = y[jj % 2][e];
-              if (up[jj % 2][e] > 0.f) x += INFINITY;
-              if (down[jj % 2][e] > 0.f) x -= INFINITY;
-              acc[jj][e] = bad[jj % 2][e] > 0.f ? NAN : x;
-            }
-        }
+        for (int i = 0; i < kColumns * 4; ++i) acc[i / 4][i % 4] = y[i / 4][i % 4];
       }
       if (SEGMENTS && (n + 1 == blocks || key0 % a.segment == 0)) {
 #pragma unroll
@@ -283,7 +325,7 @@ __global__ void __launch_bounds__(kTileThreads, 1) tile_kernel(const Args a, int
         }
       }
       __syncthreads();  // this V is done with, and the next places are there
-      if (n + kDepth < blocks) load_k(n + kDepth), load_v(n + kDepth);
+      if (n + kDepth < blocks) issue(n + kDepth);
     }
     loaded += blocks;
 

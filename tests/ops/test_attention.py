@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vexact_ops as vx
+from vexact_ops.attention.op import KEY_BLOCK
 from vexact_ops.attention.reference import attention_varlen_ref
 from vexact_ops.testing import (
     Pages,
@@ -30,13 +31,14 @@ DIMS = st.sampled_from([(64, 64), (128, 128), (96, 96), (192, 128), (33, 7), (5,
 LENGTHS = st.lists(st.sampled_from([0, 1, 3, 30, 63, 64, 65, 100, 130]), min_size=1, max_size=4).filter(any)
 WINDOWS = st.sampled_from([None, None, 1, 20, 64, 70])
 SOFTCAPS = st.sampled_from([None, 3.0])
-SEGMENTS = st.sampled_from([None, 64, 128])
+SEGMENTS = st.sampled_from([None, 1, 2])  # in blocks of keys
 SEEDS = st.integers(0, 2**16)
 
 
 def functions(backend, heads, device, window, softcap, segment, with_sinks, seed):
     g = torch.Generator().manual_seed(seed + 1)
     sinks = torch.randn(heads[0], generator=g).to(device) if with_sinks else None
+    segment = segment and segment * KEY_BLOCK[backend]
     options = {"window": window, "softcap": softcap, "kv_segment": segment, "sinks": sinks, "backend": backend}
     return tuple(functools.partial(f, **options) for f in (vx.attention_varlen, vx.attention_paged))
 
@@ -111,7 +113,8 @@ def test_repeatable(device, backend, dtype, window):
     inputs = tuple(x.requires_grad_() for x in (q, k, v, sinks))
 
     def run():
-        options = {"window": window, "softcap": 4.0, "sinks": sinks, "kv_segment": 64, "backend": backend}
+        segment = KEY_BLOCK[backend]
+        options = {"window": window, "softcap": 4.0, "sinks": sinks, "kv_segment": segment, "backend": backend}
         out = vx.attention_varlen(q, k, v, offsets(lengths, device), 131, **options)
         return out, *torch.autograd.grad(out, inputs, torch.cos(out.detach()))
 
@@ -138,7 +141,7 @@ def test_a_window_or_segment_as_long_as_the_sequence_changes_nothing(device, bac
     run = functools.partial(vx.attention_varlen, q, k, v, offsets(lengths, device), max(lengths), backend=backend)
     expected = run()
     assert_bitwise(run(window=max(lengths)), expected, "the window")
-    assert_bitwise(run(kv_segment=-(-max(lengths) // 64) * 64), expected, "the segment")
+    assert_bitwise(run(kv_segment=-(-max(lengths) // 128) * 128), expected, "the segment")
 
 
 @BACKENDS
@@ -182,7 +185,7 @@ def test_queries_stand_at_the_end_of_their_keys(device, backend, dtype, pairs, c
 @DTYPES
 @pytest.mark.parametrize(
     "options",
-    [{}, {"window": 50}, {"softcap": 2.0}, {"causal": False}, {"kv_segment": 64}],
+    [{}, {"window": 50}, {"softcap": 2.0}, {"causal": False}, {"kv_segment": 128}],
     ids=["causal", "window", "softcap", "full", "segment"],
 )
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])

@@ -98,6 +98,9 @@ class Room:
     cpu: tuple[str, ...] = ("cpu",)
     cuda: tuple[str, ...] = ()
     revision: int = 1  # of the canonical kernel: it goes up when the bits change
+    one_class: bool = (
+        True  # whether a device type's backends are proven equal; else the one in use is in the fingerprint
+    )
     _modules: dict[str, ModuleType] = field(default_factory=dict, repr=False)
     _defaults: dict[torch.device, str] = field(default_factory=dict, repr=False)  # resolved once, for the common call
 

@@ -5,7 +5,7 @@ import pkgutil
 
 import torch
 
-from .backend import ROOMS
+from .backend import ROOMS, BackendUnavailable, Room
 
 CONTRACT_VERSION = 1
 
@@ -28,23 +28,36 @@ def numerics_class(device: torch.device | str = "cpu") -> str:
     raise ValueError(f"numerics: device: got {device}, expected a cpu or cuda device")
 
 
+def _in_use(room: Room, device: torch.device) -> str:
+    try:
+        return room.resolve(device, None)
+    except BackendUnavailable as error:
+        return str(error)
+
+
 def numerics(device: torch.device | str | None = None, **options) -> dict:
     """Everything that fixes the bits, as a JSON-serialisable dictionary.
 
     device    whose class is meant; by default the current GPU where there is one, else the CPU
     options   further declared options that change bits, such as kv_segment=2048
-    returns   {"contract", "class", "rooms": {room: revision}, "options", "libraries"}; two processes with equal
-              dictionaries promise equal bits
+    returns   {"contract", "class", "rooms": {room: revision}, "backends": {room: backend in use, for rooms where
+              it decides the bits}, "options", "libraries"}; two processes with equal dictionaries promise equal bits
     """
     _import_rooms()
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     name = numerics_class(device)
     libraries = {} if name == "cpu" else {"torch": torch.__version__, "cuda": torch.version.cuda}
+    device = torch.device(device)
     return {
         "contract": CONTRACT_VERSION,
         "class": name,
         "rooms": {room: ROOMS[room].revision for room in sorted(ROOMS)},
+        "backends": {
+            room: _in_use(ROOMS[room], device)
+            for room in sorted(ROOMS)
+            if not ROOMS[room].one_class and len(ROOMS[room].backends(device.type)) > 1
+        },
         "options": {key: options[key] for key in sorted(options) if options[key] is not None},
         "libraries": libraries,
     }

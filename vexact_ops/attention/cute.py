@@ -1,5 +1,5 @@
-"""flash-attn-4's kernels, made to keep the order of csrc/attention/flash.cuh: the forward of training at full speed, its
-keys cut into segments on request, and the repeatable backward.
+"""flash-attn-4's kernels in the order of csrc/attention/flash.cuh: the forward of training at full speed, its keys cut
+into segments on request, and the repeatable backward.
 
 The forward is flash-attn-4's own, with another loop over blocks of keys: the running maximum, sum and output begin anew
 at each segment, and segments are joined from the last to the first inside the kernel. It also tells where an output is
@@ -36,10 +36,18 @@ _DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
 _compiled: dict[tuple, object] = {}
 
 
+@functools.cache
 def unavailable() -> str | None:
     """Why this file's kernels cannot be used with what is installed, or None."""
     found = importlib.metadata.version("flash-attn-4")
-    return None if found == VERSION else f"flash-attn-4 is {found}, and {VERSION} is what was verified"
+    return None if found == VERSION else f"flash-attn-4 is {found}, and {VERSION} is what this was written for"
+
+
+@functools.cache
+def versions() -> str:
+    """What a verdict on these kernels holds for."""
+    names = "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-ffi"
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
 
 def _asm(text: str, *values):
@@ -104,7 +112,7 @@ class Forward(FlashAttentionForwardSm90):
         AttentionMaskCls,
         TileSchedulerCls,
         blocksparse_tensors,
-        aux_data=AuxData(),
+        aux_data=None,
         fastdiv_mods=None,
     ):
         warps_of_four = cute.make_layout(self.num_wg_mma, stride=self.num_threads_per_warp_group)
@@ -252,9 +260,7 @@ class Forward(FlashAttentionForwardSm90):
                         top = utils.fmax(high[r], softmax.row_max[r])
                         base = 0.0 if top == -Float32.inf else top
                         before = cute.math.exp2(_mul(_add(high[r], -base), softmax_scale_log2), fastmath=True)
-                        after = cute.math.exp2(
-                            _mul(_add(softmax.row_max[r], -base), softmax_scale_log2), fastmath=True
-                        )
+                        after = cute.math.exp2(_mul(_add(softmax.row_max[r], -base), softmax_scale_log2), fastmath=True)
                         high[r] = top
                         total[r] = _fma(total[r], before, _mul(softmax.row_sum[r], after))
                         for c in cutlass.range_constexpr(cute.size(acc_rows, mode=[1])):
@@ -300,6 +306,11 @@ class Forward(FlashAttentionForwardSm90):
             work_tile = tile_scheduler.get_current_work()
 
 
+def _reach(window: int | None) -> tuple[int | None, int | None]:
+    """A window as the keys seen before a query's place and behind it."""
+    return (None, None) if window is None else (min(window - 1, 1 << 30), 0)
+
+
 def _compile(q: Tensor, k: Tensor, v: Tensor, offsets: tuple, out: Tensor, lse: Tensor, odd: Tensor, options: tuple):
     causal, window, segment = options
     heads, d, dv = q.shape[1], q.shape[2], v.shape[2]
@@ -326,7 +337,7 @@ def _compile(q: Tensor, k: Tensor, v: Tensor, offsets: tuple, out: Tensor, lse: 
     )
     tensors = [to_cute_tensor(t) for t in (q, k, v, out)]
     offsets = [to_cute_tensor(t, assumed_align=4, leading_dim=0) for t in offsets]
-    reach = (None, None) if window is None else (window - 1, 0)
+    reach = _reach(window)
     return cute.compile(
         kernel,
         *tensors,
@@ -362,16 +373,15 @@ def forward(
     odd: Tensor,
 ) -> None:
     """Writes out (T, Hq, Dv), lse (Hq, T) and, where some output is NaN, 1 into odd (1,) int32, which holds 0."""
-    key = (q.device, q.dtype, q.shape[1:], k.shape[1:], v.shape[2], causal, window is None, segment)
+    group = q.shape[1] // k.shape[1]
+    key = (q.device, q.dtype, group, q.shape[2], v.shape[2], causal, window is None, segment)
     kernel = _compiled.get(key)
     if kernel is None:
         options = causal, window, segment
         kernel = _compiled[key] = _compile(q, k, v, (cu_seqlens, cu_seqlens_k), out, lse, odd, options)
-    reach = (None, None) if window is None else (window - 1, 0)
+    reach = _reach(window)
     offsets = cu_seqlens, cu_seqlens_k
-    kernel(
-        q, k, v, out, lse, scale, *offsets, None, None, None, *reach, None, None, AuxData((odd,), None), None, None
-    )
+    kernel(q, k, v, out, lse, scale, *offsets, None, None, None, *reach, None, None, AuxData((odd,), None), None, None)
 
 
 def backward(
@@ -388,7 +398,7 @@ def backward(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; lse as `forward` writes it."""
-    reach = (None, None) if window is None else (window - 1, 0)
+    reach = _reach(window)
     return _flash_attn_bwd(
         q,
         k,
@@ -406,6 +416,3 @@ def backward(
         max_seqlen_k=k.shape[0],
         deterministic=True,
     )
-
-
-unavailable = functools.cache(unavailable)

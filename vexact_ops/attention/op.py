@@ -9,8 +9,8 @@ from .._core import check
 from .._core.backend import Room
 from .._core.operator import Operator
 
-ROOM = Room("attention", cpu=("cpu",), cuda=("triton",))
-KEY_BLOCK = {"cpu": 64, "triton": 64}  # keys in a block of each backend's kernel: where a segment may end
+ROOM = Room("attention", cpu=("cpu",), cuda=("cuda", "triton"), one_class=False)
+KEY_BLOCK = {"cpu": 64, "triton": 64, "cuda": 128}  # keys in a block of a backend's kernels: where a segment may end
 _INT32 = (torch.int32,)
 
 
@@ -44,16 +44,22 @@ def attention_varlen(
     softcap       scores s = softcap * tanh(s / softcap), after scale
     sinks         (Hq,) bf16 | fp32: a logit for each query head that joins the denominator
     kv_segment    cut the keys at multiples of this many, reduce each segment on its own and merge them in order; a
-                  multiple of 64. Changes bits: declare it on both sides. None and any kv_segment of at least the
-                  number of keys are the same bits
+                  multiple of 64, of 128 with backend "cuda". Changes bits: declare it on both sides. None and any
+                  kv_segment of at least the number of keys are the same bits
     returns       (T, Hq, Dv) in q.dtype. A query that sees no key (more queries than keys) gives zeros
     bits          a row depends on that query row, the keys and values it sees, its place, its head's sink and the
                   options. A score is one fp32 accumulator over D ascending, then scale, then softcap; keys go in
-                  blocks of 64 cut from the start of their sequence (online softmax, fp32); a key that is not seen
-                  has no influence, NaN or not. Equal to attention_paged wherever the same keys are seen
+                  blocks cut from the start of their sequence (online softmax, fp32): blocks of 64 ascending, and
+                  segments likewise; with backend "cuda" (the default on a GPU) 16-bit inputs with head dims 64, 96,
+                  128 or 192/128, no softcap and no sinks, on SM90, take flash-attn-4's order: blocks of 128 and
+                  segments, both descending. A key that is not seen has no influence, NaN or not. Equal to
+                  attention_paged wherever the same keys are seen. backend="cuda" and "triton" differ in bits
     grad          q, k, v as bits of their own sequence: dq sums keys ascending; dk and dv sum queries ascending, then
                   the heads of the group; sinks sum tokens ascending, repeatable for one fixed batch. kv_segment does
-                  not change how gradients are summed. Memory is O(T): scores are recomputed
+                  not change how gradients are summed. Memory is O(T): scores are recomputed. In the cases of
+                  flash-attn-4's order, and where it is installed, gradients are those of its repeatable backward;
+                  where an input or dout is not finite, other gradients of that call may then be NaN, but no other
+                  value
     raises        TypeError on dtype, ValueError on shape, values or device, BackendUnavailable
     source        Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv 1805.02867; Dao et al.,
                   FlashAttention, arXiv 2205.14135

@@ -1,0 +1,246 @@
+"""SM90's own class: one order of keys (csrc/attention/flash.cuh), in our CUDA kernels and in flash-attn-4's.
+
+A case is served in that order on both sides, training and paged, or by the Triton kernels on both sides; which one is a
+function of what a case is (`flash`), never of how many rows or keys a call has, nor of what is installed. Within the
+order, kernels are exchanged freely: flash-attn-4 takes the long forwards of training where it is installed, of the
+version this was written for, and equal to our kernel byte for byte on this machine.
+
+Gradients are the trainer's alone, and have two implementations whose bits differ: flash-attn-4's repeatable backward
+where it is admitted, else the Triton kernels'.
+"""
+
+import functools
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from .._core import native
+from .._core.admit import Candidate, admissions
+from ..testing.attention import attention_inputs, offsets
+from ..testing.bitwise import count_different
+from . import triton
+
+HEAD_DIMS = {(64, 64), (96, 96), (128, 128), (192, 128)}
+LONG = 2048  # queries; below, our kernel is as fast as a launch, and has the same bits
+MOST_SPLIT = 512  # sequences of a decode step whose segments run in parallel (csrc/attention/flash_decode.cuh)
+MOST_PARTIAL = 1 << 26  # fp32 values that the parallel segments of a call may put aside
+_LOG2_E = 1.4426950408889634
+_admitted: dict[tuple, bool] = {}
+
+
+@functools.cache
+def _sm90(index: int) -> bool:
+    return torch.cuda.get_device_capability(index) == (9, 0)
+
+
+def flash(q: Tensor, v: Tensor, sinks: Tensor | None, scale: float, softcap: float | None) -> bool:
+    """Whether a case belongs to the flash order."""
+    return (
+        q.element_size() == 2
+        and (q.shape[-1], v.shape[-1]) in HEAD_DIMS
+        and sinks is None
+        and softcap is None
+        and scale > 0
+        and _sm90(q.device.index)
+    )
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Rows on 16-byte boundaries, the last dimension contiguous, nothing broadcast; a copy where they are not."""
+    fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+    if fits and all(s > 0 and s % 8 == 0 for s in x.stride()[:-1]):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def varlen_fwd(q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, sinks, scale, causal, window, softcap, kv_segment):
+    """As in triton.py, but for lse in flash's cases: (Hq, T) in memory, and in natural logarithms."""
+    options = scale, causal, window, softcap, kv_segment
+    if not flash(q, v, sinks, scale, softcap):
+        return triton.varlen_fwd(q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, sinks, *options)
+    q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+    args = q, k, v, cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k, scale, causal, window, kv_segment
+    if q.shape[0] >= LONG and k.shape[0] and _fast_forward(q, k, v, causal, window, kv_segment):
+        odd = torch.zeros(1, dtype=torch.int32, device=q.device)
+        with torch.cuda.device(q.device):
+            _cute().forward(*args, out, lse, odd)
+        ours(*args, out, lse, odd)  # does nothing but where a value is not finite
+    else:
+        ours(*args, out, lse)
+    return out, lse.view(lse.shape[::-1])
+
+
+def ours(q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window, segment, out, lse, wanted=None) -> None:
+    """Our kernel: writes out (T, Hq, Dv) and lse (Hq, T), unless wanted (1,) int32 holds 0."""
+    options = scale, window or 0, segment or 0, causal
+    native.ops().attention_flash_varlen(q, k, v, cu_seqlens, cu_seqlens_k, *options, wanted, out, lse)
+
+
+def varlen_bwd(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, sinks, scale, causal, window, softcap):
+    args = cu_seqlens, cu_seqlens_k, sinks, scale, causal, window, softcap
+    if not flash(q, v, sinks, scale, softcap):
+        return triton.varlen_bwd(dout, q, k, v, out, lse, *args)
+    lse = lse.view(lse.shape[::-1])
+    if _fast_backward(q, k, v, causal, window):
+        q, k, v, dout, out = (_aligned(x) for x in (q, k, v, dout, out))
+        with torch.cuda.device(q.device):
+            offsets_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
+            grads = _cute().backward(dout, q, k, v, out, lse, cu_seqlens, offsets_k, scale, causal, window)
+        return *grads, None
+    return triton.varlen_bwd(dout, q, k, v, out, (lse * _LOG2_E).t().contiguous(), *args)
+
+
+def paged_fwd(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_seqlen_q, sinks, *options):
+    scale, window, softcap, kv_segment = options
+    step = block_table, context_lens, cu_seqlens_q, max_seqlen_q
+    if not flash(q, v_cache, sinks, scale, softcap):
+        return triton.paged_fwd(q, k_cache, v_cache, *step, sinks, *options)
+    q, k_cache, v_cache = _aligned(q), _aligned(k_cache), _aligned(v_cache)
+    dv, capacity = v_cache.shape[3], block_table.shape[1] * k_cache.shape[1]
+    out = torch.empty(*q.shape[:2], dv, dtype=q.dtype, device=q.device)
+    partial = None
+    if kv_segment is not None and kv_segment < capacity:
+        sequences = len(context_lens)
+        values = sequences * -(-capacity // kv_segment) * q.shape[1] * (dv + 2)
+        if sequences <= MOST_SPLIT and values <= MOST_PARTIAL:
+            partial = torch.empty(values, dtype=torch.float32, device=q.device)
+    numbers = scale, window or 0, kv_segment or 0
+    native.ops().attention_flash_paged(q, k_cache, v_cache, *step, *numbers, partial, out)
+    return out
+
+
+# --- admission ------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _cute():
+    """The module of flash-attn-4's kernels, or None where they are not installed or another version is."""
+    if any(importlib.util.find_spec(name) is None for name in ("flash_attn", "cutlass", "quack")):
+        return None
+    if importlib.util.find_spec("flash_attn.cute") is None:
+        return None
+    from . import cute
+
+    return None if cute.unavailable() else cute
+
+
+def _name(what: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> str:
+    seen = "window" if window is not None else "causal" if causal else "full"
+    dtype = str(q.dtype).removeprefix("torch.")
+    return f"attention_{what} {dtype} Hq/Hk={q.shape[1] // k.shape[1]} D={q.shape[2]},{v.shape[2]} {seen}"
+
+
+def _fast_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, segment: int | None) -> bool:
+    key = "fwd", q.device, q.dtype, q.shape[1] // k.shape[1], q.shape[2], v.shape[2], causal, window is None, segment
+    if key not in _admitted:
+        if torch.cuda.is_current_stream_capturing():
+            return False  # nothing can be verified inside a graph; our kernel has the same bits
+        cute = _cute()
+        _admitted[key] = cute is not None and _admit_forward(cute, q, k, v, causal, window, segment)
+    return _admitted[key]
+
+
+def _cases(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> list[tuple[Tensor, ...]]:
+    heads = q.shape[1] // k.shape[1] * 2, 2, q.shape[2], v.shape[2]
+    q2, k2, v2 = attention_inputs(lengths, *heads, seed=len(lengths), dtype=torch.float32, device=q.device)
+    if q.dtype == torch.float16:
+        v2 = v2.clamp(-64, 64)
+    return [tuple(x.to(q.dtype) for x in (q2, k2, v2))]
+
+
+def _admit_forward(cute, q, k, v, causal, window, segment) -> bool:
+    window = None if window is None else 300
+
+    def cases():
+        found = []
+        for lengths in ([1, 700, 130, 1300, 64], [(segment or 512) * 2 + 77]):
+            for case in _cases(q, k, v, lengths):
+                found.append((*case, offsets(lengths, q.device)))
+        return found
+
+    def run(kernel):
+        def call(q, k, v, cu):
+            out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
+            lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+            kernel(q, k, v, cu, cu, q.shape[2] ** -0.5, causal, window, segment, out, lse)
+            return torch.cat([out.float().flatten(), lse.flatten()])
+
+        return call
+
+    def theirs(*args):
+        cute.forward(*args, torch.zeros(1, dtype=torch.int32, device=q.device))
+
+    name = f"{_name('fwd', q, k, v, causal, window)} segment={segment}"
+    with torch.cuda.device(q.device):
+        candidate = Candidate(cute.versions(), run(theirs))
+        return admissions(q.device.index).choose(name, [candidate], run(ours), cases) is not None
+
+
+def _fast_backward(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> bool:
+    key = "bwd", q.device, q.dtype, q.shape[1] // k.shape[1], q.shape[2], v.shape[2], causal, window is None
+    if key not in _admitted:
+        cute = _cute()
+        if cute is not None and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "attention_varlen: this backward has not been verified yet, and nothing can be inside a CUDA graph: "
+                "call it once before"
+            )
+        _admitted[key] = cute is not None and _admit_backward(cute, q, k, v, causal, window)
+    return _admitted[key]
+
+
+def _admit_backward(cute, q, k, v, causal, window) -> bool:
+    """No other kernel has these bits, so what is verified is the promise: a sequence packed with others has the
+    gradients that it has alone, and again when it is done again; and they are those of the Triton kernels but for
+    rounding."""
+    window = None if window is None else 300
+    lengths = [700, 1, 130, 1300, 64]
+
+    def inputs(q, k, v, lengths):
+        cu = offsets(lengths, q.device)
+        out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+        scale = q.shape[2] ** -0.5
+        ours(q, k, v, cu, cu, scale, causal, window, None, out, lse)
+        weight = torch.cos(torch.arange(out.shape[1] * out.shape[2], device=q.device)).view(out.shape[1:])
+        return (weight.to(q.dtype).expand_as(out).contiguous(), q, k, v, out), lse, (cu, cu), (scale, causal, window)
+
+    def whole(q, k, v):
+        tensors, lse, cu, options = inputs(q, k, v, lengths)
+        return torch.cat([x.flatten() for x in cute.backward(*tensors, lse, *cu, *options)])
+
+    def alone(q, k, v):
+        parts = []
+        for part in zip(*(x.split(lengths) for x in (q, k, v))):
+            tensors, lse, cu, options = inputs(*(x.contiguous() for x in part), [len(part[0])])
+            parts.append(cute.backward(*tensors, lse, *cu, *options))
+        return torch.cat([torch.cat(x).flatten() for x in zip(*parts)])
+
+    def checked(q, k, v):
+        found = whole(q, k, v)
+        if count_different(found, whole(q, k, v)):
+            raise RuntimeError("not repeatable")
+        tensors, lse, cu, (scale, causal, window) = inputs(q, k, v, lengths)
+        lse_2 = (lse * _LOG2_E).t().contiguous()
+        expected = triton.varlen_bwd(*tensors, lse_2, *cu, None, scale, causal, window, None)[:3]
+        expected = torch.cat([x.flatten() for x in expected]).float()
+        error = ((found.float() - expected).norm() / expected.norm()).item()
+        if not error < 0.02:
+            raise RuntimeError(f"far from the Triton kernels: {error:.3g}")
+        return found
+
+    with torch.cuda.device(q.device):
+        name = _name("bwd", q, k, v, causal, window)
+        candidate = Candidate(cute.versions(), checked)
+        generator = functools.partial(_plain, q, k, v, lengths)
+        return admissions(q.device.index).choose(name, [candidate], alone, generator) is not None
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> list[tuple[Tensor, ...]]:
+    g = torch.Generator(q.device).manual_seed(1)
+    group, rows = q.shape[1] // k.shape[1], sum(lengths)
+    shapes = (rows, 2 * group, q.shape[2]), (rows, 2, q.shape[2]), (rows, 2, v.shape[2])
+    return [tuple(torch.randn(s, generator=g, device=q.device).to(q.dtype) for s in shapes)]
