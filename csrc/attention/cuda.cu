@@ -14,6 +14,17 @@ using flash::Args;
 
 constexpr double kLog2E = 1.4426950408889634;
 
+void check_device(int device) {
+  static std::atomic<uint64_t> known{0};
+  const uint64_t bit = 1ull << (device & 63);
+  if (known.load(std::memory_order_relaxed) & bit) return;
+  int major = 0, minor = 0;
+  VX_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  VX_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+  STD_TORCH_CHECK(major == 9 && minor == 0, "attention: these kernels are for SM90, and this is SM", major, minor);
+  known.fetch_or(bit);
+}
+
 int multiprocessors(int device) {
   static std::atomic<int> known[64];
   std::atomic<int>& count = known[device & 63];
@@ -194,6 +205,7 @@ void attention_flash_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Ten
   const DeviceGuard guard = on_device_of(q);
   const cudaStream_t stream = current_stream(q);
   const int device = q.get_device_index();
+  check_device(device);
   Maps maps{};
   if (a.keys > 0 && q.size(2) % 64 == 0 && v.size(2) % 64 == 0) {
     a.box = flash::kKeys;
@@ -234,6 +246,7 @@ void attention_flash_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor bloc
   const DeviceGuard guard = on_device_of(q);
   const cudaStream_t stream = current_stream(q);
   const int device = q.get_device_index();
+  check_device(device);
   Maps maps{};
   const int64_t page_size = k_cache.size(1);
   const bool fits = page_size % flash::kKeys == 0 || (flash::kKeys % page_size == 0 && page_size >= 8);

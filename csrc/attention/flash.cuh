@@ -21,6 +21,11 @@
 #include <cstdint>
 #include <type_traits>
 
+// Bodies are compiled for SM90 alone, whose bits are the ones that were compared; other GPUs take the Triton kernels.
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define VX_FLASH_DEVICE
+#endif
+
 namespace vx::flash {
 
 constexpr int kKeys = 128;  // of a block

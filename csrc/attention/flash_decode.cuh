@@ -42,6 +42,7 @@ struct DecodeShared {
 template <class T, int D, int DV, int SLOTS, bool BOXES>
 __global__ void __launch_bounds__(kDecodeThreads)
     decode_kernel(const Args a, const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
+#ifdef VX_FLASH_DEVICE
   static_assert(SLOTS % 2 == 1);
   constexpr int kAhead = (SLOTS - 1) / 2;  // blocks
   constexpr int kTiles = DV / 32;          // columns of a warp, in eights
@@ -321,6 +322,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
       }
     }
   }
+#endif
 }
 
 // The segments of a row, joined.

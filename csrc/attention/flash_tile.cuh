@@ -103,6 +103,7 @@ template <class T, int D, int DV, bool SEGMENTS, bool BOXES>
 __global__ void __launch_bounds__(kTileThreads, 1)
     tile_kernel(const Args a, const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
                 int tiles) {
+#ifdef VX_FLASH_DEVICE
   static_assert(kTileRows == kKeys);  // chunk_at serves both
   using Shared = TileShared<D, DV>;
   constexpr int kColumns = DV / 8, kScores = kKeys / 8;
@@ -344,6 +345,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
       if (a.lse && t == 0) a.lse[int64_t(q_head[r]) * a.tokens + token[r]] = final.lse;
     }
   }
+#endif
 }
 
 }  // namespace vx::flash

@@ -19,11 +19,12 @@ import torch
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
-from flash_attn.cute import pipeline as _pipeline
+from cutlass.pipeline import PipelineUserType
 from flash_attn.cute import utils
 from flash_attn.cute.cute_dsl_utils import to_cute_aux_tensor, to_cute_tensor
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from flash_attn.cute.interface import _flash_attn_bwd, _tile_size_fwd_sm90
+from flash_attn.cute.pipeline import make_pipeline_state
 from flash_attn.cute.softmax import Softmax
 from flash_attn.cute.utils import AuxData
 from quack import layout_utils, sm90_utils
@@ -32,6 +33,7 @@ from torch import Tensor
 VERSION = "4.0.0b36"  # whose source this file was written against
 KEYS = 128  # of a block
 _LN_2 = 0.69314718
+_SHARED_BYTES = 226 * 1024  # of a block
 _DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
 _compiled: dict[tuple, object] = {}
 
@@ -85,6 +87,19 @@ class Forward(FlashAttentionForwardSm90):
         self.segment_blocks = segment_blocks
         if not self.intra_wg_overlap or self.score_mod is not None or self.mask_mod is not None:
             raise AssertionError("a case that the loop below does not know")
+        # Segments that are done wait in shared memory where it holds them: registers would slow down every block.
+        keys = self.tile_n * (self.tile_hdim + self.tile_hdimv) * self.num_stages
+        scores = 0 if self.mma_pv_is_rs else self.tile_m * self.tile_n
+        held = 2 * (keys + self.tile_m * self.tile_hdim + scores) + 4 * self.tile_m * self.tile_hdimv
+        self.joined_in_shared = segment_blocks is not None and held <= _SHARED_BYTES
+
+    def _get_shared_storage_cls(self):
+        base = super()._get_shared_storage_cls()
+        if not self.joined_in_shared:
+            return base
+        fields = dict(base._annotations)
+        fields["joined"] = cute.struct.Align[cute.struct.MemRange[Float32, self.tile_m * self.tile_hdimv], 128]
+        return cute.struct(type("SharedStorage", (), {"__annotations__": fields}))
 
     @cute.jit
     def mma(
@@ -133,17 +148,22 @@ class Forward(FlashAttentionForwardSm90):
         copies = SimpleNamespace(smem_thr_copy_P=store_p, tPsP=tPsP)
         self.mma_init()
 
-        q_phase = Int32(0)
-        kv_state = _pipeline.make_pipeline_state(cutlass.pipeline.PipelineUserType.Consumer, self.num_stages)
+        kv_state = make_pipeline_state(PipelineUserType.Consumer, self.num_stages)
         softmax = Softmax.create(
             softmax_scale_log2, num_rows=acc.shape[0][0] * acc.shape[1], softmax_scale=softmax_scale
         )
         segmented = const_expr(self.segment_blocks is not None)
         rows = const_expr(cute.size(softmax.row_max))
+        row_of = const_expr([i // 2 % 2 for i in range(cute.size(acc))])  # pairs of columns of a row and of the next
         if const_expr(segmented):  # what the segments that are done have come to
             high = cute.make_fragment_like(softmax.row_max, Float32)
             total = cute.make_fragment_like(softmax.row_max, Float32)
-            joined = cute.make_fragment_like(acc, Float32)
+            if const_expr(self.joined_in_shared):  # it lies behind K, as its storage class has it
+                behind = cute.recast_ptr(sK.iterator + self.tile_n * self.tile_hdim * self.num_stages, dtype=Float32)
+                mine = cute.make_layout(cute.size(acc), stride=self.num_mma_threads)
+                joined = cute.make_tensor(behind + tidx, mine)
+            else:
+                joined = cute.make_fragment_like(acc, Float32)
         one_block = partial(
             self.mma_one_n_block_intrawg_overlap,
             mma_qk_fn=scores,
@@ -159,7 +179,7 @@ class Forward(FlashAttentionForwardSm90):
 
         tile_scheduler = TileSchedulerCls()
         work_tile = tile_scheduler.initial_work_tile_info()
-        while work_tile.is_valid_tile:
+        if work_tile.is_valid_tile:  # packed sequences: a block has one tile
             m_block, head_idx, batch_idx, _ = work_tile.tile_idx
             seqlen = SeqlenInfoCls(batch_idx)
             mask = AttentionMaskCls(seqlen)
@@ -177,14 +197,15 @@ class Forward(FlashAttentionForwardSm90):
             if const_expr(self.is_causal or self.is_local):
                 causal_edge = block_info.get_n_block_min_causal_local_mask(seqlen, m_block, lowest)
             window_edge = block_info.get_n_block_min_before_local_mask(seqlen, m_block, lowest)
-            pipeline_q.consumer_wait_w_index_phase(0, q_phase)
+            pipeline_q.consumer_wait_w_index_phase(0, Int32(0))
 
             count = Int32(1)
             segment = Int32(0)
             if const_expr(segmented):
                 high.fill(-Float32.inf)
                 total.fill(0.0)
-                joined.fill(0.0)
+                for i in cutlass.range_constexpr(cute.size(acc)):
+                    joined[i] = Float32(0.0)
                 segment = (cutlass.max(end, 1) - 1) // self.segment_blocks
                 count = cutlass.max(segment - lowest // self.segment_blocks + 1, 1)
             for _ in cutlass.range(count, unroll=1):  # order: segments from the last to the first
@@ -254,24 +275,26 @@ class Forward(FlashAttentionForwardSm90):
                 end = low
                 softmax.row_sum.store(utils.warp_reduce(softmax.row_sum.load(), operator.add, width=4))
                 if const_expr(segmented):
-                    acc_rows = layout_utils.reshape_acc_to_mn(acc)
-                    joined_rows = layout_utils.reshape_acc_to_mn(joined)
+                    before = cute.make_fragment_like(softmax.row_max, Float32)
+                    after = cute.make_fragment_like(softmax.row_max, Float32)
                     for r in cutlass.range_constexpr(rows):
                         top = utils.fmax(high[r], softmax.row_max[r])
                         base = 0.0 if top == -Float32.inf else top
-                        before = cute.math.exp2(_mul(_add(high[r], -base), softmax_scale_log2), fastmath=True)
-                        after = cute.math.exp2(_mul(_add(softmax.row_max[r], -base), softmax_scale_log2), fastmath=True)
+                        before[r] = cute.math.exp2(_mul(_add(high[r], -base), softmax_scale_log2), fastmath=True)
+                        after[r] = cute.math.exp2(
+                            _mul(_add(softmax.row_max[r], -base), softmax_scale_log2), fastmath=True
+                        )
                         high[r] = top
-                        total[r] = _fma(total[r], before, _mul(softmax.row_sum[r], after))
-                        for c in cutlass.range_constexpr(cute.size(acc_rows, mode=[1])):
-                            joined_rows[r, c] = _fma(joined_rows[r, c], before, _mul(acc_rows[r, c], after))
+                        total[r] = _fma(total[r], before[r], _mul(softmax.row_sum[r], after[r]))
+                    for i in cutlass.range_constexpr(cute.size(acc)):
+                        r = const_expr(row_of[i])
+                        acc[i] = _fma(joined[i], before[r], _mul(acc[i], after[r]))
+                        joined[i] = acc[i]
             pipeline_q.consumer_release_w_index(0)
-            q_phase ^= 1
 
             if const_expr(segmented):
                 softmax.row_max.store(high.load())
                 softmax.row_sum.store(total.load())
-                acc.store(joined.load())
             acc_rows = layout_utils.reshape_acc_to_mn(acc)
             probe = Float32(0.0)
             for r in cutlass.range_constexpr(rows):
@@ -302,8 +325,6 @@ class Forward(FlashAttentionForwardSm90):
                 head_idx,
                 batch_idx,
             )
-            tile_scheduler.advance_to_next_work()
-            work_tile = tile_scheduler.get_current_work()
 
 
 def _reach(window: int | None) -> tuple[int | None, int | None]:
