@@ -1,8 +1,12 @@
 """Tiny random models of every family, and the ways in which one model may meet the same sequences."""
 
+import contextlib
+
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -281,6 +285,19 @@ def gradients(model, outputs, dy=None):
     """name -> gradient, of every parameter that wants one; their .grad stay as they are."""
     names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad))
     return dict(zip(names, torch.autograd.grad(outputs, parameters, dy)))
+
+
+@contextlib.contextmanager
+def world(device, rank=0, size=1, store=None):
+    """A process group on this device for the length of the block; yields a mesh of all its ranks."""
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = {"cpu": "gloo", "cuda": "nccl"}[device]
+    dist.init_process_group(backend, store=store or dist.HashStore(), rank=rank, world_size=size)
+    try:
+        yield init_device_mesh(device, (size,))
+    finally:
+        dist.destroy_process_group()
 
 
 def check_forms(model, seqs, forms=FORMS):

@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import devices
-from families import alone, gradients, pack, sequences, tiny
+from families import alone, gradients, pack, sequences, tiny, world
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -234,6 +236,26 @@ def test_around_a_patched_model_nothing_changes(device, dtype):
         with vx.patch.aten() as outer:
             assert_bitwise(run(), expected)
     assert all(row.name == "aten.sum" or not row.replacement for row in outer.report())
+
+
+@DEVICES
+def test_distributed_tensors_and_sharded_models(device, dtype):
+    """What a tensor subclass is made of is routed, once it gets down to plain tensors."""
+    x, w = random(12, 512, device=device, dtype=dtype), random(512, 300, seed=1, device=device, dtype=dtype)
+    torch.manual_seed(0)
+    model, ids = Unknown().to(device, dtype), torch.arange(24, device=device).view(2, 12)
+    with vx.patch.aten(), world(device) as mesh:
+        expected, values = x @ w, model(ids)
+        with vx.patch.aten() as handle:
+            got = distribute_tensor(x, mesh, [Replicate()]) @ distribute_tensor(w, mesh, [Shard(1)])
+            assert_bitwise(got.full_tensor(), expected)
+        assert calls(handle)[("aten.mm", "linear")] == 1
+        grads = list(gradients(model, values.sum()).values())
+        fully_shard(model, mesh=mesh)
+        sharded = model(ids)
+        assert_bitwise(sharded, values)
+        sharded.sum().backward()
+        assert_bitwise([p.grad.full_tensor() for p in model.parameters()], grads)
 
 
 # The object

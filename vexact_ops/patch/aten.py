@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
@@ -262,6 +264,8 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if any(issubclass(t, (FakeTensor, FunctionalTensor)) for t in types):
+            return func(*args, **kwargs)  # a trace, or a question about shapes: nothing is computed
         if any(t not in _PLAIN for t in types):
             return NotImplemented  # a subclass first: what it is made of comes here again, in plain tensors
         note = "stock: its bits may depend on the batch"
