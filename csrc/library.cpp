@@ -15,7 +15,12 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("linear_dweight(Tensor dy, Tensor x, Tensor(a!) dweight) -> ()");
   m.def("linear_dbias(Tensor dy, Tensor(a!) dbias) -> ()");
   m.def("bmm(Tensor a, Tensor b, Tensor(a!) out) -> ()");
-  m.def("linear_skinny(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, int tokens, int boxes, int stages) -> ()");
+  // linear on a GPU: kernels by name, the table of those in use, and where cublasLt gets its names from
+  m.def("linear_matmul(Tensor a, Tensor b, bool b_t, Tensor? bias, Tensor(a!) out, bool resume, int kernel) -> int");
+  m.def("linear_kernel(str name) -> int");
+  m.def("linear_choose(Tensor a, Tensor b, bool b_t, Tensor? bias, Tensor out, bool resume, int kernel) -> ()");
+  m.def("linear_cublaslt_version(str paths) -> int");
+  m.def("linear_cublaslt_algorithms(Tensor a, Tensor b, bool b_t, Tensor? bias, Tensor out, bool resume, int most) -> str");
 
   // grouped_linear: false, with nothing written, where offsets do not ascend from 0 to at most the number of rows
   m.def("grouped_linear_fwd(Tensor x, Tensor weight, Tensor offsets, Tensor(a!) out) -> bool");

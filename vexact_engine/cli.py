@@ -92,6 +92,15 @@ def _parser() -> argparse.ArgumentParser:
     doctor = _command(commands, "doctor", _doctor, "what runs here, and a quick check that the contract holds")
     doctor.add_argument("--device", choices=["cpu", "cuda"], help="check this device alone")
     doctor.add_argument("--json", metavar="FILE", help="write the findings")
+    ahead = doctor.add_argument_group("fast kernels, verified ahead of a model's first run (GPU)")
+    ahead.add_argument(
+        "--admit", action="store_true", help="verify them for the matrices given below, and nothing else"
+    )
+    ahead.add_argument("--model", metavar="DIR|HUB-ID", help="those of a model, from its configuration")
+    ahead.add_argument("--shapes", type=_shapes, metavar="NxK,NxK", help="weights of N output and K input features")
+    ahead.add_argument("--rows", type=_positive, default=8192, metavar="N", help="up to so many rows (8192)")
+    ahead.add_argument("--training", action="store_true", help="the products of the backward pass too")
+    ahead.add_argument("--dtype", type=_dtype, default="bfloat16", help="bf16 (default)")
     return parser
 
 
@@ -149,6 +158,13 @@ def _positive(text: str) -> int:
 
 def _lengths(text: str) -> list[int]:
     return [_positive(part.strip()) for part in text.split(",")]
+
+
+def _shapes(text: str) -> list[tuple[int, int]]:
+    pairs = [part.lower().split("x") for part in text.split(",")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected NxK,NxK such as 6144x4096,4096x4096")
+    return [(_positive(n.strip()), _positive(k.strip())) for n, k in pairs]
 
 
 def _version() -> str:
@@ -309,6 +325,10 @@ def _completion_json(prompt, completion) -> str:
 
 def _doctor(args) -> int:
     _check_writable(args.json)
+    if args.admit:
+        return _admit(args)
+    if args.model or args.shapes:
+        raise ValueError("--model and --shapes say what --admit is to verify: expected --admit with them")
     import vexact_ops as vx
 
     from . import doctor
@@ -340,6 +360,32 @@ def _doctor(args) -> int:
         found = {"environment": description, "backends": vx.backends(), "numerics": numerics}
         _write_json(args.json, found | {"checks": [asdict(check) for check in checks]})
     return 1 if failed else 0
+
+
+def _admit(args) -> int:
+    if not (args.model or args.shapes):
+        raise ValueError("--admit: expected --model DIR or --shapes NxK,NxK")
+    import torch
+
+    from . import doctor
+
+    _device("cuda")
+    wanted = [doctor.Matrix(n, k) for n, k in args.shapes or ()]
+    wanted += doctor.matrices(args.model) if args.model else []
+    found, refused = [], 0
+    for admission in doctor.admit(wanted, args.rows, getattr(torch, args.dtype), args.training):
+        found.append(admission)
+        refused += len(admission.refused)
+        print(f"{admission.key}: {_shorten(admission.chosen, 76)}  ({admission.seconds:.2f} s)")
+        for line in admission.refused:
+            print(f"  refused  {line}")
+    verified = sum(len(admission.verdicts) for admission in found)
+    print(f"\n{len(found)} products, {verified} kernels verified, {refused} refused")
+    if args.json:
+        from dataclasses import asdict
+
+        _write_json(args.json, {"admissions": [asdict(admission) for admission in found]})
+    return 0
 
 
 # Pieces

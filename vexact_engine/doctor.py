@@ -64,6 +64,77 @@ def describe() -> dict[str, str]:
     return rows
 
 
+@dataclass(frozen=True)
+class Matrix:
+    """A weight as linear sees it. head: it makes fp32 logits, of a step's last tokens alone."""
+
+    n: int
+    k: int
+    bias: bool = False
+    head: bool = False
+
+
+def matrices(model: str) -> list[Matrix]:
+    """Every distinct weight of a model's linear layers, from its configuration alone: as its modules have them (the
+    trainer) and with q, k, v and gate, up joined (the engine)."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        meta = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    head, found = meta.get_output_embeddings(), {}
+    for module in meta.modules():
+        linears = {name: m for name, m in module.named_children() if isinstance(m, torch.nn.Linear)}
+        for one in linears.values():
+            found[Matrix(one.out_features, one.in_features, one.bias is not None, one is head)] = None
+        for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+            if names[0] in linears and all(name in linears for name in names):
+                joined = [linears[name] for name in names]
+                n = sum(one.out_features for one in joined)
+                found[Matrix(n, joined[0].in_features, joined[0].bias is not None)] = None
+    return list(found)
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What was verified for one matrix and up to so many rows, and what came of each candidate."""
+
+    key: str
+    verdicts: list
+    seconds: float
+
+    @property
+    def chosen(self) -> str:
+        admitted = [v for v in self.verdicts if v.admitted]
+        best = min(admitted, key=lambda v: v.us or 0.0, default=None)
+        return f"{best.candidate}, {best.us:.1f} us" if best else "the canonical kernel"
+
+    @property
+    def refused(self) -> list[str]:
+        return [
+            f"{v.candidate}: {v.error or f'{v.different} elements differ'}" for v in self.verdicts if not v.admitted
+        ]
+
+
+def admit(
+    wanted: list[Matrix], rows: int, dtype: torch.dtype, training: bool = False, device: str = "cuda"
+) -> Iterator[Admission]:
+    """Verify the fast kernels of these matrices for 8, 16, ... up to `rows` rows; with training, for gradients too."""
+    for matrix in wanted:
+        count = 8
+        while True:
+            products = ("fwd", "dx", "dweight") if training and not matrix.head else ("fwd",)
+            for product in products:
+                begin = time.perf_counter()
+                options = {"bias": matrix.bias and product == "fwd", "product": product, "device": device}
+                options["out_dtype"] = torch.float32 if matrix.head else None
+                yield Admission(
+                    *vx.admit_linear(matrix.n, matrix.k, count, dtype, **options), time.perf_counter() - begin
+                )
+            if count >= (min(rows, 512) if matrix.head else rows):
+                break
+            count *= 2
+
+
 def devices() -> list[str]:
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 

@@ -31,6 +31,7 @@ _WHERE = {
     "kv_cache_store": "kv_cache.op",
     "sample": "sampler.op",
     # about this process
+    "admit_linear": "linear.op",
     "numerics": "_core.numerics",
     "backends": "_core.backend",
     "set_backend": "_core.backend",
@@ -74,7 +75,7 @@ if TYPE_CHECKING:
     from .fused_moe.op import fused_moe
     from .grouped_linear.op import grouped_linear
     from .linear.bmm import bmm
-    from .linear.op import linear
+    from .linear.op import admit_linear, linear
     from .linear_cross_entropy.op import linear_cross_entropy, linear_logits, linear_logprobs
     from .log_softmax.op import log_softmax
     from .mean.op import mean, sum

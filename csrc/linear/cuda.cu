@@ -1,101 +1,312 @@
-// Bindings and launches of linear on CUDA devices.
+// Bindings and launches of linear on CUDA devices, and the table that says which kernel serves which product.
 #include <cuda.h>
 #include <cuda_runtime.h>
 
 #include <atomic>
+#include <bit>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
 #include <type_traits>
+#include <unordered_map>
+#include <vector>
 
 #include "common/cuda.h"
 #include "common/tensor.h"
+#include "linear/cublaslt.h"
+#include "linear/product.h"
+#include "linear/sm90_resume.cuh"
 #include "linear/sm90_skinny.cuh"
 
 namespace vx {
 namespace {
 
-using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
+// A kernel by its name: what admission verifies, and what the table points to.
+class Kernel {
+ public:
+  virtual ~Kernel() = default;
+  // False where it does not take this product; nothing is launched then.
+  virtual bool run(const Product& p, cudaStream_t stream) = 0;
+};
 
-EncodeTiled encode_tiled() {  // from the driver at run time: nothing links against libcuda
-  static const EncodeTiled fn = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    VX_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result));
-    STD_TORCH_CHECK(found && result == cudaDriverEntryPointSuccess, "linear: this driver has no cuTensorMapEncodeTiled");
-    return reinterpret_cast<EncodeTiled>(found);
-  }();
-  return fn;
-}
+struct CublasLt : Kernel {
+  lt::Kernel kernel;
+  explicit CublasLt(const lt::Algorithm& algorithm) : kernel(algorithm) {}
+  bool run(const Product& p, cudaStream_t stream) override { return kernel.run(p, stream); }
+};
 
-// (rows, k) with K contiguous, read in boxes of box_rows x 64; beyond its edges the copy engine writes zeros.
-CUtensorMap tensor_map(const Tensor& t, bool is_bf16, int box_rows) {
+// (rows, columns) of 16-bit values with contiguous rows, read in boxes; beyond its edges the copy engine writes zeros.
+CUtensorMap tensor_map(const void* data, bool is_bf16, int64_t rows, int64_t columns, int64_t ld, int box_rows,
+                       int box_columns) {
   CUtensorMap map;
-  const cuuint64_t sizes[2] = {cuuint64_t(t.size(1)), cuuint64_t(t.size(0))};
-  const cuuint64_t strides[1] = {cuuint64_t(t.size(0) > 1 ? t.stride(0) : (t.size(1) + 7) / 8 * 8) * 2};
-  const cuuint32_t box[2] = {sm90::kBoxK, cuuint32_t(box_rows)}, steps[2] = {1, 1};
-  const CUresult done = encode_tiled()(
-      &map, is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, t.data_ptr(), sizes, strides,
-      box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const cuuint64_t sizes[2] = {cuuint64_t(columns), cuuint64_t(rows)}, strides[1] = {cuuint64_t(ld) * 2};
+  const cuuint32_t box[2] = {cuuint32_t(box_columns), cuuint32_t(box_rows)}, steps[2] = {1, 1};
+  const sm90::EncodeTiled encode = sm90::encode_tiled();
+  STD_TORCH_CHECK(encode, "linear: this driver has no cuTensorMapEncodeTiled");
+  const CUresult done = encode(
+      &map, is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, const_cast<void*>(data),
+      sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   STD_TORCH_CHECK(done == CUDA_SUCCESS, "linear: cuTensorMapEncodeTiled failed with ", int(done));
   return map;
 }
 
-template <class T, int TOKENS, int BOXES>
-void launch(const Tensor& x, const Tensor& weight, const sm90::SkinnyArgs& args, cudaStream_t stream) {
-  auto kernel = sm90::skinny_kernel<T, TOKENS, BOXES>;
-  const int bytes = sm90::skinny_stage_bytes(TOKENS, BOXES) * args.stages + 1024;
-  static std::atomic<uint64_t> allowed{0};
-  allow_shared_memory(kernel, 226 * 1024, x.get_device_index(), allowed);
-  const bool is_bf16 = std::is_same_v<T, __nv_bfloat16>;
-  const CUtensorMap weight_map = tensor_map(weight, is_bf16, sm90::kTileN), x_map = tensor_map(x, is_bf16, TOKENS);
-  const dim3 grid((args.n + sm90::kTileN - 1) / sm90::kTileN, (args.m + TOKENS - 1) / TOKENS);
-  kernel<<<grid, sm90::kThreads, bytes, stream>>>(weight_map, x_map, args);
-  VX_CUDA_CHECK(cudaGetLastError());
-}
+struct Skinny : Kernel {
+  int tokens, boxes, stages;
+  Skinny(int tokens, int boxes, int stages) : tokens(tokens), boxes(boxes), stages(stages) {
+    STD_TORCH_CHECK(stages >= 2 && stages <= 16 && sm90::skinny_stage_bytes(tokens, boxes) * stages + 1024 <= 226 * 1024,
+                    "linear: ", stages, " stages of 64x", tokens, "x", 64 * boxes, " do not fit");
+  }
 
-template <class T>
-void dispatch(const Tensor& x, const Tensor& weight, const sm90::SkinnyArgs& args, int tokens, int boxes,
-              cudaStream_t stream) {
+  template <class T, int TOKENS, int BOXES>
+  void launch(const Product& p, cudaStream_t stream) const {
+    auto kernel = sm90::skinny_kernel<T, TOKENS, BOXES>;
+    const int bytes = sm90::skinny_stage_bytes(TOKENS, BOXES) * stages + 1024;
+    static std::atomic<uint64_t> allowed{0};
+    allow_shared_memory(kernel, 226 * 1024, p.device, allowed);
+    const CUtensorMap weight_map = tensor_map(p.b, p.is_bf16, p.n, p.k, p.b_ld, sm90::kTileN, sm90::kBoxK);
+    const CUtensorMap x_map = tensor_map(p.a, p.is_bf16, p.m, p.k, p.a_ld, TOKENS, sm90::kBoxK);
+    const dim3 grid((p.n + sm90::kTileN - 1) / sm90::kTileN, (p.m + TOKENS - 1) / TOKENS);
+    const sm90::SkinnyArgs args{p.bias, p.out, p.out_ld, int(p.m), int(p.n), int(p.k), stages, p.out_f32};
+    kernel<<<grid, sm90::kThreads, bytes, stream>>>(weight_map, x_map, args);
+    VX_CUDA_CHECK(cudaGetLastError());
+  }
+
+  template <class T>
+  void dispatch(const Product& p, cudaStream_t stream) const {
 #define CASE(t, b) \
-  if (tokens == t && boxes == b) return launch<T, t, b>(x, weight, args, stream)
-  CASE(8, 2);
-  CASE(8, 4);
-  CASE(16, 2);
-  CASE(16, 4);
-  CASE(32, 2);
-  CASE(32, 4);
-  CASE(64, 2);
+  if (tokens == t && boxes == b) return launch<T, t, b>(p, stream)
+    CASE(8, 2);
+    CASE(8, 4);
+    CASE(16, 2);
+    CASE(16, 4);
+    CASE(32, 2);
+    CASE(32, 4);
+    CASE(64, 2);
 #undef CASE
-  STD_TORCH_CHECK(false, "linear_skinny: no kernel for tokens=", tokens, ", boxes=", boxes);
+    STD_TORCH_CHECK(false, "linear: no kernel 64x", tokens, "x", 64 * boxes);
+  }
+
+  bool run(const Product& p, cudaStream_t stream) override {
+    if (!p.a_k_contiguous || !p.b_k_contiguous || p.resume || p.m > 65535 * tokens) return false;
+    p.is_bf16 ? dispatch<__nv_bfloat16>(p, stream) : dispatch<__half>(p, stream);
+    return true;
+  }
+};
+
+// Sums that go on from the fp32 values in out; `group` pairs of tiles of rows share what lies in the L2 cache.
+struct Resumed : Kernel {
+  int group;
+  explicit Resumed(int group) : group(group) {
+    STD_TORCH_CHECK(group > 0, "linear: no kernel with groups of ", group);
+  }
+
+  template <class T, bool A_ACROSS, bool B_ACROSS>
+  void launch(const Product& p, cudaStream_t stream) const {
+    CUtensorMap a, b;
+    const bool made = sm90::gemm_map(&a, p.is_bf16, p.a, A_ACROSS ? p.m : p.k, A_ACROSS ? p.k : p.m, p.a_ld, 1, 0) &&
+                      sm90::gemm_map(&b, p.is_bf16, p.b, B_ACROSS ? p.n : p.k, B_ACROSS ? p.k : p.n, p.b_ld, 1, 0);
+    STD_TORCH_CHECK(made, "linear: this driver makes no tensor map of these operands");
+    const sm90::GemmArgs args{int(p.m), int(p.n), int(p.k), group, 0};
+    const sm90::ResumeEpilogue<T> epilogue{p.bias, static_cast<float*>(p.out), p.out_ld, int(p.m), int(p.n)};
+    VX_CUDA_CHECK((sm90::gemm<T, A_ACROSS, B_ACROSS>(a, b, args, epilogue, p.device, stream)));
+  }
+
+  template <class T>
+  void dispatch(const Product& p, cudaStream_t stream) const {
+    if (!p.a_k_contiguous)
+      launch<T, true, true>(p, stream);
+    else if (p.b_k_contiguous)
+      launch<T, false, false>(p, stream);
+    else
+      launch<T, false, true>(p, stream);
+  }
+
+  bool run(const Product& p, cudaStream_t stream) override {
+    const int64_t tiles = (p.m / sm90::kGemmRows + 2) * (p.n / sm90::kGemmColumns + 1);
+    const bool pairs = reinterpret_cast<uintptr_t>(p.out) % 8 == 0 && p.out_ld % 2 == 0 && p.n % 2 == 0;
+    if (!p.resume || !pairs || (!p.a_k_contiguous && p.b_k_contiguous) || tiles > (1 << 30)) return false;
+    p.is_bf16 ? dispatch<__nv_bfloat16>(p, stream) : dispatch<__half>(p, stream);
+    return true;
+  }
+};
+
+std::unique_ptr<Kernel> make_kernel(const std::string& name) {
+  int tokens, depth, stages;
+  if (sscanf(name.c_str(), "wgmma 64x%dx%d ring %d", &tokens, &depth, &stages) == 3)
+    return std::make_unique<Skinny>(tokens, depth / sm90::kBoxK, stages);
+  int group;
+  if (sscanf(name.c_str(), "wgmma 128x256x64 resumed group %d", &group) == 1) return std::make_unique<Resumed>(group);
+  lt::Algorithm algorithm;
+  if (lt::parse(name, algorithm)) return std::make_unique<CublasLt>(algorithm);
+  STD_TORCH_CHECK(false, "linear: no kernel is called '", name, "'");
 }
 
-void linear_skinny(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, int64_t tokens, int64_t boxes,
-                   int64_t stages) {
-  const int64_t m = x.size(0), k = x.size(1), n = weight.size(0);
-  const ScalarType type = x.scalar_type();
-  STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Half, "linear_skinny: x: expected bf16 or fp16");
-  STD_TORCH_CHECK(weight.scalar_type() == type && (!bias || bias->scalar_type() == type),
-                  "linear_skinny: weight and bias must have x's dtype");
-  check_2d(x, "x", m, k);
-  check_2d(weight, "weight", n, k);
-  check_2d(out, "out", m, n);
-  STD_TORCH_CHECK(out.is_contiguous(), "linear_skinny: out: expected contiguous");
-  if (bias) check_1d(*bias, "bias", n);
-  for (const Tensor& t : {x, weight})
-    STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0 && (t.size(0) <= 1 || t.stride(0) % 8 == 0),
-                    "linear_skinny: x, weight: rows must start on 16-byte boundaries");
-  STD_TORCH_CHECK(m > 0 && n > 0 && k > 0, "linear_skinny: empty operands");
-  STD_TORCH_CHECK(stages >= 2 && stages <= 16 &&
-                      sm90::skinny_stage_bytes(int(tokens), int(boxes)) * stages + 1024 <= 226 * 1024,
-                  "linear_skinny: stages=", stages, " do not fit");
-  const DeviceGuard guard = on_device_of(x);
-  const sm90::SkinnyArgs args{data(bias), mutable_data(out), int(m), int(n), int(k), int(stages),
-                              out.scalar_type() == ScalarType::Float};
-  const cudaStream_t stream = current_stream(x);
-  type == ScalarType::BFloat16 ? dispatch<__nv_bfloat16>(x, weight, args, int(tokens), int(boxes), stream)
-                               : dispatch<__half>(x, weight, args, int(tokens), int(boxes), stream);
+constexpr int64_t kAsk = -1, kCanonical = 0;  // instead of a kernel's number, counted from 1
+
+struct Kernels {
+  std::shared_mutex lock;
+  std::vector<std::unique_ptr<Kernel>> all;
+  std::unordered_map<std::string, int64_t> numbers;
+
+  Kernel& at(int64_t number) {
+    const std::shared_lock guard(lock);
+    STD_TORCH_CHECK(number > 0 && number <= int64_t(all.size()), "linear: no kernel has number ", number);
+    return *all[number - 1];
+  }
+};
+
+Kernels& kernels() {
+  static Kernels* const kept = new Kernels;  // never destroyed: descriptors must not outlive their library
+  return *kept;
+}
+
+// What a choice of kernel may depend on. One size is known by its power of two alone: the rows of a, or, where a comes
+// transposed (the gradient of a weight), the depth.
+struct Key {
+  int64_t m, n, k;
+  uint64_t flags;
+  bool operator==(const Key&) const = default;
+};
+
+struct HashOfKey {
+  size_t operator()(const Key& key) const {
+    uint64_t h = key.flags;
+    for (int64_t v : {key.m, key.n, key.k}) h = (h ^ uint64_t(v)) * 0x9e3779b97f4a7c15ull, h ^= h >> 29;
+    return h;
+  }
+};
+
+int64_t bucket(int64_t size) { return std::bit_width(uint64_t(size < 8 ? 7 : size - 1)); }
+
+Key key_of(const Product& p) {
+  const uint64_t flags = p.is_bf16 | p.out_f32 << 1 | p.a_k_contiguous << 2 | p.b_k_contiguous << 3 |
+                         (p.bias != nullptr) << 4 | p.resume << 5 | p.out_aligned << 6 | uint64_t(p.device) << 8;
+  return p.a_k_contiguous ? Key{bucket(p.m), p.n, p.k, flags} : Key{p.m, p.n, bucket(p.k), flags};
+}
+
+struct Table {
+  std::shared_mutex lock;
+  std::unordered_map<Key, std::pair<int64_t, Kernel*>, HashOfKey> chosen;
+};
+
+Table& table() {
+  static Table kept;
+  return kept;
+}
+
+// a (m, k), b (k, n) or, with b_t, (n, k). False where the canonical kernel is the only one there is.
+bool describe(const Tensor& a, const Tensor& b, bool b_t, const std::optional<Tensor>& bias, const Tensor& out,
+              bool resume, Product& p) {
+  STD_TORCH_CHECK(a.dim() == 2 && b.dim() == 2 && out.dim() == 2, "linear: a, b, out: expected 2 dimensions");
+  p.m = a.size(0), p.k = a.size(1), p.n = b.size(b_t ? 0 : 1);
+  STD_TORCH_CHECK(b.size(b_t ? 1 : 0) == p.k, "linear: b: expected ", p.k, " along the reduction, got ", b.size(b_t ? 1 : 0));
+  check_2d(out, "linear: out", p.m, p.n);
+  const ScalarType type = a.scalar_type(), out_type = out.scalar_type();
+  if (bias) {
+    check_1d(*bias, "linear: bias", p.n);
+    if (bias->scalar_type() != type) return false;
+  }
+  p.is_bf16 = type == ScalarType::BFloat16;
+  p.out_f32 = out_type == ScalarType::Float;
+  p.resume = resume;
+  STD_TORCH_CHECK(!resume || p.out_f32, "linear: out: resuming needs the fp32 accumulators");
+  if (!(p.is_bf16 || type == ScalarType::Half) || b.scalar_type() != type || !(p.out_f32 || out_type == type)) return false;
+  if (p.m == 0 || p.n == 0 || p.k == 0) return false;
+  constexpr int64_t kMost = (int64_t(1) << 31) - 1024;
+  if (p.m > kMost || p.n > kMost || p.k > kMost) return false;
+
+  // (outer, inner) with the inner dimension contiguous; the distance of one single row means nothing
+  const auto layout = [](const Tensor& t, int inner, int64_t& ld) {
+    const int64_t extent = t.size(inner);
+    if (extent > 1 && t.stride(inner) != 1) return false;
+    ld = t.size(1 - inner) > 1 ? t.stride(1 - inner) : (extent + 7) / 8 * 8;
+    return ld >= extent && ld % 8 == 0 && reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0;
+  };
+  const int k_of_b = b_t ? 1 : 0;
+  p.a_k_contiguous = p.k == 1 || a.stride(1) == 1;
+  p.b_k_contiguous = p.k == 1 || b.stride(k_of_b) == 1;
+  if (!layout(a, p.a_k_contiguous ? 1 : 0, p.a_ld) || !layout(b, p.b_k_contiguous ? k_of_b : 1 - k_of_b, p.b_ld)) return false;
+  p.out_ld = p.m > 1 ? out.stride(0) : (p.n + 7) / 8 * 8;
+  if (p.out_ld < p.n) return false;
+  p.out_aligned = reinterpret_cast<uintptr_t>(out.data_ptr()) % 16 == 0 && p.out_ld % (p.out_f32 ? 4 : 8) == 0;
+  p.a = data(a), p.b = data(b), p.bias = data(bias), p.out = mutable_data(out);
+  p.device = a.get_device_index();
+  STD_TORCH_CHECK(b.get_device_index() == p.device && out.get_device_index() == p.device &&
+                      (!bias || bias->get_device_index() == p.device),
+                  "linear: a, b, bias and out: expected one device");
+  return true;
+}
+
+// 1: done. 0: the canonical kernel has to do it (it has the same bits). -1: no kernel has been chosen yet.
+int64_t linear_matmul(Tensor a, Tensor b, bool b_t, std::optional<Tensor> bias, Tensor out, bool resume, int64_t kernel) {
+  Product p;
+  if (!describe(a, b, b_t, bias, out, resume, p)) return 0;
+  Kernel* chosen = nullptr;
+  if (kernel == kAsk) {
+    const Key key = key_of(p);
+    const std::shared_lock guard(table().lock);
+    const auto found = table().chosen.find(key);
+    if (found == table().chosen.end()) return -1;
+    chosen = found->second.second;
+  } else {
+    chosen = &kernels().at(kernel);
+  }
+  if (!chosen) return 0;
+  const DeviceGuard guard = on_device_of(a);
+  return chosen->run(p, current_stream(a));
+}
+
+// The number of a kernel that linear_matmul takes, by its name.
+int64_t linear_kernel(std::string name) {
+  const std::unique_lock guard(kernels().lock);
+  auto [entry, is_new] = kernels().numbers.try_emplace(name, 0);
+  if (is_new) try {
+      kernels().all.push_back(make_kernel(name));
+      entry->second = int64_t(kernels().all.size());
+    } catch (...) {
+      kernels().numbers.erase(entry);
+      throw;
+    }
+  return entry->second;
+}
+
+// From now on, products of this kind are this kernel's, or the canonical one's where it is 0.
+void linear_choose(Tensor a, Tensor b, bool b_t, std::optional<Tensor> bias, Tensor out, bool resume, int64_t kernel) {
+  Product p;
+  if (!describe(a, b, b_t, bias, out, resume, p)) return;
+  Kernel* const chosen = kernel == kCanonical ? nullptr : &kernels().at(kernel);
+  const std::unique_lock guard(table().lock);
+  table().chosen[key_of(p)] = {kernel, chosen};
+}
+
+// cublasLt's version, found through `paths` where torch has not loaded it.
+int64_t linear_cublaslt_version(std::string paths) {
+  lt::library(paths);
+  return int64_t(lt::need_library().version());
+}
+
+// Names of algorithms for this product without workspace and reduction, the library's favourite first, one a line.
+std::string linear_cublaslt_algorithms(Tensor a, Tensor b, bool b_t, std::optional<Tensor> bias, Tensor out, bool resume,
+                                       int64_t most) {
+  Product p;
+  if (!describe(a, b, b_t, bias, out, resume, p)) return "";
+  const DeviceGuard guard = on_device_of(a);
+  std::string names;
+  for (const lt::Algorithm& algorithm : lt::Descriptors().algorithms(p, int(most))) names += lt::name_of(algorithm) + "\n";
+  return names;
 }
 
 }  // namespace
 }  // namespace vx
 
-STABLE_TORCH_LIBRARY_IMPL(vexact_native, CUDA, m) { m.impl("linear_skinny", TORCH_BOX(&vx::linear_skinny)); }
+STABLE_TORCH_LIBRARY_IMPL(vexact_native, CUDA, m) {
+  m.impl("linear_matmul", TORCH_BOX(&vx::linear_matmul));
+  m.impl("linear_choose", TORCH_BOX(&vx::linear_choose));
+  m.impl("linear_cublaslt_algorithms", TORCH_BOX(&vx::linear_cublaslt_algorithms));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(vexact_native, CompositeExplicitAutograd, m) {
+  m.impl("linear_kernel", TORCH_BOX(&vx::linear_kernel));
+  m.impl("linear_cublaslt_version", TORCH_BOX(&vx::linear_cublaslt_version));
+}

@@ -11,7 +11,8 @@ namespace vx::sm90 {
 
 struct SkinnyArgs {
   const void* bias;   // (N,) in the input dtype, or null
-  void* out;          // (M, N) contiguous, input dtype or fp32
+  void* out;          // (M, N) with rows out_ld apart, input dtype or fp32
+  int64_t out_ld;
   int m, n, k, stages;
   bool out_f32;
 };
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(kThreads)
         const int m = m0 + 8 * j + lane % 4 * 2 + i;
         if (m >= a.m) continue;
         const float v = a.bias ? d[4 * j + 2 * h + i] + bias : d[4 * j + 2 * h + i];
-        const int64_t at = int64_t(m) * a.n + n;
+        const int64_t at = m * a.out_ld + n;
         if (a.out_f32)
           static_cast<float*>(a.out)[at] = v;
         else

@@ -250,6 +250,40 @@ def test_doctor_exits_1_where_a_check_fails(capsys, monkeypatch):
     assert code == 1 and "FAILED  toy" in out and "AssertionError: a row alone" in out and "2 of 4 checks" in out
 
 
+def test_doctor_admits_the_matrices_of_a_model(capsys, monkeypatch, model, tmp_path):
+    from vexact_ops._core.admit import Verdict
+
+    asked = []
+
+    def admit_linear(n, k, rows, dtype, **options):
+        asked.append((n, k, rows, options["product"], options["out_dtype"]))
+        verdicts = [
+            Verdict("fast", 0, 2.0),
+            Verdict("slow", 0, 3.0),
+            Verdict("split", 7),
+            Verdict("none", None, error="no"),
+        ]
+        return f"N={n} K={k} M<={rows}", verdicts
+
+    monkeypatch.setattr(doctor.vx, "admit_linear", admit_linear)
+    monkeypatch.setattr(cli, "_device", lambda name: None)
+    options = ["--model", model, "--shapes", "6144x4096", "--rows", 16, "--training", "--json", tmp_path / "a.json"]
+    code, out, _ = run(capsys, "doctor", "--admit", *options)
+    assert code == 0 and "fast, 2.0 us" in out and "split: 7 elements differ" in out and "none: no" in out
+    assert {(6144, 4096, rows, product, None) for rows in (8, 16) for product in ("fwd", "dx", "dweight")} <= set(asked)
+    config = json.loads((Path(model) / "config.json").read_text())
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    assert {(2 * inner, hidden, 8, "fwd", None), (hidden, inner, 16, "fwd", None)} <= set(asked)
+    assert (config["vocab_size"], hidden, 8, "fwd", torch.float32) in asked
+    record = json.loads((tmp_path / "a.json").read_text())
+    assert len(record["admissions"]) == len(asked)
+    assert record["admissions"][0]["verdicts"][2] == {"candidate": "split", "different": 7, "us": None, "error": None}
+    code, _, err = run(capsys, "doctor", "--admit")
+    assert code == 2 and "--model DIR or --shapes" in err
+    code, _, err = run(capsys, "doctor", "--shapes", "8x8")
+    assert code == 2 and "--admit" in err
+
+
 def test_help_needs_no_torch_and_a_closed_pipe_no_traceback(model):
     code = "import sys; from vexact_engine import cli\ntry: cli.main(['verify', '--help'])\nexcept SystemExit: pass\n"
     code += "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"

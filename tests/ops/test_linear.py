@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import room_backends
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vexact_ops as vx
@@ -346,21 +346,134 @@ def test_bad_arguments_are_named():
         vx.linear(x, w, backend="cuda")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+# A GPU's fast kernels
+
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+ON_SM90 = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no SM90 device"
+)
+LAYOUTS = pytest.mark.parametrize("layout", ["fwd", "dx", "dweight"])
+
+
+def operands(layout, rows, n, k, seed, dtype=torch.bfloat16):
+    """a, b of x @ w.T, dy @ w or dy.T @ x for an (n, k) weight and so many rows; they cancel."""
+    m, deep, wide = {"fwd": (rows, k, n), "dx": (rows, n, k), "dweight": (n, rows, k)}[layout]
+    a, b = cancelling(m, deep, wide, seed, dtype, "cuda")
+    a, b = a.clamp(-64, 64), b.t()
+    if layout != "fwd":
+        b = b.contiguous()
+    return a.t().contiguous().t() if layout == "dweight" else a, b
+
+
+@ON_GPU
 @pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=["rounded", "fp32"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("n,k", [(1024, 1024), (2048, 768), (576, 1536), (200, 1000), (65, 72), (4096, 12288)])
-def test_every_gpu_kernel_has_the_triton_kernels_bits(n, k, dtype, out_dtype):
-    x, w = cancelling(130, k, n, seed=n, dtype=dtype, device="cuda")
+@pytest.mark.parametrize("n,k", [(1024, 1024), (520, 1032), (521, 1032), (65, 72), (4096, 12288)])
+def test_the_gpu_has_the_triton_kernels_bits(n, k, dtype, out_dtype):
+    x, w = cancelling(300, k, n, seed=n, dtype=dtype, device="cuda")
     x = x.clamp(-64, 64)
     bias = w[:, 0].contiguous()
-    for rows in (1, 3, 8, 9, 16, 31, 32, 64, 65, 130):
+    for rows in (1, 3, 8, 9, 31, 64, 65, 130, 300):
         for b in (None, bias):
             ours = vx.linear(x[:rows], w, b, out_dtype=out_dtype, backend="cuda")
             assert_bitwise(ours, vx.linear(x[:rows], w, b, out_dtype=out_dtype, backend="triton"), f"{rows} rows")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@ON_SM90
+@LAYOUTS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "bias,resume", [(False, False), (True, False), (False, True)], ids=["plain", "bias", "resumed"]
+)
+@pytest.mark.parametrize("rows", [8, 64, 256])
+@settings(max_examples=3)
+@given(less=st.integers(0, 127), seed=SEED)
+def test_every_admitted_kernel_has_the_triton_kernels_bits(layout, dtype, bias, resume, rows, less, seed):
+    from vexact_ops.linear import cuda, triton
+
+    n, k = 512, 1040
+    out_dtype = torch.float32 if resume else dtype
+    _, verdicts = cuda.admit(n, k, rows, dtype, out_dtype, bias=bias, resume=resume, layout=layout)
+    assert any(v.admitted for v in verdicts), verdicts
+    a, b = operands(layout, max(1, rows - less * rows // 256), n, k, seed, dtype)
+    size = a.shape[0], b.shape[1]
+    extra = torch.randn(size[1], device="cuda").to(dtype) if bias else None
+    out = torch.randn(size, device="cuda") * 100 if resume else torch.empty(size, dtype=out_dtype, device="cuda")
+    expected = triton.matmul(a, b, out.clone(), extra, resume=resume)
+    for verdict in verdicts:
+        if verdict.admitted and verdict.candidate != cuda.TRITON:
+            ours = cuda.candidate(verdict.candidate, resume).run(a, b, False, extra, out)
+            assert_bitwise(ours, expected, verdict.candidate)
+
+
+@ON_SM90
+def test_a_split_reduction_is_refused(tmp_path):
+    from vexact_ops._core.admit import Admissions, Candidate, fastest
+    from vexact_ops.linear import cuda
+
+    def stock(a, b, b_t, bias, out):  # cuBLAS with its workspace cuts K in parts here
+        return torch.nn.functional.linear(a, b)
+
+    def halves(a, b, b_t, bias, out):
+        cut = a.shape[1] // 2
+        return sum(a[:, at].float() @ b[:, at].float().t() for at in (slice(cut), slice(cut, None))).to(out.dtype)
+
+    product = cuda.Product(torch.device("cuda", 0), torch.bfloat16, torch.bfloat16, 16, 4096, 12288)
+    ours = product.candidates()[:1]
+    found = Admissions("test", tmp_path / "a.json")
+    both = [Candidate("stock", stock), Candidate("halves", halves)]
+    assert found.choose("k", [*both, *ours], product.canonical, product.cases).name == ours[0].name
+    for verdict in found.verdicts("k")[:2]:
+        assert verdict.different > 0, verdict
+    assert fastest(found.verdicts("k")) == ours[0].name
+
+
+@ON_SM90
+def test_adding_at_the_end_is_no_resumption(tmp_path):
+    from vexact_ops._core.admit import Admissions
+    from vexact_ops.linear import cuda
+
+    product = cuda.Product(torch.device("cuda", 0), torch.bfloat16, torch.float32, 256, 512, 1024, resume=True)
+    found = Admissions("test", tmp_path / "a.json")
+    names = product.cublaslt_names(2)  # it would add the old values to the finished sum
+    candidates = [cuda.candidate(name, True) for name in names]
+    assert names and found.choose("k", candidates, product.canonical, product.cases) is None
+    assert all(verdict.different > 0 for verdict in found.verdicts("k"))
+
+
+@ON_SM90
+@LAYOUTS
+@pytest.mark.parametrize("resume", [False, True], ids=["plain", "resumed"])
+def test_matmul_reads_any_strides(layout, resume):
+    from vexact_ops.linear import cuda, triton
+
+    for rows, n, k in ((300, 520, 776), (48, 777, 513), (1, 1024, 1024)):
+        a, b = operands(layout, rows, n, k, seed=rows)
+        wide = torch.full((b.shape[0] + 3, b.shape[1] + 24), float("nan"), dtype=b.dtype, device="cuda")
+        view = wide[3:, 8:-16]
+        view.copy_(b)
+        odd = torch.stack([a, a * 0], -1)[..., 0]
+        room = torch.randn(a.shape[0], b.shape[1] + 8, device="cuda")
+        expected = triton.matmul(a, b, room[:, :-8].clone(), resume=resume)
+        for x in (a, a.contiguous(), a.t().contiguous().t(), odd):
+            for y in (b, view, b.contiguous(), b.t().contiguous().t()):
+                out = room.clone()
+                cuda.matmul(x, y, out[:, :-8], resume=resume)
+                assert_bitwise(out[:, :-8], expected, f"{x.stride()} {y.stride()}")
+                assert_bitwise(out[:, -8:], room[:, -8:], "beside it")
+
+
+@ON_GPU
+@pytest.mark.parametrize("rows", [1, 40, 300])
+def test_concatenated_weights_keep_their_bits(rows):
+    x, w = cancelling(rows, 1024, 2048, seed=rows, device="cuda")
+    parts = w[:1024], w[1024:1536], w[1536:]
+    assert_bitwise(vx.linear(x, w), torch.cat([vx.linear(x, part.clone()) for part in parts], 1), "q, k, v")
+    wide = torch.cat([x, x], 1)[:, :1024]
+    assert_bitwise(vx.linear(wide, parts[1]), vx.linear(x, parts[1].clone()), "a part in place")
+
+
+@ON_GPU
 def test_a_graph_replays_the_eager_bits():
     x, w = cancelling(16, 1024, 512, seed=3, device="cuda")
     expected = vx.linear(x, w)
@@ -371,3 +484,33 @@ def test_a_graph_replays_the_eager_bits():
     static.copy_(x)
     graph.replay()
     assert_bitwise(y, expected)
+
+
+@ON_SM90
+def test_a_first_call_inside_a_graph_verifies_nothing(monkeypatch):
+    from vexact_ops.linear import cuda
+
+    x, w = cancelling(24, 1048, 568, seed=3, device="cuda")
+    vx.linear(x, w, backend="triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = vx.linear(x, w)
+    graph.replay()
+    asked = []
+    settle = cuda._settle
+    monkeypatch.setattr(cuda, "_settle", lambda *args: asked.append(args) or settle(*args))
+    assert_bitwise(vx.linear(x, w), y)
+    assert_bitwise(vx.linear(x[:17], w), y[:17])
+    assert len(asked) == 1, "chosen once for a bucket"
+
+
+@ON_SM90
+def test_rows_beyond_the_largest_bucket(monkeypatch):
+    from vexact_ops.linear import cuda
+
+    monkeypatch.setattr(cuda, "LARGEST", 256)
+    _, small = cuda.admit(520, 1016, 256, torch.bfloat16)
+    _, large = cuda.admit(520, 1016, 700, torch.bfloat16)
+    best = min((v for v in small if v.admitted), key=lambda v: v.us)
+    assert best.candidate != cuda.TRITON
+    assert [(v.candidate, v.different) for v in large] == [(best.candidate, 0)]

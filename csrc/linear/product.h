@@ -1,0 +1,22 @@
+// One matrix product as the GPU kernels of linear see it.
+#pragma once
+#include <cstdint>
+
+namespace vx {
+
+// out (m, n) = a (m, k) b (k, n) + bias. a and b are contiguous along k or along their other dimension; the distance of
+// their rows (columns) and of out's rows is in elements.
+struct Product {
+  int64_t m, n, k;
+  int64_t a_ld, b_ld, out_ld;
+  bool a_k_contiguous, b_k_contiguous;
+  bool is_bf16;      // a, b and bias: bf16, else fp16
+  bool out_f32;      // else out is of their dtype
+  bool resume;       // start from the fp32 values in out
+  bool out_aligned;  // out's rows begin on 16-byte boundaries; a's and b's always do
+  const void *a, *b, *bias;
+  void* out;
+  int device;
+};
+
+}  // namespace vx
