@@ -161,8 +161,8 @@ __global__ void __launch_bounds__(kDecodeThreads)
 
     float m[2] = {-INFINITY, -INFINITY};
     float acc[kTiles][4] = {};
-    float l = 0.f;  // in lanes below 16: the partial sum t of row warp + 4 * (lane / 4)
-    const int sum_row = warp + 4 * g;
+    float l = 0.f;  // the partial sum t of row sum_row; the upper lanes repeat the lower ones
+    const int sum_row = (warp + 4 * g) % kDecodeRows;
     float high[2] = {-INFINITY, -INFINITY}, all[2] = {0.f, 0.f}, out[kTiles][4] = {};  // of segments that are done
 
     for (int n = 0; n < blocks; ++n) {  // order: blocks of keys from the last to the first
@@ -260,9 +260,9 @@ __global__ void __launch_bounds__(kDecodeThreads)
           }
         }
       }
-      if (lane < 16 && sum_row < a.group) {  // order: a partial sum takes its keys ascending
+      {  // no branch, so that these additions fill the gaps between the products above
         const float2* x = reinterpret_cast<const float2*>(&s.sums[sum_row][t * 2]);
-        l = __fmaf_rn(l, s.kept[sum_row], x[0].x);
+        l = __fmaf_rn(l, s.kept[sum_row], x[0].x);  // order: a partial sum takes its keys ascending
         l = __fadd_rn(l, x[0].y);
 #pragma unroll
         for (int j = 1; j < kKeys / 8; ++j) {

@@ -118,12 +118,12 @@ def paged_fwd(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_
 @functools.cache
 def _cute():
     """The module of flash-attn-4's kernels, or None where they are not installed or another version is."""
-    if any(importlib.util.find_spec(name) is None for name in ("flash_attn", "cutlass", "quack")):
+    if importlib.util.find_spec("flash_attn") is None:
         return None
-    if importlib.util.find_spec("flash_attn.cute") is None:
+    try:
+        from . import cute
+    except ImportError:  # an older flash-attn, or one without what it is compiled with
         return None
-    from . import cute
-
     return None if cute.unavailable() else cute
 
 
