@@ -332,6 +332,14 @@ def test_values_out_of_range_touch_nothing_else():
             assert_bitwise(got[[0, 2]], expected[[0, 2]], "beside a length above the table")
         run(table, lens, torch.tensor([0, 5, -3, 2**31 - 1], dtype=torch.int32, device="cuda"), 4)
         assert_bitwise(run(table, lens, cu, 1), expected, "afterwards")
+    long = attention_inputs([3000], 4, 2, 128, 128, seed=12, dtype=torch.bfloat16, device="cuda")
+    expected = vx.attention_varlen(*long, offsets([3000], "cuda"), 3000, backend="cuda")
+    for wild in ([0, 5000], [-7, 2**31 - 1], [0, 2000, 1000, 3000], [100, 3000, -5]):
+        cu = torch.tensor(wild, dtype=torch.int32, device="cuda")
+        inputs = tuple(x.clone().requires_grad_() for x in long)
+        out = vx.attention_varlen(*inputs, cu, 3000, backend="cuda")
+        torch.autograd.grad(out.sum(), inputs)
+    assert_bitwise(vx.attention_varlen(*long, offsets([3000], "cuda"), 3000, backend="cuda"), expected, "afterwards")
 
 
 @SM90

@@ -54,6 +54,12 @@ def _aligned(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def _both(cu_seqlens: Tensor, cu_seqlens_k: Tensor | None, tokens: int, keys: int) -> tuple[Tensor, Tensor]:
+    """Offsets that flash-attn-4 can follow without leaving its tensors; unchanged where they are in order."""
+    at = cu_seqlens.clamp(0, tokens).cummax(0).values
+    return at, at if cu_seqlens_k is None else cu_seqlens_k.clamp(0, keys).cummax(0).values
+
+
 def varlen_fwd(q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, sinks, scale, causal, window, softcap, kv_segment):
     """As in triton.py, but for lse in flash's cases: (Hq, T) in memory, and in natural logarithms."""
     options = scale, causal, window, softcap, kv_segment
@@ -62,14 +68,15 @@ def varlen_fwd(q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, sinks, scale, caus
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
     out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-    args = q, k, v, cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k, scale, causal, window, kv_segment
+    at, at_k, numbers = cu_seqlens, cu_seqlens_k, (scale, causal, window, kv_segment)
     if q.shape[0] >= LONG and k.shape[0] and _fast_forward(q, k, v, causal, window, kv_segment):
-        odd = torch.zeros(1, dtype=torch.int32, device=q.device)
         with torch.cuda.device(q.device):
-            _cute().forward(*args, out, lse, odd)
-        ours(*args, out, lse, odd)  # does nothing but where a value is not finite
+            odd = torch.zeros(1, dtype=torch.int32, device=q.device)
+            at, at_k = _both(at, at_k, q.shape[0], k.shape[0])
+            _cute().forward(q, k, v, at, at_k, *numbers, out, lse, odd)
+        ours(q, k, v, at, at_k, *numbers, out, lse, odd)  # does nothing but where a value is not finite
     else:
-        ours(*args, out, lse)
+        ours(q, k, v, at, at if at_k is None else at_k, *numbers, out, lse)
     return out, lse.view(lse.shape[::-1])
 
 
@@ -87,8 +94,8 @@ def varlen_bwd(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, sinks, scale, 
     if _fast_backward(q, k, v, causal, window):
         q, k, v, dout, out = (_aligned(x) for x in (q, k, v, dout, out))
         with torch.cuda.device(q.device):
-            offsets_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
-            grads = _cute().backward(dout, q, k, v, out, lse, cu_seqlens, offsets_k, scale, causal, window)
+            at, at_k = _both(cu_seqlens, cu_seqlens_k, q.shape[0], k.shape[0])
+            grads = _cute().backward(dout, q, k, v, out, lse, at, at_k, scale, causal, window)
         return *grads, None
     return triton.varlen_bwd(dout, q, k, v, out, (lse * _LOG2_E).t().contiguous(), *args)
 

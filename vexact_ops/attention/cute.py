@@ -102,6 +102,20 @@ class Forward(FlashAttentionForwardSm90):
         return cute.struct(type("SharedStorage", (), {"__annotations__": fields}))
 
     @cute.jit
+    def blocks(self, one_block, product, seqlen, mask_fn, kv_state, begun, end, low):
+        """The blocks of keys from end - 1 down to low; begun: whether the output holds something already."""
+        for i in cutlass.range(end - low, unroll=1):
+            kv_state = one_block(
+                kv_state,
+                n_block=end - 1 - i,
+                seqlen=seqlen,
+                mma_pv_fn=partial(product, zero_init=not begun),
+                mask_fn=mask_fn,
+            )
+            begun = Boolean(True)
+        return kv_state, begun
+
+    @cute.jit
     def mma(
         self,
         tiled_mma_qk,
@@ -230,39 +244,16 @@ class Forward(FlashAttentionForwardSm90):
                 )
                 begun = Boolean(False)
                 block = end - 1
+                masked = partial(mask_fn, mask_seqlen=False)
+                step = partial(self.blocks, one_block, product, seqlen)
                 if const_expr(self.is_causal or self.is_local):
                     edge = cutlass.max(causal_edge, low)
-                    for i in cutlass.range(block - edge, unroll=1):
-                        kv_state = one_block(
-                            kv_state,
-                            n_block=block - 1 - i,
-                            seqlen=seqlen,
-                            mma_pv_fn=partial(product, zero_init=not begun),
-                            mask_fn=partial(mask_fn, mask_seqlen=False),
-                        )
-                        begun = Boolean(True)
+                    kv_state, begun = step(masked, kv_state, begun, block, edge)
                     block = cutlass.min(block, edge)
                 edge = cutlass.max(window_edge, low)
-                for i in cutlass.range(block - edge, unroll=1):
-                    kv_state = one_block(
-                        kv_state,
-                        n_block=block - 1 - i,
-                        seqlen=seqlen,
-                        mma_pv_fn=partial(product, zero_init=not begun),
-                        mask_fn=None,
-                    )
-                    begun = Boolean(True)
+                kv_state, begun = step(None, kv_state, begun, block, edge)
                 if const_expr(self.is_local and block_info.window_size_left is not None):
-                    block = cutlass.min(block, edge)
-                    for i in cutlass.range(block - low, unroll=1):
-                        kv_state = one_block(
-                            kv_state,
-                            n_block=block - 1 - i,
-                            seqlen=seqlen,
-                            mma_pv_fn=partial(product, zero_init=not begun),
-                            mask_fn=partial(mask_fn, mask_seqlen=False),
-                        )
-                        begun = Boolean(True)
+                    kv_state, begun = step(masked, kv_state, begun, cutlass.min(block, edge), low)
                 kv_state = self.last_half_block_overlap(
                     kv_consumer_state=kv_state,
                     pipeline_v=pipeline_v,
