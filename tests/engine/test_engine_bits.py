@@ -235,7 +235,7 @@ def test_top_logprobs_are_those_of_the_sampled_tokens(device, dtype):
 
 
 @pytest.mark.parametrize("device,dtype", devices())
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2", "Qwen3Moe", "Mixtral"])
 def test_fused_equals_patched(family, device, dtype, monkeypatch):
     options = {"attention_bias": True, "mlp_bias": True} if family == "Llama" else {}
     done = {}

@@ -41,7 +41,9 @@ def ops_apart(x, gate_up, down, weights, ids, activation, backend):
             e = int(ids[t, s])
             if not 0 <= e < gate_up.shape[0]:
                 continue
-            a = vx.silu_mul(vx.linear(x[t : t + 1], gate_up[e], backend=backend), activation=activation)
+            a = vx.silu_mul(
+                vx.linear(x[t : t + 1], gate_up[e], backend=backend), activation=activation, backend=backend
+            )
             y = vx.linear(a, down[e], backend=backend)[0].cpu()
             # one fused multiply-add: the product is exact in float64, and so is its sum but for far apart terms,
             # which rounding to odd keeps from being rounded twice
@@ -205,7 +207,9 @@ def test_views_and_frozen_weights(device, backend, dtype):
     wide = torch.full((4, 40, 60), float("nan"), dtype=dtype, device=device)
     wide[:, 4:36, :48] = gate_up
     turned = down.transpose(1, 2).contiguous().transpose(1, 2)
-    y = vx.fused_moe(x.t().contiguous().t(), wide[:, 4:36, :48], turned, weights.t().contiguous().t(), ids)
+    y = vx.fused_moe(
+        x.t().contiguous().t(), wide[:, 4:36, :48], turned, weights.t().contiguous().t(), ids, backend=backend
+    )
     assert_bitwise(y, expected, "views")
     x.requires_grad_()
     (dx,) = torch.autograd.grad(vx.fused_moe(x, gate_up, down, weights, ids, backend=backend).float().sum(), x)

@@ -35,6 +35,8 @@ class Family:
 
 
 _QWEN3 = Family(attention=_ATTENTION | {"q_norm", "k_norm"})
+_DENSE = frozenset({"gate_proj", "up_proj", "down_proj"})
+_MIXTURE = frozenset({"gate", "experts"})
 _GEMMA2 = Family(_SANDWICH, style="gemma", activation="gelu_tanh")
 FAMILIES = {
     "transformers.models.llama.modeling_llama.LlamaForCausalLM": Family(),
@@ -42,6 +44,8 @@ FAMILIES = {
     "transformers.models.qwen2.modeling_qwen2.Qwen2ForCausalLM": Family(),
     "transformers.models.qwen3.modeling_qwen3.Qwen3ForCausalLM": _QWEN3,
     "transformers.models.gemma2.modeling_gemma2.Gemma2ForCausalLM": _GEMMA2,
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeForCausalLM": _QWEN3,
+    "transformers.models.mixtral.modeling_mixtral.MixtralForCausalLM": Family(),
 }
 
 
@@ -77,7 +81,8 @@ def _differs(model: nn.Module, family: Family) -> str:
             return "a layer has other parts"
         if {name for name, _ in layer.self_attn.named_children()} != family.attention:
             return "an attention module has other parts"
-        if not {"gate_proj", "up_proj", "down_proj"} <= {name for name, _ in layer.mlp.named_children()}:
+        parts = {name for name, _ in layer.mlp.named_children()}
+        if parts != _MIXTURE and not parts >= _DENSE:
             return "a feed-forward block has other parts"
         for group in _groups(layer):
             if len({p.bias is None for p in group}) != 1 or len({p.weight.dtype for p in group}) != 1:
@@ -87,7 +92,8 @@ def _differs(model: nn.Module, family: Family) -> str:
 
 def _groups(layer: nn.Module) -> tuple[tuple[nn.Linear, ...], ...]:
     attention, mlp = layer.self_attn, layer.mlp
-    return (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
+    qkv = attention.q_proj, attention.k_proj, attention.v_proj
+    return (qkv, (mlp.gate_proj, mlp.up_proj)) if hasattr(mlp, "gate_proj") else (qkv,)
 
 
 @torch.no_grad()
@@ -109,11 +115,15 @@ class _Layer:
 
     def __init__(self, layer: nn.Module, config, family: Family):
         attention, mlp = layer.self_attn, layer.mlp
-        qkv, gate_up = _groups(layer)
+        qkv, *gate_up = _groups(layer)
         self.qkv, self.qkv_bias = _join_all(qkv)
-        self.gate_up, self.gate_up_bias = _join_all(gate_up)
+        self.experts = None
+        if gate_up:
+            self.gate_up, self.gate_up_bias = _join_all(*gate_up)
+            self.down, self.down_bias = mlp.down_proj.weight, mlp.down_proj.bias
+        else:  # two patched modules: nothing between them is left out but a view
+            self.router, self.experts = mlp.gate, mlp.experts
         self.o, self.o_bias = attention.o_proj.weight, attention.o_proj.bias
-        self.down, self.down_bias = mlp.down_proj.weight, mlp.down_proj.bias
         self.dim = attention.head_dim
         self.q_rows, self.k_rows = attention.q_proj.weight.shape[0], attention.k_proj.weight.shape[0]
         self.q_norm = self.k_norm = None
@@ -176,8 +186,12 @@ class _Decoder:
             if layer.after_attention is not None:
                 x = vx.rmsnorm(x, layer.after_attention, layer.after_attention_eps, style=style)
             h, residual = vx.rmsnorm(x, layer.middle, layer.middle_eps, residual, style=style)
-            h = vx.silu_mul(vx.linear(h, layer.gate_up, layer.gate_up_bias), activation=activation)
-            x = vx.linear(h, layer.down, layer.down_bias)
+            if layer.experts is None:
+                h = vx.silu_mul(vx.linear(h, layer.gate_up, layer.gate_up_bias), activation=activation)
+                x = vx.linear(h, layer.down, layer.down_bias)
+            else:
+                _, weights, ids = layer.router(h)
+                x = layer.experts(h, ids, weights)
             if layer.after_mlp is not None:
                 x = vx.rmsnorm(x, layer.after_mlp, layer.after_mlp_eps, style=style)
         return vx.rmsnorm(x, self.norm, self.eps, residual, style=style)[0]

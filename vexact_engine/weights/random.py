@@ -70,6 +70,69 @@ CONFIGS = {
         "bos_token_id": 128000,
         "eos_token_id": 128001,
     },
+    "qwen3-30b-a3b": _QWEN3
+    | {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "tie_word_embeddings": False,
+    },
+    "moonlight-16b-a3b": {
+        "model_type": "deepseek_v3",
+        "vocab_size": 163840,
+        "hidden_size": 2048,
+        "intermediate_size": 11264,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.446,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e4},
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "bos_token_id": 163584,
+        "eos_token_id": 163585,
+    },
+    "olmoe-1b-7b": {
+        "model_type": "olmoe",
+        "vocab_size": 50304,
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "bos_token_id": 50279,
+        "eos_token_id": 50279,
+    },
 }
 
 
@@ -95,6 +158,9 @@ def load_random(source: str, *, dtype: str = "bfloat16", device: torch.device | 
             for parameter in model.parameters():
                 if parameter.dim() == 1:  # norms begin at 1 and biases at 0, where a mistake with either cannot show
                     parameter.data += 0.1 * torch.randn_like(parameter)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):  # of a router: likewise
+                    buffer += 0.1 * torch.randn_like(buffer)
     except OSError as error:
         raise FileNotFoundError(f"{source}: {' '.join(str(error).split())}") from None
     has_tokenizer = any(os.path.exists(os.path.join(source, name)) for name in ("tokenizer.json", "tokenizer.model"))
