@@ -1,4 +1,4 @@
-"""linear on every matrix of a model, against the stock product."""
+"""linear on every matrix of a model, against the stock product, a fixed Triton tile and quack."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,11 +8,28 @@ import torch.nn.functional as F
 import vexact_ops as vx
 from vexact_ops.testing import cancelling
 
-from ..harness import Case, random
+from ..harness import Case, peers, random
 from ..shapes import Shape
 
 
+def _fixed_tile():
+    from ..fixed_tile import linear
+
+    return linear
+
+
+def _quack():
+    from quack.gemm_interface import gemm
+
+    return lambda x, weight: gemm(x, weight.t(), tuned=False)
+
+
+def _tiled(t: torch.Tensor, rows: int) -> torch.Tensor:
+    return t.repeat(-(-rows // t.shape[0]), 1)[:rows]
+
+
 def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) -> Iterator[Case]:
+    others = peers(**{"fixed-tile": _fixed_tile, "quack": _quack}) if device == "cuda" else {}
     for name, (n, k) in shape.linears().items():
         for count in rows:
             if count * n > 2**28:
@@ -24,14 +41,18 @@ def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) ->
                 )
 
             def bits(x, weight, k=k):
-                x, weight = cancelling(x.shape[0], k, min(weight.shape[0], 256), 0, dtype, device)
-                return vx.linear(x[-1:], weight), vx.linear(x, weight)[-1:]
+                few, some = cancelling(min(x.shape[0], 32), k, min(weight.shape[0], 128), 0, dtype, device)
+                x, weight = _tiled(few, x.shape[0]), _tiled(some, weight.shape[0])
+                y = vx.linear(x, weight)
+                if device != "cuda":
+                    return vx.linear(x[-1:], weight), y[-1:]
+                return (vx.linear(x[-1:], weight), y), (y[-1:], vx.linear(x, weight, backend="triton"))
 
             yield Case(
                 "linear",
                 f"{shape.name} {name} M={count} {str(dtype)[6:]}",
                 make,
-                {"vexact": vx.linear, "torch": F.linear},
+                {"vexact": vx.linear, "torch": F.linear, **others},
                 bits,
                 bytes=(count * k + n * k + count * n) * dtype.itemsize,
                 flops=2 * count * n * k,
