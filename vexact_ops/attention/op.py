@@ -120,6 +120,9 @@ def attention_paged(
     scale, window, softcap, sinks, kv_segment   as in attention_varlen
     returns       (T, Hq, Dv) in q.dtype
     bits          those of attention_varlen for the same sequence, for any page size, page order, chunking and batch
+    speed         with backend "cuda" the segments of a sequence that decodes are reduced in parallel: long contexts
+                  want kv_segment=1024 or 2048, which costs training next to nothing. Values out of range on a GPU are
+                  not looked at (that would stall the stream); they touch no memory but the arguments'
     grad          none: a RuntimeError where an input requires one in grad mode
     raises        TypeError on dtype, ValueError on shape, values (on CPU) or device, BackendUnavailable
     """
