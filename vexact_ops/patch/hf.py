@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..attention.op import KEY_BLOCK
+from ..attention.op import ROOM as ATTENTION
 from . import audit, forwards, mixture, pieces
 from .pieces import NotCovered
 from .report import table
@@ -232,8 +234,10 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None) 
     and GLM-4, Arcee, BitNet (not quantised), CWM, ERNIE 4.5, EXAONE 4, Helium, HunYuan, HyperCLOVA X, Seed-OSS.
 
     Not while another thread runs the same model; different models may be patched and used in different threads. Patch
-    before torch.compile, FSDP or PEFT wrap the model. A patched model refuses autocast (cast the model instead), and
-    deepcopy and pickle (undo first).
+    before torch.compile, FSDP or PEFT wrap the model. Gradient checkpointing, FSDP2 (mixed precision too) and
+    torch.compile keep the bits; Inductor keeps those of gradients with its option emulate_precision_casts alone, for it
+    leaves out the roundings between elementwise kernels that it joins. A patched model refuses autocast (cast the model
+    instead), and deepcopy and pickle (undo first).
 
     raises      UnsupportedModule (a ValueError) naming every module that is not covered, and why: the model is then
                 as it was; TypeError where it is no transformers model; ValueError where it is no decoder, where a part
@@ -243,8 +247,10 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None) 
 
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"patch.hf: model: got {type(model).__name__}, expected a transformers PreTrainedModel")
-    if kv_segment is not None and (not isinstance(kv_segment, int) or kv_segment <= 0 or kv_segment % 64):
-        raise ValueError(f"patch.hf: kv_segment: got {kv_segment}, expected None or a multiple of 64")
+    if kv_segment is not None:
+        block = _key_block(model)
+        if not isinstance(kv_segment, int) or kv_segment <= 0 or kv_segment % block:
+            raise ValueError(f"patch.hf: kv_segment: got {kv_segment}, expected None or a multiple of {block}")
     options = {"kv_segment": kv_segment}
     with _LOCK:
         patch = model.__dict__.get("_vexact")
@@ -271,6 +277,12 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None) 
             _raise(patch)
         patch.handles += 1
         return Handle(patch)
+
+
+def _key_block(model: nn.Module) -> int:
+    """Where attention can end a segment on the model's device."""
+    device = next(model.parameters()).device
+    return KEY_BLOCK[ATTENTION.resolve(device if device.type == "cuda" else torch.device("cpu"), None)]
 
 
 def _raise(patch: _Patch) -> None:
