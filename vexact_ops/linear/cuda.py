@@ -30,7 +30,7 @@ REVISION = 1  # of what is proposed and how it is verified: verdicts of other re
 LARGEST = 8192  # larger buckets verify the choice of this one
 TRITON = "triton"  # the canonical kernel's name among verdicts
 RESUMED = [f"wgmma 128x256x64 resumed group {group}" for group in (4, 8, 16)]
-SMALL = 1 << 18  # elements of a weight: below, no kernel is worth the time to verify it
+SMALL = 100_000  # elements of a weight: below, no kernel is worth the time to verify it
 SHARED_BYTES = 226 * 1024  # of one SM90 multiprocessor, for one or several blocks
 ASK, CANONICAL, UNKNOWN, DONE = -1, 0, -1, 1  # what linear_matmul takes for a kernel, and what it returns
 _settling = threading.RLock()
@@ -236,7 +236,8 @@ class Product:
     def race(self, candidates: list[Candidate], case: tuple) -> list[float]:
         """As in a model, where the cache has forgotten a weight by the time it comes up again."""
         a, b, b_t, bias, out = case
-        copies = [b, *(b.clone() for _ in range(min(40, int(120e6 / (b.numel() * b.element_size())))))]
+        most = min(40, 1e-3 * 600e12 / (2 * self.m * self.n * self.k))  # a millisecond of work says enough
+        copies = [b, *(b.clone() for _ in range(int(min(most, 120e6 / (b.numel() * b.element_size())))))]
         run, calls = _ops()[1], []
         for one in candidates:
             if one.name == TRITON:
