@@ -5,6 +5,19 @@
 
 namespace vx {
 
+// e^(c - n ln 2), n the integer next to c / ln 2.
+__device__ __forceinline__ float exp_reduced(float c, float n) {
+  float r = fmaf(n, -0.693359375f, c);
+  r = fmaf(n, 2.12194440e-4f, r);
+  float p = fmaf(r, 1.0f / 5040, 1.0f / 720);
+  p = fmaf(p, r, 1.0f / 120);
+  p = fmaf(p, r, 1.0f / 24);
+  p = fmaf(p, r, 1.0f / 6);
+  p = fmaf(p, r, 0.5f);
+  p = fmaf(p, r, 1.0f);
+  return fmaf(p, r, 1.0f);
+}
+
 // e^x of an x that is not above 0, or NaN. The power of two is applied in two steps, so that what is below the normal
 // numbers is rounded once; 2^(n + 65) comes from the bits of the sum that rounded n.
 __device__ __forceinline__ float exp_of_negative(float x) {
@@ -12,33 +25,15 @@ __device__ __forceinline__ float exp_of_negative(float x) {
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(x), "f"(-104.0f));
   const float shifted = c * 1.44269504f + 12583104.0f;  // 3 2^22 + 192: even, so ties fall as they do around 3 2^22
   const float n = shifted - 12583104.0f;
-  float r = fmaf(n, -0.693359375f, c);
-  r = fmaf(n, 2.12194440e-4f, r);
-  float p = fmaf(r, 1.0f / 5040, 1.0f / 720);
-  p = fmaf(p, r, 1.0f / 120);
-  p = fmaf(p, r, 1.0f / 24);
-  p = fmaf(p, r, 1.0f / 6);
-  p = fmaf(p, r, 0.5f);
-  p = fmaf(p, r, 1.0f);
-  p = fmaf(p, r, 1.0f);
-  return (p * __int_as_float(__float_as_int(shifted) << 23)) * 0x1p-65f;
+  return (exp_reduced(c, n) * __int_as_float(__float_as_int(shifted) << 23)) * 0x1p-65f;
 }
 
 // e^x of an x that is not below 0, or NaN (which gives something; the caller looks at x).
 __device__ __forceinline__ float exp_of_positive(float x) {
   const float c = x < 89.0f ? x : 89.0f;
   const float n = (c * 1.44269504f + 12582912.0f) - 12582912.0f;
-  float r = fmaf(n, -0.693359375f, c);
-  r = fmaf(n, 2.12194440e-4f, r);
-  float p = fmaf(r, 1.0f / 5040, 1.0f / 720);
-  p = fmaf(p, r, 1.0f / 120);
-  p = fmaf(p, r, 1.0f / 24);
-  p = fmaf(p, r, 1.0f / 6);
-  p = fmaf(p, r, 0.5f);
-  p = fmaf(p, r, 1.0f);
-  p = fmaf(p, r, 1.0f);
   const int i = int(n), half = i >> 1;
-  const float y = (p * __int_as_float((half + 127) << 23)) * __int_as_float((i - half + 127) << 23);
+  const float y = (exp_reduced(c, n) * __int_as_float((half + 127) << 23)) * __int_as_float((i - half + 127) << 23);
   return x > 88.7228390f ? __int_as_float(0x7f800000) : y;
 }
 
