@@ -146,8 +146,8 @@ void head_unit_gradients(Tensor kept, Tensor parts, Tensor lse, Tensor logprob, 
   const float *of_parts = floats(parts, "parts", tokens * 2 * blocks), *of_lse = floats(lse, "lse", 2 * tokens),
               *of_logprob = floats(logprob, "logprob", tokens);
   const DeviceGuard guard = on_device_of(kept);
-  const dim3 grid(small((columns + 2047) / 2048), small((tokens + sm90::kUnitRows - 1) / sm90::kUnitRows));
-  STD_TORCH_CHECK(grid.y < 65536, "head_unit_gradients: too many tokens");
+  const dim3 grid(small((tokens + sm90::kUnitRows - 1) / sm90::kUnitRows), small((columns + 2047) / 2048));
+  STD_TORCH_CHECK(grid.y < 65536, "head_unit_gradients: too many columns");
   sm90::unit_gradients_kernel<<<grid, 256, 0, current_stream(kept)>>>(
       at, of_parts, of_lse, of_logprob, static_cast<const int64_t*>(data(target)), small(tokens), small(columns),
       small(first), small(blocks));

@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(256)
     unit_gradients_kernel(Pieces kept, const float* parts, const float* lse, const float* logprob, const int64_t* target,
                           int tokens, int columns, int first, int blocks) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  const int row0 = blockIdx.y * kUnitRows, column = (blockIdx.x * 256 + threadIdx.x) * 8;
+  const int row0 = blockIdx.x * kUnitRows, column = (blockIdx.y * 256 + threadIdx.x) * 8;
   if (column >= columns) return;
   __nv_bfloat16* const place = kept.at(row0, column);
   const int block = (first + column) / kHeadBlock;

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from .._core import native
-from .._core.admit import Candidate, admissions
+from .._core.admit import Candidate, Verdict, admissions
 from ..testing.inputs import cancelling
 from . import triton
 from .triton import LSE_BLOCK, reduce_tokens, scaled, softcap_bwd, softcap_fwd, token_sum
 
 __all__ = [
+    "admit",
     "linear_logprobs_bwd",
     "linear_logprobs_fwd",
     "loss_with_gradients",
@@ -267,8 +268,21 @@ def _admitted(device: torch.device, width: int) -> bool:
     ours = functools.partial(_everything, _logprobs, _logprobs_bwd, _loss_with_gradients)
     canonical = functools.partial(_everything, triton.linear_logprobs_fwd, triton.linear_logprobs_bwd, _canonical_loss)
     candidate = Candidate("wgmma 128x256x64 ring 4", ours)
-    key = f"linear_cross_entropy bfloat16 H={width}"
-    return admissions(device.index).choose(key, [candidate], canonical, cases) is candidate
+    return admissions(device.index).choose(_key(width), [candidate], canonical, cases) is candidate
+
+
+def _key(width: int) -> str:
+    return f"linear_cross_entropy bfloat16 H={width}"
+
+
+def admit(width: int, device: torch.device) -> tuple[str, list[Verdict]]:
+    """Verify ahead of time; returns (key, verdicts), none where the canonical kernels serve it anyway."""
+    device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+    if width % 8:
+        return _key(width), []
+    with torch.cuda.device(device), torch.no_grad():
+        _verdicts[device.index, width] = _admitted(device, width)
+    return _key(width), admissions(device.index).report().get(_key(width), [])
 
 
 def _canonical_loss(hidden, weight, target, scale, need_dhidden, need_dweight):
