@@ -158,8 +158,8 @@ def _mass_kernel(
 
 
 @triton.jit
-def _gather(logits, listed, count, places, masses, n, t, top, z_min, low, ROOM: tl.constexpr, TALL: tl.constexpr):
-    """Writes places and masses of the listed tokens from place `low` up, ROOM at most; returns how many there are."""
+def _gather(logits, listed, count, places, masses, n, t, top, z_min, low, end, ROOM: tl.constexpr, TALL: tl.constexpr):
+    """Writes places and masses of the listed tokens of places [low, end), ROOM at most; returns how many there are."""
     found = tl.zeros([], tl.int32)
     for first in range(0, count, TALL):
         at = first + tl.arange(0, TALL)
@@ -169,7 +169,7 @@ def _gather(logits, listed, count, places, masses, n, t, top, z_min, low, ROOM: 
         x = tl.load(logits + token, mask=inside, other=float("-inf"))
         z = _at_temperature(x, t)
         place = _place(x, token)
-        keep = tl.reshape(inside & (z >= z_min) & (place >= low), [TALL * _LSE_BLOCK])
+        keep = tl.reshape(inside & (z >= z_min) & (place >= low) & (place < end), [TALL * _LSE_BLOCK])
         to = found + tl.cumsum(keep.to(tl.int32), 0) - 1
         tl.store(places + to, tl.reshape(place, [TALL * _LSE_BLOCK]), mask=keep & (to < ROOM))
         tl.store(masses + to, tl.reshape(_weight(z, top, True), [TALL * _LSE_BLOCK]), mask=keep & (to < ROOM))
@@ -220,23 +220,52 @@ def _mass(logits, listed, count, n, t, top, z_min, place, TALL: tl.constexpr):
 
 
 @triton.jit
-def _cut(logits, listed, count, n, t, top, z_min, place, target, ID_STEPS, BY_MASS: tl.constexpr, TALL: tl.constexpr):
-    """The last place of the shortest prefix, from the top, whose weights reach target; `place` if none does."""
-    found = tl.zeros([], tl.int64)
+def _cut(
+    logits, listed, count, places, masses, n, t, top, z_min, low, highest, place, target, ID_BITS,
+    BY_MASS: tl.constexpr, ROOM: tl.constexpr, TALL: tl.constexpr,
+):  # fmt: skip
+    """As _cut_gathered, of all listed tokens from `low` to `highest`, more than ROOM: reads them until so few are left
+    between two places, which narrow by three bits at a time, that those can be gathered."""
     digit = tl.arange(0, 8).to(tl.int64)
-    for step in range(0, 11 + ID_STEPS):  # three bits at a time: first the logit's 32, then the id's
+    found = tl.zeros([], tl.int64)
+    step = tl.full([], 0, tl.int32)
+    steps = 11 + (ID_BITS + 2) // 3  # the logit's 32 bits, then the id's
+    shift = tl.full([], 60, tl.int32)
+    while (step < 11) & ((low >> shift) == (highest >> shift)):  # digits that all share
+        found = (low >> shift) << shift
+        step += 1
+        shift = tl.maximum(60 - 3 * step, 31)
+    end = highest + 1  # what reaches target begins between found and end; `above` has the weights from end up
+    above = tl.zeros([], tl.int64)
+    inside = tl.full([], ROOM + 1, tl.int32)
+    while (step < steps) & (inside > ROOM):
         shift = tl.maximum(60 - 3 * step, 31)
         if step >= 11:
-            shift = 3 * (10 + ID_STEPS - step)
+            shift = 3 * (steps - 1 - step)
             if step == 11:
-                found = found | ((tl.full([], 2147483647, tl.int64) >> (3 * ID_STEPS)) << (3 * ID_STEPS))
+                ones = ((ID_BITS + 2) // 3) * 3
+                found = found | ((tl.full([], 2147483647, tl.int64) >> ones) << ones)
         further = found | (digit << shift)
         least = tl.maximum(further, place)
         total = tl.zeros([TALL * _LSE_BLOCK, 8], tl.int64)
+        tokens = tl.zeros([TALL * _LSE_BLOCK, 8], tl.int32)
         for first in range(0, count, TALL):
-            places, weight = _listed(logits, listed, first, count, n, t, top, z_min, BY_MASS, TALL)
-            total += tl.where(places[:, None] >= least[None, :], weight[:, None], 0)
-        found = tl.max(tl.where(tl.sum(total, axis=0) >= target, further, found), axis=0)
+            where, weight = _listed(logits, listed, first, count, n, t, top, z_min, BY_MASS, TALL)
+            beyond = where[:, None] >= least[None, :]
+            total += tl.where(beyond, weight[:, None], 0)
+            tokens += tl.where(beyond & (where < end)[:, None], 1, 0)
+        total = tl.sum(total, axis=0)
+        tokens = tl.sum(tokens, axis=0)
+        found = tl.max(tl.where(total >= target, further, found), axis=0)
+        next_tokens = tl.max(tl.where(further > found, tokens, 0), axis=0)
+        inside = tl.max(tl.where(further == found, tokens, 0), axis=0) - next_tokens
+        above = tl.maximum(above, tl.max(tl.where(further > found, total, 0), axis=0))
+        end = tl.minimum(end, tl.min(tl.where(further > found, further, end), axis=0))
+        step += 1
+    if inside <= ROOM:
+        lowest = tl.maximum(found, place)
+        number = _gather(logits, listed, count, places, masses, n, t, top, z_min, lowest, end, ROOM, TALL)
+        found = _cut_gathered(places, masses, number, lowest, target - above, ID_BITS, BY_MASS, ROOM)
     return tl.maximum(found, place)
 
 
@@ -254,7 +283,7 @@ def _cut_kernel(
     if (t != 0.0) & (tl.load(greedy + row) >= 0):
         top = tl.load(lse + 4 * row + 2)
         z_min = top + log(tl.load(min_p + row))
-        steps = (ID_BITS + 2) // 3
+        end = (_key(tl.load(lse + 4 * row)) + 1) << 31  # after the place of every token
         logits += row * stride
         parts += row * 4 * blocks
         listed += row * blocks
@@ -265,11 +294,14 @@ def _cut_kernel(
             key = _bound(parts, blocks, t, top, z_min, place, k, False, BLOCKS)
             count = _list_blocks(parts, listed, blocks, t, z_min, key, BLOCKS)
             low = tl.maximum(key << 31, place)
-            number = _gather(logits, listed, count, places, masses, n, t, top, z_min, low, ROOM, TALL)
+            number = _gather(logits, listed, count, places, masses, n, t, top, z_min, low, end, ROOM, TALL)
             if number <= ROOM:
                 place = _cut_gathered(places, masses, number, place, k, ID_BITS, False, ROOM)
             else:
-                place = _cut(logits, listed, count, n, t, top, z_min, place, k, steps, False, TALL)
+                place = _cut(
+                    logits, listed, count, places, masses, n, t, top, z_min, low, end - 1, place, k, ID_BITS,
+                    False, ROOM, TALL,
+                )  # fmt: skip
         if p < 1.0:
             if number <= ROOM:
                 total = _gathered_mass(places, masses, number, place, ROOM)
@@ -286,11 +318,14 @@ def _cut_kernel(
                 key = tl.maximum(_bound(parts, blocks, t, top, z_min, place, target, True, BLOCKS), place >> 31)
                 count = _list_blocks(parts, listed, blocks, t, z_min, key, BLOCKS)
                 low = tl.maximum(key << 31, place)
-                number = _gather(logits, listed, count, places, masses, n, t, top, z_min, low, ROOM, TALL)
+                number = _gather(logits, listed, count, places, masses, n, t, top, z_min, low, end, ROOM, TALL)
                 if number <= ROOM:
                     place = _cut_gathered(places, masses, number, place, target, ID_BITS, True, ROOM)
                 else:
-                    place = _cut(logits, listed, count, n, t, top, z_min, place, target, steps, True, TALL)
+                    place = _cut(
+                        logits, listed, count, places, masses, n, t, top, z_min, low, end - 1, place, target, ID_BITS,
+                        True, ROOM, TALL,
+                    )  # fmt: skip
     tl.store(cuts + row, place)
 
 
