@@ -147,7 +147,7 @@ def _blocks(
             acc = _unseen_values(p, seen, values, acc)
         else:
             acc = tl.dot(p, values, acc, input_precision="ieee")  # order: keys ascending, one accumulator
-            if (k0 < whole_from) | (k0 + _KEYS > whole_to):
+            if (whole_to < k0 + _KEYS) | (k0 < whole_from):
                 size = tl.abs(values.to(tl.float32))
                 odd = tl.maximum(odd, tl.max(tl.max(tl.where(size < float("inf"), 0, 1), axis=1), axis=0))
     return m, norm, acc, odd
