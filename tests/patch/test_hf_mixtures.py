@@ -51,6 +51,25 @@ def test_moonlights_configuration(dtype, interleave):
         check_forms(model, sequences((6, 1)), {n: FORMS[n] for n in ("left padded", "in chunks", "paged")})
 
 
+SIGMOID = {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+
+
+@pytest.mark.parametrize(
+    "name,changes",
+    [
+        ("flex_olmo", {"num_experts": 8}),
+        pytest.param("glm4_moe", SIGMOID, marks=CHOICE_IN_BLOCK),
+        pytest.param("dots1", SIGMOID, marks=CHOICE_IN_BLOCK),
+    ],
+)
+def test_further_mixtures(name, changes):
+    pytest.importorskip(f"transformers.models.{name}")
+    model = with_bias(tiny(name, num_experts_per_tok=3, moe_intermediate_size=24, **changes))
+    check_accuracy(model, sequences((9,)))
+    with vx.patch.hf(model):
+        check_forms(model, sequences((6, 1)), {n: FORMS[n] for n in ("left padded", "packed by positions", "paged")})
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_accuracy_of_logits_and_of_every_gradient(name):
     check_accuracy(with_bias(tiny(name)).train(), sequences((11, 3)))

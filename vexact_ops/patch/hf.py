@@ -211,7 +211,7 @@ class Handle:
 
 
 def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None) -> Handle:
-    """Run a Hugging Face dense decoder on aligned ops: training, generation and a paged engine get the same bits.
+    """Run a Hugging Face decoder on aligned ops: training, generation and a paged engine get the same bits.
 
     model       a loaded causal language model of transformers, or its decoder alone; nothing else is touched, not its
                 class, its config or any registry, so other models of the same class stay stock
@@ -220,18 +220,21 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None) 
     kv_segment  cut attention's keys at multiples of this many (see attention_varlen): declare it on both sides
     returns     a Handle: context manager, report(), undo(), logprobs(), logits()
 
-    What changes, for this instance: linear layers, root-mean-square norms, gated feed-forward blocks, rotary tables and
-    the rotation of heads, attention, the output layer (fp32 logits) and the loss. Residual sums, scalings and embedding
-    lookups stay: they are exact. Weights are read at every call, so load_state_dict, optimizer steps, `.to(...)` and
-    train()/eval() work as ever. The forward takes, besides the usual arguments, padded batches (2-D attention_mask,
-    left or right; positions then count a row's own tokens unless position_ids are given), packed rows (cu_seq_lens_q,
-    or position_ids that restart), a DynamicCache, and `vexact_paged=PagedBatch(...)` from an engine. Padding rows come
-    out as numbers without meaning.
+    What changes, for this instance: linear layers, root-mean-square norms, gated feed-forward blocks, the routers and
+    experts of mixtures, rotary tables and the rotation of heads, attention, the output layer (fp32 logits) and the
+    loss. Residual sums, scalings and embedding lookups stay: they are exact. Weights are read at every call, so
+    load_state_dict, optimizer steps, `.to(...)` and train()/eval() work as ever. The forward takes, besides the usual
+    arguments, padded batches (2-D attention_mask, left or right; positions then count a row's own tokens unless
+    position_ids are given), packed rows (cu_seq_lens_q, or position_ids that restart), a DynamicCache, and
+    `vexact_paged=PagedBatch(...)` from an engine. Padding rows come out as numbers without meaning.
 
     No list says which families are covered: each piece is tried against the op that would replace it, and the patched
     model runs once on fake tensors to see that nothing else reduces. Tested: Llama, SmolLM2, SmolLM3, Qwen2, Qwen3,
     Mistral, Ministral, Gemma 1 to 3, VaultGemma, Phi-3, Olmo 2 and 3, Granite (logits scaled by a power of two), GLM
-    and GLM-4, Arcee, BitNet (not quantised), CWM, ERNIE 4.5, EXAONE 4, Helium, HunYuan, HyperCLOVA X, Seed-OSS.
+    and GLM-4, Arcee, BitNet (not quantised), CWM, ERNIE 4.5, EXAONE 4, Helium, HunYuan, HyperCLOVA X, Seed-OSS;
+    mixtures of experts: Qwen3-MoE, Mixtral, OLMoE, FlexOlmo, GLM-4-MoE, dots1, DeepSeek-V3 and Moonlight (the last
+    four where transformers' router returns the choice: 5.17 does, 5.5 does not). Latent keys and values are expanded
+    before attention, in a paged cache too. A load balancing loss is refused.
 
     Not while another thread runs the same model; different models may be patched and used in different threads. Patch
     before torch.compile, FSDP or PEFT wrap the model. Gradient checkpointing, FSDP2 (mixed precision too) and
