@@ -372,7 +372,7 @@ def operands(layout, rows, n, k, seed, dtype=torch.bfloat16):
 def test_the_gpu_has_the_triton_kernels_bits(n, k, dtype, out_dtype):
     x, w = cancelling(300, k, n, seed=n, dtype=dtype, device="cuda")
     x = x.clamp(-64, 64)
-    bias = w[:, 0].contiguous()
+    bias = w[:, 0].contiguous() * 2.0**-12
     for rows in (1, 3, 8, 9, 31, 64, 65, 130, 300):
         for b in (None, bias):
             ours = vx.linear(x[:rows], w, b, out_dtype=out_dtype, backend="cuda")
@@ -397,13 +397,55 @@ def test_every_admitted_kernel_has_the_triton_kernels_bits(layout, dtype, bias, 
     assert any(v.admitted for v in verdicts), verdicts
     a, b = operands(layout, max(1, rows - less * rows // 256), n, k, seed, dtype)
     size = a.shape[0], b.shape[1]
-    extra = torch.randn(size[1], device="cuda").to(dtype) if bias else None
+    extra = (torch.randn(size[1], device="cuda") * 1e-3).to(dtype) if bias else None
     out = torch.randn(size, device="cuda") * 100 if resume else torch.empty(size, dtype=out_dtype, device="cuda")
     expected = triton.matmul(a, b, out.clone(), extra, resume=resume)
     for verdict in verdicts:
         if verdict.admitted and verdict.candidate != cuda.TRITON:
             ours = cuda.candidate(verdict.candidate, resume).run(a, b, False, extra, out)
             assert_bitwise(ours, expected, verdict.candidate)
+
+
+@pytest.mark.parametrize("device,backend", room_backends("linear", "triton"))
+@LAYOUTS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "resume,off16", [(False, False), (False, True), (True, False)], ids=["plain", "off16", "resumed"]
+)
+def test_what_admission_runs_on_tells_orders_apart(device, backend, layout, dtype, resume, off16, tmp_path):
+    from vexact_ops._core.admit import Admissions, Candidate
+    from vexact_ops.linear import cuda, triton
+
+    out_dtype = torch.float32 if resume else dtype
+    a_k, b_k = layout != "dweight", layout == "fwd"
+    sizes = (24, 40, 72) if a_k else (72, 40, 30)
+    product = cuda.Product(
+        torch.device(device), dtype, out_dtype, *sizes, a_k, b_k, bias=True, resume=resume, out_aligned=not off16
+    )
+    assert (product.m, product.k) == ((32, 72) if a_k else (72, 32)) and product.bucket == 32
+
+    def same(a, b, b_t, bias, out):  # another tile
+        b = b.t() if b_t else b
+        tile = {"BM": 16, "BN": 16, "BK": 16, "num_warps": 4, "num_stages": 2}
+        return triton.matmul(a, b, out.clone(), bias, resume=resume, tile=tile)
+
+    def halves(a, b, b_t, bias, out):
+        b, cut = b.t() if b_t else b, a.shape[1] // 2
+        acc = out.clone() if resume else torch.zeros_like(out, dtype=torch.float32)
+        for at in (slice(cut), slice(cut, None)):
+            acc = acc + triton.matmul(a[:, at], b[at], torch.zeros_like(acc))
+        return (acc + bias.float()).to(out.dtype)
+
+    found = Admissions("test", tmp_path / "a.json")
+    same, halves = Candidate("same", same), Candidate("halves", halves)
+    assert found.choose("k", [halves, same], product.canonical, product.cases) is same
+    cases = product.cases()
+    for case in cases:
+        a, b, b_t, _, out = case
+        assert a.shape[1] == b.shape[1 if b_t else 0] and out.shape == (a.shape[0], 40)
+        assert cuda.Product.of(*case, resume).out_aligned is not off16
+    everything = sum(out.numel() for *_, out in cases)
+    assert found.verdicts("k")[0].different > 0.4 * everything, "a changed order shows in a good part of the elements"
 
 
 @ON_SM90

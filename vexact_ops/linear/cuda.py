@@ -26,7 +26,7 @@ from .triton import bmm, linear_dbias
 
 __all__ = ["admit", "bmm", "linear_dbias", "linear_dweight", "linear_dx", "linear_fwd", "matmul"]
 
-REVISION = 1  # of what is proposed and how it is verified: verdicts of other revisions are not looked at
+REVISION = 2  # of what is proposed and how it is verified: verdicts of other revisions are not looked at
 LARGEST = 8192  # larger buckets verify the choice of this one
 TRITON = "triton"  # the canonical kernel's name among verdicts
 RESUMED = [f"wgmma 128x256x64 resumed group {group}" for group in (4, 8, 16)]
@@ -227,8 +227,9 @@ class Product:
             whole = len(to) // len(values) * len(values)
             to[:whole].unflatten(0, (-1, len(values))).copy_(values.expand(whole // len(values), -1, -1))
             to[whole:].copy_(values[: len(to) - whole])
-        if bias is not None:
-            bias.copy_(torch.randn(self.n, generator=g, device=self.device))
+        if bias is not None:  # of the size of what is left of the sums: a larger one would hide them when it is rounded
+            left = self.k * 2.0 ** (-23 if self.dtype == torch.float16 else -18)
+            bias.copy_(torch.randn(self.n, generator=g, device=self.device) * left)
         if self.resume:
             out.copy_(torch.randn(self.n, generator=g, device=self.device) * 256)
         return a, b, b_t, bias, out
