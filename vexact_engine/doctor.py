@@ -106,7 +106,9 @@ class Admission:
     def chosen(self) -> str:
         admitted = [v for v in self.verdicts if v.admitted]
         best = min(admitted, key=lambda v: v.us or 0.0, default=None)
-        return f"{best.candidate}, {best.us:.1f} us" if best else "the canonical kernel"
+        if best is None:
+            return "the canonical kernel"
+        return best.candidate if best.us is None else f"{best.candidate}, {best.us:.1f} us"
 
     @property
     def refused(self) -> list[str]:
@@ -118,8 +120,12 @@ class Admission:
 def admit(
     wanted: list[Matrix], rows: int, dtype: torch.dtype, training: bool = False, device: str = "cuda"
 ) -> Iterator[Admission]:
-    """Verify the fast kernels of these matrices for 8, 16, ... up to `rows` rows; with training, for gradients too."""
+    """Verify the fast kernels of these matrices for 8, 16, ... up to `rows` rows; with training, for gradients too.
+    With a model's head come those of log-probabilities and the loss, for any number of rows."""
     for matrix in wanted:
+        if matrix.head and dtype == torch.bfloat16:
+            begin = time.perf_counter()
+            yield Admission(*vx.admit_linear_cross_entropy(matrix.k, device=device), time.perf_counter() - begin)
         count = 8
         while True:
             products = ("fwd", "dx", "dweight") if training and not matrix.head else ("fwd",)

@@ -32,6 +32,7 @@ _WHERE = {
     "sample": "sampler.op",
     # about this process
     "admit_linear": "linear.op",
+    "admit_linear_cross_entropy": "linear_cross_entropy.op",
     "numerics": "_core.numerics",
     "backends": "_core.backend",
     "set_backend": "_core.backend",
@@ -76,7 +77,12 @@ if TYPE_CHECKING:
     from .grouped_linear.op import grouped_linear
     from .linear.bmm import bmm
     from .linear.op import admit_linear, linear
-    from .linear_cross_entropy.op import linear_cross_entropy, linear_logits, linear_logprobs
+    from .linear_cross_entropy.op import (
+        admit_linear_cross_entropy,
+        linear_cross_entropy,
+        linear_logits,
+        linear_logprobs,
+    )
     from .log_softmax.op import log_softmax
     from .mean.op import mean, sum
     from .moe_route.op import moe_route

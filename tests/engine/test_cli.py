@@ -265,7 +265,13 @@ def test_doctor_admits_the_matrices_of_a_model(capsys, monkeypatch, model, tmp_p
         ]
         return f"N={n} K={k} M<={rows}", verdicts
 
+    def admit_linear_cross_entropy(width, device):
+        heads.append((width, device))
+        return f"linear_cross_entropy H={width}", [Verdict("whole", 0)]
+
+    heads = []
     monkeypatch.setattr(doctor.vx, "admit_linear", admit_linear)
+    monkeypatch.setattr(doctor.vx, "admit_linear_cross_entropy", admit_linear_cross_entropy)
     monkeypatch.setattr(cli, "_device", lambda name: None)
     options = ["--model", model, "--shapes", "6144x4096", "--rows", 16, "--training", "--json", tmp_path / "a.json"]
     code, out, _ = run(capsys, "doctor", "--admit", *options)
@@ -276,7 +282,8 @@ def test_doctor_admits_the_matrices_of_a_model(capsys, monkeypatch, model, tmp_p
     assert {(2 * inner, hidden, 8, "fwd", None), (hidden, inner, 16, "fwd", None)} <= set(asked)
     assert (config["vocab_size"], hidden, 8, "fwd", torch.float32) in asked
     record = json.loads((tmp_path / "a.json").read_text())
-    assert len(record["admissions"]) == len(asked)
+    assert heads == [(hidden, "cuda")] and f"linear_cross_entropy H={hidden}: whole  (" in out
+    assert len(record["admissions"]) == len(asked) + len(heads)
     assert record["admissions"][0]["verdicts"][2] == {"candidate": "split", "different": 7, "us": None, "error": None}
     code, _, err = run(capsys, "doctor", "--admit")
     assert code == 2 and "--model DIR or --shapes" in err
