@@ -412,7 +412,9 @@ def test_every_admitted_kernel_has_the_triton_kernels_bits(layout, dtype, bias, 
 @pytest.mark.parametrize(
     "resume,off16", [(False, False), (False, True), (True, False)], ids=["plain", "off16", "resumed"]
 )
-def test_admission_takes_another_tile_and_refuses_another_order(device, backend, layout, dtype, resume, off16, tmp_path):
+def test_admission_takes_another_tile_and_refuses_another_order(
+    device, backend, layout, dtype, resume, off16, tmp_path
+):
     from vexact_ops._core.admit import Admissions, Candidate
     from vexact_ops.linear import cuda, triton
 
