@@ -8,7 +8,7 @@ from vexact_ops._core import backend
 from vexact_ops.testing import assert_bitwise
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-ROWS, HQ, HK, D, PAGE, PAGES, VOCABULARY = 5, 8, 2, 64, 16, 12, 3000
+ROWS, HQ, HK, D, PAGE, PAGES, VOCABULARY, EXPERTS = 5, 8, 2, 64, 16, 12, 3000, 8
 
 
 def random(seed, *shape, dtype=torch.bfloat16):
@@ -24,6 +24,12 @@ def whole(seed, high, *shape, dtype=torch.int64):
 def slots(seed):
     g = torch.Generator("cuda").manual_seed(seed)
     return torch.randperm(PAGES * PAGE, generator=g, device="cuda")[:ROWS]
+
+
+def spread(seed):
+    """Offsets of ROWS rows over EXPERTS experts."""
+    zero, inner = whole(seed, 1, 1), whole(seed, ROWS + 1, EXPERTS - 1).sort()[0]
+    return torch.cat([zero, inner, zero + ROWS]).int()
 
 
 def store(k, v, slot_mapping):
@@ -88,6 +94,20 @@ OPS = {
             torch.tensor([0.0, 0.7, 1.0, 1.3, 0.2], device="cuda").roll(s),
             torch.tensor([0, 40, 0, 3, 0], device="cuda").roll(s),
             torch.tensor([1.0, 0.9, 0.5, 1.0, 0.99], device="cuda").roll(s),
+        ),
+    ),
+    "moe_route": (lambda x: vx.moe_route(x, 3), lambda s: (random(s, ROWS, EXPERTS, dtype=torch.float32),)),
+    "grouped_linear": (
+        vx.grouped_linear,
+        lambda s: (random(s, ROWS, 128), random(s + 1, EXPERTS, 64, 128), spread(s)),
+    ),
+    "fused_moe": (
+        vx.fused_moe,
+        lambda s: (
+            random(s, ROWS, 128),
+            random(s + 1, EXPERTS, 2 * 64, 128),
+            random(s + 2, EXPERTS, 128, 64),
+            *vx.moe_route(random(s + 3, ROWS, EXPERTS, dtype=torch.float32), 3),
         ),
     ),
     "attention_paged": (
@@ -162,6 +182,6 @@ def test_the_bits_do_not_depend_on_the_stream():
 
 def test_every_room_that_decodes_is_here():
     covered = {"rmsnorm", "rope", "silu_mul", "kv_cache", "log_softmax", "mean", "linear", "linear_cross_entropy"}
-    covered |= {"sampler", "attention"}
+    covered |= {"sampler", "attention", "moe_route", "grouped_linear", "fused_moe"}
     vx.numerics()
     assert covered == {name for name, room in backend.ROOMS.items() if room.cuda}
