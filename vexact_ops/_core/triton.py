@@ -65,11 +65,10 @@ def fold_sum(x):
 
 
 @triton.jit
-def exp(x):
-    """e^x as in vec.h, operation for operation."""
-    c = tl.where(x > -104.0, x, -104.0)
-    c = tl.where(c < 89.0, c, 89.0)
-    n = (c * 1.44269504 + 12582912.0) - 12582912.0
+def _exp_parts(c):
+    """e^c as 2^n p: n + 1.5 2^23, n and p."""
+    shifted = c * 1.44269504 + 12582912.0
+    n = shifted - 12582912.0
     r = tl.fma(n, -0.693359375, c)
     r = tl.fma(n, 2.12194440e-4, r)
     p = tl.fma(r, 1.0 / 5040, 1.0 / 720)
@@ -79,6 +78,14 @@ def exp(x):
     p = tl.fma(p, r, 0.5)
     p = tl.fma(p, r, 1.0)
     p = tl.fma(p, r, 1.0)
+    return shifted, n, p
+
+
+@triton.jit
+def exp(x):
+    """e^x as in vec.h, operation for operation."""
+    c = tl.where(x > -104.0, x, -104.0)
+    _, n, p = _exp_parts(tl.where(c < 89.0, c, 89.0))
     i = n.to(tl.int32)
     half = i >> 1
     s = ((half + 127) << 23).to(tl.float32, bitcast=True)
@@ -92,18 +99,7 @@ def exp(x):
 @triton.jit
 def exp_down(x):
     """exp(x) for x of at most 0 (or NaN): the same bits for half the instructions."""
-    c = tl.where(x > -104.0, x, -104.0)
-    shifted = c * 1.44269504 + 12582912.0
-    n = shifted - 12582912.0
-    r = tl.fma(n, -0.693359375, c)
-    r = tl.fma(n, 2.12194440e-4, r)
-    p = tl.fma(r, 1.0 / 5040, 1.0 / 720)
-    p = tl.fma(p, r, 1.0 / 120)
-    p = tl.fma(p, r, 1.0 / 24)
-    p = tl.fma(p, r, 1.0 / 6)
-    p = tl.fma(p, r, 0.5)
-    p = tl.fma(p, r, 1.0)
-    p = tl.fma(p, r, 1.0)
+    shifted, _, p = _exp_parts(tl.where(x > -104.0, x, -104.0))
     # n stands in the low bits of shifted; 2^(n + 64) p is a normal number, so that one product rounds
     y = (p.to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23) + (64 << 23)).to(
         tl.float32, bitcast=True

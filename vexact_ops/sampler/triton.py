@@ -270,6 +270,26 @@ def _cut(
 
 
 @triton.jit
+def _search(
+    logits, maxima, listed, places, masses, n, blocks, t, top, z_min, highest, place, target, ID_BITS,
+    BY_MASS: tl.constexpr, BLOCKS: tl.constexpr, ROOM: tl.constexpr, TALL: tl.constexpr,
+):  # fmt: skip
+    """The cut, and how many tokens may lie above it: they are gathered where they are ROOM at most."""
+    key = _bound(maxima, blocks, t, top, z_min, place, target, BY_MASS, BLOCKS)
+    count = _list_blocks(maxima, listed, blocks, t, z_min, tl.maximum(key, place >> 31), BLOCKS)
+    low = tl.maximum(key << 31, place)
+    number = _gather(logits, listed, count, places, masses, n, t, top, z_min, low, highest + 1, ROOM, TALL)
+    if number <= ROOM:
+        place = _cut_gathered(places, masses, number, place, target, ID_BITS, BY_MASS, ROOM)
+    else:
+        place = _cut(
+            logits, listed, count, places, masses, n, t, top, z_min, low, highest, place, target, ID_BITS,
+            BY_MASS, ROOM, TALL,
+        )  # fmt: skip
+    return place, number
+
+
+@triton.jit
 def _cut_kernel(
     logits, parts, lse, greedy, temperature, top_k, top_p, min_p, cuts, listed, places, masses, tile_masses,
     n, blocks, stride, tiles, ID_BITS, BLOCKS: tl.constexpr, TILES: tl.constexpr, TALL: tl.constexpr,
@@ -283,7 +303,7 @@ def _cut_kernel(
     if (t != 0.0) & (tl.load(greedy + row) >= 0):
         top = tl.load(lse + 4 * row + 2)
         z_min = top + log(tl.load(min_p + row))
-        end = (_key(tl.load(lse + 4 * row)) + 1) << 31  # after the place of every token
+        highest = (_key(tl.load(lse + 4 * row)) << 31) + 2147483647  # no token has a later place
         logits += row * stride
         parts += row * 4 * blocks
         listed += row * blocks
@@ -291,41 +311,27 @@ def _cut_kernel(
         masses += row * ROOM
         number = tl.full([], ROOM + 1, tl.int32)
         if (k > 0) & (k < n):
-            key = _bound(parts, blocks, t, top, z_min, place, k, False, BLOCKS)
-            count = _list_blocks(parts, listed, blocks, t, z_min, key, BLOCKS)
-            low = tl.maximum(key << 31, place)
-            number = _gather(logits, listed, count, places, masses, n, t, top, z_min, low, end, ROOM, TALL)
-            if number <= ROOM:
-                place = _cut_gathered(places, masses, number, place, k, ID_BITS, False, ROOM)
-            else:
-                place = _cut(
-                    logits, listed, count, places, masses, n, t, top, z_min, low, end - 1, place, k, ID_BITS,
-                    False, ROOM, TALL,
-                )  # fmt: skip
+            place, number = _search(
+                logits, parts, listed, places, masses, n, blocks, t, top, z_min, highest, place, k, ID_BITS,
+                False, BLOCKS, ROOM, TALL,
+            )  # fmt: skip
         if p < 1.0:
             if number <= ROOM:
                 total = _gathered_mass(places, masses, number, place, ROOM)
-                target = tl.ceil(p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
+            elif (k > 0) & (k < n):
+                count = _list_blocks(parts, listed, blocks, t, z_min, place >> 31, BLOCKS)
+                total = _mass(logits, listed, count, n, t, top, z_min, place, TALL)
+            else:
+                at = tl.arange(0, TILES)
+                total = tl.sum(tl.load(tile_masses + row * tiles + at, mask=at < tiles, other=0), axis=0)
+            target = tl.ceil(p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
+            if number <= ROOM:
                 place = _cut_gathered(places, masses, number, place, target, ID_BITS, True, ROOM)
             else:
-                if (k > 0) & (k < n):
-                    count = _list_blocks(parts, listed, blocks, t, z_min, place >> 31, BLOCKS)
-                    total = _mass(logits, listed, count, n, t, top, z_min, place, TALL)
-                else:
-                    at = tl.arange(0, TILES)
-                    total = tl.sum(tl.load(tile_masses + row * tiles + at, mask=at < tiles, other=0), axis=0)
-                target = tl.ceil(p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
-                key = tl.maximum(_bound(parts, blocks, t, top, z_min, place, target, True, BLOCKS), place >> 31)
-                count = _list_blocks(parts, listed, blocks, t, z_min, key, BLOCKS)
-                low = tl.maximum(key << 31, place)
-                number = _gather(logits, listed, count, places, masses, n, t, top, z_min, low, end, ROOM, TALL)
-                if number <= ROOM:
-                    place = _cut_gathered(places, masses, number, place, target, ID_BITS, True, ROOM)
-                else:
-                    place = _cut(
-                        logits, listed, count, places, masses, n, t, top, z_min, low, end - 1, place, target, ID_BITS,
-                        True, ROOM, TALL,
-                    )  # fmt: skip
+                place, number = _search(
+                    logits, parts, listed, places, masses, n, blocks, t, top, z_min, highest, place, target, ID_BITS,
+                    True, BLOCKS, ROOM, TALL,
+                )  # fmt: skip
     tl.store(cuts + row, place)
 
 
