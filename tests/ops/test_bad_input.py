@@ -26,6 +26,13 @@ CASES = {
     "bmm": ([bf16(2, 3, 16), bf16(2, 16, 8)], {}),
     "rmsnorm": ([bf16(3, 16), bf16(16)], {}),
     "rope": ([bf16(3, 2, 16), bf16(3, 1, 16), bf16(3, 16), bf16(3, 16)], {}),
+    "rope_kv_store": (
+        [
+            *(bf16(2, 2, 16), bf16(2, 1, 16), bf16(2, 1, 16), bf16(2, 16), bf16(2, 16)),
+            *(bf16(4, 4, 1, 16), bf16(4, 4, 1, 16), ints(3, 9, dtype=torch.int64)),
+        ],
+        {},
+    ),
     "rope_cos_sin": ([ints(0, 1, dtype=torch.int64), torch.rand(8)], {"dtype": torch.bfloat16}),
     "silu_mul": ([bf16(3, 16), bf16(3, 16)], {}),
     "linear_logits": ([bf16(3, 16), bf16(8, 16)], {}),
@@ -57,7 +64,7 @@ def test_a_tensor_on_another_device_is_named(op, device, other):
 
 
 @pytest.mark.parametrize("device", ["cuda" if GPU else "cpu"])
-@pytest.mark.parametrize("op", [name for name in CASES if name not in ("attention_paged", "kv_cache_store")])
+@pytest.mark.parametrize("op", [name for name in CASES if "paged" not in name and "kv" not in name])
 def test_strides_do_not_show(op, device):
     """Rows in a wider tensor, columns that lie one after another, every other element: the same bits, or ValueError."""
     tensors, options = CASES[op]
