@@ -72,36 +72,38 @@ def main(argv: list[str] | None = None) -> int:
         report.update_readme()
         return 0
     names = ROOMS if args.what == "all" else [args.what]
-    to_stdout = args.json == "-"
-    records, failed = [], False
+    to_stdout, only = args.json == "-", None if args.peers is None else args.peers.split(",")
+    files = [Path(args.json)] if args.json and not to_stdout else []
+    files += [harness.results_file(args.device)] if args.save else []
+    records, failed, timed = [], False, set()
+
+    def keep(new: list[dict]) -> None:  # at once: what was measured survives what comes after it
+        records.extend(new)
+        for file in files:
+            harness.append(new, file)
+
     for name in names:
         if name in PROGRAMS:
             for record in importlib.import_module(f"benchmarks.{name}").run(args):
                 print(json.dumps(record), flush=True)
-                records.append(record)
+                keep([record])
             continue
         if not to_stdout:
             print(f"\n{name}\n{harness.HEADER}")
         for case in _cases(name, args):
             try:
-                measured = harness.measure(
-                    case,
-                    args.device,
-                    repeats=args.repeats,
-                    only=None if args.peers is None else args.peers.split(","),
-                    eager=args.eager,
-                )
+                measured = harness.measure(case, args.device, repeats=args.repeats, only=only, eager=args.eager)
             except AssertionError as error:
                 print(error, file=sys.stderr)
                 failed = True
                 continue
             for record in measured:
                 print(json.dumps(record) if to_stdout else harness.line(record), flush=True)
-            records += measured
-    if args.json and not to_stdout:
-        harness.append(records, Path(args.json))
-    if args.save:
-        harness.append(records, harness.results_file(args.device))
+            timed |= {record["backend"] for record in measured}
+            keep(measured)
+    if timed and (missing := sorted(set(only or ()) - timed)):
+        print(f"--peers: {', '.join(missing)}: in none of these cases, or not installed", file=sys.stderr)
+        failed = True
     if args.plot:
         for path in report.plot(records, args.plot):
             print(path, file=sys.stderr if to_stdout else sys.stdout)
