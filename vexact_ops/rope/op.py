@@ -115,7 +115,9 @@ def rope_cos_sin(
     check.same_device("rope_cos_sin", positions=positions, inv_freq=inv_freq)
     scaling = check.number("rope_cos_sin", "scaling", scaling)
     if dtype not in check.FLOATS:
-        raise TypeError(f"rope_cos_sin: dtype: got {dtype}, expected torch.float32 or torch.bfloat16")
+        raise TypeError(
+            f"rope_cos_sin: dtype: got {dtype}, expected torch.float32, torch.bfloat16, or on a GPU torch.float16"
+        )
     backend = ROOM.resolve(positions.device, backend)
     check.served("rope_cos_sin", "dtype", dtype, backend)
     return _rope_cos_sin(positions, inv_freq.detach(), scaling, dtype, backend)
