@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     engine.add_argument("--max-model-len", type=_positive)
     engine.add_argument("--no-prefix-cache", action="store_true")
     engine.add_argument("--kv-segment", type=_positive, help="attention's key segment; part of the numerics")
+    engine.add_argument("--latent-attention", action="store_true", help="cache compressed keys (DeepSeek)")
     verify.add_argument("--pack-tokens", type=_positive, help="tokens in one packed training batch")
     verify.add_argument("--random-weights", action="store_true", help="from config.json alone, at its true dimensions")
     verify.add_argument(
@@ -212,6 +213,7 @@ def _verify(args) -> int:
         max_model_len=args.max_model_len,
         enable_prefix_cache=not args.no_prefix_cache,
         kv_segment=args.kv_segment,
+        latent_attention=args.latent_attention,
     )
     prompts = read_prompts(args.prompts, args.limit) if args.prompts else None  # before the model: it is quicker
     device = _device(args.device)

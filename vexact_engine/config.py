@@ -16,7 +16,8 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How the engine uses its machine. No field may change a bit of any output, except `kv_segment`.
+    """How the engine uses its machine. No field may change a bit of any output, except `kv_segment` and
+    `latent_attention`.
 
     page_size                tokens per page of the KV cache
     num_pages                pages in the cache; None: as many as `gpu_memory_utilization` leaves room for
@@ -26,6 +27,8 @@ class EngineConfig:
     max_model_len            prompt plus generated tokens of one sequence; None: what the model was made for
     enable_prefix_cache      reuse the pages of a prompt that begins like an earlier one
     kv_segment               attention's key segment, part of the numerics: None, or the trainer's own value
+    latent_attention         where attention is latent (DeepSeek-V3, Moonlight): cache compressed keys instead of every
+                             head's; part of the numerics: the trainer's own patch.hf(latent=...)
     enforce_eager            no CUDA graphs
     pipeline_parallel_size   stages that the layers are cut into
     show_progress            a progress bar; None: on a terminal only
@@ -39,6 +42,7 @@ class EngineConfig:
     max_model_len: int | None = None
     enable_prefix_cache: bool = True
     kv_segment: int | None = None
+    latent_attention: bool = False
     enforce_eager: bool = False
     pipeline_parallel_size: int = 1
     show_progress: bool | None = None
@@ -51,6 +55,7 @@ class EngineConfig:
         _set_int(self, "kv_segment", 1, optional=True)
         _set_real(self, "gpu_memory_utilization", lambda u: 0 < u <= 1, "a number above 0 and at most 1")
         _check_bool(self, "enable_prefix_cache")
+        _check_bool(self, "latent_attention")
         _check_bool(self, "enforce_eager")
         _check_bool(self, "show_progress", optional=True)
 

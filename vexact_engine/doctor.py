@@ -14,7 +14,7 @@ from importlib import metadata
 import torch
 
 import vexact_ops as vx
-from vexact_ops.testing import assert_bitwise, cancelling, check_repeatable, check_rows, tricky
+from vexact_ops.testing import assert_bitwise, cancelling, check_grouped, check_repeatable, check_rows, tricky
 
 from .verify import environment
 
@@ -192,6 +192,22 @@ def _silu_mul(device, dtype):
     _rows_and_runs(vx.silu_mul, tricky(11, 2 * 77, seed=0, dtype=dtype, device=device))
 
 
+def _grouped_linear(device, dtype):
+    x, w = cancelling(19, 130, 3 * 50, seed=0, dtype=dtype, device=device)
+    check_grouped(vx.grouped_linear, vx.linear, x, w.view(3, 50, 130))
+
+
+def _moe_route(device, dtype):
+    _rows_and_runs(lambda x: vx.moe_route(x, 6), tricky(11, 60, seed=0, dtype=dtype, device=device))
+
+
+def _fused_moe(device, dtype):
+    x, w = cancelling(11, 66, 5 * 2 * 24, seed=0, dtype=dtype, device=device)
+    down = tricky(5, 66, 24, seed=1, dtype=dtype, device=device)
+    weights, ids = vx.moe_route(tricky(11, 5, seed=2, device=device), 3)
+    _rows_and_runs(lambda x, t, i: vx.fused_moe(x, w.view(5, 48, 66), down, t, i), x, weights, ids)
+
+
 def _log_softmax(device, dtype):
     _rows_and_runs(vx.log_softmax, tricky(7, 5003, seed=0, dtype=dtype, device=device))
 
@@ -258,6 +274,9 @@ CHECKS: tuple[tuple[str, str, Callable], ...] = (
     ("rmsnorm", "a row alone, threads, instruction sets", _rmsnorm),
     ("rope", "a row alone, threads, instruction sets", _rope),
     ("silu_mul", "a row alone, threads, instruction sets", _silu_mul),
+    ("grouped_linear", "rows have linear's bits, however they are spread", _grouped_linear),
+    ("moe_route", "a row alone, threads, instruction sets", _moe_route),
+    ("fused_moe", "a row alone, threads, instruction sets", _fused_moe),
     ("log_softmax", "a row alone, threads, instruction sets", _log_softmax),
     ("mean", "a row alone, threads, instruction sets", _mean),
     ("linear_cross_entropy", "a row alone, threads, instruction sets", _head),

@@ -74,7 +74,7 @@ class Engine:
         self.device, self.dtype = first.device, first.dtype
         self.vocab_size = models.vocab_size(self.model)
         self.config = self._complete(config)
-        self._handle = vx.patch.hf(self.model, kv_segment=config.kv_segment)
+        self._handle = vx.patch.hf(self.model, kv_segment=config.kv_segment, latent=config.latent_attention)
         try:
             self._runner = Runner(self.model, self._handle, self.config, self.device)
             self.config = self._runner.config
@@ -252,7 +252,8 @@ class Engine:
 
     def numerics(self) -> dict:
         """What fixes this engine's bits; a trainer with an equal dictionary computes the same ones."""
-        return vx.numerics(self.device, kv_segment=self.config.kv_segment)
+        latent = self.config.latent_attention or None
+        return vx.numerics(self.device, kv_segment=self.config.kv_segment, latent_attention=latent)
 
     # The end
 

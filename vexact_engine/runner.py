@@ -24,7 +24,10 @@ class Runner:
 
     def __init__(self, model: torch.nn.Module, handle, config: EngineConfig, device: torch.device):
         self.model, self.handle, self.device = model, handle, device
-        self.shape, self.dtype = models.cache_shape(model), next(model.parameters()).dtype
+        self.shape, self.dtype = (
+            models.cache_shape(model, latent=config.latent_attention),
+            next(model.parameters()).dtype,
+        )
         self.page_size = config.page_size
         self.forward, self.path = models.forward(model, kv_segment=config.kv_segment)
         if config.num_pages is None:  # behind the forward: what that moves and takes is in use by now
@@ -39,11 +42,12 @@ class Runner:
 
     def _caches(self, pages: int, layers: int) -> tuple[list[Tensor], list[Tensor]]:
         """Those of the keys and those of the values, for some layers."""
-        shape = pages, self.page_size, self.shape.heads
-        return tuple(
-            [torch.empty(*shape, dim, dtype=self.dtype, device=self.device) for _ in range(layers)]
-            for dim in (self.shape.k_dim, self.shape.v_dim)
+        made = pages, self.page_size, self.shape.heads
+        k, v = (
+            [torch.empty(*made, dim, dtype=self.dtype, device=self.device) for _ in range(layers if own else 0)]
+            for dim, own in ((self.shape.k_dim, True), (self.shape.v_dim, not self.shape.shared))
         )
+        return k, v or [keys[..., : self.shape.v_dim] for keys in k]
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Sampled:

@@ -196,6 +196,7 @@ def verify(
         [sample for sample in samples if sample.token_ids],
         temperature=temperatures.pop(),
         kv_segment=config.kv_segment,
+        latent=config.latent_attention,
         pack_tokens=pack_tokens,
         seed=seed,
         progress=progress,
@@ -229,7 +230,7 @@ def verify(
         statistics=statistics,
         gradients=gradients,
         settings={"engine": asdict(config), "sampling": asdict(each[0]) | {"seed": seed}, "chat": chat},
-        numerics=vx.numerics(device, kv_segment=config.kv_segment),
+        numerics=vx.numerics(device, kv_segment=config.kv_segment, latent_attention=config.latent_attention or None),
         environment=environment(device),
         seconds=time.perf_counter() - begin,
         errors=[f"{sample.source}: {sample.error}" for sample in samples if sample.error],
@@ -346,6 +347,7 @@ def rescore(
     *,
     temperature: float = 1.0,
     kv_segment: int | None = None,
+    latent: bool = False,
     pack_tokens: int | None = None,
     seed: int = 0,
     progress: Progress = quiet,
@@ -366,7 +368,7 @@ def rescore(
     model.requires_grad_(True)
     gradients = None
     try:
-        with vx.patch.hf(model, kv_segment=kv_segment) as handle, torch.enable_grad():
+        with vx.patch.hf(model, kv_segment=kv_segment, latent=latent) as handle, torch.enable_grad():
             for number, batch in enumerate(packs):
                 progress("re-score", number, len(packs))
                 picked = _score(handle, batch, temperature)

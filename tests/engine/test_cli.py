@@ -113,7 +113,12 @@ def test_known_sizes_are_those_of_the_benchmarks():
         "layers": "num_hidden_layers",
     }
     for name, shape in SHAPES.items():
-        assert {k: getattr(shape, k) for k in names} == {k: random.CONFIGS[name][v] for k, v in names.items()}, name
+        config = random.CONFIGS[name]
+        latent = config.get("qk_nope_head_dim", 0) + config.get("qk_rope_head_dim", 0)
+        config = {"head_dim": latent or config["hidden_size"] // config["num_attention_heads"], **config}
+        assert {k: getattr(shape, k) for k in names} == {k: config[v] for k, v in names.items()}, name
+        experts = config.get("num_experts", config.get("n_routed_experts", 0))
+        assert (shape.E, shape.top_k) == (experts, config.get("num_experts_per_tok", 0)), name
 
 
 def test_verify_reports_a_long_prompt_and_goes_on(capsys, model, tmp_path):

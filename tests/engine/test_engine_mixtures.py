@@ -1,16 +1,18 @@
 """Mixtures of experts and latent attention in the engine: the same promise; expert weights under either name."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import test_engine_bits
 import torch
 from conftest import devices
-from engine_models import build
+from engine_models import bits, build
 from safetensors.torch import save_file
 from test_engine_bits import PARAMS, PROMPTS, ROOMY, alone, check_together
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
+import vexact_ops as vx
 from vexact_engine import Engine
 from vexact_engine.models import CacheShape, cache_shape
 from vexact_engine.weights.experts import expert_views, per_expert
@@ -56,6 +58,33 @@ def test_a_cache_of_expanded_heads():
         caches = engine._runner.k_caches, engine._runner.v_caches
         assert [tuple(c[0].shape) for c in caches] == [(64, 16, 4, 24), (64, 16, 4, 12)]
         assert engine.generate(PROMPTS[:1], PARAMS[:1])[0].token_ids == alone("cpu", "DeepseekV3", torch.bfloat16)[0][0]
+
+
+@CHOICE_IN_BLOCK
+@each_device
+def test_a_latent_cache(device, dtype):
+    """Compressed keys alone are stored; batches, chunks, a warm prefix cache and the trainer have the same bits."""
+    config = replace(ROOMY, latent_attention=True, page_size=3, num_pages=40, max_num_batched_tokens=11)
+    with Engine.from_pretrained(build("DeepseekV3", dtype, device=device), device=device, config=config) as engine:
+        assert engine._runner.shape == (3, 1, 32, 24, True) and engine._runner.shape.per_token == 3 * 32
+        keys, values = engine._runner.k_caches[0], engine._runner.v_caches[0]
+        assert keys.shape == (40, 3, 1, 32) and values.shape == (40, 3, 1, 24)
+        assert values.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr()
+        alone = [bits(engine.generate([p], q)[0]) for p, q in zip(PROMPTS, PARAMS)]
+        assert engine.numerics()["options"] == {"latent_attention": True}
+    with Engine.from_pretrained(
+        build("DeepseekV3", dtype, device=device), device=device, config=replace(config, enable_prefix_cache=True)
+    ) as engine:
+        for _ in range(2):
+            done = engine.generate(PROMPTS, PARAMS)
+            assert [bits(c) for c in done] == alone
+        assert engine.stats.prefix_tokens > sum(map(len, PROMPTS)) // 2
+    model = build("DeepseekV3", dtype, device=device).train()
+    with vx.patch.hf(model, latent=True) as handle:
+        for completion in done:
+            row = torch.tensor(completion.prompt_ids + completion.token_ids, device=device)
+            raw = handle.logprobs(row)[len(completion.prompt_ids) - 1 : -1]
+            assert_bitwise(torch.tensor(completion.raw_logprobs), raw.detach().cpu())
 
 
 # the names of expert weights

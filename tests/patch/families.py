@@ -214,6 +214,9 @@ class Pages:
         if hasattr(config, "kv_lora_rank"):
             k_dim, v_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
         shape = (count * per_sequence + 3, page_size, config.num_key_value_heads)
+        latent = model._vexact.options["latent"]
+        if latent:
+            shape, k_dim, v_dim = (*shape[:2], 1), config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank
         self.device = model.device
         self.k, self.v = (
             [
@@ -222,6 +225,8 @@ class Pages:
             ]
             for dim in (k_dim, v_dim)
         )
+        if latent:
+            self.v = [keys[..., :v_dim] for keys in self.k]
         order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(seed))
         self.table = order[: count * per_sequence].view(count, per_sequence)
         self.page_size, self.length = page_size, [0] * count

@@ -274,14 +274,14 @@ def logits_and_gradients(model, seqs, dys):
     return torch.cat(logits).detach(), grads
 
 
-def check_accuracy(model, seqs):
+def check_accuracy(model, seqs, **options):
     """Against the stock model in float64: errors at most those of the stock model in the same dtype, with some slack
     for luck on so few numbers."""
     g = torch.Generator().manual_seed(3)
     dys = [torch.randn(len(s), 61, generator=g).to(model.device) for s in seqs]
     logits, grads = logits_and_gradients(model, seqs, dys)
     exact_logits, exact = logits_and_gradients(copy.deepcopy(model).double(), seqs, dys)
-    with vx.patch.hf(model):
+    with vx.patch.hf(model, **options):
         our_logits, ours = logits_and_gradients(model, seqs, dys)
     floor = {torch.float32: 3e-7, torch.float16: 3e-4}.get(model.dtype, 1e-3)
 

@@ -114,6 +114,57 @@ def test_undo_restores_the_stock_model(name):
     assert all("forward" not in m.__dict__ for m in model.modules())
 
 
+# latent attention
+
+
+@CHOICE_IN_BLOCK
+@pytest.mark.parametrize("device,dtype", devices(torch.bfloat16))
+@pytest.mark.parametrize(
+    "changes", [{}, MOONLIGHT, {"rope_interleave": False}], ids=["deepseek", "moonlight", "halves"]
+)
+def test_latent_attention_has_the_same_logits_in_every_form(device, dtype, changes):
+    model = with_bias(tiny("deepseek_v3", dtype, device=device, **changes))
+    with vx.patch.hf(model, latent=True) as handle:
+        assert [row.note for row in handle.report() if row.cls == "DeepseekV3Attention"] == ["latent"] * 3
+        check_forms(model, sequences(device=device))
+
+
+@CHOICE_IN_BLOCK
+@pytest.mark.parametrize("changes", [{}, MOONLIGHT], ids=["deepseek", "moonlight"])
+def test_latent_attention_is_the_same_function(changes):
+    model = with_bias(tiny("deepseek_v3", **changes)).train()
+    check_accuracy(model, sequences((11, 3)), latent=True)
+    with vx.patch.hf(model) as handle:
+        expanded = handle.logprobs(torch.cat(sequences()))
+    with vx.patch.hf(model, latent=True) as handle:
+        kept = handle.logprobs(torch.cat(sequences()))
+    torch.testing.assert_close(kept, expanded, rtol=0, atol=1e-4)
+    assert (kept != expanded).any()  # an order of its own, to be declared
+
+
+class Rescaled(deepseek.DeepseekV3Attention):
+    def forward(self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs):
+        interface = deepseek.ALL_ATTENTION_FUNCTIONS  # what an attention module is recognised by
+        out, weights = super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        return out * 1.01, weights and interface
+
+
+@CHOICE_IN_BLOCK
+def test_latent_is_refused_where_attention_is_not():
+    with pytest.raises(vx.patch.UnsupportedModule, match=r"LlamaAttention.*latent: its keys and values are not made"):
+        vx.patch.hf(tiny("llama"), latent=True)
+    with pytest.raises(TypeError, match="latent: got int"):
+        vx.patch.hf(tiny("llama"), latent=1)
+    model = tiny("deepseek_v3")
+    Rescaled.__module__ = deepseek.__name__
+    model.model.layers[1].self_attn.__class__ = Rescaled
+    with pytest.raises(vx.patch.UnsupportedModule, match=r"model.layers.1.self_attn \(Rescaled\): its .*latent form"):
+        vx.patch.hf(model, latent=True)
+    model = tiny("deepseek_v3")
+    with vx.patch.hf(model, latent=True), pytest.raises(ValueError, match=r"options: got .*'latent': False"):
+        vx.patch.hf(model)
+
+
 # what a router is recognised as
 
 

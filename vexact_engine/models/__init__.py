@@ -20,27 +20,30 @@ def decoder_config(model: torch.nn.Module):
 
 
 class CacheShape(NamedTuple):
-    """The KV cache of a model: its keys and values may differ in size."""
+    """The KV cache of a model: its keys and values may differ in size, or values be the first part of the keys."""
 
     layers: int
     heads: int
     k_dim: int
     v_dim: int
+    shared: bool = False
 
     @property
     def per_token(self) -> int:
         """Elements of one token, all layers together."""
-        return self.layers * self.heads * (self.k_dim + self.v_dim)
+        return self.layers * self.heads * (self.k_dim if self.shared else self.k_dim + self.v_dim)
 
 
-def cache_shape(model: torch.nn.Module) -> CacheShape:
+def cache_shape(model: torch.nn.Module, *, latent: bool = False) -> CacheShape:
+    """latent: of a model that is patched with latent=True."""
     config = decoder_config(model)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if getattr(config, "kv_lora_rank", None):  # latent attention: every head's keys and values, expanded
-        k_dim, v_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-        return CacheShape(config.num_hidden_layers, config.num_attention_heads, k_dim, v_dim)
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return CacheShape(config.num_hidden_layers, heads, dim, dim)
+    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    if latent:
+        return CacheShape(layers, 1, config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank, shared=True)
+    if getattr(config, "kv_lora_rank", None):  # every head's keys and values, expanded
+        return CacheShape(layers, heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return CacheShape(layers, getattr(config, "num_key_value_heads", None) or heads, dim, dim)
 
 
 def vocab_size(model: torch.nn.Module) -> int:

@@ -50,7 +50,7 @@ FAMILIES = {
 
 
 def fuse(
-    model: nn.Module, patched: Callable, cache_shape: tuple[int, int, int, int], kv_segment: int | None
+    model: nn.Module, patched: Callable, cache_shape: tuple, kv_segment: int | None
 ) -> tuple[Callable | None, str]:
     """The fused forward and "", or None and the reason why this model keeps `patched`.
 
@@ -198,9 +198,9 @@ class _Decoder:
 
 
 @torch.no_grad()
-def _same_bits(model: nn.Module, fused: Callable, patched: Callable, cache_shape: tuple[int, int, int, int]) -> bool:
+def _same_bits(model: nn.Module, fused: Callable, patched: Callable, cache_shape: tuple) -> bool:
     """Both forwards on a prompt, and on a chunk that ends behind every window; layers share one cache of noise."""
-    layers, heads, *dims = cache_shape
+    layers, heads, *dims = cache_shape[:4]
     first = next(model.parameters())
     generator = torch.Generator().manual_seed(0)
     windows = {layer.attention["window"] or 0 for layer in fused.layers}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..attention.op import KEY_BLOCK
 from ..attention.op import ROOM as ATTENTION
 from . import audit, forwards, mixture, pieces
+from . import latent as latent_form
 from .pieces import NotCovered
 from .report import table
 
@@ -67,6 +68,7 @@ class _Patch:
         self.handles, self.report, self.problems, self.changes = 0, Report(), [], []
         self.base = self.head = self.loss = self.seen = None
         self.scale, self.softcap = 1.0, None
+        self.tried = {}  # what is known of latent attention modules that are alike
         self.inner: set[int] = set()  # modules whose block computes what they would
 
     def replace(self, path: str, module: nn.Module, forward: Callable, ops: str, note: str = "") -> None:
@@ -210,7 +212,7 @@ class Handle:
             raise RuntimeError("this patch has been undone")
 
 
-def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None) -> Handle:
+def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None, latent: bool = False) -> Handle:
     """Run a Hugging Face decoder on aligned ops: training, generation and a paged engine get the same bits.
 
     model       a loaded causal language model of transformers, or its decoder alone; nothing else is touched, not its
@@ -218,6 +220,9 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None) 
     strict      refuse a model that holds anything whose bits could depend on the batch; False leaves such modules
                 stock, says so in the report, and keeps no promise
     kv_segment  cut attention's keys at multiples of this many (see attention_varlen): declare it on both sides
+    latent      keep latent attention (DeepSeek, Moonlight) compressed: one key head of kv_lora_rank + rope, and values
+                that are its first kv_lora_rank, in training as in a paged cache. Other bits than the expanded form, a
+                smaller cache, more work in attention (latent.py says how much): declare it on both sides
     returns     a Handle: context manager, report(), undo(), logprobs(), logits()
 
     What changes, for this instance: linear layers, root-mean-square norms, gated feed-forward blocks, the routers and
@@ -254,7 +259,9 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None) 
         block = _key_block(model)
         if not isinstance(kv_segment, int) or kv_segment <= 0 or kv_segment % block:
             raise ValueError(f"patch.hf: kv_segment: got {kv_segment}, expected None or a multiple of {block}")
-    options = {"kv_segment": kv_segment}
+    if not isinstance(latent, bool):
+        raise TypeError(f"patch.hf: latent: got {type(latent).__name__}, expected a bool")
+    options = {"kv_segment": kv_segment, "latent": latent}
     with _LOCK:
         patch = model.__dict__.get("_vexact")
         if patch is None:
@@ -275,7 +282,7 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None) 
                 f"patch.hf: model: got a part of a {type(patch.model).__name__} that is patched as a whole: patch that"
             )
         elif patch.options != options:
-            raise ValueError(f"patch.hf: kv_segment: got {kv_segment}, but the model is patched with {patch.options}")
+            raise ValueError(f"patch.hf: options: got {options}, but the model is patched with {patch.options}")
         elif strict:
             _raise(patch)
         patch.handles += 1
@@ -323,6 +330,8 @@ def _plan(patch: _Patch) -> None:
             _place(patch, path, module)
         except NotCovered as reason:
             patch.refuse(path, module, str(reason))
+    if patch.options["latent"] and not any(row.note == "latent" for row in patch.report):
+        patch.refuse("", model, "latent: no attention of it is latent")
 
 
 def _place(patch: _Patch, path: str, module: nn.Module) -> None:
@@ -359,6 +368,10 @@ def _place(patch: _Patch, path: str, module: nn.Module) -> None:
     elif pieces.frequencies(module):
         note = next((f"inv_freq is {b.dtype}" for b in module.buffers() if b.dtype != torch.float32), "")
         patch.replace(path, module, pieces.rotary_forward(module), "rope_cos_sin", note)
+    elif pieces.is_attention(module) and patch.options["latent"]:
+        if not latent_form.is_latent(module):
+            raise NotCovered("latent: its keys and values are not made from compressed ones")
+        patch.replace(path, module, *latent_form.latent_forward(module, patch.tried), "latent")
     elif pieces.is_attention(module):
         patch.replace(path, module, *pieces.attention_forward(module))
     elif mixture.is_experts(module):

@@ -226,7 +226,7 @@ def _rotary_forward(cast: bool) -> Callable:
 # attention: the module's own code, with two of the globals that it calls replaced
 
 
-_TURNS = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
+TURNS = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -255,7 +255,7 @@ def _attention_forward(cls: type) -> tuple[Callable, str]:
     # torch.compile looks a function's globals up through its module's name, and would find the stock ones there.
     scope.pop("__name__", None)
     label = "attention_varlen, attention_paged"
-    turns = [name for name in _TURNS if name in original.__code__.co_names]
+    turns = [name for name in TURNS if name in original.__code__.co_names]
     for name in turns:
         scope[name] = rope_function(scope[name])
     if turns:
