@@ -89,3 +89,8 @@ def rows(value: Tensor) -> Tensor:
     """(..., N) as (R, N) with the last dimension contiguous, without a copy where strides allow."""
     flat = value if value.dim() == 2 else value.reshape(-1, value.shape[-1])
     return flat if flat.shape[-1] <= 1 or flat.stride(-1) == 1 else flat.contiguous()
+
+
+def matrices(value: Tensor) -> Tensor:
+    """(E, N, K) with the last dimension contiguous, any other strides, without a copy where it is so already."""
+    return value if value.shape[-1] <= 1 or value.stride(-1) == 1 else value.contiguous()

@@ -70,12 +70,8 @@ def fused_moe(
     return _fused_moe(x, gate_up_weight, down_weight, topk_weights, topk_ids, activation == "gelu_tanh", backend)[0]
 
 
-def _matrices(weight: Tensor) -> Tensor:
-    return weight if weight.shape[-1] <= 1 or weight.stride(-1) == 1 else weight.contiguous()
-
-
 def _fwd(x, gate_up, down, weights, ids, gelu, backend):
-    args = check.rows(x), _matrices(gate_up), _matrices(down), weights.contiguous(), ids.contiguous()
+    args = check.rows(x), check.matrices(gate_up), check.matrices(down), weights.contiguous(), ids.contiguous()
     return ROOM.module(backend).fused_moe_fwd(*args, gelu)
 
 
@@ -104,7 +100,7 @@ def _backward(ctx, dy, *_):
 
 
 def _bwd(dy, x, gate_up, down, weights, h, offsets, order, position, gelu, need_dx, need_dgate_up, need_ddown, backend):
-    args = check.rows(dy), check.rows(x), _matrices(gate_up), _matrices(down), weights.contiguous()
+    args = check.rows(dy), check.rows(x), check.matrices(gate_up), check.matrices(down), weights.contiguous()
     grads = ROOM.module(backend).fused_moe_bwd(
         *args, h, offsets, order, position, gelu, need_dx, need_dgate_up, need_ddown
     )

@@ -35,13 +35,8 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, *, backend: str |
     return _grouped_linear(x, weight, offsets, backend)
 
 
-def _matrices(weight: Tensor) -> Tensor:
-    """What the kernels read in place: any strides but the last."""
-    return weight if weight.shape[-1] <= 1 or weight.stride(-1) == 1 else weight.contiguous()
-
-
 def _fwd(x: Tensor, weight: Tensor, offsets: Tensor, backend: str) -> Tensor:
-    return ROOM.module(backend).grouped_linear_fwd(check.rows(x), _matrices(weight), offsets.contiguous())
+    return ROOM.module(backend).grouped_linear_fwd(check.rows(x), check.matrices(weight), offsets.contiguous())
 
 
 def _setup(ctx, inputs, output):
@@ -57,7 +52,7 @@ def _backward(ctx, dy):
 
 
 def _dx(dy: Tensor, weight: Tensor, offsets: Tensor, backend: str) -> Tensor:
-    return ROOM.module(backend).grouped_linear_dx(check.rows(dy), _matrices(weight), offsets.contiguous())
+    return ROOM.module(backend).grouped_linear_dx(check.rows(dy), check.matrices(weight), offsets.contiguous())
 
 
 def _dweight(dy: Tensor, x: Tensor, offsets: Tensor, backend: str) -> Tensor:

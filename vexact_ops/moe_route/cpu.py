@@ -1,9 +1,16 @@
 """The C++ kernels (csrc/moe_route/cpu_kernels.cpp)."""
 
+import functools
+
 import torch
 from torch import Tensor
 
 from .._core import native
+
+
+@functools.cache
+def _native_fwd():
+    return native.ops().moe_route_fwd.default
 
 
 def moe_route_fwd(
@@ -12,7 +19,7 @@ def moe_route_fwd(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     weights = torch.empty(logits.shape[0], top_k, dtype=torch.float32)
     ids = torch.empty(logits.shape[0], top_k, dtype=torch.int32)
-    native.ops().moe_route_fwd(logits, top_k, sigmoid, normalize, groups, top_groups, bias, scale, weights, ids)
+    _native_fwd()(logits, top_k, sigmoid, normalize, groups, top_groups, bias, scale, weights, ids)
     return weights, ids
 
 
