@@ -30,7 +30,8 @@ def log_softmax(x: Tensor, *, out_dtype: torch.dtype | None = None, backend: str
         raise ValueError(f"log_softmax: x: got shape {tuple(x.shape)}, expected (..., V) with V of at least 1")
     if out_dtype not in (None, *check.FLOATS):
         raise TypeError(
-            f"log_softmax: out_dtype: got {out_dtype}, expected torch.bfloat16, torch.float32, on a GPU torch.float16, or None"
+            f"log_softmax: out_dtype: got {out_dtype}, expected torch.bfloat16, torch.float32, on a GPU torch.float16, "
+            "or None"
         )
     backend = ROOM.resolve(x.device, backend)
     check.served("log_softmax", "x", x.dtype, backend)
