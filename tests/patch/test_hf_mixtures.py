@@ -1,6 +1,7 @@
 """patch.hf on mixtures of experts and on latent attention: the promise, the right numbers, and what is refused."""
 
 import pytest
+import test_hf_wrapped as wrapped
 import torch
 import transformers
 from conftest import devices
@@ -112,6 +113,20 @@ def test_undo_restores_the_stock_model(name):
         pass
     assert_bitwise(alone(model, seqs), before)
     assert all("forward" not in m.__dict__ for m in model.modules())
+
+
+# under what training wraps around a model
+
+
+@pytest.mark.parametrize("name", [p for p in ALL if p.id in ("qwen3_moe", "deepseek_v3")])
+@pytest.mark.parametrize("wrapping", ["torch.compile", "checkpointing", "FSDP2"])
+def test_wrappings_change_no_bit(name, wrapping, monkeypatch):
+    if wrapping == "torch.compile":
+        wrapped.test_torch_compile_has_the_same_bits("cpu", torch.bfloat16, "aot_eager", name)
+    elif wrapping == "checkpointing":
+        wrapped.test_gradient_checkpointing_has_the_same_bits(name, False, "cpu", torch.bfloat16, monkeypatch)
+    else:
+        wrapped.test_fully_shard_has_the_same_bits(name, "cpu", torch.bfloat16)
 
 
 # latent attention
