@@ -123,7 +123,7 @@ def _bwd_kernel(
                 dp = tl.div_rn(wide - c, sum_of_chosen + TINY)
             mine = dp * (score * (1.0 - score))
         elif NORMALIZE:
-            mine = tl.load(weights + at) * (dw - tl.div_rn(c, scale)) + tl.zeros([P], tl.float32)
+            mine = tl.load(weights + at) * (dw - tl.div_rn(c, scale))
         else:
             mine = score * (wide - c)
         d = tl.where(e == tl.load(ids + at), mine, d)
