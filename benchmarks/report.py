@@ -89,7 +89,7 @@ def verify_table(records: Iterable[dict]) -> str:
     rows = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for r in records:
         sizes = ", ".join(map(str, r["batch_sizes"]))
-        again = f"{r['batch_mismatched']} of {r['batch_tokens']}"
+        again = f"{r['batch_mismatched']} of {r['batch_tokens']}" if sizes else ""
         stock = f"{r['stock_mismatched']} of {r['stock_tokens']} | {r['stock_max_abs_diff']:.3g}"
         ours = f"{r['tokens']} | {r['mismatched']} | {r['max_abs_diff']:.3g}"
         rows.append(f"| {r['case']} | {r['weights']} | {ours} | {sizes} | {again} | {stock} |")
