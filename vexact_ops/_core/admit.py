@@ -189,7 +189,7 @@ def time_on_gpu(run: Callable[..., Tensor], args: tuple, repeats: int = 7, calls
     run(*args)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may go on using the GPU
         for _ in range(calls):
             run(*args)
     times = []
