@@ -81,6 +81,22 @@ def _cast_impl(self, src, dst_type):
     return _cast(self, src, dst_type)
 
 
+_load, _store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+
+def _as_mask(mask):
+    """From 3.9 on its loads take booleans alone, while a scalar condition that meets a block leaves integers."""
+    return TensorHandle(np.asarray(mask.data).astype(bool), mask.dtype)
+
+
+def _create_masked_load(self, ptrs, mask, *rest):
+    return _load(self, ptrs, _as_mask(mask), *rest)
+
+
+def _create_masked_store(self, ptrs, value, mask, *rest):
+    return _store(self, ptrs, value, _as_mask(mask), *rest)
+
+
 _patch_lang, _patched = interpreter._patch_lang, set()
 
 
@@ -104,4 +120,6 @@ def install() -> None:
     InterpreterBuilder.create_fma = _create_fma
     InterpreterBuilder.create_dot = _create_dot
     InterpreterBuilder.cast_impl = _cast_impl
+    InterpreterBuilder.create_masked_load = _create_masked_load
+    InterpreterBuilder.create_masked_store = _create_masked_store
     np.seterr(all="ignore")  # a masked-out lane may overflow here as it may on the GPU

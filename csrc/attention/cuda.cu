@@ -5,6 +5,7 @@
 #include "attention/flash_decode.cuh"
 #include "attention/flash_tile.cuh"
 #include "common/cuda.h"
+#include "common/sm90.cuh"
 #include "common/tensor.h"
 
 namespace vx {
@@ -77,19 +78,6 @@ Args arguments(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
   return a;
 }
 
-using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
-
-EncodeTiled encode_tiled() {  // from the driver at run time: nothing links against libcuda
-  static const EncodeTiled fn = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    VX_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result));
-    STD_TORCH_CHECK(found && result == cudaDriverEntryPointSuccess, "attention: no cuTensorMapEncodeTiled in this driver");
-    return reinterpret_cast<EncodeTiled>(found);
-  }();
-  return fn;
-}
-
 // A cache (pages, page_size, Hk, D), read in boxes of `box` rows of one head, 64 columns wide; packed rows (T, Hk, D)
 // are one page.
 CUtensorMap tensor_map(const Tensor& cache, int box) {
@@ -102,9 +90,11 @@ CUtensorMap tensor_map(const Tensor& cache, int box) {
   const cuuint32_t boxes[4] = {64, cuuint32_t(box), 1, 1}, steps[4] = {1, 1, 1, 1};
   const CUtensorMapDataType type = cache.scalar_type() == ScalarType::BFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                                                : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const CUresult done = encode_tiled()(&map, type, 4, cache.data_ptr(), sizes, strides, boxes, steps,
-                                       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const sm90::EncodeTiled encode = sm90::encode_tiled();
+  STD_TORCH_CHECK(encode, "attention: this driver has no cuTensorMapEncodeTiled");
+  const CUresult done = encode(&map, type, 4, cache.data_ptr(), sizes, strides, boxes, steps,
+                               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   STD_TORCH_CHECK(done == CUDA_SUCCESS, "attention: cuTensorMapEncodeTiled failed with ", int(done));
   return map;
 }
