@@ -70,6 +70,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.what == "report":
         report.update_readme()
+        for name in ("cpu", "h200") if args.plot else ():
+            for path in report.plot(report.load(harness.RESULTS / f"{name}.jsonl"), args.plot / name):
+                print(f"wrote {path}")
         return 0
     names = ROOMS if args.what == "all" else [args.what]
     to_stdout, only = args.json == "-", None if args.peers is None else args.peers.split(",")
