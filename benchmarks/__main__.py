@@ -70,8 +70,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.what == "report":
         report.update_readme()
-        for name in ("cpu", "h200") if args.plot else ():
-            for path in report.plot(report.load(harness.RESULTS / f"{name}.jsonl"), args.plot / name):
+        for results in sorted(harness.RESULTS.glob("*.jsonl")) if args.plot else ():
+            for path in report.plot(report.load(results), args.plot / results.stem):
                 print(f"wrote {path}")
         return 0
     names = ROOMS if args.what == "all" else [args.what]

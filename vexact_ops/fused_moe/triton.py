@@ -47,7 +47,7 @@ def _combine_kernel(y, position, weights, out, n, TOP_K: tl.constexpr, WEIGHTS: 
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
     for s in range(TOP_K):  # order: slots ascending, one fp32 accumulator
-        at = tl.load(position + token * TOP_K + s).to(tl.int64) + tl.zeros([BLOCK], tl.int64)
+        at = tl.load(position + token * TOP_K + s).to(tl.int64)
         v = tl.load(y + at * n + column, mask=(column < n) & (at >= 0), other=0.0).to(tl.float32)
         if WEIGHTS:
             more = tl.fma(tl.load(weights + token * TOP_K + s) + tl.zeros([BLOCK], tl.float32), v, acc)
