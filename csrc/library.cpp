@@ -26,6 +26,10 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("grouped_linear_fwd(Tensor x, Tensor weight, Tensor offsets, Tensor(a!) out) -> bool");
   m.def("grouped_linear_dx(Tensor dy, Tensor weight, Tensor offsets, Tensor(a!) dx) -> bool");
   m.def("grouped_linear_dweight(Tensor dy, Tensor x, Tensor offsets, Tensor(a!) dweight) -> bool");
+  // grouped_linear on SM90: offsets and order of any values touch no memory that is not the arguments'
+  m.def("grouped_gather(Tensor x, Tensor offsets, Tensor order, int top_k, Tensor(a!) out) -> ()");
+  m.def("grouped_bound(Tensor offsets, int rows, Tensor(a!) out) -> ()");
+  m.def("grouped_tail(Tensor offsets, Tensor(a!) out) -> ()");
 
   // moe_route
   m.def("moe_route_fwd(Tensor logits, int top_k, bool sigmoid, bool normalize, int groups, int top_groups, Tensor? bias, float scale, Tensor(a!) weights, Tensor(b!) ids) -> ()");

@@ -7,7 +7,7 @@ from .._core import check
 from .._core.backend import Room
 from .._core.operator import Operator
 
-ROOM = Room("grouped_linear", cpu=("cpu",), cuda=("triton",))
+ROOM = Room("grouped_linear", cpu=("cpu",), cuda=("cuda", "triton"))
 
 
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, *, backend: str | None = None) -> Tensor:

@@ -1,0 +1,373 @@
+"""The GPU's own class on SM90, in bf16: the fastest kernel proven equal to the Triton ones for a product, by its sizes.
+
+A product is a kind (below), the experts' number and matrix, whether rows are read through `order`, and the number of
+rows, known by its power of two (its bucket). On the first call of a kind, outside of a CUDA graph, candidates are
+verified against the Triton kernels on rows that cancel, spread evenly, at random and most of them to one expert, and
+timed; the choice is kept in memory and on disk. What no candidate serves (fp32, fp16, odd sizes or strides, other GPUs,
+a first call inside a graph) takes the Triton kernels: same bits.
+
+Candidates: kernels of our own by name, torch._grouped_mm and quack's gemm. The last two read rows side by side, so rows
+that come through `order` are copied first, and rows behind the last expert are filled with zeros for them.
+"""
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._core import native
+from .._core.admit import Candidate, Verdict, admissions, fastest, race_on_gpu
+from ..silu_mul.triton import silu_mul_fwd
+from . import triton
+
+__all__ = [
+    "admit",
+    "gather_rows",
+    "grouped_gate_up",
+    "grouped_linear_dweight",
+    "grouped_linear_dx",
+    "grouped_linear_fwd",
+]
+
+REVISION = 1  # of what is proposed and how it is verified: verdicts of other revisions are not looked at
+LARGEST = 1 << 17  # rows; larger buckets take the choice of this one
+SMALL = 100_000  # elements of a matrix: below, no kernel is worth the time to verify it
+TRITON = "triton"  # the canonical kernels' name among verdicts
+_settling = threading.RLock()
+_chosen: dict[tuple, Callable] = {}
+
+
+def grouped_linear_fwd(
+    x: Tensor, weight: Tensor, offsets: Tensor, order: Tensor | None = None, top_k: int = 1
+) -> Tensor:
+    return _kernel("fwd", x, weight, offsets, order, top_k)(x, weight, offsets, order, top_k)
+
+
+def grouped_linear_dx(
+    dy: Tensor, weight: Tensor, offsets: Tensor, order: Tensor | None = None, top_k: int = 1
+) -> Tensor:
+    return _kernel("dx", dy, weight, offsets, order, top_k)(dy, weight, offsets, order, top_k)
+
+
+def grouped_linear_dweight(
+    dy: Tensor, x: Tensor, offsets: Tensor, order: Tensor | None = None, top_k: int = 1, *, gathered: str = ""
+) -> Tensor:
+    """gathered: "dy" or "x" is read through order."""
+    kind = f"dweight {gathered}".strip()
+    return _kernel(kind, dy, x, offsets, order, top_k)(dy, x, offsets, order, top_k, gathered=gathered)
+
+
+def grouped_gate_up(
+    x: Tensor, gate_up: Tensor, offsets: Tensor, order: Tensor | None, top_k: int, gelu: bool, keep: bool
+) -> tuple[Tensor | None, Tensor]:
+    """h = grouped_linear_fwd(x, gate_up, ...), a = silu_mul(h), or gelu_tanh's: (h or None, a); h is only there to
+    `keep`."""
+    kind = f"gate_up{' gelu' * gelu}{' keep' * keep}"
+    return _kernel(kind, x, gate_up, offsets, order, top_k)(x, gate_up, offsets, order, top_k, gelu, keep)
+
+
+def gather_rows(x: Tensor, offsets: Tensor, order: Tensor | None, top_k: int) -> Tensor:
+    """x[order[i] // top_k] for the rows i below offsets[E]; what is behind is left as it is. x itself without order."""
+    if order is None:
+        return x
+    rows = x.new_empty(order.shape[0], x.shape[1])
+    native.ops().grouped_gather(x, offsets, order, top_k, rows)
+    return rows
+
+
+# ---- the canonical kernels, and those of others
+
+
+def _triton_gate_up(x, gate_up, offsets, order, top_k, gelu, keep, product=triton.grouped_linear_fwd):
+    h = product(x, gate_up, offsets, order, top_k)
+    a = h.new_empty(h.shape[0], h.shape[1] // 2)
+    silu_mul_fwd(*h.chunk(2, 1), gelu, a)
+    return (h if keep else None), a
+
+
+CANONICAL = {
+    "fwd": triton.grouped_linear_fwd,
+    "dx": triton.grouped_linear_dx,
+    "dweight": triton.grouped_linear_dweight,
+    "gate_up": _triton_gate_up,
+}
+
+
+def _of_others(product: Callable) -> Callable:
+    """product(rows, weight, offsets), whose rows lie side by side, as a function that takes what ours take. It is given
+    offsets that ascend within the rows, whatever they were: other libraries trust them."""
+
+    def run(x, weight, offsets, order=None, top_k=1):
+        rows = gather_rows(x, offsets, order, top_k)
+        y = product(rows, weight, _bounded(offsets, rows.shape[0]))
+        native.ops().grouped_tail(offsets, y)  # behind the last expert they leave what was there
+        return y
+
+    return run
+
+
+def _bounded(offsets: Tensor, rows: int) -> Tensor:
+    bounded = torch.empty_like(offsets)
+    native.ops().grouped_bound(offsets, rows, bounded)
+    return bounded
+
+
+@_of_others
+def _torch_fwd(rows, weight, offsets):
+    return torch._grouped_mm(rows, weight.transpose(1, 2), offs=offsets[1:])
+
+
+@_of_others
+def _torch_dx(rows, weight, offsets):
+    return torch._grouped_mm(rows, weight, offs=offsets[1:])
+
+
+def _torch_dweight(dy, x, offsets, order=None, top_k=1, *, gathered=""):
+    dy = gather_rows(dy, offsets, order, top_k) if gathered == "dy" else dy
+    x = gather_rows(x, offsets, order, top_k) if gathered == "x" else x
+    return torch._grouped_mm(dy.t(), x, offs=_bounded(offsets, dy.shape[0])[1:])
+
+
+@functools.cache
+def _quack() -> Callable | None:
+    try:
+        from quack.gemm_interface import gemm
+    except Exception:  # not installed, or its own imports fail in one of many ways: no candidate then
+        return None
+    return gemm
+
+
+@_of_others
+def _quack_fwd(rows, weight, offsets):
+    return _quack()(rows, weight.transpose(1, 2), cu_seqlens_m=offsets, tuned=False)
+
+
+@_of_others
+def _quack_dx(rows, weight, offsets):
+    return _quack()(rows, weight, cu_seqlens_m=offsets, tuned=False)
+
+
+def _names(kind: str) -> dict[str, Callable]:
+    """The candidates for a kind of product, by name: they take what the Triton function of that kind takes."""
+    found: dict[str, Callable] = {}
+    if kind in ("fwd", "gate_up"):
+        found["torch._grouped_mm"] = _torch_fwd
+        if _quack():
+            found["quack"] = _quack_fwd
+    elif kind == "dx":
+        found["torch._grouped_mm"] = _torch_dx
+        if _quack():
+            found["quack"] = _quack_dx
+    elif kind == "dweight":
+        found["torch._grouped_mm"] = _torch_dweight
+    if kind == "gate_up":
+        found = {name: functools.partial(_triton_gate_up, product=run) for name, run in found.items()}
+    return found
+
+
+# ---- the choice
+
+
+def _kernel(kind: str, a: Tensor, b: Tensor, offsets: Tensor, order: Tensor | None, top_k: int) -> Callable:
+    rows = a.shape[0] if order is None else order.shape[0]
+    key = kind, a.device.index, a.dtype, offsets.shape[0], b.shape, (rows - 1).bit_length(), order is None, top_k
+    if kind[0] == "d" and kind[1] == "w":  # b has as many rows as there happen to be
+        key = (*key[:4], (a.shape[1], b.shape[1]), *key[5:])
+    run = _chosen.get(key)
+    if run is None:
+        run = _settle(key, kind, a, b, offsets, order, top_k)
+    return run if _plain(a) and _plain(b) else CANONICAL[kind.split()[0]]
+
+
+def _plain(t: Tensor) -> bool:
+    """Rows begin on 16-byte boundaries, matrices lie side by side."""
+    return t.data_ptr() % 16 == 0 and (
+        t.is_contiguous() or (t.dim() == 2 and t.stride(1) == 1 and t.stride(0) % 8 == 0)
+    )
+
+
+def _settle(key: tuple, kind: str, a, b, offsets, order, top_k) -> Callable:
+    canonical = CANONICAL[kind.split()[0]]
+    rows = a.shape[0] if order is None else order.shape[0]
+    if a.dtype != torch.bfloat16 or rows == 0 or a.shape[1] % 8 or b.shape[-1] % 8 or (b.dim() == 3 and b.shape[1] % 8):
+        return canonical
+    if torch.cuda.is_current_stream_capturing():  # nothing can be verified inside a graph
+        return canonical
+    with _settling, torch.cuda.device(a.device), torch.no_grad():
+        n, k = (a.shape[1], b.shape[1]) if kind.startswith("dweight") else b.shape[1:]
+        product = Product(kind, a.device, offsets.shape[0] - 1, n, k, rows, 0 if order is None else top_k)
+        try:
+            name = fastest(product.verdicts())
+        except torch.OutOfMemoryError:
+            warnings.warn(
+                f"grouped_linear: no memory to verify faster kernels for {product.key}: the Triton kernels serve it in "
+                "this process",
+                stacklevel=2,
+            )
+            name = None
+        known = _names(kind.split()[0])
+        _chosen[key] = canonical if name in (None, TRITON) else known[name]
+    return _chosen[key]
+
+
+@dataclass(frozen=True)
+class Product:
+    """One kind of product: what its kernels are verified and timed on.
+
+    kind    "fwd", "dx", "dweight" (then, after a blank, what is read through order), "gate_up" (then its options)
+    n, k    of an expert's matrix, as it is stored
+    rows    the number that was seen; what counts is its power of two
+    top_k   of the order through which rows are read; 0: none
+    """
+
+    kind: str
+    device: torch.device
+    experts: int
+    n: int
+    k: int
+    rows: int
+    top_k: int = 0
+
+    @property
+    def bucket(self) -> int:
+        return min(LARGEST, max(8, 1 << (self.rows - 1).bit_length()))
+
+    @property
+    def what(self) -> str:
+        return self.kind.split()[0]
+
+    @property
+    def key(self) -> str:
+        through = f" order/{self.top_k}" if self.top_k else ""
+        sizes = f"E={self.experts} N={self.n} K={self.k} R<={self.bucket}"
+        return f"grouped_linear r{REVISION} {self.kind} bfloat16{through} {sizes}"
+
+    def verdicts(self) -> list[Verdict]:
+        if torch.cuda.get_device_capability(self.device) != (9, 0) or self.n * self.k < SMALL:
+            return []
+        known = admissions(self.device.index)
+        verdicts = known.verdicts(self.key)
+        if verdicts is None:
+            known.choose(self.key, self.candidates(), self.canonical, self.cases, race=self.race)
+            verdicts = known.verdicts(self.key)
+        return verdicts
+
+    def candidates(self) -> list[Candidate]:
+        found = [Candidate(name, functools.partial(self.run, run)) for name, run in _names(self.what).items()]
+        return [*found, Candidate(TRITON, self.canonical)]
+
+    def canonical(self, *case) -> Tensor:
+        return self.run(CANONICAL[self.what], *case)
+
+    def run(self, run: Callable, *case) -> Tensor:
+        """One tensor of all results."""
+        options = self.kind.split()[1:]
+        if self.what == "gate_up":
+            h, a = run(*case, "gelu" in options, "keep" in options)
+            return a if h is None else torch.cat((h, a), 1)
+        if self.what == "dweight":
+            return run(*case, gathered=options[0] if options else "")
+        return run(*case)
+
+    def spread(self, rows: int, way: int) -> Tensor:
+        """Offsets of about `rows` rows: at random with a few that are nobody's; most of them one expert's; a multiple of
+        three each, but none for every other expert."""
+        g = torch.Generator().manual_seed(rows + way)
+        experts, counts = self.experts, torch.zeros(self.experts, dtype=torch.int64)
+        if way == 0:
+            counts = torch.bincount(torch.randint(experts, (rows,), generator=g), minlength=experts)
+        elif way == 1:
+            counts = torch.bincount(torch.randint(experts, (rows // 8,), generator=g), minlength=experts)
+            counts[int(torch.randint(experts, (1,), generator=g))] += rows - rows // 8
+        else:
+            counts[::2] = rows // (3 * counts[::2].numel()) * 3
+        ends = counts.cumsum(0)
+        if way == 0:
+            ends = ends.clamp(max=max(1, rows - rows // 50))
+        return torch.cat((counts.new_zeros(1), ends)).to(self.device, torch.int32)
+
+    def cases(self) -> list[tuple]:
+        """Operands that cancel along the reduction to almost nothing."""
+        few = max(1, self.bucket * 5 // 8 - 1)
+        rows = [(few, 1), (few, 2), (self.bucket, 0)]
+        if self.what == "dweight":
+            return [self.sums(count, self.spread(count, way)) for count, way in rows]
+        whole = self.operands(self.bucket)
+        found = []
+        for count, way in rows:
+            offsets = self.spread(count, way)
+            if not self.top_k:
+                found.append((whole[0][:count], whole[1], offsets, None, 1))
+                continue
+            g = torch.Generator(self.device).manual_seed(count)
+            tokens = -(-count // self.top_k)
+            order = torch.randperm(tokens * self.top_k, generator=g, device=self.device).to(torch.int32)
+            found.append((whole[0][:tokens], whole[1], offsets, order, self.top_k))
+        return found
+
+    def normal(self, g: torch.Generator, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, device=self.device, dtype=torch.bfloat16)
+
+    def scaled(self, g: torch.Generator, *shape: int) -> Tensor:
+        v = self.normal(g, *shape)
+        return v * torch.exp2(torch.randint(-12, 13, v.shape, generator=g, device=self.device).to(v.dtype))
+
+    def operands(self, rows: int) -> tuple[Tensor, Tensor]:
+        across = self.what == "dx"
+        depth = self.n if across else self.k
+        g = torch.Generator(self.device).manual_seed(depth)
+        tokens = -(-rows // self.top_k) if self.top_k else rows
+        v = self.scaled(g, min(tokens, 4096), depth // 2)
+        mix = torch.randperm(depth, generator=g, device=self.device)
+        x = torch.cat((v, -v), 1)[:, mix]
+        x = x.repeat(-(-tokens // x.shape[0]), 1)[:tokens].contiguous()
+        weight = torch.empty(self.experts, self.n, self.k, dtype=torch.bfloat16, device=self.device)
+        for matrix in weight:
+            if across:
+                u = self.normal(g, depth // 2, self.k)
+                matrix.copy_(torch.cat((u, u))[mix])
+            else:
+                u = self.normal(g, self.n, depth // 2)
+                matrix.copy_(torch.cat((u, u), 1)[:, mix])
+        return x, weight
+
+    def sums(self, rows: int, offsets: Tensor) -> tuple:
+        """For the gradient of the weight: rows of one expert cancel each other; what is gathered comes shuffled."""
+        g = torch.Generator(self.device).manual_seed(rows)
+        dy, x = self.scaled(g, rows, self.n), self.normal(g, rows, self.k)
+        ends = offsets.tolist()
+        for begin, end in zip(ends, ends[1:]):
+            half = (end - begin) // 2
+            mix = begin + torch.randperm(end - begin, generator=g, device=self.device)
+            dy[mix[:half]] = -dy[mix[half : 2 * half]]
+            x[mix[:half]] = x[mix[half : 2 * half]]
+        if not self.top_k:
+            return dy, x, offsets, None, 1
+        # through order, token order[i] // top_k is read: a token for each row, the order its first slot
+        mix = torch.randperm(rows, generator=g, device=self.device)
+        if self.kind.endswith(" dy"):
+            dy = dy[mix.argsort()]
+        else:
+            x = x[mix.argsort()]
+        return dy, x, offsets, (mix * self.top_k).to(torch.int32), self.top_k
+
+    def race(self, candidates: list[Candidate], case: tuple) -> list[float]:
+        """The last case is of the bucket's size, spread at random."""
+        size = case[1].numel() * 2
+        b = [case[1], *(case[1].clone() for _ in range(int(min(8, 120e6 // size))))]
+        return race_on_gpu([[functools.partial(one.run, case[0], w, *case[2:]) for w in b] for one in candidates])
+
+
+def admit(
+    kind: str, experts: int, n: int, k: int, rows: int, *, top_k: int = 0, device: torch.device | str = "cuda"
+) -> tuple[str, list[Verdict]]:
+    """Verify ahead of time what `rows` rows need; kind, n, k and top_k as in Product. Returns (key, verdicts)."""
+    device = torch.device(device)
+    device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+    product = Product(kind, device, experts, n, k, rows, top_k)
+    with _settling, torch.cuda.device(device), torch.no_grad():
+        return product.key, product.verdicts()
