@@ -31,7 +31,7 @@ COMPOSED_OF = {
     "linear_cross_entropy": {"linear", "log_softmax"},
     "rope": {"kv_cache"},
     "sampler": {"log_softmax"},
-    "grouped_linear": {"linear"},
+    "grouped_linear": {"linear", "silu_mul"},
     "fused_moe": {"grouped_linear", "silu_mul"},
 }
 

@@ -11,6 +11,7 @@ that come through `order` are copied first, and rows behind the last expert are 
 """
 
 import functools
+import itertools
 import threading
 import warnings
 from collections.abc import Callable
@@ -274,8 +275,8 @@ class Product:
         return run(*case)
 
     def spread(self, rows: int, way: int) -> Tensor:
-        """Offsets of about `rows` rows: at random with a few that are nobody's; most of them one expert's; a multiple of
-        three each, but none for every other expert."""
+        """Offsets of about `rows` rows: at random, a few nobody's; most of them one expert's; a multiple of three each
+        for every other expert."""
         g = torch.Generator().manual_seed(rows + way)
         experts, counts = self.experts, torch.zeros(self.experts, dtype=torch.int64)
         if way == 0:
@@ -340,7 +341,7 @@ class Product:
         g = torch.Generator(self.device).manual_seed(rows)
         dy, x = self.scaled(g, rows, self.n), self.normal(g, rows, self.k)
         ends = offsets.tolist()
-        for begin, end in zip(ends, ends[1:]):
+        for begin, end in itertools.pairwise(ends):
             half = (end - begin) // 2
             mix = begin + torch.randperm(end - begin, generator=g, device=self.device)
             dy[mix[:half]] = -dy[mix[half : 2 * half]]
