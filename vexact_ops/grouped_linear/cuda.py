@@ -23,7 +23,7 @@ from torch import Tensor
 from .._core import native
 from .._core.admit import Candidate, Verdict, admissions, fastest, race_on_gpu
 from ..silu_mul.triton import silu_mul_fwd
-from . import triton
+from . import cute, triton
 
 __all__ = [
     "admit",
@@ -133,23 +133,14 @@ def _torch_dweight(dy, x, offsets, order=None, top_k=1, *, gathered=""):
     return torch._grouped_mm(dy.t(), x, offs=_bounded(offsets, dy.shape[0])[1:])
 
 
-@functools.cache
-def _quack() -> Callable | None:
-    try:
-        from quack.gemm_interface import gemm
-    except Exception:  # not installed, or its own imports fail in one of many ways: no candidate then
-        return None
-    return gemm
-
-
 @_of_others
 def _quack_fwd(rows, weight, offsets):
-    return _quack()(rows, weight.transpose(1, 2), cu_seqlens_m=offsets, tuned=False)
+    return cute.product(rows, weight.transpose(1, 2), offsets)
 
 
 @_of_others
 def _quack_dx(rows, weight, offsets):
-    return _quack()(rows, weight, cu_seqlens_m=offsets, tuned=False)
+    return cute.product(rows, weight, offsets)
 
 
 def _names(kind: str) -> dict[str, Callable]:
@@ -157,11 +148,11 @@ def _names(kind: str) -> dict[str, Callable]:
     found: dict[str, Callable] = {}
     if kind in ("fwd", "gate_up"):
         found["torch._grouped_mm"] = _torch_fwd
-        if _quack():
+        if cute.INSTALLED:
             found["quack"] = _quack_fwd
     elif kind == "dx":
         found["torch._grouped_mm"] = _torch_dx
-        if _quack():
+        if cute.INSTALLED:
             found["quack"] = _quack_dx
     elif kind == "dweight":
         found["torch._grouped_mm"] = _torch_dweight
