@@ -34,6 +34,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", help=f"comma-separated, of: {', '.join(SHAPES)}")
     parser.add_argument("--model", metavar="DIR", help="verify: a model's own weights instead of a shape's random ones")
+    parser.add_argument("--layers", type=int, help="verify: the first so many layers of a shape; default: all")
+    parser.add_argument("--latent", action="store_true", help="verify: latent attention (DeepSeek-V3, Moonlight)")
     parser.add_argument("--rows", help="comma-separated row counts")
     parser.add_argument("--dtype", help="comma-separated, of: float32, bfloat16, float16")
     parser.add_argument("--peers", help="comma-separated, such as torch,quack,liger; default: all that are installed")

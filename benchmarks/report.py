@@ -84,15 +84,16 @@ def _geomean(values: Iterable[float]) -> float | None:
 
 def verify_table(records: Iterable[dict]) -> str:
     """A Markdown table: how many log-probabilities of the rollout differ from the trainer's, ours and stock."""
-    heads = ["model", "weights", "tokens", "differ", "max diff", "again in batches of", "differ"]
+    heads = ["model", "weights", "tokens", "differ", "max diff", "again in batches of", "differ", "warm cache: differ"]
     heads += ["stock: differ", "stock: max diff"]
     rows = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for r in records:
         sizes = ", ".join(map(str, r["batch_sizes"]))
         again = f"{r['batch_mismatched']} of {r['batch_tokens']}" if sizes else ""
+        warm = f"{r['warm_mismatched']} of {r['warm_tokens']}" if "warm_tokens" in r else ""
         stock = f"{r['stock_mismatched']} of {r['stock_tokens']} | {r['stock_max_abs_diff']:.3g}"
         ours = f"{r['tokens']} | {r['mismatched']} | {r['max_abs_diff']:.3g}"
-        rows.append(f"| {r['case']} | {r['weights']} | {ours} | {sizes} | {again} | {stock} |")
+        rows.append(f"| {r['case']} | {r['weights']} | {ours} | {sizes} | {again} | {warm} | {stock} |")
     return "\n".join(rows)
 
 

@@ -44,6 +44,7 @@ SHAPES = {
         Shape("llama3-8b", 4096, 14336, 32, 8, 128, 128256, 32),
         Shape("qwen3-30b-a3b", 2048, 6144, 32, 4, 128, 151936, 48, E=128, top_k=8, expert_I=768),
         Shape("moonlight-16b-a3b", 2048, 11264, 16, 16, 192, 163840, 27, E=64, top_k=6, expert_I=1408),
+        Shape("deepseek-v3", 7168, 18432, 128, 128, 192, 129280, 61, E=256, top_k=8, expert_I=2048),
         Shape("olmoe-1b-7b", 2048, 1024, 16, 16, 128, 50304, 16, E=64, top_k=8, expert_I=1024),
     )
 }

@@ -71,6 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     engine.add_argument("--latent-attention", action="store_true", help="cache compressed keys (DeepSeek)")
     verify.add_argument("--pack-tokens", type=_positive, help="tokens in one packed training batch")
     verify.add_argument("--random-weights", action="store_true", help="from config.json alone, at its true dimensions")
+    verify.add_argument("--layers", type=_positive, metavar="N", help="random weights: the first N layers alone")
+    verify.add_argument(
+        "--warm", action="store_true", help="roll out once more while the prefix cache knows the prompts"
+    )
     verify.add_argument(
         "--batch-sizes", type=_lengths, default=[], metavar="N,N", help="roll out again, so many prompts at a time"
     )
@@ -204,6 +208,8 @@ def _verify(args) -> int:
 
     if args.config is not None and args.config not in CONFIGS:
         raise ValueError(f"--config: got {args.config!r}, expected one of {', '.join(CONFIGS)}")
+    if args.layers is not None and not (args.config or args.random_weights):
+        raise ValueError("--layers: expected --config or --random-weights with it")
     params = SamplingParams(**_sampling_of(args), n=args.samples)
     config = EngineConfig(
         page_size=args.page_size,
@@ -220,7 +226,8 @@ def _verify(args) -> int:
     with _progress() as progress:
         progress("load", 0, 1)
         if args.config or args.random_weights:
-            loaded = load_random(args.config or args.model, dtype=args.dtype, device=device, seed=args.seed)
+            source = args.config or args.model
+            loaded = load_random(source, dtype=args.dtype, device=device, seed=args.seed, layers=args.layers)
         else:
             loaded = _load(args, device)
         if prompts is None:
@@ -236,6 +243,7 @@ def _verify(args) -> int:
             stock_prompts=args.stock_prompts,
             pack_tokens=args.pack_tokens,
             batch_sizes=args.batch_sizes,
+            warm=args.warm,
             seed=args.seed,
             title=f"VeXact verify: {os.path.basename(loaded.name.rstrip('/'))}",
             progress=progress,
@@ -486,6 +494,11 @@ def _print_run(v) -> None:
             f"engine: {batch.requests} prompts again, {batch.batch_size} at a time: {batch.mismatched_tokens} of "
             f"{batch.tokens} tokens differ ({batch.seconds:.1f} s)"
         )
+    if v.warm is not None:
+        print(
+            f"engine: {v.warm.requests} prompts again, {v.warm.prefix_tokens} of their tokens from the prefix cache: "
+            f"{v.warm.mismatched_tokens} of {v.warm.tokens} tokens differ ({v.warm.seconds:.1f} s)"
+        )
     if v.gradients is not None:
         g = v.gradients
         state = "all finite" if g.finite else f"NOT FINITE: {', '.join(g.nonfinite[:4]) or 'the loss'}"
@@ -502,7 +515,7 @@ def _print_table(v) -> None:
         c = side.comparison
         name = "vexact engine -> patched HF, packed" if side.name == "aligned" else "stock HF generate -> HF forward"
         figures = (str(c.tokens), str(c.mismatched_tokens), f"{c.max_abs_diff:.3g}", f"{c.k3_kl:.3g}")
-        rows.append((name, side.dtype, *figures, " + ".join(f"{x:.1f}" for x in side.seconds.values())))
+        rows.append((name, side.dtype, *figures, " + ".join(f"{side.seconds[k]:.1f}" for k in ("rollout", "rescore"))))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for number, row in enumerate(rows):
         cells = [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))]

@@ -238,6 +238,11 @@ class Engine:
             self._scheduler.reset_cache(version)
             return version
 
+    def reset_prefix_cache(self) -> None:
+        """Forget every known prompt, between two steps: what comes is computed anew. No bit changes by it."""
+        with self._turn():
+            self._scheduler.reset_cache()
+
     @property
     def weight_version(self) -> int:
         return self._scheduler.weight_version

@@ -66,6 +66,7 @@ class Batches:
     """The same requests again, this many at a time: tokens and log-probabilities against those of the first rollout.
 
     mismatched_tokens   of `tokens`, those whose id or either of whose log-probabilities has other bits
+    prefix_tokens       not computed, because the prefix cache had them
     """
 
     batch_size: int
@@ -73,6 +74,7 @@ class Batches:
     tokens: int
     mismatched_tokens: int
     seconds: float
+    prefix_tokens: int = 0
 
 
 @dataclass
@@ -81,6 +83,7 @@ class Verification:
 
     aligned      the engine against the patched model; `comparison` has its figures
     batches      the engine against itself at other batch sizes
+    warm         the engine against itself with every prompt in its prefix cache
     stock        the stock stack against itself, one Side per dtype asked for
     statistics   of the engine's run: steps, chunks, preemptions, prefix hits
     gradients    of the backward pass
@@ -100,6 +103,7 @@ class Verification:
     seconds: float = 0.0
     errors: list[str] = field(default_factory=list)
     batches: list[Batches] = field(default_factory=list)
+    warm: Batches | None = None
 
     @property
     def comparison(self) -> Comparison:
@@ -107,9 +111,10 @@ class Verification:
 
     @property
     def equal(self) -> bool:
-        """Every compared log-probability has the same bits, at every batch size, there is at least one, and gradients
-        are finite."""
-        same = self.comparison.equal and not any(batch.mismatched_tokens for batch in self.batches)
+        """Every compared log-probability has the same bits, at every batch size and with a warm cache; there is
+        at least one; and gradients are finite."""
+        again = [*self.batches, *([self.warm] if self.warm else [])]
+        same = self.comparison.equal and not any(batch.mismatched_tokens for batch in again)
         return same and (self.gradients is None or self.gradients.finite)
 
     def to_json(self) -> dict:
@@ -122,6 +127,7 @@ class Verification:
                 "stock_by_dtype": {side.dtype: side.comparison.to_json() for side in self.stock},
                 "equal": self.equal,
                 "batches": [asdict(batch) for batch in self.batches],
+                "warm": asdict(self.warm) if self.warm else None,
                 "model": self.model,
                 "dtype": self.dtype,
                 "device": self.device,
@@ -153,6 +159,7 @@ def verify(
     stock_new_tokens: int | None = None,
     pack_tokens: int | None = None,
     batch_sizes: Sequence[int] = (),
+    warm: bool = False,
     seed: int = 0,
     title: str = "Rollout against training",
     progress: Progress = quiet,
@@ -166,9 +173,12 @@ def verify(
     stock          dtypes in which the stock stack answers the same question. `stock_prompts` limits how many prompts,
                    and `stock_new_tokens` their answers' length, which is the longest one's otherwise
     pack_tokens    tokens in one packed training batch; by default a third of all, at most 4096
-    batch_sizes    roll out again, so many prompts at a time (eight prompts at least, all at most), and compare
+    batch_sizes    roll out again, so many prompts at a time (eight prompts at least, all at most), each computed anew,
+                   and compare
+    warm           roll out once more while the prefix cache knows the prompts, and compare
     returns        a Verification
-    raises         VerifyError where nothing was generated at all; PromptError for prompts that cannot be encoded
+    raises         VerifyError where nothing was generated at all, or where no prompt was found in the prefix cache that
+                   was to be warm; PromptError for prompts that cannot be encoded
     """
     begin = time.perf_counter()
     loaded = source if isinstance(source, Loaded) else load(source, device=device, dtype=dtype)
@@ -176,6 +186,8 @@ def verify(
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     device = next(model.parameters()).device
     config = config or EngineConfig(show_progress=False)
+    if warm and not config.enable_prefix_cache:
+        raise VerifyError("verify: warm: got True, but the configuration has no prefix cache")
     each = _params(params or SamplingParams(), len(prompts), seed)
     prompt_ids = encode(prompts, tokenizer, chat=chat)
     temperatures = {p.temperature for p in each}
@@ -184,8 +196,10 @@ def verify(
 
     progress("rollout", 0, len(prompts))
     started = time.perf_counter()
-    samples, statistics, batches = _rollout(loaded, config, prompts, prompt_ids, each, batch_sizes, progress)
-    seconds = {"rollout": round(time.perf_counter() - started, 3)}
+    samples, statistics, first, warmed, batches = _rollout(
+        loaded, config, prompts, prompt_ids, each, batch_sizes, warm, progress
+    )
+    seconds = {"rollout": first, "again": round(time.perf_counter() - started - first, 3)}
     if not any(sample.token_ids for sample in samples):
         why = next((sample.error for sample in samples if sample.error), "every answer was empty")
         raise VerifyError(f"verify: no token was generated, so there is nothing to compare: {why}")
@@ -235,6 +249,7 @@ def verify(
         seconds=time.perf_counter() - begin,
         errors=[f"{sample.source}: {sample.error}" for sample in samples if sample.error],
         batches=batches,
+        warm=warmed,
     )
 
 
@@ -246,17 +261,25 @@ def _params(params, count: int, seed: int) -> list[SamplingParams]:
 
 
 def _rollout(
-    loaded, config, prompts, prompt_ids, params, batch_sizes, progress
-) -> tuple[list[Sample], dict[str, int], list[Batches]]:
+    loaded, config, prompts, prompt_ids, params, batch_sizes, warm, progress
+) -> tuple[list[Sample], dict[str, int], float, Batches | None, list[Batches]]:
     """Generate on a copy of the model, so that engine and trainer share no memory, let alone a patched module."""
+    started = time.perf_counter()
     device = next(loaded.model.parameters()).device
     decode = decoder(loaded.tokenizer)
     with Engine(replace(loaded, model=copy.deepcopy(loaded.model)), config) as engine:
         completions = engine.generate(prompt_ids, params)
         statistics = engine_statistics(engine)
-        batches = []
+        seconds = round(time.perf_counter() - started, 3)
+        warmed, batches = None, []
+        if warm:
+            progress("rollout, warm", 0, 1)
+            warmed = _in_batches(engine, prompt_ids, params, completions, len(prompt_ids))
+            if not warmed.prefix_tokens and any(completion.token_ids for completion in completions):
+                raise VerifyError("verify: warm: no prompt fills a page that the prefix cache could keep")
         for number, size in enumerate(batch_sizes):
             progress(f"rollout, {size} at a time", number, len(batch_sizes))
+            engine.reset_prefix_cache()
             batches.append(_in_batches(engine, prompt_ids, params, completions, size))
     gc.collect()
     if device.type == "cuda":
@@ -275,12 +298,12 @@ def _rollout(
         )
         for (prompt, ids), completion in zip(sources, completions)
     ]
-    return samples, statistics, batches
+    return samples, statistics, seconds, warmed, batches
 
 
 def _in_batches(engine, prompt_ids, params, expected, size: int) -> Batches:
     count = min(len(prompt_ids), max(size, 8))
-    started = time.perf_counter()
+    started, known_before = time.perf_counter(), engine.stats.prefix_tokens
     done = []
     for begin in range(0, count, size):
         chosen = slice(begin, min(begin + size, count))
@@ -294,7 +317,7 @@ def _in_batches(engine, prompt_ids, params, expected, size: int) -> Batches:
         # fp32 as Python floats: equal numbers are equal bits, for no log-probability is -0
         same = sum(a == b for a, b in zip(known, wanted))
         mismatched += max(len(wanted), len(ours.token_ids)) - same
-    return Batches(size, count, tokens, mismatched, round(seconds, 3))
+    return Batches(size, count, tokens, mismatched, round(seconds, 3), engine.stats.prefix_tokens - known_before)
 
 
 def engine_statistics(engine) -> dict[str, int]:
@@ -401,16 +424,23 @@ def _backward(model, batch: Pack, picked: list[Tensor]) -> Gradients:
     loss.backward()
     named = list(model.named_parameters())
     grads = [(name, p.grad) for name, p in named if p.grad is not None]
-    squares = [g.detach().double().square().sum().item() for _, g in grads]
+    squares = [_square_sum(g) for _, g in grads]
     return Gradients(
         sequences=len(batch.members),
         tokens=batch.ids.numel(),
         loss=loss.item(),
         tensors=len(grads),
         missing=tuple(name for name, p in named if p.grad is None),
-        nonfinite=tuple(name for name, g in grads if not g.isfinite().all()),
+        # the square of a finite number of these types is finite in float64
+        nonfinite=tuple(name for (name, _), square in zip(grads, squares) if not math.isfinite(square)),
         norm=math.sqrt(sum(squares)),
     )
+
+
+def _square_sum(gradient: Tensor) -> float:
+    """In float64, a piece at a time: the experts of a layer are gigabytes."""
+    pieces = gradient.detach().flatten().split(1 << 24)
+    return torch.stack([piece.double().square().sum() for piece in pieces]).sum().item()
 
 
 def environment(device: torch.device | str = "cpu") -> dict:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,14 @@ def test_verify_on_a_known_model_s_sizes(capsys, monkeypatch):
     assert code == 0 and "0 of 20 log-probabilities differ" in out
     for size in (1, 3, 8):
         assert f"engine: 5 prompts again, {size} at a time: 0 of 20 tokens differ" in out
+    code, out, _ = run(
+        capsys, "verify", "--config", "qwen3-small", "--layers", 1, "--warm", "--lengths", "40", *options[:2]
+    )
+    assert code == 0 and re.search(r"5 prompts again, 160 of their tokens from the prefix cache: 0 of \d+ tokens", out)
+    code, _, err = run(capsys, "verify", "--config", "qwen3-small", "--layers", 3)
+    assert code == 2 and "qwen3-small: layers: got 3, expected 1 to 2" in err
+    code, _, err = run(capsys, "verify", "--model", ".", "--layers", 3)
+    assert code == 2 and "--layers: expected --config or --random-weights with it" in err
     code, _, err = run(capsys, "verify", "--config", "qwen9")
     assert code == 2 and err.startswith(
         "vexact verify: --config: got 'qwen9', expected one of smollm2-135m, qwen3-0.6b"

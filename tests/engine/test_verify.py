@@ -10,6 +10,7 @@ from engine_models import VOCAB, build, byte_tokenizer
 import vexact_ops as vx
 from vexact_engine.compare import Sample
 from vexact_engine.config import EngineConfig, SamplingParams
+from vexact_engine.pages import PagePool
 from vexact_engine.prompts import Prompt, synthetic_prompts
 from vexact_engine.stock import run_stock
 from vexact_engine.verify import VerifyError, pack, rescore, verify
@@ -137,6 +138,35 @@ def test_other_batch_sizes_are_compared_with_the_rollout():
         (size, 6, 6 * 2 * 4, 0) for size in (1, 4, 64)
     ]
     assert found.equal and [b["batch_size"] for b in found.to_json()["batches"]] == [1, 4, 64]
+
+
+def test_a_warm_prefix_cache_is_compared_with_the_rollout():
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    roomy = replace(TIGHT, num_pages=64)
+    found = verify(build("Llama"), prompts(), params, config=roomy, warm=True, batch_sizes=(2,))
+    assert (found.warm.tokens, found.warm.mismatched_tokens) == (6 * 4, 0) and found.equal
+    # all full pages but for the last token of a prompt, which is always computed
+    assert found.warm.prefix_tokens == sum((len(p.token_ids) - 1) // 4 * 4 for p in prompts())
+    assert found.batches[0].prefix_tokens == 0, "a batch size was tried on prompts that were known"
+    assert found.to_json()["warm"]["prefix_tokens"] == found.warm.prefix_tokens
+    with pytest.raises(VerifyError, match="no prefix cache"):
+        verify(build("Llama"), prompts(), params, config=replace(roomy, enable_prefix_cache=False), warm=True)
+    with pytest.raises(VerifyError, match="no prompt fills a page"):
+        verify(build("Llama"), prompts(1), params, config=roomy, warm=True)
+
+
+def test_a_prefix_cache_that_holds_something_else_is_caught(monkeypatch):
+    """The twin: the first page of a prompt is taken for all that follow it."""
+    real = PagePool.match
+
+    def careless(self, tokens, max_pages):
+        pages, parent = real(self, tokens, max_pages)
+        return pages[:1] * len(pages), parent
+
+    monkeypatch.setattr(PagePool, "match", careless)
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    found = verify(build("Llama"), prompts(), params, config=replace(TIGHT, num_pages=64), warm=True)
+    assert found.comparison.equal and found.warm.mismatched_tokens > 0 and not found.equal
 
 
 def test_a_rollout_that_sees_its_batch_is_caught(monkeypatch):

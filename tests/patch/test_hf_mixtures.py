@@ -119,14 +119,17 @@ def test_undo_restores_the_stock_model(name):
 
 
 @pytest.mark.parametrize("name", [p for p in ALL if p.id in ("qwen3_moe", "deepseek_v3")])
-@pytest.mark.parametrize("wrapping", ["torch.compile", "checkpointing", "FSDP2"])
-def test_wrappings_change_no_bit(name, wrapping, monkeypatch):
-    if wrapping == "torch.compile":
-        wrapped.test_torch_compile_has_the_same_bits("cpu", torch.bfloat16, "aot_eager", name)
-    elif wrapping == "checkpointing":
-        wrapped.test_gradient_checkpointing_has_the_same_bits(name, False, "cpu", torch.bfloat16, monkeypatch)
+@pytest.mark.parametrize("wrapping", ["aot_eager", "inductor", "checkpointing", "FSDP2"])
+@pytest.mark.parametrize("device,dtype", devices(torch.bfloat16))
+def test_wrappings_change_no_bit(name, wrapping, device, dtype, monkeypatch):
+    if wrapping == "checkpointing":
+        wrapped.test_gradient_checkpointing_has_the_same_bits(name, False, device, dtype, monkeypatch)
+    elif wrapping == "FSDP2":
+        wrapped.test_fully_shard_has_the_same_bits(name, device, dtype)
+    elif (wrapping, device) == ("inductor", "cpu"):
+        pytest.skip("on a CPU it takes a C++ compiler a minute")
     else:
-        wrapped.test_fully_shard_has_the_same_bits(name, "cpu", torch.bfloat16)
+        wrapped.test_torch_compile_has_the_same_bits(device, dtype, wrapping, name)
 
 
 # latent attention

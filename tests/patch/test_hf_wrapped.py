@@ -2,23 +2,17 @@
 
 import pytest
 import torch
-import torch.distributed as dist
+import two_ranks
 from conftest import devices
 from families import family, gradients, pack, sequences, tiny, world
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from two_ranks import shard, trained, trained_sharded
 
 import vexact_ops as vx
 from vexact_ops.testing import assert_bitwise
 
 KINDS = pytest.mark.parametrize("device,dtype", devices())
 BF16 = pytest.mark.parametrize("device,dtype", devices(torch.bfloat16))
-
-
-def trained(model, handle, device, lengths=(7, 1, 11), seed=1):
-    """Log-probabilities of a packed batch, and every gradient of their sum."""
-    ids, cu, _ = pack(sequences(lengths, seed, device=device))
-    values = handle.logprobs(ids, cu_seqlens=cu)
-    return values.detach(), gradients(model, values.sum())
 
 
 # gradient checkpointing
@@ -59,16 +53,6 @@ def test_gradient_checkpointing_has_the_same_bits(name, reentrant, device, dtype
 # FSDP2
 
 
-def shard(model, mesh, **options):
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 @pytest.mark.parametrize("name", [family(n) for n in ("llama", "gemma2")])
 @KINDS
 def test_fully_shard_has_the_same_bits(name, device, dtype):
@@ -81,14 +65,6 @@ def test_fully_shard_has_the_same_bits(name, device, dtype):
                 got, grads = trained_sharded(model, handle, device)
                 assert_bitwise(got, values, "log-probabilities")
                 assert_bitwise(list(grads.values()), list(expected.values()), "gradients")
-
-
-def trained_sharded(model, handle, device, lengths=(7, 1, 11), seed=1):
-    model.zero_grad()
-    ids, cu, _ = pack(sequences(lengths, seed, device=device))
-    values = handle.logprobs(ids, cu_seqlens=cu)
-    values.sum().backward()
-    return values.detach(), {name: whole(p.grad) for name, p in model.named_parameters()}
 
 
 @BF16
@@ -108,28 +84,11 @@ def test_fp32_weights_under_mixed_precision_are_the_engine_s_own(device, dtype):
         assert_bitwise(gradient.to(dtype), expected[name], name)
 
 
-def one_of_two(rank, device, path):
-    """Each rank has a batch of its own; it sees the bits of the whole model, and half the sum of both gradients."""
-    torch.set_num_threads(1)
-    lengths = [(7, 1, 11), (3, 14)]
-    device_of_rank = device if device == "cpu" else f"cuda:{rank}"
-    with world(device, rank, 2, dist.FileStore(path, 2)) as mesh:
-        model = tiny("llama", torch.bfloat16, device=device_of_rank).train()
-        with vx.patch.hf(model) as handle:
-            alone = [trained(model, handle, device_of_rank, n, seed=i) for i, n in enumerate(lengths)]
-            shard(model, mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-            got, grads = trained_sharded(model, handle, device_of_rank, lengths[rank], seed=rank)
-        assert_bitwise(got, alone[rank][0], f"rank {rank}: log-probabilities")
-        for name, gradient in grads.items():
-            both = [gradients_of[name].float() for _, gradients_of in alone]
-            assert_bitwise(gradient, ((both[0] + both[1]) / 2).to(gradient.dtype), f"rank {rank}: {name}")
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_two_ranks(device, tmp_path):
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, torch sees {torch.cuda.device_count()}")
-    torch.multiprocessing.spawn(one_of_two, (device, str(tmp_path / "store")), nprocs=2)
+    torch.multiprocessing.spawn(two_ranks.one_of_two, (device, str(tmp_path / "store")), nprocs=two_ranks.RANKS)
 
 
 # torch.compile

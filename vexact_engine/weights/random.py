@@ -115,6 +115,35 @@ CONFIGS = {
         "bos_token_id": 163584,
         "eos_token_id": 163585,
     },
+    "deepseek-v3": {
+        "model_type": "deepseek_v3",
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "max_position_embeddings": 4096,  # before YaRN stretches it
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
     "olmoe-1b-7b": {
         "model_type": "olmoe",
         "vocab_size": 50304,
@@ -136,13 +165,22 @@ CONFIGS = {
 }
 
 
-def load_random(source: str, *, dtype: str = "bfloat16", device: torch.device | str = "cpu", seed: int = 0) -> Loaded:
+def load_random(
+    source: str,
+    *,
+    dtype: str = "bfloat16",
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    layers: int | None = None,
+) -> Loaded:
     """A model of a config's true dimensions with random weights: for configs without weights.
 
     source   a name of CONFIGS; a directory with config.json (its tokenizer is used where it has one); or a name on the
              Hub
     seed     the weights are a function of it, of the device's kind and of torch's version
-    raises   FileNotFoundError, or ValueError for a config that transformers does not know; TypeError on dtype
+    layers   the first so many alone, each of its true size; None: all
+    raises   FileNotFoundError, or ValueError for a config that transformers does not know or that has fewer layers;
+             TypeError on dtype
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -152,6 +190,8 @@ def load_random(source: str, *, dtype: str = "bfloat16", device: torch.device | 
             config = AutoConfig.for_model(**CONFIGS[source])
         else:
             config = AutoConfig.from_pretrained(source)
+        if layers is not None:
+            _cut(config, source, layers)
         with torch.random.fork_rng(), torch.device(device):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, dtype=kind)
@@ -166,4 +206,14 @@ def load_random(source: str, *, dtype: str = "bfloat16", device: torch.device | 
     has_tokenizer = any(os.path.exists(os.path.join(source, name)) for name in ("tokenizer.json", "tokenizer.model"))
     tokenizer = AutoTokenizer.from_pretrained(source) if has_tokenizer else None
     loaded = load(model, device=device, dtype=dtype, tokenizer=tokenizer)
-    return replace(loaded, name=f"{source} (random weights)")
+    cut = "" if layers is None else f" {layers} layer{'s' * (layers != 1)}"
+    return replace(loaded, name=f"{source}{cut} (random weights)")
+
+
+def _cut(config, source: str, layers: int) -> None:
+    if not 1 <= layers <= config.num_hidden_layers:
+        raise ValueError(f"{source}: layers: got {layers}, expected 1 to {config.num_hidden_layers}")
+    for name in ("layer_types", "mlp_layer_types"):  # one entry a layer
+        if getattr(config, name, None):
+            setattr(config, name, getattr(config, name)[:layers])
+    config.num_hidden_layers = layers
