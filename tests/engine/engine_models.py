@@ -35,6 +35,7 @@ def _config(family: str, **options):
         "Gemma2": {"sliding_window": 12, "query_pre_attn_scalar": 16, "final_logit_softcapping": 10.0},
         "Qwen3Moe": {**experts, "num_experts": 8, "moe_intermediate_size": 40, "norm_topk_prob": True},
         "Mixtral": {**experts, "num_local_experts": 8, "intermediate_size": 40},
+        "Olmoe": {**experts, "num_experts": 8, "intermediate_size": 40, "head_dim": 12},
         "DeepseekV3": {
             **experts,
             "num_hidden_layers": 3,

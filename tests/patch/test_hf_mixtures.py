@@ -295,6 +295,16 @@ def test_what_is_not_covered_is_named(name, changes, words):
         assert word in str(error.value)
 
 
+@pytest.mark.parametrize("rows", [7, 9])
+def test_a_router_of_other_experts_is_refused(rows):
+    model = tiny("qwen3_moe")
+    router = model.model.layers[1].mlp.gate
+    router.weight = nn.Parameter(torch.randn(rows, 32))
+    reason = rf"model.layers.1.mlp \(Qwen3MoeSparseMoeBlock\): its router chooses among {rows} experts, but it holds 8"
+    with pytest.raises(vx.patch.UnsupportedModule, match=reason):
+        vx.patch.hf(model)
+
+
 def test_the_load_balancing_loss_cannot_be_asked_for():
     model = tiny("qwen3_moe")
     with vx.patch.hf(model), pytest.raises(ValueError, match="output_router_logits: got True"):

@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 log = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_ONE_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -121,7 +123,7 @@ def _load_path(name: str, dtype: torch.dtype, want_tokenizer: bool) -> tuple[tor
 
 
 def check_directory(path: Path) -> None:
-    """A config, and safetensors that are all there and whole. Reads headers only."""
+    """A config, and safetensors that are all there and whole, each expert's too. Reads headers only."""
     if not (path / "config.json").exists():
         raise FileNotFoundError(f"weights: {path}: no config.json, expected a Hugging Face model directory")
     try:
@@ -134,16 +136,32 @@ def check_directory(path: Path) -> None:
             places = json.loads(index.read_text())["weight_map"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"weights: {index} is no index of safetensors files: {error!r}") from error
+        names = list(places)
         for file in sorted(set(places.values())):
             absent = {name for name, where in places.items() if where == file} - set(_tensor_names(path / file))
             if absent:
                 raise ValueError(f"weights: {path / file} lacks tensors that the index says it has: {some(absent)}")
     elif single.exists():
-        _tensor_names(single)
+        names = _tensor_names(single)
     else:
         raise FileNotFoundError(
             f"weights: {path}: no model.safetensors and no model.safetensors.index.json; other formats are not read"
         )
+    _check_experts(path, names)
+
+
+def _check_experts(path: Path, names: Iterable[str]) -> None:
+    """Of experts that come one by one, each has what another has: whoever stacks them would take the next one's."""
+    held: dict[str, dict[str, set[int]]] = {}
+    for name in names:
+        if found := _ONE_EXPERT.fullmatch(name):
+            held.setdefault(found[1], {}).setdefault(found[3], set()).add(int(found[2]))
+    absent = []
+    for block, parts in held.items():
+        count = 1 + max(max(experts) for experts in parts.values())
+        absent += [f"{block}.{e}.{part}" for part, has in parts.items() for e in range(count) if e not in has]
+    if absent:
+        raise ValueError(f"weights: {path}: experts of a layer that differ in what they have: missing {some(absent)}")
 
 
 def _tensor_names(file: Path) -> list[str]:

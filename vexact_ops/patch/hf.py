@@ -385,6 +385,7 @@ def _place(patch: _Patch, path: str, module: nn.Module) -> None:
         forward, style = pieces.norm_forward(module)
         patch.replace(path, module, forward, "rmsnorm", style)
     else:
+        mixture.check_block(module)
         if pieces.is_mlp(module):
             try:
                 forward, activation = pieces.mlp_forward(module)

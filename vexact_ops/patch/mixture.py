@@ -96,6 +96,16 @@ def router_forward(module: nn.Module) -> tuple[Callable, str]:
     return _router_forward(wide, rounded, tuple(options.items())), label
 
 
+def check_block(module: nn.Module) -> None:
+    """Of a router and experts side by side: it chooses among as many as there are. An id of no expert would be an empty
+    slot to fused_moe."""
+    children = [child for child in module._modules.values() if child is not None]
+    routed = [child.weight.shape[0] for child in children if is_router(child)]
+    held = [child.gate_up_proj.shape[0] for child in children if is_experts(child)]
+    if routed and held and set(routed) != set(held):
+        raise NotCovered(f"its router chooses among {routed[0]} experts, but it holds {held[0]}")
+
+
 def _try(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """The router's own weights and ids for a weight and bias of ours."""
     tried = twin(module)
