@@ -1,15 +1,18 @@
-"""grouped_linear on a mixture's two products, against torch's grouped product (GPU) or a loop over experts (CPU)."""
+"""grouped_linear on a mixture's two products and their gradients, against torch's grouped product, quack and a fixed
+Triton tile (GPU) or a loop over experts (CPU)."""
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 
 import vexact_ops as vx
+from vexact_ops.grouped_linear import op
 from vexact_ops.testing import cancelling, offsets_of
 
-from ..harness import Case, random
+from ..harness import Case, peers, random
 from ..shapes import Shape
 
 
@@ -33,33 +36,100 @@ def torch_grouped(x, weight, offsets):
     return torch._grouped_mm(x, weight.transpose(1, 2), offs=offsets[1:])
 
 
+def torch_dx(dy, weight, offsets):
+    return torch._grouped_mm(dy, weight, offs=offsets[1:])
+
+
+def torch_dweight(dy, x, offsets):
+    return torch._grouped_mm(dy.t(), x, offs=offsets[1:])
+
+
+def _quack(across: bool) -> Callable:
+    from quack.gemm_interface import gemm
+
+    def run(x, weight, offsets):
+        return gemm(x, weight if across else weight.transpose(1, 2), cu_seqlens_m=offsets, tuned=False)
+
+    return run
+
+
+def _fixed_tile(across: bool) -> Callable:
+    from ..fixed_tile import grouped
+
+    return lambda x, weight, offsets: grouped(x, weight.transpose(1, 2) if across else weight, offsets)
+
+
+def ours_dx(dy, weight, offsets):
+    return op._grouped_linear_dx(dy, weight, offsets, op.ROOM.resolve(dy.device, None))
+
+
+def ours_dweight(dy, x, offsets):
+    return op._grouped_linear_dweight(dy, x, offsets, op.ROOM.resolve(dy.device, None))
+
+
+def canonical(kind: str, x, other, offsets):
+    """What was timed and the Triton kernel, on operands of the same sizes that cancel along the reduction."""
+    triton = op.ROOM.module("triton")
+    half = x.shape[1] // 2
+    v = x[:, :half] * torch.exp2(torch.arange(half, device=x.device) % 25 - 12).to(x.dtype)
+    x = torch.cat((v, -v), 1)
+    if kind == " dW":  # its reduction are the rows
+        x = x * torch.exp2(torch.arange(x.shape[0], device=x.device) % 25 - 12).to(x.dtype)[:, None]
+        return ours_dweight(x, other, offsets), triton.grouped_linear_dweight(x, other, offsets)
+    if kind == " dX":
+        other = torch.cat((other[:, :half], other[:, :half]), 1)
+        return ours_dx(x, other, offsets), triton.grouped_linear_dx(x, other, offsets)
+    other = torch.cat((other[..., :half], other[..., :half]), 2)
+    return vx.grouped_linear(x, other, offsets), triton.grouped_linear_fwd(x, other, offsets)
+
+
 def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) -> Iterator[Case]:
     on_gpu = device == "cuda"
-    providers = {"vexact": vx.grouped_linear}
-    if not on_gpu or dtype == torch.bfloat16:
-        providers["torch"] = torch_grouped if on_gpu else loop
+    has_torch = not on_gpu or dtype == torch.bfloat16
     products = {"gate_up": (2 * shape.expert_I, shape.H), "down": (shape.H, shape.expert_I)}
     for name, (n, k) in products.items() if shape.E else ():
         for tokens in rows:
             assigned = assigned_to(tokens, shape)
             offsets, count = offsets_of(assigned, shape.E, device), len(assigned)
+            touched = len(set(assigned))
 
             def make(offsets=offsets, count=count, n=n, k=k):
                 x = random(count, k, dtype=dtype, device=device, seed=1)
                 return x, random(shape.E, n, k, dtype=dtype, device=device, seed=2, scale=k**-0.5), offsets
+
+            def make_dx(offsets=offsets, count=count, n=n, k=k):
+                dy = random(count, n, dtype=dtype, device=device, seed=1)
+                return dy, random(shape.E, n, k, dtype=dtype, device=device, seed=2, scale=n**-0.5), offsets
+
+            def make_dweight(offsets=offsets, count=count, n=n, k=k):
+                dy = random(count, n, dtype=dtype, device=device, seed=1)
+                return dy, random(count, k, dtype=dtype, device=device, seed=2), offsets
 
             def bits(x, weight, offsets, count=count, assigned=assigned, k=k):
                 x, weight = cancelling(count, k, 64, 0, dtype, device)
                 weight = weight.expand(shape.E, 64, k)
                 return vx.grouped_linear(x, weight, offsets), vx.linear(x, weight[0])
 
-            touched = len(set(assigned))
-            yield Case(
-                "grouped_linear",
-                f"{shape.name} {name} T={tokens} {str(dtype)[6:]}",
-                make,
-                providers,
-                bits,
-                bytes=(count * (k + n) + touched * n * k) * dtype.itemsize,
-                flops=2 * count * n * k,
-            )
+            kinds = {
+                "": (make, {"vexact": vx.grouped_linear}, torch_grouped if on_gpu else loop, False),
+                " dX": (make_dx, {"vexact": ours_dx}, torch_dx, True),
+                " dW": (make_dweight, {"vexact": ours_dweight}, torch_dweight, None),
+            }
+            for kind, (inputs, providers, stock, across) in kinds.items():
+                if kind and (not on_gpu or tokens < 1024):  # training's sizes
+                    continue
+                providers = dict(providers)
+                if has_torch:
+                    providers["torch"] = stock
+                if on_gpu and across is not None and dtype == torch.bfloat16:
+                    providers |= peers(quack=lambda a=across: _quack(a), fixed_tile=lambda a=across: _fixed_tile(a))
+                matrices = touched * n * k if across is not None else shape.E * n * k
+                yield Case(
+                    "grouped_linear",
+                    f"{shape.name} {name}{kind} T={tokens} {str(dtype)[6:]}",
+                    inputs,
+                    providers,
+                    functools.partial(canonical, kind) if on_gpu else bits,
+                    bytes=(count * (k + n) + matrices) * dtype.itemsize,
+                    flops=2 * count * n * k,
+                )

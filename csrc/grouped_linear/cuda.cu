@@ -4,6 +4,7 @@
 
 #include "common/cuda.h"
 #include "common/tensor.h"
+#include "grouped_linear/sm90_grouped.cuh"
 
 namespace vx {
 namespace {
@@ -117,11 +118,86 @@ void grouped_tail(Tensor offsets, Tensor out) {
   VX_CUDA_CHECK(cudaGetLastError());
 }
 
+void check_matrices(const Tensor& t, const char* name) {
+  STD_TORCH_CHECK(t.dim() == 3 && t.is_contiguous() && t.scalar_type() == ScalarType::BFloat16 &&
+                      reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0,
+                  name, ": expected contiguous (E, N, K) in bfloat16");
+  const int64_t experts = t.size(0), n = t.size(1), k = t.size(2);
+  STD_TORCH_CHECK(experts > 0 && experts <= sm90::kGroupedExperts && n % 8 == 0 && k % 8 == 0 && n > 0 && k > 0 &&
+                      n < (1 << 30) && k < (1 << 30) && experts * n < (int64_t(1) << 31),
+                  name, ": unexpected sizes");
+}
+
+void check_ring(int64_t units, int64_t stages) {
+  STD_TORCH_CHECK(units >= 1 && units <= 16 && stages >= 2 && stages <= sm90::kGroupedMostStages &&
+                      sm90::grouped_shared_bytes(int(units), int(stages)) <= 227 * 1024,
+                  "grouped_linear: ", stages, " stages of ", units, " units do not fit");
+}
+
+// out = rows of every expert times its matrix: x W^T, dy W (mode 1) or the gated product of gate and up (mode 2), `kept`
+// before it is gated. Tiles of at most `units` times 16 rows.
+void grouped_product(Tensor x, Tensor weight, Tensor offsets, int64_t mode, bool gelu, int64_t units, int64_t stages,
+                     Tensor out, std::optional<Tensor> kept) {
+  using sm90::Grouped;
+  STD_TORCH_CHECK(mode >= 0 && mode <= 2, "grouped_product: no mode ", mode);
+  const auto what = Grouped(mode);
+  check_matrices(weight, "grouped_product: weight");
+  const int64_t experts = weight.size(0), n = weight.size(1), k = weight.size(2), rows = x.size(0);
+  const bool across = what == Grouped::across, gate_up = what == Grouped::gate_up;
+  const int64_t depth = across ? n : k, features = across ? k : gate_up ? n / 2 : n;
+  STD_TORCH_CHECK(features % 8 == 0, "grouped_product: weight: ", n, " gates and ups are not multiples of 8");
+  check_rows(x, "grouped_product: x", rows, depth);
+  check_rows(out, "grouped_product: out", rows, features);
+  STD_TORCH_CHECK(out.is_contiguous() && (!kept || (gate_up && kept->is_contiguous())),
+                  "grouped_product: out, kept: unexpected layout");
+  if (kept) check_rows(*kept, "grouped_product: kept", rows, n);
+  check_ring(units, stages);
+  const int32_t* ends = ints(offsets, "offsets", experts + 1);
+  if (rows == 0) return;
+  CUtensorMap weight_map, x_map;
+  const void* w = data(weight);
+  const bool made = (gate_up  ? sm90::gate_up_map(&weight_map, w, experts, features, depth)
+                     : across ? sm90::grouped_map(&weight_map, w, features, depth, features, experts, 64)
+                              : sm90::grouped_map(&weight_map, w, depth, features, depth, experts, 128)) &&
+                    sm90::grouped_map(&x_map, data(x), depth, rows, row_stride(x), 1, sm90::kGroupedBoxRows);
+  STD_TORCH_CHECK(made, "grouped_product: this driver makes no tensor map of these operands");
+  const sm90::GroupedArgs args{ends, static_cast<__nv_bfloat16*>(mutable_data(out)),
+                               static_cast<__nv_bfloat16*>(mutable_data(kept)), int(experts), int(rows), int(features),
+                               int(depth), int(units), int(stages), gelu};
+  const DeviceGuard guard = on_device_of(x);
+  const auto run = gate_up  ? sm90::grouped<Grouped::gate_up>
+                   : across ? sm90::grouped<Grouped::across>
+                            : sm90::grouped<Grouped::forward>;
+  VX_CUDA_CHECK(run(weight_map, x_map, args, x.get_device_index(), current_stream(x)));
+}
+
+// out[e] = dy^T x over the rows of expert e, ascending.
+void grouped_sums(Tensor dy, Tensor x, Tensor offsets, int64_t stages, Tensor out) {
+  check_matrices(out, "grouped_sums: out");
+  const int64_t experts = out.size(0), n = out.size(1), k = out.size(2), rows = x.size(0);
+  check_rows(dy, "grouped_sums: dy", rows, n);
+  check_rows(x, "grouped_sums: x", rows, k);
+  constexpr int kUnits = 16;
+  check_ring(kUnits, stages);
+  const int32_t* ends = ints(offsets, "offsets", experts + 1);
+  if (rows == 0) return;  // the caller has zeros there
+  CUtensorMap x_map, dy_map;
+  STD_TORCH_CHECK(sm90::grouped_map(&x_map, data(x), k, rows, row_stride(x), 1, 64) &&
+                      sm90::grouped_map(&dy_map, data(dy), n, rows, row_stride(dy), 1, 64),
+                  "grouped_sums: this driver makes no tensor map of these operands");
+  const sm90::GroupedArgs args{ends, static_cast<__nv_bfloat16*>(mutable_data(out)), nullptr, int(experts), int(rows),
+                               int(k), int(n), kUnits, int(stages), 0};
+  const DeviceGuard guard = on_device_of(x);
+  VX_CUDA_CHECK(sm90::grouped<sm90::Grouped::sums>(x_map, dy_map, args, x.get_device_index(), current_stream(x)));
+}
+
 }  // namespace
 }  // namespace vx
 
 STABLE_TORCH_LIBRARY_IMPL(vexact_native, CUDA, m) {
   m.impl("grouped_gather", TORCH_BOX(&vx::grouped_gather));
   m.impl("grouped_bound", TORCH_BOX(&vx::grouped_bound));
+  m.impl("grouped_product", TORCH_BOX(&vx::grouped_product));
+  m.impl("grouped_sums", TORCH_BOX(&vx::grouped_sums));
   m.impl("grouped_tail", TORCH_BOX(&vx::grouped_tail));
 }

@@ -1,0 +1,474 @@
+// Products of experts on SM90, bf16: of the rows of every expert with its matrix, tiles found on the device.
+//
+// The matrix stands where a product has its rows: a block's tile is 128 features (64 for each multiplying warpgroup) by
+// up to 256 rows of one expert, in units of 16, so that an expert's rows are shared out to tiles of nearly one size and
+// few of the products are of nothing. Two blocks form a cluster, next to each other in the features, and load half of
+// their common rows each, for both. Two warpgroups multiply; of a third, one thread loads, and three warps take finished
+// tiles from shared memory to where they belong while the next are being made.
+// order: K ascending in steps of 16, one fp32 accumulator per element, no split of K; what is missing is zeros.
+#pragma once
+#include <algorithm>
+
+#include "common/math.cuh"
+#include "linear/sm90_gemm.cuh"
+
+namespace vx::sm90 {
+
+constexpr int kGroupedFeatures = 128, kGroupedDepth = 64, kUnit = 16;
+constexpr int kGroupedWeight = kGroupedFeatures * kGroupedDepth * 2;  // bytes of the matrix in a step
+constexpr int kGroupedBoxRows = 32, kGroupedBox = kGroupedBoxRows * kGroupedDepth * 2;
+constexpr int kGroupedThreads = 384, kStoreThreads = 96;
+constexpr int kGroupedExperts = 512;      // the most that a launch takes
+constexpr int kGroupedMostStages = 12;
+constexpr int kGroupedSmall = 4 * (kGroupedExperts + 1) + 16 * kGroupedMostStages + 32;  // bytes: tiles' numbers, barriers
+
+// x W^T; dy W, features contiguous; x W^T whose features alternate, eight of the gate and the eight of up that they meet,
+// 64 of each in a tile; and dy^T x over the rows of each expert.
+enum class Grouped { forward, across, gate_up, sums };
+
+struct GroupedArgs {
+  const int32_t* offsets;
+  __nv_bfloat16* out;   // (rows, features), for sums (experts, depth, features)
+  __nv_bfloat16* kept;  // gate_up: (rows, 2 features) before they are gated, where that is wanted
+  int experts, rows, features, depth;  // features of gate_up: the pairs; depth of sums: the features of dy
+  int units;   // the most of a tile
+  int stages;
+  int gelu;
+};
+
+inline int grouped_stage_bytes(int units) {
+  return kGroupedWeight + (units * kUnit + kGroupedBoxRows - 1) / kGroupedBoxRows * kGroupedBox;
+}
+inline int grouped_shared_bytes(int units, int stages) {
+  return stages * grouped_stage_bytes(units) + units * kUnit * kGroupedFeatures * 2 + kGroupedSmall;
+}
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// clang-format off
+#define VX_D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define VX_D16(i) VX_D8(i), VX_D8(i + 8)
+#define VX_D32(i) VX_D16(i), VX_D16(i + 16)
+#define VX_D64(i) VX_D32(i), VX_D32(i + 32)
+#define VX_N8 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define VX_N16 VX_N8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define VX_N24 VX_N16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define VX_N32 VX_N24 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define VX_N40 VX_N32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define VX_N48 VX_N40 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define VX_N56 VX_N48 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define VX_N64 VX_N56 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define VX_N72 VX_N64 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define VX_N80 VX_N72 ",%72,%73,%74,%75,%76,%77,%78,%79"
+#define VX_N88 VX_N80 ",%80,%81,%82,%83,%84,%85,%86,%87"
+#define VX_N96 VX_N88 ",%88,%89,%90,%91,%92,%93,%94,%95"
+#define VX_N104 VX_N96 ",%96,%97,%98,%99,%100,%101,%102,%103"
+#define VX_N112 VX_N104 ",%104,%105,%106,%107,%108,%109,%110,%111"
+#define VX_N120 VX_N112 ",%112,%113,%114,%115,%116,%117,%118,%119"
+#define VX_N128 VX_N120 ",%120,%121,%122,%123,%124,%125,%126,%127"
+#define VX_PRODUCT(n, names, a_at, b_at, t_at, u_at, ...)                                                                 \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" names "}, %" #a_at ", %" #b_at          \
+               ", 1, 1, 1, %" #t_at ", %" #u_at ";" : __VA_ARGS__ : "l"(a), "l"(b), "n"(int(A_ACROSS)), "n"(int(B_ACROSS)))
+
+// d += 64 features by 16 UNITS rows, 16 of k. A_ACROSS, B_ACROSS: features, rows are contiguous, not their k.
+template <int UNITS, bool A_ACROSS, bool B_ACROSS>
+__device__ __forceinline__ void multiply_units(float (&d)[8 * UNITS], uint64_t a, uint64_t b) {
+  if constexpr (UNITS == 1) VX_PRODUCT(16, VX_N8, 8, 9, 10, 11, VX_D8(0));
+  if constexpr (UNITS == 2) VX_PRODUCT(32, VX_N16, 16, 17, 18, 19, VX_D16(0));
+  if constexpr (UNITS == 3) VX_PRODUCT(48, VX_N24, 24, 25, 26, 27, VX_D16(0), VX_D8(16));
+  if constexpr (UNITS == 4) VX_PRODUCT(64, VX_N32, 32, 33, 34, 35, VX_D32(0));
+  if constexpr (UNITS == 5) VX_PRODUCT(80, VX_N40, 40, 41, 42, 43, VX_D32(0), VX_D8(32));
+  if constexpr (UNITS == 6) VX_PRODUCT(96, VX_N48, 48, 49, 50, 51, VX_D32(0), VX_D16(32));
+  if constexpr (UNITS == 7) VX_PRODUCT(112, VX_N56, 56, 57, 58, 59, VX_D32(0), VX_D16(32), VX_D8(48));
+  if constexpr (UNITS == 8) VX_PRODUCT(128, VX_N64, 64, 65, 66, 67, VX_D64(0));
+  if constexpr (UNITS == 9) VX_PRODUCT(144, VX_N72, 72, 73, 74, 75, VX_D64(0), VX_D8(64));
+  if constexpr (UNITS == 10) VX_PRODUCT(160, VX_N80, 80, 81, 82, 83, VX_D64(0), VX_D16(64));
+  if constexpr (UNITS == 11) VX_PRODUCT(176, VX_N88, 88, 89, 90, 91, VX_D64(0), VX_D16(64), VX_D8(80));
+  if constexpr (UNITS == 12) VX_PRODUCT(192, VX_N96, 96, 97, 98, 99, VX_D64(0), VX_D32(64));
+  if constexpr (UNITS == 13) VX_PRODUCT(208, VX_N104, 104, 105, 106, 107, VX_D64(0), VX_D32(64), VX_D8(96));
+  if constexpr (UNITS == 14) VX_PRODUCT(224, VX_N112, 112, 113, 114, 115, VX_D64(0), VX_D32(64), VX_D16(96));
+  if constexpr (UNITS == 15) VX_PRODUCT(240, VX_N120, 120, 121, 122, 123, VX_D64(0), VX_D32(64), VX_D16(96), VX_D8(112));
+  if constexpr (UNITS == 16) VX_PRODUCT(256, VX_N128, 128, 129, 130, 131, VX_D64(0), VX_D64(64));
+}
+// clang-format on
+
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int k, int row, int half,
+                                         int group, int expert) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::
+          "r"(to),
+      "l"(map), "r"(barrier), "r"(k), "r"(row), "r"(half), "r"(group), "r"(expert)
+      : "memory");
+}
+
+__device__ __forceinline__ uint32_t pack_pair(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// The first row of an expert, and the one after its last: never out of 0 .. rows.
+__device__ __forceinline__ int2 rows_of_expert(const GroupedArgs& g, int expert) {
+  const int begin = expert > 0 ? max(__ldg(g.offsets + expert), 0) : 0, end = min(__ldg(g.offsets + expert + 1), g.rows);
+  return make_int2(begin, max(end, begin));
+}
+
+struct GroupedTile {
+  int expert, units, pair;  // pair: of tiles of features
+  int row, end;             // its first row of x, or for sums of the result, and the end of the expert's
+  int first, depth;         // where k begins, and how many there are
+};
+
+// numbers[e]: of the tiles of rows of the experts before e.
+template <Grouped MODE>
+__device__ __forceinline__ GroupedTile grouped_tile(const GroupedArgs& g, const int* numbers, int pairs, int turn) {
+  if constexpr (MODE == Grouped::sums) {
+    const int tiles = (g.depth + 16 * kUnit - 1) / (16 * kUnit), expert = turn / (tiles * pairs), within = turn % (tiles * pairs);
+    const int2 rows = rows_of_expert(g, expert);
+    return {expert, 16, within / tiles, within % tiles * 16 * kUnit, g.depth, rows.x, rows.y - rows.x};
+  } else {
+    int low = 0, high = g.experts;  // the last expert whose first turn is not behind this one
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (numbers[middle] * pairs <= turn) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    const int2 rows = rows_of_expert(g, low);
+    const int tiles = max(numbers[low + 1] - numbers[low], 1), within = turn - numbers[low] * pairs;
+    const int units = (rows.y - rows.x + kUnit - 1) / kUnit, each = units / tiles, more = units % tiles;
+    const int tile = within % tiles;
+    return {low, each + (tile < more), within / tiles, rows.x + (tile * each + min(tile, more)) * kUnit, rows.y, 0, g.depth};
+  }
+}
+
+struct GroupedRing {
+  uint32_t tiles, full, empty;
+  int stage_bytes, stages;
+  int slot;
+  uint32_t phase;
+  __device__ __forceinline__ uint32_t stage() const { return tiles + slot * stage_bytes; }
+  __device__ __forceinline__ uint32_t ready() const { return full + 8 * slot; }
+  __device__ __forceinline__ uint32_t free() const { return empty + 8 * slot; }
+  __device__ __forceinline__ void advance() {
+    if (++slot == stages) slot = 0, phase ^= 1;
+  }
+};
+
+// Zeros to the rows of k from `from` to the next multiple of 16, in this warpgroup's box of A and its half of B's: they
+// are another expert's.
+__device__ __forceinline__ void clear_tail(uint32_t stage, int group, int from) {
+  const int thread = threadIdx.x % 128, bytes = ((from + 15) / 16 * 16 - from) * 128;
+  for (int i = thread * 16; i < 3 * bytes; i += 128 * 16) {
+    const int box = i / bytes == 0 ? group : 2 * group + 1 + i / bytes;
+    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(stage + box * kGemmBox + from * 128 + i % bytes), "r"(0)
+                 : "memory");
+  }
+  asm volatile("fence.proxy.async.shared::cta;\nbar.sync 1, 256;" ::: "memory");
+}
+
+// What one multiplying warpgroup does for a tile of UNITS: `depth` of k.
+template <int UNITS, Grouped MODE>
+__device__ __forceinline__ void grouped_multiply(GroupedRing& ring, int depth, int group, uint32_t staged,
+                                                 uint32_t staged_full, uint32_t staged_empty, uint32_t staged_phase) {
+  constexpr bool A_ACROSS = MODE == Grouped::across || MODE == Grouped::sums, B_ACROSS = MODE == Grouped::sums;
+  const int thread = threadIdx.x % 128;
+  float d[8 * UNITS];
+#pragma unroll
+  for (int i = 0; i < 8 * UNITS; ++i) d[i] = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 8 * UNITS; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  int before = -1, left = depth;
+  const auto multiply = [&](int k) {  // order: K ascending; products of one accumulator run in issue order
+    const uint32_t a = ring.stage() + group * kGemmBox, b = ring.stage() + kGroupedWeight;
+    multiply_units<UNITS, A_ACROSS, B_ACROSS>(d, A_ACROSS ? operand_across(a + 2048 * k, kGemmBox) : operand(a + 32 * k),
+                                              B_ACROSS ? operand_across(b + 2048 * k, kGemmBox) : operand(b + 32 * k));
+  };
+  const auto release = [&] {
+    if (before >= 0 && thread < 2) barrier_arrive_at(ring.empty + 8 * before, thread);
+    before = ring.slot;
+  };
+  for (; B_ACROSS ? left >= kGroupedDepth : left > 0; left -= kGroupedDepth) {
+    barrier_wait(ring.ready(), ring.phase);
+    wgmma_begin();
+#pragma unroll
+    for (int k = 0; k < kGroupedDepth / 16; ++k) multiply(k);
+    wgmma_commit();
+    wgmma_wait<1>();  // the stage before this one has been read
+    release();
+    ring.advance();
+  }
+  if (B_ACROSS && left > 0) {
+    barrier_wait(ring.ready(), ring.phase);
+    if (left % 16) clear_tail(ring.stage(), group, left);
+    for (int k = 0; 16 * k < left; ++k) {
+      wgmma_begin();
+      multiply(k);
+      wgmma_commit();
+    }
+    wgmma_wait<0>();
+    release();
+    ring.advance();
+  }
+  wgmma_wait<0>();
+  release();
+#pragma unroll
+  for (int i = 0; i < 8 * UNITS; ++i) asm volatile("" : "+f"(d[i])::"memory");
+
+  // to shared memory, a row's 64 features side by side: d[4 j + 2 h + i] is (feature lane / 4 + 8 h, row 8 j + 2 q + i)
+  barrier_wait(staged_empty, staged_phase);
+  const int lane = thread % 32, chunk = thread / 32 * 2 + lane / 8 % 2, row = lane / 16 * 8 + lane % 8;
+  const uint32_t to = staged + row * 128 + ((chunk ^ (row % 8)) << 4);
+#pragma unroll
+  for (int u = 0; u < UNITS; ++u) {
+    const float* v = d + 8 * u;
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to + u * kUnit * 128),
+                 "r"(pack_pair(v[0], v[1])), "r"(pack_pair(v[2], v[3])), "r"(pack_pair(v[4], v[5])),
+                 "r"(pack_pair(v[6], v[7]))
+                 : "memory");
+  }
+  barrier_arrive(staged_full);
+}
+
+__device__ __forceinline__ uint4 load_shared(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+
+// silu(gate) * up, or gelu_tanh's, of values that are bf16 already: gate.h's order, operation for operation.
+__device__ __forceinline__ float gated(float gate, float up, bool gelu) {
+  float z = gate;
+  if (gelu) z = (gate * 1.5957691216f) * fmaf(gate * gate, 0.044715f, 1.0f);
+  const float q = exp_of_negative(-fabsf(z)), large = __frcp_rn(1.0f + q), small = q * large;
+  return (gate * (z > 0.0f ? large : small)) * up;
+}
+
+__device__ __forceinline__ uint32_t gated_pair(uint32_t gate, uint32_t up, bool gelu) {
+  return pack_pair(gated(__uint_as_float(gate << 16), __uint_as_float(up << 16), gelu),
+                   gated(__uint_as_float(gate & 0xffff0000), __uint_as_float(up & 0xffff0000), gelu));
+}
+
+// What three warps do: results from shared memory to where they belong, and zeros to the rows that are nobody's.
+template <Grouped MODE>
+__device__ __forceinline__ void grouped_store(const GroupedArgs& g, const int* numbers, int pairs, int turns, int rank,
+                                              uint32_t staged, int staged_half, uint32_t staged_full,
+                                              uint32_t staged_empty) {
+  constexpr int kOwn = MODE == Grouped::gate_up ? kGroupedFeatures / 2 : kGroupedFeatures;
+  const int thread = threadIdx.x - (128 - kStoreThreads), clusters = gridDim.x / 2;
+  uint32_t phase = 0;
+  for (int turn = blockIdx.x / 2; turn < turns; turn += clusters) {
+    const GroupedTile at = grouped_tile<MODE>(g, numbers, pairs, turn);
+    const int first = (2 * at.pair + rank) * kOwn, rows = min(at.units * kUnit, at.end - at.row);
+    barrier_wait(staged_full, phase);
+    phase ^= 1;
+    if constexpr (MODE == Grouped::gate_up) {
+      const int piece = thread % 8, column = first + piece * 8;  // eight gates and ups of a row for each thread
+      const uint32_t from = staged + piece / 4 * staged_half;
+      for (int row = thread / 8; row < rows; row += kStoreThreads / 8) {
+        const uint4 gate = load_shared(from + row * 128 + ((2 * (piece % 4) ^ (row % 8)) << 4));
+        const uint4 up = load_shared(from + row * 128 + (((2 * (piece % 4) + 1) ^ (row % 8)) << 4));
+        if (column >= g.features) continue;
+        const int64_t at_row = at.row + row;
+        if (g.kept) {
+          *reinterpret_cast<uint4*>(g.kept + at_row * 2 * g.features + column) = gate;
+          *reinterpret_cast<uint4*>(g.kept + (at_row * 2 + 1) * g.features + column) = up;
+        }
+        *reinterpret_cast<uint4*>(g.out + at_row * g.features + column) =
+            make_uint4(gated_pair(gate.x, up.x, g.gelu), gated_pair(gate.y, up.y, g.gelu),
+                       gated_pair(gate.z, up.z, g.gelu), gated_pair(gate.w, up.w, g.gelu));
+      }
+    } else {
+      const int piece = thread % 16, column = first + piece * 8;
+      const uint32_t from = staged + piece / 8 * staged_half;
+      const int64_t start = MODE == Grouped::sums ? int64_t(at.expert) * g.depth + at.row : at.row;
+      __nv_bfloat16* const to = g.out + start * g.features + column;
+#pragma unroll 4
+      for (int row = thread / 16; row < rows; row += kStoreThreads / 16) {
+        const uint4 v = load_shared(from + row * 128 + (((piece % 8) ^ (row % 8)) << 4));
+        if (column < g.features) *reinterpret_cast<uint4*>(to + int64_t(row) * g.features) = v;
+      }
+    }
+    barrier_arrive(staged_empty);
+  }
+  if constexpr (MODE != Grouped::sums) {
+    const int64_t last = min(max(__ldg(g.offsets + g.experts), 0), g.rows), more = int64_t(gridDim.x) * kStoreThreads;
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+    const int64_t own = blockIdx.x * kStoreThreads + thread;
+    for (int64_t i = last * g.features / 8 + own; i < int64_t(g.rows) * g.features / 8; i += more)
+      reinterpret_cast<uint4*>(g.out)[i] = zero;
+    if (MODE == Grouped::gate_up && g.kept)
+      for (int64_t i = last * g.features / 4 + own; i < int64_t(g.rows) * g.features / 4; i += more)
+        reinterpret_cast<uint4*>(g.kept)[i] = zero;
+  }
+}
+
+#endif
+
+// a_map: the matrices, b_map: the rows; for sums x and dy.
+template <Grouped MODE>
+__global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGroupedThreads, 1)
+    grouped_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
+                   const GroupedArgs g) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) uint8_t memory[];
+  constexpr int kOwn = MODE == Grouped::gate_up ? kGroupedFeatures / 2 : kGroupedFeatures;  // features of a block's tile
+  GroupedRing ring{shared_address(memory)};
+  ring.stages = g.stages;
+  ring.stage_bytes = kGroupedWeight + (g.units * kUnit + kGroupedBoxRows - 1) / kGroupedBoxRows * kGroupedBox;
+  const uint32_t staged = ring.tiles + g.stages * ring.stage_bytes;
+  const int staged_half = g.units * kUnit * 128;  // bytes: a multiplying warpgroup's 64 features
+  ring.full = staged + 2 * staged_half, ring.empty = ring.full + 8 * kGroupedMostStages;
+  const uint32_t staged_full = ring.empty + 8 * kGroupedMostStages, staged_empty = staged_full + 8;
+  int* const numbers = reinterpret_cast<int*>(memory + (staged_empty + 8 - ring.tiles));
+  const int rank = cluster_rank(), clusters = gridDim.x / 2, pairs = (g.features + 2 * kOwn - 1) / (2 * kOwn);
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < g.stages; ++i) {
+      barrier_init(ring.full + 8 * i, 1);
+      barrier_init(ring.empty + 8 * i, 4);  // both multiplying warpgroups of both blocks
+    }
+    barrier_init(staged_full, 256);
+    barrier_init(staged_empty, kStoreThreads);
+    barrier_init_fence();
+  }
+  if (MODE != Grouped::sums && threadIdx.x >= 128 && threadIdx.x < 160) {
+    const int lane = threadIdx.x % 32;
+    int total = 0;
+    for (int first = 0; first < g.experts; first += 32) {
+      int tiles = 0;
+      if (first + lane < g.experts) {
+        const int2 rows = rows_of_expert(g, first + lane);
+        tiles = (rows.y - rows.x + g.units * kUnit - 1) / (g.units * kUnit);
+      }
+      int sum = tiles;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int below = __shfl_up_sync(~0u, sum, step);
+        if (lane >= step) sum += below;
+      }
+      if (first + lane < g.experts) numbers[first + lane] = total + sum - tiles;
+      total += __shfl_sync(~0u, sum, 31);
+    }
+    if (lane == 0) numbers[g.experts] = total;
+  }
+  __syncthreads();
+  cluster_sync();
+  const int tiles = MODE == Grouped::sums ? g.experts * ((g.depth + 16 * kUnit - 1) / (16 * kUnit)) : numbers[g.experts];
+  const int turns = tiles * pairs;
+
+  if (threadIdx.x < 128) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
+    if (threadIdx.x == 0) {
+      ring.slot = 0, ring.phase = 1;
+      for (int turn = blockIdx.x / 2; turn < turns; turn += clusters) {
+        const GroupedTile at = grouped_tile<MODE>(g, numbers, pairs, turn);
+        const int first = (2 * at.pair + rank) * kOwn, boxes = (at.units * kUnit + kGroupedBoxRows - 1) / kGroupedBoxRows;
+        for (int k = at.first; k < at.first + at.depth; k += kGroupedDepth) {
+          barrier_wait(ring.free(), ring.phase);  // passes at once in the first round
+          const uint32_t a = ring.stage(), b = a + kGroupedWeight, ready = ring.ready();
+          barrier_expect(ready, kGroupedWeight + boxes * kGroupedBox);
+          if constexpr (MODE == Grouped::gate_up) {
+            copy_box(a, &a_map, ready, k, 0, 0, first / 8, at.expert);
+          } else if constexpr (MODE == Grouped::forward) {
+            copy_box(a, &a_map, ready, k, first, at.expert);
+          } else {
+            const int z = MODE == Grouped::sums ? 0 : at.expert;
+            copy_box(a, &a_map, ready, first, k, z);
+            copy_box(a + kGemmBox, &a_map, ready, first + 64, k, z);
+          }
+          if constexpr (MODE == Grouped::sums) {
+            for (int box = 2 * rank; box < 2 * rank + 2; ++box)
+              copy_box_to(3, b + box * kGemmBox, &b_map, ready, at.row + 64 * box, k, 0);
+          } else {
+            for (int box = rank; box < boxes; box += 2)
+              copy_box_to(3, b + box * kGroupedBox, &b_map, ready, k, at.row + box * kGroupedBoxRows, 0);
+          }
+          ring.advance();
+        }
+      }
+    }
+    if (threadIdx.x >= 128 - kStoreThreads)
+      grouped_store<MODE>(g, numbers, pairs, turns, rank, staged, staged_half, staged_full, staged_empty);
+    __syncwarp();
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
+    ring.slot = 0, ring.phase = 0;
+    uint32_t staged_phase = 1;
+    for (int turn = blockIdx.x / 2; turn < turns; turn += clusters) {
+      const GroupedTile at = grouped_tile<MODE>(g, numbers, pairs, turn);
+#define VX_MULTIPLY(u) \
+  grouped_multiply<u, MODE>(ring, at.depth, group, staged + group * staged_half, staged_full, staged_empty, staged_phase)
+#define VX_UNITS(u) \
+  case u: VX_MULTIPLY(u); break
+      if constexpr (MODE == Grouped::sums) {
+        VX_MULTIPLY(16);
+      } else {
+        switch (at.units) {
+          VX_UNITS(1);
+          VX_UNITS(2);
+          VX_UNITS(3);
+          VX_UNITS(4);
+          VX_UNITS(5);
+          VX_UNITS(6);
+          VX_UNITS(7);
+          VX_UNITS(8);
+          VX_UNITS(9);
+          VX_UNITS(10);
+          VX_UNITS(11);
+          VX_UNITS(12);
+          VX_UNITS(13);
+          VX_UNITS(14);
+          VX_UNITS(15);
+          VX_UNITS(16);
+        }
+      }
+#undef VX_UNITS
+#undef VX_MULTIPLY
+      staged_phase ^= 1;
+    }
+  }
+  cluster_sync();  // no block leaves while the other may still write to it
+#endif
+}
+
+// (z, y, x) in bf16 with x contiguous, read in boxes of 64 x by `box_rows` y; beyond its edges the copy engine writes zeros.
+inline bool grouped_map(CUtensorMap* map, const void* data, int64_t x, int64_t y, int64_t y_stride, int64_t z, int box_rows) {
+  const EncodeTiled encode = encode_tiled();
+  const cuuint64_t sizes[3] = {cuuint64_t(x), cuuint64_t(y), cuuint64_t(z)};
+  const cuuint64_t strides[2] = {cuuint64_t(y_stride) * 2, cuuint64_t(y) * y_stride * 2};
+  const cuuint32_t box[3] = {64, cuuint32_t(box_rows), 1}, steps[3] = {1, 1, 1};
+  return encode && encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(data), sizes, strides, box, steps,
+                          CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+// Matrices (experts, 2 width, depth), gates above ups, as (experts, width / 8, 2, 8, depth): a box takes eight gates, the
+// eight ups that they meet, and so on, eight times.
+inline bool gate_up_map(CUtensorMap* map, const void* data, int64_t experts, int64_t width, int64_t depth) {
+  const EncodeTiled encode = encode_tiled();
+  const cuuint64_t row = cuuint64_t(depth) * 2;
+  const cuuint64_t sizes[5] = {cuuint64_t(depth), 8, 2, cuuint64_t(width) / 8, cuuint64_t(experts)};
+  const cuuint64_t strides[4] = {row, width * row, 8 * row, 2 * width * row};
+  const cuuint32_t box[5] = {64, 8, 2, 8, 1}, steps[5] = {1, 1, 1, 1, 1};
+  return encode && encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, const_cast<void*>(data), sizes, strides, box, steps,
+                          CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+template <Grouped MODE>
+cudaError_t grouped(const CUtensorMap& a, const CUtensorMap& b, const GroupedArgs& g, int device, cudaStream_t stream) {
+  auto kernel = grouped_kernel<MODE>;
+  int processors = 0;
+  const int bytes = grouped_shared_bytes(g.units, g.stages);
+  cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  kernel<<<processors / 2 * 2, kGroupedThreads, bytes, stream>>>(a, b, g);
+  return cudaGetLastError();
+}
+
+}  // namespace vx::sm90
