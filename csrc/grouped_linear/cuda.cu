@@ -38,12 +38,12 @@ __global__ void __launch_bounds__(kCopyThreads)
     const uint4* from = x + token * x_stride;
     uint4* to = out + int64_t(row) * pieces;
     int i = lane;
-    for (; i + 96 < pieces; i += 128) {
-      uint4 v[4];
+    for (; i + 224 < pieces; i += 256) {
+      uint4 v[8];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) v[j] = __ldg(from + i + 32 * j);
+      for (int j = 0; j < 8; ++j) v[j] = __ldg(from + i + 32 * j);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) to[i + 32 * j] = v[j];
+      for (int j = 0; j < 8; ++j) to[i + 32 * j] = v[j];
     }
     for (; i < pieces; i += 32) to[i] = __ldg(from + i);
   }
@@ -128,16 +128,16 @@ void check_matrices(const Tensor& t, const char* name) {
                   name, ": unexpected sizes");
 }
 
-void check_ring(int64_t units, int64_t stages) {
-  STD_TORCH_CHECK(units >= 1 && units <= 16 && stages >= 2 && stages <= sm90::kGroupedMostStages &&
+void check_ring(int64_t units, int64_t stages, int64_t lag) {
+  STD_TORCH_CHECK(lag >= 0 && lag < stages && units >= 1 && units <= 16 && stages >= 2 && stages <= sm90::kGroupedMostStages &&
                       sm90::grouped_shared_bytes(int(units), int(stages)) <= 227 * 1024,
-                  "grouped_linear: ", stages, " stages of ", units, " units do not fit");
+                  "grouped_linear: ", stages, " stages of ", units, " units, a lag of ", lag, ", do not fit");
 }
 
 // out = rows of every expert times its matrix: x W^T, dy W (mode 1) or the gated product of gate and up (mode 2), `kept`
 // before it is gated. Tiles of at most `units` times 16 rows.
 void grouped_product(Tensor x, Tensor weight, Tensor offsets, int64_t mode, bool gelu, int64_t units, int64_t stages,
-                     Tensor out, std::optional<Tensor> kept) {
+                     int64_t lag, Tensor out, std::optional<Tensor> kept) {
   using sm90::Grouped;
   STD_TORCH_CHECK(mode >= 0 && mode <= 2, "grouped_product: no mode ", mode);
   const auto what = Grouped(mode);
@@ -151,7 +151,7 @@ void grouped_product(Tensor x, Tensor weight, Tensor offsets, int64_t mode, bool
   STD_TORCH_CHECK(out.is_contiguous() && (!kept || (gate_up && kept->is_contiguous())),
                   "grouped_product: out, kept: unexpected layout");
   if (kept) check_rows(*kept, "grouped_product: kept", rows, n);
-  check_ring(units, stages);
+  check_ring(units, stages, lag);
   const int32_t* ends = ints(offsets, "offsets", experts + 1);
   if (rows == 0) return;
   CUtensorMap weight_map, x_map;
@@ -163,7 +163,7 @@ void grouped_product(Tensor x, Tensor weight, Tensor offsets, int64_t mode, bool
   STD_TORCH_CHECK(made, "grouped_product: this driver makes no tensor map of these operands");
   const sm90::GroupedArgs args{ends, static_cast<__nv_bfloat16*>(mutable_data(out)),
                                static_cast<__nv_bfloat16*>(mutable_data(kept)), int(experts), int(rows), int(features),
-                               int(depth), int(units), int(stages), gelu};
+                               int(depth), int(units), int(stages), gelu, int(lag)};
   const DeviceGuard guard = on_device_of(x);
   const auto run = gate_up  ? sm90::grouped<Grouped::gate_up>
                    : across ? sm90::grouped<Grouped::across>
@@ -172,13 +172,13 @@ void grouped_product(Tensor x, Tensor weight, Tensor offsets, int64_t mode, bool
 }
 
 // out[e] = dy^T x over the rows of expert e, ascending.
-void grouped_sums(Tensor dy, Tensor x, Tensor offsets, int64_t stages, Tensor out) {
+void grouped_sums(Tensor dy, Tensor x, Tensor offsets, int64_t stages, int64_t lag, Tensor out) {
   check_matrices(out, "grouped_sums: out");
   const int64_t experts = out.size(0), n = out.size(1), k = out.size(2), rows = x.size(0);
   check_rows(dy, "grouped_sums: dy", rows, n);
   check_rows(x, "grouped_sums: x", rows, k);
   constexpr int kUnits = 16;
-  check_ring(kUnits, stages);
+  check_ring(kUnits, stages, lag);
   const int32_t* ends = ints(offsets, "offsets", experts + 1);
   if (rows == 0) return;  // the caller has zeros there
   CUtensorMap x_map, dy_map;
@@ -186,7 +186,7 @@ void grouped_sums(Tensor dy, Tensor x, Tensor offsets, int64_t stages, Tensor ou
                       sm90::grouped_map(&dy_map, data(dy), n, rows, row_stride(dy), 1, 64),
                   "grouped_sums: this driver makes no tensor map of these operands");
   const sm90::GroupedArgs args{ends, static_cast<__nv_bfloat16*>(mutable_data(out)), nullptr, int(experts), int(rows),
-                               int(k), int(n), kUnits, int(stages), 0};
+                               int(k), int(n), kUnits, int(stages), 0, int(lag)};
   const DeviceGuard guard = on_device_of(x);
   VX_CUDA_CHECK(sm90::grouped<sm90::Grouped::sums>(x_map, dy_map, args, x.get_device_index(), current_stream(x)));
 }

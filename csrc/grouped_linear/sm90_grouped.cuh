@@ -34,6 +34,7 @@ struct GroupedArgs {
   int units;   // the most of a tile
   int stages;
   int gelu;
+  int lag;  // steps by which the first multiplying warpgroup is ahead of the other, so that one multiplies while one ends
 };
 
 inline int grouped_stage_bytes(int units) {
@@ -157,22 +158,24 @@ struct GroupedRing {
   }
 };
 
-// Zeros to the rows of k from `from` to the next multiple of 16, in this warpgroup's box of A and its half of B's: they
-// are another expert's.
+// Zeros to the rows of k from `from` to the next multiple of 16, which are another expert's, in this warpgroup's box of A
+// and in B's. The other warpgroup writes the same to B's: neither waits for the other.
 __device__ __forceinline__ void clear_tail(uint32_t stage, int group, int from) {
   const int thread = threadIdx.x % 128, bytes = ((from + 15) / 16 * 16 - from) * 128;
-  for (int i = thread * 16; i < 3 * bytes; i += 128 * 16) {
-    const int box = i / bytes == 0 ? group : 2 * group + 1 + i / bytes;
-    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(stage + box * kGemmBox + from * 128 + i % bytes), "r"(0)
-                 : "memory");
-  }
-  asm volatile("fence.proxy.async.shared::cta;\nbar.sync 1, 256;" ::: "memory");
+#pragma unroll
+  for (int box = 0; box < 5; ++box)
+    for (int i = thread * 16; i < bytes; i += 128 * 16)
+      asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(stage + (box ? box + 1 : group) * kGemmBox + from * 128 + i),
+                   "r"(0)
+                   : "memory");
+  asm volatile("fence.proxy.async.shared::cta;\nbar.sync %0, 128;" ::"r"(group + 1) : "memory");
 }
 
-// What one multiplying warpgroup does for a tile of UNITS: `depth` of k.
-template <int UNITS, Grouped MODE>
+// What one multiplying warpgroup does for a tile of UNITS: `depth` of k. It looks for its next tile while it multiplies.
+template <int UNITS, Grouped MODE, class Ahead>
 __device__ __forceinline__ void grouped_multiply(GroupedRing& ring, int depth, int group, uint32_t staged,
-                                                 uint32_t staged_full, uint32_t staged_empty, uint32_t staged_phase) {
+                                                 uint32_t staged_full, uint32_t staged_empty, uint32_t staged_phase,
+                                                 int& lag, const Ahead& look_ahead) {
   constexpr bool A_ACROSS = MODE == Grouped::across || MODE == Grouped::sums, B_ACROSS = MODE == Grouped::sums;
   const int thread = threadIdx.x % 128;
   float d[8 * UNITS];
@@ -196,6 +199,8 @@ __device__ __forceinline__ void grouped_multiply(GroupedRing& ring, int depth, i
 #pragma unroll
     for (int k = 0; k < kGroupedDepth / 16; ++k) multiply(k);
     wgmma_commit();
+    if (left == depth) look_ahead();
+    if (lag > 0 && --lag == 0) asm volatile("bar.arrive 3, 256;" ::: "memory");
     wgmma_wait<1>();  // the stage before this one has been read
     release();
     ring.advance();
@@ -208,15 +213,21 @@ __device__ __forceinline__ void grouped_multiply(GroupedRing& ring, int depth, i
       multiply(k);
       wgmma_commit();
     }
+    if (left == depth) look_ahead();
     wgmma_wait<0>();
     release();
     ring.advance();
   }
+  if (depth <= 0) look_ahead();
   wgmma_wait<0>();
   release();
 #pragma unroll
   for (int i = 0; i < 8 * UNITS; ++i) asm volatile("" : "+f"(d[i])::"memory");
 
+  if (lag > 0) {  // the other warpgroup has to be on its way before this one waits for it
+    lag = 0;
+    asm volatile("bar.arrive 3, 256;" ::: "memory");
+  }
   // to shared memory, a row's 64 features side by side: d[4 j + 2 h + i] is (feature lane / 4 + 8 h, row 8 j + 2 q + i)
   barrier_wait(staged_empty, staged_phase);
   const int lane = thread % 32, chunk = thread / 32 * 2 + lane / 8 % 2, row = lane / 16 * 8 + lane % 8;
@@ -238,17 +249,29 @@ __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   return v;
 }
 
+// 1 / x, rounded correctly, of an x from 1 to 2, or NaN.
+__device__ __forceinline__ float reciprocal_of_one_to_two(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return fmaf(y, fmaf(-x, y, 1.0f), y);
+}
+
 // silu(gate) * up, or gelu_tanh's, of values that are bf16 already: gate.h's order, operation for operation.
-__device__ __forceinline__ float gated(float gate, float up, bool gelu) {
+template <bool GELU>
+__device__ __forceinline__ float gated(float gate, float up) {
   float z = gate;
-  if (gelu) z = (gate * 1.5957691216f) * fmaf(gate * gate, 0.044715f, 1.0f);
-  const float q = exp_of_negative(-fabsf(z)), large = __frcp_rn(1.0f + q), small = q * large;
+  if constexpr (GELU) z = (gate * 1.5957691216f) * fmaf(gate * gate, 0.044715f, 1.0f);
+  const float q = exp_of_negative(-fabsf(z)), large = reciprocal_of_one_to_two(1.0f + q), small = q * large;
   return (gate * (z > 0.0f ? large : small)) * up;
 }
 
-__device__ __forceinline__ uint32_t gated_pair(uint32_t gate, uint32_t up, bool gelu) {
-  return pack_pair(gated(__uint_as_float(gate << 16), __uint_as_float(up << 16), gelu),
-                   gated(__uint_as_float(gate & 0xffff0000), __uint_as_float(up & 0xffff0000), gelu));
+template <bool GELU>
+__device__ __forceinline__ uint4 gated(const uint4& gate, const uint4& up) {
+  const auto pair = [](uint32_t g, uint32_t u) {
+    return pack_pair(gated<GELU>(__uint_as_float(g << 16), __uint_as_float(u << 16)),
+                     gated<GELU>(__uint_as_float(g & 0xffff0000), __uint_as_float(u & 0xffff0000)));
+  };
+  return make_uint4(pair(gate.x, up.x), pair(gate.y, up.y), pair(gate.z, up.z), pair(gate.w, up.w));
 }
 
 // What three warps do: results from shared memory to where they belong, and zeros to the rows that are nobody's.
@@ -277,8 +300,7 @@ __device__ __forceinline__ void grouped_store(const GroupedArgs& g, const int* n
           *reinterpret_cast<uint4*>(g.kept + (at_row * 2 + 1) * g.features + column) = up;
         }
         *reinterpret_cast<uint4*>(g.out + at_row * g.features + column) =
-            make_uint4(gated_pair(gate.x, up.x, g.gelu), gated_pair(gate.y, up.y, g.gelu),
-                       gated_pair(gate.z, up.z, g.gelu), gated_pair(gate.w, up.w, g.gelu));
+            g.gelu ? gated<true>(gate, up) : gated<false>(gate, up);
       }
     } else {
       const int piece = thread % 16, column = first + piece * 8;
@@ -363,8 +385,9 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGroupedThreads, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
     if (threadIdx.x == 0) {
       ring.slot = 0, ring.phase = 1;
+      GroupedTile next = grouped_tile<MODE>(g, numbers, pairs, min(int(blockIdx.x) / 2, turns - 1));
       for (int turn = blockIdx.x / 2; turn < turns; turn += clusters) {
-        const GroupedTile at = grouped_tile<MODE>(g, numbers, pairs, turn);
+        const GroupedTile at = next;
         const int first = (2 * at.pair + rank) * kOwn, boxes = (at.units * kUnit + kGroupedBoxRows - 1) / kGroupedBoxRows;
         for (int k = at.first; k < at.first + at.depth; k += kGroupedDepth) {
           barrier_wait(ring.free(), ring.phase);  // passes at once in the first round
@@ -387,7 +410,9 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGroupedThreads, 1)
               copy_box_to(3, b + box * kGroupedBox, &b_map, ready, k, at.row + box * kGroupedBoxRows, 0);
           }
           ring.advance();
+          if (k == at.first) next = grouped_tile<MODE>(g, numbers, pairs, min(turn + clusters, turns - 1));
         }
+        if (at.depth <= 0) next = grouped_tile<MODE>(g, numbers, pairs, min(turn + clusters, turns - 1));
       }
     }
     if (threadIdx.x >= 128 - kStoreThreads)
@@ -398,10 +423,15 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGroupedThreads, 1)
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
     ring.slot = 0, ring.phase = 0;
     uint32_t staged_phase = 1;
+    int lag = group == 0 ? g.lag : 0;
+    if (g.lag > 0 && group == 1) asm volatile("bar.sync 3, 256;" ::: "memory");
+    GroupedTile next = grouped_tile<MODE>(g, numbers, pairs, min(int(blockIdx.x) / 2, turns - 1));
     for (int turn = blockIdx.x / 2; turn < turns; turn += clusters) {
-      const GroupedTile at = grouped_tile<MODE>(g, numbers, pairs, turn);
+      const GroupedTile at = next;
+      const auto look_ahead = [&] { next = grouped_tile<MODE>(g, numbers, pairs, min(turn + clusters, turns - 1)); };
 #define VX_MULTIPLY(u) \
-  grouped_multiply<u, MODE>(ring, at.depth, group, staged + group * staged_half, staged_full, staged_empty, staged_phase)
+  grouped_multiply<u, MODE>(ring, at.depth, group, staged + group * staged_half, staged_full, staged_empty, staged_phase, \
+                            lag, look_ahead)
 #define VX_UNITS(u) \
   case u: VX_MULTIPLY(u); break
       if constexpr (MODE == Grouped::sums) {
@@ -430,6 +460,7 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGroupedThreads, 1)
 #undef VX_MULTIPLY
       staged_phase ^= 1;
     }
+    if (lag > 0) asm volatile("bar.arrive 3, 256;" ::: "memory");
   }
   cluster_sync();  // no block leaves while the other may still write to it
 #endif

@@ -143,31 +143,31 @@ def _quack_dx(rows, weight, offsets):
     return cute.product(rows, weight, offsets)
 
 
-# (units of 16 rows that a tile has at most, depth of the ring)
-OWN = ((16, 3), (12, 4), (10, 5), (8, 6), (4, 8))
+# (units of 16 rows that a tile has at most, depth of the ring, how far one multiplying warpgroup is ahead of the other)
+OWN = ((16, 3, 1), (12, 4, 1), (10, 5, 2), (8, 6, 2), (4, 8, 2))
 FORWARD, ACROSS, GATE_UP = range(3)
 
 
-def _own(mode: int, units: int, stages: int, x, weight, offsets, order=None, top_k=1):
+def _own(mode: int, units: int, stages: int, lag: int, x, weight, offsets, order=None, top_k=1):
     rows = gather_rows(x, offsets, order, top_k)
     out = rows.new_empty(rows.shape[0], weight.shape[2 if mode == ACROSS else 1])
-    native.ops().grouped_product(rows, weight, offsets, mode, False, units, stages, out, None)
+    native.ops().grouped_product(rows, weight, offsets, mode, False, units, stages, lag, out, None)
     return out
 
 
-def _own_gate_up(units: int, stages: int, x, gate_up, offsets, order, top_k, gelu, keep):
+def _own_gate_up(units: int, stages: int, lag: int, x, gate_up, offsets, order, top_k, gelu, keep):
     rows = gather_rows(x, offsets, order, top_k)
     a = rows.new_empty(rows.shape[0], gate_up.shape[1] // 2)
     h = rows.new_empty(rows.shape[0], gate_up.shape[1]) if keep else None
-    native.ops().grouped_product(rows, gate_up, offsets, GATE_UP, gelu, units, stages, a, h)
+    native.ops().grouped_product(rows, gate_up, offsets, GATE_UP, gelu, units, stages, lag, a, h)
     return h, a
 
 
-def _own_dweight(stages: int, dy, x, offsets, order=None, top_k=1, *, gathered=""):
+def _own_dweight(stages: int, lag: int, dy, x, offsets, order=None, top_k=1, *, gathered=""):
     dy = gather_rows(dy, offsets, order, top_k) if gathered == "dy" else dy
     x = gather_rows(x, offsets, order, top_k) if gathered == "x" else x
     dweight = dy.new_empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1])
-    native.ops().grouped_sums(dy, x, offsets, stages, dweight)
+    native.ops().grouped_sums(dy, x, offsets, stages, lag, dweight)
     return dweight
 
 
@@ -184,15 +184,17 @@ def _names(kind: str) -> dict[str, Callable]:
             found["quack"] = _quack_dx
     elif kind == "dweight":
         found["torch._grouped_mm"] = _torch_dweight
-        found["wgmma 128x256x64 ring 3"] = functools.partial(_own_dweight, 3)
+        for lag in (0, 1):
+            found[f"wgmma 128x256x64 ring 3 lag {lag}"] = functools.partial(_own_dweight, 3, lag)
     if kind == "gate_up":
         found = {name: functools.partial(_triton_gate_up, product=run) for name, run in found.items()}
-    for units, stages in OWN:
-        name = f"wgmma 128x{16 * units}x64 ring {stages}"
+    for own in OWN:
+        units, stages, lag = own
+        name = f"wgmma 128x{16 * units}x64 ring {stages} lag {lag}"
         if kind in ("fwd", "dx"):
-            found[name] = functools.partial(_own, ACROSS if kind == "dx" else FORWARD, units, stages)
+            found[name] = functools.partial(_own, ACROSS if kind == "dx" else FORWARD, *own)
         elif kind == "gate_up":
-            found[name] = functools.partial(_own_gate_up, units, stages)
+            found[name] = functools.partial(_own_gate_up, *own)
     return found
 
 
