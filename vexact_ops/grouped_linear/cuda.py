@@ -144,7 +144,7 @@ def _quack_dx(rows, weight, offsets):
 
 
 # (units of 16 rows that a tile has at most, depth of the ring, how far one multiplying warpgroup is ahead of the other)
-OWN = ((16, 3, 1), (12, 4, 1), (10, 5, 2), (8, 6, 2), (4, 8, 2))
+OWN = ((16, 3, 0), (12, 4, 0), (10, 5, 0), (8, 6, 0), (4, 8, 0))
 FORWARD, ACROSS, GATE_UP = range(3)
 
 
@@ -184,8 +184,6 @@ def _names(kind: str) -> dict[str, Callable]:
             found["quack"] = _quack_dx
     elif kind == "dweight":
         found["torch._grouped_mm"] = _torch_dweight
-        for lag in (0, 1):
-            found[f"wgmma 128x256x64 ring 3 lag {lag}"] = functools.partial(_own_dweight, 3, lag)
     if kind == "gate_up":
         found = {name: functools.partial(_triton_gate_up, product=run) for name, run in found.items()}
     for own in OWN:
