@@ -47,6 +47,12 @@ CASES = {
         [bf16(2, 1, 16), bf16(2, 1, 16), bf16(4, 4, 1, 16), bf16(4, 4, 1, 16), ints(3, 9, dtype=torch.int64)],
         {},
     ),
+    "moe_route": ([bf16(3, 8)], {"top_k": 2}),
+    "grouped_linear": ([bf16(3, 16), bf16(4, 8, 16), ints(0, 1, 1, 3, 3)], {}),
+    "fused_moe": (
+        [bf16(3, 16), bf16(4, 16, 16), bf16(4, 16, 8), torch.rand(3, 2), ints(0, 3, 1, 2, 2, 3).view(3, 2)],
+        {},
+    ),
     "sample": ([torch.randn(2, 50), ints(1, 2, dtype=torch.int64), ints(5, 6, dtype=torch.int64)], {}),
 }
 
@@ -148,6 +154,47 @@ def test_offsets_out_of_range_in_training():
         torch.cuda.synchronize()
     good = vx.attention_varlen(q, k, v, torch.tensor([0, 6], dtype=torch.int32, device="cuda"), 6)
     assert good.isfinite().all()
+
+
+# few rows go to kernels of few rows, many to whatever was admitted for many
+SPREADS = pytest.mark.parametrize("rows", [12, 2048], ids=["few", "many"])
+
+
+@needs_gpu
+@SPREADS
+@pytest.mark.parametrize("wrong", [2**31 - 1, -(2**31), -1, 10**6], ids=str)
+def test_offsets_of_experts_out_of_range(rows, wrong):
+    x, w = bf16(rows, 256).cuda().requires_grad_(), bf16(4, 256, 256, seed=1).cuda().requires_grad_()
+    right = torch.tensor([0, rows // 4, rows // 4, rows // 2, rows], dtype=torch.int32, device="cuda")
+    expected = vx.grouped_linear(x, w, right)
+    for place in range(5):
+        offsets = right.clone()
+        offsets[place] = wrong
+        out = vx.grouped_linear(x, w, offsets)
+        assert out.shape == expected.shape
+        torch.autograd.grad(out.float().sum(), (x, w))
+        torch.cuda.synchronize()
+    assert_bitwise(vx.grouped_linear(x, w, right), expected)
+
+
+@needs_gpu
+@SPREADS
+def test_ids_of_no_expert_are_empty_slots_and_no_token_notices(rows):
+    x, gate_up, down = bf16(rows, 256).cuda(), bf16(4, 256, 256, seed=1).cuda(), bf16(4, 256, 128, seed=2).cuda()
+    weights = torch.rand(rows, 3, generator=torch.Generator().manual_seed(3)).cuda()
+    ids = torch.randint(4, (rows, 3), generator=torch.Generator().manual_seed(4), dtype=torch.int32).cuda()
+    args = x, gate_up, down, weights
+    expected = vx.fused_moe(*args, ids)
+    lost = torch.tensor([1, 5, rows - 1], device="cuda")
+    wild = ids.clone()
+    wild[lost] = torch.tensor([2**31 - 1, -(2**31), 4], dtype=torch.int32, device="cuda")
+    leaves = [t.detach().clone().requires_grad_() for t in args]
+    got = vx.fused_moe(*leaves, wild)
+    torch.autograd.grad(got.float().sum(), leaves)
+    torch.cuda.synchronize()
+    others = torch.ones(rows, dtype=torch.bool, device="cuda").index_fill(0, lost, False)
+    assert_bitwise(got[others], expected[others])
+    assert not got[lost].any()
 
 
 @needs_gpu
