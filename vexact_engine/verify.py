@@ -399,6 +399,7 @@ def rescore(
                     sample.trainer = scores.detach().float().cpu()
                 if batch is with_backward:
                     gradients = _backward(model, batch, picked)
+                    model.zero_grad(set_to_none=True)  # as large as the weights, and seen
                 del picked
             progress("re-score", len(packs), len(packs))
     finally:

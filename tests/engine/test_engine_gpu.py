@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_models import VOCAB, bits, build, check_idle, prompts
+from engine_models import CHOICE_IN_BLOCK, VOCAB, bits, build, check_idle, prompts
 
 from vexact_engine import Engine, EngineConfig, SamplingParams
 
@@ -14,16 +14,25 @@ PROMPTS = prompts(5)
 PARAMS = SamplingParams(max_new_tokens=6, seed=1, ignore_eos=True, num_top_logprobs=2)
 
 
-def launch(config=CONFIG, device="cuda", **options):
-    return Engine.from_pretrained(build("Qwen3", device=device, **options), device=device, config=config)
+def launch(config=CONFIG, device="cuda", family="Qwen3", **options):
+    return Engine.from_pretrained(build(family, device=device, **options), device=device, config=config)
 
 
-@pytest.mark.parametrize("path", ["fused", "patched"])
-def test_a_step_waits_for_its_draw_alone(path, monkeypatch):
+@pytest.mark.parametrize(
+    "family,path",
+    [
+        ("Qwen3", "fused"),
+        ("Qwen3", "patched"),
+        ("Qwen3Moe", "fused"),
+        pytest.param("DeepseekV3", "patched", marks=CHOICE_IN_BLOCK),
+    ],
+)
+def test_a_step_waits_for_its_draw_alone(family, path, monkeypatch):
     """From the batch on its way to the device to logits and draws, nothing makes the host wait."""
     if path == "patched":
         monkeypatch.setattr("vexact_engine.models.fuse", lambda *args: (None, "for this test"))
-    with launch() as engine:
+    with launch(family=family) as engine:
+        assert engine.path.startswith(path)
         expected = [bits(c) for c in engine.generate(PROMPTS, PARAMS)]  # compiles and verifies kernels, which wait
         runner, steps = engine._runner, 0
         build_batch, step = runner.builder.build, runner._step

@@ -11,10 +11,9 @@ import pytest
 import test_engine_bits
 import torch
 from conftest import devices
-from engine_models import bits, build, check_idle
+from engine_models import CHOICE_IN_BLOCK, bits, build, check_idle
 from safetensors.torch import load_file, save_file
 from test_engine_bits import PARAMS, PROMPTS, ROOMY, alone, check_together
-from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
 import vexact_ops as vx
 from vexact_engine import Engine
@@ -24,9 +23,6 @@ from vexact_engine.weights.load import load
 from vexact_engine.weights.update import apply_update, plan_update
 from vexact_ops.testing import assert_bitwise
 
-CHOICE_IN_BLOCK = pytest.mark.skipif(
-    hasattr(deepseek.DeepseekV3MoE, "route_tokens_to_experts"), reason="this transformers routes in the block"
-)
 FAMILIES = ["Qwen3Moe", "Mixtral", "Olmoe", pytest.param("DeepseekV3", marks=CHOICE_IN_BLOCK)]
 each_family = pytest.mark.parametrize("family", FAMILIES)
 each_device = pytest.mark.parametrize("device,dtype", devices(torch.bfloat16))
