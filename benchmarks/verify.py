@@ -5,6 +5,7 @@ time as gradients.
 """
 
 import argparse
+import gc
 import time
 from collections.abc import Iterator
 from importlib import metadata
@@ -48,6 +49,7 @@ def _record(args: argparse.Namespace, source: str, dtype: str) -> dict:
     )
     on_gpu = args.device == "cuda"
     if on_gpu:
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
 from benchmarks import __main__, harness, report
 from benchmarks.shapes import SHAPES
@@ -123,3 +124,33 @@ def test_a_results_file_gives_the_newest_record_of_a_case(tmp_path):
     path.write_text(path.read_text() + "not json\n")
     with pytest.raises(ValueError, match=r"r\.jsonl:4: not a benchmark record"):
         report.load(path)
+
+
+@pytest.mark.skipif(
+    hasattr(deepseek.DeepseekV3MoE, "route_tokens_to_experts"), reason="this transformers routes in the block"
+)
+def test_verify_records_a_mixture_with_latent_attention_and_a_warm_cache(monkeypatch, tmp_path, capsys):
+    from benchmarks import verify
+    from vexact_engine.weights import random
+
+    small = {"vocab_size": 160, "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "head_dim": 8}
+    small |= {"num_key_value_heads": 4, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+    small |= {"kv_lora_rank": 24, "n_routed_experts": 8, "moe_intermediate_size": 24, "max_position_embeddings": 256}
+    small |= {"bos_token_id": 1, "eos_token_id": 2}
+    monkeypatch.setitem(random.CONFIGS, "moonlight-16b-a3b", random.CONFIGS["moonlight-16b-a3b"] | small)
+    monkeypatch.setattr(verify, "LENGTHS", [5, 33])
+    where = tmp_path / "verify.jsonl"
+    args = ["--device", "cpu", "--shape", "moonlight-16b-a3b", "--layers", "3", "--latent", "--dtype", "bfloat16"]
+    assert __main__.main(["verify", *args, "--json", str(where)]) == 0
+    (found,) = report.load(where)
+    assert found["case"] == "moonlight-16b-a3b 3 layers latent bfloat16"
+    assert (found["layers"], found["latent"], found["weights"]) == (3, True, "random")
+    assert found["tokens"] == found["warm_tokens"] == 8 * 16 and found["batch_tokens"] == 2 * 8 * 16
+    assert found["mismatched"] == found["warm_mismatched"] == found["batch_mismatched"] == 0
+    assert found["warm_prefix_tokens"] == 4 * 32 and found["gradients_finite"]
+    line = report.verify_table([found]).splitlines()[2]
+    assert line.startswith(
+        "| moonlight-16b-a3b 3 layers latent bfloat16 | random | 128 | 0 | 0 | 1, 8 | 0 of 256 | 0 of 128 |"
+    )
+    heads = report.verify_table([found]).splitlines()[0]
+    assert heads.count("|") == line.count("|")
