@@ -19,6 +19,7 @@ from vexact_ops.testing import assert_bitwise
 
 RANKS = 2
 LENGTHS = [(7, 1, 11), (3, 14)]
+LONGER = [(700, 1, 330), (64, 900)]  # for layers of true dimensions
 TINY = ("llama", "qwen3_moe", "deepseek_v3")
 
 
@@ -47,10 +48,10 @@ def trained_sharded(model, handle, device, lengths=LENGTHS[0], seed=1):
     return values.detach(), {name: whole(p.grad) for name, p in model.named_parameters()}
 
 
-def check(model, mesh, rank: int, device: str) -> None:
+def check(model, mesh, rank: int, device: str, batches=LENGTHS) -> None:
     """Raises AssertionError where a rank's log-probabilities, or the gradients they all get, have other bits."""
     with vx.patch.hf(model) as handle:
-        alone = [trained(model, handle, device, lengths, seed) for seed, lengths in enumerate(LENGTHS)]
+        alone = [trained(model, handle, device, lengths, seed) for seed, lengths in enumerate(batches)]
         values = alone[rank][0]
         expected = {
             name: sum((grads[name].float() for _, grads in alone[1:]), first.float()).div_(RANKS).to(first.dtype)
@@ -58,7 +59,7 @@ def check(model, mesh, rank: int, device: str) -> None:
         }
         del alone
         shard(model, mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-        got, grads = trained_sharded(model, handle, device, LENGTHS[rank], rank)
+        got, grads = trained_sharded(model, handle, device, batches[rank], rank)
     assert_bitwise(got, values, f"rank {rank}: log-probabilities")
     assert grads.keys() == expected.keys()
     for name, gradient in grads.items():
@@ -92,7 +93,7 @@ def main() -> None:
                 model = load_random(name, device=own, layers=args.layers).model.requires_grad_(True).train()
             else:
                 model = tiny(name, torch.bfloat16, device=own).train()
-            check(model, mesh, rank, own)
+            check(model, mesh, rank, own, LONGER if args.shape else LENGTHS)
             if rank == 0:
                 print(f"{name}: log-probabilities of {size} ranks and the mean of their gradients: equal bits")  # noqa: T201
 
