@@ -52,6 +52,18 @@ def attend(q, k_cache, v_cache, table, lens):
     return vx.attention_paged(q, k_cache, v_cache, table, lens, cu, 1)
 
 
+def ignoring(target):
+    return torch.where(target % 3 == 0, -100, target)
+
+
+def loss_step(hidden, weight, target):
+    """As a training step has it: what is ignored, and how much of it, is in the values."""
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    with torch.enable_grad():
+        loss = vx.linear_cross_entropy(hidden, weight, ignoring(target))
+        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+
 # name -> (function, seed -> its inputs)
 OPS = {
     "rmsnorm": (vx.rmsnorm, lambda s: (random(s, ROWS, 512), random(s + 1, 512))),
@@ -84,6 +96,14 @@ OPS = {
     "linear_logprobs": (
         vx.linear_logprobs,
         lambda s: (random(s, ROWS, 256), random(s + 1, VOCABULARY, 256), whole(s, VOCABULARY, ROWS)),
+    ),
+    "linear_cross_entropy": (
+        lambda h, w, t: vx.linear_cross_entropy(h, w, ignoring(t), reduction="none"),
+        lambda s: (random(s, ROWS, 256), random(s + 1, VOCABULARY, 256), whole(s, VOCABULARY, ROWS)),
+    ),
+    "linear_cross_entropy-step": (
+        loss_step,
+        lambda s: (random(s, 300, 256), random(s + 1, VOCABULARY, 256), whole(s, VOCABULARY, 300)),
     ),
     "sample": (
         sample,

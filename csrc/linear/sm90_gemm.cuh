@@ -22,6 +22,11 @@ struct GemmArgs {
   int m, n, k;
   int group;    // pairs of tiles of rows that are taken together, for what they share to stay in the L2 cache
   int a_piece;  // A lies in pieces of this many elements along its contiguous dimension; 0: in one
+  // Counts that only the device knows, null where there is none. Of C, the rows from *m_live - m_first on may be left as
+  // they are; of K, what lies from *k_live on is left out, and is zeros up to the next multiple of kGemmDepth.
+  const int64_t* m_live = nullptr;
+  int m_first = 0;
+  const int64_t* k_live = nullptr;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -45,6 +50,10 @@ __device__ __forceinline__ void multiply_256(float (&d)[128], uint64_t a, uint64
   } else {
     VX_WGMMA_256("f16");
   }
+}
+
+__device__ __forceinline__ int at_most(int size, const int64_t* live, int first) {
+  return live ? int(max(int64_t(0), min(int64_t(size), *live - first))) : size;
 }
 
 // The pair of tiles of rows, and the tile of columns, of one turn of a cluster.
@@ -75,8 +84,9 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGemmThreads, 1)
   const uint32_t ring = (shared_address(memory) + 1023) & ~1023u;
   const uint32_t full = shared_address(barriers), empty = full + 8 * kGemmStages;
   const int rank = cluster_rank(), clusters = gridDim.x / 2;
-  const int pairs = (g.m + 2 * kGemmRows - 1) / (2 * kGemmRows), columns = (g.n + kGemmColumns - 1) / kGemmColumns;
-  const int steps = (g.k + kGemmDepth - 1) / kGemmDepth, turns = pairs * columns;
+  const int rows = at_most(g.m, g.m_live, g.m_first), depth = at_most(g.k, g.k_live, 0);
+  const int pairs = (rows + 2 * kGemmRows - 1) / (2 * kGemmRows), columns = (g.n + kGemmColumns - 1) / kGemmColumns;
+  const int steps = (depth + kGemmDepth - 1) / kGemmDepth, turns = pairs * columns;
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < kGemmStages; ++i) {

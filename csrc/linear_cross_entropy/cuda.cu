@@ -21,6 +21,14 @@ float* mutable_floats(const Tensor& t, const char* name, int64_t size) {
   return static_cast<float*>(mutable_data(t));
 }
 
+// One number that the device knows, checked: null where there is none.
+const int64_t* count_of(const std::optional<Tensor>& live) {
+  if (!live) return nullptr;
+  STD_TORCH_CHECK(live->scalar_type() == ScalarType::Long && live->numel() == 1, "live: expected one int64");
+  return static_cast<const int64_t*>(data(*live));
+}
+const float* scale_of(const std::optional<Tensor>& scale) { return scale ? floats(*scale, "scale", 1) : nullptr; }
+
 int small(int64_t size) {
   STD_TORCH_CHECK(size < (int64_t(1) << 31) - 1024, "linear_cross_entropy: a size of ", size, " is too large");
   return int(size);
@@ -61,9 +69,9 @@ struct Head {
   CUtensorMap hidden, weight;
 };
 
-// The logits [first, first + columns) of all tokens.
+// The logits [first, first + columns) of all tokens, or of those of them before *live - live_from.
 Head head(const Tensor& hidden, const Tensor& weight, const Tensor& target, const Tensor& temperature, double softcap,
-          int64_t first, int64_t columns) {
+          int64_t first, int64_t columns, const std::optional<Tensor>& live, int64_t live_from) {
   const int64_t tokens = hidden.size(0), vocabulary = weight.size(0), width = hidden.size(1);
   check_operand(hidden, "hidden", tokens, width);
   check_operand(weight, "weight", vocabulary, width);
@@ -76,7 +84,7 @@ Head head(const Tensor& hidden, const Tensor& weight, const Tensor& target, cons
   const auto* rows = static_cast<const bf16*>(data(weight)) + first * (vocabulary > 1 ? weight.stride(0) : 0);
   return {{static_cast<const int64_t*>(data(target)), t, float(softcap), one ? 0 : 1, small(tokens), small(columns),
            small(first), small(vocabulary)},
-          {small(tokens), small(columns), small(width), kHeadGroup, 0},
+          {small(tokens), small(columns), small(width), kHeadGroup, 0, count_of(live), small(live_from)},
           map_of(hidden),
           map_of(rows, width, columns, vocabulary > 1 ? weight.stride(0) : 0)};
 }
@@ -89,8 +97,9 @@ void run(const CUtensorMap& a, const CUtensorMap& b, const sm90::GemmArgs& g, co
 }
 
 void head_blocks(Tensor hidden, Tensor weight, Tensor target, Tensor temperature, double softcap, int64_t first,
-                 int64_t columns, std::optional<Tensor> parts, std::optional<Tensor> own, std::optional<Tensor> kept) {
-  const Head h = head(hidden, weight, target, temperature, softcap, first, columns);
+                 int64_t columns, std::optional<Tensor> live, int64_t live_from, std::optional<Tensor> parts,
+                 std::optional<Tensor> own, std::optional<Tensor> kept) {
+  const Head h = head(hidden, weight, target, temperature, softcap, first, columns, live, live_from);
   const int64_t tokens = hidden.size(0), blocks = (weight.size(0) + sm90::kHeadBlock - 1) / sm90::kHeadBlock;
   STD_TORCH_CHECK((parts || kept) && bool(parts) == bool(own), "head_blocks: nothing to write");
   float *parts_to = nullptr, *own_to = nullptr;
@@ -114,9 +123,9 @@ void head_blocks(Tensor hidden, Tensor weight, Tensor target, Tensor temperature
 }
 
 void head_gradients(Tensor hidden, Tensor weight, Tensor target, Tensor temperature, double softcap, int64_t first,
-                    int64_t columns, Tensor lse, Tensor dlogprob, std::optional<Tensor> dentropy,
-                    std::optional<Tensor> entropy, Tensor d) {
-  const Head h = head(hidden, weight, target, temperature, softcap, first, columns);
+                    int64_t columns, std::optional<Tensor> live, Tensor lse, Tensor dlogprob,
+                    std::optional<Tensor> dentropy, std::optional<Tensor> entropy, Tensor d) {
+  const Head h = head(hidden, weight, target, temperature, softcap, first, columns, live, 0);
   const int64_t tokens = hidden.size(0);
   STD_TORCH_CHECK(!dentropy || entropy, "entropy: missing");
   const sm90::Pieces to = pieces_of(d, "d", tokens, columns);
@@ -133,8 +142,8 @@ void head_gradients(Tensor hidden, Tensor weight, Tensor target, Tensor temperat
                       sm90::GradientEpilogue<false>{h.args, sums, up, nullptr, nullptr, to}, hidden);
 }
 
-void head_unit_gradients(Tensor kept, Tensor parts, Tensor lse, Tensor logprob, Tensor target, int64_t first,
-                         int64_t columns) {
+void head_unit_gradients(Tensor kept, Tensor parts, Tensor lse, Tensor logprob, Tensor target,
+                         std::optional<Tensor> live, int64_t first, int64_t columns) {
   const int64_t tokens = target.size(0);
   STD_TORCH_CHECK(parts.dim() == 3 && parts.size(1) == 2, "parts: expected (tokens, 2, blocks)");
   const int64_t blocks = parts.size(2);
@@ -149,8 +158,8 @@ void head_unit_gradients(Tensor kept, Tensor parts, Tensor lse, Tensor logprob, 
   const dim3 grid(small((tokens + sm90::kUnitRows - 1) / sm90::kUnitRows), small((columns + 2047) / 2048));
   STD_TORCH_CHECK(grid.y < 65536, "head_unit_gradients: too many columns");
   sm90::unit_gradients_kernel<<<grid, 256, 0, current_stream(kept)>>>(
-      at, of_parts, of_lse, of_logprob, static_cast<const int64_t*>(data(target)), small(tokens), small(columns),
-      small(first), small(blocks));
+      at, of_parts, of_lse, of_logprob, static_cast<const int64_t*>(data(target)), count_of(live), small(tokens),
+      small(columns), small(first), small(blocks));
   VX_CUDA_CHECK(cudaGetLastError());
 }
 
@@ -163,18 +172,19 @@ const float* start_of(const std::optional<Tensor>& start, int64_t rows, int64_t 
 
 template <bool A_ACROSS, bool RESUME>
 void product_to(const CUtensorMap& a, const CUtensorMap& b, const sm90::GemmArgs& g, const float* start,
-                const Tensor& out, double scale) {
+                const Tensor& out, const float* scale) {
   STD_TORCH_CHECK(out.is_contiguous() && reinterpret_cast<uintptr_t>(out.const_data_ptr()) % 16 == 0,
                   "out: expected contiguous, on a 16-byte boundary");
   void* to = mutable_data(out);
   if (out.scalar_type() == ScalarType::Float)
-    run<A_ACROSS, true>(a, b, g, sm90::ProductEpilogue<float, RESUME>{start, static_cast<float*>(to), g.m, g.n, float(scale)}, out);
+    run<A_ACROSS, true>(a, b, g, sm90::ProductEpilogue<float, RESUME>{start, static_cast<float*>(to), g.m, g.n, scale}, out);
   else
-    run<A_ACROSS, true>(a, b, g, sm90::ProductEpilogue<bf16, RESUME>{start, static_cast<bf16*>(to), g.m, g.n, float(scale)}, out);
+    run<A_ACROSS, true>(a, b, g, sm90::ProductEpilogue<bf16, RESUME>{start, static_cast<bf16*>(to), g.m, g.n, scale}, out);
 }
 
-// out (tokens, width) = start + d weight, times scale.
-void head_dhidden(Tensor d, Tensor weight, std::optional<Tensor> start, double scale, Tensor out) {
+// out (tokens, width) = start + d weight, times scale. Of the rows before *live, where that is given.
+void head_dhidden(Tensor d, Tensor weight, std::optional<Tensor> start, std::optional<Tensor> scale,
+                  std::optional<Tensor> live, Tensor out) {
   const int64_t tokens = d.size(1), columns = weight.size(0), width = weight.size(1);
   check_operand(weight, "weight", columns, width);
   check_2d(out, "out", tokens, width);
@@ -183,21 +193,22 @@ void head_dhidden(Tensor d, Tensor weight, std::optional<Tensor> start, double s
   const sm90::Pieces from = pieces_of(d, "d", tokens, columns);
   const float* first = start_of(start, tokens, width);
   const DeviceGuard guard = on_device_of(out);
-  const sm90::GemmArgs g{small(tokens), small(width), small(columns), kHiddenGroup, from.piece};
+  const sm90::GemmArgs g{small(tokens), small(width), small(columns), kHiddenGroup, from.piece, count_of(live)};
+  const float* by = scale_of(scale);
   const CUtensorMap a = map_of(from, tokens, columns), b = map_of(weight);
-  first ? product_to<false, true>(a, b, g, first, out, scale) : product_to<false, false>(a, b, g, nullptr, out, scale);
+  first ? product_to<false, true>(a, b, g, first, out, by) : product_to<false, false>(a, b, g, nullptr, out, by);
 }
 
-// out (columns, width) = d^T hidden, times scale.
-void head_dweight(Tensor d, Tensor hidden, double scale, Tensor out) {
+// out (columns, width) = d^T hidden, times scale. Tokens from *live on, where that is given, hold zeros in both.
+void head_dweight(Tensor d, Tensor hidden, std::optional<Tensor> scale, std::optional<Tensor> live, Tensor out) {
   const int64_t tokens = d.size(1), columns = out.size(0), width = hidden.size(1);
   check_operand(hidden, "hidden", tokens, width);
   check_operand(out, "out", columns, width);
   STD_TORCH_CHECK(width % 8 == 0 && tokens > 0 && columns > 0, "head_dweight: unexpected sizes");
   const sm90::Pieces from = pieces_of(d, "d", tokens, columns);
   const DeviceGuard guard = on_device_of(out);
-  const sm90::GemmArgs g{small(columns), small(width), small(tokens), kWeightGroup, from.piece};
-  product_to<true, false>(map_of(from, tokens, columns), map_of(hidden), g, nullptr, out, scale);
+  const sm90::GemmArgs g{small(columns), small(width), small(tokens), kWeightGroup, from.piece, nullptr, 0, count_of(live)};
+  product_to<true, false>(map_of(from, tokens, columns), map_of(hidden), g, nullptr, out, scale_of(scale));
 }
 
 }  // namespace

@@ -233,13 +233,13 @@ struct GradientEpilogue {
 #endif
 };
 
-// The product itself: RESUME, on top of the fp32 in `start`; times scale; as fp32 or rounded to bf16.
+// The product itself: RESUME, on top of the fp32 in `start`; times *scale, if any; as fp32 or rounded to bf16.
 template <class Out, bool RESUME>
 struct ProductEpilogue {
   const float* start;
   Out* out;
   int rows, columns;  // `out` and `start` are contiguous
-  float scale;
+  const float* scale;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   __device__ __forceinline__ void begin(float (&d)[128], int row, int column) const {
@@ -261,9 +261,10 @@ struct ProductEpilogue {
   }
 
   __device__ __forceinline__ void end(float (&d)[128], int row, int column) const {
-    if (scale != 1.0f) {
+    if (scale) {
+      const float by = *scale;
 #pragma unroll
-      for (int i = 0; i < 128; ++i) d[i] = d[i] * scale;
+      for (int i = 0; i < 128; ++i) d[i] = d[i] * by;
     }
     if constexpr (sizeof(Out) == 4) {
 #pragma unroll
@@ -284,15 +285,17 @@ struct ProductEpilogue {
 
 // Kept exponentials to the gradients of the loss of each token, p - [target], in place; p = e^(z - largest of the block)
 // as it was kept, times e^(that largest - lse). At the target, where 1 is taken from p, p is that of the log-probability.
+// Zeros from row *live on, if that is given.
 constexpr int kUnitRows = 4;  // of a thread, so that as many loads are in flight
 __global__ void __launch_bounds__(256)
     unit_gradients_kernel(Pieces kept, const float* parts, const float* lse, const float* logprob, const int64_t* target,
-                          int tokens, int columns, int first, int blocks) {
+                          const int64_t* live, int tokens, int columns, int first, int blocks) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   const int row0 = blockIdx.x * kUnitRows, column = (blockIdx.y * 256 + threadIdx.x) * 8;
   if (column >= columns) return;
   __nv_bfloat16* const place = kept.at(row0, column);
   const int block = (first + column) / kHeadBlock;
+  const int64_t counting = live ? *live : tokens;
   uint4 v[kUnitRows];
 #pragma unroll
   for (int i = 0; i < kUnitRows; ++i)
@@ -301,6 +304,10 @@ __global__ void __launch_bounds__(256)
   for (int i = 0; i < kUnitRows; ++i) {
     const int64_t row = row0 + i;
     if (row >= tokens) return;
+    if (row >= counting) {
+      __stcs(reinterpret_cast<uint4*>(place + i * kept.piece), make_uint4(0, 0, 0, 0));
+      continue;
+    }
     const float factor = exp_of_negative((parts[row * 2 * blocks + block] - lse[2 * row]) - lse[2 * row + 1]);
     const uint32_t packed[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
     float p[8];

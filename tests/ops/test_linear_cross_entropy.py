@@ -362,15 +362,66 @@ def test_fast_kernels_are_admitted_and_have_the_canonical_bytes(width, tokens, v
 
 
 @BACKENDS
-def test_ignored_tokens_take_no_part(device, backend):
-    hidden, weight, target, _ = make(12, 600, 24, torch.float32, device, 0)
-    target[::3] = -100
-    keep, one = target != -100, torch.tensor(1.0, device=device)
-    alone = gradients(lambda h, w: vx.linear_cross_entropy(h, w, target[keep]), hidden[keep], weight, one)
-    hidden[::3] = math.nan
-    loss, dhidden, dweight = gradients(lambda h, w: vx.linear_cross_entropy(h, w, target), hidden, weight, one)
-    assert_bitwise((loss, dhidden[keep], dweight), alone)
+@DTYPES
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("softcap", [None, 5.0], ids=["plain", "softcap"])
+def test_ignored_tokens_take_no_part(device, backend, dtype, reduction, softcap):
+    hidden, weight, target, _ = make(70, 600, 24, dtype, device, 0)
+    target[::3] = target[40:60] = -100
+    keep = target != -100
+    up = torch.randn(70, generator=torch.Generator().manual_seed(2)).to(device)
+
+    def loss(rows, up):
+        options = {"reduction": reduction, "softcap": softcap, "backend": backend}
+        return gradients(lambda h, w: vx.linear_cross_entropy(h, w, target[rows], **options), hidden[rows], weight, up)
+
+    up_alone, up = (up[keep], up.clone()) if reduction == "none" else (up[0], up[0])
+    alone = loss(keep, up_alone)
+    hidden[~keep] = math.nan
+    if reduction == "none":
+        up[~keep] = math.nan
+    value, dhidden, dweight = loss(torch.ones_like(keep), up)
+    if reduction == "none":
+        assert (value[~keep] == 0).all()
+        value = value[keep]
+    assert_bitwise((value, dhidden[keep], dweight), alone)
     assert (dhidden[~keep] == 0).all()
+
+
+@BACKENDS
+def test_a_target_outside_the_vocabulary_is_not_ignored(device, backend):
+    hidden, weight, target, _ = make(9, 60, 24, torch.bfloat16, device, 0)
+    target[0] = -100
+    for bad in (60, -1, -(2**63), 2**63 - 1):
+        target[4] = bad
+        if device == "cpu":
+            with pytest.raises(ValueError, match="linear_cross_entropy: target: got id"):
+                vx.linear_cross_entropy(hidden, weight, target, backend=backend)
+            continue
+        each = vx.linear_cross_entropy(hidden, weight, target, reduction="none", backend=backend)
+        assert each.isnan().tolist() == [i == 4 for i in range(9)] and each[0] == 0
+        for grad in (False, True):
+            loss = vx.linear_cross_entropy(hidden.clone().requires_grad_(grad), weight, target, backend=backend)
+            assert loss.isnan()
+
+
+@pytest.mark.parametrize("device,backend", room_backends("linear_cross_entropy", "cuda"))
+def test_a_loss_that_is_only_looked_at_makes_no_gradient(device, backend, monkeypatch):
+    from vexact_ops.linear_cross_entropy import cuda
+
+    hidden, weight, target, _ = make(9, 60, 64, torch.bfloat16, device, 0)
+    hidden.requires_grad_()
+    expected = vx.linear_cross_entropy(hidden, weight, target, backend=backend).detach()
+
+    def made(*args):
+        raise AssertionError("gradients were made")
+
+    monkeypatch.setattr(cuda, "loss_with_gradients", made)
+    with torch.no_grad():
+        assert_bitwise(vx.linear_cross_entropy(hidden, weight, target, backend=backend), expected)
+    assert_bitwise(vx.linear_cross_entropy(hidden.detach(), weight, target, backend=backend), expected)
+    with pytest.raises(AssertionError, match="gradients were made"):
+        vx.linear_cross_entropy(hidden, weight, target, backend=backend)
 
 
 @BACKENDS

@@ -125,14 +125,14 @@ def test_a_gpu_draws_the_tokens_of_a_cpu(device, backend, n, params, spread, see
     spread=st.sampled_from([0.02, 0.5, 3.0]),
     seed=st.integers(0, 2**16),
 )
-def test_a_gpu_that_cannot_hold_the_tokens_beside_a_cut_reads_them_again(device, backend, params, spread, seed):
+def test_how_many_programs_look_for_a_cut_does_not_show(device, backend, params, spread, seed):
     from vexact_ops.sampler import triton
 
-    logits, seeds, positions = (t.to(device) for t in make(3, 700, seed, spread=spread))
+    logits, seeds, positions = (t.to(device) for t in make(3, 4700, seed, spread=spread))
     params = columns(params, device)
     expected = vx.sample(logits, seeds, positions, **params, backend=backend)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton, "ROOM", 16)
+        patch.setattr(triton, "PROGRAMS", 1)
         assert_bitwise(vx.sample(logits, seeds, positions, **params, backend=backend), expected)
 
 

@@ -10,6 +10,8 @@ root are the correctly rounded ones.
 """
 
 import contextlib
+import functools
+import os
 
 import torch
 import triton
@@ -25,6 +27,28 @@ def on(tensor: Tensor):
     if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
         return _HERE
     return torch.cuda.device(tensor.device)
+
+
+@functools.cache
+def _early(index: int | None) -> dict:
+    if index is None or os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.get_device_capability(index) < (9, 0):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
+
+
+def early(tensor: Tensor) -> dict:
+    """Launch options of a kernel that begins with `begin`: where the GPU can, it is brought up while the one before it
+    in the stream comes to its end, which saves a small kernel about half a microsecond."""
+    return _early(tensor.device.index)
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """Before any access to memory: waits until all that came before in the stream is done and can be seen. What comes
+    after may then be brought up, to wait in turn."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def block(n: int, least: int = 16, most: int = 1 << 14) -> int:

@@ -10,6 +10,7 @@ there is overwritten only after that piece was read, see _layout. What finds no 
 """
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -18,16 +19,18 @@ from .._core import native
 from .._core.admit import Candidate, Verdict, admissions
 from ..testing.inputs import cancelling
 from . import triton
-from .triton import LSE_BLOCK, reduce_tokens, scaled, softcap_bwd, softcap_fwd, token_sum
+from .triton import LSE_BLOCK, compact, reduce_tokens, scaled, softcap_bwd, softcap_fwd, spread, token_sum
 
 __all__ = [
     "admit",
+    "compact",
     "linear_logprobs_bwd",
     "linear_logprobs_fwd",
     "loss_with_gradients",
     "scaled",
     "softcap_bwd",
     "softcap_fwd",
+    "spread",
     "token_sum",
     "unit_gradients",
 ]
@@ -39,11 +42,16 @@ KEPT_BYTES = 5 << 28  # 1.25 GiB of pieces, besides those that lie in the gradie
 
 
 def linear_logprobs_fwd(
-    hidden: Tensor, weight: Tensor, target: Tensor, temperature: Tensor, softcap: float, want_entropy: bool
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    temperature: Tensor,
+    softcap: float,
+    want_entropy: bool,
+    live: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    if not _fast(hidden, weight):
-        return triton.linear_logprobs_fwd(hidden, weight, target, temperature, softcap, want_entropy)
-    return _logprobs(hidden, weight, target, temperature, softcap, want_entropy)
+    run = _logprobs if _fast(hidden, weight) else triton.linear_logprobs_fwd
+    return run(hidden, weight, target, temperature, softcap, want_entropy, live)
 
 
 def linear_logprobs_bwd(
@@ -58,37 +66,47 @@ def linear_logprobs_bwd(
     lse: Tensor,
     need_dhidden: bool,
     need_dweight: bool,
+    live: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     run = _logprobs_bwd if _fast(hidden, weight) else triton.linear_logprobs_bwd
     upstream, head = (dlogprob, dentropy), (hidden, weight, target, temperature, softcap)
-    return run(*upstream, *head, entropy, lse, need_dhidden, need_dweight)
+    return run(*upstream, *head, entropy, lse, need_dhidden, need_dweight, live)
 
 
 def loss_with_gradients(
-    hidden: Tensor, weight: Tensor, target: Tensor, scale: float, need_dhidden: bool, need_dweight: bool
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    scale: Tensor | None,
+    need_dhidden: bool,
+    need_dweight: bool,
+    live: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Log-probabilities, log-sum-exps, and the gradients that triton.unit_gradients makes of them."""
-    need = need_dhidden, need_dweight
-    if _fast(hidden, weight):
-        return _loss_with_gradients(hidden, weight, target, scale, *need)
-    one = torch.ones(1, device=hidden.device)
-    logprob, _, lse = triton.linear_logprobs_fwd(hidden, weight, target, one, 0.0, False)
-    return logprob, lse, *triton.unit_gradients(hidden, weight, target, lse, scale, *need)
+    run = _loss_with_gradients if _fast(hidden, weight) else _canonical_loss
+    return run(hidden, weight, target, scale, need_dhidden, need_dweight, live)
 
 
 def unit_gradients(
-    hidden: Tensor, weight: Tensor, target: Tensor, lse: Tensor, scale: float, need_dhidden: bool, need_dweight: bool
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    scale: Tensor | None,
+    need_dhidden: bool,
+    need_dweight: bool,
+    live: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """As triton.unit_gradients; what they need of the forward is made again with them."""
     if not _fast(hidden, weight):
-        return triton.unit_gradients(hidden, weight, target, lse, scale, need_dhidden, need_dweight)
-    return _loss_with_gradients(hidden, weight, target, scale, need_dhidden, need_dweight)[2:]
+        return triton.unit_gradients(hidden, weight, target, lse, scale, need_dhidden, need_dweight, live)
+    return _loss_with_gradients(hidden, weight, target, scale, need_dhidden, need_dweight, live)[2:]
 
 
 # ---- the kernels
 
 
-def _logprobs(hidden, weight, target, temperature, softcap, want_entropy):
+def _logprobs(hidden, weight, target, temperature, softcap, want_entropy, live=None):
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     new = functools.partial(torch.empty, dtype=torch.float32, device=hidden.device)
     logprob, lse, entropy = new(tokens), new(tokens, 2), new(tokens) if want_entropy else None
@@ -97,9 +115,9 @@ def _logprobs(hidden, weight, target, temperature, softcap, want_entropy):
     for first in range(0, tokens, FWD_TOKENS):
         piece = slice(first, first + FWD_TOKENS)
         head = hidden[piece], weight, target[piece], temperature if temperature.shape[0] == 1 else temperature[piece]
-        native.ops().head_blocks(*head, softcap, 0, vocabulary, parts, own, None)
+        native.ops().head_blocks(*head, softcap, 0, vocabulary, live, first, parts, own, None)
         results = logprob[piece], None if entropy is None else entropy[piece], lse[piece]
-        reduce_tokens(parts, own, *head[2:], vocabulary, *results)
+        reduce_tokens(parts, own, *head[2:], vocabulary, *results, live, first)
     return logprob, entropy, lse
 
 
@@ -113,15 +131,26 @@ def _affordable(hidden: Tensor, weight: Tensor) -> int:
 
 
 def _logprobs_bwd(
-    dlogprob, dentropy, hidden, weight, target, temperature, softcap, entropy, lse, need_dhidden, need_dweight
+    dlogprob,
+    dentropy,
+    hidden,
+    weight,
+    target,
+    temperature,
+    softcap,
+    entropy,
+    lse,
+    need_dhidden,
+    need_dweight,
+    live=None,
 ):
     vocabulary = weight.shape[0]
-    products = _Products(hidden, weight, need_dhidden, need_dweight, 1.0, hidden.dtype)
+    products = _Products(hidden, weight, need_dhidden, need_dweight, None, hidden.dtype, live)
     room = _room(hidden, _affordable(hidden, weight))
     for low in range(0, vocabulary, room.shape[0] * PIECE):
         count = min(room.shape[0] * PIECE, vocabulary - low)
         head = hidden, weight, target, temperature, softcap, low, count
-        native.ops().head_gradients(*head, lse, dlogprob, dentropy, None if dentropy is None else entropy, room)
+        native.ops().head_gradients(*head, live, lse, dlogprob, dentropy, None if dentropy is None else entropy, room)
         products.add_to_dhidden(room, low, count)
         products.add_to_dweight(room, low, count)
     return products.dhidden, products.dweight
@@ -129,10 +158,11 @@ def _logprobs_bwd(
 
 class _Products:
     """The two products with gradients of logits, which come in pieces, the vocabulary ascending; at the end both are
-    multiplied with `scale` and rounded, dhidden to `dtype`."""
+    multiplied with `scale`, where there is one, and rounded, dhidden to `dtype`. Of dhidden the live rows alone."""
 
-    def __init__(self, hidden, weight, need_dhidden, need_dweight, scale, dtype):
+    def __init__(self, hidden, weight, need_dhidden, need_dweight, scale, dtype, live):
         self.hidden, self.weight, self.need_dhidden, self.scale, self.dtype = hidden, weight, need_dhidden, scale, dtype
+        self.live = live
         self.dhidden = None
         new = functools.partial(torch.empty, weight.shape, dtype=weight.dtype, device=weight.device)
         self.dweight = new() if need_dweight else None
@@ -146,12 +176,12 @@ class _Products:
         if before is None or before.dtype != dtype:
             self.dhidden = torch.empty(self.hidden.shape, dtype=dtype, device=self.hidden.device)
         # order: the vocabulary ascending, continued from piece to piece in fp32
-        scale = self.scale if last else 1.0
-        native.ops().head_dhidden(d, self.weight[low : low + count], before, scale, self.dhidden)
+        scale = self.scale if last else None
+        native.ops().head_dhidden(d, self.weight[low : low + count], before, scale, self.live, self.dhidden)
 
     def add_to_dweight(self, d: Tensor, low: int, count: int) -> None:
         if self.dweight is not None:  # order: tokens ascending
-            native.ops().head_dweight(d, self.hidden, self.scale, self.dweight[low : low + count])
+            native.ops().head_dweight(d, self.hidden, self.scale, self.live, self.dweight[low : low + count])
 
 
 def _layout(tokens: int, width: int, vocabulary: int, piece: int, beside: int) -> tuple[int, int, int]:
@@ -177,12 +207,12 @@ def _turns(first: int, end: int, width: int, piece: int, apart: int) -> list[tup
     return turns
 
 
-def _loss_with_gradients(hidden, weight, target, scale, need_dhidden, need_dweight):
+def _loss_with_gradients(hidden, weight, target, scale, need_dhidden, need_dweight, live=None):
     (tokens, width), vocabulary, ops = hidden.shape, weight.shape[0], native.ops()
     new = functools.partial(torch.empty, dtype=torch.float32, device=hidden.device)
     parts, own = new(tokens, 2, -(-vocabulary // LSE_BLOCK)), new(tokens)
     logprob, lse = new(tokens), new(tokens, 2)
-    products = _Products(hidden, weight, need_dhidden, need_dweight, scale, torch.float32)
+    products = _Products(hidden, weight, need_dhidden, need_dweight, scale, torch.float32, live)
     inside, apart, beside = 0, 0, _affordable(hidden, weight)
     if need_dweight:
         inside, apart, beside = _layout(tokens, width, vocabulary, PIECE, beside)
@@ -197,13 +227,13 @@ def _loss_with_gradients(hidden, weight, target, scale, need_dhidden, need_dweig
         kept.append((0, inside, place))
     kept.append((inside, inside + beside, room))
     for first, end, where in kept:
-        ops.head_blocks(*head, *columns(first, end), parts, own, where)
+        ops.head_blocks(*head, *columns(first, end), live, 0, parts, own, where)
     done = min((inside + beside) * PIECE, vocabulary)
     if done < vocabulary:
-        ops.head_blocks(*head, done, vocabulary - done, parts, own, None)
-    reduce_tokens(parts, own, target, head[3], vocabulary, logprob, None, lse)
+        ops.head_blocks(*head, done, vocabulary - done, live, 0, parts, own, None)
+    reduce_tokens(parts, own, target, head[3], vocabulary, logprob, None, lse, live)
     for first, end, where in kept:
-        ops.head_unit_gradients(where, parts, lse, logprob, target, *columns(first, end))
+        ops.head_unit_gradients(where, parts, lse, logprob, target, live, *columns(first, end))
     if done == vocabulary:
         del parts
     for first, end, where in kept:  # all of them, before any is overwritten
@@ -213,8 +243,8 @@ def _loss_with_gradients(hidden, weight, target, scale, need_dhidden, need_dweig
     products.add_to_dweight(room, *columns(inside, inside + beside))
     for low in range(done, vocabulary, room.shape[0] * PIECE):  # what found no place is made again
         count = min(room.shape[0] * PIECE, vocabulary - low)
-        ops.head_blocks(*head, low, count, None, None, room)
-        ops.head_unit_gradients(room, parts, lse, logprob, target, low, count)
+        ops.head_blocks(*head, low, count, live, 0, None, None, room)
+        ops.head_unit_gradients(room, parts, lse, logprob, target, live, low, count)
         products.add_to_dhidden(room, low, count)
         products.add_to_dweight(room, low, count)
     return logprob, lse, products.dhidden, products.dweight
@@ -253,22 +283,28 @@ def _admitted(device: torch.device, width: int) -> bool:
     if torch.cuda.get_device_capability(device) != (9, 0):
         return False
 
-    def case(tokens: int, vocabulary: int, temperatures: int, softcap: float) -> tuple:
+    def case(tokens: int, vocabulary: int, temperatures: int, softcap: float, ignored: int) -> tuple:
         g = torch.Generator(device).manual_seed(tokens)
         random = functools.partial(torch.rand, generator=g, device=device)
         hidden, weight = cancelling(tokens, width, vocabulary, seed=width + tokens, device=device)
         hidden = (hidden.float() / hidden.float().abs().amax(-1, keepdim=True)).bfloat16()
         hidden[::2] = random(hidden[::2].shape) * 2 - 1  # and some with probabilities of all sizes
         target = torch.randint(vocabulary, (tokens,), generator=g, device=device)
-        return hidden, weight, target, random(temperatures) + 0.5, softcap, random(2, tokens) - 0.5
+        up = random(tokens) - 0.5, random(tokens) - 0.5
+        return hidden, weight, target, random(temperatures) + 0.5, softcap, up, tokens - ignored
 
     def cases() -> list[tuple]:
-        return [case(300, 1300, 1, 0.0), case(1, 700, 1, 0.0), case(70, 520, 70, 5.0)]
+        made = [case(300, 1300, 1, 0.0, 77), case(1, 700, 1, 0.0, 0), case(70, 520, 70, 5.0, 0)]
+        _compile(device, [made[0], made[2]])
+        return made
 
-    ours = functools.partial(_everything, _logprobs, _logprobs_bwd, _loss_with_gradients)
-    canonical = functools.partial(_everything, triton.linear_logprobs_fwd, triton.linear_logprobs_bwd, _canonical_loss)
+    ours = functools.partial(_everything, _logprobs, _logprobs_bwd, _loss_with_gradients, False)
+    canonical = (triton.linear_logprobs_fwd, triton.linear_logprobs_bwd, _canonical_loss, True)
     candidate = Candidate("wgmma 128x256x64 ring 4", ours)
-    return admissions(device.index).choose(_key(width), [candidate], canonical, cases) is candidate
+    chosen = admissions(device.index).choose(
+        _key(width), [candidate], functools.partial(_everything, *canonical), cases
+    )
+    return chosen is candidate
 
 
 def _key(width: int) -> str:
@@ -285,19 +321,56 @@ def admit(width: int, device: torch.device) -> tuple[str, list[Verdict]]:
     return _key(width), admissions(device.index).report().get(_key(width), [])
 
 
-def _canonical_loss(hidden, weight, target, scale, need_dhidden, need_dweight):
-    one = torch.ones(1, device=hidden.device)
-    logprob, _, lse = triton.linear_logprobs_fwd(hidden, weight, target, one, 0.0, False)
-    return logprob, lse, *triton.unit_gradients(hidden, weight, target, lse, scale, need_dhidden, need_dweight)
+def _canonical_loss(hidden, weight, target, scale, need_dhidden, need_dweight, live=None, uniform=False):
+    one = torch.ones(hidden.shape[0] if uniform else 1, device=hidden.device)
+    logprob, _, lse = triton.linear_logprobs_fwd(hidden, weight, target, one, 0.0, uniform, live)
+    return logprob, lse, *triton.unit_gradients(hidden, weight, target, lse, scale, need_dhidden, need_dweight, live)
 
 
-def _everything(forward, backward, loss, hidden, weight, target, temperature, softcap, up) -> Tensor:
-    """Results of all kernels as one tensor of fp32, in which bf16 is exact."""
-    results = []
-    for t, want_entropy in ((torch.ones(1, device=hidden.device), False), (temperature, True)):
-        head = hidden, weight, target, t, softcap
-        logprob, entropy, lse = forward(*head, want_entropy)
-        grads = backward(up[0], up[1] if want_entropy else None, *head, entropy, lse, True, True)
-        results += [logprob, lse, *grads, *([entropy] if want_entropy else [])]
-    results += loss(hidden, weight, target, 1 / 3, True, True)
+def _everything(
+    forward, backward, loss, uniform, hidden, weight, target, temperature, softcap, up, counting
+) -> Tensor:  # fmt: skip
+    """Results of all kernels as one tensor of fp32, in which bf16 is exact.
+
+    uniform: always with a temperature for each token and with the entropy, by numbers that change nothing (1 and 0), so
+    that fewer kernels have to be compiled
+    """
+    tokens, results = hidden.shape[0], []
+    for t, with_entropy in ((torch.ones(1, device=hidden.device), False), (temperature, True)):
+        head = hidden, weight, target, t.expand(tokens).contiguous() if uniform else t, softcap
+        logprob, entropy, lse = forward(*head, uniform or with_entropy)
+        dentropy = up[1] if with_entropy else torch.zeros_like(up[1]) if uniform else None
+        grads = backward(up[0], dentropy, *head, entropy, lse, True, True)
+        results += [logprob, lse, *grads, *([entropy] if with_entropy else [])]
+    live, among = torch.tensor(counting, device=hidden.device), torch.arange(tokens, device=hidden.device) < counting
+    kept = torch.where(among[:, None], hidden, 0), weight, torch.where(among, target, -1)
+    scale = torch.tensor(1 / 3, device=hidden.device)
+    logprob, lse, dhidden, dweight = loss(*kept, scale, True, True, live, *([True] if uniform else []))
+    results += [logprob, lse, dhidden[:counting], dweight]
     return torch.cat([r.float().flatten() for r in results])
+
+
+def _compile(device: torch.device, cases: list[tuple]) -> None:
+    """Triton compiles the kernels that _everything compares with: the slow ones at once, in threads, on any numbers."""
+
+    def forward(hidden, weight, target, _, softcap, *__):
+        one = torch.ones(hidden.shape[0], device=device)
+        triton.linear_logprobs_fwd(hidden, weight, target, one, softcap, True)
+
+    def backward(hidden, weight, target, _, softcap, up, *__):
+        one, lse = torch.ones(hidden.shape[0], device=device), torch.zeros(hidden.shape[0], 2, device=device)
+        triton.linear_logprobs_bwd(*up, hidden, weight, target, one, softcap, one, lse, True, True)
+
+    def gradients(hidden, weight, target, *_):
+        lse, number = torch.zeros(hidden.shape[0], 2, device=device), torch.tensor(1, device=device)
+        triton.unit_gradients(hidden, weight, target, lse, number.float(), True, True, number)
+
+    def run(job) -> None:
+        with torch.cuda.device(device), torch.no_grad():
+            job[0](*job[1])
+
+    torch.cuda.synchronize(device)  # threads have streams of their own
+    jobs = [(gradients, cases[0]), *((kind, case) for case in reversed(cases) for kind in (backward, forward))]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        list(pool.map(run, jobs))
+    torch.cuda.synchronize(device)

@@ -96,15 +96,19 @@ def linear_cross_entropy(
     target        (...) int64 | int32, ids in [0, V) or ignore_index
     reduction     "mean" over the tokens that are not ignored (NaN where all are, as torch's), "sum", or "none": 0 where
                   ignored
-    ignore_index  tokens with this target take no part: their loss and gradient are 0 whatever their hidden holds
+    ignore_index  tokens with this target take no part: their loss and gradient are 0 whatever their hidden holds. On a
+                  GPU the others are counted and brought together there: nothing makes the host wait, a CUDA graph may
+                  hold it, and in bf16 on SM90 what is ignored is hardly paid for
     returns       () fp32, or (...) fp32 with "none"
     bits          of a token as linear_logprobs; the reduction adds tokens ascending in fp64, rounded once: repeatable
                   for one fixed batch
     grad          as linear_logprobs. On a GPU, of "mean" and "sum" in bf16 without softcap: a probability is e^(z - its
                   block's largest z), rounded to bf16, times e^(that largest - lse), but the target's is not rounded;
                   what the loss is multiplied with comes last. So they can be made with the forward, from the same
-                  logits, and the fast kernels do that where a gradient is wanted (and keep it until the backward)
-    raises        as linear_logprobs, and ValueError on reduction
+                  logits, and the fast kernels do that where a gradient is wanted (and keep it until the backward).
+                  A loss that only is looked at belongs under torch.no_grad(): that is the forward alone
+    raises        as linear_logprobs, and ValueError on reduction (on a GPU a target outside the vocabulary that is not
+                  ignored makes the loss NaN)
     """
     op = "linear_cross_entropy"
     target = _check_target(op, hidden, weight, target)
@@ -238,15 +242,60 @@ _linear_logprobs = Operator(
 # ---- the loss
 
 
-def _kept(target: Tensor, ignore_index: int) -> Tensor | None:
-    """The positions of the tokens that are not ignored; None where that is all of them."""
-    ignored = target == ignore_index
-    return (~ignored).nonzero()[:, 0] if bool(ignored.any()) else None
+class _Kept:
+    """The tokens that are not ignored. On a CPU they alone; on a GPU, where nobody knows how many they are, before
+    zeros: `live` is their number."""
 
+    def __init__(self, target: Tensor, ignored: int, backend: str):
+        self.given, self.ignored, self.backend = target, ignored, backend
+        self.place = self.last = self.live = None
+        if backend != "cpu":
+            self.last = (target != ignored).cumsum(0)
+            self.count = self.live = self.last[-1].clone() if target.shape[0] else self.last.new_zeros(())
+            return
+        out = target == ignored
+        if bool(out.any()):
+            self.place = (~out).nonzero()[:, 0]
+        self.count = target.shape[0] if self.place is None else self.place.shape[0]
 
-def _scale(reduction: str, count: int) -> float:
-    """What the gradient of every token's loss is multiplied with."""
-    return 1.0 / max(count, 1) if reduction == "mean" else 1.0
+    def tokens(self, hidden: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+        """Their hidden and target."""
+        target = self.given
+        if target.device.type == "cpu":  # elsewhere a look at values would make the host wait
+            _check_ids("linear_cross_entropy", target[target != self.ignored], vocabulary)
+        if self.last is not None:
+            return ROOM.module(self.backend).compact(hidden, target, self.ignored, self.last, vocabulary)
+        if self.place is not None:
+            hidden, target = hidden[self.place], target[self.place]
+        return hidden, target.contiguous()
+
+    def scale(self, reduction: str) -> Tensor | None:
+        """What the gradient of every token's loss is multiplied with, on a GPU."""
+        return (1.0 / self.count.clamp(min=1).double()).float() if reduction == "mean" else None
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Of all tokens' x those of the kept ones, and zeros."""
+        if self.place is not None:
+            return x[self.place]
+        if self.last is None:
+            return x
+        number = torch.arange(x.shape[0], device=x.device)
+        place = torch.where(self.given != self.ignored, self.last - 1, self.live + number - self.last)
+        return torch.empty_like(x).index_copy_(0, place, self._only(x))
+
+    def among(self, x: Tensor) -> Tensor:
+        """The kept ones' x among zeros for the others."""
+        if self.place is not None:
+            return x.new_zeros(self.given.shape[0], *x.shape[1:]).index_copy_(0, self.place, x)
+        return x if self.last is None else self._only(x.index_select(0, (self.last - 1).clamp(min=0)))
+
+    def scaled_among(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        """among(x * factor), rounded once; on a GPU."""
+        return ROOM.module(self.backend).spread(x, self.given, self.ignored, self.last, factor, dtype)
+
+    def _only(self, x: Tensor) -> Tensor:
+        kept = (self.given != self.ignored).view(-1, *[1] * (x.dim() - 1))
+        return torch.where(kept, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
 def _unit(dtype: torch.dtype, reduction: str, softcap: float, backend: str) -> bool:
@@ -254,35 +303,28 @@ def _unit(dtype: torch.dtype, reduction: str, softcap: float, backend: str) -> b
     return backend != "cpu" and dtype == torch.bfloat16 and reduction != "none" and not softcap
 
 
-def _among(tokens: int, keep: Tensor | None, x: Tensor) -> Tensor:
-    """Rows of the kept tokens among zeros for the others."""
-    return x if keep is None else x.new_zeros(tokens, *x.shape[1:]).index_copy_(0, keep, x)
-
-
 def _loss(hidden, weight, target, reduction, ignore_index, softcap, want_dhidden, want_dweight, backend):
-    keep = _kept(target, ignore_index)
-    tokens, count = target.shape[0], target.shape[0] if keep is None else keep.shape[0]
-    if keep is not None:
-        hidden, target = hidden[keep], target[keep]
-    _check_ids("linear_cross_entropy", target, weight.shape[0])
-    module, target = ROOM.module(backend), target.contiguous()
+    module, kept = ROOM.module(backend), _Kept(target, ignore_index, backend)
+    kept_hidden, kept_target = kept.tokens(hidden, weight.shape[0])
     dhidden, dweight = hidden.new_empty(0, dtype=torch.float32), weight.new_empty(0)
+    live = () if backend == "cpu" else (kept.live,)
     if want_dhidden or want_dweight:
         wanted = want_dhidden, want_dweight
-        logprob, lse, *made = module.loss_with_gradients(hidden, weight, target, _scale(reduction, count), *wanted)
-        if want_dhidden:
-            dhidden = _among(tokens, keep, made[0])
-        if want_dweight:
-            dweight = made[1]
+        args = kept_hidden, weight, kept_target, kept.scale(reduction), *wanted
+        logprob, lse, *made = module.loss_with_gradients(*args, *live)
+        dhidden, dweight = (made[0] if want_dhidden else dhidden), (made[1] if want_dweight else dweight)
     else:
         one = torch.ones(1, device=hidden.device)
-        logprob, _, lse = module.linear_logprobs_fwd(hidden, weight, target, one, softcap, False)
+        args = kept_hidden, weight, kept_target, one, softcap, False
+        logprob, _, lse = module.linear_logprobs_fwd(*args, *live)
     if reduction == "none":
-        loss = _among(tokens, keep, -logprob)
+        loss = kept.among(-logprob)
     else:
         total = -module.token_sum(logprob)
-        loss = (total / count if reduction == "mean" else total).float()
-    return loss, _among(tokens, keep, lse), dhidden, dweight
+        loss = (total / kept.count if reduction == "mean" else total).float()
+    if kept.place is not None:
+        lse = kept.among(lse)
+    return loss, lse, dhidden, dweight
 
 
 def _loss_fake(hidden, weight, target, reduction, ignore_index, softcap, want_dhidden, want_dweight, backend):
@@ -317,25 +359,25 @@ def _loss_bwd(
     softcap, backend,
 ):  # fmt: skip
     module, need, dtype = ROOM.module(backend), (need_dhidden, need_dweight), hidden.dtype
+    unit = _unit(dtype, reduction, softcap, backend)
+    kept = _Kept(target, ignore_index, backend)
+    live = () if backend == "cpu" else (kept.live,)
     if not made:
-        tokens, keep = hidden.shape[0], _kept(target, ignore_index)
-        if keep is not None:
-            hidden, target, lse = hidden[keep], target[keep], lse[keep]
-            dloss = dloss[keep] if reduction == "none" else dloss
-        target = target.contiguous()
-        if _unit(dtype, reduction, softcap, backend):
-            scale = _scale(reduction, target.shape[0])
-            dhidden, dweight = module.unit_gradients(hidden, weight, target, lse, scale, *need)
-        else:
-            dlogprob = -dloss / max(target.shape[0], 1) if reduction == "mean" else -dloss
-            dlogprob = dlogprob.expand(target.shape[0]).contiguous()
-            one = torch.ones(1, device=hidden.device)
-            args = dlogprob, None, hidden, weight, target, one, softcap, None, lse
-            dhidden, dweight = module.linear_logprobs_bwd(*args, *need)
-        if need_dhidden:
-            dhidden = _among(tokens, keep, dhidden)
-    if _unit(dtype, reduction, softcap, backend):
-        dhidden = module.scaled(dhidden, dloss, dtype) if need_dhidden else None
+        kept_hidden, kept_target = kept.tokens(hidden, weight.shape[0])
+        lse = lse if kept.place is None else lse[kept.place]
+    if unit and not made:
+        args = kept_hidden, weight, kept_target, lse, kept.scale(reduction), *need
+        dhidden, dweight = module.unit_gradients(*args, *live)
+    elif not made:
+        one = torch.ones(1, device=hidden.device)
+        if reduction == "mean":
+            dloss = dloss / max(kept.count, 1) if backend == "cpu" else dloss * kept.scale(reduction)
+        dlogprob = kept.rows(-dloss.expand(target.shape[0])).contiguous()
+        args = dlogprob, None, kept_hidden, weight, kept_target, one, softcap, None, lse
+        dhidden, dweight = module.linear_logprobs_bwd(*args, *need, *live)
+        dhidden = kept.among(dhidden) if need_dhidden else None
+    if unit:
+        dhidden = kept.scaled_among(dhidden, dloss, dtype) if need_dhidden else None
         dweight = module.scaled(dweight, dloss, dtype) if need_dweight else None
     return tuple(g if needed else hidden.new_empty(0) for g, needed in zip((dhidden, dweight), need))
 

@@ -71,10 +71,14 @@ def _blocks_kernel(
 
 @triton.jit
 def _tokens_kernel(
-    parts, own, target, temperature, logprob, entropy, lse, V, blocks,
-    ONE_T: tl.constexpr, ENTROPY: tl.constexpr, BLOCKS: tl.constexpr,
+    parts, own, target, temperature, count, logprob, entropy, lse, V, blocks, first,
+    ONE_T: tl.constexpr, ENTROPY: tl.constexpr, COUNT: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
+    """Of tokens from `first` on; zeros for those that are not live."""
     token = tl.program_id(0).to(tl.int64)
+    counts = True
+    if COUNT:
+        counts = first + token < tl.load(count)
     at = tl.arange(0, BLOCKS)[None, :]
     parts += token * (3 if ENTROPY else 2) * blocks
     largest = tl.load(parts + at, mask=at < blocks, other=float("-inf"))
@@ -82,12 +86,12 @@ def _tokens_kernel(
     top, total = join_blocks(largest, sums)
     log_sum = log(total)
     one = tl.arange(0, 1)[None, :]
-    tl.store(lse + 2 * token + one, top)
-    tl.store(lse + 2 * token + 1 + one, log_sum)
+    tl.store(lse + 2 * token + one, tl.where(counts, top, 0.0))
+    tl.store(lse + 2 * token + 1 + one, tl.where(counts, log_sum, 0.0))
     wanted = tl.load(target + token + one)
     x = tl.load(own + token + one, mask=(wanted >= 0) & (wanted < V), other=float("nan"))
     z = tl.div_rn(x, tl.load(temperature + (0 if ONE_T else token)) + one.to(tl.float32))
-    tl.store(logprob + token + one, log_prob(z, top, log_sum))
+    tl.store(logprob + token + one, tl.where(counts, log_prob(z, top, log_sum), 0.0))
     if ENTROPY:
         shifted = tl.load(parts + 2 * blocks + at, mask=at < blocks, other=0.0)
         moved = tl.fma(largest - origin(top), sums, shifted) * exp(largest - origin(top))
@@ -144,11 +148,12 @@ def _dlogits_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _unit_dlogits_kernel(
-    hidden, weight, target, lse, d, tokens, V, K, hidden_row, weight_row, d_row, first,
-    EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    hidden, weight, target, lse, count, d, tokens, V, K, hidden_row, weight_row, d_row, first, first_token,
+    COUNT: tl.constexpr, EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """The gradients of -log p[target] of a tile of logits, p - [target]: p is e^(z - its block's largest z), rounded to
-    d's dtype as a kernel may have kept it, times e^(that largest - lse). Where 1 is taken from p, p was not rounded."""
+    d's dtype as a kernel may have kept it, times e^(that largest - lse). Where 1 is taken from p, p was not rounded.
+    Zeros for tokens that are not live."""
     m, n = place(tokens, V, BM, BN)
     x = tl.zeros([BM, BN], tl.float32)
     x = accumulate(x, hidden, weight, m, n, tokens, V, K, hidden_row, 1, 1, weight_row, False, EVEN_K, BK)
@@ -161,6 +166,8 @@ def _unit_dlogits_kernel(
     p = kept * exp(log_prob(largest, top, log_sum))
     wanted = tl.load(target + m, mask=live, other=-1)[:, None] - first
     out = tl.where(wanted == n[None, :], exp(log_prob(z, top, log_sum)) - 1.0, p)
+    if COUNT:
+        out = tl.where((first_token + m < tl.load(count))[:, None], out, 0.0)
     tl.store(d + m[:, None] * d_row + n[None, :], out.to(d.dtype.element_ty), mask=live[:, None] & (n < V)[None, :])
 
 
@@ -169,6 +176,34 @@ def _scaled_kernel(x, factor, y, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32) * tl.load(factor)
     tl.store(y + at, v.to(y.dtype.element_ty), mask=at < n)
+
+
+@triton.jit(do_not_specialize=["ignored", "tokens"])
+def _compact_kernel(
+    hidden, target, last, hidden_out, target_out, ignored, tokens, V, K, hidden_row, BLOCK: tl.constexpr
+):
+    """A token to its place: those that count first, in their order; of the others, zeros and no target."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wanted, number = tl.load(target + token), tl.load(last + token)
+    counts = wanted != ignored
+    place = tl.where(counts, number - 1, tl.load(last + tokens - 1) + token - number)
+    x = tl.load(hidden + token * hidden_row + column, mask=counts & (column < K), other=0.0)
+    tl.store(hidden_out + place * K + column, x, mask=column < K)
+    if tl.program_id(1) == 0:
+        tl.store(target_out + place, tl.where(counts & (wanted >= 0) & (wanted < V), wanted, -1))
+
+
+@triton.jit(do_not_specialize=["ignored"])
+def _spread_kernel(x, target, last, factor, y, ignored, K, BLOCK: tl.constexpr):
+    """The row of every token that counts, times factor, from where _compact_kernel has put it; zeros for the others."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    counts = tl.load(target + token) != ignored
+    place = tl.load(last + token) - 1
+    v = tl.load(x + place * K + column, mask=counts & (column < K), other=0.0).to(tl.float32)
+    v = tl.where(counts, v * tl.load(factor), 0.0)
+    tl.store(y + token * K + column, v.to(y.dtype.element_ty), mask=column < K)
 
 
 @triton.jit
@@ -203,19 +238,28 @@ def _grid(tokens: int, columns: int, tile: dict) -> tuple[int]:
     return (triton.cdiv(tokens, tile["BM"]) * triton.cdiv(columns, tile["BN"]),)
 
 
-def reduce_tokens(parts, own, target, temperature, vocabulary, logprob, entropy, lse) -> None:
-    """Log-probabilities, entropies (or None) and log-sum-exps of tokens from the sums of their blocks."""
+def reduce_tokens(parts, own, target, temperature, vocabulary, logprob, entropy, lse, live=None, first=0) -> None:
+    """Log-probabilities, entropies (or None) and log-sum-exps of tokens, from `first` on, from the sums of their
+    blocks; zeros from the live-th token on, where that is given."""
     blocks = triton.cdiv(vocabulary, LSE_BLOCK)
     with on(parts):
         _tokens_kernel[(logprob.shape[0],)](
-            parts, own, target, temperature, logprob, logprob if entropy is None else entropy, lse, vocabulary, blocks,
-            ONE_T=temperature.shape[0] == 1, ENTROPY=entropy is not None, BLOCKS=block(blocks), num_warps=4, **OPTIONS,
+            parts, own, target, temperature, target if live is None else live, logprob,
+            logprob if entropy is None else entropy, lse, vocabulary, blocks, first, ONE_T=temperature.shape[0] == 1,
+            ENTROPY=entropy is not None, COUNT=live is not None, BLOCKS=block(blocks), num_warps=4, **OPTIONS,
         )  # fmt: skip
 
 
 def linear_logprobs_fwd(
-    hidden: Tensor, weight: Tensor, target: Tensor, temperature: Tensor, softcap: float, want_entropy: bool
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    temperature: Tensor,
+    softcap: float,
+    want_entropy: bool,
+    live: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Zeros from the live-th token on, where that is given: () int64."""
     (tokens, width), vocabulary = hidden.shape, weight.shape[0]
 
     def new(*shape: int) -> Tensor:
@@ -235,16 +279,8 @@ def linear_logprobs_fwd(
                 rows, weight, ids, temperatures, softcap, parts, own, count, vocabulary, width, hidden.stride(0),
                 weight.stride(0), blocks, ENTROPY=want_entropy, **tile,
             )  # fmt: skip
-        reduce_tokens(
-            parts,
-            own,
-            ids,
-            temperatures,
-            vocabulary,
-            logprob[piece],
-            None if entropy is None else entropy[piece],
-            lse[piece],
-        )
+        results = logprob[piece], None if entropy is None else entropy[piece], lse[piece]
+        reduce_tokens(parts, own, ids, temperatures, vocabulary, *results, live, first)
     return logprob, entropy, lse
 
 
@@ -260,7 +296,9 @@ def linear_logprobs_bwd(
     lse: Tensor,
     need_dhidden: bool,
     need_dweight: bool,
+    live: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
+    """From the live-th token on, where that is given, hidden, dlogprob and lse hold zeros."""
     tile = _head(hidden, weight, temperature, softcap)
 
     def dlogits(piece: slice, low: int, w: Tensor, d: Tensor) -> None:
@@ -272,28 +310,35 @@ def linear_logprobs_bwd(
             hidden.stride(0), weight.stride(0), d.stride(0), low, ENTROPY=dentropy is not None, **tile,
         )  # fmt: skip
 
-    dhidden, dweight = _products(dlogits, hidden, weight, 1.0, need_dhidden, need_dweight)
+    dhidden, dweight = _products(dlogits, hidden, weight, None, need_dhidden, need_dweight)
     return dhidden.to(hidden.dtype) if need_dhidden else None, dweight
 
 
 def unit_gradients(
-    hidden: Tensor, weight: Tensor, target: Tensor, lse: Tensor, scale: float, need_dhidden: bool, need_dweight: bool
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    scale: Tensor | None,
+    need_dhidden: bool,
+    need_dweight: bool,
+    live: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of the sum of -scale * log p[target], before what the loss is multiplied with is known: dhidden in
-    fp32, dweight in weight's dtype. bf16, no softcap, a temperature of 1."""
-    tile = {**TILES[2], **OPTIONS, "EVEN_K": hidden.shape[1] % TILES[2]["BK"] == 0}
+    """The gradients of the sum of -scale * log p[target] over the live tokens, before what the loss is multiplied with
+    is known: dhidden in fp32, dweight in weight's dtype. bf16, no softcap, a temperature of 1; scale () fp32."""
+    tile = {**TILES[2], **OPTIONS, "EVEN_K": hidden.shape[1] % TILES[2]["BK"] == 0, "COUNT": live is not None}
 
     def dlogits(piece: slice, low: int, w: Tensor, d: Tensor) -> None:
         _unit_dlogits_kernel[_grid(*d.shape, tile)](
-            hidden[piece], w, target[piece], lse[piece], d, *d.shape, hidden.shape[1], hidden.stride(0),
-            weight.stride(0), d.stride(0), low, **tile,
+            hidden[piece], w, target[piece], lse[piece], target if live is None else live, d, *d.shape,
+            hidden.shape[1], hidden.stride(0), weight.stride(0), d.stride(0), low, piece.start, **tile,
         )  # fmt: skip
 
     return _products(dlogits, hidden, weight, scale, need_dhidden, need_dweight)
 
 
-def _products(dlogits, hidden: Tensor, weight: Tensor, scale: float, need_dhidden: bool, need_dweight: bool):
-    """The products with dlogits, which come in pieces: (T, H) fp32, (V, H) as weight, each times scale."""
+def _products(dlogits, hidden: Tensor, weight: Tensor, scale: Tensor | None, need_dhidden: bool, need_dweight: bool):
+    """The products with dlogits, which come in pieces: (T, H) fp32, (V, H) as weight, each times scale, if any."""
     (tokens, width), vocabulary = hidden.shape, weight.shape[0]
     device = hidden.device
     new = torch.empty if tokens else torch.zeros
@@ -304,7 +349,7 @@ def _products(dlogits, hidden: Tensor, weight: Tensor, scale: float, need_dhidde
     columns = min(vocabulary, BWD_VOCABULARY)
     kept = hidden.dtype if hidden.dtype == torch.bfloat16 else torch.float32  # fp16 would lose small probabilities
     room = torch.empty(min(tokens, BWD_TOKENS), columns, dtype=kept, device=device)
-    pieces = need_dweight and (tokens > BWD_TOKENS or scale != 1.0)
+    pieces = need_dweight and (tokens > BWD_TOKENS or scale is not None)
     sums = torch.empty(columns, width, dtype=torch.float32, device=device) if pieces else None
     for low in range(0, vocabulary, columns):
         w = weight[low : low + columns]
@@ -323,8 +368,9 @@ def _products(dlogits, hidden: Tensor, weight: Tensor, scale: float, need_dhidde
                 else:
                     matmul(d.t(), rows, sums[: w.shape[0]], resume=first > 0)
                     if first + BWD_TOKENS >= tokens:
-                        target_rows.copy_(sums[: w.shape[0]].mul_(scale))
-    return dhidden.mul_(scale) if need_dhidden else None, dweight
+                        made = sums[: w.shape[0]]
+                        target_rows.copy_(made if scale is None else made.mul_(scale))
+    return dhidden if not need_dhidden or scale is None else dhidden.mul_(scale), dweight
 
 
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -333,6 +379,34 @@ def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     if y.numel():
         with on(x):
             _scaled_kernel[(triton.cdiv(x.numel(), 4096),)](x, factor, y, x.numel(), BLOCK=4096, num_warps=8, **OPTIONS)
+    return y
+
+
+def compact(hidden: Tensor, target: Tensor, ignored: int, last: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """The tokens whose target is not `ignored` first, in their order, then zeros, in hidden's shape; and their targets,
+    -1 where they are outside the vocabulary. last (T,) int64: how many tokens up to each are not ignored."""
+    tokens, width = hidden.shape
+    hidden_out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    target_out = torch.empty(target.shape, dtype=target.dtype, device=hidden.device)
+    if tokens == 0:
+        return hidden_out, target_out
+    with on(hidden):
+        _compact_kernel[(tokens, max(1, triton.cdiv(width, 1024)))](
+            hidden, target, last, hidden_out, target_out, ignored, tokens, vocabulary, width, hidden.stride(0),
+            BLOCK=1024, num_warps=4, **OPTIONS,
+        )  # fmt: skip
+    return hidden_out, target_out
+
+
+def spread(x: Tensor, target: Tensor, ignored: int, last: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The rows of what was made of `compact`'s tokens, times a () fp32, rounded once to dtype, each where its token was
+    before; zeros for the others."""
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if y.numel():
+        with on(x):
+            _spread_kernel[(x.shape[0], triton.cdiv(x.shape[1], 1024))](
+                x, target, last, factor, y, ignored, x.shape[1], BLOCK=1024, num_warps=4, **OPTIONS
+            )
     return y
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, block, exp, exp_down, log, on, tree_sum
+from .._core.triton import OPTIONS, begin, block, early, exp, exp_down, log, on, tree_sum
 
 LSE_BLOCK = 128
 TILE = 32  # blocks that a program takes of a row
@@ -46,7 +46,8 @@ def log_prob(z, largest, log_sum):
 
 
 @triton.jit
-def _blocks_kernel(x, parts, n, blocks, stride, TILE: tl.constexpr):
+def _blocks_kernel(x, parts, n, blocks, stride, TILE: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
     column = at * _LSE_BLOCK + tl.arange(0, _LSE_BLOCK)[None, :]
@@ -58,7 +59,8 @@ def _blocks_kernel(x, parts, n, blocks, stride, TILE: tl.constexpr):
 
 
 @triton.jit
-def _join_kernel(parts, lse, blocks, BLOCKS: tl.constexpr):
+def _join_kernel(parts, lse, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCKS)[None, :]
     parts += row * 2 * blocks
@@ -71,7 +73,8 @@ def _join_kernel(parts, lse, blocks, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _fwd_kernel(x, lse, y, n, stride, COLUMNS: tl.constexpr):
+def _fwd_kernel(x, lse, y, n, stride, COLUMNS: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     z = tl.load(x + row * stride + column, mask=column < n).to(tl.float32)
@@ -107,14 +110,15 @@ def log_softmax_fwd(x: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     lse = torch.empty(rows, 2, dtype=torch.float32, device=x.device)
     blocks = triton.cdiv(n, LSE_BLOCK)
     parts = torch.empty(rows, 2, blocks, dtype=torch.float32, device=x.device)
+    options = {**OPTIONS, **early(x)}
     if rows:
         with on(x):
             _blocks_kernel[(rows, triton.cdiv(blocks, TILE))](
-                x, parts, n, blocks, x.stride(0), TILE=TILE, num_warps=4, **OPTIONS
+                x, parts, n, blocks, x.stride(0), TILE=TILE, num_warps=4, **options
             )
-            _join_kernel[(rows,)](parts, lse, blocks, BLOCKS=block(blocks), num_warps=4, **OPTIONS)
+            _join_kernel[(rows,)](parts, lse, blocks, BLOCKS=block(blocks), num_warps=4, **options)
             _fwd_kernel[(rows, triton.cdiv(n, COLUMNS))](
-                x, lse, y, n, x.stride(0), COLUMNS=COLUMNS, num_warps=4, **OPTIONS
+                x, lse, y, n, x.stride(0), COLUMNS=COLUMNS, num_warps=4, **options
             )
     return y, lse
 

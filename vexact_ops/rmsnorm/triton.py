@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, block, on, sum_rows, tree_sum
+from .._core.triton import OPTIONS, begin, block, early, on, sum_rows, tree_sum
 
 WIDEST = 16384
 
@@ -41,7 +41,9 @@ def _weight(weight, start, GEMMA: tl.constexpr, N: tl.constexpr, BLOCK: tl.const
 def _fwd_kernel(
     x, weight, residual, y, new_residual, rstd, rows, x_stride, residual_stride, eps,
     RESIDUAL: tl.constexpr, GEMMA: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = (row < rows)[:, None]
     lanes = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -117,7 +119,7 @@ def rmsnorm_fwd(x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, 
             _fwd_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
                 x, weight, x if residual is None else residual, y, new_residual, rstd, rows, x.stride(0),
                 0 if residual is None else residual.stride(0), eps,
-                RESIDUAL=residual is not None, GEMMA=gemma, N=n, **tile,
+                RESIDUAL=residual is not None, GEMMA=gemma, N=n, **tile, **early(x),
             )  # fmt: skip
     return y, new_residual, rstd
 

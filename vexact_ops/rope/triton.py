@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, block, on
+from .._core.triton import OPTIONS, begin, block, early, on
 
 TWO_OVER_PI = tl.constexpr(float.fromhex("0x1.45f306dc9c883p-1"))
 HALF_PI = tl.constexpr(float.fromhex("0x1.921fb54442d18p+0"))
@@ -56,8 +56,9 @@ def _rotate(
 def _rope_kernel(
     q, k, cos, sin, q_out, k_out, q_heads, k_heads, q_blocks, q_token, q_head, k_token, k_head, cos_stride, sin_stride,
     D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSE: tl.constexpr,
-    HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
+    HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if part < q_blocks:
         _rotate(
@@ -77,8 +78,9 @@ def _rope_kv_store_kernel(
     q_token, q_head, k_token, k_head, v_token, v_head, cos_stride, sin_stride,
     k_page, k_row, k_cache_head, v_page, v_row, v_cache_head,
     D: tl.constexpr, DV: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr,
-    PAIRS: tl.constexpr, REST: tl.constexpr, WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr, REST: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if part < q_blocks:
         _rotate(
@@ -176,6 +178,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, tran
                 q, k, cos, sin, q_out, k_out, q_heads, k_heads, q_blocks, q.stride(0), q.stride(1),
                 k.stride(0), k.stride(1), cos.stride(0), sin.stride(0), D=dim, HALF=half, INTERLEAVED=interleaved,
                 TRANSPOSE=transpose, HEADS=heads, PAIRS=pairs, REST=block(dim - 2 * half), num_warps=4, **OPTIONS,
+                **early(q),
             )  # fmt: skip
     return q_out, k_out
 
@@ -198,7 +201,7 @@ def rope_kv_store(
                 q_blocks, k_blocks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
                 cos.stride(0), sin.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3], D=dim, DV=width, HALF=half,
                 INTERLEAVED=interleaved, HEADS=heads, PAIRS=pairs, REST=block(dim - 2 * half), WIDTH=block(width),
-                num_warps=4, **OPTIONS,
+                num_warps=4, **OPTIONS, **early(q),
             )  # fmt: skip
     return q_out
 

@@ -1,7 +1,8 @@
 """The Triton kernels: the draws of the CPU kernel, id for id, from the same logits.
 
 Truncation and draw are made of correctly rounded fp32 operations, maxima and sums of integers, so they have no order;
-the log-probabilities have that of log_softmax on a GPU. Six launches, no look at a value by the host.
+the log-probabilities have that of log_softmax on a GPU. Twelve launches, no look at a value by the host: those that
+a row's parameters do not ask for end at once.
 """
 
 import torch
@@ -9,14 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, block, exp_down, log, on
+from .._core.triton import OPTIONS, begin, block, early, exp_down, log, on
 from ..log_softmax.triton import LSE_BLOCK, TILE, join_blocks, log_prob, reduce_blocks
 
 GROUPS = 32  # of 64 token ids: what one program of the draw looks at
-TALL = 16  # blocks that the search for a cut takes at a time: as many tokens as a tile of the draw has
-ROOM = 4096  # tokens that the search for a cut holds at a time; where more may lie beside it, it reads them again
+SEARCH = 2048  # tokens that the search for a cut takes at a time
+PROGRAMS = 1024  # that search a batch together; no bit depends on how many a row has
+SUMS = 6400  # whole numbers by digit of a row's search: 2048, 2048, 1024, 1024 counts of those, the total
 
 _LSE_BLOCK = tl.constexpr(LSE_BLOCK)
+_SUMS = tl.constexpr(SUMS)
+_COUNTS = tl.constexpr(5120)
+_TOTAL = tl.constexpr(6144)
 _NOTHING = tl.constexpr(0x00800000 << 31)  # the place that only -inf (and NaN) come after
 
 
@@ -39,8 +44,15 @@ def _at_temperature(x, t):
 
 
 @triton.jit
-def _blocks_kernel(logits, temperature, parts, n, blocks, stride, TILE: tl.constexpr):
+def _blocks_kernel(
+    logits, temperature, top_k, top_p, parts, sums, n, blocks, stride, TILE: tl.constexpr, PDL: tl.constexpr
+):
+    """The blocks' largest logits and sums, raw and at the row's temperature; zeros where its search adds up."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
+    if (tl.load(top_k + row) > 0) | (tl.load(top_p + row) < 1.0):
+        for first in range(tl.program_id(1) * 256, 2 * _SUMS, tl.num_programs(1) * 256):
+            tl.store(sums + row * (2 * _SUMS) + first + tl.arange(0, 256), tl.zeros([256], tl.int64))
     at = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
     column = at * _LSE_BLOCK + tl.arange(0, _LSE_BLOCK)[None, :]
     x = tl.load(logits + row * stride + column, mask=column < n, other=float("-inf"))
@@ -61,8 +73,25 @@ def _finite(x):
 
 
 @triton.jit
-def _rows_kernel(logits, parts, lse, greedy, n, blocks, stride, BLOCKS: tl.constexpr):
-    """Both log-sum-exps of a row, and the first of its largest logits; -1 for a row without a distribution."""
+def _rows_kernel(
+    logits,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    parts,
+    lse,
+    greedy,
+    bounds,
+    n,
+    blocks,
+    stride,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Both log-sum-exps of a row, and the first of its largest logits; -1 for a row without a distribution. And keys
+    that the cuts of top_k and top_p do not lie below, which spare them most tokens where they leave few."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCKS)[None, :]
     parts += row * 4 * blocks
@@ -83,6 +112,20 @@ def _rows_kernel(logits, parts, lse, greedy, n, blocks, stride, BLOCKS: tl.const
     tl.store(lse + 4 * row + 1 + one, raw_log)
     tl.store(lse + 4 * row + 2 + one, top)
     tl.store(lse + 4 * row + 3 + one, log_sum)
+    t, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
+    z = _at_temperature(largest, tl.where(t == 0.0, 1.0, t))
+    key = _key(largest)
+    top, whole = tl.max(tl.max(top, axis=1), axis=0), tl.max(tl.max(total, axis=1), axis=0)
+    allowed = (key > (_NOTHING >> 31)) & (z >= top + log(tl.load(min_p + row)))
+    if (k > 0) & (k <= blocks):
+        tl.store(bounds + 2 * row, _bound(key, tl.where(allowed, 1, 0).to(tl.int64), k))
+    else:
+        tl.store(bounds + 2 * row, 0)
+    if (p < 1.0) & (tl.abs(whole) < 1e30):  # 1.001: above what rounding can have taken from the sum
+        target = (p * whole * 1.001 * 1048576.0).to(tl.int64) * 1048576
+        tl.store(bounds + 2 * row + 1, _bound(key, tl.where(allowed, _weight(z, top, True), 0), target))
+    else:
+        tl.store(bounds + 2 * row + 1, 0)
 
 
 @triton.jit
@@ -99,240 +142,170 @@ def _weight(z, top, BY_MASS: tl.constexpr):
 
 
 @triton.jit
-def _list_blocks(maxima, listed, blocks, t, z_min, key, BLOCKS: tl.constexpr):
-    """Lists the blocks that hold a token whose z is at least z_min and whose logit's key is at least `key`."""
-    at = tl.arange(0, BLOCKS)
-    highest = tl.load(maxima + at, mask=at < blocks, other=float("-inf"))
-    keep = (at < blocks) & (_key(highest) >= key) & (_at_temperature(highest, t) >= z_min)
-    tl.debug_barrier()  # an older list has been read
-    tl.store(listed + tl.cumsum(keep.to(tl.int32), 0) - 1, at, mask=keep)
-    tl.debug_barrier()
-    return tl.sum(keep.to(tl.int32), 0)
-
-
-@triton.jit
-def _bound(maxima, blocks, t, top, z_min, place, target, BY_MASS: tl.constexpr, BLOCKS: tl.constexpr):
+def _bound(key, weight, target):
     """A key that the cut does not lie below: the blocks' largest tokens alone reach target there. 0 if they do not."""
-    at = tl.arange(0, BLOCKS)
-    highest = tl.load(maxima + at, mask=at < blocks, other=float("-inf"))
-    z, key = _at_temperature(highest, t), _key(highest)
-    weight = tl.where((key > (place >> 31)) & (z >= z_min), _weight(z, top, BY_MASS), 0)
     found = tl.zeros([], tl.int64)
-    for step in range(0, 32):
+    for step in range(0, 20):  # the 12 bits that are left out make it lower, no less true
         further = found | (tl.full([], 1, tl.int64) << (31 - step))
-        if tl.sum(tl.where(key >= further, weight, 0), axis=0) >= target:
+        if tl.sum(tl.sum(tl.where(key >= further, weight, 0), axis=1), axis=0) >= target:
             found = further
     return found
 
 
 @triton.jit
-def _listed(logits, listed, first, count, n, t, top, z_min, BY_MASS: tl.constexpr, TALL: tl.constexpr):
-    """Places and weights of the tokens of TALL listed blocks; weight 0 for what z_min excludes."""
-    at = first + tl.arange(0, TALL)
-    number = tl.load(listed + at, mask=at < count, other=0)
-    token = number[:, None] * _LSE_BLOCK + tl.arange(0, _LSE_BLOCK)[None, :]
-    inside = (at < count)[:, None] & (token < n)
-    x = tl.load(logits + token, mask=inside, other=float("-inf"))
-    z = _at_temperature(x, t)
-    weight = tl.where(inside & (z >= z_min), _weight(z, top, BY_MASS), 0)
-    return tl.reshape(_place(x, token), [TALL * _LSE_BLOCK]), tl.reshape(weight, [TALL * _LSE_BLOCK])
+def _slot(digit, DIGITS: tl.constexpr):
+    """Where the weights of a digit are added up: the largest digit first, neighbours in different sectors of memory,
+    because logits of one row share most of their leading bits."""
+    place = DIGITS - 1 - digit
+    return (place % (DIGITS // 8)) * 8 + place // (DIGITS // 8)
 
 
 @triton.jit
-def _mass_kernel(
-    logits, parts, lse, greedy, temperature, top_k, top_p, min_p, masses, n, blocks, stride, tiles, TALL: tl.constexpr
-):
-    """The weights of a part of a row, for rows that top_p cuts and top_k does not. Whole numbers: no order."""
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    t = tl.load(temperature + row)
-    k = tl.load(top_k + row)
-    whole = (k <= 0) | (k >= n)
-    if (t != 0.0) & (tl.load(greedy + row) >= 0) & (tl.load(top_p + row) < 1.0) & whole:
+def _digit(sums, target, DIGITS: tl.constexpr):
+    """The digit at which the sums reach target, from the largest on (-1: they do not), and what it has to give."""
+    digit = DIGITS - 1 - tl.arange(0, DIGITS)
+    above = tl.cumsum(tl.load(sums + _slot(digit, DIGITS)), 0)
+    short = above < target
+    return DIGITS - 1 - tl.sum(short.to(tl.int64), axis=0), target - tl.max(tl.where(short, above, 0), axis=0)
+
+
+@triton.jit
+def _wanted(temperature, greedy, top_k, top_p, row, n, BY_MASS: tl.constexpr):
+    """Whether this search is to be done for a row."""
+    drawn = (tl.load(temperature + row) != 0.0) & (tl.load(greedy + row) >= 0)
+    if BY_MASS:
+        cut = tl.load(top_p + row) < 1.0
+    else:
+        k = tl.load(top_k + row)
+        cut = (k > 0) & (k < n)
+    return drawn & cut
+
+
+@triton.jit
+def _digits_kernel(
+    logits, parts, lse, greedy, temperature, top_k, top_p, min_p, bounds, cuts, sums, states, n, blocks, stride, tiles,
+    LEVEL: tl.constexpr, BY_MASS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Adds up the weights of the tokens whose keys begin with the digits found so far, by the next digit: 11, 11 and 10
+    bits. The digit before is found from its sums first, by every program. Sums of whole numbers: no order."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    if _wanted(temperature, greedy, top_k, top_p, row, n, BY_MASS):
+        kind: tl.constexpr = 1 if BY_MASS else 0
+        sums += (2 * row + kind) * _SUMS
+        states += (2 * row + kind) * 4
+        t = tl.load(temperature + row)
+        place = tl.full([], _NOTHING, tl.int64)
+        if BY_MASS:
+            place = tl.load(cuts + 2 * row)
+        low = tl.maximum(tl.load(bounds + 2 * row + kind), place >> 31)
+        prefix = tl.zeros([], tl.int64)
+        if LEVEL == 1:
+            if BY_MASS:
+                total = tl.load(sums + _TOTAL).to(tl.float64)
+                target = tl.ceil(tl.load(top_p + row).to(tl.float64) * total).to(tl.int64)
+            else:
+                target = tl.load(top_k + row)
+            prefix, rest = _digit(sums, target, 2048)
+        if LEVEL == 2:
+            second, rest = _digit(sums + 2048, tl.load(states + 1), 2048)
+            prefix = tl.load(states)
+            prefix = tl.where((prefix >= 0) & (second >= 0), (prefix << 11) | second, -1)
+        if LEVEL > 0:
+            mine = tl.program_id(1) == 0
+            tl.store(states + 2 * LEVEL - 2, prefix, mask=mine)
+            tl.store(states + 2 * LEVEL - 1, rest, mask=mine)
         top = tl.load(lse + 4 * row + 2)
         z_min = top + log(tl.load(min_p + row))
-        token = tile * (TALL * _LSE_BLOCK) + tl.arange(0, TALL * _LSE_BLOCK)
-        x = tl.load(logits + row * stride + token, mask=token < n, other=float("-inf"))
-        z = _at_temperature(x, t)
-        weight = tl.where((_place(x, token) >= _NOTHING) & (z >= z_min), _weight(z, top, True), 0)
-        tl.store(masses + row * tiles + tile, tl.sum(weight, axis=0))
-
-
-@triton.jit
-def _gather(logits, listed, count, places, masses, n, t, top, z_min, low, end, ROOM: tl.constexpr, TALL: tl.constexpr):
-    """Writes places and masses of the listed tokens of places [low, end), ROOM at most; returns how many there are."""
-    found = tl.zeros([], tl.int32)
-    for first in range(0, count, TALL):
-        at = first + tl.arange(0, TALL)
-        number = tl.load(listed + at, mask=at < count, other=0)
-        token = number[:, None] * _LSE_BLOCK + tl.arange(0, _LSE_BLOCK)[None, :]
-        inside = (at < count)[:, None] & (token < n)
-        x = tl.load(logits + token, mask=inside, other=float("-inf"))
-        z = _at_temperature(x, t)
-        place = _place(x, token)
-        keep = tl.reshape(inside & (z >= z_min) & (place >= low) & (place < end), [TALL * _LSE_BLOCK])
-        to = found + tl.cumsum(keep.to(tl.int32), 0) - 1
-        tl.store(places + to, tl.reshape(place, [TALL * _LSE_BLOCK]), mask=keep & (to < ROOM))
-        tl.store(masses + to, tl.reshape(_weight(z, top, True), [TALL * _LSE_BLOCK]), mask=keep & (to < ROOM))
-        found += tl.sum(keep.to(tl.int32), 0)
-    tl.debug_barrier()
-    return found
-
-
-@triton.jit
-def _gathered_mass(places, masses, number, place, ROOM: tl.constexpr):
-    at = tl.arange(0, ROOM)
-    there = at < number
-    mine = tl.load(places + at, mask=there, other=0)
-    return tl.sum(tl.where(mine >= place, tl.load(masses + at, mask=there, other=0), 0), axis=0)
-
-
-@triton.jit
-def _cut_gathered(places, masses, number, place, target, ID_BITS, BY_MASS: tl.constexpr, ROOM: tl.constexpr):
-    """As _cut, of tokens that were gathered."""
-    at = tl.arange(0, ROOM)
-    there = at < number
-    mine = tl.load(places + at, mask=there, other=0)
-    weight = there.to(tl.int64)
-    if BY_MASS:
-        weight = tl.load(masses + at, mask=there, other=0)
-    weight = tl.where(mine >= place, weight, 0)
-    found = tl.zeros([], tl.int64)
-    for step in range(0, 32 + ID_BITS):  # bit by bit: first the logit's 32, then the id's
-        bit = 62 - step
-        if step >= 32:
-            bit = ID_BITS - 1 - (step - 32)
-            if step == 32:
-                found = found | ((tl.full([], 2147483647, tl.int64) >> ID_BITS) << ID_BITS)  # ids lie below this
-        further = found | (tl.full([], 1, tl.int64) << bit)
-        if tl.sum(tl.where(mine >= further, weight, 0), axis=0) >= target:
-            found = further
-    return tl.maximum(found, place)
-
-
-@triton.jit
-def _mass(logits, listed, count, n, t, top, z_min, place, TALL: tl.constexpr):
-    """The weights of the listed tokens from `place` up."""
-    total = tl.zeros([TALL * _LSE_BLOCK], tl.int64)
-    for first in range(0, count, TALL):
-        places, weight = _listed(logits, listed, first, count, n, t, top, z_min, True, TALL)
-        total += tl.where(places >= place, weight, 0)
-    return tl.sum(total, axis=0)
-
-
-@triton.jit
-def _cut(
-    logits, listed, count, places, masses, n, t, top, z_min, low, highest, place, target, ID_BITS,
-    BY_MASS: tl.constexpr, ROOM: tl.constexpr, TALL: tl.constexpr,
-):  # fmt: skip
-    """As _cut_gathered, of all listed tokens from `low` to `highest`, more than ROOM: reads them until so few are left
-    between two places, which narrow by three bits at a time, that those can be gathered."""
-    digit = tl.arange(0, 8).to(tl.int64)
-    found = tl.zeros([], tl.int64)
-    step = tl.full([], 0, tl.int32)
-    steps = 11 + (ID_BITS + 2) // 3  # the logit's 32 bits, then the id's
-    shift = tl.full([], 60, tl.int32)
-    while (step < 11) & ((low >> shift) == (highest >> shift)):  # digits that all share
-        found = (low >> shift) << shift
-        step += 1
-        shift = tl.maximum(60 - 3 * step, 31)
-    end = highest + 1  # what reaches target begins between found and end; `above` has the weights from end up
-    above = tl.zeros([], tl.int64)
-    inside = tl.full([], ROOM + 1, tl.int32)
-    while (step < steps) & (inside > ROOM):
-        shift = tl.maximum(60 - 3 * step, 31)
-        if step >= 11:
-            shift = 3 * (steps - 1 - step)
-            if step == 11:
-                ones = ((ID_BITS + 2) // 3) * 3
-                found = found | ((tl.full([], 2147483647, tl.int64) >> ones) << ones)
-        further = found | (digit << shift)
-        least = tl.maximum(further, place)
-        total = tl.zeros([TALL * _LSE_BLOCK, 8], tl.int64)
-        tokens = tl.zeros([TALL * _LSE_BLOCK, 8], tl.int32)
-        for first in range(0, count, TALL):
-            where, weight = _listed(logits, listed, first, count, n, t, top, z_min, BY_MASS, TALL)
-            beyond = where[:, None] >= least[None, :]
-            total += tl.where(beyond, weight[:, None], 0)
-            tokens += tl.where(beyond & (where < end)[:, None], 1, 0)
-        total = tl.sum(total, axis=0)
-        tokens = tl.sum(tokens, axis=0)
-        found = tl.max(tl.where(total >= target, further, found), axis=0)
-        next_tokens = tl.max(tl.where(further > found, tokens, 0), axis=0)
-        inside = tl.max(tl.where(further == found, tokens, 0), axis=0) - next_tokens
-        above = tl.maximum(above, tl.max(tl.where(further > found, total, 0), axis=0))
-        end = tl.minimum(end, tl.min(tl.where(further > found, further, end), axis=0))
-        step += 1
-    if inside <= ROOM:
-        lowest = tl.maximum(found, place)
-        number = _gather(logits, listed, count, places, masses, n, t, top, z_min, lowest, end, ROOM, TALL)
-        found = _cut_gathered(places, masses, number, lowest, target - above, ID_BITS, BY_MASS, ROOM)
-    return tl.maximum(found, place)
-
-
-@triton.jit
-def _search(
-    logits, maxima, listed, places, masses, n, blocks, t, top, z_min, highest, place, target, ID_BITS,
-    BY_MASS: tl.constexpr, BLOCKS: tl.constexpr, ROOM: tl.constexpr, TALL: tl.constexpr,
-):  # fmt: skip
-    """The cut, and how many tokens may lie above it: they are gathered where they are ROOM at most."""
-    key = _bound(maxima, blocks, t, top, z_min, place, target, BY_MASS, BLOCKS)
-    count = _list_blocks(maxima, listed, blocks, t, z_min, tl.maximum(key, place >> 31), BLOCKS)
-    low = tl.maximum(key << 31, place)
-    number = _gather(logits, listed, count, places, masses, n, t, top, z_min, low, highest + 1, ROOM, TALL)
-    if number <= ROOM:
-        place = _cut_gathered(places, masses, number, place, target, ID_BITS, BY_MASS, ROOM)
-    else:
-        place = _cut(
-            logits, listed, count, places, masses, n, t, top, z_min, low, highest, place, target, ID_BITS,
-            BY_MASS, ROOM, TALL,
-        )  # fmt: skip
-    return place, number
+        logits += row * stride
+        parts += row * 4 * blocks
+        shift: tl.constexpr = 32 if LEVEL == 0 else 21 if LEVEL == 1 else 10
+        next_shift: tl.constexpr = 21 if LEVEL == 0 else 10 if LEVEL == 1 else 0
+        DIGITS: tl.constexpr = 1024 if LEVEL == 2 else 2048
+        total = tl.zeros([], tl.int64)
+        for tile in range(tl.program_id(1), tiles, tl.num_programs(1)):
+            at = tile * (TILE // _LSE_BLOCK) + tl.arange(0, TILE // _LSE_BLOCK)
+            highest = tl.max(_key(tl.load(parts + at, mask=at < blocks, other=float("-inf"))), axis=0)
+            needed = (highest >= low) & ((highest >> shift) >= prefix) & (prefix >= 0)
+            if BY_MASS and LEVEL == 0:
+                needed = highest >= (place >> 31)
+            if needed:
+                token = tile * TILE + tl.arange(0, TILE)
+                x = tl.load(logits + token, mask=token < n, other=float("-inf"))
+                z = _at_temperature(x, t)
+                key = _key(x)
+                weight = tl.where((_place(x, token) >= place) & (z >= z_min), _weight(z, top, BY_MASS), 0)
+                if BY_MASS and LEVEL == 0:
+                    total += tl.sum(weight, axis=0)
+                weight = tl.where((key >= low) & ((key >> shift) == prefix), weight, 0)
+                digit = ((key >> next_shift) & (DIGITS - 1)).to(tl.int32)
+                live = weight != 0
+                first = tl.min(tl.where(live, digit, DIGITS), axis=0)
+                last = tl.max(tl.where(live, digit, -1), axis=0)
+                at_level = sums + LEVEL * 2048
+                if first < last:
+                    tl.atomic_add(at_level + _slot(digit, DIGITS), weight, mask=live, sem="relaxed")
+                    if BY_MASS and LEVEL == 2:
+                        one = tl.full([TILE], 1, tl.int64)
+                        tl.atomic_add(sums + _COUNTS + _slot(digit, DIGITS), one, mask=live, sem="relaxed")
+                elif first == last:  # as for tied logits, which would wait for each other
+                    tl.atomic_add(at_level + _slot(first, DIGITS), tl.sum(weight, axis=0), sem="relaxed")
+                    if BY_MASS and LEVEL == 2:
+                        number = tl.sum(live.to(tl.int64), axis=0)
+                        tl.atomic_add(sums + _COUNTS + _slot(first, DIGITS), number, sem="relaxed")
+        if BY_MASS and LEVEL == 0:
+            tl.atomic_add(sums + _TOTAL, total, sem="relaxed")
 
 
 @triton.jit
 def _cut_kernel(
-    logits, parts, lse, greedy, temperature, top_k, top_p, min_p, cuts, listed, places, masses, tile_masses,
-    n, blocks, stride, tiles, ID_BITS, BLOCKS: tl.constexpr, TILES: tl.constexpr, TALL: tl.constexpr,
-    ROOM: tl.constexpr,
-):  # fmt: skip
+    logits,
+    greedy,
+    temperature,
+    top_k,
+    top_p,
+    cuts,
+    sums,
+    states,
+    n,
+    stride,
+    BY_MASS: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The place of the last token that is allowed. Of the tied ones, as many as are still needed, from the first on."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
+    kind: tl.constexpr = 1 if BY_MASS else 0
     place = tl.full([], _NOTHING, tl.int64)
-    t = tl.load(temperature + row)
-    k = tl.load(top_k + row)
-    p = tl.load(top_p + row)
-    if (t != 0.0) & (tl.load(greedy + row) >= 0):
-        top = tl.load(lse + 4 * row + 2)
-        z_min = top + log(tl.load(min_p + row))
-        highest = (_key(tl.load(lse + 4 * row)) << 31) + 2147483647  # no token has a later place
-        logits += row * stride
-        parts += row * 4 * blocks
-        listed += row * blocks
-        places += row * ROOM
-        masses += row * ROOM
-        number = tl.full([], ROOM + 1, tl.int32)
-        if (k > 0) & (k < n):
-            place, number = _search(
-                logits, parts, listed, places, masses, n, blocks, t, top, z_min, highest, place, k, ID_BITS,
-                False, BLOCKS, ROOM, TALL,
-            )  # fmt: skip
-        if p < 1.0:
-            if number <= ROOM:
-                total = _gathered_mass(places, masses, number, place, ROOM)
-            elif (k > 0) & (k < n):
-                count = _list_blocks(parts, listed, blocks, t, z_min, place >> 31, BLOCKS)
-                total = _mass(logits, listed, count, n, t, top, z_min, place, TALL)
-            else:
-                at = tl.arange(0, TILES)
-                total = tl.sum(tl.load(tile_masses + row * tiles + at, mask=at < tiles, other=0), axis=0)
-            target = tl.ceil(p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
-            if number <= ROOM:
-                place = _cut_gathered(places, masses, number, place, target, ID_BITS, True, ROOM)
-            else:
-                place, number = _search(
-                    logits, parts, listed, places, masses, n, blocks, t, top, z_min, highest, place, target, ID_BITS,
-                    True, BLOCKS, ROOM, TALL,
-                )  # fmt: skip
-    tl.store(cuts + row, place)
+    if BY_MASS:
+        place = tl.load(cuts + 2 * row)
+    if _wanted(temperature, greedy, top_k, top_p, row, n, BY_MASS):
+        sums += (2 * row + kind) * _SUMS
+        states += (2 * row + kind) * 4
+        prefix = tl.load(states + 2)
+        digit, needed = _digit(sums + 4096, tl.load(states + 3), 1024)
+        if (prefix >= 0) & (digit >= 0):
+            key = (prefix << 10) | digit
+            count = tl.load(sums + 4096 + _slot(digit, 1024))
+            if BY_MASS:  # tied tokens weigh the same
+                mass = count
+                count = tl.load(sums + _COUNTS + _slot(digit, 1024))
+                each = tl.maximum(mass // tl.maximum(count, 1), 1)
+                needed = (needed + each - 1) // each
+            last = tl.zeros([], tl.int64) + 2147483647
+            if (needed > 0) & (needed < count):
+                logits += row * stride
+                first = tl.zeros([], tl.int32)
+                while (needed > 0) & (first < n):
+                    token = first + tl.arange(0, TILE)
+                    tied = (token < n) & (_key(tl.load(logits + token, mask=token < n, other=0.0)) == key)
+                    number = tl.cumsum(tied.to(tl.int64), 0)
+                    last = tl.minimum(last, tl.min(tl.where(tied & (number == needed), token, 2147483647), axis=0))
+                    needed -= tl.sum(tied.to(tl.int64), axis=0)
+                    first += TILE
+            place = tl.maximum(place, (key << 31) | (2147483647 - last))
+    tl.store(cuts + 2 * row + kind, place)
 
 
 @triton.jit
@@ -377,14 +350,15 @@ def _gumbel(word):
 
 @triton.jit
 def _draw_kernel(
-    logits, seeds, positions, parts, lse, greedy, temperature, min_p, places, best, n, blocks, stride, tiles,
-    GROUPS: tl.constexpr,
+    logits, seeds, positions, parts, lse, greedy, temperature, min_p, cuts, best, n, blocks, stride, tiles,
+    GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of a part of a row, the allowed token with the largest (z - top) + Gumbel number, the lower id on a tie."""
+    begin(PDL)
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     t = tl.load(temperature + row)
     found = tl.full([], -9223372036854775808, tl.int64)
-    place = tl.load(places + row)
+    place = tl.load(cuts + 2 * row + 1)
     at = tile * (GROUPS * 64 // _LSE_BLOCK) + tl.arange(0, GROUPS * 64 // _LSE_BLOCK)
     highest = tl.max(tl.load(parts + row * 4 * blocks + at, mask=at < blocks, other=float("-inf")), axis=0)
     if (t != 0.0) & (tl.load(greedy + row) >= 0) & (_place(highest, tl.full([], 0, tl.int32)) >= place):
@@ -407,8 +381,20 @@ def _draw_kernel(
 
 @triton.jit
 def _finish_kernel(
-    logits, lse, greedy, temperature, best, ids, logprobs, raw_logprobs, stride, tiles, TILES: tl.constexpr
+    logits,
+    lse,
+    greedy,
+    temperature,
+    best,
+    ids,
+    logprobs,
+    raw_logprobs,
+    stride,
+    tiles,
+    TILES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, TILES)
     found = tl.max(tl.load(best + row * tiles + at, mask=at < tiles, other=-9223372036854775808), axis=0)
@@ -437,34 +423,37 @@ def sample(
     ids, logprobs, raw_logprobs = new(rows, dtype=torch.int64), new(rows), new(rows)
     if rows == 0:
         return ids, logprobs, raw_logprobs
-    blocks, tiles = triton.cdiv(n, LSE_BLOCK), triton.cdiv(n, GROUPS * 64)
+    blocks, tiles, searched = triton.cdiv(n, LSE_BLOCK), triton.cdiv(n, GROUPS * 64), triton.cdiv(n, SEARCH)
     parts, lse = new(rows, 4, blocks), new(rows, 4)
-    greedy, places = new(rows, dtype=torch.int64), new(rows, dtype=torch.int64)
-    best = new(rows, tiles, dtype=torch.int64)
-    room, listed = block(n, most=ROOM), new(rows, blocks, dtype=torch.int32)
-    gathered = new(2, rows, room, dtype=torch.int64)
+    greedy, best = new(rows, dtype=torch.int64), new(rows, tiles, dtype=torch.int64)
+    bounds, cuts = new(rows, 2, dtype=torch.int64), new(rows, 2, dtype=torch.int64)
+    sums, states = new(rows, 2, SUMS, dtype=torch.int64), new(rows, 2, 4, dtype=torch.int64)
+    search = min(searched, triton.cdiv(PROGRAMS, rows))
+    options = {**OPTIONS, **early(logits)}
     with on(logits):
         _blocks_kernel[(rows, triton.cdiv(blocks, TILE))](
-            logits, temperature, parts, n, blocks, stride, TILE=TILE, num_warps=4, **OPTIONS
+            logits, temperature, top_k, top_p, parts, sums, n, blocks, stride, TILE=TILE, num_warps=4, **options
         )
         _rows_kernel[(rows,)](
-            logits, parts, lse, greedy, n, blocks, stride, BLOCKS=block(blocks), num_warps=4, **OPTIONS
-        )
-        _mass_kernel[(rows, tiles)](
-            logits, parts, lse, greedy, temperature, top_k, top_p, min_p, best, n, blocks, stride, tiles,
-            TALL=TALL, num_warps=4, **OPTIONS,
+            logits, temperature, top_k, top_p, min_p, parts, lse, greedy, bounds, n, blocks, stride,
+            BLOCKS=block(blocks), num_warps=4, **options,
         )  # fmt: skip
-        _cut_kernel[(rows,)](
-            logits, parts, lse, greedy, temperature, top_k, top_p, min_p, places, listed, *gathered, best, n, blocks,
-            stride, tiles, max(1, (n - 1).bit_length()), BLOCKS=block(blocks), TILES=block(tiles), TALL=TALL,
-            ROOM=room, num_warps=16, **OPTIONS,
-        )  # fmt: skip
+        for by_mass in (False, True):
+            for level in range(3):
+                _digits_kernel[(rows, search)](
+                    logits, parts, lse, greedy, temperature, top_k, top_p, min_p, bounds, cuts, sums, states, n,
+                    blocks, stride, searched, LEVEL=level, BY_MASS=by_mass, TILE=SEARCH, num_warps=4, **options,
+                )  # fmt: skip
+            _cut_kernel[(rows,)](
+                logits, greedy, temperature, top_k, top_p, cuts, sums, states, n, stride, BY_MASS=by_mass, TILE=SEARCH,
+                num_warps=4, **options,
+            )  # fmt: skip
         _draw_kernel[(rows, tiles)](
-            logits, seeds, positions, parts, lse, greedy, temperature, min_p, places, best, n, blocks, stride, tiles,
-            GROUPS=GROUPS, num_warps=4, **OPTIONS,
+            logits, seeds, positions, parts, lse, greedy, temperature, min_p, cuts, best, n, blocks, stride, tiles,
+            GROUPS=GROUPS, num_warps=4, **options,
         )  # fmt: skip
         _finish_kernel[(rows,)](
             logits, lse, greedy, temperature, best, ids, logprobs, raw_logprobs, stride, tiles,
-            TILES=block(tiles), num_warps=4, **OPTIONS,
+            TILES=block(tiles), num_warps=4, **options,
         )  # fmt: skip
     return ids, logprobs, raw_logprobs

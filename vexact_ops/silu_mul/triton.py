@@ -4,16 +4,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, exp_down, on
+from .._core.triton import OPTIONS, begin, early, exp_down, on
 
 SLOPE = tl.constexpr(1.5957691216)  # 2 sqrt(2 / pi): tanh(u / 2) = 2 sigmoid(u) - 1
 CUBIC = tl.constexpr(0.044715)
 THREE_CUBIC = tl.constexpr(0.13414499163627625)  # the fp32 product
 
 
-def _tile(rows: int) -> dict:
+def _tile(x: Tensor, rows: int) -> dict:
     """An element depends on its inputs alone, so the tile may look at the rows: few want many threads."""
-    return {"BLOCK": 1024, "num_warps": 2} if rows >= 1024 else {"BLOCK": 512, "num_warps": 4}
+    if rows >= 1024:
+        return {"BLOCK": 1024, "num_warps": 1, "PDL": False}
+    return {"BLOCK": 1024 if rows >= 64 else 512, "num_warps": 8, **early(x)}
 
 
 @triton.jit
@@ -47,7 +49,8 @@ def _place(n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _fwd_kernel(gate, up, y, n, gate_stride, up_stride, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _fwd_kernel(gate, up, y, n, gate_stride, up_stride, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
     row, column, inside = _place(n, BLOCK)
     g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -58,8 +61,9 @@ def _fwd_kernel(gate, up, y, n, gate_stride, up_stride, GELU: tl.constexpr, BLOC
 @triton.jit
 def _bwd_kernel(
     dy, gate, up, dgate, dup, n, dy_stride, gate_stride, up_stride, dgate_stride, dup_stride,
-    GELU: tl.constexpr, BLOCK: tl.constexpr,
+    GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     row, column, inside = _place(n, BLOCK)
     g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -73,7 +77,7 @@ def _bwd_kernel(
 def silu_mul_fwd(gate: Tensor, up: Tensor, gelu: bool, y: Tensor) -> None:
     rows, n = y.shape
     if y.numel():
-        tile = _tile(rows)
+        tile = _tile(y, rows)
         with on(y):
             _fwd_kernel[(rows, triton.cdiv(n, tile["BLOCK"]))](
                 gate, up, y, n, gate.stride(0), up.stride(0), GELU=gelu, **tile, **OPTIONS
@@ -83,7 +87,7 @@ def silu_mul_fwd(gate: Tensor, up: Tensor, gelu: bool, y: Tensor) -> None:
 def silu_mul_bwd(dy: Tensor, gate: Tensor, up: Tensor, gelu: bool, dgate: Tensor, dup: Tensor) -> None:
     rows, n = dy.shape
     if dy.numel():
-        tile = _tile(rows)
+        tile = _tile(dy, rows)
         with on(dy):
             _bwd_kernel[(rows, triton.cdiv(n, tile["BLOCK"]))](
                 dy, gate, up, dgate, dup, n, *(t.stride(0) for t in (dy, gate, up, dgate, dup)),
