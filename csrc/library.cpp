@@ -38,10 +38,11 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("moe_route_bwd(Tensor dweights, Tensor logits, Tensor weights, Tensor ids, bool sigmoid, bool normalize, float scale, Tensor(a!) dlogits) -> ()");
 
   // fused_moe
-  m.def("moe_plan(Tensor ids, Tensor(a!) offsets, Tensor(b!) order, Tensor(c!) position) -> ()");
+  m.def("moe_plan(Tensor ids, Tensor(a!) offsets, Tensor(b!) order, Tensor(c!) position, Tensor(d!)? counts) -> ()");
+  m.def("moe_plan_scratch(int slots) -> int");
   m.def("moe_gather(Tensor x, Tensor order, Tensor(a!) out) -> ()");
   m.def("moe_combine(Tensor y, Tensor position, Tensor? weights, Tensor(a!) out) -> ()");
-  m.def("moe_gate_bwd(Tensor h, Tensor da, Tensor order, Tensor weights, int rows, bool gelu, Tensor(a!) dh, Tensor(b!) scaled, Tensor(c!) dweights) -> ()");
+  m.def("moe_gate_bwd(Tensor h, Tensor da, Tensor order, Tensor weights, Tensor offsets, bool gelu, Tensor(a!) dh, Tensor(b!) scaled, Tensor(c!) dweights) -> ()");
 
   // rmsnorm
   m.def("rmsnorm_fwd(Tensor x, Tensor weight, Tensor? residual, float eps, bool gemma, Tensor(a!) y, Tensor(b!)? new_residual, Tensor(c!) rstd) -> ()");

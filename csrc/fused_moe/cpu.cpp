@@ -21,7 +21,7 @@ void contiguous(const Tensor& t, const char* name, int64_t rows, int64_t n) {
   STD_TORCH_CHECK(t.is_contiguous(), name, ": expected contiguous");
 }
 
-void moe_plan(Tensor ids, Tensor offsets, Tensor order, Tensor position) {
+void moe_plan(Tensor ids, Tensor offsets, Tensor order, Tensor position, std::optional<Tensor>) {
   const int64_t slots = ids.numel(), experts = offsets.numel() - 1;
   VX_CALL(moe_plan, {slots, experts, ints(ids, "ids", slots), ints(offsets, "offsets", experts + 1),
                      ints(order, "order", slots), ints(position, "position", slots)});
@@ -53,10 +53,11 @@ void moe_combine(Tensor y, Tensor position, std::optional<Tensor> weights, Tenso
                         weights ? floats(*weights, "weights", slots) : nullptr, mutable_data(out)});
 }
 
-void moe_gate_bwd(Tensor h, Tensor da, Tensor order, Tensor weights, int64_t rows, bool gelu, Tensor dh, Tensor scaled,
-                  Tensor dweights) {
-  const int64_t all = da.size(0), n = da.size(1), slots = order.numel();
-  STD_TORCH_CHECK(rows >= 0 && rows <= all && all == slots, "rows: expected 0 to ", all);
+void moe_gate_bwd(Tensor h, Tensor da, Tensor order, Tensor weights, Tensor offsets, bool gelu, Tensor dh,
+                  Tensor scaled, Tensor dweights) {
+  const int64_t all = da.size(0), n = da.size(1), slots = order.numel(), ends = offsets.numel();
+  const int64_t rows = ends ? ints(offsets, "offsets", ends)[ends - 1] : 0;
+  STD_TORCH_CHECK(rows >= 0 && rows <= all && all == slots, "offsets: expected an end from 0 to ", all);
   const Dtype dtype = dtype_of(h, "h");
   contiguous(h, "h", all, 2 * n), contiguous(dh, "dh", all, 2 * n);
   contiguous(da, "da", all, n), contiguous(scaled, "scaled", all, n);

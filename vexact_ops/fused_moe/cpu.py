@@ -11,7 +11,7 @@ from ..silu_mul.cpu import silu_mul_fwd
 def plan(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     offsets = torch.empty(experts + 1, dtype=torch.int32)
     order, position = (torch.empty(ids.numel(), dtype=torch.int32) for _ in range(2))
-    native.ops().moe_plan(ids, offsets, order, position)
+    native.ops().moe_plan(ids, offsets, order, position, None)
     return offsets, order, position
 
 
@@ -43,7 +43,7 @@ def fused_moe_bwd(
     dy = _gather(dy, order)
     da = grouped_linear_dx(dy, down, offsets)
     dh, scaled, dweights = torch.empty_like(h), torch.empty_like(da), torch.zeros_like(weights)
-    native.ops().moe_gate_bwd(h, da, order, weights, int(offsets[-1]), gelu, dh, scaled, dweights)
+    native.ops().moe_gate_bwd(h, da, order, weights, offsets, gelu, dh, scaled, dweights)
     ddown = grouped_linear_dweight(dy, scaled, offsets) if need_ddown else None
     dgate_up = grouped_linear_dweight(dh, _gather(x, order), offsets) if need_dgate_up else None
     dx = _combine(grouped_linear_dx(dh, gate_up, offsets), position, None, x.shape[0]) if need_dx else None

@@ -8,7 +8,7 @@ from .._core.backend import Room
 from .._core.operator import Operator
 from ..silu_mul.op import ACTIVATIONS
 
-ROOM = Room("fused_moe", cpu=("cpu",), cuda=("triton",))
+ROOM = Room("fused_moe", cpu=("cpu",), cuda=("cuda", "triton"))
 
 
 def fused_moe(

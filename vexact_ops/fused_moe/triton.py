@@ -107,6 +107,20 @@ def _combine(y: Tensor, position: Tensor, weights: Tensor | None, tokens: int) -
     return out
 
 
+def _gate_bwd(
+    h: Tensor, da: Tensor, order: Tensor, weights: Tensor, offsets: Tensor, gelu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dh, scaled, dweights = torch.empty_like(h), torch.empty_like(da), torch.zeros_like(weights)
+    if da.numel():
+        size = block(da.shape[1], most=1024)
+        with on(h):
+            _gate_bwd_kernel[(h.shape[0],)](
+                h, da, order, weights, offsets, dh, scaled, dweights, da.shape[1], offsets.shape[0] - 1,
+                GELU=gelu, BLOCK=size, num_warps=4, **OPTIONS,
+            )  # fmt: skip
+    return dh, scaled, dweights
+
+
 def fused_moe_fwd(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, gelu: bool):
     offsets, order, position = plan(ids, gate_up.shape[0])
     h = grouped_linear_fwd(x, gate_up, offsets, order, ids.shape[1])
@@ -122,14 +136,7 @@ def fused_moe_bwd(
 ):  # fmt: skip
     top_k = weights.shape[1]
     da = grouped_linear_dx(dy, down, offsets, order, top_k)
-    dh, scaled, dweights = torch.empty_like(h), torch.empty_like(da), torch.zeros_like(weights)
-    if da.numel():
-        size = block(da.shape[1], most=1024)
-        with on(h):
-            _gate_bwd_kernel[(h.shape[0],)](
-                h, da, order, weights, offsets, dh, scaled, dweights, da.shape[1], gate_up.shape[0],
-                GELU=gelu, BLOCK=size, num_warps=4, **OPTIONS,
-            )  # fmt: skip
+    dh, scaled, dweights = _gate_bwd(h, da, order, weights, offsets, gelu)
     del da
     ddown = grouped_linear_dweight(dy, scaled, offsets, order, top_k, gathered="dy") if need_ddown else None
     dgate_up = grouped_linear_dweight(dh, x, offsets, order, top_k, gathered="x") if need_dgate_up else None

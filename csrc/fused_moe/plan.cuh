@@ -1,0 +1,235 @@
+// The plan of a mixture on a GPU: a counting sort of slots by expert that keeps their order, with no atomics on what
+// decides a place. Reads the ids, writes offsets, order and position; looks at nothing on the host.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace vx {
+
+constexpr int kPlanThreads = 1024, kPlanWarps = kPlanThreads / 32;
+constexpr int kPlanExperts = 512;  // a warp's counts of all experts lie in shared memory
+
+struct MoePlanCuda {
+  int slots, experts, bits;  // bits of the number `experts`, which stands for nobody
+  const int32_t* ids;
+  int32_t *offsets, *order, *position;
+  int32_t* counts;  // (chunks, experts), or null where one block does it all
+};
+
+__device__ __forceinline__ void plan_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+__device__ __forceinline__ void plan_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The sum of `value` over the threads before this one, of a block of at most 32 warps; and over all of them.
+__device__ __forceinline__ int scan_of_block(int value, int* warp_sums, int& all) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+  int sum = value;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int other = __shfl_up_sync(~0u, sum, d);
+    if (lane >= d) sum += other;
+  }
+  if (lane == 31) warp_sums[warp] = sum;
+  __syncthreads();
+  int before = 0;
+  all = 0;
+  for (int w = 0; w < warps; ++w) {
+    const int v = warp_sums[w];
+    before += w < warp ? v : 0;
+    all += v;
+  }
+  return before + sum - value;
+}
+
+// A block takes Rounds slots for each of its threads; a warp's slots lie together. The place of a slot among its
+// expert's: the slots of warps before, of rounds before, of lanes before. With Whole there is one block, and it finishes;
+// otherwise the place within the block is left in `position`, and the block's counts in `counts`.
+template <int Rounds, bool Whole>
+__global__ void __launch_bounds__(kPlanThreads) moe_plan_rank_kernel(MoePlanCuda a) {
+  __shared__ uint16_t held[kPlanWarps * kPlanExperts];
+  __shared__ int base[kPlanExperts], warp_sums[kPlanWarps];
+  plan_launch_dependents();
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5, experts = a.experts;
+  const int first = (blockIdx.x * blockDim.x + warp * 32) * Rounds + lane;
+  uint16_t* const mine = held + warp * experts;
+  int id[Rounds], rank[Rounds];
+#pragma unroll
+  for (int r = 0; r < Rounds; ++r) {
+    const int slot = first + r * 32;
+    id[r] = slot < a.slots ? a.ids[slot] : experts;
+    if (unsigned(id[r]) >= unsigned(experts)) id[r] = experts;
+  }
+  for (int e = lane; e < experts; e += 32) mine[e] = 0;
+  unsigned same[Rounds];
+#pragma unroll
+  for (int r = 0; r < Rounds; ++r) same[r] = ~0u;
+  for (int b = 0; b < a.bits; ++b) {
+#pragma unroll
+    for (int r = 0; r < Rounds; ++r) {
+      const bool set = id[r] >> b & 1;
+      const unsigned with = __ballot_sync(~0u, set);
+      same[r] &= set ? with : ~with;
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int r = 0; r < Rounds; ++r) {
+    const unsigned before = same[r] & ((1u << lane) - 1);
+    const int so_far = id[r] < experts ? mine[id[r]] : 0;
+    rank[r] = so_far + __popc(before);
+    __syncwarp();
+    if (id[r] < experts && before == 0) mine[id[r]] = uint16_t(so_far + __popc(same[r]));
+    __syncwarp();
+  }
+  __syncthreads();
+  int total = 0;  // of expert threadIdx.x: there are at least as many threads
+  if (int(threadIdx.x) < experts) {
+#pragma unroll 8
+    for (int w = 0; w < warps; ++w) {
+      const int count = held[w * experts + threadIdx.x];
+      held[w * experts + threadIdx.x] = uint16_t(total);
+      total += count;
+    }
+  }
+  if constexpr (Whole) {
+    int all;
+    const int begin = scan_of_block(total, warp_sums, all);
+    if (int(threadIdx.x) < experts) {
+      base[threadIdx.x] = begin;
+      a.offsets[threadIdx.x] = begin;
+    }
+    if (threadIdx.x == 0) a.offsets[experts] = all;
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < Rounds; ++r) {
+      const int slot = first + r * 32;
+      if (slot >= a.slots) continue;
+      const int at = id[r] < experts ? base[id[r]] + mine[id[r]] + rank[r] : -1;
+      a.position[slot] = at;
+      if (at >= 0) a.order[at] = slot;
+      if (slot >= all) a.order[slot] = 0;
+    }
+  } else {
+    if (int(threadIdx.x) < experts) a.counts[blockIdx.x * experts + threadIdx.x] = total;
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < Rounds; ++r) {
+      const int slot = first + r * 32;
+      if (slot < a.slots && id[r] < experts) a.position[slot] = mine[id[r]] + rank[r];
+    }
+  }
+}
+
+// Adds to the places within the blocks of moe_plan_rank_kernel the slots of blocks before, and of experts before.
+template <int Rounds>
+__global__ void __launch_bounds__(kPlanThreads) moe_plan_place_kernel(MoePlanCuda a) {
+  __shared__ int base[kPlanExperts], totals[kPlanExperts], warp_sums[kPlanWarps];
+  const int experts = a.experts, chunks = gridDim.x, chunk = blockIdx.x;
+  const int first = chunk * kPlanThreads * Rounds + threadIdx.x;
+  int id[Rounds], place[Rounds];
+#pragma unroll
+  for (int r = 0; r < Rounds; ++r) {
+    const int slot = first + r * kPlanThreads;
+    id[r] = slot < a.slots ? a.ids[slot] : -1;
+  }
+  if (int(threadIdx.x) < experts) base[threadIdx.x] = totals[threadIdx.x] = 0;
+  __syncthreads();
+  plan_wait();
+#pragma unroll
+  for (int r = 0; r < Rounds; ++r) {
+    const int slot = first + r * kPlanThreads;
+    place[r] = slot < a.slots ? a.position[slot] : 0;
+  }
+  const int wide = (experts + 31) & ~31, parts = kPlanThreads / wide, part = threadIdx.x / wide;
+  const int e = threadIdx.x - part * wide;
+  if (part < parts && e < experts) {
+    int before = 0, total = 0;
+#pragma unroll 8
+    for (int c = part; c < chunks; c += parts) {
+      const int count = a.counts[c * experts + e];
+      total += count;
+      before += c < chunk ? count : 0;
+    }
+    atomicAdd(&base[e], before);  // whole numbers, within the block
+    atomicAdd(&totals[e], total);
+  }
+  __syncthreads();
+  int all;
+  const bool counted = int(threadIdx.x) < experts;
+  const int begin = scan_of_block(counted ? totals[threadIdx.x] : 0, warp_sums, all);
+  if (counted) {
+    base[threadIdx.x] += begin;
+    if (chunk == 0) a.offsets[threadIdx.x] = begin;
+  }
+  if (chunk == 0 && threadIdx.x == 0) a.offsets[experts] = all;
+  __syncthreads();
+#pragma unroll
+  for (int r = 0; r < Rounds; ++r) {
+    const int slot = first + r * kPlanThreads;
+    if (slot >= a.slots) continue;
+    const int at = unsigned(id[r]) < unsigned(experts) ? base[id[r]] + place[r] : -1;
+    a.position[slot] = at;
+    if (at >= 0) a.order[at] = slot;
+    if (slot >= all) a.order[slot] = 0;
+  }
+}
+
+constexpr int64_t kPlanWhole = 8 * kPlanThreads;  // slots that one block can do
+
+// How many rounds a chunk has: few chunks, since each reads the counts of all.
+inline int moe_plan_rounds(int64_t slots) {
+  for (int rounds = 1; rounds < 8; rounds *= 2)
+    if (slots <= int64_t(rounds) * kPlanThreads * 128) return rounds;
+  return 8;
+}
+
+inline int64_t moe_plan_chunks(int64_t slots) {
+  const int64_t each = int64_t(moe_plan_rounds(slots)) * kPlanThreads;
+  return (slots + each - 1) / each;
+}
+
+template <int Rounds>
+cudaError_t moe_plan_launch_as(const MoePlanCuda& a, bool overlap, cudaStream_t stream) {
+  if (!a.counts) {
+    const int each = (a.slots + Rounds - 1) / Rounds, least = each > a.experts ? each : a.experts;
+    moe_plan_rank_kernel<Rounds, true><<<1, (least + 31) & ~31, 0, stream>>>(a);
+    return cudaGetLastError();
+  }
+  const unsigned chunks = unsigned(moe_plan_chunks(a.slots));
+  moe_plan_rank_kernel<Rounds, false><<<chunks, kPlanThreads, 0, stream>>>(a);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(chunks);
+  config.blockDim = dim3(kPlanThreads);
+  config.stream = stream;
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = overlap ? 1 : 0;
+  return cudaLaunchKernelEx(&config, moe_plan_place_kernel<Rounds>, a);
+}
+
+// `overlap`: the device can start a kernel while the one before it runs (SM90 and later).
+inline cudaError_t moe_plan_launch(MoePlanCuda a, bool overlap, cudaStream_t stream) {
+  a.bits = 32 - __builtin_clz(unsigned(a.experts));
+  int rounds = moe_plan_rounds(a.slots);
+  if (!a.counts)
+    for (rounds = 1; a.slots > int64_t(rounds) * kPlanThreads;) rounds *= 2;
+  switch (rounds) {
+    case 1: return moe_plan_launch_as<1>(a, overlap, stream);
+    case 2: return moe_plan_launch_as<2>(a, overlap, stream);
+    case 4: return moe_plan_launch_as<4>(a, overlap, stream);
+    default: return moe_plan_launch_as<8>(a, overlap, stream);
+  }
+}
+
+}  // namespace vx

@@ -1,0 +1,199 @@
+// What a mixture does to rows besides its products: the weighted sum of a token's rows, and the gate's gradient. Both
+// are bound by memory: 16 bytes a load, all of a thread's loads in flight. Bits as in cpu_kernels.cpp and triton.py.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "silu_mul/gate.cuh"
+
+namespace vx {
+
+__device__ __forceinline__ float wide(float x) { return x; }
+__device__ __forceinline__ float wide(__half x) { return __half2float(x); }
+__device__ __forceinline__ float wide(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <class T>
+__device__ __forceinline__ T narrow(float x) {
+  if constexpr (sizeof(T) == 4) return x;
+  else if constexpr (std::is_same_v<T, __half>) return __float2half_rn(x);
+  else return __float2bfloat16_rn(x);
+}
+
+// N elements that lie together, loaded and stored 16 bytes at a time.
+template <class T, int N>
+struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
+  T v[N];
+};
+
+struct MoeCombineCuda {
+  int64_t rows, tokens, top_k, n;
+  const void* y;  // (rows, n) contiguous
+  const int32_t* position;
+  const float* weights;  // (tokens, top_k), or null: all 1
+  void* out;             // (tokens, n) contiguous
+};
+
+constexpr int kCombineThreads = 128;
+
+// A thread makes N columns of a token.
+template <class T, int N, bool Weights>
+__global__ void __launch_bounds__(kCombineThreads) moe_combine_kernel(MoeCombineCuda a) {
+  constexpr int kAtOnce = 8;
+  const int64_t token = blockIdx.x, column = (int64_t(blockIdx.y) * kCombineThreads + threadIdx.x) * N;
+  if (column >= a.n) return;
+  const int32_t* position = a.position + token * a.top_k;
+  const float* weights = a.weights + (Weights ? token * a.top_k : 0);
+  const T* y = static_cast<const T*>(a.y) + column;
+  float acc[N] = {};
+  for (int64_t first = 0; first < a.top_k; first += kAtOnce) {
+    Pack<T, N> held[kAtOnce];
+    int at[kAtOnce];
+#pragma unroll
+    for (int s = 0; s < kAtOnce; ++s) {
+      at[s] = first + s < a.top_k ? position[first + s] : -1;
+      if (at[s] >= a.rows) at[s] = -1;
+    }
+#pragma unroll
+    for (int s = 0; s < kAtOnce; ++s)
+      if (at[s] >= 0) held[s] = *reinterpret_cast<const Pack<T, N>*>(y + at[s] * a.n);
+#pragma unroll
+    for (int s = 0; s < kAtOnce; ++s) {  // order: slots ascending, one fp32 accumulator
+      if (at[s] < 0) continue;
+      const float w = Weights ? weights[first + s] : 1.0f;
+#pragma unroll
+      for (int i = 0; i < N; ++i) acc[i] = Weights ? fmaf(w, wide(held[s].v[i]), acc[i]) : acc[i] + wide(held[s].v[i]);
+    }
+  }
+  Pack<T, N> sum;
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum.v[i] = narrow<T>(acc[i]);
+  *reinterpret_cast<Pack<T, N>*>(static_cast<T*>(a.out) + token * a.n + column) = sum;
+}
+
+inline bool aligned_16(std::initializer_list<const void*> pointers) {
+  for (const void* p : pointers)
+    if (reinterpret_cast<uintptr_t>(p) % 16) return false;
+  return true;
+}
+
+template <class T, int N>
+cudaError_t moe_combine_launch_as(const MoeCombineCuda& a, cudaStream_t stream) {
+  const int64_t units = (a.n + N - 1) / N;
+  const dim3 grid(unsigned(a.tokens), unsigned((units + kCombineThreads - 1) / kCombineThreads));
+  if (a.weights)
+    moe_combine_kernel<T, N, true><<<grid, kCombineThreads, 0, stream>>>(a);
+  else
+    moe_combine_kernel<T, N, false><<<grid, kCombineThreads, 0, stream>>>(a);
+  return cudaGetLastError();
+}
+
+template <class T>
+cudaError_t moe_combine_launch(const MoeCombineCuda& a, cudaStream_t stream) {
+  if (a.tokens == 0 || a.n == 0) return cudaSuccess;
+  constexpr int kWide = 16 / sizeof(T);
+  return a.n % kWide == 0 && aligned_16({a.y, a.out}) ? moe_combine_launch_as<T, kWide>(a, stream)
+                                                      : moe_combine_launch_as<T, 1>(a, stream);
+}
+
+// Of a = activation(gate) * up, where row p of a was multiplied by its weight behind the down projection.
+struct MoeGateBwdCuda {
+  int64_t rows, n;
+  int experts, block;    // block: the lanes of the sum of dweights, a power of two from 16 to 1024
+  const void* h;         // (rows, 2 n): gate, up
+  const void* da;        // (rows, n): the gradient of a, not yet times the weight
+  const int32_t* order;
+  const float* weights;  // (rows,), by slot
+  const int32_t* offsets;
+  void* dh;              // (rows, 2 n)
+  void* scaled;          // (rows, n): weight * a; may be da
+  float* dweights;       // (rows,): the slots that have a row
+};
+
+constexpr int kGateThreads = 256;
+
+// A warp makes a row. Lane i of the sum is element i of every chunk of `block`; a thread holds eight neighbours of each
+// 256.
+template <class T, bool Gelu, bool Even>
+__global__ void __launch_bounds__(kGateThreads) moe_gate_bwd_kernel(MoeGateBwdCuda a) {
+  constexpr int N = 8;
+  const int64_t row = int64_t(blockIdx.x) * (kGateThreads / 32) + (threadIdx.x >> 5), n = a.n;
+  if (row >= a.rows || row >= a.offsets[a.experts]) return;
+  const int lane = threadIdx.x & 31, slot = a.order[row];
+  if (unsigned(slot) >= unsigned(a.rows)) return;
+  const float w = a.weights[slot];
+  const T *gate = static_cast<const T*>(a.h) + row * 2 * n, *up = gate + n, *from = static_cast<const T*>(a.da) + row * n;
+  T *dgate = static_cast<T*>(a.dh) + row * 2 * n, *dup = dgate + n, *scaled = static_cast<T*>(a.scaled) + row * n;
+  const int parts = a.block > 256 ? a.block / 256 : 1;
+  float sum[4][N] = {};
+  for (int64_t start = 0; start < n; start += a.block) {
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      const int64_t i = start + p * 256 + lane * N;
+      const int inside = p < parts && lane * N < a.block && i < n ? (n - i < N ? int(n - i) : N) : 0;
+      if (inside == 0) continue;
+      Pack<T, N> g, u, d, to_gate, to_up, to_scaled;
+      if constexpr (Even) {
+        g = *reinterpret_cast<const Pack<T, N>*>(gate + i);
+        u = *reinterpret_cast<const Pack<T, N>*>(up + i);
+        d = *reinterpret_cast<const Pack<T, N>*>(from + i);
+      } else {
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          g.v[j] = j < inside ? gate[i + j] : narrow<T>(0.0f);
+          u.v[j] = j < inside ? up[i + j] : narrow<T>(0.0f);
+          d.v[j] = j < inside ? from[i + j] : narrow<T>(0.0f);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const float gj = wide(g.v[j]), uj = wide(u.v[j]), dj = wide(d.v[j]);
+        const DeviceGate at = gate_of<Gelu>(gj);
+        const float open = gj * at.s, value = wide(narrow<T>(open * uj));  // rounded, as the forward had it
+        if (Even || j < inside) sum[p][j] = fmaf(dj, value, sum[p][j]);
+        const float dw = w * dj;
+        to_scaled.v[j] = narrow<T>(w * value);
+        to_gate.v[j] = narrow<T>((dw * uj) * gate_slope<Gelu>(gj, at));
+        to_up.v[j] = narrow<T>(dw * open);
+      }
+      if constexpr (Even) {
+        *reinterpret_cast<Pack<T, N>*>(scaled + i) = to_scaled;
+        *reinterpret_cast<Pack<T, N>*>(dgate + i) = to_gate;
+        *reinterpret_cast<Pack<T, N>*>(dup + i) = to_up;
+      } else {
+        for (int j = 0; j < inside; ++j) scaled[i + j] = to_scaled.v[j], dgate[i + j] = to_gate.v[j], dup[i + j] = to_up.v[j];
+      }
+    }
+  }
+  // order: lanes over chunks ascending (above), then neighbours pairwise
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+    float t = ((sum[p][0] + sum[p][1]) + (sum[p][2] + sum[p][3])) + ((sum[p][4] + sum[p][5]) + (sum[p][6] + sum[p][7]));
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const float other = __shfl_xor_sync(~0u, t, d);
+      t = d * N < a.block ? t + other : t;
+    }
+    sum[p][0] = t;
+  }
+  float total = sum[0][0];
+  if (parts > 1) total = total + sum[1][0];
+  if (parts > 2) total = total + (sum[2][0] + sum[3][0]);
+  if (lane == 0) a.dweights[slot] = total;
+}
+
+template <class T, bool Gelu>
+cudaError_t moe_gate_bwd_launch(const MoeGateBwdCuda& a, cudaStream_t stream) {
+  if (a.rows == 0 || a.n == 0) return cudaSuccess;
+  constexpr int kRows = kGateThreads / 32;
+  const unsigned blocks = unsigned((a.rows + kRows - 1) / kRows);
+  if (a.n % 8 == 0 && aligned_16({a.h, a.da, a.dh, a.scaled}))
+    moe_gate_bwd_kernel<T, Gelu, true><<<blocks, kGateThreads, 0, stream>>>(a);
+  else
+    moe_gate_bwd_kernel<T, Gelu, false><<<blocks, kGateThreads, 0, stream>>>(a);
+  return cudaGetLastError();
+}
+
+}  // namespace vx
