@@ -222,7 +222,18 @@ def test_views_and_frozen_weights(device, backend, dtype):
 def test_opcheck(device, backend):
     *args, ids = inputs_of(5, 4, 2, 16, 8, 0, torch.float32, device)
     args = [t.requires_grad_() for t in args]
-    torch.library.opcheck(torch.ops.vexact.fused_moe.default, (*args, ids, False, backend))
+    torch.library.opcheck(torch.ops.vexact.fused_moe.default, (*args, ids, False, True, backend))
+
+
+@BACKENDS
+@DTYPES
+def test_the_bits_do_not_depend_on_whether_a_gradient_is_wanted(device, backend, dtype):
+    x, gate_up, down, weights, ids = inputs_of(20, 4, 2, 48, 16, 4, dtype, device)
+    y = vx.fused_moe(x, gate_up, down, weights, ids, backend=backend)
+    trained = vx.fused_moe(x.requires_grad_(), gate_up, down, weights, ids, backend=backend)
+    assert_bitwise(y, trained.detach())
+    with torch.no_grad():
+        assert_bitwise(vx.fused_moe(x, gate_up, down, weights, ids, backend=backend), y)
 
 
 @BACKENDS

@@ -67,19 +67,23 @@ def fused_moe(
     check.choice("fused_moe", "activation", activation, ACTIVATIONS)
     backend = ROOM.resolve(x.device, backend)
     check.served("fused_moe", "x", x.dtype, backend)
-    return _fused_moe(x, gate_up_weight, down_weight, topk_weights, topk_ids, activation == "gelu_tanh", backend)[0]
+    learning = (x, gate_up_weight, down_weight, topk_weights)
+    keep = torch.is_grad_enabled() and any(t.requires_grad for t in learning)
+    gelu = activation == "gelu_tanh"
+    return _fused_moe(x, gate_up_weight, down_weight, topk_weights, topk_ids, gelu, keep, backend)[0]
 
 
-def _fwd(x, gate_up, down, weights, ids, gelu, backend):
+def _fwd(x, gate_up, down, weights, ids, gelu, keep, backend):
     args = check.rows(x), check.matrices(gate_up), check.matrices(down), weights.contiguous(), ids.contiguous()
-    return ROOM.module(backend).fused_moe_fwd(*args, gelu)
+    out, h, *plan = ROOM.module(backend).fused_moe_fwd(*args, gelu, keep)
+    return out, x.new_empty(0, gate_up.shape[1]) if h is None else h, *plan
 
 
-def _fake(x, gate_up, down, weights, ids, gelu, backend):
+def _fake(x, gate_up, down, weights, ids, gelu, keep, backend):
     slots = ids.shape[0] * ids.shape[1]
     return (
         x.new_empty(x.shape),
-        x.new_empty(slots, gate_up.shape[1]),
+        x.new_empty(slots if keep else 0, gate_up.shape[1]),
         ids.new_empty(gate_up.shape[0] + 1),
         ids.new_empty(slots),
         ids.new_empty(slots),
@@ -87,16 +91,18 @@ def _fake(x, gate_up, down, weights, ids, gelu, backend):
 
 
 def _setup(ctx, inputs, output):
-    x, gate_up, down, weights, _, ctx.gelu, ctx.backend = inputs
+    x, gate_up, down, weights, _, ctx.gelu, ctx.keep, ctx.backend = inputs
     _, h, offsets, order, position = output
     ctx.mark_non_differentiable(h, offsets, order, position)
     ctx.save_for_backward(x, gate_up, down, weights, h, offsets, order, position)
 
 
 def _backward(ctx, dy, *_):
+    if not ctx.keep:
+        raise RuntimeError("fused_moe: called with keep=False, which leaves nothing for a backward pass")
     needs = ctx.needs_input_grad[:4]
     grads = _fused_moe_bwd(dy, *ctx.saved_tensors, ctx.gelu, *needs[:3], ctx.backend)
-    return *(grad if need else None for grad, need in zip(grads, needs)), None, None, None
+    return *(grad if need else None for grad, need in zip(grads, needs)), None, None, None, None
 
 
 def _bwd(dy, x, gate_up, down, weights, h, offsets, order, position, gelu, need_dx, need_dgate_up, need_ddown, backend):
@@ -124,8 +130,8 @@ _fused_moe_bwd = Operator(
     _bwd_fake,
 )
 _fused_moe = Operator(
-    "fused_moe(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor ids, bool gelu, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "fused_moe(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor ids, bool gelu, bool keep,"
+    " str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fwd,
     _fake,
     _setup,
