@@ -1,4 +1,10 @@
-"""Peak extra memory of one training step of the head, ours against stock; each in a process of its own."""
+"""Peak extra memory of one training step of the head, and of a mixture's layer, ours against stock; each in a process
+of its own.
+
+Extra is what lies beyond the inputs; the gradients are part of it for both. The layer's `activations` are what its
+forward must leave for its backward in any implementation that does not compute it anew: the tokens (T, H) and the gates
+(Tk, 2I). `of_activations` is the peak without the results (output and gradients), as a multiple of those.
+"""
 
 import argparse
 import json
@@ -8,23 +14,21 @@ from collections.abc import Iterator
 
 import torch
 
-from .harness import environment
-from .shapes import SHAPES
+from .harness import ROOT, environment
+from .shapes import SHAPES, Shape
 
 TOKENS = {"cpu": 4096, "cuda": 8192}
-TASKS = {"loss": "linear_cross_entropy fwd+bwd", "logprobs": "linear_logprobs fwd+bwd"}
+TASKS = {"loss": "linear_cross_entropy fwd+bwd", "logprobs": "linear_logprobs fwd+bwd", "mixture": "fused_moe fwd+bwd"}
 
 _CHILD = """
 import json, sys, torch, torch.nn.functional as F
 import vexact_ops as vx
 who, task, device, dtype, *sizes = sys.argv[1:]
-(T, H, V), dtype = map(int, sizes), getattr(torch, dtype)
+(T, H, V, E, K, I), dtype = map(int, sizes), getattr(torch, dtype)
 
-def step(T):
-    g = torch.Generator(device).manual_seed(0)
-    hidden = torch.randn(T, H, generator=g, device=device).to(dtype).requires_grad_()
-    weight = (torch.randn(V, H, generator=g, device=device) * H**-0.5).to(dtype).requires_grad_()
-    target = torch.randint(V, (T,), generator=g, device=device)
+def head(T, random):
+    hidden, weight = random(T, H), random(V, H, scale=H**-0.5)
+    target = torch.randint(V, (T,), device=device)
     reset()
     if who == "vexact":
         result = (vx.linear_cross_entropy if task == "loss" else vx.linear_logprobs)(hidden, weight, target)
@@ -33,6 +37,26 @@ def step(T):
         result = F.cross_entropy(F.linear(hidden, weight).float(), target, reduction=reduction)
     result.sum().backward()
     return peak()
+
+def mixture(T, random):
+    x, gate_up, down = random(T, H), random(E, 2 * I, H, scale=H**-0.5), random(E, H, I, scale=I**-0.5)
+    dy = random(T, H).detach()
+    weights, ids = vx.moe_route(torch.randn(T, E, device=device), K)
+    weights.requires_grad_()
+    if who == "vexact":
+        layer = vx.fused_moe
+    else:
+        from benchmarks.ops.fused_moe import loop, torch_grouped
+        layer = torch_grouped if device == "cuda" else loop
+    reset()
+    layer(x, gate_up, down, weights, ids).backward(dy)
+    return peak()
+
+def step(T):
+    g = torch.Generator(device).manual_seed(0)
+    def random(*shape, scale=1.0):
+        return (torch.randn(*shape, generator=g, device=device) * scale).to(dtype).requires_grad_()
+    return (mixture if task == "mixture" else head)(T, random)
 
 if device == "cuda":
     def reset():
@@ -52,29 +76,44 @@ print(json.dumps(step(T)))
 """
 
 
+def _gradients(task: str, shape: Shape, tokens: int) -> int:
+    """Elements of the results that both have: gradients, and the layer's output."""
+    if task == "mixture":
+        return 2 * tokens * shape.H + 3 * shape.E * shape.H * shape.expert_I
+    return (tokens + shape.V) * shape.H
+
+
 def run(args: argparse.Namespace) -> Iterator[dict]:
-    """One record per task, shape and dtype: MiB beyond the inputs, both gradients included for both."""
+    """One record per task, shape and dtype: MiB beyond the inputs, the gradients included for both."""
     tokens = TOKENS[args.device]
     for task, title in TASKS.items():
         for shape in (SHAPES[s] for s in args.shape.split(",")):
+            if task == "mixture" and not shape.E:
+                continue
             for dtype in args.dtype.split(","):
                 peaks = {}
                 for who in ("vexact", "torch"):
-                    sizes = str(tokens), str(shape.H), str(shape.V)
-                    command = [sys.executable, "-c", _CHILD, who, task, args.device, dtype, *sizes]
-                    done = subprocess.run(command, capture_output=True, text=True)
+                    sizes = (tokens, shape.H, shape.V, shape.E, shape.top_k, shape.expert_I)
+                    command = [sys.executable, "-c", _CHILD, who, task, args.device, dtype, *map(str, sizes)]
+                    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
                     if done.returncode:
                         raise RuntimeError(f"memory: {who} {shape.name} {dtype} failed:\n{done.stderr}")
                     peaks[who] = json.loads(done.stdout) / 2**20
-                gradients = (tokens + shape.V) * shape.H * getattr(torch, dtype).itemsize / 2**20
+                size = getattr(torch, dtype).itemsize / 2**20
+                gradients, layer = _gradients(task, shape, tokens) * size, {}
+                if task == "mixture":
+                    activations = tokens * (shape.H + shape.top_k * 2 * shape.expert_I) * size
+                    multiple = (peaks["vexact"] - gradients) / activations
+                    layer = {"activations": round(activations, 1), "of_activations": round(multiple, 3)}
                 yield {
                     "room": "memory",
-                    "case": f"{title} {shape.name} T={tokens} V={shape.V} {dtype}",
+                    "case": f"{title} {shape.name} T={tokens} {'' if layer else f'V={shape.V} '}{dtype}",
                     "backend": "vexact",
                     "ours": round(peaks["vexact"], 1),
                     "stock": round(peaks["torch"], 1),
                     "gradients": round(gradients, 1),
                     "ratio": round(peaks["vexact"] / peaks["torch"], 4),
+                    **layer,
                     "unit": "MiB peak",
                     "device": args.device,
                     **environment(args.device),

@@ -1,13 +1,16 @@
-"""A mixture's layer behind its router, against Hugging Face's loop over experts (CPU) or torch's grouped products."""
+"""A mixture's layer behind its router, and what of it is not matrix products, against Hugging Face's ways to compute
+it, torch's and quack's grouped products, and a fixed Triton tile."""
 
+import importlib.util
 from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 
 import vexact_ops as vx
+from vexact_ops.fused_moe.op import ROOM
 
-from ..harness import Case, random
+from ..harness import Case, peers, random
 from ..shapes import Shape
 
 
@@ -22,58 +25,149 @@ def loop(x, gate_up, down, weights, ids):
     return out
 
 
+def _sorted(ids, experts):
+    """The order of the slots by expert, where each expert's end, and where each slot went."""
+    flat, order = ids.flatten().sort()
+    ends = torch.searchsorted(flat, torch.arange(experts, device=ids.device, dtype=flat.dtype), right=True)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=ids.device))
+    return order, ends.to(torch.int32), back
+
+
 def torch_grouped(x, gate_up, down, weights, ids):
     """As transformers' "grouped_mm" experts have it: sort, gather, two grouped products, scatter back, add."""
-    flat, top_k = ids.flatten(), ids.shape[1]
-    flat, order = flat.sort()
-    ends = torch.searchsorted(flat, torch.arange(gate_up.shape[0], device=x.device, dtype=flat.dtype), right=True)
-    ends = ends.to(torch.int32)
-    gate, up = torch._grouped_mm(x[order // top_k], gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
+    order, ends, back = _sorted(ids, gate_up.shape[0])
+    gate, up = torch._grouped_mm(x[order // ids.shape[1]], gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
     y = torch._grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends) * weights.flatten()[order][:, None]
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
     return y[back].view(*ids.shape, -1).sum(1).to(x.dtype)
+
+
+def _quack():
+    if importlib.util.find_spec("quack") is None:
+        raise ImportError("quack is not installed")
+
+    def layer(x, gate_up, down, weights, ids):
+        from quack.gemm_interface import gemm, gemm_act  # seconds, which runs without this peer are spared
+
+        order, ends, back = _sorted(ids, gate_up.shape[0])
+        offsets = F.pad(ends, (1, 0))
+        rows = (order // ids.shape[1]).int()
+        _, a = gemm_act(
+            x, gate_up.transpose(1, 2), activation="swiglu", cu_seqlens_m=offsets, A_idx=rows, store_preact=False,
+            concat_layout=("B",), tuned=False,
+        )  # fmt: skip
+        y = gemm(a, down.transpose(1, 2), cu_seqlens_m=offsets, tuned=False)
+        return torch.bmm(weights[:, None].to(y.dtype), y[back].view(*ids.shape, -1))[:, 0]
+
+    return layer
+
+
+def _fixed_tile():
+    from ..fixed_tile import grouped
+
+    def layer(x, gate_up, down, weights, ids):
+        order, ends, back = _sorted(ids, gate_up.shape[0])
+        offsets = F.pad(ends, (1, 0))
+        gate, up = grouped(x[order // ids.shape[1]], gate_up, offsets).chunk(2, -1)
+        y = grouped(F.silu(gate) * up, down, offsets) * weights.flatten()[order][:, None]
+        return y[back].view(*ids.shape, -1).sum(1).to(x.dtype)
+
+    return layer
+
+
+def _forward(fn):
+    return lambda x, gate_up, down, weights, ids, dy: fn(x, gate_up, down, weights, ids)
 
 
 def _with_backward(fn):
     def run(*inputs):
-        *args, ids = inputs
+        *args, ids, dy = inputs
         args = [t.detach().requires_grad_() for t in args]
-        return torch.autograd.grad(fn(*args, ids).float().sum(), args)
+        return torch.autograd.grad(fn(*args, ids), args, dy)
 
     return run
 
 
+def _around_the_products(module, shape):
+    """Routing, plan and combination: all of the layer that is not a product or a gate."""
+
+    def ours(logits, y):
+        weights, ids = vx.moe_route(logits, shape.top_k)
+        position = module.plan(ids, shape.E)[2]
+        return module._combine(y, position, weights, logits.shape[0])
+
+    def stock(logits, y):
+        weights, ids = logits.softmax(-1, dtype=torch.float32).topk(shape.top_k, dim=-1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        order, _, back = _sorted(ids, shape.E)
+        y = y * weights.flatten()[order][:, None]
+        return y[back].view(*ids.shape, -1).sum(1).to(y.dtype)
+
+    return ours, stock
+
+
 def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) -> Iterator[Case]:
-    stock = torch_grouped if device == "cuda" else loop
-    for tokens in rows if shape.E else ():
+    if not shape.E:
+        return
+    on_gpu = device == "cuda"
+    width, kind = shape.expert_I, str(dtype)[6:]
+    canonical = {"backend": "triton"} if on_gpu else {}
+    for tokens in rows:
 
         def make(tokens=tokens):
-            x = random(tokens, shape.H, dtype=dtype, device=device, seed=1)
-            width = 2 * shape.expert_I
-            gate_up = random(shape.E, width, shape.H, dtype=dtype, device=device, seed=2, scale=shape.H**-0.5)
-            down = random(shape.E, shape.H, width // 2, dtype=dtype, device=device, seed=3, scale=shape.expert_I**-0.5)
+            x, dy = (random(tokens, shape.H, dtype=dtype, device=device, seed=seed) for seed in (1, 5))
+            gate_up = random(shape.E, 2 * width, shape.H, dtype=dtype, device=device, seed=2, scale=shape.H**-0.5)
+            down = random(shape.E, shape.H, width, dtype=dtype, device=device, seed=3, scale=width**-0.5)
             logits = random(tokens, shape.E, dtype=torch.float32, device=device, seed=4)
-            return x, gate_up, down, *vx.moe_route(logits, shape.top_k)
+            return x, gate_up, down, *vx.moe_route(logits, shape.top_k), dy
 
-        def bits(x, gate_up, down, weights, ids):
+        def bits(x, gate_up, down, weights, ids, dy):
+            y = vx.fused_moe(x, gate_up, down, weights, ids)
             one = vx.fused_moe(x[-1:], gate_up, down, weights[-1:], ids[-1:])
-            return one, vx.fused_moe(x, gate_up, down, weights, ids)[-1:]
+            return (one, y), (y[-1:], vx.fused_moe(x, gate_up, down, weights, ids, **canonical))
 
-        touched = int(make()[4].unique().numel())
-        matrices = touched * 3 * shape.expert_I * shape.H
-        product = 6 * tokens * shape.top_k * shape.expert_I * shape.H
-        for label, wrap, times in (("fwd", lambda f: f, 1), ("fwd+bwd", _with_backward, 3)):
+        def bits_with_backward(x, gate_up, down, weights, ids, dy):
+            def gradients(count, **options):
+                args = [t[-count:].clone().requires_grad_() for t in (x, weights)]
+                y = vx.fused_moe(args[0], gate_up, down, args[1], ids[-count:], **options)
+                return torch.autograd.grad(y, args, dy[-count:])
+
+            ours = gradients(len(x))
+            return (*gradients(1), *ours), (*(t[-1:] for t in ours), *gradients(len(x), **canonical))
+
+        random_ids = torch.rand(tokens, shape.E, generator=torch.Generator().manual_seed(4)).topk(shape.top_k, 1)[1]
+        matrices = int(random_ids.unique().numel()) * 3 * width * shape.H
+        product = 6 * tokens * shape.top_k * width * shape.H
+        for label, wrap, times, same in (
+            ("fwd", _forward, 1, bits),
+            ("fwd+bwd", _with_backward, 3, bits_with_backward),
+        ):
             if times == 3 and tokens < 64:
                 continue  # nobody trains on so few
-            providers = {"vexact": wrap(vx.fused_moe)}
-            if device != "cuda" or dtype == torch.bfloat16:
-                providers["torch"] = wrap(stock)
-            yield Case(
-                "fused_moe",
-                f"{label} {shape.name} T={tokens} {str(dtype)[6:]}",
-                make,
-                providers,
-                bits,
-                bytes=times * (2 * tokens * shape.H + matrices) * dtype.itemsize,
-                flops=times * product,
-            )
+            cost = {"bytes": times * (2 * tokens * shape.H + matrices) * dtype.itemsize, "flops": times * product}
+            name = f"{label} {shape.name} T={tokens} {kind}"
+            providers = {"vexact": vx.fused_moe}
+            if not on_gpu:
+                providers["torch"] = loop
+            elif dtype == torch.bfloat16:
+                providers |= {"torch": torch_grouped}
+                if times == 1:  # they have no backward
+                    providers |= peers(**{"quack": _quack, "fixed-tile": _fixed_tile})
+            yield Case("fused_moe", name, make, {who: wrap(fn) for who, fn in providers.items()}, same, **cost)
+            if on_gpu:  # the loop looks at the ids on the host
+                pair = {"vexact": wrap(vx.fused_moe), "hf-loop": wrap(loop)}
+                yield Case("fused_moe", f"{name} eager", make, pair, same, stock="hf-loop", captured=False, **cost)
+
+        def make_around(tokens=tokens):
+            logits = random(tokens, shape.E, dtype=torch.float32, device=device, seed=4)
+            return logits, random(tokens * shape.top_k, shape.H, dtype=dtype, device=device, seed=6)
+
+        ours, stock = _around_the_products(ROOM.module(ROOM.resolve(torch.device(device), None)), shape)
+
+        def bits_around(logits, y, ours=ours, tokens=tokens):
+            if not on_gpu:
+                return ours(logits, y), ours(logits, y)
+            return ours(logits, y), _around_the_products(ROOM.module("triton"), shape)[0](logits, y)
+
+        around = 8 * tokens * (shape.top_k + shape.E / 2) + (shape.top_k + 1) * tokens * shape.H * dtype.itemsize
+        name = f"routing and permutation {shape.name} T={tokens} {kind}"
+        yield Case("fused_moe", name, make_around, {"vexact": ours, "torch": stock}, bits_around, bytes=around)
