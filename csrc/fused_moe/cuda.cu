@@ -32,7 +32,7 @@ cudaError_t by_dtype(ScalarType dtype, F&& run) {
   }
 }
 
-bool starts_early(int device) {
+bool may_overlap(int device) {
   static std::atomic<uint64_t> known{0}, yes{0};
   const uint64_t bit = 1ull << (device & 63);
   if (!(known.load(std::memory_order_acquire) & bit)) {
@@ -44,6 +44,8 @@ bool starts_early(int device) {
   return yes.load() & bit;
 }
 
+ChainedStream stream_of(const Tensor& t) { return {current_stream(t), may_overlap(t.get_device_index())}; }
+
 void moe_plan_cuda(Tensor ids, Tensor offsets, Tensor order, Tensor position, std::optional<Tensor> counts) {
   const int64_t slots = ids.numel(), experts = offsets.numel() - 1;
   STD_TORCH_CHECK(experts > 0 && experts <= kPlanExperts, "offsets: expected at most ", kPlanExperts, " experts");
@@ -53,7 +55,7 @@ void moe_plan_cuda(Tensor ids, Tensor offsets, Tensor order, Tensor position, st
                          ints(order, "order", slots), ints(position, "position", slots),
                          counts ? ints(*counts, "counts", moe_plan_chunks(slots) * experts) : nullptr};
   const DeviceGuard guard = on_device_of(ids);
-  VX_CUDA_CHECK(moe_plan_launch(a, starts_early(ids.get_device_index()), current_stream(ids)));
+  VX_CUDA_CHECK(moe_plan_launch(a, stream_of(ids)));
 }
 
 void moe_combine_cuda(Tensor y, Tensor position, std::optional<Tensor> weights, Tensor out) {
@@ -65,7 +67,7 @@ void moe_combine_cuda(Tensor y, Tensor position, std::optional<Tensor> weights, 
   const MoeCombineCuda a = {rows, tokens, slots / tokens, n, data(y), ints(position, "position", slots),
                             weights ? floats(*weights, "weights", slots) : nullptr, mutable_data(out)};
   const DeviceGuard guard = on_device_of(y);
-  const cudaStream_t stream = current_stream(y);
+  const ChainedStream stream = stream_of(y);
   VX_CUDA_CHECK(by_dtype(y.scalar_type(), [&](auto t) { return moe_combine_launch<decltype(t)>(a, stream); }));
 }
 
@@ -83,7 +85,7 @@ void moe_gate_bwd_cuda(Tensor h, Tensor da, Tensor order, Tensor weights, Tensor
                             floats(weights, "weights", rows), ints(offsets, "offsets", experts + 1), mutable_data(dh),
                             mutable_data(scaled), floats(dweights, "dweights", rows)};
   const DeviceGuard guard = on_device_of(h);
-  const cudaStream_t stream = current_stream(h);
+  const ChainedStream stream = stream_of(h);
   VX_CUDA_CHECK(by_dtype(dtype, [&](auto t) {
     using T = decltype(t);
     return gelu ? moe_gate_bwd_launch<T, true>(a, stream) : moe_gate_bwd_launch<T, false>(a, stream);

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "fused_moe/chain.cuh"
+
 namespace vx {
 
 constexpr int kPlanThreads = 1024, kPlanWarps = kPlanThreads / 32;
@@ -16,18 +18,6 @@ struct MoePlanCuda {
   int32_t *offsets, *order, *position;
   int32_t* counts;  // (chunks, experts), or null where one block does it all
 };
-
-__device__ __forceinline__ void plan_launch_dependents() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-
-__device__ __forceinline__ void plan_wait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 
 // The sum of `value` over the threads before this one, of a block of at most 32 warps; and over all of them.
 __device__ __forceinline__ int scan_of_block(int value, int* warp_sums, int& all) {
@@ -57,18 +47,18 @@ template <int Rounds, bool Whole>
 __global__ void __launch_bounds__(kPlanThreads) moe_plan_rank_kernel(MoePlanCuda a) {
   __shared__ uint16_t held[kPlanWarps * kPlanExperts];
   __shared__ int base[kPlanExperts], warp_sums[kPlanWarps];
-  plan_launch_dependents();
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5, experts = a.experts;
   const int first = (blockIdx.x * blockDim.x + warp * 32) * Rounds + lane;
   uint16_t* const mine = held + warp * experts;
   int id[Rounds], rank[Rounds];
+  for (int e = lane; e < experts; e += 32) mine[e] = 0;
+  follow_kernel_before();
 #pragma unroll
   for (int r = 0; r < Rounds; ++r) {
     const int slot = first + r * 32;
     id[r] = slot < a.slots ? a.ids[slot] : experts;
     if (unsigned(id[r]) >= unsigned(experts)) id[r] = experts;
   }
-  for (int e = lane; e < experts; e += 32) mine[e] = 0;
   unsigned same[Rounds];
 #pragma unroll
   for (int r = 0; r < Rounds; ++r) same[r] = ~0u;
@@ -137,13 +127,13 @@ __global__ void __launch_bounds__(kPlanThreads) moe_plan_place_kernel(MoePlanCud
   const int first = chunk * kPlanThreads * Rounds + threadIdx.x;
   int id[Rounds], place[Rounds];
 #pragma unroll
-  for (int r = 0; r < Rounds; ++r) {
+  for (int r = 0; r < Rounds; ++r) {  // the kernel before this one has said that nothing before it runs
     const int slot = first + r * kPlanThreads;
     id[r] = slot < a.slots ? a.ids[slot] : -1;
   }
   if (int(threadIdx.x) < experts) base[threadIdx.x] = totals[threadIdx.x] = 0;
   __syncthreads();
-  plan_wait();
+  follow_kernel_before();
 #pragma unroll
   for (int r = 0; r < Rounds; ++r) {
     const int slot = first + r * kPlanThreads;
@@ -198,37 +188,27 @@ inline int64_t moe_plan_chunks(int64_t slots) {
 }
 
 template <int Rounds>
-cudaError_t moe_plan_launch_as(const MoePlanCuda& a, bool overlap, cudaStream_t stream) {
+cudaError_t moe_plan_launch_as(const MoePlanCuda& a, ChainedStream on) {
   if (!a.counts) {
     const int each = (a.slots + Rounds - 1) / Rounds, least = each > a.experts ? each : a.experts;
-    moe_plan_rank_kernel<Rounds, true><<<1, (least + 31) & ~31, 0, stream>>>(a);
-    return cudaGetLastError();
+    return launch_following(moe_plan_rank_kernel<Rounds, true>, dim3(1), (least + 31) & ~31, on, a);
   }
   const unsigned chunks = unsigned(moe_plan_chunks(a.slots));
-  moe_plan_rank_kernel<Rounds, false><<<chunks, kPlanThreads, 0, stream>>>(a);
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(chunks);
-  config.blockDim = dim3(kPlanThreads);
-  config.stream = stream;
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &early;
-  config.numAttrs = overlap ? 1 : 0;
-  return cudaLaunchKernelEx(&config, moe_plan_place_kernel<Rounds>, a);
+  const cudaError_t error = launch_following(moe_plan_rank_kernel<Rounds, false>, dim3(chunks), kPlanThreads, on, a);
+  if (error != cudaSuccess) return error;
+  return launch_following(moe_plan_place_kernel<Rounds>, dim3(chunks), kPlanThreads, on, a);
 }
 
-// `overlap`: the device can start a kernel while the one before it runs (SM90 and later).
-inline cudaError_t moe_plan_launch(MoePlanCuda a, bool overlap, cudaStream_t stream) {
+inline cudaError_t moe_plan_launch(MoePlanCuda a, ChainedStream on) {
   a.bits = 32 - __builtin_clz(unsigned(a.experts));
   int rounds = moe_plan_rounds(a.slots);
   if (!a.counts)
     for (rounds = 1; a.slots > int64_t(rounds) * kPlanThreads;) rounds *= 2;
   switch (rounds) {
-    case 1: return moe_plan_launch_as<1>(a, overlap, stream);
-    case 2: return moe_plan_launch_as<2>(a, overlap, stream);
-    case 4: return moe_plan_launch_as<4>(a, overlap, stream);
-    default: return moe_plan_launch_as<8>(a, overlap, stream);
+    case 1: return moe_plan_launch_as<1>(a, on);
+    case 2: return moe_plan_launch_as<2>(a, on);
+    case 4: return moe_plan_launch_as<4>(a, on);
+    default: return moe_plan_launch_as<8>(a, on);
   }
 }
 

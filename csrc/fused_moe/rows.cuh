@@ -6,7 +6,10 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <initializer_list>
+#include <type_traits>
 
+#include "fused_moe/chain.cuh"
 #include "silu_mul/gate.cuh"
 
 namespace vx {
@@ -42,6 +45,7 @@ constexpr int kCombineThreads = 128;
 template <class T, int N, bool Weights>
 __global__ void __launch_bounds__(kCombineThreads) moe_combine_kernel(MoeCombineCuda a) {
   constexpr int kAtOnce = 8;
+  follow_kernel_before();
   const int64_t token = blockIdx.x, column = (int64_t(blockIdx.y) * kCombineThreads + threadIdx.x) * N;
   if (column >= a.n) return;
   const int32_t* position = a.position + token * a.top_k;
@@ -80,22 +84,19 @@ inline bool aligned_16(std::initializer_list<const void*> pointers) {
 }
 
 template <class T, int N>
-cudaError_t moe_combine_launch_as(const MoeCombineCuda& a, cudaStream_t stream) {
+cudaError_t moe_combine_launch_as(const MoeCombineCuda& a, ChainedStream on) {
   const int64_t units = (a.n + N - 1) / N;
   const dim3 grid(unsigned(a.tokens), unsigned((units + kCombineThreads - 1) / kCombineThreads));
-  if (a.weights)
-    moe_combine_kernel<T, N, true><<<grid, kCombineThreads, 0, stream>>>(a);
-  else
-    moe_combine_kernel<T, N, false><<<grid, kCombineThreads, 0, stream>>>(a);
-  return cudaGetLastError();
+  return launch_following(a.weights ? moe_combine_kernel<T, N, true> : moe_combine_kernel<T, N, false>, grid,
+                          kCombineThreads, on, a);
 }
 
 template <class T>
-cudaError_t moe_combine_launch(const MoeCombineCuda& a, cudaStream_t stream) {
+cudaError_t moe_combine_launch(const MoeCombineCuda& a, ChainedStream on) {
   if (a.tokens == 0 || a.n == 0) return cudaSuccess;
   constexpr int kWide = 16 / sizeof(T);
-  return a.n % kWide == 0 && aligned_16({a.y, a.out}) ? moe_combine_launch_as<T, kWide>(a, stream)
-                                                      : moe_combine_launch_as<T, 1>(a, stream);
+  return a.n % kWide == 0 && aligned_16({a.y, a.out}) ? moe_combine_launch_as<T, kWide>(a, on)
+                                                      : moe_combine_launch_as<T, 1>(a, on);
 }
 
 // Of a = activation(gate) * up, where row p of a was multiplied by its weight behind the down projection.
@@ -119,6 +120,7 @@ constexpr int kGateThreads = 256;
 template <class T, bool Gelu, bool Even>
 __global__ void __launch_bounds__(kGateThreads) moe_gate_bwd_kernel(MoeGateBwdCuda a) {
   constexpr int N = 8;
+  follow_kernel_before();
   const int64_t row = int64_t(blockIdx.x) * (kGateThreads / 32) + (threadIdx.x >> 5), n = a.n;
   if (row >= a.rows || row >= a.offsets[a.experts]) return;
   const int lane = threadIdx.x & 31, slot = a.order[row];
@@ -185,15 +187,13 @@ __global__ void __launch_bounds__(kGateThreads) moe_gate_bwd_kernel(MoeGateBwdCu
 }
 
 template <class T, bool Gelu>
-cudaError_t moe_gate_bwd_launch(const MoeGateBwdCuda& a, cudaStream_t stream) {
+cudaError_t moe_gate_bwd_launch(const MoeGateBwdCuda& a, ChainedStream on) {
   if (a.rows == 0 || a.n == 0) return cudaSuccess;
   constexpr int kRows = kGateThreads / 32;
-  const unsigned blocks = unsigned((a.rows + kRows - 1) / kRows);
-  if (a.n % 8 == 0 && aligned_16({a.h, a.da, a.dh, a.scaled}))
-    moe_gate_bwd_kernel<T, Gelu, true><<<blocks, kGateThreads, 0, stream>>>(a);
-  else
-    moe_gate_bwd_kernel<T, Gelu, false><<<blocks, kGateThreads, 0, stream>>>(a);
-  return cudaGetLastError();
+  const dim3 blocks(unsigned((a.rows + kRows - 1) / kRows));
+  const bool even = a.n % 8 == 0 && aligned_16({a.h, a.da, a.dh, a.scaled});
+  return launch_following(even ? moe_gate_bwd_kernel<T, Gelu, true> : moe_gate_bwd_kernel<T, Gelu, false>, blocks,
+                          kGateThreads, on, a);
 }
 
 }  // namespace vx

@@ -1,12 +1,15 @@
 """fused_moe: a token's row depends on that token alone, whoever shares its experts; gradients; bad arguments."""
 
+from pathlib import Path
+
 import pytest
 import torch
-from conftest import room_backends
+from conftest import SLOW, room_backends
 from hypothesis import given
 from hypothesis import strategies as st
 
 import vexact_ops as vx
+from vexact_ops.fused_moe.op import ROOM
 from vexact_ops.fused_moe.reference import fused_moe_ref
 from vexact_ops.testing import assert_bitwise, cancelling, check_repeatable, check_rows, tricky
 
@@ -268,7 +271,74 @@ def test_bad_arguments_are_named():
         vx.fused_moe(x, gate_up, down, weights, ids, activation="relu")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def plan_by_sorting(ids, experts):
+    ids = ids.flatten().long()
+    key = torch.where((ids >= 0) & (ids < experts), ids, experts)
+    order = key.sort(stable=True)[1]
+    position = torch.empty_like(order).scatter_(0, order, torch.arange(len(ids), device=ids.device))
+    counts = torch.bincount(key, minlength=experts + 1)[:experts]
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    order[offsets[-1] :] = 0
+    return tuple(t.int() for t in (offsets, order, torch.where(key < experts, position, -1)))
+
+
+@BACKENDS
+@pytest.mark.parametrize("experts", [1, 7, 128] if SLOW else [1, 7, 128, 512, 600])
+@pytest.mark.parametrize("kind", ["any", "all there", "one hot"])
+def test_the_plan_is_a_stable_sort(device, backend, experts, kind):
+    g = torch.Generator().manual_seed(experts)
+    low, high = {"any": (-2, experts + 2), "all there": (0, experts), "one hot": (experts - 1, experts)}[kind]
+    for slots in (0, 1, 5, 33, 1100) if SLOW else (0, 1, 33, 1024, 1025, 4000, 8193, 140000):
+        ids = torch.randint(low, high, (slots,), generator=g, dtype=torch.int32)
+        if kind == "any" and slots > 4:
+            ids[1], ids[3] = 2**31 - 1, -(2**31)
+        ids = ids.to(device)
+        assert_bitwise(ROOM.module(backend).plan(ids, experts), plan_by_sorting(ids, experts), f"{slots} slots")
+
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@GPU
+@DTYPES
+@pytest.mark.parametrize("n", [1, 8, 130, 768, 1408, 2048])
+@pytest.mark.parametrize("option", [1, 3, 8, 11])
+def test_the_cuda_kernels_have_the_bits_of_the_canonical_ones(dtype, n, option):
+    from vexact_ops.fused_moe import cuda, triton
+
+    for case in cuda._combine_cases(dtype, torch.device("cuda", 0), n, option):
+        assert_bitwise(cuda._combine_kernel(*case), triton._combine(*case), "combine")
+    for case in cuda._gate_bwd_cases(dtype, torch.device("cuda", 0), n, option % 2):
+        assert_bitwise(cuda._gate_bwd_in_one(*case), cuda._canonical_gate_bwd_in_one(*case), "gate_bwd")
+
+
+@GPU
+def test_admission_refuses_another_order():
+    from vexact_ops._core.admit import Admissions, Candidate
+    from vexact_ops.fused_moe import cuda, triton
+
+    def backwards(y, position, weights, tokens):  # the last slot first
+        position = position.view(tokens, -1).flip(1).flatten()
+        return triton._combine(y, position, None if weights is None else weights.flip(1).contiguous(), tokens)
+
+    def by_halves(h, da, order, weights, offsets, gelu):  # dweights as torch adds them
+        dh, scaled, dweights = triton._gate_bwd(h, da, order, weights, offsets, gelu)
+        live = int(offsets[-1])
+        dweights.flatten()[order[:live].long()] = (da.float() * vx.silu_mul(h).float()).sum(1)[:live]
+        return cuda._in_one(dh, scaled, dweights, offsets)
+
+    device = torch.device("cuda", 0)
+    for broken, canonical, cases in (
+        (backwards, triton._combine, cuda._combine_cases(torch.bfloat16, device, 768, 8)),
+        (by_halves, cuda._canonical_gate_bwd_in_one, cuda._gate_bwd_cases(torch.bfloat16, device, 768, 0)),
+    ):
+        known = Admissions("test", path=Path("/nonexistent/verdicts.json"))
+        assert known.choose("key", [Candidate("broken", broken)], canonical, lambda cases=cases: cases) is None
+        (verdict,) = known.verdicts("key")
+        assert verdict.different, verdict.error
+
+
+@GPU
 def test_a_graph_serves_any_routing():
     x, gate_up, down, weights, ids = inputs_of(32, 8, 3, 128, 64, 3, torch.bfloat16, "cuda")
     static = torch.full_like(ids, -1)

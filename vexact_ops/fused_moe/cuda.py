@@ -11,8 +11,7 @@ from torch import Tensor
 
 from .._core import native
 from .._core.admit import Candidate, admissions
-from ..grouped_linear.triton import grouped_linear_dweight, grouped_linear_dx, grouped_linear_fwd
-from ..silu_mul.triton import silu_mul_fwd
+from ..grouped_linear.cuda import grouped_gate_up, grouped_linear_dweight, grouped_linear_dx, grouped_linear_fwd
 from ..testing.inputs import cancelling, tricky
 from . import triton
 
@@ -148,11 +147,9 @@ def _in_one(dh, scaled, dweights, offsets) -> Tensor:
 
 def fused_moe_fwd(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, gelu: bool, keep: bool):
     offsets, order, position = plan(ids, gate_up.shape[0])
-    h = grouped_linear_fwd(x, gate_up, offsets, order, ids.shape[1])
-    a = h.new_empty(h.shape[0], h.shape[1] // 2)
-    silu_mul_fwd(*h.chunk(2, 1), gelu, a)
-    h = h if keep else None
+    h, a = grouped_gate_up(x, gate_up, offsets, order, ids.shape[1], gelu, keep)
     y = grouped_linear_fwd(a, down, offsets)
+    del a
     return _combine(y, position, weights, x.shape[0]), h, offsets, order, position
 
 
