@@ -19,25 +19,25 @@ struct MoePlanCuda {
   int32_t* counts;  // (chunks, experts), or null where one block does it all
 };
 
-// The sum of `value` over the threads before this one, of a block of at most 32 warps; and over all of them.
-__device__ __forceinline__ int scan_of_block(int value, int* warp_sums, int& all) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-  int sum = value;
+__device__ __forceinline__ int scan_of_warp(int sum) {
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
     const int other = __shfl_up_sync(~0u, sum, d);
-    if (lane >= d) sum += other;
+    if (int(threadIdx.x & 31) >= d) sum += other;
   }
+  return sum;
+}
+
+// The sum of `value` over the threads before this one, of a block of at most 32 warps; and over all of them.
+__device__ __forceinline__ int scan_of_block(int value, int* warp_sums, int& all) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+  const int sum = scan_of_warp(value);
   if (lane == 31) warp_sums[warp] = sum;
   __syncthreads();
-  int before = 0;
-  all = 0;
-  for (int w = 0; w < warps; ++w) {
-    const int v = warp_sums[w];
-    before += w < warp ? v : 0;
-    all += v;
-  }
-  return before + sum - value;
+  const int sums = scan_of_warp(lane < warps ? warp_sums[lane] : 0);
+  all = __shfl_sync(~0u, sums, 31);
+  const int before = __shfl_sync(~0u, sums, warp - 1 & 31);
+  return (warp ? before : 0) + sum - value;
 }
 
 // A block takes Rounds slots for each of its threads; a warp's slots lie together. The place of a slot among its
@@ -83,11 +83,13 @@ __global__ void __launch_bounds__(kPlanThreads) moe_plan_rank_kernel(MoePlanCuda
   __syncthreads();
   int total = 0;  // of expert threadIdx.x: there are at least as many threads
   if (int(threadIdx.x) < experts) {
-#pragma unroll 8
-    for (int w = 0; w < warps; ++w) {
-      const int count = held[w * experts + threadIdx.x];
-      held[w * experts + threadIdx.x] = uint16_t(total);
-      total += count;
+    int count[kPlanWarps];
+#pragma unroll
+    for (int w = 0; w < kPlanWarps; ++w) count[w] = w < warps ? held[w * experts + threadIdx.x] : 0;
+#pragma unroll
+    for (int w = 0; w < kPlanWarps; ++w) {
+      if (w < warps) held[w * experts + threadIdx.x] = uint16_t(total);
+      total += count[w];
     }
   }
   if constexpr (Whole) {
@@ -173,7 +175,7 @@ __global__ void __launch_bounds__(kPlanThreads) moe_plan_place_kernel(MoePlanCud
   }
 }
 
-constexpr int64_t kPlanWhole = 8 * kPlanThreads;  // slots that one block can do
+constexpr int64_t kPlanWhole = 2 * kPlanThreads;  // slots that one block does: beyond, its scattered writes take longer
 
 // How many rounds a chunk has: few chunks, since each reads the counts of all.
 inline int moe_plan_rounds(int64_t slots) {
@@ -190,8 +192,9 @@ inline int64_t moe_plan_chunks(int64_t slots) {
 template <int Rounds>
 cudaError_t moe_plan_launch_as(const MoePlanCuda& a, ChainedStream on) {
   if (!a.counts) {
-    const int each = (a.slots + Rounds - 1) / Rounds, least = each > a.experts ? each : a.experts;
-    return launch_following(moe_plan_rank_kernel<Rounds, true>, dim3(1), (least + 31) & ~31, on, a);
+    constexpr int kAtOnce = Rounds < 2 ? Rounds : 2;
+    const int each = (a.slots + kAtOnce - 1) / kAtOnce, least = each > a.experts ? each : a.experts;
+    return launch_following(moe_plan_rank_kernel<kAtOnce, true>, dim3(1), (least + 31) & ~31, on, a);
   }
   const unsigned chunks = unsigned(moe_plan_chunks(a.slots));
   const cudaError_t error = launch_following(moe_plan_rank_kernel<Rounds, false>, dim3(chunks), kPlanThreads, on, a);
@@ -201,9 +204,7 @@ cudaError_t moe_plan_launch_as(const MoePlanCuda& a, ChainedStream on) {
 
 inline cudaError_t moe_plan_launch(MoePlanCuda a, ChainedStream on) {
   a.bits = 32 - __builtin_clz(unsigned(a.experts));
-  int rounds = moe_plan_rounds(a.slots);
-  if (!a.counts)
-    for (rounds = 1; a.slots > int64_t(rounds) * kPlanThreads;) rounds *= 2;
+  const int rounds = a.counts || a.slots <= kPlanThreads ? moe_plan_rounds(a.slots) : 2;
   switch (rounds) {
     case 1: return moe_plan_launch_as<1>(a, on);
     case 2: return moe_plan_launch_as<2>(a, on);

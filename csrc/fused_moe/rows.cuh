@@ -25,6 +25,15 @@ __device__ __forceinline__ T narrow(float x) {
   else return __float2bfloat16_rn(x);
 }
 
+// Two neighbours, in one instruction.
+__device__ __forceinline__ void narrow_pair(float* to, float a, float b) { to[0] = a, to[1] = b; }
+__device__ __forceinline__ void narrow_pair(__half* to, float a, float b) {
+  *reinterpret_cast<__half2*>(to) = __floats2half2_rn(a, b);
+}
+__device__ __forceinline__ void narrow_pair(__nv_bfloat16* to, float a, float b) {
+  *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(a, b);
+}
+
 // N elements that lie together, loaded and stored 16 bytes at a time.
 template <class T, int N>
 struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
@@ -43,8 +52,8 @@ constexpr int kCombineThreads = 128;
 
 // A thread makes N columns of a token.
 template <class T, int N, bool Weights>
-__global__ void __launch_bounds__(kCombineThreads) moe_combine_kernel(MoeCombineCuda a) {
-  constexpr int kAtOnce = 8;
+__global__ void __launch_bounds__(kCombineThreads, 8) moe_combine_kernel(MoeCombineCuda a) {
+  constexpr int kAtOnce = 4;  // with eight blocks on a multiprocessor: enough in flight for all the bandwidth
   follow_kernel_before();
   const int64_t token = blockIdx.x, column = (int64_t(blockIdx.y) * kCombineThreads + threadIdx.x) * N;
   if (column >= a.n) return;
@@ -55,9 +64,11 @@ __global__ void __launch_bounds__(kCombineThreads) moe_combine_kernel(MoeCombine
   for (int64_t first = 0; first < a.top_k; first += kAtOnce) {
     Pack<T, N> held[kAtOnce];
     int at[kAtOnce];
+    float w[kAtOnce];
 #pragma unroll
     for (int s = 0; s < kAtOnce; ++s) {
       at[s] = first + s < a.top_k ? position[first + s] : -1;
+      w[s] = Weights && first + s < a.top_k ? weights[first + s] : 1.0f;
       if (at[s] >= a.rows) at[s] = -1;
     }
 #pragma unroll
@@ -66,14 +77,15 @@ __global__ void __launch_bounds__(kCombineThreads) moe_combine_kernel(MoeCombine
 #pragma unroll
     for (int s = 0; s < kAtOnce; ++s) {  // order: slots ascending, one fp32 accumulator
       if (at[s] < 0) continue;
-      const float w = Weights ? weights[first + s] : 1.0f;
 #pragma unroll
-      for (int i = 0; i < N; ++i) acc[i] = Weights ? fmaf(w, wide(held[s].v[i]), acc[i]) : acc[i] + wide(held[s].v[i]);
+      for (int i = 0; i < N; ++i)
+        acc[i] = Weights ? fmaf(w[s], wide(held[s].v[i]), acc[i]) : acc[i] + wide(held[s].v[i]);
     }
   }
   Pack<T, N> sum;
+  if constexpr (N == 1) sum.v[0] = narrow<T>(acc[0]);
 #pragma unroll
-  for (int i = 0; i < N; ++i) sum.v[i] = narrow<T>(acc[i]);
+  for (int i = 0; i + 1 < N; i += 2) narrow_pair(sum.v + i, acc[i], acc[i + 1]);
   *reinterpret_cast<Pack<T, N>*>(static_cast<T*>(a.out) + token * a.n + column) = sum;
 }
 
@@ -118,7 +130,7 @@ constexpr int kGateThreads = 256;
 // A warp makes a row. Lane i of the sum is element i of every chunk of `block`; a thread holds eight neighbours of each
 // 256.
 template <class T, bool Gelu, bool Even>
-__global__ void __launch_bounds__(kGateThreads) moe_gate_bwd_kernel(MoeGateBwdCuda a) {
+__global__ void __launch_bounds__(kGateThreads, Even && sizeof(T) == 2 ? 4 : 2) moe_gate_bwd_kernel(MoeGateBwdCuda a) {
   constexpr int N = 8;
   follow_kernel_before();
   const int64_t row = int64_t(blockIdx.x) * (kGateThreads / 32) + (threadIdx.x >> 5), n = a.n;
@@ -129,12 +141,14 @@ __global__ void __launch_bounds__(kGateThreads) moe_gate_bwd_kernel(MoeGateBwdCu
   const T *gate = static_cast<const T*>(a.h) + row * 2 * n, *up = gate + n, *from = static_cast<const T*>(a.da) + row * n;
   T *dgate = static_cast<T*>(a.dh) + row * 2 * n, *dup = dgate + n, *scaled = static_cast<T*>(a.scaled) + row * n;
   const int parts = a.block > 256 ? a.block / 256 : 1;
-  float sum[4][N] = {};
-  for (int64_t start = 0; start < n; start += a.block) {
+  float sum_of[4] = {};
 #pragma unroll
-    for (int p = 0; p < 4; ++p) {
-      const int64_t i = start + p * 256 + lane * N;
-      const int inside = p < parts && lane * N < a.block && i < n ? (n - i < N ? int(n - i) : N) : 0;
+  for (int p = 0; p < 4; ++p) {
+    if (p >= parts) break;
+    float sum[N] = {};
+    for (int64_t start = p * 256; start < n; start += a.block) {
+      const int64_t i = start + lane * N;
+      const int inside = lane * N < a.block && i < n ? (n - i < N ? int(n - i) : N) : 0;
       if (inside == 0) continue;
       Pack<T, N> g, u, d, to_gate, to_up, to_scaled;
       if constexpr (Even) {
@@ -150,39 +164,51 @@ __global__ void __launch_bounds__(kGateThreads) moe_gate_bwd_kernel(MoeGateBwdCu
         }
       }
 #pragma unroll
-      for (int j = 0; j < N; ++j) {
-        const float gj = wide(g.v[j]), uj = wide(u.v[j]), dj = wide(d.v[j]);
-        const DeviceGate at = gate_of<Gelu>(gj);
-        const float open = gj * at.s, value = wide(narrow<T>(open * uj));  // rounded, as the forward had it
-        if (Even || j < inside) sum[p][j] = fmaf(dj, value, sum[p][j]);
-        const float dw = w * dj;
-        to_scaled.v[j] = narrow<T>(w * value);
-        to_gate.v[j] = narrow<T>((dw * uj) * gate_slope<Gelu>(gj, at));
-        to_up.v[j] = narrow<T>(dw * open);
+      for (int j = 0; j < N; j += 2) {
+        float open[2], value[2], dgate_of[2], dw[2];
+        DeviceGate at[2];
+        alignas(8) T rounded[2];
+#pragma unroll
+        for (int l = 0; l < 2; ++l) {
+          at[l] = gate_of<Gelu>(wide(g.v[j + l]));
+          open[l] = wide(g.v[j + l]) * at[l].s;
+          value[l] = open[l] * wide(u.v[j + l]);
+        }
+        narrow_pair(rounded, value[0], value[1]);  // as the forward had it
+#pragma unroll
+        for (int l = 0; l < 2; ++l) {
+          const float d_of = wide(d.v[j + l]);
+          value[l] = wide(rounded[l]);
+          if (Even || j + l < inside) sum[j + l] = fmaf(d_of, value[l], sum[j + l]);
+          dw[l] = w * d_of;
+          dgate_of[l] = (dw[l] * wide(u.v[j + l])) * gate_slope<Gelu>(wide(g.v[j + l]), at[l]);
+        }
+        narrow_pair(to_scaled.v + j, w * value[0], w * value[1]);
+        narrow_pair(to_gate.v + j, dgate_of[0], dgate_of[1]);
+        narrow_pair(to_up.v + j, dw[0] * open[0], dw[1] * open[1]);
       }
       if constexpr (Even) {
         *reinterpret_cast<Pack<T, N>*>(scaled + i) = to_scaled;
         *reinterpret_cast<Pack<T, N>*>(dgate + i) = to_gate;
         *reinterpret_cast<Pack<T, N>*>(dup + i) = to_up;
       } else {
-        for (int j = 0; j < inside; ++j) scaled[i + j] = to_scaled.v[j], dgate[i + j] = to_gate.v[j], dup[i + j] = to_up.v[j];
+#pragma unroll
+        for (int j = 0; j < N; ++j)
+          if (j < inside) scaled[i + j] = to_scaled.v[j], dgate[i + j] = to_gate.v[j], dup[i + j] = to_up.v[j];
       }
     }
-  }
-  // order: lanes over chunks ascending (above), then neighbours pairwise
-#pragma unroll
-  for (int p = 0; p < 4; ++p) {
-    float t = ((sum[p][0] + sum[p][1]) + (sum[p][2] + sum[p][3])) + ((sum[p][4] + sum[p][5]) + (sum[p][6] + sum[p][7]));
+    // order: lanes over chunks ascending (above), then neighbours pairwise
+    float t = ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
       const float other = __shfl_xor_sync(~0u, t, d);
       t = d * N < a.block ? t + other : t;
     }
-    sum[p][0] = t;
+    sum_of[p] = t;
   }
-  float total = sum[0][0];
-  if (parts > 1) total = total + sum[1][0];
-  if (parts > 2) total = total + (sum[2][0] + sum[3][0]);
+  float total = sum_of[0];
+  if (parts > 1) total = total + sum_of[1];
+  if (parts > 2) total = total + (sum_of[2] + sum_of[3]);
   if (lane == 0) a.dweights[slot] = total;
 }
 

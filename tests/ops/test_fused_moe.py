@@ -35,9 +35,14 @@ def inputs_of(tokens, experts, top_k, hidden, inner, seed, dtype, device):
     return x, gate_up.view(experts, 2 * inner, hidden), down, weights, ids
 
 
+def canonical(backend):
+    """What the ops that this one is composed of are computed with."""
+    return "triton" if backend == "cuda" else backend
+
+
 def ops_apart(x, gate_up, down, weights, ids, activation, backend):
     """The contract spelled out with the dense ops, one token and slot at a time."""
-    rows = []
+    rows, backend = [], canonical(backend)
     for t in range(x.shape[0]):
         acc = torch.zeros(x.shape[1], dtype=torch.float64)
         for s in range(ids.shape[1]):
@@ -146,6 +151,7 @@ def test_gradients_of_weights_are_the_dense_ones(device, backend, dtype):
     dy = tricky(30, 40, seed=5, dtype=dtype, device=device).clamp(-4, 4)
     grads = torch.autograd.grad(vx.fused_moe(x, *args, weights, ids, backend=backend), args, dy)
     assert not grads[0][4].any() and not grads[1][4].any()
+    backend = canonical(backend)
     for e in (0, 1, 2, 3, 5):
         token, slot = (ids == e).nonzero(as_tuple=True)
         g, d = (t[e].detach().clone().requires_grad_() for t in args)
