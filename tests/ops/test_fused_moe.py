@@ -289,12 +289,12 @@ def plan_by_sorting(ids, experts):
 
 
 @BACKENDS
-@pytest.mark.parametrize("experts", [1, 7, 128] if SLOW else [1, 7, 128, 512, 600])
+@pytest.mark.parametrize("experts", [1, 7] if SLOW else [1, 7, 128, 512, 600])
 @pytest.mark.parametrize("kind", ["any", "all there", "one hot"])
 def test_the_plan_is_a_stable_sort(device, backend, experts, kind):
     g = torch.Generator().manual_seed(experts)
     low, high = {"any": (-2, experts + 2), "all there": (0, experts), "one hot": (experts - 1, experts)}[kind]
-    for slots in (0, 1, 5, 33, 1100) if SLOW else (0, 1, 33, 1024, 1025, 4000, 8193, 140000):
+    for slots in (0, 1, 33, 200) if SLOW else (0, 1, 33, 1024, 1025, 4000, 8193, 140000):
         ids = torch.randint(low, high, (slots,), generator=g, dtype=torch.int32)
         if kind == "any" and slots > 4:
             ids[1], ids[3] = 2**31 - 1, -(2**31)
