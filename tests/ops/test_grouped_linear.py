@@ -227,3 +227,90 @@ def test_a_graph_serves_any_spread():
         offsets.copy_(offsets_of(assigned, 8))
         graph.replay()
         assert_bitwise(y, vx.grouped_linear(x, w, offsets_of(assigned, 8, "cuda")), name)
+
+
+HOPPER = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no SM90 device"
+)
+RINGS = [(16, 3, 1), (12, 4, 2), (3, 8, 2), (1, 8, 0)]  # tiles of 256, 192, 48 and 16 rows
+
+
+def scaled(*shape, seed):
+    return tricky(*shape, seed=seed, dtype=torch.bfloat16, device="cuda")
+
+
+@HOPPER
+@pytest.mark.parametrize("ring", RINGS, ids=lambda ring: f"tiles of {16 * ring[0]}")
+@pytest.mark.parametrize(
+    "experts,n,k,rows", [(3, 48, 40, 70), (1, 128, 64, 300), (5, 272, 200, 333), (33, 144, 328, 700)]
+)
+def test_our_kernels_have_the_canonical_bits(ring, experts, n, k, rows):
+    from vexact_ops.grouped_linear import cuda, triton
+
+    x, w = experts_that_cancel(rows, k, n, experts, rows, torch.bfloat16, "cuda")
+    dy = scaled(rows, n, seed=rows)
+    order = torch.randperm(rows, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).int()
+    for name, assigned in spreads(rows, experts, rows):
+        offsets = offsets_of(assigned, experts, "cuda")
+        offsets[-1] -= rows // 20  # rows that are nobody's
+        offsets.clamp_(max=int(offsets[-1]))
+        assert_bitwise(cuda._own(cuda.FORWARD, *ring, x, w, offsets), triton.grouped_linear_fwd(x, w, offsets), name)
+        assert_bitwise(cuda._own(cuda.ACROSS, *ring, dy, w, offsets), triton.grouped_linear_dx(dy, w, offsets), name)
+        assert_bitwise(
+            cuda._own(cuda.FORWARD, *ring, x, w, offsets, order, 3),
+            triton.grouped_linear_fwd(x, w, offsets, order, 3),
+            f"{name}, through an order",
+        )
+        assert_bitwise(
+            cuda._own_dweight(3, ring[2] % 2, dy, x, offsets), triton.grouped_linear_dweight(dy, x, offsets), name
+        )
+
+
+@HOPPER
+@pytest.mark.parametrize("ring", RINGS, ids=lambda ring: f"tiles of {16 * ring[0]}")
+@pytest.mark.parametrize("gelu", [False, True], ids=["silu", "gelu_tanh"])
+def test_a_gated_product_has_the_bits_of_its_parts(ring, gelu):
+    from vexact_ops.grouped_linear import cuda
+
+    experts, rows, width, k = 5, 210, 136, 200
+    x, w = scaled(rows, k, seed=1) / 64, scaled(experts, 2 * width, k, seed=2)
+    x[7] = float("nan")
+    order = torch.randperm(rows, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).int()
+    for name, assigned in spreads(rows, experts, 3):
+        offsets = offsets_of(assigned, experts, "cuda")
+        h = vx.grouped_linear(x[(order // 2).long()], w, offsets, backend="triton")
+        a = vx.silu_mul(h, activation="gelu_tanh" if gelu else "silu")
+        assert_bitwise(cuda._own_gate_up(*ring, x, w, offsets, order, 2, gelu, True), (h, a), name)
+        assert_bitwise(cuda._own_gate_up(*ring, x, w, offsets, order, 2, gelu, False)[1], a, name)
+        assert_bitwise(cuda.grouped_gate_up(x, w, offsets, order, 2, gelu, True), (h, a), name)
+
+
+@HOPPER
+def test_offsets_and_orders_of_any_values_touch_no_other_memory():
+    from vexact_ops.grouped_linear import cuda
+
+    experts, n, k, rows = 7, 96, 72, 130
+    x, dy, w = scaled(rows, k, seed=1), scaled(rows, n, seed=2), scaled(experts, n, k, seed=3)
+    order = torch.tensor([-7, 2**31 - 1] * (rows // 2), dtype=torch.int32, device="cuda")
+    for values in ([-5] * 8, [2**31 - 1] * 8, [(-1) ** i * 10**6 for i in range(8)], [rows - i for i in range(8)]):
+        offsets = torch.tensor(values, dtype=torch.int32, device="cuda")
+        bounded = cuda._bounded(offsets, rows)
+        assert int(bounded[0]) >= 0 and int(bounded[-1]) <= rows and bool((bounded.diff() >= 0).all())
+        for ring in RINGS:
+            cuda._own(cuda.FORWARD, *ring, x, w, offsets)
+            cuda._own(cuda.ACROSS, *ring, dy, w, offsets, order, 1)
+            cuda._own_gate_up(*ring, x, w, offsets, order, 2, False, True)
+            cuda._own_dweight(3, 1, dy, x, offsets)
+    torch.cuda.synchronize()
+
+
+@HOPPER
+@pytest.mark.parametrize(
+    "kind,top_k", [("fwd", 0), ("dx", 2), ("dweight x", 2), ("gate_up keep", 2), ("gate_up gelu", 0)]
+)
+def test_admission_takes_our_kernels(kind, top_k):
+    from vexact_ops.grouped_linear import cuda
+
+    _, verdicts = cuda.admit(kind, 4, 512, 512, 200, top_k=top_k)
+    ours = [v for v in verdicts if v.candidate.startswith("wgmma")]
+    assert ours and all(v.admitted for v in ours), [v for v in verdicts if not v.admitted]

@@ -184,6 +184,8 @@ def _names(kind: str) -> dict[str, Callable]:
             found["quack"] = _quack_dx
     elif kind == "dweight":
         found["torch._grouped_mm"] = _torch_dweight
+        for lag in (0, 1):
+            found[f"wgmma 128x256x64 ring 3 lag {lag}"] = functools.partial(_own_dweight, 3, lag)
     if kind == "gate_up":
         found = {name: functools.partial(_triton_gate_up, product=run) for name, run in found.items()}
     for own in OWN:
