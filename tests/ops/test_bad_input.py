@@ -164,7 +164,7 @@ SPREADS = pytest.mark.parametrize("rows", [12, 2048], ids=["few", "many"])
 @SPREADS
 @pytest.mark.parametrize("wrong", [2**31 - 1, -(2**31), -1, 10**6], ids=str)
 def test_offsets_of_experts_out_of_range(rows, wrong):
-    x, w = bf16(rows, 256).cuda().requires_grad_(), bf16(4, 256, 256, seed=1).cuda().requires_grad_()
+    x, w = bf16(rows, 512).cuda().requires_grad_(), bf16(4, 256, 512, seed=1).cuda().requires_grad_()
     right = torch.tensor([0, rows // 4, rows // 4, rows // 2, rows], dtype=torch.int32, device="cuda")
     expected = vx.grouped_linear(x, w, right)
     for place in range(5):
@@ -180,7 +180,7 @@ def test_offsets_of_experts_out_of_range(rows, wrong):
 @needs_gpu
 @SPREADS
 def test_ids_of_no_expert_are_empty_slots_and_no_token_notices(rows):
-    x, gate_up, down = bf16(rows, 256).cuda(), bf16(4, 256, 256, seed=1).cuda(), bf16(4, 256, 128, seed=2).cuda()
+    x, gate_up, down = bf16(rows, 512).cuda(), bf16(4, 512, 512, seed=1).cuda(), bf16(4, 512, 256, seed=2).cuda()
     weights = torch.rand(rows, 3, generator=torch.Generator().manual_seed(3)).cuda()
     ids = torch.randint(4, (rows, 3), generator=torch.Generator().manual_seed(4), dtype=torch.int32).cuda()
     args = x, gate_up, down, weights

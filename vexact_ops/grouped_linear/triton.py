@@ -20,7 +20,8 @@ def tile_rows(offsets, tile, R, E, BM: tl.constexpr, EP: tl.constexpr):
     e = tl.arange(0, EP)
     begin = tl.load(offsets + e, mask=(e > 0) & (e <= E), other=0)
     end = tl.load(offsets + e + 1, mask=e < E, other=0)
-    begin, end = tl.maximum(begin, 0), tl.where(e == E, R, tl.minimum(end, R))
+    begin = tl.minimum(tl.maximum(begin, 0), R)
+    end = tl.where(e == E, R, tl.minimum(tl.maximum(end, 0), R))
     tiles = tl.where(e <= E, tl.cdiv(tl.maximum(end - begin, 0), BM), 0)
     last = tl.cumsum(tiles, 0)
     expert = tl.sum((last <= tile).to(tl.int32), 0)
@@ -70,7 +71,8 @@ def _sums_kernel(
     tile = tl.program_id(0) % each
     m = (tile // tiles_n * BM + tl.arange(0, BM)).to(tl.int64)
     n = (tile % tiles_n * BN + tl.arange(0, BN)).to(tl.int64)
-    begin = tl.maximum(tl.load(offsets + expert, mask=expert > 0, other=0), 0)
+    # both ways: a loop that begins near 2^31 would look ahead to what wraps around
+    begin = tl.minimum(tl.maximum(tl.load(offsets + expert, mask=expert > 0, other=0), 0), R)
     end = tl.minimum(tl.load(offsets + expert + 1), R)
     live_m, live_n = (m < M)[:, None], (n < N)[None, :]
     acc = tl.zeros([BM, BN], tl.float32)
