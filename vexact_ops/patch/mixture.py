@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import vexact_ops as vx
 
+from .._core.operator import Operator
 from ..fused_moe.reference import fused_moe_ref
 from ..moe_route.op import SCORES
 from ..moe_route.reference import moe_route_ref
@@ -168,6 +169,17 @@ def _roundings(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None
     return errors[0] < errors[1], got.dtype == torch.bfloat16
 
 
+# fp32 -> dtype -> fp32, seen as one operation: Inductor leaves out a pair of casts (torch 2.11 does so even with
+# emulate_precision_casts), and between router and experts they follow each other, forward and backward.
+_rounded = Operator(
+    "rounded(Tensor x, ScalarType dtype) -> Tensor",
+    lambda x, dtype: x.to(dtype).to(x.dtype),
+    lambda x, dtype: torch.empty_like(x),
+    lambda ctx, inputs, output: setattr(ctx, "dtype", inputs[1]),
+    lambda ctx, dy: (_rounded(dy, ctx.dtype), None),
+)
+
+
 @functools.cache
 def _router_forward(wide: bool, rounded: bool, options: tuple) -> Callable:
     options = dict(options)
@@ -183,6 +195,10 @@ def _router_forward(wide: bool, rounded: bool, options: tuple) -> Callable:
             logits = vx.linear(x, weight)
         bias = getattr(self, _BIAS, None)
         weights, ids = vx.moe_route(logits, top_k, bias=None if bias is None else bias.float(), **options)
-        return logits, weights.to(hidden_states.dtype) if rounded else weights, ids
+        if rounded:
+            if torch.compiler.is_compiling():
+                weights = _rounded(weights, hidden_states.dtype)
+            weights = weights.to(hidden_states.dtype)
+        return logits, weights, ids
 
     return router_forward
