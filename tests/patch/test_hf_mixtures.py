@@ -220,6 +220,15 @@ def test_routers_round_where_their_own_code_rounds(name, wide, rounded, options)
     assert (weights == theirs).float().mean() > 0.9 if rounded else torch.allclose(weights, theirs, rtol=2e-2)
 
 
+def test_rounding_to_a_dtype_and_back_is_one_operation():
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    dy = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
+    y = mixture._rounded(x, torch.bfloat16)
+    assert_bitwise(y, x.bfloat16().float())
+    assert_bitwise(torch.autograd.grad(y, x, dy)[0], dy.bfloat16().float())
+    torch.library.opcheck(torch.ops.vexact.rounded.default, (x, torch.bfloat16))
+
+
 class Louder(qwen3_moe.Qwen3MoeTopKRouter):
     def forward(self, x):
         logits, weights, ids = super().forward(x)
