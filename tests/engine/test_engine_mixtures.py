@@ -240,14 +240,14 @@ print(json.dumps([size, taken, rise(read_all_then_stack)[1]]))
 
 def test_loading_stacks_experts_without_a_second_copy(tmp_path):
     """What loading takes beyond the model is a layer or so, though every tensor of the files is one expert's third."""
-    model = build("Qwen3Moe", num_hidden_layers=8, num_experts=64, moe_intermediate_size=768)
+    model = build("Qwen3Moe", num_hidden_layers=8, num_experts=32, moe_intermediate_size=512)
     save_per_expert(model, tmp_path)
     # what is freed goes back at once, so that memory in use is memory that is needed
-    exact = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_MMAP_MAX_": "1000000"}
+    exact = {"MALLOC_MMAP_THRESHOLD_": "32768", "MALLOC_MMAP_MAX_": "1000000"}
     command = [sys.executable, "-c", MEASURE, str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env={**os.environ, **exact})
     size, loading, twice = json.loads(run.stdout)
-    assert size > 100 << 20
+    assert size > 30 << 20
     assert loading < 1.3 * size, f"{loading >> 20} MiB for {size >> 20} MiB of weights"
     assert twice > 1.9 * size, "the measure does not see a second copy"
 
