@@ -11,7 +11,13 @@ from torch import Tensor
 
 from .._core import native
 from .._core.admit import Candidate, admissions
-from ..grouped_linear.cuda import grouped_gate_up, grouped_linear_dweight, grouped_linear_dx, grouped_linear_fwd
+from ..grouped_linear.cuda import (
+    gather_rows,
+    grouped_gate_up,
+    grouped_linear_dweight,
+    grouped_linear_dx,
+    grouped_linear_fwd,
+)
 from ..testing.inputs import cancelling, tricky
 from . import triton
 
@@ -158,11 +164,17 @@ def fused_moe_bwd(
     position: Tensor, gelu: bool, need_dx: bool, need_dgate_up: bool, need_ddown: bool,
 ):  # fmt: skip
     top_k = weights.shape[1]
-    da = grouped_linear_dx(dy, down, offsets, order, top_k)
+    rows, through = dy, (order, top_k)
+    if need_ddown and dy.dtype == torch.bfloat16 and not (dy.shape[1] % 8 or dy.stride(0) % 8 or dy.data_ptr() % 16):
+        # two fast products read them; each would copy them for itself
+        rows, through = gather_rows(dy, offsets, order, top_k), (None, 1)
+    da = grouped_linear_dx(rows, down, offsets, *through)
     dh, scaled, dweights = _gate_bwd(h, da, order, weights, offsets, gelu)
     del da
-    ddown = grouped_linear_dweight(dy, scaled, offsets, order, top_k, gathered="dy") if need_ddown else None
-    del scaled
+    ddown, gathered = None, "dy" if rows is dy else ""
+    if need_ddown:
+        ddown = grouped_linear_dweight(rows, scaled, offsets, *through, gathered=gathered)
+    del scaled, rows
     dx = _combine(grouped_linear_dx(dh, gate_up, offsets), position, None, x.shape[0]) if need_dx else None
     dgate_up = grouped_linear_dweight(dh, x, offsets, order, top_k, gathered="x") if need_dgate_up else None
     return dx, dgate_up, ddown, dweights
