@@ -46,16 +46,13 @@ def _quack():
         raise ImportError("quack is not installed")
 
     def layer(x, gate_up, down, weights, ids):
-        from quack.gemm_interface import gemm, gemm_act  # seconds, which runs without this peer are spared
+        from quack.gemm_interface import gemm  # seconds, which runs without this peer are spared
 
         order, ends, back = _sorted(ids, gate_up.shape[0])
-        offsets = F.pad(ends, (1, 0))
-        rows = (order // ids.shape[1]).int()
-        _, a = gemm_act(
-            x, gate_up.transpose(1, 2), activation="swiglu", cu_seqlens_m=offsets, A_idx=rows, store_preact=False,
-            concat_layout=("B",), tuned=False,
-        )  # fmt: skip
-        y = gemm(a, down.transpose(1, 2), cu_seqlens_m=offsets, tuned=False)
+        offsets, rows = F.pad(ends, (1, 0)), (order // ids.shape[1]).int()
+        h = gemm(x, gate_up.transpose(1, 2), cu_seqlens_m=offsets, A_idx=rows, tuned=False)
+        gate, up = h.chunk(2, -1)
+        y = gemm(F.silu(gate) * up, down.transpose(1, 2), cu_seqlens_m=offsets, tuned=False)
         return torch.bmm(weights[:, None].to(y.dtype), y[back].view(*ids.shape, -1))[:, 0]
 
     return layer

@@ -37,8 +37,8 @@ def fused_moe(
     grad            dx and dtopk_weights as bits. dx adds a token's k gradients, rounded to x.dtype, in slot order in
                     fp32. The gradients of the expert weights sum an expert's rows, tokens ascending, repeatable for one
                     fixed batch; experts without rows get 0. Saved for it: x and the (Tk, 2I) gates
-    memory          beside inputs, results and what is saved, on a GPU: forward at most x's rows (Tk, H) with (Tk, 2I) and
-                    (Tk, I), then (Tk, I) with (Tk, H); backward at most (Tk, 2I), (Tk, I) and (Tk, H)
+    memory          beside inputs, results and what is saved, on a GPU: forward at most (Tk, H), (Tk, 2I) and (Tk, I),
+                    backward as much
     raises          TypeError on dtype, ValueError on shape or device, BackendUnavailable. Shared experts stay outside
     """
     check.tensor("fused_moe", "x", x, check.FLOATS, ndim=2)
