@@ -247,6 +247,7 @@ class _Kept:
     zeros: `live` is their number."""
 
     def __init__(self, target: Tensor, ignored: int, backend: str):
+        target = target.contiguous()  # kernels step from id to id
         self.given, self.ignored, self.backend = target, ignored, backend
         self.place = self.last = self.live = None
         if backend != "cpu":
