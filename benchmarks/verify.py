@@ -1,7 +1,7 @@
 """`vexact verify` as a record: rollout against training, token by token, at a model's true sizes; stock beside it.
 
-Models that take most of a GPU's memory fit too: engine and trainer hold the weights once each, and never at the same
-time as gradients.
+Models that take most of a GPU's memory fit too: from a sixteenth of it on, engine and trainer take turns on one copy of
+the weights, and no gradient outlives the look at it.
 """
 
 import argparse
@@ -39,14 +39,7 @@ def _record(args: argparse.Namespace, source: str, dtype: str) -> dict:
     from vexact_engine.weights.load import load
     from vexact_engine.weights.random import load_random
 
-    prompts = PROMPTS[args.device]
-    config = EngineConfig(
-        num_pages=prompts * -(-(max(LENGTHS) + NEW_TOKENS) // 16),
-        max_num_seqs=prompts,
-        max_num_batched_tokens=STEP_TOKENS[args.device],
-        latent_attention=args.latent,
-        show_progress=False,
-    )
+    count = PROMPTS[args.device]
     on_gpu = args.device == "cuda"
     if on_gpu:
         gc.collect()
@@ -60,16 +53,27 @@ def _record(args: argparse.Namespace, source: str, dtype: str) -> dict:
     if on_gpu:
         torch.cuda.synchronize()
     loading = time.perf_counter() - began
+    size = sum(p.nbytes for p in loaded.model.parameters())
+    share = on_gpu and 16 * size > torch.cuda.get_device_properties(args.device).total_memory
+    prompts = synthetic_prompts(count, LENGTHS, loaded.model.get_input_embeddings().weight.shape[0], seed=0)
+    config = EngineConfig(
+        num_pages=sum(-(-(len(prompt.token_ids) + NEW_TOKENS) // 16) for prompt in prompts),  # for all of them
+        max_num_seqs=count,
+        max_num_batched_tokens=STEP_TOKENS[args.device],
+        latent_attention=args.latent,
+        show_progress=False,
+    )
     found = verify(
         loaded,
-        synthetic_prompts(prompts, LENGTHS, loaded.model.get_input_embeddings().weight.shape[0], seed=0),
+        prompts,
         SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True),
         config=config,
         stock=(dtype,),
         stock_prompts=STOCK_PROMPTS[args.device],
         pack_tokens=PACK_TOKENS,
-        batch_sizes=[size for size in BATCH_SIZES if size <= prompts],
+        batch_sizes=[size for size in BATCH_SIZES if size <= count],
         warm=True,
+        share_weights=share,
     )
     layers = "" if args.layers is None or args.model else f" {args.layers} layer{'s' * (args.layers != 1)}"
     ours, stock, gradients = found.comparison, found.stock[0].comparison, found.gradients
@@ -80,6 +84,7 @@ def _record(args: argparse.Namespace, source: str, dtype: str) -> dict:
         "weights": "of the model" if args.model else "random",
         "layers": loaded.model.config.get_text_config(decoder=True).num_hidden_layers,
         "latent": args.latent,
+        "shared_weights": share,
         "tokens": ours.tokens,
         "mismatched": ours.mismatched_tokens,
         "max_abs_diff": ours.max_abs_diff,

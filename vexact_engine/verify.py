@@ -160,6 +160,7 @@ def verify(
     pack_tokens: int | None = None,
     batch_sizes: Sequence[int] = (),
     warm: bool = False,
+    share_weights: bool = False,
     seed: int = 0,
     title: str = "Rollout against training",
     progress: Progress = quiet,
@@ -176,6 +177,8 @@ def verify(
     batch_sizes    roll out again, so many prompts at a time (eight prompts at least, all at most), each computed anew,
                    and compare
     warm           roll out once more while the prefix cache knows the prompts, and compare
+    share_weights  the engine runs the model itself, before it trains, instead of a copy: for models that take more than
+                   half of a device's memory
     returns        a Verification
     raises         VerifyError where nothing was generated at all, or where no prompt was found in the prefix cache that
                    was to be warm; PromptError for prompts that cannot be encoded
@@ -197,7 +200,7 @@ def verify(
     progress("rollout", 0, len(prompts))
     started = time.perf_counter()
     samples, statistics, first, warmed, batches = _rollout(
-        loaded, config, prompts, prompt_ids, each, batch_sizes, warm, progress
+        loaded, config, prompts, prompt_ids, each, batch_sizes, warm, share_weights, progress
     )
     seconds = {"rollout": first, "again": round(time.perf_counter() - started - first, 3)}
     if not any(sample.token_ids for sample in samples):
@@ -261,13 +264,15 @@ def _params(params, count: int, seed: int) -> list[SamplingParams]:
 
 
 def _rollout(
-    loaded, config, prompts, prompt_ids, params, batch_sizes, warm, progress
+    loaded, config, prompts, prompt_ids, params, batch_sizes, warm, share_weights, progress
 ) -> tuple[list[Sample], dict[str, int], float, Batches | None, list[Batches]]:
-    """Generate on a copy of the model, so that engine and trainer share no memory, let alone a patched module."""
+    """Generate; on a copy of the model unless told otherwise, so that engine and trainer share no memory, let alone a
+    patched module."""
     started = time.perf_counter()
     device = next(loaded.model.parameters()).device
     decode = decoder(loaded.tokenizer)
-    with Engine(replace(loaded, model=copy.deepcopy(loaded.model)), config) as engine:
+    model = loaded.model if share_weights else copy.deepcopy(loaded.model)
+    with Engine(replace(loaded, model=model), config) as engine:
         completions = engine.generate(prompt_ids, params)
         statistics = engine_statistics(engine)
         seconds = round(time.perf_counter() - started, 3)
@@ -281,6 +286,7 @@ def _rollout(
             progress(f"rollout, {size} at a time", number, len(batch_sizes))
             engine.reset_prefix_cache()
             batches.append(_in_batches(engine, prompt_ids, params, completions, size))
+    del engine, model
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -399,7 +405,6 @@ def rescore(
                     sample.trainer = scores.detach().float().cpu()
                 if batch is with_backward:
                     gradients = _backward(model, batch, picked)
-                    model.zero_grad(set_to_none=True)  # as large as the weights, and seen
                 del picked
             progress("re-score", len(packs), len(packs))
     finally:
@@ -421,27 +426,37 @@ def _score(handle, batch: Pack, temperature: float) -> list[Tensor]:
 
 
 def _backward(model, batch: Pack, picked: list[Tensor]) -> Gradients:
-    loss = -torch.cat(picked).mean()
-    loss.backward()
-    named = list(model.named_parameters())
-    grads = [(name, p.grad) for name, p in named if p.grad is not None]
-    squares = [_square_sum(g) for _, g in grads]
+    """Each gradient is looked at and dropped as soon as it is whole: all of them together are as large as the model."""
+    named, squares = dict(model.named_parameters()), {}
+
+    def look(parameter: Tensor) -> None:
+        squares[id(parameter)] = _square_sum(parameter.grad)
+        parameter.grad = None
+
+    hooks = [parameter.register_post_accumulate_grad_hook(look) for parameter in named.values()]
+    try:
+        loss = -torch.cat(picked).mean()
+        loss.backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found = {name: squares[id(p)].item() for name, p in named.items() if id(p) in squares}
     return Gradients(
         sequences=len(batch.members),
         tokens=batch.ids.numel(),
         loss=loss.item(),
-        tensors=len(grads),
-        missing=tuple(name for name, p in named if p.grad is None),
+        tensors=len(found),
+        missing=tuple(name for name in named if name not in found),
         # the square of a finite number of these types is finite in float64
-        nonfinite=tuple(name for (name, _), square in zip(grads, squares) if not math.isfinite(square)),
-        norm=math.sqrt(sum(squares)),
+        nonfinite=tuple(name for name, square in found.items() if not math.isfinite(square)),
+        norm=math.sqrt(sum(found.values())),
     )
 
 
-def _square_sum(gradient: Tensor) -> float:
+def _square_sum(gradient: Tensor) -> Tensor:
     """In float64, a piece at a time: the experts of a layer are gigabytes."""
     pieces = gradient.detach().flatten().split(1 << 24)
-    return torch.stack([piece.double().square().sum() for piece in pieces]).sum().item()
+    return torch.stack([piece.double().square().sum() for piece in pieces]).sum()
 
 
 def environment(device: torch.device | str = "cpu") -> dict:

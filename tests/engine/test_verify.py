@@ -155,6 +155,33 @@ def test_a_warm_prefix_cache_is_compared_with_the_rollout():
         verify(build("Llama"), prompts(1), params, config=roomy, warm=True)
 
 
+def test_engine_and_trainer_take_turns_on_one_model():
+    model = build("Qwen3Moe")
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    apart, turns = (verify(model, prompts(), params, config=TIGHT, share_weights=share) for share in (False, True))
+    assert apart.equal and turns.equal and turns.gradients == apart.gradients
+    assert all(torch.equal(a.trainer, b.trainer) for a, b in zip(apart.aligned.samples, turns.aligned.samples))
+    assert "_vexact" not in model.__dict__
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), build("Qwen3Moe").parameters()))
+
+
+def test_gradients_are_those_of_the_whole_backward_pass():
+    """They are dropped one by one: their norm is that of all of them, a tied one counts once, what is lost is named."""
+    model = build("Llama")
+    found = verify(model, prompts(2), SamplingParams(max_new_tokens=4, ignore_eos=True), config=TIGHT, pack_tokens=100)
+    with vx.patch.hf(model.train().requires_grad_(True)) as handle:
+        rows = [sample.prompt_ids + sample.token_ids for sample in found.aligned.samples]
+        picked = [handle.logprobs(torch.tensor(row))[-5:-1] for row in rows]
+        grads = torch.autograd.grad(-torch.cat(picked).mean(), list(model.parameters()))
+    norm = sum(g.double().square().sum().item() for g in grads) ** 0.5
+    assert found.gradients.norm == pytest.approx(norm, rel=1e-3)  # weight gradients sum rows in another order
+    model.requires_grad_(False)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 3] = float("nan")
+    rescored = rescore(model, found.aligned.samples)
+    assert "model.layers.1.mlp.up_proj.weight" in rescored.nonfinite and not rescored.finite
+
+
 def test_a_prefix_cache_that_holds_something_else_is_caught(monkeypatch):
     """The twin: the first page of a prompt is taken for all that follow it."""
     real = PagePool.match
