@@ -19,6 +19,10 @@ class Shape:
     E: int = 0
     top_k: int = 0
     expert_I: int = 0
+    Dv: int = 0  # of values, where it is not D
+    latent: tuple[int, int] | None = (
+        None  # latent attention: the compressed key's size, and how much of it is the value
+    )
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """Name -> (N, K) of one layer's matrices as they are fused for speed, and of the head."""
@@ -43,8 +47,8 @@ SHAPES = {
         Shape("qwen3-32b", 5120, 25600, 64, 8, 128, 151936, 64),
         Shape("llama3-8b", 4096, 14336, 32, 8, 128, 128256, 32),
         Shape("qwen3-30b-a3b", 2048, 6144, 32, 4, 128, 151936, 48, E=128, top_k=8, expert_I=768),
-        Shape("moonlight-16b-a3b", 2048, 11264, 16, 16, 192, 163840, 27, E=64, top_k=6, expert_I=1408),
-        Shape("deepseek-v3", 7168, 18432, 128, 128, 192, 129280, 61, E=256, top_k=8, expert_I=2048),
+        Shape("moonlight-16b-a3b", 2048, 11264, 16, 16, 192, 163840, 27, 64, 6, 1408, 128, (576, 512)),
+        Shape("deepseek-v3", 7168, 18432, 128, 128, 192, 129280, 61, 256, 8, 2048, 128, (576, 512)),
         Shape("olmoe-1b-7b", 2048, 1024, 16, 16, 128, 50304, 16, E=64, top_k=8, expert_I=1024),
     )
 }

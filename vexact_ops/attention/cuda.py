@@ -2,8 +2,9 @@
 
 A case is served in that order on both sides, training and paged, or by the Triton kernels on both sides; which one is a
 function of what a case is (`flash`), never of how many rows or keys a call has, nor of what is installed. Within the
-order, kernels are exchanged freely: flash-attn-4 takes the long forwards of training where it is installed, of the
-version this was written for, and equal to our kernel byte for byte on this machine.
+order, kernels are exchanged freely: flash-attn-4's takes the long forwards of training and of prefill, with its keys
+in pages or not, where it is installed, of the version this was written for, and equal to our kernel byte for byte on
+this machine.
 
 Gradients are the trainer's alone, and have two implementations whose bits differ: flash-attn-4's repeatable backward
 where it is admitted, else the Triton kernels'.
@@ -17,12 +18,16 @@ from torch import Tensor
 
 from .._core import native
 from .._core.admit import Candidate, admissions
-from ..testing.attention import attention_inputs, offsets
+from ..testing.attention import Pages, attention_inputs, offsets
 from ..testing.bitwise import count_different
 from . import triton
 
-HEAD_DIMS = {(64, 64), (96, 96), (128, 128), (192, 128)}
-LONG = 2048  # queries; below, our kernel is as fast as a launch, and has the same bits
+HEAD_DIMS = {(64, 64), (96, 96), (128, 128), (192, 128), (576, 512)}
+LATENT = (
+    576  # keys that hold their values: a kernel of their own, in blocks of 64 keys (csrc/attention/flash_latent.cuh)
+)
+LONG = 256  # queries, of which each may meet LONG_WORK / queries keys: below, our kernel is as fast as a launch
+LONG_WORK = 1 << 20
 MOST_SPLIT = 512  # sequences of a decode step whose segments run in parallel (csrc/attention/flash_decode.cuh)
 MOST_PARTIAL = 1 << 26  # fp32 values that the parallel segments of a call may put aside
 _LOG2_E = 1.4426950408889634
@@ -54,10 +59,19 @@ def _aligned(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _both(cu_seqlens: Tensor, cu_seqlens_k: Tensor | None, tokens: int, keys: int) -> tuple[Tensor, Tensor]:
-    """Offsets that flash-attn-4 can follow without leaving its tensors; unchanged where they are in order."""
-    at = cu_seqlens.clamp(0, tokens).cummax(0).values
-    return at, at if cu_seqlens_k is None else cu_seqlens_k.clamp(0, keys).cummax(0).values
+def _plan(cu_seqlens: Tensor, cu_seqlens_k: Tensor | None, tokens: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Offsets that flash-attn-4 can follow without leaving its tensors, unchanged where they are in order; and a 0, for
+    it to note in where it meets what is not finite."""
+    count = cu_seqlens.shape[0]
+    size = 4 + (1 if cu_seqlens_k is None else 2) * count
+    plan = torch.empty(size, dtype=torch.int32, device=cu_seqlens.device)
+    native.ops().attention_packed_plan(cu_seqlens, cu_seqlens_k, tokens, keys, plan)
+    at = plan[4 : 4 + count]
+    return at, at if cu_seqlens_k is None else plan[4 + count :], plan[:1]
+
+
+def _is_long(q: Tensor, keys: int) -> bool:
+    return q.shape[0] >= LONG and q.shape[0] * keys >= LONG_WORK
 
 
 def varlen_fwd(q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, sinks, scale, causal, window, softcap, kv_segment):
@@ -68,16 +82,40 @@ def varlen_fwd(q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, sinks, scale, caus
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
     out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-    at, at_k, numbers = cu_seqlens, cu_seqlens_k, (scale, causal, window, kv_segment)
-    if q.shape[0] >= LONG and k.shape[0] and _fast_forward(q, k, v, causal, window, kv_segment):
+    numbers = scale, causal, window, kv_segment
+    if q.shape[2] == LATENT:
+        offsets_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
+        options = scale, window or 0, kv_segment or 0, causal, _room_to_join(q, kv_segment)
+        native.ops().attention_latent_varlen(q, k, v, cu_seqlens, offsets_k, *options, out, lse)
+    elif _is_long(q, max_seqlen) and k.shape[0] and _fast_forward(q, k, v, causal, window, kv_segment):
+        at, at_k, odd = _plan(cu_seqlens, cu_seqlens_k, q.shape[0], k.shape[0])
         with torch.cuda.device(q.device):
-            odd = torch.zeros(1, dtype=torch.int32, device=q.device)
-            at, at_k = _both(at, at_k, q.shape[0], k.shape[0])
             _cute().forward(q, k, v, at, at_k, *numbers, out, lse, odd)
         ours(q, k, v, at, at_k, *numbers, out, lse, odd)  # does nothing but where a value is not finite
     else:
-        ours(q, k, v, at, at if at_k is None else at_k, *numbers, out, lse)
+        ours(q, k, v, cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k, *numbers, out, lse)
     return out, lse.view(lse.shape[::-1])
+
+
+@functools.cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def _split(q: Tensor, sequences: int, heads_k: int) -> bool:
+    """Whether segments should be reduced in parallel. Latent attention has tiles of 64 rows, which are worth splitting
+    where whole they would leave multiprocessors idle."""
+    if q.shape[2] != LATENT:
+        return True
+    tiles, count = sequences * heads_k * -(-q.shape[1] // heads_k // 64), _multiprocessors(q.device.index)
+    return tiles < 0.85 * count * -(-tiles // count)
+
+
+def _room_to_join(q: Tensor, segment: int | None) -> Tensor | None:
+    """Where a tile of latent attention puts aside what its segments come to: registers do not hold it."""
+    if segment is None:
+        return None
+    return torch.empty(_multiprocessors(q.device.index) * 64 * 512, dtype=torch.float32, device=q.device)
 
 
 def ours(q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window, segment, out, lse, wanted=None) -> None:
@@ -91,10 +129,10 @@ def varlen_bwd(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, sinks, scale, 
     if not flash(q, v, sinks, scale, softcap):
         return triton.varlen_bwd(dout, q, k, v, out, lse, *args)
     lse = lse.view(lse.shape[::-1])
-    if _fast_backward(q, k, v, causal, window):
+    if q.shape[2] != LATENT and _fast_backward(q, k, v, causal, window):
         q, k, v, dout, out = (_aligned(x) for x in (q, k, v, dout, out))
         with torch.cuda.device(q.device):
-            at, at_k = _both(cu_seqlens, cu_seqlens_k, q.shape[0], k.shape[0])
+            at, at_k, _ = _plan(cu_seqlens, cu_seqlens_k, q.shape[0], k.shape[0])
             grads = _cute().backward(dout, q, k, v, out, lse, at, at_k, scale, causal, window)
         return *grads, None
     return triton.varlen_bwd(dout, q, k, v, out, (lse * _LOG2_E).t().contiguous(), *args)
@@ -108,15 +146,46 @@ def paged_fwd(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_
     q, k_cache, v_cache = _aligned(q), _aligned(k_cache), _aligned(v_cache)
     dv, capacity = v_cache.shape[3], block_table.shape[1] * k_cache.shape[1]
     out = torch.empty(*q.shape[:2], dv, dtype=q.dtype, device=q.device)
-    partial = None
+    partial = odd = None
     if kv_segment is not None and kv_segment < capacity:
         sequences = len(context_lens)
         values = sequences * -(-capacity // kv_segment) * q.shape[1] * (dv + 2)
-        if sequences <= MOST_SPLIT and values <= MOST_PARTIAL:
+        if sequences <= MOST_SPLIT and values <= MOST_PARTIAL and _split(q, sequences, k_cache.shape[2]):
             partial = torch.empty(values, dtype=torch.float32, device=q.device)
-    numbers = scale, window or 0, kv_segment or 0
-    native.ops().attention_flash_paged(q, k_cache, v_cache, *step, *numbers, partial, out)
+    if q.shape[2] == LATENT:
+        numbers = scale, window or 0, kv_segment or 0, _room_to_join(q, kv_segment)
+        native.ops().attention_latent_paged(q, k_cache, v_cache, *step[:3], *numbers, partial, out)
+        return out
+    long = _is_long(q, capacity) and max_seqlen_q > 1 and block_table.stride(1) == 1
+    if long and _fast_paged(q, k_cache, v_cache, capacity, window, kv_segment):
+        odd = _fast_prefill(
+            q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale, window, kv_segment, out
+        )
+    # single queries; with odd, the others only where a value is not finite
+    ours_paged(q, k_cache, v_cache, *step, scale, window, kv_segment, out, partial, odd)
     return out
+
+
+def _fast_prefill(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale, window, segment, out) -> Tensor:
+    """All but single queries, into out; not 0 in what it returns where a value that is not finite may have spread."""
+    count, capacity = len(context_lens), block_table.shape[1] * k_cache.shape[1]
+    plan = torch.empty(4 + 3 * count, dtype=torch.int32, device=q.device)
+    native.ops().attention_paged_plan(cu_seqlens_q, context_lens, q.shape[0], capacity, plan)
+    odd, *step = plan[:1], *plan[4:].view(3, count)
+    with torch.cuda.device(q.device):
+        _cute().paged_forward(q, k_cache, v_cache, *step, block_table, scale, window, segment, out, odd)
+    return odd
+
+
+def ours_paged(
+    q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_seqlen_q, scale, window, segment, out,
+    partial=None, wanted=None,
+) -> None:  # fmt: skip
+    """Our kernels: write out (T, Hq, Dv); rows of sequences with more queries than one only where wanted (1,) int32, if
+    it is there, does not hold 0."""
+    step = block_table, context_lens, cu_seqlens_q, max_seqlen_q
+    numbers = scale, window or 0, segment or 0
+    native.ops().attention_flash_paged(q, k_cache, v_cache, *step, *numbers, wanted, partial, out)
 
 
 # --- admission ------------------------------------------------------------------------------------------------------
@@ -184,6 +253,57 @@ def _admit_forward(cute, q, k, v, causal, window, segment) -> bool:
     with torch.cuda.device(q.device):
         candidate = Candidate(cute.versions(), run(theirs))
         return admissions(q.device.index).choose(name, [candidate], run(ours), cases) is not None
+
+
+def _fast_paged(q: Tensor, k: Tensor, v: Tensor, capacity: int, window: int | None, segment: int | None) -> bool:
+    page, group = k.shape[1], q.shape[1] // k.shape[2]
+    boxes = page % 128 == 0 or (128 % page == 0 and page >= 8)  # that fill a block
+    whole = (192 if q.shape[2] <= 96 else 128) % group == 0  # tiles of all heads that share keys
+    if not (boxes and whole and capacity and k.shape[0]):
+        return False
+    key = "paged", q.device, q.dtype, group, q.shape[2], v.shape[3], window is None, segment, page
+    if key not in _admitted:
+        if torch.cuda.is_current_stream_capturing():
+            return False  # as in _fast_forward
+        cute = _cute()
+        _admitted[key] = cute is not None and _admit_paged(cute, q, k, v, window, segment)
+    return _admitted[key]
+
+
+def _admit_paged(cute, q, k, v, window, segment) -> bool:
+    """Chunks at the end of what is cached, with a single query between them, as a full table and as a short one."""
+    window = None if window is None else 300
+    page = k.shape[1]
+
+    def cases():
+        found = []
+        for lengths, chunk in (([1, 700, 130, 1300, 64], 150), ([(segment or 512) * 2 + 77], 1 << 30)):
+            for q2, k2, v2 in _cases(q, k[0], v[0], lengths):
+                counts = [1 if length == 130 else min(length, chunk) for length in lengths]
+                ends = offsets(lengths, q.device).tolist()[1:]
+                rows = [torch.arange(end - count, end, device=q.device) for end, count in zip(ends, counts)]
+                pages = Pages.of(k2, v2, lengths, page, seed=1).put(k2, v2)
+                lens = torch.tensor(lengths, dtype=torch.int32, device=q.device)
+                caches = *(x.nan_to_num(nan=3.0) for x in (pages.k_cache, pages.v_cache)), pages.block_table
+                found.append((q2[torch.cat(rows)], *caches, lens, offsets(counts, q.device)))
+        return found
+
+    def run(fast):
+        def call(q, k, v, table, lens, cu):
+            out = torch.empty(*q.shape[:2], v.shape[3], dtype=q.dtype, device=q.device)
+            options = q.shape[2] ** -0.5, window, segment
+            odd = _fast_prefill(q, k, v, table, lens, cu, *options, out) if fast else None
+            if odd is not None and odd.item():
+                raise RuntimeError("it met what is not finite where all is")
+            ours_paged(q, k, v, table, lens, cu, q.shape[0], *options, out, None, odd)
+            return out
+
+        return call
+
+    name = f"{_name('paged', q, k[0], v[0], True, window)} segment={segment} page={page}"
+    with torch.cuda.device(q.device):
+        candidate = Candidate(cute.versions(), run(True))
+        return admissions(q.device.index).choose(name, [candidate], run(False), cases) is not None
 
 
 def _fast_backward(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> bool:

@@ -51,9 +51,10 @@ def attention_varlen(
                   options. A score is one fp32 accumulator over D ascending, then scale, then softcap; keys go in
                   blocks cut from the start of their sequence (online softmax, fp32): blocks of 64 ascending, and
                   segments likewise; with backend "cuda" (the default on a GPU) 16-bit inputs with head dims 64, 96,
-                  128 or 192/128, no softcap and no sinks, on SM90, take flash-attn-4's order: blocks of 128 and
-                  segments, both descending. A key that is not seen has no influence, NaN or not. Equal to
-                  attention_paged wherever the same keys are seen. backend="cuda" and "triton" differ in bits
+                  128, 192/128 or 576/512, no softcap and no sinks, on SM90, take flash-attn-4's order: blocks of 128
+                  (of 64 with 576/512) and segments, both descending. A key that is not seen has no influence, NaN or
+                  not. Equal to attention_paged wherever the same keys are seen. backend="cuda" and "triton" differ in
+                  bits
     grad          q, k, v as bits of their own sequence: dq sums keys ascending; dk and dv sum queries ascending, then
                   the heads of the group; sinks sum tokens ascending, repeatable for one fixed batch. kv_segment does
                   not change how gradients are summed. Memory is O(T): scores are recomputed. In the cases of
@@ -121,8 +122,12 @@ def attention_paged(
     returns       (T, Hq, Dv) in q.dtype
     bits          those of attention_varlen for the same sequence, for any page size, page order, chunking and batch
     speed         with backend "cuda" the segments of a sequence that decodes are reduced in parallel: long contexts
-                  want kv_segment=1024 or 2048, which costs training next to nothing. Values out of range on a GPU are
-                  not looked at (that would stall the stream); they touch no memory but the arguments'
+                  want kv_segment=1024 or 2048, which costs training next to nothing. Chunks of hundreds of queries take
+                  training's kernel, which reads the pages where they lie (page sizes of 8 to 128 that divide 128, and
+                  multiples of 128); what lies in a sequence's last page behind its keys has no influence, but should be
+                  finite: otherwise a slower kernel makes that call again. Values of 576/512 that are the first columns
+                  of their keys (a view of the same cache) are read once. Values out of range on a GPU are not looked at
+                  (that would stall the stream); they touch no memory but the arguments'
     grad          none: a RuntimeError where an input requires one in grad mode
     raises        TypeError on dtype, ValueError on shape, values (on CPU) or device, BackendUnavailable
     """

@@ -108,22 +108,30 @@ def _unseen_values(p, seen, v, acc):
 
 @triton.jit
 def _blocks(
-    m, norm, acc, odd, q, lo, hi, whole_from, whole_to, place, k, v, begin, table, pages, page_size,
+    m, norm, acc, odd, q, live_q, lo, hi, whole_from, whole_to, place, k, v, begin, table, pages, page_size,
     k_page, k_row, v_page, v_row, scale, softcap, window,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, PAGED: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, BASE_2: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """The running maximum, sum and output after the keys of [lo, hi), and whether a value was not finite that some row
-    may not see: every row sees those from whole_from to whole_to."""
+    may not see: every row sees those from whole_from to whole_to. q: the queries, or where wide ones begin."""
     d, dv = tl.arange(0, DP), tl.arange(0, DVP)
     for k0 in range(lo, hi, _KEYS):  # order: keys ascending in blocks of 64
         j = k0 + tl.arange(0, _KEYS)
         k_at, v_at, live = _locate(j, j < hi, begin, table, pages, page_size, k_page, k_row, v_page, v_row, PAGED)
-        if D == DP:
-            kt = tl.load(k + k_at[None, :] + d[:, None], mask=live[None, :], other=0.0)
+        if DP > 256:
+            s = tl.zeros([q.shape[0], _KEYS], tl.float32)
+            for d0 in range(0, D, 64):  # order: D ascending, one accumulator
+                part = d0 + tl.arange(0, 64)
+                x = tl.load(q[:, None] + part[None, :], mask=live_q[:, None] & (part < D)[None, :], other=0.0)
+                kt = tl.load(k + k_at[None, :] + part[:, None], mask=live[None, :] & (part < D)[:, None], other=0.0)
+                s = tl.dot(x, kt, s, input_precision="ieee")
         else:
-            kt = tl.load(k + k_at[None, :] + d[:, None], mask=live[None, :] & (d < D)[:, None], other=0.0)
-        s = tl.dot(q, kt, input_precision="ieee")  # order: D ascending, one accumulator
+            if D == DP:
+                kt = tl.load(k + k_at[None, :] + d[:, None], mask=live[None, :], other=0.0)
+            else:
+                kt = tl.load(k + k_at[None, :] + d[:, None], mask=live[None, :] & (d < D)[:, None], other=0.0)
+            s = tl.dot(q, kt, input_precision="ieee")  # order: D ascending, one accumulator
         z, _ = _score(s, scale, softcap, CAP, BASE_2)
         seen = (j < hi)[None, :]
         if CAUSAL:
@@ -182,8 +190,11 @@ def _fwd_kernel(
         head = kv_head * GROUP + row % GROUP
         place = k_len - q_len + position
         d, dv = tl.arange(0, DP), tl.arange(0, DVP)
-        inside = live[:, None] & (d < D)[None, :]
-        x = tl.load(q + token[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=inside, other=0.0)
+        if DP > 256:  # fetched part by part, with each block of keys
+            x = q + token * q_row + head * q_head
+        else:
+            inside = live[:, None] & (d < D)[None, :]
+            x = tl.load(q + token[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=inside, other=0.0)
         k += kv_head * k_head
         v += kv_head * v_head
 
@@ -207,8 +218,8 @@ def _fwd_kernel(
             for start in range(lo // segment * segment, hi, segment):
                 m, norm, acc, odd = _blocks(
                     tl.full([TILE], float("-inf"), tl.float32), tl.zeros([TILE], tl.float32),
-                    tl.zeros([TILE, DVP], tl.float32), odd, x, tl.maximum(lo, start), tl.minimum(hi, start + segment),
-                    whole_from, whole_to, place, k, v, begin, table, pages, page_size,
+                    tl.zeros([TILE, DVP], tl.float32), odd, x, live, tl.maximum(lo, start),
+                    tl.minimum(hi, start + segment), whole_from, whole_to, place, k, v, begin, table, pages, page_size,
                     k_page, k_row, v_page, v_row, scale, softcap, window,
                     D, DV, DP, DVP, PAGED, CAUSAL, WINDOW, CAP, BASE_2, CAREFUL,
                 )  # fmt: skip
@@ -220,7 +231,7 @@ def _fwd_kernel(
             m, norm, acc = high, total, sum_acc
         else:
             m, norm, acc, odd = _blocks(
-                m, norm, acc, odd, x, lo, hi, whole_from, whole_to, place, k, v, begin, table, pages, page_size,
+                m, norm, acc, odd, x, live, lo, hi, whole_from, whole_to, place, k, v, begin, table, pages, page_size,
                 k_page, k_row, v_page, v_row, scale, softcap, window,
                 D, DV, DP, DVP, PAGED, CAUSAL, WINDOW, CAP, BASE_2, CAREFUL,
             )  # fmt: skip
@@ -285,15 +296,43 @@ def _gradient_of_scores(s, dp, lse, delta, seen, scale, softcap, CAP: tl.constex
     return p, tl.where(seen, ds, 0.0)
 
 
+@triton.jit
+def _seen_product(w, seen, x, acc, CAREFUL: tl.constexpr):
+    """acc + w @ x, w 0 where x is not seen; CAREFUL keeps what is not finite from those who do not see it."""
+    if CAREFUL:
+        wide = x.to(tl.float32)
+        finite = wide - wide == 0.0
+        acc = tl.dot(w, tl.where(finite, wide, 0.0).to(x.dtype), acc, input_precision="ieee")
+        lost = tl.where(finite, 0.0, 1.0).to(x.dtype)
+        who = tl.where(tl.broadcast_to(seen, w.shape), 1.0, 0.0).to(x.dtype)
+        bad = tl.dot(who, lost, tl.zeros_like(acc), input_precision="ieee")
+        acc = tl.where(bad > 0.0, float("nan"), acc)
+    else:
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _any_nan(x):
+    return tl.max(tl.max(tl.where(x == x, 0, 1), axis=1), axis=0).to(tl.int8)
+
+
 @triton.jit(do_not_specialize=["tokens", "keys", "sequences"])
 def _dq_kernel(
-    q, k, v, dout, lse, delta, dq, offsets_q, offsets_k, tokens, keys, sequences,
+    q, k, v, dout, lse, delta, dq, odd_tiles, offsets_q, offsets_k, tokens, keys, sequences,
     q_row, q_head, k_row, k_head, v_row, v_head, scale, plain_scale, softcap, window,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr,
     SEQUENCES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, BASE_2: tl.constexpr,
+    KEYS: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
+    """A first launch notes the tiles that have NaN: a value that is not finite may have spread to what does not see it;
+    a CAREFUL one makes those again."""
     sequence, q_begin, q_len, number = _find(offsets_q, tokens, sequences, tl.program_id(0), GROUP, TILE, SEQUENCES)
-    if sequence < sequences:
+    odd_tiles += tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    wanted = sequence < sequences
+    if CAREFUL:
+        wanted = wanted & (tl.load(odd_tiles) > 0)
+    if wanted:
         begin, k_len = _extent(offsets_k, sequence, keys)
         kv_head = tl.program_id(1).to(tl.int64)
         row = number * TILE + tl.arange(0, TILE)
@@ -316,10 +355,10 @@ def _dq_kernel(
             last = k_len - q_len + tl.minimum((number * TILE + TILE - 1) // GROUP, q_len - 1)
             hi = tl.maximum(tl.minimum(k_len, last + 1), 0)
         if WINDOW:
-            lo = tl.maximum(k_len - q_len + number * TILE // GROUP + 1 - window, 0) // _KEYS * _KEYS
+            lo = tl.maximum(k_len - q_len + number * TILE // GROUP + 1 - window, 0) // KEYS * KEYS
         acc = tl.zeros([TILE, DP], tl.float32)
-        for k0 in range(lo, hi, _KEYS):  # order: keys ascending, one accumulator
-            j = k0 + tl.arange(0, _KEYS)
+        for k0 in range(lo, hi, KEYS):  # order: keys ascending, one accumulator
+            j = k0 + tl.arange(0, KEYS)
             there = j < hi
             at_k = (begin + j).to(tl.int64) * k_row
             at_v = (begin + j).to(tl.int64) * v_row
@@ -333,23 +372,32 @@ def _dq_kernel(
             if WINDOW:
                 seen = seen & (j[None, :] > place[:, None] - window)
             _, ds = _gradient_of_scores(s, dp, row_lse, row_delta, seen, scale, softcap, CAP, BASE_2)
-            acc = tl.dot(ds.to(rows.dtype), rows, acc, input_precision="ieee")
+            acc = _seen_product(ds.to(rows.dtype), seen, rows, acc, CAREFUL)
+        if not CAREFUL:
+            tl.store(odd_tiles, _any_nan(acc))
         y = (acc * plain_scale).to(dq.dtype.element_ty)
         tl.store(dq + at[:, None] * D + d[None, :], y, mask=inside_d)
 
 
 @triton.jit(do_not_specialize=["tokens", "keys", "sequences"])
 def _dkv_kernel(
-    q, k, v, dout, lse, delta, dk, dv_out, offsets_q, offsets_k, tokens, keys, sequences,
+    q, k, v, dout, lse, delta, dk, dv_out, odd_tiles, offsets_q, offsets_k, tokens, keys, sequences,
     q_row, q_head, k_row, k_head, v_row, v_head, scale, plain_scale, softcap, window,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr,
     SEQUENCES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, BASE_2: tl.constexpr,
+    KEYS: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    sequence, begin, k_len, number = _find(offsets_k, keys, sequences, tl.program_id(0), 1, _KEYS, SEQUENCES)
-    if sequence < sequences:
+    """A first launch notes the tiles that have NaN: a value that is not finite may have spread to what does not see it;
+    a CAREFUL one makes those again."""
+    sequence, begin, k_len, number = _find(offsets_k, keys, sequences, tl.program_id(0), 1, KEYS, SEQUENCES)
+    odd_tiles += tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    wanted = sequence < sequences
+    if CAREFUL:
+        wanted = wanted & (tl.load(odd_tiles) > 0)
+    if wanted:
         q_begin, q_len = _extent(offsets_q, sequence, tokens)
         kv_head = tl.program_id(1).to(tl.int64)
-        j = number * _KEYS + tl.arange(0, _KEYS)
+        j = number * KEYS + tl.arange(0, KEYS)
         there = j < k_len
         key = (begin + j).to(tl.int64)
         d, dv = tl.arange(0, DP), tl.arange(0, DVP)
@@ -359,11 +407,11 @@ def _dkv_kernel(
         before = k_len - q_len  # keys before the first query's own place
         lo, hi = 0, q_len * GROUP
         if CAUSAL:
-            lo = tl.maximum(number * _KEYS - before, 0) * GROUP // TILE * TILE
+            lo = tl.maximum(number * KEYS - before, 0) * GROUP // TILE * TILE
         if WINDOW:
-            hi = tl.minimum(hi, tl.maximum(number * _KEYS + _KEYS - 1 + window - before, 0) * GROUP)
-        dk_acc = tl.zeros([_KEYS, DP], tl.float32)
-        dv_acc = tl.zeros([_KEYS, DVP], tl.float32)
+            hi = tl.minimum(hi, tl.maximum(number * KEYS + KEYS - 1 + window - before, 0) * GROUP)
+        dk_acc = tl.zeros([KEYS, DP], tl.float32)
+        dv_acc = tl.zeros([KEYS, DVP], tl.float32)
         for r0 in range(lo, hi, TILE):  # order: queries ascending, a query's heads in turn, one accumulator
             row = r0 + tl.arange(0, TILE)
             position = row // GROUP
@@ -387,8 +435,10 @@ def _dkv_kernel(
             if WINDOW:
                 seen = seen & (j[:, None] > place[None, :] - window)
             p, ds = _gradient_of_scores(s, dp, row_lse, row_delta, seen, scale, softcap, CAP, BASE_2)
-            dv_acc = tl.dot(p.to(do.dtype), do, dv_acc, input_precision="ieee")
-            dk_acc = tl.dot(ds.to(x.dtype), x, dk_acc, input_precision="ieee")
+            dv_acc = _seen_product(p.to(do.dtype), seen, do, dv_acc, CAREFUL)
+            dk_acc = _seen_product(ds.to(x.dtype), seen, x, dk_acc, CAREFUL)
+        if not CAREFUL:
+            tl.store(odd_tiles, tl.maximum(_any_nan(dk_acc), _any_nan(dv_acc)))
         at = key * tl.num_programs(1) + kv_head
         y = (dk_acc * plain_scale).to(dk.dtype.element_ty)
         tl.store(dk + at[:, None] * D + d[None, :], y, mask=inside_d)
@@ -405,10 +455,12 @@ def _constants(q: Tensor, hk: int, dv: int, softcap, scale: float) -> tuple[dict
     widest = max(block(d), block(dv))
     # Tiles of 64 rows would take wgmma, and ptxas 12.8 (of Triton 3.6) may then overwrite the uniform register that
     # holds the values' descriptor: for some head dims the matrix unit reads outside of shared memory.
-    tile = 32 if base_2 else 16
+    wide = widest > 256  # queries and gradients of that width leave no room for more
+    tile = 32 if base_2 and not wide else 16
     constants = {"GROUP": q.shape[1] // hk, "D": d, "DV": dv, "DP": block(d), "DVP": block(dv), "TILE": tile}
     warps = 4 if base_2 and widest <= 128 else 8
-    constants |= {"CAP": softcap is not None, "BASE_2": base_2, "num_warps": warps, "num_stages": 2, **OPTIONS}
+    constants |= {"CAP": softcap is not None, "BASE_2": base_2, "num_warps": warps, **OPTIONS}
+    constants |= {"KEYS": 16 if wide else KEY_BLOCK, "num_stages": 1 if wide else 2}
     return constants, scale * LOG2_E if base_2 and softcap is None else scale
 
 
@@ -420,6 +472,7 @@ def _forward(
     table, pages, page_size = paging
     sequences = offsets_q.shape[0] - 1
     constants, scale = _constants(q, hk, dv, softcap, scale)
+    del constants["KEYS"]  # gradients alone may take fewer
     if constants["BASE_2"]:
         constants["num_warps"] //= 2  # rows of 16 for each
     if tokens == 0 or sequences == 0:
@@ -479,13 +532,20 @@ def varlen_bwd(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, sinks, scale, 
             _delta_kernel[(triton.cdiv(rows, height),)](
                 out, dout, delta, rows, DV=dv, DVP=constants["DVP"], ROWS=height, num_warps=4, **OPTIONS
             )
-            _dq_kernel[(triton.cdiv(tokens * group, tile) + sequences, hk)](
-                q, k, v, dout, lse, delta, dq, *metadata, *strides, *numbers, **common
-            )
+            tiles = triton.cdiv(tokens * group, tile) + sequences
+            odd_tiles = torch.empty(tiles * hk, dtype=torch.int8, device=q.device)
+            for careful in (False, True):
+                _dq_kernel[(tiles, hk)](
+                    q, k, v, dout, lse, delta, dq, odd_tiles, *metadata, *strides, *numbers, CAREFUL=careful, **common
+                )
         if keys:
-            _dkv_kernel[(triton.cdiv(keys, KEY_BLOCK) + sequences, hk)](
-                q, k, v, dout, lse, delta, dk, dv_out, *metadata, *strides, *numbers, **common
-            )
+            tiles = triton.cdiv(keys, common["KEYS"]) + sequences
+            odd_tiles = torch.empty(tiles * hk, dtype=torch.int8, device=q.device)
+            for careful in (False, True):
+                _dkv_kernel[(tiles, hk)](
+                    q, k, v, dout, lse, delta, dk, dv_out, odd_tiles, *metadata, *strides, *numbers, CAREFUL=careful,
+                    **common,
+                )  # fmt: skip
         if sinks is not None and rows:
             parts = torch.empty_like(lse)
             _dsinks_kernel[(triton.cdiv(rows, 1024),)](
