@@ -78,6 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "--batch-sizes", type=_lengths, default=[], metavar="N,N", help="roll out again, so many prompts at a time"
     )
+    verify.add_argument(
+        "--share-weights", action="store_true", help="engine and trainer take turns on one copy of them"
+    )
     verify.add_argument("--stock", action="store_true", help="put the same question to the stock Hugging Face stack")
     verify.add_argument("--stock-prompts", type=_positive, metavar="N", help="for the first N prompts alone")
     verify.add_argument("--show", type=int, default=2, metavar="N", help="answers to print (2)")
@@ -244,6 +247,7 @@ def _verify(args) -> int:
             pack_tokens=args.pack_tokens,
             batch_sizes=args.batch_sizes,
             warm=args.warm,
+            share_weights=args.share_weights,
             seed=args.seed,
             title=f"VeXact verify: {os.path.basename(loaded.name.rstrip('/'))}",
             progress=progress,

@@ -92,7 +92,17 @@ def test_verify_on_a_known_model_s_sizes(capsys, monkeypatch):
     for size in (1, 3, 8):
         assert f"engine: 5 prompts again, {size} at a time: 0 of 20 tokens differ" in out
     code, out, _ = run(
-        capsys, "verify", "--config", "qwen3-small", "--layers", 1, "--warm", "--lengths", "40", *options[:2]
+        capsys,
+        "verify",
+        "--config",
+        "qwen3-small",
+        "--layers",
+        1,
+        "--warm",
+        "--share-weights",
+        "--lengths",
+        "40",
+        *options[:2],
     )
     assert code == 0 and re.search(r"5 prompts again, 160 of their tokens from the prefix cache: 0 of \d+ tokens", out)
     code, _, err = run(capsys, "verify", "--config", "qwen3-small", "--layers", 3)
