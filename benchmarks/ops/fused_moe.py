@@ -102,6 +102,20 @@ def _around_the_products(module, shape):
     return ours, stock
 
 
+def _products(rows, gate_up, down, offsets):
+    """The layer's products and the gate between them on rows that lie sorted already: nothing is routed or permuted."""
+    if not rows.is_cuda:
+        return vx.grouped_linear(vx.silu_mul(vx.grouped_linear(rows, gate_up, offsets)), down, offsets)
+    from vexact_ops.grouped_linear.cuda import grouped_gate_up, grouped_linear_fwd
+
+    return grouped_linear_fwd(grouped_gate_up(rows, gate_up, offsets, None, 1, False, False)[1], down, offsets)
+
+
+def _torch_products(rows, gate_up, down, offsets):
+    gate, up = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=offsets[1:]).chunk(2, -1)
+    return torch._grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=offsets[1:])
+
+
 def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) -> Iterator[Case]:
     if not shape.E:
         return
@@ -150,9 +164,51 @@ def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) ->
                 if times == 1:  # they have no backward
                     providers |= peers(**{"quack": _quack, "fixed-tile": _fixed_tile})
             yield Case("fused_moe", name, make, {who: wrap(fn) for who, fn in providers.items()}, same, **cost)
-            if on_gpu:  # the loop looks at the ids on the host
+            if on_gpu and (times == 1 or tokens >= 1024):  # the loop looks at the ids on the host
                 pair = {"vexact": wrap(vx.fused_moe), "hf-loop": wrap(loop)}
                 yield Case("fused_moe", f"{name} eager", make, pair, same, stock="hf-loop", captured=False, **cost)
+
+        # what routing and permutation cost the layer is the difference between these two
+        def from_logits(x, gate_up, down, logits):
+            return vx.fused_moe(x, gate_up, down, *vx.moe_route(logits, shape.top_k))
+
+        def torch_from_logits(x, gate_up, down, logits):
+            weights, ids = logits.softmax(-1).topk(shape.top_k, dim=-1)
+            return torch_grouped(x, gate_up, down, weights / weights.sum(-1, keepdim=True), ids.int())
+
+        def make_whole(make=make, tokens=tokens):
+            return *make()[:3], random(tokens, shape.E, dtype=torch.float32, device=device, seed=4)
+
+        def make_sorted(make=make, tokens=tokens):
+            _, gate_up, down, _, ids, _ = make()
+            ends = torch.bincount(ids.flatten(), minlength=shape.E).cumsum(0).int()
+            rows = random(tokens * shape.top_k, shape.H, dtype=dtype, device=device, seed=6)
+            return rows, gate_up, down, F.pad(ends, (1, 0))
+
+        def bits_whole(x, gate_up, down, logits, run=from_logits):
+            return run(x[-1:], gate_up, down, logits[-1:]), run(x, gate_up, down, logits)[-1:]
+
+        def bits_sorted(rows, gate_up, down, offsets):
+            plain = vx.grouped_linear(vx.silu_mul(vx.grouped_linear(rows, gate_up, offsets)), down, offsets)
+            return _products(rows, gate_up, down, offsets), plain
+
+        for label, maker, ours, stock, same, moved in (
+            ("fwd from logits", make_whole, from_logits, torch_from_logits, bits_whole, 2 * tokens * shape.H),
+            (
+                "products alone",
+                make_sorted,
+                _products,
+                _torch_products,
+                bits_sorted,
+                2 * tokens * shape.top_k * shape.H,
+            ),
+        ):
+            providers = {"vexact": ours}
+            if on_gpu and dtype == torch.bfloat16:
+                providers["torch"] = stock
+            least = (moved + matrices) * dtype.itemsize
+            name = f"{label} {shape.name} T={tokens} {kind}"
+            yield Case("fused_moe", name, maker, providers, same, bytes=least, flops=product)
 
         def make_around(tokens=tokens):
             logits = random(tokens, shape.E, dtype=torch.float32, device=device, seed=4)
@@ -166,5 +222,5 @@ def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) ->
             return ours(logits, y), _around_the_products(ROOM.module("triton"), shape)[0](logits, y)
 
         around = 8 * tokens * (shape.top_k + shape.E / 2) + (shape.top_k + 1) * tokens * shape.H * dtype.itemsize
-        name = f"routing and permutation {shape.name} T={tokens} {kind}"
+        name = f"routing, plan and combination {shape.name} T={tokens} {kind}"
         yield Case("fused_moe", name, make_around, {"vexact": ours, "torch": stock}, bits_around, bytes=around)
