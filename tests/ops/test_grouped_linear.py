@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vexact_ops as vx
+from vexact_ops._core import native
 from vexact_ops.grouped_linear.reference import grouped_linear_ref
 from vexact_ops.testing import (
     assert_bitwise,
@@ -314,3 +315,105 @@ def test_admission_takes_our_kernels(kind, top_k):
     _, verdicts = cuda.admit(kind, 4, 512, 512, 200, top_k=top_k)
     ours = [v for v in verdicts if v.candidate.startswith("wgmma")]
     assert ours and all(v.admitted for v in ours), [v for v in verdicts if not v.admitted]
+
+
+# warpgroups, pieces of k in a stage, blocks on a multiprocessor, per cent in equal shares, units in a piece of the rest
+SHAPES_OF_FEW = [(1, 2, 2, 80, 1), (1, 4, 1, 100, 1), (2, 2, 1, 80, 2), (2, 2, 2, 50, 1), (4, 2, 1, 0, 3)]
+ACTIVATIONS = [-1, 0, 1]  # none, silu, gelu_tanh
+
+
+def few(x, w, offsets, order=None, top_k=1, activation=-1, shape=SHAPES_OF_FEW[2]):
+    """The kernel itself, between guards: what it writes outside of its result would show."""
+    rows, n = x.shape[0] if order is None else order.shape[0], w.shape[1] // (1 if activation < 0 else 2)
+    guarded = torch.full((rows + 2, n), float("nan"), dtype=x.dtype, device=x.device)
+    run = native.ops().grouped_few
+    assert run(x, w, offsets, order, top_k, activation, *shape, guarded[1:-1]), "it does not take these tensors"
+    assert guarded[0].isnan().all() and guarded[-1].isnan().all(), "written outside of the rows"
+    return guarded[1:-1]
+
+
+def canonical_few(x, w, offsets, order=None, top_k=1, activation=-1):
+    from vexact_ops.grouped_linear.triton import grouped_linear_fwd
+
+    y = grouped_linear_fwd(x, w, offsets, order, top_k)
+    return y if activation < 0 else vx.silu_mul(y, activation=["silu", "gelu_tanh"][activation], backend="triton")
+
+
+@HOPPER
+@DTYPES
+@given(
+    rows=st.one_of(st.integers(1, 20), st.sampled_from([70, 300])),
+    experts=st.sampled_from([1, 2, 5, 40, 130]),
+    n=st.sampled_from([8, 24, 64, 100, 328]),
+    k=st.sampled_from([1, 8, 50, 64, 200, 520]),
+    activation=st.sampled_from(ACTIVATIONS),
+    gathered=st.booleans(),
+    seed=SEED,
+)
+def test_few_rows_have_the_bits_of_the_canonical_kernel(dtype, rows, experts, n, k, activation, gathered, seed):
+    if dtype == torch.float32:
+        pytest.skip("16-bit inputs alone")
+    n = n if activation < 0 else 2 * n // 16 * 16
+    x, w = experts_that_cancel(rows, k, n, experts, seed, dtype, "cuda")
+    x, w = (torch.nn.functional.pad(t, (0, -k % 8), value=float("nan"))[..., :k] for t in (x, w))
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).to("cuda", torch.int32)
+    through = (order, 3) if gathered else (None, 1)
+    for shape, (name, assigned) in zip(SHAPES_OF_FEW, spreads(rows, experts, seed)):
+        offsets = offsets_of(assigned, experts, "cuda")
+        expected = canonical_few(x, w, offsets, *through, activation)
+        assert_bitwise(few(x, w, offsets, *through, activation, shape), expected, f"{name}, shape {shape}")
+
+
+@HOPPER
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_few_rows_of_whole_layers(activation):
+    x, w = experts_that_cancel(40, 2048, 1536, 4, 1, torch.bfloat16, "cuda")
+    w = w.repeat(32, 1, 1)
+    for name, assigned in spreads(40, 128, 1):
+        offsets = offsets_of(assigned, 128, "cuda")
+        for shape in SHAPES_OF_FEW:
+            expected = canonical_few(x, w, offsets, activation=activation)
+            assert_bitwise(few(x, w, offsets, activation=activation, shape=shape), expected, f"{name}, shape {shape}")
+
+
+@HOPPER
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@given(values=st.lists(st.integers(-40, 90), min_size=6, max_size=6), seed=SEED)
+def test_few_rows_and_offsets_of_any_value(activation, values, seed):
+    x, w = experts_that_cancel(50, 64, 48, 5, seed, torch.bfloat16, "cuda")
+    g = torch.Generator().manual_seed(seed)
+    order = torch.randint(-(2**31), 2**31 - 1, (50,), generator=g).to("cuda", torch.int32)
+    offsets = torch.tensor(values, dtype=torch.int32, device="cuda")
+    for shape in SHAPES_OF_FEW:
+        few(x, w, offsets, order, 4, activation, shape)
+    if values == sorted(values):
+        assert_bitwise(few(x, w, offsets, None, 1, activation), canonical_few(x, w, offsets, None, 1, activation))
+
+
+@HOPPER
+def test_few_rows_behind_the_last_expert_are_zero():
+    x, w = experts_that_cancel(50, 64, 48, 5, 0, torch.bfloat16, "cuda")
+    offsets = torch.tensor([0, 3, 3, 20, 21, 29], dtype=torch.int32, device="cuda")
+    x[29:] = float("nan")
+    for activation in ACTIVATIONS:
+        y = few(x, w, offsets, activation=activation)
+        assert_bitwise(y, canonical_few(x, w, offsets, activation=activation))
+        assert_bitwise(y[29:], torch.zeros_like(y[29:]))
+
+
+@HOPPER
+def test_few_rows_refuse_what_the_kernel_cannot_read():
+    run, offsets = native.ops().grouped_few, torch.tensor([0, 2, 4], dtype=torch.int32, device="cuda")
+    x, w = (torch.zeros(s, dtype=torch.bfloat16, device="cuda") for s in ((4, 64), (2, 48, 64)))
+    out = torch.full((4, 48), 7.0, dtype=torch.bfloat16, device="cuda")
+    bad = {
+        "fp32": (x.float(), w.float(), out.float()),
+        "rows off 16 bytes": (x[:, 1:41], w[..., :40], out),
+        "a transposed weight": (x, w.transpose(1, 2).contiguous().transpose(1, 2), out),
+        "one matrix for all": (x, w[:1].expand(2, -1, -1), out),
+    }
+    for name, (a, b, y) in bad.items():
+        assert not run(a, b, offsets, None, 1, -1, *SHAPES_OF_FEW[0], y), name
+        assert (y == 7).all(), f"{name}: something was written"
+    with pytest.raises(RuntimeError, match="no kernel of 3 groups"):
+        run(x, w, offsets, None, 1, -1, 3, 1, 1, 100, 1, out)

@@ -171,7 +171,26 @@ def _own_dweight(stages: int, lag: int, dy, x, offsets, order=None, top_k=1, *, 
     return dweight
 
 
-def _names(kind: str) -> dict[str, Callable]:
+# Kernels for few rows per expert: multiplying warpgroups, pieces of 64 k in a stage, blocks on a multiprocessor, per
+# cent of the weights in equal shares, units of 32 rows of a weight in a piece of the rest.
+FEW = ((1, 2, 2, 100, 1), (1, 2, 2, 80, 1), (1, 4, 1, 80, 1), (2, 2, 1, 80, 2), (4, 2, 1, 80, 2))
+
+
+def _few(shape: tuple, x, weight, offsets, order=None, top_k=1, *, activation: int = -1):
+    rows, n = x.shape[0] if order is None else order.shape[0], weight.shape[1]
+    out = x.new_empty(rows, n if activation < 0 else n // 2)
+    if not native.ops().grouped_few(x, weight, offsets, order, top_k, activation, *shape, out):
+        raise RuntimeError("does not take this product")
+    return out
+
+
+def _few_gate_up(shape: tuple, x, gate_up, offsets, order, top_k, gelu, keep):
+    if keep:
+        return _triton_gate_up(x, gate_up, offsets, order, top_k, gelu, keep, functools.partial(_few, shape))
+    return None, _few(shape, x, gate_up, offsets, order, top_k, activation=int(gelu))
+
+
+def _names(kind: str, few: bool) -> dict[str, Callable]:
     """The candidates for a kind of product, by name: they take what the Triton function of that kind takes."""
     found: dict[str, Callable] = {}
     if kind in ("fwd", "gate_up"):
@@ -195,6 +214,11 @@ def _names(kind: str) -> dict[str, Callable]:
             found[name] = functools.partial(_own, ACROSS if kind == "dx" else FORWARD, *own)
         elif kind == "gate_up":
             found[name] = functools.partial(_own_gate_up, *own)
+    if few and kind in ("fwd", "gate_up"):
+        for shape in FEW:
+            groups, pieces, blocks, share, piece = shape
+            name = f"wgmma {64 * groups}x64x{64 * pieces} few rows, blocks {blocks}, shares {share} %, pieces {piece}"
+            found[name] = functools.partial(_few if kind == "fwd" else _few_gate_up, shape)
     return found
 
 
@@ -238,7 +262,7 @@ def _settle(key: tuple, kind: str, a, b, offsets, order, top_k) -> Callable:
                 stacklevel=2,
             )
             name = None
-        known = _names(kind.split()[0])
+        known = _names(product.what, product.few)
         _chosen[key] = canonical if name in (None, TRITON) else known[name]
     return _chosen[key]
 
@@ -266,6 +290,10 @@ class Product:
         return min(LARGEST, max(8, 1 << (self.rows - 1).bit_length()))
 
     @property
+    def few(self) -> bool:
+        return self.bucket <= 64 * self.experts
+
+    @property
     def what(self) -> str:
         return self.kind.split()[0]
 
@@ -286,7 +314,7 @@ class Product:
         return verdicts
 
     def candidates(self) -> list[Candidate]:
-        found = [Candidate(name, functools.partial(self.run, run)) for name, run in _names(self.what).items()]
+        found = [Candidate(name, functools.partial(self.run, run)) for name, run in _names(self.what, self.few).items()]
         return [*found, Candidate(TRITON, self.canonical)]
 
     def canonical(self, *case) -> Tensor:

@@ -1,0 +1,128 @@
+// Binding and launch of grouped_linear's kernel for few rows per expert.
+#include <atomic>
+#include <mutex>
+#include <unordered_map>
+
+#include "common/cuda.h"
+#include "common/tensor.h"
+#include "grouped_linear/sm90_few.cuh"
+
+namespace vx {
+namespace {
+
+constexpr int kShared = 226 * 1024;  // of one SM90 multiprocessor
+
+constexpr int kCounters = 1 << 16;
+__device__ int counters[kCounters];  // all 0 but while a kernel runs
+
+// A counter that no other launch uses at the same time: launches on one stream follow each other, and a captured launch,
+// whose replays do, gets one of its own. Null when there are no more: the kernel then does without, with the same bits.
+int* counter_of(cudaStream_t stream, int device) {
+  struct Given {
+    int* first = nullptr;
+    int count = 0;
+    std::unordered_map<unsigned long long, int> of_stream;
+  };
+  static std::mutex lock;
+  static std::unordered_map<int, Given> given;
+  cudaStreamCaptureStatus status;
+  unsigned long long id = 0;
+  VX_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  if (status == cudaStreamCaptureStatusNone) VX_CUDA_CHECK(cudaStreamGetId(stream, &id));
+  const std::lock_guard guard(lock);
+  Given& here = given[device];
+  if (!here.first) VX_CUDA_CHECK(cudaGetSymbolAddress(reinterpret_cast<void**>(&here.first), counters));
+  if (status == cudaStreamCaptureStatusNone) {
+    const auto found = here.of_stream.find(id);
+    if (found != here.of_stream.end()) return here.first + found->second;
+  }
+  if (here.count == kCounters) return nullptr;
+  if (status == cudaStreamCaptureStatusNone) here.of_stream[id] = here.count;
+  return here.first + here.count++;
+}
+
+struct Few {
+  sm90::FewArgs args;
+  CUtensorMap map;
+  int device, blocks;  // blocks on a multiprocessor
+  int shared() const { return blocks == 1 ? kShared : (kShared / blocks - 1024) / 1024 * 1024; }
+};
+
+template <class T, bool PAIRED, int GROUPS, int BOXES>
+bool launch(Few& f, cudaStream_t stream) {
+  f.args.ring = f.shared() - sm90::few_table(f.args.experts) - 1024;
+  if (f.args.ring < 2 * sm90::few_stage(GROUPS, BOXES)) return false;
+  auto kernel = sm90::few_kernel<T, PAIRED, GROUPS, BOXES>;
+  static std::atomic<uint64_t> allowed{0};
+  allow_shared_memory(kernel, kShared, f.device, allowed);
+  int processors = 0;
+  VX_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, f.device));
+  f.args.counter = counter_of(stream, f.device);
+  VX_CUDA_CHECK(sm90::launch_chained(kernel, dim3(processors * f.blocks), sm90::few_threads(GROUPS), f.shared(), stream, f.map,
+                                     f.args));
+  return true;
+}
+
+template <class T, bool PAIRED>
+bool dispatch(Few& f, int64_t groups, int64_t boxes, cudaStream_t stream) {
+  if (groups == 1 && boxes == 2) return launch<T, PAIRED, 1, 2>(f, stream);
+  if (groups == 1 && boxes == 4) return launch<T, PAIRED, 1, 4>(f, stream);
+  if (groups == 2 && boxes == 2) return launch<T, PAIRED, 2, 2>(f, stream);
+  if (groups == 4 && boxes == 2) return launch<T, PAIRED, 4, 2>(f, stream);
+  STD_TORCH_CHECK(false, "grouped_few: no kernel of ", groups, " groups and ", boxes, " boxes");
+}
+
+bool aligned(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0; }
+
+// activation: -1 none; 0 silu, 1 gelu_tanh of the first half of the columns times the second.
+// False, with nothing launched, where the kernel does not take these tensors. Any values of offsets and order are safe.
+bool grouped_few(Tensor x, Tensor weight, Tensor offsets, std::optional<Tensor> order, int64_t top_k, int64_t activation,
+                 int64_t groups, int64_t boxes, int64_t blocks, int64_t percent, int64_t piece, Tensor out) {
+  STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 3 && out.dim() == 2, "grouped_few: unexpected dimensions");
+  const int64_t experts = weight.size(0), features = weight.size(1), k = weight.size(2), rows = out.size(0);
+  const bool paired = activation >= 0;
+  check_2d(x, "grouped_few: x", x.size(0), k);
+  check_1d(offsets, "grouped_few: offsets", experts + 1);
+  if (order) check_1d(*order, "grouped_few: order", rows);
+  STD_TORCH_CHECK(out.is_contiguous() && out.size(1) * (paired ? 2 : 1) == features && (order || x.size(0) == rows),
+                  "grouped_few: out: unexpected shape");
+  STD_TORCH_CHECK(offsets.scalar_type() == ScalarType::Int && (!order || order->scalar_type() == ScalarType::Int),
+                  "grouped_few: offsets, order: expected int32");
+  STD_TORCH_CHECK(top_k > 0 && top_k < int64_t(1) << 31 && blocks >= 1 && blocks <= 4 && percent >= 0 && percent <= 100 &&
+                      piece > 0 && piece < 1 << 20,
+                  "grouped_few: unexpected options");
+  const ScalarType type = x.scalar_type();
+  STD_TORCH_CHECK(weight.scalar_type() == type && out.scalar_type() == type, "grouped_few: expected one dtype");
+  const int device = x.get_device_index();
+  STD_TORCH_CHECK(weight.get_device_index() == device && offsets.get_device_index() == device &&
+                      out.get_device_index() == device && (!order || order->get_device_index() == device),
+                  "grouped_few: expected one device");
+
+  const int64_t ld = features > 1 ? weight.stride(1) : (k + 7) / 8 * 8, x_ld = x.size(0) > 1 ? x.stride(0) : 0;
+  const int64_t expert_ld = experts > 1 ? weight.stride(0) : 8;
+  constexpr int64_t kMost = int64_t(1) << 30;
+  const bool taken = (type == ScalarType::BFloat16 || type == ScalarType::Half) && rows > 0 && features > 0 && k > 0 &&
+                     x.size(0) > 0 && experts > 0 && experts <= 2048 && (k == 1 || weight.stride(2) == 1) && ld >= k &&
+                     ld % 8 == 0 && expert_ld > 0 && expert_ld % 8 == 0 && x_ld >= 0 && x_ld % 8 == 0 && aligned(x) &&
+                     aligned(weight) && (!paired || features % 16 == 0) && rows < kMost && features < kMost && k < kMost &&
+                     x.size(0) < kMost && ld < kMost && expert_ld < int64_t(1) << 38;
+  if (!taken) return false;
+  const bool is_bf16 = type == ScalarType::BFloat16;
+  Few f;
+  f.args = {data(x), x_ld, int(x.size(0)), order ? static_cast<const int*>(data(*order)) : nullptr, int(top_k),
+            static_cast<const int*>(data(offsets)), mutable_data(out), int(rows), int(out.size(1)), int(k), int(experts), 0,
+            activation == 1, nullptr, int(percent), int(piece)};
+  f.device = device, f.blocks = int(blocks);
+  if (!sm90::few_map(&f.map, is_bf16, paired, data(weight), experts, features, k, expert_ld, ld)) return false;
+  const DeviceGuard guard = on_device_of(x);
+  const cudaStream_t stream = current_stream(x);
+  if (is_bf16)
+    return paired ? dispatch<__nv_bfloat16, true>(f, groups, boxes, stream)
+                  : dispatch<__nv_bfloat16, false>(f, groups, boxes, stream);
+  return paired ? dispatch<__half, true>(f, groups, boxes, stream) : dispatch<__half, false>(f, groups, boxes, stream);
+}
+
+}  // namespace
+}  // namespace vx
+
+STABLE_TORCH_LIBRARY_IMPL(vexact_native, CUDA, m) { m.impl("grouped_few", TORCH_BOX(&vx::grouped_few)); }

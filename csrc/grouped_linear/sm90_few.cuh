@@ -1,0 +1,414 @@
+// grouped_linear for few rows per expert on SM90: out rows of expert e = x rows weight[e]^T, limited by reading the
+// weights of the experts that have rows once.
+//
+// As in linear's kernel for few rows the weight takes wgmma's 64-row side ("swap-AB") and the rows of x its narrow side.
+// The weights of all experts are one stream, cut into equal shares, one per block, at units of 32 rows: a block finds
+// its share from the offsets on the device. One thread keeps a ring of weight tiles in flight with the bulk tensor copy
+// engine, over the borders of tiles and experts; two warps copy the rows of x beside them, through `order` where there
+// is one; GROUPS warpgroups multiply, 64 rows of the weight each.
+//
+// Paired, a unit is 16 rows of the gate and the 16 of the other half that belong to them, eight and eight in turn: the
+// tensor map has five dimensions for it. A thread then holds both factors of an output, and stores their gated product.
+// order: K ascending in steps of 16, one fp32 accumulator per output element, no split of K; the K tail is zeros.
+#pragma once
+#include "common/sm90.cuh"
+#include "linear/sm90_skinny.cuh"
+#include "silu_mul/gate.cuh"
+
+namespace vx::sm90 {
+
+struct FewArgs {
+  const void* x;       // rows x_ld apart, on 16-byte boundaries
+  int64_t x_ld;
+  int sources;         // rows of x
+  const int* order;    // (rows,) row i is row order[i] / top_k of x; null: row i of x
+  int top_k;
+  const int* offsets;  // (experts + 1,)
+  void* out;           // (rows, n) contiguous
+  int rows, n, k, experts;
+  int ring;            // bytes
+  bool gelu;           // of the paired kernel
+  int* counter;        // 0, and 0 again afterwards: of the pieces that blocks take as they come; null: equal shares alone
+  int percent, piece;  // of the units that are in equal shares; units in a piece of the rest
+  long long* times;
+};
+
+constexpr int kFewUnit = 32;       // rows of the weight that shares are cut at
+constexpr int kFewRows = 64;       // rows of x that are multiplied at a time
+constexpr int kFewLoaders = 64;    // threads that copy x
+constexpr int kFewMaxStages = 16;
+constexpr int kFewMail = 4;
+
+__host__ __device__ constexpr int few_threads(int groups) { return 128 * groups + 32 + kFewLoaders; }
+__host__ __device__ constexpr int few_stage(int groups, int boxes) { return boxes * (groups * 8192 + kFewRows * 128); }
+__host__ __device__ constexpr int few_table(int experts) { return (3 * (experts + 1) * 4 + 1023) / 1024 * 1024; }
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// What a block does at a time: units of one expert's weight by up to kFewRows rows of x. None: there is no more to do.
+struct FewTurn {
+  int expert, row, rows, unit, units;
+};
+
+// The turns of a stretch of units, the units of all experts' tiles of rows counted through.
+struct FewWalk {
+  const int *tiles, *first, *count;  // of the experts: tiles of rows before it, its first row, its rows
+  int experts, units_each, most;
+  int64_t at, end;
+
+  __device__ __forceinline__ bool next(FewTurn& turn) {
+    if (at >= end) return false;
+    const int group = int(at / units_each);
+    turn.unit = int(at - int64_t(group) * units_each);
+    int low = 0, high = experts;  // tiles[low] <= group < tiles[high]
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (tiles[middle] <= group ? low : high) = middle;
+    }
+    const int tile = (group - tiles[low]) * kFewRows;
+    turn.expert = low;
+    turn.row = first[low] + tile;
+    turn.rows = min(count[low] - tile, kFewRows);
+    turn.units = int(min(int64_t(min(most, units_each - turn.unit)), end - at));
+    at += turn.units;
+    return true;
+  }
+};
+
+// Turns on their way from the thread that finds them to the others.
+struct FewMail {
+  FewTurn* turns;
+  uint32_t full, empty;
+  int slot = 0;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ void post(const FewTurn& turn) {
+    barrier_wait(empty + 8 * slot, phase ^ 1);
+    turns[slot] = turn;
+    barrier_arrive(full + 8 * slot);
+    step();
+  }
+  __device__ __forceinline__ bool get(FewTurn& turn) {
+    barrier_wait(full + 8 * slot, phase);
+    turn = turns[slot];
+    turn.rows = __reduce_max_sync(~0u, turn.rows), turn.units = __reduce_max_sync(~0u, turn.units);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * slot);
+    step();
+    return turn.units > 0;
+  }
+  __device__ __forceinline__ void step() {
+    if (++slot == kFewMail) slot = 0, phase ^= 1;
+  }
+};
+
+template <bool PAIRED>
+__device__ __forceinline__ void few_copy(uint32_t to, const CUtensorMap* map, uint32_t barrier, int k, int unit, int expert,
+                                         uint64_t policy) {
+  if constexpr (PAIRED)
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%3, %4, %4, %5, %6}], [%2], %7;" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(k), "r"(0), "r"(2 * unit), "r"(expert), "l"(policy)
+        : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(k), "r"(kFewUnit * unit), "r"(expert), "l"(policy)
+        : "memory");
+}
+
+struct FewRing {
+  uint32_t base, full, empty, stage, x_at, x_box;  // of a stage: bytes, where x lies, bytes of a box of x
+  int stages;
+};
+
+// One turn of a warpgroup, up to TOKENS rows of x.
+template <class T, bool PAIRED, int GROUPS, int BOXES, int TOKENS>
+__device__ __forceinline__ void few_turn(const FewArgs& a, const FewRing& r, const FewTurn& turn, int group, int steps,
+                                         int& slot, uint32_t& phase) {
+  const bool live = 2 * group < turn.units;
+  const int thread = threadIdx.x % 128;
+  constexpr uint64_t kHigh = 0x40000040ull << 32;
+  float d[TOKENS / 2];
+#pragma unroll
+  for (int i = 0; i < TOKENS / 2; ++i) d[i] = 0.0f;
+#pragma unroll
+  for (int i = 0; i < TOKENS / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  int before = -1;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    barrier_wait(r.full + 8 * slot, phase);
+    if (live) {
+      // operand() of both, spelled out on 32 bits in what the compiler knows to be the warp's, not a thread's
+      const uint32_t weight = __reduce_max_sync(~0u, (r.base + slot * r.stage + group * 8192) >> 4 | 1u << 16);
+      const uint32_t x = __reduce_max_sync(~0u, (r.base + slot * r.stage + r.x_at) >> 4 | 1u << 16);
+      wgmma_begin();
+#pragma unroll
+      for (int b = 0; b < BOXES; ++b)
+#pragma unroll
+        for (int k = 0; k < kBoxK / 16; ++k)  // order: K ascending; products of one accumulator run in issue order
+          multiply<T, TOKENS>(d, weight + (b * GROUPS * 8192 + 32 * k) / 16 | kHigh, x + b * (r.x_box / 16) + 2 * k | kHigh);
+      wgmma_commit();
+      wgmma_wait<1>();  // the stage before this one has been read
+    }
+    if (before >= 0 && thread == 0) barrier_arrive(r.empty + 8 * before);
+    before = slot;
+    if (++slot == r.stages) slot = 0, phase ^= 1;
+  }
+  wgmma_wait<0>();
+  if (thread == 0) barrier_arrive(r.empty + 8 * before);
+  if (!live) return;
+#pragma unroll
+  for (int i = 0; i < TOKENS / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
+
+  const int lane = thread % 32, slab = 4 * group + thread / 32;
+  if (2 * turn.units <= slab) return;
+  T* const out = static_cast<T*>(a.out) + int64_t(turn.row) * a.n;
+#pragma unroll
+  for (int h = 0; h < (PAIRED ? 1 : 2); ++h) {
+    const int n = turn.unit * (PAIRED ? kFewUnit / 2 : kFewUnit) + slab * (PAIRED ? 8 : 16) + lane / 4 + 8 * h;
+    if (n >= a.n) continue;
+#pragma unroll
+    for (int j = 0; j < TOKENS / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int m = 8 * j + lane % 4 * 2 + i;
+        if (m >= turn.rows) continue;
+        T& to = out[int64_t(m) * a.n + n];
+        if constexpr (PAIRED) {
+          T gate, up;
+          narrow(gate, d[4 * j + i]);
+          narrow(up, d[4 * j + 2 + i]);
+          narrow(to, a.gelu ? gate_mul<true>(widen(gate), widen(up)) : gate_mul<false>(widen(gate), widen(up)));
+        } else {
+          narrow(to, d[4 * j + 2 * h + i]);
+        }
+      }
+  }
+}
+
+#endif
+
+// T bf16 | fp16. GROUPS warpgroups; BOXES 64-wide pieces of K per stage.
+template <class T, bool PAIRED, int GROUPS, int BOXES>
+__global__ void __launch_bounds__(few_threads(GROUPS))
+    few_kernel(const __grid_constant__ CUtensorMap weight_map, const FewArgs a) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ uint8_t memory[];
+  __shared__ __align__(8) uint64_t barriers[2 * kFewMaxStages + 2 * kFewMail];
+  __shared__ FewTurn turns[kFewMail];
+  __shared__ int most_rows, behind, sums[32];
+  int* const tiles = reinterpret_cast<int*>(memory);
+  int *const first = tiles + a.experts + 1, *const count = first + a.experts + 1;
+  constexpr int kThreadsHere = few_threads(GROUPS), kConsumers = 128 * GROUPS, kWarps = kThreadsHere / 32;
+
+  FewRing r;
+  r.base = (shared_address(memory) + few_table(a.experts) + 1023) & ~1023u;
+  r.full = shared_address(barriers), r.empty = r.full + 8 * kFewMaxStages;
+  FewMail mail{turns, r.empty + 8 * kFewMaxStages, r.empty + 8 * kFewMaxStages + 8 * kFewMail};
+  if (threadIdx.x == kConsumers) {
+    for (int i = 0; i < kFewMaxStages; ++i) {
+      barrier_init(r.full + 8 * i, 1 + kFewLoaders);
+      barrier_init(r.empty + 8 * i, GROUPS);
+    }
+    for (int i = 0; i < kFewMail; ++i) {
+      barrier_init(mail.full + 8 * i, 1);
+      barrier_init(mail.empty + 8 * i, (kConsumers + kFewLoaders) / 32);
+    }
+    barrier_init_fence();
+    prefetch_map(&weight_map);
+    most_rows = 0;
+  }
+  wait_for_kernel_before();
+  let_kernel_after_start();
+  int before = 0;
+  for (int base = 0; base < a.experts; base += kThreadsHere) {  // offsets out of range never lead out of the rows
+    const int e = base + threadIdx.x, lane = threadIdx.x % 32;
+    int begin = 0, rows = 0;
+    if (e < a.experts) {
+      const int end = min(a.offsets[e + 1], a.rows);
+      if (e) begin = min(max(a.offsets[e], 0), a.rows);
+      rows = max(end - begin, 0);
+      first[e] = begin, count[e] = rows;
+      if (e == a.experts - 1) behind = max(end, 0);
+    }
+    const int mine = (rows + kFewRows - 1) / kFewRows;
+    int sum = mine;
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) {
+      const int other = __shfl_up_sync(~0u, sum, i);
+      if (lane >= i) sum += other;
+    }
+    if (lane == 31) sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    const int most = __reduce_max_sync(~0u, rows);
+    if (lane == 0 && most) atomicMax(&most_rows, most);
+    int all = 0;
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) {
+      if (i == threadIdx.x / 32) sum += all;
+      all += sums[i];
+    }
+    if (e < a.experts) tiles[e] = before + sum - mine;
+    before += all;
+    __syncthreads();
+  }
+
+  const int most = __reduce_max_sync(~0u, most_rows);  // the same in all threads, for the compiler to see
+  r.x_box = (most <= 8 ? 8 : most <= 16 ? 16 : most <= 32 ? 32 : 64) * 128;
+  r.x_at = BOXES * GROUPS * 8192;
+  r.stage = r.x_at + BOXES * r.x_box;
+  r.stages = min(kFewMaxStages, int(a.ring / r.stage));
+  const int steps = (a.k + kBoxK * BOXES - 1) / (kBoxK * BOXES);
+  FewTurn turn;
+  int slot = 0;
+
+  if (threadIdx.x >= kConsumers + 32) {
+    const int thread = threadIdx.x - kConsumers - 32, chunk = thread % 8, row0 = thread / 8;
+    const uint32_t to0 = row0 * 128 + ((chunk ^ row0) * 16);
+    const int lag = r.stages > 4 ? 3 : 1;
+    int posted = 0, done = 0;
+    uint32_t phase = 1;
+    while (mail.get(turn)) {
+      const char* from[kFewRows / 8];
+#pragma unroll
+      for (int i = 0; i < kFewRows / 8; ++i) {
+        const int row = row0 + 8 * i;
+        int source = 0;
+        if (row < turn.rows) {
+          source = turn.row + row;
+          if (a.order) source = min(max(a.order[source] / a.top_k, 0), a.sources - 1);
+        }
+        from[i] = static_cast<const char*>(a.x) + int64_t(source) * a.x_ld * 2 + chunk * 16;
+      }
+      for (int step = 0; step < steps; ++step) {
+        barrier_wait(r.empty + 8 * slot, phase);
+        const uint32_t to = r.base + slot * r.stage + r.x_at + to0;
+#pragma unroll
+        for (int b = 0; b < BOXES; ++b) {
+          const int k = (step * BOXES + b) * kBoxK, bytes = min(max(2 * (a.k - k) - 16 * chunk, 0), 16);
+#pragma unroll
+          for (int i = 0; i < kFewRows / 8; ++i)
+            if (row0 + 8 * i < turn.rows)
+              asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + b * r.x_box + i * 1024),
+                           "l"(from[i] + (bytes ? k * 2 : 0)), "r"(bytes)
+                           : "memory");
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+        if (posted < lag) {
+          ++posted;
+        } else {  // what was copied `lag` steps ago is there
+          if (lag == 3)
+            asm volatile("cp.async.wait_group 3;" ::: "memory");
+          else
+            asm volatile("cp.async.wait_group 1;" ::: "memory");
+          asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the multipliers read it by another way
+          barrier_arrive(r.full + 8 * done);
+          if (++done == r.stages) done = 0;
+        }
+        if (++slot == r.stages) slot = 0, phase ^= 1;
+      }
+    }
+    for (int i = min(posted, lag); i > 0; --i) {
+      if (i == min(posted, lag)) asm volatile("cp.async.wait_group 0;" ::: "memory");
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      barrier_arrive(r.full + 8 * done);
+      if (++done == r.stages) done = 0;
+    }
+  } else if (threadIdx.x >= kConsumers) {
+    if (threadIdx.x == kConsumers) {
+      uint64_t once, keep;  // a weight that one tile of rows needs passes through the L2 cache
+      asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+      asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(keep));
+      FewWalk walk{tiles, first, count, a.experts, (a.n * (PAIRED ? 2 : 1) + kFewUnit - 1) / kFewUnit, 2 * GROUPS, 0, 0};
+      const int64_t total = int64_t(before) * walk.units_each;
+      // most of it in equal shares; the rest in pieces to those who are done first, for not all get the same bandwidth
+      const bool in_pieces = a.counter && total >= 8 * gridDim.x;
+      const int64_t shared = in_pieces ? total * a.percent / 100 : total;
+      const int pieces = int((total - shared + a.piece - 1) / a.piece);
+      int piece = -1;
+      walk.at = shared * blockIdx.x / gridDim.x;
+      walk.end = shared * (blockIdx.x + 1) / gridDim.x;
+      uint32_t phase = 1;
+      for (;;) {
+        if (!walk.next(turn)) {
+          if (!in_pieces) break;
+          if (piece < 0) piece = atomicAdd(a.counter, 1);
+          if (piece >= pieces) {
+            if (piece == pieces + int(gridDim.x) - 1) *a.counter = 0;  // every block has had its last
+            break;
+          }
+          walk.at = shared + int64_t(piece) * a.piece;
+          walk.end = min(walk.at + a.piece, total);
+          piece = atomicAdd(a.counter, 1);
+          continue;
+        }
+        mail.post(turn);
+        const uint64_t policy = count[turn.expert] <= kFewRows ? once : keep;
+        for (int step = 0; step < steps; ++step) {
+          barrier_wait(r.empty + 8 * slot, phase);  // passes at once in the first round
+          barrier_expect(r.full + 8 * slot, BOXES * turn.units * 4096);
+          const uint32_t stage = r.base + slot * r.stage;
+#pragma unroll
+          for (int b = 0; b < BOXES; ++b)
+            for (int u = 0; u < turn.units; ++u)
+              few_copy<PAIRED>(stage + b * GROUPS * 8192 + u * 4096, &weight_map, r.full + 8 * slot,
+                               (step * BOXES + b) * kBoxK, turn.unit + u, turn.expert, policy);
+          if (++slot == r.stages) slot = 0, phase ^= 1;
+        }
+      }
+      turn.units = 0;
+      mail.post(turn);
+    }
+  } else {
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    uint32_t phase = 0;
+    while (mail.get(turn)) {
+      if (turn.rows <= 8)
+        few_turn<T, PAIRED, GROUPS, BOXES, 8>(a, r, turn, group, steps, slot, phase);
+      else if (turn.rows <= 16)
+        few_turn<T, PAIRED, GROUPS, BOXES, 16>(a, r, turn, group, steps, slot, phase);
+      else if (turn.rows <= 32)
+        few_turn<T, PAIRED, GROUPS, BOXES, 32>(a, r, turn, group, steps, slot, phase);
+      else
+        few_turn<T, PAIRED, GROUPS, BOXES, 64>(a, r, turn, group, steps, slot, phase);
+    }
+    const int64_t end = int64_t(a.rows) * a.n;  // rows behind the last expert
+    for (int64_t i = int64_t(behind) * a.n + blockIdx.x * kConsumers + threadIdx.x; i < end; i += int64_t(gridDim.x) * kConsumers)
+      narrow(static_cast<T*>(a.out)[i], 0.0f);
+    if (a.times && threadIdx.x == 0) {
+      long long now;
+      asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+      a.times[blockIdx.x] = now;
+    }
+  }
+#endif
+}
+
+// (E, rows, k) with k contiguous. Paired, rows is twice a multiple of eight.
+inline bool few_map(CUtensorMap* map, bool is_bf16, bool paired, const void* weight, int64_t experts, int64_t rows, int64_t k,
+                    int64_t expert_ld, int64_t ld) {
+  const EncodeTiled encode = encode_tiled();
+  const auto type = is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  CUresult done;
+  if (!encode) return false;
+  if (paired) {
+    const cuuint64_t sizes[5] = {cuuint64_t(k), 8, 2, cuuint64_t(rows / 16), cuuint64_t(experts)};
+    const cuuint64_t strides[4] = {cuuint64_t(ld) * 2, cuuint64_t(rows) * ld, cuuint64_t(ld) * 16, cuuint64_t(expert_ld) * 2};
+    const cuuint32_t box[5] = {kBoxK, 8, 2, kFewUnit / 16, 1};
+    done = encode(map, type, 5, const_cast<void*>(weight), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  } else {
+    const cuuint64_t sizes[3] = {cuuint64_t(k), cuuint64_t(rows), cuuint64_t(experts)};
+    const cuuint64_t strides[2] = {cuuint64_t(ld) * 2, cuuint64_t(expert_ld) * 2};
+    const cuuint32_t box[3] = {kBoxK, kFewUnit, 1};
+    done = encode(map, type, 3, const_cast<void*>(weight), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  }
+  return done == CUDA_SUCCESS;
+}
+
+}  // namespace vx::sm90
