@@ -1,10 +1,10 @@
-"""The GPU's own class on SM90, in bf16: the fastest kernel proven equal to the Triton ones for a product, by its sizes.
+"""The GPU's own class on SM90: the fastest kernel proven equal to the Triton ones for a product, by its sizes.
 
 A product is a kind (below), the experts' number and matrix, whether rows are read through `order`, and the number of
 rows, known by its power of two (its bucket). On the first call of a kind, outside of a CUDA graph, candidates are
 verified against the Triton kernels on rows that cancel, spread evenly, at random and most of them to one expert, and
-timed; the choice is kept in memory and on disk. What no candidate serves (fp32, fp16, odd sizes or strides, other GPUs,
-a first call inside a graph) takes the Triton kernels: same bits.
+timed; the choice is kept in memory and on disk. What no candidate serves (fp32, odd sizes or strides, other GPUs, a
+first call inside a graph) takes the Triton kernels: same bits. All candidates take bf16, those for few rows fp16 too.
 
 Candidates: kernels of our own by name, torch._grouped_mm and quack's gemm. The last two read rows side by side, so rows
 that come through `order` are copied first, and rows behind the last expert are filled with zeros for them.
@@ -190,7 +190,7 @@ def _few_gate_up(shape: tuple, x, gate_up, offsets, order, top_k, gelu, keep):
     return None, _few(shape, x, gate_up, offsets, order, top_k, activation=int(gelu))
 
 
-def _names(kind: str, few: bool) -> dict[str, Callable]:
+def _names(kind: str) -> dict[str, Callable]:
     """The candidates for a kind of product, by name: they take what the Triton function of that kind takes."""
     found: dict[str, Callable] = {}
     if kind in ("fwd", "gate_up"):
@@ -214,12 +214,17 @@ def _names(kind: str, few: bool) -> dict[str, Callable]:
             found[name] = functools.partial(_own, ACROSS if kind == "dx" else FORWARD, *own)
         elif kind == "gate_up":
             found[name] = functools.partial(_own_gate_up, *own)
-    if few and kind in ("fwd", "gate_up"):
-        for shape in FEW:
-            groups, pieces, blocks, share, piece = shape
-            name = f"wgmma {64 * groups}x64x{64 * pieces} few rows, blocks {blocks}, shares {share} %, pieces {piece}"
-            found[name] = functools.partial(_few if kind == "fwd" else _few_gate_up, shape)
     return found
+
+
+def _few_names(kind: str) -> dict[str, Callable]:
+    """The candidates for few rows per expert, which take fp16 too."""
+    run = {"fwd": _few, "gate_up": _few_gate_up}.get(kind)
+    return {
+        f"wgmma {64 * groups}x64x{64 * pieces} few rows, blocks {blocks}, shares {share} %, pieces {piece}":
+        functools.partial(run, (groups, pieces, blocks, share, piece))
+        for groups, pieces, blocks, share, piece in (FEW if run else ())
+    }  # fmt: skip
 
 
 # ---- the choice
@@ -246,13 +251,14 @@ def _plain(t: Tensor) -> bool:
 def _settle(key: tuple, kind: str, a, b, offsets, order, top_k) -> Callable:
     canonical = CANONICAL[kind.split()[0]]
     rows = a.shape[0] if order is None else order.shape[0]
-    if a.dtype != torch.bfloat16 or rows == 0 or a.shape[1] % 8 or b.shape[-1] % 8 or (b.dim() == 3 and b.shape[1] % 8):
+    odd = a.shape[1] % 8 or b.shape[-1] % 8 or (b.dim() == 3 and b.shape[1] % 8)
+    if a.dtype not in (torch.bfloat16, torch.float16) or rows == 0 or odd:
         return canonical
     if torch.cuda.is_current_stream_capturing():  # nothing can be verified inside a graph
         return canonical
     with _settling, torch.cuda.device(a.device), torch.no_grad():
         n, k = (a.shape[1], b.shape[1]) if kind.startswith("dweight") else b.shape[1:]
-        product = Product(kind, a.device, offsets.shape[0] - 1, n, k, rows, 0 if order is None else top_k)
+        product = Product(kind, a.device, offsets.shape[0] - 1, n, k, rows, 0 if order is None else top_k, a.dtype)
         try:
             name = fastest(product.verdicts())
         except torch.OutOfMemoryError:
@@ -262,7 +268,7 @@ def _settle(key: tuple, kind: str, a, b, offsets, order, top_k) -> Callable:
                 stacklevel=2,
             )
             name = None
-        known = _names(product.what, product.few)
+        known = product.known()
         _chosen[key] = canonical if name in (None, TRITON) else known[name]
     return _chosen[key]
 
@@ -284,14 +290,11 @@ class Product:
     k: int
     rows: int
     top_k: int = 0
+    dtype: torch.dtype = torch.bfloat16
 
     @property
     def bucket(self) -> int:
         return min(LARGEST, max(8, 1 << (self.rows - 1).bit_length()))
-
-    @property
-    def few(self) -> bool:
-        return self.bucket <= 64 * self.experts
 
     @property
     def what(self) -> str:
@@ -301,7 +304,7 @@ class Product:
     def key(self) -> str:
         through = f" order/{self.top_k}" if self.top_k else ""
         sizes = f"E={self.experts} N={self.n} K={self.k} R<={self.bucket}"
-        return f"grouped_linear r{REVISION} {self.kind} bfloat16{through} {sizes}"
+        return f"grouped_linear r{REVISION} {self.kind} {str(self.dtype)[6:]}{through} {sizes}"
 
     def verdicts(self) -> list[Verdict]:
         if torch.cuda.get_device_capability(self.device) != (9, 0) or self.n * self.k < SMALL:
@@ -313,9 +316,14 @@ class Product:
             verdicts = known.verdicts(self.key)
         return verdicts
 
+    def known(self) -> dict[str, Callable]:
+        """The kernels that are proposed, by name."""
+        found = _names(self.what) if self.dtype == torch.bfloat16 else {}
+        return found | _few_names(self.what) if self.bucket <= 64 * self.experts else found
+
     def candidates(self) -> list[Candidate]:
-        found = [Candidate(name, functools.partial(self.run, run)) for name, run in _names(self.what, self.few).items()]
-        return [*found, Candidate(TRITON, self.canonical)]
+        found = [Candidate(name, functools.partial(self.run, run)) for name, run in self.known().items()]
+        return [*found, Candidate(TRITON, self.canonical)] if found else []
 
     def canonical(self, *case) -> Tensor:
         return self.run(CANONICAL[self.what], *case)
@@ -367,7 +375,7 @@ class Product:
         return found
 
     def normal(self, g: torch.Generator, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=g, device=self.device, dtype=torch.bfloat16)
+        return torch.randn(shape, generator=g, device=self.device, dtype=self.dtype)
 
     def scaled(self, g: torch.Generator, *shape: int) -> Tensor:
         v = self.normal(g, *shape)
@@ -382,7 +390,7 @@ class Product:
         mix = torch.randperm(depth, generator=g, device=self.device)
         x = torch.cat((v, -v), 1)[:, mix]
         x = x.repeat(-(-tokens // x.shape[0]), 1)[:tokens].contiguous()
-        weight = torch.empty(self.experts, self.n, self.k, dtype=torch.bfloat16, device=self.device)
+        weight = torch.empty(self.experts, self.n, self.k, dtype=self.dtype, device=self.device)
         for matrix in weight:
             if across:
                 u = self.normal(g, depth // 2, self.k)
@@ -420,11 +428,19 @@ class Product:
 
 
 def admit(
-    kind: str, experts: int, n: int, k: int, rows: int, *, top_k: int = 0, device: torch.device | str = "cuda"
+    kind: str,
+    experts: int,
+    n: int,
+    k: int,
+    rows: int,
+    *,
+    top_k: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cuda",
 ) -> tuple[str, list[Verdict]]:
     """Verify ahead of time what `rows` rows need; kind, n, k and top_k as in Product. Returns (key, verdicts)."""
     device = torch.device(device)
     device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
-    product = Product(kind, device, experts, n, k, rows, top_k)
+    product = Product(kind, device, experts, n, k, rows, top_k, dtype)
     with _settling, torch.cuda.device(device), torch.no_grad():
         return product.key, product.verdicts()
