@@ -57,7 +57,7 @@ bool launch(Few& f, cudaStream_t stream) {
   allow_shared_memory(kernel, kShared, f.device, allowed);
   int processors = 0;
   VX_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, f.device));
-  f.args.counter = counter_of(stream, f.device);
+  if (f.args.percent < 100) f.args.counter = counter_of(stream, f.device);
   VX_CUDA_CHECK(sm90::launch_chained(kernel, dim3(processors * f.blocks), sm90::few_threads(GROUPS), f.shared(), stream, f.map,
                                      f.args));
   return true;
@@ -89,7 +89,7 @@ bool grouped_few(Tensor x, Tensor weight, Tensor offsets, std::optional<Tensor> 
   STD_TORCH_CHECK(offsets.scalar_type() == ScalarType::Int && (!order || order->scalar_type() == ScalarType::Int),
                   "grouped_few: offsets, order: expected int32");
   STD_TORCH_CHECK(top_k > 0 && top_k < int64_t(1) << 31 && blocks >= 1 && blocks <= 4 && percent >= 0 && percent <= 100 &&
-                      piece > 0 && piece < 1 << 20,
+                      (piece == 1 || piece == 2 || piece == 4 || piece == 8) && piece <= 2 * groups,
                   "grouped_few: unexpected options");
   const ScalarType type = x.scalar_type();
   STD_TORCH_CHECK(weight.scalar_type() == type && out.scalar_type() == type, "grouped_few: expected one dtype");

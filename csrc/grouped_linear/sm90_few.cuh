@@ -29,7 +29,7 @@ struct FewArgs {
   int ring;            // bytes
   bool gelu;           // of the paired kernel
   int* counter;        // 0, and 0 again afterwards: of the pieces that blocks take as they come; null: equal shares alone
-  int percent, piece;  // of the units that are in equal shares; units in a piece of the rest
+  int percent, piece;  // of the pieces that are in equal shares; units in a piece
   long long* times;
 };
 
@@ -50,16 +50,15 @@ struct FewTurn {
   int expert, row, rows, unit, units;
 };
 
-// The turns of a stretch of units, the units of all experts' tiles of rows counted through.
+// The turns of a stretch of pieces, the pieces of all experts' tiles of rows counted through.
 struct FewWalk {
   const int *tiles, *first, *count;  // of the experts: tiles of rows before it, its first row, its rows
-  int experts, units_each, most;
+  int experts, units_each, pieces_each, piece, most;  // units and pieces of a matrix, units of a piece, pieces of a turn
   int64_t at, end;
 
   __device__ __forceinline__ bool next(FewTurn& turn) {
     if (at >= end) return false;
-    const int group = int(at / units_each);
-    turn.unit = int(at - int64_t(group) * units_each);
+    const int group = int(at / pieces_each), first_piece = int(at - int64_t(group) * pieces_each);
     int low = 0, high = experts;  // tiles[low] <= group < tiles[high]
     while (high - low > 1) {
       const int middle = (low + high) / 2;
@@ -69,8 +68,10 @@ struct FewWalk {
     turn.expert = low;
     turn.row = first[low] + tile;
     turn.rows = min(count[low] - tile, kFewRows);
-    turn.units = int(min(int64_t(min(most, units_each - turn.unit)), end - at));
-    at += turn.units;
+    const int pieces = int(min(int64_t(min(most, pieces_each - first_piece)), end - at));
+    turn.unit = first_piece * piece;
+    turn.units = min(pieces * piece, units_each - turn.unit);
+    at += pieces;
     return true;
   }
 };
@@ -268,7 +269,7 @@ __global__ void __launch_bounds__(few_threads(GROUPS))
   if (threadIdx.x >= kConsumers + 32) {
     const int thread = threadIdx.x - kConsumers - 32, chunk = thread % 8, row0 = thread / 8;
     const uint32_t to0 = row0 * 128 + ((chunk ^ row0) * 16);
-    const int lag = r.stages > 4 ? 3 : 1;
+    const int lag = min(r.stages - 2, 3);  // a stage is given back when the one after it is multiplied
     int posted = 0, done = 0;
     uint32_t phase = 1;
     while (mail.get(turn)) {
@@ -302,8 +303,12 @@ __global__ void __launch_bounds__(few_threads(GROUPS))
         } else {  // what was copied `lag` steps ago is there
           if (lag == 3)
             asm volatile("cp.async.wait_group 3;" ::: "memory");
-          else
+          else if (lag == 2)
+            asm volatile("cp.async.wait_group 2;" ::: "memory");
+          else if (lag == 1)
             asm volatile("cp.async.wait_group 1;" ::: "memory");
+          else
+            asm volatile("cp.async.wait_group 0;" ::: "memory");
           asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the multipliers read it by another way
           barrier_arrive(r.full + 8 * done);
           if (++done == r.stages) done = 0;
@@ -311,9 +316,9 @@ __global__ void __launch_bounds__(few_threads(GROUPS))
         if (++slot == r.stages) slot = 0, phase ^= 1;
       }
     }
-    for (int i = min(posted, lag); i > 0; --i) {
-      if (i == min(posted, lag)) asm volatile("cp.async.wait_group 0;" ::: "memory");
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    for (; posted > 0; --posted) {
       barrier_arrive(r.full + 8 * done);
       if (++done == r.stages) done = 0;
     }
@@ -322,26 +327,25 @@ __global__ void __launch_bounds__(few_threads(GROUPS))
       uint64_t once, keep;  // a weight that one tile of rows needs passes through the L2 cache
       asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
       asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(keep));
-      FewWalk walk{tiles, first, count, a.experts, (a.n * (PAIRED ? 2 : 1) + kFewUnit - 1) / kFewUnit, 2 * GROUPS, 0, 0};
-      const int64_t total = int64_t(before) * walk.units_each;
-      // most of it in equal shares; the rest in pieces to those who are done first, for not all get the same bandwidth
-      const bool in_pieces = a.counter && total >= 8 * gridDim.x;
-      const int64_t shared = in_pieces ? total * a.percent / 100 : total;
-      const int pieces = int((total - shared + a.piece - 1) / a.piece);
-      int piece = -1;
+      const int units_each = (a.n * (PAIRED ? 2 : 1) + kFewUnit - 1) / kFewUnit, pieces_each = (units_each + a.piece - 1) / a.piece;
+      FewWalk walk{tiles, first, count, a.experts, units_each, pieces_each, a.piece, 2 * GROUPS / a.piece, 0, 0};
+      const int64_t total = int64_t(before) * pieces_each;
+      // the rest of the pieces go to the blocks that are done first, for not all get the same bandwidth
+      const int64_t shared = a.counter ? total * a.percent / 100 : total;
+      int64_t piece = -1;
       walk.at = shared * blockIdx.x / gridDim.x;
       walk.end = shared * (blockIdx.x + 1) / gridDim.x;
       uint32_t phase = 1;
       for (;;) {
         if (!walk.next(turn)) {
-          if (!in_pieces) break;
+          if (!a.counter) break;
           if (piece < 0) piece = atomicAdd(a.counter, 1);
-          if (piece >= pieces) {
-            if (piece == pieces + int(gridDim.x) - 1) *a.counter = 0;  // every block has had its last
+          if (piece >= total - shared) {
+            if (piece == total - shared + gridDim.x - 1) *a.counter = 0;  // every block has had its last
             break;
           }
-          walk.at = shared + int64_t(piece) * a.piece;
-          walk.end = min(walk.at + a.piece, total);
+          walk.at = shared + piece;
+          walk.end = walk.at + 1;
           piece = atomicAdd(a.counter, 1);
           continue;
         }

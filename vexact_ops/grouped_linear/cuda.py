@@ -171,9 +171,9 @@ def _own_dweight(stages: int, lag: int, dy, x, offsets, order=None, top_k=1, *, 
     return dweight
 
 
-# Kernels for few rows per expert: multiplying warpgroups, pieces of 64 k in a stage, blocks on a multiprocessor, per
-# cent of the weights in equal shares, units of 32 rows of a weight in a piece of the rest.
-FEW = ((1, 2, 2, 100, 1), (1, 2, 2, 80, 1), (1, 4, 1, 80, 1), (2, 2, 1, 80, 2), (4, 2, 1, 80, 2))
+# Kernels for few rows per expert: multiplying warpgroups, boxes of 64 k in a stage, blocks on a multiprocessor, per
+# cent of the pieces in equal shares, units of 32 rows of a weight in a piece.
+FEW = ((1, 2, 2, 100, 1), (1, 2, 2, 50, 2), (1, 4, 1, 50, 2), (2, 2, 1, 50, 4), (2, 2, 1, 100, 1), (4, 2, 1, 50, 8))
 
 
 def _few(shape: tuple, x, weight, offsets, order=None, top_k=1, *, activation: int = -1):
