@@ -172,8 +172,10 @@ def _own_dweight(stages: int, lag: int, dy, x, offsets, order=None, top_k=1, *, 
 
 
 # Kernels for few rows per expert: multiplying warpgroups, boxes of 64 k in a stage, blocks on a multiprocessor, per
-# cent of the pieces in equal shares, units of 32 rows of a weight in a piece.
-FEW = ((1, 2, 2, 100, 1), (1, 2, 2, 50, 2), (1, 4, 1, 50, 2), (2, 2, 1, 50, 4), (2, 2, 1, 100, 1), (4, 2, 1, 50, 8))
+# cent of the pieces in equal shares, units of 32 rows of a weight in a piece. Equal shares alone are for a token or
+# two: with more to do, how fast they are depends on where the weights lie.
+FEW = ((2, 2, 1, 50, 4), (1, 2, 2, 50, 2), (4, 2, 1, 50, 8))
+FEWEST = ((1, 2, 2, 100, 1), (2, 2, 1, 100, 4))
 
 
 def _few(shape: tuple, x, weight, offsets, order=None, top_k=1, *, activation: int = -1):
@@ -217,13 +219,13 @@ def _names(kind: str) -> dict[str, Callable]:
     return found
 
 
-def _few_names(kind: str) -> dict[str, Callable]:
+def _few_names(kind: str, rows: int) -> dict[str, Callable]:
     """The candidates for few rows per expert, which take fp16 too."""
     run = {"fwd": _few, "gate_up": _few_gate_up}.get(kind)
     return {
         f"wgmma {64 * groups}x64x{64 * pieces} few rows, blocks {blocks}, shares {share} %, pieces {piece}":
         functools.partial(run, (groups, pieces, blocks, share, piece))
-        for groups, pieces, blocks, share, piece in (FEW if run else ())
+        for groups, pieces, blocks, share, piece in (() if run is None else FEWEST + FEW if rows <= 16 else FEW)
     }  # fmt: skip
 
 
@@ -319,7 +321,7 @@ class Product:
     def known(self) -> dict[str, Callable]:
         """The kernels that are proposed, by name."""
         found = _names(self.what) if self.dtype == torch.bfloat16 else {}
-        return found | _few_names(self.what) if self.bucket <= 64 * self.experts else found
+        return found | _few_names(self.what, self.bucket) if self.bucket <= 64 * self.experts else found
 
     def candidates(self) -> list[Candidate]:
         found = [Candidate(name, functools.partial(self.run, run)) for name, run in self.known().items()]
