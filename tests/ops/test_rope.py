@@ -51,6 +51,25 @@ def test_gradients_stand_alone(device, backend, dtype, size, tokens, seed):
     check_rows(grads, q, k, cos, sin, dq, dk, seed=seed)
 
 
+@pytest.mark.parametrize("device,backend", room_backends("rope", "triton"))
+@pytest.mark.parametrize("heads", [(3, 1), (40, 5)], ids=str)
+@pytest.mark.parametrize("size", [(128, 128), (80, 32), (6, 4)], ids=str)
+def test_many_tokens_have_the_bits_of_few(device, backend, size, heads, monkeypatch):
+    """Where a program takes a whole token, and where it takes a few heads of it."""
+    from vexact_ops.rope import triton
+
+    q, k, cos, sin = make(9, *size, torch.bfloat16, device, 3, heads=heads)
+    v, slots = tricky(9, heads[1], 24, seed=7, dtype=torch.bfloat16, device=device), torch.arange(9, device=device) - 1
+
+    def everything():
+        caches = caches_for(k, v)
+        return *vx.rope(q, k, cos, sin), vx.rope_kv_store(q, k, v, cos, sin, *caches, slots), *caches
+
+    few = everything()
+    monkeypatch.setattr(triton, "MANY", 9)
+    assert_bitwise(everything(), few)
+
+
 def caches_for(k, v, pages=5, page_size=4):
     return tuple(torch.full((pages, page_size, *x.shape[1:]), 7.0, dtype=x.dtype, device=x.device) for x in (k, v))
 

@@ -10,15 +10,30 @@ from .._core.triton import OPTIONS, begin, block, early, on
 TWO_OVER_PI = tl.constexpr(float.fromhex("0x1.45f306dc9c883p-1"))
 HALF_PI = tl.constexpr(float.fromhex("0x1.921fb54442d18p+0"))
 HALF_PI_REST = tl.constexpr(float.fromhex("0x1.1a62633145c07p-54"))
+MANY = 1024  # tokens of which a program each keeps a GPU busy
+
+
+@triton.jit
+def _angles(cos, sin, token, cos_stride, sin_stride, HALF: tl.constexpr, PAIRS: tl.constexpr):
+    """Cosines and sines of a token: those of the first half of a head, those of the second."""
+    i = tl.arange(0, PAIRS)
+    cos += token * cos_stride + i
+    sin += token * sin_stride + i
+    c1 = tl.load(cos, mask=i < HALF, other=0.0).to(tl.float32)
+    c2 = tl.load(cos + HALF, mask=i < HALF, other=0.0).to(tl.float32)
+    s1 = tl.load(sin, mask=i < HALF, other=0.0).to(tl.float32)
+    s2 = tl.load(sin + HALF, mask=i < HALF, other=0.0).to(tl.float32)
+    return c1[None, :], c2[None, :], s1[None, :], s2[None, :]
 
 
 @triton.jit
 def _rotate(
-    x, y, y_head, wanted, cos, sin, token, first, heads, token_stride, head_stride, cos_stride, sin_stride,
+    x, y, y_head, wanted, angles, token, first, heads, token_stride, head_stride,
     D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSE: tl.constexpr,
     HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """The heads of a token from `first` on, written to y (its first head) if wanted."""
+    c1, c2, s1, s2 = angles
     head = first + tl.arange(0, HEADS)
     live = (head < heads)[:, None] & wanted
     x_at = x + token * token_stride + head.to(tl.int64)[:, None] * head_stride
@@ -33,10 +48,6 @@ def _rotate(
             b = a + 1
         x1 = tl.load(x_at + a, mask=inside, other=0.0).to(tl.float32)
         x2 = tl.load(x_at + b, mask=inside, other=0.0).to(tl.float32)
-        c1 = tl.load(cos + token * cos_stride + i, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
-        c2 = tl.load(cos + token * cos_stride + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
-        s1 = tl.load(sin + token * sin_stride + i, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
-        s2 = tl.load(sin + token * sin_stride + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
         # order: fma(own, cos, other * sin): the second product is rounded to fp32, the sum once more
         if TRANSPOSE:
             y1 = tl.fma(x1, tl.broadcast_to(c1, x1.shape), x2 * s2)
@@ -54,22 +65,26 @@ def _rotate(
 
 @triton.jit
 def _rope_kernel(
-    q, k, cos, sin, q_out, k_out, q_heads, k_heads, q_blocks, q_token, q_head, k_token, k_head, cos_stride, sin_stride,
+    q, k, cos, sin, q_out, k_out, q_heads, k_heads, q_blocks, k_blocks, q_token, q_head, k_token, k_head,
+    cos_stride, sin_stride,
     D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSE: tl.constexpr,
-    HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, PDL: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """A program takes every so many-th block of heads of a token: one, or all of them."""
     begin(PDL)
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if part < q_blocks:
-        _rotate(
-            q, q_out + token * q_heads * D, D, True, cos, sin, token, part * HEADS, q_heads, q_token, q_head,
-            cos_stride, sin_stride, D, HALF, INTERLEAVED, TRANSPOSE, HEADS, PAIRS, REST,
-        )  # fmt: skip
-    else:
-        _rotate(
-            k, k_out + token * k_heads * D, D, True, cos, sin, token, (part - q_blocks) * HEADS, k_heads, k_token,
-            k_head, cos_stride, sin_stride, D, HALF, INTERLEAVED, TRANSPOSE, HEADS, PAIRS, REST,
-        )  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    angles = _angles(cos, sin, token, cos_stride, sin_stride, HALF, PAIRS)
+    for part in range(tl.program_id(1), q_blocks + k_blocks, tl.num_programs(1)):
+        if part < k_blocks:
+            _rotate(
+                k, k_out + token * k_heads * D, D, True, angles, token, part * K_HEADS, k_heads, k_token, k_head,
+                D, HALF, INTERLEAVED, TRANSPOSE, K_HEADS, PAIRS, REST,
+            )  # fmt: skip
+        else:
+            _rotate(
+                q, q_out + token * q_heads * D, D, True, angles, token, (part - k_blocks) * Q_HEADS, q_heads, q_token,
+                q_head, D, HALF, INTERLEAVED, TRANSPOSE, Q_HEADS, PAIRS, REST,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -77,35 +92,35 @@ def _rope_kv_store_kernel(
     q, k, v, cos, sin, q_out, k_cache, v_cache, slots, size, page_size, q_heads, k_heads, q_blocks, k_blocks,
     q_token, q_head, k_token, k_head, v_token, v_head, cos_stride, sin_stride,
     k_page, k_row, k_cache_head, v_page, v_row, v_cache_head,
-    D: tl.constexpr, DV: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr,
-    PAIRS: tl.constexpr, REST: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if part < q_blocks:
-        _rotate(
-            q, q_out + token * q_heads * D, D, True, cos, sin, token, part * HEADS, q_heads, q_token, q_head,
-            cos_stride, sin_stride, D, HALF, INTERLEAVED, False, HEADS, PAIRS, REST,
-        )  # fmt: skip
-    else:
-        slot = tl.load(slots + token)
-        wanted = (slot >= 0) & (slot < size)
-        slot = tl.where(wanted, slot, 0)
-        page = slot // page_size
-        row = slot - page * page_size
-        first = (part - q_blocks) * HEADS
-        if part < q_blocks + k_blocks:
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    wanted = (slot >= 0) & (slot < size)
+    slot = tl.where(wanted, slot, 0)
+    page = slot // page_size
+    row = slot - page * page_size
+    angles = _angles(cos, sin, token, cos_stride, sin_stride, HALF, PAIRS)
+    for part in range(tl.program_id(1), q_blocks + 2 * k_blocks, tl.num_programs(1)):
+        if part < k_blocks:
             _rotate(
-                k, k_cache + page * k_page + row * k_row, k_cache_head, wanted, cos, sin, token, first, k_heads,
-                k_token, k_head, cos_stride, sin_stride, D, HALF, INTERLEAVED, False, HEADS, PAIRS, REST,
+                k, k_cache + page * k_page + row * k_row, k_cache_head, wanted, angles, token, part * K_HEADS, k_heads,
+                k_token, k_head, D, HALF, INTERLEAVED, False, K_HEADS, PAIRS, REST,
             )  # fmt: skip
-        else:
-            head = first - k_blocks * HEADS + tl.arange(0, HEADS)
+        elif part < 2 * k_blocks:
+            head = (part - k_blocks) * K_HEADS + tl.arange(0, K_HEADS)
             column = tl.arange(0, WIDTH)[None, :]
             live = (head < k_heads)[:, None] & wanted & (column < DV)
             head = head.to(tl.int64)[:, None]
             value = tl.load(v + token * v_token + head * v_head + column, mask=live)
             tl.store(v_cache + page * v_page + row * v_row + head * v_cache_head + column, value, mask=live)
+        else:
+            _rotate(
+                q, q_out + token * q_heads * D, D, True, angles, token, (part - 2 * k_blocks) * Q_HEADS, q_heads,
+                q_token, q_head, D, HALF, INTERLEAVED, False, Q_HEADS, PAIRS, REST,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -159,9 +174,15 @@ def _cos_sin_kernel(
         tl.store(sin + at + half * F, sine, mask=i < F)
 
 
-def _heads(q_heads: int, k_heads: int, pairs: int) -> int:
-    """Heads of a program."""
-    return max(1, min(block(max(q_heads, k_heads), least=1), 512 // pairs))
+def _tile(tokens: int, q_heads: int, k_heads: int, half: int, blocks_of_k: int) -> tuple[dict, tuple]:
+    """Heads of a block of q and of k, and the grid. Heads know nothing of each other, so both may look at the tokens:
+    where there are many, a program does best with as much as it can hold."""
+    pairs, many = block(half), tokens >= MANY
+    most = max(1, (2048 if many else 512) // pairs)
+    q, k = (min(block(heads, least=1), most) for heads in (q_heads, k_heads))
+    programs = 1 if many else triton.cdiv(q_heads, q) + blocks_of_k * triton.cdiv(k_heads, k)
+    warps = 8 if max(q, k) * pairs > 1024 else 4
+    return {"Q_HEADS": q, "K_HEADS": k, "PAIRS": pairs, "num_warps": warps, **OPTIONS}, (tokens, max(1, programs))
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, transpose: bool):
@@ -169,16 +190,14 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, tran
     k_heads, half = k.shape[1], cos.shape[1] // 2
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    pairs = block(half)
-    heads = _heads(q_heads, k_heads, pairs)
-    q_blocks, k_blocks = triton.cdiv(q_heads, heads), triton.cdiv(k_heads, heads)
+    tile, grid = _tile(tokens, q_heads, k_heads, half, 1)
     if tokens * (q_heads + k_heads) * dim:
         with on(q):
-            _rope_kernel[(tokens, q_blocks + k_blocks)](
-                q, k, cos, sin, q_out, k_out, q_heads, k_heads, q_blocks, q.stride(0), q.stride(1),
-                k.stride(0), k.stride(1), cos.stride(0), sin.stride(0), D=dim, HALF=half, INTERLEAVED=interleaved,
-                TRANSPOSE=transpose, HEADS=heads, PAIRS=pairs, REST=block(dim - 2 * half), num_warps=4, **OPTIONS,
-                **early(q),
+            _rope_kernel[grid](
+                q, k, cos, sin, q_out, k_out, q_heads, k_heads, triton.cdiv(q_heads, tile["Q_HEADS"]),
+                triton.cdiv(k_heads, tile["K_HEADS"]), q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+                cos.stride(0), sin.stride(0), D=dim, HALF=half, INTERLEAVED=interleaved, TRANSPOSE=transpose,
+                REST=block(dim - 2 * half), **tile, **early(q),
             )  # fmt: skip
     return q_out, k_out
 
@@ -191,17 +210,15 @@ def rope_kv_store(
     (_, k_heads, width), half = v.shape, cos.shape[1] // 2
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     pages, page_size = k_cache.shape[:2]
-    pairs = block(half)
-    heads = _heads(q_heads, k_heads, pairs)
-    q_blocks, k_blocks = triton.cdiv(q_heads, heads), triton.cdiv(k_heads, heads)
+    tile, grid = _tile(tokens, q_heads, k_heads, half, 2)
     if tokens:
         with on(q):
-            _rope_kv_store_kernel[(tokens, q_blocks + 2 * k_blocks)](
+            _rope_kv_store_kernel[grid](
                 q, k, v, cos, sin, q_out, k_cache, v_cache, slots, pages * page_size, page_size, q_heads, k_heads,
-                q_blocks, k_blocks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-                cos.stride(0), sin.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3], D=dim, DV=width, HALF=half,
-                INTERLEAVED=interleaved, HEADS=heads, PAIRS=pairs, REST=block(dim - 2 * half), WIDTH=block(width),
-                num_warps=4, **OPTIONS, **early(q),
+                triton.cdiv(q_heads, tile["Q_HEADS"]), triton.cdiv(k_heads, tile["K_HEADS"]), q.stride(0),
+                q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), cos.stride(0), sin.stride(0),
+                *k_cache.stride()[:3], *v_cache.stride()[:3], D=dim, DV=width, HALF=half, INTERLEAVED=interleaved,
+                REST=block(dim - 2 * half), WIDTH=block(width), **tile, **early(q),
             )  # fmt: skip
     return q_out
 

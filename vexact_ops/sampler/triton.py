@@ -26,10 +26,16 @@ _NOTHING = tl.constexpr(0x00800000 << 31)  # the place that only -inf (and NaN) 
 
 
 @triton.jit
+def _short_key(x):
+    """A uint32 that grows with x."""
+    b = (x + 0.0).to(tl.int32, bitcast=True)  # -0 sorts as 0
+    return (b ^ ((b >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def _key(x):
     """An int64 of 32 bits that grows with x."""
-    b = (x + 0.0).to(tl.int32, bitcast=True)  # -0 sorts as 0
-    return (b ^ ((b >> 31) | -2147483648)).to(tl.int64) & 0xFFFFFFFF
+    return _short_key(x).to(tl.int64)
 
 
 @triton.jit
@@ -50,7 +56,7 @@ def _blocks_kernel(
     """The blocks' largest logits and sums, raw and at the row's temperature; zeros where its search adds up."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    if (tl.load(top_k + row) > 0) | (tl.load(top_p + row) < 1.0):
+    if (tl.load(temperature + row) != 0.0) & ((tl.load(top_k + row) > 0) | (tl.load(top_p + row) < 1.0)):
         for first in range(tl.program_id(1) * 256, 2 * _SUMS, tl.num_programs(1) * 256):
             tl.store(sums + row * (2 * _SUMS) + first + tl.arange(0, 256), tl.zeros([256], tl.int64))
     at = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
@@ -117,11 +123,11 @@ def _rows_kernel(
     key = _key(largest)
     top, whole = tl.max(tl.max(top, axis=1), axis=0), tl.max(tl.max(total, axis=1), axis=0)
     allowed = (key > (_NOTHING >> 31)) & (z >= top + log(tl.load(min_p + row)))
-    if (k > 0) & (k <= blocks):
+    if (t != 0.0) & (k > 0) & (k <= blocks):
         tl.store(bounds + 2 * row, _bound(key, tl.where(allowed, 1, 0).to(tl.int64), k))
     else:
         tl.store(bounds + 2 * row, 0)
-    if (p < 1.0) & (tl.abs(whole) < 1e30):  # 1.001: above what rounding can have taken from the sum
+    if (t != 0.0) & (p < 1.0) & (tl.abs(whole) < 1e30):  # 1.001: above what rounding can have taken from the sum
         target = (p * whole * 1.001 * 1048576.0).to(tl.int64) * 1048576
         tl.store(bounds + 2 * row + 1, _bound(key, tl.where(allowed, _weight(z, top, True), 0), target))
     else:
@@ -145,7 +151,7 @@ def _weight(z, top, BY_MASS: tl.constexpr):
 def _bound(key, weight, target):
     """A key that the cut does not lie below: the blocks' largest tokens alone reach target there. 0 if they do not."""
     found = tl.zeros([], tl.int64)
-    for step in range(0, 20):  # the 12 bits that are left out make it lower, no less true
+    for step in range(0, 14):  # the bits that are left out make it lower, no less true
         further = found | (tl.full([], 1, tl.int64) << (31 - step))
         if tl.sum(tl.sum(tl.where(key >= further, weight, 0), axis=1), axis=0) >= target:
             found = further
@@ -215,44 +221,54 @@ def _digits_kernel(
             mine = tl.program_id(1) == 0
             tl.store(states + 2 * LEVEL - 2, prefix, mask=mine)
             tl.store(states + 2 * LEVEL - 1, rest, mask=mine)
+        shift: tl.constexpr = 32 if LEVEL == 0 else 21 if LEVEL == 1 else 10
+        next_shift: tl.constexpr = 21 if LEVEL == 0 else 10 if LEVEL == 1 else 0
+        DIGITS: tl.constexpr = 1024 if LEVEL == 2 else 2048
         top = tl.load(lse + 4 * row + 2)
         z_min = top + log(tl.load(min_p + row))
         logits += row * stride
         parts += row * 4 * blocks
-        shift: tl.constexpr = 32 if LEVEL == 0 else 21 if LEVEL == 1 else 10
-        next_shift: tl.constexpr = 21 if LEVEL == 0 else 10 if LEVEL == 1 else 0
-        DIGITS: tl.constexpr = 1024 if LEVEL == 2 else 2048
+        sums_at_level = sums + LEVEL * 2048
+        least = tl.where(prefix >= 0, tl.maximum(low, prefix << shift), 1 << 32)  # no token below it adds to a sum
+        if BY_MASS and LEVEL == 0:
+            least = place >> 31  # all that are left add to the total
+        lowest, begins = low.to(tl.uint32), prefix.to(tl.uint32)
+        cut, cut_token = (place >> 31).to(tl.uint32), (2147483647 - (place & 2147483647)).to(tl.int32)
         total = tl.zeros([], tl.int64)
-        for tile in range(tl.program_id(1), tiles, tl.num_programs(1)):
-            at = tile * (TILE // _LSE_BLOCK) + tl.arange(0, TILE // _LSE_BLOCK)
-            highest = tl.max(_key(tl.load(parts + at, mask=at < blocks, other=float("-inf"))), axis=0)
-            needed = (highest >= low) & ((highest >> shift) >= prefix) & (prefix >= 0)
-            if BY_MASS and LEVEL == 0:
-                needed = highest >= (place >> 31)
-            if needed:
-                token = tile * TILE + tl.arange(0, TILE)
-                x = tl.load(logits + token, mask=token < n, other=float("-inf"))
-                z = _at_temperature(x, t)
-                key = _key(x)
-                weight = tl.where((_place(x, token) >= place) & (z >= z_min), _weight(z, top, BY_MASS), 0)
-                if BY_MASS and LEVEL == 0:
-                    total += tl.sum(weight, axis=0)
-                weight = tl.where((key >= low) & ((key >> shift) == prefix), weight, 0)
-                digit = ((key >> next_shift) & (DIGITS - 1)).to(tl.int32)
-                live = weight != 0
-                first = tl.min(tl.where(live, digit, DIGITS), axis=0)
-                last = tl.max(tl.where(live, digit, -1), axis=0)
-                at_level = sums + LEVEL * 2048
-                if first < last:
-                    tl.atomic_add(at_level + _slot(digit, DIGITS), weight, mask=live, sem="relaxed")
-                    if BY_MASS and LEVEL == 2:
-                        one = tl.full([TILE], 1, tl.int64)
-                        tl.atomic_add(sums + _COUNTS + _slot(digit, DIGITS), one, mask=live, sem="relaxed")
-                elif first == last:  # as for tied logits, which would wait for each other
-                    tl.atomic_add(at_level + _slot(first, DIGITS), tl.sum(weight, axis=0), sem="relaxed")
-                    if BY_MASS and LEVEL == 2:
-                        number = tl.sum(live.to(tl.int64), axis=0)
-                        tl.atomic_add(sums + _COUNTS + _slot(first, DIGITS), number, sem="relaxed")
+        programs = tl.num_programs(1)
+        for chunk in range(tl.program_id(1), tiles, 32 * programs):  # 32 of this program's tiles
+            number = tl.arange(0, 32)
+            at = (chunk + number * programs)[:, None] * (TILE // _LSE_BLOCK) + tl.arange(0, TILE // _LSE_BLOCK)[None, :]
+            highest = tl.max(tl.load(parts + at, mask=at < blocks, other=float("-inf")), axis=1)
+            todo = tl.sum(tl.where(_key(highest) >= least, tl.full([32], 1, tl.int64) << number, 0), axis=0)
+            for turn in range(0, tl.minimum(32, tl.cdiv(tiles - chunk, programs))):
+                if ((todo >> turn) & 1) != 0:
+                    token = (chunk + turn * programs) * TILE + tl.arange(0, TILE)
+                    x = tl.load(logits + token, mask=token < n, other=float("-inf"))
+                    z = x
+                    if t != 1.0:
+                        z = _at_temperature(x, t)
+                    key = _short_key(x)
+                    live = ((key > cut) | ((key == cut) & (token <= cut_token))) & (z >= z_min)
+                    weight = _weight(z, top, BY_MASS)
+                    if BY_MASS and LEVEL == 0:
+                        total += tl.sum(tl.where(live, weight, 0), axis=0)
+                    live &= (key >= lowest) & (weight != 0)
+                    if LEVEL > 0:
+                        live &= (key >> shift) == begins
+                    digit = ((key >> next_shift) & (DIGITS - 1)).to(tl.int32)
+                    first = tl.min(tl.where(live, digit, DIGITS), axis=0)
+                    last = tl.max(tl.where(live, digit, -1), axis=0)
+                    if first < last:
+                        to = _slot(digit, DIGITS)
+                        tl.atomic_add(sums_at_level + to, weight, mask=live, sem="relaxed")
+                        if BY_MASS and LEVEL == 2:
+                            tl.atomic_add(sums + _COUNTS + to, _weight(z, top, False), mask=live, sem="relaxed")
+                    elif first == last:  # as of tied logits, which would wait for each other
+                        to = _slot(first, DIGITS)
+                        tl.atomic_add(sums_at_level + to, tl.sum(tl.where(live, weight, 0), axis=0), sem="relaxed")
+                        if BY_MASS and LEVEL == 2:
+                            tl.atomic_add(sums + _COUNTS + to, tl.sum(live.to(tl.int64), axis=0), sem="relaxed")
         if BY_MASS and LEVEL == 0:
             tl.atomic_add(sums + _TOTAL, total, sem="relaxed")
 
