@@ -16,11 +16,16 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # What of a room's GPU tests: few, small, and each kernel at least once. CUDA graphs need the caching allocator.
 CASES = {
+    "attention": "bf16 and (every_path or queries_stand or gradients_of_a_sequence)",
+    "fused_moe": "bf16 and (stand_alone or empty_slots)",
+    "grouped_linear": "bf16 and (expert_stand_alone or rows_behind or no_rows)",
     "kv_cache": "store or slot or minus_one",
+    "linear": "bf16 and (rows_stand_alone or gpu_has or special_values or strides)",
     "linear_cross_entropy": "not fp16 and not fp32"
     " and (ignored_tokens and mean or canonical_bytes and 300 or not_ignored or pieces and some or probability)",
     "log_softmax": "stand_alone and bf16",
     "mean": "stand_alone and bf16",
+    "moe_route": "ties or routed_alone or no_number",
     "rmsnorm": "stand_alone and bf16",
     "rope": "stand_alone and bf16",
     "sampler": "stand_alone or ties or minus_one or programs",

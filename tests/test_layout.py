@@ -69,6 +69,7 @@ def test_a_room_has_one_name_everywhere(room):
     assert (ROOT / "csrc" / room / "kernels.h").exists()
     assert (ROOT / "tests" / "ops" / f"test_{room}.py").exists()
     assert (ROOT / "benchmarks" / "ops" / f"{room}.py").exists()
+    assert f'\n    "{room}": ' in (ROOT / "tests" / "sanitize.py").read_text()
 
 
 def test_no_room_without_an_op():

@@ -1,4 +1,7 @@
-"""The head: log-probabilities are those of log_softmax and sample bit for bit; gradients are right and never T x V."""
+"""The head: log-probabilities are those of log_softmax and sample bit for bit; gradients are right and never T x V.
+
+One file because all of it compares with the same inputs.
+"""
 
 import functools
 import importlib

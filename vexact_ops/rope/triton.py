@@ -67,24 +67,48 @@ def _rotate(
 def _rope_kernel(
     q, k, cos, sin, q_out, k_out, q_heads, k_heads, q_blocks, k_blocks, q_token, q_head, k_token, k_head,
     cos_stride, sin_stride,
-    D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSE: tl.constexpr,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, PDL: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSE: tl.constexpr, Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program takes every so many-th block of heads of a token: one, or all of them."""
     begin(PDL)
-    token = tl.program_id(0).to(tl.int64)
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     angles = _angles(cos, sin, token, cos_stride, sin_stride, HALF, PAIRS)
-    for part in range(tl.program_id(1), q_blocks + k_blocks, tl.num_programs(1)):
-        if part < k_blocks:
+    q_out += token * q_heads * D
+    k_out += token * k_heads * D
+    if WHOLE:
+        for i in range(0, k_blocks):
             _rotate(
-                k, k_out + token * k_heads * D, D, True, angles, token, part * K_HEADS, k_heads, k_token, k_head,
+                k, k_out, D, True, angles, token, i * K_HEADS, k_heads, k_token, k_head,
                 D, HALF, INTERLEAVED, TRANSPOSE, K_HEADS, PAIRS, REST,
             )  # fmt: skip
-        else:
+        for i in range(0, q_blocks):
             _rotate(
-                q, q_out + token * q_heads * D, D, True, angles, token, (part - k_blocks) * Q_HEADS, q_heads, q_token,
-                q_head, D, HALF, INTERLEAVED, TRANSPOSE, Q_HEADS, PAIRS, REST,
+                q, q_out, D, True, angles, token, i * Q_HEADS, q_heads, q_token, q_head,
+                D, HALF, INTERLEAVED, TRANSPOSE, Q_HEADS, PAIRS, REST,
             )  # fmt: skip
+    elif part < q_blocks:
+        _rotate(
+            q, q_out, D, True, angles, token, part * Q_HEADS, q_heads, q_token, q_head,
+            D, HALF, INTERLEAVED, TRANSPOSE, Q_HEADS, PAIRS, REST,
+        )  # fmt: skip
+    else:
+        _rotate(
+            k, k_out, D, True, angles, token, (part - q_blocks) * K_HEADS, k_heads, k_token, k_head,
+            D, HALF, INTERLEAVED, TRANSPOSE, K_HEADS, PAIRS, REST,
+        )  # fmt: skip
+
+
+@triton.jit
+def _copy_heads(
+    v, v_cache, wanted, token, first, heads, token_stride, head_stride, cache_head,
+    DV: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    head = first + tl.arange(0, HEADS)
+    column = tl.arange(0, WIDTH)[None, :]
+    live = (head < heads)[:, None] & wanted & (column < DV)
+    head = head.to(tl.int64)[:, None]
+    value = tl.load(v + token * token_stride + head * head_stride + column, mask=live)
+    tl.store(v_cache + head * cache_head + column, value, mask=live)
 
 
 @triton.jit
@@ -93,34 +117,47 @@ def _rope_kv_store_kernel(
     q_token, q_head, k_token, k_head, v_token, v_head, cos_stride, sin_stride,
     k_page, k_row, k_cache_head, v_page, v_row, v_cache_head,
     D: tl.constexpr, DV: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, Q_HEADS: tl.constexpr,
-    K_HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    K_HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
-    token = tl.program_id(0).to(tl.int64)
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    angles = _angles(cos, sin, token, cos_stride, sin_stride, HALF, PAIRS)
     slot = tl.load(slots + token)
     wanted = (slot >= 0) & (slot < size)
     slot = tl.where(wanted, slot, 0)
     page = slot // page_size
     row = slot - page * page_size
-    angles = _angles(cos, sin, token, cos_stride, sin_stride, HALF, PAIRS)
-    for part in range(tl.program_id(1), q_blocks + 2 * k_blocks, tl.num_programs(1)):
-        if part < k_blocks:
+    q_out += token * q_heads * D
+    k_cache += page * k_page + row * k_row
+    v_cache += page * v_page + row * v_row
+    if WHOLE:
+        for i in range(0, k_blocks):
+            _copy_heads(
+                v, v_cache, wanted, token, i * K_HEADS, k_heads, v_token, v_head, v_cache_head, DV, K_HEADS, WIDTH
+            )
             _rotate(
-                k, k_cache + page * k_page + row * k_row, k_cache_head, wanted, angles, token, part * K_HEADS, k_heads,
-                k_token, k_head, D, HALF, INTERLEAVED, False, K_HEADS, PAIRS, REST,
+                k, k_cache, k_cache_head, wanted, angles, token, i * K_HEADS, k_heads, k_token, k_head,
+                D, HALF, INTERLEAVED, False, K_HEADS, PAIRS, REST,
             )  # fmt: skip
-        elif part < 2 * k_blocks:
-            head = (part - k_blocks) * K_HEADS + tl.arange(0, K_HEADS)
-            column = tl.arange(0, WIDTH)[None, :]
-            live = (head < k_heads)[:, None] & wanted & (column < DV)
-            head = head.to(tl.int64)[:, None]
-            value = tl.load(v + token * v_token + head * v_head + column, mask=live)
-            tl.store(v_cache + page * v_page + row * v_row + head * v_cache_head + column, value, mask=live)
-        else:
+        for i in range(0, q_blocks):
             _rotate(
-                q, q_out + token * q_heads * D, D, True, angles, token, (part - 2 * k_blocks) * Q_HEADS, q_heads,
-                q_token, q_head, D, HALF, INTERLEAVED, False, Q_HEADS, PAIRS, REST,
+                q, q_out, D, True, angles, token, i * Q_HEADS, q_heads, q_token, q_head,
+                D, HALF, INTERLEAVED, False, Q_HEADS, PAIRS, REST,
             )  # fmt: skip
+    elif part < q_blocks:
+        _rotate(
+            q, q_out, D, True, angles, token, part * Q_HEADS, q_heads, q_token, q_head,
+            D, HALF, INTERLEAVED, False, Q_HEADS, PAIRS, REST,
+        )  # fmt: skip
+    elif part < q_blocks + k_blocks:
+        _rotate(
+            k, k_cache, k_cache_head, wanted, angles, token, (part - q_blocks) * K_HEADS, k_heads, k_token, k_head,
+            D, HALF, INTERLEAVED, False, K_HEADS, PAIRS, REST,
+        )  # fmt: skip
+    else:
+        first = (part - q_blocks - k_blocks) * K_HEADS
+        _copy_heads(v, v_cache, wanted, token, first, k_heads, v_token, v_head, v_cache_head, DV, K_HEADS, WIDTH)
 
 
 @triton.jit
@@ -182,7 +219,8 @@ def _tile(tokens: int, q_heads: int, k_heads: int, half: int, blocks_of_k: int) 
     q, k = (min(block(heads, least=1), most) for heads in (q_heads, k_heads))
     programs = 1 if many else triton.cdiv(q_heads, q) + blocks_of_k * triton.cdiv(k_heads, k)
     warps = 8 if max(q, k) * pairs > 1024 else 4
-    return {"Q_HEADS": q, "K_HEADS": k, "PAIRS": pairs, "num_warps": warps, **OPTIONS}, (tokens, max(1, programs))
+    tile = {"Q_HEADS": q, "K_HEADS": k, "PAIRS": pairs, "WHOLE": many, "num_warps": warps, **OPTIONS}
+    return tile, (tokens, max(1, programs))
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, transpose: bool):
