@@ -245,30 +245,32 @@ def _digits_kernel(
                 if ((todo >> turn) & 1) != 0:
                     token = (chunk + turn * programs) * TILE + tl.arange(0, TILE)
                     x = tl.load(logits + token, mask=token < n, other=float("-inf"))
-                    z = x
-                    if t != 1.0:
-                        z = _at_temperature(x, t)
                     key = _short_key(x)
-                    live = ((key > cut) | ((key == cut) & (token <= cut_token))) & (z >= z_min)
-                    weight = _weight(z, top, BY_MASS)
-                    if BY_MASS and LEVEL == 0:
-                        total += tl.sum(tl.where(live, weight, 0), axis=0)
-                    live &= (key >= lowest) & (weight != 0)
+                    allowed = (key > cut) | ((key == cut) & (token <= cut_token))
+                    live = allowed & (key >= lowest)
                     if LEVEL > 0:
                         live &= (key >> shift) == begins
                     digit = ((key >> next_shift) & (DIGITS - 1)).to(tl.int32)
                     first = tl.min(tl.where(live, digit, DIGITS), axis=0)
                     last = tl.max(tl.where(live, digit, -1), axis=0)
-                    if first < last:
-                        to = _slot(digit, DIGITS)
-                        tl.atomic_add(sums_at_level + to, weight, mask=live, sem="relaxed")
-                        if BY_MASS and LEVEL == 2:
-                            tl.atomic_add(sums + _COUNTS + to, _weight(z, top, False), mask=live, sem="relaxed")
-                    elif first == last:  # as of tied logits, which would wait for each other
-                        to = _slot(first, DIGITS)
-                        tl.atomic_add(sums_at_level + to, tl.sum(tl.where(live, weight, 0), axis=0), sem="relaxed")
-                        if BY_MASS and LEVEL == 2:
-                            tl.atomic_add(sums + _COUNTS + to, tl.sum(live.to(tl.int64), axis=0), sem="relaxed")
+                    if (first <= last) | (BY_MASS and LEVEL == 0):
+                        z = x
+                        if t != 1.0:
+                            z = _at_temperature(x, t)
+                        weight = tl.where(z >= z_min, _weight(z, top, BY_MASS), 0)
+                        if BY_MASS and LEVEL == 0:
+                            total += tl.sum(tl.where(allowed, weight, 0), axis=0)
+                        live &= weight != 0
+                        if first < last:
+                            to = _slot(digit, DIGITS)
+                            tl.atomic_add(sums_at_level + to, weight, mask=live, sem="relaxed")
+                            if BY_MASS and LEVEL == 2:
+                                tl.atomic_add(sums + _COUNTS + to, _weight(z, top, False), mask=live, sem="relaxed")
+                        elif first == last:  # as of tied logits, which would wait for each other
+                            to = _slot(first, DIGITS)
+                            tl.atomic_add(sums_at_level + to, tl.sum(tl.where(live, weight, 0), axis=0), sem="relaxed")
+                            if BY_MASS and LEVEL == 2:
+                                tl.atomic_add(sums + _COUNTS + to, tl.sum(live.to(tl.int64), axis=0), sem="relaxed")
         if BY_MASS and LEVEL == 0:
             tl.atomic_add(sums + _TOTAL, total, sem="relaxed")
 
