@@ -470,21 +470,31 @@ def test_a_probability_of_one_has_no_entropy(device, backend):
     assert dhidden[0].item() == 0 and dhidden[1].item() == pytest.approx(1.0)
 
 
-def test_leading_dimensions_and_strides_do_not_show():
-    hidden, weight, target, temperature = make(12, 600, 24, torch.float32, "cpu", 0)
-    expected = vx.linear_logprobs(hidden, weight, target, temperature=temperature, return_entropy=True)
-    shaped = vx.linear_logprobs(
+@BACKENDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_leading_dimensions_and_strides_do_not_show(device, backend, dtype):
+    hidden, weight, target, temperature = make(12, 600, 24, dtype, device, 0)
+    target[5] = 599
+    logprobs = functools.partial(vx.linear_logprobs, return_entropy=True, backend=backend)
+    loss = functools.partial(vx.linear_cross_entropy, reduction="none", ignore_index=599, backend=backend)
+    one = torch.ones(12, device=device)
+    expected = logprobs(hidden, weight, target, temperature=temperature)
+    losses = gradients(lambda h, w: loss(h, w, target), hidden, weight, one)
+    shaped = logprobs(
         hidden.view(3, 4, 24),
         weight.t().contiguous().t(),
         target.view(3, 4).int(),
         temperature=temperature.view(3, 4),
-        return_entropy=True,
     )
     assert_bitwise(shaped, tuple(e.view(3, 4) for e in expected))
     wide = torch.cat([weight, weight], 1)[:, :24]
-    assert_bitwise(vx.linear_logprobs(hidden, wide, target), vx.linear_logprobs(hidden, weight, target))
-    loss = vx.linear_cross_entropy(hidden.view(3, 4, 24), weight, target.view(3, 4), reduction="none")
-    assert loss.shape == (3, 4)
+    assert_bitwise(logprobs(hidden, wide, target, temperature=temperature), expected)
+    every = torch.stack([target, target.flip(0)], 1)[:, 0]  # every other element
+    apart = torch.stack([hidden, -hidden], 1)[:, 0]
+    assert_bitwise(logprobs(apart, weight, every, temperature=temperature), expected)
+    assert_bitwise(gradients(lambda h, w: loss(h, w, every), hidden, weight, one), losses)
+    assert_bitwise(loss(apart, wide, every), losses[0])
+    assert loss(hidden.view(3, 4, 24), weight, target.view(3, 4)).shape == (3, 4)
 
 
 _PEAK = """
