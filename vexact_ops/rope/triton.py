@@ -215,11 +215,10 @@ def _tile(tokens: int, q_heads: int, k_heads: int, half: int, blocks_of_k: int) 
     """Heads of a block of q and of k, and the grid. Heads know nothing of each other, so both may look at the tokens:
     where there are many, a program does best with as much as it can hold."""
     pairs, many = block(half), tokens >= MANY
-    most = max(1, (2048 if many else 512) // pairs)
+    most = max(1, (1024 if many else 512) // pairs)
     q, k = (min(block(heads, least=1), most) for heads in (q_heads, k_heads))
     programs = 1 if many else triton.cdiv(q_heads, q) + blocks_of_k * triton.cdiv(k_heads, k)
-    warps = 8 if max(q, k) * pairs > 1024 else 4
-    tile = {"Q_HEADS": q, "K_HEADS": k, "PAIRS": pairs, "WHOLE": many, "num_warps": warps, **OPTIONS}
+    tile = {"Q_HEADS": q, "K_HEADS": k, "PAIRS": pairs, "WHOLE": many, "num_warps": 4, **OPTIONS}
     return tile, (tokens, max(1, programs))
 
 

@@ -14,8 +14,8 @@ from .._core.triton import OPTIONS, begin, block, early, exp_down, log, on
 from ..log_softmax.triton import LSE_BLOCK, TILE, join_blocks, log_prob, reduce_blocks
 
 GROUPS = 32  # of 64 token ids: what one program of the draw looks at
-SEARCH = 2048  # tokens that the search for a cut takes at a time
-PROGRAMS = 1024  # that search a batch together; no bit depends on how many a row has
+SEARCH = 1024  # tokens that the search for a cut takes at a time
+PROGRAMS = 128  # that search a row which is alone, fewer where there are more; no bit depends on it
 SUMS = 6400  # whole numbers by digit of a row's search: 2048, 2048, 1024, 1024 counts of those, the total
 
 _LSE_BLOCK = tl.constexpr(LSE_BLOCK)
@@ -446,7 +446,7 @@ def sample(
     greedy, best = new(rows, dtype=torch.int64), new(rows, tiles, dtype=torch.int64)
     bounds, cuts = new(rows, 2, dtype=torch.int64), new(rows, 2, dtype=torch.int64)
     sums, states = new(rows, 2, SUMS, dtype=torch.int64), new(rows, 2, 4, dtype=torch.int64)
-    search = min(searched, triton.cdiv(PROGRAMS, rows))
+    search = min(searched, max(1, int(PROGRAMS / rows**0.5)))
     options = {**OPTIONS, **early(logits)}
     with on(logits):
         _blocks_kernel[(rows, triton.cdiv(blocks, TILE))](
@@ -463,7 +463,7 @@ def sample(
                     blocks, stride, searched, LEVEL=level, BY_MASS=by_mass, TILE=SEARCH, num_warps=4, **options,
                 )  # fmt: skip
             _cut_kernel[(rows,)](
-                logits, greedy, temperature, top_k, top_p, cuts, sums, states, n, stride, BY_MASS=by_mass, TILE=SEARCH,
+                logits, greedy, temperature, top_k, top_p, cuts, sums, states, n, stride, BY_MASS=by_mass, TILE=2048,
                 num_warps=4, **options,
             )  # fmt: skip
         _draw_kernel[(rows, tiles)](
