@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from vexact_ops._core.admit import Admissions, Candidate
+from vexact_ops._core.admit import Admissions, Candidate, race_on_gpu
 from vexact_ops.testing import cancelling
 
 
@@ -91,3 +91,26 @@ def test_a_damaged_file_is_verified_anew(tmp_path, content):
 def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     assert Admissions("test", tmp_path / "file" / "a.json").choose("k", [SAME], product, cases) is SAME
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible to torch")
+def test_a_race_that_runs_out_of_memory_leaves_no_capture_behind():
+    def hungry():
+        return torch.empty(1 << 44, dtype=torch.uint8, device="cuda")
+
+    warm = []
+
+    def hungry_once_captured():
+        if torch.cuda.is_current_stream_capturing():
+            hungry()
+        warm.append(torch.ones(3, device="cuda"))
+
+    with pytest.raises(torch.OutOfMemoryError):
+        race_on_gpu([[hungry_once_captured]])
+    assert not torch.cuda.is_current_stream_capturing()
+    assert torch.arange(5).to("cuda").sum().item() == 10  # a copy from pageable memory: forbidden in a capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        later = warm[0] + 1
+    graph.replay()
+    assert later.tolist() == [2, 2, 2]

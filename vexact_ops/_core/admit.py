@@ -6,6 +6,7 @@ Among the admitted ones the fastest is kept. Verdicts live in memory, and on dis
 change them: GPU, driver, torch, Triton and the extension's own bytes. A candidate that fails is never used.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -212,8 +213,13 @@ def race_on_gpu(calls: Sequence[Sequence[Callable]], rounds: int = 7) -> list[fl
             competitor[0]()  # what loads or sets up on its first call does it now
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(capture_error_mode="thread_local")
-            for call in competitor:
-                call()
+            try:
+                for call in competitor:
+                    call()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # or this thread stays in a capture that forbids it to copy
+                    graph.capture_end()
+                raise
             graph.capture_end()
             graphs.append(graph)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
