@@ -36,15 +36,17 @@ class Runner:
             pages = memory.default_num_pages(config, per_token, config.max_model_len or 1 << 20, device, step)
             config = replace(config, num_pages=pages)
         self.config = config
-        # Not zeroed: nobody reads what has not been stored, and on a CPU untouched memory is never taken.
+        # Nobody's bits depend on what has not been stored, and on a CPU untouched memory is never taken; on a GPU it is
+        # zeroed, as attention is faster where what lies behind a sequence's last key is finite.
         self.k_caches, self.v_caches = self._caches(config.num_pages, self.shape.layers)
         self.builder = BatchBuilder(config, device)
 
     def _caches(self, pages: int, layers: int) -> tuple[list[Tensor], list[Tensor]]:
         """Those of the keys and those of the values, for some layers."""
         made = pages, self.page_size, self.shape.heads
+        new = torch.zeros if self.device.type == "cuda" else torch.empty
         k, v = (
-            [torch.empty(*made, dim, dtype=self.dtype, device=self.device) for _ in range(layers if own else 0)]
+            [new(*made, dim, dtype=self.dtype, device=self.device) for _ in range(layers if own else 0)]
             for dim, own in ((self.shape.k_dim, True), (self.shape.v_dim, not self.shape.shared))
         )
         return k, v or [keys[..., : self.shape.v_dim] for keys in k]

@@ -152,6 +152,9 @@ def _decode(
 
     def stock(q, k_cache, v_cache, table, lens, cu_seqlens):  # its cache is contiguous already: no gather is counted
         k, v = (c.unflatten(0, (count, per)).flatten(1, 2).transpose(1, 2) for c in (k_cache, v_cache))
+        if shape.shared:  # SDPA would repeat the key for every head
+            weights = torch.softmax(q @ k[:, 0].transpose(1, 2) * shape.D**-0.5, -1, torch.float32)
+            return weights.to(q.dtype) @ v[:, 0]
         return F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)
 
     def bits(q, k_cache, v_cache, table, lens, cu_seqlens):

@@ -392,11 +392,13 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
           meet<3>();
           const float before[2] = {s.before[row0], s.before[row0 + 8]}, after[2] = {s.after[row0], s.after[row0 + 8]};
           float* mine = joined + int64_t(blockIdx.x) * kLatentJoined + tid;  // what segments that are done came to
+          if (live[0] || live[1]) {
 #pragma unroll
-          for (int i = 0; i < 128; ++i) {
-            const float old = segments_before ? mine[i * kLatentMath] : 0.f;
-            acc[i] = __fmaf_rn(old, before[i / 2 % 2], __fmul_rn(acc[i], after[i / 2 % 2]));
-            if (n + 1 < blocks) mine[i * kLatentMath] = acc[i], acc[i] = 0.f;
+            for (int i = 0; i < 128; ++i) {
+              const float old = segments_before ? mine[i * kLatentMath] : 0.f;
+              acc[i] = __fmaf_rn(old, before[i / 2 % 2], __fmul_rn(acc[i], after[i / 2 % 2]));
+              if (n + 1 < blocks) mine[i * kLatentMath] = acc[i], acc[i] = 0.f;
+            }
           }
           segments_before = true;
         }

@@ -28,6 +28,7 @@ LATENT = (
 )
 LONG = 256  # queries, of which each may meet LONG_WORK / queries keys: below, our kernel is as fast as a launch
 LONG_WORK = 1 << 20
+LONG_CHUNK = 16  # queries of the longest chunk of a paged call; shorter ones stand among single queries
 MOST_SPLIT = 512  # sequences of a decode step whose segments run in parallel (csrc/attention/flash_decode.cuh)
 MOST_PARTIAL = 1 << 26  # fp32 values that the parallel segments of a call may put aside
 _LOG2_E = 1.4426950408889634
@@ -156,7 +157,7 @@ def paged_fwd(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_
         numbers = scale, window or 0, kv_segment or 0, _room_to_join(q, kv_segment)
         native.ops().attention_latent_paged(q, k_cache, v_cache, *step[:3], *numbers, partial, out)
         return out
-    long = _is_long(q, capacity) and max_seqlen_q > 1 and block_table.stride(1) == 1
+    long = _is_long(q, capacity) and max_seqlen_q >= LONG_CHUNK and block_table.stride(1) == 1
     if long and _fast_paged(q, k_cache, v_cache, capacity, window, kv_segment):
         odd = _fast_prefill(
             q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale, window, kv_segment, out

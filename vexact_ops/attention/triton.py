@@ -323,10 +323,10 @@ def _dq_kernel(
     q_row, q_head, k_row, k_head, v_row, v_head, scale, plain_scale, softcap, window,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr,
     SEQUENCES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, BASE_2: tl.constexpr,
-    KEYS: tl.constexpr, CAREFUL: tl.constexpr,
+    KEYS: tl.constexpr, DX: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """A first launch notes the tiles that have NaN: a value that is not finite may have spread to what does not see it;
-    a CAREFUL one makes those again."""
+    a CAREFUL one makes those again. Wide heads come in two parts, of DP and DX columns."""
     sequence, q_begin, q_len, number = _find(offsets_q, tokens, sequences, tl.program_id(0), GROUP, TILE, SEQUENCES)
     odd_tiles += tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     wanted = sequence < sequences
@@ -345,6 +345,11 @@ def _dq_kernel(
         at = token * tl.num_programs(1) * GROUP + head
         inside_d, inside_dv = live[:, None] & (d < D)[None, :], live[:, None] & (dv < DV)[None, :]
         x = tl.load(q + token[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=inside_d, other=0.0)
+        if DX:
+            d2 = DP + tl.arange(0, DX)
+            more = live[:, None] & (d2 < D)[None, :]
+            x2 = tl.load(q + token[:, None] * q_row + head[:, None] * q_head + d2[None, :], mask=more, other=0.0)
+            acc2 = tl.zeros([TILE, DX], tl.float32)
         do = tl.load(dout + at[:, None] * DV + dv[None, :], mask=inside_dv, other=0.0)
         row_lse = tl.load(lse + at, mask=live, other=float("inf"))[:, None]
         row_delta = tl.load(delta + at, mask=live, other=0.0)[:, None]
@@ -365,6 +370,9 @@ def _dq_kernel(
             rows = tl.load(k + at_k[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
             vt = tl.load(v + at_v[None, :] + dv[:, None], mask=there[None, :] & (dv < DV)[:, None], other=0.0)
             s = tl.dot(x, tl.trans(rows), input_precision="ieee")
+            if DX:
+                rows2 = tl.load(k + at_k[:, None] + d2[None, :], mask=there[:, None] & (d2 < D)[None, :], other=0.0)
+                s = tl.dot(x2, tl.trans(rows2), s, input_precision="ieee")
             dp = tl.dot(do, vt, input_precision="ieee")
             seen = there[None, :]
             if CAUSAL:
@@ -373,8 +381,14 @@ def _dq_kernel(
                 seen = seen & (j[None, :] > place[:, None] - window)
             _, ds = _gradient_of_scores(s, dp, row_lse, row_delta, seen, scale, softcap, CAP, BASE_2)
             acc = _seen_product(ds.to(rows.dtype), seen, rows, acc, CAREFUL)
+            if DX:
+                acc2 = _seen_product(ds.to(rows.dtype), seen, rows2, acc2, CAREFUL)
+        odd = _any_nan(acc)
+        if DX:
+            odd = tl.maximum(odd, _any_nan(acc2))
+            tl.store(dq + at[:, None] * D + d2[None, :], (acc2 * plain_scale).to(dq.dtype.element_ty), mask=more)
         if not CAREFUL:
-            tl.store(odd_tiles, _any_nan(acc))
+            tl.store(odd_tiles, odd)
         y = (acc * plain_scale).to(dq.dtype.element_ty)
         tl.store(dq + at[:, None] * D + d[None, :], y, mask=inside_d)
 
@@ -385,7 +399,7 @@ def _dkv_kernel(
     q_row, q_head, k_row, k_head, v_row, v_head, scale, plain_scale, softcap, window,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr,
     SEQUENCES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, BASE_2: tl.constexpr,
-    KEYS: tl.constexpr, CAREFUL: tl.constexpr,
+    KEYS: tl.constexpr, DX: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """A first launch notes the tiles that have NaN: a value that is not finite may have spread to what does not see it;
     a CAREFUL one makes those again."""
@@ -404,6 +418,11 @@ def _dkv_kernel(
         inside_d, inside_dv = there[:, None] & (d < D)[None, :], there[:, None] & (dv < DV)[None, :]
         rows = tl.load(k + kv_head * k_head + key[:, None] * k_row + d[None, :], mask=inside_d, other=0.0)
         values = tl.load(v + kv_head * v_head + key[:, None] * v_row + dv[None, :], mask=inside_dv, other=0.0)
+        if DX:
+            d2 = DP + tl.arange(0, DX)
+            more = there[:, None] & (d2 < D)[None, :]
+            rows2 = tl.load(k + kv_head * k_head + key[:, None] * k_row + d2[None, :], mask=more, other=0.0)
+            dk2_acc = tl.zeros([KEYS, DX], tl.float32)
         before = k_len - q_len  # keys before the first query's own place
         lo, hi = 0, q_len * GROUP
         if CAUSAL:
@@ -428,6 +447,12 @@ def _dkv_kernel(
             row_lse = tl.load(lse + at, mask=live, other=float("inf"))[None, :]
             row_delta = tl.load(delta + at, mask=live, other=0.0)[None, :]
             s = tl.dot(rows, tl.trans(x), input_precision="ieee")
+            if DX:
+                x2 = tl.load(
+                    q + token[:, None] * q_row + head[:, None] * q_head + d2[None, :],
+                    mask=live[:, None] & (d2 < D)[None, :], other=0.0,
+                )  # fmt: skip
+                s = tl.dot(rows2, tl.trans(x2), s, input_precision="ieee")
             dp = tl.dot(values, tl.trans(do), input_precision="ieee")
             seen = there[:, None] & live[None, :]
             if CAUSAL:
@@ -437,9 +462,15 @@ def _dkv_kernel(
             p, ds = _gradient_of_scores(s, dp, row_lse, row_delta, seen, scale, softcap, CAP, BASE_2)
             dv_acc = _seen_product(p.to(do.dtype), seen, do, dv_acc, CAREFUL)
             dk_acc = _seen_product(ds.to(x.dtype), seen, x, dk_acc, CAREFUL)
-        if not CAREFUL:
-            tl.store(odd_tiles, tl.maximum(_any_nan(dk_acc), _any_nan(dv_acc)))
+            if DX:
+                dk2_acc = _seen_product(ds.to(x.dtype), seen, x2, dk2_acc, CAREFUL)
         at = key * tl.num_programs(1) + kv_head
+        odd = tl.maximum(_any_nan(dk_acc), _any_nan(dv_acc))
+        if DX:
+            odd = tl.maximum(odd, _any_nan(dk2_acc))
+            tl.store(dk + at[:, None] * D + d2[None, :], (dk2_acc * plain_scale).to(dk.dtype.element_ty), mask=more)
+        if not CAREFUL:
+            tl.store(odd_tiles, odd)
         y = (dk_acc * plain_scale).to(dk.dtype.element_ty)
         tl.store(dk + at[:, None] * D + d[None, :], y, mask=inside_d)
         tl.store(dv_out + at[:, None] * DV + dv[None, :], dv_acc.to(dv_out.dtype.element_ty), mask=inside_dv)
@@ -456,11 +487,11 @@ def _constants(q: Tensor, hk: int, dv: int, softcap, scale: float) -> tuple[dict
     # Tiles of 64 rows would take wgmma, and ptxas 12.8 (of Triton 3.6) may then overwrite the uniform register that
     # holds the values' descriptor: for some head dims the matrix unit reads outside of shared memory.
     wide = widest > 256  # queries and gradients of that width leave no room for more
-    tile = 32 if base_2 and not wide else 16
+    tile = 16 if wide or not base_2 else 32
     constants = {"GROUP": q.shape[1] // hk, "D": d, "DV": dv, "DP": block(d), "DVP": block(dv), "TILE": tile}
     warps = 4 if base_2 and widest <= 128 else 8
     constants |= {"CAP": softcap is not None, "BASE_2": base_2, "num_warps": warps, **OPTIONS}
-    constants |= {"KEYS": 16 if wide else KEY_BLOCK, "num_stages": 1 if wide else 2}
+    constants["num_stages"] = 1 if wide else 2
     return constants, scale * LOG2_E if base_2 and softcap is None else scale
 
 
@@ -472,7 +503,6 @@ def _forward(
     table, pages, page_size = paging
     sequences = offsets_q.shape[0] - 1
     constants, scale = _constants(q, hk, dv, softcap, scale)
-    del constants["KEYS"]  # gradients alone may take fewer
     if constants["BASE_2"]:
         constants["num_warps"] //= 2  # rows of 16 for each
     if tokens == 0 or sequences == 0:
@@ -522,6 +552,12 @@ def varlen_bwd(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, sinks, scale, 
     constants, score_scale = _constants(q, hk, dv, softcap, scale)
     group, tile, base_2, rows = constants["GROUP"], constants["TILE"], constants["BASE_2"], tokens * heads
     common = {"SEQUENCES": block(sequences), "CAUSAL": causal, "WINDOW": window is not None, **constants}
+    common |= {"KEYS": KEY_BLOCK, "DX": 0}
+    if max(common["DP"], common["DVP"]) > 256:  # small tiles, and heads in two parts, as 576 = 512 + 64
+        common["KEYS"] = common["TILE"] = tile = 32 if base_2 else 16
+        first = block(q.shape[2] + 1) // 2
+        if common["DP"] > 256 and first < q.shape[2]:
+            common |= {"DP": first, "DX": block(q.shape[2] - first)}
     numbers = score_scale, scale, softcap or 0.0, window or 0
     strides = q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)
     metadata = cu_seqlens, offsets_k, tokens, keys, sequences
