@@ -7,7 +7,9 @@ are the value. Training and decode both do so here, with one order of operations
 those of the expanded form, so it is an option that both sides declare.
 
 Its price and gain per layer (Moonlight: 16 heads, 512 + 64 against 192 and 128): a query meets a key with 1,088
-multiply-adds a head instead of 320, and a cached token takes 576 numbers instead of 5,120.
+multiply-adds a head instead of 320, and a cached token takes 576 numbers instead of 5,120. With 512 + 64 numbers in 16
+bits on SM90 the attention is a kernel of its own (csrc/attention/flash_latent.cuh) that reads a cached key once for up
+to 64 heads, in training and decode alike; its gradients are the Triton kernels'.
 """
 
 import inspect
