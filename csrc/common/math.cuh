@@ -28,6 +28,28 @@ __device__ __forceinline__ float exp_of_negative(float x) {
   return (exp_reduced(c, n) * __int_as_float(__float_as_int(shifted) << 23)) * 0x1p-65f;
 }
 
+// The same of N of them, one operation of all after the other: where few warps run, none waits for its own results.
+template <int N>
+__device__ __forceinline__ void exp_of_negatives(float (&x)[N]) {
+  float shifted[N], n[N], r[N], p[N];
+#define VX_ALL(statement) \
+  _Pragma("unroll") for (int i = 0; i < N; ++i) statement
+  VX_ALL(asm("max.NaN.f32 %0, %1, %2;" : "=f"(x[i]) : "f"(x[i]), "f"(-104.0f)));
+  VX_ALL(shifted[i] = x[i] * 1.44269504f + 12583104.0f);
+  VX_ALL(n[i] = shifted[i] - 12583104.0f);
+  VX_ALL(r[i] = fmaf(n[i], -0.693359375f, x[i]));
+  VX_ALL(r[i] = fmaf(n[i], 2.12194440e-4f, r[i]));
+  VX_ALL(p[i] = fmaf(r[i], 1.0f / 5040, 1.0f / 720));
+  VX_ALL(p[i] = fmaf(p[i], r[i], 1.0f / 120));
+  VX_ALL(p[i] = fmaf(p[i], r[i], 1.0f / 24));
+  VX_ALL(p[i] = fmaf(p[i], r[i], 1.0f / 6));
+  VX_ALL(p[i] = fmaf(p[i], r[i], 0.5f));
+  VX_ALL(p[i] = fmaf(p[i], r[i], 1.0f));
+  VX_ALL(p[i] = fmaf(p[i], r[i], 1.0f));
+  VX_ALL(x[i] = (p[i] * __int_as_float(__float_as_int(shifted[i]) << 23)) * 0x1p-65f);
+#undef VX_ALL
+}
+
 // e^x of an x that is not below 0, or NaN (which gives something; the caller looks at x).
 __device__ __forceinline__ float exp_of_positive(float x) {
   const float c = x < 89.0f ? x : 89.0f;

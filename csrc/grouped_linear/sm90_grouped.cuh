@@ -9,8 +9,8 @@
 #pragma once
 #include <algorithm>
 
-#include "common/math.cuh"
 #include "linear/sm90_gemm.cuh"
+#include "silu_mul/gate.cuh"
 
 namespace vx::sm90 {
 
@@ -26,6 +26,18 @@ constexpr int kGroupedSmall = 4 * (kGroupedExperts + 1) + 16 * kGroupedMostStage
 // 64 of each in a tile; and dy^T x over the rows of each expert.
 enum class Grouped { forward, across, gate_up, sums };
 
+// Rows that come through an order: copied side by side by the warps that store, ahead of the tiles that need them and
+// while others are multiplied. Whoever is free claims the next few, so no block waits for one that is not running.
+struct GroupedCopy {
+  const uint4* from;  // null: x lies side by side
+  const int32_t* order;
+  uint4* to;
+  int* claims;  // the jobs that were claimed, then of every kCopyGroup rows the jobs that were done; all 0 at first
+  int tokens, top_k, pieces;  // pieces: of 16 bytes in a row
+  int64_t from_stride;        // of pieces
+};
+constexpr int kCopyRows = 8, kCopyGroup = 64;  // of a job; of a counter
+
 struct GroupedArgs {
   const int32_t* offsets;
   __nv_bfloat16* out;   // (rows, features), for sums (experts, depth, features)
@@ -35,6 +47,7 @@ struct GroupedArgs {
   int stages;
   int gelu;
   int lag;  // steps by which the first multiplying warpgroup is ahead of the other, so that one multiplies while one ends
+  GroupedCopy copy;
 };
 
 inline int grouped_stage_bytes(int units) {
@@ -249,29 +262,81 @@ __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   return v;
 }
 
-// 1 / x, rounded correctly, of an x from 1 to 2, or NaN.
-__device__ __forceinline__ float reciprocal_of_one_to_two(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return fmaf(y, fmaf(-x, y, 1.0f), y);
-}
-
-// silu(gate) * up, or gelu_tanh's, of values that are bf16 already: gate.h's order, operation for operation.
-template <bool GELU>
-__device__ __forceinline__ float gated(float gate, float up) {
-  float z = gate;
-  if constexpr (GELU) z = (gate * 1.5957691216f) * fmaf(gate * gate, 0.044715f, 1.0f);
-  const float q = exp_of_negative(-fabsf(z)), large = reciprocal_of_one_to_two(1.0f + q), small = q * large;
-  return (gate * (z > 0.0f ? large : small)) * up;
-}
-
+// silu(gate) * up, or gelu_tanh's, of eight pairs that are bf16 already: gate.cuh's, one operation of all of them after
+// the other, since few warps do this and each has to wait for nothing.
 template <bool GELU>
 __device__ __forceinline__ uint4 gated(const uint4& gate, const uint4& up) {
-  const auto pair = [](uint32_t g, uint32_t u) {
-    return pack_pair(gated<GELU>(__uint_as_float(g << 16), __uint_as_float(u << 16)),
-                     gated<GELU>(__uint_as_float(g & 0xffff0000), __uint_as_float(u & 0xffff0000)));
-  };
-  return make_uint4(pair(gate.x, up.x), pair(gate.y, up.y), pair(gate.z, up.z), pair(gate.w, up.w));
+  const uint32_t g2[4] = {gate.x, gate.y, gate.z, gate.w}, u2[4] = {up.x, up.y, up.z, up.w};
+  float g[8], u[8], y[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    g[i] = __uint_as_float(i % 2 ? g2[i / 2] & 0xffff0000 : g2[i / 2] << 16);
+    u[i] = __uint_as_float(i % 2 ? u2[i / 2] & 0xffff0000 : u2[i / 2] << 16);
+  }
+  gate_mul_all<GELU, 8>(g, u, y);
+  return make_uint4(pack_pair(y[0], y[1]), pack_pair(y[2], y[3]), pack_pair(y[4], y[5]), pack_pair(y[6], y[7]));
+}
+
+__device__ __forceinline__ bool barrier_passed(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n.reg .pred done;\nmbarrier.test_wait.parity.shared.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done;
+}
+
+// One warp's share of the copies: a row at a time, as long as nothing else waits.
+struct GroupedCopier {
+  int row, end, job;  // of the claimed job; job < 0: nothing is left to claim
+
+  __device__ __forceinline__ void claim(const GroupedArgs& g) {
+    int claimed = 0;
+    if (threadIdx.x % 32 == 0) claimed = atomicAdd(g.copy.claims, 1);
+    job = __shfl_sync(~0u, claimed, 0);
+    row = job * kCopyRows, end = min(row + kCopyRows, g.rows);
+    if (row >= g.rows) job = -1;
+  }
+
+  __device__ __forceinline__ void copy_row(const GroupedArgs& g) {
+    const GroupedCopy& c = g.copy;
+    const int lane = threadIdx.x % 32, token = min(max(__ldg(c.order + row) / c.top_k, 0), c.tokens - 1);
+    const uint4* from = c.from + token * c.from_stride;
+    uint4* to = c.to + int64_t(row) * c.pieces;
+    for (int first = lane; first < c.pieces; first += 256) {
+      uint4 v[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        if (first + 32 * j < c.pieces) v[j] = __ldg(from + first + 32 * j);
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        if (first + 32 * j < c.pieces) to[first + 32 * j] = v[j];
+    }
+    if (++row < end) return;
+    asm volatile("fence.acq_rel.gpu;\nfence.proxy.async;" ::: "memory");  // the copy engine reads it next
+    __syncwarp();
+    if (lane == 0)
+      asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(c.claims + 1 + job * kCopyRows / kCopyGroup) : "memory");
+    claim(g);
+  }
+};
+
+// Whether the rows of a tile have been copied, all that the copy engine is about to read.
+__device__ __forceinline__ bool is_copied(const GroupedArgs& g, const GroupedTile& at) {
+  constexpr int kJobs = kCopyGroup / kCopyRows, kGroups = 16 * kUnit / kCopyGroup + 1;
+  const int jobs = (g.rows + kCopyRows - 1) / kCopyRows, end = min(at.row + at.units * kUnit, at.end);
+  const int first = at.row / kCopyGroup;
+  bool all = true;
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i) {
+    int done = kJobs;
+    if ((first + i) * kCopyGroup < end)
+      asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(done) : "l"(g.copy.claims + 1 + first + i) : "memory");
+    all &= done >= min(kJobs, jobs - (first + i) * kJobs);
+  }
+  asm volatile("fence.acq_rel.gpu;\nfence.proxy.async;" ::: "memory");
+  return all;
 }
 
 // What three warps do: results from shared memory to where they belong, and zeros to the rows that are nobody's.
@@ -282,9 +347,12 @@ __device__ __forceinline__ void grouped_store(const GroupedArgs& g, const int* n
   constexpr int kOwn = MODE == Grouped::gate_up ? kGroupedFeatures / 2 : kGroupedFeatures;
   const int thread = threadIdx.x - (128 - kStoreThreads), clusters = gridDim.x / 2;
   uint32_t phase = 0;
+  GroupedCopier copier{0, 0, -1};
+  if (g.copy.from) copier.claim(g);
   for (int turn = blockIdx.x / 2; turn < turns; turn += clusters) {
     const GroupedTile at = grouped_tile<MODE>(g, numbers, pairs, turn);
     const int first = (2 * at.pair + rank) * kOwn, rows = min(at.units * kUnit, at.end - at.row);
+    while (copier.job >= 0 && !__any_sync(~0u, barrier_passed(staged_full, phase))) copier.copy_row(g);
     barrier_wait(staged_full, phase);
     phase ^= 1;
     if constexpr (MODE == Grouped::gate_up) {
@@ -382,12 +450,14 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGroupedThreads, 1)
   const int turns = tiles * pairs;
 
   if (threadIdx.x < 128) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
     if (threadIdx.x == 0) {
       ring.slot = 0, ring.phase = 1;
       GroupedTile next = grouped_tile<MODE>(g, numbers, pairs, min(int(blockIdx.x) / 2, turns - 1));
+      bool copied = !g.copy.from;
       for (int turn = blockIdx.x / 2; turn < turns; turn += clusters) {
         const GroupedTile at = next;
+        while (!copied) copied = is_copied(g, at);
         const int first = (2 * at.pair + rank) * kOwn, boxes = (at.units * kUnit + kGroupedBoxRows - 1) / kGroupedBoxRows;
         for (int k = at.first; k < at.first + at.depth; k += kGroupedDepth) {
           barrier_wait(ring.free(), ring.phase);  // passes at once in the first round
@@ -410,7 +480,10 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGroupedThreads, 1)
               copy_box_to(3, b + box * kGroupedBox, &b_map, ready, k, at.row + box * kGroupedBoxRows, 0);
           }
           ring.advance();
-          if (k == at.first) next = grouped_tile<MODE>(g, numbers, pairs, min(turn + clusters, turns - 1));
+          if (k == at.first) {
+            next = grouped_tile<MODE>(g, numbers, pairs, min(turn + clusters, turns - 1));
+            copied = !g.copy.from || is_copied(g, next);
+          }
         }
         if (at.depth <= 0) next = grouped_tile<MODE>(g, numbers, pairs, min(turn + clusters, turns - 1));
       }
@@ -419,7 +492,7 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGroupedThreads, 1)
       grouped_store<MODE>(g, numbers, pairs, turns, rank, staged, staged_half, staged_full, staged_empty);
     __syncwarp();
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
     ring.slot = 0, ring.phase = 0;
     uint32_t staged_phase = 1;

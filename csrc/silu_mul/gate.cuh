@@ -30,6 +30,23 @@ __device__ __forceinline__ float gate_mul(float g, float u) {
   return (g * gate_of<Gelu>(g).s) * u;
 }
 
+// The same of N pairs, one operation of all of them after the other.
+template <bool Gelu, int N>
+__device__ __forceinline__ void gate_mul_all(const float (&g)[N], const float (&u)[N], float (&y)[N]) {
+  float z[N], q[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    z[i] = Gelu ? (g[i] * 1.5957691216f) * fmaf(g[i] * g[i], 0.044715f, 1.0f) : g[i];
+    q[i] = -fabsf(z[i]);
+  }
+  exp_of_negatives(q);
+  float large[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) large[i] = reciprocal_of_one_to_two(1.0f + q[i]);
+#pragma unroll
+  for (int i = 0; i < N; ++i) y[i] = (g[i] * (z[i] > 0.0f ? large[i] : q[i] * large[i])) * u[i];
+}
+
 // d(g sigmoid(z)) / dg. Beyond 1e4 the slope is exactly 0 or 1; the bound keeps infinity times zero out of it.
 template <bool Gelu>
 __device__ __forceinline__ float gate_slope(float g, DeviceGate at) {

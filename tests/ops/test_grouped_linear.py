@@ -255,10 +255,10 @@ def test_our_kernels_have_the_canonical_bits(ring, experts, n, k, rows):
         offsets = offsets_of(assigned, experts, "cuda")
         offsets[-1] -= rows // 20  # rows that are nobody's
         offsets.clamp_(max=int(offsets[-1]))
-        assert_bitwise(cuda._own(cuda.FORWARD, *ring, x, w, offsets), triton.grouped_linear_fwd(x, w, offsets), name)
-        assert_bitwise(cuda._own(cuda.ACROSS, *ring, dy, w, offsets), triton.grouped_linear_dx(dy, w, offsets), name)
+        assert_bitwise(cuda._own(cuda.FORWARD, ring, x, w, offsets), triton.grouped_linear_fwd(x, w, offsets), name)
+        assert_bitwise(cuda._own(cuda.ACROSS, ring, dy, w, offsets), triton.grouped_linear_dx(dy, w, offsets), name)
         assert_bitwise(
-            cuda._own(cuda.FORWARD, *ring, x, w, offsets, order, 3),
+            cuda._own(cuda.FORWARD, ring, x, w, offsets, order, 3),
             triton.grouped_linear_fwd(x, w, offsets, order, 3),
             f"{name}, through an order",
         )
@@ -281,8 +281,8 @@ def test_a_gated_product_has_the_bits_of_its_parts(ring, gelu):
         offsets = offsets_of(assigned, experts, "cuda")
         h = vx.grouped_linear(x[(order // 2).long()], w, offsets, backend="triton")
         a = vx.silu_mul(h, activation="gelu_tanh" if gelu else "silu")
-        assert_bitwise(cuda._own_gate_up(*ring, x, w, offsets, order, 2, gelu, True), (h, a), name)
-        assert_bitwise(cuda._own_gate_up(*ring, x, w, offsets, order, 2, gelu, False)[1], a, name)
+        assert_bitwise(cuda._own_gate_up(ring, x, w, offsets, order, 2, gelu, True), (h, a), name)
+        assert_bitwise(cuda._own_gate_up(ring, x, w, offsets, order, 2, gelu, False)[1], a, name)
         assert_bitwise(cuda.grouped_gate_up(x, w, offsets, order, 2, gelu, True), (h, a), name)
 
 
@@ -298,9 +298,9 @@ def test_offsets_and_orders_of_any_values_touch_no_other_memory():
         bounded = cuda._bounded(offsets, rows)
         assert int(bounded[0]) >= 0 and int(bounded[-1]) <= rows and bool((bounded.diff() >= 0).all())
         for ring in RINGS:
-            cuda._own(cuda.FORWARD, *ring, x, w, offsets)
-            cuda._own(cuda.ACROSS, *ring, dy, w, offsets, order, 1)
-            cuda._own_gate_up(*ring, x, w, offsets, order, 2, False, True)
+            cuda._own(cuda.FORWARD, ring, x, w, offsets)
+            cuda._own(cuda.ACROSS, ring, dy, w, offsets, order, 1)
+            cuda._own_gate_up(ring, x, w, offsets, order, 2, False, True)
             cuda._own_dweight(3, 1, dy, x, offsets)
     torch.cuda.synchronize()
 

@@ -148,18 +148,28 @@ OWN = ((16, 3, 0), (12, 4, 0), (10, 5, 0), (8, 6, 0), (4, 8, 0))
 FORWARD, ACROSS, GATE_UP = range(3)
 
 
-def _own(mode: int, units: int, stages: int, lag: int, x, weight, offsets, order=None, top_k=1):
-    rows = gather_rows(x, offsets, order, top_k)
-    out = rows.new_empty(rows.shape[0], weight.shape[2 if mode == ACROSS else 1])
-    native.ops().grouped_product(rows, weight, offsets, mode, False, units, stages, lag, out, None)
+def _run_own(mode: int, gelu: bool, ring: tuple, x, weight, offsets, order, top_k, out, kept) -> None:
+    copied = claims = None
+    if order is not None:  # rows are copied side by side by the kernel itself, while it multiplies those that have been
+        copied = x.new_empty(order.shape[0], x.shape[1])
+        claims = order.new_empty(1 + -(-order.shape[0] // 64))
+    native.ops().grouped_product(
+        x, weight, offsets, mode, gelu, *ring, out, kept, order, top_k, copied, claims
+    )  # fmt: skip
+
+
+def _own(mode: int, ring: tuple[int, int, int], x, weight, offsets, order=None, top_k=1):
+    rows = x.shape[0] if order is None else order.shape[0]
+    out = x.new_empty(rows, weight.shape[2 if mode == ACROSS else 1])
+    _run_own(mode, False, ring, x, weight, offsets, order, top_k, out, None)
     return out
 
 
-def _own_gate_up(units: int, stages: int, lag: int, x, gate_up, offsets, order, top_k, gelu, keep):
-    rows = gather_rows(x, offsets, order, top_k)
-    a = rows.new_empty(rows.shape[0], gate_up.shape[1] // 2)
-    h = rows.new_empty(rows.shape[0], gate_up.shape[1]) if keep else None
-    native.ops().grouped_product(rows, gate_up, offsets, GATE_UP, gelu, units, stages, lag, a, h)
+def _own_gate_up(ring: tuple[int, int, int], x, gate_up, offsets, order, top_k, gelu, keep):
+    rows = x.shape[0] if order is None else order.shape[0]
+    a = x.new_empty(rows, gate_up.shape[1] // 2)
+    h = x.new_empty(rows, gate_up.shape[1]) if keep else None
+    _run_own(GATE_UP, gelu, ring, x, gate_up, offsets, order, top_k, a, h)
     return h, a
 
 
@@ -209,13 +219,13 @@ def _names(kind: str) -> dict[str, Callable]:
             found[f"wgmma 128x256x64 ring 3 lag {lag}"] = functools.partial(_own_dweight, 3, lag)
     if kind == "gate_up":
         found = {name: functools.partial(_triton_gate_up, product=run) for name, run in found.items()}
-    for own in OWN:
-        units, stages, lag = own
+    for ring in OWN:
+        units, stages, lag = ring
         name = f"wgmma 128x{16 * units}x64 ring {stages} lag {lag}"
         if kind in ("fwd", "dx"):
-            found[name] = functools.partial(_own, ACROSS if kind == "dx" else FORWARD, *own)
+            found[name] = functools.partial(_own, ACROSS if kind == "dx" else FORWARD, ring)
         elif kind == "gate_up":
-            found[name] = functools.partial(_own_gate_up, *own)
+            found[name] = functools.partial(_own_gate_up, ring)
     return found
 
 
@@ -330,15 +340,21 @@ class Product:
     def canonical(self, *case) -> Tensor:
         return self.run(CANONICAL[self.what], *case)
 
-    def run(self, run: Callable, *case) -> Tensor:
-        """One tensor of all results."""
+    def call(self, run: Callable, *case):
         options = self.kind.split()[1:]
         if self.what == "gate_up":
-            h, a = run(*case, "gelu" in options, "keep" in options)
-            return a if h is None else torch.cat((h, a), 1)
+            return run(*case, "gelu" in options, "keep" in options)
         if self.what == "dweight":
             return run(*case, gathered=options[0] if options else "")
         return run(*case)
+
+    def run(self, run: Callable, *case) -> Tensor:
+        """One tensor of all results."""
+        results = self.call(run, *case)
+        if self.what != "gate_up":
+            return results
+        h, a = results
+        return a if h is None else torch.cat((h, a), 1)
 
     def spread(self, rows: int, way: int) -> Tensor:
         """Offsets of about `rows` rows: at random, a few nobody's; most of them one expert's; a multiple of three each
@@ -426,7 +442,10 @@ class Product:
         """The last case is of the bucket's size, spread at random."""
         size = case[1].numel() * 2
         b = [case[1], *(case[1].clone() for _ in range(int(min(8, 120e6 // size))))]
-        return race_on_gpu([[functools.partial(one.run, case[0], w, *case[2:]) for w in b] for one in candidates])
+        runs = {**_names(self.what), TRITON: CANONICAL[self.what]}
+        return race_on_gpu(
+            [[functools.partial(self.call, runs[one.name], case[0], w, *case[2:]) for w in b] for one in candidates]
+        )
 
 
 def admit(
