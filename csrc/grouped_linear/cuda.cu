@@ -128,17 +128,18 @@ void check_matrices(const Tensor& t, const char* name) {
                   name, ": unexpected sizes");
 }
 
-void check_ring(int64_t units, int64_t stages, int64_t lag) {
-  STD_TORCH_CHECK(lag >= 0 && lag < stages && units >= 1 && units <= 16 && stages >= 2 && stages <= sm90::kGroupedMostStages &&
+void check_ring(int64_t units, int64_t stages, int64_t cluster) {
+  STD_TORCH_CHECK((cluster == 2 || cluster == 4) && units >= 1 && units <= 16 && stages >= 2 &&
+                      stages <= sm90::kGroupedMostStages &&
                       sm90::grouped_shared_bytes(int(units), int(stages)) <= 227 * 1024,
-                  "grouped_linear: ", stages, " stages of ", units, " units, a lag of ", lag, ", do not fit");
+                  "grouped_linear: ", stages, " stages of ", units, " units, ", cluster, " blocks a cluster, do not fit");
 }
 
 // out = rows of every expert times its matrix: x W^T, dy W (mode 1) or the gated product of gate and up (mode 2), `kept`
 // before it is gated. Tiles of at most `units` times 16 rows.
 // Through an order, row i is x[order[i] // top_k]; all of them are left in `copied`, and `claims` is scratch.
 void grouped_product(Tensor x, Tensor weight, Tensor offsets, int64_t mode, bool gelu, int64_t units, int64_t stages,
-                     int64_t lag, Tensor out, std::optional<Tensor> kept, std::optional<Tensor> order, int64_t top_k,
+                     int64_t cluster, Tensor out, std::optional<Tensor> kept, std::optional<Tensor> order, int64_t top_k,
                      std::optional<Tensor> copied, std::optional<Tensor> claims) {
   using sm90::Grouped;
   STD_TORCH_CHECK(mode >= 0 && mode <= 2, "grouped_product: no mode ", mode);
@@ -167,7 +168,7 @@ void grouped_product(Tensor x, Tensor weight, Tensor offsets, int64_t mode, bool
   STD_TORCH_CHECK(out.is_contiguous() && (!kept || (gate_up && kept->is_contiguous())),
                   "grouped_product: out, kept: unexpected layout");
   if (kept) check_rows(*kept, "grouped_product: kept", rows, n);
-  check_ring(units, stages, lag);
+  check_ring(units, stages, cluster);
   const int32_t* ends = ints(offsets, "offsets", experts + 1);
   if (rows == 0) return;
   CUtensorMap weight_map, x_map;
@@ -176,11 +177,11 @@ void grouped_product(Tensor x, Tensor weight, Tensor offsets, int64_t mode, bool
                      : across ? sm90::grouped_map(&weight_map, w, features, depth, features, experts, 64)
                               : sm90::grouped_map(&weight_map, w, depth, features, depth, experts, 128)) &&
                     sm90::grouped_map(&x_map, data(side_by_side), depth, rows, row_stride(side_by_side), 1,
-                                      sm90::kGroupedBoxRows);
+                                      64 / int(cluster));
   STD_TORCH_CHECK(made, "grouped_product: this driver makes no tensor map of these operands");
   const sm90::GroupedArgs args{ends, static_cast<__nv_bfloat16*>(mutable_data(out)),
                                static_cast<__nv_bfloat16*>(mutable_data(kept)), int(experts), int(rows), int(features),
-                               int(depth), int(units), int(stages), gelu, int(lag), copy};
+                               int(depth), int(units), int(stages), int(cluster), gelu, copy};
   const DeviceGuard guard = on_device_of(x);
   if (order) VX_CUDA_CHECK(cudaMemsetAsync(copy.claims, 0, claims->numel() * sizeof(int), current_stream(x)));
   const auto run = gate_up  ? sm90::grouped<Grouped::gate_up>
@@ -190,13 +191,13 @@ void grouped_product(Tensor x, Tensor weight, Tensor offsets, int64_t mode, bool
 }
 
 // out[e] = dy^T x over the rows of expert e, ascending.
-void grouped_sums(Tensor dy, Tensor x, Tensor offsets, int64_t stages, int64_t lag, Tensor out) {
+void grouped_sums(Tensor dy, Tensor x, Tensor offsets, int64_t units, int64_t stages, int64_t cluster, Tensor out) {
   check_matrices(out, "grouped_sums: out");
   const int64_t experts = out.size(0), n = out.size(1), k = out.size(2), rows = x.size(0);
   check_rows(dy, "grouped_sums: dy", rows, n);
   check_rows(x, "grouped_sums: x", rows, k);
-  constexpr int kUnits = 16;
-  check_ring(kUnits, stages, lag);
+  check_ring(units, stages, cluster);
+  STD_TORCH_CHECK(units % 4 == 0 && units >= 8, "grouped_sums: no tiles of ", units, " units");
   const int32_t* ends = ints(offsets, "offsets", experts + 1);
   if (rows == 0) return;  // the caller has zeros there
   CUtensorMap x_map, dy_map;
@@ -204,7 +205,7 @@ void grouped_sums(Tensor dy, Tensor x, Tensor offsets, int64_t stages, int64_t l
                       sm90::grouped_map(&dy_map, data(dy), n, rows, row_stride(dy), 1, 64),
                   "grouped_sums: this driver makes no tensor map of these operands");
   const sm90::GroupedArgs args{ends, static_cast<__nv_bfloat16*>(mutable_data(out)), nullptr, int(experts), int(rows),
-                               int(k), int(n), kUnits, int(stages), 0, int(lag), {}};
+                               int(k), int(n), int(units), int(stages), int(cluster), 0, {}};
   const DeviceGuard guard = on_device_of(x);
   VX_CUDA_CHECK(sm90::grouped<sm90::Grouped::sums>(x_map, dy_map, args, x.get_device_index(), current_stream(x)));
 }

@@ -2,12 +2,13 @@
 //
 // The matrix stands where a product has its rows: a block's tile is 128 features (64 for each multiplying warpgroup) by
 // up to 256 rows of one expert, in units of 16, so that an expert's rows are shared out to tiles of nearly one size and
-// few of the products are of nothing. Two blocks form a cluster, next to each other in the features, and load half of
-// their common rows each, for both. Two warpgroups multiply; of a third, one thread loads, and three warps take finished
+// few of the products are of nothing. Two or four blocks form a cluster, next to each other in the features, and share
+// the loads of their common rows, each for all. Two warpgroups multiply; of a third, one thread loads, and three warps take finished
 // tiles from shared memory to where they belong while the next are being made.
 // order: K ascending in steps of 16, one fp32 accumulator per element, no split of K; what is missing is zeros.
 #pragma once
 #include <algorithm>
+#include <atomic>
 
 #include "linear/sm90_gemm.cuh"
 #include "silu_mul/gate.cuh"
@@ -16,7 +17,6 @@ namespace vx::sm90 {
 
 constexpr int kGroupedFeatures = 128, kGroupedDepth = 64, kUnit = 16;
 constexpr int kGroupedWeight = kGroupedFeatures * kGroupedDepth * 2;  // bytes of the matrix in a step
-constexpr int kGroupedBoxRows = 32, kGroupedBox = kGroupedBoxRows * kGroupedDepth * 2;
 constexpr int kGroupedThreads = 384, kStoreThreads = 96;
 constexpr int kGroupedExperts = 512;      // the most that a launch takes
 constexpr int kGroupedMostStages = 12;
@@ -45,13 +45,13 @@ struct GroupedArgs {
   int experts, rows, features, depth;  // features of gate_up: the pairs; depth of sums: the features of dy
   int units;   // the most of a tile
   int stages;
+  int cluster;  // blocks of one: 2 or 4
   int gelu;
-  int lag;  // steps by which the first multiplying warpgroup is ahead of the other, so that one multiplies while one ends
   GroupedCopy copy;
 };
 
-inline int grouped_stage_bytes(int units) {
-  return kGroupedWeight + (units * kUnit + kGroupedBoxRows - 1) / kGroupedBoxRows * kGroupedBox;
+__host__ __device__ inline int grouped_stage_bytes(int units) {
+  return kGroupedWeight + (units + 1) / 2 * 2 * kUnit * kGroupedDepth * 2;
 }
 inline int grouped_shared_bytes(int units, int stages) {
   return stages * grouped_stage_bytes(units) + units * kUnit * kGroupedFeatures * 2 + kGroupedSmall;
@@ -128,30 +128,30 @@ __device__ __forceinline__ int2 rows_of_expert(const GroupedArgs& g, int expert)
 }
 
 struct GroupedTile {
-  int expert, units, pair;  // pair: of tiles of features
+  int expert, units, bundle;  // bundle: of tiles of features, one for each block of the cluster
   int row, end;             // its first row of x, or for sums of the result, and the end of the expert's
   int first, depth;         // where k begins, and how many there are
 };
 
 // numbers[e]: of the tiles of rows of the experts before e.
 template <Grouped MODE>
-__device__ __forceinline__ GroupedTile grouped_tile(const GroupedArgs& g, const int* numbers, int pairs, int turn) {
+__device__ __forceinline__ GroupedTile grouped_tile(const GroupedArgs& g, const int* numbers, int bundles, int turn) {
   if constexpr (MODE == Grouped::sums) {
-    const int tiles = (g.depth + 16 * kUnit - 1) / (16 * kUnit), expert = turn / (tiles * pairs), within = turn % (tiles * pairs);
+    const int tiles = (g.depth + g.units * kUnit - 1) / (g.units * kUnit), expert = turn / (tiles * bundles), within = turn % (tiles * bundles);
     const int2 rows = rows_of_expert(g, expert);
-    return {expert, 16, within / tiles, within % tiles * 16 * kUnit, g.depth, rows.x, rows.y - rows.x};
+    return {expert, g.units, within / tiles, within % tiles * g.units * kUnit, g.depth, rows.x, rows.y - rows.x};
   } else {
     int low = 0, high = g.experts;  // the last expert whose first turn is not behind this one
     while (high - low > 1) {
       const int middle = (low + high) / 2;
-      if (numbers[middle] * pairs <= turn) {
+      if (numbers[middle] * bundles <= turn) {
         low = middle;
       } else {
         high = middle;
       }
     }
     const int2 rows = rows_of_expert(g, low);
-    const int tiles = max(numbers[low + 1] - numbers[low], 1), within = turn - numbers[low] * pairs;
+    const int tiles = max(numbers[low + 1] - numbers[low], 1), within = turn - numbers[low] * bundles;
     const int units = (rows.y - rows.x + kUnit - 1) / kUnit, each = units / tiles, more = units % tiles;
     const int tile = within % tiles;
     return {low, each + (tile < more), within / tiles, rows.x + (tile * each + min(tile, more)) * kUnit, rows.y, 0, g.depth};
@@ -160,7 +160,7 @@ __device__ __forceinline__ GroupedTile grouped_tile(const GroupedArgs& g, const 
 
 struct GroupedRing {
   uint32_t tiles, full, empty;
-  int stage_bytes, stages;
+  int stage_bytes, stages, blocks;
   int slot;
   uint32_t phase;
   __device__ __forceinline__ uint32_t stage() const { return tiles + slot * stage_bytes; }
@@ -173,10 +173,11 @@ struct GroupedRing {
 
 // Zeros to the rows of k from `from` to the next multiple of 16, which are another expert's, in this warpgroup's box of A
 // and in B's. The other warpgroup writes the same to B's: neither waits for the other.
+template <int UNITS>
 __device__ __forceinline__ void clear_tail(uint32_t stage, int group, int from) {
   const int thread = threadIdx.x % 128, bytes = ((from + 15) / 16 * 16 - from) * 128;
 #pragma unroll
-  for (int box = 0; box < 5; ++box)
+  for (int box = 0; box < 1 + UNITS / 4; ++box)
     for (int i = thread * 16; i < bytes; i += 128 * 16)
       asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(stage + (box ? box + 1 : group) * kGemmBox + from * 128 + i),
                    "r"(0)
@@ -188,7 +189,7 @@ __device__ __forceinline__ void clear_tail(uint32_t stage, int group, int from) 
 template <int UNITS, Grouped MODE, class Ahead>
 __device__ __forceinline__ void grouped_multiply(GroupedRing& ring, int depth, int group, uint32_t staged,
                                                  uint32_t staged_full, uint32_t staged_empty, uint32_t staged_phase,
-                                                 int& lag, const Ahead& look_ahead) {
+                                                 const Ahead& look_ahead) {
   constexpr bool A_ACROSS = MODE == Grouped::across || MODE == Grouped::sums, B_ACROSS = MODE == Grouped::sums;
   const int thread = threadIdx.x % 128;
   float d[8 * UNITS];
@@ -203,7 +204,7 @@ __device__ __forceinline__ void grouped_multiply(GroupedRing& ring, int depth, i
                                               B_ACROSS ? operand_across(b + 2048 * k, kGemmBox) : operand(b + 32 * k));
   };
   const auto release = [&] {
-    if (before >= 0 && thread < 2) barrier_arrive_at(ring.empty + 8 * before, thread);
+    if (before >= 0 && thread < ring.blocks) barrier_arrive_at(ring.empty + 8 * before, thread);
     before = ring.slot;
   };
   for (; B_ACROSS ? left >= kGroupedDepth : left > 0; left -= kGroupedDepth) {
@@ -213,14 +214,13 @@ __device__ __forceinline__ void grouped_multiply(GroupedRing& ring, int depth, i
     for (int k = 0; k < kGroupedDepth / 16; ++k) multiply(k);
     wgmma_commit();
     if (left == depth) look_ahead();
-    if (lag > 0 && --lag == 0) asm volatile("bar.arrive 3, 256;" ::: "memory");
     wgmma_wait<1>();  // the stage before this one has been read
     release();
     ring.advance();
   }
   if (B_ACROSS && left > 0) {
     barrier_wait(ring.ready(), ring.phase);
-    if (left % 16) clear_tail(ring.stage(), group, left);
+    if (left % 16) clear_tail<UNITS>(ring.stage(), group, left);
     for (int k = 0; 16 * k < left; ++k) {
       wgmma_begin();
       multiply(k);
@@ -237,10 +237,6 @@ __device__ __forceinline__ void grouped_multiply(GroupedRing& ring, int depth, i
 #pragma unroll
   for (int i = 0; i < 8 * UNITS; ++i) asm volatile("" : "+f"(d[i])::"memory");
 
-  if (lag > 0) {  // the other warpgroup has to be on its way before this one waits for it
-    lag = 0;
-    asm volatile("bar.arrive 3, 256;" ::: "memory");
-  }
   // to shared memory, a row's 64 features side by side: d[4 j + 2 h + i] is (feature lane / 4 + 8 h, row 8 j + 2 q + i)
   barrier_wait(staged_empty, staged_phase);
   const int lane = thread % 32, chunk = thread / 32 * 2 + lane / 8 % 2, row = lane / 16 * 8 + lane % 8;
@@ -341,17 +337,17 @@ __device__ __forceinline__ bool is_copied(const GroupedArgs& g, const GroupedTil
 
 // What three warps do: results from shared memory to where they belong, and zeros to the rows that are nobody's.
 template <Grouped MODE>
-__device__ __forceinline__ void grouped_store(const GroupedArgs& g, const int* numbers, int pairs, int turns, int rank,
+__device__ __forceinline__ void grouped_store(const GroupedArgs& g, const int* numbers, int bundles, int turns, int rank,
                                               uint32_t staged, int staged_half, uint32_t staged_full,
                                               uint32_t staged_empty) {
   constexpr int kOwn = MODE == Grouped::gate_up ? kGroupedFeatures / 2 : kGroupedFeatures;
-  const int thread = threadIdx.x - (128 - kStoreThreads), clusters = gridDim.x / 2;
+  const int thread = threadIdx.x - (128 - kStoreThreads), clusters = gridDim.x / g.cluster;
   uint32_t phase = 0;
   GroupedCopier copier{0, 0, -1};
   if (g.copy.from) copier.claim(g);
-  for (int turn = blockIdx.x / 2; turn < turns; turn += clusters) {
-    const GroupedTile at = grouped_tile<MODE>(g, numbers, pairs, turn);
-    const int first = (2 * at.pair + rank) * kOwn, rows = min(at.units * kUnit, at.end - at.row);
+  for (int turn = blockIdx.x / g.cluster; turn < turns; turn += clusters) {
+    const GroupedTile at = grouped_tile<MODE>(g, numbers, bundles, turn);
+    const int first = (g.cluster * at.bundle + rank) * kOwn, rows = min(at.units * kUnit, at.end - at.row);
     while (copier.job >= 0 && !__any_sync(~0u, barrier_passed(staged_full, phase))) copier.copy_row(g);
     barrier_wait(staged_full, phase);
     phase ^= 1;
@@ -399,7 +395,7 @@ __device__ __forceinline__ void grouped_store(const GroupedArgs& g, const int* n
 
 // a_map: the matrices, b_map: the rows; for sums x and dy.
 template <Grouped MODE>
-__global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGroupedThreads, 1)
+__global__ void __launch_bounds__(kGroupedThreads, 1)
     grouped_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
                    const GroupedArgs g) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -407,18 +403,20 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGroupedThreads, 1)
   constexpr int kOwn = MODE == Grouped::gate_up ? kGroupedFeatures / 2 : kGroupedFeatures;  // features of a block's tile
   GroupedRing ring{shared_address(memory)};
   ring.stages = g.stages;
-  ring.stage_bytes = kGroupedWeight + (g.units * kUnit + kGroupedBoxRows - 1) / kGroupedBoxRows * kGroupedBox;
+  ring.stage_bytes = grouped_stage_bytes(g.units);
+  ring.blocks = g.cluster;
   const uint32_t staged = ring.tiles + g.stages * ring.stage_bytes;
   const int staged_half = g.units * kUnit * 128;  // bytes: a multiplying warpgroup's 64 features
   ring.full = staged + 2 * staged_half, ring.empty = ring.full + 8 * kGroupedMostStages;
   const uint32_t staged_full = ring.empty + 8 * kGroupedMostStages, staged_empty = staged_full + 8;
   int* const numbers = reinterpret_cast<int*>(memory + (staged_empty + 8 - ring.tiles));
-  const int rank = cluster_rank(), clusters = gridDim.x / 2, pairs = (g.features + 2 * kOwn - 1) / (2 * kOwn);
+  const int rank = cluster_rank(), clusters = gridDim.x / g.cluster;
+  const int bundles = (g.features + g.cluster * kOwn - 1) / (g.cluster * kOwn);
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < g.stages; ++i) {
       barrier_init(ring.full + 8 * i, 1);
-      barrier_init(ring.empty + 8 * i, 4);  // both multiplying warpgroups of both blocks
+      barrier_init(ring.empty + 8 * i, 2 * g.cluster);  // both multiplying warpgroups of all blocks
     }
     barrier_init(staged_full, 256);
     barrier_init(staged_empty, kStoreThreads);
@@ -446,23 +444,25 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGroupedThreads, 1)
   }
   __syncthreads();
   cluster_sync();
-  const int tiles = MODE == Grouped::sums ? g.experts * ((g.depth + 16 * kUnit - 1) / (16 * kUnit)) : numbers[g.experts];
-  const int turns = tiles * pairs;
+  const int tiles = MODE == Grouped::sums ? g.experts * ((g.depth + g.units * kUnit - 1) / (g.units * kUnit)) : numbers[g.experts];
+  const int turns = tiles * bundles;
 
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
     if (threadIdx.x == 0) {
+      const uint16_t all = uint16_t((1 << g.cluster) - 1);
       ring.slot = 0, ring.phase = 1;
-      GroupedTile next = grouped_tile<MODE>(g, numbers, pairs, min(int(blockIdx.x) / 2, turns - 1));
+      GroupedTile next = grouped_tile<MODE>(g, numbers, bundles, min(int(blockIdx.x) / g.cluster, turns - 1));
       bool copied = !g.copy.from;
-      for (int turn = blockIdx.x / 2; turn < turns; turn += clusters) {
+      for (int turn = blockIdx.x / g.cluster; turn < turns; turn += clusters) {
         const GroupedTile at = next;
         while (!copied) copied = is_copied(g, at);
-        const int first = (2 * at.pair + rank) * kOwn, boxes = (at.units * kUnit + kGroupedBoxRows - 1) / kGroupedBoxRows;
+        const int first = (g.cluster * at.bundle + rank) * kOwn, box_rows = MODE == Grouped::sums ? 64 : 64 / g.cluster;
+        const int box_bytes = box_rows * kGroupedDepth * 2, boxes = (at.units * kUnit + box_rows - 1) / box_rows;
         for (int k = at.first; k < at.first + at.depth; k += kGroupedDepth) {
           barrier_wait(ring.free(), ring.phase);  // passes at once in the first round
           const uint32_t a = ring.stage(), b = a + kGroupedWeight, ready = ring.ready();
-          barrier_expect(ready, kGroupedWeight + boxes * kGroupedBox);
+          barrier_expect(ready, kGroupedWeight + boxes * box_bytes);
           if constexpr (MODE == Grouped::gate_up) {
             copy_box(a, &a_map, ready, k, 0, 0, first / 8, at.expert);
           } else if constexpr (MODE == Grouped::forward) {
@@ -472,43 +472,43 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGroupedThreads, 1)
             copy_box(a, &a_map, ready, first, k, z);
             copy_box(a + kGemmBox, &a_map, ready, first + 64, k, z);
           }
-          if constexpr (MODE == Grouped::sums) {
-            for (int box = 2 * rank; box < 2 * rank + 2; ++box)
-              copy_box_to(3, b + box * kGemmBox, &b_map, ready, at.row + 64 * box, k, 0);
-          } else {
-            for (int box = rank; box < boxes; box += 2)
-              copy_box_to(3, b + box * kGroupedBox, &b_map, ready, k, at.row + box * kGroupedBoxRows, 0);
+          for (int box = rank; box < boxes; box += g.cluster) {
+            const int row = at.row + box * box_rows;
+            copy_box_to(all, b + box * box_bytes, &b_map, ready, MODE == Grouped::sums ? row : k,
+                        MODE == Grouped::sums ? k : row, 0);
           }
           ring.advance();
           if (k == at.first) {
-            next = grouped_tile<MODE>(g, numbers, pairs, min(turn + clusters, turns - 1));
+            next = grouped_tile<MODE>(g, numbers, bundles, min(turn + clusters, turns - 1));
             copied = !g.copy.from || is_copied(g, next);
           }
         }
-        if (at.depth <= 0) next = grouped_tile<MODE>(g, numbers, pairs, min(turn + clusters, turns - 1));
+        if (at.depth <= 0) next = grouped_tile<MODE>(g, numbers, bundles, min(turn + clusters, turns - 1));
       }
     }
     if (threadIdx.x >= 128 - kStoreThreads)
-      grouped_store<MODE>(g, numbers, pairs, turns, rank, staged, staged_half, staged_full, staged_empty);
+      grouped_store<MODE>(g, numbers, bundles, turns, rank, staged, staged_half, staged_full, staged_empty);
     __syncwarp();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
     ring.slot = 0, ring.phase = 0;
     uint32_t staged_phase = 1;
-    int lag = group == 0 ? g.lag : 0;
-    if (g.lag > 0 && group == 1) asm volatile("bar.sync 3, 256;" ::: "memory");
-    GroupedTile next = grouped_tile<MODE>(g, numbers, pairs, min(int(blockIdx.x) / 2, turns - 1));
-    for (int turn = blockIdx.x / 2; turn < turns; turn += clusters) {
+    GroupedTile next = grouped_tile<MODE>(g, numbers, bundles, min(int(blockIdx.x) / g.cluster, turns - 1));
+    for (int turn = blockIdx.x / g.cluster; turn < turns; turn += clusters) {
       const GroupedTile at = next;
-      const auto look_ahead = [&] { next = grouped_tile<MODE>(g, numbers, pairs, min(turn + clusters, turns - 1)); };
+      const auto look_ahead = [&] { next = grouped_tile<MODE>(g, numbers, bundles, min(turn + clusters, turns - 1)); };
 #define VX_MULTIPLY(u) \
   grouped_multiply<u, MODE>(ring, at.depth, group, staged + group * staged_half, staged_full, staged_empty, staged_phase, \
-                            lag, look_ahead)
+                            look_ahead)
 #define VX_UNITS(u) \
   case u: VX_MULTIPLY(u); break
       if constexpr (MODE == Grouped::sums) {
-        VX_MULTIPLY(16);
+        switch (at.units) {
+          VX_UNITS(8);
+          VX_UNITS(12);
+          VX_UNITS(16);
+        }
       } else {
         switch (at.units) {
           VX_UNITS(1);
@@ -533,7 +533,6 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGroupedThreads, 1)
 #undef VX_MULTIPLY
       staged_phase ^= 1;
     }
-    if (lag > 0) asm volatile("bar.arrive 3, 256;" ::: "memory");
   }
   cluster_sync();  // no block leaves while the other may still write to it
 #endif
@@ -566,13 +565,26 @@ inline bool gate_up_map(CUtensorMap* map, const void* data, int64_t experts, int
 template <Grouped MODE>
 cudaError_t grouped(const CUtensorMap& a, const CUtensorMap& b, const GroupedArgs& g, int device, cudaStream_t stream) {
   auto kernel = grouped_kernel<MODE>;
-  int processors = 0;
   const int bytes = grouped_shared_bytes(g.units, g.stages);
-  cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  kernel<<<processors / 2 * 2, kGroupedThreads, bytes, stream>>>(a, b, g);
-  return cudaGetLastError();
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = g.cluster, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.blockDim = dim3(kGroupedThreads), config.dynamicSmemBytes = bytes, config.stream = stream;
+  config.attrs = &cluster, config.numAttrs = 1;
+  static std::atomic<int> running[64][5];  // by device and cluster: how many run at once; as many are launched
+  std::atomic<int>& count = running[device % 64][g.cluster];
+  if (count.load(std::memory_order_relaxed) == 0) {
+    int found = 0;
+    config.gridDim = dim3(g.cluster);
+    error = cudaOccupancyMaxActiveClusters(&found, kernel, &config);
+    if (error != cudaSuccess) return error;
+    count.store(std::max(found, 1));
+  }
+  config.gridDim = dim3(count.load() * g.cluster);
+  return cudaLaunchKernelEx(&config, kernel, a, b, g);
 }
 
 }  // namespace vx::sm90

@@ -143,8 +143,9 @@ def _quack_dx(rows, weight, offsets):
     return cute.product(rows, weight, offsets)
 
 
-# (units of 16 rows that a tile has at most, depth of the ring, how far one multiplying warpgroup is ahead of the other)
-OWN = ((16, 3, 0), (12, 4, 0), (10, 5, 0), (8, 6, 0), (4, 8, 0))
+# (units of 16 rows that a tile has at most, depth of the ring, blocks of a cluster)
+OWN = ((16, 3, 2), (16, 3, 4), (12, 4, 2), (12, 4, 4), (10, 5, 2), (8, 6, 2), (4, 8, 2))
+OWN_DWEIGHT = ((16, 3, 2), (16, 3, 4), (12, 4, 2), (12, 4, 4))
 FORWARD, ACROSS, GATE_UP = range(3)
 
 
@@ -173,11 +174,11 @@ def _own_gate_up(ring: tuple[int, int, int], x, gate_up, offsets, order, top_k, 
     return h, a
 
 
-def _own_dweight(stages: int, lag: int, dy, x, offsets, order=None, top_k=1, *, gathered=""):
+def _own_dweight(ring: tuple[int, int, int], dy, x, offsets, order=None, top_k=1, *, gathered=""):
     dy = gather_rows(dy, offsets, order, top_k) if gathered == "dy" else dy
     x = gather_rows(x, offsets, order, top_k) if gathered == "x" else x
     dweight = dy.new_empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1])
-    native.ops().grouped_sums(dy, x, offsets, stages, lag, dweight)
+    native.ops().grouped_sums(dy, x, offsets, *ring, dweight)
     return dweight
 
 
@@ -215,17 +216,13 @@ def _names(kind: str) -> dict[str, Callable]:
             found["quack"] = _quack_dx
     elif kind == "dweight":
         found["torch._grouped_mm"] = _torch_dweight
-        for lag in (0, 1):
-            found[f"wgmma 128x256x64 ring 3 lag {lag}"] = functools.partial(_own_dweight, 3, lag)
     if kind == "gate_up":
         found = {name: functools.partial(_triton_gate_up, product=run) for name, run in found.items()}
-    for ring in OWN:
-        units, stages, lag = ring
-        name = f"wgmma 128x{16 * units}x64 ring {stages} lag {lag}"
-        if kind in ("fwd", "dx"):
-            found[name] = functools.partial(_own, ACROSS if kind == "dx" else FORWARD, ring)
-        elif kind == "gate_up":
-            found[name] = functools.partial(_own_gate_up, ring)
+    for ring in OWN_DWEIGHT if kind == "dweight" else OWN:
+        run = {"fwd": functools.partial(_own, FORWARD), "dx": functools.partial(_own, ACROSS)}.get(kind)
+        run = run or {"gate_up": _own_gate_up, "dweight": _own_dweight}[kind]
+        name = f"wgmma 128x{16 * ring[0]}x64 ring {ring[1]} cluster {ring[2]}"
+        found[name] = functools.partial(run, ring)
     return found
 
 
