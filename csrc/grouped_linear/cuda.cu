@@ -1,5 +1,5 @@
-// Bindings and launches of grouped_linear on CUDA devices: bf16 alone, rows on 16-byte boundaries. Values of offsets and
-// of order that are out of range never lead out of the tensors.
+// Bindings and launches of grouped_linear on CUDA devices: bf16 alone, rows on 16-byte boundaries. Values of offsets
+// and of order that are out of range never lead out of the tensors.
 #include <algorithm>
 
 #include "common/cuda.h"
@@ -90,8 +90,8 @@ void grouped_gather(Tensor x, Tensor offsets, Tensor order, int64_t top_k, Tenso
   const DeviceGuard guard = on_device_of(x);
   const int64_t blocks = std::min<int64_t>((rows + 7) / 8, 16 * processors_of(x));
   gather_kernel<<<int(blocks), kCopyThreads, 0, current_stream(x)>>>(
-      static_cast<const uint4*>(data(x)), ends, through, static_cast<uint4*>(mutable_data(out)), int(experts), int(rows),
-      int(tokens), int(top_k), int(columns / 8), row_stride(x) / 8);
+      static_cast<const uint4*>(data(x)), ends, through, static_cast<uint4*>(mutable_data(out)), int(experts),
+      int(rows), int(tokens), int(top_k), int(columns / 8), row_stride(x) / 8);
   VX_CUDA_CHECK(cudaGetLastError());
 }
 
@@ -101,7 +101,8 @@ void grouped_bound(Tensor offsets, int64_t rows, Tensor out) {
   ints(out, "grouped_bound: out", count);
   STD_TORCH_CHECK(rows >= 0 && rows < (int64_t(1) << 31), "grouped_bound: ", rows, " rows are too many");
   const DeviceGuard guard = on_device_of(out);
-  bound_kernel<<<1, 32, 0, current_stream(out)>>>(from, static_cast<int32_t*>(mutable_data(out)), int(count), int(rows));
+  auto* to = static_cast<int32_t*>(mutable_data(out));
+  bound_kernel<<<1, 32, 0, current_stream(out)>>>(from, to, int(count), int(rows));
   VX_CUDA_CHECK(cudaGetLastError());
 }
 
@@ -132,15 +133,15 @@ void check_ring(int64_t units, int64_t stages, int64_t cluster) {
   STD_TORCH_CHECK((cluster == 2 || cluster == 4) && units >= 1 && units <= 16 && stages >= 2 &&
                       stages <= sm90::kGroupedMostStages &&
                       sm90::grouped_shared_bytes(int(units), int(stages)) <= 227 * 1024,
-                  "grouped_linear: ", stages, " stages of ", units, " units, ", cluster, " blocks a cluster, do not fit");
+                  "grouped_linear: ", stages, " stages of ", units, " units, clusters of ", cluster, ": do not fit");
 }
 
-// out = rows of every expert times its matrix: x W^T, dy W (mode 1) or the gated product of gate and up (mode 2), `kept`
-// before it is gated. Tiles of at most `units` times 16 rows.
+// out = rows of every expert times its matrix: x W^T, dy W (mode 1) or the gated product of gate and up (mode 2),
+// `kept` before it is gated. Tiles of at most `units` times 16 rows.
 // Through an order, row i is x[order[i] // top_k]; all of them are left in `copied`, and `claims` is scratch.
 void grouped_product(Tensor x, Tensor weight, Tensor offsets, int64_t mode, bool gelu, int64_t units, int64_t stages,
-                     int64_t cluster, Tensor out, std::optional<Tensor> kept, std::optional<Tensor> order, int64_t top_k,
-                     std::optional<Tensor> copied, std::optional<Tensor> claims) {
+                     int64_t cluster, Tensor out, std::optional<Tensor> kept, std::optional<Tensor> order,
+                     int64_t top_k, std::optional<Tensor> copied, std::optional<Tensor> claims) {
   using sm90::Grouped;
   STD_TORCH_CHECK(mode >= 0 && mode <= 2, "grouped_product: no mode ", mode);
   const auto what = Grouped(mode);

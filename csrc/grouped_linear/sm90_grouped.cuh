@@ -18,12 +18,13 @@ namespace vx::sm90 {
 constexpr int kGroupedFeatures = 128, kGroupedDepth = 64;
 constexpr int kGroupedWeight = kGroupedFeatures * kGroupedDepth * 2;  // bytes of the matrix in a step
 constexpr int kGroupedThreads = 384, kStoreThreads = 96;
-constexpr int kGroupedExperts = 512;      // the most that a launch takes
+constexpr int kGroupedExperts = 512;  // the most that a launch takes
 constexpr int kGroupedMostStages = 12;
-constexpr int kGroupedSmall = 4 * (kGroupedExperts + 1) + 16 * kGroupedMostStages + 32;  // bytes: tiles' numbers, barriers
+// Bytes of the tiles' numbers and of the barriers.
+constexpr int kGroupedSmall = 4 * (kGroupedExperts + 1) + 16 * kGroupedMostStages + 32;
 
-// x W^T; dy W, features contiguous; x W^T whose features alternate, eight of the gate and the eight of up that they meet,
-// 64 of each in a tile; and dy^T x over the rows of each expert.
+// x W^T; dy W, features contiguous; x W^T whose features alternate, eight of the gate and the eight of up that they
+// meet, 64 of each in a tile; and dy^T x over the rows of each expert.
 enum class Grouped { forward, across, gate_up, sums };
 
 // Rows that come through an order: copied side by side by the warps that store, ahead of the tiles that need them and
@@ -59,11 +60,11 @@ inline int grouped_shared_bytes(int units, int stages) {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int k, int row, int half,
-                                         int group, int expert) {
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int k, int row,
+                                         int half, int group, int expert) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::
-          "r"(to),
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
       "l"(map), "r"(barrier), "r"(k), "r"(row), "r"(half), "r"(group), "r"(expert)
       : "memory");
 }
@@ -76,7 +77,8 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
 
 // The first row of an expert, and the one after its last: never out of 0 .. rows.
 __device__ __forceinline__ int2 rows_of_expert(const GroupedArgs& g, int expert) {
-  const int begin = expert > 0 ? max(__ldg(g.offsets + expert), 0) : 0, end = min(__ldg(g.offsets + expert + 1), g.rows);
+  const int begin = expert > 0 ? max(__ldg(g.offsets + expert), 0) : 0;
+  const int end = min(__ldg(g.offsets + expert + 1), g.rows);
   return make_int2(begin, max(end, begin));
 }
 
@@ -86,28 +88,27 @@ struct GroupedTile {
   int first, depth;         // where k begins, and how many there are
 };
 
-// numbers[e]: of the tiles of rows of the experts before e.
+// numbers[e]: of the tiles of rows of the experts before e. All lanes of a warp look together.
 template <Grouped MODE>
 __device__ __forceinline__ GroupedTile grouped_tile(const GroupedArgs& g, const int* numbers, int bundles, int turn) {
   if constexpr (MODE == Grouped::sums) {
-    const int tiles = (g.depth + g.units * kUnit - 1) / (g.units * kUnit), expert = turn / (tiles * bundles), within = turn % (tiles * bundles);
+    const int size = g.units * kUnit, tiles = (g.depth + size - 1) / size;
+    const int expert = turn / (tiles * bundles), within = turn % (tiles * bundles);
     const int2 rows = rows_of_expert(g, expert);
-    return {expert, g.units, within / tiles, within % tiles * g.units * kUnit, g.depth, rows.x, rows.y - rows.x};
+    return {expert, g.units, within / tiles, within % tiles * size, g.depth, rows.x, rows.y - rows.x};
   } else {
-    int low = 0, high = g.experts;  // the last expert whose first turn is not behind this one
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      if (numbers[middle] * bundles <= turn) {
-        low = middle;
-      } else {
-        high = middle;
-      }
+    int low = -1;  // the last expert whose first turn is not behind this one
+    for (int first = 0; first < g.experts; first += 32) {
+      const int expert = first + threadIdx.x % 32;
+      low += __popc(__ballot_sync(~0u, expert < g.experts && numbers[expert] * bundles <= turn));
     }
+    low = max(low, 0);
     const int2 rows = rows_of_expert(g, low);
     const int tiles = max(numbers[low + 1] - numbers[low], 1), within = turn - numbers[low] * bundles;
     const int units = (rows.y - rows.x + kUnit - 1) / kUnit, each = units / tiles, more = units % tiles;
     const int tile = within % tiles;
-    return {low, each + (tile < more), within / tiles, rows.x + (tile * each + min(tile, more)) * kUnit, rows.y, 0, g.depth};
+    const int row = rows.x + (tile * each + min(tile, more)) * kUnit;
+    return {low, each + (tile < more), within / tiles, row, rows.y, 0, g.depth};
   }
 }
 
@@ -124,21 +125,21 @@ struct GroupedRing {
   }
 };
 
-// Zeros to the rows of k from `from` to the next multiple of 16, which are another expert's, in this warpgroup's box of A
-// and in B's. The other warpgroup writes the same to B's: neither waits for the other.
+// Zeros to the rows of k from `from` to the next multiple of 16, which are another expert's, in this warpgroup's box of
+// A and in B's. The other warpgroup writes the same to B's: neither waits for the other.
 template <int UNITS>
 __device__ __forceinline__ void clear_tail(uint32_t stage, int group, int from) {
   const int thread = threadIdx.x % 128, bytes = ((from + 15) / 16 * 16 - from) * 128;
 #pragma unroll
   for (int box = 0; box < 1 + UNITS / 4; ++box)
-    for (int i = thread * 16; i < bytes; i += 128 * 16)
-      asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(stage + (box ? box + 1 : group) * kGemmBox + from * 128 + i),
-                   "r"(0)
-                   : "memory");
+    for (int i = thread * 16; i < bytes; i += 128 * 16) {
+      const uint32_t to = stage + (box ? box + 1 : group) * kGemmBox + from * 128 + i;
+      asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+    }
   asm volatile("fence.proxy.async.shared::cta;\nbar.sync %0, 128;" ::"r"(group + 1) : "memory");
 }
 
-// What one multiplying warpgroup does for a tile of UNITS: `depth` of k. It looks for its next tile while it multiplies.
+// What one multiplying warpgroup does for a tile of UNITS, `depth` of k. It looks for its next tile while it multiplies.
 template <int UNITS, Grouped MODE, class Ahead>
 __device__ __forceinline__ void grouped_multiply(GroupedRing& ring, int depth, int group, uint32_t staged,
                                                  uint32_t staged_full, uint32_t staged_empty, uint32_t staged_phase,
@@ -153,8 +154,9 @@ __device__ __forceinline__ void grouped_multiply(GroupedRing& ring, int depth, i
   int before = -1, left = depth;
   const auto multiply = [&](int k) {  // order: K ascending; products of one accumulator run in issue order
     const uint32_t a = ring.stage() + group * kGemmBox, b = ring.stage() + kGroupedWeight;
-    multiply_units<UNITS, A_ACROSS, B_ACROSS>(d, A_ACROSS ? operand_across(a + 2048 * k, kGemmBox) : operand(a + 32 * k),
-                                              B_ACROSS ? operand_across(b + 2048 * k, kGemmBox) : operand(b + 32 * k));
+    multiply_units<UNITS, A_ACROSS, B_ACROSS>(
+        d, A_ACROSS ? operand_across(a + 2048 * k, kGemmBox) : operand(a + 32 * k),
+        B_ACROSS ? operand_across(b + 2048 * k, kGemmBox) : operand(b + 32 * k));
   };
   const auto release = [&] {
     if (before >= 0 && thread < ring.blocks) barrier_arrive_at(ring.empty + 8 * before, thread);
@@ -265,8 +267,8 @@ struct GroupedCopier {
     if (++row < end) return;
     asm volatile("fence.acq_rel.gpu;\nfence.proxy.async;" ::: "memory");  // the copy engine reads it next
     __syncwarp();
-    if (lane == 0)
-      asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(c.claims + 1 + job * kCopyRows / kCopyGroup) : "memory");
+    int* const done = c.claims + 1 + job * kCopyRows / kCopyGroup;
+    if (lane == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(done) : "memory");
     claim(g);
   }
 };
@@ -290,8 +292,8 @@ __device__ __forceinline__ bool is_copied(const GroupedArgs& g, const GroupedTil
 
 // What three warps do: results from shared memory to where they belong, and zeros to the rows that are nobody's.
 template <Grouped MODE>
-__device__ __forceinline__ void grouped_store(const GroupedArgs& g, const int* numbers, int bundles, int turns, int rank,
-                                              uint32_t staged, int staged_half, uint32_t staged_full,
+__device__ __forceinline__ void grouped_store(const GroupedArgs& g, const int* numbers, int bundles, int turns,
+                                              int rank, uint32_t staged, int staged_half, uint32_t staged_full,
                                               uint32_t staged_empty) {
   constexpr int kOwn = MODE == Grouped::gate_up ? kGroupedFeatures / 2 : kGroupedFeatures;
   const int thread = threadIdx.x - (128 - kStoreThreads), clusters = gridDim.x / g.cluster;
@@ -353,7 +355,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
                    const GroupedArgs g) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t memory[];
-  constexpr int kOwn = MODE == Grouped::gate_up ? kGroupedFeatures / 2 : kGroupedFeatures;  // features of a block's tile
+  constexpr int kOwn = MODE == Grouped::gate_up ? kGroupedFeatures / 2 : kGroupedFeatures;  // of a block's tile
   GroupedRing ring{shared_address(memory)};
   ring.stages = g.stages;
   ring.stage_bytes = grouped_stage_bytes(g.units);
@@ -397,12 +399,13 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
   }
   __syncthreads();
   cluster_sync();
-  const int tiles = MODE == Grouped::sums ? g.experts * ((g.depth + g.units * kUnit - 1) / (g.units * kUnit)) : numbers[g.experts];
-  const int turns = tiles * bundles;
+  const int size = g.units * kUnit, tiles = MODE == Grouped::sums ? (g.depth + size - 1) / size : 0;
+  const int turns = (MODE == Grouped::sums ? g.experts * tiles : numbers[g.experts]) * bundles;
 
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
-    if (threadIdx.x == 0) {
+    if (threadIdx.x < 32) {
+      const bool loads = threadIdx.x == 0;
       const uint16_t all = uint16_t((1 << g.cluster) - 1);
       ring.slot = 0, ring.phase = 1;
       GroupedTile next = grouped_tile<MODE>(g, numbers, bundles, min(int(blockIdx.x) / g.cluster, turns - 1));
@@ -412,24 +415,30 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
         while (!copied) copied = is_copied(g, at);
         const int first = (g.cluster * at.bundle + rank) * kOwn, box_rows = MODE == Grouped::sums ? 64 : 64 / g.cluster;
         const int box_bytes = box_rows * kGroupedDepth * 2, boxes = (at.units * kUnit + box_rows - 1) / box_rows;
+        const uint32_t bytes = kGroupedWeight + boxes * box_bytes;
         for (int k = at.first; k < at.first + at.depth; k += kGroupedDepth) {
           barrier_wait(ring.free(), ring.phase);  // passes at once in the first round
           const uint32_t a = ring.stage(), b = a + kGroupedWeight, ready = ring.ready();
-          barrier_expect(ready, kGroupedWeight + boxes * box_bytes);
-          if constexpr (MODE == Grouped::gate_up) {
-            copy_box(a, &a_map, ready, k, 0, 0, first / 8, at.expert);
-          } else if constexpr (MODE == Grouped::forward) {
-            copy_box(a, &a_map, ready, k, first, at.expert);
-          } else {
-            const int z = MODE == Grouped::sums ? 0 : at.expert;
-            copy_box(a, &a_map, ready, first, k, z);
-            copy_box(a + kGemmBox, &a_map, ready, first + 64, k, z);
+          if (loads) {
+            barrier_expect(ready, bytes);
+            if constexpr (MODE == Grouped::gate_up) {
+              copy_box(a, &a_map, ready, k, 0, 0, first / 8, at.expert);
+            } else if constexpr (MODE == Grouped::forward) {
+              copy_box(a, &a_map, ready, k, first, at.expert);
+            } else {
+              const int z = MODE == Grouped::sums ? 0 : at.expert;
+              copy_box(a, &a_map, ready, first, k, z);
+              copy_box(a + kGemmBox, &a_map, ready, first + 64, k, z);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {  // 16 units are 8 boxes for two blocks, or 16 for four
+              const int box = rank + i * g.cluster, row = at.row + box * box_rows;
+              if (box < boxes)
+                copy_box_to(all, b + box * box_bytes, &b_map, ready, MODE == Grouped::sums ? row : k,
+                            MODE == Grouped::sums ? k : row, 0);
+            }
           }
-          for (int box = rank; box < boxes; box += g.cluster) {
-            const int row = at.row + box * box_rows;
-            copy_box_to(all, b + box * box_bytes, &b_map, ready, MODE == Grouped::sums ? row : k,
-                        MODE == Grouped::sums ? k : row, 0);
-          }
+          __syncwarp();
           ring.advance();
           if (k == at.first) {
             next = grouped_tile<MODE>(g, numbers, bundles, min(turn + clusters, turns - 1));
@@ -451,11 +460,11 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
     for (int turn = blockIdx.x / g.cluster; turn < turns; turn += clusters) {
       const GroupedTile at = next;
       const auto look_ahead = [&] { next = grouped_tile<MODE>(g, numbers, bundles, min(turn + clusters, turns - 1)); };
-#define VX_MULTIPLY(u) \
-  grouped_multiply<u, MODE>(ring, at.depth, group, staged + group * staged_half, staged_full, staged_empty, staged_phase, \
-                            look_ahead)
-#define VX_UNITS(u) \
-  case u: VX_MULTIPLY(u); break
+#define VX_UNITS(u)                                                                                                   \
+  case u:                                                                                                             \
+    grouped_multiply<u, MODE>(ring, at.depth, group, staged + group * staged_half, staged_full, staged_empty,         \
+                              staged_phase, look_ahead);                                                              \
+    break
       if constexpr (MODE == Grouped::sums) {
         switch (at.units) {
           VX_UNITS(8);
@@ -483,7 +492,6 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
         }
       }
 #undef VX_UNITS
-#undef VX_MULTIPLY
       staged_phase ^= 1;
     }
   }
@@ -491,8 +499,10 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
 #endif
 }
 
-// (z, y, x) in bf16 with x contiguous, read in boxes of 64 x by `box_rows` y; beyond its edges the copy engine writes zeros.
-inline bool grouped_map(CUtensorMap* map, const void* data, int64_t x, int64_t y, int64_t y_stride, int64_t z, int box_rows) {
+// (z, y, x) in bf16 with x contiguous, read in boxes of 64 x by `box_rows` y; beyond its edges the copy engine writes
+// zeros.
+inline bool grouped_map(CUtensorMap* map, const void* data, int64_t x, int64_t y, int64_t y_stride, int64_t z,
+                        int box_rows) {
   const EncodeTiled encode = encode_tiled();
   const cuuint64_t sizes[3] = {cuuint64_t(x), cuuint64_t(y), cuuint64_t(z)};
   const cuuint64_t strides[2] = {cuuint64_t(y_stride) * 2, cuuint64_t(y) * y_stride * 2};
@@ -502,8 +512,8 @@ inline bool grouped_map(CUtensorMap* map, const void* data, int64_t x, int64_t y
                           CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// Matrices (experts, 2 width, depth), gates above ups, as (experts, width / 8, 2, 8, depth): a box takes eight gates, the
-// eight ups that they meet, and so on, eight times.
+// Matrices (experts, 2 width, depth), gates above ups, as (experts, width / 8, 2, 8, depth): a box takes eight gates,
+// the eight ups that they meet, and so on, eight times.
 inline bool gate_up_map(CUtensorMap* map, const void* data, int64_t experts, int64_t width, int64_t depth) {
   const EncodeTiled encode = encode_tiled();
   const cuuint64_t row = cuuint64_t(depth) * 2;
