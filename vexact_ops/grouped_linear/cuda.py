@@ -31,6 +31,7 @@ __all__ = [
     "grouped_gate_up",
     "grouped_linear_dweight",
     "grouped_linear_dx",
+    "grouped_linear_dx_and_rows",
     "grouped_linear_fwd",
 ]
 
@@ -54,6 +55,18 @@ def grouped_linear_dx(
     return _kernel("dx", dy, weight, offsets, order, top_k)(dy, weight, offsets, order, top_k)
 
 
+def grouped_linear_dx_and_rows(
+    dy: Tensor, weight: Tensor, offsets: Tensor, order: Tensor, top_k: int
+) -> tuple[Tensor, Tensor]:
+    """grouped_linear_dx, and the rows of dy side by side as gather_rows gives them, for the next product to read."""
+    run = _kernel("dx", dy, weight, offsets, order, top_k)
+    if isinstance(run, functools.partial) and run.func is _own:  # it copies them on the way
+        rows = dy.new_empty(order.shape[0], dy.shape[1])
+        return run(dy, weight, offsets, order, top_k, copied=rows), rows
+    rows = gather_rows(dy, offsets, order, top_k)
+    return grouped_linear_dx(rows, weight, offsets), rows
+
+
 def grouped_linear_dweight(
     dy: Tensor, x: Tensor, offsets: Tensor, order: Tensor | None = None, top_k: int = 1, *, gathered: str = ""
 ) -> Tensor:
@@ -75,6 +88,8 @@ def gather_rows(x: Tensor, offsets: Tensor, order: Tensor | None, top_k: int) ->
     """x[order[i] // top_k] for the rows i below offsets[E]; what is behind is left as it is. x itself without order."""
     if order is None:
         return x
+    if x.dtype != torch.bfloat16 or x.shape[1] % 8 or not _plain(x):
+        return x[order.long() // top_k]
     rows = x.new_empty(order.shape[0], x.shape[1])
     native.ops().grouped_gather(x, offsets, order, top_k, rows)
     return rows
@@ -149,20 +164,18 @@ OWN_DWEIGHT = ((16, 3, 2), (16, 3, 4), (12, 4, 2), (12, 4, 4))
 FORWARD, ACROSS, GATE_UP = range(3)
 
 
-def _run_own(mode: int, gelu: bool, ring: tuple, x, weight, offsets, order, top_k, out, kept) -> None:
-    copied = claims = None
+def _run_own(mode: int, gelu: bool, ring: tuple, x, weight, offsets, order, top_k, out, kept, copied=None) -> None:
+    claims = None
     if order is not None:  # rows are copied side by side by the kernel itself, while it multiplies those that have been
-        copied = x.new_empty(order.shape[0], x.shape[1])
+        copied = x.new_empty(order.shape[0], x.shape[1]) if copied is None else copied
         claims = order.new_empty(1 + -(-order.shape[0] // 64))
-    native.ops().grouped_product(
-        x, weight, offsets, mode, gelu, *ring, out, kept, order, top_k, copied, claims
-    )  # fmt: skip
+    native.ops().grouped_product(x, weight, offsets, mode, gelu, *ring, out, kept, order, top_k, copied, claims)
 
 
-def _own(mode: int, ring: tuple[int, int, int], x, weight, offsets, order=None, top_k=1):
+def _own(mode: int, ring: tuple[int, int, int], x, weight, offsets, order=None, top_k=1, copied=None):
     rows = x.shape[0] if order is None else order.shape[0]
     out = x.new_empty(rows, weight.shape[2 if mode == ACROSS else 1])
-    _run_own(mode, False, ring, x, weight, offsets, order, top_k, out, None)
+    _run_own(mode, False, ring, x, weight, offsets, order, top_k, out, None, copied)
     return out
 
 
