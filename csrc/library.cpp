@@ -29,8 +29,8 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   // grouped_linear on SM90: offsets and order of any values touch no memory that is not the arguments'
   m.def("grouped_gather(Tensor x, Tensor offsets, Tensor order, int top_k, Tensor(a!) out) -> ()");
   m.def("grouped_bound(Tensor offsets, int rows, Tensor(a!) out) -> ()");
-  m.def("grouped_product(Tensor x, Tensor weight, Tensor offsets, int mode, bool gelu, int units, int stages, int cluster, Tensor(a!) out, Tensor(b!)? kept, Tensor? order, int top_k, Tensor(c!)? copied, Tensor(d!)? claims) -> ()");
-  m.def("grouped_sums(Tensor dy, Tensor x, Tensor offsets, int units, int stages, int cluster, Tensor(a!) out) -> ()");
+  m.def("grouped_product(Tensor x, Tensor weight, Tensor offsets, int mode, bool gelu, int units, int stages, Tensor(a!) out, Tensor(b!)? kept) -> ()");
+  m.def("grouped_sums(Tensor dy, Tensor x, Tensor offsets, int units, int stages, Tensor(a!) out) -> ()");
   m.def("grouped_tail(Tensor offsets, Tensor(a!) out) -> ()");
   // few rows per expert on SM90: false, with nothing written, where it does not take these tensors; values of offsets and order are safe
   m.def("grouped_few(Tensor x, Tensor weight, Tensor offsets, Tensor? order, int top_k, int activation, int groups, int boxes, int blocks, int percent, int piece, Tensor(a!) out) -> bool");

@@ -129,47 +129,30 @@ void check_matrices(const Tensor& t, const char* name) {
                   name, ": unexpected sizes");
 }
 
-void check_ring(int64_t units, int64_t stages, int64_t cluster) {
-  STD_TORCH_CHECK((cluster == 2 || cluster == 4) && units >= 1 && units <= 16 && stages >= 2 &&
-                      stages <= sm90::kGroupedMostStages &&
+void check_ring(int64_t units, int64_t stages) {
+  STD_TORCH_CHECK(units >= 1 && units <= 16 && stages >= 2 && stages <= sm90::kGroupedMostStages &&
                       sm90::grouped_shared_bytes(int(units), int(stages)) <= 227 * 1024,
-                  "grouped_linear: ", stages, " stages of ", units, " units, clusters of ", cluster, ": do not fit");
+                  "grouped_linear: ", stages, " stages of ", units, " units do not fit");
 }
 
 // out = rows of every expert times its matrix: x W^T, dy W (mode 1) or the gated product of gate and up (mode 2),
 // `kept` before it is gated. Tiles of at most `units` times 16 rows.
-// Through an order, row i is x[order[i] // top_k]; all of them are left in `copied`, and `claims` is scratch.
 void grouped_product(Tensor x, Tensor weight, Tensor offsets, int64_t mode, bool gelu, int64_t units, int64_t stages,
-                     int64_t cluster, Tensor out, std::optional<Tensor> kept, std::optional<Tensor> order,
-                     int64_t top_k, std::optional<Tensor> copied, std::optional<Tensor> claims) {
+                     Tensor out, std::optional<Tensor> kept) {
   using sm90::Grouped;
   STD_TORCH_CHECK(mode >= 0 && mode <= 2, "grouped_product: no mode ", mode);
   const auto what = Grouped(mode);
   check_matrices(weight, "grouped_product: weight");
-  const int64_t experts = weight.size(0), n = weight.size(1), k = weight.size(2), rows = out.size(0);
+  const int64_t experts = weight.size(0), n = weight.size(1), k = weight.size(2), rows = x.size(0);
   const bool across = what == Grouped::across, gate_up = what == Grouped::gate_up;
   const int64_t depth = across ? n : k, features = across ? k : gate_up ? n / 2 : n;
   STD_TORCH_CHECK(features % 8 == 0, "grouped_product: weight: ", n, " gates and ups are not multiples of 8");
-  check_rows(x, "grouped_product: x", x.size(0), depth);
+  check_rows(x, "grouped_product: x", rows, depth);
   check_rows(out, "grouped_product: out", rows, features);
-  sm90::GroupedCopy copy{};
-  if (order) {
-    const int64_t counters = 1 + (rows + sm90::kCopyGroup - 1) / sm90::kCopyGroup;
-    STD_TORCH_CHECK(copied && claims && top_k > 0 && top_k < (1 << 30) && x.size(0) > 0 && copied->is_contiguous(),
-                    "grouped_product: order: expected top_k, copied and claims with it");
-    check_rows(*copied, "grouped_product: copied", rows, depth);
-    const int* counted = ints(*claims, "grouped_product: claims", counters);
-    copy = {static_cast<const uint4*>(data(x)), ints(*order, "grouped_product: order", rows),
-            static_cast<uint4*>(mutable_data(*copied)), const_cast<int*>(counted), int(x.size(0)), int(top_k),
-            int(depth / 8), row_stride(x) / 8};
-  } else {
-    STD_TORCH_CHECK(x.size(0) == rows, "grouped_product: out: expected ", x.size(0), " rows");
-  }
-  const Tensor& side_by_side = order ? *copied : x;
   STD_TORCH_CHECK(out.is_contiguous() && (!kept || (gate_up && kept->is_contiguous())),
                   "grouped_product: out, kept: unexpected layout");
   if (kept) check_rows(*kept, "grouped_product: kept", rows, n);
-  check_ring(units, stages, cluster);
+  check_ring(units, stages);
   const int32_t* ends = ints(offsets, "offsets", experts + 1);
   if (rows == 0) return;
   CUtensorMap weight_map, x_map;
@@ -177,14 +160,12 @@ void grouped_product(Tensor x, Tensor weight, Tensor offsets, int64_t mode, bool
   const bool made = (gate_up  ? sm90::gate_up_map(&weight_map, w, experts, features, depth)
                      : across ? sm90::grouped_map(&weight_map, w, features, depth, features, experts, 64)
                               : sm90::grouped_map(&weight_map, w, depth, features, depth, experts, 128)) &&
-                    sm90::grouped_map(&x_map, data(side_by_side), depth, rows, row_stride(side_by_side), 1,
-                                      64 / int(cluster));
+                    sm90::grouped_map(&x_map, data(x), depth, rows, row_stride(x), 1, sm90::kGroupedBoxRows);
   STD_TORCH_CHECK(made, "grouped_product: this driver makes no tensor map of these operands");
   const sm90::GroupedArgs args{ends, static_cast<__nv_bfloat16*>(mutable_data(out)),
                                static_cast<__nv_bfloat16*>(mutable_data(kept)), int(experts), int(rows), int(features),
-                               int(depth), int(units), int(stages), int(cluster), gelu, copy};
+                               int(depth), int(units), int(stages), gelu};
   const DeviceGuard guard = on_device_of(x);
-  if (order) VX_CUDA_CHECK(cudaMemsetAsync(copy.claims, 0, claims->numel() * sizeof(int), current_stream(x)));
   const auto run = gate_up  ? sm90::grouped<Grouped::gate_up>
                    : across ? sm90::grouped<Grouped::across>
                             : sm90::grouped<Grouped::forward>;
@@ -192,12 +173,12 @@ void grouped_product(Tensor x, Tensor weight, Tensor offsets, int64_t mode, bool
 }
 
 // out[e] = dy^T x over the rows of expert e, ascending.
-void grouped_sums(Tensor dy, Tensor x, Tensor offsets, int64_t units, int64_t stages, int64_t cluster, Tensor out) {
+void grouped_sums(Tensor dy, Tensor x, Tensor offsets, int64_t units, int64_t stages, Tensor out) {
   check_matrices(out, "grouped_sums: out");
   const int64_t experts = out.size(0), n = out.size(1), k = out.size(2), rows = x.size(0);
   check_rows(dy, "grouped_sums: dy", rows, n);
   check_rows(x, "grouped_sums: x", rows, k);
-  check_ring(units, stages, cluster);
+  check_ring(units, stages);
   STD_TORCH_CHECK(units % 4 == 0 && units >= 8, "grouped_sums: no tiles of ", units, " units");
   const int32_t* ends = ints(offsets, "offsets", experts + 1);
   if (rows == 0) return;  // the caller has zeros there
@@ -206,7 +187,7 @@ void grouped_sums(Tensor dy, Tensor x, Tensor offsets, int64_t units, int64_t st
                       sm90::grouped_map(&dy_map, data(dy), n, rows, row_stride(dy), 1, 64),
                   "grouped_sums: this driver makes no tensor map of these operands");
   const sm90::GroupedArgs args{ends, static_cast<__nv_bfloat16*>(mutable_data(out)), nullptr, int(experts), int(rows),
-                               int(k), int(n), int(units), int(stages), int(cluster), 0, {}};
+                               int(k), int(n), int(units), int(stages), 0};
   const DeviceGuard guard = on_device_of(x);
   VX_CUDA_CHECK(sm90::grouped<sm90::Grouped::sums>(x_map, dy_map, args, x.get_device_index(), current_stream(x)));
 }

@@ -2,13 +2,12 @@
 //
 // The matrix stands where a product has its rows: a block's tile is 128 features (64 for each multiplying warpgroup) by
 // up to 256 rows of one expert, in units of 16, so that an expert's rows are shared out to tiles of nearly one size and
-// few of the products are of nothing. Two or four blocks form a cluster, next to each other in the features, and share
-// the loads of their common rows, each for all. Two warpgroups multiply; of a third, one thread loads, and three warps
+// few of the products are of nothing. Two blocks form a cluster, next to each other in the features, and load half of
+// their common rows each, for both. Two warpgroups multiply; of a third, one thread loads, and three warps
 // take finished tiles from shared memory to where they belong while the next are being made.
 // order: K ascending in steps of 16, one fp32 accumulator per element, no split of K; what is missing is zeros.
 #pragma once
 #include <algorithm>
-#include <atomic>
 
 #include "grouped_linear/sm90_units.cuh"
 #include "silu_mul/gate.cuh"
@@ -17,6 +16,7 @@ namespace vx::sm90 {
 
 constexpr int kGroupedFeatures = 128, kGroupedDepth = 64;
 constexpr int kGroupedWeight = kGroupedFeatures * kGroupedDepth * 2;  // bytes of the matrix in a step
+constexpr int kGroupedBoxRows = 32;  // of what one copy brings, where k is contiguous
 constexpr int kGroupedThreads = 384, kStoreThreads = 96;
 constexpr int kGroupedExperts = 512;  // the most that a launch takes
 constexpr int kGroupedMostStages = 12;
@@ -27,18 +27,6 @@ constexpr int kGroupedSmall = 4 * (kGroupedExperts + 1) + 16 * kGroupedMostStage
 // meet, 64 of each in a tile; and dy^T x over the rows of each expert.
 enum class Grouped { forward, across, gate_up, sums };
 
-// Rows that come through an order: copied side by side by the warps that store, ahead of the tiles that need them and
-// while others are multiplied. Whoever is free claims the next few, so no block waits for one that is not running.
-struct GroupedCopy {
-  const uint4* from;  // null: x lies side by side
-  const int32_t* order;
-  uint4* to;
-  int* claims;  // the jobs that were claimed, then of every kCopyGroup rows the jobs that were done; all 0 at first
-  int tokens, top_k, pieces;  // pieces: of 16 bytes in a row
-  int64_t from_stride;        // of pieces
-};
-constexpr int kCopyRows = 8, kCopyGroup = 64;  // of a job; of a counter
-
 struct GroupedArgs {
   const int32_t* offsets;
   __nv_bfloat16* out;   // (rows, features), for sums (experts, depth, features)
@@ -46,9 +34,7 @@ struct GroupedArgs {
   int experts, rows, features, depth;  // features of gate_up: the pairs; depth of sums: the features of dy
   int units;   // the most of a tile
   int stages;
-  int cluster;  // blocks of one: 2 or 4
   int gelu;
-  GroupedCopy copy;
 };
 
 __host__ __device__ inline int grouped_stage_bytes(int units) {
@@ -83,12 +69,12 @@ __device__ __forceinline__ int2 rows_of_expert(const GroupedArgs& g, int expert)
 }
 
 struct GroupedTile {
-  int expert, units, bundle;  // bundle: of tiles of features, one for each block of the cluster
+  int expert, units, bundle;  // bundle: of tiles of features, one for each block
   int row, end;             // its first row of x, or for sums of the result, and the end of the expert's
   int first, depth;         // where k begins, and how many there are
 };
 
-// numbers[e]: of the tiles of rows of the experts before e. All lanes of a warp look together.
+// numbers[e]: of the tiles of rows of the experts before e.
 template <Grouped MODE>
 __device__ __forceinline__ GroupedTile grouped_tile(const GroupedArgs& g, const int* numbers, int bundles, int turn) {
   if constexpr (MODE == Grouped::sums) {
@@ -97,12 +83,15 @@ __device__ __forceinline__ GroupedTile grouped_tile(const GroupedArgs& g, const 
     const int2 rows = rows_of_expert(g, expert);
     return {expert, g.units, within / tiles, within % tiles * size, g.depth, rows.x, rows.y - rows.x};
   } else {
-    int low = -1;  // the last expert whose first turn is not behind this one
-    for (int first = 0; first < g.experts; first += 32) {
-      const int expert = first + threadIdx.x % 32;
-      low += __popc(__ballot_sync(~0u, expert < g.experts && numbers[expert] * bundles <= turn));
+    int low = 0, high = g.experts;  // the last expert whose first turn is not behind this one
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (numbers[middle] * bundles <= turn) {
+        low = middle;
+      } else {
+        high = middle;
+      }
     }
-    low = max(low, 0);
     const int2 rows = rows_of_expert(g, low);
     const int tiles = max(numbers[low + 1] - numbers[low], 1), within = turn - numbers[low] * bundles;
     const int units = (rows.y - rows.x + kUnit - 1) / kUnit, each = units / tiles, more = units % tiles;
@@ -112,9 +101,36 @@ __device__ __forceinline__ GroupedTile grouped_tile(const GroupedArgs& g, const 
   }
 }
 
+// A cluster's tiles, one after the other. To look for one takes as long as to multiply for some steps, so the lanes of a
+// warp look for 32 at a time.
+template <Grouped MODE>
+struct GroupedTiles {
+  const GroupedArgs& g;
+  const int* numbers;
+  int bundles, turns;
+  int turn, lane;
+  GroupedTile found;
+
+  __device__ __forceinline__ GroupedTiles(const GroupedArgs& g, const int* numbers, int bundles, int turns)
+      : g(g), numbers(numbers), bundles(bundles), turns(turns), turn(blockIdx.x / 2), lane(0) {}
+
+  // The next one; false where there is none. All lanes of a warp ask.
+  __device__ __forceinline__ bool next(GroupedTile& at) {
+    if (turn >= turns) return false;
+    const int clusters = gridDim.x / 2;
+    if (lane == 0) found = grouped_tile<MODE>(g, numbers, bundles, min(turn + int(threadIdx.x % 32) * clusters, turns - 1));
+    const auto from = [this](int v) { return __shfl_sync(~0u, v, lane); };
+    at = {from(found.expert), from(found.units), from(found.bundle), from(found.row),
+          from(found.end),    from(found.first), from(found.depth)};
+    lane = (lane + 1) % 32;
+    turn += clusters;
+    return true;
+  }
+};
+
 struct GroupedRing {
   uint32_t tiles, full, empty;
-  int stage_bytes, stages, blocks;
+  int stage_bytes, stages;
   int slot;
   uint32_t phase;
   __device__ __forceinline__ uint32_t stage() const { return tiles + slot * stage_bytes; }
@@ -139,11 +155,10 @@ __device__ __forceinline__ void clear_tail(uint32_t stage, int group, int from) 
   asm volatile("fence.proxy.async.shared::cta;\nbar.sync %0, 128;" ::"r"(group + 1) : "memory");
 }
 
-// What one multiplying warpgroup does for a tile of UNITS, `depth` of k. It looks for its next tile while it multiplies.
-template <int UNITS, Grouped MODE, class Ahead>
+// What one multiplying warpgroup does for a tile of UNITS, `depth` of k.
+template <int UNITS, Grouped MODE>
 __device__ __forceinline__ void grouped_multiply(GroupedRing& ring, int depth, int group, uint32_t staged,
-                                                 uint32_t staged_full, uint32_t staged_empty, uint32_t staged_phase,
-                                                 const Ahead& look_ahead) {
+                                                 uint32_t staged_full, uint32_t staged_empty, uint32_t staged_phase) {
   constexpr bool A_ACROSS = MODE == Grouped::across || MODE == Grouped::sums, B_ACROSS = MODE == Grouped::sums;
   const int thread = threadIdx.x % 128;
   float d[8 * UNITS];
@@ -159,7 +174,7 @@ __device__ __forceinline__ void grouped_multiply(GroupedRing& ring, int depth, i
         B_ACROSS ? operand_across(b + 2048 * k, kGemmBox) : operand(b + 32 * k));
   };
   const auto release = [&] {
-    if (before >= 0 && thread < ring.blocks) barrier_arrive_at(ring.empty + 8 * before, thread);
+    if (before >= 0 && thread < 2) barrier_arrive_at(ring.empty + 8 * before, thread);
     before = ring.slot;
   };
   for (; B_ACROSS ? left >= kGroupedDepth : left > 0; left -= kGroupedDepth) {
@@ -168,7 +183,6 @@ __device__ __forceinline__ void grouped_multiply(GroupedRing& ring, int depth, i
 #pragma unroll
     for (int k = 0; k < kGroupedDepth / 16; ++k) multiply(k);
     wgmma_commit();
-    if (left == depth) look_ahead();
     wgmma_wait<1>();  // the stage before this one has been read
     release();
     ring.advance();
@@ -181,12 +195,10 @@ __device__ __forceinline__ void grouped_multiply(GroupedRing& ring, int depth, i
       multiply(k);
       wgmma_commit();
     }
-    if (left == depth) look_ahead();
     wgmma_wait<0>();
     release();
     ring.advance();
   }
-  if (depth <= 0) look_ahead();
   wgmma_wait<0>();
   release();
 #pragma unroll
@@ -228,82 +240,18 @@ __device__ __forceinline__ uint4 gated(const uint4& gate, const uint4& up) {
   return make_uint4(pack_pair(y[0], y[1]), pack_pair(y[2], y[3]), pack_pair(y[4], y[5]), pack_pair(y[6], y[7]));
 }
 
-__device__ __forceinline__ bool barrier_passed(uint32_t barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile(
-      "{\n.reg .pred done;\nmbarrier.test_wait.parity.shared.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done;
-}
-
-// One warp's share of the copies: a row at a time, as long as nothing else waits.
-struct GroupedCopier {
-  int row, end, job;  // of the claimed job; job < 0: nothing is left to claim
-
-  __device__ __forceinline__ void claim(const GroupedArgs& g) {
-    int claimed = 0;
-    if (threadIdx.x % 32 == 0) claimed = atomicAdd(g.copy.claims, 1);
-    job = __shfl_sync(~0u, claimed, 0);
-    row = job * kCopyRows, end = min(row + kCopyRows, g.rows);
-    if (row >= g.rows) job = -1;
-  }
-
-  __device__ __forceinline__ void copy_row(const GroupedArgs& g) {
-    const GroupedCopy& c = g.copy;
-    const int lane = threadIdx.x % 32, token = min(max(__ldg(c.order + row) / c.top_k, 0), c.tokens - 1);
-    const uint4* from = c.from + token * c.from_stride;
-    uint4* to = c.to + int64_t(row) * c.pieces;
-    for (int first = lane; first < c.pieces; first += 256) {
-      uint4 v[8];
-#pragma unroll
-      for (int j = 0; j < 8; ++j)
-        if (first + 32 * j < c.pieces) v[j] = __ldg(from + first + 32 * j);
-#pragma unroll
-      for (int j = 0; j < 8; ++j)
-        if (first + 32 * j < c.pieces) to[first + 32 * j] = v[j];
-    }
-    if (++row < end) return;
-    asm volatile("fence.acq_rel.gpu;\nfence.proxy.async;" ::: "memory");  // the copy engine reads it next
-    __syncwarp();
-    int* const done = c.claims + 1 + job * kCopyRows / kCopyGroup;
-    if (lane == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(done) : "memory");
-    claim(g);
-  }
-};
-
-// Whether the rows of a tile have been copied, all that the copy engine is about to read.
-__device__ __forceinline__ bool is_copied(const GroupedArgs& g, const GroupedTile& at) {
-  constexpr int kJobs = kCopyGroup / kCopyRows, kGroups = 16 * kUnit / kCopyGroup + 1;
-  const int jobs = (g.rows + kCopyRows - 1) / kCopyRows, end = min(at.row + at.units * kUnit, at.end);
-  const int first = at.row / kCopyGroup;
-  bool all = true;
-#pragma unroll
-  for (int i = 0; i < kGroups; ++i) {
-    int done = kJobs;
-    if ((first + i) * kCopyGroup < end)
-      asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(done) : "l"(g.copy.claims + 1 + first + i) : "memory");
-    all &= done >= min(kJobs, jobs - (first + i) * kJobs);
-  }
-  asm volatile("fence.acq_rel.gpu;\nfence.proxy.async;" ::: "memory");
-  return all;
-}
-
 // What three warps do: results from shared memory to where they belong, and zeros to the rows that are nobody's.
 template <Grouped MODE>
 __device__ __forceinline__ void grouped_store(const GroupedArgs& g, const int* numbers, int bundles, int turns,
                                               int rank, uint32_t staged, int staged_half, uint32_t staged_full,
                                               uint32_t staged_empty) {
   constexpr int kOwn = MODE == Grouped::gate_up ? kGroupedFeatures / 2 : kGroupedFeatures;
-  const int thread = threadIdx.x - (128 - kStoreThreads), clusters = gridDim.x / g.cluster;
+  const int thread = threadIdx.x - (128 - kStoreThreads);
   uint32_t phase = 0;
-  GroupedCopier copier{0, 0, -1};
-  if (g.copy.from) copier.claim(g);
-  for (int turn = blockIdx.x / g.cluster; turn < turns; turn += clusters) {
-    const GroupedTile at = grouped_tile<MODE>(g, numbers, bundles, turn);
-    const int first = (g.cluster * at.bundle + rank) * kOwn, rows = min(at.units * kUnit, at.end - at.row);
-    while (copier.job >= 0 && !__any_sync(~0u, barrier_passed(staged_full, phase))) copier.copy_row(g);
+  GroupedTiles<MODE> tiles(g, numbers, bundles, turns);
+  GroupedTile at;
+  while (tiles.next(at)) {
+    const int first = (2 * at.bundle + rank) * kOwn, rows = min(at.units * kUnit, at.end - at.row);
     barrier_wait(staged_full, phase);
     phase ^= 1;
     if constexpr (MODE == Grouped::gate_up) {
@@ -350,7 +298,7 @@ __device__ __forceinline__ void grouped_store(const GroupedArgs& g, const int* n
 
 // a_map: the matrices, b_map: the rows; for sums x and dy.
 template <Grouped MODE>
-__global__ void __launch_bounds__(kGroupedThreads, 1)
+__global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGroupedThreads, 1)
     grouped_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
                    const GroupedArgs g) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -359,19 +307,18 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
   GroupedRing ring{shared_address(memory)};
   ring.stages = g.stages;
   ring.stage_bytes = grouped_stage_bytes(g.units);
-  ring.blocks = g.cluster;
   const uint32_t staged = ring.tiles + g.stages * ring.stage_bytes;
   const int staged_half = g.units * kUnit * 128;  // bytes: a multiplying warpgroup's 64 features
   ring.full = staged + 2 * staged_half, ring.empty = ring.full + 8 * kGroupedMostStages;
   const uint32_t staged_full = ring.empty + 8 * kGroupedMostStages, staged_empty = staged_full + 8;
   int* const numbers = reinterpret_cast<int*>(memory + (staged_empty + 8 - ring.tiles));
-  const int rank = cluster_rank(), clusters = gridDim.x / g.cluster;
-  const int bundles = (g.features + g.cluster * kOwn - 1) / (g.cluster * kOwn);
+  const int rank = cluster_rank();
+  const int bundles = (g.features + 2 * kOwn - 1) / (2 * kOwn);
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < g.stages; ++i) {
       barrier_init(ring.full + 8 * i, 1);
-      barrier_init(ring.empty + 8 * i, 2 * g.cluster);  // both multiplying warpgroups of all blocks
+      barrier_init(ring.empty + 8 * i, 4);  // both multiplying warpgroups of both blocks
     }
     barrier_init(staged_full, 256);
     barrier_init(staged_empty, kStoreThreads);
@@ -406,14 +353,11 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
     if (threadIdx.x < 32) {
       const bool loads = threadIdx.x == 0;
-      const uint16_t all = uint16_t((1 << g.cluster) - 1);
       ring.slot = 0, ring.phase = 1;
-      GroupedTile next = grouped_tile<MODE>(g, numbers, bundles, min(int(blockIdx.x) / g.cluster, turns - 1));
-      bool copied = !g.copy.from;
-      for (int turn = blockIdx.x / g.cluster; turn < turns; turn += clusters) {
-        const GroupedTile at = next;
-        while (!copied) copied = is_copied(g, at);
-        const int first = (g.cluster * at.bundle + rank) * kOwn, box_rows = MODE == Grouped::sums ? 64 : 64 / g.cluster;
+      GroupedTiles<MODE> tiles(g, numbers, bundles, turns);
+      GroupedTile at;
+      while (tiles.next(at)) {
+        const int first = (2 * at.bundle + rank) * kOwn, box_rows = MODE == Grouped::sums ? 64 : kGroupedBoxRows;
         const int box_bytes = box_rows * kGroupedDepth * 2, boxes = (at.units * kUnit + box_rows - 1) / box_rows;
         const uint32_t bytes = kGroupedWeight + boxes * box_bytes;
         for (int k = at.first; k < at.first + at.depth; k += kGroupedDepth) {
@@ -431,21 +375,16 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
               copy_box(a + kGemmBox, &a_map, ready, first + 64, k, z);
             }
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {  // 16 units are 8 boxes for two blocks, or 16 for four
-              const int box = rank + i * g.cluster, row = at.row + box * box_rows;
+            for (int i = 0; i < 4; ++i) {  // of at most eight boxes
+              const int box = rank + i * 2, row = at.row + box * box_rows;
               if (box < boxes)
-                copy_box_to(all, b + box * box_bytes, &b_map, ready, MODE == Grouped::sums ? row : k,
+                copy_box_to(3, b + box * box_bytes, &b_map, ready, MODE == Grouped::sums ? row : k,
                             MODE == Grouped::sums ? k : row, 0);
             }
           }
           __syncwarp();
           ring.advance();
-          if (k == at.first) {
-            next = grouped_tile<MODE>(g, numbers, bundles, min(turn + clusters, turns - 1));
-            copied = !g.copy.from || is_copied(g, next);
-          }
         }
-        if (at.depth <= 0) next = grouped_tile<MODE>(g, numbers, bundles, min(turn + clusters, turns - 1));
       }
     }
     if (threadIdx.x >= 128 - kStoreThreads)
@@ -456,14 +395,13 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
     ring.slot = 0, ring.phase = 0;
     uint32_t staged_phase = 1;
-    GroupedTile next = grouped_tile<MODE>(g, numbers, bundles, min(int(blockIdx.x) / g.cluster, turns - 1));
-    for (int turn = blockIdx.x / g.cluster; turn < turns; turn += clusters) {
-      const GroupedTile at = next;
-      const auto look_ahead = [&] { next = grouped_tile<MODE>(g, numbers, bundles, min(turn + clusters, turns - 1)); };
+    GroupedTiles<MODE> tiles(g, numbers, bundles, turns);
+    GroupedTile at;
+    while (tiles.next(at)) {
 #define VX_UNITS(u)                                                                                                   \
   case u:                                                                                                             \
     grouped_multiply<u, MODE>(ring, at.depth, group, staged + group * staged_half, staged_full, staged_empty,         \
-                              staged_phase, look_ahead);                                                              \
+                              staged_phase);                                                                          \
     break
       if constexpr (MODE == Grouped::sums) {
         switch (at.units) {
@@ -531,23 +469,11 @@ cudaError_t grouped(const CUtensorMap& a, const CUtensorMap& b, const GroupedArg
   const int bytes = grouped_shared_bytes(g.units, g.stages);
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = g.cluster, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.blockDim = dim3(kGroupedThreads), config.dynamicSmemBytes = bytes, config.stream = stream;
-  config.attrs = &cluster, config.numAttrs = 1;
-  static std::atomic<int> running[64][5];  // by device and cluster: how many run at once; as many are launched
-  std::atomic<int>& count = running[device % 64][g.cluster];
-  if (count.load(std::memory_order_relaxed) == 0) {
-    int found = 0;
-    config.gridDim = dim3(g.cluster);
-    error = cudaOccupancyMaxActiveClusters(&found, kernel, &config);
-    if (error != cudaSuccess) return error;
-    count.store(std::max(found, 1));
-  }
-  config.gridDim = dim3(count.load() * g.cluster);
-  return cudaLaunchKernelEx(&config, kernel, a, b, g);
+  int processors = 0;
+  error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  kernel<<<processors / 2 * 2, kGroupedThreads, bytes, stream>>>(a, b, g);
+  return cudaGetLastError();
 }
 
 }  // namespace vx::sm90

@@ -59,10 +59,6 @@ def grouped_linear_dx_and_rows(
     dy: Tensor, weight: Tensor, offsets: Tensor, order: Tensor, top_k: int
 ) -> tuple[Tensor, Tensor]:
     """grouped_linear_dx, and the rows of dy side by side as gather_rows gives them, for the next product to read."""
-    run = _kernel("dx", dy, weight, offsets, order, top_k)
-    if isinstance(run, functools.partial) and run.func is _own:  # it copies them on the way
-        rows = dy.new_empty(order.shape[0], dy.shape[1])
-        return run(dy, weight, offsets, order, top_k, copied=rows), rows
     rows = gather_rows(dy, offsets, order, top_k)
     return grouped_linear_dx(rows, weight, offsets), rows
 
@@ -158,36 +154,28 @@ def _quack_dx(rows, weight, offsets):
     return cute.product(rows, weight, offsets)
 
 
-# (units of 16 rows that a tile has at most, depth of the ring, blocks of a cluster)
-OWN = ((16, 3, 2), (16, 3, 4), (12, 4, 2), (12, 4, 4), (10, 5, 2), (8, 6, 2), (4, 8, 2))
-OWN_DWEIGHT = ((16, 3, 2), (16, 3, 4), (12, 4, 2), (12, 4, 4))
+# (units of 16 rows that a tile has at most, depth of the ring)
+OWN = ((16, 3), (12, 4), (10, 5), (8, 6), (4, 8))
+OWN_DWEIGHT = ((16, 3), (12, 4))
 FORWARD, ACROSS, GATE_UP = range(3)
 
 
-def _run_own(mode: int, gelu: bool, ring: tuple, x, weight, offsets, order, top_k, out, kept, copied=None) -> None:
-    claims = None
-    if order is not None:  # rows are copied side by side by the kernel itself, while it multiplies those that have been
-        copied = x.new_empty(order.shape[0], x.shape[1]) if copied is None else copied
-        claims = order.new_empty(1 + -(-order.shape[0] // 64))
-    native.ops().grouped_product(x, weight, offsets, mode, gelu, *ring, out, kept, order, top_k, copied, claims)
-
-
-def _own(mode: int, ring: tuple[int, int, int], x, weight, offsets, order=None, top_k=1, copied=None):
-    rows = x.shape[0] if order is None else order.shape[0]
-    out = x.new_empty(rows, weight.shape[2 if mode == ACROSS else 1])
-    _run_own(mode, False, ring, x, weight, offsets, order, top_k, out, None, copied)
+def _own(mode: int, ring: tuple[int, int], x, weight, offsets, order=None, top_k=1):
+    rows = gather_rows(x, offsets, order, top_k)
+    out = rows.new_empty(rows.shape[0], weight.shape[2 if mode == ACROSS else 1])
+    native.ops().grouped_product(rows, weight, offsets, mode, False, *ring, out, None)
     return out
 
 
-def _own_gate_up(ring: tuple[int, int, int], x, gate_up, offsets, order, top_k, gelu, keep):
-    rows = x.shape[0] if order is None else order.shape[0]
-    a = x.new_empty(rows, gate_up.shape[1] // 2)
-    h = x.new_empty(rows, gate_up.shape[1]) if keep else None
-    _run_own(GATE_UP, gelu, ring, x, gate_up, offsets, order, top_k, a, h)
+def _own_gate_up(ring: tuple[int, int], x, gate_up, offsets, order, top_k, gelu, keep):
+    rows = gather_rows(x, offsets, order, top_k)
+    a = rows.new_empty(rows.shape[0], gate_up.shape[1] // 2)
+    h = rows.new_empty(rows.shape[0], gate_up.shape[1]) if keep else None
+    native.ops().grouped_product(rows, gate_up, offsets, GATE_UP, gelu, *ring, a, h)
     return h, a
 
 
-def _own_dweight(ring: tuple[int, int, int], dy, x, offsets, order=None, top_k=1, *, gathered=""):
+def _own_dweight(ring: tuple[int, int], dy, x, offsets, order=None, top_k=1, *, gathered=""):
     dy = gather_rows(dy, offsets, order, top_k) if gathered == "dy" else dy
     x = gather_rows(x, offsets, order, top_k) if gathered == "x" else x
     dweight = dy.new_empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1])
@@ -234,7 +222,7 @@ def _names(kind: str) -> dict[str, Callable]:
     for ring in OWN_DWEIGHT if kind == "dweight" else OWN:
         run = {"fwd": functools.partial(_own, FORWARD), "dx": functools.partial(_own, ACROSS)}.get(kind)
         run = run or {"gate_up": _own_gate_up, "dweight": _own_dweight}[kind]
-        name = f"wgmma 128x{16 * ring[0]}x64 ring {ring[1]} cluster {ring[2]}"
+        name = f"wgmma 128x{16 * ring[0]}x64 ring {ring[1]}"
         found[name] = functools.partial(run, ring)
     return found
 
