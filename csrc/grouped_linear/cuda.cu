@@ -28,7 +28,9 @@ int64_t row_stride(const Tensor& t) { return t.size(0) > 1 ? t.stride(0) : t.siz
 
 constexpr int kCopyThreads = 256;
 
-// A row per turn of a warp; rows from offsets[experts] on stay as they are.
+// A row per turn of a warp; rows from offsets[experts] on stay as they are. x, of which each row is read top_k times all
+// over the order, stays in the L2 cache; what is written need
+// not.
 __global__ void __launch_bounds__(kCopyThreads)
     gather_kernel(const uint4* x, const int32_t* offsets, const int32_t* order, uint4* out, int experts, int rows,
                   int tokens, int top_k, int pieces, int64_t x_stride) {
@@ -43,9 +45,9 @@ __global__ void __launch_bounds__(kCopyThreads)
 #pragma unroll
       for (int j = 0; j < 8; ++j) v[j] = __ldg(from + i + 32 * j);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) to[i + 32 * j] = v[j];
+      for (int j = 0; j < 8; ++j) __stcs(to + i + 32 * j, v[j]);
     }
-    for (; i < pieces; i += 32) to[i] = __ldg(from + i);
+    for (; i < pieces; i += 32) __stcs(to + i, __ldg(from + i));
   }
 }
 

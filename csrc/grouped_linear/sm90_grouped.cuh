@@ -225,6 +225,9 @@ __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   return v;
 }
 
+// What is written leaves the L2 cache first: the operands that other tiles share stay.
+__device__ __forceinline__ void store_once(__nv_bfloat16* to, const uint4& v) { __stcs(reinterpret_cast<uint4*>(to), v); }
+
 // silu(gate) * up, or gelu_tanh's, of eight pairs that are bf16 already: gate.cuh's, one operation of all of them after
 // the other, since few warps do this and each has to wait for nothing.
 template <bool GELU>
@@ -263,11 +266,10 @@ __device__ __forceinline__ void grouped_store(const GroupedArgs& g, const int* n
         if (column >= g.features) continue;
         const int64_t at_row = at.row + row;
         if (g.kept) {
-          *reinterpret_cast<uint4*>(g.kept + at_row * 2 * g.features + column) = gate;
-          *reinterpret_cast<uint4*>(g.kept + (at_row * 2 + 1) * g.features + column) = up;
+          store_once(g.kept + at_row * 2 * g.features + column, gate);
+          store_once(g.kept + (at_row * 2 + 1) * g.features + column, up);
         }
-        *reinterpret_cast<uint4*>(g.out + at_row * g.features + column) =
-            g.gelu ? gated<true>(gate, up) : gated<false>(gate, up);
+        store_once(g.out + at_row * g.features + column, g.gelu ? gated<true>(gate, up) : gated<false>(gate, up));
       }
     } else {
       const int piece = thread % 16, column = first + piece * 8;
@@ -277,7 +279,7 @@ __device__ __forceinline__ void grouped_store(const GroupedArgs& g, const int* n
 #pragma unroll 4
       for (int row = thread / 16; row < rows; row += kStoreThreads / 16) {
         const uint4 v = load_shared(from + row * 128 + (((piece % 8) ^ (row % 8)) << 4));
-        if (column < g.features) *reinterpret_cast<uint4*>(to + int64_t(row) * g.features) = v;
+        if (column < g.features) store_once(to + int64_t(row) * g.features, v);
       }
     }
     barrier_arrive(staged_empty);
