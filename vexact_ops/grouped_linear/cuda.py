@@ -31,7 +31,6 @@ __all__ = [
     "grouped_gate_up",
     "grouped_linear_dweight",
     "grouped_linear_dx",
-    "grouped_linear_dx_and_rows",
     "grouped_linear_fwd",
 ]
 
@@ -53,14 +52,6 @@ def grouped_linear_dx(
     dy: Tensor, weight: Tensor, offsets: Tensor, order: Tensor | None = None, top_k: int = 1
 ) -> Tensor:
     return _kernel("dx", dy, weight, offsets, order, top_k)(dy, weight, offsets, order, top_k)
-
-
-def grouped_linear_dx_and_rows(
-    dy: Tensor, weight: Tensor, offsets: Tensor, order: Tensor, top_k: int
-) -> tuple[Tensor, Tensor]:
-    """grouped_linear_dx, and the rows of dy side by side as gather_rows gives them, for the next product to read."""
-    rows = gather_rows(dy, offsets, order, top_k)
-    return grouped_linear_dx(rows, weight, offsets), rows
 
 
 def grouped_linear_dweight(
