@@ -431,7 +431,7 @@ class Product:
         """The last case is of the bucket's size, spread at random."""
         size = case[1].numel() * 2
         b = [case[1], *(case[1].clone() for _ in range(int(min(8, 120e6 // size))))]
-        runs = {**_names(self.what), TRITON: CANONICAL[self.what]}
+        runs = {**self.known(), TRITON: CANONICAL[self.what]}
         return race_on_gpu(
             [[functools.partial(self.call, runs[one.name], case[0], w, *case[2:]) for w in b] for one in candidates]
         )
