@@ -146,7 +146,7 @@ def _quack_dx(rows, weight, offsets):
 
 
 # (units of 16 rows that a tile has at most, depth of the ring)
-OWN = ((16, 3), (12, 4), (10, 5), (8, 6), (4, 8))
+OWN = ((16, 3), (12, 4), (11, 4), (10, 5), (8, 6), (4, 8))
 OWN_DWEIGHT = ((16, 3), (12, 4))
 FORWARD, ACROSS, GATE_UP = range(3)
 
