@@ -105,6 +105,11 @@ def program_table(records: Iterable[dict]) -> str:
     return "\n".join(rows)
 
 
+def _commits(records: list[dict]) -> str:
+    found = list(dict.fromkeys(r["commit"] for r in records))
+    return f"commit{'s' * (len(found) > 1)} {', '.join(found[:4])}" + (f" and {len(found) - 4} more" if found[4:] else "")
+
+
 def update_readme(readme: Path = ROOT / "README.md") -> None:
     """Rewrite the parts of README.md between `<!-- benchmarks NAME -->` and `<!-- end -->` from results/NAME.jsonl."""
     text = readme.read_text()
@@ -114,9 +119,7 @@ def update_readme(readme: Path = ROOT / "README.md") -> None:
         verified = [r for r in records if r["room"] == "verify"]
         programs = [r for r in records if "us" not in r and r["room"] != "verify"]
         newest = max(records, key=lambda r: r["date"])
-        about = (
-            f"{newest['gpu'] or newest['cpu']}, torch {newest['torch']}, commit {newest['commit']}, {newest['date']}"
-        )
+        about = f"{newest['gpu'] or newest['cpu']}, torch {newest['torch']}, {_commits(records)}, {newest['date']}"
         parts = [
             p
             for p in (
