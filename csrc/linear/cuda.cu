@@ -51,40 +51,58 @@ CUtensorMap tensor_map(const void* data, bool is_bf16, int64_t rows, int64_t col
   return map;
 }
 
-struct Skinny : Kernel {
-  int tokens, boxes, stages;
-  Skinny(int tokens, int boxes, int stages) : tokens(tokens), boxes(boxes), stages(stages) {
-    STD_TORCH_CHECK(stages >= 2 && stages <= 16 && sm90::skinny_stage_bytes(tokens, boxes) * stages + 1024 <= 226 * 1024,
-                    "linear: ", stages, " stages of 64x", tokens, "x", 64 * boxes, " do not fit");
+int multiprocessors(int device) {
+  static std::atomic<int> known[64];
+  int count = known[device & 63].load(std::memory_order_relaxed);
+  if (!count) {
+    VX_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    known[device & 63].store(count);
   }
+  return count;
+}
 
-  template <class T, int TOKENS, int BOXES>
+// A block per tile of the weight's rows, or, where the tiles are more than that, `per_sm` persistent blocks per multiprocessor.
+struct Skinny : Kernel {
+  int rows, tokens, boxes, stages, ahead, lead, per_sm;
+  Skinny(int rows, int tokens, int boxes, int stages, int ahead, int lead, int per_sm)
+      : rows(rows), tokens(tokens), boxes(boxes), stages(stages), ahead(ahead), lead(lead), per_sm(per_sm) {
+    STD_TORCH_CHECK(rows >= 8 && rows <= 128 && rows % 8 == 0 && stages >= 2 && stages <= sm90::kSkinnyStages &&
+                        ahead >= 0 && lead >= 0 && per_sm >= 0 && per_sm <= 8 &&
+                        sm90::skinny_shared_bytes(rows, tokens, boxes, stages) <= kShared,
+                    "linear: ", stages, " stages of ", rows, "x", tokens, "x", 64 * boxes, " are no kernel or do not fit");
+  }
+  static constexpr int kShared = 226 * 1024;
+
+  template <class T, int TOKENS, int BOXES, int PARTS>
   void launch(const Product& p, cudaStream_t stream) const {
-    auto kernel = sm90::skinny_kernel<T, TOKENS, BOXES>;
-    const int bytes = sm90::skinny_stage_bytes(TOKENS, BOXES) * stages + 1024;
+    auto kernel = sm90::skinny_kernel<T, TOKENS, BOXES, PARTS>;
     static std::atomic<uint64_t> allowed{0};
-    allow_shared_memory(kernel, 226 * 1024, p.device, allowed);
-    const CUtensorMap weight_map = tensor_map(p.b, p.is_bf16, p.n, p.k, p.b_ld, sm90::kTileN, sm90::kBoxK);
+    allow_shared_memory(kernel, kShared, p.device, allowed);
+    const CUtensorMap weight_map = tensor_map(p.b, p.is_bf16, p.n, p.k, p.b_ld, rows, sm90::kBoxK);
     const CUtensorMap x_map = tensor_map(p.a, p.is_bf16, p.m, p.k, p.a_ld, TOKENS, sm90::kBoxK);
-    const dim3 grid((p.n + sm90::kTileN - 1) / sm90::kTileN, (p.m + TOKENS - 1) / TOKENS);
-    const sm90::SkinnyArgs args{p.bias, p.out, p.out_ld, int(p.m), int(p.n), int(p.k), stages, p.out_f32};
-    kernel<<<grid, sm90::kThreads, bytes, stream>>>(weight_map, x_map, args);
-    VX_CUDA_CHECK(cudaGetLastError());
+    int64_t blocks = (p.n + rows - 1) / rows;
+    if (per_sm) blocks = std::min(blocks, int64_t(per_sm) * multiprocessors(p.device));
+    const dim3 grid(blocks, (p.m + TOKENS - 1) / TOKENS);
+    const sm90::SkinnyArgs args{p.bias, p.out, p.out_ld, int(p.m), int(p.n), int(p.k), rows, stages, ahead, lead, p.out_f32};
+    const int bytes = sm90::skinny_shared_bytes(rows, TOKENS, BOXES, stages);
+    VX_CUDA_CHECK(sm90::launch_chained(kernel, grid, sm90::kSkinnyThreads, bytes, stream, weight_map, x_map, args));
   }
 
   template <class T>
   void dispatch(const Product& p, cudaStream_t stream) const {
 #define CASE(t, b) \
-  if (tokens == t && boxes == b) return launch<T, t, b>(p, stream)
+  if (tokens == t && boxes == b) return rows > 64 ? launch<T, t, b, 2>(p, stream) : launch<T, t, b, 1>(p, stream)
     CASE(8, 2);
     CASE(8, 4);
+    CASE(8, 8);
     CASE(16, 2);
     CASE(16, 4);
+    CASE(16, 8);
     CASE(32, 2);
     CASE(32, 4);
     CASE(64, 2);
 #undef CASE
-    STD_TORCH_CHECK(false, "linear: no kernel 64x", tokens, "x", 64 * boxes);
+    STD_TORCH_CHECK(false, "linear: no kernel ", rows, "x", tokens, "x", 64 * boxes);
   }
 
   bool run(const Product& p, cudaStream_t stream) override {
@@ -132,9 +150,10 @@ struct Resumed : Kernel {
 };
 
 std::unique_ptr<Kernel> make_kernel(const std::string& name) {
-  int tokens, depth, stages;
-  if (sscanf(name.c_str(), "wgmma 64x%dx%d ring %d", &tokens, &depth, &stages) == 3)
-    return std::make_unique<Skinny>(tokens, depth / sm90::kBoxK, stages);
+  int rows, tokens, depth, stages, ahead, lead, per_sm = 0;
+  if (sscanf(name.c_str(), "wgmma %dx%dx%d ring %d ahead %d lead %d persistent %d", &rows, &tokens, &depth, &stages, &ahead,
+             &lead, &per_sm) >= 6)
+    return std::make_unique<Skinny>(rows, tokens, depth / sm90::kBoxK, stages, ahead, lead, per_sm);
   int group;
   if (sscanf(name.c_str(), "wgmma 128x256x64 resumed group %d", &group) == 1) return std::make_unique<Resumed>(group);
   lt::Algorithm algorithm;

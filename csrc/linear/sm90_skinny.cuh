@@ -2,7 +2,11 @@
 //
 // The weight takes wgmma's 64-row side and the rows of x its narrow side ("swap-AB"), so that 8 to 64 rows of x cost
 // no padding worth naming. One producer thread keeps a ring of tiles in flight with the bulk tensor copy engine (128-byte
-// swizzle, mbarriers); one warpgroup multiplies. A row of x is a column of the product: it meets no other row.
+// swizzle, mbarriers) across the tiles of a persistent block; one warpgroup multiplies. A row of x is a column of the
+// product: it meets no other row.
+// A tile has any number of weight rows that is a multiple of 8, so that the tiles fill the multiprocessors evenly: wgmma
+// then reads rows of other tiles, or of none, into accumulators that nobody looks at.
+// Launched by launch_chained: what runs before the kernel before has ended only asks the L2 cache for weights.
 // order: K ascending in steps of 16, one fp32 accumulator per output element, no split of K; the K tail is zeros.
 #pragma once
 #include "common/sm90.cuh"
@@ -13,17 +17,26 @@ struct SkinnyArgs {
   const void* bias;   // (N,) in the input dtype, or null
   void* out;          // (M, N) with rows out_ld apart, input dtype or fp32
   int64_t out_ld;
-  int m, n, k, stages;
+  int m, n, k;
+  int rows;           // of the weight in a tile: a multiple of 8 up to 64 * PARTS
+  int stages;         // of the ring
+  int ahead;          // stages that are prefetched into L2 before the kernel before has ended
+  int lead;           // stages that are left to load when the kernel after may start
   bool out_f32;
 };
 
-constexpr int kBoxK = 64;       // elements of K in one 128-byte swizzle row
-constexpr int kTileN = 64;      // weight rows of a block
-constexpr int kThreads = 160;   // one consumer warpgroup, one producer warp
+constexpr int kBoxK = 64;             // elements of K in one 128-byte swizzle row
+constexpr int kSkinnyThreads = 160;   // one consumer warpgroup, one producer warp
+constexpr int kSkinnyStages = 32;     // at most
 
 __host__ __device__ constexpr int skinny_x_bytes(int tokens) { return tokens * 128 < 1024 ? 1024 : tokens * 128; }
-__host__ __device__ constexpr int skinny_stage_bytes(int tokens, int boxes) {
-  return boxes * (kTileN * 128 + skinny_x_bytes(tokens));
+__host__ __device__ constexpr int skinny_stage_bytes(int rows, int tokens, int boxes) {
+  return boxes * (rows * 128 + skinny_x_bytes(tokens));
+}
+// A ring from a 1,024-byte boundary, and what wgmma reads beyond its last tile.
+constexpr int skinny_shared_bytes(int rows, int tokens, int boxes, int stages) {
+  const int beyond = (rows + 63) / 64 * 64 - rows;
+  return skinny_stage_bytes(rows, tokens, boxes) * stages + beyond * 128 + 1024;
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -56,29 +69,30 @@ __device__ __forceinline__ void multiply(float (&d)[TOKENS / 2], uint64_t weight
 
 #endif
 
-// T bf16 | fp16. TOKENS rows of x per block (8, 16, 32, 64); BOXES 64-wide pieces of K per stage.
-template <class T, int TOKENS, int BOXES>
-__global__ void __launch_bounds__(kThreads)
+// T bf16 | fp16. TOKENS rows of x per block (8, 16, 32, 64); BOXES 64-wide pieces of K per stage; PARTS of 64 weight rows
+// that a tile touches.
+template <class T, int TOKENS, int BOXES, int PARTS>
+__global__ void __launch_bounds__(kSkinnyThreads)
     skinny_kernel(const __grid_constant__ CUtensorMap weight_map, const __grid_constant__ CUtensorMap x_map,
                   const SkinnyArgs a) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  constexpr int kMaxStages = 16;
-  constexpr int kWeightBytes = kTileN * 128, kXBytes = TOKENS * 128, kXStride = skinny_x_bytes(TOKENS);
-  constexpr int kStage = skinny_stage_bytes(TOKENS, BOXES);
+  constexpr int kXBytes = TOKENS * 128, kXStride = skinny_x_bytes(TOKENS), kProducer = 128;
+  const int weight_bytes = a.rows * 128, stage_bytes = skinny_stage_bytes(a.rows, TOKENS, BOXES);
   extern __shared__ uint8_t memory[];
-  __shared__ __align__(8) uint64_t barriers[2 * kMaxStages];
+  __shared__ __align__(8) uint64_t barriers[2 * kSkinnyStages];
   const uint32_t ring = (shared_address(memory) + 1023) & ~1023u;
-  const uint32_t full = shared_address(barriers), empty = full + 8 * kMaxStages;
-  const int steps = (a.k + kBoxK * BOXES - 1) / (kBoxK * BOXES);
-  const int n0 = blockIdx.x * kTileN, m0 = blockIdx.y * TOKENS;
-  constexpr int kProducer = 128;
+  const uint32_t full = shared_address(barriers), empty = full + 8 * kSkinnyStages;
+  const int steps = (a.k + kBoxK * BOXES - 1) / (kBoxK * BOXES), tiles = (a.n + a.rows - 1) / a.rows;
+  const int m0 = blockIdx.y * TOKENS;
 
   if (threadIdx.x == kProducer) {
+    prefetch_map(&weight_map);
+    prefetch_map(&x_map);
     for (int i = 0; i < a.stages; ++i) {
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, 1);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;");
+    barrier_init_fence();
   }
   __syncthreads();
 
@@ -88,66 +102,93 @@ __global__ void __launch_bounds__(kThreads)
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
     asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(keep));
     const uint64_t weight_policy = gridDim.y == 1 ? once : keep;
+    const int total = steps * ((tiles - blockIdx.x + gridDim.x - 1) / gridDim.x);
+    int tile = blockIdx.x, step = 0;
+    for (int i = min(a.ahead, total); i > 0; --i) {
+#pragma unroll
+      for (int b = 0; b < BOXES; ++b) prefetch_box(&weight_map, (step * BOXES + b) * kBoxK, tile * a.rows);
+      if (++step == steps) step = 0, tile += gridDim.x;
+    }
+    wait_for_kernel_before();
+    const int start_next = max(0, total - a.lead);
     int slot = 0;
     uint32_t phase = 1;
-    for (int step = 0; step < steps; ++step) {
+    tile = blockIdx.x, step = 0;
+    for (int i = 0; i < total; ++i) {
+      if (i == start_next) let_kernel_after_start();
       barrier_wait(empty + 8 * slot, phase);  // passes at once in the first round
-      barrier_expect(full + 8 * slot, BOXES * (kWeightBytes + kXBytes));
-      const uint32_t stage = ring + slot * kStage;
+      barrier_expect(full + 8 * slot, BOXES * (weight_bytes + kXBytes));
+      uint32_t to = ring + slot * stage_bytes;
 #pragma unroll
-      for (int b = 0; b < BOXES; ++b)
-        copy_box(stage + b * kWeightBytes, &weight_map, full + 8 * slot, (step * BOXES + b) * kBoxK, n0, weight_policy);
+      for (int b = 0; b < BOXES; ++b, to += weight_bytes)
+        copy_box(to, &weight_map, full + 8 * slot, (step * BOXES + b) * kBoxK, tile * a.rows, weight_policy);
 #pragma unroll
-      for (int b = 0; b < BOXES; ++b)
-        copy_box(stage + BOXES * kWeightBytes + b * kXStride, &x_map, full + 8 * slot, (step * BOXES + b) * kBoxK, m0, keep);
+      for (int b = 0; b < BOXES; ++b, to += kXStride)
+        copy_box(to, &x_map, full + 8 * slot, (step * BOXES + b) * kBoxK, m0, keep);
       if (++slot == a.stages) slot = 0, phase ^= 1;
+      if (++step == steps) step = 0, tile += gridDim.x;
     }
     return;
   }
 
-  float d[TOKENS / 2];
-#pragma unroll
-  for (int i = 0; i < TOKENS / 2; ++i) d[i] = 0.0f;
-  int slot = 0, before = 0;
+  wait_for_kernel_before();
+  int slot = 0;
   uint32_t phase = 0;
-  for (int step = 0; step < steps; ++step) {
-    barrier_wait(full + 8 * slot, phase);
-    const uint32_t stage = ring + slot * kStage;
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    float d[PARTS][TOKENS / 2];
 #pragma unroll
-    for (int b = 0; b < BOXES; ++b)
+    for (int p = 0; p < PARTS; ++p)
 #pragma unroll
-      for (int k = 0; k < kBoxK / 16; ++k)  // order: K ascending; products of one accumulator run in issue order
-        multiply<T, TOKENS>(d, operand(stage + b * kWeightBytes + 32 * k),
-                            operand(stage + BOXES * kWeightBytes + b * kXStride + 32 * k));
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // the stage before this one has been read
-    if (step && threadIdx.x == 0) barrier_arrive(empty + 8 * before);
-    before = slot;
-    if (++slot == a.stages) slot = 0, phase ^= 1;
-  }
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+      for (int i = 0; i < TOKENS / 2; ++i) d[p][i] = 0.0f;
+    int before = 0;
+    for (int step = 0; step < steps; ++step) {
+      barrier_wait(full + 8 * slot, phase);
+      // What all lanes know to be one value stays in uniform registers, which is where wgmma takes it from: computed per
+      // lane, the descriptors alone would take longer than the products.
+      const uint32_t stage = __shfl_sync(~0u, ring + slot * stage_bytes, 0);
+      uint64_t weight = operand(stage), x = operand(stage + BOXES * weight_bytes);
+      wgmma_begin();
 #pragma unroll
-  for (int i = 0; i < TOKENS / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
+      for (int b = 0; b < BOXES; ++b, weight += weight_bytes >> 4, x += kXStride >> 4) {
+#pragma unroll
+        for (int k = 0; k < kBoxK / 16; ++k)  // order: K ascending; products of one accumulator run in issue order
+#pragma unroll
+          for (int p = 0; p < PARTS; ++p) multiply<T, TOKENS>(d[p], weight + (p * 64 * 128 + 32 * k) / 16, x + 32 * k / 16);
+      }
+      wgmma_commit();
+      wgmma_wait<1>();  // the stage before this one has been read
+      if (step && threadIdx.x == 0) barrier_arrive(empty + 8 * before);
+      before = slot;
+      if (++slot == a.stages) slot = 0, phase ^= 1;
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int p = 0; p < PARTS; ++p)
+#pragma unroll
+      for (int i = 0; i < TOKENS / 2; ++i) asm volatile("" : "+f"(d[p][i])::"memory");
+    if (threadIdx.x == 0) barrier_arrive(empty + 8 * before);
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int n = n0 + 16 * warp + lane / 4 + 8 * h;
-    if (n >= a.n) continue;
-    const float bias = a.bias ? widen(static_cast<const T*>(a.bias)[n]) : 0.0f;
+    for (int p = 0; p < PARTS; ++p)
 #pragma unroll
-    for (int j = 0; j < TOKENS / 8; ++j)
+      for (int h = 0; h < 2; ++h) {
+        const int row = 64 * p + 16 * warp + lane / 4 + 8 * h, n = tile * a.rows + row;
+        if (row >= a.rows || n >= a.n) continue;
+        const float bias = a.bias ? widen(static_cast<const T*>(a.bias)[n]) : 0.0f;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int m = m0 + 8 * j + lane % 4 * 2 + i;
-        if (m >= a.m) continue;
-        const float v = a.bias ? d[4 * j + 2 * h + i] + bias : d[4 * j + 2 * h + i];
-        const int64_t at = m * a.out_ld + n;
-        if (a.out_f32)
-          static_cast<float*>(a.out)[at] = v;
-        else
-          narrow(static_cast<T*>(a.out)[at], v);
+        for (int j = 0; j < TOKENS / 8; ++j)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int m = m0 + 8 * j + lane % 4 * 2 + i;
+            if (m >= a.m) continue;
+            const float v = a.bias ? d[p][4 * j + 2 * h + i] + bias : d[p][4 * j + 2 * h + i];
+            const int64_t at = m * a.out_ld + n;
+            if (a.out_f32)
+              static_cast<float*>(a.out)[at] = v;
+            else
+              narrow(static_cast<T*>(a.out)[at], v);
+          }
       }
   }
 #endif

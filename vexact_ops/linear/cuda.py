@@ -26,12 +26,13 @@ from .triton import bmm, linear_dbias
 
 __all__ = ["admit", "bmm", "linear_dbias", "linear_dweight", "linear_dx", "linear_fwd", "matmul"]
 
-REVISION = 2  # of what is proposed and how it is verified: verdicts of other revisions are not looked at
+REVISION = 3  # of what is proposed and how it is verified: verdicts of other revisions are not looked at
 LARGEST = 8192  # larger buckets verify the choice of this one
 TRITON = "triton"  # the canonical kernel's name among verdicts
 RESUMED = [f"wgmma 128x256x64 resumed group {group}" for group in (4, 8, 16)]
 SMALL = 100_000  # elements of a weight: below, no kernel is worth the time to verify it
 SHARED_BYTES = 226 * 1024  # of one SM90 multiprocessor, for one or several blocks
+FROM_THE_START = 1000  # stages left to load when the next kernel may start: more than there are
 ASK, CANONICAL, UNKNOWN, DONE = -1, 0, -1, 1  # what linear_matmul takes for a kernel, and what it returns
 _settling = threading.RLock()
 
@@ -165,7 +166,8 @@ class Product:
             return [] if name in (None, TRITON) else [candidate(name, self.resume)]
         names = []
         if self.a_k and self.b_k and not self.resume and self.bucket <= 64:
-            names += skinny_names(self.bucket)
+            processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+            names += skinny_names(self.bucket, self.n, self.k, processors)
         if self.resume and (self.a_k or not self.b_k) and self.n % 2 == 0:
             names += RESUMED
         # a sum that is resumed, and a bias before an fp32 result, are not what cublasLt computes
@@ -235,10 +237,12 @@ class Product:
         return a, b, b_t, bias, out
 
     def race(self, candidates: list[Candidate], case: tuple) -> list[float]:
-        """As in a model, where the cache has forgotten a weight by the time it comes up again."""
+        """As in a model, where the cache has forgotten a weight by the time it comes up again; and for long enough to
+        show what kernels do to the next ones, which overlap them."""
         a, b, b_t, bias, out = case
         most = min(40, 1e-3 * 600e12 / (2 * self.m * self.n * self.k))  # a millisecond of work says enough
         copies = [b, *(b.clone() for _ in range(int(min(most, 120e6 / (b.numel() * b.element_size())))))]
+        copies *= max(1, int(min(most, 24, 1e9 / (b.numel() * b.element_size())) / len(copies)))
         run, calls = _ops()[1], []
         for one in candidates:
             if one.name == TRITON:
@@ -282,17 +286,48 @@ def cublaslt_version() -> tuple[int, str | None]:
 
 
 @functools.cache
-def skinny_names(bucket: int) -> tuple[str, ...]:
-    """Our kernels for up to `bucket` rows: tokens per block, k per stage, depth of the ring."""
-    found = []
-    for tokens in (bucket // 2, bucket) if bucket > 8 else (bucket,):
-        for boxes in (2, 4) if tokens < 64 else (2,):
-            for blocks in (1, 2, 3):  # how many blocks share a multiprocessor
-                stage = boxes * (64 * 128 + max(1024, tokens * 128))
-                stages = min(16, (SHARED_BYTES // blocks - 1024) // stage)
-                if stages >= 2:
-                    found.append(f"wgmma 64x{tokens}x{64 * boxes} ring {stages}")
+def skinny_names(bucket: int, n: int, k: int, processors: int = 132) -> tuple[str, ...]:
+    """Our kernels for up to `bucket` rows of x and an (n, k) weight.
+
+    A name says how many rows of the weight, rows of x and k a stage of the ring holds, and how many stages there are;
+    how many of them are asked for before the kernel before has ended; how many are left to load when the kernel after
+    may start; and how many persistent blocks a multiprocessor gets, where it is not one block per tile.
+    """
+    found = {}
+    for tokens in (32, 64) if bucket == 64 else (bucket,):
+        for rows in _heights(n, 64 if tokens <= 16 else 128, processors):
+            for boxes in (2,) if tokens == 64 or rows > 64 else (4, 8) if rows <= 24 and tokens <= 16 else (2, 4):
+                for blocks in (1, 2, 3, 4):  # how many blocks share a multiprocessor
+                    room = SHARED_BYTES // blocks - 1024 - -rows % 64 * 128
+                    ring = min(32, room // (boxes * (rows * 128 + max(1024, tokens * 128))))
+                    persistent = blocks == 1 and rows * processors < n
+                    if ring < 3 or (blocks == 1 and not persistent and tokens < 64):
+                        continue
+                    if k <= 1024:
+                        chains = (ring, ring), (ring // 2, ring // 2)
+                    elif n * k < 45e6:
+                        chains = (ring // 2, ring // 2), (ring // 2, ring), (ring // 2, FROM_THE_START)
+                    else:
+                        chains = (ring // 2, FROM_THE_START), (0, ring)
+                    for ahead, lead in chains:
+                        name = f"wgmma {rows}x{tokens}x{64 * boxes} ring {ring} ahead {ahead} lead {lead}"
+                        found[name + " persistent 1" * persistent] = None
     return tuple(found)
+
+
+def _heights(n: int, most: int, processors: int) -> list[int]:
+    """Rows of a weight's tile, at most so many, that give all multiprocessors nearly the same number of tiles."""
+
+    def height(waves: int) -> int:
+        return max(8, -(-n // (processors * waves) // 8) * 8)
+
+    waves = next(w for w in range(1, n + 1) if height(w) <= most)
+    found = [height(waves)]
+    if waves > 1:
+        found.append(height(waves + 1))
+    if n >= 4096:
+        found.append(64)
+    return sorted(set(found))
 
 
 def buckets(most: int = LARGEST) -> tuple[int, ...]:

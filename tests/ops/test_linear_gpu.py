@@ -1,0 +1,287 @@
+"""linear's fast kernels on a GPU: the Triton kernel's bits, admitted and refused kernels, graphs, chained starts."""
+
+import functools
+
+import pytest
+import torch
+from conftest import room_backends
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import vexact_ops as vx
+from vexact_ops.testing import assert_bitwise, cancelling, count_different
+
+SEED = st.integers(0, 2**16)
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+ON_SM90 = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no SM90 device"
+)
+LAYOUTS = pytest.mark.parametrize("layout", ["fwd", "dx", "dweight"])
+
+
+def operands(layout, rows, n, k, seed, dtype=torch.bfloat16):
+    """a, b of x @ w.T, dy @ w or dy.T @ x for an (n, k) weight and so many rows; they cancel."""
+    m, deep, wide = {"fwd": (rows, k, n), "dx": (rows, n, k), "dweight": (n, rows, k)}[layout]
+    a, b = cancelling(m, deep, wide, seed, dtype, "cuda")
+    a, b = a.clamp(-64, 64), b.t()
+    if layout != "fwd":
+        b = b.contiguous()
+    return a.t().contiguous().t() if layout == "dweight" else a, b
+
+
+@ON_GPU
+@pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=["rounded", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("n,k", [(1024, 1024), (520, 1032), (521, 1032), (65, 72), (4096, 12288)])
+def test_the_gpu_has_the_triton_kernels_bits(n, k, dtype, out_dtype):
+    x, w = cancelling(300, k, n, seed=n, dtype=dtype, device="cuda")
+    x = x.clamp(-64, 64)
+    bias = w[:, 0].contiguous() * 2.0**-12
+    for rows in (1, 3, 8, 9, 31, 64, 65, 130, 300):
+        for b in (None, bias):
+            ours = vx.linear(x[:rows], w, b, out_dtype=out_dtype, backend="cuda")
+            assert_bitwise(ours, vx.linear(x[:rows], w, b, out_dtype=out_dtype, backend="triton"), f"{rows} rows")
+
+
+@ON_SM90
+@LAYOUTS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "bias,resume", [(False, False), (True, False), (False, True)], ids=["plain", "bias", "resumed"]
+)
+@pytest.mark.parametrize("rows", [8, 64, 256])
+@settings(max_examples=3)
+@given(less=st.integers(0, 127), seed=SEED)
+def test_every_admitted_kernel_has_the_triton_kernels_bits(layout, dtype, bias, resume, rows, less, seed):
+    from vexact_ops.linear import cuda, triton
+
+    n, k = 512, 1040
+    out_dtype = torch.float32 if resume else dtype
+    _, verdicts = cuda.admit(n, k, rows, dtype, out_dtype, bias=bias, resume=resume, layout=layout)
+    assert any(v.admitted for v in verdicts), verdicts
+    a, b = operands(layout, max(1, rows - less * rows // 256), n, k, seed, dtype)
+    size = a.shape[0], b.shape[1]
+    extra = (torch.randn(size[1], device="cuda") * 1e-3).to(dtype) if bias else None
+    out = torch.randn(size, device="cuda") * 100 if resume else torch.empty(size, dtype=out_dtype, device="cuda")
+    expected = triton.matmul(a, b, out.clone(), extra, resume=resume)
+    for verdict in verdicts:
+        if verdict.admitted and verdict.candidate != cuda.TRITON:
+            ours = cuda.candidate(verdict.candidate, resume).run(a, b, False, extra, out)
+            assert_bitwise(ours, expected, verdict.candidate)
+
+
+@pytest.mark.parametrize("device,backend", room_backends("linear", "triton"))
+@LAYOUTS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "resume,off16", [(False, False), (False, True), (True, False)], ids=["plain", "off16", "resumed"]
+)
+def test_admission_takes_another_tile_and_refuses_another_order(
+    device, backend, layout, dtype, resume, off16, tmp_path
+):
+    from vexact_ops._core.admit import Admissions, Candidate
+    from vexact_ops.linear import cuda, triton
+
+    out_dtype = torch.float32 if resume else dtype
+    a_k, b_k = layout != "dweight", layout == "fwd"
+    sizes = (24, 40, 264) if a_k else (72, 40, 200)
+    product = cuda.Product(
+        torch.device(device), dtype, out_dtype, *sizes, a_k, b_k, bias=True, resume=resume, out_aligned=not off16
+    )
+    assert (product.m, product.k, product.bucket) == ((32, 264, 32) if a_k else (72, 256, 256))
+
+    def same(a, b, b_t, bias, out):  # another tile
+        b = b.t() if b_t else b
+        tile = {"BM": 16, "BN": 16, "BK": 16, "num_warps": 4, "num_stages": 2}
+        return triton.matmul(a, b, out.clone(), bias, resume=resume, tile=tile)
+
+    def halves(a, b, b_t, bias, out):
+        b, cut = b.t() if b_t else b, a.shape[1] // 2
+        acc = out.clone() if resume else torch.zeros_like(out, dtype=torch.float32)
+        for at in (slice(cut), slice(cut, None)):
+            acc = acc + triton.matmul(a[:, at], b[at], torch.zeros_like(acc))
+        return (acc + bias.float()).to(out.dtype)
+
+    found = Admissions("test", tmp_path / "a.json")
+    same, halves = Candidate("same", same), Candidate("halves", halves)
+    assert found.choose("k", [halves, same], product.canonical, product.cases) is same
+    cases = product.cases()
+    for case in cases:
+        a, b, b_t, _, out = case
+        assert a.shape[1] == b.shape[1 if b_t else 0] and out.shape == (a.shape[0], 40)
+        assert cuda.Product.of(*case, resume).out_aligned is not off16
+    different = count_different(halves.run(*cases[-1]), product.canonical(*cases[-1]))
+    assert different > 0.2 * cases[-1][-1].numel(), f"{different}: a changed order shows in many elements"
+
+
+@ON_SM90
+def test_a_split_reduction_is_refused(tmp_path):
+    from vexact_ops._core.admit import Admissions, Candidate, fastest
+    from vexact_ops.linear import cuda
+
+    def stock(a, b, b_t, bias, out):  # cuBLAS with its workspace cuts K in parts here
+        return torch.nn.functional.linear(a, b)
+
+    def halves(a, b, b_t, bias, out):
+        cut = a.shape[1] // 2
+        return sum(a[:, at].float() @ b[:, at].float().t() for at in (slice(cut), slice(cut, None))).to(out.dtype)
+
+    product = cuda.Product(torch.device("cuda", 0), torch.bfloat16, torch.bfloat16, 16, 4096, 12288)
+    ours = product.candidates()[:1]
+    found = Admissions("test", tmp_path / "a.json")
+    both = [Candidate("stock", stock), Candidate("halves", halves)]
+    assert found.choose("k", [*both, *ours], product.canonical, product.cases).name == ours[0].name
+    for verdict in found.verdicts("k")[:2]:
+        assert verdict.different > 0, verdict
+    assert fastest(found.verdicts("k")) == ours[0].name
+
+
+@ON_SM90
+def test_adding_at_the_end_is_no_resumption(tmp_path):
+    from vexact_ops._core.admit import Admissions
+    from vexact_ops.linear import cuda
+
+    product = cuda.Product(torch.device("cuda", 0), torch.bfloat16, torch.float32, 256, 512, 1024, resume=True)
+    found = Admissions("test", tmp_path / "a.json")
+    names = product.cublaslt_names(2)  # it would add the old values to the finished sum
+    candidates = [cuda.candidate(name, True) for name in names]
+    assert names and found.choose("k", candidates, product.canonical, product.cases) is None
+    assert all(verdict.different > 0 for verdict in found.verdicts("k"))
+
+
+@ON_SM90
+@LAYOUTS
+@pytest.mark.parametrize("resume", [False, True], ids=["plain", "resumed"])
+def test_matmul_reads_any_strides(layout, resume):
+    from vexact_ops.linear import cuda, triton
+
+    for rows, n, k in ((300, 520, 776), (48, 777, 513), (1, 1024, 1024)):
+        a, b = operands(layout, rows, n, k, seed=rows)
+        wide = torch.full((b.shape[0] + 3, b.shape[1] + 24), float("nan"), dtype=b.dtype, device="cuda")
+        view = wide[3:, 8:-16]
+        view.copy_(b)
+        odd = torch.stack([a, a * 0], -1)[..., 0]
+        room = torch.randn(a.shape[0], b.shape[1] + 8, device="cuda")
+        expected = triton.matmul(a, b, room[:, :-8].clone(), resume=resume)
+        for x in (a, a.contiguous(), a.t().contiguous().t(), odd):
+            for y in (b, view, b.contiguous(), b.t().contiguous().t()):
+                out = room.clone()
+                cuda.matmul(x, y, out[:, :-8], resume=resume)
+                assert_bitwise(out[:, :-8], expected, f"{x.stride()} {y.stride()}")
+                assert_bitwise(out[:, -8:], room[:, -8:], "beside it")
+
+
+@ON_GPU
+@pytest.mark.parametrize("rows", [1, 40, 300])
+def test_concatenated_weights_keep_their_bits(rows):
+    x, w = cancelling(rows, 1024, 2048, seed=rows, device="cuda")
+    parts = w[:1024], w[1024:1536], w[1536:]
+    assert_bitwise(vx.linear(x, w), torch.cat([vx.linear(x, part.clone()) for part in parts], 1), "q, k, v")
+    wide = torch.cat([x, x], 1)[:, :1024]
+    assert_bitwise(vx.linear(wide, parts[1]), vx.linear(x, parts[1].clone()), "a part in place")
+
+
+@ON_GPU
+def test_a_graph_replays_the_eager_bits():
+    x, w = cancelling(16, 1024, 512, seed=3, device="cuda")
+    expected = vx.linear(x, w)
+    static = torch.zeros_like(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = vx.linear(static, w)
+    static.copy_(x)
+    graph.replay()
+    assert_bitwise(y, expected)
+
+
+@ON_SM90
+def test_a_chained_kernel_reads_what_has_just_been_written():
+    """Our kernels for few rows start before the one before them has ended: never may they see what was there before."""
+    from vexact_ops.linear import cuda
+
+    make = functools.partial(torch.empty, dtype=torch.bfloat16, device="cuda")
+    names = cuda.skinny_names(16, 1024, 1024)
+    numbers = [cuda._ops()[0].linear_kernel(name) for name in names]
+    g = torch.Generator("cuda").manual_seed(0)
+    inputs = [
+        ((torch.randn(2, 512, 1024, generator=g, device="cuda")).bfloat16(),
+         (torch.randn(4, 1024, 1024, generator=g, device="cuda") / 32).bfloat16())
+        for _ in range(2)
+    ]  # fmt: skip
+    rows, weights = (torch.empty_like(t) for t in inputs[0])
+
+    def products(after=lambda: None):
+        kept, turn = [], 0
+
+        def product(x, w):
+            nonlocal turn
+            out = make(x.shape[0], w.shape[0])
+            assert cuda._ops()[1](x, w, True, None, out, False, numbers[turn % len(numbers)]) == cuda.DONE
+            turn += 1
+            after()
+            return out
+
+        x = rows[0, :16]
+        for i in range(2 * len(numbers)):
+            x = product(x, weights[i % 4])  # what our own kernel has just written
+        for i in range(4):
+            weight = product(rows[1], weights[i])  # a weight that our own kernel has just written
+            kept.append(product(x, weight))
+            for change in (torch.Tensor.neg_, torch.Tensor.zero_, lambda w: w.copy_(rows[0])):
+                change(weight)  # or another's
+                after()
+                kept.append(product(x, weight))
+        return torch.cat([x.flatten(), *(k.flatten() for k in kept)])
+
+    def load(values):
+        rows.copy_(values[0])
+        weights.copy_(values[1])
+
+    expected = []
+    for values in inputs:
+        load(values)
+        expected.append(products(torch.cuda.synchronize))
+    assert expected[0].isfinite().all() and count_different(*expected) > 0.5 * expected[0].numel()
+    wrong, graphs = torch.zeros((), dtype=torch.int64, device="cuda"), []
+    for values, want in zip(inputs, expected):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            load(values)
+            wrong += (products().view(torch.int16) != want.view(torch.int16)).sum()
+    for _ in range(1000):
+        for graph in graphs:
+            graph.replay()
+    assert wrong.item() == 0
+    for turn in range(20):
+        load(inputs[turn % 2])
+        assert_bitwise(products(), expected[turn % 2], "outside of a graph")
+
+
+@ON_SM90
+def test_a_first_call_inside_a_graph_verifies_nothing(monkeypatch):
+    from vexact_ops.linear import cuda
+
+    x, w = cancelling(24, 1048, 568, seed=3, device="cuda")
+    vx.linear(x, w, backend="triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = vx.linear(x, w)
+    graph.replay()
+    asked = []
+    settle = cuda._settle
+    monkeypatch.setattr(cuda, "_settle", lambda *args: asked.append(args) or settle(*args))
+    assert_bitwise(vx.linear(x, w), y)
+    assert_bitwise(vx.linear(x[:17], w), y[:17])
+    assert len(asked) == 1, "chosen once for a bucket"
+
+
+@ON_SM90
+def test_rows_beyond_the_largest_bucket(monkeypatch):
+    from vexact_ops.linear import cuda
+
+    monkeypatch.setattr(cuda, "LARGEST", 256)
+    _, small = cuda.admit(520, 1016, 256, torch.bfloat16)
+    _, large = cuda.admit(520, 1016, 700, torch.bfloat16)
+    best = min((v for v in small if v.admitted), key=lambda v: v.us)
+    assert best.candidate != cuda.TRITON
+    assert [(v.candidate, v.different) for v in large] == [(best.candidate, 0)]
