@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import room_backends
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import vexact_ops as vx
@@ -76,6 +76,7 @@ def test_the_reference_fma_is_exact():
 @BACKENDS
 @DTYPES
 @given(rows=ROWS, n=FEATURES, k=REDUCTION, bias=st.booleans(), wide=st.booleans(), seed=SEED)
+@example(rows=3, n=70, k=1, bias=True, wide=True, seed=0)  # a compiler likes to make one fma of these two roundings
 def test_order_is_sequential_fma(device, backend, dtype, rows, n, k, bias, wide, seed):
     if not is_sequential(device, dtype):
         pytest.skip("matrix units have their own rounding inside")

@@ -71,6 +71,10 @@ def _matmul_kernel(
     tl.store(c_at, acc.to(c.dtype.element_ty), mask=inside)
 
 
+# Told that K is 1, the compiler makes one fma of the product and the bias, which rounds once instead of twice.
+_one_deep_kernel = triton.jit(do_not_specialize=["M", "K"])(_matmul_kernel.fn)
+
+
 def matmul(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, *, resume: bool = False, tile=None) -> Tensor:
     """out (M, N) = a (M, K) @ b (K, N) + bias: any strides for a and b, contiguous rows for out.
 
@@ -81,8 +85,9 @@ def matmul(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, *, res
     if rows == 0 or columns == 0:
         return out
     tile = tile or TILES[max(a.element_size(), b.element_size())]
+    kernel = _one_deep_kernel if depth == 1 else _matmul_kernel
     with on(a):
-        _matmul_kernel[(triton.cdiv(rows, tile["BM"]) * triton.cdiv(columns, tile["BN"]),)](
+        kernel[(triton.cdiv(rows, tile["BM"]) * triton.cdiv(columns, tile["BN"]),)](
             a, b, out, a if bias is None else bias, rows, columns, depth, *a.stride(), *b.stride(), out.stride(0),
             BIAS=bias is not None, CONTINUE=resume, WIDE=a.dtype != b.dtype, EVEN_K=depth % tile["BK"] == 0,
             **tile, **OPTIONS,
