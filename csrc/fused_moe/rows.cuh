@@ -50,10 +50,9 @@ struct MoeCombineCuda {
 
 constexpr int kCombineThreads = 128;
 
-// A thread makes N columns of a token.
-template <class T, int N, bool Weights>
-__global__ void __launch_bounds__(kCombineThreads, 8) moe_combine_kernel(MoeCombineCuda a) {
-  constexpr int kAtOnce = 4;  // with eight blocks on a multiprocessor: enough in flight for all the bandwidth
+// A thread makes N columns of a token, kAtOnce of its rows in flight.
+template <class T, int N, int kAtOnce, bool Weights>
+__global__ void __launch_bounds__(kCombineThreads, kAtOnce > 4 ? 7 : 8) moe_combine_kernel(MoeCombineCuda a) {
   follow_kernel_before();
   const int64_t token = blockIdx.x, column = (int64_t(blockIdx.y) * kCombineThreads + threadIdx.x) * N;
   if (column >= a.n) return;
@@ -95,20 +94,21 @@ inline bool aligned_16(std::initializer_list<const void*> pointers) {
   return true;
 }
 
-template <class T, int N>
+template <class T, int N, int kAtOnce>
 cudaError_t moe_combine_launch_as(const MoeCombineCuda& a, ChainedStream on) {
   const int64_t units = (a.n + N - 1) / N;
   const dim3 grid(unsigned(a.tokens), unsigned((units + kCombineThreads - 1) / kCombineThreads));
-  return launch_following(a.weights ? moe_combine_kernel<T, N, true> : moe_combine_kernel<T, N, false>, grid,
-                          kCombineThreads, on, a);
+  return launch_following(a.weights ? moe_combine_kernel<T, N, kAtOnce, true> : moe_combine_kernel<T, N, kAtOnce, false>,
+                          grid, kCombineThreads, on, a);
 }
 
 template <class T>
 cudaError_t moe_combine_launch(const MoeCombineCuda& a, ChainedStream on) {
   if (a.tokens == 0 || a.n == 0) return cudaSuccess;
   constexpr int kWide = 16 / sizeof(T);
-  return a.n % kWide == 0 && aligned_16({a.y, a.out}) ? moe_combine_launch_as<T, kWide>(a, on)
-                                                      : moe_combine_launch_as<T, 1>(a, on);
+  if (a.n % kWide || !aligned_16({a.y, a.out})) return moe_combine_launch_as<T, 1, 4>(a, on);
+  // the same number in every round
+  return a.top_k % 6 == 0 ? moe_combine_launch_as<T, kWide, 6>(a, on) : moe_combine_launch_as<T, kWide, 4>(a, on);
 }
 
 // Of a = activation(gate) * up, where row p of a was multiplied by its weight behind the down projection.
