@@ -43,6 +43,7 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("moe_plan(Tensor ids, Tensor(a!) offsets, Tensor(b!) order, Tensor(c!) position, Tensor(d!)? counts) -> ()");
   m.def("moe_plan_scratch(int slots) -> int");
   m.def("moe_gather(Tensor x, Tensor order, Tensor(a!) out) -> ()");
+  m.def("moe_scatter(Tensor x, Tensor position, Tensor(a!) out) -> ()");
   m.def("moe_combine(Tensor y, Tensor position, Tensor? weights, Tensor(a!) out) -> ()");
   m.def("moe_gate_bwd(Tensor h, Tensor da, Tensor order, Tensor weights, Tensor offsets, bool gelu, Tensor(a!) dh, Tensor(b!) scaled, Tensor(c!) dweights) -> ()");
 

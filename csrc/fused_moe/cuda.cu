@@ -71,6 +71,21 @@ void moe_combine_cuda(Tensor y, Tensor position, std::optional<Tensor> weights, 
   VX_CUDA_CHECK(by_dtype(y.scalar_type(), [&](auto t) { return moe_combine_launch<decltype(t)>(a, stream); }));
 }
 
+void moe_scatter_cuda(Tensor x, Tensor position, Tensor out) {
+  const int64_t tokens = x.size(0), n = x.size(1), slots = position.numel(), rows = out.size(0);
+  check_2d(x, "x", tokens, n);
+  contiguous(out, "out", x.scalar_type(), rows, n);
+  if (tokens == 0) return;
+  STD_TORCH_CHECK(slots % tokens == 0, "position: expected a multiple of x's rows");
+  const int64_t each = x.scalar_type() == ScalarType::Float ? 4 : 8, stride = tokens > 1 ? x.stride(0) : n;
+  STD_TORCH_CHECK(n % each == 0 && stride % each == 0 && aligned_16({data(x), data(out)}),
+                  "x: expected rows of whole units of 16 bytes");
+  const MoeScatterCuda a = {rows, tokens, slots / tokens, n / each, stride / each, static_cast<const uint4*>(data(x)),
+                            ints(position, "position", slots), static_cast<uint4*>(mutable_data(out))};
+  const DeviceGuard guard = on_device_of(x);
+  VX_CUDA_CHECK(moe_scatter_launch(a, stream_of(x)));
+}
+
 void moe_gate_bwd_cuda(Tensor h, Tensor da, Tensor order, Tensor weights, Tensor offsets, bool gelu, Tensor dh,
                        Tensor scaled, Tensor dweights) {
   const int64_t rows = da.size(0), n = da.size(1);
@@ -101,6 +116,7 @@ int64_t moe_plan_scratch(int64_t slots) { return slots <= kPlanWhole ? 0 : moe_p
 STABLE_TORCH_LIBRARY_IMPL(vexact_native, CUDA, m) {
   m.impl("moe_plan", TORCH_BOX(&vx::moe_plan_cuda));
   m.impl("moe_combine", TORCH_BOX(&vx::moe_combine_cuda));
+  m.impl("moe_scatter", TORCH_BOX(&vx::moe_scatter_cuda));
   m.impl("moe_gate_bwd", TORCH_BOX(&vx::moe_gate_bwd_cuda));
 }
 

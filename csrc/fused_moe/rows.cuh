@@ -111,6 +111,31 @@ cudaError_t moe_combine_launch(const MoeCombineCuda& a, ChainedStream on) {
   return a.top_k % 6 == 0 ? moe_combine_launch_as<T, kWide, 6>(a, on) : moe_combine_launch_as<T, kWide, 4>(a, on);
 }
 
+// Every token's row to the places of its slots: read once, where a gather would read it for each.
+struct MoeScatterCuda {
+  int64_t rows, tokens, top_k, units, stride;  // units of 16 bytes: in a row, and from a row of x to the next
+  const uint4* x;
+  const int32_t* position;
+  uint4* out;  // (rows, units) contiguous; rows that are nobody's stay as they are
+};
+
+__global__ void __launch_bounds__(kCombineThreads) moe_scatter_kernel(MoeScatterCuda a) {
+  follow_kernel_before();
+  const int64_t token = blockIdx.x, unit = int64_t(blockIdx.y) * kCombineThreads + threadIdx.x;
+  if (unit >= a.units) return;
+  const uint4 held = a.x[token * a.stride + unit];
+  for (int64_t s = 0; s < a.top_k; ++s) {
+    const int at = a.position[token * a.top_k + s];
+    if (at >= 0 && at < a.rows) a.out[at * a.units + unit] = held;
+  }
+}
+
+inline cudaError_t moe_scatter_launch(const MoeScatterCuda& a, ChainedStream on) {
+  if (a.tokens == 0 || a.units == 0) return cudaSuccess;
+  const dim3 grid(unsigned(a.tokens), unsigned((a.units + kCombineThreads - 1) / kCombineThreads));
+  return launch_following(moe_scatter_kernel, grid, kCombineThreads, on, a);
+}
+
 // Of a = activation(gate) * up, where row p of a was multiplied by its weight behind the down projection.
 struct MoeGateBwdCuda {
   int64_t rows, n;

@@ -356,3 +356,34 @@ def test_a_graph_serves_any_routing():
         static.copy_((ids + shift) % 8)
         graph.replay()
         assert_bitwise(y, vx.fused_moe(x, gate_up, down, weights, static.clone()), f"routing {shift}")
+
+
+@GPU
+def test_rows_go_where_the_plan_says():
+    from vexact_ops._core import native
+    from vexact_ops.fused_moe import cuda
+
+    x, *_, ids = inputs_of(50, 8, 3, 136, 8, 1, torch.bfloat16, "cuda")
+    ids[3], ids[7, 1] = -1, 8
+    offsets, order, position = cuda.plan(ids, 8)
+    rows = torch.full((150, 136), 7.0, dtype=x.dtype, device="cuda")
+    native.ops().moe_scatter(x, position, rows)
+    live = int(offsets[-1])
+    assert live == 146
+    assert_bitwise(rows[:live], x[order[:live].long() // 3], "rows")
+    assert (rows[live:] == 7).all()
+
+
+@GPU
+@pytest.mark.parametrize("tokens", [30, 600])  # few rows for each expert, read through the order; many, copied first
+def test_the_class_is_the_canonical_layer_at_sizes_that_fast_kernels_serve(tokens):
+    *args, ids = inputs_of(tokens, 8, 4, 256, 256, 3, torch.bfloat16, "cuda")
+    ids[::7, 1] = -1
+    args = [t.requires_grad_() for t in args]
+    dy = tricky(tokens, 256, seed=9, dtype=torch.bfloat16, device="cuda").clamp(-4, 4)
+
+    def run(backend):
+        y = vx.fused_moe(*args, ids, backend=backend)
+        return y.detach(), *torch.autograd.grad(y, args, dy)
+
+    assert_bitwise(run("cuda"), run("triton"))

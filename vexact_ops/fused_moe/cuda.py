@@ -11,18 +11,13 @@ from torch import Tensor
 
 from .._core import native
 from .._core.admit import Candidate, admissions
-from ..grouped_linear.cuda import (
-    gather_rows,
-    grouped_gate_up,
-    grouped_linear_dweight,
-    grouped_linear_dx,
-    grouped_linear_fwd,
-)
+from ..grouped_linear.cuda import grouped_gate_up, grouped_linear_dweight, grouped_linear_dx, grouped_linear_fwd
 from ..testing.inputs import cancelling, tricky
 from . import triton
 
 REVISION = 1  # of the kernels and of how they are verified
 EXPERTS = 512  # the most that the plan's kernel counts
+FEW = 64  # rows for each expert: up to here the fastest products read rows through the order by themselves
 
 
 @functools.lru_cache(4096)
@@ -151,9 +146,23 @@ def _in_one(dh, scaled, dweights, offsets) -> Tensor:
 # ---- the layer
 
 
+def _apart(x: Tensor, position: Tensor, experts: int) -> Tensor | None:
+    """The rows of x side by side in the plan's order (behind the last expert's: anything), where the products' fastest
+    kernels want them so: None where they read few rows through the order, and for what the Triton kernels serve."""
+    slots, n = position.shape[0], x.shape[1]
+    if x.dtype != torch.bfloat16 or slots <= FEW * experts or n % 8 or x.stride(0) % 8 or x.data_ptr() % 16:
+        return None
+    rows = x.new_empty(slots, n)
+    native.ops().moe_scatter(x, position, rows)
+    return rows
+
+
 def fused_moe_fwd(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, gelu: bool, keep: bool):
     offsets, order, position = plan(ids, gate_up.shape[0])
-    h, a = grouped_gate_up(x, gate_up, offsets, order, ids.shape[1], gelu, keep)
+    rows = _apart(x, position, gate_up.shape[0])
+    through = (order, ids.shape[1]) if rows is None else (None, 1)
+    h, a = grouped_gate_up(x if rows is None else rows, gate_up, offsets, *through, gelu, keep)
+    del rows
     y = grouped_linear_fwd(a, down, offsets)
     del a
     return _combine(y, position, weights, x.shape[0]), h, offsets, order, position
@@ -163,18 +172,21 @@ def fused_moe_bwd(
     dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, h: Tensor, offsets: Tensor, order: Tensor,
     position: Tensor, gelu: bool, need_dx: bool, need_dgate_up: bool, need_ddown: bool,
 ):  # fmt: skip
-    top_k = weights.shape[1]
-    rows, through = dy, (order, top_k)
-    if need_ddown and dy.dtype == torch.bfloat16 and not (dy.shape[1] % 8 or dy.stride(0) % 8 or dy.data_ptr() % 16):
-        # two fast products read them; each would copy them for itself
-        rows, through = gather_rows(dy, offsets, order, top_k), (None, 1)
-    da = grouped_linear_dx(rows, down, offsets, *through)
+    ordered = order, weights.shape[1]
+    rows = _apart(dy, position, gate_up.shape[0])  # two products read them
+    of_dy = (dy, ordered, "dy") if rows is None else (rows, (None, 1), "")
+    del rows
+    da = grouped_linear_dx(of_dy[0], down, offsets, *of_dy[1])
     dh, scaled, dweights = _gate_bwd(h, da, order, weights, offsets, gelu)
     del da
-    ddown, gathered = None, "dy" if rows is dy else ""
+    ddown = None
     if need_ddown:
-        ddown = grouped_linear_dweight(rows, scaled, offsets, *through, gathered=gathered)
-    del scaled, rows
+        ddown = grouped_linear_dweight(of_dy[0], scaled, offsets, *of_dy[1], gathered=of_dy[2])
+    del scaled, of_dy
     dx = _combine(grouped_linear_dx(dh, gate_up, offsets), position, None, x.shape[0]) if need_dx else None
-    dgate_up = grouped_linear_dweight(dh, x, offsets, order, top_k, gathered="x") if need_dgate_up else None
+    dgate_up = None
+    if need_dgate_up:
+        rows = _apart(x, position, gate_up.shape[0])
+        of_x = (x, ordered, "x") if rows is None else (rows, (None, 1), "")
+        dgate_up = grouped_linear_dweight(dh, of_x[0], offsets, *of_x[1], gathered=of_x[2])
     return dx, dgate_up, ddown, dweights
