@@ -359,19 +359,22 @@ def test_a_graph_serves_any_routing():
 
 
 @GPU
-def test_rows_go_where_the_plan_says():
-    from vexact_ops._core import native
+@pytest.mark.parametrize("way", ["_scatter", "_gather"])
+def test_rows_go_where_the_plan_says(way):
     from vexact_ops.fused_moe import cuda
 
+    copy = getattr(cuda, way)
+    for case in cuda._rows_cases(torch.bfloat16, torch.device("cuda", 0), 136, 3):
+        assert_bitwise(copy(*case), cuda._gathered(*case), "every slot has a row")
     x, *_, ids = inputs_of(50, 8, 3, 136, 8, 1, torch.bfloat16, "cuda")
     ids[3], ids[7, 1] = -1, 8
     offsets, order, position = cuda.plan(ids, 8)
-    rows = torch.full((150, 136), 7.0, dtype=x.dtype, device="cuda")
-    native.ops().moe_scatter(x, position, rows)
     live = int(offsets[-1])
     assert live == 146
-    assert_bitwise(rows[:live], x[order[:live].long() // 3], "rows")
-    assert (rows[live:] == 7).all()
+    wide = torch.full((50, 144), float("nan"), dtype=x.dtype, device="cuda")
+    wide[:, :136] = x
+    for rows in (x, wide[:, :136]):
+        assert_bitwise(copy(rows, offsets, order, position)[:live], x[order[:live].long() // 3], "some have none")
 
 
 @GPU

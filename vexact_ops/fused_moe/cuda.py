@@ -10,8 +10,14 @@ import torch
 from torch import Tensor
 
 from .._core import native
-from .._core.admit import Candidate, admissions
-from ..grouped_linear.cuda import grouped_gate_up, grouped_linear_dweight, grouped_linear_dx, grouped_linear_fwd
+from .._core.admit import Candidate, admissions, race_on_gpu
+from ..grouped_linear.cuda import (
+    gather_rows,
+    grouped_gate_up,
+    grouped_linear_dweight,
+    grouped_linear_dx,
+    grouped_linear_fwd,
+)
 from ..testing.inputs import cancelling, tricky
 from . import triton
 
@@ -39,6 +45,17 @@ def _combine_kernel(y: Tensor, position: Tensor, weights: Tensor | None, tokens:
     out = y.new_empty(tokens, y.shape[1])
     native.ops().moe_combine(y, position, weights, out)
     return out
+
+
+def _scatter(x: Tensor, offsets: Tensor, order: Tensor, position: Tensor) -> Tensor:
+    """x[order // top_k], every row of x read once; behind the last expert's rows: anything."""
+    rows = x.new_empty(position.shape[0], x.shape[1])
+    native.ops().moe_scatter(x, position, rows)
+    return rows
+
+
+def _gather(x: Tensor, offsets: Tensor, order: Tensor, position: Tensor) -> Tensor:
+    return gather_rows(x, offsets, order, position.shape[0] // x.shape[0])
 
 
 def _gate_bwd_kernel(
@@ -84,6 +101,11 @@ def _admitted(kernel: str, of: Tensor, n: int, option: int) -> bool:
 
 def _verify(kernel: str, dtype: torch.dtype, device: int, n: int, option: int) -> bool:
     name = f"fused_moe r{REVISION} {kernel} {str(dtype)[6:]} N={n} {option}"
+    if kernel == "rows":  # a copy has one order: what is asked here is which of two is faster
+        cases = functools.partial(_rows_cases, dtype, torch.device("cuda", device), n, option)
+        copies = [Candidate("scatter", _scatter), Candidate("gather", _gather)]
+        chosen = admissions(device).choose(name, copies, _gathered, cases, race=_race)
+        return chosen is not None and chosen.name == "scatter"
     fast, canonical, cases = {
         "combine": (_combine_kernel, triton._combine, _combine_cases),
         "gate_bwd": (_gate_bwd_in_one, _canonical_gate_bwd_in_one, _gate_bwd_cases),
@@ -92,10 +114,27 @@ def _verify(kernel: str, dtype: torch.dtype, device: int, n: int, option: int) -
     return admissions(device).choose(name, [Candidate("cuda", fast)], canonical, make) is not None
 
 
+def _race(candidates: list[Candidate], case: tuple) -> list[float]:
+    return race_on_gpu([[functools.partial(one.run, *case)] * 3 for one in candidates])
+
+
 def _routed(tokens: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """A plan of eight experts with empty slots."""
     g = torch.Generator().manual_seed(tokens)
     return triton.plan(torch.randint(-1, 9, (tokens, top_k), generator=g, dtype=torch.int32).to(device), 8)
+
+
+def _gathered(x: Tensor, offsets: Tensor, order: Tensor, position: Tensor) -> Tensor:
+    return x[order.long() // (position.shape[0] // x.shape[0])]
+
+
+def _rows_cases(dtype, device, n, top_k) -> list[tuple]:
+    cases = []
+    for tokens in (77, 4096):
+        g = torch.Generator().manual_seed(tokens)
+        ids = torch.randint(128, (tokens, top_k), generator=g, dtype=torch.int32).to(device)
+        cases.append((tricky(tokens, n, seed=n, dtype=dtype, device=device), *triton.plan(ids, 128)))
+    return cases
 
 
 def _combine_cases(dtype, device, n, top_k) -> list[tuple]:
@@ -146,20 +185,20 @@ def _in_one(dh, scaled, dweights, offsets) -> Tensor:
 # ---- the layer
 
 
-def _apart(x: Tensor, position: Tensor, experts: int) -> Tensor | None:
+def _apart(x: Tensor, offsets: Tensor, order: Tensor, position: Tensor) -> Tensor | None:
     """The rows of x side by side in the plan's order (behind the last expert's: anything), where the products' fastest
     kernels want them so: None where they read few rows through the order, and for what the Triton kernels serve."""
     slots, n = position.shape[0], x.shape[1]
-    if x.dtype != torch.bfloat16 or slots <= FEW * experts or n % 8 or x.stride(0) % 8 or x.data_ptr() % 16:
+    few = slots <= FEW * (offsets.shape[0] - 1)
+    if few or x.dtype != torch.bfloat16 or n % 8 or x.stride(0) % 8 or x.data_ptr() % 16:
         return None
-    rows = x.new_empty(slots, n)
-    native.ops().moe_scatter(x, position, rows)
-    return rows
+    run = _scatter if _admitted("rows", x, n, slots // x.shape[0]) else _gather
+    return run(x, offsets, order, position)
 
 
 def fused_moe_fwd(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, gelu: bool, keep: bool):
     offsets, order, position = plan(ids, gate_up.shape[0])
-    rows = _apart(x, position, gate_up.shape[0])
+    rows = _apart(x, offsets, order, position)
     through = (order, ids.shape[1]) if rows is None else (None, 1)
     h, a = grouped_gate_up(x if rows is None else rows, gate_up, offsets, *through, gelu, keep)
     del rows
@@ -173,7 +212,7 @@ def fused_moe_bwd(
     position: Tensor, gelu: bool, need_dx: bool, need_dgate_up: bool, need_ddown: bool,
 ):  # fmt: skip
     ordered = order, weights.shape[1]
-    rows = _apart(dy, position, gate_up.shape[0])  # two products read them
+    rows = _apart(dy, offsets, order, position)  # two products read them
     of_dy = (dy, ordered, "dy") if rows is None else (rows, (None, 1), "")
     del rows
     da = grouped_linear_dx(of_dy[0], down, offsets, *of_dy[1])
@@ -186,7 +225,7 @@ def fused_moe_bwd(
     dx = _combine(grouped_linear_dx(dh, gate_up, offsets), position, None, x.shape[0]) if need_dx else None
     dgate_up = None
     if need_dgate_up:
-        rows = _apart(x, position, gate_up.shape[0])
+        rows = _apart(x, offsets, order, position)
         of_x = (x, ordered, "x") if rows is None else (rows, (None, 1), "")
         dgate_up = grouped_linear_dweight(dh, of_x[0], offsets, *of_x[1], gathered=of_x[2])
     return dx, dgate_up, ddown, dweights
