@@ -58,8 +58,8 @@ bool launch(Few& f, cudaStream_t stream) {
   int processors = 0;
   VX_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, f.device));
   if (f.args.percent < 100) f.args.counter = counter_of(stream, f.device);
-  VX_CUDA_CHECK(sm90::launch_chained(kernel, dim3(processors * f.blocks), sm90::few_threads(GROUPS), f.shared(), stream, f.map,
-                                     f.args));
+  VX_CUDA_CHECK(sm90::launch_chained(kernel, dim3(processors * f.blocks), sm90::few_threads(GROUPS), f.shared(), stream,
+                                     f.map, f.args));
   return true;
 }
 

@@ -2,10 +2,10 @@
 // weights of the experts that have rows once.
 //
 // As in linear's kernel for few rows the weight takes wgmma's 64-row side ("swap-AB") and the rows of x its narrow side.
-// The weights of all experts are one stream, cut into equal shares, one per block, at units of 32 rows: a block finds
-// its share from the offsets on the device. One thread keeps a ring of weight tiles in flight with the bulk tensor copy
-// engine, over the borders of tiles and experts; two warps copy the rows of x beside them, through `order` where there
-// is one; GROUPS warpgroups multiply, 64 rows of the weight each.
+// The weights of all experts that have rows are one list of pieces; a block finds its equal share of it from the offsets,
+// on the device, and then takes what is left piece by piece. One thread keeps a ring of weight tiles in flight with the
+// bulk tensor copy engine, over the borders of tiles and experts; two warps copy the rows of x beside them, through
+// `order` where there is one; GROUPS warpgroups multiply, 64 rows of the weight each.
 //
 // Paired, a unit is 16 rows of the gate and the 16 of the other half that belong to them, eight and eight in turn: the
 // tensor map has five dimensions for it. A thread then holds both factors of an output, and stores their gated product.
@@ -30,10 +30,9 @@ struct FewArgs {
   bool gelu;           // of the paired kernel
   int* counter;        // 0, and 0 again afterwards: of the pieces that blocks take as they come; null: equal shares alone
   int percent, piece;  // of the pieces that are in equal shares; units in a piece
-  long long* times;
 };
 
-constexpr int kFewUnit = 32;       // rows of the weight that shares are cut at
+constexpr int kFewUnit = 32;       // rows of the weight that one copy brings
 constexpr int kFewRows = 64;       // rows of x that are multiplied at a time
 constexpr int kFewLoaders = 64;    // threads that copy x
 constexpr int kFewMaxStages = 16;
@@ -45,10 +44,14 @@ __host__ __device__ constexpr int few_table(int experts) { return (3 * (experts 
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// What a block does at a time: units of one expert's weight by up to kFewRows rows of x. None: there is no more to do.
+// What a block does at a time: units of one expert's weight by up to kFewRows rows of x, so many boxes of k to a stage.
+// No units: there is no more to do.
 struct FewTurn {
-  int expert, row, rows, unit, units;
+  int expert, row, rows, unit, units, boxes;
 };
+
+// Bytes of a box of x.
+__device__ __forceinline__ int few_x_box(int rows) { return (rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64) * 128; }
 
 // The turns of a stretch of pieces, the pieces of all experts' tiles of rows counted through.
 struct FewWalk {
@@ -93,6 +96,7 @@ struct FewMail {
     barrier_wait(full + 8 * slot, phase);
     turn = turns[slot];
     turn.rows = __reduce_max_sync(~0u, turn.rows), turn.units = __reduce_max_sync(~0u, turn.units);
+    turn.boxes = __reduce_max_sync(~0u, turn.boxes);
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * slot);
     step();
@@ -121,13 +125,13 @@ __device__ __forceinline__ void few_copy(uint32_t to, const CUtensorMap* map, ui
 }
 
 struct FewRing {
-  uint32_t base, full, empty, stage, x_at, x_box;  // of a stage: bytes, where x lies, bytes of a box of x
+  uint32_t base, full, empty, stage, x_at;  // bytes of a stage, where x lies in it
   int stages;
 };
 
 // One turn of a warpgroup, up to TOKENS rows of x.
 template <class T, bool PAIRED, int GROUPS, int BOXES, int TOKENS>
-__device__ __forceinline__ void few_turn(const FewArgs& a, const FewRing& r, const FewTurn& turn, int group, int steps,
+__device__ __forceinline__ void few_turn(const FewArgs& a, const FewRing& r, const FewTurn& turn, int group, int boxes,
                                          int& slot, uint32_t& phase) {
   const bool live = 2 * group < turn.units;
   const int thread = threadIdx.x % 128;
@@ -137,30 +141,40 @@ __device__ __forceinline__ void few_turn(const FewArgs& a, const FewRing& r, con
   for (int i = 0; i < TOKENS / 2; ++i) d[i] = 0.0f;
 #pragma unroll
   for (int i = 0; i < TOKENS / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
-  int before = -1;
-#pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    barrier_wait(r.full + 8 * slot, phase);
-    if (live) {
-      // operand() of both, spelled out on 32 bits in what the compiler knows to be the warp's, not a thread's
-      const uint32_t weight = __reduce_max_sync(~0u, (r.base + slot * r.stage + group * 8192) >> 4 | 1u << 16);
-      const uint32_t x = __reduce_max_sync(~0u, (r.base + slot * r.stage + r.x_at) >> 4 | 1u << 16);
-      wgmma_begin();
-#pragma unroll
-      for (int b = 0; b < BOXES; ++b)
-#pragma unroll
-        for (int k = 0; k < kBoxK / 16; ++k)  // order: K ascending; products of one accumulator run in issue order
-          multiply<T, TOKENS>(d, weight + (b * GROUPS * 8192 + 32 * k) / 16 | kHigh, x + b * (r.x_box / 16) + 2 * k | kHigh);
-      wgmma_commit();
-      wgmma_wait<1>();  // the stage before this one has been read
+  if (!live) {
+    for (int box = 0; box < boxes; box += turn.boxes) {
+      barrier_wait(r.full + 8 * slot, phase);
+      if (thread == 0) barrier_arrive(r.empty + 8 * slot);
+      if (++slot == r.stages) slot = 0, phase ^= 1;
     }
-    if (before >= 0 && thread == 0) barrier_arrive(r.empty + 8 * before);
-    before = slot;
-    if (++slot == r.stages) slot = 0, phase ^= 1;
+    return;
   }
+  int before = -1, left = 0;
+  uint32_t at = 0;
+#pragma unroll 1
+  for (int box = 0; box < boxes; ++box) {
+    const bool fresh = left == 0;
+    if (fresh) {
+      barrier_wait(r.full + 8 * slot, phase);
+      at = 0, left = turn.boxes;
+    }
+    // operand() of both, spelled out on 32 bits in what the compiler knows to be the warp's, not a thread's
+    const uint32_t stage = r.base + slot * r.stage;
+    const uint32_t weight = __reduce_max_sync(~0u, (stage + group * 8192 + at * turn.units * 4096) >> 4 | 1u << 16);
+    const uint32_t x = __reduce_max_sync(~0u, (stage + r.x_at + at * (TOKENS * 128)) >> 4 | 1u << 16);
+    wgmma_begin();
+#pragma unroll
+    for (int k = 0; k < kBoxK / 16; ++k)  // order: K ascending; products of one accumulator run in issue order
+      multiply<T, TOKENS>(d, weight + 2 * k | kHigh, x + 2 * k | kHigh);
+    wgmma_commit();
+    wgmma_wait<1>();  // the box before this one has been read
+    if (fresh && before >= 0 && thread == 0) barrier_arrive(r.empty + 8 * before);
+    before = slot, ++at;
+    if (--left == 0 && ++slot == r.stages) slot = 0, phase ^= 1;
+  }
+  if (left && ++slot == r.stages) slot = 0, phase ^= 1;  // the last stage was not full
   wgmma_wait<0>();
   if (thread == 0) barrier_arrive(r.empty + 8 * before);
-  if (!live) return;
 #pragma unroll
   for (int i = 0; i < TOKENS / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
 
@@ -257,12 +271,14 @@ __global__ void __launch_bounds__(few_threads(GROUPS))
     __syncthreads();
   }
 
-  const int most = __reduce_max_sync(~0u, most_rows);  // the same in all threads, for the compiler to see
-  r.x_box = (most <= 8 ? 8 : most <= 16 ? 16 : most <= 32 ? 32 : 64) * 128;
+  // Fewer units leave room for more of k in a stage: what is in flight decides what bandwidth a block gets.
+  constexpr int kMostBoxes = 2 * GROUPS * BOXES;
+  const int most = __reduce_max_sync(~0u, few_x_box(most_rows));  // the same in all threads, for the compiler to see
+  const int x_area = min(kMostBoxes * most, max(BOXES * most, 8192));
   r.x_at = BOXES * GROUPS * 8192;
-  r.stage = r.x_at + BOXES * r.x_box;
+  r.stage = r.x_at + x_area;
   r.stages = min(kFewMaxStages, int(a.ring / r.stage));
-  const int steps = (a.k + kBoxK * BOXES - 1) / (kBoxK * BOXES);
+  const int boxes = (a.k + kBoxK - 1) / kBoxK;
   FewTurn turn;
   int slot = 0;
 
@@ -284,16 +300,17 @@ __global__ void __launch_bounds__(few_threads(GROUPS))
         }
         from[i] = static_cast<const char*>(a.x) + int64_t(source) * a.x_ld * 2 + chunk * 16;
       }
-      for (int step = 0; step < steps; ++step) {
+      const int x_box = few_x_box(turn.rows);
+      for (int box = 0; box < boxes; box += turn.boxes) {
         barrier_wait(r.empty + 8 * slot, phase);
-        const uint32_t to = r.base + slot * r.stage + r.x_at + to0;
-#pragma unroll
-        for (int b = 0; b < BOXES; ++b) {
-          const int k = (step * BOXES + b) * kBoxK, bytes = min(max(2 * (a.k - k) - 16 * chunk, 0), 16);
+        uint32_t to = r.base + slot * r.stage + r.x_at + to0;
+#pragma unroll 1
+        for (int b = box; b < min(box + turn.boxes, boxes); ++b, to += x_box) {
+          const int k = b * kBoxK, bytes = min(max(2 * (a.k - k) - 16 * chunk, 0), 16);
 #pragma unroll
           for (int i = 0; i < kFewRows / 8; ++i)
             if (row0 + 8 * i < turn.rows)
-              asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + b * r.x_box + i * 1024),
+              asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + i * 1024),
                            "l"(from[i] + (bytes ? k * 2 : 0)), "r"(bytes)
                            : "memory");
         }
@@ -327,39 +344,45 @@ __global__ void __launch_bounds__(few_threads(GROUPS))
       uint64_t once, keep;  // a weight that one tile of rows needs passes through the L2 cache
       asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
       asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(keep));
-      const int units_each = (a.n * (PAIRED ? 2 : 1) + kFewUnit - 1) / kFewUnit, pieces_each = (units_each + a.piece - 1) / a.piece;
-      FewWalk walk{tiles, first, count, a.experts, units_each, pieces_each, a.piece, 2 * GROUPS / a.piece, 0, 0};
+      const int units_each = (a.n * (PAIRED ? 2 : 1) + kFewUnit - 1) / kFewUnit;
+      const int pieces_each = (units_each + a.piece - 1) / a.piece;
+      const int whole = 2 * GROUPS / a.piece;  // pieces that fill the tile
+      FewWalk walk{tiles, first, count, a.experts, units_each, pieces_each, a.piece, whole, 0, 0};
       const int64_t total = int64_t(before) * pieces_each;
-      // the rest of the pieces go to the blocks that are done first, for not all get the same bandwidth
-      const int64_t shared = a.counter ? total * a.percent / 100 : total;
-      int64_t piece = -1;
-      walk.at = shared * blockIdx.x / gridDim.x;
-      walk.end = shared * (blockIdx.x + 1) / gridDim.x;
+      // What is not shared out beforehand goes to those who are done first, for not all get the same bandwidth: whole
+      // tiles, and single pieces at the end.
+      const int64_t shared = a.counter ? total * a.percent / 100 / whole * whole : total;
+      const int64_t tiles_left = (total - shared - min(total - shared, int64_t(2 * gridDim.x))) / whole;
+      const int64_t single = shared + tiles_left * whole, turns_left = tiles_left + total - single;
+      int64_t taken = -1;
+      const int cut = a.counter ? whole : 1;
+      walk.at = shared / cut * blockIdx.x / gridDim.x * cut;
+      walk.end = shared / cut * (blockIdx.x + 1) / gridDim.x * cut;
       uint32_t phase = 1;
       for (;;) {
         if (!walk.next(turn)) {
           if (!a.counter) break;
-          if (piece < 0) piece = atomicAdd(a.counter, 1);
-          if (piece >= total - shared) {
-            if (piece == total - shared + gridDim.x - 1) *a.counter = 0;  // every block has had its last
+          if (taken < 0) taken = atomicAdd(a.counter, 1);
+          if (taken >= turns_left) {
+            if (taken == turns_left + gridDim.x - 1) *a.counter = 0;  // every block has had its last
             break;
           }
-          walk.at = shared + piece;
-          walk.end = walk.at + 1;
-          piece = atomicAdd(a.counter, 1);
+          walk.at = taken < tiles_left ? shared + taken * whole : single + taken - tiles_left;
+          walk.end = walk.at + (taken < tiles_left ? whole : 1);
+          taken = atomicAdd(a.counter, 1);
           continue;
         }
+        turn.boxes = min(kMostBoxes / turn.units, x_area / few_x_box(turn.rows));
         mail.post(turn);
         const uint64_t policy = count[turn.expert] <= kFewRows ? once : keep;
-        for (int step = 0; step < steps; ++step) {
+        for (int box = 0; box < boxes; box += turn.boxes) {
           barrier_wait(r.empty + 8 * slot, phase);  // passes at once in the first round
-          barrier_expect(r.full + 8 * slot, BOXES * turn.units * 4096);
-          const uint32_t stage = r.base + slot * r.stage;
-#pragma unroll
-          for (int b = 0; b < BOXES; ++b)
-            for (int u = 0; u < turn.units; ++u)
-              few_copy<PAIRED>(stage + b * GROUPS * 8192 + u * 4096, &weight_map, r.full + 8 * slot,
-                               (step * BOXES + b) * kBoxK, turn.unit + u, turn.expert, policy);
+          const int last = min(box + turn.boxes, boxes);
+          barrier_expect(r.full + 8 * slot, (last - box) * turn.units * 4096);
+          uint32_t to = r.base + slot * r.stage;
+          for (int b = box; b < last; ++b)
+            for (int u = 0; u < turn.units; ++u, to += 4096)
+              few_copy<PAIRED>(to, &weight_map, r.full + 8 * slot, b * kBoxK, turn.unit + u, turn.expert, policy);
           if (++slot == r.stages) slot = 0, phase ^= 1;
         }
       }
@@ -371,29 +394,24 @@ __global__ void __launch_bounds__(few_threads(GROUPS))
     uint32_t phase = 0;
     while (mail.get(turn)) {
       if (turn.rows <= 8)
-        few_turn<T, PAIRED, GROUPS, BOXES, 8>(a, r, turn, group, steps, slot, phase);
+        few_turn<T, PAIRED, GROUPS, BOXES, 8>(a, r, turn, group, boxes, slot, phase);
       else if (turn.rows <= 16)
-        few_turn<T, PAIRED, GROUPS, BOXES, 16>(a, r, turn, group, steps, slot, phase);
+        few_turn<T, PAIRED, GROUPS, BOXES, 16>(a, r, turn, group, boxes, slot, phase);
       else if (turn.rows <= 32)
-        few_turn<T, PAIRED, GROUPS, BOXES, 32>(a, r, turn, group, steps, slot, phase);
+        few_turn<T, PAIRED, GROUPS, BOXES, 32>(a, r, turn, group, boxes, slot, phase);
       else
-        few_turn<T, PAIRED, GROUPS, BOXES, 64>(a, r, turn, group, steps, slot, phase);
+        few_turn<T, PAIRED, GROUPS, BOXES, 64>(a, r, turn, group, boxes, slot, phase);
     }
     const int64_t end = int64_t(a.rows) * a.n;  // rows behind the last expert
-    for (int64_t i = int64_t(behind) * a.n + blockIdx.x * kConsumers + threadIdx.x; i < end; i += int64_t(gridDim.x) * kConsumers)
-      narrow(static_cast<T*>(a.out)[i], 0.0f);
-    if (a.times && threadIdx.x == 0) {
-      long long now;
-      asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-      a.times[blockIdx.x] = now;
-    }
+    int64_t i = int64_t(behind) * a.n + blockIdx.x * kConsumers + threadIdx.x;
+    for (; i < end; i += int64_t(gridDim.x) * kConsumers) narrow(static_cast<T*>(a.out)[i], 0.0f);
   }
 #endif
 }
 
 // (E, rows, k) with k contiguous. Paired, rows is twice a multiple of eight.
-inline bool few_map(CUtensorMap* map, bool is_bf16, bool paired, const void* weight, int64_t experts, int64_t rows, int64_t k,
-                    int64_t expert_ld, int64_t ld) {
+inline bool few_map(CUtensorMap* map, bool is_bf16, bool paired, const void* weight, int64_t experts, int64_t rows,
+                    int64_t k, int64_t expert_ld, int64_t ld) {
   const EncodeTiled encode = encode_tiled();
   const auto type = is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
@@ -401,7 +419,8 @@ inline bool few_map(CUtensorMap* map, bool is_bf16, bool paired, const void* wei
   if (!encode) return false;
   if (paired) {
     const cuuint64_t sizes[5] = {cuuint64_t(k), 8, 2, cuuint64_t(rows / 16), cuuint64_t(experts)};
-    const cuuint64_t strides[4] = {cuuint64_t(ld) * 2, cuuint64_t(rows) * ld, cuuint64_t(ld) * 16, cuuint64_t(expert_ld) * 2};
+    const cuuint64_t strides[4] = {cuuint64_t(ld) * 2, cuuint64_t(rows) * ld, cuuint64_t(ld) * 16,
+                                   cuuint64_t(expert_ld) * 2};
     const cuuint32_t box[5] = {kBoxK, 8, 2, kFewUnit / 16, 1};
     done = encode(map, type, 5, const_cast<void*>(weight), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

@@ -332,7 +332,7 @@ def test_admission_takes_our_kernels(kind, top_k):
 
 
 # warpgroups, boxes of k in a stage, blocks on a multiprocessor, per cent in equal shares, units in a piece of a matrix
-SHAPES_OF_FEW = [(1, 2, 2, 80, 1), (1, 4, 1, 100, 2), (2, 2, 1, 80, 4), (2, 2, 2, 50, 1), (4, 2, 1, 0, 8)]
+SHAPES_OF_FEW = [(1, 2, 2, 80, 1), (1, 4, 1, 100, 2), (2, 2, 1, 50, 2), (2, 2, 2, 20, 1), (4, 2, 1, 0, 8)]
 ACTIVATIONS = [-1, 0, 1]  # none, silu, gelu_tanh
 
 

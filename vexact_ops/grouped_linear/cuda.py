@@ -177,8 +177,8 @@ def _own_dweight(ring: tuple[int, int], dy, x, offsets, order=None, top_k=1, *, 
 # Kernels for few rows per expert: multiplying warpgroups, boxes of 64 k in a stage, blocks on a multiprocessor, per
 # cent of the pieces in equal shares, units of 32 rows of a weight in a piece. Equal shares alone are for a token or
 # two: with more to do, how fast they are depends on where the weights lie.
-FEW = ((2, 2, 1, 50, 4), (1, 2, 2, 50, 2), (4, 2, 1, 50, 8))
-FEWEST = ((1, 2, 2, 100, 1), (2, 2, 1, 100, 4))
+FEW = ((2, 2, 1, 50, 4), (1, 2, 2, 50, 2), (4, 2, 1, 50, 4))
+FEWEST = ((1, 2, 2, 100, 2), (2, 2, 1, 100, 4))
 
 
 def _few(shape: tuple, x, weight, offsets, order=None, top_k=1, *, activation: int = -1):
