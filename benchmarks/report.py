@@ -107,7 +107,8 @@ def program_table(records: Iterable[dict]) -> str:
 
 def _commits(records: list[dict]) -> str:
     found = list(dict.fromkeys(r["commit"] for r in records))
-    return f"commit{'s' * (len(found) > 1)} {', '.join(found[:4])}" + (f" and {len(found) - 4} more" if found[4:] else "")
+    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+    return f"commit{'s' * (len(found) > 1)} {', '.join(found[:4])}{more}"
 
 
 def update_readme(readme: Path = ROOT / "README.md") -> None:
