@@ -122,7 +122,8 @@ def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) ->
                 if has_torch:
                     providers["torch"] = stock
                 if on_gpu and across is not None and dtype == torch.bfloat16:
-                    providers |= peers(quack=lambda a=across: _quack(a), fixed_tile=lambda a=across: _fixed_tile(a))
+                    others = {"quack": lambda a=across: _quack(a), "fixed-tile": lambda a=across: _fixed_tile(a)}
+                    providers |= peers(**others)
                 matrices = touched * n * k if across is not None else shape.E * n * k
                 yield Case(
                     "grouped_linear",
