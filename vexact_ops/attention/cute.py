@@ -1,5 +1,6 @@
-"""flash-attn-4's kernels in the order of csrc/attention/flash.cuh: the forward of training at full speed, its keys cut
-into segments on request, and the repeatable backward.
+"""flash-attn-4's kernels in the order of csrc/attention/flash.cuh: the forward of training, and of long chunks in
+pages, at full speed, its keys cut into segments on request, and the repeatable backward.
+Single queries never come here.
 
 The forward is flash-attn-4's own, with another loop over blocks of keys: the running maximum, sum and output begin anew
 at each segment, and segments are joined from the last to the first inside the kernel. It also tells where an output is
