@@ -24,10 +24,8 @@ class Runner:
 
     def __init__(self, model: torch.nn.Module, handle, config: EngineConfig, device: torch.device):
         self.model, self.handle, self.device = model, handle, device
-        self.shape, self.dtype = (
-            models.cache_shape(model, latent=config.latent_attention),
-            next(model.parameters()).dtype,
-        )
+        self.shape = models.cache_shape(model, latent=config.latent_attention)
+        self.dtype = next(model.parameters()).dtype
         self.page_size = config.page_size
         self.forward, self.path = models.forward(model, kv_segment=config.kv_segment)
         if config.num_pages is None:  # behind the forward: what that moves and takes is in use by now

@@ -1,20 +1,8 @@
-#include "common/tensor.h"
+#include "fused_moe/binding.h"
 #include "fused_moe/kernels.h"
 
 namespace vx {
 namespace {
-
-int32_t* ints(const Tensor& t, const char* name, int64_t size) {
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && t.is_contiguous() && t.numel() == size, name,
-                  ": expected contiguous int32 of ", size, " elements");
-  return static_cast<int32_t*>(mutable_data(t));
-}
-
-float* floats(const Tensor& t, const char* name, int64_t size) {
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.is_contiguous() && t.numel() == size, name,
-                  ": expected contiguous float32 of ", size, " elements");
-  return static_cast<float*>(mutable_data(t));
-}
 
 void contiguous(const Tensor& t, const char* name, int64_t rows, int64_t n) {
   check_2d(t, name, rows, n);

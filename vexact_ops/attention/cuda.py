@@ -23,9 +23,7 @@ from ..testing.bitwise import count_different
 from . import triton
 
 HEAD_DIMS = {(64, 64), (96, 96), (128, 128), (192, 128), (576, 512)}
-LATENT = (
-    576  # keys that hold their values: a kernel of their own, in blocks of 64 keys (csrc/attention/flash_latent.cuh)
-)
+LATENT = 576  # such keys hold their values: a kernel of their own, blocks of 64 keys (csrc/attention/flash_latent.cuh)
 LONG = 256  # queries, of which each may meet LONG_WORK / queries keys: below, our kernel is as fast as a launch
 LONG_WORK = 1 << 20
 LONG_CHUNK = 16  # queries of the longest chunk of a paged call; shorter ones stand among single queries
