@@ -8,6 +8,8 @@ torch, and it is built from headers alone, so neither a GPU nor a CUDA build of 
 csrc/<room>/cpu_kernels.cpp is compiled once per instruction set; the fastest one is chosen at run time.
 """
 
+import importlib.util
+import json
 import os
 import platform
 import shutil
@@ -50,6 +52,9 @@ if platform.machine() not in ("x86_64", "AMD64"):
     ISA_FLAGS = {"scalar": []}
 
 
+NVCC_FLAGS = ["-O3", "-std=c++20", "--fmad=false"]
+
+
 def sources(suffix):
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob(f"*{suffix}"))
 
@@ -59,6 +64,19 @@ def find_nvcc():
     return (
         shutil.which(f"{home}/bin/nvcc") if home else shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
     )
+
+
+def source_digests(nvcc):
+    """What fixes the bits of the extension, for vexact_ops.numerics(): its sources and flags. On a CPU no compiler's
+    version: fixed order and no contraction leave it nothing to choose; nvcc brings elementary functions of its own."""
+    spec = importlib.util.spec_from_file_location("digest", ROOT / "vexact_ops" / "_core" / "digest.py")
+    digest = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(digest)
+    kinds = {"cpu": (".cpp", [CXX_FLAGS, ISA_FLAGS])}
+    if nvcc:
+        release = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()
+        kinds["cuda"] = (".cu", [NVCC_FLAGS, release[-1]])
+    return json.dumps(digest.of_csrc(ROOT / "csrc", kinds))
 
 
 class BuildNative(build_ext):
@@ -89,6 +107,8 @@ class BuildNative(build_ext):
             for isa in ISA_FLAGS if is_kernel else [None]:
                 flags = [*ISA_FLAGS[isa], f"-DVEXACT_ISA={isa}", f"-DVEXACT_ISA_{isa.upper()}"] if isa else []
                 out = build / (source.replace(os.sep, "_") + (f".{isa}.o" if isa else ".o"))
+                if Path(source).name == "digests.cpp":
+                    flags = ["-DVEXACT_SOURCE_DIGESTS=" + json.dumps(source_digests(nvcc))]  # JSON as a C string
                 inc = includes[:1] if is_kernel else includes
                 jobs.append((out, [cxx, *CXX_FLAGS, *flags, *defines, *inc, "-MMD", "-c", source, "-o", str(out)]))
         if nvcc:
@@ -97,17 +117,7 @@ class BuildNative(build_ext):
             host = "-fPIC,-fvisibility=hidden,-ffp-contract=off"
             for source in sources(".cu"):
                 out = build / (source.replace(os.sep, "_") + ".o")
-                command = [
-                    nvcc,
-                    "-O3",
-                    "-std=c++20",
-                    *gencode,
-                    "--fmad=false",
-                    "-Xcompiler",
-                    host,
-                    "-lineinfo",
-                    *defines,
-                ]
+                command = [nvcc, *NVCC_FLAGS, *gencode, "-Xcompiler", host, "-lineinfo", *defines]
                 jobs.append((out, [*command, *includes, "-MMD", "-c", source, "-o", str(out)]))
 
         build.mkdir(parents=True, exist_ok=True)

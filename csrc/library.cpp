@@ -8,6 +8,7 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   // about this library
   m.def("cpu_isa(str? request=None) -> str");
   m.def("built_with_cuda() -> bool");
+  m.def("source_digests() -> str");
 
   // linear
   m.def("linear_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()");
@@ -99,6 +100,9 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
 }
 
 namespace vx {
+
+const char* source_digests();  // digests.cpp
+
 namespace {
 
 std::string cpu_isa(std::optional<std::string> request) {
@@ -115,10 +119,13 @@ bool built_with_cuda() {
 #endif
 }
 
+std::string digests() { return source_digests(); }
+
 }  // namespace
 }  // namespace vx
 
 STABLE_TORCH_LIBRARY_IMPL(vexact_native, CompositeExplicitAutograd, m) {
   m.impl("cpu_isa", TORCH_BOX(&vx::cpu_isa));
   m.impl("built_with_cuda", TORCH_BOX(&vx::built_with_cuda));
+  m.impl("source_digests", TORCH_BOX(&vx::digests));
 }
