@@ -22,8 +22,10 @@ def _prompts(lengths: list[tuple[int, int]], vocabulary: int) -> list[list[int]]
 def _stock(model, prompts: list[list[int]], news: list[int]) -> float:
     """Seconds of one left-padded batch generate: it runs until the longest request is done, as stock users do."""
     width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], dtype=torch.int64, device=model.device)
+    mask = torch.tensor(
+        [[0] * (width - len(p)) + [1] * len(p) for p in prompts], dtype=torch.int64, device=model.device
+    )
     options = dict(max_new_tokens=max(news), min_new_tokens=max(news), do_sample=True, temperature=1.0, top_k=0)
     begin = time.perf_counter()
     with torch.no_grad():

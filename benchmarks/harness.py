@@ -76,7 +76,7 @@ def _say_once(text: str) -> None:
 def random(*shape: int, dtype: torch.dtype, device: str, seed: int = 0, scale: float = 1.0) -> Tensor:
     """Gaussian values, the same for the same seed."""
     g = torch.Generator(device).manual_seed(seed)
-    return (torch.randn(shape, generator=g, device=device) * scale).to(dtype)
+    return (torch.randn(shape, dtype=torch.float32, generator=g, device=device) * scale).to(dtype)
 
 
 @functools.cache
@@ -110,7 +110,7 @@ def environment(device: str) -> dict:
 def ceilings(device: str) -> tuple[float, float]:
     """(bytes/s of a large copy counting reads and writes, FLOP/s of a large stock matrix product), measured here."""
     size, edge, dtype = (1 << 30, 8192, torch.bfloat16) if device == "cuda" else (1 << 27, 1536, torch.float32)
-    source = torch.randn(size // 4, device=device)
+    source = torch.randn(size // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     a, b = (random(edge, edge, dtype=dtype, device=device, seed=s) for s in (1, 2))
     copy = time_one(lambda: target.copy_(source), device, repeats=9)

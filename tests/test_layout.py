@@ -159,3 +159,49 @@ def test_environment_variables_have_our_prefix():
         if path.suffix == ".py" and path.parts[len(ROOT.parts)] != "tests":
             for name in pattern.findall(path.read_text()):
                 assert name.startswith("VEXACT_") or name in foreign, f"{path.relative_to(ROOT)} reads {name}"
+
+
+# What torch's default dtype decides unless dtype= does. randint and randperm have int64 whatever it is, *_like and
+# new_* a tensor's dtype.
+FACTORIES = {"empty", "empty_strided", "zeros", "ones", "full", "eye", "rand", "randn", "normal", "linspace"}
+FACTORIES |= {"logspace", "scalar_tensor", "tensor", "as_tensor", "asarray", "Tensor"}
+FLOAT_OF_INTEGERS = {"cos", "sin", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sigmoid", "tanh"}
+
+
+def unnamed_dtypes(source: str) -> list[str]:
+    """Factory calls without dtype=; arange, which gives int64 for integers, where a float is made of or from it."""
+
+    def of_torch(node: ast.AST) -> str | None:
+        function = node.func if isinstance(node, ast.Call) else None
+        torch_s = isinstance(function, ast.Attribute) and ast.unparse(function.value) == "torch"
+        return function.attr if torch_s else None
+
+    def is_float(node: ast.AST) -> bool:
+        return (isinstance(node, ast.Constant) and isinstance(node.value, float)) or isinstance(node, ast.Div)
+
+    tree, in_floats = ast.parse(source), set()
+    for node in ast.walk(tree):
+        divides = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Pow)
+        if divides or of_torch(node) in FLOAT_OF_INTEGERS:
+            in_floats |= set(ast.walk(node)) - {node}
+    found = []
+    for node in ast.walk(tree):
+        name = of_torch(node)
+        default = name in FACTORIES or (name == "arange" and (node in in_floats or any(map(is_float, ast.walk(node)))))
+        if default and not any(keyword.arg == "dtype" for keyword in node.keywords):
+            found.append(f"{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+@pytest.mark.parametrize("folder", ["vexact_ops", "vexact_engine", "benchmarks"])
+def test_every_factory_names_its_dtype(folder):
+    found = [f"{p.relative_to(ROOT)}:{x}" for p in (ROOT / folder).rglob("*.py") for x in unnamed_dtypes(p.read_text())]
+    assert not found, "torch's default dtype decides what these make:\n" + "\n".join(found)
+
+
+def test_a_factory_without_its_dtype_is_noticed():
+    bad = ["torch.empty(3, 2)", "torch.tensor([1])", "torch.arange(0, 1.0)", "torch.arange(8) / 8"]
+    bad += ["torch.exp2(-torch.arange(8))", "10000 ** torch.arange(3)", "torch.arange(0, 1 / n)", "torch.Tensor(3)"]
+    good = ["torch.empty(3, dtype=d)", "torch.arange(8)", "torch.randint(3, (2,))", "x.new_empty(3)", "np.empty(3)"]
+    assert all(len(unnamed_dtypes(source)) == 1 for source in bad)
+    assert not any(unnamed_dtypes(source) for source in good)

@@ -16,6 +16,7 @@ TESTS = Path(__file__).parent
 FEW = (
     "cpu-triton and (alone or gpu or tile) and not fp16 and not (gradients_of_a_sequence and fp32)"
     " and not (test_tokens_stand_alone and (gelu_tanh or fp32))"
+    " or cpu-triton and default_dtype_does_not_show and bf16"
 )
 
 
@@ -23,7 +24,8 @@ FEW = (
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the interpreted run")
 def test_the_triton_kernels_in_the_interpreter():
     env = {**os.environ, "TRITON_INTERPRET": "1", "VEXACT_EXAMPLES": "2", "CI": "1"}
-    command = [sys.executable, "-m", "pytest", str(TESTS / "ops"), "-n", "0", "-x", "-k", FEW]
+    paths = [str(TESTS / "ops"), str(TESTS / "test_default_dtype.py")]
+    command = [sys.executable, "-m", "pytest", *paths, "-n", "0", "-x", "-k", FEW]
     done = subprocess.run(command, cwd=TESTS.parent, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and " failed" not in done.stdout

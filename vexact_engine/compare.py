@@ -123,7 +123,7 @@ class Side:
     def logprobs(self) -> tuple[Tensor, Tensor]:
         """(T,) fp32 twice, rollout and trainer, over all samples in order."""
         scored = [sample for sample in self.samples if sample.trainer is not None]
-        empty = [torch.empty(0)]
+        empty = [torch.empty(0, dtype=torch.float32)]
         return torch.cat([s.rollout for s in scored] or empty), torch.cat([s.trainer for s in scored] or empty)
 
 

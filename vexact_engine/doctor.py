@@ -179,7 +179,7 @@ def _rmsnorm(device, dtype):
 def _rope(device, dtype):
     q, k = (tricky(11, heads, 64, seed=heads, dtype=dtype, device=device) for heads in (3, 1))
     positions = torch.arange(11, device=device) * 37
-    frequencies = 1.0 / 10000 ** (torch.arange(32, device=device) / 32)
+    frequencies = 1.0 / 10000 ** (torch.arange(32, dtype=torch.float32, device=device) / 32)
 
     def rotated(q, k, positions):
         cos, sin = vx.rope_cos_sin(positions, frequencies, dtype=dtype)
@@ -224,8 +224,8 @@ def _head(device, dtype):
 
 def _sampler(device, dtype):
     g = torch.Generator().manual_seed(0)
-    hidden = torch.randn(11, 64, generator=g).to(dtype).to(device)
-    weight = torch.randn(1500, 64, generator=g).to(dtype).to(device)
+    hidden = torch.randn(11, 64, dtype=torch.float32, generator=g).to(dtype).to(device)
+    weight = torch.randn(1500, 64, dtype=torch.float32, generator=g).to(dtype).to(device)
     logits = vx.linear_logits(hidden, weight)
     seeds, positions = torch.arange(11, device=device) * 7919, torch.arange(11, device=device)
     draw = lambda *rowwise: vx.sample(*rowwise, temperature=0.7, top_k=50, top_p=0.9)  # noqa: E731
@@ -241,10 +241,10 @@ def _attention(device, dtype):
     total, heads, kv_heads, dim = sum(lengths), 6, 2, 64
     q = tricky(total, heads, dim, seed=0, dtype=dtype, device=device)
     k, v = (tricky(total, kv_heads, dim, seed=s, dtype=dtype, device=device) for s in (1, 2))
-    ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).tolist()
 
     def cu(sizes):
-        return torch.tensor([0, *sizes], device=device).cumsum(0).to(torch.int32)
+        return torch.tensor([0, *sizes], dtype=torch.int64, device=device).cumsum(0).to(torch.int32)
 
     trained = vx.attention_varlen(q, k, v, cu(lengths), max(lengths))
     check_repeatable(lambda: vx.attention_varlen(q, k, v, cu(lengths), max(lengths)))
@@ -256,12 +256,12 @@ def _attention(device, dtype):
     table, slots = torch.zeros(len(lengths), 9, dtype=torch.int32), []
     for i, length in enumerate(lengths):
         mine = [order.pop() for _ in range(-(-length // page))]
-        table[i, : len(mine)] = torch.tensor(mine)
+        table[i, : len(mine)] = torch.tensor(mine, dtype=torch.int64)
         slots += [mine[t // page] * page + t % page for t in range(length)]
     k_cache, v_cache = (
         torch.full((pages, page, kv_heads, dim), float("nan"), dtype=dtype, device=device) for _ in "kv"
     )
-    vx.kv_cache_store(k, v, k_cache, v_cache, torch.tensor(slots, device=device))
+    vx.kv_cache_store(k, v, k_cache, v_cache, torch.tensor(slots, dtype=torch.int64, device=device))
     table, contexts = table.to(device), torch.tensor(lengths, dtype=torch.int32, device=device)
     for name, sizes in (("prefill", lengths), ("a chunk", [20, 5, 33]), ("decode", [1, 1, 1])):
         rows = torch.cat([torch.arange(end - size, end) for end, size in zip(ends[1:], sizes)]).to(device)

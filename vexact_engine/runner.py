@@ -132,7 +132,9 @@ class Runner:
         """The likeliest ids at temperature 1, for the rows that want them."""
         counts = [chunk.sequence.params.num_top_logprobs for chunk in plan.sampled_chunks]
         wanted = [row for row, count in enumerate(counts) if count]
-        chosen = logits if len(wanted) == len(counts) else logits[torch.tensor(wanted, device=logits.device)]
+        chosen = logits
+        if len(wanted) != len(counts):
+            chosen = logits[torch.tensor(wanted, dtype=torch.int64, device=logits.device)]
         values, ids = vx.log_softmax(chosen).topk(min(batch.num_top_logprobs, logits.shape[1]), dim=1)
         found: list[dict[int, float] | None] = [None] * len(counts)
         for row, row_ids, row_values in zip(wanted, ids.tolist(), values.tolist()):

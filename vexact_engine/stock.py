@@ -88,8 +88,10 @@ def _attention(model, name: str):
 def _generate(model, prompts, max_new_tokens, temperature, top_k, top_p, eos) -> list[Sample]:
     width = max(map(len, prompts))
     pad = eos[0] if eos else 0
-    ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=model.device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], dtype=torch.int64, device=model.device)
+    mask = torch.tensor(
+        [[0] * (width - len(p)) + [1] * len(p) for p in prompts], dtype=torch.int64, device=model.device
+    )
     sampling = dict(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p) if temperature else {}
     out = model.generate(
         input_ids=ids,
@@ -127,11 +129,13 @@ def _rescore(model, samples, batch_size, temperature, progress) -> None:
         batch = order[start : start + batch_size]
         rows = [sample.prompt_ids + sample.token_ids for sample in batch]
         width = max(map(len, rows))
-        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=model.device)
-        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=model.device)
+        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int64, device=model.device)
+        mask = torch.tensor(
+            [[1] * len(row) + [0] * (width - len(row)) for row in rows], dtype=torch.int64, device=model.device
+        )
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         for row, sample in enumerate(batch):
             first = len(sample.prompt_ids) - 1
             wanted = logits[row, first : first + len(sample.token_ids)].float() / (temperature or 1.0)
-            target = torch.tensor(sample.token_ids, device=model.device)
+            target = torch.tensor(sample.token_ids, dtype=torch.int64, device=model.device)
             sample.trainer = torch.log_softmax(wanted, -1).gather(1, target[:, None])[:, 0].cpu()

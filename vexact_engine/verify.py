@@ -366,7 +366,7 @@ def pack(samples: Sequence[Sample], pack_tokens: int, seed: int, device="cpu") -
             ids += sample.prompt_ids + sample.token_ids
             ends.append(len(ids))
         cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
-        packs.append(Pack(torch.tensor([ids], device=device), cu_seqlens, tuple(members)))
+        packs.append(Pack(torch.tensor([ids], dtype=torch.int64, device=device), cu_seqlens, tuple(members)))
     return packs
 
 

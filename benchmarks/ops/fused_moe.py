@@ -145,7 +145,8 @@ def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) ->
             ours = gradients(len(x))
             return (*gradients(1), *ours), (*(t[-1:] for t in ours), *gradients(len(x), **canonical))
 
-        random_ids = torch.rand(tokens, shape.E, generator=torch.Generator().manual_seed(4)).topk(shape.top_k, 1)[1]
+        g = torch.Generator().manual_seed(4)
+        random_ids = torch.rand(tokens, shape.E, dtype=torch.float32, generator=g).topk(shape.top_k, 1)[1]
         matrices = int(random_ids.unique().numel()) * 3 * width * shape.H
         product = 6 * tokens * shape.top_k * width * shape.H
         for label, wrap, times, same in (

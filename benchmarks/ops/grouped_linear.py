@@ -19,7 +19,7 @@ from ..shapes import Shape
 def assigned_to(tokens: int, shape: Shape) -> list[int]:
     """The expert of each row, ascending: every token takes top_k different ones at random."""
     g = torch.Generator().manual_seed(0)
-    drawn = torch.rand(tokens, shape.E, generator=g).topk(shape.top_k, 1)[1]
+    drawn = torch.rand(tokens, shape.E, dtype=torch.float32, generator=g).topk(shape.top_k, 1)[1]
     return drawn.flatten().sort()[0].tolist()
 
 
@@ -71,10 +71,11 @@ def canonical(kind: str, x, other, offsets):
     """What was timed and the Triton kernel, on operands of the same sizes that cancel along the reduction."""
     triton = op.ROOM.module("triton")
     half = x.shape[1] // 2
-    v = x[:, :half] * torch.exp2(torch.arange(half, device=x.device) % 25 - 12).to(x.dtype)
+    v = x[:, :half] * torch.exp2(torch.arange(half, dtype=torch.float32, device=x.device) % 25 - 12).to(x.dtype)
     x = torch.cat((v, -v), 1)
     if kind == " dW":  # its reduction are the rows
-        x = x * torch.exp2(torch.arange(x.shape[0], device=x.device) % 25 - 12).to(x.dtype)[:, None]
+        power = torch.arange(x.shape[0], dtype=torch.float32, device=x.device) % 25 - 12
+        x = x * torch.exp2(power).to(x.dtype)[:, None]
         return ours_dweight(x, other, offsets), triton.grouped_linear_dweight(x, other, offsets)
     if kind == " dX":
         other = torch.cat((other[:, :half], other[:, :half]), 1)

@@ -46,7 +46,7 @@ def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) ->
         def make(count=count):
             q = random(count, shape.Hq, shape.D, dtype=dtype, device=device, seed=1)
             k = random(count, shape.Hk, shape.D, dtype=dtype, device=device, seed=2)
-            inv_freq = 1e6 ** -(torch.arange(0, shape.D, 2, device=device) / shape.D)
+            inv_freq = 1e6 ** -(torch.arange(0, shape.D, 2, dtype=torch.float32, device=device) / shape.D)
             return q, k, *vx.rope_cos_sin(torch.arange(count, device=device), inv_freq, dtype=dtype)
 
         def bits(q, k, cos, sin):

@@ -209,7 +209,8 @@ def _same_bits(model: nn.Module, fused: Callable, patched: Callable, cache_shape
     prompt, chunk, page = min(5, limit), min(3, context), 16
     pages = -(-context // page)
     cache = [
-        torch.randn(pages + 1, page, heads, dim, generator=generator).to(first.device, first.dtype) for dim in dims
+        torch.randn(pages + 1, page, heads, dim, dtype=torch.float32, generator=generator).to(first.device, first.dtype)
+        for dim in dims
     ]
     starts = torch.cat([torch.arange(prompt), torch.arange(context - chunk, context)])
     slots = torch.cat([pages * page + torch.arange(prompt), torch.arange(context - chunk, context)])
@@ -220,7 +221,7 @@ def _same_bits(model: nn.Module, fused: Callable, patched: Callable, cache_shape
         return torch.tensor(values, dtype=torch.int32, device=first.device)
 
     ids = torch.randint(model.get_input_embeddings().weight.shape[0], (prompt + chunk,), generator=generator)
-    none = torch.empty(0, device=first.device)
+    none = torch.empty(0, dtype=torch.float32, device=first.device)
     batch = Batch(
         input_ids=ids.to(first.device),
         positions=starts.to(first.device),

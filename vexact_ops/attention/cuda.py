@@ -331,7 +331,7 @@ def _admit_backward(cute, q, k, v, causal, window) -> bool:
         lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
         scale = q.shape[2] ** -0.5
         ours(q, k, v, cu, cu, scale, causal, window, None, out, lse)
-        weight = torch.cos(torch.arange(out.shape[1] * out.shape[2], device=q.device)).view(out.shape[1:])
+        weight = torch.cos(torch.arange(out[0].numel(), dtype=torch.float32, device=q.device)).view(out.shape[1:])
         return (weight.to(q.dtype).expand_as(out).contiguous(), q, k, v, out), lse, (cu, cu), (scale, causal, window)
 
     def whole(q, k, v):
@@ -369,4 +369,4 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> list[tuple[Te
     g = torch.Generator(q.device).manual_seed(1)
     group, rows = q.shape[1] // k.shape[1], sum(lengths)
     shapes = (rows, 2 * group, q.shape[2]), (rows, 2, q.shape[2]), (rows, 2, v.shape[2])
-    return [tuple(torch.randn(s, generator=g, device=q.device).to(q.dtype) for s in shapes)]
+    return [tuple(torch.randn(s, dtype=torch.float32, generator=g, device=q.device).to(q.dtype) for s in shapes)]

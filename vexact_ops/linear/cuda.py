@@ -217,10 +217,10 @@ class Product:
         a, b, b_t, bias, out = self.tensors(self.m, self.k)
         g = torch.Generator(self.device).manual_seed(self.k)
         rows, columns, half = min(self.m, 256), min(self.n, 2048), self.k // 2
-        v = torch.randn(rows, half, generator=g, device=self.device)
+        v = torch.randn(rows, half, dtype=torch.float32, generator=g, device=self.device)
         v *= torch.exp2(torch.randint(-12, 13, v.shape, generator=g, device=self.device).float())
         v = v.clamp(-64, 64) if self.dtype == torch.float16 else v  # 25 binades are more than fp16's results have
-        u = torch.randn(half, columns, generator=g, device=self.device)
+        u = torch.randn(half, columns, dtype=torch.float32, generator=g, device=self.device)
         order = torch.randperm(2 * half, generator=g, device=self.device)
         x, y = torch.cat([v, -v], 1)[:, order].to(self.dtype), torch.cat([u, u])[order].to(self.dtype)
         if self.k % 2:
@@ -231,9 +231,9 @@ class Product:
             to[whole:].copy_(values[: len(to) - whole])
         if bias is not None:  # of the size of what is left of the sums: a larger one would hide them when it is rounded
             left = self.k * 2.0 ** (-23 if self.dtype == torch.float16 else -18)
-            bias.copy_(torch.randn(self.n, generator=g, device=self.device) * left)
+            bias.copy_(torch.randn(self.n, dtype=torch.float32, generator=g, device=self.device) * left)
         if self.resume:
-            out.copy_(torch.randn(self.n, generator=g, device=self.device) * 256)
+            out.copy_(torch.randn(self.n, dtype=torch.float32, generator=g, device=self.device) * 256)
         return a, b, b_t, bias, out
 
     def race(self, candidates: list[Candidate], case: tuple) -> list[float]:

@@ -216,7 +216,7 @@ def _loss_with_gradients(hidden, weight, target, scale, need_dhidden, need_dweig
     inside, apart, beside = 0, 0, _affordable(hidden, weight)
     if need_dweight:
         inside, apart, beside = _layout(tokens, width, vocabulary, PIECE, beside)
-    head = hidden, weight, target, torch.ones(1, device=hidden.device), 0.0
+    head = hidden, weight, target, torch.ones(1, dtype=torch.float32, device=hidden.device), 0.0
 
     def columns(first: int, end: int) -> tuple[int, int]:
         return first * PIECE, min(end * PIECE, vocabulary) - first * PIECE
@@ -322,7 +322,7 @@ def admit(width: int, device: torch.device) -> tuple[str, list[Verdict]]:
 
 
 def _canonical_loss(hidden, weight, target, scale, need_dhidden, need_dweight, live=None, uniform=False):
-    one = torch.ones(hidden.shape[0] if uniform else 1, device=hidden.device)
+    one = torch.ones(hidden.shape[0] if uniform else 1, dtype=torch.float32, device=hidden.device)
     logprob, _, lse = triton.linear_logprobs_fwd(hidden, weight, target, one, 0.0, uniform, live)
     return logprob, lse, *triton.unit_gradients(hidden, weight, target, lse, scale, need_dhidden, need_dweight, live)
 
@@ -336,15 +336,16 @@ def _everything(
     that fewer kernels have to be compiled
     """
     tokens, results = hidden.shape[0], []
-    for t, with_entropy in ((torch.ones(1, device=hidden.device), False), (temperature, True)):
+    for t, with_entropy in ((torch.ones(1, dtype=torch.float32, device=hidden.device), False), (temperature, True)):
         head = hidden, weight, target, t.expand(tokens).contiguous() if uniform else t, softcap
         logprob, entropy, lse = forward(*head, uniform or with_entropy)
         dentropy = up[1] if with_entropy else torch.zeros_like(up[1]) if uniform else None
         grads = backward(up[0], dentropy, *head, entropy, lse, True, True)
         results += [logprob, lse, *grads, *([entropy] if with_entropy else [])]
-    live, among = torch.tensor(counting, device=hidden.device), torch.arange(tokens, device=hidden.device) < counting
+    live = torch.tensor(counting, dtype=torch.int64, device=hidden.device)
+    among = torch.arange(tokens, device=hidden.device) < counting
     kept = torch.where(among[:, None], hidden, 0), weight, torch.where(among, target, -1)
-    scale = torch.tensor(1 / 3, device=hidden.device)
+    scale = torch.tensor(1 / 3, dtype=torch.float32, device=hidden.device)
     logprob, lse, dhidden, dweight = loss(*kept, scale, True, True, live, *([True] if uniform else []))
     results += [logprob, lse, dhidden[:counting], dweight]
     return torch.cat([r.float().flatten() for r in results])
@@ -354,15 +355,17 @@ def _compile(device: torch.device, cases: list[tuple]) -> None:
     """Triton compiles the kernels that _everything compares with: the slow ones at once, in threads, on any numbers."""
 
     def forward(hidden, weight, target, _, softcap, *__):
-        one = torch.ones(hidden.shape[0], device=device)
+        one = torch.ones(hidden.shape[0], dtype=torch.float32, device=device)
         triton.linear_logprobs_fwd(hidden, weight, target, one, softcap, True)
 
     def backward(hidden, weight, target, _, softcap, up, *__):
-        one, lse = torch.ones(hidden.shape[0], device=device), torch.zeros(hidden.shape[0], 2, device=device)
+        one = torch.ones(hidden.shape[0], dtype=torch.float32, device=device)
+        lse = torch.zeros(hidden.shape[0], 2, dtype=torch.float32, device=device)
         triton.linear_logprobs_bwd(*up, hidden, weight, target, one, softcap, one, lse, True, True)
 
     def gradients(hidden, weight, target, *_):
-        lse, number = torch.zeros(hidden.shape[0], 2, device=device), torch.tensor(1, device=device)
+        lse = torch.zeros(hidden.shape[0], 2, dtype=torch.float32, device=device)
+        number = torch.tensor(1, dtype=torch.int64, device=device)
         triton.unit_gradients(hidden, weight, target, lse, number.float(), True, True, number)
 
     def run(job) -> None:

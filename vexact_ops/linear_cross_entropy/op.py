@@ -315,7 +315,7 @@ def _loss(hidden, weight, target, reduction, ignore_index, softcap, want_dhidden
         logprob, lse, *made = module.loss_with_gradients(*args, *live)
         dhidden, dweight = (made[0] if want_dhidden else dhidden), (made[1] if want_dweight else dweight)
     else:
-        one = torch.ones(1, device=hidden.device)
+        one = torch.ones(1, dtype=torch.float32, device=hidden.device)
         args = kept_hidden, weight, kept_target, one, softcap, False
         logprob, _, lse = module.linear_logprobs_fwd(*args, *live)
     if reduction == "none":
@@ -370,7 +370,7 @@ def _loss_bwd(
         args = kept_hidden, weight, kept_target, lse, kept.scale(reduction), *need
         dhidden, dweight = module.unit_gradients(*args, *live)
     elif not made:
-        one = torch.ones(1, device=hidden.device)
+        one = torch.ones(1, dtype=torch.float32, device=hidden.device)
         if reduction == "mean":
             dloss = dloss / max(kept.count, 1) if backend == "cpu" else dloss * kept.scale(reduction)
         dlogprob = kept.rows(-dloss.expand(target.shape[0])).contiguous()

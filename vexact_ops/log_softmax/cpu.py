@@ -7,7 +7,7 @@ from .._core import native
 
 
 def log_softmax_fwd(x: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    y, lse = torch.empty(x.shape, dtype=out_dtype), torch.empty(x.shape[0], 2)
+    y, lse = torch.empty(x.shape, dtype=out_dtype), torch.empty(x.shape[0], 2, dtype=torch.float32)
     native.ops().log_softmax_fwd(x, y, lse)
     return y, lse
 

@@ -79,7 +79,7 @@ def base_forward(
         self,
         input_ids=input_ids,
         # Of four dimensions: transformers takes it for a mask that is ready, and builds none.
-        attention_mask=torch.empty(1, 1, 1, 1, device=device),
+        attention_mask=torch.empty(1, 1, 1, 1, dtype=torch.float32, device=device),
         position_ids=position_ids,
         past_key_values=past_key_values,
         inputs_embeds=inputs_embeds,

@@ -182,7 +182,7 @@ def rotary_forward(module: nn.Module) -> Callable:
             )
     if module._parameters or module._modules:
         raise NotCovered("a rotary embedding of another form")
-    positions = torch.tensor([[0, 1, 2, 7, 300]])
+    positions = torch.tensor([[0, 1, 2, 7, 300]], dtype=torch.int64)
     dtypes = set()
     for prefix in prefixes:
         inv_freq = getattr(module, f"{prefix}inv_freq")

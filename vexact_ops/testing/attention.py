@@ -11,7 +11,7 @@ from .bitwise import assert_bitwise
 
 def offsets(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
     """(B + 1,) int32: where each sequence begins, and the end."""
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
+    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32).to(device)
 
 
 def attention_inputs(
@@ -28,8 +28,8 @@ def attention_inputs(
     """q (T, Hq, D), k (T, Hk, D), v (T, Hk, Dv) for packed sequences. Half the keys repeat another one's key with the
     negated value, over 17 binades, so that outputs cancel and a changed order shows even after rounding to bf16."""
     g = torch.Generator().manual_seed(seed)
-    q, k = torch.randn(sum(lengths), hq, d, generator=g), torch.randn(sum(lengths), hk, d, generator=g)
-    v = torch.randn(sum(lengths), hk, dv, generator=g)
+    shapes = (hq, d), (hk, d), (hk, dv)
+    q, k, v = (torch.randn(sum(lengths), *shape, dtype=torch.float32, generator=g) for shape in shapes)
     v = v * torch.exp2(torch.randint(-8, 9, v.shape, generator=g).float())
     begin = 0
     for length in lengths:

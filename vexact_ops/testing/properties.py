@@ -86,7 +86,7 @@ def check_rows(
         return index.to(rowwise[0].device)
 
     for row in range(min(rows, 4)):
-        index = device_index(torch.tensor([int(torch.randint(rows, (1,), generator=g)) if row else rows - 1]))
+        index = device_index(torch.randint(rows, (1,), generator=g) if row else torch.arange(rows - 1, rows))
         compare("a row alone", run(index), index)
     if rows > 1:
         cut = int(torch.randint(1, rows, (1,), generator=g))
@@ -95,7 +95,7 @@ def check_rows(
             compare(f"the chunk {begin}:{end}", _tuple(fn(*(t[begin:end] for t in rowwise))), index)
     order = device_index(torch.randperm(rows, generator=g))
     compare("a permutation", run(order), order)
-    padded = device_index(torch.cat([torch.randint(rows, (3,), generator=g), torch.arange(rows), torch.tensor([0])]))
+    padded = device_index(torch.cat([torch.randint(rows, (3,), generator=g), torch.arange(rows), torch.arange(1)]))
     outputs = run(padded)
     compare("padding", tuple(o[3 : 3 + rows] for o in outputs), device_index(torch.arange(rows)))
     wide = tuple(torch.cat([t, t], dim=-1)[..., : t.shape[-1]] if t.dim() > 1 else t for t in rowwise)
@@ -108,5 +108,5 @@ def check_rows(
             if t.is_floating_point():
                 t[torch.arange(rows, device=t.device) != keep] = value
             poisoned.append(t)
-        index = device_index(torch.tensor([keep]))
+        index = device_index(torch.arange(keep, keep + 1))
         compare(f"{value} next door", tuple(o[index] for o in _tuple(fn(*poisoned))), index)
