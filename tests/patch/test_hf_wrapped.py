@@ -5,6 +5,7 @@ import torch
 import two_ranks
 from conftest import devices
 from families import family, gradients, pack, sequences, tiny, world
+from torch.autograd import forward_ad
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from two_ranks import shard, trained, trained_sharded
 
@@ -48,6 +49,31 @@ def test_gradient_checkpointing_has_the_same_bits(name, reentrant, device, dtype
             model.enable_input_require_grads()
         assert_bitwise(run(), expected)
         assert calls == 2 * once, "nothing was computed again"
+
+
+# derivatives that are not there
+
+
+@pytest.mark.parametrize("name", [family(n) for n in ("qwen3", "gemma2", "qwen3_moe")])
+def test_more_than_a_first_derivative_is_refused(name):
+    model = tiny(name).train()
+    ids, cu, _ = pack(sequences())
+    x = model.get_input_embeddings()(ids).detach().requires_grad_()
+
+    def loss(x):
+        return model(inputs_embeds=x, cu_seq_lens_q=cu, use_cache=False).logits.square().mean()
+
+    with vx.patch.hf(model):
+        expected = torch.autograd.grad(loss(x), x)
+        kept = torch.autograd.grad(loss(x), x, create_graph=True)
+        assert_bitwise([kept[0].detach()], list(expected), "under create_graph")
+        with pytest.raises(NotImplementedError, match="a gradient of its gradient was asked for"):
+            kept[0].square().sum().backward()
+        with pytest.raises(NotImplementedError, match="got a dual tensor"), forward_ad.dual_level():
+            loss(forward_ad.make_dual(x.detach(), torch.ones_like(x)))
+        for transform in (torch.func.grad, torch.func.hessian, torch.func.jacfwd):
+            with pytest.raises(NotImplementedError, match=r"torch\.func"):
+                transform(loss)(x.detach())
 
 
 # FSDP2

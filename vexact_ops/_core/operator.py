@@ -1,17 +1,28 @@
 """Registers vexact::* operators: schema, implementation, fake and autograd in one place.
 
 Calling an Operator goes straight to the implementation where nothing would watch the dispatcher (plain tensors, no
-gradient, no tracing): a decode step makes hundreds of calls, and the dispatcher's Python round trip costs more than
-some kernels. Everything else (autograd, torch.compile, fake tensors, functorch) goes through torch.ops.vexact.
+gradient, no tracing, no profiler): a decode step makes hundreds of calls, and the dispatcher's Python round trip costs
+more than some kernels. Everything else (autograd, torch.compile, fake tensors, functorch, profiles) goes through
+torch.ops.vexact.
+
+Gradients are first derivatives in reverse mode. Whoever asks for more is told so: a backward pass under create_graph
+works, and what it computes raises when it is differentiated in its turn; forward mode and the gradient transforms of
+torch.func raise at the call.
 """
 
+import re
 from collections.abc import Callable
 
 import torch
 from torch import _C, Tensor
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch.autograd import forward_ad, profiler
+from torch.compiler import is_compiling
 
+_functorch_level = _C._functorch.maybe_current_level
 _LIBRARY = torch.library.Library("vexact", "FRAGMENT")
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
+_VALUES = frozenset((type(None), bool, int, float, str, torch.dtype))  # arguments that are no tensors
 
 
 class Operator:
@@ -21,7 +32,8 @@ class Operator:
     impl            computes it on real tensors; registered for CPU and CUDA
     fake            the outputs' metadata from fake inputs
     setup_context   (ctx, inputs, output) -> None and
-    backward        (ctx, *grads) -> one gradient per input, as torch.library.register_autograd takes them
+    backward        (ctx, *grads) -> one gradient per input, as torch.library.register_autograd takes them. Without the
+                    two, outputs of inputs that require a gradient raise when theirs is asked for
     """
 
     def __init__(
@@ -32,30 +44,83 @@ class Operator:
         setup_context: Callable | None = None,
         backward: Callable | None = None,
     ):
-        name = schema.split("(", 1)[0]
+        self.name = schema.split("(", 1)[0]
         _LIBRARY.define(schema)
-        _LIBRARY.impl(name, impl, "CPU")
-        _LIBRARY.impl(name, impl, "CUDA")
-        torch.library.register_fake(f"vexact::{name}", fake, lib=_LIBRARY)
-        if backward is not None:
-            torch.library.register_autograd(f"vexact::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
-        self.impl = impl
-        self.op = getattr(torch.ops.vexact, name).default
-        self.differentiable = backward is not None
+        _LIBRARY.impl(self.name, impl, "CPU")
+        _LIBRARY.impl(self.name, impl, "CUDA")
+        torch.library.register_fake(f"vexact::{self.name}", fake, lib=_LIBRARY)
+        self.impl, self.setup_context, self.backward = impl, setup_context, backward
+        self.op = getattr(torch.ops.vexact, self.name).default
+        self._node = type(f"vexact_{self.name}", (_Node,), {})  # its name is that of the outputs' grad_fn
+        _LIBRARY.impl(self.name, self._autograd, "Autograd", with_keyset=True)
 
     def __call__(self, *args):
         if (
-            torch.compiler.is_compiling()
-            or _C._len_torch_dispatch_stack()
-            or _C._len_torch_function_stack()
-            or _C._functorch.maybe_current_level() is not None
+            is_compiling()
+            or _len_torch_dispatch_stack()
+            or _len_torch_function_stack()
+            or _functorch_level() is not None
+            or forward_ad._current_level >= 0
+            or profiler._is_profiler_enabled
         ):
             return self.op(*args)
-        grad = self.differentiable and torch.is_grad_enabled()
+        grad = torch.is_grad_enabled()
         for arg in args:
-            if type(arg) in _PLAIN:
+            kind = type(arg)
+            if kind in _PLAIN:
                 if grad and arg.requires_grad:
                     return self.op(*args)
-            elif isinstance(arg, Tensor):  # a subclass: fake, functional, distributed
+            elif kind not in _VALUES and isinstance(arg, Tensor):  # a subclass: fake, functional, distributed
                 return self.op(*args)
         return self.impl(*args)
+
+    def _autograd(self, keyset, *args):
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+            raise NotImplementedError(
+                f"{self._asked()}: got a dual tensor, but it has no forward-mode derivative (torch.func.jvp, jacfwd, "
+                "hessian, torch.autograd.forward_ad): use reverse mode (backward, torch.autograd.grad), or compute "
+                "this part by PyTorch's own operations"
+            )
+        if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+            return self._below(keyset, args)
+        if _C._are_functorch_transforms_active():
+            raise NotImplementedError(
+                f"{self._asked()}: called under a gradient transform of torch.func (grad, vjp, jacrev, hessian), which "
+                "it does not support: use backward or torch.autograd.grad"
+            )
+        return self._node.apply(*args, (self, keyset))
+
+    def _below(self, keyset, args):
+        with _C._AutoDispatchBelowAutograd():
+            return self.op.redispatch(keyset & _C._after_autograd_keyset, *args)
+
+    def _asked(self) -> str:
+        """The op that was called: part of whose backward pass this may be."""
+        return re.sub(r"_(bwd|dx|dweight|dbias)$", "", self.name)
+
+
+class _Node(torch.autograd.Function):
+    """What autograd keeps of a call; a subclass for each operator."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        *args, (ctx.operator, keyset) = args
+        output = ctx.operator._below(keyset, args)
+        if ctx.operator.setup_context is not None:
+            ctx.operator.setup_context(ctx, tuple(args), output)
+        return output
+
+    @staticmethod
+    def backward(ctx, *grads):
+        operator = ctx.operator
+        if operator.backward is not None:
+            return *operator.backward(ctx, *grads), None
+        if operator._asked() == operator.name:
+            raise NotImplementedError(
+                f"{operator.name}: a gradient through it was asked for, and it has none: call it under torch.no_grad()"
+            )
+        raise NotImplementedError(
+            f"{operator._asked()}: a gradient of its gradient was asked for (create_graph=True: a gradient penalty, a "
+            "Hessian), but it is differentiable once: compute what is differentiated twice by PyTorch's own operations"
+        )
