@@ -65,7 +65,7 @@ def test_the_same_sources_have_the_same_digest_wherever_they_lie(tmp_path):
         ("rmsnorm/op.py", ["cpu"], {"rmsnorm"}),
         ("rmsnorm/reference.py", ["cpu"], set()),
         ("_core/backend.py", ["cpu"], set()),
-        ("testing/inputs.py", ["cuda", "triton"], set()),
+        ("_core/proof/inputs.py", ["cuda", "triton"], set()),
     ],
 )
 def test_a_byte_of_a_source_changes_the_rooms_made_of_it(tmp_path, file, backends, rooms):

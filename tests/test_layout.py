@@ -79,9 +79,16 @@ def test_no_room_without_an_op():
     assert packages == set(ROOMS)
 
 
+def test_the_core_imports_nothing_that_is_built_on_it():
+    for path in (ROOT / "vexact_ops" / "_core").rglob("*.py"):
+        for name in imports(path):
+            if name.startswith("vexact_ops."):
+                assert name.split(".")[1] == "_core", f"{path.relative_to(ROOT)} imports {name}"
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_core_and_what_it_is_composed_of(room):
-    allowed = {room, "_core", "testing"} | COMPOSED_OF.get(room, set())  # testing: inputs to verify kernels on
+    allowed = {room, "_core"} | COMPOSED_OF.get(room, set())
     for path in (ROOT / "vexact_ops" / room).glob("*.py"):
         for name in imports(path):
             if name.startswith("vexact_ops."):

@@ -1,36 +1,83 @@
 """Verify, then trust: which fast kernels may stand in for a room's canonical one, proven byte for byte on this machine.
 
-A candidate is a kernel for one (op, dtype, static sizes) and a bucket of row counts. It is admitted once its output
-has the bytes of the canonical kernel's on inputs that cancel to almost nothing, at several row counts of the bucket.
-Among the admitted ones the fastest is kept. Verdicts live in memory, and on disk keyed by everything that could
-change them: GPU, driver, torch, Triton and the extension's own bytes. A candidate that fails is never used.
+One policy for all rooms. A room proposes: candidates for one (op, dtype, static sizes, bucket of row counts), its
+canonical kernel, and cases to verify them on, which hold what decides bits in practice (cancelling sums, M = 1, odd
+sizes, special values). A candidate is admitted once it has the canonical kernel's bytes in every case, and among the
+admitted ones the fastest is chosen. One that fails in whatever way is refused, with the reason, and never used.
+
+Verdicts live in memory, and on disk in one file for each proposal, named by a digest of everything that could change
+them: GPU, driver, torch, Triton, and the sources of the canonical kernel and of each candidate. So nothing on disk is
+ever out of date, and processes that write at the same time do not meet. A file that is damaged, or a folder that cannot
+be read or written, costs time, and nothing else. VEXACT_ADMIT=0 leaves everything to the canonical kernels.
 """
 
 import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
-import statistics
+import re
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..testing.bitwise import count_different
-from . import native
+from . import digest, native
+from .proof.bitwise import count_different
+from .race import race_on_gpu
+
+__all__ = [
+    "Candidate",
+    "ContextLost",
+    "Decision",
+    "Proposal",
+    "Verdict",
+    "admitted",
+    "canonical_by_rule",
+    "decided",
+    "decisions",
+    "race_on_gpu",
+]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A kernel that may be admitted. `run` computes the op on the room's arguments; its name tells it from others."""
+    """A kernel that computes a proposal's op: a candidate, or the canonical one.
+
+    name    tells it from the others
+    run     (*case) -> a tensor, or a nested tuple or list of tensors and None
+    source  a digest of all that computes it: our files, the extension's, versions of third parties
+    """
 
     name: str
-    run: Callable[..., Tensor]
+    run: Callable[..., object]
+    source: str | None = None
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a room asks to have verified.
+
+    key         says what it is for: op, dtype, static sizes, bucket of row counts
+    candidates  in the order of preference, for where none is timed. With the canonical one among them it may be chosen
+                for its speed, and is not verified against itself
+    cases       makes the arguments to verify on; the last ones are what is timed
+    race        (admitted candidates, arguments) -> microseconds of each, or the exception that it raised when it was
+                captured; None: the first admitted candidate wins
+    """
+
+    key: str
+    candidates: Sequence[Candidate]
+    canonical: Candidate
+    cases: Callable[[], Sequence[tuple]]
+    race: Callable[[Sequence[Candidate], tuple], Sequence[float | Exception]] | None = None
 
 
 @dataclass
@@ -44,37 +91,178 @@ class Verdict:
 
     @property
     def admitted(self) -> bool:
-        return self.different == 0
+        return self.different == 0 and self.error is None
+
+    def __str__(self) -> str:
+        if self.admitted:
+            return self.candidate if self.us is None else f"{self.candidate}, {self.us:.1f} us"
+        return f"{self.candidate}: {self.error or f'{self.different} elements differ'}"
 
 
-def folder() -> Path:
-    """Where verdicts are kept: $VEXACT_CACHE, or the user's cache directory."""
-    if os.environ.get("VEXACT_CACHE"):
-        return Path(os.environ["VEXACT_CACHE"]) / "admissions"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "vexact" / "admissions"
+@dataclass(frozen=True)
+class Decision:
+    """Which kernel computes a proposal, and why.
+
+    chosen   the canonical kernel where no other may
+    final    whether this holds for the rest of the process: inside a CUDA graph nothing is verified
+    seconds  that verifying took just now; 0 where it was known
+    """
+
+    key: str
+    chosen: Candidate
+    why: str
+    verdicts: tuple[Verdict, ...] = ()
+    final: bool = True
+    seconds: float = 0.0
 
 
-@functools.cache
-def machine(device_index: int) -> str:
-    """A digest of all that could change a third party's bits or ours."""
-    properties = torch.cuda.get_device_properties(device_index)
+def canonical_by_rule(name: str, why: str) -> Decision:
+    """The canonical kernel computes what no candidate is proposed for."""
+    return Decision("", Candidate(name, _not_to_be_run), why)
+
+
+def _not_to_be_run(*_):
+    raise RuntimeError("this names a kernel, and does not run one")
+
+
+class ContextLost(RuntimeError):
+    """A kernel that was being verified has broken the GPU's context: this process cannot go on using it."""
+
+
+# --- the policy -----------------------------------------------------------------------------------------------------
+
+_settling = threading.RLock()  # one at a time: they would disturb each other's timing, and double the memory
+_decisions: dict[tuple[torch.device, str], Decision] = {}
+_in_progress: set[tuple[torch.device, str]] = set()
+watchers: list[Callable[[Decision], None]] = []  # told of every proposal that has just been verified
+
+
+def admitted(proposal: Proposal, device: torch.device | str) -> Decision:
+    """The kernel that computes this proposal on this device: known, read from disk, or verified now.
+
+    Raises RuntimeError where a candidate has broken the GPU's context, for nothing can go on from there; no other fault
+    of a candidate, of a case, or of the disk is an error.
+    """
+    device = _with_index(torch.device(device))
+    _check(proposal)
+    if os.environ.get("VEXACT_ADMIT") == "0":
+        return _canonical(proposal, "VEXACT_ADMIT=0: nothing is verified")
+    if not proposal.candidates:
+        return _canonical(proposal, "there are no candidates")
+    name = _digest(proposal)
+    known = _known(proposal, device, name)
+    if known is not None:
+        return known
+    with _undisturbed(device):
+        if _capturing(device):
+            return _canonical(proposal, "nothing can be verified inside a CUDA graph", final=False)
+        with _settling:
+            known = _known(proposal, device, name)
+            if known is not None:  # another thread was faster
+                return known
+            if (device, name) in _in_progress:
+                return _canonical(proposal, "it is being verified", final=False)
+            _in_progress.add((device, name))
+            try:
+                decision = _settle(proposal, device, name)
+            finally:
+                _in_progress.discard((device, name))
+            # what the kernels hold on to is not kept alive with it
+            _decisions[device, name] = replace(decision, chosen=_named(decision.chosen), seconds=0.0)
+    for watcher in watchers if decision.seconds else ():
+        watcher(decision)
+    return decision
+
+
+def decided(propose: Callable[..., Proposal]) -> Callable[..., Decision]:
+    """Of a function (device, *hashable) -> Proposal, one that gives the decision, and asks once for each arguments."""
+    known: dict[tuple, Decision] = {}
+
+    @functools.wraps(propose)
+    def decide(device: torch.device, *of) -> Decision:
+        decision = known.get((device, of))
+        if decision is None:
+            decision = admitted(propose(device, *of), device)
+            if decision.final:
+                known[device, of] = decision
+        return decision
+
+    decide.known = known
+    return decide
+
+
+def decisions() -> list[Decision]:
+    """All that was decided in this process."""
+    return list(_decisions.values())
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _check(proposal: Proposal) -> None:
+    for kernel in (proposal.canonical, *proposal.candidates):
+        if kernel.source is None:
+            raise ValueError(f"{proposal.key}: kernel {kernel.name!r} comes without a digest of its source")
+    others = [kernel.name for kernel in proposal.candidates if kernel is not proposal.canonical]
+    if len({*others, proposal.canonical.name}) <= len(others):
+        raise ValueError(f"{proposal.key}: two kernels have one name: {sorted(others)}")
+
+
+def _known(proposal: Proposal, device: torch.device, name: str) -> Decision | None:
+    known = _decisions.get((device, name))
+    if known is None:
+        return None
+    kernels = (proposal.canonical, *proposal.candidates)
+    return replace(known, chosen=next(kernel for kernel in kernels if kernel.name == known.chosen.name))
+
+
+def _named(kernel: Candidate) -> Candidate:
+    return Candidate(kernel.name, _not_to_be_run, kernel.source)
+
+
+def _canonical(proposal: Proposal, why: str, **more) -> Decision:
+    return Decision(proposal.key, proposal.canonical, why, **more)
+
+
+def _settle(proposal: Proposal, device: torch.device, name: str) -> Decision:
+    base = folder()
+    path = base / machine(device) / f"{name}.json" if base else None
+    verdicts = _read(proposal, path)
+    if verdicts is not None:
+        return _choose(proposal, verdicts, 0.0)
+    begin = time.perf_counter()
     try:
-        import triton
+        verdicts, lasting = _verify(proposal, device)
+    except ContextLost:
+        raise
+    except Exception as failure:  # of the canonical kernel, of the cases, or of the memory
+        _survived(proposal, proposal.canonical, device, failure)
+        short = isinstance(failure, torch.OutOfMemoryError)
+        why = "no memory to verify faster kernels" if short else f"its cases could not be made: {_reason(failure)}"
+        hint = " (`vexact doctor --admit` verifies ahead of time)" if short else ""
+        warnings.warn(f"{proposal.key}: {why}: the canonical kernel serves it in this process{hint}", stacklevel=4)
+        return _canonical(proposal, why, seconds=time.perf_counter() - begin)
+    if lasting:
+        _write(proposal, path, verdicts)
+    return _choose(proposal, verdicts, time.perf_counter() - begin)
 
-        triton_version = triton.__version__
-    except ImportError:
-        triton_version = None
-    parts = [
-        properties.name,
-        torch.cuda.get_device_capability(device_index),
-        torch.__version__,
-        torch.version.cuda,
-        torch._C._cuda_getDriverVersion() if hasattr(torch._C, "_cuda_getDriverVersion") else None,
-        triton_version,
-        native.fingerprint(),
-    ]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
+
+def _choose(proposal: Proposal, verdicts: Sequence[Verdict], seconds: float) -> Decision:
+    best = fastest(verdicts)
+    if best is None:
+        refused = "; ".join(str(v) for v in verdicts)
+        return Decision(proposal.key, proposal.canonical, f"all refused: {refused}", tuple(verdicts), seconds=seconds)
+    chosen = next(c for c in proposal.candidates if c.name == best)
+    among = sum(v.admitted for v in verdicts)
+    timed = next(v.us for v in verdicts if v.candidate == best) is not None
+    if timed:
+        why = f"the fastest of {among} that have the canonical kernel's bytes"
+    elif among == len(verdicts) == 1:
+        why = "it has the canonical kernel's bytes"
+    else:
+        why = f"the first of {among} that have the canonical kernel's bytes"
+    return Decision(proposal.key, chosen, why, tuple(verdicts), seconds=seconds)
 
 
 def fastest(verdicts: Sequence[Verdict]) -> str | None:
@@ -83,20 +271,230 @@ def fastest(verdicts: Sequence[Verdict]) -> str | None:
     return min(admitted, key=lambda v: v.us if v.us is not None else 0.0).candidate if admitted else None
 
 
-def _count(actual: Tensor, expected: Tensor) -> int:
-    """count_different, at a fraction of its time and memory where nothing differs."""
-    bits = torch.int16 if actual.element_size() == 2 else torch.int32
-    alike = actual.shape == expected.shape and actual.dtype == expected.dtype and actual.element_size() in (2, 4)
+def _verify(proposal: Proposal, device: torch.device) -> tuple[list[Verdict], bool]:
+    """The verdicts, and whether they may be kept: what CUDA, the memory or the file system says is of this moment."""
+    lasting = True
+
+    def prepared():
+        cases = list(proposal.cases())
+        return cases, [proposal.canonical.run(*case) for case in cases], _sums(cases)
+
+    cases, expected, before = prepared()
+    verdicts = []
+    for candidate in proposal.candidates:
+        if candidate is proposal.canonical:
+            verdicts.append(Verdict(candidate.name, 0))
+            continue
+        different, error = 0, None
+        try:
+            for case, want in zip(cases, expected):
+                different = _count(candidate.run(*case), want)
+                if different:
+                    break
+        except torch.OutOfMemoryError:  # says nothing about the candidate
+            raise
+        except Exception as failure:
+            _survived(proposal, candidate, device, failure)
+            different, error = None, _reason(failure)
+            lasting &= not _of_this_moment(failure)
+        if any(not torch.equal(a, b) for a, b in zip(before, _sums(cases))):
+            different, error = None, error or "it changes its operands"
+            cases, expected, before = prepared()
+        verdicts.append(Verdict(candidate.name, different, error=error))
+    del expected
+    racing = [(c, v) for c, v in zip(proposal.candidates, verdicts) if v.admitted]
+    if proposal.race and len(racing) > 1:
+        times = proposal.race([c for c, _ in racing], cases[-1])
+        for (candidate, verdict), us in zip(racing, times):
+            if isinstance(us, Exception):
+                _survived(proposal, candidate, device, us)
+                verdict.different, verdict.error = None, f"in a CUDA graph: {_reason(us)}"
+                lasting &= not _of_this_moment(us)
+            else:
+                verdict.us = us
+    return verdicts, lasting
+
+
+def _tensors(value) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _tensors(one)
+
+
+def _sums(cases: list[tuple]) -> list[Tensor]:
+    """A sum over the bits of every operand, to see whether a candidate has changed one."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    once = {(t.data_ptr(), t.shape, t.stride(), t.dtype): t for t in _tensors(cases)}  # cases share operands
+    return [t.view(integer[t.element_size()]).sum() for t in once.values()]
+
+
+def _count(actual, expected) -> int:
+    """How many elements differ in their bits (NaN are alike). Raises AssertionError where the structure differs."""
+    if isinstance(expected, tuple | list):
+        if not isinstance(actual, tuple | list) or len(actual) != len(expected):
+            raise AssertionError(f"differs in kind: {type(actual).__name__} against {len(expected)} results")
+        return sum(_count(a, e) for a, e in zip(actual, expected))
+    if expected is None or actual is None:
+        if actual is not expected:
+            raise AssertionError(f"differs in kind: {type(actual).__name__} against {type(expected).__name__}")
+        return 0
+    if not isinstance(actual, Tensor):
+        raise AssertionError(f"differs in kind: {type(actual).__name__} against a tensor")
+    bits = {2: torch.int16, 4: torch.int32}.get(expected.element_size())
+    alike = bits and actual.shape == expected.shape and actual.dtype == expected.dtype
+    # a fraction of count_different's time and memory where nothing differs
     if alike and torch.equal(actual.contiguous().view(bits), expected.contiguous().view(bits)):
         return 0
     return count_different(actual, expected)
+
+
+def _reason(failure: Exception) -> str:
+    lines = str(failure).splitlines()
+    text = lines[0].strip() if lines else ""
+    if isinstance(failure, RuntimeError | AssertionError) and text:
+        return text
+    return f"{type(failure).__name__}: {text}".rstrip(": ")
+
+
+def _of_this_moment(failure: Exception) -> bool:
+    """Whether the same kernel may well succeed in another process: then its failure is not kept on disk."""
+    kinds = (OSError, MemoryError, ImportError, getattr(torch, "AcceleratorError", MemoryError))
+    text = f"{type(failure).__name__}: {failure}"
+    return isinstance(failure, kinds) or re.search(r"cuda|cublas|cudnn|driver|out of memory", text, re.I) is not None
+
+
+def _survived(proposal: Proposal, candidate: Candidate, device: torch.device, failure: Exception) -> None:
+    """Raises where the GPU's context did not outlive a candidate's failure."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as gone:
+        raise ContextLost(
+            f"{proposal.key}: the check of kernel {candidate.name!r} broke the context of {device}, and this process "
+            f"cannot go on using it ({_reason(failure)}). Nothing was kept on disk. Start again with VEXACT_ADMIT=0 to "
+            "leave everything to the canonical kernels, and please report this"
+        ) from gone
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+@contextlib.contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """What the caller has switched on must not reach the kernels that are compared."""
+    default = torch.get_default_dtype()
+    with contextlib.ExitStack() as stack:
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        for kind in {"cpu", device.type}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(torch._C.DisableTorchFunction())  # a default device, and modes of the caller
+        if default != torch.float32:  # of the whole process, so it is only touched where it has to be
+            stack.callback(torch.set_default_dtype, default)
+            torch.set_default_dtype(torch.float32)
+        yield
+
+
+# --- on disk --------------------------------------------------------------------------------------------------------
+
+
+def folder() -> Path | None:
+    """Where verdicts are kept: $VEXACT_CACHE, or the user's cache directory; None for a user who has none."""
+    if os.environ.get("VEXACT_CACHE"):
+        return Path(os.environ["VEXACT_CACHE"]) / "admissions"
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "vexact" / "admissions"
+    except (RuntimeError, KeyError, OSError):
+        return None
+
+
+@functools.cache
+def machine(device: torch.device) -> str:
+    """A digest of what could change any kernel's bits or time: the GPU, and what compiles for it."""
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = None
+    parts = [device.type, torch.__version__, torch.version.cuda, triton_version, os.environ.get("TRITON_INTERPRET")]
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        api = torch._C._cuda_getDriverVersion() if hasattr(torch._C, "_cuda_getDriverVersion") else None
+        parts += [
+            properties.name,
+            properties.major,
+            properties.minor,
+            properties.multi_processor_count,
+            digest.driver(),
+            api,
+        ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
+
+
+def _digest(proposal: Proposal) -> str:
+    """What the verdicts hold for, but for the machine. With other candidates it is another proposal."""
+    kernels = sorted((kernel.name, kernel.source) for kernel in proposal.candidates)
+    of = [proposal.key, proposal.canonical.name, proposal.canonical.source, kernels]
+    return hashlib.sha256(json.dumps(of).encode()).hexdigest()[:32]
+
+
+def _read(proposal: Proposal, path: Path | None) -> list[Verdict] | None:
+    """The stored verdicts, or None where there are none that can be read."""
+    try:
+        stored = json.loads(path.read_text()) if path else None
+        verdicts = [Verdict(**v) for v in stored["verdicts"]]
+        same = stored["key"] == proposal.key and all(_sound(v) for v in verdicts)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    names = sorted(v.candidate for v in verdicts) if same else None
+    return verdicts if names == sorted(c.name for c in proposal.candidates) else None
+
+
+def _sound(v: Verdict) -> bool:
+    return (
+        isinstance(v.candidate, str)
+        and (v.different is None or type(v.different) is int)
+        and (v.us is None or (isinstance(v.us, int | float) and math.isfinite(v.us)))
+        and (v.error is None or isinstance(v.error, str))
+    )
+
+
+def _write(proposal: Proposal, path: Path | None, verdicts: Sequence[Verdict]) -> None:
+    """Atomic: other processes see the whole file or none. A cache that cannot be written is no obstacle."""
+    if path is None:
+        return
+    content = json.dumps({"key": proposal.key, "verdicts": [asdict(v) for v in verdicts]})
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        with os.fdopen(handle, "w") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            if temporary:
+                os.unlink(temporary)
+
+
+# --- the store of rooms that do not propose yet ---------------------------------------------------------------------
 
 
 class Admissions:
     """The verdicts of one machine, in memory and in one JSON file. Safe for threads and for several processes."""
 
     def __init__(self, name: str, path: Path | None = None):
-        self.path = path or folder() / f"{name}.json"
+        self.path = path or (folder() or Path(os.devnull)) / f"{name}.json"
         self._lock = threading.RLock()
         self._verdicts: dict[str, list[Verdict]] | None = None
 
@@ -185,71 +583,7 @@ class Admissions:
             return
 
 
-def time_on_gpu(run: Callable[..., Tensor], args: tuple, repeats: int = 7, calls: int = 10) -> float:
-    """Median microseconds of one call in a CUDA graph."""
-    run(*args)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may go on using the GPU
-        for _ in range(calls):
-            run(*args)
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / calls)
-    return statistics.median(times)
-
-
-def race_on_gpu(
-    calls: Sequence[Sequence[Callable]], rounds: int = 5, finalists: int = 4, final: int = 10
-) -> list[float]:
-    """Median microseconds of a call for each competitor: a list of calls each, in a CUDA graph, replayed turn about.
-
-    The few fastest of the first rounds run the final ones too, so that the choice between them is not left to chance.
-    """
-    graphs, stream = [], torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # torch.cuda.graph would hand all cached memory back to the driver first
-        for competitor in calls:
-            competitor[0]()  # what loads or sets up on its first call does it now
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                for call in competitor:
-                    call()
-            except BaseException:
-                with contextlib.suppress(RuntimeError):  # or this thread stays in a capture that forbids it to copy
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-            graphs.append(graph)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-        def replay(which: int) -> float:
-            start.record()
-            graphs[which].replay()
-            end.record()
-            end.synchronize()
-            return start.elapsed_time(end) * 1e3 / len(calls[which])
-
-        everyone = range(len(calls))
-        for which in everyone:
-            replay(which)  # the first replay uploads the graph
-        times = [[] for _ in everyone]
-        for _ in range(rounds):
-            for which in everyone:
-                times[which].append(replay(which))
-        for which in sorted(everyone, key=lambda i: statistics.median(times[i]))[:finalists] * final:
-            times[which].append(replay(which))
-    torch.cuda.current_stream().wait_stream(stream)
-    return [statistics.median(found) for found in times]
-
-
 @functools.cache
 def admissions(device_index: int) -> Admissions:
     """The verdicts of this GPU with these libraries."""
-    return Admissions(machine(device_index))
+    return Admissions(f"{machine(torch.device('cuda', device_index))}-{native.fingerprint()}")

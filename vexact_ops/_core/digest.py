@@ -10,6 +10,8 @@ The build loads this file on its own: it imports nothing but the standard librar
 """
 
 import ast
+import contextlib
+import ctypes
 import functools
 import hashlib
 import importlib.metadata
@@ -20,7 +22,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent
 # Files of _core that do no arithmetic. Whatever else a kernel imports counts, files that are new here included.
-_NO_ARITHMETIC = {"__init__", "admit", "backend", "check", "digest", "native", "numerics", "operator"}
+_NO_ARITHMETIC = {"__init__", "admit", "backend", "check", "digest", "native", "numerics", "operator", "race"}
 _NOT_OPS = {"__init__", "reference", "cpu", "triton", "cuda", "cute"}
 _NOT_ROOMS = {"patch", "testing"}  # a room imports testing for inputs to verify kernels on
 
@@ -41,6 +43,24 @@ def version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+@functools.cache
+def driver() -> str | None:
+    """The version of the installed driver, such as "580.65.06"; None where nothing tells."""
+    try:
+        nvml, version = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.create_string_buffer(96)
+        if nvml.nvmlInit_v2() == 0:
+            found = nvml.nvmlSystemGetDriverVersion(version, len(version)) == 0
+            nvml.nvmlShutdown()
+            if found:
+                return version.value.decode()
+    except (OSError, AttributeError):
+        pass
+    with contextlib.suppress(OSError):
+        found = re.search(r"Kernel Module\D*([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+        return found and found[1]
+    return None
 
 
 @functools.cache
@@ -69,8 +89,9 @@ def _imported(path: Path) -> tuple[Path, ...]:
             found |= {file for alias in node.names if (file := base / f"{alias.name}.py").exists()}
 
     def counts(file: Path) -> bool:
-        folder = file.relative_to(PACKAGE).parts[0]
-        return folder not in _NOT_ROOMS and not (folder == "_core" and file.stem in _NO_ARITHMETIC)
+        folder, *rest = file.relative_to(PACKAGE).parts
+        idle = folder == "_core" and (rest[0] == "proof" or file.stem in _NO_ARITHMETIC)
+        return folder not in _NOT_ROOMS and not idle
 
     return tuple(sorted(file for file in found if counts(file)))
 

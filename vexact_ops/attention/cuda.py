@@ -18,8 +18,8 @@ from torch import Tensor
 
 from .._core import native
 from .._core.admit import Candidate, admissions
-from ..testing.attention import Pages, attention_inputs, offsets
-from ..testing.bitwise import count_different
+from .._core.proof.attention import Pages, attention_inputs, offsets
+from .._core.proof.bitwise import count_different
 from . import triton
 
 HEAD_DIMS = {(64, 64), (96, 96), (128, 128), (192, 128), (576, 512)}

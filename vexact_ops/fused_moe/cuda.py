@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._core import native
 from .._core.admit import Candidate, admissions, race_on_gpu
+from .._core.proof.inputs import cancelling, tricky
 from ..grouped_linear.cuda import (
     gather_rows,
     grouped_gate_up,
@@ -18,7 +19,6 @@ from ..grouped_linear.cuda import (
     grouped_linear_dx,
     grouped_linear_fwd,
 )
-from ..testing.inputs import cancelling, tricky
 from . import triton
 
 REVISION = 1  # of the kernels and of how they are verified

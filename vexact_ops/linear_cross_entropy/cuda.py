@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._core import native
 from .._core.admit import Candidate, Verdict, admissions
-from ..testing.inputs import cancelling
+from .._core.proof.inputs import cancelling
 from . import triton
 from .triton import LSE_BLOCK, compact, reduce_tokens, scaled, softcap_bwd, softcap_fwd, spread, token_sum
 

@@ -1,9 +1,10 @@
 """Tools to test the promise of aligned ops, here and elsewhere: byte comparison, adversarial inputs, properties."""
 
-from .attention import Pages, attention_inputs, check_attention, check_packing, check_paging, check_unseen, offsets
-from .bitwise import assert_bitwise, count_different
+from .._core.proof.attention import Pages, attention_inputs, offsets
+from .._core.proof.bitwise import assert_bitwise, count_different
+from .._core.proof.inputs import cancelling, special_rows, tricky
+from .attention import check_attention, check_packing, check_paging, check_unseen
 from .experts import check_grouped, offsets_of, spreads
-from .inputs import cancelling, tricky
 from .properties import check_repeatable, check_rows, cpu_isas, on_cpu_isa, with_threads
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "offsets",
     "offsets_of",
     "on_cpu_isa",
+    "special_rows",
     "spreads",
     "tricky",
     "with_threads",

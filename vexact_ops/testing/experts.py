@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from .bitwise import assert_bitwise
+from .._core.proof.bitwise import assert_bitwise
 
 
 def spreads(rows: int, experts: int, seed: int = 0) -> Iterator[tuple[str, list[int]]]:

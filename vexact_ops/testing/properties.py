@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .._core import native
-from .bitwise import assert_bitwise
+from .._core.proof.bitwise import assert_bitwise
 
 ISAS = ("scalar", "avx2", "avx512")
 

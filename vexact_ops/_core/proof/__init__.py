@@ -1,0 +1,1 @@
+"""What kernels are verified with: comparison of bytes, and inputs that show what a kernel does otherwise."""
