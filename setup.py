@@ -2,27 +2,45 @@
 
 VEXACT_BUILD        auto (default: CUDA where nvcc is found) | cpu | cuda (fail without nvcc)
 VEXACT_CUDA_ARCHS   comma-separated, default "80,90a,100a"
+VEXACT_OBJECTS      where objects are kept, default build/objects
+MAX_JOBS            compilers at a time, default one a core
 
 The extension uses torch's stable ABI (target 2.10) and no Python API: one binary serves every supported Python and
 torch, and it is built from headers alone, so neither a GPU nor a CUDA build of torch is needed. Every
-csrc/<room>/cpu_kernels.cpp is compiled once per instruction set; the fastest one is chosen at run time.
+csrc/<room>/cpu_kernels.cpp is compiled once per instruction set; the fastest one is chosen at run time. A .cu whose
+first line is `// archs: 90a` has kernels for that GPU alone, and is compiled for no other that was asked for.
+
+An object's name is a digest of all that it is made from: its source, every header of ours and of torch's that it can
+reach, the flags, the compilers' versions. So it serves every later build, in whatever temporary environment, until one
+of these changes. `pip install -v` shows what is compiled, for what, and about how long it takes.
 """
 
+import functools
+import hashlib
 import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
+import sysconfig
+import tempfile
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).resolve().parent
 STABLE_ABI_TARGET = "0x020a000000000000"  # torch 2.10
+# What is fetched to build against where the environment that is installed into has no torch of its own: what CI tests.
+TORCH = "torch>=2.10,<2.14"
+OLDEST_TORCH = (2, 10)
 # No -ffast-math and no contraction: a fused multiply-add happens where the source says fma, and nowhere else.
 CXX_FLAGS = [
     "-O3",
@@ -34,6 +52,7 @@ CXX_FLAGS = [
     "-Wall",
     "-Wno-unknown-pragmas",
 ]
+NVCC_FLAGS = ["-O3", "-std=c++20", "--fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden,-ffp-contract=off"]
 ISA_FLAGS = {
     "scalar": ["-mavx", "-mfma", "-mf16c", "-fno-tree-vectorize", "-fno-tree-slp-vectorize"],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
@@ -50,13 +69,13 @@ ISA_FLAGS = {
 }
 if platform.machine() not in ("x86_64", "AMD64"):
     ISA_FLAGS = {"scalar": []}
-
-
-NVCC_FLAGS = ["-O3", "-std=c++20", "--fmad=false"]
+# About how long one compilation takes, for the order and the forecast alone.
+SECONDS = {".cpp": 6, ".cu": 10, "csrc/linear/cuda.cu": 40}
+KEPT_DAYS = 30  # an object that no build has used for so long goes
 
 
 def sources(suffix):
-    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob(f"*{suffix}"))
+    return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob(f"*{suffix}"))
 
 
 def find_nvcc():
@@ -64,6 +83,31 @@ def find_nvcc():
     return (
         shutil.which(f"{home}/bin/nvcc") if home else shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
     )
+
+
+@functools.cache
+def find_torch():
+    """The folder of a torch to build against, or None: the one that this interpreter would import, else, in an isolated
+    build, the one of the environment that is built for. Nothing is imported: only headers and libraries are wanted."""
+    spec = importlib.util.find_spec("torch")
+    found = [Path(spec.origin).parent] if spec and spec.origin else []
+    found += [Path(sysconfig.get_path(name)) / "torch" for name in ("purelib", "platlib")]
+    for folder in found:
+        version = folder / "version.py"
+        number = re.search(r"__version__ = '(\d+)\.(\d+)", version.read_text()) if version.exists() else None
+        if number and tuple(map(int, number.groups())) >= OLDEST_TORCH and (folder / "include").is_dir():
+            return folder
+    return None
+
+
+def archs_of(source):
+    """The GPUs to compile a .cu for: those asked for that it has kernels for. Where that is none, its host code is
+    still needed: it is compiled for the first one asked for, on which a launch of its kernels fails with a message."""
+    asked = [arch.strip() for arch in os.environ.get("VEXACT_CUDA_ARCHS", "80,90a,100a").split(",")]
+    with open(ROOT / source) as file:
+        declared = re.match(r"// archs: (\w+(?:, \w+)*)\n", file.readline())
+    own = declared[1].split(", ") if declared else asked
+    return [arch for arch in asked if arch in own] or asked[:1]
 
 
 def source_digests(nvcc):
@@ -74,9 +118,145 @@ def source_digests(nvcc):
     spec.loader.exec_module(digest)
     kinds = {"cpu": (".cpp", [CXX_FLAGS, ISA_FLAGS])}
     if nvcc:
-        release = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()
-        kinds["cuda"] = (".cu", [NVCC_FLAGS, release[-1]])
+        kinds["cuda"] = (".cu", [NVCC_FLAGS, run([nvcc, "--version"]).splitlines()[-1]])
     return json.dumps(digest.of_csrc(ROOT / "csrc", kinds))
+
+
+def defines(source, nvcc):
+    """The -D flags of a source: macros that hold for all, then those of its own."""
+    flags = ["-DVEXACT_ISAS=" + "".join(f"X({isa})" for isa in ISA_FLAGS)]
+    if Path(source).name == "cpu_kernels.cpp":
+        return flags
+    if Path(source).name == "digests.cpp":
+        return ["-DVEXACT_SOURCE_DIGESTS=" + json.dumps(source_digests(nvcc))]  # JSON as a C string
+    flags.append(f"-DTORCH_TARGET_VERSION={STABLE_ABI_TARGET}")
+    return flags + (["-DUSE_CUDA", "-DVEXACT_WITH_CUDA"] if nvcc else [])
+
+
+@dataclass(frozen=True)
+class Job:
+    """One compilation. Its command is compiler, flags, where headers lie, source; `flags` name no folder."""
+
+    source: str
+    compiler: str
+    flags: tuple[str, ...]
+    label: str  # what it is compiled for
+
+    @property
+    def seconds(self):
+        once = SECONDS.get(self.source) or SECONDS[Path(self.source).suffix]
+        return once * max(1, sum(flag.startswith("-gencode") for flag in self.flags))
+
+
+def plan(cxx, nvcc):
+    """Every compilation of a build."""
+    jobs = []
+    for source in sources(".cpp"):
+        common = [*CXX_FLAGS, *defines(source, nvcc)]
+        if Path(source).name != "cpu_kernels.cpp":
+            jobs.append(Job(source, cxx, tuple(common), "the host"))
+            continue
+        for isa, flags in ISA_FLAGS.items():
+            own = [*common, *flags, f"-DVEXACT_ISA={isa}", f"-DVEXACT_ISA_{isa.upper()}"]
+            jobs.append(Job(source, cxx, tuple(own), isa))
+    for source in sources(".cu") if nvcc else []:
+        archs = archs_of(source)
+        gencode = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+        flags = [*NVCC_FLAGS, "-lineinfo", *gencode, *defines(source, nvcc)]
+        jobs.append(Job(source, nvcc, tuple(flags), ", ".join(f"sm_{arch}" for arch in archs)))
+    return jobs
+
+
+class Objects:
+    """The kept objects, and what each one's name is made of."""
+
+    def __init__(self, folder, torch_dir):
+        self.folder, self.torch_include = Path(folder), torch_dir / "include"
+        self._read = {}
+
+    def _includes(self, path):
+        """(digest, included files of ours and of torch's) of one file. All others belong to a compiler's version."""
+        if path not in self._read:
+            data, found = path.read_bytes(), []
+            for mark, name in re.findall(rb'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"\n]+)[>"]', data, re.MULTILINE):
+                folders = [path.parent, ROOT / "csrc"] if mark == b'"' else []
+                here = [folder / name.decode() for folder in [*folders, self.torch_include]]
+                found += [Path(os.path.normpath(file)) for file in here if file.is_file()][:1]
+            self._read[path] = hashlib.sha256(data).hexdigest(), found
+        return self._read[path]
+
+    def reached(self, source):
+        """{file: digest} of a source and of every header that it can reach, conditions aside."""
+        found, queue = {}, [ROOT / source]
+        while queue:
+            path = queue.pop()
+            if path not in found:
+                found[path], more = self._includes(path)
+                queue += more
+        return found
+
+    def named(self, path):
+        """A name that is the same wherever this tree and torch lie."""
+        return path.relative_to(self.torch_include if path.is_relative_to(self.torch_include) else ROOT).as_posix()
+
+    def path(self, job):
+        parts = [job.source, *job.flags, compiler_version(job.compiler)]
+        parts += sorted(f"{self.named(path)} {digest}" for path, digest in self.reached(job.source).items())
+        return self.folder / (hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32] + ".o")
+
+    def compile(self, job):
+        """Several builds may do so at once: an object appears whole, or not at all."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self.folder, prefix="making-") as making:
+            made, listed = Path(making) / "made.o", Path(making) / "made.d"
+            headers = ["-Icsrc"]
+            if Path(job.source).name != "cpu_kernels.cpp":
+                headers += ["-isystem", str(self.torch_include)]
+            run([job.compiler, *job.flags, *headers, "-MMD", "-MF", str(listed), "-c", job.source, "-o", str(made)])
+            self._check(job, listed.read_text())
+            made.replace(self.path(job))
+
+    def _check(self, job, listed):
+        """The compiler's list of headers holds none of ours or of torch's that `reached` has not seen."""
+        seen = self.reached(job.source)
+        for name in listed.replace("\\\n", " ").split(":", 1)[1].split():
+            path = Path(os.path.normpath(ROOT / name))
+            ours = path.is_relative_to(ROOT / "csrc") or path.is_relative_to(self.torch_include)
+            if ours and path not in seen:
+                raise SystemExit(f"{job.source} includes {path} in a way that setup.py's reached() does not see")
+
+    def forget_old(self):
+        for path in self.folder.iterdir():
+            try:
+                if time.time() - path.stat().st_mtime > KEPT_DAYS * 86400:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            except FileNotFoundError:  # another build was quicker
+                continue
+
+
+@functools.cache
+def compiler_version(compiler):
+    """Of nvcc also the host's compiler, which it calls."""
+    said = run([compiler, "--version"])
+    return said + run(["c++", "--version"]) if Path(compiler).name == "nvcc" else said
+
+
+def run(command):
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    line = " ".join(command)
+    if done.returncode:
+        raise SystemExit(f"native build failed (exit {done.returncode}):\n{line}\n{done.stdout}{done.stderr}")
+    if done.stderr.strip():
+        say(f"{line}\n{done.stderr}")
+    return done.stdout
+
+
+def say(text):
+    print(f"vexact: {text}", flush=True)  # noqa: T201  a build backend's output: pip shows it with -v
+
+
+def minutes(seconds):
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 class BuildNative(build_ext):
@@ -87,79 +267,59 @@ class BuildNative(build_ext):
         nvcc = None if mode == "cpu" else find_nvcc()
         if mode == "cuda" and nvcc is None:
             raise SystemExit("VEXACT_BUILD=cuda, but no nvcc in CUDA_HOME/bin, on PATH or in /usr/local/cuda/bin")
-
-        import torch  # only its location: torch.utils.cpp_extension would insist on a matching CUDA toolkit
-
-        torch_dir = Path(torch.__file__).parent
-        defines = [
-            f"-DTORCH_TARGET_VERSION={STABLE_ABI_TARGET}",
-            "-DVEXACT_ISAS=" + "".join(f"X({i})" for i in ISA_FLAGS),
-        ]
-        if nvcc:
-            defines += ["-DUSE_CUDA", "-DVEXACT_WITH_CUDA"]
-        includes = ["-I" + str(ROOT / "csrc"), "-isystem", str(torch_dir / "include")]
-        build = Path(self.build_temp).resolve()
+        torch_dir = find_torch()
+        if torch_dir is None:
+            raise SystemExit(f"no torch to build against: expected {TORCH} in this environment")
         cxx = os.environ.get("CXX", "c++")
 
-        jobs = []  # (object, command)
-        for source in sources(".cpp"):
-            is_kernel = Path(source).name == "cpu_kernels.cpp"
-            for isa in ISA_FLAGS if is_kernel else [None]:
-                flags = [*ISA_FLAGS[isa], f"-DVEXACT_ISA={isa}", f"-DVEXACT_ISA_{isa.upper()}"] if isa else []
-                out = build / (source.replace(os.sep, "_") + (f".{isa}.o" if isa else ".o"))
-                if Path(source).name == "digests.cpp":
-                    flags = ["-DVEXACT_SOURCE_DIGESTS=" + json.dumps(source_digests(nvcc))]  # JSON as a C string
-                inc = includes[:1] if is_kernel else includes
-                jobs.append((out, [cxx, *CXX_FLAGS, *flags, *defines, *inc, "-MMD", "-c", source, "-o", str(out)]))
-        if nvcc:
-            archs = os.environ.get("VEXACT_CUDA_ARCHS", "80,90a,100a").split(",")
-            gencode = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
-            host = "-fPIC,-fvisibility=hidden,-ffp-contract=off"
-            for source in sources(".cu"):
-                out = build / (source.replace(os.sep, "_") + ".o")
-                command = [nvcc, *NVCC_FLAGS, *gencode, "-Xcompiler", host, "-lineinfo", *defines]
-                jobs.append((out, [*command, *includes, "-MMD", "-c", source, "-o", str(out)]))
-
-        build.mkdir(parents=True, exist_ok=True)
-        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
-            list(pool.map(lambda job: self.compile_if_stale(*job), jobs))
+        objects = Objects(os.environ.get("VEXACT_OBJECTS", ROOT / "build" / "objects"), torch_dir)
+        jobs = plan(cxx, nvcc)
+        paths = [objects.path(job) for job in jobs]
+        missing = [job for job, path in zip(jobs, paths) if not path.exists()]
+        self.compile_all(objects, missing, len(jobs) - len(missing), nvcc)
+        for path in paths:
+            os.utime(path)
+        objects.forget_old()
 
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         linker = [nvcc, "-cudart", "static"] if nvcc else [cxx]  # nvcc knows where its own libraries are
-        link = [
-            *linker,
-            "-shared",
-            *(str(out) for out, _ in jobs),
-            f"-L{torch_dir / 'lib'}",
-            "-ltorch",
-            "-ltorch_cpu",
-            "-lc10",
-        ]
-        staged = target.with_suffix(".tmp")
-        self.run_command_line([*link, "-o", str(staged)])
-        staged.replace(target)  # a running process keeps the file that it has mapped
+        libraries = [f"-L{torch_dir / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".linking-") as linking:
+            staged = Path(linking) / target.name
+            run([*linker, "-shared", *map(str, paths), *libraries, "-o", str(staged)])
+            staged.replace(target)  # a running process keeps the file that it has mapped
+        say(f"linked {target.name}")
 
-    def compile_if_stale(self, out, command):
-        """An incremental build: the object is newer than all the headers that the compiler listed for it."""
-        deps, stamp = out.with_suffix(".d"), out.with_suffix(".cmd")
-        line = " ".join(command)
-        if out.exists() and deps.exists() and stamp.exists() and stamp.read_text() == line:
-            files = deps.read_text().replace("\\\n", " ").split(":", 1)[1].split()
-            built = out.stat().st_mtime
-            if all(os.path.exists(f) and os.path.getmtime(f) < built for f in files):
-                return
-        self.run_command_line(command)
-        stamp.write_text(line)
+    def compile_all(self, objects, jobs, kept, nvcc):
+        workers = int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))
+        half = "with its CUDA half" if nvcc else "for CPUs alone (no nvcc, or VEXACT_BUILD=cpu)"
+        forecast = max([sum(job.seconds for job in jobs) / workers, *(job.seconds for job in jobs)])
+        say(f"the extension {half}: {kept} objects are kept in {objects.folder}, {len(jobs)} are to be compiled")
+        if jobs:
+            say(f"compiling, {workers} at a time: about {minutes(forecast)}")
+        lock, done, begin = threading.Lock(), 0, time.perf_counter()
 
-    def run_command_line(self, command):
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if done.returncode or done.stderr.strip():
-            self.announce(" ".join(command) + "\n" + done.stdout + done.stderr, level=4 if done.returncode else 3)
-        if done.returncode:
-            raise SystemExit(
-                f"native build failed (exit {done.returncode}):\n{' '.join(command)}\n{done.stdout}{done.stderr}"
-            )
+        def compile_one(job):
+            nonlocal done
+            started = time.perf_counter()
+            objects.compile(job)
+            with lock:
+                done += 1
+                seconds = time.perf_counter() - started
+                say(f"[{done}/{len(jobs)}] {job.source} for {job.label}: {seconds:.0f} s")
+
+        with ThreadPoolExecutor(workers) as pool:  # the long ones first: none of them is left for the end
+            list(pool.map(compile_one, sorted(jobs, key=lambda job: -job.seconds)))
+        if jobs:
+            say(f"compiled in {minutes(time.perf_counter() - begin)}")
+
+    def get_source_files(self):
+        """For the source archive: all that is needed to build and to test, headers and CUDA sources too."""
+        suffixes = (".py", ".cpp", ".cu", ".cuh", ".h", ".md", ".json", ".jsonl", ".typed")
+        folders = ("csrc", "vexact_ops", "vexact_engine", "benchmarks", "tests")
+        files = sorted(path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in suffixes)
+        return [path.relative_to(ROOT).as_posix() for path in files]
 
     def get_ext_filename(self, name):
         return name.replace(".", os.sep) + ".abi3.so"
@@ -171,7 +331,9 @@ class Abi3Wheel(bdist_wheel):
         super().finalize_options()
 
 
-setup(
-    ext_modules=[Extension("vexact_ops._native", sources=sources(".cpp"), py_limited_api=True)],
-    cmdclass={"build_ext": BuildNative, "bdist_wheel": Abi3Wheel},
-)
+if __name__ == "__main__":
+    setup(
+        ext_modules=[Extension("vexact_ops._native", sources=sources(".cpp"), py_limited_api=True)],
+        cmdclass={"build_ext": BuildNative, "bdist_wheel": Abi3Wheel},
+        setup_requires=[] if find_torch() else [TORCH],
+    )

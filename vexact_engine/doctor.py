@@ -16,7 +16,7 @@ import torch
 import vexact_ops as vx
 from vexact_ops.testing import assert_bitwise, cancelling, check_grouped, check_repeatable, check_rows, tricky
 
-from .verify import environment
+from .machine import environment
 
 PACKAGES = ("transformers", "safetensors", "gguf", "triton", "numpy")
 

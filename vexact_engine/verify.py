@@ -9,12 +9,10 @@ bit for bit. Beside it, if asked for, the same question to the stock stack.
 import copy
 import gc
 import math
-import platform
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib import metadata
 
 import torch
 from torch import Tensor
@@ -24,6 +22,7 @@ import vexact_ops as vx
 from .compare import Comparison, Sample, Side, finite
 from .config import EngineConfig, SamplingParams
 from .engine import Engine
+from .machine import environment
 from .prompts import Prompt, decoder, encode
 from .stock import Progress, quiet, run_stock
 from .weights.load import Loaded, load
@@ -457,30 +456,3 @@ def _square_sum(gradient: Tensor) -> Tensor:
     """In float64, a piece at a time: the experts of a layer are gigabytes."""
     pieces = gradient.detach().flatten().split(1 << 24)
     return torch.stack([piece.double().square().sum() for piece in pieces]).sum()
-
-
-def environment(device: torch.device | str = "cpu") -> dict:
-    """What ran this: versions, processor, threads."""
-    device = torch.device(device)
-    found = {"vexact": vx.__version__, "python": platform.python_version(), "torch": torch.__version__}
-    for package in ("transformers", "triton"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    found |= {"platform": platform.platform(), "processor": processor(), "threads": torch.get_num_threads()}
-    if device.type == "cuda":
-        found |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
-    return found
-
-
-def processor() -> str:
-    """The CPU's name."""
-    try:
-        with open("/proc/cpuinfo") as lines:
-            for line in lines:
-                if line.startswith("model name") and "unknown" not in line:
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -1,3 +1,4 @@
+// archs: 90a
 // Bindings and launches of attention on CUDA devices.
 #include <type_traits>
 

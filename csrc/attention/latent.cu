@@ -1,3 +1,4 @@
+// archs: 90a
 // Launches of latent attention on CUDA devices.
 #include "attention/flash_latent.cuh"
 #include "attention/flash_launch.h"

@@ -8,13 +8,20 @@
 
 #include "common/tensor.h"
 
-#define VX_CUDA_CHECK(call)                                                                                \
-  do {                                                                                                     \
-    const cudaError_t vx_error = (call);                                                                   \
-    STD_TORCH_CHECK(vx_error == cudaSuccess, "CUDA: ", cudaGetErrorString(vx_error), " in " #call);        \
+#define VX_CUDA_CHECK(call)                                                                                   \
+  do {                                                                                                        \
+    const cudaError_t vx_error = (call);                                                                      \
+    STD_TORCH_CHECK(vx_error == cudaSuccess, "CUDA: ", cudaGetErrorString(vx_error), " in " #call,            \
+                    vx::why_no_kernel(vx_error));                                                             \
   } while (0)
 
 namespace vx {
+
+// A kernel is launched only through a check: where none was compiled for this GPU nothing runs, and the error says so.
+inline const char* why_no_kernel(cudaError_t error) {
+  const bool none = error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction;
+  return none ? ": the extension was built without this kernel for this GPU (VEXACT_CUDA_ARCHS, or it is for SM90 alone)" : "";
+}
 
 using torch::stable::accelerator::DeviceGuard;
 

@@ -1,3 +1,4 @@
+// archs: 90a
 // Bindings and launches of grouped_linear on CUDA devices: bf16 alone, rows on 16-byte boundaries. Values of offsets
 // and of order that are out of range never lead out of the tensors.
 #include <algorithm>

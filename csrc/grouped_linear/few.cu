@@ -1,3 +1,4 @@
+// archs: 90a
 // Binding and launch of grouped_linear's kernel for few rows per expert.
 #include <atomic>
 #include <mutex>

@@ -1,3 +1,4 @@
+// archs: 90a
 // Bindings and launches of linear on CUDA devices, and the table that says which kernel serves which product.
 #include <cuda.h>
 #include <cuda_runtime.h>

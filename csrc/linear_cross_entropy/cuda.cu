@@ -1,3 +1,4 @@
+// archs: 90a
 // Bindings and launches of linear_cross_entropy on SM90: bf16 alone, rows on 16-byte boundaries.
 #include "common/cuda.h"
 #include "common/tensor.h"
@@ -91,9 +92,7 @@ Head head(const Tensor& hidden, const Tensor& weight, const Tensor& target, cons
 
 template <bool A_ACROSS, bool B_ACROSS, class Epilogue>
 void run(const CUtensorMap& a, const CUtensorMap& b, const sm90::GemmArgs& g, const Epilogue& epilogue, const Tensor& on) {
-  const cudaError_t error =
-      sm90::gemm<bf16, A_ACROSS, B_ACROSS>(a, b, g, epilogue, on.get_device_index(), current_stream(on));
-  STD_TORCH_CHECK(error == cudaSuccess, "CUDA: ", cudaGetErrorString(error), " in a product of linear_cross_entropy");
+  VX_CUDA_CHECK((sm90::gemm<bf16, A_ACROSS, B_ACROSS>(a, b, g, epilogue, on.get_device_index(), current_stream(on))));
 }
 
 void head_blocks(Tensor hidden, Tensor weight, Tensor target, Tensor temperature, double softcap, int64_t first,
