@@ -11,6 +11,8 @@ import os
 import sys
 from collections.abc import Iterator
 
+from .extras import check_installed
+
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 DTYPES |= {name: name for name in DTYPES.values()}
 
@@ -19,6 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     args = _parser().parse_args(argv)
     try:
+        check_installed(args)
         code = args.run(args)
         sys.stdout.flush()
         return code
