@@ -34,8 +34,8 @@ def run(args: argparse.Namespace) -> Iterator[dict]:
 
 def _record(args: argparse.Namespace, source: str, dtype: str) -> dict:
     from vexact_engine.config import EngineConfig, SamplingParams
-    from vexact_engine.prompts import synthetic_prompts
-    from vexact_engine.verify import verify
+    from vexact_engine.proof.prompts import synthetic_prompts
+    from vexact_engine.proof.verify import verify
     from vexact_engine.weights.load import load
     from vexact_engine.weights.random import load_random
 

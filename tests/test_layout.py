@@ -26,6 +26,19 @@ SOURCES = sorted(
     for path in (ROOT / folder).rglob("*")
     if path.suffix in {".py", ".cpp", ".cu", ".cuh", ".h"}
 )
+TOP_OF_THE_ENGINE = {
+    "__init__",
+    "cli",
+    "config",
+    "engine",
+    "errors",
+    "extras",
+    "interrupt",
+    "outputs",
+    "progress",
+    "request",
+}
+ROOMS_OF_THE_ENGINE = {"core", "runner", "weights", "parallel", "serve", "proof", "verl", "recipes"}
 # Which room may import which other: a room is composed of these and of nothing else of ours.
 COMPOSED_OF = {
     "linear_cross_entropy": {"linear", "log_softmax"},
@@ -109,8 +122,7 @@ def test_third_parties_are_imported_only_where_they_belong():
             if name == "triton":
                 assert path.name in ("triton.py", "admit.py"), f"{where} imports {name}"
             if name in ("transformers", "veomni", "verl", "ray"):
-                inside = where.parts[1] in ("patch", "models", "verl", "weights")
-                inside |= where.parts[0] == "vexact_engine" and len(where.parts) == 2  # command-line layer, lazily
+                inside = where.parts[1] in ("patch", "proof", "verl", "weights")  # proof: lazily
                 assert inside, f"{where} imports {name}"
 
 
@@ -123,9 +135,25 @@ def test_the_engine_uses_public_ops_only():
 
 
 def test_the_torch_free_core_of_the_engine():
-    for name in ("config", "request", "scheduler", "pages"):
-        found = {n.split(".")[0] for n in imports(ROOT / "vexact_engine" / f"{name}.py")}
-        assert not found & {"torch", "numpy", "vexact_ops", "transformers"}, name
+    engine = ROOT / "vexact_engine"
+    files = [*(engine / "core").glob("*.py"), *(engine / f"{name}.py" for name in ("config", "request", "progress"))]
+    for path in files:
+        found = {n.split(".")[0] for n in imports(path)}
+        assert not found & {"torch", "numpy", "vexact_ops", "transformers"}, path.relative_to(ROOT)
+
+
+def test_the_engine_is_laid_out_as_its_readers_expect():
+    """The front and what callers hand in and get back at the top; everything else in the room it belongs to."""
+    engine = ROOT / "vexact_engine"
+    assert {p.stem for p in engine.glob("*.py")} <= TOP_OF_THE_ENGINE
+    assert {p.name for p in engine.iterdir() if p.is_dir() and p.name != "__pycache__"} <= ROOMS_OF_THE_ENGINE
+    may_import = {"core": {"core"}, "runner": {"core", "runner"}, "weights": {"weights", "runner"}}
+    for room, allowed in may_import.items():
+        for path in (engine / room).glob("*.py"):
+            for name in imports(path):
+                parts = name.split(".")
+                if parts[0] == "vexact_engine" and parts[1] in ROOMS_OF_THE_ENGINE:
+                    assert parts[1] in allowed, f"{path.relative_to(ROOT)} imports {name}"
 
 
 def test_kernels_see_no_torch():

@@ -5,13 +5,12 @@ standard output; progress (on a terminal only) and errors, one line each, to sta
 """
 
 import argparse
-import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
 
 from .extras import check_installed
+from .progress import bar
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 DTYPES |= {name: name for name in DTYPES.values()}
@@ -194,11 +193,11 @@ def _version() -> str:
 
 def _demo(args) -> int:
     _check_writable(args.json, args.html)
-    from . import demo
+    from .proof import demo
 
-    with _progress() as progress:
+    with bar() as progress:
         verification = demo.demo(
-            dtype=args.dtype, stock=not args.no_stock, seed=args.seed, show_bars=_on_terminal(), progress=progress
+            dtype=args.dtype, stock=not args.no_stock, seed=args.seed, show_bars=None, progress=progress
         )
     print(f"{demo.MODEL} answers {len(demo.PROMPTS)} prompts at temperature 1\n")
     _print_samples(verification.aligned.samples, whole=4)
@@ -208,8 +207,8 @@ def _demo(args) -> int:
 def _verify(args) -> int:
     _check_writable(args.json, args.html)
     from .config import EngineConfig, SamplingParams
-    from .prompts import read_prompts, synthetic_prompts
-    from .verify import verify
+    from .proof.prompts import read_prompts, synthetic_prompts
+    from .proof.verify import verify
     from .weights.random import CONFIGS, load_random
 
     if args.config is not None and args.config not in CONFIGS:
@@ -229,7 +228,7 @@ def _verify(args) -> int:
     )
     prompts = read_prompts(args.prompts, args.limit) if args.prompts else None  # before the model: it is quicker
     device = _device(args.device)
-    with _progress() as progress:
+    with bar() as progress:
         progress("load", 0, 1)
         if args.config or args.random_weights:
             source = args.config or args.model
@@ -266,7 +265,7 @@ def _generate(args) -> int:
 
     from .config import EngineConfig, SamplingParams
     from .engine import Engine
-    from .prompts import Prompt, encode, read_prompts
+    from .proof.prompts import Prompt, encode, read_prompts
 
     params = SamplingParams(**_sampling_of(args), n=args.samples, stop=tuple(args.stop))
     if (args.prompt is None) == (args.prompts is None):
@@ -278,7 +277,7 @@ def _generate(args) -> int:
         if not text.strip():
             raise ValueError("the prompt is empty")
         prompts = [Prompt("prompt", text=text)]
-    with _progress() as progress:
+    with bar() as progress:
         progress("load", 0, 1)
         loaded = _load(args, _device(args.device))
     chat = bool(getattr(loaded.tokenizer, "chat_template", None)) if args.chat is None else args.chat
@@ -322,7 +321,7 @@ def _stream(engine, ids, params) -> int:
 
 
 def _completion_json(prompt, completion) -> str:
-    from .compare import finite
+    from .proof.compare import finite
 
     record = {
         "source": prompt.source,
@@ -348,7 +347,7 @@ def _doctor(args) -> int:
         raise ValueError("--model and --shapes say what --admit is to verify: expected --admit with them")
     import vexact_ops as vx
 
-    from . import doctor
+    from .proof import doctor
 
     description = doctor.describe()
     _print_pairs("Environment", description)
@@ -384,7 +383,7 @@ def _admit(args) -> int:
         raise ValueError("--admit: expected --model DIR or --shapes NxK,NxK")
     import torch
 
-    from . import doctor
+    from .proof import doctor
 
     _device("cuda")
     wanted = [doctor.Matrix(n, k) for n, k in args.shapes or ()]
@@ -463,7 +462,7 @@ def _conclude(verification, args) -> int:
     if args.json:
         _write_json(args.json, verification.to_json())
     if args.html:
-        from .report import write_report
+        from .proof.report import write_report
 
         write_report(args.html, verification)
     written = " and ".join(filter(None, (args.json, args.html)))
@@ -538,38 +537,6 @@ def _print_pairs(title: str, pairs: dict) -> None:
     for key, value in pairs.items():
         print(f"  {key:<{width}}  {value}")
     print()
-
-
-def _on_terminal() -> bool:
-    return sys.stderr.isatty()
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator:
-    """A function (stage, done, total) that draws on a terminal, and does nothing elsewhere."""
-    if not _on_terminal():
-        yield lambda stage, done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    drawing, task = Progress(*columns, console=Console(stderr=True), transient=True), None
-
-    def update(stage: str, done: int, total: int) -> None:
-        nonlocal task
-        if stage in ("fetch", "rollout"):  # these draw bars of their own
-            drawing.stop()
-            return
-        if task is None:
-            task = drawing.add_task(stage, total=total)
-        drawing.start()
-        drawing.update(task, description=stage, completed=done, total=total if total > 1 else None)
-
-    try:
-        yield update
-    finally:
-        drawing.stop()
 
 
 if __name__ == "__main__":

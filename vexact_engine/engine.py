@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -24,14 +23,15 @@ from torch import Tensor
 
 import vexact_ops as vx
 
-from . import models
 from .config import EngineConfig, SamplingParams
+from .core.scheduler import Scheduler, Stats
 from .interrupt import HeldInterrupts
 from .outputs import Increment, Ticket
+from .progress import bar, quiet
 from .request import Completion, Request
 from .request import Sequence as Sample
-from .runner import Runner
-from .scheduler import Scheduler, Stats
+from .runner import shapes
+from .runner.runner import Runner
 from .weights.load import Loaded, load
 from .weights.update import apply_update, plan_update
 
@@ -72,7 +72,7 @@ class Engine:
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         first = next(self.model.parameters())
         self.device, self.dtype = first.device, first.dtype
-        self.vocab_size = models.vocab_size(self.model)
+        self.vocab_size = shapes.vocab_size(self.model)
         self.config = self._complete(config)
         self._handle = vx.patch.hf(self.model, kv_segment=config.kv_segment, latent=config.latent_attention)
         try:
@@ -116,7 +116,7 @@ class Engine:
         return cls(load(path_or_model, device=device, dtype=dtype, tokenizer=tokenizer), config)
 
     def _complete(self, config: EngineConfig) -> EngineConfig:
-        made_for, wanted = models.max_positions(self.model), config.max_model_len
+        made_for, wanted = shapes.max_positions(self.model), config.max_model_len
         if made_for is not None and wanted is not None and wanted > made_for:
             raise ValueError(f"EngineConfig: max_model_len is {wanted}, expected at most {made_for}: {self.name}'s own")
         return replace(config, max_model_len=wanted if wanted is not None else made_for)
@@ -467,19 +467,9 @@ class Engine:
     @contextlib.contextmanager
     def _progress(self, tickets: list[Ticket]) -> Iterator:
         """A function to call now and then, which draws where that is wanted."""
-        wanted = self.config.show_progress
-        if not (sys.stderr.isatty() if wanted is None else wanted) or not tickets:
-            yield lambda: None
-            return
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        rate = TextColumn("{task.fields[rate]} tokens/s")
-        columns = TextColumn("generating"), BarColumn(), MofNCompleteColumn(), rate, TimeElapsedColumn()
         samples = [sample for ticket in tickets for sample in ticket.request.sequences]
         begin = last = time.perf_counter()
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("", total=len(samples), rate="0")
+        with bar(self.config.show_progress if tickets else False) as draw:
 
             def show() -> None:
                 nonlocal last
@@ -488,6 +478,7 @@ class Engine:
                     last = now
                     tokens = sum(len(sample.logprobs) for sample in samples)
                     done = sum(sample.finished for sample in samples)
-                    bar.update(task, completed=done, rate=f"{tokens / (now - begin):.0f}")
+                    draw("generating", done, len(samples), f"{tokens / (now - begin):.0f} tokens/s")
 
-            yield show
+            draw("generating", 0, len(samples))
+            yield show if draw is not quiet else lambda: None

@@ -11,9 +11,10 @@ import pytest
 import torch
 from engine_models import build, byte_tokenizer
 
-from vexact_engine import cli, demo, doctor, verify
+from vexact_engine import cli
 from vexact_engine.config import EngineConfig
-from vexact_engine.prompts import encode, read_prompts
+from vexact_engine.proof import demo, doctor, verify
+from vexact_engine.proof.prompts import encode, read_prompts
 from vexact_engine.weights import random
 from vexact_engine.weights.random import load_random
 

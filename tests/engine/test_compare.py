@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from vexact_engine.compare import Sample, Side, compare, differences, finite
+from vexact_engine.proof.compare import Sample, Side, compare, differences, finite
 
 
 def test_equal_lists_differ_nowhere():

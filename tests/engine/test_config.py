@@ -18,7 +18,7 @@ nan, inf = math.nan, math.inf
 
 def test_the_scheduling_modules_import_neither_torch_nor_numpy():
     code = (
-        "import sys, vexact_engine.scheduler\n"
+        "import sys, vexact_engine.core.scheduler\n"
         "heavy = {'torch', 'numpy', 'transformers'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )

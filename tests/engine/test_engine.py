@@ -12,8 +12,9 @@ import torch
 from engine_models import VOCAB, bits, build, byte_tokenizer, check_idle, prompts
 
 import vexact_ops as vx
-from vexact_engine import Engine, EngineConfig, SamplingParams, memory
+from vexact_engine import Engine, EngineConfig, SamplingParams
 from vexact_engine import engine as engine_module
+from vexact_engine.runner import memory
 
 CONFIG = EngineConfig(num_pages=64, page_size=4, max_num_batched_tokens=16, show_progress=False)
 PROMPTS = prompts(4, longest=20)

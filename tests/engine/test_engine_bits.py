@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vexact_ops as vx
-from vexact_engine import Engine, EngineConfig, SamplingParams, models
-from vexact_engine.models import fused
+from vexact_engine import Engine, EngineConfig, SamplingParams
+from vexact_engine.runner import decoder
 
 GPU = torch.cuda.is_available()
 MODELS = [
@@ -243,7 +243,7 @@ def test_fused_equals_patched(family, device, dtype, monkeypatch):
     for path in ("fused", "patched: for this test"):
         model = build(family, dtype, device=device, **options)
         if path != "fused":
-            monkeypatch.setattr(models, "fuse", lambda *args: (None, "for this test"))
+            monkeypatch.setattr("vexact_engine.runner.forward.fuse", lambda *args: (None, "for this test"))
         with launch(device, model=model, max_num_batched_tokens=13, page_size=3) as engine:
             assert engine.path == path
             done[path] = [bits(c) for c in engine.generate(PROMPTS, PARAMS)]
@@ -263,8 +263,8 @@ def test_joined_weights_take_no_second_copy(device, dtype):
 
 @each_device
 def test_a_fused_forward_with_other_bits_is_not_used(device, dtype, monkeypatch, caplog):
-    wrong = replace(fused.FAMILIES["transformers.models.gemma2.modeling_gemma2.Gemma2ForCausalLM"], activation="silu")
-    monkeypatch.setitem(fused.FAMILIES, "transformers.models.gemma2.modeling_gemma2.Gemma2ForCausalLM", wrong)
+    wrong = replace(decoder.FAMILIES["transformers.models.gemma2.modeling_gemma2.Gemma2ForCausalLM"], activation="silu")
+    monkeypatch.setitem(decoder.FAMILIES, "transformers.models.gemma2.modeling_gemma2.Gemma2ForCausalLM", wrong)
     with launch(device, "Gemma2") as engine:
         assert engine.path == "patched: its bits are not those of the patched Gemma2ForCausalLM"
         assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == alone(device, "Gemma2", dtype)
@@ -275,13 +275,13 @@ def test_a_fused_forward_with_other_bits_is_not_used(device, dtype, monkeypatch,
 def test_a_wrong_window_is_noticed(device, dtype, monkeypatch):
     """The comparison looks behind the window, not at a short prompt alone."""
     model = build("Mistral", device=device)
-    whole = fused._Layer.__init__
+    whole = decoder._Layer.__init__
 
     def forgetful(self, *args):
         whole(self, *args)
         self.attention["window"] = 13
 
-    monkeypatch.setattr(fused._Layer, "__init__", forgetful)
+    monkeypatch.setattr(decoder._Layer, "__init__", forgetful)
     with launch(device, model=model) as engine:
         assert engine.path.startswith("patched: its bits")
 

@@ -30,7 +30,7 @@ def launch(config=CONFIG, device="cuda", family="Qwen3", **options):
 def test_a_step_waits_for_its_draw_alone(family, path, monkeypatch):
     """From the batch on its way to the device to logits and draws, nothing makes the host wait."""
     if path == "patched":
-        monkeypatch.setattr("vexact_engine.models.fuse", lambda *args: (None, "for this test"))
+        monkeypatch.setattr("vexact_engine.runner.forward.fuse", lambda *args: (None, "for this test"))
     with launch(family=family) as engine:
         assert engine.path.startswith(path)
         expected = [bits(c) for c in engine.generate(PROMPTS, PARAMS)]  # compiles and verifies kernels, which wait
@@ -75,7 +75,7 @@ def test_the_cache_takes_the_share_of_memory_that_is_left(monkeypatch):
         page = 2 * 2 * 2 * 16 * 16 * 2  # layers, k and v, heads, head dim, page size, bytes
         taken = engine.config.num_pages * page
         assert (1 << 28) < taken < (1 << 30)  # less what weights, kernels and a step take
-        assert sum(c.nbytes for c in engine._runner.k_caches + engine._runner.v_caches) == taken
+        assert sum(c.nbytes for c in [cache for part in engine._runner.builder.caches for cache in part]) == taken
         done = engine.generate(PROMPTS, PARAMS)
         check_idle(engine)
     with launch() as engine:

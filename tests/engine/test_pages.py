@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vexact_engine.pages import PagePool
+from vexact_engine.core.pages import PagePool
 
 
 def fill(pool, tokens):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from vexact_engine.prompts import Prompt, PromptError, encode, parse_record, read_prompts, synthetic_prompts
+from vexact_engine.proof.prompts import Prompt, PromptError, encode, parse_record, read_prompts, synthetic_prompts
 
 
 def write(folder, name, text):

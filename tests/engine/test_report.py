@@ -7,9 +7,9 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from vexact_engine.compare import Sample, Side
-from vexact_engine.report import render, write_report
-from vexact_engine.verify import Gradients, Verification
+from vexact_engine.proof.compare import Sample, Side
+from vexact_engine.proof.report import render, write_report
+from vexact_engine.proof.verify import Gradients, Verification
 
 EVIL = '<script>alert("x")</script> & <img src=http://example.org/x.png>'
 

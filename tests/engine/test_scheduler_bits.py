@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from toy import VOCAB, drain, expected, make, request, step
 
-from vexact_engine.pages import PagePool
+from vexact_engine.core.pages import PagePool
 from vexact_engine.request import State
 
 # The same tokens, however it is scheduled

@@ -8,12 +8,12 @@ import torch
 from engine_models import VOCAB, build, byte_tokenizer
 
 import vexact_ops as vx
-from vexact_engine.compare import Sample
 from vexact_engine.config import EngineConfig, SamplingParams
-from vexact_engine.pages import PagePool
-from vexact_engine.prompts import Prompt, synthetic_prompts
-from vexact_engine.stock import run_stock
-from vexact_engine.verify import VerifyError, pack, rescore, verify
+from vexact_engine.core.pages import PagePool
+from vexact_engine.proof.compare import Sample
+from vexact_engine.proof.prompts import Prompt, synthetic_prompts
+from vexact_engine.proof.stock import run_stock
+from vexact_engine.proof.verify import VerifyError, pack, rescore, verify
 from vexact_engine.weights.load import load
 
 TIGHT = EngineConfig(page_size=4, num_pages=12, max_num_seqs=3, max_num_batched_tokens=8, show_progress=False)

@@ -8,8 +8,8 @@ across weights makes it read something it should not, and it says so.
 import dataclasses
 
 from vexact_engine.config import EngineConfig, SamplingParams
+from vexact_engine.core.scheduler import PLACEHOLDER, Sampled, Scheduler
 from vexact_engine.request import Request, derive_seed
-from vexact_engine.scheduler import PLACEHOLDER, Sampled, Scheduler
 
 VOCAB = 7  # small, so that stop tokens and equal prefixes are common
 

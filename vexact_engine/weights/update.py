@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from vexact_ops.testing import same_bits
+
 from .experts import aliases, expert_views
 from .load import some
 
@@ -62,7 +64,7 @@ def plan_update(
     plan: dict[int, tuple[str, Tensor, Tensor]] = {}
     for name, source in given.items():
         first = plan.setdefault(id(wanted[name]), (name, wanted[name], source))
-        if not _same_bits(first[2], source):
+        if not same_bits(first[2], source):
             raise ValueError(f"update_weights: {first[0]} and {name} are tied, but hold different values")
     return [(target, source) for _, target, source in plan.values()]
 
@@ -78,10 +80,3 @@ def _kind(value) -> str:
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     return "a meta tensor" if value.is_meta else f"a tensor of layout {value.layout}"
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a is b or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.device == b.device):
-        return True
-    a, b = a.detach().contiguous(), b.detach().to(a.device).contiguous()
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.dim() else torch.equal(a, b)

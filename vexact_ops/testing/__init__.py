@@ -1,7 +1,7 @@
 """Tools to test the promise of aligned ops, here and elsewhere: byte comparison, adversarial inputs, properties."""
 
 from .._core.proof.attention import Pages, attention_inputs, offsets
-from .._core.proof.bitwise import assert_bitwise, count_different
+from .._core.proof.bitwise import assert_bitwise, count_different, different, same_bits
 from .._core.proof.inputs import cancelling, special_rows, tricky
 from .attention import check_attention, check_packing, check_paging, check_unseen
 from .experts import check_grouped, offsets_of, spreads
@@ -21,9 +21,11 @@ __all__ = [
     "check_unseen",
     "count_different",
     "cpu_isas",
+    "different",
     "offsets",
     "offsets_of",
     "on_cpu_isa",
+    "same_bits",
     "special_rows",
     "spreads",
     "tricky",

@@ -6,7 +6,8 @@ from torch import Tensor
 _INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _different(actual: Tensor, expected: Tensor) -> Tensor:
+def different(actual: Tensor, expected: Tensor) -> Tensor:
+    """Where the bits of two tensors of one shape, dtype and device differ."""
     if not actual.dtype.is_floating_point:
         return actual != expected
     integer = _INTS[actual.element_size()]
@@ -22,7 +23,12 @@ def count_different(actual: Tensor, expected: Tensor) -> int:
             f"differ in kind: {actual.dtype} {tuple(actual.shape)} against {expected.dtype} {tuple(expected.shape)}"
         )
     expected = expected.to(actual.device)
-    return int(_different(actual.detach(), expected.detach()).sum())
+    return int(different(actual.detach(), expected.detach()).sum())
+
+
+def same_bits(actual: Tensor, expected: Tensor) -> bool:
+    """Whether both have one shape, one dtype and the same bits."""
+    return actual.shape == expected.shape and actual.dtype == expected.dtype and not count_different(actual, expected)
 
 
 def assert_bitwise(actual, expected, label: str = "outputs") -> None:
@@ -41,7 +47,7 @@ def assert_bitwise(actual, expected, label: str = "outputs") -> None:
     count = count_different(actual, expected)
     if count:
         actual, expected = actual.detach().cpu(), expected.detach().cpu()
-        where = tuple(_different(actual, expected).nonzero()[0].tolist())
+        where = tuple(different(actual, expected).nonzero()[0].tolist())
         got, want = actual[where].item(), expected[where].item()
         largest = (actual.double() - expected.double()).abs().nan_to_num(nan=float("inf")).max().item()
         raise AssertionError(

@@ -18,14 +18,16 @@ import torch
 from torch import Tensor
 
 import vexact_ops as vx
+from vexact_ops.testing import different
 
+from ..config import EngineConfig, SamplingParams
+from ..engine import Engine
+from ..progress import Progress, quiet
+from ..weights.load import Loaded, load
 from .compare import Comparison, Sample, Side, finite
-from .config import EngineConfig, SamplingParams
-from .engine import Engine
 from .machine import environment
 from .prompts import Prompt, decoder, encode
-from .stock import Progress, quiet, run_stock
-from .weights.load import Loaded, load
+from .stock import run_stock
 
 # The engine's counts that tell what a run exercised; see scheduler.Stats.
 STATISTICS = (
@@ -317,11 +319,11 @@ def _in_batches(engine, prompt_ids, params, expected, size: int) -> Batches:
     tokens = mismatched = 0
     for ours, first in zip(done, expected):
         tokens += len(first.token_ids)
-        known = zip(ours.token_ids, ours.logprobs, ours.raw_logprobs)
-        wanted = list(zip(first.token_ids, first.logprobs, first.raw_logprobs))
-        # fp32 as Python floats: equal numbers are equal bits, for no log-probability is -0
-        same = sum(a == b for a, b in zip(known, wanted))
-        mismatched += max(len(wanted), len(ours.token_ids)) - same
+        most, least = (f(len(ours.token_ids), len(first.token_ids)) for f in (max, min))
+        a, b = (torch.tensor([c.logprobs[:least], c.raw_logprobs[:least]], dtype=torch.float32) for c in (ours, first))
+        ids = (torch.tensor(c.token_ids[:least], dtype=torch.int64) for c in (ours, first))
+        differs = different(a, b).any(0) | different(*ids)
+        mismatched += most - least + int(differs.sum())
     return Batches(size, count, tokens, mismatched, round(seconds, 3), engine.stats.prefix_tokens - known_before)
 
 

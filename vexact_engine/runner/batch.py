@@ -4,50 +4,105 @@ Host time counts here: a decode step of a small model takes a few milliseconds. 
 only ever extended, everything per token is computed by NumPy for all tokens at once, and a GPU gets one copy.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .config import EngineConfig
-from .scheduler import Chunk, StepPlan
+import vexact_ops as vx
+
+from ..config import EngineConfig
+from ..core.scheduler import Chunk, StepPlan
 
 _INT64_MAX = 2**63 - 1
 _FP32_TINY = float(np.finfo(np.float32).tiny)  # a top_p that fp32 would round to zero keeps the likeliest token too
 
 
-@dataclass(slots=True)
-class Batch:
-    """T tokens of B sequences, of which S are sampled from.
+Caches = tuple[Sequence[Tensor], Sequence[Tensor]]  # of each layer: keys, values
 
-    input_ids, positions   (T,) int64, the sequences one after another
-    slot_mapping           (T,) int64: page * page_size + offset of each token's key and value
-    block_table            (B, P) int32: the pages of each sequence
-    context_lens           (B,) int32: keys of each sequence, this step's included
-    cu_seqlens_q           (B + 1,) int32
-    max_seqlen_q           tokens of the longest chunk
-    sample_rows            (S,) int64: the tokens whose logits are wanted
-    seeds, draw_positions  (S,) int64: the sampler's counter: the sample's seed and the place of the drawn token
+
+@dataclass(slots=True)
+class Sampling:
+    """What to draw from: S rows of the step, each with its own parameters.
+
+    rows              (S,) int64: the tokens whose logits are wanted
+    seeds, positions  (S,) int64: the sampler's counter: the sample's seed and the place of the drawn token
     temperature, top_p, min_p  (S,) fp32;  top_k (S,) int64
-    num_top_logprobs       the most that any of them wants
+    num_top_logprobs  the most that any of them wants
     """
 
-    input_ids: Tensor
-    positions: Tensor
-    slot_mapping: Tensor
-    block_table: Tensor
-    context_lens: Tensor
-    cu_seqlens_q: Tensor
-    max_seqlen_q: int
-    sample_rows: Tensor
+    rows: Tensor
     seeds: Tensor
-    draw_positions: Tensor
+    positions: Tensor
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    num_top_logprobs: int
+    num_top_logprobs: int = 0
+
+
+@dataclass(slots=True)
+class Batch:
+    """T tokens of some sequences, and what is drawn after them.
+
+    input_ids, positions   (T,) int64, the sequences one after another
+    paged                  where their keys and values are, and whose tokens they are
+    sampling               of the last tokens of some of them
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    paged: vx.patch.PagedBatch
+    sampling: Sampling
+
+
+def plain(
+    caches: Caches, tables: Sequence[Sequence[int]], spans: Sequence[tuple[int, int]], input_ids=0, store: bool = True
+) -> Batch:
+    """A batch by hand, with one plain draw after each sequence's last token.
+
+    tables      pages of each sequence
+    spans       first position and the one behind the last, of each
+    input_ids   (T,), or one id for all
+    store       whether keys and values are stored
+    """
+    device, page_size = caches[0][0].device, caches[0][0].shape[1]
+    lengths = np.array([end - start for start, end in spans])
+    cu = np.cumsum([0, *lengths])
+    positions = np.concatenate([np.arange(*span) for span in spans])
+    table = np.zeros((len(tables), max(map(len, tables))), np.int32)
+    for row, pages in enumerate(tables):
+        table[row, : len(pages)] = pages
+    slots = np.full(len(positions), -1)
+    if store:
+        owner = np.repeat(np.arange(len(spans)), lengths)
+        slots = table[owner, positions // page_size].astype(np.int64) * page_size + positions % page_size
+
+    def there(values, dtype=torch.int64) -> Tensor:
+        return torch.from_numpy(np.asarray(values)).to(device, dtype)
+
+    def alike(value, dtype=torch.int64) -> Tensor:
+        return torch.full((len(spans),), value, dtype=dtype, device=device)
+
+    ids = torch.full((len(positions),), input_ids, dtype=torch.int64) if isinstance(input_ids, int) else input_ids
+    places = slots, table, [end for _, end in spans], cu
+    kinds = torch.int64, torch.int32, torch.int32, torch.int32
+    return Batch(
+        ids.to(device),
+        there(positions),
+        vx.patch.PagedBatch(*caches, *map(there, places, kinds), max_seqlen_q=int(lengths.max())),
+        Sampling(
+            there(cu[1:] - 1),
+            seeds=alike(0),
+            positions=alike(0),
+            temperature=alike(1.0, torch.float32),
+            top_k=alike(0),
+            top_p=alike(1.0, torch.float32),
+            min_p=alike(0.0, torch.float32),
+        ),
+    )
 
 
 class _Table:
@@ -75,7 +130,8 @@ class _Table:
 class BatchBuilder:
     """Turns plans into batches on one device. Not thread-safe."""
 
-    def __init__(self, config: EngineConfig, device: torch.device):
+    def __init__(self, config: EngineConfig, device: torch.device, caches: Caches):
+        self.caches = caches
         self.page_size = config.page_size
         self.device = device
         self._tables: dict[
@@ -133,22 +189,10 @@ class BatchBuilder:
         ids, positions, slots, rows, seeds, draws, top_k, table, context, cu, temperature, top_p, min_p = self._send(
             columns
         )
+        paged = vx.patch.PagedBatch(*self.caches, slots, table, context, cu, int(lengths.max()))
+        most = max((p.num_top_logprobs for p in params), default=0)
         return Batch(
-            input_ids=ids,
-            positions=positions,
-            slot_mapping=slots,
-            block_table=table,
-            context_lens=context,
-            cu_seqlens_q=cu,
-            max_seqlen_q=int(lengths.max()),
-            sample_rows=rows,
-            seeds=seeds,
-            draw_positions=draws,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            num_top_logprobs=max((p.num_top_logprobs for p in params), default=0),
+            ids, positions, paged, Sampling(rows, seeds, draws, temperature, top_k, top_p, min_p, num_top_logprobs=most)
         )
 
     def _block_table(self, chunks: list[Chunk], width: int) -> np.ndarray:

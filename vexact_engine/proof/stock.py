@@ -7,17 +7,12 @@ fp32 log-softmax of the logits that the model returns.
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
+from ..progress import Progress, quiet
 from .compare import Sample, Side
-
-Progress = Callable[[str, int, int], None]
-
-
-def quiet(stage: str, done: int, total: int) -> None:
-    pass
 
 
 def run_stock(

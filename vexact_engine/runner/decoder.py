@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import vexact_ops as vx
+from vexact_ops.testing import same_bits
 
-from ..batch import Batch
+from .batch import Batch, plain
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ def _join_all(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
 
 
 class _Decoder:
-    """(batch, k_caches, v_caches) -> (T, H) final hidden states."""
+    """batch -> (T, H) final hidden states."""
 
     def __init__(self, model: nn.Module, family: Family, kv_segment: int | None):
         base = model.base_model
@@ -163,13 +164,14 @@ class _Decoder:
         self.layers = [_Layer(layer, base.config, family) for layer in base.layers]
         self.norm, self.eps = base.norm.weight, _eps(base.norm)
 
-    def __call__(self, batch: Batch, k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]) -> Tensor:
+    def __call__(self, batch: Batch) -> Tensor:
         style, activation, segment = self.style, self.activation, self.kv_segment
-        table = batch.block_table, batch.context_lens, batch.cu_seqlens_q, batch.max_seqlen_q
+        paged = batch.paged
+        table = paged.block_table, paged.context_lens, paged.cu_seqlens_q, paged.max_seqlen_q
         x, residual = self.embed(batch.input_ids), None
         cos, sin = (part[0] for part in self.rotary(x[None], batch.positions[None]))
         tokens = x.shape[0]
-        for layer, k_cache, v_cache in zip(self.layers, k_caches, v_caches):
+        for layer, k_cache, v_cache in zip(self.layers, paged.k_caches, paged.v_caches):
             if residual is None:
                 h, residual = vx.rmsnorm(x, layer.before, layer.before_eps, style=style), x
             else:
@@ -180,7 +182,7 @@ class _Decoder:
             if layer.q_norm is not None:
                 q = vx.rmsnorm(q, layer.q_norm, layer.qk_eps[0], style=style)
                 k = vx.rmsnorm(k, layer.k_norm, layer.qk_eps[1], style=style)
-            q = vx.rope_kv_store(q, k, heads[:, q_heads + k_heads :], cos, sin, k_cache, v_cache, batch.slot_mapping)
+            q = vx.rope_kv_store(q, k, heads[:, q_heads + k_heads :], cos, sin, k_cache, v_cache, paged.slot_mapping)
             x = vx.attention_paged(q, k_cache, v_cache, *table, **layer.attention, kv_segment=segment)
             x = vx.linear(x.view(tokens, -1), layer.o, layer.o_bias)
             if layer.after_attention is not None:
@@ -212,38 +214,10 @@ def _same_bits(model: nn.Module, fused: Callable, patched: Callable, cache_shape
         torch.randn(pages + 1, page, heads, dim, dtype=torch.float32, generator=generator).to(first.device, first.dtype)
         for dim in dims
     ]
-    starts = torch.cat([torch.arange(prompt), torch.arange(context - chunk, context)])
-    slots = torch.cat([pages * page + torch.arange(prompt), torch.arange(context - chunk, context)])
-    table = torch.zeros(2, pages, dtype=torch.int32)
-    table[0, 0], table[1] = pages, torch.arange(pages)
-
-    def ints(*values: int) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=first.device)
-
     ids = torch.randint(model.get_input_embeddings().weight.shape[0], (prompt + chunk,), generator=generator)
-    none = torch.empty(0, dtype=torch.float32, device=first.device)
-    batch = Batch(
-        input_ids=ids.to(first.device),
-        positions=starts.to(first.device),
-        slot_mapping=slots.to(first.device),
-        block_table=table.to(first.device),
-        context_lens=ints(prompt, context),
-        cu_seqlens_q=ints(0, prompt, prompt + chunk),
-        max_seqlen_q=max(prompt, chunk),
-        **dict.fromkeys(("sample_rows", "seeds", "draw_positions", "temperature", "top_k", "top_p", "min_p"), none),
-        num_top_logprobs=0,
-    )
-    outs, caches = [], []
+    spans, tables = [(0, prompt), (context - chunk, context)], [[pages], range(pages)]
+    outs = []
     for forward in (patched, fused):
         k, v = (part.clone() for part in cache)
-        outs.append(forward(batch, [k] * layers, [v] * layers))
-        caches += [(k, v)]
-    pairs = [tuple(outs), *zip(*caches)]
-    return all(_equal(a, b) for a, b in pairs)
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """The same bytes; a NaN equals a NaN."""
-    integer = torch.int16 if a.element_size() == 2 else torch.int32
-    same = (a.contiguous().view(integer) == b.contiguous().view(integer)) | (a.isnan() & b.isnan())
-    return a.shape == b.shape and bool(same.all())
+        outs.append((forward(plain(([k] * layers, [v] * layers), tables, spans, ids)), k, v))
+    return all(same_bits(a, b) for a, b in zip(*outs))

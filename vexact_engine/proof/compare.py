@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field
 import torch
 from torch import Tensor
 
+from vexact_ops.testing import different
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -52,7 +54,7 @@ def differences(rollout: Tensor, trainer: Tensor) -> tuple[Tensor, Tensor]:
     if rollout.shape != trainer.shape:
         raise ValueError(f"differences: trainer: got shape {tuple(trainer.shape)}, expected {tuple(rollout.shape)}")
     rollout, trainer = rollout.detach().cpu().contiguous(), trainer.detach().cpu().contiguous()
-    differs = rollout.view(torch.int32) != trainer.view(torch.int32)
+    differs = different(rollout, trainer)
     difference = torch.where(differs, trainer.double() - rollout.double(), 0.0)  # -inf - -inf is no difference
     broken = rollout.isnan() | trainer.isnan()
     return torch.where(broken, torch.nan, difference), differs | broken

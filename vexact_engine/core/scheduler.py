@@ -21,9 +21,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from vexact_engine.config import EngineConfig
-from vexact_engine.pages import PagePool
-from vexact_engine.request import Request, Sequence, State
+from ..config import EngineConfig
+from ..request import Request, Sequence, State
+from .pages import PagePool
 
 PLACEHOLDER = -1  # a token that a plan in flight is still to sample
 

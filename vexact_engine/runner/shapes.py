@@ -1,17 +1,8 @@
-"""How a model is run on a Batch: through its patched Hugging Face forward, or a fused path with the same bits."""
+"""What a model's config says of it: the sizes of its cache, its vocabulary, how long a text it was made for."""
 
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
-
-import vexact_ops as vx
-
-from ..batch import Batch
-from .fused import fuse
-
-Forward = Callable[[Batch, Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 
 def decoder_config(model: torch.nn.Module):
@@ -53,37 +44,3 @@ def vocab_size(model: torch.nn.Module) -> int:
 def max_positions(model: torch.nn.Module) -> int | None:
     """How long a text the model was made for; None where it does not say."""
     return getattr(decoder_config(model), "max_position_embeddings", None)
-
-
-def forward(model: torch.nn.Module, *, kv_segment: int | None = None) -> tuple[Forward, str]:
-    """A function (batch, k_caches, v_caches) -> (T, H) final hidden states for a patched model, and how it computes:
-    "fused", or "patched: " and why it is not fused. Both have the same bits."""
-    plain = patched_forward(model)
-    fused, reason = fuse(model, plain, cache_shape(model), kv_segment)
-    return (plain, f"patched: {reason}") if fused is None else (fused, "fused")
-
-
-def patched_forward(model: torch.nn.Module) -> Forward:
-    """The decoder's own Python, on aligned ops: any family that vexact_ops.patch.hf covers."""
-    base = model.base_model
-
-    def run(batch: Batch, k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]) -> Tensor:
-        paged = vx.patch.PagedBatch(
-            k_caches,
-            v_caches,
-            batch.slot_mapping,
-            batch.block_table,
-            batch.context_lens,
-            batch.cu_seqlens_q,
-            batch.max_seqlen_q,
-        )
-        out = base(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.positions[None],
-            use_cache=False,
-            return_dict=True,
-            vexact_paged=paged,
-        )
-        return out.last_hidden_state[0]
-
-    return run

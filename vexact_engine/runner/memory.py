@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from .config import EngineConfig
+from ..config import EngineConfig
 
 # On a CPU the cache shares memory with everything else that runs there, a trainer above all.
 CPU_SHARE, CPU_MOST = 0.25, 8 << 30

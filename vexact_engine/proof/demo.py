@@ -6,12 +6,12 @@ beside decodes, sequences that come and go, pages that run out, prompts that beg
 
 from dataclasses import replace
 
-from .config import EngineConfig, SamplingParams
+from ..config import EngineConfig, SamplingParams
+from ..progress import Progress, quiet
+from ..weights.fetch import fetch_smollm2
+from ..weights.load import load
 from .prompts import Prompt
-from .stock import Progress, quiet
 from .verify import Verification, VerifyError, verify
-from .weights.fetch import fetch_smollm2
-from .weights.load import load
 
 MODEL = "SmolLM2-135M-Instruct"
 
@@ -86,7 +86,12 @@ CONFIG = EngineConfig(page_size=16, num_pages=40, max_num_seqs=6, max_num_batche
 
 
 def demo(
-    *, dtype: str = "bfloat16", stock: bool = True, seed: int = 0, show_bars: bool = False, progress: Progress = quiet
+    *,
+    dtype: str = "bfloat16",
+    stock: bool = True,
+    seed: int = 0,
+    show_bars: bool | None = False,
+    progress: Progress = quiet,
 ) -> Verification:
     """Fetch the model, roll out, re-score, compare, and do the same with the stock stack in bf16 and fp32.
 

@@ -8,10 +8,11 @@ from torch import Tensor
 
 import vexact_ops as vx
 
-from . import memory, models
-from .batch import Batch, BatchBuilder
-from .config import EngineConfig
-from .scheduler import Sampled, StepPlan
+from ..config import EngineConfig
+from ..core.scheduler import Sampled, StepPlan
+from . import memory, shapes
+from .batch import Batch, BatchBuilder, Caches, plain
+from .forward import forward
 
 
 class Runner:
@@ -24,10 +25,10 @@ class Runner:
 
     def __init__(self, model: torch.nn.Module, handle, config: EngineConfig, device: torch.device):
         self.model, self.handle, self.device = model, handle, device
-        self.shape = models.cache_shape(model, latent=config.latent_attention)
+        self.shape = shapes.cache_shape(model, latent=config.latent_attention)
         self.dtype = next(model.parameters()).dtype
         self.page_size = config.page_size
-        self.forward, self.path = models.forward(model, kv_segment=config.kv_segment)
+        self.forward, self.path = forward(model, kv_segment=config.kv_segment)
         if config.num_pages is None:  # behind the forward: what that moves and takes is in use by now
             per_token = self.shape.per_token * self.dtype.itemsize
             step = self._rehearse(config) if device.type == "cuda" else 0
@@ -36,10 +37,9 @@ class Runner:
         self.config = config
         # Nobody's bits depend on what has not been stored, and on a CPU untouched memory is never taken; on a GPU it is
         # zeroed, as attention is faster where what lies behind a sequence's last key is finite.
-        self.k_caches, self.v_caches = self._caches(config.num_pages, self.shape.layers)
-        self.builder = BatchBuilder(config, device)
+        self.builder = BatchBuilder(config, device, self._caches(config.num_pages, self.shape.layers))
 
-    def _caches(self, pages: int, layers: int) -> tuple[list[Tensor], list[Tensor]]:
+    def _caches(self, pages: int, layers: int) -> Caches:
         """Those of the keys and those of the values, for some layers."""
         made = pages, self.page_size, self.shape.heads
         new = torch.zeros if self.device.type == "cuda" else torch.empty
@@ -53,27 +53,28 @@ class Runner:
     def run(self, plan: StepPlan) -> Sampled:
         """What the plan draws; -1 for a sequence whose logits are not numbers. The host waits once, for the draw."""
         batch = self.builder.build(plan)
-        if batch.sample_rows.shape[0] == 0:
-            self.forward(batch, self.k_caches, self.v_caches)
+        if batch.sampling.rows.shape[0] == 0:
+            self.forward(batch)
             return Sampled([], [], [], [])
-        logits, drawn = self._step(batch, self.k_caches, self.v_caches)
-        top = self._top_logprobs(plan, batch, logits) if batch.num_top_logprobs else None
+        logits, drawn = self._step(batch)
+        most = batch.sampling.num_top_logprobs
+        top = self._top_logprobs(plan, logits, most) if most else None
         return Sampled(*_to_host(*drawn), top)
 
-    def _step(self, batch: Batch, k_caches, v_caches) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    def _step(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Logits of the sampled rows, and ids, log-probabilities and raw ones drawn from them."""
-        hidden = self.forward(batch, k_caches, v_caches)
-        if batch.sample_rows.shape[0] != hidden.shape[0]:
-            hidden = hidden.index_select(0, batch.sample_rows)
+        hidden, sampling = self.forward(batch), batch.sampling
+        if sampling.rows.shape[0] != hidden.shape[0]:
+            hidden = hidden.index_select(0, sampling.rows)
         logits = self.handle.logits(hidden)
         drawn = vx.sample(
             logits,
-            batch.seeds,
-            batch.draw_positions,
-            temperature=batch.temperature,
-            top_k=batch.top_k,
-            top_p=batch.top_p,
-            min_p=batch.min_p,
+            sampling.seeds,
+            sampling.positions,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
         )
         return logits, drawn
 
@@ -85,57 +86,34 @@ class Runner:
         are compiled, verified and chosen for a shape when they first meet it do so here, and not under a request.
         """
         tokens, most = config.max_num_batched_tokens, min(config.max_num_seqs, config.max_num_batched_tokens)
-        k, v = (caches * self.shape.layers for caches in self._caches(1, 1))
+        k, v = (cache * self.shape.layers for cache in self._caches(1, 1))
+        limit = config.max_model_len or tokens
+
+        def step(*lengths: int) -> None:
+            """One that stores nothing and reads one page over and over; none longer than a sequence may be."""
+            spans = [(0, min(limit, length - at)) for length in lengths for at in range(0, length, limit)]
+            tables = [[0] * -(-end // config.page_size) for _, end in spans]
+            self._step(plain((k, v), tables, spans, store=False))
+
         counts = {min(1 << i, most) for i in range(most.bit_length() + 1)}
         for count in sorted(counts):
-            self._step(self._dummy(config, [1] * count), k, v)
+            step(*[1] * count)
             if tokens > count:
-                self._step(self._dummy(config, [2] + [1] * (count - 1)), k, v)
+                step(2, *[1] * (count - 1))
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        self._step(self._dummy(config, [tokens - most + 1] + [1] * (most - 1)), k, v)
+        step(tokens - most + 1, *[1] * (most - 1))
         return torch.cuda.max_memory_allocated(self.device) - before
 
-    def _dummy(self, config: EngineConfig, lengths: list[int]) -> Batch:
-        """A step of so many tokens of each sequence that stores nothing and reads one page over and over."""
-        device, ends = self.device, np.cumsum([0, *lengths])
-        limit = config.max_model_len or ends[-1]
-        width = -(-min(max(lengths), limit) // config.page_size)
-
-        def full(value, dtype, size=None) -> Tensor:
-            return torch.full((size or len(lengths),), value, dtype=dtype, device=device)
-
-        def ints(values, dtype=torch.int32) -> Tensor:
-            return torch.tensor(np.asarray(values), dtype=dtype, device=device)
-
-        positions = np.concatenate([np.arange(n) % limit for n in lengths])
-        return Batch(
-            input_ids=full(0, torch.int64, len(positions)),
-            positions=ints(positions, torch.int64),
-            slot_mapping=full(-1, torch.int64, len(positions)),
-            block_table=torch.zeros(len(lengths), width, dtype=torch.int32, device=device),
-            context_lens=ints(np.minimum(lengths, limit)),
-            cu_seqlens_q=ints(ends),
-            max_seqlen_q=max(lengths),
-            sample_rows=ints(ends[1:] - 1, torch.int64),
-            seeds=full(0, torch.int64),
-            draw_positions=full(0, torch.int64),
-            temperature=full(1.0, torch.float32),
-            top_k=full(0, torch.int64),
-            top_p=full(1.0, torch.float32),
-            min_p=full(0.0, torch.float32),
-            num_top_logprobs=0,
-        )
-
-    def _top_logprobs(self, plan: StepPlan, batch: Batch, logits: Tensor) -> list[dict[int, float] | None]:
+    def _top_logprobs(self, plan: StepPlan, logits: Tensor, most: int) -> list[dict[int, float] | None]:
         """The likeliest ids at temperature 1, for the rows that want them."""
         counts = [chunk.sequence.params.num_top_logprobs for chunk in plan.sampled_chunks]
         wanted = [row for row, count in enumerate(counts) if count]
         chosen = logits
         if len(wanted) != len(counts):
             chosen = logits[torch.tensor(wanted, dtype=torch.int64, device=logits.device)]
-        values, ids = vx.log_softmax(chosen).topk(min(batch.num_top_logprobs, logits.shape[1]), dim=1)
+        values, ids = vx.log_softmax(chosen).topk(min(most, logits.shape[1]), dim=1)
         found: list[dict[int, float] | None] = [None] * len(counts)
         for row, row_ids, row_values in zip(wanted, ids.tolist(), values.tolist()):
             found[row] = dict(zip(row_ids[: counts[row]], row_values))

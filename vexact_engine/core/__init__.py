@@ -1,0 +1,1 @@
+"""What is computed next and where it lies: no torch in here."""

@@ -1,0 +1,1 @@
+"""How a plan is computed: its tensors, the forward, the draw."""
