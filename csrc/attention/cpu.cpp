@@ -3,7 +3,7 @@
 
 #include "attention/kernels.h"
 #include "common/parallel.h"
-#include "common/tensor.h"
+#include "common/values.h"
 
 namespace vx {
 namespace {
@@ -11,15 +11,14 @@ namespace {
 constexpr int64_t kTileRows = 192;  // query rows that share one pass over the keys; no effect on bits
 
 const int32_t* ints(const Tensor& t, const char* name) {
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && t.is_contiguous(), name, ": expected contiguous int32");
-  return static_cast<const int32_t*>(data(t));
+  STD_TORCH_CHECK(t.is_contiguous(), name, ": expected contiguous");
+  return values<int32_t>(t, name);
 }
 
 const float* sink_values(const std::optional<Tensor>& sinks, int64_t hq) {
   if (!sinks) return nullptr;
-  STD_TORCH_CHECK(sinks->scalar_type() == ScalarType::Float, "sinks: expected float32");
   check_1d(*sinks, "sinks", hq);
-  return static_cast<const float*>(data(*sinks));
+  return values<float>(*sinks, "sinks");
 }
 
 // Offsets ascend from 0 to rows, and no step is longer than longest.
@@ -107,7 +106,7 @@ bool attention_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tenso
            q.stride(1),
            sink_values(sinks, shape.hq),
            mutable_data(out),
-           static_cast<float*>(mutable_data(lse)),
+           mutable_values<float>(lse, "lse"),
            tasks.data(),
            int64_t(tasks.size())});
   return true;
@@ -128,12 +127,11 @@ bool attention_paged_fwd(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_
                       v_cache.stride(3) == 1 && dtype_of(k_cache, "k_cache") == shape.dtype &&
                       dtype_of(v_cache, "v_cache") == shape.dtype,
                   "caches: expected (pages, page_size, Hk, D) and (pages, page_size, Hk, Dv) in q's dtype");
-  STD_TORCH_CHECK(block_table.scalar_type() == ScalarType::Int && block_table.size(0) == count &&
-                      (block_table.size(1) <= 1 || block_table.stride(1) == 1),
-                  "block_table: expected int32 rows, one for each context length");
+  STD_TORCH_CHECK(block_table.size(0) == count && (block_table.size(1) <= 1 || block_table.stride(1) == 1),
+                  "block_table: expected rows, one for each context length");
   STD_TORCH_CHECK(cu_seqlens_q.numel() == count + 1, "cu_seqlens_q: expected one more than context_lens");
   const int32_t *q_at = ints(cu_seqlens_q, "cu_seqlens_q"), *lens = ints(context_lens, "context_lens");
-  const int32_t* table = static_cast<const int32_t*>(data(block_table));
+  const int32_t* table = values<int32_t>(block_table, "block_table");
   const int64_t table_stride = block_table.stride(0), capacity = block_table.size(1) * page_size;
   if (!offsets_valid(q_at, count + 1, tokens, max_seqlen_q)) return false;
   std::vector<AttentionTask> tasks;
@@ -177,7 +175,7 @@ void attention_varlen_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out,
   for (const Tensor* t : {&out, &dout, &lse, &delta, &dq, &dk, &dv})
     STD_TORCH_CHECK(t->is_contiguous(), "backward: expected contiguous tensors");
   for (const Tensor* t : {&lse, &delta})
-    STD_TORCH_CHECK(t->numel() == tokens * shape.hq && t->scalar_type() == ScalarType::Float, "lse, delta");
+    STD_TORCH_CHECK(t->numel() == tokens * shape.hq, "lse, delta: expected one for each row");
   if (dsinks) check_1d(*dsinks, "dsinks", shape.hq);
   const int32_t *q_at = ints(cu_seqlens, "cu_seqlens"), *k_at = ints(cu_seqlens_k, "cu_seqlens_k");
   STD_TORCH_CHECK(cu_seqlens_k.numel() == count && offsets_valid(q_at, count, tokens, tokens) &&
@@ -216,13 +214,13 @@ void attention_varlen_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out,
            sink_values(sinks, shape.hq),
            data(out),
            data(dout),
-           static_cast<const float*>(data(lse)),
-           static_cast<float*>(mutable_data(delta)),
+           values<float>(lse, "lse"),
+           mutable_values<float>(delta, "delta"),
            tokens,
-           static_cast<float*>(mutable_data(dq)),
+           mutable_values<float>(dq, "dq"),
            mutable_data(dk),
            mutable_data(dv),
-           static_cast<float*>(mutable_data(dsinks)),
+           mutable_values<float>(dsinks, "dsinks"),
            q_tasks.data(),
            int64_t(q_tasks.size()),
            k_tasks.data(),

@@ -64,9 +64,11 @@ void moe_scatter_cuda(Tensor x, Tensor position, Tensor out) {
   const int64_t tokens = x.size(0), n = x.size(1), slots = position.numel(), rows = out.size(0);
   check_2d(x, "x", tokens, n);
   contiguous(out, "out", x.scalar_type(), rows, n);
+  const int64_t size = x.element_size();
+  STD_TORCH_CHECK(size == 2 || size == 4, "x: expected float32, float16 or bfloat16");
   if (tokens == 0) return;
   STD_TORCH_CHECK(slots % tokens == 0, "position: expected a multiple of x's rows");
-  const int64_t each = x.scalar_type() == ScalarType::Float ? 4 : 8, stride = tokens > 1 ? x.stride(0) : n;
+  const int64_t each = 16 / size, stride = tokens > 1 ? x.stride(0) : n;
   STD_TORCH_CHECK(n % each == 0 && stride % each == 0 && aligned_16({data(x), data(out)}),
                   "x: expected rows of whole units of 16 bytes");
   const MoeScatterCuda a = {rows, tokens, slots / tokens, n / each, stride / each, static_cast<const uint4*>(data(x)),

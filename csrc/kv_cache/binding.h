@@ -1,6 +1,6 @@
 // What both bindings check and hand to their kernels.
 #pragma once
-#include "common/tensor.h"
+#include "common/values.h"
 #include "kv_cache/kernels.h"
 
 namespace vx {
@@ -22,11 +22,10 @@ inline KvCacheStore kv_cache_args(const Tensor& k, const Tensor& v, const Tensor
                                   const Tensor& slots) {
   STD_TORCH_CHECK(k.dim() == 3 && k_cache.dim() == 4, "k: expected (T, Hk, D); k_cache: (pages, page_size, Hk, D)");
   const int64_t tokens = k.size(0), heads = k.size(1), pages = k_cache.size(0), page_size = k_cache.size(1);
-  STD_TORCH_CHECK(slots.scalar_type() == ScalarType::Long, "slot_mapping: expected int64");
   check_1d(slots, "slot_mapping", tokens);
   return {kv_half(k, k_cache, "k", tokens, heads, pages, page_size),
           kv_half(v, v_cache, "v", tokens, heads, pages, page_size),
-          static_cast<const int64_t*>(data(slots)),
+          values<int64_t>(slots, "slot_mapping"),
           tokens,
           heads,
           pages,

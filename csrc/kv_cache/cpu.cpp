@@ -1,4 +1,3 @@
-#include "common/tensor.h"
 #include "kv_cache/binding.h"
 #include "kv_cache/kernels.h"
 

@@ -1,30 +1,18 @@
-#include "common/tensor.h"
+#include "common/values.h"
 #include "linear_cross_entropy/kernels.h"
 
 namespace vx {
 namespace {
 
-const float* floats(const Tensor& t, const char* name, int64_t size) {
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.is_contiguous() && t.numel() >= size, name,
-                  ": expected at least ", size, " contiguous float32 values");
-  return static_cast<const float*>(data(t));
-}
-float* mutable_floats(const Tensor& t, const char* name, int64_t size) {
-  floats(t, name, size);
-  return static_cast<float*>(mutable_data(t));
-}
-
 Head head(const Tensor& hidden, const Tensor& weight, const Tensor& target, const Tensor& temperature, double softcap) {
   const int64_t tokens = hidden.size(0), vocabulary = weight.size(0), width = hidden.size(1);
   check_2d(hidden, "hidden", tokens, width);
-  check_2d(weight, "weight", vocabulary, width);
-  check_1d(target, "target", tokens);
   const Dtype dtype = dtype_of(hidden, "hidden");
-  STD_TORCH_CHECK(dtype_of(weight, "weight") == dtype, "weight: expected hidden's dtype");
-  STD_TORCH_CHECK(target.scalar_type() == ScalarType::Long, "target: expected int64");
+  check_2d(weight, "weight", vocabulary, width, dtype);
+  check_1d(target, "target", tokens);
   const bool one = temperature.numel() == 1;
   return {dtype, tokens, vocabulary, width, data(hidden), data(weight), hidden.stride(0), weight.stride(0),
-          static_cast<const int64_t*>(data(target)), floats(temperature, "temperature", one ? 1 : tokens), one,
+          values<int64_t>(target, "target"), values<float>(temperature, "temperature", one ? 1 : tokens), one,
           float(softcap)};
 }
 
@@ -34,10 +22,10 @@ void linear_logprobs_fwd(Tensor hidden, Tensor weight, Tensor target, Tensor tem
   const int64_t piece = workspace.size(0);
   STD_TORCH_CHECK(piece > 0, "workspace: expected rows");
   VX_CALL(linear_logprobs_fwd,
-          {h, piece, mutable_floats(workspace, "workspace", piece * (3 * ((h.vocabulary + 511) / 512) + 1)),
-           mutable_floats(logprob, "logprob", h.tokens),
-           entropy ? mutable_floats(*entropy, "entropy", h.tokens) : nullptr,
-           mutable_floats(lse, "lse", 2 * h.tokens)});
+          {h, piece, mutable_values<float>(workspace, "workspace", piece * (3 * ((h.vocabulary + 511) / 512) + 1)),
+           mutable_values<float>(logprob, "logprob", h.tokens),
+           entropy ? mutable_values<float>(*entropy, "entropy", h.tokens) : nullptr,
+           mutable_values<float>(lse, "lse", 2 * h.tokens)});
 }
 
 void linear_logprobs_bwd(Tensor dlogprob, std::optional<Tensor> dentropy, Tensor hidden, Tensor weight, Tensor target,
@@ -49,41 +37,39 @@ void linear_logprobs_bwd(Tensor dlogprob, std::optional<Tensor> dentropy, Tensor
   STD_TORCH_CHECK(piece_tokens > 0 && piece_vocabulary > 0, "workspace: expected rows and columns");
   STD_TORCH_CHECK(!dentropy || entropy, "entropy: missing");
   if (dweight) {
-    check_2d(*dweight, "dweight", h.vocabulary, h.width);
-    STD_TORCH_CHECK(dweight->is_contiguous() && dtype_of(*dweight, "dweight") == h.dtype, "dweight: unexpected layout");
+    check_contiguous(*dweight, "dweight", h.vocabulary, h.width, h.dtype);
     STD_TORCH_CHECK(sums || h.dtype == Dtype::f32 || h.tokens <= piece_tokens, "sums: missing");
   }
   VX_CALL(linear_logprobs_bwd,
-          {h, piece_tokens, piece_vocabulary, floats(dlogprob, "dlogprob", h.tokens),
-           dentropy ? floats(*dentropy, "dentropy", h.tokens) : nullptr,
-           dentropy ? floats(*entropy, "entropy", h.tokens) : nullptr, floats(lse, "lse", 2 * h.tokens),
-           mutable_floats(workspace, "workspace", piece_tokens * piece_vocabulary),
-           dhidden ? mutable_floats(*dhidden, "dhidden", h.tokens * h.width) : nullptr, mutable_data(dweight),
-           sums ? mutable_floats(*sums, "sums", piece_vocabulary * h.width) : nullptr});
+          {h, piece_tokens, piece_vocabulary, values<float>(dlogprob, "dlogprob", h.tokens),
+           dentropy ? values<float>(*dentropy, "dentropy", h.tokens) : nullptr,
+           dentropy ? values<float>(*entropy, "entropy", h.tokens) : nullptr, values<float>(lse, "lse", 2 * h.tokens),
+           mutable_values<float>(workspace, "workspace", piece_tokens * piece_vocabulary),
+           dhidden ? mutable_values<float>(*dhidden, "dhidden", h.tokens * h.width) : nullptr, mutable_data(dweight),
+           sums ? mutable_values<float>(*sums, "sums", piece_vocabulary * h.width) : nullptr});
 }
 
 void softcap_fwd(Tensor x, double cap, Tensor y) {
   const int64_t rows = x.size(0), n = x.size(1);
   check_2d(x, "x", rows, n);
-  VX_CALL(softcap, {rows, n, static_cast<const float*>(data(x)), nullptr, mutable_floats(y, "y", rows * n), x.stride(0),
-                    0, float(cap)});
+  VX_CALL(softcap, {rows, n, values<float>(x, "x"), nullptr, mutable_values<float>(y, "y", rows * n), x.stride(0), 0,
+                    float(cap)});
 }
 
 void softcap_bwd(Tensor dy, Tensor x, double cap, Tensor dx) {
   const int64_t rows = x.size(0), n = x.size(1);
   check_2d(x, "x", rows, n);
   check_2d(dy, "dy", rows, n);
-  VX_CALL(softcap, {rows, n, static_cast<const float*>(data(x)), static_cast<const float*>(data(dy)),
-                    mutable_floats(dx, "dx", rows * n), x.stride(0), dy.stride(0), float(cap)});
+  VX_CALL(softcap, {rows, n, values<float>(x, "x"), values<float>(dy, "dy"),
+                    mutable_values<float>(dx, "dx", rows * n), x.stride(0), dy.stride(0), float(cap)});
 }
 
 void token_sum(Tensor x, Tensor out) {
   const int64_t n = x.numel();
-  const float* values = floats(x, "x", n);
-  STD_TORCH_CHECK(out.scalar_type() == ScalarType::Double && out.numel() == 1, "out: expected one float64");
+  const float* p = values<float>(x, "x", n);
   double sum = 0.0;
-  for (int64_t i = 0; i < n; ++i) sum += values[i];  // order: tokens ascending
-  *static_cast<double*>(mutable_data(out)) = sum;
+  for (int64_t i = 0; i < n; ++i) sum += p[i];  // order: tokens ascending
+  *mutable_values<double>(out, "out", 1) = sum;
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "common/tensor.h"
+#include "common/values.h"
 #include "mean/kernels.h"
 
 namespace vx {
@@ -6,9 +6,10 @@ namespace {
 
 void mean_fwd(Tensor x, double divisor, Tensor y) {
   const int64_t rows = x.size(0), n = x.size(1);
+  const Dtype dtype = dtype_of(x, "x");
   check_2d(x, "x", rows, n);
-  check_1d(y, "y", rows);
-  VX_CALL(mean_fwd, {dtype_of(x, "x"), rows, n, data(x), mutable_data(y), x.stride(0), float(divisor)});
+  check_1d(y, "y", rows, dtype);
+  VX_CALL(mean_fwd, {dtype, rows, n, data(x), mutable_data(y), x.stride(0), float(divisor)});
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "common/tensor.h"
+#include "common/values.h"
 #include "moe_route/kernels.h"
 
 namespace vx {
@@ -12,39 +12,35 @@ MoeRoute route_of(const Tensor& logits, int64_t top_k, bool sigmoid, bool normal
   STD_TORCH_CHECK(!groups || (experts % groups == 0 && experts / groups >= 2 && top_groups >= 1 &&
                               top_groups <= groups && top_groups * (experts / groups) >= top_k),
                   "groups: expected ", experts, " experts in even groups, enough of them chosen");
-  if (bias) {
-    check_1d(*bias, "bias", experts);
-    STD_TORCH_CHECK(bias->scalar_type() == ScalarType::Float, "bias: expected float32");
-  }
+  if (bias) check_1d(*bias, "bias", experts);
   return {dtype_of(logits, "logits"), rows, experts, top_k, data(logits), logits.stride(0), sigmoid, normalize, groups,
-          top_groups, static_cast<const float*>(data(bias)), float(scale)};
+          top_groups, values<float>(bias, "bias"), float(scale)};
 }
 
-void check_slots(const Tensor& t, const char* name, const MoeRoute& a, ScalarType type) {
+void check_slots(const Tensor& t, const char* name, const MoeRoute& a) {
   check_2d(t, name, a.rows, a.top_k);
-  STD_TORCH_CHECK(t.is_contiguous() && t.scalar_type() == type, name, ": expected contiguous, float32 or int32 for ids");
+  STD_TORCH_CHECK(t.is_contiguous(), name, ": expected contiguous");
 }
 
 void moe_route_fwd(Tensor logits, int64_t top_k, bool sigmoid, bool normalize, int64_t groups, int64_t top_groups,
                    std::optional<Tensor> bias, double scale, Tensor weights, Tensor ids) {
   const MoeRoute a = route_of(logits, top_k, sigmoid, normalize, groups, top_groups, bias, scale);
-  check_slots(weights, "weights", a, ScalarType::Float);
-  check_slots(ids, "ids", a, ScalarType::Int);
-  VX_CALL(moe_route_fwd, a, {static_cast<float*>(mutable_data(weights)), static_cast<int32_t*>(mutable_data(ids))});
+  check_slots(weights, "weights", a);
+  check_slots(ids, "ids", a);
+  VX_CALL(moe_route_fwd, a, {mutable_values<float>(weights, "weights"), mutable_values<int32_t>(ids, "ids")});
 }
 
 void moe_route_bwd(Tensor dweights, Tensor logits, Tensor weights, Tensor ids, bool sigmoid, bool normalize, double scale,
                    Tensor dlogits) {
   const MoeRoute a = route_of(logits, ids.size(1), sigmoid, normalize, 0, 0, std::nullopt, scale);
-  check_slots(dweights, "dweights", a, ScalarType::Float);
-  check_slots(weights, "weights", a, ScalarType::Float);
-  check_slots(ids, "ids", a, ScalarType::Int);
-  check_2d(dlogits, "dlogits", a.rows, a.experts);
-  STD_TORCH_CHECK(dlogits.is_contiguous() && dtype_of(dlogits, "dlogits") == a.dtype, "dlogits: expected as logits");
-  const int32_t* p = static_cast<const int32_t*>(data(ids));
+  check_slots(dweights, "dweights", a);
+  check_slots(weights, "weights", a);
+  check_slots(ids, "ids", a);
+  check_contiguous(dlogits, "dlogits", a.rows, a.experts, a.dtype);
+  const int32_t* p = values<int32_t>(ids, "ids");
   for (int64_t i = 0; i < a.rows * a.top_k; ++i)
     STD_TORCH_CHECK(p[i] >= 0 && p[i] < a.experts, "ids: expected 0 to ", a.experts - 1);
-  VX_CALL(moe_route_bwd, a, {static_cast<const float*>(data(dweights)), static_cast<const float*>(data(weights)), p,
+  VX_CALL(moe_route_bwd, a, {values<float>(dweights, "dweights"), values<float>(weights, "weights"), p,
                              mutable_data(dlogits)});
 }
 

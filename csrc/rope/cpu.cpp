@@ -1,4 +1,4 @@
-#include "common/tensor.h"
+#include "common/values.h"
 #include "rope/kernels.h"
 
 namespace vx {
@@ -36,10 +36,8 @@ void rope_cos_sin(Tensor positions, Tensor inv_freq, double scaling, Tensor cos,
     check_2d(t, "cos, sin", tokens, 2 * frequencies);
     STD_TORCH_CHECK(t.is_contiguous() && t.scalar_type() == cos.scalar_type(), "cos, sin: expected contiguous, alike");
   }
-  STD_TORCH_CHECK(positions.scalar_type() == ScalarType::Long, "positions: expected int64");
-  STD_TORCH_CHECK(inv_freq.scalar_type() == ScalarType::Float, "inv_freq: expected float32");
-  VX_CALL(rope_cos_sin, {dtype_of(cos, "cos"), tokens, frequencies, static_cast<const int64_t*>(data(positions)),
-                         static_cast<const float*>(data(inv_freq)), float(scaling), mutable_data(cos), mutable_data(sin)});
+  VX_CALL(rope_cos_sin, {dtype_of(cos, "cos"), tokens, frequencies, values<int64_t>(positions, "positions"),
+                         values<float>(inv_freq, "inv_freq"), float(scaling), mutable_data(cos), mutable_data(sin)});
 }
 
 }  // namespace
