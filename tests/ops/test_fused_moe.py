@@ -1,6 +1,6 @@
 """fused_moe: a token's row depends on that token alone, whoever shares its experts; gradients; bad arguments."""
 
-from pathlib import Path
+import dataclasses
 
 import pytest
 import torch
@@ -315,12 +315,15 @@ def test_the_cuda_kernels_have_the_bits_of_the_canonical_ones(dtype, n, option):
     for case in cuda._combine_cases(dtype, torch.device("cuda", 0), n, option):
         assert_bitwise(cuda._combine_kernel(*case), triton._combine(*case), "combine")
     for case in cuda._gate_bwd_cases(dtype, torch.device("cuda", 0), n, option % 2):
-        assert_bitwise(cuda._gate_bwd_in_one(*case), cuda._canonical_gate_bwd_in_one(*case), "gate_bwd")
+        assert_bitwise(cuda._gate_bwd_live(*case), cuda._canonical_gate_bwd_live(*case), "gate_bwd")
+    for case in cuda._plan_cases(torch.device("cuda", 0), 8 * option):
+        assert_bitwise(cuda._plan_kernel(*case), triton.plan(*case), "plan")
 
 
 @GPU
-def test_admission_refuses_another_order():
-    from vexact_ops._core.admit import Admissions, Candidate
+def test_admission_refuses_another_order(monkeypatch, tmp_path):
+    monkeypatch.setenv("VEXACT_CACHE", str(tmp_path))
+    from vexact_ops._core.admit import Candidate, admitted
     from vexact_ops.fused_moe import cuda, triton
 
     def backwards(y, position, weights, tokens):  # the last slot first
@@ -331,16 +334,16 @@ def test_admission_refuses_another_order():
         dh, scaled, dweights = triton._gate_bwd(h, da, order, weights, offsets, gelu)
         live = int(offsets[-1])
         dweights.flatten()[order[:live].long()] = (da.float() * vx.silu_mul(h).float()).sum(1)[:live]
-        return cuda._in_one(dh, scaled, dweights, offsets)
+        return cuda._live(dh, scaled, dweights, offsets)
 
     device = torch.device("cuda", 0)
-    for broken, canonical, cases in (
-        (backwards, triton._combine, cuda._combine_cases(torch.bfloat16, device, 768, 8)),
-        (by_halves, cuda._canonical_gate_bwd_in_one, cuda._gate_bwd_cases(torch.bfloat16, device, 768, 0)),
+    for broken, decide, *of in (
+        (backwards, cuda._combining, torch.bfloat16, 768, 8),
+        (by_halves, cuda._gating, torch.bfloat16, 768, False),
     ):
-        known = Admissions("test", path=Path("/nonexistent/verdicts.json"))
-        assert known.choose("key", [Candidate("broken", broken)], canonical, lambda cases=cases: cases) is None
-        (verdict,) = known.verdicts("key")
+        proposal = decide.__wrapped__(device, *of)
+        proposal = dataclasses.replace(proposal, candidates=[Candidate("broken", broken, "1")])
+        (verdict,) = admitted(proposal, device).verdicts
         assert verdict.different, verdict.error
 
 

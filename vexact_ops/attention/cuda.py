@@ -12,14 +12,18 @@ where it is admitted, else the Triton kernels'.
 
 import functools
 import importlib.util
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._core import native
-from .._core.admit import Candidate, admissions
+from .._core import digest, native
+from .._core.admit import Candidate, Decision, Proposal, canonical_by_rule, decided
 from .._core.proof.attention import Pages, attention_inputs, offsets
 from .._core.proof.bitwise import count_different
+from .._core.proof.inputs import SMALL, special_rows
 from . import triton
 
 HEAD_DIMS = {(64, 64), (96, 96), (128, 128), (192, 128), (576, 512)}
@@ -29,8 +33,8 @@ LONG_WORK = 1 << 20
 LONG_CHUNK = 16  # queries of the longest chunk of a paged call; shorter ones stand among single queries
 MOST_SPLIT = 512  # sequences of a decode step whose segments run in parallel (csrc/attention/flash_decode.cuh)
 MOST_PARTIAL = 1 << 26  # fp32 values that the parallel segments of a call may put aside
+OURS, FLASH_ATTN, TRITON = "flash", "flash-attn-4", "triton"  # kernels, as verdicts name them
 _LOG2_E = 1.4426950408889634
-_admitted: dict[tuple, bool] = {}
 
 
 @functools.cache
@@ -87,13 +91,20 @@ def varlen_fwd(q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, sinks, scale, caus
         options = scale, window or 0, kv_segment or 0, causal, _room_to_join(q, kv_segment)
         native.ops().attention_latent_varlen(q, k, v, cu_seqlens, offsets_k, *options, out, lse)
     elif _is_long(q, max_seqlen) and k.shape[0] and _fast_forward(q, k, v, causal, window, kv_segment):
-        at, at_k, odd = _plan(cu_seqlens, cu_seqlens_k, q.shape[0], k.shape[0])
-        with torch.cuda.device(q.device):
-            _cute().forward(q, k, v, at, at_k, *numbers, out, lse, odd)
-        ours(q, k, v, at, at_k, *numbers, out, lse, odd)  # does nothing but where a value is not finite
+        _fast_varlen(q, k, v, cu_seqlens, cu_seqlens_k, *numbers, out, lse)
     else:
         ours(q, k, v, cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k, *numbers, out, lse)
     return out, lse.view(lse.shape[::-1])
+
+
+def _fast_varlen(q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window, segment, out, lse) -> Tensor:
+    """flash-attn-4's kernel, and ours where it met what is not finite; it is not 0 in what is returned then."""
+    at, at_k, odd = _plan(cu_seqlens, cu_seqlens_k, q.shape[0], k.shape[0])
+    numbers = scale, causal, window, segment, out, lse, odd
+    with torch.cuda.device(q.device):
+        _cute().forward(q, k, v, at, at_k, *numbers)
+    ours(q, k, v, at, at_k, *numbers)  # does nothing but where a value is not finite
+    return odd
 
 
 @functools.cache
@@ -202,171 +213,297 @@ def _cute():
     return None if cute.unavailable() else cute
 
 
-def _name(what: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> str:
-    seen = "window" if window is not None else "causal" if causal else "full"
-    dtype = str(q.dtype).removeprefix("torch.")
-    return f"attention_{what} {dtype} Hq/Hk={q.shape[1] // k.shape[1]} D={q.shape[2]},{v.shape[2]} {seen}"
+def _why_not() -> str:
+    if importlib.util.find_spec("flash_attn") is None:
+        return "flash-attn-4 is not installed"
+    try:
+        from . import cute
+    except ImportError as error:
+        return f"flash-attn-4 cannot be used: {error}"
+    return cute.unavailable() or "flash-attn-4 can be used"
+
+
+class Shape(NamedTuple):
+    """What a kernel of flash-attn-4 is compiled for, beside the dtype."""
+
+    group: int  # query heads that share a head of keys
+    d: int
+    dv: int
+    seen: str  # "full", "causal" or "window"
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> "Shape":
+        seen = "window" if window is not None else "causal" if causal else "full"
+        return cls(q.shape[1] // k.shape[-2], q.shape[2], v.shape[-1], seen)
+
+    @property
+    def causal(self) -> bool:
+        return self.seen != "full"
+
+    @property
+    def window(self) -> int | None:
+        """The one that is verified."""
+        return 300 if self.seen == "window" else None
+
+    @property
+    def scale(self) -> float:
+        return self.d**-0.5
 
 
 def _fast_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, segment: int | None) -> bool:
-    key = "fwd", q.device, q.dtype, q.shape[1] // k.shape[1], q.shape[2], v.shape[2], causal, window is None, segment
-    if key not in _admitted:
-        if torch.cuda.is_current_stream_capturing():
-            return False  # nothing can be verified inside a graph; our kernel has the same bits
-        cute = _cute()
-        _admitted[key] = cute is not None and _admit_forward(cute, q, k, v, causal, window, segment)
-    return _admitted[key]
-
-
-def _cases(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> list[tuple[Tensor, ...]]:
-    heads = q.shape[1] // k.shape[1] * 2, 2, q.shape[2], v.shape[2]
-    q2, k2, v2 = attention_inputs(lengths, *heads, seed=len(lengths), dtype=torch.float32, device=q.device)
-    if q.dtype == torch.float16:
-        v2 = v2.clamp(-64, 64)
-    return [tuple(x.to(q.dtype) for x in (q2, k2, v2))]
-
-
-def _admit_forward(cute, q, k, v, causal, window, segment) -> bool:
-    window = None if window is None else 300
-
-    def cases():
-        found = []
-        for lengths in ([1, 700, 130, 1300, 64], [(segment or 512) * 2 + 77]):
-            for case in _cases(q, k, v, lengths):
-                found.append((*case, offsets(lengths, q.device)))
-        return found
-
-    def run(kernel):
-        def call(q, k, v, cu):
-            out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
-            lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-            kernel(q, k, v, cu, cu, q.shape[2] ** -0.5, causal, window, segment, out, lse)
-            return torch.cat([out.float().flatten(), lse.flatten()])
-
-        return call
-
-    def theirs(*args):
-        cute.forward(*args, torch.zeros(1, dtype=torch.int32, device=q.device))
-
-    name = f"{_name('fwd', q, k, v, causal, window)} segment={segment}"
-    with torch.cuda.device(q.device):
-        candidate = Candidate(cute.versions(), run(theirs))
-        return admissions(q.device.index).choose(name, [candidate], run(ours), cases) is not None
+    if _cute() is None:
+        return False
+    return _forward(q.device, q.dtype, Shape.of(q, k, v, causal, window), segment).chosen.name == FLASH_ATTN
 
 
 def _fast_paged(q: Tensor, k: Tensor, v: Tensor, capacity: int, window: int | None, segment: int | None) -> bool:
-    page, group = k.shape[1], q.shape[1] // k.shape[2]
-    boxes = page % 128 == 0 or (128 % page == 0 and page >= 8)  # that fill a block
-    whole = (192 if q.shape[2] <= 96 else 128) % group == 0  # tiles of all heads that share keys
-    if not (boxes and whole and capacity and k.shape[0]):
+    if not (_pages_fit(q, k, k.shape[1]) and capacity and k.shape[0]) or _cute() is None:
         return False
-    key = "paged", q.device, q.dtype, group, q.shape[2], v.shape[3], window is None, segment, page
-    if key not in _admitted:
-        if torch.cuda.is_current_stream_capturing():
-            return False  # as in _fast_forward
-        cute = _cute()
-        _admitted[key] = cute is not None and _admit_paged(cute, q, k, v, window, segment)
-    return _admitted[key]
+    return _paged(q.device, q.dtype, Shape.of(q, k, v, True, window), segment, k.shape[1]).chosen.name == FLASH_ATTN
 
 
-def _admit_paged(cute, q, k, v, window, segment) -> bool:
-    """Chunks at the end of what is cached, with a single query between them, as a full table and as a short one."""
-    window = None if window is None else 300
-    page = k.shape[1]
+def _pages_fit(q: Tensor, k: Tensor, page: int) -> bool:
+    boxes = page % 128 == 0 or (128 % page == 0 and page >= 8)  # that fill a block
+    return (
+        boxes and (192 if q.shape[2] <= 96 else 128) % (q.shape[1] // k.shape[-2]) == 0
+    )  # tiles of all that share keys
 
-    def cases():
-        found = []
-        for lengths, chunk in (([1, 700, 130, 1300, 64], 150), ([(segment or 512) * 2 + 77], 1 << 30)):
-            for q2, k2, v2 in _cases(q, k[0], v[0], lengths):
-                counts = [1 if length == 130 else min(length, chunk) for length in lengths]
-                ends = offsets(lengths, q.device).tolist()[1:]
-                rows = [torch.arange(end - count, end, device=q.device) for end, count in zip(ends, counts)]
-                pages = Pages.of(k2, v2, lengths, page, seed=1).put(k2, v2)
-                lens = torch.tensor(lengths, dtype=torch.int32, device=q.device)
-                caches = *(x.nan_to_num(nan=3.0) for x in (pages.k_cache, pages.v_cache)), pages.block_table
-                found.append((q2[torch.cat(rows)], *caches, lens, offsets(counts, q.device)))
-        return found
 
+def _fast_backward(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> bool:
+    if _cute() is None:
+        return False
+    decision = _backward(q.device, q.dtype, Shape.of(q, k, v, causal, window))
+    if not decision.verdicts and os.environ.get("VEXACT_ADMIT") != "0":  # the Triton kernels' bits are others
+        raise RuntimeError(
+            f"attention_varlen: this backward has not been verified yet ({decision.why}): call it once before, outside "
+            "of a CUDA graph"
+        )
+    return decision.chosen.name == FLASH_ATTN
+
+
+def _key(what: str, dtype: torch.dtype, shape: Shape, more: str = "") -> str:
+    name = f"attention_{what} {str(dtype).removeprefix('torch.')} Hq/Hk={shape.group} D={shape.d},{shape.dv}"
+    return f"{name} {shape.seen} {more}".rstrip()
+
+
+def _source() -> str:
+    return digest.of_files(__file__, native=digest.of_extension("attention", "cuda"))
+
+
+@decided
+def _forward(device: torch.device, dtype: torch.dtype, shape: Shape, segment: int | None) -> Proposal:
+    def run(kernel):
+        def call(q, k, v, cu, finite):
+            out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
+            lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+            met = kernel(q, k, v, cu, cu, shape.scale, shape.causal, shape.window, segment, out, lse)
+            if finite and met is not None and met.item():
+                raise RuntimeError("it met what is not finite where all is")
+            return out, lse
+
+        return call
+
+    return Proposal(
+        _key("fwd", dtype, shape, f"segment={segment}"),
+        [Candidate(FLASH_ATTN, run(_fast_varlen), f"{_cute().versions()} {_source()}")],
+        Candidate(OURS, run(ours), _source()),
+        functools.partial(_forward_cases, device, dtype, shape, segment),
+    )
+
+
+def _forward_cases(device, dtype, shape: Shape, segment: int | None) -> list[tuple]:
+    return [
+        (*_inputs(device, dtype, shape, lengths, special), offsets(lengths, device), special != "all")
+        for lengths, special in _lengths(segment)
+    ]
+
+
+def _lengths(segment: int | None) -> list[tuple[list[int], str]]:
+    """Lengths of sequences, and which special rows are among their queries, keys and values."""
+    return [
+        ([1, 700, 130, 1300, 64], ""),
+        ([(segment or 512) * 2 + 77], ""),
+        ([33, 1, 301], "small"),
+        ([200, 1, 129], "all"),
+    ]
+
+
+def _inputs(device, dtype, shape: Shape, lengths: list[int], special: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Special ones lie in one tensor, as where a product makes queries, keys and values."""
+    heads = shape.group * 2, 2, shape.d, shape.dv
+    q, k, v = attention_inputs(lengths, *heads, seed=len(lengths), dtype=torch.float32, device=device)
+    if dtype == torch.float16:
+        v = v.clamp(-64, 64)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    if special == "small":
+        q, k, v = (special_rows(x, kinds=SMALL) for x in (q, k, v))
+        first = slice(lengths[0])  # a sequence of nothing but small values, whose sums are as small
+        v[first] = special_rows(v[first], first=1, kinds=SMALL)
+    elif special:
+        q, k, v = special_rows(q), _sparsely_special(k, 1), _sparsely_special(v, 2)
+    if special:
+        sizes = [x[0].numel() for x in (q, k, v)]
+        parts = torch.cat([x.flatten(1) for x in (q, k, v)], 1).split(sizes, 1)
+        q, k, v = (part.unflatten(1, x.shape[1:]) for part, x in zip(parts, (q, k, v)))
+    return q, k, v
+
+
+def _sparsely_special(x: Tensor, seed: int) -> Tensor:
+    """Late ones, for what comes before to stay ordinary: a key that is NaN makes NaN of every row that sees it."""
+    x = x.clone()
+    x[seed + 60 :: 24] = special_rows(x[seed + 60 :: 24], seed=seed)
+    return x
+
+
+@decided
+def _paged(device: torch.device, dtype: torch.dtype, shape: Shape, segment: int | None, page: int) -> Proposal:
     def run(fast):
-        def call(q, k, v, table, lens, cu):
+        def call(q, k, v, table, lens, cu, finite):
             out = torch.empty(*q.shape[:2], v.shape[3], dtype=q.dtype, device=q.device)
-            options = q.shape[2] ** -0.5, window, segment
+            options = shape.scale, shape.window, segment
             odd = _fast_prefill(q, k, v, table, lens, cu, *options, out) if fast else None
-            if odd is not None and odd.item():
+            if finite and odd is not None and odd.item():
                 raise RuntimeError("it met what is not finite where all is")
             ours_paged(q, k, v, table, lens, cu, q.shape[0], *options, out, None, odd)
             return out
 
         return call
 
-    name = f"{_name('paged', q, k[0], v[0], True, window)} segment={segment} page={page}"
-    with torch.cuda.device(q.device):
-        candidate = Candidate(cute.versions(), run(True))
-        return admissions(q.device.index).choose(name, [candidate], run(False), cases) is not None
+    return Proposal(
+        _key("paged", dtype, shape, f"segment={segment} page={page}"),
+        [Candidate(FLASH_ATTN, run(True), f"{_cute().versions()} {_source()}")],
+        Candidate(OURS, run(False), _source()),
+        functools.partial(_paged_cases, device, dtype, shape, segment, page),
+    )
 
 
-def _fast_backward(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> bool:
-    key = "bwd", q.device, q.dtype, q.shape[1] // k.shape[1], q.shape[2], v.shape[2], causal, window is None
-    if key not in _admitted:
-        cute = _cute()
-        if cute is not None and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "attention_varlen: this backward has not been verified yet, and nothing can be inside a CUDA graph: "
-                "call it once before"
-            )
-        _admitted[key] = cute is not None and _admit_backward(cute, q, k, v, causal, window)
-    return _admitted[key]
+def _paged_cases(device, dtype, shape: Shape, segment: int | None, page: int) -> list[tuple]:
+    """Chunks at the end of what is cached, with a single query between them, as a full table and as a short one."""
+    cases = []
+    for (lengths, special), chunk in zip(_lengths(segment), (150, 1 << 30, 40, 150)):
+        q, k, v = (x.contiguous() for x in _inputs(device, dtype, shape, lengths, special))
+        counts = [1 if length == 130 else min(length, chunk) for length in lengths]
+        ends = offsets(lengths, device).tolist()[1:]
+        rows = [torch.arange(end - count, end, device=device) for end, count in zip(ends, counts)]
+        pages = Pages.of(k, v, lengths, page, seed=1)
+        for cache in (pages.k_cache, pages.v_cache):
+            cache.fill_(3.0)  # finite, where no key is
+        pages.put(k, v)
+        lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+        caches = pages.k_cache, pages.v_cache, pages.block_table
+        cases.append((q[torch.cat(rows)], *caches, lens, offsets(counts, device), special != "all"))
+    return cases
 
 
-def _admit_backward(cute, q, k, v, causal, window) -> bool:
+@decided
+def _backward(device: torch.device, dtype: torch.dtype, shape: Shape) -> Proposal:
     """No other kernel has these bits, so what is verified is the promise: a sequence packed with others has the
     gradients that it has alone, and again when it is done again; and they are those of the Triton kernels but for
-    rounding."""
-    window = None if window is None else 300
-    lengths = [700, 1, 130, 1300, 64]
+    rounding. Refused, the Triton kernels serve."""
+    cute = _cute()
 
     def inputs(q, k, v, lengths):
         cu = offsets(lengths, q.device)
         out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-        scale = q.shape[2] ** -0.5
-        ours(q, k, v, cu, cu, scale, causal, window, None, out, lse)
+        ours(q, k, v, cu, cu, shape.scale, shape.causal, shape.window, None, out, lse)
         weight = torch.cos(torch.arange(out[0].numel(), dtype=torch.float32, device=q.device)).view(out.shape[1:])
-        return (weight.to(q.dtype).expand_as(out).contiguous(), q, k, v, out), lse, (cu, cu), (scale, causal, window)
+        options = shape.scale, shape.causal, shape.window
+        return (weight.to(q.dtype).expand_as(out).contiguous(), q, k, v, out), lse, (cu, cu), options
 
-    def whole(q, k, v):
+    def whole(q, k, v, lengths):
         tensors, lse, cu, options = inputs(q, k, v, lengths)
-        return torch.cat([x.flatten() for x in cute.backward(*tensors, lse, *cu, *options)])
+        return cute.backward(*tensors, lse, *cu, *options)
 
-    def alone(q, k, v):
-        parts = []
-        for part in zip(*(x.split(lengths) for x in (q, k, v))):
-            tensors, lse, cu, options = inputs(*(x.contiguous() for x in part), [len(part[0])])
-            parts.append(cute.backward(*tensors, lse, *cu, *options))
-        return torch.cat([torch.cat(x).flatten() for x in zip(*parts)])
+    def alone(q, k, v, lengths):
+        parts = [
+            whole(*(x.contiguous() for x in part), [len(part[0])])
+            for part in zip(*(x.split(lengths) for x in (q, k, v)))
+        ]
+        return [torch.cat(x) for x in zip(*parts)]
 
-    def checked(q, k, v):
-        found = whole(q, k, v)
-        if count_different(found, whole(q, k, v)):
+    def checked(q, k, v, lengths):
+        found = whole(q, k, v, lengths)
+        if any(count_different(a, b) for a, b in zip(found, whole(q, k, v, lengths))):
             raise RuntimeError("not repeatable")
         tensors, lse, cu, (scale, causal, window) = inputs(q, k, v, lengths)
         lse_2 = (lse * _LOG2_E).t().contiguous()
         expected = triton.varlen_bwd(*tensors, lse_2, *cu, None, scale, causal, window, None)[:3]
-        expected = torch.cat([x.flatten() for x in expected]).float()
-        error = ((found.float() - expected).norm() / expected.norm()).item()
+        got, want = (torch.cat([x.float().flatten() for x in grads]) for grads in (found, expected))
+        error = ((got - want).norm() / want.norm()).item()
         if not error < 0.02:
             raise RuntimeError(f"far from the Triton kernels: {error:.3g}")
-        return found
+        return list(found)
 
-    with torch.cuda.device(q.device):
-        name = _name("bwd", q, k, v, causal, window)
-        candidate = Candidate(cute.versions(), checked)
-        generator = functools.partial(_plain, q, k, v, lengths)
-        return admissions(q.device.index).choose(name, [candidate], alone, generator) is not None
+    return Proposal(
+        _key("bwd", dtype, shape),
+        [Candidate(FLASH_ATTN, checked, f"{cute.versions()} {_source()}")],
+        Candidate(TRITON, alone, f"{cute.versions()} {_source()} {digest.canonical('attention')}"),
+        functools.partial(_backward_cases, device, dtype, shape),
+    )
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> list[tuple[Tensor, ...]]:
-    g = torch.Generator(q.device).manual_seed(1)
-    group, rows = q.shape[1] // k.shape[1], sum(lengths)
-    shapes = (rows, 2 * group, q.shape[2]), (rows, 2, q.shape[2]), (rows, 2, v.shape[2])
-    return [tuple(torch.randn(s, dtype=torch.float32, generator=g, device=q.device).to(q.dtype) for s in shapes)]
+def _backward_cases(device, dtype, shape: Shape) -> list[tuple]:
+    lengths = [700, 1, 130, 1300, 64]
+    g = torch.Generator(device).manual_seed(1)
+    rows = sum(lengths)
+    shapes = (rows, 2 * shape.group, shape.d), (rows, 2, shape.d), (rows, 2, shape.dv)
+    q, k, v = (torch.randn(s, dtype=torch.float32, generator=g, device=device).to(dtype) for s in shapes)
+    small = (special_rows(x, first=i, kinds=SMALL) for i, x in enumerate((q, k, v)))
+    return [(q, k, v, lengths), (*small, lengths)]
+
+
+def admit(
+    heads: int, heads_k: int, d: int, dv: int, dtype: torch.dtype, device: torch.device, *, causal: bool = True,
+    windows: Sequence[int | None] = (None,), segment: int | None = None, page: int | None = 16, training: bool = False,
+) -> list[Decision]:  # fmt: skip
+    """Verify ahead of time what layers of these heads need: training's forward, chunks in pages of this size (None:
+    there are none), and gradients."""
+    device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+    q, k, v = (torch.empty(1, *s, dtype=dtype, device=device) for s in ((heads, d), (heads_k, d), (heads_k, dv)))
+    found = []
+    for window in windows:
+        rule = _rule(q, v, None, d**-0.5, None)
+        if rule:
+            return [rule]
+        shape = Shape.of(q, k, v, causal, window)
+        found.append(_forward(device, dtype, shape, segment))
+        if page is not None and _pages_fit(q, k, page):
+            found.append(_paged(device, dtype, shape, segment, page))
+        if training:
+            found.append(_backward(device, dtype, shape))
+    return found
+
+
+def _rule(q: Tensor, v: Tensor, sinks: Tensor | None, scale: float, softcap: float | None) -> Decision | None:
+    """What decides without a proposal."""
+    if not flash(q, v, sinks, scale, softcap):
+        return canonical_by_rule(TRITON, "not a case of the flash order (see attention_varlen)")
+    if q.shape[2] == LATENT:
+        return canonical_by_rule("flash, latent", "the one kernel of latent attention")
+    if _cute() is None:
+        return canonical_by_rule(OURS, _why_not())
+    return None
+
+
+def explain(op: str, *args) -> list[tuple[str, Decision]]:
+    """Which kernel computes a call."""
+    if op == "attention_varlen":
+        q, k, v, _, _, max_seqlen, sinks, scale, causal, window, softcap, segment = args
+        rule = _rule(q, v, sinks, scale, softcap)
+        if rule is None and not (_is_long(q, max_seqlen) and k.shape[0]):
+            rule = canonical_by_rule(OURS, "few queries or keys: as fast as a launch")
+        return [("forward", rule or _forward(q.device, q.dtype, Shape.of(q, k, v, causal, window), segment))]
+    if op == "attention_varlen_bwd":
+        _, q, k, v, _, _, _, _, sinks, scale, causal, window, softcap = args
+        rule = _rule(q, v, sinks, scale, softcap)
+        if rule and rule.chosen.name != TRITON:
+            rule = canonical_by_rule(TRITON, rule.why)
+        return [("backward", rule or _backward(q.device, q.dtype, Shape.of(q, k, v, causal, window)))]
+    q, k, v, table, _, _, most, sinks, scale, window, softcap, segment = args
+    rule = _rule(q, v, sinks, scale, softcap)
+    capacity = table.shape[1] * k.shape[1]
+    long = _is_long(q, capacity) and most >= LONG_CHUNK and table.stride(1) == 1
+    if rule is None and not (long and capacity and k.shape[0] and _pages_fit(q, k, k.shape[1])):
+        rule = canonical_by_rule(OURS, "single queries, few of them, or pages that fill no block")
+    return [("paged", rule or _paged(q.device, q.dtype, Shape.of(q, k, v, True, window), segment, k.shape[1]))]

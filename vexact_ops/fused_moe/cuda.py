@@ -1,7 +1,8 @@
 """The CUDA kernels (csrc/fused_moe/cuda.cu) of plan, combination and gate; the products are those of grouped_linear.
 
-Admitted byte for byte against the Triton kernels (contract: verify, then trust), once for each dtype and width, outside
-of CUDA graphs; what is not admitted takes the Triton kernels: same bits. Nothing waits for the plan's values.
+Admitted byte for byte against the Triton kernels (contract: verify, then trust), once for each dtype and width, the
+plan for each number of experts; what is not admitted takes the Triton kernels: same bits. Nothing waits for the plan's
+values.
 """
 
 import functools
@@ -9,9 +10,9 @@ import functools
 import torch
 from torch import Tensor
 
-from .._core import native
-from .._core.admit import Candidate, admissions, race_on_gpu
-from .._core.proof.inputs import cancelling, tricky
+from .._core import digest, native
+from .._core.admit import Candidate, Decision, Proposal, canonical_by_rule, decided, race_on_gpu
+from .._core.proof.inputs import cancelling, special_rows, tricky
 from ..grouped_linear.cuda import (
     gather_rows,
     grouped_gate_up,
@@ -21,7 +22,6 @@ from ..grouped_linear.cuda import (
 )
 from . import triton
 
-REVISION = 1  # of the kernels and of how they are verified
 EXPERTS = 512  # the most that the plan's kernel counts
 FEW = 64  # rows for each expert: up to here the fastest products read rows through the order by themselves
 
@@ -34,6 +34,10 @@ def _scratch(slots: int) -> int:
 def plan(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     if experts > EXPERTS:
         return triton.plan(ids, experts)
+    return _planning(ids.device, experts).chosen.run(ids, experts)
+
+
+def _plan_kernel(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     slots = ids.numel()
     offsets, order, position = (ids.new_empty(size) for size in (experts + 1, slots, slots))
     chunks = _scratch(slots)
@@ -69,15 +73,14 @@ def _gate_bwd_kernel(
 
 def _combine(y: Tensor, position: Tensor, weights: Tensor | None, tokens: int) -> Tensor:
     top_k = position.shape[0] // tokens if tokens else 1
-    run = _combine_kernel if _admitted("combine", y, y.shape[1], top_k) else triton._combine
-    return run(y, position, weights, tokens)
+    return _combining(y.device, y.dtype, y.shape[1], top_k).chosen.run(y, position, weights, tokens)
 
 
 def _gate_bwd(
     h: Tensor, da: Tensor, order: Tensor, weights: Tensor, offsets: Tensor, gelu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dh, weight * a, dweights; da is no more."""
-    if not _admitted("gate_bwd", h, da.shape[1], int(gelu)):
+    if _gating(h.device, h.dtype, da.shape[1], gelu).chosen.name == TRITON:
         return triton._gate_bwd(h, da, order, weights, offsets, gelu)
     dh, dweights = _gate_bwd_kernel(h, da, order, weights, offsets, gelu)
     return dh, da, dweights
@@ -85,43 +88,77 @@ def _gate_bwd(
 
 # ---- admission
 
-_known: dict[tuple, bool] = {}
+TRITON = "triton"  # the canonical kernels' name among verdicts
 
 
-def _admitted(kernel: str, of: Tensor, n: int, option: int) -> bool:
-    key = kernel, of.dtype, of.device.index, n, option
-    known = _known.get(key)
-    if known is None:
-        if torch.cuda.is_current_stream_capturing():
-            return False
-        with torch.cuda.device(of.device), torch.no_grad():
-            known = _known[key] = _verify(*key)
-    return known
+def _ours(name: str, run) -> Candidate:
+    rooms = {room: digest.of_extension(room, "cuda") for room in ("fused_moe", "grouped_linear")}  # its copy of rows
+    return Candidate(name, run, digest.of_files(__file__, **rooms))
 
 
-def _verify(kernel: str, dtype: torch.dtype, device: int, n: int, option: int) -> bool:
-    name = f"fused_moe r{REVISION} {kernel} {str(dtype)[6:]} N={n} {option}"
-    if kernel == "rows":  # a copy has one order: what is asked here is which of two is faster
-        cases = functools.partial(_rows_cases, dtype, torch.device("cuda", device), n, option)
-        copies = [Candidate("scatter", _scatter), Candidate("gather", _gather)]
-        chosen = admissions(device).choose(name, copies, _gathered, cases, race=_race)
-        return chosen is not None and chosen.name == "scatter"
-    fast, canonical, cases = {
-        "combine": (_combine_kernel, triton._combine, _combine_cases),
-        "gate_bwd": (_gate_bwd_in_one, _canonical_gate_bwd_in_one, _gate_bwd_cases),
-    }[kernel]
-    make = functools.partial(cases, dtype, torch.device("cuda", device), n, option)
-    return admissions(device).choose(name, [Candidate("cuda", fast)], canonical, make) is not None
+def _key(kernel: str, dtype: torch.dtype, n: int, option: str) -> str:
+    return f"fused_moe {kernel} {str(dtype).removeprefix('torch.')} N={n} {option}".rstrip()
 
 
-def _race(candidates: list[Candidate], case: tuple) -> list[float]:
+@decided
+def _planning(device: torch.device, experts: int) -> Proposal:
+    canonical = Candidate(TRITON, triton.plan, digest.canonical("fused_moe"))
+    cases = functools.partial(_plan_cases, device, experts)
+    return Proposal(f"fused_moe plan E={experts}", [_ours("cuda", _plan_kernel)], canonical, cases)
+
+
+@decided
+def _rows(device: torch.device, dtype: torch.dtype, n: int, top_k: int) -> Proposal:
+    """A copy has one order: what is asked here is which of two is faster."""
+    canonical = Candidate("index", _gathered, digest.of_files(__file__))
+    copies = [_ours("scatter", _scatter), _ours("gather", _gather)]
+    cases = functools.partial(_rows_cases, dtype, device, n, top_k)
+    return Proposal(_key("rows", dtype, n, f"top_k={top_k}"), copies, canonical, cases, _race)
+
+
+@decided
+def _combining(device: torch.device, dtype: torch.dtype, n: int, top_k: int) -> Proposal:
+    canonical = Candidate(TRITON, triton._combine, digest.canonical("fused_moe"))
+    cases = functools.partial(_combine_cases, dtype, device, n, top_k)
+    key = _key("combine", dtype, n, f"top_k={top_k}")
+    return Proposal(key, [_ours("cuda", _combine_kernel)], canonical, cases)
+
+
+@decided
+def _gating(device: torch.device, dtype: torch.dtype, n: int, gelu: bool) -> Proposal:
+    canonical = Candidate(TRITON, _canonical_gate_bwd_live, digest.canonical("fused_moe") + digest.of_files(__file__))
+    cases = functools.partial(_gate_bwd_cases, dtype, device, n, gelu)
+    return Proposal(_key("gate_bwd", dtype, n, "gelu" * gelu), [_ours("cuda", _gate_bwd_live)], canonical, cases)
+
+
+def _race(candidates: list[Candidate], case: tuple) -> list[float | Exception]:
     return race_on_gpu([[functools.partial(one.run, *case)] * 3 for one in candidates])
 
 
-def _routed(tokens: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """A plan of eight experts with empty slots."""
+def _routed(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The plan, by PyTorch's own operations: what is to be combined must not come from a kernel under test."""
+    expert = torch.where((ids >= 0) & (ids < experts), ids, experts).flatten().long()
+    order = expert.argsort(stable=True)
+    offsets = torch.bincount(expert, minlength=experts + 1)[:experts].cumsum(0)
+    live = int(offsets[-1])
+    position = torch.full_like(order, -1)
+    position[order[:live]] = torch.arange(live, device=ids.device)
+    order[live:] = 0
+    return torch.cat([offsets.new_zeros(1), offsets]).int(), order.int(), position.int()
+
+
+def _some_ids(tokens: int, top_k: int, experts: int, device: torch.device) -> Tensor:
+    """With empty slots."""
     g = torch.Generator().manual_seed(tokens)
-    return triton.plan(torch.randint(-1, 9, (tokens, top_k), generator=g, dtype=torch.int32).to(device), 8)
+    return torch.randint(-1, experts + 1, (tokens, top_k), generator=g, dtype=torch.int32).to(device)
+
+
+def _plan_cases(device: torch.device, experts: int) -> list[tuple]:
+    """Slots that one block counts, and more of them; all to one expert, and to none."""
+    cases = [(_some_ids(tokens, top_k, experts, device), experts) for tokens, top_k in ((1, 1), (77, 3), (5003, 8))]
+    hot = torch.full((1030, 7), experts - 1, dtype=torch.int32, device=device)
+    outside = torch.tensor([[-1, experts, -(2**31), 2**31 - 1]], dtype=torch.int32, device=device)
+    return [*cases, (hot, experts), (outside, experts), (hot[:0], experts)]
 
 
 def _gathered(x: Tensor, offsets: Tensor, order: Tensor, position: Tensor) -> Tensor:
@@ -130,56 +167,90 @@ def _gathered(x: Tensor, offsets: Tensor, order: Tensor, position: Tensor) -> Te
 
 def _rows_cases(dtype, device, n, top_k) -> list[tuple]:
     cases = []
-    for tokens in (77, 4096):
+    for tokens in (1, 77, 4096):
         g = torch.Generator().manual_seed(tokens)
         ids = torch.randint(128, (tokens, top_k), generator=g, dtype=torch.int32).to(device)
-        cases.append((tricky(tokens, n, seed=n, dtype=dtype, device=device), *triton.plan(ids, 128)))
+        x = tricky(tokens, n, seed=n, dtype=dtype, device=device)
+        cases.append((special_rows(x) if tokens == 77 else x, *_routed(ids, 128)))
     return cases
 
 
 def _combine_cases(dtype, device, n, top_k) -> list[tuple]:
-    """Rows that cancel within a token: v and -v, times nearly the same weight."""
+    """Rows that cancel within a token: v and -v, times nearly the same weight; and special ones, of both."""
     cases = []
     for tokens in (1, 77):
-        _, order, position = _routed(tokens, top_k, device)
+        _, order, position = _routed(_some_ids(tokens, top_k, 8, device), 8)
         v = tricky(tokens, n, seed=n, dtype=dtype, device=device).repeat_interleave(top_k, 0)
         sign = 1 - 2 * (torch.arange(tokens * top_k, device=device) % 2)
         y = (v * sign[:, None].to(dtype))[order.long()]
         weights = 1 + 1e-3 * tricky(tokens, top_k, seed=n + 1, device=device).clamp(-4, 4)
         cases += [(y, position, weights, tokens), (y, position, None, tokens)]
-    return cases
+        special = special_rows(y, seed=tokens)
+        cases += [(special, position, None, tokens), (special, position, weights, tokens)]
+        cases += [(y, position, special_rows(weights, first=17 - 17 * (tokens > 1)), tokens)]
+    # a row alone beside empty slots, of each kind
+    ids = torch.full((50, top_k), -1, dtype=torch.int32, device=device)
+    ids[:, -1] = 0
+    _, _, position = _routed(ids, 8)
+    y = special_rows(tricky(50 * top_k, n, seed=n + 2, dtype=dtype, device=device))
+    ones = torch.ones(50, top_k, dtype=torch.float32, device=device)
+    return [*cases, (y, position, ones, 50), (y, position, None, 50)]
 
 
 def _gate_bwd_cases(dtype, device, n, gelu) -> list[tuple]:
-    """Gates and gradients whose sum over the width cancels."""
+    """Gates and gradients whose sum over the width cancels; magnitudes of all sizes; special rows of each operand."""
     cases = []
     for tokens in (1, 77):
-        offsets, order, _ = _routed(tokens, 4, device)
+        offsets, order, _ = _routed(_some_ids(tokens, 4, 8, device), 8)
         up, da = cancelling(4 * tokens, n, 1, n, dtype, device)
         up, da = up.clamp(-64, 64), da.expand(4 * tokens, n).contiguous()
         gate = 4 * tricky(4 * tokens, 1, seed=n, dtype=dtype, device=device).clamp(-4, 4).expand(-1, n)
         weights = tricky(tokens, 4, seed=n + 1, device=device)
         cases.append((torch.cat([gate, up], 1), da, order, weights, offsets, bool(gelu)))
     h, da, order, weights, offsets, gelu = cases[-1]
-    h = 4 * tricky(*h.shape, seed=n + 2, dtype=dtype, device=device).clamp(-64, 64)
-    return [*cases, (h, da, order, weights, offsets, gelu)]
+    tail = order, weights, offsets, gelu
+    h2 = 4 * tricky(*h.shape, seed=n + 2, dtype=dtype, device=device).clamp(-64, 64)
+    gate, up = h2.chunk(2, 1)
+    special = [
+        (torch.cat([special_rows(gate), up], 1), da, *tail),
+        (torch.cat([gate, special_rows(up)], 1), da, *tail),
+        (h2, special_rows(da), *tail),
+        (h2, da, order, special_rows(weights), offsets, gelu),
+    ]
+    return [*cases, (h2, da, *tail), *special]
 
 
-def _gate_bwd_in_one(h, da, order, weights, offsets, gelu) -> Tensor:
+def _gate_bwd_live(h, da, order, weights, offsets, gelu) -> tuple[Tensor, ...]:
     da = da.clone()
     dh, dweights = _gate_bwd_kernel(h, da, order, weights, offsets, gelu)
-    return _in_one(dh, da, dweights, offsets)
+    return _live(dh, da, dweights, offsets)
 
 
-def _canonical_gate_bwd_in_one(h, da, order, weights, offsets, gelu) -> Tensor:
-    return _in_one(*triton._gate_bwd(h, da, order, weights, offsets, gelu), offsets)
+def _canonical_gate_bwd_live(h, da, order, weights, offsets, gelu) -> tuple[Tensor, ...]:
+    return _live(*triton._gate_bwd(h, da, order, weights, offsets, gelu), offsets)
 
 
-def _in_one(dh, scaled, dweights, offsets) -> Tensor:
+def _live(dh, scaled, dweights, offsets) -> tuple[Tensor, ...]:
     """What is defined of the results: the rows behind the last expert's are not."""
     live = torch.arange(len(dh), device=dh.device)[:, None] < offsets[-1]
-    rows = torch.cat([dh, scaled], 1).float()
-    return torch.cat([torch.where(live, rows, 0.0).flatten(), dweights.flatten()])
+    return torch.where(live, dh, 0), torch.where(live, scaled, 0), dweights
+
+
+def explain(op: str, *args) -> list[tuple[str, Decision]]:
+    """Which kernel computes each part of a call."""
+    if op != "fused_moe":
+        return []
+    x, gate_up, _, _, ids, *_ = args
+    experts, slots, device = gate_up.shape[0], ids.numel(), x.device
+    found = []
+    if experts > EXPERTS:
+        found.append(("plan", canonical_by_rule(TRITON, f"the plan's kernel counts at most {EXPERTS} experts")))
+    else:
+        found.append(("plan", _planning(device, experts)))
+    if not _reads_through(x, slots, experts):
+        found.append(("rows", _rows(device, x.dtype, x.shape[1], ids.shape[1])))
+    found += [("combine", _combining(device, x.dtype, x.shape[1], ids.shape[1]))]
+    return found
 
 
 # ---- the layer
@@ -188,12 +259,15 @@ def _in_one(dh, scaled, dweights, offsets) -> Tensor:
 def _apart(x: Tensor, offsets: Tensor, order: Tensor, position: Tensor) -> Tensor | None:
     """The rows of x side by side in the plan's order (behind the last expert's: anything), where the products' fastest
     kernels want them so: None where they read few rows through the order, and for what the Triton kernels serve."""
-    slots, n = position.shape[0], x.shape[1]
-    few = slots <= FEW * (offsets.shape[0] - 1)
-    if few or x.dtype != torch.bfloat16 or n % 8 or x.stride(0) % 8 or x.data_ptr() % 16:
+    slots = position.shape[0]
+    if _reads_through(x, slots, offsets.shape[0] - 1):
         return None
-    run = _scatter if _admitted("rows", x, n, slots // x.shape[0]) else _gather
-    return run(x, offsets, order, position)
+    return _rows(x.device, x.dtype, x.shape[1], slots // x.shape[0]).chosen.run(x, offsets, order, position)
+
+
+def _reads_through(x: Tensor, slots: int, experts: int) -> bool:
+    few = slots <= FEW * experts
+    return few or x.dtype != torch.bfloat16 or x.shape[1] % 8 != 0 or x.stride(0) % 8 != 0 or x.data_ptr() % 16 != 0
 
 
 def fused_moe_fwd(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, gelu: bool, keep: bool):

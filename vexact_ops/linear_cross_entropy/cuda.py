@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from .._core import native
-from .._core.admit import Candidate, Verdict, admissions
-from .._core.proof.inputs import cancelling
+from .._core import digest, native
+from .._core.admit import Candidate, Decision, Proposal, canonical_by_rule, decided
+from .._core.proof.inputs import SMALL, cancelling, special_rows
 from . import triton
 from .triton import LSE_BLOCK, compact, reduce_tokens, scaled, softcap_bwd, softcap_fwd, spread, token_sum
 
@@ -252,26 +252,28 @@ def _loss_with_gradients(hidden, weight, target, scale, need_dhidden, need_dweig
 
 # ---- admission
 
-_verdicts: dict[tuple, bool] = {}
+KERNEL, TRITON = "wgmma 128x256x64 ring 4", "triton"
 
 
 def _fast(hidden: Tensor, weight: Tensor) -> bool:
     """These kernels take the operands, and have the canonical kernels' bytes for this width on this machine."""
-    if (
-        hidden.dtype != torch.bfloat16
-        or hidden.shape[0] == 0
-        or hidden.shape[1] % 8
-        or hidden.shape[1] == 0
-        or not (_aligned(hidden) and _aligned(weight))
-    ):
-        return False
-    key = hidden.device.index, hidden.shape[1]
-    if key not in _verdicts:
-        if torch.cuda.is_current_stream_capturing():
-            return False  # nothing can be verified inside a graph; the canonical kernels have the same bits
-        with torch.cuda.device(hidden.device):
-            _verdicts[key] = _admitted(hidden.device, hidden.shape[1])
-    return _verdicts[key]
+    return _rule(hidden, weight) is None and _heads(hidden.device, hidden.shape[1]).chosen.name == KERNEL
+
+
+def _rule(hidden: Tensor, weight: Tensor) -> str | None:
+    """Why these kernels do not take the operands."""
+    if hidden.dtype != torch.bfloat16:
+        return "they take bf16"
+    if hidden.shape[0] == 0 or hidden.shape[1] == 0:
+        return "there is nothing to compute"
+    if hidden.shape[1] % 8 or not (_aligned(hidden) and _aligned(weight)):
+        return "rows do not begin on 16-byte boundaries"
+    return None if _sm90(hidden.device) else "they are for SM90"
+
+
+@functools.cache
+def _sm90(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _aligned(t: Tensor) -> bool:
@@ -279,46 +281,81 @@ def _aligned(t: Tensor) -> bool:
     return t.data_ptr() % 16 == 0 and (t.shape[0] <= 1 or t.stride(0) % 8 == 0)
 
 
-def _admitted(device: torch.device, width: int) -> bool:
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return False
+@decided
+def _heads(device: torch.device, width: int) -> Proposal:
+    ours = functools.partial(_everything, _logprobs, _logprobs_bwd, _loss_with_gradients, False)
+    theirs = triton.linear_logprobs_fwd, triton.linear_logprobs_bwd, _canonical_loss, True
+    canonical = digest.canonical("linear_cross_entropy"), digest.of_files(__file__)
+    candidate = digest.of_files(__file__, native=digest.of_extension("linear_cross_entropy", "cuda"))
 
-    def case(tokens: int, vocabulary: int, temperatures: int, softcap: float, ignored: int) -> tuple:
+    def cases() -> list[tuple]:
+        made = _cases(device, width)
+        _compile(device, made[:3])
+        return made
+
+    return Proposal(
+        f"linear_cross_entropy bfloat16 H={width}",
+        [Candidate(KERNEL, ours, candidate)],
+        Candidate(TRITON, functools.partial(_everything, *theirs), " ".join(canonical)),
+        cases,
+    )
+
+
+def explain(op: str, hidden: Tensor, weight: Tensor, *args) -> list[tuple[str, Decision]]:
+    """Which kernels compute a call."""
+    if op.startswith("softcap"):
+        return []
+    if op.endswith("_bwd"):  # behind what comes from above
+        hidden, weight = (weight, *args)[:2] if op == "linear_cross_entropy_bwd" else args[:2]
+    rule = _rule(hidden, weight)
+    return [("head", canonical_by_rule(TRITON, rule) if rule else _heads(hidden.device, hidden.shape[1]))]
+
+
+def admit(width: int, device: torch.device) -> Decision:
+    """Verify ahead of time."""
+    device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+    if width % 8 or not _sm90(device):
+        return canonical_by_rule(TRITON, "they are for SM90, and rows that begin on 16-byte boundaries")
+    return _heads(device, width)
+
+
+def _cases(device: torch.device, width: int) -> list[tuple]:
+    """Rows that cancel beside rows with probabilities of all sizes; one token; a temperature and a cap; tokens that are
+    ignored; and special rows: of hidden, of the weight, and of what comes from above."""
+
+    def case(tokens: int, vocabulary: int, temperatures: int, softcap: float, ignored: int, special: str = "") -> tuple:
         g = torch.Generator(device).manual_seed(tokens)
-        random = functools.partial(torch.rand, generator=g, device=device)
+        random = functools.partial(torch.rand, generator=g, dtype=torch.float32, device=device)
         hidden, weight = cancelling(tokens, width, vocabulary, seed=width + tokens, device=device)
         hidden = (hidden.float() / hidden.float().abs().amax(-1, keepdim=True)).bfloat16()
         hidden[::2] = random(hidden[::2].shape) * 2 - 1  # and some with probabilities of all sizes
         target = torch.randint(vocabulary, (tokens,), generator=g, device=device)
         up = random(tokens) - 0.5, random(tokens) - 0.5
-        return hidden, weight, target, random(temperatures) + 0.5, softcap, up, tokens - ignored
+        if special == "all":
+            hidden = special_rows(hidden)
+        elif special == "small":
+            hidden, weight = special_rows(hidden, kinds=SMALL), special_rows(weight, first=3, kinds=SMALL)
+        elif special == "above":
+            up = tuple(special_rows(u[:, None], seed=i)[:, 0] for i, u in enumerate(up))
+        return (
+            hidden,
+            weight,
+            target,
+            random(temperatures) + 0.5,
+            softcap,
+            up,
+            tokens - ignored,
+            special in ("", "small"),
+        )
 
-    def cases() -> list[tuple]:
-        made = [case(300, 1300, 1, 0.0, 77), case(1, 700, 1, 0.0, 0), case(70, 520, 70, 5.0, 0)]
-        _compile(device, made)
-        return made
-
-    ours = functools.partial(_everything, _logprobs, _logprobs_bwd, _loss_with_gradients, False)
-    canonical = (triton.linear_logprobs_fwd, triton.linear_logprobs_bwd, _canonical_loss, True)
-    candidate = Candidate("wgmma 128x256x64 ring 4", ours)
-    chosen = admissions(device.index).choose(
-        _key(width), [candidate], functools.partial(_everything, *canonical), cases
-    )
-    return chosen is candidate
-
-
-def _key(width: int) -> str:
-    return f"linear_cross_entropy bfloat16 H={width}"
-
-
-def admit(width: int, device: torch.device) -> tuple[str, list[Verdict]]:
-    """Verify ahead of time; returns (key, verdicts), none where the canonical kernels serve it anyway."""
-    device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
-    if width % 8:
-        return _key(width), []
-    with torch.cuda.device(device), torch.no_grad():
-        _verdicts[device.index, width] = _admitted(device, width)
-    return _key(width), admissions(device.index).report().get(_key(width), [])
+    return [
+        case(300, 1300, 1, 0.0, 77),
+        case(1, 700, 1, 0.0, 0),
+        case(70, 520, 70, 5.0, 0),
+        case(31, 520, 31, 5.0, 2, "all"),
+        case(29, 520, 1, 0.0, 3, "small"),
+        case(27, 520, 1, 0.0, 0, "above"),
+    ]
 
 
 def _canonical_loss(hidden, weight, target, scale, need_dhidden, need_dweight, live=None, uniform=False):
@@ -328,27 +365,31 @@ def _canonical_loss(hidden, weight, target, scale, need_dhidden, need_dweight, l
 
 
 def _everything(
-    forward, backward, loss, uniform, hidden, weight, target, temperature, softcap, up, counting
-) -> Tensor:  # fmt: skip
-    """Results of all kernels as one tensor of fp32, in which bf16 is exact.
+    forward, backward, loss, uniform, hidden, weight, target, temperature, softcap, up, counting, finite
+) -> list[Tensor]:  # fmt: skip
+    """Results of all kernels.
 
-    uniform: always with a temperature for each token and with the entropy, by numbers that change nothing (1 and 0), so
-    that fewer kernels have to be compiled
+    uniform  always with a temperature for each token and with the entropy, by numbers that change nothing (1 and 0), so
+             that fewer kernels have to be compiled
+    finite   or not: then 0 times what comes of the entropy would change something
     """
     tokens, results = hidden.shape[0], []
-    for t, with_entropy in ((torch.ones(1, dtype=torch.float32, device=hidden.device), False), (temperature, True)):
+    one = torch.ones(1, dtype=torch.float32, device=hidden.device)
+    for t, with_entropy in ((one, False), (temperature, True)):
         head = hidden, weight, target, t.expand(tokens).contiguous() if uniform else t, softcap
         logprob, entropy, lse = forward(*head, uniform or with_entropy)
-        dentropy = up[1] if with_entropy else torch.zeros_like(up[1]) if uniform else None
-        grads = backward(up[0], dentropy, *head, entropy, lse, True, True)
-        results += [logprob, lse, *grads, *([entropy] if with_entropy else [])]
-    live = torch.tensor(counting, dtype=torch.int64, device=hidden.device)
-    among = torch.arange(tokens, device=hidden.device) < counting
+        results += [logprob, lse, *([entropy] if with_entropy else [])]
+        if finite or with_entropy:
+            dentropy = up[1] if with_entropy else torch.zeros_like(up[1]) if uniform else None
+            results += backward(up[0], dentropy, *head, entropy, lse, True, True)
+    live, among = (
+        torch.tensor(counting, dtype=torch.int64, device=hidden.device),
+        torch.arange(tokens, device=hidden.device) < counting,
+    )
     kept = torch.where(among[:, None], hidden, 0), weight, torch.where(among, target, -1)
     scale = torch.tensor(1 / 3, dtype=torch.float32, device=hidden.device)
     logprob, lse, dhidden, dweight = loss(*kept, scale, True, True, live, *([True] if uniform else []))
-    results += [logprob, lse, dhidden[:counting], dweight]
-    return torch.cat([r.float().flatten() for r in results])
+    return [*results, logprob, lse, dhidden[:counting], dweight]
 
 
 def _compile(device: torch.device, cases: list[tuple]) -> None:

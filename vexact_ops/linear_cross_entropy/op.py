@@ -135,7 +135,8 @@ def admit_linear_cross_entropy(width: int, *, device: torch.device | str = "cuda
     if width < 1:
         raise ValueError(f"admit_linear_cross_entropy: width: got {width}, expected 1 or more")
     device = torch.device(device)
-    return ROOM.module(ROOM.resolve(device, "cuda")).admit(width, device)
+    decision = ROOM.module(ROOM.resolve(device, "cuda")).admit(width, device)
+    return decision.key, list(decision.verdicts)
 
 
 def _check_head(op: str, hidden: Tensor, weight: Tensor) -> None:

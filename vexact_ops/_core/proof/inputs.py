@@ -1,6 +1,8 @@
 """Inputs on which a changed order of summation shows, where Gaussian ones hide it behind the final rounding; and rows
 of the values that kernels treat in ways of their own."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -41,21 +43,24 @@ SPECIAL = (
 _BITS = {torch.bfloat16: (torch.int16, 7), torch.float16: (torch.int16, 10), torch.float32: (torch.int32, 23)}
 
 
-def special_rows(x: Tensor, seed: int = 0, first: int = 0) -> Tensor:
-    """A copy of x (R, ...) in which every other row is special, of the kinds of SPECIAL in turn; the rows between stay.
+SMALL = "-0", "0", "subnormals", "one subnormal"  # that make nothing infinite or NaN
 
-    first  which place of that pattern (ordinary, SPECIAL[0], ordinary, SPECIAL[1], ...) row 0 has: 2 i + 1 makes of
-           x[:1] a row of kind i
+
+def special_rows(x: Tensor, seed: int = 0, first: int = 0, kinds: Sequence[str] = SPECIAL) -> Tensor:
+    """A copy of x (R, ...) in which every other row is special, of these kinds in turn; the rows between stay.
+
+    first  which place of that pattern (ordinary, kinds[0], ordinary, kinds[1], ...) row 0 has: 2 i + 1 makes of x[:1] a
+           row of kind i
     """
     x = x.clone(memory_format=torch.contiguous_format)
     rows, width = x.shape[0], x[0].numel() if x.shape[0] else 0
     if width == 0:
         return x
-    flat, pattern = x.view(rows, width), 2 * len(SPECIAL)
+    flat, pattern = x.view(rows, width), 2 * len(kinds)
     integer, mantissa = _BITS[x.dtype]
     g = torch.Generator(x.device).manual_seed(seed)
     largest = torch.finfo(x.dtype).max
-    for index, kind in enumerate(SPECIAL):
+    for index, kind in enumerate(kinds):
         start = (2 * index + 1 - first) % pattern
         part = flat[start::pattern]  # a view
         count = part.shape[0]
