@@ -1,7 +1,9 @@
 """Shared by all tests: the Hypothesis profile, and the backends that this machine can test."""
 
 import os
+import signal
 
+import on_gpu
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
@@ -64,6 +66,25 @@ def devices(*dtypes: torch.dtype) -> list:
     ]
 
 
+@pytest.fixture
+def ctrl_c():
+    """SIGINT raises KeyboardInterrupt, as it does in a terminal's foreground: a background job, or one under nohup, is
+    started with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    return on_gpu.processes()
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(on_gpu.OnGpu())
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items):
     """fp16 is a GPU type here: what pairs it with the C++ kernels is no case."""
 
@@ -72,3 +93,4 @@ def pytest_collection_modifyitems(items):
         return not params or (params.get("backend"), params.get("dtype")) != ("cpu", torch.float16)
 
     items[:] = [item for item in items if is_case(item)]
+    on_gpu.mark(items)

@@ -225,7 +225,7 @@ def test_abort_in_the_middle(engine, monkeypatch):
     engine.abort("nobody")
 
 
-def test_ctrl_c_while_computing(engine, monkeypatch):
+def test_ctrl_c_while_computing(engine, monkeypatch, ctrl_c):
     expected = [bits(c) for c in engine.generate(PROMPTS, PARAMS)]
     on_step(engine, monkeypatch, 3, lambda: signal.raise_signal(signal.SIGINT))
     before = signal.getsignal(signal.SIGINT)
@@ -237,7 +237,7 @@ def test_ctrl_c_while_computing(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("place", ["schedule", "commit", "add", "cancel"])
-def test_ctrl_c_while_the_state_changes(engine, monkeypatch, place):
+def test_ctrl_c_while_the_state_changes(engine, monkeypatch, place, ctrl_c):
     expected = [bits(c) for c in engine.generate(PROMPTS, PARAMS)]
     scheduler, finished = engine._scheduler, []
     change = getattr(scheduler, place)

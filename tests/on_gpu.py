@@ -1,0 +1,99 @@
+"""A pytest plugin: which tests are for a GPU (the mark `cuda`), how many processes share one, and what ran on it.
+
+`pytest -m cuda` runs them all. The line at the end counts those that did use the GPU, by what torch's allocator saw,
+not by their names; a test that used it without the mark is named, since `-m cuda` would leave it out.
+"""
+
+import os
+import re
+import time
+from collections import Counter
+
+import pytest
+import torch
+
+PER_PROCESS = 10 << 30  # of GPU memory: the largest tests take about that
+KEEP = 2 << 30  # what a test leaves in torch's cache above this goes back to the driver, for the other processes
+CORES_PER_PROCESS = 2  # conftest.py gives each process as many threads
+
+
+def processes() -> int:
+    """For pytest's -n auto: as many as the cores feed and, on a GPU, its memory holds; two on a small machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not torch.cuda.is_available():
+        return max(2, min(cores // CORES_PER_PROCESS, 8))
+    memory = torch.cuda.get_device_properties(0).total_memory
+    return max(2, min(cores * 3 // 4, memory // PER_PROCESS))  # some of them wait for the GPU
+
+
+def is_for_gpu(item: pytest.Item) -> bool:
+    """By its mark, by a parameter that names the device, or because it is skipped where there is no GPU."""
+    if item.get_closest_marker("cuda"):
+        return True
+    if "cuda" in item.name.partition("[")[2]:
+        return True
+    reasons = [mark.kwargs.get("reason", "") for mark in item.iter_markers() if mark.name in ("skip", "skipif")]
+    return any(re.search(r"\bCUDA\b|\bGPUs?\b|\bSM90\b", reason) for reason in reasons)
+
+
+def mark(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_for_gpu(item):
+            item.add_marker(pytest.mark.cuda)
+
+
+def _allocations() -> int:
+    """How often this process has asked torch for GPU memory: 0 before it has touched the GPU."""
+    if not torch.cuda.is_initialized():
+        return 0
+    return sum(torch.cuda.memory_stats(d).get("allocation.all.allocated", 0) for d in range(torch.cuda.device_count()))
+
+
+class OnGpu:
+    """Notes in every report whether the test used the GPU and how much memory; sums up at the end."""
+
+    def __init__(self):
+        self.begin = time.perf_counter()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item):
+        before = _allocations()
+        if before:
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            return (yield)
+        finally:
+            if _allocations() > before:
+                item.user_properties.append(("gpu_mib", torch.cuda.max_memory_allocated() >> 20))
+                if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > KEEP:
+                    torch.cuda.empty_cache()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item, call):
+        report = yield
+        if item.get_closest_marker("cuda"):
+            report.user_properties.append(("for_gpu", True))
+        return report
+
+    def pytest_terminal_summary(self, terminalreporter):
+        if not torch.cuda.is_available():
+            return
+        stats, seconds = terminalreporter.stats, time.perf_counter() - self.begin
+        reports = [r for kind in ("passed", "failed") for r in stats.get(kind, ()) if r.when == "call"]
+        used = {r.nodeid: dict(r.user_properties) for r in reports if "gpu_mib" in dict(r.user_properties)}
+        workers = {getattr(r, "worker_id", "main") for r in reports if r.nodeid in used}
+        failed = sum(r.nodeid in used for r in stats.get("failed", ()))
+        skipped = [r for r in stats.get("skipped", ()) if "for_gpu" in dict(r.user_properties)]
+        largest = max(used, key=lambda name: used[name]["gpu_mib"], default=None)
+        terminalreporter.write_sep("-", "on the GPU")
+        terminalreporter.write_line(
+            f"{len(used)} tests ran on {torch.cuda.get_device_name()} in {len(workers)} processes, {seconds:.0f} s: "
+            f"{failed} failed, {len(skipped)} for a GPU were skipped"
+        )
+        why = Counter(str(r.longrepr[2] if isinstance(r.longrepr, tuple) else r.longrepr) for r in skipped)
+        for reason, count in why.most_common():
+            terminalreporter.write_line(f"  {count} skipped: {reason.removeprefix('Skipped: ')}")
+        if largest:
+            terminalreporter.write_line(f"  most memory: {used[largest]['gpu_mib']} MiB in {largest}")
+        for name in sorted(name for name, found in used.items() if "for_gpu" not in found):
+            terminalreporter.write_line(f"  without the mark `cuda`: {name}", yellow=True)

@@ -1,0 +1,105 @@
+"""The tests' own infrastructure: what is for a GPU, what used it, and Ctrl-C where it is ignored."""
+
+import ast
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import on_gpu
+import pytest
+import torch
+
+TESTS = Path(__file__).parent
+
+
+def run_toy(tmp_path, body, *options, **how):
+    """pytest on one file with our conftest; what it printed."""
+    (tmp_path / "test_toy.py").write_text(body)
+    command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", str(tmp_path), "-p", "no:cacheprovider"]
+    command += ["-p", "conftest", "-W", "ignore", *options, str(tmp_path / "test_toy.py")]
+    env = {"PYTHONPATH": f"{TESTS}:{TESTS.parent}", "PATH": "", "HOME": str(tmp_path)}
+    return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, **how).stdout
+
+
+TOY = """
+import pytest
+
+on_gpu = pytest.mark.skipif(True, reason="no CUDA device is visible to torch")
+
+@on_gpu
+def test_by_its_reason(): pass
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_by_its_parameter(device): pass
+
+@pytest.mark.cuda
+def test_by_its_mark(): pass
+
+def test_cuda_in_its_name_alone(): pass
+
+@pytest.mark.skipif(True, reason="triton is not installed")
+def test_skipped_for_another_reason(): pass
+"""
+
+
+def test_what_is_for_a_gpu(tmp_path):
+    said = run_toy(tmp_path, TOY, "-m", "cuda", "--collect-only", "-q")
+    found = [line.partition("::")[2] for line in said.splitlines() if "::" in line]
+    assert found == ["test_by_its_reason", "test_by_its_parameter[cuda]", "test_by_its_mark"]
+
+
+def test_ctrl_c_where_it_is_ignored(tmp_path):
+    body = """
+import signal, pytest
+
+def test_ours(ctrl_c):
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+def test_ignored_again():
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+"""
+    ignored = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)  # noqa: E731
+    assert "2 passed" in run_toy(tmp_path, body, preexec_fn=ignored)
+
+
+def test_tests_that_raise_sigint_handle_it_themselves():
+    found = 0
+    for path in TESTS.rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and path.name != "test_on_gpu.py":
+                raises = any(isinstance(n, ast.Attribute) and n.attr == "raise_signal" for n in ast.walk(node))
+                found += raises
+                assert not raises or "ctrl_c" in [a.arg for a in node.args.args], f"{path.name}: {node.name}"
+    assert found
+
+
+@pytest.mark.parametrize(
+    "cores, gib, count", [(2, None, 2), (16, None, 8), (64, None, 8), (16, 139, 12), (128, 139, 13), (4, 16, 2)]
+)
+def test_how_many_processes(monkeypatch, cores, gib, count):
+    monkeypatch.setattr(on_gpu.os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gib is not None)
+    properties = type("Properties", (), {"total_memory": (gib or 0) << 30})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    assert on_gpu.processes() == count
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible to torch")
+def test_what_used_the_gpu_is_counted(tmp_path):
+    body = """
+import torch, pytest
+
+@pytest.mark.cuda
+def test_marked(): torch.zeros(1 << 20, device="cuda")
+
+def test_unmarked(): torch.zeros(1, device="cuda")
+
+@pytest.mark.cuda
+def test_marked_alone(): pass
+"""
+    said = run_toy(tmp_path, body, "-n", "2")
+    assert "2 tests ran on" in said and "0 failed, 0 for a GPU were skipped" in said
+    assert [line for line in said.splitlines() if "without the mark" in line and "test_unmarked" in line]
