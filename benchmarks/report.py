@@ -82,6 +82,59 @@ def _geomean(values: Iterable[float]) -> float | None:
     return math.exp(sum(logs) / len(logs)) if logs else None
 
 
+def spreads(records: Iterable[dict], room: str, drawn: str) -> list[dict]:
+    """How our time over stock spreads over the cases of one room: a record for each shape, and one for all."""
+    ours = [r for r in records if r["room"] == room and r["backend"] == "vexact" and r.get("ratio_to_stock")]
+    by_shape: dict[str, list[dict]] = defaultdict(list)
+    for record in ours:
+        by_shape[record["case"].split()[0]].append(record)
+    groups = {**by_shape, "all shapes": ours} if len(by_shape) > 1 else by_shape
+    about = ("device", "gpu", "cpu", "torch", "triton", "commit", "date")
+    return [
+        {
+            "room": room,
+            "case": f"{name} rows {drawn}",
+            "backend": "vexact",
+            "cases": len(members),
+            "geomean_to_stock": round(_geomean(r["ratio_to_stock"] for r in members), 4),
+            "p95_to_stock": percentile([r["ratio_to_stock"] for r in members], 0.95),
+            "worst": [[r["case"], r["us"], r["ratio_to_stock"]] for r in _worst(members)],
+            **{key: members[0].get(key) for key in about},
+        }
+        for name, members in groups.items()
+    ]
+
+
+def _worst(members: list[dict]) -> list[dict]:
+    return sorted(members, key=lambda r: r["ratio_to_stock"], reverse=True)[:5]
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The smallest of the values that at least this share of them do not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def spread_line(record: dict) -> str:
+    case, us, ratio = record["worst"][0]
+    return (
+        f"{record['room']} {record['case']}: time / stock over {record['cases']} cases: geometric mean "
+        f"{record['geomean_to_stock']:.3f}, 95th percentile {record['p95_to_stock']:.3f}, worst {ratio:.3f} ({case}, "
+        f"{us:.1f} us)"
+    )
+
+
+def spread_table(records: Iterable[dict]) -> str:
+    """A Markdown table: our time over stock at row counts drawn at random."""
+    rows = ["| room | shapes, rows | cases | geometric mean | 95th percentile | worst |", "| --- |" + " --- |" * 5]
+    for r in records:
+        case, _, ratio = r["worst"][0]
+        rows.append(
+            f"| {r['room']} | {r['case']} | {r['cases']} | {r['geomean_to_stock']:.2f} | {r['p95_to_stock']:.2f} | "
+            f"{ratio:.2f} ({case}) |"
+        )
+    return "\n".join(rows)
+
+
 def verify_table(records: Iterable[dict]) -> str:
     """A Markdown table: how many log-probabilities of the rollout differ from the trainer's, ours and stock."""
     heads = ["model", "weights", "tokens", "differ", "max diff", "again in batches of", "differ", "warm cache: differ"]
@@ -118,7 +171,8 @@ def update_readme(readme: Path = ROOT / "README.md") -> None:
         records = load(RESULTS / f"{name}.jsonl")
         kernels = [r for r in records if "us" in r]
         verified = [r for r in records if r["room"] == "verify"]
-        programs = [r for r in records if "us" not in r and r["room"] != "verify"]
+        spread = [r for r in records if "geomean_to_stock" in r]
+        programs = [r for r in records if "us" not in r and r["room"] != "verify" and r not in spread]
         newest = max(records, key=lambda r: r["date"])
         about = f"{newest['gpu'] or newest['cpu']}, torch {newest['torch']}, {_commits(records)}, {newest['date']}"
         parts = [
@@ -126,6 +180,7 @@ def update_readme(readme: Path = ROOT / "README.md") -> None:
             for p in (
                 verified and verify_table(verified),
                 programs and program_table(programs),
+                spread and spread_table(spread),
                 kernels and summary(kernels),
                 kernels and table(kernels),
             )

@@ -83,7 +83,31 @@ def _mean():
     return SHAPES["smollm2-135m"], [2], torch.float32, "cpu"
 
 
-@pytest.mark.parametrize("args", [["--rows", "0"], ["--shape", "gpt-9"], ["--dtype", "int3"]], ids=str)
+def test_row_counts_drawn_at_random(tmp_path, monkeypatch, capsys):
+    assert __main__.drawn("random:64") == __main__.drawn("random:64:0") != __main__.drawn("random:64:1")
+    counts = __main__.drawn("random:500:3")
+    assert len(counts) == 500 and counts == sorted(counts) and counts[0] >= 1 and counts[-1] <= 1024
+    monkeypatch.setattr(harness, "results_file", lambda device: tmp_path / "saved.jsonl")
+    monkeypatch.setattr(__main__, "drawn", lambda text: [3, 5])
+    shapes = ["--shape", "smollm2-135m,qwen3-0.6b"]
+    assert run("--rows", "random:2", "--save", "--json", str(tmp_path / "all.jsonl"), *shapes) == 0
+    assert "mean all shapes rows random:2: time / stock over 4 cases: geometric mean" in capsys.readouterr().out
+    saved = report.load(tmp_path / "saved.jsonl")
+    assert [r["case"] for r in saved] == [f"{s} rows random:2" for s in (*shapes[1].split(","), "all shapes")]
+    every = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    ratios = [r["ratio_to_stock"] for r in every if r.get("us") and r["backend"] == "vexact"]
+    assert len(ratios) == saved[-1]["cases"] == 4
+    assert saved[-1]["geomean_to_stock"] == pytest.approx(math.prod(ratios) ** 0.25, abs=1e-3)
+    assert saved[-1]["p95_to_stock"] == saved[-1]["worst"][0][2] == max(ratios)
+    assert report.percentile([float(i) for i in range(1, 101)], 0.95) == 95.0
+    assert len(report.spread_table(saved).splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["--rows", "0"], ["--rows", "random:many"], ["--rows", "random:0"], ["--shape", "gpt-9"], ["--dtype", "int3"]],
+    ids=str,
+)
 def test_bad_options_are_named(args, capsys):
     with pytest.raises(SystemExit):
         run(*args)
