@@ -24,10 +24,13 @@ def base_forward(
     max_length_q=None,
     max_length_k=None,
     vexact_paged=None,
+    vexact_checked=False,
     **kwargs,
 ):
     """The decoder's own forward; the mask becomes a Layout that attention reads."""
     patch = self._vexact
+    if not vexact_checked:
+        patch.check()
     given = input_ids if input_ids is not None else inputs_embeds
     if given is None:
         raise ValueError("input_ids: got None, expected input_ids or inputs_embeds")
@@ -125,6 +128,7 @@ def causal_forward(
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     patch = self._vexact
+    patch.check()
     if kwargs.pop("output_router_logits", None):
         raise ValueError("output_router_logits: got True, but the load balancing loss it asks for is not covered")
     out = patch.base(
@@ -135,6 +139,7 @@ def causal_forward(
         inputs_embeds=inputs_embeds,
         use_cache=use_cache,
         return_dict=True,
+        vexact_checked=True,
         **kwargs,
     )
     hidden, logits, loss = out.last_hidden_state, None, None

@@ -37,12 +37,18 @@ _SMALL = {
 
 
 def is_latent(module: nn.Module) -> bool:
-    return set(module._modules) >= _PARTS and module.kv_b_proj.bias is None and set(_SMALL) <= set(vars(module))
+    if not (set(module._modules) >= _PARTS and set(_SMALL) <= set(vars(module))):
+        return False
+    return getattr(module.kv_b_proj, "bias", None) is None
 
 
 def latent_forward(module: nn.Module, tried: dict) -> tuple[Callable, str]:
     """The aligned latent forward of an attention module, once it is known to be the same function as its own; `tried`
     keeps what is known of modules that are alike."""
+    if not isinstance(module.kv_b_proj, nn.Linear):
+        raise NotCovered(
+            f"latent: its kv_b_proj is a {type(module.kv_b_proj).__name__}, of which no one weight is read"
+        )
     scope = inspect.unwrap(type(module).forward).__globals__
     turn = TURNS[1] if getattr(module.config, "rope_interleave", False) else TURNS[0]
     key = type(module), turn, module.q_lora_rank is None

@@ -85,6 +85,11 @@ def head_forward(self, input):
     return logits.view(*input.shape[:-1], -1)
 
 
+def is_linear(module: nn.Module) -> bool:
+    """A linear layer, or one that PEFT wraps, which is judged on its own."""
+    return isinstance(module, nn.Linear) or isinstance(module._modules.get("base_layer"), nn.Linear)
+
+
 def check_linear(module: nn.Linear, head: bool) -> None:
     if type(module).forward is not nn.Linear.forward or torch.nn.utils.parametrize.is_parametrized(module):
         raise NotCovered("a linear layer with a forward or a parametrization of its own")
@@ -136,7 +141,7 @@ def mlp_forward(module: nn.Module) -> tuple[Callable, str]:
     children, fused = dict(module._modules), "gate_up_proj" in module._modules
     projections = ("gate_up_proj", "down_proj") if fused else ("gate_proj", "up_proj", "down_proj")
     linears = [children.pop(name) for name in projections]
-    if module._parameters or len(children) > 1 or not all(isinstance(m, nn.Linear) for m in linears):
+    if module._parameters or len(children) > 1 or not all(is_linear(m) for m in linears):
         raise NotCovered("a feed-forward block of another form")
     n, inner, x = 8, 12, 3 * random(2, 5, 8, seed=1)
     small = {name: small_linear(n, inner * (2 if fused else 1), i + 2) for i, name in enumerate(projections[:-1])}
