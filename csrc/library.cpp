@@ -1,14 +1,15 @@
 // Every native schema on one screen. A native op checks, takes pointers and launches on the current stream; it writes
 // into the outputs it is given and allocates none. Python owns meaning, autograd and torch.compile (vexact::*).
-#include "common/tensor.h"
-
+#include "common/float_mode.h"
 #include "common/isa.h"
+#include "common/tensor.h"
 
 STABLE_TORCH_LIBRARY(vexact_native, m) {
   // about this library
   m.def("cpu_isa(str? request=None) -> str");
   m.def("built_with_cuda() -> bool");
   m.def("source_digests() -> str");
+  m.def("float_mode(int? request=None) -> int");
 
   // linear
   m.def("linear_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()");
@@ -64,6 +65,7 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("log_softmax_fwd(Tensor x, Tensor(a!) y, Tensor(b!) lse) -> ()");
   m.def("log_softmax_bwd(Tensor dy, Tensor x, Tensor lse, Tensor(a!) dx) -> ()");
   m.def("mean_fwd(Tensor x, float divisor, Tensor(a!) y) -> ()");
+  m.def("mean_bwd(Tensor dy, float divisor, Tensor(a!) dx) -> ()");
 
   // linear_cross_entropy
   m.def("linear_logprobs_fwd(Tensor hidden, Tensor weight, Tensor target, Tensor temperature, float softcap, Tensor(a!) workspace, Tensor(b!) logprob, Tensor(c!)? entropy, Tensor(d!) lse) -> ()");
@@ -121,6 +123,18 @@ bool built_with_cuda() {
 
 std::string digests() { return source_digests(); }
 
+// The calling thread's floating-point mode as it was, as a number whose only meaning is its processor's; 0 where there is
+// none to be had. With `request`, that mode from here on.
+int64_t float_mode(std::optional<int64_t> request) {
+#ifdef VEXACT_HAS_MXCSR
+  const unsigned found = _mm_getcsr();
+  if (request) _mm_setcsr(unsigned(*request) & 0xffc0);
+  return found & 0xffc0;  // without what has happened so far
+#else
+  return 0;
+#endif
+}
+
 }  // namespace
 }  // namespace vx
 
@@ -128,4 +142,5 @@ STABLE_TORCH_LIBRARY_IMPL(vexact_native, CompositeExplicitAutograd, m) {
   m.impl("cpu_isa", TORCH_BOX(&vx::cpu_isa));
   m.impl("built_with_cuda", TORCH_BOX(&vx::built_with_cuda));
   m.impl("source_digests", TORCH_BOX(&vx::digests));
+  m.impl("float_mode", TORCH_BOX(&vx::float_mode));
 }

@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "attention/kernels.h"
+#include "common/box.h"
 #include "common/parallel.h"
 #include "common/values.h"
 
@@ -231,7 +232,7 @@ void attention_varlen_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out,
 }  // namespace vx
 
 STABLE_TORCH_LIBRARY_IMPL(vexact_native, CPU, m) {
-  m.impl("attention_varlen_fwd", TORCH_BOX(&vx::attention_varlen_fwd));
-  m.impl("attention_paged_fwd", TORCH_BOX(&vx::attention_paged_fwd));
-  m.impl("attention_varlen_bwd", TORCH_BOX(&vx::attention_varlen_bwd));
+  m.impl("attention_varlen_fwd", VX_BOX(&vx::attention_varlen_fwd));
+  m.impl("attention_paged_fwd", VX_BOX(&vx::attention_paged_fwd));
+  m.impl("attention_varlen_bwd", VX_BOX(&vx::attention_varlen_bwd));
 }

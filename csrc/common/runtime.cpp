@@ -7,6 +7,7 @@
 #include <cstring>
 #include <new>
 
+#include "common/float_mode.h"
 #include "common/isa.h"
 #include "common/parallel.h"
 
@@ -65,22 +66,29 @@ bool set_isa(const char* name) {
   return found >= 0;
 }
 
+// A worker's floating-point mode is its own, often that of the thread which started it: `fn` runs in the default one.
 void parallel_range(int64_t begin, int64_t end, int64_t grain, RangeFn fn, void* context) {
   if (end - begin <= grain) {
+    const DefaultFloatMode mode;
     if (end > begin) fn(begin, end, context);
     return;
   }
-  torch::stable::parallel_for(begin, end, grain, [&](int64_t b, int64_t e) { fn(b, e, context); });
+  torch::stable::parallel_for(begin, end, grain, [&](int64_t b, int64_t e) {
+    const DefaultFloatMode mode;
+    fn(b, e, context);
+  });
 }
 
 void parallel_dynamic(int64_t count, int64_t grain, RangeFn fn, void* context) {
   const int64_t workers = num_threads();
   if (count <= grain || workers == 1) {
+    const DefaultFloatMode mode;
     if (count > 0) fn(0, count, context);
     return;
   }
   std::atomic<int64_t> next{0};
   torch::stable::parallel_for(0, workers, 1, [&](int64_t b, int64_t e) {
+    const DefaultFloatMode mode;
     for (int64_t i = b; i < e; ++i)
       for (int64_t at; (at = next.fetch_add(grain)) < count;) fn(at, at + grain < count ? at + grain : count, context);
   });

@@ -1,3 +1,4 @@
+#include "common/box.h"
 #include "fused_moe/binding.h"
 #include "fused_moe/kernels.h"
 
@@ -61,8 +62,8 @@ void moe_gate_bwd(Tensor h, Tensor da, Tensor order, Tensor weights, Tensor offs
 }  // namespace vx
 
 STABLE_TORCH_LIBRARY_IMPL(vexact_native, CPU, m) {
-  m.impl("moe_plan", TORCH_BOX(&vx::moe_plan));
-  m.impl("moe_gather", TORCH_BOX(&vx::moe_gather));
-  m.impl("moe_combine", TORCH_BOX(&vx::moe_combine));
-  m.impl("moe_gate_bwd", TORCH_BOX(&vx::moe_gate_bwd));
+  m.impl("moe_plan", VX_BOX(&vx::moe_plan));
+  m.impl("moe_gather", VX_BOX(&vx::moe_gather));
+  m.impl("moe_combine", VX_BOX(&vx::moe_combine));
+  m.impl("moe_gate_bwd", VX_BOX(&vx::moe_gate_bwd));
 }

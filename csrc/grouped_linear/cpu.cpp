@@ -1,3 +1,4 @@
+#include "common/box.h"
 #include "common/tensor.h"
 #include "grouped_linear/kernels.h"
 
@@ -68,7 +69,7 @@ bool grouped_linear_dweight(Tensor dy, Tensor x, Tensor offsets, Tensor dweight)
 }  // namespace vx
 
 STABLE_TORCH_LIBRARY_IMPL(vexact_native, CPU, m) {
-  m.impl("grouped_linear_fwd", TORCH_BOX(&vx::grouped_linear_fwd));
-  m.impl("grouped_linear_dx", TORCH_BOX(&vx::grouped_linear_dx));
-  m.impl("grouped_linear_dweight", TORCH_BOX(&vx::grouped_linear_dweight));
+  m.impl("grouped_linear_fwd", VX_BOX(&vx::grouped_linear_fwd));
+  m.impl("grouped_linear_dx", VX_BOX(&vx::grouped_linear_dx));
+  m.impl("grouped_linear_dweight", VX_BOX(&vx::grouped_linear_dweight));
 }

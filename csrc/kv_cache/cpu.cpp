@@ -1,3 +1,4 @@
+#include "common/box.h"
 #include "kv_cache/binding.h"
 #include "kv_cache/kernels.h"
 
@@ -17,4 +18,4 @@ int64_t kv_cache_store(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tenso
 }  // namespace
 }  // namespace vx
 
-STABLE_TORCH_LIBRARY_IMPL(vexact_native, CPU, m) { m.impl("kv_cache_store", TORCH_BOX(&vx::kv_cache_store)); }
+STABLE_TORCH_LIBRARY_IMPL(vexact_native, CPU, m) { m.impl("kv_cache_store", VX_BOX(&vx::kv_cache_store)); }

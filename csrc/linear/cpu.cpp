@@ -1,3 +1,4 @@
+#include "common/box.h"
 #include "common/tensor.h"
 #include "linear/kernels.h"
 
@@ -80,9 +81,9 @@ void linear_dbias(Tensor dy, Tensor dbias) {
 }  // namespace vx
 
 STABLE_TORCH_LIBRARY_IMPL(vexact_native, CPU, m) {
-  m.impl("linear_fwd", TORCH_BOX(&vx::linear_fwd));
-  m.impl("linear_dx", TORCH_BOX(&vx::linear_dx));
-  m.impl("linear_dweight", TORCH_BOX(&vx::linear_dweight));
-  m.impl("linear_dbias", TORCH_BOX(&vx::linear_dbias));
-  m.impl("bmm", TORCH_BOX(&vx::bmm));
+  m.impl("linear_fwd", VX_BOX(&vx::linear_fwd));
+  m.impl("linear_dx", VX_BOX(&vx::linear_dx));
+  m.impl("linear_dweight", VX_BOX(&vx::linear_dweight));
+  m.impl("linear_dbias", VX_BOX(&vx::linear_dbias));
+  m.impl("bmm", VX_BOX(&vx::bmm));
 }

@@ -1,3 +1,4 @@
+#include "common/box.h"
 #include "common/values.h"
 #include "linear_cross_entropy/kernels.h"
 
@@ -76,9 +77,9 @@ void token_sum(Tensor x, Tensor out) {
 }  // namespace vx
 
 STABLE_TORCH_LIBRARY_IMPL(vexact_native, CPU, m) {
-  m.impl("linear_logprobs_fwd", TORCH_BOX(&vx::linear_logprobs_fwd));
-  m.impl("linear_logprobs_bwd", TORCH_BOX(&vx::linear_logprobs_bwd));
-  m.impl("softcap_fwd", TORCH_BOX(&vx::softcap_fwd));
-  m.impl("softcap_bwd", TORCH_BOX(&vx::softcap_bwd));
-  m.impl("token_sum", TORCH_BOX(&vx::token_sum));
+  m.impl("linear_logprobs_fwd", VX_BOX(&vx::linear_logprobs_fwd));
+  m.impl("linear_logprobs_bwd", VX_BOX(&vx::linear_logprobs_bwd));
+  m.impl("softcap_fwd", VX_BOX(&vx::softcap_fwd));
+  m.impl("softcap_bwd", VX_BOX(&vx::softcap_bwd));
+  m.impl("token_sum", VX_BOX(&vx::token_sum));
 }

@@ -1,3 +1,4 @@
+#include "common/box.h"
 #include "common/values.h"
 #include "log_softmax/kernels.h"
 
@@ -30,6 +31,6 @@ void log_softmax_bwd(Tensor dy, Tensor x, Tensor lse, Tensor dx) {
 }  // namespace vx
 
 STABLE_TORCH_LIBRARY_IMPL(vexact_native, CPU, m) {
-  m.impl("log_softmax_fwd", TORCH_BOX(&vx::log_softmax_fwd));
-  m.impl("log_softmax_bwd", TORCH_BOX(&vx::log_softmax_bwd));
+  m.impl("log_softmax_fwd", VX_BOX(&vx::log_softmax_fwd));
+  m.impl("log_softmax_bwd", VX_BOX(&vx::log_softmax_bwd));
 }

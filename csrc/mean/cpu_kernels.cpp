@@ -38,8 +38,17 @@ void forward(const MeanFwd& a) {
   });
 }
 
+template <class T>
+void backward(const MeanBwd& a) {
+  parallel_for(0, a.rows, 16384, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+      static_cast<T*>(a.dx)[row] = from_f32<T>(to_f32(static_cast<const T*>(a.dy)[row]) / a.divisor);
+  });
+}
+
 }  // namespace
 
 void mean_fwd(const MeanFwd& a) { a.dtype == Dtype::f32 ? forward<float>(a) : forward<bf16>(a); }
+void mean_bwd(const MeanBwd& a) { a.dtype == Dtype::f32 ? backward<float>(a) : backward<bf16>(a); }
 
 }  // namespace vx::VEXACT_ISA

@@ -1,3 +1,4 @@
+#include "common/box.h"
 #include "common/values.h"
 #include "moe_route/kernels.h"
 
@@ -48,6 +49,6 @@ void moe_route_bwd(Tensor dweights, Tensor logits, Tensor weights, Tensor ids, b
 }  // namespace vx
 
 STABLE_TORCH_LIBRARY_IMPL(vexact_native, CPU, m) {
-  m.impl("moe_route_fwd", TORCH_BOX(&vx::moe_route_fwd));
-  m.impl("moe_route_bwd", TORCH_BOX(&vx::moe_route_bwd));
+  m.impl("moe_route_fwd", VX_BOX(&vx::moe_route_fwd));
+  m.impl("moe_route_bwd", VX_BOX(&vx::moe_route_bwd));
 }

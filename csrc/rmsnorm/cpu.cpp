@@ -1,3 +1,4 @@
+#include "common/box.h"
 #include "common/values.h"
 #include "rmsnorm/kernels.h"
 
@@ -39,6 +40,6 @@ void rmsnorm_bwd(Tensor dy, std::optional<Tensor> dnew_residual, Tensor x, Tenso
 }  // namespace vx
 
 STABLE_TORCH_LIBRARY_IMPL(vexact_native, CPU, m) {
-  m.impl("rmsnorm_fwd", TORCH_BOX(&vx::rmsnorm_fwd));
-  m.impl("rmsnorm_bwd", TORCH_BOX(&vx::rmsnorm_bwd));
+  m.impl("rmsnorm_fwd", VX_BOX(&vx::rmsnorm_fwd));
+  m.impl("rmsnorm_bwd", VX_BOX(&vx::rmsnorm_bwd));
 }

@@ -1,3 +1,4 @@
+#include "common/box.h"
 #include "common/values.h"
 #include "rope/kernels.h"
 
@@ -44,6 +45,6 @@ void rope_cos_sin(Tensor positions, Tensor inv_freq, double scaling, Tensor cos,
 }  // namespace vx
 
 STABLE_TORCH_LIBRARY_IMPL(vexact_native, CPU, m) {
-  m.impl("rope", TORCH_BOX(&vx::rope));
-  m.impl("rope_cos_sin", TORCH_BOX(&vx::rope_cos_sin));
+  m.impl("rope", VX_BOX(&vx::rope));
+  m.impl("rope_cos_sin", VX_BOX(&vx::rope_cos_sin));
 }

@@ -1,3 +1,4 @@
+#include "common/box.h"
 #include "common/values.h"
 #include "sampler/kernels.h"
 
@@ -31,4 +32,4 @@ void sample(Tensor logits, Tensor seeds, Tensor positions, Tensor temperature, T
 }  // namespace
 }  // namespace vx
 
-STABLE_TORCH_LIBRARY_IMPL(vexact_native, CPU, m) { m.impl("sample", TORCH_BOX(&vx::sample)); }
+STABLE_TORCH_LIBRARY_IMPL(vexact_native, CPU, m) { m.impl("sample", VX_BOX(&vx::sample)); }

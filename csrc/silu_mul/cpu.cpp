@@ -1,3 +1,4 @@
+#include "common/box.h"
 #include "common/tensor.h"
 #include "silu_mul/kernels.h"
 
@@ -30,6 +31,6 @@ void silu_mul_bwd(Tensor dy, Tensor gate, Tensor up, bool gelu, Tensor dgate, Te
 }  // namespace vx
 
 STABLE_TORCH_LIBRARY_IMPL(vexact_native, CPU, m) {
-  m.impl("silu_mul_fwd", TORCH_BOX(&vx::silu_mul_fwd));
-  m.impl("silu_mul_bwd", TORCH_BOX(&vx::silu_mul_bwd));
+  m.impl("silu_mul_fwd", VX_BOX(&vx::silu_mul_fwd));
+  m.impl("silu_mul_bwd", VX_BOX(&vx::silu_mul_bwd));
 }

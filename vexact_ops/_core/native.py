@@ -1,10 +1,13 @@
 """Loads the compiled extension once, on first use, and says what to do where it cannot be loaded."""
 
+import contextlib
 import functools
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 _LIBRARY = Path(__file__).parent.parent / "_native.abi3.so"
 
@@ -42,6 +45,33 @@ def built_with_cuda() -> bool:
 def cpu_isa(request: str | None = None) -> str:
     """The instruction set the CPU kernels run on; with `request` ("scalar", "avx2", "avx512"), switch to it (tests)."""
     return ops().cpu_isa(request)
+
+
+DEFAULT_FLOAT_MODE = 0x1F80  # x86-64: subnormals kept, rounding to nearest, nothing trapped
+
+
+def float_mode() -> int:
+    """The calling thread's floating-point mode, as a number whose only meaning is its processor's."""
+    return ops().float_mode(None)
+
+
+@contextlib.contextmanager
+def default_float_mode() -> Iterator[None]:
+    """IEEE 754's default for the length of a with block, in this thread: subnormals kept, rounding to nearest. The
+    kernels see to themselves; this is for scalars on a CPU that an op leaves to torch."""
+    found = ops().float_mode(DEFAULT_FLOAT_MODE)
+    try:
+        yield
+    finally:
+        ops().float_mode(found)
+
+
+def full(count: int, value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """torch.full((count,), value), rounded to nearest whatever the calling thread's mode."""
+    if torch.compiler.is_compiling() or device.type != "cpu" or unavailable():
+        return torch.full((count,), value, dtype=dtype, device=device)
+    with default_float_mode():
+        return torch.full((count,), value, dtype=dtype, device=device)
 
 
 @functools.cache

@@ -1,9 +1,11 @@
 """The head of a language model: logits, log-probabilities and the loss, with no T x V logits in training."""
 
+import contextlib
+
 import torch
 from torch import Tensor
 
-from .._core import check
+from .._core import check, native
 from .._core.backend import Room
 from .._core.operator import Operator
 from ..linear.op import linear
@@ -72,7 +74,7 @@ def linear_logprobs(
         temperature = temperature.detach().reshape(-1)
     else:
         check.number(op, "temperature", temperature, above=0.0)
-        temperature = torch.full((1,), temperature, device=hidden.device, dtype=torch.float32)
+        temperature = native.full(1, temperature, torch.float32, hidden.device)
     args = check.rows(hidden), check.rows(weight), target.reshape(-1), temperature, softcap, return_entropy, backend
     logprob, entropy, _ = _linear_logprobs(*args)
     logprob = logprob.view(target.shape)
@@ -323,7 +325,8 @@ def _loss(hidden, weight, target, reduction, ignore_index, softcap, want_dhidden
         loss = kept.among(-logprob)
     else:
         total = -module.token_sum(logprob)
-        loss = (total / kept.count if reduction == "mean" else total).float()
+        with native.default_float_mode() if backend == "cpu" else contextlib.nullcontext():
+            loss = (total / kept.count if reduction == "mean" else total).float()
     if kept.place is not None:
         lse = kept.among(lse)
     return loss, lse, dhidden, dweight
@@ -372,8 +375,11 @@ def _loss_bwd(
         dhidden, dweight = module.unit_gradients(*args, *live)
     elif not made:
         one = torch.ones(1, dtype=torch.float32, device=hidden.device)
-        if reduction == "mean":
-            dloss = dloss / max(kept.count, 1) if backend == "cpu" else dloss * kept.scale(reduction)
+        if reduction == "mean" and backend == "cpu":
+            with native.default_float_mode():
+                dloss = dloss / max(kept.count, 1)
+        elif reduction == "mean":
+            dloss = dloss * kept.scale(reduction)
         dlogprob = kept.rows(-dloss.expand(target.shape[0])).contiguous()
         args = dlogprob, None, kept_hidden, weight, kept_target, one, softcap, None, lse
         dhidden, dweight = module.linear_logprobs_bwd(*args, *need, *live)

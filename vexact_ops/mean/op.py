@@ -70,14 +70,19 @@ def _fwd(x: Tensor, divisor: float, backend: str):
 
 
 def _setup(ctx, inputs, output):
-    x, ctx.divisor, _ = inputs
+    x, ctx.divisor, ctx.backend = inputs
     ctx.n = x.shape[1]
 
 
 def _backward(ctx, dy):
-    return (dy.float() / ctx.divisor).to(dy.dtype)[:, None].expand(-1, ctx.n), None, None
+    return _mean_bwd(dy, ctx.divisor, ctx.backend)[:, None].expand(-1, ctx.n), None, None
 
 
+_mean_bwd = Operator(
+    "mean_bwd(Tensor dy, float divisor, str backend) -> Tensor",
+    lambda dy, divisor, backend: ROOM.module(backend).mean_bwd(dy.contiguous(), divisor),
+    lambda dy, divisor, backend: dy.new_empty(dy.shape),
+)
 _mean = Operator(
     "mean(Tensor x, float divisor, str backend) -> Tensor",
     _fwd,

@@ -38,3 +38,10 @@ def mean_fwd(x: Tensor, divisor: float) -> Tensor:
             if parts == 1:
                 return y[:, 0]
             x, n = y, parts
+
+
+def mean_bwd(dy: Tensor, divisor: float) -> Tensor:
+    by = torch.full(
+        (1,), divisor, dtype=torch.float32, device=dy.device
+    )  # a tensor: torch multiplies with 1 / a number
+    return (dy.float() / by).to(dy.dtype)

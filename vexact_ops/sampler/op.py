@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._core import check
+from .._core import check, native
 from .._core.backend import Room
 from .._core.operator import Operator
 
@@ -94,7 +94,7 @@ def _column(logits: Tensor, name: str, value, dtype: torch.dtype) -> Tensor:
         if not -(2**63) <= value < 2**64:
             raise ValueError(f"sample: {name}: got {value}, expected an integer of 64 bits")
         value = value - 2**64 if value >= 2**63 else value
-    return torch.full((rows,), value, dtype=dtype, device=logits.device)
+    return native.full(rows, value, dtype, logits.device)
 
 
 def _fwd(logits: Tensor, *args):

@@ -1,0 +1,473 @@
+"""Golden digests: what every op gives on fixed inputs, so that bits do not change unannounced.
+
+    python tests/golden.py record            the class of this machine's GPU, else of its CPU (--device says which)
+    python -m pytest tests/test_golden.py    compares
+
+Inputs are made of integers alone, bit by bit, so that they depend on no random number generator and no rounding. Record
+anew only where bits are meant to change, and say so in the commit: the fingerprint changes by itself.
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import vexact_ops as vx
+
+PATH = Path(__file__).with_name("golden.json")
+_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+# --- inputs ---------------------------------------------------------------------------------------------------------
+
+
+def hashed(*shape: int, seed: int) -> Tensor:
+    """Integers from 0 to 2^48 - 1 that look random (splitmix64's steps; int64 wraps around)."""
+    x = torch.arange(1, 1 + torch.Size(shape).numel(), dtype=torch.int64) + seed * 1_000_003
+    x = x * -7046029254386353131
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
+    return (x >> 16 & (1 << 48) - 1).view(shape)
+
+
+class Inputs:
+    """Tensors of one dtype on one device; every value is exact in it."""
+
+    def __init__(self, dtype: torch.dtype, device: str):
+        self.dtype, self.device = dtype, device
+        self._seed = 0
+
+    def _hashed(self, *shape: int) -> Tensor:
+        self._seed += 1
+        return hashed(*shape, seed=self._seed)
+
+    def _give(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype).to(self.device)
+
+    def _plain(self, *shape: int, low: int, high: int) -> Tensor:
+        h = self._hashed(*shape)
+        exponent = 127 + low + (h >> 32) % (high - low + 1)
+        mantissa = h & (0x7FFFFF if self.dtype == torch.float32 else 0x7F0000)  # 7 bits: exact in all 16-bit types
+        bits = (h >> 31 & 1) << 31 | exponent << 23 | mantissa
+        return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
+
+    def values(self, *shape: int, low: int = -4, high: int = 1) -> Tensor:
+        """Both signs, magnitudes from 2^low to 2^(high + 1)."""
+        return self._give(self._plain(*shape, low=low, high=high))
+
+    def special(self, finite: bool = True) -> Tensor:
+        """Zeros of both signs, the least normal number and some below it, the largest; infinities and NaN. In fp32."""
+        least, largest = {torch.float16: (0x388 << 20, 0x477FE000), torch.bfloat16: (0x008 << 20, 0x7F7F0000)}.get(
+            self.dtype, (0x008 << 20, 0x7F7FFFFF)
+        )
+        if self.dtype == torch.float16:  # below its normal numbers are such of fp32
+            quarter, eighth = 0x378 << 20, 0x370 << 20
+        else:
+            quarter, eighth = 0x002 << 20, 0x001 << 20
+        minus = -(1 << 31)
+        some = [0, minus, least, minus + least, quarter, minus + eighth, largest, minus + largest]
+        some += [] if finite else [0x7F8 << 20, minus + (0x7F8 << 20), 0x7FC << 20]
+        return torch.tensor(some, dtype=torch.int32).view(torch.float32)
+
+    def tricky(self, *shape: int, low: int = -4, high: int = 1) -> Tensor:
+        """values, with zeros of both signs, subnormals and the largest finite ones among them."""
+        special, pick = self.special()[:6], self._hashed(*shape) % 48
+        x = self._plain(*shape, low=low, high=high)
+        return self._give(torch.where(pick < len(special), special[pick.clamp(max=len(special) - 1)], x))
+
+    def hard(self, rows: int, width: int) -> Tensor:
+        """Rows of subnormals, rows with one value that is special (infinities and NaN among them), ordinary rows."""
+        x = self._plain(rows, width, low=-4, high=1)
+        special, where = self.special(finite=False), self._hashed(rows) % width
+        subnormal = special[[4, 5, 4]]
+        for row in range(rows):
+            if row % 4 == 0:
+                x[row, where[row]] = special[row // 4 % len(special)]
+            elif row % 4 == 1:
+                x[row] = subnormal[torch.arange(width) % 3]
+        return self._give(x)
+
+    def cancelling(self, rows: int, k: int, n: int) -> tuple[Tensor, Tensor]:
+        """x (rows, k), w (n, k) whose product is zero but for rounding: any other order of summation shows."""
+        v, u = self._plain(rows, k // 2, low=-9, high=9), self._plain(n, k // 2, low=-2, high=1)
+        order = self._hashed(k // 2 * 2).argsort()
+        x, w = torch.cat([v, -v], 1)[:, order], torch.cat([u, u], 1)[:, order]
+        if k % 2:
+            last = (self._plain(count, 1, low=-4, high=1) for count in (rows, n))
+            x, w = (torch.cat(both, 1) for both in zip((x, w), last))
+        return self._give(x), self._give(w)
+
+    def below(self, bound: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return (self._hashed(*shape) % bound).to(dtype).to(self.device)
+
+    def distinct(self, rows: int, count: int, bound: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        """(rows, count) of the integers below bound, no two equal in a row."""
+        return self._hashed(rows, bound).argsort(1)[:, :count].contiguous().to(dtype).to(self.device)
+
+    def keys(self, lengths: list[int], hq: int, hk: int, d: int, dv: int) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v of packed sequences; every other key repeats the one before it with the negated value."""
+        total = sum(lengths)
+        q, k = self._plain(total, hq, d, low=-3, high=0), self._plain(total, hk, d, low=-3, high=0)
+        v = self._plain(total, hk, dv, low=-6, high=6)
+        k[1::2], v[1::2] = k[: total // 2 * 2 : 2], -v[: total // 2 * 2 : 2]
+        return self._give(q), self._give(k), self._give(v)
+
+
+# --- cases ----------------------------------------------------------------------------------------------------------
+
+
+def with_grads(make: Inputs, fn: Callable, *given: Tensor) -> list[Tensor]:
+    """What fn returns, and the gradients of all that it is given."""
+    leaves = [x.detach().requires_grad_() for x in given]
+    out = fn(*leaves)
+    out = [out] if isinstance(out, Tensor) else list(out)
+    wanted = [x for x in out if x.requires_grad]
+    douts = [make.values(*x.shape).to(x.dtype) for x in wanted]
+    return [*out, *torch.autograd.grad(wanted, leaves, douts)]
+
+
+def offsets(lengths: list[int], device: str) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
+
+
+Case = tuple[str, str, Callable[[Inputs], list[Tensor]]]
+
+
+def _products(device: str, half: bool) -> Iterator[Case]:
+    for rows, n, k in ((1, 130, 70), (5, 33, 513), (7, 9, 1), (200, 256, 512)):
+        size = f"{rows}x{n}x{k}"
+
+        def run(make, rows=rows, n=n, k=k):
+            x, w = make.cancelling(rows, k, n)
+            return with_grads(make, vx.linear, x, w, make.values(n))
+
+        yield "linear", f"bias {size}", run
+
+        def wide(make, rows=rows, n=n, k=k):
+            x, w = make.cancelling(rows, k, n)
+            hard = make.hard(rows, k)
+            return [*with_grads(make, lambda x, w: vx.linear(x, w, out_dtype=torch.float32), x, w), vx.linear(hard, w)]
+
+        yield "linear", f"fp32 out, special values {size}", wide
+
+    def bmm(make):
+        a, b = make.cancelling(6, 96, 40)
+        a, b = torch.stack([a, a.flip(1)]), torch.stack([b.t(), b.t()])
+        return [*with_grads(make, vx.bmm, a, b), vx.bmm(a, b, out_dtype=torch.float32)]
+
+    yield "linear", "bmm", bmm
+
+    for sizes, n, k in (([3, 0, 1, 20], 48, 70), ([64, 0, 100, 36], 256, 512)):
+
+        def grouped(make, sizes=sizes, n=n, k=k):
+            rows = sum(sizes)
+            x, w = make.cancelling(rows, k, n * len(sizes))
+            w, at = w.view(len(sizes), n, k), offsets(sizes, device)
+            fn = lambda x, w: vx.grouped_linear(x, w, at)  # noqa: E731
+            return [*with_grads(make, fn, x, w), vx.grouped_linear(make.hard(rows, k), w, at)]
+
+        yield "grouped_linear", f"{sum(sizes)}x{n}x{k}", grouped
+
+    for tokens, hidden, width in ((1, 64, 24), (19, 70, 33), (150, 256, 128)):
+        for activation in ("silu", "gelu_tanh"):
+
+            def moe(make, tokens=tokens, hidden=hidden, width=width, activation=activation):
+                experts, k = 6, 3
+                x = make.values(tokens, hidden)
+                up, down = make.values(experts, 2 * width, hidden), make.values(experts, hidden, width)
+                weights = make.values(tokens, k).abs().float()
+                ids = make.distinct(tokens, k, experts)
+
+                def fn(x, up, down, weights):
+                    return vx.fused_moe(x, up, down, weights, ids, activation=activation)
+
+                hard = fn(make.hard(tokens, hidden), up, down, weights)
+                return [*with_grads(make, fn, x, up, down, weights), hard]
+
+            yield "fused_moe", f"{activation} {tokens}x{hidden}x{width}", moe
+
+
+def _elementwise(device: str, half: bool) -> Iterator[Case]:
+    for style in ("llama", "gemma"):
+        for n in (1, 70, 1024):
+
+            def norm(make, style=style, n=n):
+                x, weight, residual = make.tricky(9, n), make.values(n), make.values(9, n)
+                both = lambda x, w, r: vx.rmsnorm(x, w, 1e-5, r, style=style)  # noqa: E731
+                one = lambda x, w: vx.rmsnorm(x, w, style=style)  # noqa: E731
+                hard = vx.rmsnorm(make.hard(12, n), weight, style=style)
+                return [*with_grads(make, one, x, weight), *with_grads(make, both, x, weight, residual), hard]
+
+            yield "rmsnorm", f"{style} N={n}", norm
+
+    for interleaved in (False, True):
+
+        def rope(make, interleaved=interleaved):
+            q, k = make.tricky(11, 4, 64), make.values(11, 2, 64)
+            angles = make.below(1 << 20, 11), torch.tensor([1.0, 0.25, 2.0**-9, 2.0**-20] * 4, device=device)
+            found = []
+            for dtype in {make.dtype: 0, torch.float32: 0}:
+                cos, sin = vx.rope_cos_sin(*angles, scaling=1.25, dtype=dtype)
+                fn = lambda q, k, c=cos, s=sin: vx.rope(q, k, c, s, interleaved=interleaved)  # noqa: E731
+                found += [cos, sin, *with_grads(make, fn, q, k)]
+            k_cache, v_cache = make.values(3, 8, 2, 64), make.values(3, 8, 2, 64)
+            slots = torch.tensor([5, 0, -1, 23, 7, 8, 9, -1, 10, 2, 1], device=device)
+            stored = vx.rope_kv_store(q, k, k.flip(0), cos, sin, k_cache, v_cache, slots, interleaved=interleaved)
+            return [*found, stored, k_cache, v_cache]
+
+        yield "rope", "interleaved" if interleaved else "halves", rope
+
+    for activation in ("silu", "gelu_tanh"):
+
+        def gated(make, activation=activation):
+            gate, up = make.tricky(9, 70, low=-8, high=5), make.tricky(9, 70)
+            two = lambda g, u: vx.silu_mul(g, u, activation=activation)  # noqa: E731
+            one = lambda x: vx.silu_mul(x, activation=activation)  # noqa: E731
+            hard = vx.silu_mul(make.hard(44, 64), activation=activation)
+            return [*with_grads(make, two, gate, up), *with_grads(make, one, torch.cat([gate, up], 1)), hard]
+
+        yield "silu_mul", activation, gated
+
+    for n in (1, 70, 1500):
+
+        def soft(make, n=n):
+            x = make.tricky(9, n, low=-8, high=3)
+            wide = lambda x: vx.log_softmax(x, out_dtype=torch.float32)  # noqa: E731
+            hard = vx.log_softmax(make.hard(44, n))
+            return [*with_grads(make, vx.log_softmax, x), *with_grads(make, wide, x), hard]
+
+        yield "log_softmax", f"N={n}", soft
+
+        def mean(make, n=n):
+            x = make.tricky(3, 5, n, low=-8, high=8)
+            found = [vx.mean(make.hard(44, n)), vx.sum(make.hard(44, n), -1), vx.mean(x, None), vx.sum(x)]
+            for dim in (-1, 0, (0, 2)):
+                found += with_grads(make, lambda x, d=dim: vx.mean(x, d), x)
+                found += with_grads(make, lambda x, d=dim: vx.sum(x, d), x)
+            return found
+
+        yield "mean", f"N={n}", mean
+
+    def store(make):
+        k, v = make.hard(40, 64).view(20, 2, 64), make.hard(40, 32).view(20, 2, 32)
+        k_cache, v_cache = make.values(4, 16, 2, 64), make.values(4, 16, 2, 32)
+        vx.kv_cache_store(k, v, k_cache, v_cache, make.distinct(1, 20, 64, torch.int64)[0])
+        return [k_cache, v_cache]
+
+    yield "kv_cache", "store", store
+
+    for options in (
+        {},
+        {"normalize": False, "scale": 2.5},
+        {"score": "sigmoid"},
+        {"score": "sigmoid", "groups": 4, "top_k_groups": 2, "bias": True},
+    ):
+
+        def route(make, options=options):
+            logits, bias = make.tricky(30, 16), make.values(16).float()
+            known = {**options, "bias": bias} if options.get("bias") else options
+            return with_grads(make, lambda x: vx.moe_route(x, 3, **known), logits)
+
+        yield "moe_route", " ".join(f"{key}={value}" for key, value in options.items()) or "softmax", route
+
+
+def _head(device: str, half: bool) -> Iterator[Case]:
+    tokens, width, vocabulary = 37, 64, 1100
+
+    def given(make):
+        hidden, weight = make.values(tokens, width), make.values(vocabulary, width, low=-6, high=-2)
+        return hidden, weight, make.below(vocabulary, tokens)
+
+    for softcap in (None, 7.5):
+        name = "" if softcap is None else f", softcap={softcap}"
+
+        def logits(make, softcap=softcap):
+            hidden, weight, _ = given(make)
+            hard = vx.linear_logits(make.hard(44, width), weight, softcap=softcap)
+            return [*with_grads(make, lambda h, w: vx.linear_logits(h, w, softcap=softcap), hidden, weight), hard]
+
+        yield "linear_cross_entropy", f"logits{name}", logits
+
+        for kind in ("one temperature", "a temperature each"):
+
+            def logprobs(make, softcap=softcap, kind=kind):
+                hidden, weight, target = given(make)
+                each = make.values(tokens, low=-1, high=0).abs().float()
+                options = {"temperature": 0.7 if kind == "one temperature" else each, "softcap": softcap}
+                fn = lambda h, w: vx.linear_logprobs(h, w, target, return_entropy=True, **options)  # noqa: E731
+                hard = vx.linear_logprobs(make.hard(tokens, width), weight, target, **options)
+                return [*with_grads(make, fn, hidden, weight), hard]
+
+            yield "linear_cross_entropy", f"logprobs, {kind}{name}", logprobs
+
+        for reduction in ("mean", "sum", "none"):
+
+            def loss(make, softcap=softcap, reduction=reduction):
+                hidden, weight, target = given(make)
+                target[3::5] = -100
+                options = {"reduction": reduction, "softcap": softcap}
+                return with_grads(make, lambda h, w: vx.linear_cross_entropy(h, w, target, **options), hidden, weight)
+
+            yield "linear_cross_entropy", f"{reduction}{name}", loss
+
+
+def _sampler(device: str, half: bool) -> Iterator[Case]:
+    for name, options in {
+        "greedy": {"temperature": 0.0},
+        "plain": {},
+        "temperature": {"temperature": 0.6},
+        "top_k": {"top_k": 7},
+        "top_p": {"top_p": 0.6, "temperature": 1.5},
+        "min_p": {"min_p": 0.05},
+        "all": {"top_k": 40, "top_p": 0.9, "min_p": 0.01, "temperature": 0.8},
+    }.items():
+
+        def sample(make, options=options):
+            logits = torch.cat([make.tricky(20, 1500, low=-6, high=2), make.hard(44, 1500)]).float()
+            return list(vx.sample(logits, make.below(1 << 40, 64), make.below(1 << 20, 64), **options))
+
+        yield "sampler", name, sample
+
+
+# What a case has: lengths, (Hq, Hk, D, Dv), options.
+ATTENTION = {
+    "causal": ([1, 130, 33], (4, 2, 64, 64), {}),
+    "one head": ([70], (1, 1, 40, 24), {"scale": 0.3}),
+    "no mask": ([5, 130], (2, 2, 64, 64), {"causal": False}),
+    "window": ([1, 200], (4, 1, 128, 128), {"window": 70}),
+    "softcap": ([100, 7], (2, 1, 64, 64), {"softcap": 5.0}),
+    "sinks": ([100, 7], (4, 2, 64, 64), {"sinks": True}),
+    "window, sinks": ([100, 7], (4, 2, 64, 64), {"sinks": True, "window": 20}),
+    "segments": ([1, 270, 129], (2, 1, 128, 128), {"kv_segment": 128}),
+    "segments, window": ([300], (2, 1, 64, 64), {"kv_segment": 128, "window": 140}),
+    "192/128": ([1, 100], (2, 2, 192, 128), {}),
+    "256": ([1, 100], (2, 1, 256, 256), {}),
+    "latent": ([1, 70], (3, 1, 576, 512), {}),
+    "latent, segments": ([140], (3, 1, 576, 512), {"kv_segment": 128}),
+}
+LONG = {
+    "long": ([1, 1100], (4, 2, 128, 128), {}),
+    "long, window": ([1100], (4, 2, 64, 64), {"window": 300}),
+    "long, segments": ([1100], (4, 2, 128, 128), {"kv_segment": 256}),
+}
+
+
+def _attention(device: str, half: bool) -> Iterator[Case]:
+    named = ATTENTION | LONG if device == "cuda" and half else ATTENTION
+    for name, (lengths, (hq, hk, d, dv), options) in named.items():
+
+        def train(make, lengths=lengths, sizes=(hq, hk, d, dv), options=options, grads=False):
+            q, k, v = make.keys(lengths, *sizes)
+            cu, longest = offsets(lengths, device), max(lengths)
+            if options.get("sinks"):
+                others = {key: value for key, value in options.items() if key != "sinks"}
+                fn = lambda q, k, v, s: vx.attention_varlen(q, k, v, cu, longest, sinks=s, **others)  # noqa: E731
+                found = with_grads(make, fn, q, k, v, make.values(sizes[0]))
+            else:
+                found = with_grads(make, lambda q, k, v: vx.attention_varlen(q, k, v, cu, longest, **options), q, k, v)
+            return found[1:] if grads else found[:1]
+
+        yield "attention", f"{name}, training", train
+        yield "attention", f"{name}, gradients", lambda make, train=train: train(make, grads=True)
+        if options.get("causal", True):
+
+            def paged(make, lengths=lengths, sizes=(hq, hk, d, dv), options=options):
+                page, known = 16, dict(options)
+                q, k, v = make.keys(lengths, *sizes)
+                if options.get("sinks"):
+                    known["sinks"] = make.values(sizes[0])
+                needed = [-(-length // page) for length in lengths]
+                order = make.distinct(1, sum(needed), sum(needed))[0].tolist()
+                table = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
+                caches = [make.values(sum(needed), page, *x.shape[1:]) for x in (k, v)]
+                begin = 0
+                for row, (length, pages) in enumerate(zip(lengths, needed)):
+                    mine, order = order[:pages], order[pages:]
+                    table[row, :pages] = torch.tensor(mine)
+                    for cache, x in zip(caches, (k, v)):
+                        for number, where in enumerate(mine):
+                            part = x[begin : begin + length][number * page : (number + 1) * page]
+                            cache[where, : len(part)] = part
+                    begin += length
+                lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+                found = []
+                for chunk in (max(lengths), 1):  # whole prompts, then the last token alone, as a decode step has it
+                    rows = [min(length, chunk) for length in lengths]
+                    ends = torch.tensor(lengths).cumsum(0).tolist()
+                    mine = torch.cat([q[end - count : end] for end, count in zip(ends, rows)])
+                    step = table.to(device), lens, offsets(rows, device), max(rows)
+                    found.append(vx.attention_paged(mine, *caches, *step, **known))
+                return found
+
+            yield "attention", f"{name}, paged", paged
+
+
+def dtypes(device: str) -> dict[str, torch.dtype]:
+    some = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    return some if device == "cpu" else {**some, "fp16": torch.float16}
+
+
+def cases(device: str) -> Iterator[tuple[str, str, Callable[[], list[Tensor]]]]:
+    """(room, name, run): every op and option, in every dtype that the device's kernels take."""
+    for short, dtype in dtypes(device).items():
+        for family in (_products, _elementwise, _head, _sampler, _attention):
+            if family is _sampler and dtype != torch.float32:
+                continue
+            for room, name, run in family(device, dtype != torch.float32):
+                yield room, f"{short} {name}", lambda run=run, dtype=dtype: run(Inputs(dtype, device))
+
+
+# --- digests --------------------------------------------------------------------------------------------------------
+
+
+def digest(tensors: list[Tensor]) -> str:
+    """Of bytes, dtypes and shapes; any NaN counts as one."""
+    found = hashlib.sha256()
+    for x in tensors:
+        x = x.detach().cpu().contiguous()
+        if x.dtype.is_floating_point:
+            x = torch.where(x.isnan(), torch.full((), torch.nan, dtype=x.dtype), x)
+        found.update(f"{x.dtype} {tuple(x.shape)} ".encode())
+        found.update(x.reshape(-1).view(_INTS[x.element_size()]).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def measure(device: str) -> dict[str, dict[str, str]]:
+    """{room: {case: digest}}"""
+    found = {}
+    for room, name, run in cases(device):
+        found.setdefault(room, {})[name] = digest(run())
+    return found
+
+
+def numerics_class(device: str) -> str:
+    return vx.numerics(device)["class"]
+
+
+def stored(name: str) -> dict[str, dict[str, str]] | None:
+    return json.loads(PATH.read_text()).get(name) if PATH.exists() else None
+
+
+def record(device: str, path: Path = PATH) -> str:
+    """Measure and write; returns what was done."""
+    name, found = numerics_class(device), measure(device)
+    known = json.loads(path.read_text()) if path.exists() else {}
+    before = known.get(name) or {}
+    changed = [f"{room}: {case}" for room in found for case in found[room]
+               if before.get(room, {}).get(case) != found[room][case]]  # fmt: skip
+    path.write_text(json.dumps(known | {name: found}, indent=1, sort_keys=True) + "\n")
+    return f"{name}: {sum(map(len, found.values()))} digests, {len(changed)} new or changed\n" + "\n".join(changed[:40])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Golden digests of every op's outputs and gradients.")
+    parser.add_argument("what", choices=("record",))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--output", type=Path, default=PATH)
+    args = parser.parse_args()
+    sys.stdout.write(record(args.device, args.output) + "\n")
