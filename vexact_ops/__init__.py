@@ -33,6 +33,7 @@ _WHERE = {
     # about this process
     "admit_linear": "linear.op",
     "admit_linear_cross_entropy": "linear_cross_entropy.op",
+    "explain": "_core.explain",
     "numerics": "_core.numerics",
     "backends": "_core.backend",
     "set_backend": "_core.backend",
@@ -72,6 +73,7 @@ def __dir__():
 
 if TYPE_CHECKING:
     from ._core.backend import BackendUnavailable, backends, set_backend, use_backend
+    from ._core.explain import explain
     from ._core.numerics import numerics
     from .fused_moe.op import fused_moe
     from .grouped_linear.op import grouped_linear

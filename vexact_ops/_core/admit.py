@@ -315,18 +315,19 @@ def _verify(proposal: Proposal, device: torch.device) -> tuple[list[Verdict], bo
     return verdicts, lasting
 
 
-def _tensors(value) -> Iterator[Tensor]:
+def tensors_of(value) -> Iterator[Tensor]:
+    """The tensors in nested tuples and lists."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
         for one in value:
-            yield from _tensors(one)
+            yield from tensors_of(one)
 
 
 def _sums(cases: list[tuple]) -> list[Tensor]:
     """A sum over the bits of every operand, to see whether a candidate has changed one."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    once = {(t.data_ptr(), t.shape, t.stride(), t.dtype): t for t in _tensors(cases)}  # cases share operands
+    once = {(t.data_ptr(), t.shape, t.stride(), t.dtype): t for t in tensors_of(cases)}  # cases share operands
     return [t.view(integer[t.element_size()]).sum() for t in once.values()]
 
 

@@ -22,7 +22,18 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent
 # Files of _core that do no arithmetic. Whatever else a kernel imports counts, files that are new here included.
-_NO_ARITHMETIC = {"__init__", "admit", "backend", "check", "digest", "native", "numerics", "operator", "race"}
+_NO_ARITHMETIC = {
+    "__init__",
+    "admit",
+    "backend",
+    "check",
+    "digest",
+    "explain",
+    "native",
+    "numerics",
+    "operator",
+    "race",
+}
 _NOT_OPS = {"__init__", "reference", "cpu", "triton", "cuda", "cute"}
 _NOT_ROOMS = {"patch", "testing"}  # a room imports testing for inputs to verify kernels on
 

@@ -10,6 +10,7 @@ works, and what it computes raises when it is differentiated in its turn; forwar
 torch.func raise at the call.
 """
 
+import os
 import re
 from collections.abc import Callable
 
@@ -22,6 +23,7 @@ from torch.compiler import is_compiling
 _functorch_level = _C._functorch.maybe_current_level
 _LIBRARY = torch.library.Library("vexact", "FRAGMENT")
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
+OPERATORS: dict[str, "Operator"] = {}  # by name
 _VALUES = frozenset((type(None), bool, int, float, str, torch.dtype))  # arguments that are no tensors
 
 
@@ -45,11 +47,18 @@ class Operator:
         backward: Callable | None = None,
     ):
         self.name = schema.split("(", 1)[0]
+        OPERATORS[self.name] = self
+        self.room = impl.__module__.split(".")[1]
+        self.has_backend = "str backend)" in schema
+        if os.environ.get("VEXACT_LOG"):
+            from . import explain
+
+            impl = explain.logged(self.name, impl) if explain.LEVEL else impl
         _LIBRARY.define(schema)
         _LIBRARY.impl(self.name, impl, "CPU")
         _LIBRARY.impl(self.name, impl, "CUDA")
         torch.library.register_fake(f"vexact::{self.name}", fake, lib=_LIBRARY)
-        self.impl, self.setup_context, self.backward = impl, setup_context, backward
+        self.impl, self.fake, self.setup_context, self.backward = impl, fake, setup_context, backward
         self.op = getattr(torch.ops.vexact, self.name).default
         self._node = type(f"vexact_{self.name}", (_Node,), {})  # its name is that of the outputs' grad_fn
         _LIBRARY.impl(self.name, self._autograd, "Autograd", with_keyset=True)
