@@ -69,8 +69,17 @@ ISA_FLAGS = {
 }
 if platform.machine() not in ("x86_64", "AMD64"):
     ISA_FLAGS = {"scalar": []}
-# About how long one compilation takes, for the order and the forecast alone.
-SECONDS = {".cpp": 6, ".cu": 10, "csrc/linear/cuda.cu": 40}
+# About how long one compilation takes on a core of its own (a .cu: for one GPU), for the order and the forecast alone.
+SECONDS = {
+    ".cpp": 5,
+    ".cu": 10,
+    "csrc/attention/cuda.cu": 120,
+    "csrc/attention/latent.cu": 55,
+    "csrc/grouped_linear/cuda.cu": 40,
+    "csrc/grouped_linear/few.cu": 25,
+    "csrc/linear/cuda.cu": 30,
+    "csrc/linear_cross_entropy/cuda.cu": 40,
+}
 KEPT_DAYS = 30  # an object that no build has used for so long goes
 
 

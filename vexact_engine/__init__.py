@@ -14,7 +14,7 @@ _WHERE = {
 __all__ = ["Completion", "Engine", "EngineConfig", "Increment", "SamplingParams"]
 
 
-def __getattr__(name: str):
+def _load(name: str) -> object:
     if name in _WHERE:
         value = getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
         globals()[name] = value
@@ -22,7 +22,11 @@ def __getattr__(name: str):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def __dir__():
+if not TYPE_CHECKING:  # type checkers know the names below and no others
+    __getattr__ = _load
+
+
+def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 

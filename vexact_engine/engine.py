@@ -62,7 +62,7 @@ class Engine:
     path                       how hidden states are computed: "fused", or "patched: " and why; never a matter of bits
     """
 
-    def __init__(self, loaded: Loaded, config: EngineConfig | None = None):
+    def __init__(self, loaded: Loaded, config: EngineConfig | None = None) -> None:
         config = config or EngineConfig()
         if config.pipeline_parallel_size != 1:
             raise ValueError(

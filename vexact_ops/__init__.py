@@ -45,7 +45,7 @@ _SUBPACKAGES = ("patch", "testing")
 __all__ = [*_WHERE, *_SUBPACKAGES]
 
 
-def __getattr__(name: str):
+def _load(name: str) -> object:
     if name in _WHERE:
         value = getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
         globals()[name] = value
@@ -55,11 +55,15 @@ def __getattr__(name: str):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+if not TYPE_CHECKING:  # type checkers know the names below and no others
+    __getattr__ = _load
+
+
 class _Package(types.ModuleType):
     """Rooms and their public functions share names: `vx.rmsnorm` is the function, `from vexact_ops.rmsnorm import op`
     reaches the room. The import system's binding of a room onto this package would hide the function."""
 
-    def __setattr__(self, name, value):
+    def __setattr__(self, name: str, value: object) -> None:
         if not (name in _WHERE and isinstance(value, types.ModuleType)):
             super().__setattr__(name, value)
 
@@ -67,28 +71,38 @@ class _Package(types.ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
-if TYPE_CHECKING:
-    from ._core.backend import BackendUnavailable, backends, set_backend, use_backend
-    from ._core.explain import explain
-    from ._core.numerics import numerics
-    from .fused_moe.op import fused_moe
-    from .grouped_linear.op import grouped_linear
-    from .linear.bmm import bmm
-    from .linear.op import admit_linear, linear
-    from .linear_cross_entropy.op import (
-        admit_linear_cross_entropy,
-        linear_cross_entropy,
-        linear_logits,
-        linear_logprobs,
-    )
-    from .log_softmax.op import log_softmax
-    from .mean.op import mean, sum
-    from .moe_route.op import moe_route
-    from .rmsnorm.op import rmsnorm
-    from .rope.op import rope, rope_cos_sin, rope_kv_store
-    from .sampler.op import sample
-    from .silu_mul.op import silu_mul
+if TYPE_CHECKING:  # `as`: these are public, for type checkers too
+    from . import patch as patch
+    from . import testing as testing
+    from ._core.backend import BackendUnavailable as BackendUnavailable
+    from ._core.backend import backends as backends
+    from ._core.backend import set_backend as set_backend
+    from ._core.backend import use_backend as use_backend
+    from ._core.explain import explain as explain
+    from ._core.numerics import numerics as numerics
+    from .attention.op import attention_paged as attention_paged
+    from .attention.op import attention_varlen as attention_varlen
+    from .fused_moe.op import fused_moe as fused_moe
+    from .grouped_linear.op import grouped_linear as grouped_linear
+    from .kv_cache.op import kv_cache_store as kv_cache_store
+    from .linear.bmm import bmm as bmm
+    from .linear.op import admit_linear as admit_linear
+    from .linear.op import linear as linear
+    from .linear_cross_entropy.op import admit_linear_cross_entropy as admit_linear_cross_entropy
+    from .linear_cross_entropy.op import linear_cross_entropy as linear_cross_entropy
+    from .linear_cross_entropy.op import linear_logits as linear_logits
+    from .linear_cross_entropy.op import linear_logprobs as linear_logprobs
+    from .log_softmax.op import log_softmax as log_softmax
+    from .mean.op import mean as mean
+    from .mean.op import sum as sum
+    from .moe_route.op import moe_route as moe_route
+    from .rmsnorm.op import rmsnorm as rmsnorm
+    from .rope.op import rope as rope
+    from .rope.op import rope_cos_sin as rope_cos_sin
+    from .rope.op import rope_kv_store as rope_kv_store
+    from .sampler.op import sample as sample
+    from .silu_mul.op import silu_mul as silu_mul

@@ -58,7 +58,7 @@ class Explanation(list):
     __str__ = __repr__
 
 
-def explain(op: Callable, *args, **kwargs) -> Explanation:
+def explain(op: Callable[..., object], *args: object, **kwargs: object) -> Explanation:
     """Which backend and which kernels compute op(*args, **kwargs), and why: the verdict on every candidate.
 
     op       a function of vexact_ops, such as vx.linear

@@ -35,7 +35,7 @@ def _in_use(room: Room, device: torch.device) -> str:
         return str(error)
 
 
-def numerics(device: torch.device | str | None = None, **options) -> dict:
+def numerics(device: torch.device | str | None = None, **options: object) -> dict:
     """Everything that fixes the bits, as a JSON-serialisable dictionary.
 
     device    whose class is meant; by default the current GPU where there is one, else the CPU

@@ -1,6 +1,7 @@
 """The head of a language model: logits, log-probabilities and the loss, with no T x V logits in training."""
 
 import contextlib
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -35,6 +36,28 @@ def linear_logits(
     return _softcap_op(check.rows(logits), softcap, ROOM.resolve(hidden.device, backend)).view(logits.shape)
 
 
+@overload
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    return_entropy: Literal[False] = False,
+    backend: str | None = None,
+) -> Tensor: ...
+@overload
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    return_entropy: Literal[True],
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,

@@ -7,6 +7,7 @@ import types
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -204,6 +205,28 @@ class Handle:
         self._check()
         return forwards.logits_of(self._patch, hidden)
 
+    @overload
+    def logprobs(
+        self,
+        input_ids: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        temperature: float = 1.0,
+        return_entropy: Literal[False] = False,
+    ) -> Tensor: ...
+    @overload
+    def logprobs(
+        self,
+        input_ids: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        temperature: float = 1.0,
+        return_entropy: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...
     def logprobs(
         self,
         input_ids: Tensor,

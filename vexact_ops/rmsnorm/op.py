@@ -1,5 +1,7 @@
 """Root-mean-square normalisation, with the residual addition fused where asked."""
 
+from typing import overload
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,24 @@ ROOM = Room("rmsnorm", cpu=("cpu",), cuda=("triton",))
 STYLES = ("llama", "gemma")
 
 
+@overload
+def rmsnorm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    residual: None = None,
+    *,
+    style: str = "llama",
+    backend: str | None = None,
+) -> Tensor: ...
+@overload
+def rmsnorm(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, *, residual: Tensor, style: str = "llama", backend: str | None = None
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def rmsnorm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor, *, style: str = "llama", backend: str | None = None
+) -> tuple[Tensor, Tensor]: ...
 def rmsnorm(
     x: Tensor,
     weight: Tensor,

@@ -21,7 +21,7 @@ def check_packing(
     lengths: Sequence[int],
     *,
     seed: int = 0,
-    neighbours=(float("nan"), float("inf")),
+    neighbours: Sequence[float] = (float("nan"), float("inf")),
 ) -> None:
     """A sequence has the same bits alone, packed in another order, and beside neighbours turned into NaN or Inf.
 
@@ -58,7 +58,7 @@ def check_unseen(
     *,
     window: int | None = None,
     seed: int = 0,
-    values=(float("nan"), float("inf")),
+    values: Sequence[float] = (float("nan"), float("inf")),
 ) -> None:
     """Later tokens, and keys that have left the window, may turn into NaN or Inf: earlier rows keep their bits."""
     g = torch.Generator().manual_seed(seed)

@@ -1,7 +1,7 @@
 """The promise as executable properties: a row's bits depend on that row alone, on every path that may compute it."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ def _tuple(value) -> tuple:
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
-def check_repeatable(fn: Callable[[], object], *, threads=(1, 2, 3), isas: bool = True) -> None:
+def check_repeatable(fn: Callable[[], object], *, threads: Sequence[int] = (1, 2, 3), isas: bool = True) -> None:
     """fn() has the same bits again, with other thread counts and, on CPU, on every instruction set."""
     expected = _tuple(fn())
     assert_bitwise(_tuple(fn()), expected, "a second run")
@@ -64,7 +64,10 @@ def check_repeatable(fn: Callable[[], object], *, threads=(1, 2, 3), isas: bool 
 
 
 def check_rows(
-    fn: Callable[..., object], *rowwise: Tensor, seed: int = 0, neighbours=(float("nan"), float("inf"))
+    fn: Callable[..., object],
+    *rowwise: Tensor,
+    seed: int = 0,
+    neighbours: Sequence[float] = (float("nan"), float("inf")),
 ) -> None:
     """fn takes tensors whose first dimension is rows and returns such tensors; each row's bits depend on it alone.
 

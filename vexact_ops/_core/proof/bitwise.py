@@ -31,7 +31,7 @@ def same_bits(actual: Tensor, expected: Tensor) -> bool:
     return actual.shape == expected.shape and actual.dtype == expected.dtype and not count_different(actual, expected)
 
 
-def assert_bitwise(actual, expected, label: str = "outputs") -> None:
+def assert_bitwise(actual: object, expected: object, label: str = "outputs") -> None:
     """Every tensor (or every tensor in a tuple or list) has the same bytes; otherwise AssertionError says how many
     elements differ, where the first one is, and its two values."""
     if isinstance(actual, tuple | list):

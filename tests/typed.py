@@ -1,0 +1,79 @@
+"""Every public name as a user's typed program has it: mypy --strict must accept this file. It is never run."""
+
+from collections.abc import Callable
+from typing import assert_type
+
+import torch
+from torch import Tensor, nn
+
+import vexact_ops as vx
+from vexact_engine import Completion, Engine, EngineConfig, Increment, SamplingParams
+
+
+def ops(x: Tensor, w: Tensor, ids: Tensor, offsets: Tensor) -> None:
+    assert_type(vx.linear(x, w, None, out_dtype=torch.float32, backend="cpu"), Tensor)
+    assert_type(vx.bmm(x, w), Tensor)
+    assert_type(vx.grouped_linear(x, w, offsets), Tensor)
+    assert_type(vx.moe_route(x, 2, score="sigmoid", bias=w), tuple[Tensor, Tensor])
+    assert_type(vx.fused_moe(x, w, w, x, ids, activation="silu"), Tensor)
+    assert_type(vx.rmsnorm(x, w), Tensor)
+    assert_type(vx.rmsnorm(x, w, 1e-5, x), tuple[Tensor, Tensor])
+    assert_type(vx.rmsnorm(x, w, residual=x), tuple[Tensor, Tensor])
+    assert_type(vx.rope(x, x, x, x, interleaved=True), tuple[Tensor, Tensor])
+    assert_type(vx.rope_cos_sin(ids, x, scaling=2.0), tuple[Tensor, Tensor])
+    assert_type(vx.rope_kv_store(x, x, x, x, x, x, x, ids), Tensor)
+    assert_type(vx.silu_mul(x), Tensor)
+    assert_type(vx.silu_mul(x, x, activation="gelu_tanh"), Tensor)
+    assert_type(vx.log_softmax(x), Tensor)
+    assert_type(vx.mean(x, (0, 1), True), Tensor)
+    assert_type(vx.sum(x), Tensor)
+    assert_type(vx.linear_logits(x, w, softcap=30.0), Tensor)
+    assert_type(vx.linear_logprobs(x, w, ids, temperature=x), Tensor)
+    assert_type(vx.linear_logprobs(x, w, ids, return_entropy=True), tuple[Tensor, Tensor])
+    assert_type(vx.linear_cross_entropy(x, w, ids, reduction="sum", ignore_index=-1), Tensor)
+    assert_type(vx.attention_varlen(x, x, x, offsets, 7, window=3, kv_segment=64), Tensor)
+    assert_type(vx.attention_paged(x, x, x, ids, ids, offsets, 1, sinks=x), Tensor)
+    vx.kv_cache_store(x, x, x, x, ids)
+    assert_type(vx.sample(x, 1, ids, temperature=0.7, top_k=ids, top_p=0.9), tuple[Tensor, Tensor, Tensor])
+
+
+def about_this_process(x: Tensor, w: Tensor) -> None:
+    key, verdicts = vx.admit_linear(64, 64, 8)
+    assert_type(key, str)
+    key, verdicts = vx.admit_linear_cross_entropy(64, device="cuda:0")
+    print(verdicts, vx.explain(vx.linear, x, w).kernels)
+    found: dict[str, object] = vx.numerics("cpu", kv_segment=64)
+    reasons: dict[str, str] = vx.backends()
+    vx.set_backend(None)
+    with vx.use_backend("cpu"):
+        print(found, reasons)
+    try:
+        vx.linear(x, w)
+    except vx.BackendUnavailable as error:
+        print(error)
+
+
+def patches(model: nn.Module, ids: Tensor, f: Callable[[Tensor], Tensor]) -> None:
+    with vx.patch.hf(model, kv_segment=64) as handle:
+        logprobs: Tensor = handle.logprobs(ids, temperature=0.7)
+        print(logprobs, handle.report())
+    with vx.patch.aten() as stray:
+        print(stray.report())
+    vx.testing.assert_bitwise(f(ids), f(ids), "twice")
+    x, w = vx.testing.cancelling(8, 64, 8, seed=0)
+    vx.testing.check_rows(f, x, w, neighbours=(0.0,))
+
+
+async def engine(path: str, model: nn.Module) -> None:
+    config = EngineConfig(page_size=16, num_pages=None, kv_segment=64)
+    params = SamplingParams(max_new_tokens=8, temperature=0.7, seed=1)
+    with Engine.from_pretrained(path, device="cpu", dtype="bfloat16", config=config) as engine:
+        answers: list[Completion] = engine.generate(["one", [1, 2, 3]], params)
+        text: str | None = answers[0].text
+        logprobs: list[float] = answers[0].logprobs
+        more: list[Completion] = await engine.agenerate("two", params)
+        async for news in engine.stream("three", params):
+            assert_type(news, Increment)
+        engine.abort("nobody")
+        engine.update_weights(model.named_parameters())
+        print(text, logprobs, more, engine.weight_version, engine.numerics())
