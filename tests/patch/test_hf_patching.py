@@ -14,6 +14,7 @@ from families import alone, config_of, sequences, tiny
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama import modeling_llama
 
 import vexact_ops as vx
@@ -311,6 +312,10 @@ def test_fixed_rope_scalings_are_covered(rope):
         torch.testing.assert_close(alone(model, seqs), stock, rtol=1e-4, atol=1e-4)
 
 
+OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32}
+GPT_OSS = {"num_local_experts": 4}
+
+
 @pytest.mark.parametrize(
     "name,changes,names",
     [
@@ -319,16 +324,60 @@ def test_fixed_rope_scalings_are_covered(rope):
             {"n_head": 4},
             ["word_embeddings_layernorm (LayerNorm) and 5 more", "h.1.input_layernorm"],
         ),
-        ("gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 2}, ["transformer.h.0.attn.c_attn (Conv1D)", "LayerNorm"]),
-        ("mamba", {}, ["backbone.layers.0.mixer.conv1d (Conv1d)"]),
-        ("cohere", {}, ["(root) (CohereForCausalLM): it does something to the logits"]),
+        ("gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 2}, ["h.0.attn.c_attn (Conv1D)", "'cross_attentions'"]),
+        ("mamba", {}, ["backbone.layers.0.mixer.conv1d (Conv1d)", "reads 'cache_params' of its MambaModel's output"]),
+        ("cohere", {}, ["(root) (CohereForCausalLM): it multiplies the logits by 0.0625"]),
+        (
+            "opt",
+            OPT,
+            ["(root) (OPTForCausalLM): it is more than a decoder", "its forward reads 'decoder' of its OPTModel"],
+        ),
+        ("gpt_oss", GPT_OSS, ["apply_rotary_pos_emb wants tables half as wide as a head, each angle once"]),
+        (
+            "qwen3_moe",
+            {"num_experts_per_tok": 9},
+            ["mlp.gate (Qwen3MoeTopKRouter) and 1 more: it chooses 9 of 8 experts"],
+        ),
+        ("minimax_m2", {}, ["its forward takes other arguments (hidden_states, e_score_correction_bias)"]),
         ("granite", {"logits_scaling": 3.0}, ["(root) (GraniteForCausalLM): it divides the logits by 3.0"]),
         ("gemma3_text", {"use_bidirectional_attention": True}, ["self_attn (Gemma3Attention)", "not causal"]),
         ("llama", {"hidden_act": "gelu"}, ["model.layers.0.mlp", "aten.gelu"]),
     ],
 )
 def test_families_that_are_not_covered(name, changes, names):
-    refused(tiny(name, **changes), *names)
+    if name not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    message = refused(tiny(name, **changes), *names)
+    for leak in ("Hidden", "MoeModelOutputWithPast", "size of tensor", "could not be tried", "positional argument"):
+        assert leak not in message
+
+
+def test_the_exception_of_a_trial_is_the_cause(caplog):
+    with caplog.at_level("DEBUG", "vexact_ops.patch"), pytest.raises(UnsupportedModule) as caught:
+        vx.patch.hf(tiny("opt", **OPT))
+    assert isinstance(caught.value.__cause__, AttributeError)
+    assert "(root) (OPTForCausalLM): it is more than a decoder" in caplog.text
+
+
+def test_heads_that_the_model_cannot_rotate_are_refused():
+    """Llama's code rotates whole heads: tables of a part of one raise, and must not begin to work by the patch."""
+    model = tiny("llama", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})
+    tables = model.model.rotary_emb(torch.zeros(1, 3, 32), torch.arange(3)[None])
+    if tables[0].shape[-1] == 16:  # a version of transformers that makes whole ones
+        model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq[:4].clone()
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        alone(model, sequences())
+    refused(
+        model, "model.layers.0.self_attn (LlamaAttention)", "rotates whole heads alone, but gets tables of 8 for heads"
+    )
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        alone(model, sequences())
+
+
+def test_encoder_decoders_are_refused_as_such():
+    sizes = {"d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4, "d_kv": 8, "vocab_size": 61}
+    with pytest.raises(ValueError, match="got T5ForConditionalGeneration, an encoder and a decoder"):
+        vx.patch.hf(transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)))
 
 
 def test_a_relu_feed_forward_is_exact_and_stays():
@@ -388,10 +437,13 @@ def test_a_window_in_the_mask_alone_is_refused():
 
 
 def test_odd_dtypes_are_refused():
-    refused(tiny("llama").to(torch.float64), "it could not be tried (TypeError")
+    refused(tiny("llama").to(torch.float64), "it does not run on a small batch (TypeError")
     model = tiny("llama", torch.bfloat16)
     model.model.norm.float()
-    refused(model, "model.norm (LlamaRMSNorm): it could not be tried (TypeError: rmsnorm: weight: got dtype float32")
+    refused(
+        model,
+        "model.norm (LlamaRMSNorm): it does not run on a small batch (TypeError: rmsnorm: weight: got dtype float32",
+    )
 
 
 def test_instances_with_a_forward_of_their_own_are_refused():

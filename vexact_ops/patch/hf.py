@@ -1,5 +1,6 @@
 """Hugging Face decoders on aligned ops, one model at a time: nothing outside the given instance changes."""
 
+import logging
 import math
 import re
 import threading
@@ -20,6 +21,7 @@ from .pieces import NotCovered
 from .report import table
 
 _LOCK = threading.RLock()
+_LOG = logging.getLogger(__name__)
 _STRUCTURE = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.Identity)
 _EXACT = "stock: elementwise and correctly rounded, or a copy"
 _KNOWN_KWARGS = {
@@ -69,7 +71,7 @@ class _Patch:
         self.clear()
 
     def clear(self) -> None:
-        self.report, self.problems, self.changes = Report(), [], []
+        self.report, self.problems, self.changes, self.cause = Report(), [], [], None
         self.base = self.head = self.loss = self.seen = None
         self.heads: set[int] = set()  # the output layer, or its copies
         self.scale, self.softcap = 1.0, None
@@ -131,9 +133,12 @@ class _Patch:
             note = "not run: its block computes it"
         self.report.append(Row(path, type(module).__name__, "", note))
 
-    def refuse(self, path: str, module: nn.Module, reason: str) -> None:
+    def refuse(self, path: str, module: nn.Module, reason: str, cause: BaseException | None = None) -> None:
         if any(path == known for known, _, _ in self.problems):
             return
+        if cause is not None:
+            _LOG.debug("patch.hf: %s (%s): %s", path or "(root)", type(module).__name__, reason, exc_info=cause)
+            self.cause = self.cause or cause
         self.problems.append((path, type(module).__name__, reason))
         self.report = Report(row for row in self.report if row.path != path or row.replacement)
         self.keep(path, module, f"NOT COVERED: {reason}")
@@ -385,7 +390,7 @@ def _raise(patch: _Patch) -> None:
     ]
     raise UnsupportedModule(
         f"patch.hf: {type(patch.model).__name__} has modules whose bits could depend on the batch:\n" + "\n".join(lines)
-    )
+    ) from patch.cause
 
 
 def _plan(patch: _Patch) -> None:
@@ -393,6 +398,10 @@ def _plan(patch: _Patch) -> None:
     model = patch.model
     patch.base = model.base_model
     patch.head = model.get_output_embeddings()
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"patch.hf: model: got {type(model).__name__}, an encoder and a decoder, expected a decoder alone"
+        )
     children = dict(model.named_children())
     parts = {id(part) for part in (patch.base, patch.head)}
     if patch.head is not None:
@@ -408,7 +417,7 @@ def _plan(patch: _Patch) -> None:
         try:
             _place(patch, path, module)
         except NotCovered as reason:
-            patch.refuse(path, module, str(reason))
+            patch.refuse(path, module, str(reason), reason.__cause__)
     if patch.options["latent"] and not any(row.note == "latent" for row in patch.report):
         patch.refuse("", model, "latent: no attention of it is latent")
 
@@ -491,7 +500,9 @@ def _audit(patch: _Patch) -> None:
             found = audit.run(patch.model, {id(m): path for path, m in modules.items()}, _small_call)
     except Exception as error:
         path = _blame(error, {id(m): path for path, m in modules.items()})
-        patch.refuse(path, modules[path], f"it could not be tried ({type(error).__name__}: {error})")
+        known = isinstance(error, NotCovered)
+        reason = str(error) if known else f"it does not run on a small batch ({type(error).__name__}: {error})"
+        patch.refuse(path, modules[path], reason, None if known else error)
         return
     finally:
         seen, patch.seen = patch.seen, None
@@ -550,18 +561,33 @@ def _causal_forward(patch: _Patch) -> Callable:
     )
 
     class Hidden(nn.Module):
+        def __getattr__(self, name):
+            raise AttributeError(f"no {name}", name=name, obj=self)
+
         def forward(self, *args, **kwargs):
             return MoeModelOutputWithPast(last_hidden_state=hidden)
 
     hidden, head = 3 * pieces.random(2, 4, 8, seed=1), pieces.small_linear(8, 11, seed=2)
     tried = pieces.twin(model, {base_name: Hidden(), head_name: head})
-    got = pieces.run_stock(tried, input_ids=torch.zeros(2, 4, dtype=torch.int64))
+    try:
+        got = pieces.run_stock(tried, input_ids=torch.zeros(2, 4, dtype=torch.int64))
+    except NotCovered as reason:
+        missing = getattr(reason.__cause__, "name", None)
+        if not isinstance(reason.__cause__, AttributeError) or not missing:
+            raise
+        of = type(patch.base).__name__ + ("" if isinstance(reason.__cause__.obj, nn.Module) else "'s output")
+        raise NotCovered(
+            f"it is more than a decoder and an output layer: its forward reads {missing!r} of its {of}"
+        ) from reason.__cause__
     patch.scale = float(getattr(config, "logits_scaling", None) or 1.0)
     patch.softcap = getattr(config, "final_logit_softcapping", None)
     expected = hidden @ head.weight.detach().t() / patch.scale
     if patch.softcap is not None:
         expected = torch.tanh(expected / patch.softcap) * patch.softcap
     if not pieces.agree(got.logits, expected):
+        factor = float((got.logits / expected).median())
+        if pieces.agree(got.logits, expected * factor):
+            raise NotCovered(f"it multiplies the logits by {factor:.6g}, and not by one over config.logits_scaling")
         raise NotCovered("it does something to the logits that no aligned op computes")
     if math.frexp(patch.scale)[0] != 0.5:
         raise NotCovered(f"it divides the logits by {patch.scale}: only powers of two are exact in the hidden states")

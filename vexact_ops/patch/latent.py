@@ -139,5 +139,5 @@ def _check(module: nn.Module, scope: dict, turn: str) -> str:
             expected = own(tried, x, tables, None)[0]
             got = _forward(torch.bmm, scope[turn], _plain_attention)(tried, x, tables, None)[0]
     except Exception as error:
-        return f"its latent form could not be tried ({type(error).__name__}: {error})"
+        return f"its attention has no latent form that aligned ops compute: a small one raises {type(error).__name__}"
     return "" if agree(got, expected, 1e-5) else "its attention has no latent form that aligned ops compute"

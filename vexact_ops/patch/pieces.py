@@ -64,13 +64,23 @@ def stock(module: nn.Module) -> Callable:
     return type(module).forward.__get__(module)
 
 
-def run_stock(module: nn.Module, *args, **kwargs):
-    """As stock(module)(...), without gradients; what it raises is a reason not to cover it."""
+def run_stock(module: nn.Module, *args, forward: Callable | None = None, **kwargs):
+    """As stock(module)(...), or that forward's, without gradients. What it raises is a reason not to cover it: said in
+    words of the module's, not of the trial's, whose exception is the cause."""
+    forward = forward or stock(module)
+    takes = inspect.signature(forward)
+    try:
+        takes.bind(*args, **kwargs)
+    except TypeError as error:
+        names = ", ".join(p.name for p in takes.parameters.values() if p.kind is not p.VAR_KEYWORD)
+        raise NotCovered(f"its forward takes other arguments ({names}) than what an aligned op replaces") from error
     try:
         with torch.no_grad():
-            return stock(module)(*args, **kwargs)
+            return forward(*args, **kwargs)
     except Exception as error:
-        raise NotCovered(f"its forward could not be tried ({type(error).__name__}: {error})") from error
+        raise NotCovered(
+            "its forward does something else than what it looks like: it raises on small tensors"
+        ) from error
 
 
 # linear
@@ -279,16 +289,23 @@ def rope_function(apply: Callable) -> Callable:
     if not set(inspect.signature(apply).parameters) <= known:
         raise NotCovered(f"apply_rotary_pos_emb takes other arguments than {', '.join(sorted(known))}")
     q, k = random(1, 2, 5, 16, seed=1), random(1, 1, 5, 16, seed=2)
-    forms = set(_FORMS)
+    forms, part = set(_FORMS), True  # whether it can rotate a part of a head
     for rotary in (16, 8):
         angle = random(5, rotary // 2, seed=3)
         cos, sin = (torch.cat((f(angle), f(angle)), -1) for f in (torch.cos, torch.sin))
         try:
             got = apply(q, k, cos[None], sin[None])
-        except RuntimeError as error:
-            if rotary < 16:  # a form that rotates whole heads alone
+        except Exception as error:
+            if rotary < 16:
+                part = False
                 continue
-            raise NotCovered(f"apply_rotary_pos_emb could not be tried ({error})") from error
+            try:
+                apply(q, k, cos[None, :, :8], sin[None, :, :8])
+            except Exception:
+                reason = "raises on tables as wide as a head"
+            else:
+                reason = "wants tables half as wide as a head, each angle once"
+            raise NotCovered(f"apply_rotary_pos_emb {reason}") from error
         inputs = q[0].transpose(0, 1), k[0].transpose(0, 1)
         expected = {f: rope_ref(*map(_FORMS[f][0], inputs), cos, sin, interleaved=_FORMS[f][1]) for f in forms}
         forms = {
@@ -296,7 +313,7 @@ def rope_function(apply: Callable) -> Callable:
         }
     if len(forms) != 1:
         raise NotCovered("apply_rotary_pos_emb rotates in a way that no aligned op computes")
-    return _rope_function(forms.pop())
+    return _rope_function(forms.pop(), part)
 
 
 def _as_it_is(x: Tensor) -> Tensor:
@@ -313,10 +330,15 @@ _FORMS = {"halves": (_as_it_is, False), "pairs": (_as_it_is, True), "pairs to ha
 
 
 @functools.cache
-def _rope_function(form: str) -> Callable:
+def _rope_function(form: str, part: bool) -> Callable:
     arrange, interleaved = _FORMS[form]
 
     def apply_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+        if not part and not q.shape[-1] == k.shape[-1] == cos.shape[-1]:
+            raise NotCovered(
+                f"its apply_rotary_pos_emb rotates whole heads alone, but gets tables of {cos.shape[-1]} for heads of "
+                f"{q.shape[-1]}: without the patch it raises"
+            )
         if unsqueeze_dim == 1:  # (B, heads, S, D)
             q, k = q.transpose(1, 2), k.transpose(1, 2)
         batch, length = q.shape[:2]
