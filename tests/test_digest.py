@@ -60,6 +60,8 @@ def test_the_same_sources_have_the_same_digest_wherever_they_lie(tmp_path):
         ("log_softmax/triton.py", ["triton"], {"log_softmax", "linear_cross_entropy", "sampler"}),
         ("attention/cute.py", ["cuda"], {"attention"}),
         ("attention/cute.py", ["triton"], set()),
+        ("attention/cute_backward.py", ["cuda"], {"attention"}),
+        ("attention/cute_backward.py", ["triton"], set()),
         ("attention/metadata.py", ["cpu"], {"attention"}),
         ("kv_cache/cpu.py", ["cpu"], {"kv_cache", "rope"}),
         ("rmsnorm/op.py", ["cpu"], {"rmsnorm"}),

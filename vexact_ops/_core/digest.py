@@ -34,7 +34,7 @@ _NO_ARITHMETIC = {
     "operator",
     "race",
 }
-_NOT_OPS = {"__init__", "reference", "cpu", "triton", "cuda", "cute"}
+_NOT_OPS = {"__init__", "reference", "cpu", "triton", "cuda", "cute", "cute_backward"}
 _NOT_ROOMS = {"patch", "testing"}  # a room imports testing for inputs to verify kernels on
 
 

@@ -6,8 +6,8 @@ order, kernels are exchanged freely: flash-attn-4's takes the long forwards of t
 in pages or not, where it is installed, of the version this was written for, and equal to our kernel byte for byte on
 this machine.
 
-Gradients are the trainer's alone, and have two implementations whose bits differ: flash-attn-4's repeatable backward
-where it is admitted, else the Triton kernels'.
+Gradients are the trainer's alone, and have two implementations whose bits differ: flash-attn-4's backward in a
+repeatable order (cute_backward.py) where it is admitted, else the Triton kernels'.
 """
 
 import functools

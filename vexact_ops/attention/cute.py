@@ -38,6 +38,8 @@ from flash_attn.cute.utils import AuxData
 from quack import copy_utils, layout_utils, sm90_utils
 from torch import Tensor
 
+from . import cute_backward
+
 VERSION = "4.0.0b36"  # whose source this file was written against
 KEYS = 128  # of a block
 _LN_2 = 0.69314718
@@ -58,7 +60,8 @@ def versions() -> str:
     """What a verdict on these kernels holds for."""
     names = "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-ffi"
     parts = [f"{name} {importlib.metadata.version(name)}" for name in names]
-    return ", ".join([*parts, "sha256 " + hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]])
+    sources = b"".join(Path(module).read_bytes() for module in (__file__, cute_backward.__file__))
+    return ", ".join([*parts, "sha256 " + hashlib.sha256(sources).hexdigest()[:12]])
 
 
 def _asm(text: str, *values):
@@ -562,12 +565,14 @@ def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
     cu_seqlens_k: Tensor, scale: float, causal: bool, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv; lse as `forward` writes it."""
+    """dq, dk, dv; lse as `forward` writes it. With a window in flash-attn-4's order, else in cute_backward.py's."""
+    if window is None:
+        return cute_backward.backward(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, scale, causal)
     reach = _reach(window)
     with warnings.catch_warnings():  # where it compiles, it warns of an argument of its own that it does not use
         warnings.filterwarnings("ignore", "Argument aux_data")
         return _flash_attn_bwd(
-            q, k, v, out, dout, lse, softmax_scale=scale, causal=causal and window is None,
+            q, k, v, out, dout, lse, softmax_scale=scale,
             window_size_left=reach[0], window_size_right=reach[1], cu_seqlens_q=cu_seqlens,
             cu_seqlens_k=cu_seqlens_k, max_seqlen_q=q.shape[0], max_seqlen_k=k.shape[0], deterministic=True,
         )  # fmt: skip
