@@ -181,6 +181,7 @@ def test_environment_variables_have_our_prefix():
     foreign = {
         "CI",
         "XDG_CACHE_HOME",
+        "XDG_CONFIG_HOME",
         "CUDA_HOME",
         "CXX",
         "MAX_JOBS",

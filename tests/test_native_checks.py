@@ -1,6 +1,7 @@
 """The compiled extension takes no tensor for what it is not: whatever the dtype of an argument of a native op, either
-it is one that the op computes in, or it raises before memory is touched. Python checks arguments too, for their meaning;
-what a native op is called with by mistake (torch's default dtype, a caller of torch.ops) must not corrupt memory."""
+it is one that the op computes in, or it raises before memory is touched. Python checks arguments too, for their
+meaning; what a native op is called with by mistake (torch's default dtype, a caller of torch.ops) must not corrupt
+memory."""
 
 import re
 from pathlib import Path
@@ -66,7 +67,7 @@ def cases(t, device):
                 "attention_flash_paged": (
                     (
                         *(x(2, 2, 64), x(2, 8, 1, 64), x(2, 8, 1, 64), i(0, 1).view(2, 1), i(5, 8), i(0, 1, 2), 1),
-                        *(0.1, 0, 64, None, f(2 * 1 * 2 * 66), x(2, 2, 64)),
+                        *(0.1, 0, 128, None, f(2 * 1 * 2 * 66), x(2, 2, 64)),
                     ),
                     {},
                 ),
