@@ -6,7 +6,7 @@ import two_ranks
 from conftest import devices
 from families import family, gradients, pack, sequences, tiny, world
 from torch.autograd import forward_ad
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from two_ranks import shard, trained, trained_sharded
 
 import vexact_ops as vx
@@ -110,11 +110,77 @@ def test_fp32_weights_under_mixed_precision_are_the_engine_s_own(device, dtype):
         assert_bitwise(gradient.to(dtype), expected[name], name)
 
 
+@pytest.mark.parametrize("name", [family(n) for n in ("qwen3", "gemma2")])
+@BF16
+def test_heads_and_embeddings_in_units_of_their_own(name, device, dtype):
+    """As verl shards a model whose output layer is its own: the weight is whole inside that layer's call alone."""
+    model = tiny(name, dtype, device=device, tie_word_embeddings=False).train()
+    ids, cu, _ = pack(sequences(device=device))
+
+    def loss(model):
+        return model(ids, cu_seq_lens_q=cu, labels=ids, skip_logits=True, use_cache=False).loss.detach()
+
+    with vx.patch.hf(model) as handle:
+        values, expected = trained(model, handle, device)
+        logits = model(ids, cu_seq_lens_q=cu, use_cache=False).logits.detach()
+        lost = loss(model)
+        with world(device) as mesh:
+            for unit in (model.lm_head, model.get_input_embeddings()):
+                fully_shard(unit, mesh=mesh)
+            shard(model, mesh)
+            for _ in range(2):
+                got, grads = trained_sharded(model, handle, device)
+                assert_bitwise(got, values, "log-probabilities")
+                assert_bitwise(list(grads.values()), list(expected.values()), "gradients")
+            assert_bitwise(model(ids, cu_seq_lens_q=cu, use_cache=False).logits.detach(), logits, "logits")
+            assert_bitwise(loss(model), lost, "loss")
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_two_ranks(device, tmp_path):
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, torch sees {torch.cuda.device_count()}")
     torch.multiprocessing.spawn(two_ranks.one_of_two, (device, str(tmp_path / "store")), nprocs=two_ranks.RANKS)
+
+
+# autocast
+
+
+@pytest.mark.parametrize("name", [family(n) for n in ("qwen3", "gemma2", "qwen3_moe")])
+@BF16
+def test_autocast_is_off_inside(name, device, dtype):
+    model = tiny(name, dtype, device=device).train()
+    with vx.patch.hf(model) as handle:
+        values, expected = trained(model, handle, device)
+        ids = sequences(device=device)[0][None]
+        logits = model(ids, use_cache=False).logits
+        for other in {torch.bfloat16, torch.float16} if device == "cuda" else {torch.bfloat16}:
+            with torch.autocast(device, other):
+                got, grads = trained(model, handle, device)
+                assert_bitwise(got, values)
+                assert_bitwise(list(grads.values()), list(expected.values()), "gradients")
+                assert_bitwise(model(ids, use_cache=False).logits, logits)
+                assert_bitwise(model.model(ids, None, use_cache=False)[0], model.model(ids, use_cache=False)[0])
+                assert torch.is_autocast_enabled(device)
+        assert any("autocast is off inside" in row.note for row in handle.report())
+    model = tiny(name, torch.float32, device=device)
+    with vx.patch.hf(model) as handle, torch.autocast(device, torch.bfloat16):
+        for call in (model, model.model):
+            with pytest.raises(RuntimeError, match="autocast: a patched model computes in the dtype of its weights"):
+                call(ids)
+
+
+@BF16
+def test_autocast_around_fp32_weights_under_mixed_precision(device, dtype):
+    """As verl's trainers run: fp32 masters, FSDP2 casts them, autocast around it all."""
+    master, model = (tiny("qwen3", kind, device=device).train() for kind in (torch.float32, dtype))
+    with vx.patch.hf(model) as handle:
+        values, _ = trained(model, handle, device)
+    with vx.patch.hf(master) as handle, world(device) as mesh:
+        shard(master, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32))
+        with torch.autocast(device, dtype):
+            got, _ = trained_sharded(master, handle, device)
+        assert_bitwise(got, values, "log-probabilities")
 
 
 # torch.compile

@@ -78,6 +78,7 @@ class Layout:
     paged: PagedBatch | None = None
     kv_segment: int | None = None
     seen: list | None = None  # the audit's record of what each attention module asks for
+    autocast: bool = False  # the forward was called under autocast, which is off inside
 
 
 def plain(batch: int, length: int, past: int, device, **options) -> Layout:
@@ -176,6 +177,11 @@ def attend(
     layout = vexact_layout
     if layout is None:
         raise RuntimeError("vexact attention: call the patched model, not its layers: its forward describes the batch")
+    if layout.autocast and query.dtype == torch.float32:
+        raise RuntimeError(
+            "autocast: a patched model computes in the dtype of its weights, and they are float32 here: cast the "
+            "model, or let FSDP2's mixed precision do so"
+        )
     if dropout:
         raise ValueError(f"vexact attention: dropout: got {dropout}, expected 0: a dropped key is not aligned")
     if layout.seen is not None:

@@ -11,6 +11,22 @@ import vexact_ops as vx
 from . import batch
 
 
+def _without_autocast(forward: Callable) -> Callable:
+    """Aligned ops compute in the dtypes of their tensors. Where autocast was on, attention refuses fp32: the model's
+    weights are what was to be cast then, and nothing casts them."""
+
+    @functools.wraps(forward)
+    def wrapped(self, *args, **kwargs):
+        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        if given is None or not torch.is_autocast_enabled(given.device.type):
+            return forward(self, *args, **kwargs)
+        with torch.autocast(given.device.type, enabled=False):
+            return forward(self, *args, vexact_autocast=True, **kwargs)
+
+    return wrapped
+
+
+@_without_autocast
 def base_forward(
     self,
     input_ids=None,
@@ -25,6 +41,7 @@ def base_forward(
     max_length_k=None,
     vexact_paged=None,
     vexact_checked=False,
+    vexact_autocast=False,
     **kwargs,
 ):
     """The decoder's own forward; the mask becomes a Layout that attention reads."""
@@ -37,13 +54,11 @@ def base_forward(
     size, device = given.shape[:2], given.device
     if given.dim() < 2 or not size.numel():
         raise ValueError(f"input_ids: got shape {tuple(given.shape)}, expected (B, S) with at least one token")
-    if torch.is_autocast_enabled(device.type):
-        raise RuntimeError("a patched model does not run under autocast: cast the model to the dtype you want instead")
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions: got True, but attention weights are never formed")
     if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape[1] != size[1]):
         raise ValueError(f"position_ids: got shape {tuple(position_ids.shape)}, expected (B or 1, {size[1]})")
-    options = {"kv_segment": patch.options["kv_segment"], "seen": patch.seen}
+    options = {"kv_segment": patch.options["kv_segment"], "seen": patch.seen, "autocast": vexact_autocast}
     past = int(past_key_values.get_seq_length()) if past_key_values is not None else 0
     alone = None  # the name of an argument that goes without a cache
     if vexact_paged is not None:
@@ -98,7 +113,8 @@ def scaled(patch, hidden: Tensor) -> Tensor:
 
 def logits_of(patch, hidden: Tensor) -> Tensor:
     flat = scaled(patch, hidden).reshape(-1, hidden.shape[-1])
-    return vx.linear_logits(flat, patch.head.weight, softcap=patch.softcap).view(*hidden.shape[:-1], -1)
+    logits = patch.head(flat, then=lambda x, weight: vx.linear_logits(x, weight, softcap=patch.softcap))
+    return logits.view(*hidden.shape[:-1], -1)
 
 
 @functools.cache
@@ -108,6 +124,7 @@ def wrapped_causal_forward() -> Callable:
     return can_return_tuple(causal_forward)
 
 
+@_without_autocast
 def causal_forward(
     self,
     input_ids=None,
@@ -120,6 +137,7 @@ def causal_forward(
     logits_to_keep=0,
     skip_logits=False,
     vexact_score=None,
+    vexact_autocast=False,
     **kwargs,
 ):
     """Hidden states, fp32 logits of the rows asked for, and the loss where labels are given. The loss never forms the
@@ -140,6 +158,7 @@ def causal_forward(
         use_cache=use_cache,
         return_dict=True,
         vexact_checked=True,
+        vexact_autocast=vexact_autocast,
         **kwargs,
     )
     hidden, logits, loss = out.last_hidden_state, None, None
@@ -164,7 +183,7 @@ def causal_forward(
 def _scores(patch, hidden: Tensor, index: Tensor, target: Tensor, temperature: float, return_entropy: bool) -> tuple:
     rows = scaled(patch, hidden.flatten(0, 1).index_select(0, index))
     options = {"temperature": temperature, "softcap": patch.softcap, "return_entropy": return_entropy}
-    values = vx.linear_logprobs(rows, patch.head.weight, target, **options)
+    values = patch.head(rows, then=lambda x, weight: vx.linear_logprobs(x, weight, target, **options))
     tokens = hidden.shape[0] * hidden.shape[1]
     return tuple(v.new_zeros(tokens).index_copy(0, index, v) for v in (values if return_entropy else (values,)))
 
@@ -187,7 +206,8 @@ def _loss_of(
     target = _next_tokens(labels, shift_labels, ignore_index).to(hidden.device)
     options = {"ignore_index": ignore_index, "softcap": patch.softcap}
     options["reduction"] = "mean" if num_items_in_batch is None else "sum"
-    loss = vx.linear_cross_entropy(scaled(patch, hidden).flatten(0, 1), patch.head.weight, target, **options)
+    rows = scaled(patch, hidden).flatten(0, 1)
+    loss = patch.head(rows, then=lambda x, weight: vx.linear_cross_entropy(x, weight, target, **options))
     return loss if num_items_in_batch is None else _per_item(loss, num_items_in_batch)
 
 

@@ -90,7 +90,10 @@ def linear_forward(self, input):
     return vx.linear(input, self.weight, self.bias)
 
 
-def head_forward(self, input):
+def head_forward(self, input, then=None):
+    """`then(input, weight)` instead of logits: in the output layer's own call its weight is whole, even if sharded."""
+    if then is not None:
+        return then(input, self.weight)
     logits = vx.linear_logits(input.reshape(-1, input.shape[-1]), self.weight)
     return logits.view(*input.shape[:-1], -1)
 
