@@ -35,6 +35,7 @@ _WHERE = {
     "admit_linear_cross_entropy": "linear_cross_entropy.op",
     "explain": "_core.explain",
     "numerics": "_core.numerics",
+    "numerics_difference": "_core.numerics",
     "backends": "_core.backend",
     "set_backend": "_core.backend",
     "use_backend": "_core.backend",
@@ -84,6 +85,7 @@ if TYPE_CHECKING:  # `as`: these are public, for type checkers too
     from ._core.backend import use_backend as use_backend
     from ._core.explain import explain as explain
     from ._core.numerics import numerics as numerics
+    from ._core.numerics import numerics_difference as numerics_difference
     from .attention.op import attention_paged as attention_paged
     from .attention.op import attention_varlen as attention_varlen
     from .fused_moe.op import fused_moe as fused_moe

@@ -1,11 +1,14 @@
-"""Which implementation computes an op: the argument, else the process setting, else the device's one default."""
+"""Which implementation computes an op: the argument, else the block that it is called in (use_backend), else the
+process's setting (set_backend), else the device's one default."""
 
 import contextlib
 import functools
 import importlib
 import importlib.util
 import os
+import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -65,26 +68,54 @@ def _reason(name: str) -> str | None:
 _reason._dynamo_marked_constant = True
 
 
+# Of the process; of the block that this thread or task is in ("": each device's default; None: in no block); and the
+# blocks that are open anywhere. While none is, nobody asks for a context; and torch.compile, which cannot trace a
+# ContextVar, holds what it compiled to the blocks that were open then.
 _setting: str | None = os.environ.get("VEXACT_BACKEND") or None
+_block: ContextVar[str | None] = ContextVar("vexact_backend", default=None)
+_open: tuple[str, ...] = ()
+_opening = threading.Lock()
+
+
+def _of_block() -> str | None:
+    return _block.get()
+
+
+_of_block._dynamo_marked_constant = True
+
+
+def _check_name(op: str, name: str | None) -> None:
+    if name is not None and name not in PROBES:
+        raise ValueError(f"{op}: name: got {name!r}, expected one of {sorted(PROBES)} or None")
 
 
 def set_backend(name: str | None) -> None:
-    """Make `name` this process's backend wherever a call names none; None goes back to each device's default."""
+    """Make `name` the backend of the whole process, all its threads, wherever a call names none and is in no block of
+    use_backend; None goes back to each device's default."""
     global _setting
-    if name is not None and name not in PROBES:
-        raise ValueError(f"set_backend: name: got {name!r}, expected one of {sorted(PROBES)} or None")
+    _check_name("set_backend", name)
     _setting = name
 
 
 @contextlib.contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
-    """`set_backend` for the length of a with block."""
-    before = _setting
-    set_backend(name)
+    """Make `name` the backend of what this thread, or asyncio task, calls in a with block; None means each device's
+    default. No other thread sees it, not even one that starts in the block. A backward pass runs on the backend of its
+    forward wherever it runs. A function from torch.compile takes the backend of the block that it is called in, but do
+    not call the same one in other threads while a block is open: it knows that one is, and not whose it is."""
+    global _open
+    _check_name("use_backend", name)
+    entry = name or ""
+    with _opening:
+        _open = (*_open, entry)
+    token = _block.set(entry)
     try:
         yield
     finally:
-        set_backend(before)
+        _block.reset(token)
+        with _opening:  # equal entries are one another's equals: the last one goes
+            at = len(_open) - 1 - _open[::-1].index(entry)
+            _open = _open[:at] + _open[at + 1 :]
 
 
 ROOMS: dict[str, "Room"] = {}
@@ -97,10 +128,7 @@ class Room:
     name: str
     cpu: tuple[str, ...] = ("cpu",)
     cuda: tuple[str, ...] = ()
-    revision: int = 1  # of the canonical kernel: it goes up when the bits change
-    one_class: bool = (
-        True  # whether a device type's backends are proven equal; else the one in use is in the fingerprint
-    )
+    one_class: bool = True  # a device type's backends are proven equal; else the fingerprint says which one is in use
     _modules: dict[str, ModuleType] = field(default_factory=dict, repr=False)
     _defaults: dict[torch.device, str] = field(default_factory=dict, repr=False)  # resolved once, for the common call
 
@@ -115,10 +143,14 @@ class Room:
 
     def resolve(self, device: torch.device, asked: str | None) -> str:
         """The backend's name. Raises BackendUnavailable (with the reason) or ValueError for a name nobody knows."""
-        if asked is None and _setting is None and device in self._defaults:
-            return self._defaults[device]
+        if asked is None:
+            asked = _setting
+            if _open and (block := _of_block()) is not None:
+                asked = block
+            if not asked and device in self._defaults:
+                return self._defaults[device]
         names = self.backends(device.type)
-        name = asked or _setting or (names[0] if names else None)
+        name = asked or (names[0] if names else None)
         if name is None:
             raise BackendUnavailable(f"{self.name}: no backend for device type {device.type!r}")
         if name in self._modules and name in names:

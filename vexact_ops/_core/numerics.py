@@ -1,13 +1,21 @@
-"""The fingerprint: what fixes the bits in this process. Trainer and engine compare it before weights change hands."""
+"""The fingerprint: what fixes the bits in this process. Trainer and engine compare it before weights change hands.
+
+It is derived from content: a digest for each room of the sources behind it (digest.py), and the versions of what lowers
+or serves them. Nobody has to remember to raise a number when bits change.
+"""
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
 
 import torch
 
+from . import digest, native
 from .backend import ROOMS, BackendUnavailable, Room
 
 CONTRACT_VERSION = 1
+_THIRD_PARTIES = "flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl"  # their kernels serve on SM90, where installed
+_IEEE = "subnormals kept, rounding to nearest"
 
 
 def _import_rooms() -> None:
@@ -29,35 +37,110 @@ def numerics_class(device: torch.device | str = "cpu") -> str:
 
 
 def _in_use(room: Room, device: torch.device) -> str:
+    """The backend of a call that names none, or why there is none."""
     try:
         return room.resolve(device, None)
     except BackendUnavailable as error:
         return str(error)
 
 
-def numerics(device: torch.device | str | None = None, **options: object) -> dict:
-    """Everything that fixes the bits, as a JSON-serialisable dictionary.
+def _sources(room: Room, device: torch.device) -> str:
+    """A digest of the backend in use; of all of the device's where these are proven equal, for then a call may name any
+    and kernels of one stand in for those of another."""
+    used = _in_use(room, device)
+    backends = {used} if used in room.backends(device.type) else set()
+    if room.one_class or not backends:
+        backends |= set(getattr(room, device.type))
+    return digest.sources(room.name, backends)
 
-    device    whose class is meant; by default the current GPU where there is one, else the CPU
-    options   further declared options that change bits, such as kv_segment=2048
-    returns   {"contract", "class", "rooms": {room: revision}, "backends": {room: backend in use, for rooms where
-              it decides the bits}, "options", "libraries"}; two processes with equal dictionaries promise equal bits
+
+def _float_mode(device: torch.device) -> str:
+    """How arithmetic treats subnormals, and where it rounds. Our kernels keep to IEEE 754's default whatever the thread
+    has (on a GPU that is settled when they are compiled), but what stands between them in a model is torch's."""
+    if device.type != "cpu" or native.unavailable():
+        return _IEEE
+    mode = native.float_mode()
+    if mode in (0, native.DEFAULT_FLOAT_MODE):
+        return _IEEE
+    flushed = {0x8040: "flushed", 0x8000: "flushed in results", 0x0040: "flushed in operands"}.get(
+        mode & 0x8040, "kept"
+    )
+    rounding = {0x2000: "down", 0x4000: "up", 0x6000: "to zero"}.get(mode & 0x6000, "to nearest")
+    return f"subnormals {flushed}, rounding {rounding}"
+
+
+def _libraries(device: torch.device, name: str, backends: set[str]) -> dict[str, str | None]:
+    found = {}
+    if device.type == "cuda":  # on a CPU nothing but the processor stands between our sources and the bits
+        found = {"torch": torch.__version__, "cuda": torch.version.cuda, "driver": digest.driver()}
+    if device.type == "cuda" or "triton" in backends:
+        found["triton"] = digest.version("triton")
+    if name == "sm90" and "cuda" in backends:
+        found |= {package: digest.version(package) for package in _THIRD_PARTIES}
+    return found
+
+
+def numerics(device: torch.device | str | None = None, **options: bool | int | float | str | None) -> dict:
+    """Everything that fixes the bits, as a JSON-serialisable dictionary: two processes with equal ones promise equal
+    bits. numerics_difference says where two differ.
+
+    device      whose class is meant; by default the current GPU where there is one, else the CPU
+    options     further declared options that change bits, such as kv_segment=2048; None stands for one that is not set
+    "contract"  the version of the contract
+    "class"     the set of kernels that are equal bit for bit: "cpu", or a GPU's such as "sm90"
+    "rooms"     of every room a digest of the sources that fix its bits: its op, the kernels in use (all of the device's
+                that are proven equal), what they are composed of, in Python and in the extension, and the flags of
+                its build. On a CPU no compiler, Python, torch or instruction set is in it: none of them changes a bit
+    "backends"  {room: backend in use}, of rooms whose backends are not equal bit for bit
+    "float_mode"  how this thread treats subnormals and rounds: our kernels do as IEEE 754 has it in any thread, torch's
+                operations between them as the thread does
+    "libraries"  on a GPU the versions of what lowers our sources or serves beside them: torch, CUDA, driver, triton
+                and, on SM90, flash-attn-4 (attention's gradients are its own where it is installed), quack, cutlass-dsl
+    "options"   those given
+    raises      TypeError on an option of another type, ValueError on another device
     """
+    for key, value in options.items():
+        if not isinstance(value, bool | int | float | str | None):
+            raise TypeError(f"numerics: {key}: got {type(value).__name__}, expected a bool, a number, a string or None")
     _import_rooms()
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    name = numerics_class(device)
-    libraries = {} if name == "cpu" else {"torch": torch.__version__, "cuda": torch.version.cuda}
-    device = torch.device(device)
+    name, device = numerics_class(device), torch.device(device)
+    rooms = [ROOMS[room] for room in sorted(ROOMS)]
     return {
         "contract": CONTRACT_VERSION,
         "class": name,
-        "rooms": {room: ROOMS[room].revision for room in sorted(ROOMS)},
+        "rooms": {room.name: _sources(room, device) for room in rooms},
         "backends": {
-            room: _in_use(ROOMS[room], device)
-            for room in sorted(ROOMS)
-            if not ROOMS[room].one_class and len(ROOMS[room].backends(device.type)) > 1
+            room.name: _in_use(room, device)
+            for room in rooms
+            if not room.one_class and len(room.backends(device.type)) > 1
         },
+        "float_mode": _float_mode(device),
+        "libraries": _libraries(device, name, {_in_use(room, device) for room in rooms}),
         "options": {key: options[key] for key in sorted(options) if options[key] is not None},
-        "libraries": libraries,
     }
+
+
+def numerics_difference(a: Mapping[str, object], b: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+    """Where two fingerprints differ: {"rooms.linear": (a's value, b's)}, None where one has no such entry; empty where
+    they are equal. What has been through JSON compares as what has not.
+
+    raises  TypeError where one is no dictionary
+    """
+    for arg, value in (("a", a), ("b", b)):
+        if not isinstance(value, Mapping):
+            raise TypeError(
+                f"numerics_difference: {arg}: got {type(value).__name__}, expected a dictionary as "
+                "vexact_ops.numerics() returns it"
+            )
+    flat_a, flat_b = _flat(a), _flat(b)
+    keys = [*flat_a, *(key for key in flat_b if key not in flat_a)]
+    return {key: (flat_a.get(key), flat_b.get(key)) for key in keys if flat_a.get(key) != flat_b.get(key)}
+
+
+def _flat(nested: Mapping[str, object], before: str = "") -> dict[str, object]:
+    found = {}
+    for key, value in nested.items():
+        found |= _flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value}
+    return found
