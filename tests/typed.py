@@ -43,10 +43,11 @@ def about_this_process(x: Tensor, w: Tensor) -> None:
     key, verdicts = vx.admit_linear_cross_entropy(64, device="cuda:0")
     print(verdicts, vx.explain(vx.linear, x, w).kernels)
     found: dict[str, object] = vx.numerics("cpu", kv_segment=64)
+    differs: dict[str, tuple[object, object]] = vx.numerics_difference(found, found)
     reasons: dict[str, str] = vx.backends()
     vx.set_backend(None)
     with vx.use_backend("cpu"):
-        print(found, reasons)
+        print(found, differs, reasons)
     try:
         vx.linear(x, w)
     except vx.BackendUnavailable as error:
