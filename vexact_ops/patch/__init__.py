@@ -2,6 +2,7 @@
 
 from .aten import aten
 from .batch import PagedBatch
+from .covered import COVERED
 from .hf import UnsupportedModule, hf
 
-__all__ = ["PagedBatch", "UnsupportedModule", "aten", "hf"]
+__all__ = ["COVERED", "PagedBatch", "UnsupportedModule", "aten", "hf"]

@@ -311,11 +311,9 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None, 
     `vexact_paged=PagedBatch(...)` from an engine. Padding rows come out as numbers without meaning.
 
     No list says which families are covered: each piece is tried against the op that would replace it, and the patched
-    model runs once on fake tensors to see that nothing else reduces. Tested: Llama, SmolLM2, SmolLM3, Qwen2, Qwen3,
-    Mistral, Ministral, Gemma 1 to 3, VaultGemma, Phi-3, Olmo 2 and 3, Granite (logits scaled by a power of two), GLM
-    and GLM-4, Arcee, BitNet (not quantised), CWM, ERNIE 4.5, EXAONE 4, Helium, HunYuan, HyperCLOVA X, Seed-OSS;
-    mixtures of experts: Qwen3-MoE, Mixtral, OLMoE, FlexOlmo, GLM-4-MoE, dots1, DeepSeek-V3 and Moonlight (the last
-    four where transformers' router returns the choice: 5.17 does, 5.5 does not). Latent keys and values are expanded
+    model runs once on fake tensors to see that nothing else reduces. Those that were seen to be covered, tiny and
+    random, are vexact_ops.patch.COVERED (DeepSeek-V3's kind of mixture where transformers' router returns the choice:
+    5.17 does, 5.5 does not; Granite where its logits are scaled by a power of two). Latent keys and values are expanded
     before attention, in a paged cache too. A load balancing loss is refused.
 
     Modules that are put in or taken out after the patch are noticed by the next forward, which covers them too or

@@ -1,0 +1,92 @@
+"""The list of covered families is what patch.hf covers: tiny random models of them, packed and alone.
+
+python tests/patch/test_covered.py    tries every decoder of the installed transformers, in ten minutes, and writes it
+"""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from families import CONFIG_MAPPING, FAMILIES, alone, config_of, family, packed, sequences, tiny
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import vexact_ops as vx
+from vexact_ops.patch import COVERED, covered
+from vexact_ops.testing import assert_bitwise
+
+# Sizes of mixtures and of latent attention: a configuration takes of them what it knows.
+MIXTURE = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 3),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 24),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "topk_group", "first_k_dense_replace"), 1),
+    "n_group": 2,
+}
+LATENT = FAMILIES["deepseek_v3"]
+KINDS = [{}, MIXTURE, LATENT, {**MIXTURE, **LATENT}]
+MOST = 3_000_000  # parameters: a configuration that has more did not take the sizes
+
+
+def small(name: str):
+    """The first model of the family that patch.hf takes. Raises what refused the last one."""
+    reason = ValueError(f"{name}: no tiny configuration")
+    for changes in KINDS:
+        try:
+            with torch.device("meta"):
+                whole = AutoModelForCausalLM.from_config(config_of(name, **changes))
+            if sum(p.numel() for p in whole.parameters()) > MOST:
+                continue
+            model = tiny(name, **changes)
+            with vx.patch.hf(model):
+                return model
+        except Exception as error:
+            reason = error
+    raise reason
+
+
+def check(name: str) -> None:
+    model, seqs = small(name), sequences((9, 1, 6))
+    with vx.patch.hf(model), torch.no_grad():
+        assert_bitwise(packed(model, seqs, "positions"), alone(model, seqs))
+
+
+@pytest.mark.parametrize("name", [family(n) for n in COVERED if n not in FAMILIES])  # those have tests of their own
+def test_a_family_of_the_list_is_covered(name):
+    check(name)
+
+
+def test_families_with_tests_of_their_own_are_on_the_list():
+    assert set(FAMILIES) <= set(COVERED)
+    assert list(COVERED) == sorted(set(COVERED))
+
+
+@pytest.mark.parametrize("name", [family(n) for n in ("cohere", "gpt_oss", "gpt2", "qwen2_moe", "stablelm")])
+def test_a_family_that_is_not_covered_is_not_on_the_list(name):
+    with pytest.raises(ValueError, match=r"patch\.hf"):
+        small(name)
+    assert name not in COVERED
+
+
+def test_the_contract_points_to_the_list():
+    assert "vexact_ops.patch.COVERED" in inspect.getdoc(vx.patch.hf)
+
+
+def write() -> None:
+    found = []
+    for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        try:
+            check(name)
+            found.append(name)
+        except Exception as error:
+            print(f"{name}: {str(error).splitlines()[0] if str(error) else error!r}"[:150], flush=True)  # noqa: T201
+    kept = [name for name in COVERED if name not in CONFIG_MAPPING]  # of another version
+    path = Path(covered.__file__)
+    head = path.read_text().split("COVERED = ")[0]
+    names = "".join(f'    "{name}",\n' for name in sorted({*found, *kept}))
+    path.write_text(f"{head}COVERED = (\n{names})\n")
+
+
+if __name__ == "__main__":
+    write()
