@@ -81,6 +81,7 @@ def pytest_xdist_auto_num_workers():
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "cuda: needs a GPU; -m cuda runs these alone")
     config.pluginmanager.register(on_gpu.OnGpu())
 
 
