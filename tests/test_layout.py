@@ -189,6 +189,9 @@ def test_environment_variables_have_our_prefix():
         "PYTHONPATH",
         "HOME",
         "COLUMNS",
+        "PIP_CONFIG_FILE",  # weights/index.py asks where pip or uv would
+        "UV_DEFAULT_INDEX",
+        "UV_INDEX_URL",
     }
     pattern = re.compile(r"""environ(?:\.get\(|\[)\s*["'](\w+)["']""")
     for path in SOURCES:
