@@ -326,8 +326,10 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None, 
     Not while another thread runs the same model; different models may be patched and used in different threads. Patch
     before torch.compile or FSDP wrap the model. Gradient checkpointing, FSDP2 (mixed precision too) and
     torch.compile keep the bits; Inductor keeps those of gradients with its option emulate_precision_casts alone, for it
-    leaves out the roundings between elementwise kernels that it joins. A patched model refuses autocast (cast the model
-    instead), and deepcopy and pickle (undo first).
+    leaves out the roundings between elementwise kernels that it joins. Under autocast aligned ops compute in the dtypes
+    of their tensors: it is off inside, and weights that are fp32 then are refused (cast the model, or let FSDP2's mixed
+    precision do so). The output layer and the embedding may be FSDP2 units of their own. A patched model refuses
+    deepcopy and pickle (undo first).
 
     grad        first derivatives in reverse mode; more is refused (see the ops)
     raises      UnsupportedModule (a ValueError) naming every module that is not covered, and why: the model is then
@@ -452,7 +454,7 @@ def _place(patch: _Patch, path: str, module: nn.Module) -> None:
     elif module is patch.model and module is not patch.base:
         patch.replace(path, module, _causal_forward(patch), "linear_logits", _loss(patch))
     elif module is patch.base:
-        patch.replace(path, module, forwards.base_forward, "(lays out the batch)", _EXACT)
+        patch.replace(path, module, forwards.base_forward, "(lays out the batch)", f"{_EXACT}; autocast is off inside")
     elif pieces.frequencies(module):
         note = next((f"inv_freq is {b.dtype}" for b in module.buffers() if b.dtype != torch.float32), "")
         patch.replace(path, module, pieces.rotary_forward(module), "rope_cos_sin", note)
