@@ -189,7 +189,8 @@ def test_environment_variables_have_our_prefix():
         "PYTHONPATH",
         "HOME",
         "COLUMNS",
-        "PIP_CONFIG_FILE",  # weights/index.py asks where pip or uv would
+        "PIP_",  # and what follows: weights/index.py asks where pip or uv would
+        "PIP_CONFIG_FILE",
         "UV_DEFAULT_INDEX",
         "UV_INDEX_URL",
     }
