@@ -76,5 +76,5 @@ async def engine(path: str, model: nn.Module) -> None:
         async for news in engine.stream("three", params):
             assert_type(news, Increment)
         engine.abort("nobody")
-        engine.update_weights(model.named_parameters())
+        engine.update_weights(model.named_parameters(), numerics=vx.numerics())
         print(text, logprobs, more, engine.weight_version, engine.numerics())

@@ -215,21 +215,23 @@ class Engine:
         self,
         named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
         *,
-        numerics: dict | None = None,
+        numerics: Mapping[str, object] | None = None,
     ) -> int:
         """New weights, between two steps: all of them, or none.
 
         named_tensors   every tensor of the model under its Hugging Face name (of tied ones, one is enough), in the
                         model's shape and dtype, on any device
-        numerics        the trainer's vexact_ops.numerics(): refused where it differs from the engine's
+        numerics        the trainer's vexact_ops.numerics(), with its kv_segment and latent_attention where it has such:
+                        refused where it differs from this engine's, for then its log-probabilities may be other
+                        ones. A trainer in this process asks for its own all the same: its options may differ. For
+                        weights that no trainer computes with, a checkpoint's say, engine.numerics()
         returns         the new weight_version. Running requests go on from their tokens, computed anew with the new
                         weights; their completions say which version drew each token
-        raises          ValueError: missing, unknown, repeated or misshapen, or other numerics; TypeError: no tensor, or
-                        another dtype. Nothing has changed then
+        raises          ValueError: missing, unknown, repeated or misshapen, or other numerics; TypeError: no numerics,
+                        no tensor, or another dtype. Nothing has changed then
         """
         with self._turn():
-            if numerics is not None and numerics != (own := self.numerics()):
-                raise ValueError(f"update_weights: numerics: got {numerics}, expected this engine's: {own}")
+            self._check_numerics(numerics)
             plan = plan_update(self.model, named_tensors)
             version = self.weight_version + 1
             self._torn = "an update of the weights broke off in the middle: update them again"
@@ -259,6 +261,23 @@ class Engine:
         """What fixes this engine's bits; a trainer with an equal dictionary computes the same ones."""
         latent = self.config.latent_attention or None
         return vx.numerics(self.device, kv_segment=self.config.kv_segment, latent_attention=latent)
+
+    def _check_numerics(self, given: Mapping[str, object] | None) -> None:
+        if not isinstance(given, Mapping):
+            own = {name: value for name, value in self.numerics()["options"].items()}
+            call = ", ".join([f'"{self.device.type}"', *(f"{name}={value}" for name, value in own.items())])
+            got = "none" if given is None else type(given).__name__
+            raise TypeError(
+                f"update_weights: numerics: got {got}, expected what fixes the trainer's bits: "
+                f"numerics=vexact_ops.numerics({call}), called in its process with its options; for weights that no "
+                "trainer computes with, numerics=engine.numerics()"
+            )
+        differ = vx.numerics_difference(given, self.numerics())
+        if differ:
+            found = "; ".join(f"{where}: got {got!r}, expected {own!r}" for where, (got, own) in differ.items())
+            raise ValueError(
+                f"update_weights: numerics: the trainer's are not this engine's, whose bits may be others. {found}"
+            )
 
     # The end
 

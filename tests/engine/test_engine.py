@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import signal
 import sys
 import threading
@@ -313,9 +314,21 @@ def test_a_refused_update_changes_nothing(engine):
         ({name: given[name] for name in given if name != norm}, ValueError),
     ):
         with pytest.raises(error, match="update_weights"):
-            engine.update_weights(bad)
-    with pytest.raises(ValueError, match=r"numerics: got .*'contract': 0.*expected this engine's: .*'contract'"):
-        engine.update_weights(given, numerics={**engine.numerics(), "contract": 0})
+            engine.update_weights(bad, numerics=vx.numerics("cpu"))
+    trainers = json.loads(json.dumps(vx.numerics("cpu", kv_segment=64))) | {"contract": 0}
+    trainers["rooms"]["linear"] = "of other sources"
+    with pytest.raises(ValueError, match="numerics: the trainer's are not") as refusal:
+        engine.update_weights(given, numerics=trainers)
+    for part in (
+        "contract: got 0, expected 1;",
+        f"rooms.linear: got 'of other sources', expected '{engine.numerics()['rooms']['linear']}';",
+        "options.kv_segment: got 64, expected None",
+    ):
+        assert part in str(refusal.value)
+    assert str(refusal.value).count(": got ") == 3, "what is equal is not in it"
+    for wrong in ({}, {"numerics": None}, {"numerics": "the same"}):
+        with pytest.raises(TypeError, match=r'numerics=vexact_ops.numerics\("cpu"\), called in its process'):
+            engine.update_weights(given, **wrong)
     assert engine.weight_version == version
     assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
 
@@ -331,10 +344,10 @@ def test_an_update_that_breaks_off_is_not_computed_with(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(engine_module, "apply_update", broken)
             with pytest.raises(RuntimeError, match="the sender is gone"):
-                engine.update_weights(good)
+                engine.update_weights(good, numerics=vx.numerics("cpu"))
         with pytest.raises(RuntimeError, match="broke off in the middle"):
             engine.generate(PROMPTS, PARAMS)
-        assert engine.update_weights(good) == 1
+        assert engine.update_weights(good, numerics=vx.numerics("cpu")) == 1
         assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
         check_idle(engine)
 
@@ -468,7 +481,7 @@ def test_new_weights_in_the_middle_of_a_stream():
         async for increment in engine.stream(PROMPTS[0], params):
             news.append(increment)
             if len(news) == 3:
-                await asyncio.to_thread(engine.update_weights, other)
+                await asyncio.to_thread(engine.update_weights, other, numerics=vx.numerics("cpu"))
         return news[-1].completion
 
     with Engine.from_pretrained(build("Llama"), config=CONFIG) as engine:
@@ -507,7 +520,7 @@ def test_close_ends_everything():
         lambda: engine.generate(PROMPTS),
         lambda: engine.generate([]),
         lambda: asyncio.run(engine.agenerate(PROMPTS)),
-        lambda: engine.update_weights(model.state_dict()),
+        lambda: engine.update_weights(model.state_dict(), numerics=vx.numerics("cpu")),
     ):
         with pytest.raises(RuntimeError, match="Engine: it is closed"):
             call()

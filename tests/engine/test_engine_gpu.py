@@ -101,10 +101,12 @@ def test_weights_that_are_no_numbers_fail_their_requests_and_the_engine_goes_on(
         good = engine.model.state_dict()
         good = {name: tensor.clone() for name, tensor in good.items()}
         expected = [bits(c) for c in engine.generate(PROMPTS, PARAMS)]
-        engine.update_weights(good | {"model.norm.weight": torch.full_like(good["model.norm.weight"], torch.nan)})
+        nan = {"model.norm.weight": torch.full_like(good["model.norm.weight"], torch.nan)}
+        engine.update_weights(good | nan, numerics=engine.numerics())
         done = engine.generate(PROMPTS, PARAMS)
         assert all("not finite numbers" in c.error for c in done)
-        engine.update_weights({name: tensor.cpu() for name, tensor in good.items()})  # from any device
+        from_the_cpu = {name: tensor.cpu() for name, tensor in good.items()}
+        engine.update_weights(from_the_cpu, numerics=engine.numerics())
         assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
 
 

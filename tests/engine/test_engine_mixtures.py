@@ -293,7 +293,7 @@ def test_a_running_engine_takes_either_naming():
         expected = [c.token_ids for c in engine.generate(PROMPTS, PARAMS)]
     with Engine.from_pretrained(build("Qwen3Moe", seed=2), config=ROOMY) as engine:
         assert [c.token_ids for c in engine.generate(PROMPTS, PARAMS)] != expected
-        engine.update_weights(list(per_expert(build("Qwen3Moe", seed=1))))
+        engine.update_weights(list(per_expert(build("Qwen3Moe", seed=1))), numerics=engine.numerics())
         assert [c.token_ids for c in engine.generate(PROMPTS, PARAMS)] == expected
 
 
