@@ -20,9 +20,10 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   // linear on a GPU: kernels by name, the table of those in use, and where cublasLt gets its names from
   m.def("linear_matmul(Tensor a, Tensor b, bool b_t, Tensor? bias, Tensor(a!) out, bool resume, int kernel) -> int");
   m.def("linear_kernel(str name) -> int");
-  m.def("linear_choose(Tensor a, Tensor b, bool b_t, Tensor? bias, Tensor out, bool resume, int kernel) -> ()");
+  m.def("linear_class(int size, bool rows) -> int");
+  m.def("linear_choose(Tensor a, Tensor b, bool b_t, Tensor? bias, Tensor out, bool resume, int kernel) -> bool");
   m.def("linear_cublaslt_version(str paths) -> int");
-  m.def("linear_cublaslt_algorithms(Tensor a, Tensor b, bool b_t, Tensor? bias, Tensor out, bool resume, int most) -> str");
+  m.def("linear_cublaslt_algorithms(int device, bool is_bf16, bool out_f32, bool bias, bool a_k, bool b_k, int m, int n, int k, int most) -> str");
 
   // grouped_linear: false, with nothing written, where offsets do not ascend from 0 to at most the number of rows
   m.def("grouped_linear_fwd(Tensor x, Tensor weight, Tensor offsets, Tensor(a!) out) -> bool");
@@ -36,6 +37,7 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("grouped_tail(Tensor offsets, Tensor(a!) out) -> ()");
   // few rows per expert on SM90: false, with nothing written, where it does not take these tensors; values of offsets and order are safe
   m.def("grouped_few(Tensor x, Tensor weight, Tensor offsets, Tensor? order, int top_k, int activation, int groups, int boxes, int blocks, int percent, int piece, Tensor(a!) out) -> bool");
+  m.def("grouped_few_lent(Tensor on) -> int");
 
   // moe_route
   m.def("moe_route_fwd(Tensor logits, int top_k, bool sigmoid, bool normalize, int groups, int top_groups, Tensor? bias, float scale, Tensor(a!) weights, Tensor(b!) ids) -> ()");

@@ -2,6 +2,7 @@
 // Bindings and launches of grouped_linear on CUDA devices: bf16 alone, rows on 16-byte boundaries. Values of offsets
 // and of order that are out of range never lead out of the tensors.
 #include <algorithm>
+#include <initializer_list>
 
 #include "common/cuda.h"
 #include "common/tensor.h"
@@ -23,6 +24,11 @@ void check_rows(const Tensor& t, const char* name, int64_t rows, int64_t columns
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && columns % 8 == 0 &&
                       (rows <= 1 || t.stride(0) % 8 == 0) && rows < (int64_t(1) << 31) - 1024,
                   name, ": rows must start on 16-byte boundaries");
+}
+
+void check_devices(const char* name, std::initializer_list<const Tensor*> others, const Tensor& one) {
+  for (const Tensor* t : others)
+    STD_TORCH_CHECK(t->get_device_index() == one.get_device_index(), name, ": expected one device");
 }
 
 int64_t row_stride(const Tensor& t) { return t.size(0) > 1 ? t.stride(0) : t.size(1); }
@@ -89,6 +95,7 @@ void grouped_gather(Tensor x, Tensor offsets, Tensor order, int64_t top_k, Tenso
   check_rows(out, "grouped_gather: out", rows, columns);
   const int32_t *ends = ints(offsets, "offsets", experts + 1), *through = ints(order, "order", rows);
   STD_TORCH_CHECK(out.is_contiguous() && experts >= 0 && top_k > 0, "grouped_gather: unexpected arguments");
+  check_devices("grouped_gather", {&offsets, &order, &out}, x);
   if (rows == 0 || columns == 0 || tokens == 0) return;
   const DeviceGuard guard = on_device_of(x);
   const int64_t blocks = std::min<int64_t>((rows + 7) / 8, 16 * processors_of(x));
@@ -103,6 +110,7 @@ void grouped_bound(Tensor offsets, int64_t rows, Tensor out) {
   const int32_t* from = ints(offsets, "offsets", count);
   ints(out, "grouped_bound: out", count);
   STD_TORCH_CHECK(rows >= 0 && rows < (int64_t(1) << 31), "grouped_bound: ", rows, " rows are too many");
+  check_devices("grouped_bound", {&offsets}, out);
   const DeviceGuard guard = on_device_of(out);
   auto* to = static_cast<int32_t*>(mutable_data(out));
   bound_kernel<<<1, 32, 0, current_stream(out)>>>(from, to, int(count), int(rows));
@@ -114,6 +122,7 @@ void grouped_tail(Tensor offsets, Tensor out) {
   check_rows(out, "grouped_tail: out", rows, columns);
   const int32_t* ends = ints(offsets, "offsets", experts + 1);
   STD_TORCH_CHECK(out.is_contiguous() && experts >= 0, "grouped_tail: unexpected arguments");
+  check_devices("grouped_tail", {&offsets}, out);
   if (rows == 0 || columns == 0) return;
   const DeviceGuard guard = on_device_of(out);
   const int64_t blocks = std::min<int64_t>((rows * columns / 8 + kCopyThreads - 1) / kCopyThreads, processors_of(out));
@@ -157,6 +166,8 @@ void grouped_product(Tensor x, Tensor weight, Tensor offsets, int64_t mode, bool
   if (kept) check_rows(*kept, "grouped_product: kept", rows, n);
   check_ring(units, stages);
   const int32_t* ends = ints(offsets, "offsets", experts + 1);
+  check_devices("grouped_product", {&weight, &offsets, &out}, x);
+  if (kept) check_devices("grouped_product", {&*kept}, x);
   if (rows == 0) return;
   CUtensorMap weight_map, x_map;
   const void* w = data(weight);
@@ -184,7 +195,12 @@ void grouped_sums(Tensor dy, Tensor x, Tensor offsets, int64_t units, int64_t st
   check_ring(units, stages);
   STD_TORCH_CHECK(units % 4 == 0 && units >= 8, "grouped_sums: no tiles of ", units, " units");
   const int32_t* ends = ints(offsets, "offsets", experts + 1);
-  if (rows == 0) return;  // the caller has zeros there
+  check_devices("grouped_sums", {&x, &offsets, &out}, dy);
+  if (rows == 0) {
+    const DeviceGuard guard = on_device_of(out);
+    VX_CUDA_CHECK(cudaMemsetAsync(mutable_data(out), 0, size_t(out.numel()) * 2, current_stream(out)));
+    return;
+  }
   CUtensorMap x_map, dy_map;
   STD_TORCH_CHECK(sm90::grouped_map(&x_map, data(x), k, rows, row_stride(x), 1, 64) &&
                       sm90::grouped_map(&dy_map, data(dy), n, rows, row_stride(dy), 1, 64),

@@ -33,7 +33,7 @@ class Kernel {
 struct CublasLt : Kernel {
   lt::Kernel kernel;
   explicit CublasLt(const lt::Algorithm& algorithm) : kernel(algorithm) {}
-  bool run(const Product& p, cudaStream_t stream) override { return kernel.run(p, stream); }
+  bool run(const Product& p, cudaStream_t stream) override { return p.out_aligned && kernel.run(p, stream); }
 };
 
 // (rows, columns) of 16-bit values with contiguous rows, read in boxes; beyond its edges the copy engine writes zeros.
@@ -80,11 +80,13 @@ struct Skinny : Kernel {
     static std::atomic<uint64_t> allowed{0};
     allow_shared_memory(kernel, kShared, p.device, allowed);
     const CUtensorMap weight_map = tensor_map(p.b, p.is_bf16, p.n, p.k, p.b_ld, rows, sm90::kBoxK);
-    const CUtensorMap x_map = tensor_map(p.a, p.is_bf16, p.m, p.k, p.a_ld, TOKENS, sm90::kBoxK);
+    const int x_rows = int(std::min<int64_t>(TOKENS, (p.m + 7) / 8 * 8));
+    const CUtensorMap x_map = tensor_map(p.a, p.is_bf16, p.m, p.k, p.a_ld, x_rows, sm90::kBoxK);
     int64_t blocks = (p.n + rows - 1) / rows;
     if (per_sm) blocks = std::min(blocks, int64_t(per_sm) * multiprocessors(p.device));
     const dim3 grid(blocks, (p.m + TOKENS - 1) / TOKENS);
-    const sm90::SkinnyArgs args{p.bias, p.out, p.out_ld, int(p.m), int(p.n), int(p.k), rows, stages, ahead, lead, p.out_f32};
+    const sm90::SkinnyArgs args{p.bias, p.out,  p.out_ld, int(p.m), int(p.n), int(p.k),
+                                rows,   x_rows, stages,   ahead,    lead,     p.out_f32};
     const int bytes = sm90::skinny_shared_bytes(rows, TOKENS, BOXES, stages);
     VX_CUDA_CHECK(sm90::launch_chained(kernel, grid, sm90::kSkinnyThreads, bytes, stream, weight_map, x_map, args));
   }
@@ -181,7 +183,7 @@ Kernels& kernels() {
   return *kept;
 }
 
-// What a choice of kernel may depend on. One size is known by its power of two alone: the rows of a, or, where a comes
+// What a choice of kernel may depend on. One size is known by its class alone: the rows of a, or, where a comes
 // transposed (the gradient of a weight), the depth.
 struct Key {
   int64_t m, n, k;
@@ -197,17 +199,25 @@ struct HashOfKey {
   }
 };
 
-int64_t bucket(int64_t size) { return std::bit_width(uint64_t(size < 8 ? 7 : size - 1)); }
+// The largest size of a class. Tiles of libraries come in eights of rows, and how many of them there are, and so how they
+// fill the multiprocessors, decides which is fastest. Beyond 1,024 rows a quarter of an octave will do; for depths a whole
+// one.
+int64_t class_of_rows(int64_t rows) {
+  const int64_t step = rows <= 1024 ? 8 : int64_t(std::bit_floor(uint64_t(rows - 1))) / 4;
+  return (rows + step - 1) / step * step;
+}
+
+int64_t class_of_depth(int64_t depth) { return int64_t(std::bit_ceil(uint64_t(depth < 8 ? 8 : depth))); }
 
 Key key_of(const Product& p) {
   const uint64_t flags = p.is_bf16 | p.out_f32 << 1 | p.a_k_contiguous << 2 | p.b_k_contiguous << 3 |
                          (p.bias != nullptr) << 4 | p.resume << 5 | p.out_aligned << 6 | uint64_t(p.device) << 8;
-  return p.a_k_contiguous ? Key{bucket(p.m), p.n, p.k, flags} : Key{p.m, p.n, bucket(p.k), flags};
+  return p.a_k_contiguous ? Key{class_of_rows(p.m), p.n, p.k, flags} : Key{p.m, p.n, class_of_depth(p.k), flags};
 }
 
 struct Table {
   std::shared_mutex lock;
-  std::unordered_map<Key, std::pair<int64_t, Kernel*>, HashOfKey> chosen;
+  std::unordered_map<Key, Kernel*, HashOfKey> chosen;  // null: the canonical one
 };
 
 Table& table() {
@@ -258,17 +268,19 @@ bool describe(const Tensor& a, const Tensor& b, bool b_t, const std::optional<Te
   return true;
 }
 
-// 1: done. 0: the canonical kernel has to do it (it has the same bits). -1: no kernel has been chosen yet.
+// 1: done. 0: the canonical kernel has to do it (it has the same bits). -1: no kernel has been chosen yet. 2: a kernel would
+// take this product if the bias began on a 16-byte boundary, as libraries expect it to.
 int64_t linear_matmul(Tensor a, Tensor b, bool b_t, std::optional<Tensor> bias, Tensor out, bool resume, int64_t kernel) {
   Product p;
   if (!describe(a, b, b_t, bias, out, resume, p)) return 0;
+  if (reinterpret_cast<uintptr_t>(p.bias) % 16) return 2;
   Kernel* chosen = nullptr;
   if (kernel == kAsk) {
     const Key key = key_of(p);
     const std::shared_lock guard(table().lock);
     const auto found = table().chosen.find(key);
     if (found == table().chosen.end()) return -1;
-    chosen = found->second.second;
+    chosen = found->second;
   } else {
     chosen = &kernels().at(kernel);
   }
@@ -291,14 +303,19 @@ int64_t linear_kernel(std::string name) {
   return entry->second;
 }
 
-// From now on, products of this kind are this kernel's, or the canonical one's where it is 0.
-void linear_choose(Tensor a, Tensor b, bool b_t, std::optional<Tensor> bias, Tensor out, bool resume, int64_t kernel) {
+// From now on, products of this kind are this kernel's, or the canonical one's where it is 0. Asked with -1, nothing
+// changes. False where the canonical kernel is the only one there is.
+bool linear_choose(Tensor a, Tensor b, bool b_t, std::optional<Tensor> bias, Tensor out, bool resume, int64_t kernel) {
   Product p;
-  if (!describe(a, b, b_t, bias, out, resume, p)) return;
+  if (!describe(a, b, b_t, bias, out, resume, p)) return false;
+  if (kernel == kAsk) return true;
   Kernel* const chosen = kernel == kCanonical ? nullptr : &kernels().at(kernel);
   const std::unique_lock guard(table().lock);
-  table().chosen[key_of(p)] = {kernel, chosen};
+  table().chosen[key_of(p)] = chosen;
+  return true;
 }
+
+int64_t linear_class(int64_t size, bool rows) { return size < 1 ? 0 : rows ? class_of_rows(size) : class_of_depth(size); }
 
 // cublasLt's version, found through `paths` where torch has not loaded it.
 int64_t linear_cublaslt_version(std::string paths) {
@@ -306,12 +323,19 @@ int64_t linear_cublaslt_version(std::string paths) {
   return int64_t(lt::need_library().version());
 }
 
-// Names of algorithms for this product without workspace and reduction, the library's favourite first, one a line.
-std::string linear_cublaslt_algorithms(Tensor a, Tensor b, bool b_t, std::optional<Tensor> bias, Tensor out, bool resume,
-                                       int64_t most) {
-  Product p;
-  if (!describe(a, b, b_t, bias, out, resume, p)) return "";
-  const DeviceGuard guard = on_device_of(a);
+// Names of algorithms for products of these sizes, without workspace and reduction, the library's favourite first, one a
+// line. Operands lie side by side, on 16-byte boundaries.
+std::string linear_cublaslt_algorithms(int64_t device, bool is_bf16, bool out_f32, bool bias, bool a_k, bool b_k, int64_t m,
+                                       int64_t n, int64_t k, int64_t most) {
+  STD_TORCH_CHECK(m > 0 && n > 0 && k > 0 && most > 0 && most <= 1024, "linear: no algorithms of these sizes");
+  const auto padded = [](int64_t size) { return (size + 7) / 8 * 8; };
+  Product p{};
+  p.m = m, p.n = n, p.k = k;
+  p.a_ld = padded(a_k ? k : m), p.b_ld = padded(b_k ? k : n), p.out_ld = padded(n);
+  p.a_k_contiguous = a_k, p.b_k_contiguous = b_k, p.is_bf16 = is_bf16, p.out_f32 = out_f32, p.out_aligned = true;
+  p.bias = bias ? reinterpret_cast<const void*>(uintptr_t(256)) : nullptr;  // asked for its presence alone
+  p.device = int(device);
+  const DeviceGuard guard{int32_t(device)};
   std::string names;
   for (const lt::Algorithm& algorithm : lt::Descriptors().algorithms(p, int(most))) names += lt::name_of(algorithm) + "\n";
   return names;
@@ -323,10 +347,11 @@ std::string linear_cublaslt_algorithms(Tensor a, Tensor b, bool b_t, std::option
 STABLE_TORCH_LIBRARY_IMPL(vexact_native, CUDA, m) {
   m.impl("linear_matmul", TORCH_BOX(&vx::linear_matmul));
   m.impl("linear_choose", TORCH_BOX(&vx::linear_choose));
-  m.impl("linear_cublaslt_algorithms", TORCH_BOX(&vx::linear_cublaslt_algorithms));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vexact_native, CompositeExplicitAutograd, m) {
   m.impl("linear_kernel", TORCH_BOX(&vx::linear_kernel));
+  m.impl("linear_class", TORCH_BOX(&vx::linear_class));
   m.impl("linear_cublaslt_version", TORCH_BOX(&vx::linear_cublaslt_version));
+  m.impl("linear_cublaslt_algorithms", TORCH_BOX(&vx::linear_cublaslt_algorithms));
 }

@@ -13,7 +13,7 @@ struct Product {
   bool is_bf16;      // a, b and bias: bf16, else fp16
   bool out_f32;      // else out is of their dtype
   bool resume;       // start from the fp32 values in out
-  bool out_aligned;  // out's rows begin on 16-byte boundaries; a's and b's always do
+  bool out_aligned;  // out's rows begin on 16-byte boundaries; a's, b's and the bias always do
   const void *a, *b, *bias;
   void* out;
   int device;

@@ -5,7 +5,8 @@
 // swizzle, mbarriers) across the tiles of a persistent block; one warpgroup multiplies. A row of x is a column of the
 // product: it meets no other row.
 // A tile has any number of weight rows that is a multiple of 8, so that the tiles fill the multiprocessors evenly: wgmma
-// then reads rows of other tiles, or of none, into accumulators that nobody looks at.
+// then reads rows of other tiles, or of none, into accumulators that nobody looks at. So it does with x: the copy engine
+// takes as long for rows that are not there as for others, so only as many as there are, in eights, are asked for.
 // Launched by launch_chained: what runs before the kernel before has ended only asks the L2 cache for weights.
 // order: K ascending in steps of 16, one fp32 accumulator per output element, no split of K; the K tail is zeros.
 #pragma once
@@ -19,6 +20,7 @@ struct SkinnyArgs {
   int64_t out_ld;
   int m, n, k;
   int rows;           // of the weight in a tile: a multiple of 8 up to 64 * PARTS
+  int x_rows;         // of x in a copy: a multiple of 8 up to TOKENS
   int stages;         // of the ring
   int ahead;          // stages that are prefetched into L2 before the kernel before has ended
   int lead;           // stages that are left to load when the kernel after may start
@@ -76,8 +78,8 @@ __global__ void __launch_bounds__(kSkinnyThreads)
     skinny_kernel(const __grid_constant__ CUtensorMap weight_map, const __grid_constant__ CUtensorMap x_map,
                   const SkinnyArgs a) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  constexpr int kXBytes = TOKENS * 128, kXStride = skinny_x_bytes(TOKENS), kProducer = 128;
-  const int weight_bytes = a.rows * 128, stage_bytes = skinny_stage_bytes(a.rows, TOKENS, BOXES);
+  constexpr int kXStride = skinny_x_bytes(TOKENS), kProducer = 128;
+  const int weight_bytes = a.rows * 128, x_bytes = a.x_rows * 128, stage_bytes = skinny_stage_bytes(a.rows, TOKENS, BOXES);
   extern __shared__ uint8_t memory[];
   __shared__ __align__(8) uint64_t barriers[2 * kSkinnyStages];
   const uint32_t ring = (shared_address(memory) + 1023) & ~1023u;
@@ -117,7 +119,7 @@ __global__ void __launch_bounds__(kSkinnyThreads)
     for (int i = 0; i < total; ++i) {
       if (i == start_next) let_kernel_after_start();
       barrier_wait(empty + 8 * slot, phase);  // passes at once in the first round
-      barrier_expect(full + 8 * slot, BOXES * (weight_bytes + kXBytes));
+      barrier_expect(full + 8 * slot, BOXES * (weight_bytes + x_bytes));
       uint32_t to = ring + slot * stage_bytes;
 #pragma unroll
       for (int b = 0; b < BOXES; ++b, to += weight_bytes)

@@ -326,9 +326,73 @@ def test_offsets_and_orders_of_any_values_touch_no_other_memory():
 def test_admission_takes_our_kernels(kind, top_k):
     from vexact_ops.grouped_linear import cuda
 
-    _, verdicts = cuda.admit(kind, 4, 512, 512, 200, top_k=top_k)
+    verdicts = cuda.admit(kind, 4, 512, 512, 200, top_k=top_k).verdicts
     ours = [v for v in verdicts if v.candidate.startswith("wgmma")]
     assert ours and all(v.admitted for v in ours), [v for v in verdicts if not v.admitted]
+
+
+@HOPPER
+def test_no_rows_after_some_rows():
+    """What serves two rows is never asked for none."""
+    x, w = experts_that_cancel(2, 512, 520, 4, 0, torch.bfloat16, "cuda")
+    for rows in (2, 1, 0):
+        args = [t.clone().requires_grad_() for t in (x[:rows], w)]
+        offsets = torch.tensor([0, 0, rows // 2, rows, rows], dtype=torch.int32, device="cuda")
+        dirt = torch.full((4 * 520 * 512,), float("nan"), dtype=torch.bfloat16, device="cuda")
+        del dirt  # what an empty tensor will hold
+        y = vx.grouped_linear(*args, offsets)
+        dx, dw = torch.autograd.grad(y, args, torch.ones_like(y))
+        expected = vx.grouped_linear(*args, offsets, backend="triton")
+        assert_bitwise(y, expected)
+        assert dx.shape == args[0].shape and dw.isfinite().all()
+    assert y.shape == (0, 520)
+    assert_bitwise(dw, torch.zeros_like(w))
+    native.ops().grouped_sums(*(t.detach() for t in (y, args[0])), offsets, 12, 3, dw)
+    assert_bitwise(dw, torch.zeros_like(w))
+
+
+@HOPPER
+def test_counters_of_captured_launches_go_back_with_their_graph():
+    x, w = experts_that_cancel(40, 512, 256, 4, 0, torch.bfloat16, "cuda")
+    offsets = offsets_of(next(spreads(40, 4, 0))[1], 4, "cuda")
+    expected = few(x, w, offsets)
+    lent = native.ops().grouped_few_lent
+    before = lent(x)
+    for _ in range(2):
+        graphs = []
+        for _ in range(5):
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1]):
+                for _ in range(10):
+                    out = torch.empty_like(expected)
+                    assert native.ops().grouped_few(x, w, offsets, None, 1, -1, *SHAPES_OF_FEW[2], out)
+        assert lent(x) == before + 50
+        for graph in graphs:
+            graph.replay()
+        assert_bitwise(out, expected)
+        for graph in graphs:
+            graph.reset()
+        del graphs, graph
+        torch.cuda.synchronize()
+        assert lent(x) == before, "graphs that are gone keep nothing"
+
+
+@HOPPER
+def test_explain_names_the_kernel_that_runs():
+    from vexact_ops.grouped_linear import cuda
+
+    x, w = experts_that_cancel(40, 512, 256, 4, 0, torch.bfloat16, "cuda")
+    offsets = offsets_of(next(spreads(40, 4, 0))[1], 4, "cuda")
+    for op, a, b in (
+        ("grouped_linear", x, w),
+        ("grouped_linear_dx", x @ w[0].t(), w),
+        ("grouped_linear_dweight", x @ w[0].t(), x),
+    ):
+        ((part, decision),) = cuda.explain(op, a, b, offsets)
+        assert part == "product" and decision.final and "E=4 N=256 K=512 R<=48" in decision.key
+        assert decision.chosen.name in {v.candidate for v in decision.verdicts}
+    ((_, decision),) = cuda.explain("grouped_linear", x[:0], w, offsets * 0)
+    assert decision.chosen.name == cuda.TRITON and "no rows" in decision.why
 
 
 # warpgroups, boxes of k in a stage, blocks on a multiprocessor, per cent in equal shares, units in a piece of a matrix

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vexact_ops as vx
+from vexact_ops._core import native
 from vexact_ops.testing import assert_bitwise, cancelling, count_different
 
 SEED = st.integers(0, 2**16)
@@ -57,8 +58,8 @@ def test_every_admitted_kernel_has_the_triton_kernels_bits(layout, dtype, bias, 
 
     n, k = 512, 1040
     out_dtype = torch.float32 if resume else dtype
-    _, verdicts = cuda.admit(n, k, rows, dtype, out_dtype, bias=bias, resume=resume, layout=layout)
-    assert any(v.admitted for v in verdicts), verdicts
+    verdicts = cuda.admit(n, k, rows, dtype, out_dtype, bias=bias, resume=resume, layout=layout).verdicts
+    assert verdicts and all(v.admitted for v in verdicts), [v for v in verdicts if not v.admitted]
     a, b = operands(layout, max(1, rows - less * rows // 256), n, k, seed, dtype)
     size = a.shape[0], b.shape[1]
     extra = (torch.randn(size[1], device="cuda") * 1e-3).to(dtype) if bias else None
@@ -77,18 +78,19 @@ def test_every_admitted_kernel_has_the_triton_kernels_bits(layout, dtype, bias, 
     "resume,off16", [(False, False), (False, True), (True, False)], ids=["plain", "off16", "resumed"]
 )
 def test_admission_takes_another_tile_and_refuses_another_order(
-    device, backend, layout, dtype, resume, off16, tmp_path
+    device, backend, layout, dtype, resume, off16, tmp_path, monkeypatch
 ):
-    from vexact_ops._core.admit import Admissions, Candidate
+    from vexact_ops._core.admit import Candidate, Proposal, admitted
     from vexact_ops.linear import cuda, triton
 
+    monkeypatch.setenv("VEXACT_CACHE", str(tmp_path))
     out_dtype = torch.float32 if resume else dtype
     a_k, b_k = layout != "dweight", layout == "fwd"
     sizes = (24, 40, 264) if a_k else (72, 40, 200)
     product = cuda.Product(
         torch.device(device), dtype, out_dtype, *sizes, a_k, b_k, bias=True, resume=resume, out_aligned=not off16
     )
-    assert (product.m, product.k, product.bucket) == ((32, 264, 32) if a_k else (72, 256, 256))
+    assert (product.m, product.k, product.top) == ((24, 264, 24) if a_k else (72, 256, 256))
 
     def same(a, b, b_t, bias, out):  # another tile
         b = b.t() if b_t else b
@@ -102,22 +104,37 @@ def test_admission_takes_another_tile_and_refuses_another_order(
             acc = acc + triton.matmul(a[:, at], b[at], torch.zeros_like(acc))
         return (acc + bias.float()).to(out.dtype)
 
-    found = Admissions("test", tmp_path / "a.json")
-    same, halves = Candidate("same", same), Candidate("halves", halves)
-    assert found.choose("k", [halves, same], product.canonical, product.cases) is same
+    def flushes(a, b, b_t, bias, out):  # subnormals to zero
+        a = torch.where(a.abs() < torch.finfo(dtype).tiny, a * 0, a)
+        return product.canonical(a, b, b_t, bias, out)
+
+    same, halves, flushes = (Candidate(run.__name__, run, "test") for run in (same, halves, flushes))
+    canonical = Candidate("triton", product.canonical, "test")
+    asked = Proposal(product.key, [halves, flushes, same], canonical, product.cases)
+    decision = admitted(asked, product.device)
+    assert decision.chosen is same
+    assert all(v.different > 0 for v in decision.verdicts[:2]), decision.verdicts
     cases = product.cases()
     for case in cases:
         a, b, b_t, _, out = case
         assert a.shape[1] == b.shape[1 if b_t else 0] and out.shape == (a.shape[0], 40)
-        assert cuda.Product.of(*case, resume).out_aligned is not off16
+        if len(a) > 1:
+            assert cuda.Product.of(*case, resume).out_aligned is not off16
+        copy = cuda._copy(out)
+        assert copy.data_ptr() % 16 == out.data_ptr() % 16 and (copy.stride() == out.stride() or len(a) == 1)
+        assert_bitwise(copy, out)
+    rows = {len(case[0]) for case in cases}
+    assert rows == ({1, 17, 24} if a_k else {72})
     different = count_different(halves.run(*cases[-1]), product.canonical(*cases[-1]))
     assert different > 0.2 * cases[-1][-1].numel(), f"{different}: a changed order shows in many elements"
 
 
 @ON_SM90
-def test_a_split_reduction_is_refused(tmp_path):
-    from vexact_ops._core.admit import Admissions, Candidate, fastest
+def test_a_split_reduction_is_refused(tmp_path, monkeypatch):
+    from vexact_ops._core.admit import Candidate, Proposal, admitted
     from vexact_ops.linear import cuda
+
+    monkeypatch.setenv("VEXACT_CACHE", str(tmp_path))
 
     def stock(a, b, b_t, bias, out):  # cuBLAS with its workspace cuts K in parts here
         return torch.nn.functional.linear(a, b)
@@ -127,26 +144,28 @@ def test_a_split_reduction_is_refused(tmp_path):
         return sum(a[:, at].float() @ b[:, at].float().t() for at in (slice(cut), slice(cut, None))).to(out.dtype)
 
     product = cuda.Product(torch.device("cuda", 0), torch.bfloat16, torch.bfloat16, 16, 4096, 12288)
-    ours = product.candidates()[:1]
-    found = Admissions("test", tmp_path / "a.json")
-    both = [Candidate("stock", stock), Candidate("halves", halves)]
-    assert found.choose("k", [*both, *ours], product.canonical, product.cases).name == ours[0].name
-    for verdict in found.verdicts("k")[:2]:
+    asked = product.proposal()
+    both = [Candidate("stock", stock, "test"), Candidate("halves", halves, "test")]
+    ours = asked.candidates[0]
+    decision = admitted(Proposal("test", [*both, ours], asked.canonical, product.cases), product.device)
+    assert decision.chosen is ours
+    for verdict in decision.verdicts[:2]:
         assert verdict.different > 0, verdict
-    assert fastest(found.verdicts("k")) == ours[0].name
 
 
 @ON_SM90
-def test_adding_at_the_end_is_no_resumption(tmp_path):
-    from vexact_ops._core.admit import Admissions
+def test_adding_at_the_end_is_no_resumption(tmp_path, monkeypatch):
+    from vexact_ops._core.admit import Proposal, admitted
     from vexact_ops.linear import cuda
 
+    monkeypatch.setenv("VEXACT_CACHE", str(tmp_path))
+
     product = cuda.Product(torch.device("cuda", 0), torch.bfloat16, torch.float32, 256, 512, 1024, resume=True)
-    found = Admissions("test", tmp_path / "a.json")
     names = product.cublaslt_names(2)  # it would add the old values to the finished sum
-    candidates = [cuda.candidate(name, True) for name in names]
-    assert names and found.choose("k", candidates, product.canonical, product.cases) is None
-    assert all(verdict.different > 0 for verdict in found.verdicts("k"))
+    candidates, canonical = [cuda.candidate(name, True) for name in names], product.proposal().canonical
+    decision = admitted(Proposal("test", candidates, canonical, product.cases), product.device)
+    assert names and decision.chosen is canonical
+    assert all(verdict.different > 0 for verdict in decision.verdicts)
 
 
 @ON_SM90
@@ -272,7 +291,9 @@ def test_a_first_call_inside_a_graph_verifies_nothing(monkeypatch):
     monkeypatch.setattr(cuda, "_settle", lambda *args: asked.append(args) or settle(*args))
     assert_bitwise(vx.linear(x, w), y)
     assert_bitwise(vx.linear(x[:17], w), y[:17])
-    assert len(asked) == 1, "chosen once for a bucket"
+    assert len(asked) == 1, "chosen once for a class"
+    assert_bitwise(vx.linear(x[:16], w), y[:16])
+    assert len(asked) == 2, "and once for the next one"
 
 
 @ON_SM90
@@ -280,8 +301,73 @@ def test_rows_beyond_the_largest_bucket(monkeypatch):
     from vexact_ops.linear import cuda
 
     monkeypatch.setattr(cuda, "LARGEST", 256)
-    _, small = cuda.admit(520, 1016, 256, torch.bfloat16)
-    _, large = cuda.admit(520, 1016, 700, torch.bfloat16)
-    best = min((v for v in small if v.admitted), key=lambda v: v.us)
-    assert best.candidate != cuda.TRITON
-    assert [(v.candidate, v.different) for v in large] == [(best.candidate, 0)]
+    best = cuda.admit(520, 1016, 256, torch.bfloat16).chosen.name
+    assert best != cuda.TRITON
+    large = cuda.admit(520, 1016, 700, torch.bfloat16)
+    assert [(v.candidate, v.different) for v in large.verdicts] == [(best, 0)]
+
+
+def test_classes_of_rows():
+    from vexact_ops.linear import cuda
+
+    for size in range(1, 9000):
+        top = cuda.class_of(size)
+        least = top - cuda._step(top) + 1
+        assert least <= size <= top and cuda.class_of(least) == cuda.class_of(top) == top
+    assert len({cuda.class_of(size) for size in range(1, 1025)}) == 128
+    if native.built_with_cuda():
+        both = [(cuda.class_of(size, rows), size, rows) for size in range(1, 20000, 7) for rows in (True, False)]
+        assert all(native.ops().linear_class(size, rows) == top for top, size, rows in both)
+
+
+@ON_SM90
+def test_operands_off_16_bytes():
+    """A bias, an input, a weight or a result that begins anywhere has the same bits, and no address is misaligned."""
+    for n, k in ((1024, 1024), (6144, 4096)):
+        x, w = cancelling(200, k + 8, n, seed=n, device="cuda")
+        bias = torch.randn(n + 8, dtype=torch.bfloat16, device="cuda")
+        for rows in (1, 5, 33, 64, 65, 200):
+            for at in (0, 1, 2, 4, 7):
+                shifted = [t.flatten()[at:][: t.numel() - 8] for t in (x, w)]
+                a, b = shifted[0][: rows * k].view(rows, k), shifted[1][: n * k].view(n, k)
+                for one, other, add in (
+                    (a, w[:, :k], bias[:n]),
+                    (x[:rows, :k], b, None),
+                    (x[:rows, 8:], w[:, 8:], bias[at:][:n]),
+                ):
+                    for out_dtype in (None, torch.float32):
+                        ours = vx.linear(one, other, add, out_dtype=out_dtype)
+                        expected = vx.linear(one, other, add, out_dtype=out_dtype, backend="triton")
+                        assert_bitwise(ours, expected, f"{rows} rows of {n}x{k}, {at}")
+    torch.cuda.synchronize()
+
+
+@ON_GPU
+def test_columns_that_lie_far_apart():
+    """64 columns further may be more than 2^31 elements further: 4.7 GB, of which little is touched."""
+    from vexact_ops.linear import triton
+
+    x, w = cancelling(5, 70, 40, seed=0, device="cuda")
+    far = torch.empty(70 * 2**25, dtype=x.dtype, device="cuda").as_strided((5, 70), (1, 2**25))
+    far.copy_(x)
+    out = torch.empty(5, 40, dtype=x.dtype, device="cuda")
+    assert_bitwise(triton.matmul(far, w.t(), out), triton.matmul(x, w.t(), torch.empty_like(out)))
+    out = torch.empty(40, 5, dtype=x.dtype, device="cuda")
+    assert_bitwise(triton.matmul(w, far.t(), out), triton.matmul(w, x.t(), torch.empty_like(out)))
+
+
+@ON_SM90
+def test_explain_names_the_kernel_that_runs():
+    from vexact_ops.linear import cuda
+
+    x, w = cancelling(40, 1024, 512, seed=0, device="cuda")
+    ((part, decision),) = cuda.explain("linear", x, w, None, torch.bfloat16)
+    assert part == "product" and decision.final and decision.chosen.name in {v.candidate for v in decision.verdicts}
+    assert "M<=40 N=512 K=1024" in decision.key
+    ((_, decision),) = cuda.explain("linear_dx", x @ w.t(), w, torch.bfloat16)
+    assert "linear nn" in decision.key and "N=1024 K=512" in decision.key
+    ((_, decision),) = cuda.explain("linear_dweight", x @ w.t(), x, torch.bfloat16)
+    assert "linear tn" in decision.key and "M=512 N=1024 K<=64" in decision.key
+    for operands in ((x.float(), w.float(), None, torch.float32), (x[:, 1:], w[:, 1:], None, torch.bfloat16)):
+        ((_, decision),) = cuda.explain("linear", *operands)
+        assert decision.chosen.name == cuda.TRITON and not decision.verdicts

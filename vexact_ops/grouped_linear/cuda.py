@@ -1,10 +1,11 @@
 """The GPU's own class on SM90: the fastest kernel proven equal to the Triton ones for a product, by its sizes.
 
 A product is a kind (below), the experts' number and matrix, whether rows are read through `order`, and the number of
-rows, known by its power of two (its bucket). On the first call of a kind, outside of a CUDA graph, candidates are
-verified against the Triton kernels on rows that cancel, spread evenly, at random and most of them to one expert, and
-timed; the choice is kept in memory and on disk. What no candidate serves (fp32, odd sizes or strides, other GPUs, a
-first call inside a graph) takes the Triton kernels: same bits. All candidates take bf16, those for few rows fp16 too.
+rows, known by its half octave (its bucket). On the first call of a kind, outside of a CUDA graph, candidates are
+verified against the Triton kernels on rows that cancel and rows of special values, spread evenly, at random and most of
+them to one expert, and on one row alone, and timed; the choice is kept in memory and on disk. What no candidate serves
+(fp32, odd sizes or strides, other GPUs, a first call inside a graph, no rows) takes the Triton kernels: same bits. All
+candidates take bf16, those for few rows fp16 too.
 
 Candidates: kernels of our own by name, torch._grouped_mm and quack's gemm. The last two read rows side by side, so rows
 that come through `order` are copied first, and rows behind the last expert are filled with zeros for them.
@@ -12,21 +13,23 @@ that come through `order` are copied first, and rows behind the last expert are 
 
 import functools
 import itertools
-import threading
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .._core import native
-from .._core.admit import Candidate, Verdict, admissions, fastest, race_on_gpu
-from ..silu_mul.triton import silu_mul_fwd
+from .._core import check, digest, native
+from .._core.admit import Candidate, Decision, Proposal, admitted, canonical_by_rule, race_on_gpu
+from .._core.proof.inputs import special_rows
+from .._core.triton import on
+from ..silu_mul import triton as silu_mul
 from . import cute, triton
 
 __all__ = [
     "admit",
+    "decision_of",
+    "explain",
     "gather_rows",
     "grouped_gate_up",
     "grouped_linear_dweight",
@@ -34,11 +37,10 @@ __all__ = [
     "grouped_linear_fwd",
 ]
 
-REVISION = 1  # of what is proposed and how it is verified: verdicts of other revisions are not looked at
 LARGEST = 1 << 17  # rows; larger buckets take the choice of this one
+KINDS = 24  # rows that hold every kind of special row, with ordinary ones between them
 SMALL = 100_000  # elements of a matrix: below, no kernel is worth the time to verify it
-TRITON = "triton"  # the canonical kernels' name among verdicts
-_settling = threading.RLock()
+TRITON = "triton"  # the canonical kernels
 _chosen: dict[tuple, Callable] = {}
 
 
@@ -88,7 +90,7 @@ def gather_rows(x: Tensor, offsets: Tensor, order: Tensor | None, top_k: int) ->
 def _triton_gate_up(x, gate_up, offsets, order, top_k, gelu, keep, product=triton.grouped_linear_fwd):
     h = product(x, gate_up, offsets, order, top_k)
     a = h.new_empty(h.shape[0], h.shape[1] // 2)
-    silu_mul_fwd(*h.chunk(2, 1), gelu, a)
+    silu_mul.silu_mul_fwd(*h.chunk(2, 1), gelu, a)
     return (h if keep else None), a
 
 
@@ -102,11 +104,13 @@ CANONICAL = {
 
 def _of_others(product: Callable) -> Callable:
     """product(rows, weight, offsets), whose rows lie side by side, as a function that takes what ours take. It is given
-    offsets that ascend within the rows, whatever they were: other libraries trust them."""
+    offsets that ascend within the rows, whatever they were, and runs with their device as the current one: other
+    libraries trust both."""
 
     def run(x, weight, offsets, order=None, top_k=1):
         rows = gather_rows(x, offsets, order, top_k)
-        y = product(rows, weight, _bounded(offsets, rows.shape[0]))
+        with on(rows):
+            y = product(rows, weight, _bounded(offsets, rows.shape[0]))
         native.ops().grouped_tail(offsets, y)  # behind the last expert they leave what was there
         return y
 
@@ -132,7 +136,8 @@ def _torch_dx(rows, weight, offsets):
 def _torch_dweight(dy, x, offsets, order=None, top_k=1, *, gathered=""):
     dy = gather_rows(dy, offsets, order, top_k) if gathered == "dy" else dy
     x = gather_rows(x, offsets, order, top_k) if gathered == "x" else x
-    return torch._grouped_mm(dy.t(), x, offs=_bounded(offsets, dy.shape[0])[1:])
+    with on(dy):
+        return torch._grouped_mm(dy.t(), x, offs=_bounded(offsets, dy.shape[0])[1:])
 
 
 @_of_others
@@ -228,18 +233,39 @@ def _few_names(kind: str, rows: int) -> dict[str, Callable]:
     }  # fmt: skip
 
 
+def _source(name: str) -> str:
+    """A digest of all that computes a candidate."""
+    files, facts = [__file__, silu_mul.__file__], {"native": digest.of_extension("grouped_linear", "cuda")}
+    if name.startswith("torch"):
+        facts["torch"] = torch.__version__
+    elif name == "quack":
+        files.append(cute.__file__)
+        facts |= {one: digest.version(one) for one in ("quack-kernels", "nvidia-cutlass-dsl", "torch")}
+    return digest.of_files(*files, **facts)
+
+
 # ---- the choice
 
 
 def _kernel(kind: str, a: Tensor, b: Tensor, offsets: Tensor, order: Tensor | None, top_k: int) -> Callable:
     rows = a.shape[0] if order is None else order.shape[0]
-    key = kind, a.device.index, a.dtype, offsets.shape[0], b.shape, (rows - 1).bit_length(), order is None, top_k
+    if rows == 0:
+        return CANONICAL[kind.split()[0]]  # empty results, and sums of nothing
+    key = kind, a.device.index, a.dtype, offsets.shape[0], b.shape, bucket_of(rows), order is None, top_k
     if kind[0] == "d" and kind[1] == "w":  # b has as many rows as there happen to be
         key = (*key[:4], (a.shape[1], b.shape[1]), *key[5:])
     run = _chosen.get(key)
     if run is None:
         run = _settle(key, kind, a, b, offsets, order, top_k)
     return run if _plain(a) and _plain(b) else CANONICAL[kind.split()[0]]
+
+
+def bucket_of(rows: int) -> int:
+    """The half octave that holds so many rows: what holds for its largest number holds for all of them."""
+    if rows <= 8:
+        return 8
+    octave = 1 << (rows - 1).bit_length()
+    return min(LARGEST, octave if rows > octave // 4 * 3 else octave // 4 * 3)
 
 
 def _plain(t: Tensor) -> bool:
@@ -251,27 +277,41 @@ def _plain(t: Tensor) -> bool:
 
 def _settle(key: tuple, kind: str, a, b, offsets, order, top_k) -> Callable:
     canonical = CANONICAL[kind.split()[0]]
-    rows = a.shape[0] if order is None else order.shape[0]
-    odd = a.shape[1] % 8 or b.shape[-1] % 8 or (b.dim() == 3 and b.shape[1] % 8)
-    if a.dtype not in (torch.bfloat16, torch.float16) or rows == 0 or odd:
-        return canonical
     if torch.cuda.is_current_stream_capturing():  # nothing can be verified inside a graph
         return canonical
-    with _settling, torch.cuda.device(a.device), torch.no_grad():
-        n, k = (a.shape[1], b.shape[1]) if kind.startswith("dweight") else b.shape[1:]
-        product = Product(kind, a.device, offsets.shape[0] - 1, n, k, rows, 0 if order is None else top_k, a.dtype)
-        try:
-            name = fastest(product.verdicts())
-        except torch.OutOfMemoryError:
-            warnings.warn(
-                f"grouped_linear: no memory to verify faster kernels for {product.key}: the Triton kernels serve it in "
-                "this process",
-                stacklevel=2,
-            )
-            name = None
-        known = product.known()
-        _chosen[key] = canonical if name in (None, TRITON) else known[name]
-    return _chosen[key]
+    product = _product(kind, a, b, offsets, order, top_k)
+    decision = product.decision()
+    run = canonical if decision.chosen.name == TRITON else product.known()[decision.chosen.name]
+    if decision.final:
+        _chosen[key] = run
+    return run
+
+
+def _product(kind: str, a, b, offsets, order, top_k) -> "Product":
+    rows = a.shape[0] if order is None else order.shape[0]
+    n, k = (a.shape[1], b.shape[1]) if kind.startswith("dweight") else b.shape[1:]
+    return Product(kind, a.device, offsets.shape[0] - 1, n, k, rows, 0 if order is None else top_k, a.dtype)
+
+
+def decision_of(
+    kind: str, a: Tensor, b: Tensor, offsets: Tensor, order: Tensor | None = None, top_k: int = 1
+) -> Decision:
+    """Which kernel computes a product of this kind (as in Product), and why. Computes nothing of it."""
+    product = _product(kind, a, b, offsets, order, top_k)
+    if product.rows == 0:
+        return canonical_by_rule(TRITON, "there are no rows")
+    if not (_plain(a) and _plain(b)):
+        return canonical_by_rule(TRITON, "no other kernel takes operands off 16-byte boundaries, or their strides")
+    return product.decision()
+
+
+def explain(op: str, *args) -> list[tuple[str, Decision]]:
+    """Which kernel computes a call of one of this room's operators, and why. Computes nothing of the call."""
+    a, b, offsets = args
+    a = check.rows(a)
+    b = check.rows(b) if op == "grouped_linear_dweight" else check.matrices(b)
+    kind = {"grouped_linear": "fwd", "grouped_linear_dx": "dx", "grouped_linear_dweight": "dweight"}[op]
+    return [("product", decision_of(kind, a, b, offsets))]
 
 
 @dataclass(frozen=True)
@@ -280,7 +320,7 @@ class Product:
 
     kind    "fwd", "dx", "dweight" (then, after a blank, what is read through order), "gate_up" (then its options)
     n, k    of an expert's matrix, as it is stored
-    rows    the number that was seen; what counts is its power of two
+    rows    the number that was seen; what counts is its bucket
     top_k   of the order through which rows are read; 0: none
     """
 
@@ -295,7 +335,12 @@ class Product:
 
     @property
     def bucket(self) -> int:
-        return min(LARGEST, max(8, 1 << (self.rows - 1).bit_length()))
+        return bucket_of(self.rows)
+
+    @property
+    def fewest(self) -> int:
+        """The fewest rows of the bucket, and an odd number."""
+        return next(rows for rows in range(self.bucket // 2 + 1, self.bucket + 1, 2) if bucket_of(rows) == self.bucket)
 
     @property
     def what(self) -> str:
@@ -305,26 +350,34 @@ class Product:
     def key(self) -> str:
         through = f" order/{self.top_k}" if self.top_k else ""
         sizes = f"E={self.experts} N={self.n} K={self.k} R<={self.bucket}"
-        return f"grouped_linear r{REVISION} {self.kind} {str(self.dtype)[6:]}{through} {sizes}"
+        return f"grouped_linear {self.kind} {str(self.dtype)[6:]}{through} {sizes}"
 
-    def verdicts(self) -> list[Verdict]:
-        if torch.cuda.get_device_capability(self.device) != (9, 0) or self.n * self.k < SMALL:
-            return []
-        known = admissions(self.device.index)
-        verdicts = known.verdicts(self.key)
-        if verdicts is None:
-            known.choose(self.key, self.candidates(), self.canonical, self.cases, race=self.race)
-            verdicts = known.verdicts(self.key)
-        return verdicts
+    def decision(self) -> Decision:
+        if self.dtype not in (torch.bfloat16, torch.float16):
+            return canonical_by_rule(TRITON, f"other kernels take 16-bit inputs, not {str(self.dtype)[6:]}")
+        if self.n % 8 or self.k % 8:
+            return canonical_by_rule(TRITON, "other kernels take sizes that are multiples of 8")
+        capability = torch.cuda.get_device_capability(self.device)
+        if capability != (9, 0):
+            return canonical_by_rule(
+                TRITON, f"other kernels are for SM90, and this is SM{capability[0]}{capability[1]}"
+            )
+        if self.n * self.k < SMALL:
+            return canonical_by_rule(TRITON, "too small to be worth the time to verify other kernels")
+        return admitted(self.proposal(), self.device)
 
     def known(self) -> dict[str, Callable]:
         """The kernels that are proposed, by name."""
         found = _names(self.what) if self.dtype == torch.bfloat16 else {}
         return found | _few_names(self.what, self.bucket) if self.bucket <= 64 * self.experts else found
 
-    def candidates(self) -> list[Candidate]:
-        found = [Candidate(name, functools.partial(self.run, run)) for name, run in self.known().items()]
-        return [*found, Candidate(TRITON, self.canonical)] if found else []
+    def proposal(self) -> Proposal:
+        source = digest.canonical("grouped_linear")
+        if self.what == "gate_up":  # what is composed here
+            source += f" {digest.canonical('silu_mul')} {digest.of_files(__file__)}"
+        canonical = Candidate(TRITON, self.canonical, source)
+        found = [Candidate(name, functools.partial(self.run, run), _source(name)) for name, run in self.known().items()]
+        return Proposal(self.key, [*found, canonical] if found else [], canonical, self.cases, self.race)
 
     def canonical(self, *case) -> Tensor:
         return self.run(CANONICAL[self.what], *case)
@@ -363,22 +416,34 @@ class Product:
         return torch.cat((counts.new_zeros(1), ends)).to(self.device, torch.int32)
 
     def cases(self) -> list[tuple]:
-        """Operands that cancel along the reduction to almost nothing."""
-        few = max(1, self.bucket * 5 // 8 - 1)
-        rows = [(few, 1), (few, 2), (self.bucket, 0)]
+        """Operands that cancel along the reduction to almost nothing: one row; the fewest of the bucket, of every kind
+        of special rows too; and the most, spread at random."""
+        few = self.fewest
+        rows = [(1, 1), (few, 1), (few, 2), (self.bucket, 0)]
         if self.what == "dweight":
-            return [self.sums(count, self.spread(count, way)) for count, way in rows]
-        whole = self.operands(self.bucket)
+            dy, *others = self.sums(few, self.spread(few, 1))
+            dy.t()[:KINDS] = special_rows(dy.t()[:KINDS], seed=self.n)
+            return [(dy, *others), *(self.sums(count, self.spread(count, way)) for count, way in rows)]
+        x, weight = self.operands(self.bucket)
         found = []
+        for first in range(0, KINDS, few):
+            rounds = -(-KINDS // x.shape[0])
+            special = special_rows(x.repeat(rounds, 1)[:KINDS], seed=self.n)
+            which = torch.arange(first, first + few, device=self.device) % KINDS
+            x_rows = (special, weight, self.spread(few, 1))
+            if self.top_k:
+                found.append((*x_rows, (which * self.top_k).to(torch.int32), self.top_k))
+            else:
+                found.append((special[which], *x_rows[1:], None, 1))
         for count, way in rows:
             offsets = self.spread(count, way)
             if not self.top_k:
-                found.append((whole[0][:count], whole[1], offsets, None, 1))
+                found.append((x[:count], weight, offsets, None, 1))
                 continue
             g = torch.Generator(self.device).manual_seed(count)
             tokens = -(-count // self.top_k)
-            order = torch.randperm(tokens * self.top_k, generator=g, device=self.device).to(torch.int32)
-            found.append((whole[0][:tokens], whole[1], offsets, order, self.top_k))
+            order = torch.randperm(tokens * self.top_k, generator=g, device=self.device)[:count].to(torch.int32)
+            found.append((x[:tokens], weight, offsets, order, self.top_k))
         return found
 
     def normal(self, g: torch.Generator, *shape: int) -> Tensor:
@@ -405,6 +470,8 @@ class Product:
             else:
                 u = self.normal(g, self.n, depth // 2)
                 matrix.copy_(torch.cat((u, u), 1)[:, mix])
+        outputs = weight[0].t() if across else weight[0]  # of one expert, some see special values
+        outputs[-KINDS:] = special_rows(outputs[-KINDS:], seed=depth)
         return x, weight
 
     def sums(self, rows: int, offsets: Tensor) -> tuple:
@@ -427,13 +494,16 @@ class Product:
             x = x[mix.argsort()]
         return dy, x, offsets, (mix * self.top_k).to(torch.int32), self.top_k
 
-    def race(self, candidates: list[Candidate], case: tuple) -> list[float]:
+    def race(self, candidates: list[Candidate], case: tuple) -> list[float | Exception]:
         """The last case is of the bucket's size, spread at random."""
         size = case[1].numel() * 2
         b = [case[1], *(case[1].clone() for _ in range(int(min(8, 120e6 // size))))]
         runs = {**self.known(), TRITON: CANONICAL[self.what]}
         return race_on_gpu(
-            [[functools.partial(self.call, runs[one.name], case[0], w, *case[2:]) for w in b] for one in candidates]
+            [[functools.partial(self.call, runs[one.name], case[0], w, *case[2:]) for w in b] for one in candidates],
+            rounds=3,
+            finalists=3,
+            final=5,
         )
 
 
@@ -447,10 +517,10 @@ def admit(
     top_k: int = 0,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cuda",
-) -> tuple[str, list[Verdict]]:
-    """Verify ahead of time what `rows` rows need; kind, n, k and top_k as in Product. Returns (key, verdicts)."""
+) -> Decision:
+    """Verify ahead of time what `rows` rows, and all others of their bucket, need; kind, n, k and top_k as in
+    Product."""
     device = torch.device(device)
     device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
     product = Product(kind, device, experts, n, k, rows, top_k, dtype)
-    with _settling, torch.cuda.device(device), torch.no_grad():
-        return product.key, product.verdicts()
+    return product.decision()

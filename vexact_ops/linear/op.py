@@ -75,7 +75,9 @@ def admit_linear(
     product: str = "fwd",
     device: torch.device | str = "cuda",
 ) -> tuple[str, list]:
-    """Verify ahead of time the fast kernels for an (n, k) weight and `rows` rows on a GPU; kept on disk.
+    """Verify ahead of time the fast kernels for an (n, k) weight and `rows` rows on a GPU; kept on disk. What holds for
+    them holds for their class: up to 1,024 rows the eight that end in a multiple of it, from there on a quarter of an
+    octave.
 
     product  "fwd" x @ weight.T, "dx" dy @ weight or "dweight" dy.T @ x
     returns  (what was verified, verdicts): of each candidate its name, how many elements differed from the canonical
@@ -93,7 +95,8 @@ def admit_linear(
         raise TypeError(f"admit_linear: out_dtype: got {out_dtype}, expected {dtype} or torch.float32")
     device = torch.device(device)
     module = ROOM.module(ROOM.resolve(device, "cuda"))
-    return module.admit(n, k, rows, dtype, out_dtype, bias=bias, layout=product, device=device)
+    decision = module.admit(n, k, rows, dtype, out_dtype, bias=bias, layout=product, device=device)
+    return decision.key, list(decision.verdicts)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

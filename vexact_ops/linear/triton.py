@@ -37,6 +37,7 @@ def accumulate(
     a_at = a + m[:, None] * a_row + k[None, :] * a_col
     b_at = b + k[:, None] * b_row + n[None, :] * b_col
     live_m, live_n = (m < M)[:, None], (n < N)[None, :]
+    a_step, b_step = tl.cast(a_col, tl.int64) * BK, tl.cast(b_row, tl.int64) * BK  # may pass 2^31
     for start in range(0, K, BK):
         if EVEN_K:
             x = tl.load(a_at, mask=live_m, other=0.0)
@@ -47,8 +48,8 @@ def accumulate(
         if WIDE:
             x, y = x.to(tl.float32), y.to(tl.float32)
         acc = tl.dot(x, y, acc, input_precision="ieee")  # order: k ascending, one accumulator; a short tail is zeros
-        a_at += BK * a_col
-        b_at += BK * b_row
+        a_at += a_step
+        b_at += b_step
     return acc
 
 
