@@ -104,12 +104,17 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", metavar="FILE", help="write the findings")
     ahead = doctor.add_argument_group("fast kernels, verified ahead of a model's first run (GPU)")
     ahead.add_argument(
-        "--admit", action="store_true", help="verify them for the matrices given below, and nothing else"
+        "--admit", action="store_true", help="verify them for the model or matrices given below, and nothing else"
     )
     ahead.add_argument("--model", metavar="DIR|HUB-ID", help="those of a model, from its configuration")
     ahead.add_argument("--shapes", type=_shapes, metavar="NxK,NxK", help="weights of N output and K input features")
-    ahead.add_argument("--rows", type=_positive, default=8192, metavar="N", help="up to so many rows (8192)")
-    ahead.add_argument("--training", action="store_true", help="the products of the backward pass too")
+    ahead.add_argument("--rows", type=_positive, default=512, metavar="N", help="steps of up to so many rows (512)")
+    ahead.add_argument(
+        "--training", type=_positive, nargs="?", const=8192, metavar="N",
+        help="what a trainer's batches of N tokens need, gradients too (8192)",
+    )  # fmt: skip
+    ahead.add_argument("--page-size", type=_positive, default=16, metavar="N", help="of the engine's cache (16)")
+    ahead.add_argument("--kv-segment", type=_positive, metavar="N", help="as engine and trainer set it")
     ahead.add_argument("--dtype", type=_dtype, default="bfloat16", help="bf16 (default)")
     return parser
 
@@ -383,24 +388,36 @@ def _admit(args) -> int:
         raise ValueError("--admit: expected --model DIR or --shapes NxK,NxK")
     import torch
 
+    import vexact_ops as vx
+
     from .proof import doctor
 
     _device("cuda")
-    wanted = [doctor.Matrix(n, k) for n, k in args.shapes or ()]
-    wanted += doctor.matrices(args.model) if args.model else []
-    found, refused = [], 0
-    for admission in doctor.admit(wanted, args.rows, getattr(torch, args.dtype), args.training):
-        found.append(admission)
-        refused += len(admission.refused)
-        print(f"{admission.key}: {_shorten(admission.chosen, 76)}  ({admission.seconds:.2f} s)")
-        for line in admission.refused:
-            print(f"  refused  {line}")
-    verified = sum(len(admission.verdicts) for admission in found)
-    print(f"\n{len(found)} products, {verified} kernels verified, {refused} refused")
+    found = vx.admit(
+        doctor.needs(args.model, args.shapes or ()),
+        rows=args.rows,
+        training_rows=[args.training] if args.training else (),
+        dtype=getattr(torch, args.dtype),
+        page_size=args.page_size,
+        kv_segment=args.kv_segment,
+        progress=True,
+    )
+    for decision in found:
+        print(f"{decision.key}: {_shorten(str(decision.chosen.name), 76)}  ({decision.seconds:.2f} s)")
+    for key, what in found.refused:
+        print(f"refused for {key}: {what}")
+    verified = sum(len(decision.verdicts) for decision in found)
+    print(f"\n{len(found)} kinds of calls, {verified} kernels verified, {len(found.refused)} refused", end="")
+    print(f" ({found.seconds:.1f} s)")
     if args.json:
         from dataclasses import asdict
 
-        _write_json(args.json, {"admissions": [asdict(admission) for admission in found]})
+        record = [
+            {"key": d.key, "chosen": d.chosen.name, "why": d.why, "seconds": d.seconds,
+             "verdicts": [asdict(v) for v in d.verdicts]}
+            for d in found
+        ]  # fmt: skip
+        _write_json(args.json, {"admissions": record})
     return 0
 
 

@@ -33,6 +33,7 @@ _WHERE = {
     # about this process
     "admit_linear": "linear.op",
     "admit_linear_cross_entropy": "linear_cross_entropy.op",
+    "admit": "patch.admit",
     "explain": "_core.explain",
     "numerics": "_core.numerics",
     "numerics_difference": "_core.numerics",
@@ -102,6 +103,7 @@ if TYPE_CHECKING:  # `as`: these are public, for type checkers too
     from .mean.op import mean as mean
     from .mean.op import sum as sum
     from .moe_route.op import moe_route as moe_route
+    from .patch.admit import admit as admit
     from .rmsnorm.op import rmsnorm as rmsnorm
     from .rope.op import rope as rope
     from .rope.op import rope_cos_sin as rope_cos_sin

@@ -275,41 +275,47 @@ def test_doctor_exits_1_where_a_check_fails(capsys, monkeypatch):
     assert code == 1 and "FAILED  toy" in out and "AssertionError: a row alone" in out and "2 of 4 checks" in out
 
 
-def test_doctor_admits_the_matrices_of_a_model(capsys, monkeypatch, model, tmp_path):
-    from vexact_ops._core.admit import Verdict
+def test_doctor_admits_what_a_model_needs(capsys, monkeypatch, model, tmp_path):
+    import vexact_ops as vx
+    from vexact_ops._core.admit import Candidate, Decision, Verdict
+    from vexact_ops.patch.admit import Admitted, Matrix
 
+    verdicts = (
+        Verdict("fast", 0, 2.0),
+        Verdict("slow", 0, 3.0),
+        Verdict("split", 7),
+        Verdict("none", None, error="no"),
+    )
     asked = []
 
-    def admit_linear(n, k, rows, dtype, **options):
-        asked.append((n, k, rows, options["product"], options["out_dtype"]))
-        verdicts = [
-            Verdict("fast", 0, 2.0),
-            Verdict("slow", 0, 3.0),
-            Verdict("split", 7),
-            Verdict("none", None, error="no"),
-        ]
-        return f"N={n} K={k} M<={rows}", verdicts
+    def admit(needs, **options):
+        asked.append((needs, options))
+        found = Admitted()
+        found.append(Decision("linear N=8", Candidate("fast", None), "the fastest of 2", verdicts, seconds=0.5))
+        found.seconds = 0.75
+        return found
 
-    def admit_linear_cross_entropy(width, device):
-        heads.append((width, device))
-        return f"linear_cross_entropy H={width}", [Verdict("whole", 0)]
-
-    heads = []
-    monkeypatch.setattr(doctor.vx, "admit_linear", admit_linear)
-    monkeypatch.setattr(doctor.vx, "admit_linear_cross_entropy", admit_linear_cross_entropy)
+    monkeypatch.setattr(vx, "admit", admit)
     monkeypatch.setattr(cli, "_device", lambda name: None)
     options = ["--model", model, "--shapes", "6144x4096", "--rows", 16, "--training", "--json", tmp_path / "a.json"]
     code, out, _ = run(capsys, "doctor", "--admit", *options)
-    assert code == 0 and "fast, 2.0 us" in out and "split: 7 elements differ" in out and "none: no" in out
-    assert {(6144, 4096, rows, product, None) for rows in (8, 16) for product in ("fwd", "dx", "dweight")} <= set(asked)
+    assert code == 0 and out.splitlines() == [
+        "linear N=8: fast  (0.50 s)",
+        "refused for linear N=8: split: 7 elements differ",
+        "refused for linear N=8: none: no",
+        "",
+        "1 kinds of calls, 4 kernels verified, 2 refused (0.8 s)",
+    ]
+    ((needs, given),) = asked
     config = json.loads((Path(model) / "config.json").read_text())
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    assert {(2 * inner, hidden, 8, "fwd", None), (hidden, inner, 16, "fwd", None)} <= set(asked)
-    assert (config["vocab_size"], hidden, 8, "fwd", torch.float32) in asked
-    record = json.loads((tmp_path / "a.json").read_text())
-    assert heads == [(hidden, "cuda")] and f"linear_cross_entropy H={hidden}: whole  (" in out
-    assert len(record["admissions"]) == len(asked) + len(heads)
-    assert record["admissions"][0]["verdicts"][2] == {"candidate": "split", "different": 7, "us": None, "error": None}
+    assert {Matrix(6144, 4096), Matrix(2 * inner, hidden), Matrix(hidden, inner)} <= set(needs.matrices)
+    assert Matrix(config["vocab_size"], hidden, wide=True, head=True) in needs.matrices and needs.hidden == hidden
+    assert needs.attention[0].heads == config["num_attention_heads"]
+    assert (given["rows"], given["training_rows"], given["dtype"]) == (16, [8192], torch.bfloat16)
+    record = json.loads((tmp_path / "a.json").read_text())["admissions"]
+    assert record[0]["chosen"] == "fast" and record[0]["why"] == "the fastest of 2"
+    assert record[0]["verdicts"][2] == {"candidate": "split", "different": 7, "us": None, "error": None}
     code, _, err = run(capsys, "doctor", "--admit")
     assert code == 2 and "--model DIR or --shapes" in err
     code, _, err = run(capsys, "doctor", "--shapes", "8x8")

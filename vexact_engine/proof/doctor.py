@@ -7,13 +7,14 @@ thread counts, other instruction sets, and attention's three forms against each 
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib import metadata
 
 import torch
 
 import vexact_ops as vx
+from vexact_ops.patch.admit import Matrix, Needs, needs_of
 from vexact_ops.testing import assert_bitwise, cancelling, check_grouped, check_repeatable, check_rows, tricky
 
 from .machine import environment
@@ -64,81 +65,15 @@ def describe() -> dict[str, str]:
     return rows
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """A weight as linear sees it. head: it makes fp32 logits, of a step's last tokens alone."""
+def needs(model: str | None, shapes: Sequence[tuple[int, int]]) -> Needs:
+    """What is to be verified: for a model, from its configuration alone, and for weights of N output and K input
+    features."""
+    found = Needs()
+    if model:
+        from transformers import AutoConfig
 
-    n: int
-    k: int
-    bias: bool = False
-    head: bool = False
-
-
-def matrices(model: str) -> list[Matrix]:
-    """Every distinct weight of a model's linear layers, from its configuration alone: as its modules have them (the
-    trainer) and with q, k, v and gate, up joined (the engine)."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        meta = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
-    head, found = meta.get_output_embeddings(), {}
-    for module in meta.modules():
-        linears = {name: m for name, m in module.named_children() if isinstance(m, torch.nn.Linear)}
-        for one in linears.values():
-            found[Matrix(one.out_features, one.in_features, one.bias is not None, one is head)] = None
-        for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
-            if names[0] in linears and all(name in linears for name in names):
-                joined = [linears[name] for name in names]
-                n = sum(one.out_features for one in joined)
-                found[Matrix(n, joined[0].in_features, joined[0].bias is not None)] = None
-    return list(found)
-
-
-@dataclass(frozen=True)
-class Admission:
-    """What was verified for one matrix and up to so many rows, and what came of each candidate."""
-
-    key: str
-    verdicts: list
-    seconds: float
-
-    @property
-    def chosen(self) -> str:
-        admitted = [v for v in self.verdicts if v.admitted]
-        best = min(admitted, key=lambda v: v.us or 0.0, default=None)
-        if best is None:
-            return "the canonical kernel"
-        return best.candidate if best.us is None else f"{best.candidate}, {best.us:.1f} us"
-
-    @property
-    def refused(self) -> list[str]:
-        return [
-            f"{v.candidate}: {v.error or f'{v.different} elements differ'}" for v in self.verdicts if not v.admitted
-        ]
-
-
-def admit(
-    wanted: list[Matrix], rows: int, dtype: torch.dtype, training: bool = False, device: str = "cuda"
-) -> Iterator[Admission]:
-    """Verify the fast kernels of these matrices for 8, 16, ... up to `rows` rows; with training, for gradients too.
-    With a model's head come those of log-probabilities and the loss, for any number of rows."""
-    for matrix in wanted:
-        if matrix.head and dtype == torch.bfloat16:
-            begin = time.perf_counter()
-            yield Admission(*vx.admit_linear_cross_entropy(matrix.k, device=device), time.perf_counter() - begin)
-        count = 8
-        while True:
-            products = ("fwd", "dx", "dweight") if training and not matrix.head else ("fwd",)
-            for product in products:
-                begin = time.perf_counter()
-                options = {"bias": matrix.bias and product == "fwd", "product": product, "device": device}
-                options["out_dtype"] = torch.float32 if matrix.head else None
-                yield Admission(
-                    *vx.admit_linear(matrix.n, matrix.k, count, dtype, **options), time.perf_counter() - begin
-                )
-            if count >= (min(rows, 512) if matrix.head else rows):
-                break
-            count *= 2
+        found = needs_of(AutoConfig.from_pretrained(model))
+    return replace(found, matrices=(*found.matrices, *(Matrix(n, k) for n, k in shapes)))
 
 
 def devices() -> list[str]:

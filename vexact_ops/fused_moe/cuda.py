@@ -13,6 +13,7 @@ from torch import Tensor
 from .._core import digest, native
 from .._core.admit import Candidate, Decision, Proposal, canonical_by_rule, decided, race_on_gpu
 from .._core.proof.inputs import cancelling, special_rows, tricky
+from ..grouped_linear import cuda as grouped
 from ..grouped_linear.cuda import (
     gather_rows,
     grouped_gate_up,
@@ -236,20 +237,78 @@ def _live(dh, scaled, dweights, offsets) -> tuple[Tensor, ...]:
     return torch.where(live, dh, 0), torch.where(live, scaled, 0), dweights
 
 
+def admit(
+    experts: int, hidden: int, inner: int, top_k: int, tokens: int, dtype: torch.dtype, device: torch.device, *,
+    gelu: bool = False, training: bool = False,
+) -> list[Decision]:  # fmt: skip
+    """Verify ahead of time what so many tokens through such a mixture need."""
+    device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+    slots = tokens * top_k
+    found = [_planning(device, experts)] if experts <= EXPERTS else []
+    apart = dtype == torch.bfloat16 and hidden % 8 == 0 and slots > FEW * experts
+    if apart:
+        found.append(_rows(device, dtype, hidden, top_k))
+    found.append(_combining(device, dtype, hidden, top_k))
+    through = 0 if apart else top_k
+    up, down = (experts, 2 * inner, hidden), (experts, hidden, inner)
+    kinds = [(f"gate_up{' gelu' * gelu}{' keep' * training}", up, through), ("fwd", down, 0)]
+    if training:
+        found.append(_gating(device, dtype, inner, gelu))
+        kinds += [("dx", down, through), ("dx", up, 0)]
+        kinds += [(f"dweight{' dy' * (not apart)}", down, through), (f"dweight{' x' * (not apart)}", up, through)]
+    return found + [
+        grouped.admit(kind, *shape, slots, top_k=order, dtype=dtype, device=device) for kind, shape, order in kinds
+    ]
+
+
 def explain(op: str, *args) -> list[tuple[str, Decision]]:
     """Which kernel computes each part of a call."""
-    if op != "fused_moe":
-        return []
-    x, gate_up, _, _, ids, *_ = args
-    experts, slots, device = gate_up.shape[0], ids.numel(), x.device
-    found = []
-    if experts > EXPERTS:
-        found.append(("plan", canonical_by_rule(TRITON, f"the plan's kernel counts at most {EXPERTS} experts")))
+    backward = op == "fused_moe_bwd"
+    if backward:
+        dy, x, gate_up, down, weights, h, offsets, order, _, gelu, need_dx, need_dgate_up, need_ddown = args
+        top_k, slots = weights.shape[1], order.shape[0]
     else:
+        x, gate_up, down, _, ids, gelu, keep = args
+        top_k, slots = ids.shape[1], ids.numel()
+        order, offsets = ids.new_empty(slots), ids.new_empty(gate_up.shape[0] + 1)
+    if slots == 0:
+        return []
+    device, dtype, experts = x.device, x.dtype, gate_up.shape[0]
+    inner = x.new_empty(slots, down.shape[2])  # of which nothing is read here but its shape
+
+    def rows_of(t: Tensor) -> tuple:
+        """t as the products read it, and the order they read it through."""
+        if _reads_through(t, slots, experts):
+            return t, order, top_k
+        return t.new_empty(slots, t.shape[1]), None, 1
+
+    def product(kind: str, t: Tensor, weight: Tensor, through: tuple = (None, 1)) -> Decision:
+        return grouped.decision_of(kind, t, weight, offsets, *through)
+
+    read, *through = rows_of(dy if backward else x)
+    found = []
+    if not backward and experts <= EXPERTS:
         found.append(("plan", _planning(device, experts)))
-    if not _reads_through(x, slots, experts):
-        found.append(("rows", _rows(device, x.dtype, x.shape[1], ids.shape[1])))
-    found += [("combine", _combining(device, x.dtype, x.shape[1], ids.shape[1]))]
+    elif not backward:
+        found.append(("plan", canonical_by_rule(TRITON, f"the plan's kernel counts at most {EXPERTS} experts")))
+    if through[0] is None:
+        found.append(("rows", _rows(device, dtype, read.shape[1], top_k)))
+    if not backward:
+        found.append(("gate_up", product(f"gate_up{' gelu' * gelu}{' keep' * keep}", read, gate_up, through)))
+        found.append(("down", product("fwd", inner, down)))
+        return [*found, ("combine", _combining(device, dtype, x.shape[1], top_k))]
+    found.append(("dx of down", product("dx", read, down, through)))
+    found.append(("gate", _gating(device, dtype, inner.shape[1], gelu)))
+    if need_ddown:
+        kind = "dweight" if through[0] is None else "dweight dy"
+        found.append(("dweight of down", product(kind, read, inner, through)))
+    if need_dx:
+        found.append(("dx of gate_up", product("dx", h, gate_up)))
+        found.append(("combine", _combining(device, dtype, x.shape[1], top_k)))
+    if need_dgate_up:
+        read, *through = rows_of(x)
+        kind = "dweight" if through[0] is None else "dweight x"
+        found.append(("dweight of gate_up", product(kind, h, read, through)))
     return found
 
 
