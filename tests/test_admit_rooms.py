@@ -204,3 +204,26 @@ def test_the_sources_of_a_proposal_name_the_files_and_the_extension(monkeypatch)
     assert before.candidates[0].source != after.candidates[0].source
     monkeypatch.setattr(digest, "canonical", lambda room, backend="triton": "another Triton")
     assert cuda._combining.__wrapped__(CPU, torch.bfloat16, 40, 3).canonical.source != before.canonical.source
+
+
+def test_gradients_whose_kernel_could_not_be_verified_are_no_other_kernels_in_silence(monkeypatch):
+    """Forwards take the canonical kernel meanwhile: the same bits. The Triton kernels' gradients have others."""
+    from vexact_ops._core.admit import Decision, Verdict
+    from vexact_ops.attention import cuda
+
+    q = torch.zeros(4, 2, 64, dtype=torch.bfloat16)
+    theirs, triton = Candidate(cuda.FLASH_ATTN, None), Candidate(cuda.TRITON, None)
+    monkeypatch.setattr(cuda, "_cute", lambda: "installed")
+
+    def decision(chosen, *verdicts):
+        monkeypatch.setattr(cuda, "_backward", lambda *of: Decision("k", chosen, "no memory", verdicts))
+
+    decision(theirs, Verdict(theirs.name, 0))
+    assert cuda._fast_backward(q, q, q, True, None)
+    decision(triton, Verdict(theirs.name, 3))
+    assert not cuda._fast_backward(q, q, q, True, None), "refused for good: the Triton kernels' it is, everywhere"
+    decision(triton)
+    with pytest.raises(RuntimeError, match=r"this backward has not been verified yet \(no memory\)"):
+        cuda._fast_backward(q, q, q, True, None)
+    monkeypatch.setenv("VEXACT_ADMIT", "0")
+    assert not cuda._fast_backward(q, q, q, True, None), "as was asked for"

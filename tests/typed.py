@@ -42,6 +42,8 @@ def about_this_process(x: Tensor, w: Tensor) -> None:
     assert_type(key, str)
     key, verdicts = vx.admit_linear_cross_entropy(64, device="cuda:0")
     print(verdicts, vx.explain(vx.linear, x, w).kernels)
+    seconds: float = vx.admit(torch.nn.Linear(8, 8), rows=[1, 8]).seconds
+    print(seconds)
     found: dict[str, object] = vx.numerics("cpu", kv_segment=64)
     differs: dict[str, tuple[object, object]] = vx.numerics_difference(found, found)
     reasons: dict[str, str] = vx.backends()

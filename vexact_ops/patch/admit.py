@@ -63,7 +63,7 @@ class Needs:
     hidden: int | None = None
 
 
-class Admitted(list):
+class Admitted(list[Decision]):
     """The decisions, one for each kind of call; as a string a table of them, and of what was refused."""
 
     seconds = 0.0  # in all
