@@ -4,7 +4,7 @@ import pytest
 import torch
 import two_ranks
 from conftest import devices
-from families import family, gradients, pack, sequences, tiny, world
+from families import alone, family, gradients, pack, sequences, tiny, world
 from torch.autograd import forward_ad
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from two_ranks import shard, trained, trained_sharded
@@ -141,6 +141,47 @@ def test_two_ranks(device, tmp_path):
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, torch sees {torch.cuda.device_count()}")
     torch.multiprocessing.spawn(two_ranks.one_of_two, (device, str(tmp_path / "store")), nprocs=two_ranks.RANKS)
+
+
+@pytest.mark.parametrize("name", [family(n) for n in ("llama", "gemma2", "qwen3_moe")])
+@pytest.mark.parametrize("own", [False, True], ids=["root", "own units"])
+@BF16
+def test_a_model_that_is_sharded_already(name, own, device, dtype):
+    model = tiny(name, dtype, device=device, tie_word_embeddings=False).train()
+    with vx.patch.hf(model) as handle:
+        values, expected = trained(model, handle, device)
+    with world(device) as mesh:
+        for unit in (model.lm_head, model.get_input_embeddings()) if own else ():
+            fully_shard(unit, mesh=mesh)
+        shard(model, mesh)
+        for _ in range(2):
+            with vx.patch.hf(model) as handle:
+                got, grads = trained_sharded(model, handle, device)
+                assert_bitwise(got, values, "log-probabilities")
+                assert_bitwise(list(grads.values()), list(expected.values()), "gradients")
+                assert {"linear", "linear_logits", "rmsnorm"} <= {row.replacement for row in handle.report()}
+            assert all("forward" not in m.__dict__ for m in model.modules())
+
+
+@pytest.mark.parametrize("name", [family(n) for n in ("llama", "gemma2", "gemma3_text", "qwen3_moe", "deepseek_v3")])
+@pytest.mark.parametrize("buffers", ["real", "meta"])
+def test_a_model_that_has_no_weights_yet(name, buffers):
+    """As ranks that wait for rank 0's build it; the weights come after the patch."""
+    model, seqs = tiny(name, torch.bfloat16), sequences((5, 3))
+    with vx.patch.hf(model):
+        expected = alone(model, seqs)
+    with torch.device("meta"):
+        empty = type(model)(model.config).bfloat16().eval()
+    if buffers == "real":
+        for module in empty.modules():
+            own = model.get_submodule(next(p for p, m in empty.named_modules() if m is module))
+            module._buffers.update({key: value.clone() for key, value in own._buffers.items() if value is not None})
+    with vx.patch.hf(empty):
+        empty.to_empty(device="cpu")
+        empty.load_state_dict(model.state_dict())
+        for key, value in model.named_buffers():
+            empty.get_submodule(key.rpartition(".")[0])._buffers[key.rpartition(".")[2]] = value
+        assert_bitwise(alone(empty, seqs), expected)
 
 
 # autocast

@@ -5,11 +5,13 @@ integers or booleans, or is elementwise and correctly rounded (IEEE addition, mu
 order of summation and no vector width can show. Anything else is a reason to refuse the module that runs it.
 """
 
+import contextlib
 import sys
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -84,10 +86,12 @@ def run(model: nn.Module, names: dict[int, str], call) -> dict[str, set[str]]:
             with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
                 caller = Caller(model, call)
                 tensors = {**dict(caller.named_parameters()), **dict(caller.named_buffers())}
-                swapped = {name: fake.from_tensor(t.detach()) for name, t in tensors.items()}
-                ids = torch.zeros(2, 3, dtype=torch.int64, device=next(iter(tensors.values())).device)
+                real = (t.device for t in tensors.values() if t.device.type != "meta")
+                device = next(real, torch.device("cpu"))
+                swapped = {name: _copy(t.detach(), fake, device) for name, t in tensors.items()}
+                ids = torch.zeros(2, 3, dtype=torch.int64, device=device)
                 watch = Watch(names)
-                with watch:
+                with watch, _unhooked(model):
                     torch.func.functional_call(caller, swapped, (ids,))
             for name, operations in watch.found.items():
                 found.setdefault(name, set()).update(operations)
@@ -95,6 +99,32 @@ def run(model: nn.Module, names: dict[int, str], call) -> dict[str, set[str]]:
         for module, training in flags:
             module.training = training
     return found
+
+
+def _copy(tensor: Tensor, fake: FakeTensorMode, device: torch.device) -> Tensor:
+    """A fake one on a real device; of a sharded tensor the whole."""
+    if type(tensor) is Tensor and tensor.device.type != "meta":
+        return fake.from_tensor(tensor)
+    where = device if tensor.device.type == "meta" else tensor.device
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=where)
+
+
+@contextlib.contextmanager
+def _unhooked(model: nn.Module):
+    """Without what FSDP2 and PEFT hang on modules: it gathers real weights, and is for the batch of one call."""
+    tables = [t for m in model.modules() if _hooked(m) for t in (m._forward_pre_hooks, m._forward_hooks) if t]
+    kept = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, kept):
+            table.update(hooks)
+
+
+def _hooked(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule) or type(module).__module__.startswith("peft.")
 
 
 class Caller(nn.Module):

@@ -324,7 +324,7 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None, 
     forms of LoRA, dropout above 0, LoRA of embeddings, experts or the output layer, other methods of PEFT.
 
     Not while another thread runs the same model; different models may be patched and used in different threads. Patch
-    before torch.compile or FSDP wrap the model. Gradient checkpointing, FSDP2 (mixed precision too) and
+    before torch.compile; FSDP2 may come before or after, and weights may be on meta still. Gradient checkpointing, FSDP2 (mixed precision too) and
     torch.compile keep the bits; Inductor keeps those of gradients with its option emulate_precision_casts alone, for it
     leaves out the roundings between elementwise kernels that it joins. Under autocast aligned ops compute in the dtypes
     of their tensors: it is off inside, and weights that are fp32 then are refused (cast the model, or let FSDP2's mixed
@@ -369,7 +369,9 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None, 
 
 def _key_block(model: nn.Module) -> int:
     """Where attention can end a segment on the model's device."""
-    device = next(model.parameters()).device
+    device = next(model.parameters()).device  # of weights that are still on meta: whatever a GPU here will take
+    if device.type == "meta" and torch.cuda.is_available():
+        device = torch.device("cuda")
     return KEY_BLOCK[ATTENTION.resolve(device if device.type == "cuda" else torch.device("cpu"), None)]
 
 
@@ -419,7 +421,7 @@ def _plan(patch: _Patch) -> None:
 
 
 def _place(patch: _Patch, path: str, module: nn.Module) -> None:
-    cls = type(module)
+    cls = pieces.class_of(module)
     if "forward" in module.__dict__:
         raise NotCovered("its forward has been replaced on this instance (by hooks or kernels of another library)")
     for name, value in vars(module).items():
@@ -492,8 +494,7 @@ def _audit(patch: _Patch) -> None:
     modules = dict(patch.model.named_modules())
     patch.seen = []
     try:
-        with lora.unhooked(patch.model):
-            found = audit.run(patch.model, {id(m): path for path, m in modules.items()}, _small_call)
+        found = audit.run(patch.model, {id(m): path for path, m in modules.items()}, _small_call)
     except Exception as error:
         path = _blame(error, {id(m): path for path, m in modules.items()})
         known = isinstance(error, NotCovered)

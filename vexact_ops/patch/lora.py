@@ -7,7 +7,6 @@ order of the active adapters, rounded once to the base layer's dtype. What it co
 state, like all pieces.
 """
 
-import contextlib
 import sys
 
 from torch import Tensor, nn
@@ -95,16 +94,3 @@ def _is_lora(module: nn.Module) -> bool:
         if not agree(run_stock(tried, x), adapted(active), 1e-9):
             return False
     return True
-
-
-@contextlib.contextmanager
-def unhooked(model: nn.Module):
-    """Without what PEFT hangs on its layers for one call (adapter_names): a trial has another batch than the call."""
-    kept = [(m, dict(m._forward_pre_hooks)) for m in model.modules() if is_peft(m) and m._forward_pre_hooks]
-    for module, _ in kept:
-        module._forward_pre_hooks.clear()
-    try:
-        yield
-    finally:
-        for module, hooks in kept:
-            module._forward_pre_hooks.update(hooks)

@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 import vexact_ops as vx
 
@@ -26,6 +28,11 @@ from .batch import attend
 
 class NotCovered(Exception):
     """Why a module cannot be replaced."""
+
+
+def class_of(module: nn.Module) -> type:
+    """Its class, or the one that FSDP2 made another of."""
+    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -107,7 +114,7 @@ def check_linear(module: nn.Linear, head: bool) -> None:
     if type(module).forward is not nn.Linear.forward or torch.nn.utils.parametrize.is_parametrized(module):
         raise NotCovered("a linear layer with a forward or a parametrization of its own")
     for name, value in module._parameters.items():
-        if value is not None and type(value) not in (nn.Parameter, Tensor):
+        if value is not None and type(value) not in (nn.Parameter, Tensor, DTensor):  # FSDP2 makes it plain in forward
             raise NotCovered(f"its {name} is a {type(value).__name__}, not a plain tensor")
     if head and module.bias is not None:
         raise NotCovered("an output layer with a bias")
@@ -200,12 +207,16 @@ def rotary_forward(module: nn.Module) -> Callable:
             )
     if module._parameters or module._modules:
         raise NotCovered("a rotary embedding of another form")
+    if any(getattr(module, f"{prefix}inv_freq").device.type == "meta" for prefix in prefixes):
+        try:  # what they will be
+            with torch.device("cpu"):
+                module = class_of(module)(module.config)
+        except Exception as error:
+            raise NotCovered("its frequencies are on the meta device, and it cannot be made from its config") from error
     positions = torch.tensor([[0, 1, 2, 7, 300]], dtype=torch.int64)
     dtypes = set()
     for prefix in prefixes:
         inv_freq = getattr(module, f"{prefix}inv_freq")
-        if inv_freq.device.type == "meta":
-            raise NotCovered("its frequencies are on the meta device: load the model before patching it")
         tried = twin(module)
         tried.__dict__["_buffers"] = {name: None if b is None else b.cpu() for name, b in module._buffers.items()}
         for dtype in (torch.float32, torch.bfloat16):
