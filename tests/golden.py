@@ -16,8 +16,8 @@ import json
 import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -420,8 +420,8 @@ def dtypes(device: str) -> dict[str, torch.dtype]:
 
 def cases(device: str) -> Iterator[tuple[str, str, Callable[[], list[Tensor]]]]:
     """(room, name, run): every op and option, in every dtype that the device's kernels take."""
-    for short, dtype in dtypes(device).items():
-        for family in (_products, _elementwise, _head, _sampler, _attention):
+    for family in (_products, _elementwise, _head, _sampler, _attention):  # what takes longest to compile comes last
+        for short, dtype in dtypes(device).items():
             if family is _sampler and dtype != torch.float32:
                 continue
             for room, name, run in family(device, dtype != torch.float32):
@@ -443,31 +443,50 @@ def digest(tensors: list[Tensor]) -> str:
     return found.hexdigest()[:16]
 
 
-def _share(device: str, first: int, step: int) -> list[tuple[str, str, str]]:
-    each = list(cases(device))[first::step]
-    return [(room, name, digest(run())) for room, name, run in each]
+@functools.cache
+def _cases(device: str) -> list[tuple[str, str, Callable[[], list[Tensor]]]]:
+    return list(cases(device))
 
 
-def measure(device: str) -> dict[str, dict[str, str]]:
-    """{room: {case: digest}} of the canonical kernels."""
+def _one(number: int, device: str) -> tuple[str, str, str | None, str]:
+    """(room, case, digest or None, what went wrong)"""
+    room, name, run = _cases(device)[number]
+    try:
+        return room, name, digest(run()), ""
+    except Exception as error:
+        return room, name, None, f"{type(error).__name__}: {error}"
+
+
+def _each(device: str, seconds: float) -> Iterator[tuple[str, str, str | None, str]]:
+    numbers = range(len(_cases(device)))
     if device == "cpu":
-        each = _share(device, 0, 1)
-    else:
-        before = os.environ.get("VEXACT_ADMIT")
-        os.environ["VEXACT_ADMIT"] = "0"  # for the processes, which read it
-        try:
-            count = min(12, os.cpu_count() or 1)
-            with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
-                shares = pool.map(functools.partial(_share, device, step=count), range(count))
-                each = [one for share in shares for one in share]
-        finally:
-            os.environ.pop("VEXACT_ADMIT")
-            if before is not None:
-                os.environ["VEXACT_ADMIT"] = before
-    found = {}
-    for room, name, value in each:
-        found.setdefault(room, {})[name] = value
-    return found
+        yield from (_one(number, device) for number in numbers)
+        return
+    end, before = time.monotonic() + seconds, os.environ.get("VEXACT_ADMIT")
+    os.environ["VEXACT_ADMIT"] = "0"  # for the processes, which read it
+    try:
+        with multiprocessing.get_context("spawn").Pool(min(16, os.cpu_count() or 1)) as pool:
+            done = pool.imap_unordered(functools.partial(_one, device=device), numbers)
+            for _ in numbers:
+                try:
+                    yield done.next(max(0.0, end - time.monotonic()))
+                except multiprocessing.TimeoutError:
+                    return
+    finally:
+        os.environ.pop("VEXACT_ADMIT")
+        if before is not None:
+            os.environ["VEXACT_ADMIT"] = before
+
+
+def measure(device: str, seconds: float = 3600.0) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """{room: {case: digest}} of the canonical kernels, and what failed; as many as there is time for."""
+    found, failed = {}, []
+    for room, name, value, error in _each(device, seconds):
+        if value is None:
+            failed.append(f"{room}: {name}: {error}")
+        else:
+            found.setdefault(room, {})[name] = value
+    return found, failed
 
 
 def numerics_class(device: str) -> str:
@@ -478,15 +497,19 @@ def stored(name: str) -> dict[str, dict[str, str]] | None:
     return json.loads(PATH.read_text()).get(name) if PATH.exists() else None
 
 
-def record(device: str, path: Path = PATH) -> str:
-    """Measure and write; returns what was done."""
-    name, found = numerics_class(device), measure(device)
+def record(device: str, path: Path = PATH, seconds: float = 3600.0) -> str:
+    """Measure and write; returns what was done. What there was no time for keeps the digest that it had, if any."""
+    name, (found, failed) = numerics_class(device), measure(device, seconds)
     known = json.loads(path.read_text()) if path.exists() else {}
-    before = known.get(name) or {}
+    before, names = known.get(name) or {}, {(room, case) for room, case, _ in _cases(device)}
     changed = [f"{room}: {case}" for room in found for case in found[room]
                if before.get(room, {}).get(case) != found[room][case]]  # fmt: skip
-    path.write_text(json.dumps(known | {name: found}, indent=1, sort_keys=True) + "\n")
-    return f"{name}: {sum(map(len, found.values()))} digests, {len(changed)} new or changed\n" + "\n".join(changed[:40])
+    kept = {room: {case: before[room][case] for case in before[room] if (room, case) in names} for room in before}
+    new = {room: kept.get(room, {}) | found.get(room, {}) for room in sorted({*kept, *found})}
+    path.write_text(json.dumps(known | {name: new}, indent=1, sort_keys=True) + "\n")
+    count = sum(map(len, found.values()))
+    lines = [f"{name}: {count} of {len(names)} digests, {len(changed)} new or changed", *changed[:40]]
+    return "\n".join([*lines, *(f"failed: {line}" for line in failed)])
 
 
 if __name__ == "__main__":
@@ -494,5 +517,6 @@ if __name__ == "__main__":
     parser.add_argument("what", choices=("record",))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--output", type=Path, default=PATH)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="on a GPU: record what is done by then")
     args = parser.parse_args()
-    sys.stdout.write(record(args.device, args.output) + "\n")
+    sys.stdout.write(record(args.device, args.output, args.seconds) + "\n")

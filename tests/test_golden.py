@@ -82,13 +82,22 @@ def of_the_gpu():
     return name, expected
 
 
+def compare_recorded(room, name, found, expected):
+    """compare, and a skip that names what has no record."""
+    recorded = {case: value for case, value in found.items() if case in expected}
+    compare(room, name, recorded, expected)
+    if len(recorded) < len(found):
+        missing = ", ".join(sorted(found.keys() - recorded.keys()))
+        pytest.skip(f"not recorded for class {name}: {room}: {missing}; on this machine: python tests/golden.py record")
+
+
 @pytest.mark.skipif(not GPU, reason="no GPU")
 def test_the_gpu_class_has_its_golden_bits():
     name, expected = of_the_gpu()
-    found = golden.measure("cuda")
-    assert found.keys() == expected.keys()
-    for room in found:
-        compare(room, name, found[room], expected[room])
+    found, failed = golden.measure("cuda")
+    assert not failed
+    for room in sorted(found):
+        compare(room, name, {case: v for case, v in found[room].items() if case in expected[room]}, expected[room])
 
 
 @pytest.mark.skipif(not GPU, reason="no GPU")
@@ -99,7 +108,7 @@ def test_what_is_admitted_has_the_golden_bits_of_its_class(room):
     if room == "attention" and version("flash-attn-4") is not None:  # whose gradients are a class of their own
         some = {case: run for case, run in some.items() if "gradients" not in case}
         expected = {case: value for case, value in expected.items() if case in some}
-    compare(room, name, {case: golden.digest(run()) for case, run in some.items()}, expected)
+    compare_recorded(room, name, {case: golden.digest(run()) for case, run in some.items()}, expected)
 
 
 def test_every_room_and_dtype_is_covered():
@@ -124,7 +133,7 @@ def test_a_changed_bit_is_caught_and_the_message_says_what_to_do():
 
 
 def test_recording_writes_the_class_and_keeps_the_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(golden, "cases", lambda device: iter([("mean", "fp32 x", lambda: [torch.ones(2)])]))
+    monkeypatch.setattr(golden, "_cases", lambda device: [("mean", "fp32 x", lambda: [torch.ones(2)])])
     path = tmp_path / "golden.json"
     path.write_text('{"sm90": {"mean": {"x": "1"}}}')
     assert "1 new or changed" in golden.record("cpu", path) and "0 new or changed" in golden.record("cpu", path)
