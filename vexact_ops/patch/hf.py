@@ -324,12 +324,12 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None, 
     forms of LoRA, dropout above 0, LoRA of embeddings, experts or the output layer, other methods of PEFT.
 
     Not while another thread runs the same model; different models may be patched and used in different threads. Patch
-    before torch.compile; FSDP2 may come before or after, and weights may be on meta still. Gradient checkpointing, FSDP2 (mixed precision too) and
-    torch.compile keep the bits; Inductor keeps those of gradients with its option emulate_precision_casts alone, for it
-    leaves out the roundings between elementwise kernels that it joins. Under autocast aligned ops compute in the dtypes
-    of their tensors: it is off inside, and weights that are fp32 then are refused (cast the model, or let FSDP2's mixed
-    precision do so). The output layer and the embedding may be FSDP2 units of their own. A patched model refuses
-    deepcopy and pickle (undo first).
+    before torch.compile; FSDP2 may come before or after, and weights may be on meta still. Gradient checkpointing,
+    FSDP2 (mixed precision too) and torch.compile keep the bits; Inductor keeps those of gradients with its option
+    emulate_precision_casts alone, for it leaves out the roundings between elementwise kernels that it joins. Under
+    autocast aligned ops compute in the dtypes of their tensors: it is off inside, and weights that are fp32 then are
+    refused (cast the model, or let FSDP2's mixed precision do so). The output layer and the embedding may be FSDP2
+    units of their own. A patched model refuses deepcopy and pickle (undo first).
 
     grad        first derivatives in reverse mode; more is refused (see the ops)
     raises      UnsupportedModule (a ValueError) naming every module that is not covered, and why: the model is then
