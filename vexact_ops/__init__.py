@@ -31,8 +31,6 @@ _WHERE = {
     "kv_cache_store": "kv_cache.op",
     "sample": "sampler.op",
     # about this process
-    "admit_linear": "linear.op",
-    "admit_linear_cross_entropy": "linear_cross_entropy.op",
     "admit": "patch.admit",
     "explain": "_core.explain",
     "numerics": "_core.numerics",
@@ -93,9 +91,7 @@ if TYPE_CHECKING:  # `as`: these are public, for type checkers too
     from .grouped_linear.op import grouped_linear as grouped_linear
     from .kv_cache.op import kv_cache_store as kv_cache_store
     from .linear.bmm import bmm as bmm
-    from .linear.op import admit_linear as admit_linear
     from .linear.op import linear as linear
-    from .linear_cross_entropy.op import admit_linear_cross_entropy as admit_linear_cross_entropy
     from .linear_cross_entropy.op import linear_cross_entropy as linear_cross_entropy
     from .linear_cross_entropy.op import linear_logits as linear_logits
     from .linear_cross_entropy.op import linear_logprobs as linear_logprobs

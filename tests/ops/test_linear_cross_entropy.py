@@ -606,16 +606,13 @@ def test_bad_arguments_are_named():
         vx.linear_logprobs(hidden, weight, target, backend="cuda")
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_admission_ahead_of_time():
-    with pytest.raises(ValueError, match="admit_linear_cross_entropy: width: got 0, expected 1 or more"):
-        vx.admit_linear_cross_entropy(0)
-    with pytest.raises(vx.BackendUnavailable, match="does not serve cpu"):
-        vx.admit_linear_cross_entropy(64, device="cpu")
-    if torch.cuda.is_available():
-        key, verdicts = vx.admit_linear_cross_entropy(64)
-        assert "H=64" in key
-        if torch.cuda.get_device_capability() == (9, 0):
-            assert [v.different for v in verdicts] == [0]
+    from vexact_ops.linear_cross_entropy import cuda
+
+    decision = cuda.admit(64, torch.device("cuda"))
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert "H=64" in decision.key and [v.different for v in decision.verdicts] == [0]
 
 
 def test_zero_tokens():

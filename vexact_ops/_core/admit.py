@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import digest, native
+from . import digest
 from .proof.bitwise import count_different
 from .race import race_on_gpu
 
@@ -487,105 +487,3 @@ def _write(proposal: Proposal, path: Path | None, verdicts: Sequence[Verdict]) -
         with contextlib.suppress(OSError):
             if temporary:
                 os.unlink(temporary)
-
-
-# --- the store of rooms that do not propose yet ---------------------------------------------------------------------
-
-
-class Admissions:
-    """The verdicts of one machine, in memory and in one JSON file. Safe for threads and for several processes."""
-
-    def __init__(self, name: str, path: Path | None = None):
-        self.path = path or (folder() or Path(os.devnull)) / f"{name}.json"
-        self._lock = threading.RLock()
-        self._verdicts: dict[str, list[Verdict]] | None = None
-
-    def _load(self) -> dict[str, list[Verdict]]:
-        if self._verdicts is None:
-            try:
-                stored = json.loads(self.path.read_text())
-                self._verdicts = {key: [Verdict(**v) for v in verdicts] for key, verdicts in stored.items()}
-            except OSError:  # none yet, or none to be had
-                self._verdicts = {}
-            except (ValueError, TypeError, AttributeError):  # not ours, or of another version: verify anew
-                self._verdicts = {}
-        return self._verdicts
-
-    def report(self) -> dict[str, list[Verdict]]:
-        """Everything verified so far, by key; refused candidates included."""
-        with self._lock:
-            return dict(self._load())
-
-    def verdicts(self, key: str) -> list[Verdict] | None:
-        """What was found for this key, or None where nothing has been verified."""
-        with self._lock:
-            return self._load().get(key)
-
-    def choose(
-        self,
-        key: str,
-        candidates: Sequence[Candidate],
-        canonical: Callable[..., Tensor],
-        cases: Callable[[], Sequence[tuple]],
-        timed: Callable[[Callable[..., Tensor], tuple], float] | None = None,
-        race: Callable[[Sequence[Candidate], tuple], Sequence[float]] | None = None,
-    ) -> Candidate | None:
-        """The fastest admitted candidate for this key, or None where the canonical kernel has to do it.
-
-        cases   the arguments to verify on, several row counts of the bucket; the last one is what is timed
-        timed   (function, arguments) -> microseconds; without it the first admitted candidate wins
-        race    (admitted candidates, arguments) -> microseconds of each, timed turn about; instead of `timed`
-        """
-        with self._lock:
-            verdicts = self._load().get(key)
-            known = {c.name: c for c in candidates}
-            if verdicts is None or {v.candidate for v in verdicts} != set(known):
-                verdicts = self._verify(candidates, canonical, list(cases()) if candidates else [], timed, race)
-                self._verdicts[key] = verdicts
-                self._save()
-            name = fastest(verdicts)
-            return None if name is None else known[name]
-
-    def _verify(self, candidates, canonical, cases, timed, race) -> list[Verdict]:
-        expected = [canonical(*case) for case in cases]
-        verdicts = []
-        for candidate in candidates:
-            try:
-                different = sum(_count(candidate.run(*c), e) for c, e in zip(cases, expected))
-            except torch.OutOfMemoryError:  # says nothing about the candidate
-                raise
-            except RuntimeError as error:  # a launch that this machine refuses is a verdict, not a crash
-                verdicts.append(Verdict(candidate.name, None, error=str(error).splitlines()[0]))
-                continue
-            us = timed(candidate.run, cases[-1]) if timed and different == 0 else None
-            verdicts.append(Verdict(candidate.name, different, us))
-        if race:
-            del expected
-            admitted = [(c, v) for c, v in zip(candidates, verdicts) if v.admitted]
-            times = race([c for c, _ in admitted], cases[-1]) if admitted else []
-            for (_, verdict), us in zip(admitted, times):
-                verdict.us = us
-        return verdicts
-
-    def _save(self) -> None:
-        """Atomic; keys that another process has added meanwhile are kept. A read-only cache is no obstacle."""
-        try:
-            stored = json.loads(self.path.read_text()) if self.path.exists() else {}
-        except (OSError, ValueError):
-            stored = {}
-        stored = stored if isinstance(stored, dict) else {}
-        stored |= {key: [asdict(v) for v in verdicts] for key, verdicts in self._verdicts.items()}
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=self.path.parent, suffix=".tmp")
-            with os.fdopen(handle, "w") as file:
-                file.write(json.dumps(stored))  # not indented: that is ten times slower
-            os.replace(temporary, self.path)
-        except OSError:
-            return
-
-
-@functools.cache
-def admissions(device_index: int) -> Admissions:
-    """The verdicts of this GPU with these libraries."""
-    return Admissions(f"{machine(torch.device('cuda', device_index))}-{native.fingerprint()}")

@@ -64,41 +64,6 @@ def linear(
     return _linear(x, weight, bias, out_dtype, backend)
 
 
-def admit_linear(
-    n: int,
-    k: int,
-    rows: int,
-    dtype: torch.dtype = torch.bfloat16,
-    *,
-    out_dtype: torch.dtype | None = None,
-    bias: bool = False,
-    product: str = "fwd",
-    device: torch.device | str = "cuda",
-) -> tuple[str, list]:
-    """Verify ahead of time the fast kernels for an (n, k) weight and `rows` rows on a GPU; kept on disk. What holds for
-    them holds for their class: up to 1,024 rows the eight that end in a multiple of it, from there on a quarter of an
-    octave.
-
-    product  "fwd" x @ weight.T, "dx" dy @ weight or "dweight" dy.T @ x
-    returns  (what was verified, verdicts): of each candidate its name, how many elements differed from the canonical
-             kernel's (0: admitted; None: it raised, `error` says what) and its microseconds. No verdicts where the
-             canonical kernel serves it anyway
-    """
-    if product not in ("fwd", "dx", "dweight"):
-        raise ValueError(f"admit_linear: product: got {product!r}, expected 'fwd', 'dx' or 'dweight'")
-    for name, size in (("n", n), ("k", k), ("rows", rows)):
-        if size < 1:
-            raise ValueError(f"admit_linear: {name}: got {size}, expected 1 or more")
-    if dtype not in (torch.bfloat16, torch.float16):
-        raise TypeError(f"admit_linear: dtype: got {dtype}, expected torch.bfloat16 or torch.float16")
-    if out_dtype not in (None, dtype, torch.float32):
-        raise TypeError(f"admit_linear: out_dtype: got {out_dtype}, expected {dtype} or torch.float32")
-    device = torch.device(device)
-    module = ROOM.module(ROOM.resolve(device, "cuda"))
-    decision = module.admit(n, k, rows, dtype, out_dtype, bias=bias, layout=product, device=device)
-    return decision.key, list(decision.verdicts)
-
-
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     check.tensor("linear", "x", x, check.FLOATS)
     check.tensor("linear", "weight", weight, ndim=2)

@@ -150,20 +150,6 @@ def linear_cross_entropy(
     return loss.view(target.shape) if reduction == "none" else loss
 
 
-def admit_linear_cross_entropy(width: int, *, device: torch.device | str = "cuda") -> tuple[str, list]:
-    """Verify ahead of time the fast kernels for hidden (T, width) in bf16 on a GPU; kept on disk.
-
-    returns  (what was verified, verdicts): of each candidate its name and how many elements differed from the canonical
-             kernels' (0: admitted; None: it raised, `error` says what). No verdicts where those serve it anyway
-    raises   ValueError on width, BackendUnavailable
-    """
-    if width < 1:
-        raise ValueError(f"admit_linear_cross_entropy: width: got {width}, expected 1 or more")
-    device = torch.device(device)
-    decision = ROOM.module(ROOM.resolve(device, "cuda")).admit(width, device)
-    return decision.key, list(decision.verdicts)
-
-
 def _check_head(op: str, hidden: Tensor, weight: Tensor) -> None:
     check.tensor(op, "hidden", hidden, check.FLOATS)
     check.tensor(op, "weight", weight, ndim=2)
