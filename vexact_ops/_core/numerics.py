@@ -92,8 +92,8 @@ def numerics(device: torch.device | str | None = None, **options: bool | int | f
                 that are proven equal), what they are composed of, in Python and in the extension, and the flags of
                 its build. On a CPU no compiler, Python, torch or instruction set is in it: none of them changes a bit
     "backends"  {room: backend in use}, of rooms whose backends are not equal bit for bit
-    "float_mode"  how this thread treats subnormals and rounds: our kernels do as IEEE 754 has it in any thread, torch's
-                operations between them as the thread does
+    "float_mode"  how this thread treats subnormals and rounds: our kernels do as IEEE 754 has it in any thread (on a
+                GPU as they were compiled, which is the same), torch's operations between them as the thread does
     "libraries"  on a GPU the versions of what lowers our sources or serves beside them: torch, CUDA, driver, triton
                 and, on SM90, flash-attn-4 (attention's gradients are its own where it is installed), quack, cutlass-dsl
     "options"   those given
