@@ -51,8 +51,16 @@ def begin(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
-def block(n: int, least: int = 16, most: int = 1 << 14) -> int:
-    """The power of two that holds n, within bounds: a function of a static size."""
+def block(n: int, what: str, *, least: int = 16, most: int = 1 << 14) -> int:
+    """The power of two that holds n, at least `least`: what a program takes at once, a function of a static size.
+    Beyond `most` a kernel that does not loop would leave the rest out, so that is an error; what: "op: size"."""
+    if n > most:
+        raise ValueError(f"{what}: got {n}, expected at most {most}: the Triton kernel takes no more of it at once")
+    return max(triton.next_power_of_2(n), least)
+
+
+def chunk(n: int, most: int, *, least: int = 16) -> int:
+    """The power of two that holds n, or `most` (a power of two too) where n is more: for kernels that loop."""
     return min(max(triton.next_power_of_2(n), least), most)
 
 

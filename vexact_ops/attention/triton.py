@@ -4,6 +4,8 @@ nothing else), and a backward that recomputes the probabilities from the saved l
 A row is one query head at one position. The rows of a group share their keys, so they are tiled together, position by
 position, head by head, from the start of their sequence; no tile reaches a row's bits. 16-bit inputs take the
 hardware's exponential to the base two, with scores and log-sum-exp in that base; fp32 inputs take our own.
+
+One file because forward and backward share how a tile finds its rows and what a score is.
 """
 
 import torch
@@ -11,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, block, exp, fold_sum, log, on, sum_rows, tanh
+from .._core.triton import OPTIONS, block, chunk, exp, fold_sum, log, on, sum_rows, tanh
 
 KEY_BLOCK = 64  # where the running maximum may move, and where a segment may end
+SEQUENCES = 1024  # that a tile looks through at a time for the one it belongs to; no bit depends on it
 LOG2_E = 1.4426950408889634
 
 _KEYS = tl.constexpr(KEY_BLOCK)
@@ -51,17 +54,26 @@ def _find(offsets, limit, sequences, tile, ROWS: tl.constexpr, TILE: tl.constexp
 
     Sequences have `ROWS` rows for every step of their offsets; a tile never holds rows of two. Offsets beyond `limit`,
     or that descend, are a caller's error; they are kept from reaching memory that is not ours."""
-    b = tl.arange(0, SEQUENCES)
-    begin = tl.load(offsets + b, mask=b < sequences, other=0)
-    end = tl.load(offsets + b + 1, mask=b < sequences, other=0)
-    begin = tl.minimum(tl.maximum(begin, 0), limit)
-    length = tl.maximum(tl.minimum(end, limit) - begin, 0)
-    tiles = (length * ROWS + TILE - 1) // TILE
-    until = tl.cumsum(tiles, 0)
-    sequence = tl.sum((until <= tile).to(tl.int32), 0)
-    here = b == sequence
-    number = tl.sum(tl.where(here, until, 0), 0) - 1 - tile
-    return sequence, tl.sum(tl.where(here, begin, 0), 0), tl.sum(tl.where(here, length, 0), 0), number
+    none = tl.full([], 0, tl.int32)
+    sequence, first, rows, last, before = none, none, none, none, none
+    for start in range(0, sequences, SEQUENCES):
+        b = start + tl.arange(0, SEQUENCES)
+        begin = tl.load(offsets + b, mask=b < sequences, other=0)
+        end = tl.load(offsets + b + 1, mask=b < sequences, other=0)
+        begin = tl.minimum(tl.maximum(begin, 0), limit)
+        length = tl.maximum(tl.minimum(end, limit) - begin, 0)
+        tiles = (length * ROWS + TILE - 1) // TILE
+        until = before + tl.cumsum(tiles, 0)
+        sequence += tl.sum(((until <= tile) & (b < sequences)).to(tl.int32), 0)
+        here = (until > tile) & (until - tiles <= tile)  # one at most, of all sequences
+        first += tl.sum(tl.where(here, begin, 0), 0)
+        rows += tl.sum(tl.where(here, length, 0), 0)
+        last += tl.sum(tl.where(here, until - 1, 0), 0)
+        before += tl.sum(tiles, 0)
+    first = tl.minimum(tl.maximum(first, 0), limit)
+    rows = tl.minimum(tl.maximum(rows, 0), limit - first)
+    number = tl.minimum(tl.maximum(last - tile, 0), (rows * ROWS + TILE - 1) // TILE)  # whatever the offsets are
+    return sequence, first, rows, number
 
 
 @triton.jit
@@ -109,12 +121,13 @@ def _unseen_values(p, seen, v, acc):
 @triton.jit
 def _blocks(
     m, norm, acc, odd, q, live_q, lo, hi, whole_from, whole_to, place, k, v, begin, table, pages, page_size,
-    k_page, k_row, v_page, v_row, scale, softcap, window,
+    k_page, k_row, v_page, v_row, scale, softcap, window, left,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, PAGED: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, BASE_2: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """The running maximum, sum and output after the keys of [lo, hi), and whether a value was not finite that some row
-    may not see: every row sees those from whole_from to whole_to. q: the queries, or where wide ones begin."""
+    may not see: every row sees those from whole_from to whole_to. q: the queries, or where wide ones begin. Values of
+    keys before `left` have left every row's window and are not read: 0 times NaN is NaN."""
     d, dv = tl.arange(0, DP), tl.arange(0, DVP)
     for k0 in range(lo, hi, _KEYS):  # order: keys ascending in blocks of 64
         j = k0 + tl.arange(0, _KEYS)
@@ -147,6 +160,8 @@ def _blocks(
         m = high
         p = p.to(v.dtype.element_ty)
         acc = acc * kept[:, None]
+        if WINDOW:
+            live = live & (j >= left)
         if DV == DVP:
             values = tl.load(v + v_at[:, None] + dv[None, :], mask=live[:, None], other=0.0)
         else:
@@ -200,13 +215,14 @@ def _fwd_kernel(
 
         place_first = k_len - q_len + number * TILE // GROUP
         place_last = k_len - q_len + tl.minimum((number * TILE + TILE - 1) // GROUP, q_len - 1)
-        lo, hi, whole_from, whole_to = 0, k_len, 0, k_len
+        lo, hi, whole_from, whole_to, left = 0, k_len, 0, k_len, 0
         if CAUSAL:
             hi = tl.maximum(tl.minimum(k_len, place_last + 1), 0)
             whole_to = tl.maximum(tl.minimum(k_len, place_first + 1), 0)
         whole_to = whole_to // _KEYS * _KEYS
         if WINDOW:
-            lo = tl.maximum(place_first + 1 - window, 0) // _KEYS * _KEYS
+            left = tl.maximum(place_first + 1 - window, 0)
+            lo = left // _KEYS * _KEYS
             whole_from = (tl.maximum(place_last + 1 - window, 0) + _KEYS - 1) // _KEYS * _KEYS
 
         m = tl.full([TILE], float("-inf"), tl.float32)
@@ -220,7 +236,7 @@ def _fwd_kernel(
                     tl.full([TILE], float("-inf"), tl.float32), tl.zeros([TILE], tl.float32),
                     tl.zeros([TILE, DVP], tl.float32), odd, x, live, tl.maximum(lo, start),
                     tl.minimum(hi, start + segment), whole_from, whole_to, place, k, v, begin, table, pages, page_size,
-                    k_page, k_row, v_page, v_row, scale, softcap, window,
+                    k_page, k_row, v_page, v_row, scale, softcap, window, left,
                     D, DV, DP, DVP, PAGED, CAUSAL, WINDOW, CAP, BASE_2, CAREFUL,
                 )  # fmt: skip
                 top = tl.maximum(high, m)
@@ -232,7 +248,7 @@ def _fwd_kernel(
         else:
             m, norm, acc, odd = _blocks(
                 m, norm, acc, odd, x, live, lo, hi, whole_from, whole_to, place, k, v, begin, table, pages, page_size,
-                k_page, k_row, v_page, v_row, scale, softcap, window,
+                k_page, k_row, v_page, v_row, scale, softcap, window, left,
                 D, DV, DP, DVP, PAGED, CAUSAL, WINDOW, CAP, BASE_2, CAREFUL,
             )  # fmt: skip
         if not CAREFUL:
@@ -483,16 +499,23 @@ def _rows(x: Tensor) -> Tensor:
 def _constants(q: Tensor, hk: int, dv: int, softcap, scale: float) -> tuple[dict, float]:
     """What is compiled in, from static sizes alone, and the scale that scores are multiplied with."""
     d, base_2 = q.shape[2], q.element_size() == 2
-    widest = max(block(d), block(dv))
+    dp, dvp = (block(n, "attention: head dim") for n in (d, dv))
+    widest = max(dp, dvp)
     # Tiles of 64 rows would take wgmma, and ptxas 12.8 (of Triton 3.6) may then overwrite the uniform register that
     # holds the values' descriptor: for some head dims the matrix unit reads outside of shared memory.
     wide = widest > 256  # queries and gradients of that width leave no room for more
     tile = 16 if wide or not base_2 else 32
-    constants = {"GROUP": q.shape[1] // hk, "D": d, "DV": dv, "DP": block(d), "DVP": block(dv), "TILE": tile}
+    constants = {"GROUP": q.shape[1] // hk, "D": d, "DV": dv, "DP": dp, "DVP": dvp, "TILE": tile}
     warps = 4 if base_2 and widest <= 128 else 8
     constants |= {"CAP": softcap is not None, "BASE_2": base_2, "num_warps": warps, **OPTIONS}
     constants["num_stages"] = 1 if wide else 2
     return constants, scale * LOG2_E if base_2 and softcap is None else scale
+
+
+def _tiles(steps: int, rows: int, tile: int, sequences: int) -> int:
+    """The most tiles that any cut of so many steps, of `rows` rows each, has: a sequence that is not empty may end in a
+    tile that is not full."""
+    return triton.cdiv(steps * rows, tile) + min(steps, sequences)
 
 
 def _forward(
@@ -507,7 +530,7 @@ def _forward(
         constants["num_warps"] //= 2  # rows of 16 for each
     if tokens == 0 or sequences == 0:
         return out
-    tiles = triton.cdiv(tokens * constants["GROUP"], constants["TILE"]) + sequences  # each may end in a short one
+    tiles = _tiles(tokens, constants["GROUP"], constants["TILE"], sequences)
     odd_tiles = torch.empty(tiles * hk, dtype=torch.int8, device=q.device)
     with on(q):
         for careful in (False, True) if causal and longest > 1 else (False,):
@@ -515,9 +538,9 @@ def _forward(
                 q, k, v, out, out if lse is None else lse, out if sinks is None else sinks, odd_tiles, offsets_q,
                 offsets_k, offsets_q if table is None else table, tokens, keys, sequences, pages, page_size,
                 0 if table is None else table.stride(0), q.stride(0), q.stride(1), *strides,
-                scale, softcap or 0.0, window or 0, segment or 0,
-                SEQUENCES=block(sequences), PAGED=table is not None, CAUSAL=causal, WINDOW=window is not None,
-                SINKS=sinks is not None, SEGMENT=segment is not None, LSE=lse is not None, CAREFUL=careful, **constants,
+                scale, softcap or 0.0, window or 0, segment or 0, SEQUENCES=chunk(sequences, SEQUENCES),
+                PAGED=table is not None, CAUSAL=causal, WINDOW=window is not None, SINKS=sinks is not None,
+                SEGMENT=segment is not None, LSE=lse is not None, CAREFUL=careful, **constants,
             )  # fmt: skip
     return out
 
@@ -551,16 +574,16 @@ def varlen_bwd(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, sinks, scale, 
     sequences, delta = offsets_k.shape[0] - 1, torch.empty_like(lse)
     constants, score_scale = _constants(q, hk, dv, softcap, scale)
     group, tile, base_2, rows = constants["GROUP"], constants["TILE"], constants["BASE_2"], tokens * heads
-    common = {"SEQUENCES": block(sequences), "CAUSAL": causal, "WINDOW": window is not None, **constants}
+    common = {"SEQUENCES": chunk(sequences, SEQUENCES), "CAUSAL": causal, "WINDOW": window is not None, **constants}
     common |= {"KEYS": KEY_BLOCK, "DX": 0}
     widest = max(common["DP"], common["DVP"])
     if widest > 128 and not base_2:
         common["KEYS"] = 32  # 64 miss the shared memory of an H200 by a kilobyte
     if widest > 256:  # small tiles, and heads in two parts, as 576 = 512 + 64
         common["KEYS"] = common["TILE"] = tile = 32 if base_2 else 16
-        first = block(q.shape[2] + 1) // 2
+        first = block(q.shape[2] + 1, "attention: head dim") // 2
         if common["DP"] > 256 and first < q.shape[2]:
-            common |= {"DP": first, "DX": block(q.shape[2] - first)}
+            common |= {"DP": first, "DX": block(q.shape[2] - first, "attention: head dim")}
     numbers = score_scale, scale, softcap or 0.0, window or 0
     strides = q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)
     metadata = cu_seqlens, offsets_k, tokens, keys, sequences
@@ -571,14 +594,14 @@ def varlen_bwd(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, sinks, scale, 
             _delta_kernel[(triton.cdiv(rows, height),)](
                 out, dout, delta, rows, DV=dv, DVP=constants["DVP"], ROWS=height, num_warps=4, **OPTIONS
             )
-            tiles = triton.cdiv(tokens * group, tile) + sequences
+            tiles = _tiles(tokens, group, tile, sequences)
             odd_tiles = torch.empty(tiles * hk, dtype=torch.int8, device=q.device)
             for careful in (False, True):
                 _dq_kernel[(tiles, hk)](
                     q, k, v, dout, lse, delta, dq, odd_tiles, *metadata, *strides, *numbers, CAREFUL=careful, **common
                 )
         if keys:
-            tiles = triton.cdiv(keys, common["KEYS"]) + sequences
+            tiles = _tiles(keys, 1, common["KEYS"], sequences)
             odd_tiles = torch.empty(tiles * hk, dtype=torch.int8, device=q.device)
             for careful in (False, True):
                 _dkv_kernel[(tiles, hk)](

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, block, on, tree_sum
+from .._core.triton import OPTIONS, chunk, on, tree_sum
 from ..grouped_linear.triton import grouped_linear_dweight, grouped_linear_dx, grouped_linear_fwd
 from ..silu_mul.triton import gate_slope, sigmoid, silu_mul_fwd
 
@@ -98,7 +98,7 @@ def _combine(y: Tensor, position: Tensor, weights: Tensor | None, tokens: int) -
     n = y.shape[1]
     out = y.new_empty(tokens, n)
     if out.numel():
-        size = block(n, most=1024)
+        size = chunk(n, 1024)
         with on(y):
             _combine_kernel[(tokens, triton.cdiv(n, size))](
                 y, position, y if weights is None else weights, out, n, TOP_K=position.shape[0] // tokens,
@@ -112,7 +112,7 @@ def _gate_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dh, scaled, dweights = torch.empty_like(h), torch.empty_like(da), torch.zeros_like(weights)
     if da.numel():
-        size = block(da.shape[1], most=1024)
+        size = chunk(da.shape[1], 1024)
         with on(h):
             _gate_bwd_kernel[(h.shape[0],)](
                 h, da, order, weights, offsets, dh, scaled, dweights, da.shape[1], offsets.shape[0] - 1,

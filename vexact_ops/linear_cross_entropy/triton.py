@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, block, exp, log, on, tanh, tree_sum
+from .._core.triton import OPTIONS, exp, log, on, tanh, tree_sum
 from ..linear.triton import accumulate, matmul, place
-from ..log_softmax.triton import LSE_BLOCK, join_blocks, log_prob, origin, reduce_blocks
+from ..log_softmax.triton import LSE_BLOCK, join_blocks, joined, load_blocks, log_prob, origin, reduce_blocks
 
 # The pieces that logits are made in. They bound the memory beyond the gradients; no bit depends on them.
 FWD_TOKENS = 16384  # whose block sums are held at once: 8 or 12 bytes for every 128 logits
@@ -70,20 +70,27 @@ def _blocks_kernel(
 
 
 @triton.jit
+def _moved(parts, top, start, blocks, BLOCKS: tl.constexpr):
+    """A token's sum of e^(z - top) (z - top) over its blocks from `start` on."""
+    largest = load_blocks(parts, start, blocks, BLOCKS, float("-inf"))
+    sums = load_blocks(parts + blocks, start, blocks, BLOCKS, 0.0)
+    shifted = load_blocks(parts + 2 * blocks, start, blocks, BLOCKS, 0.0)
+    moved = tl.fma(largest - origin(top), sums, shifted) * exp(largest - origin(top))
+    return tree_sum(tl.where(largest == float("-inf"), 0.0, moved))  # order: as the blocks' sums in join_blocks
+
+
+@triton.jit
 def _tokens_kernel(
     parts, own, target, temperature, count, logprob, entropy, lse, V, blocks, first,
-    ONE_T: tl.constexpr, ENTROPY: tl.constexpr, COUNT: tl.constexpr, BLOCKS: tl.constexpr,
+    ONE_T: tl.constexpr, ENTROPY: tl.constexpr, COUNT: tl.constexpr, BLOCKS: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """Of tokens from `first` on; zeros for those that are not live."""
     token = tl.program_id(0).to(tl.int64)
     counts = True
     if COUNT:
         counts = first + token < tl.load(count)
-    at = tl.arange(0, BLOCKS)[None, :]
     parts += token * (3 if ENTROPY else 2) * blocks
-    largest = tl.load(parts + at, mask=at < blocks, other=float("-inf"))
-    sums = tl.load(parts + blocks + at, mask=at < blocks, other=0.0)
-    top, total = join_blocks(largest, sums)
+    top, total = join_blocks(parts, parts + blocks, blocks, BLOCKS, MANY)
     log_sum = log(total)
     one = tl.arange(0, 1)[None, :]
     tl.store(lse + 2 * token + one, tl.where(counts, top, 0.0))
@@ -93,9 +100,10 @@ def _tokens_kernel(
     z = tl.div_rn(x, tl.load(temperature + (0 if ONE_T else token)) + one.to(tl.float32))
     tl.store(logprob + token + one, tl.where(counts, log_prob(z, top, log_sum), 0.0))
     if ENTROPY:
-        shifted = tl.load(parts + 2 * blocks + at, mask=at < blocks, other=0.0)
-        moved = tl.fma(largest - origin(top), sums, shifted) * exp(largest - origin(top))
-        moved = tree_sum(tl.where(largest == float("-inf"), 0.0, moved))  # order: as the blocks' sums
+        moved = _moved(parts, top, 0, blocks, BLOCKS)
+        if MANY:
+            for start in range(BLOCKS, blocks, BLOCKS):
+                moved += _moved(parts, top, start, blocks, BLOCKS)
         tl.store(entropy + token + one, log_sum - tl.div_rn(moved, total))
 
 
@@ -246,7 +254,7 @@ def reduce_tokens(parts, own, target, temperature, vocabulary, logprob, entropy,
         _tokens_kernel[(logprob.shape[0],)](
             parts, own, target, temperature, target if live is None else live, logprob,
             logprob if entropy is None else entropy, lse, vocabulary, blocks, first, ONE_T=temperature.shape[0] == 1,
-            ENTROPY=entropy is not None, COUNT=live is not None, BLOCKS=block(blocks), num_warps=4, **OPTIONS,
+            ENTROPY=entropy is not None, COUNT=live is not None, **joined(blocks), num_warps=4, **OPTIONS,
         )  # fmt: skip
 
 

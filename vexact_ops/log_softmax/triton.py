@@ -2,8 +2,9 @@
 
 z = x / temperature, one correctly rounded division. The row is cut into blocks of LSE_BLOCK logits; a block gives its
 largest z and the sum of e^(z - largest). The blocks' sums are brought to the row's largest z and added. Both sums are
-trees of pairs, so that blocks may be made and joined by any number of programs. The result is kept as two numbers, as
-on a CPU: the row's largest z and the log of the sum relative to it.
+trees of pairs, so that blocks may be made and joined by any number of programs; of more than JOINED blocks (rows of
+more than two million columns) so many make a tree each, and the trees' sums are added ascending. The result is kept as
+two numbers, as on a CPU: the row's largest z and the log of the sum relative to it.
 """
 
 import torch
@@ -11,11 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, begin, block, early, exp, exp_down, log, on, tree_sum
+from .._core.triton import OPTIONS, begin, chunk, early, exp, exp_down, log, on, tree_sum
 
 LSE_BLOCK = 128
 TILE = 32  # blocks that a program takes of a row
 COLUMNS = 2048  # that a program writes of a row
+JOINED = 1 << 14  # blocks whose sums make one tree
 
 _LSE_BLOCK = tl.constexpr(LSE_BLOCK)
 
@@ -33,11 +35,54 @@ def reduce_blocks(z):
     return largest, tree_sum(exp_down(z - origin(largest)))  # order: a tree of pairs
 
 
+def joined(blocks: int) -> dict:
+    """Launch options of a kernel that joins so many blocks."""
+    return {"BLOCKS": chunk(blocks, JOINED), "MANY": blocks > JOINED}
+
+
 @triton.jit
-def join_blocks(largest, total):
-    """(1, B) of a row's blocks, -inf and 0 where there is none -> (1, 1) largest, (1, 1) sum relative to it."""
-    top = tl.max(largest, axis=1, keep_dims=True)
-    return top, tree_sum(total * exp_down(largest - origin(top)))  # order: a tree of pairs over the blocks
+def load_blocks(at, start, blocks, BLOCKS: tl.constexpr, other: tl.constexpr):
+    """(1, BLOCKS) of a row's numbers for its blocks, from `start` on; `other` where there is none."""
+    number = start + tl.arange(0, BLOCKS)[None, :]
+    return tl.load(at + number, mask=number < blocks, other=other)
+
+
+@triton.jit
+def largest_of(largest, blocks, BLOCKS: tl.constexpr, MANY: tl.constexpr):
+    """The largest of a row's numbers (1, 1)."""
+    top = tl.max(load_blocks(largest, 0, blocks, BLOCKS, float("-inf")), axis=1, keep_dims=True)
+    if MANY:
+        for start in range(BLOCKS, blocks, BLOCKS):
+            part = tl.max(load_blocks(largest, start, blocks, BLOCKS, float("-inf")), axis=1, keep_dims=True)
+            top = tl.maximum(top, part)  # a NaN is passed over
+    return top
+
+
+@triton.jit
+def _relative(largest, total, top, start, blocks, BLOCKS: tl.constexpr):
+    z = load_blocks(largest, start, blocks, BLOCKS, float("-inf"))
+    return load_blocks(total, start, blocks, BLOCKS, 0.0) * exp_down(z - origin(top))
+
+
+@triton.jit
+def join_blocks(largest, total, blocks, BLOCKS: tl.constexpr, MANY: tl.constexpr):
+    """Where a row's blocks have their numbers -> (1, 1) largest, (1, 1) sum relative to it."""
+    top = largest_of(largest, blocks, BLOCKS, MANY)
+    joined = tree_sum(_relative(largest, total, top, 0, blocks, BLOCKS))  # order: a tree of pairs over JOINED blocks
+    if MANY:
+        for start in range(BLOCKS, blocks, BLOCKS):  # order: the trees' sums ascending
+            joined += tree_sum(_relative(largest, total, top, start, blocks, BLOCKS))
+    return top, joined
+
+
+@triton.jit
+def sum_blocks(total, blocks, BLOCKS: tl.constexpr, MANY: tl.constexpr):
+    """The sum (1, 1) of a row's numbers, in the order of join_blocks."""
+    joined = tree_sum(load_blocks(total, 0, blocks, BLOCKS, 0.0))  # order: as join_blocks
+    if MANY:
+        for start in range(BLOCKS, blocks, BLOCKS):
+            joined += tree_sum(load_blocks(total, start, blocks, BLOCKS, 0.0))
+    return joined
 
 
 @triton.jit
@@ -59,14 +104,11 @@ def _blocks_kernel(x, parts, n, blocks, stride, TILE: tl.constexpr, PDL: tl.cons
 
 
 @triton.jit
-def _join_kernel(parts, lse, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+def _join_kernel(parts, lse, blocks, BLOCKS: tl.constexpr, MANY: tl.constexpr, PDL: tl.constexpr):
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCKS)[None, :]
     parts += row * 2 * blocks
-    largest = tl.load(parts + at, mask=at < blocks, other=float("-inf"))
-    total = tl.load(parts + blocks + at, mask=at < blocks, other=0.0)
-    top, total = join_blocks(largest, total)
+    top, total = join_blocks(parts, parts + blocks, blocks, BLOCKS, MANY)
     one = tl.arange(0, 1)[None, :]
     tl.store(lse + 2 * row + one, top)
     tl.store(lse + 2 * row + 1 + one, log(total))
@@ -92,10 +134,11 @@ def _dy_blocks_kernel(dy, parts, n, blocks, TILE: tl.constexpr):
 
 
 @triton.jit
-def _bwd_kernel(dy, x, lse, parts, dx, n, blocks, stride, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr):
+def _bwd_kernel(
+    dy, x, lse, parts, dx, n, blocks, stride, BLOCKS: tl.constexpr, MANY: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCKS)[None, :]
-    total = tree_sum(tl.load(parts + row * blocks + at, mask=at < blocks, other=0.0))  # order: as the blocks'
+    total = sum_blocks(parts + row * blocks, blocks, BLOCKS, MANY)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     z = tl.load(x + row * stride + column, mask=column < n, other=0.0).to(tl.float32)
     d = tl.load(dy + row * n + column, mask=column < n, other=0.0).to(tl.float32)
@@ -116,7 +159,7 @@ def log_softmax_fwd(x: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
             _blocks_kernel[(rows, triton.cdiv(blocks, TILE))](
                 x, parts, n, blocks, x.stride(0), TILE=TILE, num_warps=4, **options
             )
-            _join_kernel[(rows,)](parts, lse, blocks, BLOCKS=block(blocks), num_warps=4, **options)
+            _join_kernel[(rows,)](parts, lse, blocks, **joined(blocks), num_warps=4, **options)
             _fwd_kernel[(rows, triton.cdiv(n, COLUMNS))](
                 x, lse, y, n, x.stride(0), COLUMNS=COLUMNS, num_warps=4, **options
             )
@@ -134,7 +177,6 @@ def log_softmax_bwd(dy: Tensor, x: Tensor, lse: Tensor) -> Tensor:
                 dy, parts, n, blocks, TILE=TILE, num_warps=4, **OPTIONS
             )
             _bwd_kernel[(rows, triton.cdiv(n, COLUMNS))](
-                dy, x, lse, parts, dx, n, blocks, x.stride(0), BLOCKS=block(blocks), COLUMNS=COLUMNS,
-                num_warps=4, **OPTIONS,
-            )  # fmt: skip
+                dy, x, lse, parts, dx, n, blocks, x.stride(0), COLUMNS=COLUMNS, **joined(blocks), num_warps=4, **OPTIONS
+            )
     return dx

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, block, on, tree_sum
+from .._core.triton import OPTIONS, chunk, on, tree_sum
 
 WIDEST = 8192
 
@@ -28,7 +28,7 @@ def mean_fwd(x: Tensor, divisor: float) -> Tensor:
         return torch.full((rows,), 0.0 / divisor if divisor else float("nan"), dtype=dtype, device=x.device)
     with on(x):
         while True:
-            columns = block(n, most=WIDEST)
+            columns = chunk(n, WIDEST)
             parts, height = triton.cdiv(n, columns), max(1, 2048 // columns)
             y = torch.empty(rows, parts, dtype=dtype if parts == 1 else torch.float32, device=x.device)
             _sum_kernel[(triton.cdiv(rows, height), parts)](

@@ -5,14 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, begin, block, early, on, sum_rows, tree_sum
+from .._core.triton import OPTIONS, begin, chunk, early, on, sum_rows, tree_sum
 
 WIDEST = 16384
 
 
 def _tile(n: int) -> dict:
     """Rows and columns of a program, from n alone."""
-    columns = block(n, most=WIDEST)
+    columns = chunk(n, WIDEST)
     return {"ROWS": max(1, 2048 // columns), "BLOCK": columns, "num_warps": min(max(columns // 512, 4), 16), **OPTIONS}
 
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, begin, block, early, on
+from .._core.triton import OPTIONS, begin, block, chunk, early, on
 
 TWO_OVER_PI = tl.constexpr(float.fromhex("0x1.45f306dc9c883p-1"))
 HALF_PI = tl.constexpr(float.fromhex("0x1.921fb54442d18p+0"))
@@ -214,9 +214,9 @@ def _cos_sin_kernel(
 def _tile(tokens: int, q_heads: int, k_heads: int, half: int, blocks_of_k: int) -> tuple[dict, tuple]:
     """Heads of a block of q and of k, and the grid. Heads know nothing of each other, so both may look at the tokens:
     where there are many, a program does best with as much as it can hold."""
-    pairs, many = block(half), tokens >= MANY
+    pairs, many = block(half, "rope: half of a rotary dimension"), tokens >= MANY
     most = max(1, (1024 if many else 512) // pairs)
-    q, k = (min(block(heads, least=1), most) for heads in (q_heads, k_heads))
+    q, k = (chunk(heads, most, least=1) for heads in (q_heads, k_heads))
     programs = 1 if many else triton.cdiv(q_heads, q) + blocks_of_k * triton.cdiv(k_heads, k)
     tile = {"Q_HEADS": q, "K_HEADS": k, "PAIRS": pairs, "WHOLE": many, "num_warps": 4, **OPTIONS}
     return tile, (tokens, max(1, programs))
@@ -234,7 +234,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, tran
                 q, k, cos, sin, q_out, k_out, q_heads, k_heads, triton.cdiv(q_heads, tile["Q_HEADS"]),
                 triton.cdiv(k_heads, tile["K_HEADS"]), q.stride(0), q.stride(1), k.stride(0), k.stride(1),
                 cos.stride(0), sin.stride(0), D=dim, HALF=half, INTERLEAVED=interleaved, TRANSPOSE=transpose,
-                REST=block(dim - 2 * half), **tile, **early(q),
+                REST=block(dim - 2 * half, "rope: head dim beyond the rotary one"), **tile, **early(q),
             )  # fmt: skip
     return q_out, k_out
 
@@ -255,7 +255,8 @@ def rope_kv_store(
                 triton.cdiv(q_heads, tile["Q_HEADS"]), triton.cdiv(k_heads, tile["K_HEADS"]), q.stride(0),
                 q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), cos.stride(0), sin.stride(0),
                 *k_cache.stride()[:3], *v_cache.stride()[:3], D=dim, DV=width, HALF=half, INTERLEAVED=interleaved,
-                REST=block(dim - 2 * half), WIDTH=block(width), **tile, **early(q),
+                REST=block(dim - 2 * half, "rope_kv_store: head dim beyond the rotary one"),
+                WIDTH=block(width, "rope_kv_store: head dim of v"), **tile, **early(q),
             )  # fmt: skip
     return q_out
 
@@ -268,6 +269,6 @@ def rope_cos_sin(positions: Tensor, inv_freq: Tensor, scaling: float, dtype: tor
         with on(cos):
             _cos_sin_kernel[(tokens,)](
                 positions.contiguous(), inv_freq.contiguous(), cos, sin, scaling,
-                F=frequencies, BLOCK=block(frequencies), num_warps=1, **OPTIONS,
+                F=frequencies, BLOCK=block(frequencies, "rope_cos_sin: frequencies"), num_warps=1, **OPTIONS,
             )  # fmt: skip
     return cos, sin

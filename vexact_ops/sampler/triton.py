@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, begin, block, early, exp_down, log, on
-from ..log_softmax.triton import LSE_BLOCK, TILE, join_blocks, log_prob, reduce_blocks
+from .._core.triton import OPTIONS, begin, chunk, early, exp_down, log, on
+from ..log_softmax.triton import LSE_BLOCK, TILE, join_blocks, joined, load_blocks, log_prob, reduce_blocks
 
 GROUPS = 32  # of 64 token ids: what one program of the draw looks at
 SEARCH = 1024  # tokens that the search for a cut takes at a time
@@ -79,6 +79,13 @@ def _finite(x):
 
 
 @triton.jit
+def _first_with(largest, top, start, blocks):
+    """The first of these blocks, from `start` on, that holds the row's largest; the last one of all where none does."""
+    number = start + tl.arange(0, largest.shape[1])[None, :]
+    return tl.min(tl.where(largest == top, number, blocks - 1), axis=1, keep_dims=True)
+
+
+@triton.jit
 def _rows_kernel(
     logits,
     temperature,
@@ -93,20 +100,23 @@ def _rows_kernel(
     blocks,
     stride,
     BLOCKS: tl.constexpr,
+    MANY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Both log-sum-exps of a row, and the first of its largest logits; -1 for a row without a distribution. And keys
     that the cuts of top_k and top_p do not lie below, which spare them most tokens where they leave few."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCKS)[None, :]
     parts += row * 4 * blocks
-    largest = tl.load(parts + at, mask=at < blocks, other=float("-inf"))
-    raw_top, total = join_blocks(largest, tl.load(parts + blocks + at, mask=at < blocks, other=0.0))
+    raw_top, total = join_blocks(parts, parts + blocks, blocks, BLOCKS, MANY)
     raw_log = log(total)
-    first = tl.min(tl.where(largest == raw_top, at, BLOCKS - 1), axis=1, keep_dims=True)
-    scaled = tl.load(parts + 2 * blocks + at, mask=at < blocks, other=float("-inf"))
-    top, total = join_blocks(scaled, tl.load(parts + 3 * blocks + at, mask=at < blocks, other=0.0))
+    largest = load_blocks(parts, 0, blocks, BLOCKS, float("-inf"))
+    first = _first_with(largest, raw_top, 0, blocks)
+    if MANY:
+        for start in range(BLOCKS, blocks, BLOCKS):
+            part = load_blocks(parts, start, blocks, BLOCKS, float("-inf"))
+            first = tl.minimum(first, _first_with(part, raw_top, start, blocks))
+    top, total = join_blocks(parts + 2 * blocks, parts + 3 * blocks, blocks, BLOCKS, MANY)
     log_sum = log(total)
     token = first * _LSE_BLOCK + tl.arange(0, _LSE_BLOCK)[None, :]
     x = tl.load(logits + row * stride + token, mask=token < n, other=float("-inf"))
@@ -123,11 +133,14 @@ def _rows_kernel(
     key = _key(largest)
     top, whole = tl.max(tl.max(top, axis=1), axis=0), tl.max(tl.max(total, axis=1), axis=0)
     allowed = (key > (_NOTHING >> 31)) & (z >= top + log(tl.load(min_p + row)))
-    if (t != 0.0) & (k > 0) & (k <= blocks):
+    whole_row: tl.constexpr = not MANY  # else no key spares them tokens, which is as true
+    if whole_row & (t != 0.0) & (k > 0) & (k <= blocks):
         tl.store(bounds + 2 * row, _bound(key, tl.where(allowed, 1, 0).to(tl.int64), k))
     else:
         tl.store(bounds + 2 * row, 0)
-    if (t != 0.0) & (p < 1.0) & (tl.abs(whole) < 1e30):  # 1.001: above what rounding can have taken from the sum
+    if (
+        whole_row & (t != 0.0) & (p < 1.0) & (tl.abs(whole) < 1e30)
+    ):  # 1.001: above what rounding can have taken from the sum
         target = (p * whole * 1.001 * 1048576.0).to(tl.int64) * 1048576
         tl.store(bounds + 2 * row + 1, _bound(key, tl.where(allowed, _weight(z, top, True), 0), target))
     else:
@@ -414,8 +427,11 @@ def _finish_kernel(
 ):
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, TILES)
-    found = tl.max(tl.load(best + row * tiles + at, mask=at < tiles, other=-9223372036854775808), axis=0)
+    found = tl.full([], -9223372036854775808, tl.int64)
+    for first in range(0, tiles, TILES):
+        at = first + tl.arange(0, TILES)
+        part = tl.load(best + row * tiles + at, mask=at < tiles, other=-9223372036854775808)
+        found = tl.maximum(found, tl.max(part, axis=0))
     t = tl.load(temperature + row)
     token = tl.load(greedy + row)
     if (token >= 0) & (t != 0.0):  # a parameter that the host did not look at may have left no token to draw
@@ -454,7 +470,7 @@ def sample(
         )
         _rows_kernel[(rows,)](
             logits, temperature, top_k, top_p, min_p, parts, lse, greedy, bounds, n, blocks, stride,
-            BLOCKS=block(blocks), num_warps=4, **options,
+            **joined(blocks), num_warps=4, **options,
         )  # fmt: skip
         for by_mass in (False, True):
             for level in range(3):
@@ -472,6 +488,6 @@ def sample(
         )  # fmt: skip
         _finish_kernel[(rows,)](
             logits, lse, greedy, temperature, best, ids, logprobs, raw_logprobs, stride, tiles,
-            TILES=block(tiles), num_warps=4, **options,
+            TILES=chunk(tiles, 1024), num_warps=4, **options,
         )  # fmt: skip
     return ids, logprobs, raw_logprobs

@@ -13,6 +13,13 @@ def _cut(x: Tensor, lengths: Sequence[int]) -> list[Tensor]:
     return list(x.split(list(lengths)))
 
 
+def _foreign(dtype: torch.dtype) -> tuple[float, ...]:
+    """What must not reach a row that does not see it. A product of 0 with the finite ones is 0, and still their
+    exponent may not move the sum that it joins."""
+    huge = torch.finfo(dtype).max * 0.9
+    return float("nan"), float("inf"), huge, -huge
+
+
 def check_packing(
     varlen: Callable[..., object],
     q: Tensor,
@@ -21,9 +28,10 @@ def check_packing(
     lengths: Sequence[int],
     *,
     seed: int = 0,
-    neighbours: Sequence[float] = (float("nan"), float("inf")),
+    neighbours: Sequence[float] | None = None,
 ) -> None:
-    """A sequence has the same bits alone, packed in another order, and beside neighbours turned into NaN or Inf.
+    """A sequence has the same bits alone, packed in another order, and beside neighbours turned into NaN, Inf or the
+    largest finite values.
 
     varlen(q, k, v, cu_seqlens, max_seqlen) returns one tensor or several, each with q's or k's rows (an output, or
     gradients). Raises AssertionError naming the first property that fails.
@@ -43,6 +51,7 @@ def check_packing(
     order = torch.randperm(len(parts), generator=g).tolist()
     for index, result in zip(order, run([parts[i] for i in order])):
         assert_bitwise(result, expected[index], f"sequence {index} in another order")
+    neighbours = _foreign(q.dtype) if neighbours is None else neighbours
     for value in neighbours if len(parts) > 1 else ():
         keep = int(torch.randint(len(parts), (1,), generator=g))
         poisoned = [p if i == keep else tuple(torch.full_like(x, value) for x in p) for i, p in enumerate(parts)]
@@ -57,26 +66,42 @@ def check_unseen(
     lengths: Sequence[int],
     *,
     window: int | None = None,
+    paged: Callable[..., Tensor] | None = None,
+    page_size: int = 16,
     seed: int = 0,
-    values: Sequence[float] = (float("nan"), float("inf")),
+    values: Sequence[float] | None = None,
 ) -> None:
-    """Later tokens, and keys that have left the window, may turn into NaN or Inf: earlier rows keep their bits."""
+    """Later tokens, and keys that have left the window, may turn into NaN, Inf or the largest finite values: earlier
+    rows keep their bits, and so does, with `paged`, each of them decoded alone from a cache that holds such values.
+
+    varlen and paged as check_paging takes them; window is what both apply.
+    """
     g = torch.Generator().manual_seed(seed)
     cu = offsets(lengths, q.device)
     expected = varlen(q, k, v, cu, max(lengths))
-    for value in values:
+    for value in _foreign(q.dtype) if values is None else values:
         q2, k2, v2 = q.clone(), k.clone(), v.clone()
-        kept = []
-        for begin, length in zip(cu.tolist(), lengths):
+        kept, rows, seen = [], [], []
+        for row, (begin, length) in enumerate(zip(cu.tolist(), lengths)):
             if not length:
                 continue
             now = begin + int(torch.randint(length, (1,), generator=g))
             kept.append(now)
+            rows.append(row)
+            seen.append(now + 1 - begin)
             for x in (q2, k2, v2):
                 x[now + 1 : begin + length] = value
             if window is not None:
                 k2[begin : max(begin, now - window + 1)] = v2[begin : max(begin, now - window + 1)] = value
         assert_bitwise(varlen(q2, k2, v2, cu, max(lengths))[kept], expected[kept], f"rows before {value}")
+        if paged is None:
+            continue
+        pages = Pages.of(k2, v2, lengths, page_size, seed).put(k2, v2)
+        caches = pages.k_cache, pages.v_cache, pages.block_table[rows]
+        lens = torch.tensor(seen, dtype=torch.int32, device=q.device)
+        for most in (1, 2):  # a bound, which may be above the longest
+            out = paged(q2[kept], *caches, lens, offsets([1] * len(rows), q.device), most)
+            assert_bitwise(out, expected[kept], f"decode where what is not seen is {value}, max_seqlen_q {most}")
 
 
 def check_paging(
@@ -154,6 +179,6 @@ def check_attention(
     """check_packing, check_unseen and check_paging on inputs that cancel. window is what the two functions apply."""
     q, k, v = attention_inputs(lengths, hq, hk, d, dv, seed=seed, dtype=dtype, device=device)
     check_packing(varlen, q, k, v, lengths, seed=seed)
-    check_unseen(varlen, q, k, v, lengths, window=window, seed=seed)
+    check_unseen(varlen, q, k, v, lengths, window=window, paged=paged, seed=seed)
     if paged is not None:
         check_paging(varlen, paged, q, k, v, lengths, page_sizes=page_sizes, seed=seed)
