@@ -138,7 +138,7 @@ def cases(t, device):
         "log_softmax_fwd": ((x(3, 8), x(3, 8), f(3, 2)), {0: either, 1: either}),
         "log_softmax_bwd": ((x(3, 8), x(3, 8), f(3, 2), x(3, 8)), {0: either}),
         "mean_fwd": ((x(3, 8), 8.0, x(3)), {}),
-        "mean_bwd": ((x(3), 8.0, x(3, 8)), {}),
+        "mean_bwd": ((x(3), 8.0, x(3)), {}),
         "linear_logprobs_fwd": ((*head, workspace, f(3), f(3), f(3, 2)), {}),
         "linear_logprobs_bwd": (
             (f(3), f(3), *head, f(3), f(3, 2), f(2, 300), f(300, 8), f(3, 8), x(600, 8)),

@@ -36,7 +36,6 @@ def accumulate(
     k = tl.arange(0, BK).to(tl.int64)
     a_at = a + m[:, None] * a_row + k[None, :] * a_col
     b_at = b + k[:, None] * b_row + n[None, :] * b_col
-    a_step, b_step = tl.full([], BK, tl.int64) * a_col, tl.full([], BK, tl.int64) * b_row  # may be beyond 2^31
     live_m, live_n = (m < M)[:, None], (n < N)[None, :]
     a_step, b_step = tl.cast(a_col, tl.int64) * BK, tl.cast(b_row, tl.int64) * BK  # may pass 2^31
     for start in range(0, K, BK):
