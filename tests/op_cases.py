@@ -6,8 +6,8 @@ from conftest import room_backends
 
 import vexact_ops as vx
 
-NOT_OPS = {"admit_linear", "admit_linear_cross_entropy", "numerics", "backends", "set_backend", "use_backend"}
-NOT_OPS |= {"BackendUnavailable", "admit", "explain", "numerics_difference", "patch", "testing"}
+NOT_OPS = {"admit", "explain", "numerics", "numerics_difference", "backends", "set_backend", "use_backend"}
+NOT_OPS |= {"BackendUnavailable", "patch", "testing"}
 
 
 class Inputs:
