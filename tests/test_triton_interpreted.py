@@ -17,6 +17,7 @@ FEW = (
     "cpu-triton and (alone or gpu or tile) and not fp16 and not (gradients_of_a_sequence and fp32)"
     " and not (test_tokens_stand_alone and (gelu_tanh or fp32))"
     " or cpu-triton and default_dtype_does_not_show and bf16"
+    " or cpu-triton and (steps_along or several_trees and 2049 or left_the_window and sinks and d80 and bf16)"
 )
 
 
