@@ -69,7 +69,9 @@ def test_tests_that_raise_sigint_handle_it_themselves():
     for path in TESTS.rglob("test_*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and path.name != "test_on_gpu.py":
-                raises = any(isinstance(n, ast.Attribute) and n.attr == "raise_signal" for n in ast.walk(node))
+                raises = any(
+                    isinstance(n, ast.Attribute) and n.attr in ("raise_signal", "kill") for n in ast.walk(node)
+                )
                 found += raises
                 assert not raises or "ctrl_c" in [a.arg for a in node.args.args], f"{path.name}: {node.name}"
     assert found

@@ -7,7 +7,19 @@ import torch
 from torch import Tensor, nn
 
 import vexact_ops as vx
-from vexact_engine import Completion, Engine, EngineConfig, Increment, SamplingParams
+from vexact_engine import (
+    Completion,
+    Engine,
+    EngineClosed,
+    EngineConfig,
+    EngineForked,
+    Increment,
+    ModelInUse,
+    RequestError,
+    SamplingParams,
+    StepFailed,
+    WeightsTorn,
+)
 
 
 def ops(x: Tensor, w: Tensor, ids: Tensor, offsets: Tensor) -> None:
@@ -45,6 +57,8 @@ def about_this_process(x: Tensor, w: Tensor) -> None:
     differs: dict[str, tuple[object, object]] = vx.numerics_difference(found, found)
     reasons: dict[str, str] = vx.backends()
     vx.set_backend(None)
+    asked: str | None = vx.current_backend()
+    print(asked)
     with vx.use_backend("cpu"):
         print(found, differs, reasons)
     try:
@@ -76,4 +90,12 @@ async def engine(path: str, model: nn.Module) -> None:
             assert_type(news, Increment)
         engine.abort("nobody")
         engine.update_weights(model.named_parameters(), numerics=vx.numerics())
+        engine.pause("keep")
+        engine.resume()
+        try:
+            engine.generate([], raise_on_error=True)
+        except RequestError as error:
+            assert_type(error.completions, list[Completion])
+        except (EngineClosed, EngineForked, ModelInUse, StepFailed, WeightsTorn) as error:
+            print(error)
         print(text, logprobs, more, engine.weight_version, engine.numerics())

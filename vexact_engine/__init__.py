@@ -10,8 +10,26 @@ _WHERE = {
     "SamplingParams": "config",
     "Completion": "request",
     "Increment": "outputs",
+    "EngineClosed": "errors",
+    "EngineForked": "errors",
+    "ModelInUse": "errors",
+    "RequestError": "errors",
+    "StepFailed": "errors",
+    "WeightsTorn": "errors",
 }
-__all__ = ["Completion", "Engine", "EngineConfig", "Increment", "SamplingParams"]
+__all__ = [
+    "Completion",
+    "Engine",
+    "EngineClosed",
+    "EngineConfig",
+    "EngineForked",
+    "Increment",
+    "ModelInUse",
+    "RequestError",
+    "SamplingParams",
+    "StepFailed",
+    "WeightsTorn",
+]
 
 
 def _load(name: str) -> object:
@@ -33,5 +51,6 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from .config import EngineConfig, SamplingParams
     from .engine import Engine
+    from .errors import EngineClosed, EngineForked, ModelInUse, RequestError, StepFailed, WeightsTorn
     from .outputs import Increment
     from .request import Completion

@@ -12,6 +12,7 @@ from numbers import Real
 
 # Positive temperatures outside this range overflow or flatten fp32 logits, and then the distribution means nothing.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5
+MAX_SAMPLES = 4096  # of one prompt: each holds a copy of its ids
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,9 @@ class EngineConfig:
     kv_segment               attention's key segment, part of the numerics: None, or the trainer's own value
     latent_attention         where attention is latent (DeepSeek-V3, Moonlight): cache compressed keys instead of every
                              head's; part of the numerics: the trainer's own patch.hf(latent=...)
+    reserve                  share of the tokens that running sequences may still generate for which pages are left when
+                             another is let in: 0 preempts often where the cache is small, 1 never, and takes many more
+                             steps; None: half of what finished ones have used of theirs
     enforce_eager            no CUDA graphs
     pipeline_parallel_size   stages that the layers are cut into
     show_progress            a progress bar; None: on a terminal only
@@ -43,6 +47,7 @@ class EngineConfig:
     enable_prefix_cache: bool = True
     kv_segment: int | None = None
     latent_attention: bool = False
+    reserve: float | None = None
     enforce_eager: bool = False
     pipeline_parallel_size: int = 1
     show_progress: bool | None = None
@@ -54,6 +59,8 @@ class EngineConfig:
         _set_int(self, "max_model_len", 2, optional=True)  # one token of prompt, one generated
         _set_int(self, "kv_segment", 1, optional=True)
         _set_real(self, "gpu_memory_utilization", lambda u: 0 < u <= 1, "a number above 0 and at most 1")
+        if self.reserve is not None:
+            _set_real(self, "reserve", lambda share: 0 <= share <= 1, "a number from 0 to 1, or None")
         _check_bool(self, "enable_prefix_cache")
         _check_bool(self, "latent_attention")
         _check_bool(self, "enforce_eager")
@@ -69,10 +76,10 @@ class SamplingParams:
     top_p              keep the likeliest tokens up to this mass, above 0 and at most 1 (1: off)
     top_k              keep this many of the likeliest tokens (0: off)
     min_p              drop tokens less likely than this share of the likeliest, 0 to 1 (0: off)
-    n                  samples per prompt, each with a seed of its own
+    n                  samples per prompt, 1 to 4096, each with a seed of its own
     seed               0 <= seed < 2**64; None draws one, which the completion records
     stop_token_ids     generation ends after any of these, beside the model's own end-of-sequence ids
-    stop               a string, or several: generation ends once the generated text contains one of them
+    stop               a string, or several, or None: generation ends once the generated text contains one of them
     ignore_eos         generate past the model's end-of-sequence ids (`stop_token_ids` still apply)
     num_top_logprobs   report the log-probabilities of this many of the likeliest tokens at each position
     """
@@ -92,7 +99,7 @@ class SamplingParams:
     def __post_init__(self):
         _set_int(self, "max_new_tokens", 1)
         _set_int(self, "top_k", 0)
-        _set_int(self, "n", 1)
+        _set_int(self, "n", 1, MAX_SAMPLES)
         _set_int(self, "num_top_logprobs", 0)
         _set_int(self, "seed", 0, 2**64 - 1, optional=True)
         in_range = f"0 (greedy), or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
@@ -106,6 +113,8 @@ class SamplingParams:
         if any(i < 0 for i in ids):
             raise _value_error(self, "stop_token_ids", "token ids of 0 or more")
         object.__setattr__(self, "stop_token_ids", ids)
+        if self.stop is None:
+            object.__setattr__(self, "stop", ())
         if not isinstance(self.stop, Iterable):
             raise _type_error(self, "stop", "a string or several")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)

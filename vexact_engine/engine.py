@@ -1,20 +1,16 @@
-"""The engine: requests in, completions out, from a loop, from asyncio, or token by token.
+"""The engine: requests in, completions out, from a function call, from asyncio, or token by token.
 
-Whoever holds the turn may change the scheduler, the weights and the pages; everything between two turns is a whole
-state. `generate` takes turns in the caller's thread until its own requests are done. The asynchronous front starts a
-thread that takes turns as long as there is work. Both may be in use at once: a step computes whatever is scheduled,
-whoever drives it, and results find their way through tickets.
+What is here runs in the callers' threads and only hands over and collects: the engine's one thread (core/loop.py) owns
+all that computes.
 """
 
 import asyncio
-import contextlib
-import logging
+import functools
 import os
 import threading
 import time
-from collections import deque
+import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -24,31 +20,19 @@ from torch import Tensor
 import vexact_ops as vx
 
 from .config import EngineConfig, SamplingParams
+from .core.loop import PAUSES, Loop, drop
 from .core.scheduler import Scheduler, Stats
-from .interrupt import HeldInterrupts
-from .outputs import Increment, Ticket
+from .errors import RequestError
+from .outputs import Call, Increment, Ticket
 from .progress import bar, quiet
 from .request import Completion, Request
-from .request import Sequence as Sample
 from .runner import shapes
-from .runner.runner import Runner
+from .runner.worker import Worker
+from .text import Text
 from .weights.load import Loaded, load
-from .weights.update import apply_update, plan_update
 
-log = logging.getLogger(__name__)
-
-
-async def _arrival(future: Future) -> None:
-    """Until it is done, without asyncio.wrap_future: giving up waiting must not cancel what others compute."""
-    loop, arrived = asyncio.get_running_loop(), asyncio.Event()
-
-    def tell(_: Future) -> None:
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(arrived.set)
-
-    future.add_done_callback(tell)
-    await arrived.wait()
-
+_BUCKET = 256 << 20  # bytes of new weights that are handed over at once
+_TORN = "an update of the weights broke off in the middle: update them again"
 
 Prompt = str | Sequence[int]
 
@@ -56,8 +40,17 @@ Prompt = str | Sequence[int]
 class Engine:
     """Generates with one model. A context manager; close() frees the caches and unpatches the model.
 
-    config, tokenizer, model   as they are in use: num_pages and max_model_len are filled in
-    stats                      counts since the start: steps, tokens, preemptions, ...
+    All methods may be called from any thread; one thread of the engine's own computes, with torch state, stream and
+    numerics of its own: autocast, modes, default types and backends of the callers take no part in it. One that is
+    dropped without close() closes itself, and so does one that the end of the process finds at work. A fork of the
+    process has no engine: EngineForked.
+
+    The engine owns the weights. Change them by `update_weights`. What others write into them in place
+    (`optimizer.step()`), or put in their place, is noticed before the next step and counts as an update: old pages are
+    forgotten. A write through `.data` is not noticed; call reset_prefix_cache() after one, while nothing runs.
+
+    config, tokenizer, model   as they are in use: num_pages and max_model_len are filled in; the tokenizer is a copy
+    stats                      counts since the start, live: steps, tokens, preemptions, ...
     weight_version             0, and one more after every update
     path                       how hidden states are computed: "fused", or "patched: " and why; never a matter of bits
     """
@@ -69,31 +62,21 @@ class Engine:
                 f"Engine: pipeline_parallel_size: got {config.pipeline_parallel_size}, expected 1: this version does "
                 "not cut the layers into stages"
             )
-        self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
+        self.model, self.name = loaded.model, loaded.name
+        self._text = None if loaded.tokenizer is None else Text(loaded.tokenizer)
+        self.tokenizer = None if self._text is None else self._text.tokenizer
         first = next(self.model.parameters())
         self.device, self.dtype = first.device, first.dtype
         self.vocab_size = shapes.vocab_size(self.model)
-        self.config = self._complete(config)
-        self._handle = vx.patch.hf(self.model, kv_segment=config.kv_segment, latent=config.latent_attention)
-        try:
-            self._runner = Runner(self.model, self._handle, self.config, self.device)
-            self.config = self._runner.config
-        except BaseException:
-            self._handle.undo()
-            raise
-        self._scheduler = Scheduler(
-            self.config,
-            eos_token_ids=loaded.eos_token_ids,
-            vocab_size=self.vocab_size,
-            text_tail=None if self.tokenizer is None else lambda sample: self._tickets[sample.request.id].tail(sample),
-        )
-        self._tickets: dict[str, Ticket] = {}  # of requests that are not done
-        self._inbox: deque[Ticket | str] = deque()  # requests to add, and ids of requests to abort
-        self._next, self._lock = threading.Lock(), threading.Lock()
-        self._wake = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._closed = False
-        self._torn: str | None = None  # why the weights are in no defined state
+        config = _complete(config, loaded)
+        backend = vx.current_backend()  # of here and now, for good
+        made = functools.partial(_make, loaded, config, self.vocab_size, self._text is not None, backend)
+        self._loop = Loop(made)
+        self._scheduler, self._worker = self._loop.scheduler, self._loop.worker
+        self.config, self._path = self._worker.config, self._worker.path
+        self._updates = threading.Lock()  # held by whoever updates the weights
+        self._end = weakref.finalize(self, drop, self._loop)
+        self._end.atexit = False  # the loop sees to that itself
 
     @classmethod
     def from_pretrained(
@@ -107,19 +90,16 @@ class Engine:
     ) -> "Engine":
         """An engine for a model directory, a GGUF file, a model on the Hub, or a loaded Hugging Face model.
 
-        path_or_model   see weights.load.load. A loaded model is taken over: patched, and run in place, until close()
+        path_or_model   see weights.load.load. A loaded model is taken over: patched, run in place, and its weights
+                        owned until close(); a second engine on it is refused
         device, dtype   where and in what; dtype None is bfloat16, or what a loaded model has
         tokenizer       to use instead of the one beside the weights; without any, prompts are token ids, and no text
         raises          FileNotFoundError, ValueError, TypeError: what cannot be loaded and why; UnsupportedModule (a
-                        ValueError) naming the modules whose bits could depend on the batch
+                        ValueError) naming the modules whose bits could depend on the batch; ModelInUse
         """
-        return cls(load(path_or_model, device=device, dtype=dtype, tokenizer=tokenizer), config)
-
-    def _complete(self, config: EngineConfig) -> EngineConfig:
-        made_for, wanted = shapes.max_positions(self.model), config.max_model_len
-        if made_for is not None and wanted is not None and wanted > made_for:
-            raise ValueError(f"EngineConfig: max_model_len is {wanted}, expected at most {made_for}: {self.name}'s own")
-        return replace(config, max_model_len=wanted if wanted is not None else made_for)
+        with torch.device("cpu"):  # not the caller's default device
+            loaded = load(path_or_model, device=device, dtype=dtype, tokenizer=tokenizer)
+        return cls(loaded, config)
 
     # Fronts
 
@@ -129,31 +109,32 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         request_ids: Sequence[str] | None = None,
+        raise_on_error: bool = False,
     ) -> list[Completion]:
         """Complete every prompt; returns when all are done.
 
-        prompts       texts or lists of token ids; a text is taken as it stands (apply a chat template first)
-        params        one for all, or one for each
-        request_ids   names for `abort`, one for each prompt
-        returns       the completions in the order of the prompts, n of each. A request that is itself at fault gets
-                      finish_reason "error" and says why; the others run on. One that another thread aborts has
-                      finish_reason "abort" and what it had
-        raises        TypeError or ValueError on the call's own arguments, RuntimeError once closed. On Ctrl-C the
-                      requests of this call are aborted and the engine can be used again
+        prompts         texts or lists of token ids; a text is taken as it stands (apply a chat template first; one that
+                        begins with the beginning-of-sequence token gets no second one)
+        params          one for all, or one for each
+        request_ids     names for `abort`, one for each prompt
+        raise_on_error  raise RequestError, which holds all completions, where any has finish_reason "error"
+        returns         the completions in the order of the prompts, n of each. A request that is itself at fault gets
+                        finish_reason "error" and says why; the others run on. One that another thread aborts, or that
+                        close() meets, has finish_reason "abort" and what it had
+        raises          TypeError or ValueError on the call's own arguments, EngineClosed, StepFailed, WeightsTorn. On
+                        Ctrl-C the requests of this call are aborted and the engine can be used again
         """
-        jobs = self._jobs(prompts, params, request_ids)
-        tickets = [job for job in jobs if isinstance(job, Ticket)]
+        done = threading.Event()
+        call = Call(done.set)
+        jobs = self._jobs(prompts, params, request_ids, call)
         try:
-            self._inbox.extend(tickets)
-            with self._progress(tickets) as show:
-                while not all(ticket.done for ticket in tickets):
-                    with self._turn() as held:
-                        self._step(held)
-                    show()
+            if call.tickets:
+                self._loop.submit(call.tickets, self._worker.fence())
+                self._wait(done, call.tickets)
         except BaseException:
-            self._drop(tickets)
+            self._loop.abort(call.tickets)
             raise
-        return [done for job in jobs for done in (job.future.result() if isinstance(job, Ticket) else job)]
+        return _collect(jobs, raise_on_error)
 
     async def agenerate(
         self,
@@ -161,39 +142,36 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         request_ids: Sequence[str] | None = None,
+        raise_on_error: bool = False,
     ) -> list[Completion]:
         """`generate` for asyncio. Cancelling it aborts its requests."""
-        jobs = self._jobs(prompts, params, request_ids)
-        tickets = [job for job in jobs if isinstance(job, Ticket)]
+        arrived = asyncio.Event()
+        call = Call(functools.partial(self._loop.mail, asyncio.get_running_loop(), lambda _: arrived.set(), None))
+        jobs = self._jobs(prompts, params, request_ids, call)
         try:
-            self._submit(tickets)
-            for ticket in tickets:
-                await _arrival(ticket.future)
+            if call.tickets:
+                self._loop.submit(call.tickets, self._worker.fence())
+                await arrived.wait()
         finally:
-            self._drop(tickets)
-        return [done for job in jobs for done in (job.future.result() if isinstance(job, Ticket) else job)]
+            self._loop.abort(call.tickets)
+        return _collect(jobs, raise_on_error)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> AsyncIterator[Increment]:
         """The tokens of one request as they come, of all its samples in turn. Leaving the loop early aborts it."""
-        loop = asyncio.get_running_loop()
         news: asyncio.Queue[Increment | BaseException] = asyncio.Queue()
-
-        def tell(item: Increment | BaseException) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                loop.call_soon_threadsafe(news.put_nowait, item)
-
+        listen = functools.partial(self._loop.mail, asyncio.get_running_loop(), news.put_nowait)
+        call = Call(lambda: None)
         names = None if request_id is None else [request_id]
-        (job,) = self._jobs([prompt], params, names, on_news=tell)
+        (job,) = self._jobs([prompt], params, names, call, listen)
         if not isinstance(job, Ticket):
             for done in job:
                 yield Increment(done.request_id, done.index, [], [], [], "", done)
             return
-        job.future.add_done_callback(lambda future: future.exception() and tell(future.exception()))
         left = len(job.completions)
         try:
-            self._submit([job])
+            self._loop.submit([job], self._worker.fence())
             while left:
                 item = await news.get()
                 if isinstance(item, BaseException):
@@ -201,13 +179,28 @@ class Engine:
                 left -= item.completion is not None
                 yield item
         finally:
-            self._drop([job])
+            self._loop.abort([job])
 
     def abort(self, request_id: str) -> None:
         """End a request, from any thread: before the next step its samples get finish_reason "abort" and keep what they
         have. Nothing happens if it is unknown or done."""
-        self._inbox.append(request_id)
-        self._nudge()
+        if not isinstance(request_id, str):
+            raise TypeError(f"abort: request_id: got a {type(request_id).__name__}, expected a string")
+        self._loop.abort_named(request_id)
+
+    def pause(self, mode: str = "wait") -> None:
+        """Compute nothing from here on, until resume(); returns once that is so. Requests that come meanwhile wait.
+
+        mode   "abort": end all requests; "wait": let those that are in finish first; "keep": let them stand where
+               they are, with their keys and values
+        """
+        if mode not in PAUSES:
+            raise ValueError(f"pause: mode: got {mode!r}, expected one of {', '.join(PAUSES)}")
+        self._loop.pause(mode)
+
+    def resume(self) -> None:
+        """Go on after pause(). Nothing happens if there was none."""
+        self._loop.resume()
 
     # Weights
 
@@ -216,34 +209,93 @@ class Engine:
         named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
         *,
         numerics: Mapping[str, object] | None = None,
+        specs: Mapping[str, tuple[Sequence[int], torch.dtype]] | None = None,
+        keep_cache: bool = False,
     ) -> int:
-        """New weights, between two steps: all of them, or none.
+        """New weights, between two steps. Without `specs` all of them, or none.
 
-        named_tensors   every tensor of the model under its Hugging Face name (of tied ones, one is enough), in the
-                        model's shape and dtype, on any device
+        named_tensors   every parameter of the model under its Hugging Face name (of tied ones, one is enough), in the
+                        model's shape and dtype, on any device. Buffers (in a state_dict, not in named_parameters) may
+                        be left out, and then stay as they are. Without `specs` an iterator is read to its end first,
+                        so that all tensors lie in memory at once
         numerics        the trainer's vexact_ops.numerics(), with its kv_segment and latent_attention where it has such:
                         refused where it differs from this engine's, for then its log-probabilities may be other
                         ones. A trainer in this process asks for its own all the same: its options may differ. For
                         weights that no trainer computes with, a checkpoint's say, engine.numerics()
-        returns         the new weight_version. Running requests go on from their tokens, computed anew with the new
-                        weights; their completions say which version drew each token
+        specs           name -> (shape, dtype) of every tensor, checked before anything is written: then the tensors are
+                        read and written one bucket after the other, and the iterator may make each as it is asked for.
+                        It runs in this thread, and nothing is computed from its first tensor to its last. Where it
+                        breaks off the weights are torn: requests end with WeightsTorn until the next whole update
+        keep_cache      your declaration that requests under way may go on with keys and values of the old weights
+                        (their log-probabilities are then no single weights'); by default they are computed anew
+        returns         the new weight_version. Running requests go on from their tokens; their completions say which
+                        version drew each. Frequent updates wait for the first request in line to get a token in
+                        between, unless the engine is paused: nobody starves
         raises          ValueError: missing, unknown, repeated or misshapen, or other numerics; TypeError: no numerics,
-                        no tensor, or another dtype. Nothing has changed then
+                        no tensor, or another dtype: nothing has changed then. EngineClosed
         """
-        with self._turn():
-            self._check_numerics(numerics)
-            plan = plan_update(self.model, named_tensors)
-            version = self.weight_version + 1
-            self._torn = "an update of the weights broke off in the middle: update them again"
-            apply_update(plan)
-            self._torn = None
-            self._scheduler.reset_cache(version)
-            return version
+        loop, worker = self._loop, self._worker
+        loop.check_open()
+        self._check_numerics(numerics)
+        with self._updates:
+            if specs is not None:
+                return self._stream_weights(named_tensors, specs, keep_cache)
+            pairs = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
+            ready = worker.fence()
+
+            def update() -> int:
+                ready()
+                plan = worker.plan(pairs)
+                loop.torn = _TORN
+                worker.apply(plan)
+                return self._renewed(keep_cache)
+
+            return loop.call(update, when=loop.may_change_weights)
+
+    def _stream_weights(self, named_tensors, specs, keep_cache: bool) -> int:
+        loop, worker = self._loop, self._worker
+        update = loop.call(lambda: worker.begin(specs))
+
+        def write(bucket: list[tuple[str, Tensor]], ready) -> None:
+            ready()
+            loop.updating = True
+            try:
+                update.write(bucket)
+            finally:
+                loop.torn = _TORN if update.begun else loop.torn
+            worker.settle()
+
+        def finish() -> int:
+            update.finish()
+            loop.updating = False
+            worker.settle()
+            return self._renewed(keep_cache)
+
+        def give_up() -> None:
+            loop.updating = False
+
+        pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+        try:
+            for bucket in _buckets(pairs):
+                loop.call(functools.partial(write, bucket, worker.fence()), when=self._may_write)
+            return loop.call(finish, when=self._may_write)
+        except BaseException:
+            if not loop.closed:
+                loop.call(give_up)
+            raise
+
+    def _may_write(self) -> bool:
+        return self._loop.updating or self._loop.may_change_weights()
+
+    def _renewed(self, keep_cache: bool) -> int:
+        self._loop.torn = None
+        self._scheduler.reset_cache(self._scheduler.weight_version + 1, keep_running=keep_cache)
+        return self._scheduler.weight_version
 
     def reset_prefix_cache(self) -> None:
-        """Forget every known prompt, between two steps: what comes is computed anew. No bit changes by it."""
-        with self._turn():
-            self._scheduler.reset_cache()
+        """Forget all keys and values, between two steps: what comes, and what runs, is computed anew. That changes no
+        bit, unless the weights were changed behind the engine's back."""
+        self._loop.call(self._scheduler.reset_cache)
 
     @property
     def weight_version(self) -> int:
@@ -255,12 +307,11 @@ class Engine:
 
     @property
     def path(self) -> str:
-        return self._runner.path
+        return self._path
 
     def numerics(self) -> dict:
-        """What fixes this engine's bits; a trainer with an equal dictionary computes the same ones."""
-        latent = self.config.latent_attention or None
-        return vx.numerics(self.device, kv_segment=self.config.kv_segment, latent_attention=latent)
+        """What fixes this engine's bits since it was made; a trainer with an equal dictionary computes the same."""
+        return dict(self._worker.numerics)
 
     def _check_numerics(self, given: Mapping[str, object] | None) -> None:
         if not isinstance(given, Mapping):
@@ -282,17 +333,15 @@ class Engine:
     # The end
 
     def close(self) -> None:
-        """Abort what runs, stop the thread, free the caches, unpatch the model. Again does nothing."""
-        if self._closed:
-            return
-        with self._turn():
-            self._closed = True
-            self._end([ticket.request.id for ticket in self._tickets.values()])
-        self._wake.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-        self._handle.undo()
-        self._runner = None
+        """Abort what runs, end the thread, free the caches, unpatch the model. Again does nothing.
+
+        raises   RuntimeError, once, where something else has replaced a patched forward meanwhile
+        """
+        self._loop.close()
+        self._end.detach()
+        error, self._loop.close_error = self._loop.close_error, None
+        if error is not None:
+            raise error
 
     def __enter__(self) -> "Engine":
         return self
@@ -302,12 +351,13 @@ class Engine:
 
     # Requests and tickets
 
-    def _jobs(self, prompts, params, request_ids, on_news=None) -> list[Ticket | list[Completion]]:
+    def _jobs(self, prompts, params, request_ids, call: Call, listen=None) -> list[Ticket | list[Completion]]:
         """For each prompt a ticket, or the completions that say what is wrong with it."""
-        if self._closed:
-            raise RuntimeError("Engine: it is closed")
+        self._loop.check_open()
         if isinstance(prompts, str):
             prompts = [prompts]
+        if isinstance(prompts, Mapping | bytes | bytearray | set | frozenset) or not isinstance(prompts, Iterable):
+            raise TypeError(f"generate: prompts: got a {type(prompts).__name__}, expected a list of prompts")
         prompts = list(prompts)
         if prompts and all(isinstance(prompt, int) for prompt in prompts):
             raise TypeError("generate: prompts: got one list of token ids, expected a list of prompts")
@@ -320,10 +370,13 @@ class Engine:
                 )
             if values is not None and len(values) != len(prompts):
                 raise ValueError(f"generate: {name}: got {len(values)}, expected {len(prompts)}, one for each prompt")
+        for name in request_ids or ():
+            if not isinstance(name, str):
+                raise TypeError(f"generate: request_ids: got a {type(name).__name__} ({name!r}), expected strings")
         names = request_ids or [None] * len(prompts)
-        return [self._job(*each, on_news) for each in zip(prompts, params, names)]
+        return [self._job(*each, call, listen) for each in zip(prompts, params, names)]
 
-    def _job(self, prompt, params, name, on_news) -> Ticket | list[Completion]:
+    def _job(self, prompt, params, name, call, listen) -> Ticket | list[Completion]:
         ids: list[int] = []
         try:
             if not isinstance(params, SamplingParams):
@@ -331,14 +384,14 @@ class Engine:
             if params.num_top_logprobs > self.vocab_size:
                 raise ValueError(f"num_top_logprobs is {params.num_top_logprobs}, expected at most {self.vocab_size}")
             if isinstance(prompt, str):
-                if self.tokenizer is None:
+                if self._text is None:
                     raise ValueError("prompt is a text, expected token ids: there is no tokenizer")
-                prompt = self.tokenizer(prompt)["input_ids"]
+                prompt = self._text.encode(prompt)
             request = Request(prompt, params, name)
             ids = request.prompt_ids
         except Exception as error:
             return self._refused(ids, params, name, error)
-        return Ticket(request, self.tokenizer, on_news)
+        return Ticket(request, self._text, call, listen)
 
     def _refused(self, ids, params, name, error) -> list[Completion]:
         count = params.n if isinstance(params, SamplingParams) else 1
@@ -347,157 +400,59 @@ class Engine:
             for i in range(count)
         ]
 
-    def _submit(self, tickets: list[Ticket]) -> None:
-        """Hand over to the background thread."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="vexact-engine", daemon=True)
-            self._thread.start()
-        self._inbox.extend(tickets)
-        self._wake.set()
-
-    def _drop(self, tickets: list[Ticket]) -> None:
-        """Nobody waits for these any more."""
-        self._inbox.extend(ticket.request.id for ticket in tickets if not ticket.done)
-        self._nudge()
-
-    # Turns
-
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[HeldInterrupts]:
-        """The right to change anything. Ctrl-C waits until it is given back.
-
-        Two locks make it fair: whoever waits holds `_next`, so the one that gives a turn back cannot take the next one.
-        """
-        with HeldInterrupts() as held:
-            with self._next:
-                self._lock.acquire()
-            try:
-                if self._closed:
-                    raise RuntimeError("Engine: it is closed")
-                self._drain()
-                yield held
-            finally:
-                self._lock.release()
-                self._nudge()
-
-    def _nudge(self) -> None:
-        """See to the inbox if nobody has the turn; whoever has it does so when giving it back."""
-        while self._inbox and self._lock.acquire(blocking=False):
-            try:
-                with HeldInterrupts():
-                    self._drain()
-            finally:
-                self._lock.release()
-
-    def _drain(self) -> None:
-        while self._inbox:
-            item = self._inbox.popleft()
-            if isinstance(item, str):
-                self._end([item])
-            elif not self._closed:
-                self._add(item)
-            else:
-                item.fail(RuntimeError("Engine: it is closed"))
-
-    def _add(self, ticket: Ticket) -> None:
-        request = ticket.request
-        try:
-            self._scheduler.add(request)
-        except ValueError as error:
-            for sample in request.sequences:
-                sample.finish("error", error=str(error))
-                self._tell(ticket, sample)
-        else:
-            self._tickets[request.id] = ticket
-
-    def _end(self, request_ids: list[str]) -> None:
-        for name in request_ids:
-            for sample in self._scheduler.abort(name):
-                self._deliver(sample)
-
-    # A step
-
-    def _step(self, held: HeldInterrupts) -> None:
-        """Schedule, compute, commit, deliver. A failure of the computation itself ends every request, for nobody can
-        say whose fault it is; the engine can be used again."""
-        scheduler = self._scheduler
-        if self._torn:
-            self._fail_all(RuntimeError(f"Engine: {self._torn}"))
-            return
-        plan = scheduler.schedule()
-        if not plan:
-            return
-        try:
-            held.open()
-            sampled = self._runner.run(plan)
-            held.shut()
-        except BaseException as error:
-            held.shut()
-            scheduler.cancel(plan)
-            if isinstance(error, Exception):
-                self._fail_all(error)
-            raise
-        for chunk, token in zip(plan.sampled_chunks, sampled.token_ids) if -1 in sampled.token_ids else ():
-            if token == -1:
-                where = f"after {len(chunk.sequence.tokens)} tokens"
-                message = f"the model's logits {where} are not finite numbers (NaN or infinite weights or activations?)"
-                for sample in scheduler.fail(chunk.sequence.request.id, message):
-                    self._deliver(sample)
-        for sample in scheduler.commit(plan, sampled):
-            self._deliver(sample)
-
-    def _deliver(self, sample: Sample) -> None:
-        name = sample.request.id
-        ticket = self._tickets.get(name)
-        if ticket is not None:
-            self._tell(ticket, sample)
-            if ticket.done:
-                self._tickets.pop(name, None)
-
-    def _tell(self, ticket: Ticket, sample: Sample) -> None:
-        try:
-            ticket.news(sample, self.weight_version)
-        except Exception as error:  # of a listener that is gone, or of a tokenizer: this request's trouble alone
-            ticket.fail(error)
-            self._tickets.pop(sample.request.id, None)
-            self._scheduler.fail(sample.request.id, repr(error))
-
-    def _fail_all(self, error: Exception) -> None:
-        for name, ticket in list(self._tickets.items()):
-            self._scheduler.fail(name, str(error))
-            ticket.fail(error)
-        self._tickets.clear()
-
-    def _serve(self) -> None:
-        """The background thread: turns while there is work, sleep while there is none."""
-        while True:
-            self._wake.wait()
-            self._wake.clear()
-            while not self._closed and (self._inbox or self._scheduler.has_unfinished):
-                try:
-                    with self._turn() as held:
-                        self._step(held)
-                except Exception:
-                    if not self._closed:
-                        log.exception("a step failed; its requests have been told")
-            if self._closed:
-                return
-
-    @contextlib.contextmanager
-    def _progress(self, tickets: list[Ticket]) -> Iterator:
-        """A function to call now and then, which draws where that is wanted."""
+    def _wait(self, done: threading.Event, tickets: list[Ticket]) -> None:
         samples = [sample for ticket in tickets for sample in ticket.request.sequences]
-        begin = last = time.perf_counter()
-        with bar(self.config.show_progress if tickets else False) as draw:
+        begin = time.perf_counter()
+        with bar(self.config.show_progress) as draw:
+            if draw is quiet:
+                done.wait()
+                return
+            while True:
+                tokens = sum(len(sample.logprobs) for sample in samples)
+                finished = sum(sample.finished for sample in samples)
+                rate = tokens / max(time.perf_counter() - begin, 1e-9)
+                draw("generating", finished, len(samples), f"{rate:.0f} tokens/s")
+                if done.wait(0.1):
+                    return
 
-            def show() -> None:
-                nonlocal last
-                now = time.perf_counter()
-                if now - last > 0.1:
-                    last = now
-                    tokens = sum(len(sample.logprobs) for sample in samples)
-                    done = sum(sample.finished for sample in samples)
-                    draw("generating", done, len(samples), f"{tokens / (now - begin):.0f} tokens/s")
 
-            draw("generating", 0, len(samples))
-            yield show if draw is not quiet else lambda: None
+def _complete(config: EngineConfig, loaded: Loaded) -> EngineConfig:
+    made_for, wanted = shapes.max_positions(loaded.model), config.max_model_len
+    if made_for is not None and wanted is not None and wanted > made_for:
+        raise ValueError(f"EngineConfig: max_model_len is {wanted}, expected at most {made_for}: {loaded.name}'s own")
+    return replace(config, max_model_len=wanted if wanted is not None else made_for)
+
+
+def _make(loaded: Loaded, config, vocab_size: int, has_text: bool, backend, text_tail) -> tuple[Scheduler, Worker]:
+    """In the engine's thread, and without a reference to the engine: it ends when nobody has one."""
+    worker = Worker(loaded.model, config, backend)
+    try:
+        scheduler = Scheduler(
+            worker.config,
+            eos_token_ids=loaded.eos_token_ids,
+            vocab_size=vocab_size,
+            text_tail=text_tail if has_text else None,
+        )
+    except BaseException:
+        worker.close()
+        raise
+    return scheduler, worker
+
+
+def _collect(jobs: list[Ticket | list[Completion]], raise_on_error: bool) -> list[Completion]:
+    done = [c for job in jobs for c in (job.result() if isinstance(job, Ticket) else job)]
+    if raise_on_error and any(c.finish_reason == "error" for c in done):
+        raise RequestError(done)
+    return done
+
+
+def _buckets(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    bucket, size = [], 0
+    for name, tensor in pairs:
+        bucket.append((name, tensor))
+        size += tensor.nbytes if isinstance(tensor, Tensor) else 0
+        if size >= _BUCKET:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket

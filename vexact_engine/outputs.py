@@ -1,13 +1,10 @@
-"""From tokens back to text and to whoever waits: incremental decoding, increments, and the tickets of requests."""
+"""From tokens to whoever waits for them: increments, tickets of requests, and the calls that they belong to."""
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 from .request import Completion, Request, Sequence
-
-_REPLACEMENT = "\ufffd"  # what an incomplete or invalid sequence of bytes decodes to
+from .text import Detokenizer, Text, held_back
 
 
 @dataclass(slots=True)
@@ -34,52 +31,20 @@ class Increment:
         return None if self.completion is None else self.completion.finish_reason
 
 
-def decode(tokenizer: Any, token_ids: list[int]) -> str:
-    """The text of generated ids; special tokens have none."""
-    return tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+class Call:
+    """The requests of one call to the engine. `notify` is called once, by the engine's thread, when all are done."""
 
+    def __init__(self, notify: Callable[[], None]):
+        self.notify, self.tickets, self.left = notify, [], 0
 
-class Detokenizer:
-    """The text of a growing list of ids, each token decoded a few times at most.
+    def add(self, ticket: "Ticket") -> None:
+        self.tickets.append(ticket)
+        self.left += 1
 
-    Decoded is a window that begins at a character's boundary with at least one token that is text already, because
-    a tokenizer may treat the very first token of a text differently. A replacement character at the end is kept
-    back: the next token may complete it.
-    """
-
-    __slots__ = ("_begin", "_count", "_read", "_taken", "text", "tokenizer")
-
-    def __init__(self, tokenizer: Any):
-        self.tokenizer = tokenizer
-        self.text = ""  # all that is certain
-        self._begin = 0  # the window's first token
-        self._read = 0  # tokens up to the last clean boundary
-        self._count = 0  # tokens seen
-        self._taken = 0  # characters of the window that are in `text`
-
-    def update(self, token_ids: list[int], final: bool = False) -> str:
-        """New certain text, given all ids so far; with `final`, all that is left."""
-        self._count = len(token_ids)
-        window = decode(self.tokenizer, token_ids[self._begin :])
-        whole = final or not window.endswith(_REPLACEMENT)
-        new = (window if whole else window[:-1])[self._taken :]
-        self.text += new
-        self._taken += len(new)
-        if whole and new:
-            self._begin, self._read = self._read, self._count
-            self._taken = len(decode(self.tokenizer, token_ids[self._begin : self._count]))
-        return new
-
-
-def held_back(text: str, stops: tuple[str, ...]) -> int:
-    """How many characters at the end of `text` could be the beginning of a stop string."""
-    most = 0
-    for stop in stops:
-        for size in range(min(len(stop) - 1, len(text)), most, -1):
-            if text.endswith(stop[:size]):
-                most = size
-                break
-    return most
+    def one_done(self) -> None:
+        self.left -= 1
+        if not self.left:
+            self.notify()
 
 
 class _Sample:
@@ -87,37 +52,49 @@ class _Sample:
 
     __slots__ = ("detokenizer", "sent_text", "sent_tokens")
 
-    def __init__(self, tokenizer: Any):
-        self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+    def __init__(self, text: Text | None):
+        self.detokenizer = None if text is None else Detokenizer(text)
         self.sent_text = self.sent_tokens = 0
 
 
 class Ticket:
-    """A request that somebody waits for.
+    """A request that somebody waits for: the engine's thread fills it in, the front reads it once it is done.
 
-    future      gets the list of its n completions, or the exception that stopped the engine
-    on_news     called with each Increment, or None where nobody listens
+    call         whose request it is
+    listen       given each Increment, and at the end an exception if there is one; None where nobody listens
+    completions  its n completions; whole once `done`
+    error        the exception that ended it instead
     """
 
-    def __init__(self, request: Request, tokenizer: Any, on_news: Callable[[Increment], None] | None = None):
-        self.request, self.tokenizer, self.on_news = request, tokenizer, on_news
-        self.future: Future[list[Completion]] = Future()
+    def __init__(
+        self,
+        request: Request,
+        text: Text | None,
+        call: Call,
+        listen: Callable[[Increment | BaseException], None] | None = None,
+    ):
+        self.request, self.text, self.call, self.listen = request, text, call, listen
         self.completions: list[Completion | None] = [None] * len(request.sequences)
-        self.samples = [_Sample(tokenizer) for _ in request.sequences]
+        self.samples = [_Sample(text) for _ in request.sequences]
+        self.left = len(self.samples)
+        self.done = False
+        self.error: BaseException | None = None
+        call.add(self)
 
-    @property
-    def done(self) -> bool:
-        return self.future.done()
+    def result(self) -> list[Completion]:
+        if self.error is not None:
+            raise self.error
+        return self.completions
 
     def tail(self, sequence: Sequence) -> str:
         """What the newest token added, and as much before it as the longest stop string is long."""
         detokenizer = self.samples[sequence.index].detokenizer
-        new = detokenizer.update(sequence.generated)
-        # A character that is still incomplete shows as a replacement, and no stop string is looked for in that.
+        new = detokenizer.update(sequence.tokens, sequence.num_prompt)
+        # A character that is still incomplete is not there yet, and no stop string is looked for in it.
         return detokenizer.text[-(len(new) + max(map(len, sequence.params.stop))) :]
 
-    def news(self, sequence: Sequence, weight_version: int) -> None:
-        """Tell of tokens that have come, and of the end if this is it."""
+    def deliver(self, sequence: Sequence, weight_version: int) -> None:
+        """Take what has come of one sample, and its end if this is it."""
         sample = self.samples[sequence.index]
         completion = None
         if sequence.finished:
@@ -125,24 +102,34 @@ class Ticket:
                 return
             completion = sequence.completion(self._whole_text(sequence, sample), weight_version)
             self.completions[sequence.index] = completion
-        if self.on_news is not None:
-            self.on_news(self._increment(sequence, sample, completion))
-        if completion is not None and all(c is not None for c in self.completions) and not self.done:
-            self.future.set_result(self.completions)
+            self.left -= 1
+        if self.listen is not None:
+            self.listen(self._increment(sequence, sample, completion))
+        if not self.left:
+            self._end()
 
     def fail(self, error: BaseException) -> None:
+        if self.done:
+            return
+        self.error = error
+        if self.listen is not None:
+            self.listen(error)
+        self._end()
+
+    def _end(self) -> None:
         if not self.done:
-            self.future.set_exception(error)
+            self.done = True
+            self.call.one_done()
 
     def _whole_text(self, sequence: Sequence, sample: _Sample) -> str:
-        if self.tokenizer is None:
+        if self.text is None:
             return ""
         try:
-            if sequence.params.stop or self.on_news is not None:
-                sample.detokenizer.update(sequence.generated, final=True)
+            if sequence.params.stop or self.listen is not None:
+                sample.detokenizer.update(sequence.tokens, sequence.num_prompt, final=True)
                 text = sample.detokenizer.text
             else:
-                text = decode(self.tokenizer, sequence.generated)
+                text = self.text.whole(sequence.generated)
         except Exception as error:
             sequence.error = sequence.error or f"text: the tokens could not be decoded: {error!r}"
             return ""
@@ -155,9 +142,9 @@ class Ticket:
         sample.sent_tokens = len(sequence.logprobs)
         if completion is not None:
             text = completion.text[sample.sent_text :]
-        elif self.tokenizer is not None:
+        elif self.text is not None:
             if not sequence.params.stop:
-                sample.detokenizer.update(sequence.generated)
+                sample.detokenizer.update(sequence.tokens, sequence.num_prompt)
             certain = sample.detokenizer.text
             text = certain[sample.sent_text : len(certain) - held_back(certain, sequence.params.stop)]
         sample.sent_text += len(text)

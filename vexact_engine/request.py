@@ -4,10 +4,9 @@ A request is one prompt and its SamplingParams. Each of its n samples is a `Sequ
 tokens, the pages that hold their keys and values, and how far it has come.
 """
 
-import itertools
 import operator
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -15,7 +14,6 @@ from .config import SamplingParams
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, made odd: the step of SplitMix64
-_numbers = itertools.count()
 
 
 def _mix(z: int) -> int:
@@ -75,30 +73,34 @@ class Completion:
 
 
 class Request:
-    """One prompt and what is wanted of it. TypeError if the prompt is not token ids, ValueError if it is empty."""
+    """One prompt and what is wanted of it. TypeError if the prompt is not token ids, ValueError if it is empty.
+
+    id          for people, and for `abort`; everything else knows a request by the object. Drawn where none is given
+    unfinished  how many of its samples still run or wait
+    pages       what the scheduler knows of its prompt in the prefix cache, for all its samples
+    """
 
     def __init__(self, prompt_ids: Iterable[int], params: SamplingParams | None = None, request_id: str | None = None):
-        try:
-            self.prompt_ids = [operator.index(token) for token in prompt_ids]
-        except TypeError:
-            raise TypeError(f"Request: prompt_ids is {_short(prompt_ids)}, expected a list of token ids") from None
+        self.prompt_ids = _token_ids(prompt_ids)
         if not self.prompt_ids:
             raise ValueError("Request: prompt_ids is empty, expected at least one token id")
         if min(self.prompt_ids) < 0:
             raise ValueError(f"Request: prompt_ids has {min(self.prompt_ids)}, expected token ids of 0 or more")
         self.params = SamplingParams() if params is None else params
-        self.id = f"request-{next(_numbers)}" if request_id is None else request_id
+        self.id = f"request-{secrets.token_hex(8)}" if request_id is None else request_id
         self.seed = secrets.randbits(64) if self.params.seed is None else self.params.seed
         self.sequences = [Sequence(self, index) for index in range(self.params.n)]
+        self.unfinished = len(self.sequences)
+        self.pages = None
 
     @property
     def finished(self) -> bool:
-        return all(sequence.finished for sequence in self.sequences)
+        return not self.unfinished
 
-    def reject(self, error: str) -> None:
+    def reject(self, error: str, reason: str = "error") -> None:
         """Finish a request that no scheduler has taken, so that its completions say why."""
         for sequence in self.sequences:
-            sequence.finish("error", error=error)
+            sequence.finish(reason, error=error)
 
     def __repr__(self):
         return f"Request({self.id!r}, prompt of {len(self.prompt_ids)}, {self.sequences})"
@@ -179,6 +181,7 @@ class Sequence:
 
     def finish(self, reason: str, stop_reason=None, error: str | None = None) -> None:
         """For the scheduler, which knows what the sequence holds."""
+        self.request.unfinished -= not self.finished
         self.state = State.FINISHED
         self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error
 
@@ -204,6 +207,20 @@ class Sequence:
     def __repr__(self):
         where = f"{self.request.id}[{self.index}]"
         return f"Sequence({where}, {self.state.value}, {self.num_prompt}+{len(self.tokens) - self.num_prompt} tokens)"
+
+
+def _token_ids(given) -> list[int]:
+    """A list of our own, of Python's integers. What merely iterates over integers (bytes, the keys of a dictionary) and
+    what merely counts as one (True) is a mistake."""
+    try:
+        if isinstance(given, bytes | bytearray | memoryview | str | Mapping | Set):
+            raise TypeError
+        values = given.tolist() if hasattr(given, "tolist") else list(given)
+        if bool in set(map(type, values)):
+            raise TypeError
+        return [operator.index(token) for token in values]
+    except TypeError:
+        raise TypeError(f"Request: prompt_ids is {_short(given)}, expected a list of token ids") from None
 
 
 def _short(value, width=60):

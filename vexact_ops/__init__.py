@@ -36,6 +36,7 @@ _WHERE = {
     "numerics": "_core.numerics",
     "numerics_difference": "_core.numerics",
     "backends": "_core.backend",
+    "current_backend": "_core.backend",
     "set_backend": "_core.backend",
     "use_backend": "_core.backend",
     "BackendUnavailable": "_core.backend",
@@ -80,6 +81,7 @@ if TYPE_CHECKING:  # `as`: these are public, for type checkers too
     from . import testing as testing
     from ._core.backend import BackendUnavailable as BackendUnavailable
     from ._core.backend import backends as backends
+    from ._core.backend import current_backend as current_backend
     from ._core.backend import set_backend as set_backend
     from ._core.backend import use_backend as use_backend
     from ._core.explain import explain as explain

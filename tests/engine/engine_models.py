@@ -97,6 +97,25 @@ def byte_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
 
 
+def fallback_tokenizer():
+    """As Llama 2's, Mistral's and Gemma's: a few words, and a token for each byte of what is none of them."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": byte + 3 for byte in range(256)}
+    for piece in ("\u2581", "o", "k", "d", "n", "e", "\u2581o", "\u2581ok", "\u2581d", "ne", "\u2581do", "\u2581done"):
+        vocabulary[piece] = len(vocabulary)
+    merges = [("\u2581", "o"), ("\u2581o", "k"), ("\u2581", "d"), ("n", "e"), ("\u2581d", "o"), ("\u2581do", "ne")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<unk>", "<s>", "</s>")])
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    steps = decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    tokenizer.decoder = decoders.Sequence(list(steps))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
 def prompts(count: int, longest: int = 40, seed: int = 0, vocabulary: int = VOCAB) -> list[list[int]]:
     """Token ids of mixed lengths, the longest first; every other one begins like the first."""
     generator = torch.Generator().manual_seed(seed)
@@ -114,8 +133,11 @@ def bits(completion) -> tuple:
 
 def check_idle(engine) -> None:
     """No page is held, lost or in two places, and nobody waits for anything."""
-    with engine._turn():
-        pool = engine._scheduler.pool
-        pool.check()
-        assert pool.num_available == pool.num_pages
-        assert not engine._scheduler.has_unfinished and not engine._tickets and not engine._inbox
+    loop, scheduler = engine._loop, engine._scheduler
+
+    def check():
+        scheduler.pool.check()
+        assert scheduler.pool.num_available == scheduler.pool.num_pages
+        assert not scheduler.has_unfinished and not loop._tickets and not loop._names and not loop._held
+
+    loop.call(check)

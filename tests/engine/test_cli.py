@@ -236,9 +236,8 @@ def test_the_demo_is_the_main_job_on_another_model(capsys, model, monkeypatch, t
     monkeypatch.setattr(demo, "fetch_smollm2", lambda: model)
     texts = [("x" * (5 + 9 * (i % 4)), 10) for i in range(8)]
     monkeypatch.setattr(demo, "PROMPTS", tuple((f"one beginning {text}", n) for text, n in texts))
-    monkeypatch.setattr(
-        demo, "CONFIG", EngineConfig(page_size=4, num_pages=18, max_num_seqs=4, max_num_batched_tokens=12)
-    )
+    tight = EngineConfig(page_size=4, num_pages=18, max_num_seqs=4, max_num_batched_tokens=12, reserve=0.0)
+    monkeypatch.setattr(demo, "CONFIG", tight)
     code, out, _ = run(capsys, "demo", "--json", tmp_path / "d.json")
     record = json.loads((tmp_path / "d.json").read_text())
     tokens = record["aligned"]["tokens"]

@@ -51,7 +51,7 @@ BAD_TYPES = [
     *((SamplingParams, "n", value) for value in (1.0, None, False)),
     (SamplingParams, "seed", 1.5),
     *((SamplingParams, "stop_token_ids", value) for value in (7, "7", [1.5], [True], None)),
-    *((SamplingParams, "stop", value) for value in (3, ["a", 3], None)),
+    *((SamplingParams, "stop", value) for value in (3, ["a", 3])),
     (SamplingParams, "ignore_eos", 0),
 ]
 

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import os
 import signal
 import sys
 import threading
@@ -13,9 +14,9 @@ import torch
 from engine_models import VOCAB, bits, build, byte_tokenizer, check_idle, prompts
 
 import vexact_ops as vx
-from vexact_engine import Engine, EngineConfig, SamplingParams
-from vexact_engine import engine as engine_module
+from vexact_engine import Engine, EngineConfig, SamplingParams, StepFailed
 from vexact_engine.runner import memory
+from vexact_engine.runner import worker as worker_module
 
 CONFIG = EngineConfig(num_pages=64, page_size=4, max_num_batched_tokens=16, show_progress=False)
 PROMPTS = prompts(4, longest=20)
@@ -133,7 +134,7 @@ def test_request_ids(engine):
     done = engine.generate(PROMPTS[:3], PARAMS, request_ids=["a", "b", "a"])
     assert [c.request_id for c in done] == ["a", "b", "a"]
     assert [c.finish_reason for c in done] == ["length", "length", "error"]
-    assert done[2].error.startswith("request 'a': the request, or another of its id")
+    assert done[2].error == "request 'a': another request of this id is not done yet"
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,7 @@ def test_stop_strings(talking):
 
 def on_step(engine, monkeypatch, step, action):
     """Call `action` in the middle of the n-th step from now."""
-    run, count = engine._runner.run, iter(range(1, 1 << 30))
+    run, count = engine._worker.run, iter(range(1, 1 << 30))
 
     def hooked(plan):
         sampled = run(plan)
@@ -212,7 +213,11 @@ def on_step(engine, monkeypatch, step, action):
             action()
         return sampled
 
-    monkeypatch.setattr(engine._runner, "run", hooked)
+    monkeypatch.setattr(engine._worker, "run", hooked)
+
+
+def out_of_memory():
+    raise RuntimeError("out of memory")
 
 
 def test_abort_in_the_middle(engine, monkeypatch):
@@ -228,7 +233,7 @@ def test_abort_in_the_middle(engine, monkeypatch):
 
 def test_ctrl_c_while_computing(engine, monkeypatch, ctrl_c):
     expected = [bits(c) for c in engine.generate(PROMPTS, PARAMS)]
-    on_step(engine, monkeypatch, 3, lambda: signal.raise_signal(signal.SIGINT))
+    on_step(engine, monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS, PARAMS)
@@ -244,14 +249,15 @@ def test_ctrl_c_while_the_state_changes(engine, monkeypatch, place, ctrl_c):
     change = getattr(scheduler, place)
 
     def interrupted(*args):
-        signal.raise_signal(signal.SIGINT)
+        if not finished:
+            os.kill(os.getpid(), signal.SIGINT)  # to the process, as a terminal does
         value = change(*args)
         finished.append(place)
         return value
 
     monkeypatch.setattr(scheduler, place, interrupted)
     if place == "cancel":
-        on_step(engine, monkeypatch, 2, lambda: signal.raise_signal(signal.SIGINT))
+        on_step(engine, monkeypatch, 2, out_of_memory)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS, PARAMS)
     monkeypatch.undo()
@@ -269,9 +275,6 @@ def test_ctrl_c_in_another_thread_is_not_ours(engine):
 
 
 def test_a_computation_that_fails(engine, monkeypatch):
-    def out_of_memory():
-        raise RuntimeError("out of memory")
-
     expected = [bits(c) for c in engine.generate(PROMPTS, PARAMS)]
     on_step(engine, monkeypatch, 3, out_of_memory)
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -342,7 +345,7 @@ def test_an_update_that_breaks_off_is_not_computed_with(monkeypatch):
             raise RuntimeError("the sender is gone")
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine_module, "apply_update", broken)
+            patch.setattr(worker_module, "apply_update", broken)
             with pytest.raises(RuntimeError, match="the sender is gone"):
                 engine.update_weights(good, numerics=vx.numerics("cpu"))
         with pytest.raises(RuntimeError, match="broke off in the middle"):
@@ -456,9 +459,6 @@ def test_an_abort_from_elsewhere_ends_a_stream(engine):
 
 
 def test_a_failure_reaches_those_who_wait(engine, monkeypatch):
-    def out_of_memory():
-        raise RuntimeError("out of memory")
-
     async def main():
         on_step(engine, monkeypatch, 2, out_of_memory)
         waiting = engine.agenerate(PROMPTS, PARAMS), collect(engine, PROMPTS[0], PARAMS)
@@ -467,7 +467,8 @@ def test_a_failure_reaches_those_who_wait(engine, monkeypatch):
         return failed, await engine.agenerate(PROMPTS, PARAMS)
 
     failed, done = asyncio.run(main())
-    assert [str(error) for error in failed] == ["out of memory"] * 2
+    assert [str(error) for error in failed] == ["a step failed: RuntimeError: out of memory"] * 2
+    assert all(isinstance(error, StepFailed) and str(error.__cause__) == "out of memory" for error in failed)
     assert [bits(c) for c in done] == [bits(c) for c in engine.generate(PROMPTS, PARAMS)]
 
 
@@ -514,7 +515,7 @@ def test_close_ends_everything():
 
     done = asyncio.run(main())
     assert {c.finish_reason for c in done} == {"abort"}
-    assert not engine._thread.is_alive()
+    assert not engine._loop._thread.is_alive()
     engine.close()
     for call in (
         lambda: engine.generate(PROMPTS),

@@ -45,7 +45,7 @@ PARAMS = [
     SamplingParams(max_new_tokens=7, temperature=0.0, seed=15, ignore_eos=True),
     SamplingParams(max_new_tokens=10, temperature=1.0, min_p=0.05, seed=16, ignore_eos=True),
 ]
-ROOMY = EngineConfig(num_pages=64, page_size=16, enable_prefix_cache=False, show_progress=False)
+ROOMY = EngineConfig(num_pages=64, page_size=16, enable_prefix_cache=False, reserve=0.0, show_progress=False)
 
 
 def launch(device, family="Llama", dtype=torch.bfloat16, model=None, **options):

@@ -34,7 +34,7 @@ def test_a_step_waits_for_its_draw_alone(family, path, monkeypatch):
     with launch(family=family) as engine:
         assert engine.path.startswith(path)
         expected = [bits(c) for c in engine.generate(PROMPTS, PARAMS)]  # compiles and verifies kernels, which wait
-        runner, steps = engine._runner, 0
+        runner, steps = engine._worker._runner, 0
         build_batch, step = runner.builder.build, runner._step
 
         def strict(function):
@@ -75,7 +75,9 @@ def test_the_cache_takes_the_share_of_memory_that_is_left(monkeypatch):
         page = 2 * 2 * 2 * 16 * 16 * 2  # layers, k and v, heads, head dim, page size, bytes
         taken = engine.config.num_pages * page
         assert (1 << 28) < taken < (1 << 30)  # less what weights, kernels and a step take
-        assert sum(c.nbytes for c in [cache for part in engine._runner.builder.caches for cache in part]) == taken
+        assert (
+            sum(c.nbytes for c in [cache for part in engine._worker._runner.builder.caches for cache in part]) == taken
+        )
         done = engine.generate(PROMPTS, PARAMS)
         check_idle(engine)
     with launch() as engine:

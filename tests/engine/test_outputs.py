@@ -1,16 +1,18 @@
 """Text from tokens: whole characters as soon as they are certain, and in the end what decoding all ids gives."""
 
-from engine_models import byte_tokenizer
+import pytest
+from engine_models import byte_tokenizer, fallback_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vexact_engine.outputs import Detokenizer, decode, held_back
+from vexact_engine.text import Detokenizer, Text, held_back
 
 TOKENIZER = byte_tokenizer()
+TEXT = Text(TOKENIZER)
 
 
 def pieces(ids):
-    text = Detokenizer(TOKENIZER)
+    text = Detokenizer(TEXT)
     return [text.update(ids[:end]) for end in range(1, len(ids) + 1)] + [text.update(ids, final=True)]
 
 
@@ -27,7 +29,7 @@ def test_any_text_comes_in_whole_characters(text):
 
 @given(st.lists(st.integers(0, 258), max_size=40))
 def test_any_ids_give_what_decoding_all_of_them_gives(ids):
-    assert "".join(pieces(ids)) == decode(TOKENIZER, ids)
+    assert "".join(pieces(ids)) == TEXT.decode(ids)
 
 
 def test_special_tokens_have_no_text():
@@ -41,3 +43,83 @@ def test_what_could_be_a_stop_string_is_held_back():
     assert held_back("abcde", ("cde",)) == 0
     assert held_back("", ("x",)) == 0
     assert held_back("aaa", ("aaaa",)) == 3
+
+
+# Tokenizers that fall back to bytes: one token a byte, and a run of them is valid as a whole or not at all
+
+FALLBACK = fallback_tokenizer()
+WORDS = FALLBACK(" ok done", add_special_tokens=False)["input_ids"]
+
+
+def bytes_of(text: str) -> list[int]:
+    return FALLBACK.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in text.encode()])
+
+
+def fallback_pieces(ids):
+    text = Detokenizer(Text(FALLBACK))
+    return [text.update(ids[:end]) for end in range(1, len(ids) + 1)] + [text.update(ids, final=True)]
+
+
+@pytest.mark.parametrize("letters", ["\U0001f600", "\u4e2d\u6587", "\u00e9A\u00e9"], ids=ascii)
+def test_letters_made_of_byte_tokens_come_whole(letters):
+    ok, done = WORDS
+    parts = fallback_pieces([ok, *bytes_of(letters), done])
+    assert "".join(parts) == f"ok{letters} done"
+    assert [part for part in parts if part] == ["ok", *letters, " done"]
+
+
+def test_a_byte_that_is_missing_spoils_one_letter_alone():
+    ok, done = WORDS
+    ids = [ok, *bytes_of("\u4e2d"), bytes_of("\u4e2d")[0], done]
+    assert "".join(fallback_pieces(ids)) == "ok\u4e2d\ufffd done" == Text(FALLBACK).whole(ids)
+    assert "".join(fallback_pieces(ids[:-1])) == "ok\u4e2d\ufffd" == Text(FALLBACK).whole(ids[:-1])
+
+
+@given(st.lists(st.one_of(st.sampled_from([*WORDS, 1, 2]), st.integers(3, 258)), max_size=30))
+def test_one_text_whether_it_is_read_at_once_or_as_it_comes(ids):
+    assert "".join(fallback_pieces(ids)) == Text(FALLBACK).whole(ids)
+    plain = Text(FALLBACK).decode(ids)
+    assert "\ufffd" in plain or plain == Text(FALLBACK).whole(ids)
+
+
+@pytest.mark.parametrize(
+    "tokenizer, ids",
+    [
+        (TOKENIZER, [2] * 2000),  # the end of the text, again and again
+        (TOKENIZER, TOKENIZER("a").input_ids + TOKENIZER("\u4e2d").input_ids[:1] * 2000),  # letters that never end
+        (FALLBACK, bytes_of("\u4e2d")[:1] * 2000),
+        (FALLBACK, bytes_of("\U0001f600") * 500),
+        (TOKENIZER, TOKENIZER("ab" * 1000).input_ids),
+    ],
+    ids=["special", "incomplete", "fallback-incomplete", "fallback-run", "text"],
+)
+def test_no_token_is_decoded_many_times(tokenizer, ids, monkeypatch):
+    source, decoded = Text(tokenizer), 0
+    real = source.decode
+
+    def counting(token_ids):
+        nonlocal decoded
+        decoded += len(token_ids)
+        return real(token_ids)
+
+    monkeypatch.setattr(source, "decode", counting)
+    text, seen = Detokenizer(source), []
+    for end in range(1, len(ids) + 1):
+        seen.append(text.update(ids[:end]))
+    seen.append(text.update(ids, final=True))
+    assert decoded <= 20 * len(ids)
+    assert "".join(seen) == real(ids)
+
+
+def test_the_tokenizer_is_the_engine_s_own():
+    theirs = byte_tokenizer()
+    text = Text(theirs)
+    theirs(["a long text of some twenty bytes"], truncation=True, max_length=7, padding="max_length")
+    assert text.encode("a long text") == TOKENIZER("a long text").input_ids
+    text.tokenizer._tokenizer.enable_truncation(3)  # whatever state it is in
+    assert text.encode("a long text") == TOKENIZER("a long text").input_ids
+
+
+def test_a_templated_text_begins_once():
+    text = Text(fallback_tokenizer())
+    assert text.encode(" ok") == [1, WORDS[0]] == text.encode("<s> ok")

@@ -402,13 +402,14 @@ def test_a_request_is_added_once():
     scheduler, model = make()
     one = request([1], "same")
     scheduler.add(one)
-    for again in (one, request([2], "same")):
-        with pytest.raises(ValueError, match="'same': the request, or another of its id, was added before"):
-            scheduler.add(again)
+    with pytest.raises(ValueError, match="'same': the request was added before"):
+        scheduler.add(one)
+    other = request([2], "same")
+    scheduler.add(other)  # a request is known by the object: its name is for people
+    assert scheduler.abort(other) == other.sequences and not one.finished
     drain(scheduler, model)
     with pytest.raises(ValueError, match="was added before"):
         scheduler.add(one)
-    scheduler.add(request([2], "same"))
 
 
 def test_the_number_of_pages_is_needed():
@@ -434,13 +435,13 @@ def test_abort_at_any_moment(moment):
         sampled = model.run(plan)
     if moment == "preempted":
         scheduler.preempt(scheduler.running[0])
-    ended = scheduler.abort("one")
+    ended = scheduler.abort(one)
     assert [s.index for s in ended] == ([] if moment == "finished" else [0, 1])
     assert all(s.finish_reason == "abort" and s.state is State.FINISHED and s.pages == [] for s in ended)
     before = [list(s.tokens) for s in one.sequences]
     if plan:
         assert scheduler.commit(plan, sampled) == []
-    assert scheduler.abort("one") == [] == scheduler.abort("never heard of")
+    assert scheduler.abort(one) == [] == scheduler.abort(request([1], "never heard of"))
     drain(scheduler, model)
     assert [s.tokens for s in one.sequences] == before
     assert other.sequences[0].tokens == expected(other.sequences[0])
@@ -452,7 +453,7 @@ def test_fail_gives_the_reason():
     one = request([1, 2])
     scheduler.add(one)
     step(scheduler, model)
-    scheduler.fail(one.id, "its logits are NaN")
+    scheduler.fail(one, "its logits are NaN")
     done = one.sequences[0].completion()
     assert (done.finish_reason, done.error, len(done.token_ids)) == ("error", "its logits are NaN", 1)
     drain(scheduler, model)
@@ -467,7 +468,7 @@ def test_a_cancelled_plan_takes_the_later_ones_with_it_and_changes_no_token():
     first = scheduler.schedule(lookahead=True)
     second = scheduler.schedule(lookahead=True)
     assert first and second
-    scheduler.abort(requests[2].id)
+    scheduler.abort(requests[2])
     scheduler.cancel(first)
     for plan in (first, second):
         with pytest.raises(ValueError, match="cancel: plan is not in flight"):

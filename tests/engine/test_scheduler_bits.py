@@ -211,7 +211,7 @@ class Everything(RuleBasedStateMachine):
     def end(self, data, error):
         one = data.draw(st.sampled_from(self.requests))
         unfinished = [s for s in one.sequences if not s.finished]
-        ended = self.scheduler.fail(one.id, error) if error else self.scheduler.abort(one.id)
+        ended = self.scheduler.fail(one, error) if error else self.scheduler.abort(one)
         assert ended == unfinished and one.finished
         assert all((s.finish_reason, s.error) == ("error" if error else "abort", error) for s in ended)
 
@@ -228,7 +228,7 @@ class Everything(RuleBasedStateMachine):
         everyone = [s for one in self.requests for s in one.sequences]
         by_state = {state: [s for s in everyone if s.state is state] for state in State}
         assert scheduler.running == by_state[State.RUNNING] and list(scheduler.waiting) == by_state[State.WAITING]
-        assert set(scheduler.requests) == {one.id for one in self.requests if not one.finished}
+        assert set(scheduler.requests) == {one for one in self.requests if not one.finished}
         assert len(scheduler.running) <= scheduler.config.max_num_seqs
         counts = [0] * scheduler.config.num_pages
         for s in everyone:

@@ -16,7 +16,9 @@ from vexact_engine.proof.stock import run_stock
 from vexact_engine.proof.verify import VerifyError, pack, rescore, verify
 from vexact_engine.weights.load import load
 
-TIGHT = EngineConfig(page_size=4, num_pages=12, max_num_seqs=3, max_num_batched_tokens=8, show_progress=False)
+TIGHT = EngineConfig(
+    page_size=4, num_pages=12, max_num_seqs=3, max_num_batched_tokens=8, reserve=0.0, show_progress=False
+)
 
 
 def prompts(count=6):
@@ -186,8 +188,8 @@ def test_a_prefix_cache_that_holds_something_else_is_caught(monkeypatch):
     """The twin: the first page of a prompt is taken for all that follow it."""
     real = PagePool.match
 
-    def careless(self, tokens, max_pages):
-        pages, parent = real(self, tokens, max_pages)
+    def careless(self, tokens, max_pages, known=None):
+        pages, parent = real(self, tokens, max_pages, known)
         return pages[:1] * len(pages), parent
 
     monkeypatch.setattr(PagePool, "match", careless)

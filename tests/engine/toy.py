@@ -54,6 +54,7 @@ class ToyModel:
 def make(num_pages=64, page_size=4, max_num_seqs=8, max_num_batched_tokens=16, pool=None, **options):
     names = {f.name for f in dataclasses.fields(EngineConfig)}
     fields = {name: options.pop(name) for name in list(options) if name in names}
+    fields.setdefault("reserve", 0.0)  # preempts often
     config = EngineConfig(
         page_size=page_size,
         num_pages=num_pages,

@@ -24,6 +24,15 @@ class PageStats:
     reused: int = 0  # references taken by `hold`: pages that did not have to be computed
 
 
+class Known:
+    """What `PagePool.match` has found for a beginning that several sequences share."""
+
+    __slots__ = ("forgotten", "ids", "pages")
+
+    def __init__(self):
+        self.pages, self.ids, self.forgotten = [], [], -1
+
+
 class PagePool:
     """`num_pages` pages of `page_size` tokens, with reference counts and a prefix cache.
 
@@ -41,6 +50,7 @@ class PagePool:
         self._nodes = [None] * num_pages  # page -> (key, id) where its content is known
         self._tree = {}  # key -> page
         self._next_id = 0
+        self.forgotten = 0  # how often a page's content was given up: what `match` has found holds until then
         self.root = self._new_id()
 
     def _new_id(self):
@@ -108,16 +118,21 @@ class PagePool:
             return None
         return parent, tuple(tokens[end - self.page_size : end])
 
-    def match(self, tokens: Tokens[int], max_pages: int) -> tuple[list[int], int]:
+    def match(self, tokens: Tokens[int], max_pages: int, known: "Known | None" = None) -> tuple[list[int], int]:
         """The known pages that `tokens` begin with, at most `max_pages`, and the id of the last (or the root's).
 
+        known   what was found before for tokens that begin like these; it is brought up to date
         Takes no reference: `hold` the pages before anything else is allocated.
         """
-        pages, parent = [], self.root
-        while len(pages) < max_pages and (page := self._tree.get(self.key(parent, tokens, len(pages)))) is not None:
+        known = Known() if known is None else known
+        if known.forgotten != self.forgotten:
+            known.pages, known.ids, known.forgotten = [], [self.root], self.forgotten
+        pages, ids = known.pages, known.ids
+        while len(pages) < max_pages and (page := self._tree.get(self.key(ids[-1], tokens, len(pages)))) is not None:
             pages.append(page)
-            parent = self._nodes[page][1]
-        return pages, parent
+            ids.append(self._nodes[page][1])
+        found = pages[:max_pages]
+        return found, ids[len(found)]
 
     def register(self, page: int, key) -> int:
         """Say that all of a held page has been computed and holds what `key` says. Returns the id for its children.
@@ -139,8 +154,10 @@ class PagePool:
         self._tree.clear()
         self._nodes = [None] * self.num_pages
         self.root = self._new_id()
+        self.forgotten += 1
 
     def _forget(self, page):
+        self.forgotten += 1
         del self._tree[self._nodes[page][0]]
         self._nodes[page] = None
 

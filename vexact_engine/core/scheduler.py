@@ -16,15 +16,19 @@ Several plans may be in flight as long as they run in the order they were made; 
 a pipeline need. A page given up while a plan in flight still touches it can only be written by a later plan.
 """
 
-from bisect import insort
+from bisect import bisect, insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ..config import EngineConfig
 from ..request import Request, Sequence, State
-from .pages import PagePool
+from .pages import Known, PagePool
 
+# Room for half of what running sequences are likely to generate yet is left free for them when another is let in: that
+# halves what preemption computes twice, and costs a few steps in a hundred; room for all of it would cost half of them
+# again. What is likely follows what finished ones have used of what they were allowed, 1/32 of the way each.
+_RESERVED, _FIRST_USED, _USED_WEIGHT = 0.5, 1.0, 32
 PLACEHOLDER = -1  # a token that a plan in flight is still to sample
 
 
@@ -127,12 +131,14 @@ class Scheduler:
         self.text_tail = text_tail
         self.stats = Stats()
         self.weight_version = 0
-        self.requests: dict[str, Request] = {}  # the unfinished ones
+        self.requests: dict[Request, None] = {}  # the unfinished ones, in the order of arrival
         self.running: list[Sequence] = []  # both in the order of arrival
         self.waiting: deque[Sequence] = deque()
         self._in_flight: deque[StepPlan] = deque()
         self._arrivals = 0
         self._blocked = None  # the waiting sequence that did not fit, until somebody gives back pages
+        self._head: tuple[Sequence, int] | None = None  # the first in line when the cache was reset, and its length
+        self._share = _RESERVED * _FIRST_USED if config.reserve is None else config.reserve
         # Every running decode gets its token in every step, and a running prefill at least one.
         self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
 
@@ -145,8 +151,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue all samples of a request. ValueError, and nothing is queued, if it can never run."""
         config, prompt, name = self.config, request.prompt_ids, f"request {request.id!r}"
-        if request.id in self.requests or request.sequences[0].arrival >= 0:
-            raise ValueError(f"{name}: the request, or another of its id, was added before, expected a new one")
+        if request.sequences[0].arrival >= 0:
+            raise ValueError(f"{name}: the request was added before, expected a new one")
         if self.vocab_size is not None and max(prompt) >= self.vocab_size:
             raise ValueError(f"{name}: prompt_ids has {max(prompt)}, expected ids below {self.vocab_size}")
         if config.max_model_len is not None and len(prompt) >= config.max_model_len:
@@ -162,7 +168,7 @@ class Scheduler:
             )
         if request.params.stop and self.text_tail is None:
             raise ValueError(f"{name}: stop has strings, expected none: there is no tokenizer to find them with")
-        self.requests[request.id] = request
+        self.requests[request] = None
         for sequence in request.sequences:
             if config.max_model_len is not None:
                 sequence.limit = min(sequence.limit, config.max_model_len)
@@ -175,30 +181,41 @@ class Scheduler:
             self._arrivals += 1
             self.waiting.append(sequence)
 
-    def abort(self, request_id: str) -> list[Sequence]:
+    def abort(self, request: Request) -> list[Sequence]:
         """End what is unfinished of a request, at any moment. Returns those sequences; none if it is not known here."""
-        return self._end_request(request_id, "abort", None)
+        return self._end_request(request, "abort", None)
 
-    def fail(self, request_id: str, error: str) -> list[Sequence]:
+    def fail(self, request: Request, error: str) -> list[Sequence]:
         """The same for a request that went wrong: its finish reason is "error"."""
-        return self._end_request(request_id, "error", error)
+        return self._end_request(request, "error", error)
 
-    def _end_request(self, request_id, reason, error):
-        request = self.requests.get(request_id)
-        ended = [sequence for sequence in request.sequences if not sequence.finished] if request else []
+    def _end_request(self, request, reason, error):
+        if request not in self.requests:
+            return []
+        ended = [sequence for sequence in request.sequences if not sequence.finished]
+        self.waiting = deque(sequence for sequence in self.waiting if sequence.request is not request)
         for sequence in ended:
-            self._finish(sequence, reason, error=error)
+            if sequence.state is State.RUNNING:
+                self._stop_running(sequence)
+            self._note_end(sequence, reason, None, error)
         return ended
 
     def _finish(self, sequence, reason, stop_reason=None, error=None):
+        """Of one that has just got a token: it runs, or it was preempted while that was sampled."""
         if sequence.state is State.RUNNING:
             self._stop_running(sequence)
         else:
             self.waiting.remove(sequence)
+        if self.config.reserve is None and reason in ("stop", "length"):
+            used = (len(sequence.tokens) - sequence.num_prompt) / max(1, sequence.limit - sequence.num_prompt)
+            self._share += (_RESERVED * used - self._share) / _USED_WEIGHT
+        self._note_end(sequence, reason, stop_reason, error)
+
+    def _note_end(self, sequence, reason, stop_reason, error):
         sequence.finish(reason, stop_reason, error)
         self.stats.finished[reason] += 1
         if sequence.request.finished:
-            del self.requests[sequence.request.id]
+            del self.requests[sequence.request]
 
     def _stop_running(self, sequence):
         self.running.remove(sequence)
@@ -217,16 +234,29 @@ class Scheduler:
         insort(self.waiting, sequence, key=lambda other: other.arrival)
         self.stats.preemptions += 1
 
-    def reset_cache(self, weight_version: int | None = None) -> None:
+    def reset_cache(self, weight_version: int | None = None, keep_running: bool = False) -> None:
         """Forget all keys and values: the weights have changed (to this version), or the cache's memory is gone.
 
-        What runs is preempted and goes on from its tokens, computed anew with what the weights are then.
+        What runs is preempted and goes on from its tokens, computed anew with what the weights are then. With
+        `keep_running` it keeps the keys and values that it has; no other sequence will find them.
         """
-        for sequence in reversed(list(self.running)):
-            self.preempt(sequence)
+        if not keep_running:
+            for sequence in reversed(list(self.running)):
+                self.preempt(sequence)
         self.pool.invalidate()
         if weight_version is not None:
             self.weight_version = weight_version
+        heads = [line[0] for line in (self.running, self.waiting) if line]
+        first = min(heads, key=lambda sequence: sequence.arrival, default=None)
+        self._head = None if first is None else (first, len(first.tokens))
+
+    @property
+    def has_progressed(self) -> bool:
+        """Whether the first in line has got a token since the cache was last reset. Whoever resets it again and again,
+        and waits for this in between, keeps nobody from the end."""
+        if self._head is None or self._head[0].finished or len(self._head[0].tokens) > self._head[1]:
+            self._head = None
+        return self._head is None
 
     # A step
 
@@ -293,15 +323,17 @@ class Scheduler:
     def _admit(self, plan, budget):
         """Let the waiting in, in order, as far as the pages and the budget go."""
         pool = self.pool
-        computing = {self._next_key(sequence) for sequence in self.running} if self.waiting else set()
-        passed = []
-        while budget and self.waiting and len(self.running) < self._max_running:
+        if not (budget and self.waiting and len(self.running) < self._max_running):
+            return
+        computing = {self._next_key(sequence) for sequence in self.running}
+        passed, course = [], None
+        while budget and self.waiting and len(self.running) < self._max_running and len(passed) < self._max_running:
             sequence = self.waiting[0]
             if sequence is self._blocked or sequence.in_flight:  # preempted in flight: its tokens are on their way
                 break
             # The last token is always computed, even where its page is known: its logits are wanted.
             most = (len(sequence.tokens) - 1) // pool.page_size
-            known, node = pool.match(sequence.tokens, most)
+            known, node = self._match(sequence, most)
             wanted = pool.key(node, sequence.tokens, len(known)) if len(known) < most else None
             if wanted is not None and wanted in computing:
                 # Its next page is being computed for another sequence just now. It will find it in a later step,
@@ -309,8 +341,12 @@ class Scheduler:
                 passed.append(self.waiting.popleft())
                 continue
             missing = pool.pages_for(len(sequence.tokens)) - len(known)
-            # One page is left to each running sequence, lest the next step undo this admission.
-            if missing + pool.num_unheld(known) + len(self.running) > pool.num_available:
+            room = pool.num_available - missing - pool.num_unheld(known)
+            if course is None and self._share:
+                course = sorted(self._expected(other, len(other.pages)) for other in self.running)
+            # One page is left to each running sequence, lest the next step undo this admission, and some of what they
+            # are likely to need until they end.
+            if room < len(self.running) or (self.running and self._share and not self._lasts(course, sequence, room)):
                 self._blocked = sequence
                 break
             self.waiting.popleft()
@@ -324,6 +360,42 @@ class Scheduler:
             computing.add(self._next_key(sequence))
             budget -= self._plan(plan, sequence, min(len(sequence.tokens) - sequence.num_planned, budget))
         self.waiting.extendleft(reversed(passed))
+
+    def _expected(self, sequence, held):
+        """How many more steps pages are kept for, a sequence's missing pages now (a part of one, and one to begin), and
+        how many it then gives back."""
+        size, length = self.pool.page_size, len(sequence.tokens)
+        steps = self._share * (sequence.limit - length)
+        shared = sequence.num_prompt // size if sequence.params.n > 1 else 0
+        return steps, length / size + 1 - held, (length + steps) / size - shared
+
+    def _lasts(self, course, sequence, room):
+        """Whether pages are likely to last until all have ended that run, if this one is let in among them.
+
+        course   what is expected of those that run, sorted; gets this one's if so
+        """
+        own = self._expected(sequence, self.pool.pages_for(len(sequence.tokens)))
+        at = bisect(course, own)
+        missing, count, given_back = sum(one[1] for one in course) + own[1], len(course) + 1, 0.0
+        for steps, now, back in (*course[:at], own, *course[at:]):
+            if missing + count * steps / self.pool.page_size - given_back > room:
+                return False
+            missing, count, given_back = missing - now, count - 1, given_back + back
+        course.insert(at, own)
+        return True
+
+    def _match(self, sequence, most):
+        """Known pages that a sequence begins with: those of its prompt are looked up once for all its samples."""
+        request, pool = sequence.request, self.pool
+        if request.pages is None:
+            request.pages = Known()
+        whole = min(most, len(request.prompt_ids) // pool.page_size)
+        found, node = pool.match(request.prompt_ids, whole, request.pages)
+        if len(found) < whole or whole == most:
+            return found, node
+        own = Known()
+        own.pages, own.ids, own.forgotten = list(found), list(request.pages.ids[: whole + 1]), pool.forgotten
+        return pool.match(sequence.tokens, most, own)
 
     def _next_key(self, sequence):
         """The prefix cache's key for the page that this running sequence fills next; None if it is not full soon."""

@@ -82,7 +82,9 @@ PROMPTS: tuple[tuple[str, int], ...] = (
 )
 
 # Room for about two and a half long sequences; six may run; a step computes 96 tokens, less than a long prompt has.
-CONFIG = EngineConfig(page_size=16, num_pages=40, max_num_seqs=6, max_num_batched_tokens=96, max_model_len=512)
+CONFIG = EngineConfig(
+    page_size=16, num_pages=40, max_num_seqs=6, max_num_batched_tokens=96, max_model_len=512, reserve=0.0
+)
 
 
 def demo(

@@ -101,6 +101,14 @@ def _groups(layer: nn.Module) -> tuple[tuple[nn.Linear, ...], ...]:
 def join(parameters: Sequence[nn.Parameter]) -> Tensor:
     """One tensor of all their rows; the parameters become views of it. Nothing moves if they are that already."""
     rows = [p.shape[0] for p in parameters]
+    first, end = parameters[0].detach(), parameters[0].data_ptr()
+    for parameter in parameters:
+        if parameter.data_ptr() != end or not parameter.is_contiguous():
+            break
+        end += parameter.nbytes
+    else:
+        if len({p.untyped_storage().data_ptr() for p in parameters}) == 1:
+            return first.as_strided((sum(rows), *first.shape[1:]), first.stride(), first.storage_offset())
     joined = torch.cat([p.detach() for p in parameters])
     for parameter, part in zip(parameters, joined.split(rows)):
         parameter.data = part

@@ -28,7 +28,8 @@ class Runner:
         self.shape = shapes.cache_shape(model, latent=config.latent_attention)
         self.dtype = next(model.parameters()).dtype
         self.page_size = config.page_size
-        self.forward, self.path = forward(model, kv_segment=config.kv_segment)
+        self.kv_segment = config.kv_segment
+        self.make_forward()
         if config.num_pages is None:  # behind the forward: what that moves and takes is in use by now
             per_token = self.shape.per_token * self.dtype.itemsize
             step = self._rehearse(config) if device.type == "cuda" else 0
@@ -38,6 +39,10 @@ class Runner:
         # Nobody's bits depend on what has not been stored, and on a CPU untouched memory is never taken; on a GPU it is
         # zeroed, as attention is faster where what lies behind a sequence's last key is finite.
         self.builder = BatchBuilder(config, device, self._caches(config.num_pages, self.shape.layers))
+
+    def make_forward(self) -> None:
+        """Of the tensors that the model holds now."""
+        self.forward, self.path = forward(self.model, kv_segment=self.kv_segment)
 
     def _caches(self, pages: int, layers: int) -> Caches:
         """Those of the keys and those of the values, for some layers."""

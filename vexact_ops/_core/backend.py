@@ -118,6 +118,12 @@ def use_backend(name: str | None) -> Iterator[None]:
             _open = _open[:at] + _open[at + 1 :]
 
 
+def current_backend() -> str | None:
+    """What use_backend takes to ask, in another thread, for what a call that names no backend asks for here."""
+    block = _block.get() if _open else None
+    return _setting if block is None else block or None
+
+
 ROOMS: dict[str, "Room"] = {}
 
 

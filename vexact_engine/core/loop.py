@@ -1,0 +1,388 @@
+"""The engine's thread. It owns the scheduler, the weights, the pages and the torch state that they are computed in.
+
+Fronts run in the callers' threads. They hand requests over (`submit`), take them back (`abort`), or have something
+done between two steps (`call`); what they wait for comes to them through tickets. Everything is known by the object: a
+request's name is looked up in one place, `abort_named`. So nobody needs a lock but for the inbox, nobody's torch state
+takes part in another's step, and an interrupt, which Python gives to the main thread, can only meet a front that waits.
+
+One turn of the loop: do what the inbox holds, schedule, run, commit, deliver. What goes to one asyncio loop in a turn
+goes in one piece.
+"""
+
+import atexit
+import logging
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from ..errors import EngineClosed, EngineForked, StepFailed, WeightsTorn
+from ..outputs import Ticket
+from ..request import Request
+from ..request import Sequence as Sample
+from .scheduler import Sampled, Scheduler, StepPlan
+
+log = logging.getLogger(__name__)
+
+PAUSES = ("abort", "wait", "keep")
+_JOIN_SECONDS = 10  # for a thread whose engine is collected; close() and the end of the process wait for the step
+
+
+class Worker(Protocol):
+    """What computes. Made, used and closed in the loop's thread."""
+
+    def check(self) -> bool:
+        """Before each step: whether somebody else has changed the weights. Raises where they cannot be used."""
+
+    def run(self, plan: StepPlan) -> Sampled: ...
+
+    def close(self) -> None: ...
+
+
+class Loop:
+    """One thread, from the constructor to `close`.
+
+    make        called in the thread: the scheduler (given a function for its `text_tail`) and the worker. What it
+                raises, the constructor raises
+    scheduler, worker   theirs; to be read from other threads, and called in `call`
+    updating    set while weights are written piece by piece: no step runs
+    torn        why the weights are in no defined state: requests end with WeightsTorn
+    """
+
+    def __init__(self, make: Callable[[Callable[[Sample], str]], tuple[Scheduler, Worker]]):
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._inbox: deque[tuple[Callable[[], None], Callable[[BaseException], None]]] = deque()
+        self._deferred: list[tuple[Callable[[], bool], Callable[[], None], Callable[[BaseException], None]]] = []
+        self._closing = False
+        self._fault: BaseException | None = None  # of our own: the thread has ended with it
+        self._tickets: dict[Request, Ticket] = {}  # of requests that are not done
+        self._names: dict[str, Ticket] = {}  # the same, and those held, by name
+        self._held: list[Ticket] = []  # handed over during a pause that lets the others end
+        self._paused: str | None = None
+        self._mail: dict = {}  # asyncio loop -> calls for it
+        self.updating = False
+        self.torn: str | None = None
+        self.close_error: BaseException | None = None
+        made: Future = Future()
+        self._thread = threading.Thread(target=self._main, args=(make, made), name="vexact-engine", daemon=True)
+        self._thread.start()
+        _LOOPS.add(self)
+        try:
+            made.result()
+        except BaseException:  # Ctrl-C too: then the thread ends once it is made
+            self.close(0)
+            raise
+
+    # For fronts, in any thread
+
+    @property
+    def closed(self) -> bool:
+        return self._closing
+
+    def check_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise EngineForked(f"Engine: process {self._pid} made it, and this is a fork of that: make one here")
+        if self._closing:
+            raise EngineClosed("Engine: it is closed") from self._fault
+
+    def submit(self, tickets: Sequence[Ticket], ready: Callable[[], None] = lambda: None) -> None:
+        """Hand requests over. `ready` is called in the thread before they are taken in. EngineClosed: none is taken."""
+
+        def take() -> None:
+            ready()
+            for ticket in tickets:
+                self._take(ticket)
+
+        def refuse(error: BaseException) -> None:
+            for ticket in tickets:
+                ticket.fail(error)
+
+        self._post(take, refuse)
+
+    def abort(self, tickets: Sequence[Ticket]) -> None:
+        """Nobody waits for these any more. Does nothing once closed."""
+        left = [ticket for ticket in tickets if not ticket.done]
+        if left and os.getpid() == self._pid:
+            self._post(lambda: [self._abort(ticket) for ticket in left], lambda error: None, quietly=True)
+
+    def abort_named(self, name: str) -> None:
+        def find() -> None:
+            if name in self._names:
+                self._abort(self._names[name])
+
+        self._post(find, lambda error: None, quietly=True)
+
+    def call(self, function: Callable[[], object], when: Callable[[], bool] | None = None):
+        """What `function` returns or raises, called in the thread between two steps; once `when()` holds there."""
+        if threading.current_thread() is self._thread:
+            return function()
+        answer: Future = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(function())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        refuse = answer.set_exception
+        if when is None:
+            self._post(run, refuse)
+        else:
+            self._post(lambda: self._deferred.append((when, run, refuse)), refuse)
+        return answer.result()
+
+    def pause(self, mode: str) -> None:
+        """Returns once nothing is computed any more; see Engine.pause."""
+
+        def stop() -> None:
+            self._paused = mode
+            if mode == "abort":
+                for ticket in list(self._tickets.values()):
+                    self._abort(ticket)
+
+        self.call(stop)
+        self.call(
+            lambda: None, when=lambda: mode != "wait" or self._paused is None or not self.scheduler.has_unfinished
+        )
+
+    def resume(self) -> None:
+        def go_on() -> None:
+            self._paused, held, self._held = None, self._held, []
+            for ticket in held:
+                self._names.pop(ticket.request.id, None)
+                self._take(ticket)
+
+        self.call(go_on)
+
+    @property
+    def paused(self) -> bool:
+        return self._paused is not None
+
+    def may_change_weights(self) -> bool:
+        """In the thread: that keeps nobody from ever getting a token."""
+        return self.paused or self.torn is not None or self.scheduler.has_progressed
+
+    def close(self, timeout: float | None = None) -> None:
+        """Abort what runs, end the thread and with it what it owns. Again, or in a fork, it does nothing."""
+        if os.getpid() != self._pid:
+            return
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    def _post(self, run: Callable[[], None], refuse: Callable[[BaseException], None], quietly: bool = False) -> None:
+        if not quietly:
+            self.check_open()
+        elif os.getpid() != self._pid:
+            return
+        with self._changed:
+            if self._closing:
+                if quietly:
+                    return
+                self.check_open()
+            self._inbox.append((run, refuse))
+            self._changed.notify()
+
+    # In the thread
+
+    def _main(self, make: Callable, made: Future) -> None:
+        try:
+            self.scheduler, self.worker = make(self._text_tail)
+        except BaseException as error:
+            self._closing = True
+            made.set_exception(error)
+            return
+        del make
+        made.set_result(None)
+        del made
+        try:
+            while self._obey():
+                self._advance()
+                self._flush()
+        except BaseException as error:
+            log.critical("the engine's thread ends: a fault of its own", exc_info=True)
+            self._fault = error
+        self._end()
+
+    def _obey(self) -> bool:
+        """Wait until there is something to do, do what the inbox holds. False at the end."""
+        with self._changed:
+            while not (self._inbox or self._closing or self._has_work()):
+                self._changed.wait()
+            commands, self._inbox = self._inbox, deque()
+        for run, _ in commands:
+            run()
+        self._do_deferred()
+        self._flush()
+        return not self._closing
+
+    def _has_work(self) -> bool:
+        stopped = self.updating or self._paused in ("abort", "keep")
+        return self.scheduler.has_unfinished and not stopped
+
+    def _do_deferred(self) -> None:
+        waiting, self._deferred = self._deferred, []
+        for entry in waiting:
+            if entry[0]():
+                entry[1]()
+            else:
+                self._deferred.append(entry)
+
+    def _advance(self) -> None:
+        """Schedule, compute, commit, deliver. A failure of the computation itself ends every request, for nobody can
+        say whose fault it is; the engine can be used again."""
+        if not self._has_work():
+            return
+        scheduler = self.scheduler
+        if self.torn:
+            self._fail_all(WeightsTorn(f"Engine: {self.torn}"))
+            return
+        try:
+            if self.worker.check():
+                scheduler.reset_cache(scheduler.weight_version + 1)
+        except Exception as error:
+            self._fail_all(error)
+            return
+        plan = scheduler.schedule()
+        if not plan:
+            raise RuntimeError("nothing can be scheduled, yet requests are not done")
+        try:
+            sampled = self.worker.run(plan)
+        except Exception as error:
+            scheduler.cancel(plan)
+            failure = StepFailed(f"a step failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._fail_all(failure)
+            return
+        for chunk, token in zip(plan.sampled_chunks, sampled.token_ids) if -1 in sampled.token_ids else ():
+            if token == -1:
+                where = f"after {len(chunk.sequence.tokens)} tokens"
+                message = f"the model's logits {where} are not finite numbers (NaN or infinite weights or activations?)"
+                for sample in scheduler.fail(chunk.sequence.request, message):
+                    self._deliver(sample)
+        for sample in scheduler.commit(plan, sampled):
+            self._deliver(sample)
+        self._do_deferred()
+
+    # Requests
+
+    def _take(self, ticket: Ticket) -> None:
+        request = ticket.request
+        if request.id in self._names:
+            self._reject(ticket, f"request {request.id!r}: another request of this id is not done yet")
+        elif self._paused == "wait":
+            self._names[request.id] = ticket
+            self._held.append(ticket)
+        else:
+            try:
+                self.scheduler.add(request)
+            except ValueError as error:
+                self._reject(ticket, str(error))
+            else:
+                self._tickets[request] = self._names[request.id] = ticket
+
+    def _reject(self, ticket: Ticket, error: str | None, reason: str = "error") -> None:
+        ticket.request.reject(error, reason)
+        try:
+            for sample in ticket.request.sequences:
+                ticket.deliver(sample, self.scheduler.weight_version)
+        except Exception as failure:
+            ticket.fail(failure)
+
+    def _abort(self, ticket: Ticket) -> None:
+        if ticket in self._held:
+            self._held.remove(ticket)
+            del self._names[ticket.request.id]
+            self._reject(ticket, None, "abort")
+        else:
+            for sample in self.scheduler.abort(ticket.request):
+                self._deliver(sample)
+
+    def _deliver(self, sample: Sample) -> None:
+        ticket = self._tickets.get(sample.request)
+        if ticket is None:
+            return
+        try:
+            ticket.deliver(sample, self.scheduler.weight_version)
+        except Exception as error:  # of a tokenizer, say: this request's trouble alone
+            self.scheduler.fail(sample.request, repr(error))
+            ticket.fail(error)
+        if ticket.done:
+            self._forget(ticket)
+
+    def _forget(self, ticket: Ticket) -> None:
+        del self._tickets[ticket.request], self._names[ticket.request.id]
+
+    def _fail_all(self, error: BaseException) -> None:
+        for ticket in list(self._tickets.values()):
+            self.scheduler.fail(ticket.request, str(error))
+            ticket.fail(error)
+            self._forget(ticket)
+
+    def _text_tail(self, sample: Sample) -> str:
+        return self._tickets[sample.request].tail(sample)
+
+    # Out
+
+    def mail(self, asyncio_loop, call: Callable, item) -> None:
+        """In the thread: `call(item)` in an asyncio loop, once this turn is over."""
+        self._mail.setdefault(asyncio_loop, []).append((call, item))
+
+    def _flush(self) -> None:
+        if not self._mail:
+            return
+        mail, self._mail = self._mail, {}
+        for asyncio_loop, calls in mail.items():
+            try:
+                asyncio_loop.call_soon_threadsafe(_call_all, calls)
+            except RuntimeError:  # it is closed: nobody listens any more
+                log.debug("an asyncio loop is closed that requests were to be delivered to")
+
+    def _end(self) -> None:
+        with self._changed:
+            self._closing = True
+            commands, self._inbox = self._inbox, deque()
+        error = self._fault or EngineClosed("Engine: it is closed")
+        for _, refuse in commands:
+            refuse(error)
+        for _, _, refuse in self._deferred:
+            refuse(error)
+        for ticket in [*self._tickets.values(), *self._held]:
+            if self._fault is not None:
+                ticket.fail(StepFailed(f"the engine's thread has ended: {self._fault!r}"))
+            else:
+                self._abort(ticket)
+        self._deferred.clear()
+        self._flush()
+        try:
+            self.worker.close()
+        except Exception as failure:
+            self.close_error = failure
+        self._tickets.clear()
+        self.worker = None
+
+
+def _call_all(calls: list) -> None:
+    for call, item in calls:
+        call(item)
+
+
+_LOOPS: "weakref.WeakSet[Loop]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A daemon thread that still computes when the interpreter ends would take the process with it (SIGABRT)."""
+    for loop in list(_LOOPS):
+        loop.close()
+
+
+def drop(loop: Loop) -> None:
+    """For weakref.finalize: nobody has the engine any more. Wherever the collector calls this, it must not hang."""
+    loop.close(_JOIN_SECONDS)

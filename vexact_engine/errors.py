@@ -1,0 +1,43 @@
+"""What goes wrong with an engine, as classes. Errors in a call's own arguments are TypeError and ValueError as ever."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .request import Completion
+
+
+class EngineClosed(RuntimeError):
+    """The engine is closed: it takes no request and no weights any more."""
+
+
+class EngineForked(RuntimeError):
+    """The engine belongs to the process that made it: its thread does not run in a forked one."""
+
+
+class StepFailed(RuntimeError):
+    """The computation of a step failed (out of memory, a kernel, a device). Nobody can say whose request did it, so all
+    that were in the engine end with this; `__cause__` is the failure itself. The engine can be used again."""
+
+
+class WeightsTorn(RuntimeError):
+    """The weights are partly old and partly new. Nothing is computed with them until all are updated again."""
+
+
+class ModelInUse(ValueError):
+    """Another engine runs this very model and owns its weights."""
+
+
+class RequestError(ValueError):
+    """`generate(..., raise_on_error=True)`: requests that were themselves at fault.
+
+    completions   of all requests of the call, in order: those of the others are whole
+    """
+
+    def __init__(self, completions: "list[Completion]") -> None:
+        failed = [c for c in completions if c.finish_reason == "error"]
+        first = failed[0]
+        name = "" if first.request_id is None else f" ({first.request_id!r})"
+        super().__init__(
+            f"generate: {len(failed)} of {len(completions)} completions failed; the first{name}: {first.error}"
+        )
+        self.completions = completions

@@ -1,0 +1,144 @@
+"""Everything of torch that an engine has: the model and its patch, the caches, the stream, and the state of the thread
+that all of it is made, used and given back in."""
+
+import contextlib
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+import vexact_ops as vx
+
+from ..config import EngineConfig
+from ..core.scheduler import Sampled, StepPlan
+from ..errors import ModelInUse, WeightsTorn
+from ..weights.update import Update, apply_update, plan_update
+from ..weights.watch import Watch
+from .runner import Runner
+
+log = logging.getLogger(__name__)
+
+_LOCK = threading.Lock()
+_OWNED: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()  # by an engine
+
+
+@contextlib.contextmanager
+def _owned(model: torch.nn.Module) -> Iterator[None]:
+    with _LOCK:
+        if model in _OWNED:
+            raise ModelInUse(
+                f"Engine: another engine runs this {type(model).__name__} and owns its weights: close that first, or "
+                "give this one a copy"
+            )
+        _OWNED.add(model)
+    try:
+        yield
+    finally:
+        _OWNED.discard(model)
+
+
+class Worker:
+    """Owns a model from the constructor to `close`. All but `fence` is called in the engine's thread.
+
+    config     as given, with num_pages filled in
+    backend    the one that ops are computed with, whatever other threads or the process choose; None: the default
+    numerics   what fixes the bits, from now on
+    raises     ModelInUse where another engine has the model; what patch.hf raises
+    """
+
+    def __init__(self, model: torch.nn.Module, config: EngineConfig, backend: str | None = None):
+        self.model = model
+        first = next(model.parameters())
+        self.device, self.dtype = first.device, first.dtype
+        self._stack = contextlib.ExitStack()
+        try:
+            self._stack.enter_context(_owned(model))
+            self._stack.enter_context(vx.use_backend(backend))
+            self.stream = None
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+                self.stream = torch.cuda.Stream(self.device)
+                self.stream.wait_stream(torch.cuda.default_stream(self.device))
+                torch.cuda.set_stream(self.stream)
+            latent = config.latent_attention
+            self._handle = vx.patch.hf(model, kv_segment=config.kv_segment, latent=latent)
+            self._stack.callback(self._handle.undo)
+            self._runner = Runner(model, self._handle, config, self.device)
+            self.config = self._runner.config
+            self.numerics = vx.numerics(self.device, kv_segment=config.kv_segment, latent_attention=latent or None)
+            self._watch = Watch(model)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    @property
+    def path(self) -> str:
+        return self._runner.path
+
+    def run(self, plan: StepPlan) -> Sampled:
+        return self._runner.run(plan)
+
+    def fence(self) -> Callable[[], None]:
+        """In any thread: what it has given its device to do until now comes first. The function returned is for the
+        engine's thread."""
+        if self.stream is None:
+            return lambda: None
+        event = torch.cuda.current_stream(self.device).record_event()
+        return lambda: self.stream.wait_event(event)
+
+    # Weights
+
+    def check(self) -> bool:
+        """Whether somebody else has changed the weights. What was replaced is made part of the forward again.
+
+        raises   WeightsTorn where what stands there now cannot be computed with
+        """
+        what = self._watch.changed()
+        if not what:
+            return False
+        log.warning("weights: %s by somebody else: what was computed with the old ones is forgotten", what)
+        if what == "replaced":
+            self._rejoin()
+        self._watch.note()
+        return True
+
+    def _rejoin(self) -> None:
+        for name, tensor in self.model.named_parameters():
+            if (tensor.device, tensor.dtype) != (self.device, self.dtype):
+                raise WeightsTorn(
+                    f"Engine: {name} has been replaced by a tensor that is {tensor.dtype} on {tensor.device}, expected "
+                    f"{self.dtype} on {self.device}"
+                )
+        self._runner.make_forward()
+
+    def plan(self, named_tensors) -> list[tuple[Tensor, Tensor]]:
+        if self._watch.changed() == "replaced":
+            self._rejoin()
+            self._watch.note()
+        return plan_update(self.model, named_tensors)
+
+    def apply(self, plan: Iterable[tuple[Tensor, Tensor]]) -> None:
+        apply_update(plan)
+        self.settle()
+
+    def begin(self, specs: Mapping) -> Update:
+        if self._watch.changed() == "replaced":
+            self._rejoin()
+            self._watch.note()
+        return Update(self.model, specs)
+
+    def settle(self) -> None:
+        """What was written is the weights now, and whoever gave the sources may do with them as they please."""
+        if self.stream is not None:
+            self.stream.synchronize()
+        self._watch.note()
+
+    def close(self) -> None:
+        """Unpatch the model, let go of the caches."""
+        if self.stream is not None:
+            self.stream.synchronize()
+        self._runner = None
+        self._stack.close()

@@ -1,0 +1,143 @@
+"""From text to token ids and back: one tokenizer that is the engine's own, and text that grows with its tokens."""
+
+import codecs
+import copy
+import re
+from collections.abc import Sequence
+from typing import Any
+
+_REPLACEMENT = "\ufffd"  # what an incomplete or invalid sequence of bytes decodes to
+_UNSETTLED = 8  # tokens: bytes of a character that is still incomplete are among fewer
+
+
+class Text:
+    """A copy of a tokenizer, so that what others set on theirs (truncation, padding) has no say here.
+
+    tokenizer   a Hugging Face tokenizer, or anything with its __call__ and decode
+    raises      TypeError where it cannot be copied
+    """
+
+    def __init__(self, tokenizer: Any):
+        try:
+            self.tokenizer = copy.deepcopy(tokenizer)
+        except Exception as error:
+            raise TypeError(f"tokenizer: a {type(tokenizer).__name__} that cannot be copied: {error!r}") from error
+        self.bos = getattr(tokenizer, "bos_token", None)
+        # Ids that decode to nothing, wherever they stand.
+        added = getattr(self.tokenizer, "added_tokens_decoder", None) or {}
+        special = {i for i, token in added.items() if getattr(token, "special", False)}
+        special |= set(getattr(self.tokenizer, "all_special_ids", None) or ())
+        self.silent = frozenset(i for i in special if self.decode([i]) == "")
+        self.bytes = self._byte_tokens()
+        self.letter = next((i for i, byte in self.bytes.items() if byte == 65), None)
+
+    def _byte_tokens(self) -> dict[int, int]:
+        """Ids that stand for one byte each, where the tokenizer falls back to bytes (Llama 2, Mistral, Gemma)."""
+        vocabulary = self.tokenizer.get_vocab() if hasattr(self.tokenizer, "get_vocab") else {}
+        found = {i: int(token[3:5], 16) for token, i in vocabulary.items() if re.fullmatch("<0x[0-9A-F]{2}>", token)}
+        letter = next((i for i, byte in found.items() if byte == 65), None)
+        return found if letter is not None and self.decode([letter]) == "A" else {}
+
+    def encode(self, text: str) -> list[int]:
+        """All of a text's ids. What begins with the beginning-of-sequence token, as a chat template's text does, gets
+        no second one."""
+        templated = bool(self.bos) and text.startswith(self.bos)
+        options = {"add_special_tokens": False} if templated else {}
+        return list(self.tokenizer(text, truncation=False, padding=False, **options)["input_ids"])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of generated ids at once; special tokens have none."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def whole(self, token_ids: Sequence[int]) -> str:
+        """The text of generated ids, the same that a Detokenizer gives them one by one."""
+        text = self.decode(token_ids)
+        if _REPLACEMENT not in text or not self.bytes:
+            return text
+        return Detokenizer(self).update(token_ids, final=True)
+
+
+class Detokenizer:
+    """The text of a growing list of ids, each token decoded a few times at most, whatever they are.
+
+    Decoded is a window that begins with tokens that are text already, because a tokenizer may treat the very first
+    token of a text differently. What ends in a replacement character is kept back: the next token may complete it.
+    Tokens that stand for single bytes are put together here: a tokenizer would turn all of a run into replacement
+    characters for one byte that is missing at its end.
+    """
+
+    __slots__ = ("_known", "_run", "_seen", "_taken", "_utf8", "_window", "source", "text")
+
+    def __init__(self, source: Text):
+        self.source = source
+        self.text = ""  # all that is certain
+        self._seen = 0  # tokens that have been looked at
+        self._window: list[int] = []
+        self._known = 0  # of its tokens, from the first on, that are text already
+        self._taken = 0  # characters of the window's text that are in `text`
+        self._run: int | None = None  # a byte of the run of byte tokens that is open
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def update(self, token_ids: Sequence[int], begin: int = 0, final: bool = False) -> str:
+        """New certain text, given all ids so far; with `final`, all that is left.
+
+        begin   ids before this one are not generated, and have no text
+        """
+        before, source = len(self.text), self.source
+        grown = False
+        for token in token_ids[begin + self._seen :]:
+            if token in source.silent:
+                continue
+            byte = source.bytes.get(token) if source.bytes else None
+            if byte is None:
+                if self._run is not None:
+                    self._end_run()
+                self._window.append(token)
+                grown = True
+                continue
+            if grown:
+                self._read(final=True)
+                grown = False
+            self._run = token
+            self.text += self._utf8.decode(bytes([byte]))
+        self._seen = len(token_ids) - begin
+        if grown or final:
+            self._read(final)
+        if final and self._run is not None:
+            self._end_run()
+        return self.text[before:]
+
+    def _end_run(self) -> None:
+        """A run of bytes is over; one of its characters is what the next token follows."""
+        self.text += self._utf8.decode(b"", True)
+        self._utf8.reset()
+        self._window, self._known, self._taken, self._run = [self.source.letter], 1, 1, None
+
+    def _read(self, final: bool) -> None:
+        window = self.source.decode(self._window)
+        whole = final or not window.endswith(_REPLACEMENT)
+        if whole:
+            new = window[self._taken :]
+        elif len(self._window) - self._known <= _UNSETTLED:
+            return
+        else:  # only the last character can still change
+            new = window[self._taken : -1]
+        self.text += new
+        if not whole:
+            self._window, self._known = self._window[-_UNSETTLED // 2 :], 0
+            self._taken = len(self.source.decode(self._window)) - 1
+        elif new:
+            del self._window[: self._known]
+            self._known = len(self._window)
+            self._taken = len(self.source.decode(self._window))
+
+
+def held_back(text: str, stops: tuple[str, ...]) -> int:
+    """How many characters at the end of `text` could be the beginning of a stop string."""
+    most = 0
+    for stop in stops:
+        for size in range(min(len(stop) - 1, len(text)), most, -1):
+            if text.endswith(stop[:size]):
+                most = size
+                break
+    return most
