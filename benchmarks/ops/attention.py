@@ -22,6 +22,8 @@ DECODES = (
     (64, 4096, 16, None),
     (256, 4096, 128, None),
     (256, 4096, 128, 2048),
+    (16, 1000, 16, None),
+    (1, 32768, 16, 2048),
     (1, 32768, 128, 1024),
     (1, 32768, 128, 2048),
     (1, 131072, 128, 2048),
@@ -137,7 +139,7 @@ def _flash_decode() -> Callable[..., Tensor]:
 def _decode(
     shape: Heads, count: int, context: int, page: int, dtype: torch.dtype, device: str, segment: int | None = None
 ) -> Iterator[Case]:
-    per = context // page
+    per = -(-context // page)
 
     def make():
         q = random(count, shape.Hq, shape.D, dtype=dtype, device=device, seed=1)
@@ -151,7 +153,7 @@ def _decode(
         return vx.attention_paged(q, k_cache, v_cache, table, lens, cu_seqlens, 1, kv_segment=segment)
 
     def stock(q, k_cache, v_cache, table, lens, cu_seqlens):  # its cache is contiguous already: no gather is counted
-        k, v = (c.unflatten(0, (count, per)).flatten(1, 2).transpose(1, 2) for c in (k_cache, v_cache))
+        k, v = (c.unflatten(0, (count, per)).flatten(1, 2)[:, :context].transpose(1, 2) for c in (k_cache, v_cache))
         if shape.shared:  # SDPA would repeat the key for every head
             weights = torch.softmax(q @ k[:, 0].transpose(1, 2) * shape.D**-0.5, -1, torch.float32)
             return weights.to(q.dtype) @ v[:, 0]
@@ -160,7 +162,7 @@ def _decode(
     def bits(q, k_cache, v_cache, table, lens, cu_seqlens):
         """A sequence alone and in its batch, and its last token in training."""
         places = table[-1:].long()
-        k, v = (c[places].flatten(0, 2) for c in (k_cache, v_cache))
+        k, v = (c[places].flatten(0, 2)[:context] for c in (k_cache, v_cache))
         queries = torch.cat([k.new_zeros(context - 1, shape.Hq, shape.D), q[-1:]])
         trained = vx.attention_varlen(queries, k, v, lens.new_tensor([0, context]), context, kv_segment=segment)[-1:]
         alone = ours(q[-1:], k_cache, v_cache, table[-1:], lens[-1:], cu_seqlens[:2])
