@@ -18,6 +18,48 @@ def launch(config=CONFIG, device="cuda", family="Qwen3", **options):
     return Engine.from_pretrained(build(family, device=device, **options), device=device, config=config)
 
 
+def test_what_other_streams_have_begun_comes_first():
+    """Weights that are still being written when the engine is made, and new ones when they are handed over: both by
+    a stream that is far behind."""
+    with launch() as engine:
+        expected = [bits(c) for c in engine.generate(PROMPTS, PARAMS)]
+    other = build("Qwen3", seed=1, device="cuda")
+    with Engine.from_pretrained(other, device="cuda", config=CONFIG) as engine:
+        expected_new = [bits(c) for c in engine.generate(PROMPTS, PARAMS)]
+
+    def slowly(function):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(200_000_000)  # a tenth of a second
+            return function()
+
+    late = build("Qwen3", device="cuda")
+    right = {name: value.clone() for name, value in late.state_dict().items()}
+    with torch.no_grad():
+        for value in late.parameters():
+            value.zero_()
+    torch.cuda.synchronize()
+
+    def made():
+        late.load_state_dict(right)
+        return Engine.from_pretrained(late, device="cuda", config=CONFIG)
+
+    with slowly(made) as engine:
+        assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
+        new = {name: torch.zeros_like(value) for name, value in right.items()}
+        torch.cuda.synchronize()
+
+        def handed():
+            for name, value in other.state_dict().items():
+                new[name].copy_(value)
+            engine.update_weights(new, numerics=engine.numerics())
+            for value in new.values():
+                value.zero_()  # the sources are the caller's again
+
+        slowly(handed)
+        assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected_new
+        check_idle(engine)
+
+
 @pytest.mark.parametrize(
     "family,path",
     [
@@ -75,9 +117,7 @@ def test_the_cache_takes_the_share_of_memory_that_is_left(monkeypatch):
         page = 2 * 2 * 2 * 16 * 16 * 2  # layers, k and v, heads, head dim, page size, bytes
         taken = engine.config.num_pages * page
         assert (1 << 28) < taken < (1 << 30)  # less what weights, kernels and a step take
-        assert (
-            sum(c.nbytes for c in [cache for part in engine._worker._runner.builder.caches for cache in part]) == taken
-        )
+        assert sum(c.nbytes for part in engine._worker._runner.builder.caches for c in part) == taken
         done = engine.generate(PROMPTS, PARAMS)
         check_idle(engine)
     with launch() as engine:

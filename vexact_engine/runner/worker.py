@@ -60,8 +60,8 @@ class Worker:
             self.stream = None
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
+                torch.cuda.synchronize(self.device)  # whoever made the weights, on whichever stream
                 self.stream = torch.cuda.Stream(self.device)
-                self.stream.wait_stream(torch.cuda.default_stream(self.device))
                 torch.cuda.set_stream(self.stream)
             latent = config.latent_attention
             self._handle = vx.patch.hf(model, kv_segment=config.kv_segment, latent=latent)
@@ -141,4 +141,6 @@ class Worker:
         if self.stream is not None:
             self.stream.synchronize()
         self._runner = None
+        if self.stream is not None:
+            torch.cuda.empty_cache()  # what this stream has given back, no other one would find
         self._stack.close()
