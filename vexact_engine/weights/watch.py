@@ -1,14 +1,18 @@
 """Notices that somebody else has written into a model's tensors, or put others in their place."""
 
+import operator
+
 import torch
 
-
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+_version, _pointer = operator.attrgetter("_version"), torch.Tensor.data_ptr
 
 
 class Watch:
-    """What a model's tensors are now. A write through `.data`, which torch does not count, is not seen."""
+    """What a model's tensors are now. A write through `.data`, which torch does not count, is not seen.
+
+    It is asked before every step: a tenth of a millisecond for the 330 tensors of 36 layers on a busy machine. A
+    parameter that was replaced stays in memory until then.
+    """
 
     def __init__(self, model: torch.nn.Module):
         self._model = model
@@ -16,17 +20,17 @@ class Watch:
 
     def note(self) -> None:
         """From here on, this is how they should be."""
-        stores = [s for module in self._model.modules() for s in (module._parameters, module._buffers)]
-        places = {(id(store), name): (store, name) for store in stores for name, t in store.items() if t is not None}
-        self._places = list(places.values())
-        self._seen = [(id(t), t.data_ptr(), _version(t)) for t in (store[name] for store, name in self._places)]
+        stores = (s for module in self._model.modules() for s in (module._parameters, module._buffers))
+        self._stores = list({id(store): store for store in stores if store}.values())
+        self._tensors = [t for store in self._stores for t in store.values() if t is not None]
+        self._counting = [t for t in self._tensors if not t.is_inference()]  # others know no version
+        self._held = [list(map(id, store.values())) for store in self._stores]
+        self._pointers = list(map(_pointer, self._tensors))
+        self._versions = list(map(_version, self._counting))
 
     def changed(self) -> str:
         """Nothing where all is as noted, "written" where values have changed, "replaced" where a tensor is another."""
-        written = False
-        for (store, name), (identity, pointer, version) in zip(self._places, self._seen):
-            tensor = store.get(name)
-            if id(tensor) != identity or tensor.data_ptr() != pointer:
-                return "replaced"
-            written |= _version(tensor) != version
-        return "written" if written else ""
+        held = [list(map(id, store.values())) for store in self._stores]
+        if held != self._held or list(map(_pointer, self._tensors)) != self._pointers:
+            return "replaced"
+        return "written" if list(map(_version, self._counting)) != self._versions else ""
