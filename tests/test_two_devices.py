@@ -3,7 +3,7 @@ third parties' and other fast kernels serve are among them."""
 
 import pytest
 import torch
-from test_default_dtype import CASES, FP32, INT32, run
+from op_cases import CASES, FP32, INT32, Inputs, run
 
 from vexact_ops.testing import assert_bitwise
 
@@ -88,7 +88,7 @@ def test_another_gpu_than_the_current_one(name, dtype, monkeypatch):
     results = []
     with torch.cuda.device(0):
         for device in ("cuda:1", "cuda:0"):  # the one that is not current first: nothing was compiled or chosen yet
-            found = run(name, device, None, dtype, torch.float32)
+            found = run(name, Inputs(dtype, device), None)
             assert all(x.device == torch.device(device) for x in found if x.is_cuda)
             assert torch.cuda.current_device() == 0
             results.append([x.cpu() for x in found])

@@ -161,7 +161,7 @@ def test_adding_at_the_end_is_no_resumption(tmp_path, monkeypatch):
     monkeypatch.setenv("VEXACT_CACHE", str(tmp_path))
 
     product = cuda.Product(torch.device("cuda", 0), torch.bfloat16, torch.float32, 256, 512, 1024, resume=True)
-    names = product.cublaslt_names(2)  # it would add the old values to the finished sum
+    names = product.cublaslt_names(4)  # it would add the old values to the finished sum
     candidates, canonical = [cuda.candidate(name, True) for name in names], product.proposal().canonical
     decision = admitted(Proposal("test", candidates, canonical, product.cases), product.device)
     assert names and decision.chosen is canonical
