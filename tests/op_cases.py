@@ -6,7 +6,16 @@ from conftest import room_backends
 
 import vexact_ops as vx
 
-NOT_OPS = {"admit", "explain", "numerics", "numerics_difference", "backends", "set_backend", "use_backend"}
+NOT_OPS = {
+    "admit",
+    "explain",
+    "current_backend",
+    "numerics",
+    "numerics_difference",
+    "backends",
+    "set_backend",
+    "use_backend",
+}
 NOT_OPS |= {"BackendUnavailable", "patch", "testing"}
 
 

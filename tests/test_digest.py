@@ -4,6 +4,8 @@ import importlib.util
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -175,10 +177,15 @@ def test_the_extension_was_built_from_these_sources(tmp_path):
     if not stored:
         assert not os.environ.get("CI"), "an extension that was built by setup.py names what it was built from"
         pytest.skip("the extension was built by other means than setup.py")
-    text = (ROOT / "setup.py").read_text()
-    namespace = {"__file__": str(ROOT / "setup.py")}
-    exec(compile(text.partition("class BuildNative")[0], "setup.py", "exec"), namespace)
-    nvcc = namespace["find_nvcc"]() if "cuda" in stored else None
-    now = json.loads(namespace["source_digests"](nvcc))
+    # in a process of its own: setuptools does not like to come after a distutils that is imported already
+    code = f"""
+namespace = {{"__file__": {str(ROOT / "setup.py")!r}}}
+text = open(namespace["__file__"]).read()
+exec(compile(text.partition("class BuildNative")[0], "setup.py", "exec"), namespace)
+print(namespace["source_digests"](namespace["find_nvcc"]() if {"cuda" in stored} else None))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    now = json.loads(done.stdout)
     stale = {kind: [room for room in now[kind] if now[kind][room] != stored[kind].get(room)] for kind in now}
     assert not any(stale.values()), f"built from other sources: {stale}; build it again"

@@ -163,10 +163,19 @@ ELSEWHERE |= {
     "linear_matmul",
     "linear_kernel",
     "linear_choose",
+    "linear_class",
     "linear_cublaslt_version",
     "linear_cublaslt_algorithms",
 }
-ELSEWHERE |= {"grouped_gather", "grouped_bound", "grouped_product", "grouped_sums", "grouped_tail", "grouped_few"}
+ELSEWHERE |= {
+    "grouped_gather",
+    "grouped_bound",
+    "grouped_product",
+    "grouped_sums",
+    "grouped_tail",
+    "grouped_few",
+    "grouped_few_lent",
+}
 ELSEWHERE |= {"attention_latent_varlen", "attention_latent_paged"}
 
 
