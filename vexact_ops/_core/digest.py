@@ -35,7 +35,7 @@ _NO_ARITHMETIC = {
     "race",
 }
 _NOT_OPS = {"__init__", "reference", "cpu", "triton", "cuda", "cute", "cute_backward"}
-_NOT_ROOMS = {"patch", "testing"}  # a room imports testing for inputs to verify kernels on
+_NOT_ROOMS = {"patch", "testing"}  # no op is computed in them
 
 
 def _hash(files: Iterable[tuple[str, bytes]], facts: Mapping[str, object]) -> str:
