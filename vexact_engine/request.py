@@ -113,6 +113,7 @@ class Sequence:
     pages           its pages in order, the keys and values of token t in pages[t // page_size]. Grows at the end only,
                     until the sequence lets go of its pages: then this becomes a new, empty list, and a plan that
                     still holds the old one keeps it unchanged
+    slot            its row in the runner's buffers while it runs, None otherwise
     epoch           how often it has let go of its pages
     num_computed    tokens whose keys and values are in those pages
     num_planned     the same, once all plans in flight have run
@@ -140,6 +141,7 @@ class Sequence:
         "raw_logprobs",
         "request",
         "seed",
+        "slot",
         "state",
         "stop_reason",
         "tokens",
@@ -155,6 +157,7 @@ class Sequence:
         self.logprobs, self.raw_logprobs, self.weight_versions = [], [], []
         self.top_logprobs = [] if self.params.num_top_logprobs else None
         self.state = State.WAITING
+        self.slot = None
         self.arrival = -1  # its place in the order of fairness, once added
         self.limit, self.limit_note = self.num_prompt + self.params.max_new_tokens, None
         self.finish_reason = self.stop_reason = self.error = None

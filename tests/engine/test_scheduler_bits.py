@@ -90,9 +90,9 @@ class Forgetful(PagePool):
     ("pool", "symptom"),
     [
         (PagePool, None),
-        (CarelessKeys, "a slot"),
-        (EagerKeys, "a slot"),
-        (Sharer, "a slot"),
+        (CarelessKeys, "a place"),
+        (EagerKeys, "a place"),
+        (Sharer, "a place"),
         (Leaker, "a deadlock|a page was leaked"),
         (Forgetful, "keys and values of other weights were kept"),
     ],
@@ -114,6 +114,28 @@ def test_the_toy_model_catches_a_wrong_pool(pool, symptom):
     else:
         with pytest.raises(AssertionError, match=symptom):
             everything()
+
+
+class OneForAll(list):
+    """Free slots that are all the same one."""
+
+    def pop(self):
+        return super().pop() and 0
+
+
+@pytest.mark.parametrize("slots", [list, OneForAll])
+def test_the_toy_model_catches_a_slot_with_two_holders(slots):
+    scheduler, model = make(num_pages=64, max_num_seqs=4, enable_prefix_cache=False)
+    scheduler._slots = slots(scheduler._slots)
+    requests = [request([i, 1], seed=i, max_new_tokens=6) for i in range(6)]
+    for one in requests:
+        scheduler.add(one)
+    if slots is list:
+        drain(scheduler, model, lookahead=True)
+        assert all(one.sequences[0].tokens == expected(one.sequences[0]) for one in requests)
+    else:
+        with pytest.raises(AssertionError, match="a place holds another sequence's token"):
+            drain(scheduler, model, lookahead=True)
 
 
 # Everything at once
@@ -243,6 +265,13 @@ class Everything(RuleBasedStateMachine):
             assert len(s.tokens) + s.in_flight * (not s.finished) <= s.limit
             assert s.finished == (s.finish_reason is not None)
         assert counts == scheduler.pool._refs
+        held = [s.slot for s in scheduler.running]
+        assert all(s.slot is None for s in everyone if s.state is not State.RUNNING)
+        most = min(scheduler.config.max_num_seqs, scheduler.config.max_num_batched_tokens)
+        assert sorted(held + scheduler._slots) == list(range(most)), "a slot is lost, or has two holders"
+        for plan, _ in self.flight:
+            assert len({c.slot for c in plan.chunks}) == len(plan.chunks)
+            assert all(c.slot == c.sequence.slot for c in plan.chunks if c.epoch == c.sequence.epoch)
 
     def teardown(self):
         if not hasattr(self, "scheduler"):

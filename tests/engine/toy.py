@@ -1,8 +1,9 @@
 """A toy model with a paged memory, for the tests of the scheduler.
 
-It writes (position, token, weight version) into the slots of a plan and draws the next token from what it reads back
-through the page table. A page that is shared wrongly, written twice, reused too early, known before it is full or kept
-across weights makes it read something it should not, and it says so.
+It writes (position, token, weight version) into the places that a plan's page tables give and draws the next token from
+what it reads back there; a token that is not known yet it takes from the slot that it was drawn in. A page that is
+shared wrongly, written twice, reused too early, known before it is full or kept across weights makes it read something
+it should not, and it says so; a slot that two sequences have gives one the other's tokens.
 """
 
 import dataclasses
@@ -23,31 +24,31 @@ class ToyModel:
     def __init__(self, config):
         self.page_size = config.page_size
         self.memory = [None] * (config.num_pages * config.page_size)
-        self.latest = {}  # sequence -> its latest sample
+        self.latest = {}  # slot -> the latest sample drawn there
 
     def run(self, plan):
         """What a step computes: all its writes, then all its reads."""
         inputs = []
         for chunk in plan.chunks:
-            tokens = [self.latest[chunk.sequence] if t == PLACEHOLDER else t for t in chunk.token_ids]
+            tokens = [self.latest[chunk.slot] if t == PLACEHOLDER else t for t in chunk.token_ids]
             inputs.append(tokens)
             for position, token in enumerate(tokens, chunk.start):
-                self.memory[self.slot(chunk, position)] = (position, token, plan.weight_version)
+                self.memory[self.place(chunk, position)] = (position, token, plan.weight_version)
         drawn = []
         for chunk in plan.chunks:
-            read = [self.memory[self.slot(chunk, position)] for position in range(chunk.end)]
+            read = [self.memory[self.place(chunk, position)] for position in range(chunk.end)]
             positions, tokens, versions = zip(*read)
             known = chunk.sequence.tokens[: chunk.end]
-            assert positions == tuple(range(chunk.end)), "a slot was written by another position"
-            assert list(tokens[: len(known)]) == known, "a slot holds another sequence's token"
+            assert positions == tuple(range(chunk.end)), "a place was written by another position"
+            assert list(tokens[: len(known)]) == known, "a place holds another sequence's token"
             assert set(versions) == {plan.weight_version}, "keys and values of other weights were kept"
             if chunk.needs_sample:
                 drawn.append(draw(tokens, chunk.sequence.seed, plan.weight_version))
-                self.latest[chunk.sequence] = drawn[-1]
+                self.latest[chunk.slot] = drawn[-1]
         tops = [{token: -1.0} for token in drawn]
         return Sampled(drawn, [-float(t) for t in drawn], [-2.0 * t for t in drawn], tops)
 
-    def slot(self, chunk, position):
+    def place(self, chunk, position):
         return chunk.pages[position // self.page_size] * self.page_size + position % self.page_size
 
 
@@ -92,6 +93,7 @@ def drain(scheduler, model, lookahead=False, most=10_000):
         assert len(plans) < most, "no end in sight"
     scheduler.pool.check()
     assert scheduler.pool.num_available == scheduler.pool.num_pages, "a page was leaked"
+    assert len(scheduler._slots) == scheduler._max_running, "a slot was leaked"
     return plans
 
 

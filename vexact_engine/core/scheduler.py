@@ -13,7 +13,8 @@ deadlock. None of this changes bits, for rows do not depend on their neighbours 
 `commit` takes the sampled tokens, ends what is to end, and tells the prefix cache which pages are now full.
 
 Several plans may be in flight as long as they run in the order they were made; that is what an overlapped engine and
-a pipeline need. A page given up while a plan in flight still touches it can only be written by a later plan.
+a pipeline need. A page given up while a plan in flight still touches it can only be written by a later plan; and so it
+is with a slot, the row that a running sequence has in the runner's buffers.
 """
 
 from bisect import bisect, insort
@@ -37,6 +38,7 @@ class Chunk:
     """Tokens start .. end-1 of one sequence.
 
     pages          its page table, long enough for `end` tokens (Sequence.pages, which later plans may extend)
+    slot           the row that it has in the runner's buffers; later plans may give it to others
     needs_sample   whether the last token's logits are to be sampled: the drawn token has position `end`
     """
 
@@ -46,6 +48,7 @@ class Chunk:
     needs_sample: bool
     pages: list[int]
     epoch: int
+    slot: int
 
     @property
     def length(self) -> int:
@@ -141,6 +144,7 @@ class Scheduler:
         self._share = _RESERVED * _FIRST_USED if config.reserve is None else config.reserve
         # Every running decode gets its token in every step, and a running prefill at least one.
         self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._slots = list(range(self._max_running - 1, -1, -1))  # a stack of the free ones
 
     @property
     def has_unfinished(self) -> bool:
@@ -219,6 +223,8 @@ class Scheduler:
 
     def _stop_running(self, sequence):
         self.running.remove(sequence)
+        self._slots.append(sequence.slot)
+        sequence.slot = None
         self.pool.release(sequence.forget_pages())
         self._blocked = None
 
@@ -298,7 +304,7 @@ class Scheduler:
         start = sequence.num_planned
         end = sequence.num_planned = start + length
         needs_sample = end == len(sequence.tokens) + sequence.in_flight
-        plan.chunks.append(Chunk(sequence, start, end, needs_sample, sequence.pages, sequence.epoch))
+        plan.chunks.append(Chunk(sequence, start, end, needs_sample, sequence.pages, sequence.epoch, sequence.slot))
         sequence.in_flight += needs_sample
         self.stats.chunks += 1
         if needs_sample and length == 1 and start >= sequence.num_prompt:
@@ -354,7 +360,7 @@ class Scheduler:
             sequence.pages = known + [pool.allocate() for _ in range(missing)]
             sequence.num_computed = sequence.num_planned = len(known) * pool.page_size
             sequence.num_known, sequence.node = len(known), node
-            sequence.state = State.RUNNING
+            sequence.state, sequence.slot = State.RUNNING, self._slots.pop()
             insort(self.running, sequence, key=lambda other: other.arrival)
             self.stats.prefix_tokens += sequence.num_computed
             computing.add(self._next_key(sequence))
