@@ -5,6 +5,9 @@ values among ordinary rows that cancel), computes a batch once, then some of its
 another order, in storage that begins one element off any boundary, by every backend whose bits are promised equal,
 with gradients where the op has them. Bytes are compared. What differs is printed with the seed that draws it again:
 `python tests/attack.py ROOM --seed S --checks 1`. The exit status is 1 where anything differs or raises.
+
+What a kernel is compiled for (types, widths, options) is drawn anew with every 50th seed only: compiling takes far
+longer than checking.
 """
 
 import argparse
@@ -25,6 +28,7 @@ import vexact_ops as vx
 from vexact_ops.testing import Pages, assert_bitwise, attention_inputs, cancelling, offsets, special_rows, tricky
 
 Outputs = tuple[Tensor, ...]
+CAMPAIGN = 50  # checks of one compiled kind
 
 
 class Draw:
@@ -33,8 +37,9 @@ class Draw:
     def __init__(self, seed: int, device: str):
         self.seed, self.device = seed, device
         self.g = torch.Generator().manual_seed(seed)
+        self._kinds = torch.Generator().manual_seed(-1 - seed // CAMPAIGN)
         dtypes = [torch.bfloat16, torch.bfloat16, torch.float32] + [torch.float16] * (device == "cuda")
-        self.dtype = self.of(dtypes)
+        self.dtype = self.kind(dtypes)
 
     def int(self, low: int, high: int) -> int:
         """From low to high, both included."""
@@ -42,6 +47,10 @@ class Draw:
 
     def of(self, choices: Sequence):
         return choices[self.int(0, len(choices) - 1)]
+
+    def kind(self, choices: Sequence):
+        """The same for all checks of a campaign."""
+        return choices[int(torch.randint(len(choices), (1,), generator=self._kinds))]
 
     def chance(self, p: float) -> bool:
         return float(torch.rand((), generator=self.g)) < p
@@ -108,12 +117,12 @@ def with_gradients(d: Draw, fn: Callable[..., object], count: int) -> Callable[.
 
 
 def linear(d: Draw) -> None:
-    k, n = d.of([(64, 64), (520, 256), (576, 1536), (1024, 1024), (2048, 512), (96, 8), (7, 33), (1, 16)])
+    k, n = d.kind([(64, 64), (520, 256), (576, 1536), (1024, 1024), (2048, 512), (96, 8), (7, 33), (1, 16)])
     rows = d.rows()
     x, weight = cancelling(rows, k, n, d.seed, d.dtype, d.device)
     x = d.special(x.clamp(-64, 64) if d.dtype == torch.float16 else x)
     bias = d.placed(d.values(n)) if d.chance(0.4) else None
-    out_dtype = d.of([None, torch.float32])
+    out_dtype = d.kind([None, torch.float32])
     ways = [lambda x, b=b: vx.linear(x, weight, bias, out_dtype=out_dtype, backend=b) for b in backends(d, "linear")]
     again(d, ways[0], (x,), ways[1:])
     dy = d.values(rows, n)
@@ -122,8 +131,8 @@ def linear(d: Draw) -> None:
 
 
 def grouped_linear(d: Draw) -> None:
-    k, n = d.of([(64, 64), (256, 520), (512, 384), (33, 8)])
-    experts, rows = d.of([1, 4, 16]), d.rows()
+    k, n = d.kind([(64, 64), (256, 520), (512, 384), (33, 8)])
+    experts, rows = d.kind([1, 4, 16]), d.rows()
     x, weight = cancelling(rows, k, experts * n, d.seed, d.dtype, d.device)
     x, weight = d.special(x.clamp(-64, 64) if d.dtype == torch.float16 else x), weight.view(experts, n, k)
     ids = torch.randint(experts, (rows,), generator=d.g).sort().values
@@ -137,8 +146,8 @@ def grouped_linear(d: Draw) -> None:
 
 
 def moe_inputs(d: Draw) -> tuple[Tensor, ...]:
-    experts, hidden, inner = d.of([(8, 64, 64), (16, 256, 128), (4, 40, 24), (64, 128, 64)])
-    rows, top_k = d.rows(), d.of([1, 2, 4])
+    experts, hidden, inner = d.kind([(8, 64, 64), (16, 256, 128), (4, 40, 24), (64, 128, 64)])
+    rows, top_k = d.rows(), d.kind([1, 2, 4])
     x, gate_up = cancelling(rows, hidden, experts * 2 * inner, d.seed, d.dtype, d.device)
     x = d.special(x.clamp(-64, 64) if d.dtype == torch.float16 else x)
     down = d.values(experts, hidden, inner).clamp(-4, 4)
@@ -158,9 +167,9 @@ def fused_moe(d: Draw) -> None:
 
 
 def moe_route(d: Draw) -> None:
-    groups = d.of([None, None, 2, 4])
-    experts = (groups or 1) * d.of([4, 8, 33])
-    options = {"score": d.of(["softmax", "sigmoid"]), "normalize": d.chance(0.5), "scale": d.of([1.0, 2.5])}
+    groups = d.kind([None, None, 2, 4])
+    experts = (groups or 1) * d.kind([4, 8, 33])
+    options = {"score": d.kind(["softmax", "sigmoid"]), "normalize": d.chance(0.5), "scale": d.of([1.0, 2.5])}
     options |= {"groups": groups, "top_k_groups": groups and d.int(1, groups)}
     bias = 0.3 * d.values(experts, dtype=torch.float32) if d.chance(0.3) else None
     top_k = d.int(1, min(4, experts // (groups or 1)))
@@ -169,7 +178,7 @@ def moe_route(d: Draw) -> None:
 
 
 def rmsnorm(d: Draw) -> None:
-    n, rows = d.of([64, 100, 576, 2048, 4096, 1]), d.rows()
+    n, rows = d.kind([64, 100, 576, 2048, 4096, 1]), d.rows()
     weight, x, dy = d.values(n), d.special(d.values(rows, n)), d.values(rows, n)
     again(d, with_gradients(d, lambda x: vx.rmsnorm(x, weight), 1), (x, dy))
     residual = d.special(d.values(rows, n))
@@ -177,8 +186,8 @@ def rmsnorm(d: Draw) -> None:
 
 
 def rope(d: Draw) -> None:
-    dim, rotary = d.of([(64, 64), (128, 128), (80, 32), (6, 4)])
-    rows, heads = d.rows(), d.of([(3, 1), (4, 4), (8, 2)])
+    dim, rotary = d.kind([(64, 64), (128, 128), (80, 32), (6, 4)])
+    rows, heads = d.rows(), d.kind([(3, 1), (4, 4), (8, 2)])
     q, k = (d.special(d.values(rows, h, dim)) for h in heads)
     inv_freq = (10000.0 ** -(torch.arange(0, rotary, 2, dtype=torch.float32) / rotary)).to(d.device)
     positions = torch.randint(0, 1 << 20, (rows,), generator=d.g).to(d.device)
@@ -192,32 +201,32 @@ def rope(d: Draw) -> None:
 
 
 def silu_mul(d: Draw) -> None:
-    n, rows = d.of([64, 100, 1536, 7]), d.rows()
+    n, rows = d.kind([64, 100, 1536, 7]), d.rows()
     gate, up, dy = d.special(d.values(rows, n)), d.special(d.values(rows, n)), d.values(rows, n)
-    activation = d.of(["silu", "gelu_tanh"])
+    activation = d.kind(["silu", "gelu_tanh"])
     again(d, with_gradients(d, lambda g, u: vx.silu_mul(g, u, activation=activation), 2), (gate, up, dy))
 
 
 def log_softmax(d: Draw) -> None:
-    n, rows = d.of([1, 64, 1000, 4097, 20000]), d.rows()
+    n, rows = d.kind([1, 64, 1000, 4097, 20000]), d.rows()
     x, dy = d.special(d.values(rows, n)), d.values(rows, n)
     run = with_gradients(d, vx.log_softmax, 1)
     again(d, lambda x, dy: run(x, dy.to(vx.log_softmax(x[:1]).dtype)), (x, dy))
 
 
 def mean(d: Draw) -> None:
-    x = d.special(d.values(d.rows(), d.of([1, 64, 1000, 4097, 20000])))
+    x = d.special(d.values(d.rows(), d.kind([1, 64, 1000, 4097, 20000])))
     again(d, d.of([lambda x: vx.mean(x, -1), lambda x: vx.sum(x, -1)]), (x,))
 
 
 def linear_cross_entropy(d: Draw) -> None:
-    hidden, vocabulary = d.of([(64, 500), (128, 3000), (256, 1300), (40, 129)])
+    hidden, vocabulary = d.kind([(64, 500), (128, 3000), (256, 1300), (40, 129)])
     rows = d.rows()
     x, weight = cancelling(rows, hidden, vocabulary, d.seed, d.dtype, d.device)
     x = d.special((x.float() / x.float().abs().amax(-1, keepdim=True).clamp(min=1e-6)).to(d.dtype))
     target = torch.randint(vocabulary, (rows,), generator=d.g).to(d.device)
     temperature = d.values(rows, dtype=torch.float32).abs().clamp(0.3, 3.0)
-    softcap = d.of([None, None, 5.0])
+    softcap = d.kind([None, None, 5.0])
 
     def way(backend: str | None) -> Callable:
         def run(x: Tensor, target: Tensor, temperature: Tensor, up: Tensor, up_entropy: Tensor) -> Outputs:
@@ -238,7 +247,7 @@ def linear_cross_entropy(d: Draw) -> None:
 
 
 def sampler(d: Draw) -> None:
-    n, rows = d.of([2, 65, 1025, 20000]), d.rows()
+    n, rows = d.kind([2, 65, 1025, 20000]), d.rows()
     logits = d.special(d.values(rows, n, dtype=torch.float32))
     seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=d.g).to(d.device)
     positions = torch.randint(0, 2**40, (rows,), generator=d.g).to(d.device)
@@ -258,8 +267,8 @@ def sampler(d: Draw) -> None:
 
 
 def kv_cache(d: Draw) -> None:
-    rows, heads = d.rows(), d.of([1, 3, 8])
-    dim, dv, page = *d.of([(64, 64), (192, 128), (5, 7)]), d.of([1, 4, 16])
+    rows, heads = d.rows(), d.kind([1, 3, 8])
+    dim, dv, page = *d.kind([(64, 64), (192, 128), (5, 7)]), d.kind([1, 4, 16])
     pages = -(-rows // page) + 3
     k, v = d.special(d.values(rows, heads, dim)), d.special(d.values(rows, heads, dv))
     caches = [d.values(pages, page, heads, size) for size in (dim, dv)]
@@ -274,14 +283,14 @@ def kv_cache(d: Draw) -> None:
 
 
 def attention(d: Draw) -> None:
-    hk, group = d.of([1, 2]), d.of([1, 2, 4])
-    dim, dv = d.of([(64, 64), (128, 128), (128, 128), (256, 256), (80, 80), (192, 128)])
+    hk, group = d.kind([1, 2]), d.kind([1, 2, 4])
+    dim, dv = d.kind([(64, 64), (128, 128), (128, 128), (256, 256), (80, 80), (192, 128)])
     most = 700 if d.device == "cuda" else 150
     lengths = [d.of([1, 2, d.int(1, 70), d.int(1, most)]) for _ in range(d.int(1, 4))]
     q, k, v = attention_inputs(lengths, hk * group, hk, dim, dv, seed=d.seed, dtype=torch.float32, device=d.device)
     q, k, v = (x.clamp(-64, 64).to(d.dtype) for x in (q, k, v))
-    options = {"window": d.of([None, None, 50, 200]), "kv_segment": d.of([None, None, 128, 256])}
-    options["softcap"] = d.of([None, None, 20.0])
+    options = {"window": d.kind([None, None, 50, 200]), "kv_segment": d.kind([None, None, 128, 256])}
+    options["softcap"] = d.kind([None, None, 20.0])
     chosen = d.int(0, len(lengths) - 1)
     begin, end = sum(lengths[:chosen]), sum(lengths[: chosen + 1])
     for x in (q, k, v):  # all but one sequence: special values next door
@@ -294,7 +303,7 @@ def attention(d: Draw) -> None:
     alone = vx.attention_varlen(*parts, offsets([end - begin], d.device), end - begin, **options)
     assert_bitwise(alone, expected, f"sequence {chosen} alone")
     # the same from pages: a chunk at the end of some sequences, single queries of others, keys behind them poisoned
-    page = d.of([8, 16, 64, 128])
+    page = d.kind([8, 16, 64, 128])
     reach = [d.int(1, n) for n in lengths]  # keys that are cached
     counts = [d.of([1, d.int(1, n)]) for n in reach]
     pages = Pages.of(k, v, lengths, page, seed=d.seed).put(k, v)

@@ -5,6 +5,7 @@
 #include "attention/flash_decode.cuh"
 #include "attention/flash_launch.h"
 #include "attention/flash_plan.cuh"
+#include "attention/flash_stream.cuh"
 #include "attention/flash_tile.cuh"
 
 namespace vx {
@@ -43,31 +44,52 @@ void launch_decode_with(const Args& a, const Maps& maps, int64_t blocks, int dev
   VX_CUDA_CHECK(cudaGetLastError());
 }
 
+template <class T, int D, int DV, int ROWS>
+void launch_stream(const Args& a, const Maps& pages, int64_t blocks, int device, cudaStream_t stream) {
+  auto kernel = flash::stream_kernel<T, D, DV, ROWS>;
+  constexpr int bytes = sizeof(flash::StreamShared<D, DV, ROWS>);
+  static_assert(bytes <= 227 << 10);
+  static std::atomic<uint64_t> allowed{0};
+  allow_shared_memory(kernel, bytes, device, allowed);
+  const dim3 grid(static_cast<unsigned>(blocks));
+  VX_CUDA_CHECK(sm90::launch_chained(kernel, grid, flash::kStreamThreads, bytes, stream, a, pages.k, pages.v));
+}
+
+int64_t decode_items(const Args& a) {
+  const int64_t row_tiles = (a.group + flash::kDecodeRows - 1) / flash::kDecodeRows;
+  return a.sequences * row_tiles * a.hk * (a.partial ? a.segments : 1);
+}
+
+// Sequences, or their segments, and heads of keys that leave no multiprocessor more than one: the copy engine brings all
+// columns of a box. Of more items two to a multiprocessor are faster.
+bool few(const Args& a, int device) { return decode_items(a) <= multiprocessors(device); }
+
 template <class T, int D, int DV>
 void launch_decode(const Args& a, const Maps& maps, int device, cudaStream_t stream) {
-  const int64_t row_tiles = (a.group + flash::kDecodeRows - 1) / flash::kDecodeRows;
-  int64_t items = a.sequences * row_tiles * a.hk;
-  const int64_t at_once = multiprocessors(device) * int64_t(2);
-  if (a.partial) {
-    items *= a.segments;
-    items = items < at_once ? items : at_once;
-  }
-  // one item to a multiprocessor: more loads in flight each. No effect on bits
-  constexpr int kDeep = D > 128 ? 3 : 5;
-  const bool few = items <= multiprocessors(device);
+  const int64_t count = multiprocessors(device);
+  int64_t items = decode_items(a);
+  STD_TORCH_CHECK(items < int64_t(1) << 31, "attention: ", items, " items of decode in one call");
+  // Which kernel has no effect on bits
   bool done = false;
   if constexpr (D % 64 == 0 && DV % 64 == 0)
     if (a.box) {
-      few ? launch_decode_with<T, D, DV, kDeep, true>(a, maps, items, device, stream)
-          : launch_decode_with<T, D, DV, 3, true>(a, maps, items, device, stream);
+      if (!few(a, device))
+        launch_decode_with<T, D, DV, 3, true>(a, maps, a.partial && items > 2 * count ? 2 * count : items, device, stream);
+      else if (a.group <= 8)
+        launch_stream<T, D, DV, 8>(a, maps, items, device, stream);
+      else
+        launch_stream<T, D, DV, 16>(a, maps, items, device, stream);
       done = true;
     }
-  if (!done)
-    few ? launch_decode_with<T, D, DV, kDeep, false>(a, maps, items, device, stream)
-        : launch_decode_with<T, D, DV, 3, false>(a, maps, items, device, stream);
+  if (!done) {
+    constexpr int kDeep = D > 128 ? 3 : 5;  // one item to a multiprocessor: more loads in flight each
+    if (a.partial && items > 2 * count) items = 2 * count;
+    items <= count ? launch_decode_with<T, D, DV, kDeep, false>(a, maps, items, device, stream)
+                   : launch_decode_with<T, D, DV, 3, false>(a, maps, items, device, stream);
+  }
   if (a.partial) {
-    flash::join_kernel<T, DV><<<dim3(a.hk * a.group, a.sequences), DV, 0, stream>>>(a);
-    VX_CUDA_CHECK(cudaGetLastError());
+    const dim3 grid(a.hk * a.group, a.sequences);
+    VX_CUDA_CHECK(sm90::launch_chained(flash::join_kernel<T, DV>, grid, DV, 0, stream, a));
   }
 }
 
@@ -118,16 +140,22 @@ void attention_flash_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor bloc
   const cudaStream_t stream = current_stream(q);
   const int device = q.get_device_index();
   check_device(device);
-  Maps maps{};
   const int64_t page_size = k_cache.size(1);
   const bool fits = page_size % flash::kKeys == 0 || (flash::kKeys % page_size == 0 && page_size >= 8);
-  if (fits && a.pages > 0 && q.size(2) % 64 == 0 && v_cache.size(3) % 64 == 0) {
+  if (fits && a.pages > 0 && q.size(2) % 64 == 0 && v_cache.size(3) % 64 == 0)
     a.box = int(page_size < flash::kKeys ? page_size : flash::kKeys);
-    maps = {tensor_map(k_cache, a.box), tensor_map(v_cache, a.box)};
-  }
+  // Few rows may wait for their segments one by one, in multiprocessors that others do not need.
+  const bool stream_it = a.box && few(a, device);
+  const int64_t values = int64_t(a.sequences) * a.segments * q.size(1) * (v_cache.size(3) + 2);
+  const int64_t flags = int64_t(a.sequences) * a.segments * q.size(1);
+  if (a.partial && stream_it && q.size(1) * a.sequences <= multiprocessors(device) && partial->numel() >= values + flags)
+    a.ready = reinterpret_cast<int32_t*>(a.partial + values);
+  Maps maps{}, pages{};
+  if (a.box && (!stream_it || max_seqlen_q > 1)) maps = {tensor_map(k_cache, a.box), tensor_map(v_cache, a.box)};
+  if (stream_it) pages = {page_map(k_cache, a.box), page_map(v_cache, a.box)};
   for_sizes(q, v_cache.size(3), [&](auto tag, auto d, auto dv) {
     using T = decltype(tag);
-    launch_decode<T, d(), dv()>(a, maps, device, stream);
+    launch_decode<T, d(), dv()>(a, stream_it ? pages : maps, device, stream);
     if (max_seqlen_q <= 1) return;
     Args many = a;
     many.skip_single = 1;

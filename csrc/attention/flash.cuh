@@ -39,6 +39,7 @@ struct Args {
   const int32_t* k_at;   // packed: (sequences + 1,); paged: (sequences,) lengths
   const int32_t* table;  // paged: (sequences, .); null where keys are packed
   float* partial;        // decode in segments: (sequences, segments, Hq, DV + 2)
+  int32_t* ready;        // segments, where joining begins before all are done: warps that are done with each
   const int32_t* wanted; // tiles: nothing is done where this is there and 0
   int64_t table_row, q_row, q_head, k_page, k_row, k_head, v_page, v_row, v_head;
   int tokens, keys, sequences, pages, page_size, hk, group, segments;
@@ -202,6 +203,7 @@ __device__ __forceinline__ void load_block(uint32_t to, const void* base, int64_
 // order: a segment (m, l, acc) joins what lies behind it (M, L, Acc).
 struct Join {
   float before, after;
+  __device__ __forceinline__ Join(float before, float after) : before(before), after(after) {}
   __device__ __forceinline__ Join(float& top, float m, float scale) {
     const float high = fmaxf(top, m), base = finite_or_zero(high);
     before = exp2_fast(__fmul_rn(__fsub_rn(top, base), scale));

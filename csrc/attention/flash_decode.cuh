@@ -1,9 +1,10 @@
 // Decode: one query of each sequence, its heads that share keys together in the sixteen rows of a tile. Four warps
 // share the work of a block: each scores a quarter of the keys, then multiplies all of them with a quarter of the
 // columns of V. The order of flash.cuh holds for every row and column, whoever computes it. Where pages and blocks of
-// keys fit each other, the copy engine fetches (BOXES); else the threads do.
+// keys fit each other, the copy engine fetches (BOXES); else the threads do. For few sequences there is flash_stream.cuh.
 #pragma once
 #include "attention/flash.cuh"
+#include "common/sm90.cuh"
 
 namespace vx::flash {
 
@@ -24,6 +25,11 @@ struct Sight {
     return token < 0 || hi == 0 ? 0 : (hi - 1) / segment - first_segment(segment) + 1;
   }
 };
+
+__device__ __forceinline__ int32_t* ready_at(const Args& a, int sequence, int split, int row_tile, int head) {
+  const int row_tiles = (a.group + kDecodeRows - 1) / kDecodeRows;
+  return a.ready + ((int64_t(sequence) * a.segments + split) * row_tiles + row_tile) * a.hk + head;
+}
 
 template <int D, int DV, int SLOTS, bool BOXES>
 struct DecodeShared {
@@ -325,24 +331,55 @@ __global__ void __launch_bounds__(kDecodeThreads)
 #endif
 }
 
-// The segments of a row, joined.
+// The segments of a row, joined. Every warp weighs the segments, 32 at a time, and joins the columns of its threads.
 template <class T, int DV>
 __global__ void __launch_bounds__(DV) join_kernel(const Args a) {
   const int sequence = blockIdx.y, q_head = blockIdx.x, column = threadIdx.x, heads = a.hk * a.group;
-  const Sight sight(a, sequence);
-  if (sight.token < 0) return;
+  const int lane = threadIdx.x % 32;
+  const Sight sight(a, sequence);  // there before the kernel before began
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  if (!a.ready) sm90::wait_for_kernel_before();
+#endif
   const int first = sight.first_segment(a.segment), last = first + sight.segments(a.segment) - 1;
   const int64_t step = int64_t(heads) * (DV + 2);
   const float* x = a.partial + (int64_t(sequence) * a.segments * heads + q_head) * (DV + 2);
+  __shared__ float acc[32][DV];
   float high = -INFINITY, all = 0.f, out = 0.f;
+  for (int end = last; end >= first; end -= 32) {  // order: segments from the last to the first
+    const bool there = end - lane >= first;
+    if (a.ready) {
+      const int32_t* ready = ready_at(a, sequence, end - lane, q_head % a.group / kDecodeRows, q_head / a.group);
+      for (int done = there ? 0 : 4; done < 4;)
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(done) : "l"(ready) : "memory");
+      __syncwarp();
+    }
+    const float m = there ? x[(end - lane) * step + DV] : -INFINITY, l = there ? x[(end - lane) * step + DV + 1] : 0.f;
 #pragma unroll 8
-  for (int i = last; i >= first; --i) {  // order: segments from the last to the first
-    const float m = x[i * step + DV], l = x[i * step + DV + 1], acc = x[i * step + column];
-    const Join join(high, m, a.scale);
-    all = join(all, l), out = join(out, acc);
+    for (int i = 0; i < 32 && end - i >= first; ++i)  // all on their way at once; as loads each would wait for its use
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(&acc[i][column])),
+                   "l"(x + (end - i) * step + column)
+                   : "memory");
+    float top = fmaxf(m, high);  // of the segments up to this lane's, which a maximum may take in any order
+    for (int d = 1; d < 32; d *= 2) {
+      const float y = __shfl_up_sync(0xffffffffu, top, d);
+      if (lane >= d) top = fmaxf(top, y);
+    }
+    float before = __shfl_up_sync(0xffffffffu, top, 1);
+    if (lane == 0) before = high;
+    const Join join(before, m, a.scale);
+    asm volatile("cp.async.wait_all;" ::: "memory");  // of this thread's own column
+#pragma unroll 8
+    for (int i = 0; i < 32 && end - i >= first; ++i) {
+      const Join one{__shfl_sync(0xffffffffu, join.before, i), __shfl_sync(0xffffffffu, join.after, i)};
+      all = one(all, __shfl_sync(0xffffffffu, l, i)), out = one(out, acc[i][column]);
+    }
+    high = __shfl_sync(0xffffffffu, top, 31);
   }
   const Final final(high, all, a.scale);
-  static_cast<T*>(a.out)[(int64_t(sight.token) * heads + q_head) * DV + column] = T(final(out));
+  if (sight.token >= 0) static_cast<T*>(a.out)[(int64_t(sight.token) * heads + q_head) * DV + column] = T(final(out));
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  if (a.ready) sm90::wait_for_kernel_before();  // this kernel's end stands for that one's too
+#endif
 }
 
 }  // namespace vx::flash

@@ -283,6 +283,22 @@ def test_long_contexts_have_the_same_bits_on_every_road(dims, heads, segment, wi
 
 @SM90
 @pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize("heads", [(8, 2), (24, 2)], ids=["heads8-2", "heads24-2"])
+@pytest.mark.parametrize(
+    "count,length,segment", [(1, 70000, 256), (1, 40000, None), (5, 9000, 512), (80, 900, 256), (140, 300, None)]
+)
+def test_decode_of_few_sequences_and_of_many_has_the_bits_of_training(count, length, segment, heads, page_size):
+    lengths = [length - 37 * i % length for i in range(count)]
+    q, k, v = attention_inputs(lengths, *heads, 128, 128, seed=24, dtype=torch.bfloat16, device="cuda")
+    options, step = {"kv_segment": segment, "backend": "cuda"}, step_of(lengths, k, v, page_size)
+    q, one = q[(offsets(lengths, "cuda")[1:] - 1).long()], step[-1]
+    expected = vx.attention_varlen(q, k, v, one, 1, cu_seqlens_k=offsets(lengths, "cuda"), **options)
+    for _ in range(3):  # segments are joined as they come
+        assert_bitwise(vx.attention_paged(q, *step, 1, **options), expected, f"{count} x {length}")
+
+
+@SM90
+@pytest.mark.parametrize("page_size", [16, 128])
 @pytest.mark.parametrize("segment", [None, 512], ids=["whole", "segments"])
 def test_a_prompt_in_chunks_of_any_size_has_the_bits_of_training(page_size, segment):
     lengths = [3000, 700]

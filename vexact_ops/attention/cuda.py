@@ -159,7 +159,7 @@ def paged_fwd(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_
     partial = odd = None
     if kv_segment is not None and kv_segment < capacity:
         sequences = len(context_lens)
-        values = sequences * -(-capacity // kv_segment) * q.shape[1] * (dv + 2)
+        values = sequences * -(-capacity // kv_segment) * q.shape[1] * (dv + 3)
         if sequences <= MOST_SPLIT and values <= MOST_PARTIAL and _split(q, sequences, k_cache.shape[2]):
             partial = torch.empty(values, dtype=torch.float32, device=q.device)
     if q.shape[2] == LATENT:

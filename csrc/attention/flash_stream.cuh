@@ -1,0 +1,388 @@
+// Decode of few sequences, a thread block to a multiprocessor, where pages and blocks of keys fit each other. As
+// flash_decode.cuh, in the same order, but nobody waits for what he need not: one warp fetches keys, one values, four warps
+// score the keys of a block, four carry the running maximum, the sums and the output, each of a quarter of V's columns.
+// Scores do not depend on what went before them, so they run ahead; the four that carry never wait for each other.
+#pragma once
+#include "attention/flash_decode.cuh"
+#include "common/sm90.cuh"
+
+namespace vx::flash {
+
+constexpr int kStreamThreads = 320;
+
+// A block lies in shared memory as the copy engine puts it: box after box, in each 64 columns after another, rows of
+// 128 bytes whose 16-byte chunks are exchanged as in chunk_at. rows: of a box, a power of two from 8 on.
+template <int WIDTH>
+__device__ __forceinline__ int boxed_at(int row, int chunk, int rows) {
+  return (row & -rows) * (WIDTH * 2) + ((chunk >> 3) * rows + (row & (rows - 1))) * 128 + ((chunk ^ row) & 7) * 16;
+}
+
+template <int D, int DV, int ROWS>
+struct StreamShared {
+  static constexpr int kSlot = kKeys * (D > DV ? D : DV) * 2;
+  static constexpr int kSlots = (192 << 10) / kSlot;
+  static_assert(kSlots % 2 == 0);  // so that a slot holds keys only, or values only: nobody waits for what another fills
+  static constexpr int kRing = 32 / ROWS;  // blocks of scores between those who score and who carry
+  alignas(1024) uint8_t slots[kSlots][kSlot];
+  alignas(16) float scores[kRing][ROWS][kKeys + 8];
+  uint64_t full[kSlots], empty[kSlots], scored[kRing], taken[kRing];
+  int until[kMostSplit];  // segments of the sequences up to each, where segments are items
+};
+
+// A sequence, or one of its segments, and one head of its keys.
+struct Item {
+  int sequence, split, head, row_tile, token, lo, hi, last, blocks;
+  __device__ __forceinline__ Item(const Args& a, const int* until, int item, int heads) {
+    const int which = item / heads, rest = item % heads;
+    head = rest % a.hk, row_tile = rest / a.hk;
+    sequence = which, split = 0;
+    if (a.partial) {
+      sequence = 0;
+      for (int step = a.sequences > 1 ? kMostSplit / 2 : 0; step; step /= 2)
+        if (until[sequence + step - 1] <= which) sequence += step;
+    }
+    const Sight sight(a, sequence);
+    token = sight.token, lo = sight.lo, hi = sight.hi;
+    if (a.partial) {
+      split = which - (sequence ? until[sequence - 1] : 0) + sight.first_segment(a.segment);
+      lo = max(lo, split * a.segment), hi = min(hi, (split + 1) * a.segment);
+    }
+    last = (hi - 1) / kKeys;
+    blocks = token >= 0 && hi > lo ? last - lo / kKeys + 1 : 0;
+  }
+  __device__ __forceinline__ int* ready(const Args& a) const {
+    return ready_at(a, sequence, split, row_tile, head);
+  }
+};
+
+// How many segments there are; fills until where there are several sequences. All threads call it.
+__device__ __forceinline__ int count_segments(const Args& a, int* until) {
+  if (a.sequences == 1) return Sight(a, 0).segments(a.segment);
+  constexpr int kEach = kMostSplit / 128;
+  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+  int mine[kEach], sum = 0, before = 0;
+  if (warp < 4) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int sequence = tid * kEach + i;
+      sum += sequence < a.sequences ? Sight(a, sequence).segments(a.segment) : 0;
+      mine[i] = sum;
+    }
+    before = sum;
+    for (int d = 1; d < 32; d *= 2) {
+      const int x = __shfl_up_sync(0xffffffffu, before, d);
+      before += lane >= d ? x : 0;
+    }
+    if (lane == 31) until[warp] = before;
+  }
+  __syncthreads();
+  int earlier = 0;
+  for (int w = 0; w < warp && w < 4; ++w) earlier += until[w];
+  const int count = until[0] + until[1] + until[2] + until[3];
+  __syncthreads();
+  if (warp < 4) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) until[tid * kEach + i] = earlier + before - sum + mine[i];
+  }
+  __syncthreads();
+  return count;
+}
+
+__device__ __forceinline__ void copy_pages(uint32_t to, const CUtensorMap& map, int row, int head, int page, uint32_t bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %2, %4, %5}], [%6];"
+      ::"r"(to),
+      "l"(&map), "r"(0), "r"(row), "r"(head), "r"(page), "r"(bar)
+      : "memory");
+}
+
+__device__ __forceinline__ void prefetch(const void* x) { asm volatile("prefetch.global.L2 [%0];" ::"l"(x)); }
+
+// What the first item looks at first, on its way into the L2 cache: 1,024 pages from where they probably begin. Nothing
+// has a value yet, so nobody needs to have written it.
+__device__ __forceinline__ void prefetch_places(const Args& a, int heads) {
+  const int lane = threadIdx.x % 32, which = blockIdx.x / heads;
+  const bool split = a.partial && a.sequences == 1;
+  const int sequence = split ? 0 : which;
+  if (sequence >= a.sequences) return;
+  const int slot = (split ? which * (a.segment / a.page_size) : 0) + lane * 32;
+  if (slot < a.keys / a.page_size) prefetch(a.table + sequence * a.table_row + slot);
+  if (lane == 0) prefetch(a.q_at + sequence), prefetch(a.k_at + sequence);
+}
+
+__device__ __forceinline__ void arrive_for_warp(uint32_t bar) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0)
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+
+// What one warp does: fetch the keys (HALF 0) or the values (HALF 1) of all items. Units of loads are K and V of the
+// blocks in turn; unit u lies in slot u % kSlots.
+template <int HALF, int WIDTH, class Shared>
+__device__ __forceinline__ void fetch(const Args& a, Shared& s, const CUtensorMap& map, int items, int heads) {
+  const int lane = threadIdx.x % 32;
+  const int boxes = kKeys / a.box, shift = __ffs(boxes) - 1, each = 32 >> shift;  // blocks that one look serves
+  uint32_t unit = HALF;
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    const Item it(a, s.until, item, heads);
+    const int32_t* table = a.table + it.sequence * a.table_row;
+    auto look_up = [&](int n) -> int2 {  // the page of this lane's box, of blocks n and on, and the place there
+      const int key = (it.last - n - (lane >> shift)) * kKeys + (lane & (boxes - 1)) * a.box;
+      if (n + (lane >> shift) >= it.blocks || key >= it.hi || key + a.box <= it.lo) return {-1, 0};
+      const int slot = key / a.page_size;
+      return {table[slot], key - slot * a.page_size};
+    };
+    int2 at{-1, 0}, next = look_up(0);
+    for (int n = 0; n < it.blocks; ++n, unit += 2) {
+      if ((n & (each - 1)) == 0) {
+        at = next;
+        if (n + each < it.blocks) next = look_up(n + each);
+      }
+      const uint32_t slot = unit % Shared::kSlots, turn = unit / Shared::kSlots;
+      const uint32_t bar = shared_address(&s.full[slot]);
+      if (turn) barrier_wait(shared_address(&s.empty[slot]), (turn - 1) & 1);
+      if (lane == 0) barrier_expect(bar, kKeys * WIDTH * 2);
+      __syncwarp();
+      if (lane >> shift == (n & (each - 1)))
+        copy_pages(shared_address(s.slots[slot]) + (lane & (boxes - 1)) * a.box * WIDTH * 2, map, at.y, it.head, at.x, bar);
+    }
+  }
+}
+
+// Four warps: scores of a quarter of a block's keys each, -inf where a key is not seen.
+template <class T, int D, int ROWS, class Shared>
+__device__ __forceinline__ void score(const Args& a, Shared& s, int warp, int items, int heads) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  uint32_t unit = 0, done = 0;
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    const Item it(a, s.until, item, heads);
+    if (it.blocks == 0) continue;
+    // the query's fragments; rows beyond the group are zeros, and nothing of theirs is stored
+    uint32_t qf[D / 16][4];
+    const int row0 = it.row_tile * kDecodeRows + g;
+    const char* q = static_cast<const char*>(a.q) + (int64_t(it.token) * a.q_row + int64_t(it.head * a.group) * a.q_head) * 2;
+#pragma unroll
+    for (int kk = 0; kk < D / 16; ++kk)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = row0 + (i & 1) * 8, d = kk * 16 + (i >> 1) * 8 + t * 2;
+        const bool there = row < a.group && (ROWS > 8 || !(i & 1));
+        qf[kk][i] = there ? *reinterpret_cast<const uint32_t*>(q + (row * a.q_head + d) * 2) : 0u;
+      }
+    for (int n = 0; n < it.blocks; ++n, unit += 2, ++done) {
+      const int key0 = (it.last - n) * kKeys;
+      const uint32_t slot = unit % Shared::kSlots, base = shared_address(s.slots[slot]);
+      barrier_wait(shared_address(&s.full[slot]), unit / Shared::kSlots & 1);
+      float c[4][4] = {};
+#pragma unroll
+      for (int kk = 0; kk < D / 32; ++kk)  // order: D ascending
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          uint32_t b[4];
+          ldmatrix4(b, base + boxed_at<D>(warp * 32 + j * 8 + lane % 8, kk * 4 + lane / 8, a.box));
+          mma<T>(c[j], qf[2 * kk], b[0], b[1]);
+          mma<T>(c[j], qf[2 * kk + 1], b[2], b[3]);
+        }
+      arrive_for_warp(shared_address(&s.empty[slot]));
+      if (key0 < it.lo || key0 + kKeys > it.hi) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int key = key0 + warp * 32 + j * 8 + t * 2 + e;
+            if (key < it.lo || key >= it.hi) c[j][e] = c[j][2 + e] = -INFINITY;
+          }
+      }
+      const uint32_t ring = done % Shared::kRing, turn = done / Shared::kRing;
+      if (turn) barrier_wait(shared_address(&s.taken[ring]), (turn - 1) & 1);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float* to = &s.scores[ring][g][warp * 32 + j * 8 + t * 2];
+        *reinterpret_cast<float2*>(to) = make_float2(c[j][0], c[j][1]);
+        if (ROWS > 8) *reinterpret_cast<float2*>(to + 8 * (kKeys + 8)) = make_float2(c[j][2], c[j][3]);
+      }
+      arrive_for_warp(shared_address(&s.scored[ring]));
+    }
+  }
+}
+
+// Four warps: maximum, sums and output, each of a quarter of V's columns.
+template <class T, int DV, int ROWS, class Shared>
+__device__ __forceinline__ void carry(const Args& a, Shared& s, int warp, int items, int heads) {
+  constexpr int kTiles = DV / 32;  // columns of a warp, in eights
+  constexpr int R = ROWS / 8;      // rows of a thread
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  uint32_t unit = 1, done = 0;
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    const Item it(a, s.until, item, heads);
+    if (it.token < 0) continue;
+    float m[R], l[R], acc[kTiles][4] = {};
+    float high[R], all[R], out[kTiles][4] = {};  // of segments that are done
+#pragma unroll
+    for (int r = 0; r < R; ++r) m[r] = high[r] = -INFINITY, l[r] = all[r] = 0.f;
+
+    for (int n = 0; n < it.blocks; ++n, unit += 2, ++done) {  // order: blocks of keys from the last to the first
+      const int key0 = (it.last - n) * kKeys;
+      const uint32_t ring = done % Shared::kRing;
+      barrier_wait(shared_address(&s.scored[ring]), done / Shared::kRing & 1);
+      float2 x[R][kKeys / 8];
+#pragma unroll
+      for (int r = 0; r < R; ++r)
+#pragma unroll
+        for (int j = 0; j < kKeys / 8; ++j)
+          x[r][j] = *reinterpret_cast<const float2*>(&s.scores[ring][g + 8 * r][j * 8 + t * 2]);
+      uint32_t p[kKeys / 16][4] = {};
+      float kept[2] = {0.f, 0.f};
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        float top[4] = {m[r], -INFINITY, -INFINITY, -INFINITY};
+#pragma unroll
+        for (int j = 0; j < kKeys / 8; ++j) top[j % 4] = fmaxf(top[j % 4], fmaxf(x[r][j].x, x[r][j].y));
+        float high_now = fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]));
+        high_now = fmaxf(high_now, __shfl_xor_sync(0xffffffffu, high_now, 1));
+        high_now = fmaxf(high_now, __shfl_xor_sync(0xffffffffu, high_now, 2));
+        const float base = finite_or_zero(high_now), shift = __fmul_rn(base, a.scale);
+        kept[r] = exp2_fast(__fmul_rn(__fsub_rn(m[r], base), a.scale));
+        m[r] = high_now;
+#pragma unroll
+        for (int j = 0; j < kKeys / 8; ++j) {  // order: a partial sum takes its keys ascending
+          const float p0 = exp2_fast(__fmaf_rn(x[r][j].x, a.scale, -shift));
+          const float p1 = exp2_fast(__fmaf_rn(x[r][j].y, a.scale, -shift));
+          l[r] = j == 0 ? __fmaf_rn(l[r], kept[r], p0) : __fadd_rn(l[r], p0);
+          l[r] = __fadd_rn(l[r], p1);
+          p[j / 2][(j & 1) * 2 + r] = pack<T>(p0, p1);
+        }
+      }
+      arrive_for_warp(shared_address(&s.taken[ring]));
+
+      const uint32_t slot = unit % Shared::kSlots, base = shared_address(s.slots[slot]);
+      barrier_wait(shared_address(&s.full[slot]), unit / Shared::kSlots & 1);
+      if (key0 < it.lo || key0 + kKeys > it.hi) {  // boxes bring what is not seen along, and it may be anything
+        constexpr int kChunks = DV / 32;           // of a warp's columns
+        for (int i = lane; i < kKeys * kChunks; i += 32) {
+          const int key = key0 + i / kChunks;
+          if (key < it.lo || key >= it.hi)
+            *reinterpret_cast<uint4*>(s.slots[slot] + boxed_at<DV>(i / kChunks, warp * kChunks + i % kChunks, a.box)) =
+                uint4{};
+        }
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        __syncwarp();
+      }
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        acc[j][0] = __fmul_rn(acc[j][0], kept[0]), acc[j][1] = __fmul_rn(acc[j][1], kept[0]);
+        if (R > 1) acc[j][2] = __fmul_rn(acc[j][2], kept[1]), acc[j][3] = __fmul_rn(acc[j][3], kept[1]);
+      }
+#pragma unroll
+      for (int kk = 0; kk < kKeys / 16; ++kk)  // order: keys of a block ascending
+#pragma unroll
+        for (int j = 0; j < kTiles; j += 2) {
+          uint32_t b[4];
+          ldmatrix4_trans(b, base + boxed_at<DV>(kk * 16 + lane % 16, warp * kTiles + j + lane / 16, a.box));
+          mma<T>(acc[j], p[kk], b[0], b[1]);
+          mma<T>(acc[j + 1], p[kk], b[2], b[3]);
+        }
+      arrive_for_warp(shared_address(&s.empty[slot]));
+
+      const bool cut = a.segment && !a.partial && n + 1 < it.blocks && key0 % a.segment == 0;
+      if (n + 1 == it.blocks || cut) {
+#pragma unroll
+        for (int r = 0; r < R; ++r) {
+          const float total = quad_sum(l[r]);
+          if (a.partial || !a.segment) {
+            high[r] = m[r], all[r] = total;
+#pragma unroll
+            for (int j = 0; j < kTiles; ++j) out[j][2 * r] = acc[j][2 * r], out[j][2 * r + 1] = acc[j][2 * r + 1];
+          } else {
+            const Join join(high[r], m[r], a.scale);
+            all[r] = join(all[r], total);
+#pragma unroll
+            for (int j = 0; j < kTiles; ++j) {
+              out[j][2 * r] = join(out[j][2 * r], acc[j][2 * r]);
+              out[j][2 * r + 1] = join(out[j][2 * r + 1], acc[j][2 * r + 1]);
+            }
+          }
+          m[r] = -INFINITY, l[r] = 0.f;
+        }
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.f;
+      }
+    }
+
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const int row = it.row_tile * kDecodeRows + g + 8 * r;
+      if (row >= a.group) continue;
+      const int64_t q_head = it.head * a.group + row;
+      const int column = warp * kTiles * 8 + t * 2;
+      if (a.partial) {
+        float* to = a.partial + ((int64_t(it.sequence) * a.segments + it.split) * a.hk * a.group + q_head) * (DV + 2);
+        if (warp == 0 && t == 0) to[DV] = high[r], to[DV + 1] = all[r];
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j)
+          *reinterpret_cast<float2*>(to + column + j * 8) = make_float2(out[j][2 * r], out[j][2 * r + 1]);
+      } else {
+        const Final final(high[r], all[r], a.scale);
+        T* to = static_cast<T*>(a.out) + (int64_t(it.token) * a.hk * a.group + q_head) * DV + column;
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j)
+          *reinterpret_cast<uint32_t*>(to + j * 8) = pack<T>(final(out[j][2 * r]), final(out[j][2 * r + 1]));
+      }
+    }
+    if (a.ready) {
+      __threadfence();
+      __syncwarp();
+      if (lane == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(it.ready(a)) : "memory");
+    }
+  }
+}
+
+template <class T, int D, int DV, int ROWS>
+__global__ void __launch_bounds__(kStreamThreads, 1)
+    stream_kernel(const Args a, const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
+#ifdef VX_FLASH_DEVICE
+  using Shared = StreamShared<D, DV, ROWS>;
+  extern __shared__ __align__(1024) uint8_t raw[];
+  if (shared_address(raw) % 1024) __trap();  // where the copy engine would exchange other chunks
+  auto& s = *reinterpret_cast<Shared*>(raw);
+  const int tid = threadIdx.x, warp = tid / 32;
+  if (tid < Shared::kSlots) {
+    barrier_init(shared_address(&s.full[tid]), 1);
+    barrier_init(shared_address(&s.empty[tid]), 4);
+  }
+  if (tid < Shared::kRing) {
+    barrier_init(shared_address(&s.scored[tid]), 4);
+    barrier_init(shared_address(&s.taken[tid]), 4);
+  }
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  const int heads = a.hk * ((a.group + kDecodeRows - 1) / kDecodeRows);
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  if (warp == 8) prefetch_places(a, heads);
+  if (tid == 0) sm90::prefetch_map(&k_map), sm90::prefetch_map(&v_map);
+  sm90::wait_for_kernel_before();
+#endif
+  __syncthreads();
+  const int items = (a.partial ? count_segments(a, s.until) : a.sequences) * heads;
+  if (warp < 4) {
+    if (a.ready) {  // nothing is ready yet; only then may who waits for it begin
+      if (tid == 0) {
+        for (int item = blockIdx.x; item < items; item += gridDim.x) *Item(a, s.until, item, heads).ready(a) = 0;
+        __threadfence();
+      }
+      asm volatile("bar.sync 1, 128;" ::: "memory");
+    }
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    sm90::let_kernel_after_start();
+#endif
+    carry<T, DV, ROWS>(a, s, warp, items, heads);
+  } else if (warp < 8) {
+    score<T, D, ROWS>(a, s, warp - 4, items, heads);
+  } else if (warp == 8) {
+    fetch<0, D>(a, s, k_map, items, heads);
+  } else {
+    fetch<1, DV>(a, s, v_map, items, heads);
+  }
+#endif
+}
+
+}  // namespace vx::flash
