@@ -12,11 +12,12 @@ from .shapes import cache_shape
 Forward = Callable[[Batch], Tensor]
 
 
-def forward(model: torch.nn.Module, *, kv_segment: int | None = None) -> tuple[Forward, str]:
-    """A function batch -> (T, H) final hidden states for a patched model, and how it computes: "fused", or
+def forward(handle) -> tuple[Forward, str]:
+    """A function batch -> (T, H) final hidden states for the model of a patch, and how it computes: "fused", or
     "patched: " and why it is not fused. Both have the same bits."""
+    model = handle.model
     plain = patched_forward(model)
-    fused, reason = fuse(model, plain, cache_shape(model), kv_segment)
+    fused, reason = fuse(model, plain, cache_shape(model), handle.options["kv_segment"])
     return (plain, f"patched: {reason}") if fused is None else (fused, "fused")
 
 

@@ -28,7 +28,6 @@ class Runner:
         self.shape = shapes.cache_shape(model, latent=config.latent_attention)
         self.dtype = next(model.parameters()).dtype
         self.page_size = config.page_size
-        self.kv_segment = config.kv_segment
         self.make_forward()
         if config.num_pages is None:  # behind the forward: what that moves and takes is in use by now
             per_token = self.shape.per_token * self.dtype.itemsize
@@ -42,7 +41,7 @@ class Runner:
 
     def make_forward(self) -> None:
         """Of the tensors that the model holds now."""
-        self.forward, self.path = forward(self.model, kv_segment=self.kv_segment)
+        self.forward, self.path = forward(self.handle)
 
     def _caches(self, pages: int, layers: int) -> Caches:
         """Those of the keys and those of the values, for some layers."""

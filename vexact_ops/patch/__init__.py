@@ -3,6 +3,7 @@
 from .aten import aten
 from .batch import PagedBatch
 from .covered import COVERED
-from .hf import UnsupportedModule, hf
+from .hf import hf
+from .plan import UnsupportedModule
 
 __all__ = ["COVERED", "PagedBatch", "UnsupportedModule", "aten", "hf"]

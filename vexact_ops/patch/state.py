@@ -1,0 +1,151 @@
+"""All that is changed about one model, and how it is put in, taken out and found again."""
+
+import logging
+import re
+import threading
+import types
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from . import forwards, plan
+from .report import table
+
+LOCK = threading.RLock()
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one module."""
+
+    path: str
+    cls: str
+    replacement: str  # the aligned ops that compute it now, or "" where it stays stock
+    note: str
+
+
+class Report(list):
+    """The rows, one per module; as a string a table with one line for all modules that are alike."""
+
+    def __str__(self) -> str:
+        lines = Counter((re.sub(r"\.\d+(?=\.|$)", ".*", r.path), r.cls, r.replacement or "-", r.note) for r in self)
+        rows = [(f"{p or '(root)'}" + (f" x{n}" if n > 1 else ""), *rest) for (p, *rest), n in lines.items()]
+        return table(("module", "class", "aligned ops", "note"), rows)
+
+
+@dataclass
+class _Change:
+    module: nn.Module
+    forward: Callable  # (self, ...) -> ...
+
+
+class Patch:
+    """All that is changed about one model, shared by its nested handles. Lives in the `__dict__` of what it changed."""
+
+    def __init__(self, model: nn.Module, options: dict, strict: bool):
+        self.model, self.options, self.strict, self.handles = model, options, strict, 0
+        self.clear()
+
+    def clear(self) -> None:
+        self.report, self.problems, self.changes, self.cause = Report(), [], [], None
+        self.base = self.head = self.loss = self.seen = None
+        self.heads: set[int] = set()  # the output layer, or its copies
+        self.scale, self.softcap = 1.0, None
+        self.tried = {}  # what is known of modules that are alike
+        self.inner: set[int] = set()  # modules whose block computes what they would
+        self.tree: tuple[list, list, list] = [], [], []
+
+    def build(self) -> None:
+        """Find out what becomes of each module, and change them; an error leaves the model as it was."""
+        plan.find(self)
+        if self.strict:
+            plan.refuse_problems(self)
+        self.apply()
+        try:
+            plan.check_runs(self)
+            if self.strict:
+                plan.refuse_problems(self)
+        except BaseException:
+            self.revert()
+            raise
+        children = [module._modules for module in self.model.modules()]
+        parents = [c for c in children if c]
+        self.tree = parents, [tuple(c.values()) for c in parents], [c for c in children if not c]
+
+    def changed(self) -> bool:
+        """A module of the tree has other children than when it was patched. 18 us for the 727 of 48 layers."""
+        parents, children, leaves = self.tree
+        return [tuple(c.values()) for c in parents] != children or any(leaves)
+
+    changed._dynamo_marked_constant = True  # a new trace looks at the modules of now (as _core/backend.py's _reason)
+
+    def check(self) -> None:
+        """Before a forward: cover what has been put in since, or refuse it."""
+        if not self.changed():
+            return
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "patch.hf: modules were put in or taken out after the patch: call the model once without "
+                "torch.compile, which covers them or says why not, and compile it then"
+            )
+        with LOCK:
+            if not self.changed():
+                return
+            before = dict(self.__dict__)
+            self.revert()
+            self.clear()
+            try:
+                self.build()
+            except BaseException:
+                self.__dict__.update(before)
+                self.apply()
+                raise
+
+    def replace(self, path: str, module: nn.Module, forward: Callable, ops: str, note: str = "") -> None:
+        self.changes.append(_Change(module, forward))
+        self.report.append(Row(path, type(module).__name__, ops, note))
+
+    def keep(self, path: str, module: nn.Module, note: str = plan.EXACT) -> None:
+        if id(module) in self.inner:
+            note = "not run: its block computes it"
+        self.report.append(Row(path, type(module).__name__, "", note))
+
+    def refuse(self, path: str, module: nn.Module, reason: str, cause: BaseException | None = None) -> None:
+        if any(path == known for known, _, _ in self.problems):
+            return
+        if cause is not None:
+            _LOG.debug("patch.hf: %s (%s): %s", path or "(root)", type(module).__name__, reason, exc_info=cause)
+            self.cause = self.cause or cause
+        self.problems.append((path, type(module).__name__, reason))
+        self.report = Report(row for row in self.report if row.path != path or row.replacement)
+        self.keep(path, module, f"NOT COVERED: {reason}")
+
+    def apply(self) -> None:
+        for change in self.changes:
+            change.module.__dict__["_vexact"] = self
+            change.module.__dict__["forward"] = types.MethodType(change.forward, change.module)
+        if self.loss:
+            self.model.__dict__["_loss_function"] = forwards.aligned_loss
+
+    def revert(self) -> None:
+        for change in self.changes:
+            forward = change.module.__dict__.get("forward")
+            if getattr(forward, "__func__", None) is not change.forward:
+                raise RuntimeError(
+                    f"undo: something replaced the forward of a {type(change.module).__name__} after the patch; take "
+                    "that back first"
+                )
+        for change in self.changes:
+            del change.module.__dict__["forward"], change.module.__dict__["_vexact"]
+        if self.loss and self.model.__dict__.get("_loss_function") is forwards.aligned_loss:
+            del self.model.__dict__["_loss_function"]
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError(
+            "a patched model cannot be copied or pickled: undo its patch first, or use its state_dict (PEFT copies "
+            "modules_to_save: wrap first, then patch)"
+        )
