@@ -10,6 +10,7 @@ import vexact_ops as vx
 from vexact_engine import (
     Completion,
     Engine,
+    EngineAsleep,
     EngineClosed,
     EngineConfig,
     EngineForked,
@@ -18,6 +19,7 @@ from vexact_engine import (
     RequestError,
     SamplingParams,
     StepFailed,
+    WeightsMissing,
     WeightsTorn,
 )
 
@@ -96,6 +98,10 @@ async def engine(path: str, model: nn.Module) -> None:
             engine.generate([], raise_on_error=True)
         except RequestError as error:
             assert_type(error.completions, list[Completion])
-        except (EngineClosed, EngineForked, ModelInUse, StepFailed, WeightsTorn) as error:
+        except (EngineAsleep, EngineClosed, EngineForked, ModelInUse, StepFailed) as error:
             print(error)
+        except (WeightsMissing, WeightsTorn) as error:
+            print(error)
+        freed: dict[str, int] = engine.sleep(level=1, tags=["weights"])
+        print(freed, engine.wake_up(), engine.state, engine.asleep)
         print(text, logprobs, more, engine.weight_version, engine.numerics())

@@ -10,16 +10,19 @@ _WHERE = {
     "SamplingParams": "config",
     "Completion": "request",
     "Increment": "outputs",
+    "EngineAsleep": "errors",
     "EngineClosed": "errors",
     "EngineForked": "errors",
     "ModelInUse": "errors",
     "RequestError": "errors",
     "StepFailed": "errors",
+    "WeightsMissing": "errors",
     "WeightsTorn": "errors",
 }
 __all__ = [
     "Completion",
     "Engine",
+    "EngineAsleep",
     "EngineClosed",
     "EngineConfig",
     "EngineForked",
@@ -28,6 +31,7 @@ __all__ = [
     "RequestError",
     "SamplingParams",
     "StepFailed",
+    "WeightsMissing",
     "WeightsTorn",
 ]
 
@@ -51,6 +55,15 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from .config import EngineConfig, SamplingParams
     from .engine import Engine
-    from .errors import EngineClosed, EngineForked, ModelInUse, RequestError, StepFailed, WeightsTorn
+    from .errors import (
+        EngineAsleep,
+        EngineClosed,
+        EngineForked,
+        ModelInUse,
+        RequestError,
+        StepFailed,
+        WeightsMissing,
+        WeightsTorn,
+    )
     from .outputs import Increment
     from .request import Completion

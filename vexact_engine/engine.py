@@ -27,11 +27,13 @@ from .outputs import Call, Increment, Ticket
 from .progress import bar, quiet
 from .request import Completion, Request
 from .runner import shapes
+from .runner.sleep import TAGS
 from .runner.worker import Worker
 from .text import Text
 from .weights.load import Loaded, load
 
 _BUCKET = 256 << 20  # bytes of new weights that are handed over at once
+_DROPPED = "sleep(level=2) has dropped the weights: update them first"
 _TORN = "an update of the weights broke off in the middle: update them again"
 
 Prompt = str | Sequence[int]
@@ -202,6 +204,81 @@ class Engine:
         """Go on after pause(). Nothing happens if there was none."""
         self._loop.resume()
 
+    # Sleep
+
+    def sleep(self, level: int = 1, tags: Iterable[str] | None = None, mode: str = "keep") -> dict[str, int]:
+        """Give memory back, and compute nothing until all of it is there again; returns once it is given back.
+
+        level    1: the weights wait in host memory (those of a CPU stay where they are); 2: they are dropped, and come
+                 by update_weights. Buffers, which an update need not bring, are kept
+        tags     "weights", "kv_cache", "graphs", or None for all. CUDA graphs have addresses in them: they go with
+                 either of the others
+        mode     what becomes of requests under way, as in pause(). With "keep" those whose keys and values are gone
+                 are computed anew from their tokens: not a bit of them is another one
+        returns  bytes given back, by tag: on a GPU the memory that this process holds less than before, the host's for
+                 a CPU. What is asleep already gives nothing
+
+        Requests that come meanwhile wait. Nobody may touch `engine.model` while its weights are asleep: their tensors
+        are there, their memory is not, and reading them ends the process. close() gives weights back that were kept,
+        and zeros for those that were dropped.
+        """
+        if isinstance(level, bool) or level not in (1, 2):
+            raise ValueError(f"sleep: level: got {level!r}, expected 1 or 2")
+        if mode not in PAUSES:
+            raise ValueError(f"sleep: mode: got {mode!r}, expected one of {', '.join(PAUSES)}")
+        named, loop, worker = _tags("sleep", tags), self._loop, self._worker
+
+        def rest() -> dict[str, int]:
+            loop.asleep = True
+            try:
+                given = worker.sleep(level, named)
+            finally:
+                asleep = worker.asleep
+                loop.asleep = bool(asleep)
+                if asleep.get("weights") == 2:
+                    loop.missing = _DROPPED
+                if "kv_cache" in asleep:
+                    self._scheduler.reset_cache()
+            return given
+
+        with self._updates:
+            loop.check_open()
+            return loop.between(mode, rest)
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> dict[str, int]:
+        """Take memory back. Requests go on once nothing is asleep any more; CUDA graphs come with the last of weights
+        and caches.
+
+        tags     as in sleep(); what is not asleep is left out
+        returns  bytes taken, by tag
+        raises   MemoryError where there is no room: that tag sleeps on, and wake_up can be called again
+
+        After level 2 requests that were there wait for the update; those that come between the last wake_up and it end
+        with WeightsMissing. So the order that loses nobody: wake_up(["weights"]), update_weights, wake_up().
+        """
+        named, loop, worker = _tags("wake_up", tags), self._loop, self._worker
+
+        def rise() -> dict[str, int]:
+            try:
+                return worker.wake_up(named)
+            finally:
+                loop.asleep = bool(worker.asleep)
+
+        with self._updates:
+            loop.check_open()
+            return loop.call(rise)
+
+    @property
+    def state(self) -> str:
+        """ "asleep" while memory is given back, "paused" between pause() and resume(), or "running"."""
+        return self._loop.state
+
+    @property
+    def asleep(self) -> tuple[str, ...]:
+        """The tags of what is asleep."""
+        asleep = self._worker.asleep
+        return tuple(tag for tag in TAGS if tag in asleep)
+
     # Weights
 
     def update_weights(
@@ -232,7 +309,8 @@ class Engine:
                         version drew each. Frequent updates wait for the first request in line to get a token in
                         between, unless the engine is paused: nobody starves
         raises          ValueError: missing, unknown, repeated or misshapen, or other numerics; TypeError: no numerics,
-                        no tensor, or another dtype: nothing has changed then. EngineClosed
+                        no tensor, or another dtype: nothing has changed then. EngineAsleep while the weights sleep
+                        (the caches may). EngineClosed
         """
         loop, worker = self._loop, self._worker
         loop.check_open()
@@ -288,7 +366,7 @@ class Engine:
         return self._loop.updating or self._loop.may_change_weights()
 
     def _renewed(self, keep_cache: bool) -> int:
-        self._loop.torn = None
+        self._loop.torn = self._loop.missing = None
         self._scheduler.reset_cache(self._scheduler.weight_version + 1, keep_running=keep_cache)
         return self._scheduler.weight_version
 
@@ -414,6 +492,18 @@ class Engine:
                 draw("generating", finished, len(samples), f"{rate:.0f} tokens/s")
                 if done.wait(0.1):
                     return
+
+
+def _tags(method: str, given: Iterable[str] | None) -> list[str]:
+    if given is None:
+        return list(TAGS)
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"{method}: tags: got {given!r}, expected a list of {', '.join(TAGS)}")
+    given = list(given)
+    unknown = [tag for tag in given if tag not in TAGS]
+    if unknown:
+        raise ValueError(f"{method}: tags: got {unknown[0]!r}, expected some of {', '.join(TAGS)}")
+    return [tag for tag in TAGS if tag in given]
 
 
 def _complete(config: EngineConfig, loaded: Loaded) -> EngineConfig:

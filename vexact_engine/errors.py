@@ -23,6 +23,14 @@ class WeightsTorn(RuntimeError):
     """The weights are partly old and partly new. Nothing is computed with them until all are updated again."""
 
 
+class EngineAsleep(RuntimeError):
+    """What was asked for needs memory that the engine has given back in sleep(): wake_up() comes first."""
+
+
+class WeightsMissing(WeightsTorn):
+    """The engine has dropped its weights in sleep(level=2): nothing is computed until all are updated."""
+
+
 class ModelInUse(ValueError):
     """Another engine runs this very model and owns its weights."""
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from ..errors import EngineClosed, EngineForked, StepFailed, WeightsTorn
+from ..errors import EngineClosed, EngineForked, StepFailed, WeightsMissing, WeightsTorn
 from ..outputs import Ticket
 from ..request import Request
 from ..request import Sequence as Sample
@@ -49,6 +49,9 @@ class Loop:
                 raises, the constructor raises
     scheduler, worker   theirs; to be read from other threads, and called in `call`
     updating    set while weights are written piece by piece: no step runs
+    asleep      set while memory that a step needs has been given back: no step runs
+    missing     why there are no weights: no step runs, and requests that come while nothing is asleep end with
+                WeightsMissing
     torn        why the weights are in no defined state: requests end with WeightsTorn
     """
 
@@ -64,7 +67,8 @@ class Loop:
         self._held: list[Ticket] = []  # handed over during a pause that lets the others end
         self._paused: str | None = None
         self._mail: dict = {}  # asyncio loop -> calls for it
-        self.updating = False
+        self.updating = self.asleep = False
+        self.missing: str | None = None
         self.torn: str | None = None
         self.close_error: BaseException | None = None
         made: Future = Future()
@@ -145,9 +149,12 @@ class Loop:
                     self._abort(ticket)
 
         self.call(stop)
-        self.call(
-            lambda: None, when=lambda: mode != "wait" or self._paused is None or not self.scheduler.has_unfinished
-        )
+
+        def stopped() -> bool:
+            over = self._paused is None or not self.scheduler.has_unfinished
+            return mode != "wait" or over or self.asleep or self.missing is not None
+
+        self.call(lambda: None, when=stopped)
 
     def resume(self) -> None:
         def go_on() -> None:
@@ -158,13 +165,32 @@ class Loop:
 
         self.call(go_on)
 
+    def between(self, mode: str, function: Callable[[], object]):
+        """What `function` returns, called in the thread during a pause of its own; then all is as paused as before."""
+        before = self._paused
+        self.pause(mode)
+        try:
+            return self.call(function)
+        finally:
+            if before is None:
+                self.resume()
+            else:
+                self.call(lambda: setattr(self, "_paused", before))
+
     @property
     def paused(self) -> bool:
         return self._paused is not None
 
+    @property
+    def state(self) -> str:
+        if self.asleep:
+            return "asleep"
+        return "paused" if self.paused else "running"
+
     def may_change_weights(self) -> bool:
         """In the thread: that keeps nobody from ever getting a token."""
-        return self.paused or self.torn is not None or self.scheduler.has_progressed
+        stopped = self.paused or self.asleep or self.missing is not None or self.torn is not None
+        return stopped or self.scheduler.has_progressed
 
     def close(self, timeout: float | None = None) -> None:
         """Abort what runs, end the thread and with it what it owns. Again, or in a fork, it does nothing."""
@@ -223,7 +249,7 @@ class Loop:
         return not self._closing
 
     def _has_work(self) -> bool:
-        stopped = self.updating or self._paused in ("abort", "keep")
+        stopped = self.updating or self.asleep or self.missing or self._paused in ("abort", "keep")
         return self.scheduler.has_unfinished and not stopped
 
     def _do_deferred(self) -> None:
@@ -279,6 +305,8 @@ class Loop:
         elif self._paused == "wait":
             self._names[request.id] = ticket
             self._held.append(ticket)
+        elif self.missing and not self.asleep:
+            ticket.fail(WeightsMissing(f"Engine: {self.missing}"))
         else:
             try:
                 self.scheduler.add(request)

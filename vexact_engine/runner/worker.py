@@ -14,10 +14,11 @@ import vexact_ops as vx
 
 from ..config import EngineConfig
 from ..core.scheduler import Sampled, StepPlan
-from ..errors import ModelInUse, WeightsTorn
+from ..errors import EngineAsleep, ModelInUse, WeightsTorn
 from ..weights.update import Update, apply_update, plan_update
 from ..weights.watch import Watch
 from .runner import Runner
+from .sleep import Memory, own
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,8 @@ class Worker:
             self._runner = Runner(model, self._handle, config, self.device)
             self.config = self._runner.config
             self.numerics = vx.numerics(self.device, kv_segment=config.kv_segment, latent_attention=latent or None)
-            self._watch = Watch(model)
+            self._memory = Memory(model, (cache for part in self._runner.builder.caches for cache in part))
+            self._watch, self._missed = Watch(model), ""
         except BaseException:
             self._stack.close()
             raise
@@ -96,14 +98,22 @@ class Worker:
 
         raises   WeightsTorn where what stands there now cannot be computed with
         """
-        what = self._watch.changed()
+        what = self._changed()
         if not what:
             return False
         log.warning("weights: %s by somebody else: what was computed with the old ones is forgotten", what)
         if what == "replaced":
             self._rejoin()
-        self._watch.note()
+        self._note()
         return True
+
+    def _changed(self) -> str:
+        found = self._watch.changed(), self._missed
+        return "replaced" if "replaced" in found else "written" if "written" in found else ""
+
+    def _note(self) -> None:
+        self._watch.note()
+        self._missed = ""
 
     def _rejoin(self) -> None:
         for name, tensor in self.model.named_parameters():
@@ -115,9 +125,7 @@ class Worker:
         self._runner.make_forward()
 
     def plan(self, named_tensors) -> list[tuple[Tensor, Tensor]]:
-        if self._watch.changed() == "replaced":
-            self._rejoin()
-            self._watch.note()
+        self._make_ready()
         return plan_update(self.model, named_tensors)
 
     def apply(self, plan: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -125,22 +133,65 @@ class Worker:
         self.settle()
 
     def begin(self, specs: Mapping) -> Update:
-        if self._watch.changed() == "replaced":
-            self._rejoin()
-            self._watch.note()
+        self._make_ready()
         return Update(self.model, specs)
+
+    def _make_ready(self) -> None:
+        """To be written into."""
+        if "weights" in self.asleep:
+            raise EngineAsleep('update_weights: the weights are asleep: wake_up(["weights"]) comes first')
+        if self._changed() == "replaced":
+            self._rejoin()
+            self._note()
 
     def settle(self) -> None:
         """What was written is the weights now, and whoever gave the sources may do with them as they please."""
+        self._wait()
+        self._note()
+
+    def _wait(self) -> None:
         if self.stream is not None:
             self.stream.synchronize()
-        self._watch.note()
+
+    # Sleep
+
+    @property
+    def asleep(self) -> dict[str, int]:
+        """What of the memory has been given back, and at which level."""
+        return {} if self._memory is None else self._memory.asleep
+
+    def sleep(self, level: int, tags: Iterable[str]) -> dict[str, int]:
+        """Bytes given back, by tag. Nothing that was in the caches is there afterwards."""
+        self._wait()
+
+        def move() -> dict[str, int]:
+            if self._memory.will_empty_weights(level, tags) and own([*self.model.parameters(), *self.model.buffers()]):
+                self._runner.make_forward()  # views of weights, which it may have, show what these have left
+            return self._memory.sleep(level, tags)
+
+        return self._aside(move)
+
+    def wake_up(self, tags: Iterable[str]) -> dict[str, int]:
+        """Bytes taken again, by tag. MemoryError where there is no room."""
+        return self._aside(lambda: self._memory.wake_up(tags))
+
+    def _aside(self, move: Callable[[], dict[str, int]]) -> dict[str, int]:
+        """Addresses change: that is nobody else's doing. What somebody else did before is not forgotten."""
+        self._missed = self._changed()
+        try:
+            return move()
+        finally:
+            self._watch.note()
 
     def close(self) -> None:
-        """Unpatch the model, let go of the caches."""
-        if self.stream is not None:
-            self.stream.synchronize()
-        self._runner = None
+        """Unpatch the model, let go of the caches. Weights that are asleep come back, and zeros where they were
+        dropped: nobody who still has the model could touch it otherwise."""
+        self._wait()
+        try:
+            self.wake_up(["weights"])
+        except MemoryError as error:
+            log.warning("close: the model's weights stay without memory, and nobody may read them: %s", error)
+        self._runner = self._memory = None
         if self.stream is not None:
             torch.cuda.empty_cache()  # what this stream has given back, no other one would find
         self._stack.close()

@@ -1,0 +1,551 @@
+"""An engine gives its memory back and takes it again: not a bit of what it generates is another one."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_models import CHOICE_IN_BLOCK, bits, build, check_idle, prompts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vexact_engine import Engine, EngineAsleep, EngineClosed, EngineConfig, SamplingParams, WeightsMissing
+from vexact_engine.runner import sleep as sleep_module
+from vexact_engine.runner.sleep import TAGS, Memory, Storages, own
+
+CONFIG = EngineConfig(num_pages=64, page_size=4, max_num_batched_tokens=16, show_progress=False)
+PROMPTS = prompts(3, longest=20)
+PARAMS = SamplingParams(max_new_tokens=5, seed=1, ignore_eos=True)
+LONG = replace(PARAMS, max_new_tokens=60)
+CACHE = 64 * 4 * 2 * 2 * 2 * 16 * 2  # pages, page size, layers, k and v, heads, head dim, bytes
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible to torch")
+
+
+def ask(engine, params=PARAMS):
+    return [bits(c) for c in engine.generate(PROMPTS, params)]
+
+
+def made(seed=0, family="Llama", **options):
+    return Engine.from_pretrained(build(family, seed=seed, **options), config=CONFIG)
+
+
+@pytest.fixture(scope="module")
+def old():
+    with made() as engine:
+        return ask(engine), ask(engine, LONG)
+
+
+@pytest.fixture(scope="module")
+def new():
+    with made(seed=1) as engine:
+        return ask(engine), ask(engine, LONG)
+
+
+@pytest.fixture(params=["stays", "moves"])
+def engine(request, monkeypatch):
+    """On a CPU weights are in host memory already; "moves" treats it as a GPU, whose weights are moved there."""
+    with made() as engine:
+        engine._worker._memory._on_host = request.param == "stays"
+        monkeypatch.setattr(Memory, "_held", lambda self: None)
+        yield engine
+        if not engine.asleep:
+            check_idle(engine)
+
+
+def weights_of(seed=1, family="Llama"):
+    return build(family, seed=seed).state_dict()
+
+
+def sizes(engine):
+    return sum({p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in engine.model.parameters()}.values())
+
+
+# What is given back, and that it comes again
+
+
+def test_level_1_gives_memory_back_and_nothing_changes(engine, old):
+    assert ask(engine) == old[0]
+    held, moves = sizes(engine), not engine._worker._memory._on_host
+    buffers = sum(b.nbytes for b in engine.model.buffers())
+    given = engine.sleep()
+    assert given == {"weights": (held + buffers) * moves, "kv_cache": CACHE, "graphs": 0}
+    assert sizes(engine) == (0 if moves else held)
+    assert engine.state == "asleep" and engine.asleep == TAGS
+    assert engine.wake_up() == given
+    assert engine.state == "running" and engine.asleep == () and sizes(engine) == held
+    assert engine.weight_version == 0
+    assert ask(engine) == old[0]
+
+
+def test_level_2_drops_the_weights_until_an_update(engine, new):
+    engine.sleep(level=2)
+    assert sizes(engine) == 0
+    assert engine.wake_up(["weights"])["weights"] > 0
+    assert engine.asleep == ("kv_cache", "graphs")
+    assert engine.update_weights(weights_of(), numerics=engine.numerics()) == 1
+    engine.wake_up()
+    assert ask(engine) == new[0]
+
+
+def test_the_caches_sleep_while_weights_are_updated(engine, new):
+    ask(engine)
+    assert engine.sleep(tags=["kv_cache"]) == {"kv_cache": CACHE}
+    engine.update_weights(weights_of(), numerics=engine.numerics())
+    engine.wake_up(["kv_cache"])
+    assert ask(engine) == new[0]
+
+
+def test_updates_bucket_by_bucket_too(engine, new):
+    state = weights_of()
+    engine.sleep(level=2)
+    engine.wake_up(["weights"])
+    engine.update_weights(iter(state.items()), specs=state, numerics=engine.numerics())
+    engine.wake_up(["kv_cache", "graphs"])
+    assert ask(engine) == new[0]
+
+
+def test_weights_alone_leave_the_prefix_cache_as_it_is(engine, old):
+    ask(engine)
+    before = engine.stats.prefix_tokens
+    engine.sleep(tags=["weights"])
+    engine.wake_up()
+    assert ask(engine) == old[0]
+    assert engine.stats.prefix_tokens - before >= 16
+
+
+def test_joined_weights_are_joined_still(engine, new):
+    attention = engine.model.base_model.layers[0].self_attn
+    for level in (1, 2):
+        engine.sleep(level)
+        engine.wake_up(["weights"])
+        engine.update_weights(weights_of(), numerics=engine.numerics())
+        engine.wake_up()
+        q, k = attention.q_proj.weight, attention.k_proj.weight
+        assert k.data_ptr() == q.data_ptr() + q.nbytes
+        assert ask(engine) == new[0]
+
+
+def test_what_an_update_need_not_bring_outlives_level_2():
+    """DeepSeek's bias of its router, and rotary frequencies, which no state_dict has."""
+    if CHOICE_IN_BLOCK.args[0]:
+        pytest.skip(CHOICE_IN_BLOCK.kwargs["reason"])
+    model = build("DeepseekV3", seed=1)
+    with Engine.from_pretrained(build("DeepseekV3", seed=1), config=CONFIG) as engine:
+        expected = ask(engine)
+        before = {name: value.clone() for name, value in engine.model.named_buffers()}
+        engine.sleep(level=2)
+        engine.wake_up(["weights"])
+        engine.update_weights(dict(model.named_parameters()), numerics=engine.numerics())
+        engine.wake_up()
+        assert all(torch.equal(value, before[name]) for name, value in engine.model.named_buffers())
+        assert ask(engine) == expected
+
+
+def test_a_model_from_files_sleeps_too(tmp_path, old, new):
+    """Its tensors show a mapped file at first, and that cannot be given back."""
+    build("Llama").save_pretrained(tmp_path)
+    with Engine.from_pretrained(tmp_path, config=CONFIG) as engine:
+        assert ask(engine) == old[0]
+        engine.sleep(level=2)
+        assert sizes(engine) == 0
+        engine.wake_up(["weights"])
+        engine.update_weights(weights_of(), numerics=engine.numerics())
+        engine.wake_up()
+        assert ask(engine) == new[0] and engine.path == "fused"
+
+
+def test_a_second_sleep_gives_nothing_but_lets_kept_weights_go(engine, new):
+    engine.sleep()
+    assert engine.sleep() == dict.fromkeys(TAGS, 0)
+    engine.sleep(level=2, tags=["weights"])
+    assert sizes(engine) == 0
+    engine.wake_up(["weights"])
+    assert all(not p.any() for p in engine.model.parameters())
+    engine.update_weights(weights_of(), numerics=engine.numerics())
+    engine.wake_up()
+    assert ask(engine) == new[0]
+
+
+# Requests
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_requests_under_way_go_on_from_their_tokens(engine, old, new, level):
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(engine.generate, PROMPTS, LONG)
+        while engine.stats.decode_tokens < 20:
+            time.sleep(0.001)
+        engine.sleep(level)
+        late = pool.submit(engine.generate, PROMPTS, PARAMS)
+        steps = engine.stats.steps
+        with pytest.raises(TimeoutError):
+            running.result(0.05)
+        assert engine.stats.steps == steps and not late.done()
+        if level == 1:
+            engine.wake_up()
+            assert [bits(c) for c in running.result()] == old[1]
+            assert [bits(c) for c in late.result()] == old[0]
+            return
+        engine.wake_up(["weights"])
+        engine.update_weights(weights_of(), numerics=engine.numerics())
+        engine.wake_up()
+        assert [bits(c) for c in late.result()] == new[0]
+        for completion, (tokens, *_) in zip(running.result(), old[1]):
+            first = completion.weight_versions.count(0)
+            assert 0 < first < 60 and completion.token_ids[:first] == tokens[:first]
+
+
+def test_sleep_waits_for_what_runs_and_holds_what_comes(engine, old):
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(engine.generate, PROMPTS, LONG)
+        while engine.stats.decode_tokens < 20:
+            time.sleep(0.001)
+        engine.sleep(mode="wait")
+        assert [bits(c) for c in running.result()] == old[1]
+        late = pool.submit(engine.generate, PROMPTS, PARAMS)
+        engine.wake_up()
+        assert [bits(c) for c in late.result()] == old[0]
+
+
+def test_sleep_ends_what_runs(engine, old):
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(engine.generate, PROMPTS, LONG)
+        while engine.stats.decode_tokens < 20:
+            time.sleep(0.001)
+        engine.sleep(mode="abort")
+        assert {c.finish_reason for c in running.result()} == {"abort"}
+        engine.wake_up()
+        assert ask(engine) == old[0]
+
+
+def test_a_pause_outlives_a_sleep(engine, old):
+    with ThreadPoolExecutor() as pool:
+        engine.pause("keep")
+        engine.sleep()
+        assert engine.state == "asleep"
+        engine.wake_up()
+        assert engine.state == "paused"
+        done = pool.submit(engine.generate, PROMPTS, PARAMS)
+        with pytest.raises(TimeoutError):
+            done.result(0.05)
+        engine.resume()
+        assert [bits(c) for c in done.result()] == old[0]
+    engine.sleep()
+    engine.pause("wait")  # nothing is computed: there is nothing to wait for
+    engine.resume()
+    assert engine.state == "asleep"
+    engine.wake_up()
+
+
+def test_aborts_reach_sleeping_requests(engine):
+    with ThreadPoolExecutor() as pool:
+        engine.sleep()
+        waiting = pool.submit(engine.generate, PROMPTS[:1], PARAMS, request_ids=["x"])
+        while not engine._loop._names:
+            time.sleep(0.001)
+        engine.abort("x")
+        assert waiting.result()[0].finish_reason == "abort"
+        engine.wake_up()
+
+
+def test_without_weights_a_request_is_refused_and_one_from_before_waits(engine, new):
+    with ThreadPoolExecutor() as pool:
+        engine.sleep(level=2)
+        early = pool.submit(engine.generate, PROMPTS, PARAMS)
+        while not engine._loop._names:
+            time.sleep(0.001)
+        engine.wake_up()
+        with pytest.raises(WeightsMissing, match=r"sleep\(level=2\) has dropped the weights: update them first"):
+            engine.generate(PROMPTS, PARAMS)
+        with pytest.raises(ValueError, match="missing"):
+            engine.update_weights({}, numerics=engine.numerics())
+        assert not early.done()
+        engine.update_weights(weights_of(), numerics=engine.numerics())
+        assert [bits(c) for c in early.result()] == new[0]
+        assert ask(engine) == new[0]
+
+
+def test_an_update_that_breaks_off_after_level_2_is_healed_by_the_next(engine, new):
+    state = weights_of()
+    engine.sleep(level=2)
+    engine.wake_up()
+    half = iter(list(state.items())[:5])
+    with pytest.raises(ValueError, match="announced, but did not come"):
+        engine.update_weights(half, specs=state, numerics=engine.numerics())
+    with pytest.raises(WeightsMissing):
+        engine.generate(PROMPTS, PARAMS)
+    engine.update_weights(state, numerics=engine.numerics())
+    assert ask(engine) == new[0]
+
+
+# Errors, and the end
+
+
+def test_sleeping_weights_take_no_update(engine, old):
+    engine.sleep(level=2 if engine._worker._memory._on_host else 1)
+    for options in ({}, {"specs": weights_of()}):
+        with pytest.raises(EngineAsleep, match=r'the weights are asleep: wake_up\(\["weights"\]\) comes first'):
+            engine.update_weights(weights_of(), numerics=engine.numerics(), **options)
+    engine.wake_up(["weights"])
+    engine.update_weights(weights_of(seed=0), numerics=engine.numerics())
+    engine.wake_up()
+    assert ask(engine) == old[0]
+
+
+@pytest.mark.parametrize(
+    "call,message",
+    [
+        (lambda e: e.sleep(3), "sleep: level: got 3, expected 1 or 2"),
+        (lambda e: e.sleep(True), "sleep: level: got True"),
+        (lambda e: e.sleep(mode="now"), "sleep: mode: got 'now', expected one of abort, wait, keep"),
+        (lambda e: e.sleep(tags=["weight"]), "sleep: tags: got 'weight', expected some of weights, kv_cache, graphs"),
+        (lambda e: e.wake_up(["kv"]), "wake_up: tags: got 'kv', expected some of"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(engine, call, message):
+    with pytest.raises(ValueError) as caught:
+        call(engine)
+    assert message in str(caught.value) and engine.state == "running"
+    with pytest.raises(TypeError, match="tags: got 'weights', expected a list of"):
+        engine.sleep(tags="weights")
+
+
+def test_where_there_is_no_room_it_sleeps_on_and_can_be_woken_later(engine, old, monkeypatch):
+    engine.sleep()
+    take = Storages.take
+
+    def full(self, zero=True):
+        if self.nbytes == CACHE:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        take(self, zero)
+
+    monkeypatch.setattr(Storages, "take", full)
+    with pytest.raises(MemoryError, match="wake_up: no memory for kv_cache, which takes 0 MiB: CUDA out of memory"):
+        engine.wake_up()
+    assert engine.asleep == ("kv_cache", "graphs") and engine.state == "asleep"
+    monkeypatch.undo()
+    monkeypatch.setattr(Memory, "_held", lambda self: None)
+    engine.wake_up()
+    assert ask(engine) == old[0]
+
+
+def test_close_gives_the_model_back_as_it_was(old):
+    model = build("Llama")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with Engine.from_pretrained(model, config=CONFIG) as engine:
+        engine._worker._memory._on_host = False
+        with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor() as pool:
+            patch.setattr(Memory, "_held", lambda self: None)
+            engine.sleep()
+            waiting = pool.submit(engine.generate, PROMPTS, PARAMS)
+            while not engine._loop._names:
+                time.sleep(0.001)
+            engine.close()
+            assert {c.finish_reason for c in waiting.result()} == {"abort"}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert engine.asleep == ()
+    for call in (engine.sleep, engine.wake_up):
+        with pytest.raises(EngineClosed):
+            call()
+    with Engine.from_pretrained(model, config=CONFIG) as engine:
+        assert ask(engine) == old[0]
+
+
+def test_somebody_else_s_write_before_a_sleep_is_not_forgotten(engine, new):
+    ask(engine)
+    with torch.no_grad():
+        for (_, mine), theirs in zip(engine.model.named_parameters(), build("Llama", seed=1).parameters()):
+            mine.copy_(theirs)
+    engine.sleep(tags=["weights"])
+    engine.wake_up()
+    assert ask(engine) == new[0] and engine.weight_version == 1
+
+
+def test_sleeps_of_several_threads_take_their_turns(engine, old):
+    def nap(i):
+        engine.sleep(tags=[TAGS[i % 2]])
+        engine.wake_up()
+
+    stop = threading.Event()
+
+    def work():
+        got = []
+        while not stop.is_set() or not got:
+            got.append(ask(engine))
+        return got
+
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(work)
+        list(pool.map(nap, range(12)))
+        stop.set()
+        assert all(found == old[0] for found in running.result())
+
+
+# Any order
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("sleep"), st.sampled_from([1, 2]), st.sets(st.sampled_from(TAGS)), st.sampled_from(["keep"])),
+    st.tuples(st.just("wake"), st.sets(st.sampled_from(TAGS))),
+    st.tuples(st.just("update"), st.sampled_from([0, 1])),
+    st.tuples(st.just("ask")),
+    st.tuples(st.just("tokens"), st.integers(1, 6)),
+)
+
+
+@given(st.lists(ACTIONS, max_size=12), st.booleans())
+@settings(max_examples=15)
+def test_any_order_of_sleeps_wakes_updates_and_requests(old, new, actions, moves):
+    """What is asked while everything is there has the bits of its weights; requests that live through all of it have
+    those of one set of weights for each of their versions' tokens, and all end."""
+    with made() as engine, ThreadPoolExecutor() as pool, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Memory, "_held", lambda self: None)
+        engine._worker._memory._on_host = not moves
+        current, dropped = 0, False
+        lives = pool.submit(engine.generate, PROMPTS, LONG)
+        while not engine.stats.steps:
+            time.sleep(0.0005)
+        for action, *rest in actions:
+            if action == "sleep":
+                level, tags, mode = rest
+                dropped |= level == 2 and "weights" in tags
+                engine.sleep(level, tags, mode)
+            elif action == "wake":
+                engine.wake_up(rest[0])
+            elif action == "update":
+                if "weights" in engine.asleep:
+                    with pytest.raises(EngineAsleep):
+                        engine.update_weights(weights_of(rest[0]), numerics=engine.numerics())
+                else:
+                    engine.update_weights(weights_of(rest[0]), numerics=engine.numerics())
+                    current, dropped = rest[0], False
+            elif action == "tokens":
+                until = engine.stats.decode_tokens + rest[0]
+                while not (engine.asleep or dropped or lives.done() or engine.stats.decode_tokens >= until):
+                    time.sleep(0.0005)
+            elif not engine.asleep and not dropped:
+                assert ask(engine) == (old, new)[current][0]
+        engine.wake_up()
+        if dropped:
+            engine.update_weights(weights_of(1), numerics=engine.numerics())
+            current = 1
+        assert ask(engine) == (old, new)[current][0]
+        for completion, (tokens, *_) in zip(lives.result(), old[1]):
+            first = completion.weight_versions.count(0)
+            assert len(completion.token_ids) == 60 and completion.token_ids[:first] == tokens[:first]
+        check_idle(engine)
+
+
+# Storages
+
+
+@given(st.lists(st.integers(1, 700), min_size=1, max_size=8), st.integers(1, 5), st.integers(0, 2**31))
+def test_storages_come_back_as_they_were(sizes, slab, seed):
+    """Whatever their sizes and that of the pieces of host memory; views and tensors that share one too."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [torch.randint(0, 255, (n,), dtype=torch.uint8, generator=generator) for n in sizes]
+    tensors += [tensors[0][1:], tensors[-1]]
+    before = [t.clone() for t in tensors]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sleep_module, "_SLAB", slab * 100)
+        storages = Storages(tensors)
+        assert storages.nbytes == sum(sizes)
+        storages.give_back(keep=True)
+        assert all(t.untyped_storage().nbytes() == 0 for t in tensors)
+        storages.take()
+        storages.take()  # again does nothing
+    assert all(torch.equal(t, b) for t, b in zip(tensors, before))
+    storages.give_back(keep=False)
+    storages.take()
+    assert not any(t.any() for t in tensors)
+
+
+def test_where_one_storage_finds_no_room_none_is_taken():
+    class Full:
+        def __init__(self, storage):
+            self.storage = storage
+
+        def resize_(self, size):
+            if size:
+                raise RuntimeError("out of memory")
+
+    first, second = torch.ones(4, dtype=torch.float32), torch.ones(5, dtype=torch.float32)
+    storages = Storages([first, second])
+    storages.give_back(keep=True)
+    whole = storages._storages[1]
+    storages._storages[1] = Full(whole)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        storages.take()
+    assert first.untyped_storage().nbytes() == 0
+    storages._storages[1] = whole
+    storages.take()
+    assert first.tolist() == [1] * 4 and second.tolist() == [1] * 5
+
+
+def test_memory_that_is_nobody_s_to_give_is_copied_once():
+    import numpy as np
+
+    shared = torch.from_numpy(np.arange(6, dtype=np.float32))
+    parts = [shared.view(2, 3), shared[2:], torch.ones(2, dtype=torch.float32)]
+    assert own(parts) and not own(parts)
+    assert parts[0].untyped_storage()._cdata == parts[1].untyped_storage()._cdata
+    assert parts[0].tolist() == [[0, 1, 2], [3, 4, 5]] and parts[1].tolist() == [2, 3, 4, 5]
+
+
+# On a GPU
+
+
+@NO_GPU
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_gpu_has_its_memory_back(level):
+    options = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, max_position_embeddings=4096)
+    model = build("Qwen3", device="cuda", **options)
+    state = {name: value.cpu() for name, value in model.state_dict().items()}
+    config = replace(CONFIG, num_pages=16384, page_size=16)
+    with Engine.from_pretrained(model, device="cuda", config=config) as engine:
+        expected = ask(engine)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before, _ = torch.cuda.mem_get_info()
+        weights = sizes(engine)
+        given = engine.sleep(level)
+        free, _ = torch.cuda.mem_get_info()
+        cache = 16384 * 16 * 2 * 4 * 2 * 16 * 2
+        assert given["weights"] > 0.95 * weights and given["kv_cache"] > 0.95 * cache
+        assert free - before > 0.9 * (weights + cache)
+        engine.wake_up(["weights"])
+        if level == 2:
+            engine.update_weights(state, numerics=engine.numerics())
+        engine.wake_up()
+        assert ask(engine) == expected
+        for _ in range(10):  # and nothing is lost on the way
+            engine.sleep()
+            engine.wake_up()
+        again, _ = torch.cuda.mem_get_info()
+        assert before - again < 64 << 20
+        assert ask(engine) == expected
+        check_idle(engine)
+
+
+@NO_GPU
+def test_where_a_gpu_has_no_room_the_engine_sleeps_on():
+    with Engine.from_pretrained(build("Qwen3", device="cuda"), device="cuda", config=CONFIG) as engine:
+        expected = ask(engine)
+        engine.sleep()
+        free, _ = torch.cuda.mem_get_info()
+        hog = [torch.empty(free - (1 << 20), dtype=torch.uint8, device="cuda")]
+        for size in (1 << 20, 1 << 16, 1 << 10, 512):
+            try:
+                while True:
+                    hog.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+            except torch.OutOfMemoryError:
+                pass
+        with pytest.raises(MemoryError, match="wake_up: no memory for weights"):
+            engine.wake_up()
+        assert engine.asleep == TAGS
+        del hog
+        torch.cuda.empty_cache()
+        engine.wake_up()
+        assert ask(engine) == expected

@@ -1,0 +1,189 @@
+"""Memory that an engine gives back while it sleeps, and takes again when it wakes.
+
+A tensor's storage is emptied and filled again, so that the tensor and all its views (q, k and v of a joined weight)
+stay the objects that they are, whoever holds them. Only their addresses are others afterwards. Reading a tensor whose
+storage is empty ends the process: nobody may touch the engine's model while its weights are asleep.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+TAGS = ("weights", "kv_cache", "graphs")
+_SLAB = 256 << 20  # bytes of host memory at once: torch rounds pinned memory up to a power of two
+
+
+class Storages:
+    """The memory of some tensors, each storage once. They lie on one device.
+
+    nbytes   that they have while they are not asleep
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        found = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+        self._storages = [storage for storage in found.values() if storage.nbytes()]
+        self._sizes = [storage.nbytes() for storage in self._storages]
+        self._host: list[Tensor] | None = None  # slabs with the bytes of all of them, one after the other
+        self._empty = False
+        self.nbytes = sum(self._sizes)
+
+    def give_back(self, keep: bool) -> None:
+        """Empty them. With `keep` their bytes wait in host memory, pinned where a GPU copies them."""
+        if keep and self.nbytes:
+            self._host = self._slabs()
+            for part, slab in self._parts(self._host):
+                slab.copy_(part, non_blocking=True)
+            self._wait()
+        for storage in self._storages:
+            storage.resize_(0)
+        self._empty = True
+
+    def forget(self) -> None:
+        """Of those that are empty: what was kept is not wanted any more."""
+        self._host = None
+
+    def take(self, zero: bool = True) -> None:
+        """Have memory again, with the bytes that were kept; zeros where none were, or whatever lies there. All of them
+        get it, or none where there is not enough, and what was kept stays. Again does nothing."""
+        if not self._empty:
+            return
+        try:
+            for storage, size in zip(self._storages, self._sizes):
+                storage.resize_(size)
+        except BaseException:
+            for storage in self._storages:
+                storage.resize_(0)
+            raise
+        self._empty = False
+        if self._host is not None:
+            for part, slab in self._parts(self._host):
+                part.copy_(slab, non_blocking=True)
+            self._wait()
+            self._host = None
+        elif zero:
+            for storage in self._storages:
+                _bytes(storage, 0, storage.nbytes()).zero_()
+
+    def _slabs(self) -> list[Tensor]:
+        pinned = self._storages[0].device.type == "cuda"
+        sizes = [min(_SLAB, self.nbytes - at) for at in range(0, self.nbytes, _SLAB)]
+        return [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned) for size in sizes]
+
+    def _parts(self, slabs: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Bytes of a storage, and as many of a slab that are theirs."""
+        at = 0
+        for storage, size in zip(self._storages, self._sizes):
+            begin = 0
+            while begin < size:
+                slab, offset = slabs[at // _SLAB], at % _SLAB
+                count = min(size - begin, len(slab) - offset)
+                yield _bytes(storage, begin, count), slab[offset : offset + count]
+                begin, at = begin + count, at + count
+
+    def _wait(self) -> None:
+        if self._storages[0].device.type == "cuda":
+            torch.cuda.current_stream(self._storages[0].device).synchronize()
+
+
+def _bytes(storage: torch.UntypedStorage, begin: int, count: int) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, begin, (count,), (1,))
+
+
+@torch.no_grad()
+def own(tensors: Iterable[Tensor]) -> bool:
+    """Whether some of them lay in memory that cannot be given back (a mapped file, shared memory), and lie in some of
+    their own now."""
+    moved = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and not storage.resizable():
+            copied = moved.get(storage._cdata)
+            if copied is None:
+                copied = moved[storage._cdata] = storage.clone(), storage  # which is kept, so that none takes its place
+            there = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            tensor.data = there.set_(copied[0], tensor.storage_offset(), tensor.shape, tensor.stride())
+    return bool(moved)
+
+
+class Memory:
+    """The memory of a model and its caches, by tag, and which of it is asleep. Used in the engine's thread, with
+    nothing under way on the device.
+
+    asleep   tag -> the level that it sleeps at
+    """
+
+    def __init__(self, model: torch.nn.Module, caches: Iterable[Tensor]):
+        self._model, self._caches = model, list(caches)
+        self._device = next(model.parameters()).device
+        # What "host memory" means to a CPU: there is nothing to be moved.
+        self._on_host = self._device.type == "cpu"
+        self._asleep: dict[str, tuple[int, list[Storages]]] = {}
+
+    @property
+    def asleep(self) -> dict[str, int]:
+        return {tag: level for tag, (level, _) in self._asleep.items()}
+
+    def will_empty_weights(self, level: int, tags: Iterable[str]) -> bool:
+        return "weights" in tags and not self._asleep.get("weights", (0, []))[1] and not (level == 1 and self._on_host)
+
+    def sleep(self, level: int, tags: Iterable[str]) -> dict[str, int]:
+        """Bytes given back, by tag. What is asleep already stays so, but for weights that were kept and are dropped."""
+        given = {}
+        for tag in tags:
+            before = self._held()
+            if tag not in self._asleep:
+                parts = getattr(self, f"_sleep_{tag}")(level)
+                self._asleep[tag] = level, parts
+            elif tag == "weights" and level > self._asleep[tag][0]:
+                parts = self._asleep[tag][1] or self._sleep_weights(level)
+                parts[0].forget()
+                self._asleep[tag] = level, parts
+            else:
+                parts = []
+            known = sum(part.nbytes for part in parts)
+            given[tag] = known if before is None else before - self._held()
+        return given
+
+    def wake_up(self, tags: Iterable[str]) -> dict[str, int]:
+        """Bytes taken again, by tag. MemoryError where there is no room: that tag sleeps on."""
+        taken = {}
+        for tag in tags:
+            if tag not in self._asleep:
+                continue
+            before, (_, parts) = self._held(), self._asleep[tag]
+            known = sum(part.nbytes for part in parts)
+            try:
+                for part in parts:
+                    part.take(zero=tag == "weights" or not self._on_host)
+            except (RuntimeError, MemoryError) as error:  # torch's own is a RuntimeError
+                raise MemoryError(f"wake_up: no memory for {tag}, which takes {known >> 20} MiB: {error}") from error
+            del self._asleep[tag]
+            taken[tag] = known if before is None else self._held() - before
+        return taken
+
+    def _sleep_weights(self, level: int) -> list[Storages]:
+        """At level 2 what an update need not bring, buffers, is kept all the same."""
+        if not self.will_empty_weights(level, ["weights"]):
+            return []
+        buffers = {b.untyped_storage()._cdata for b in self._model.buffers()}
+        parameters = [p for p in self._model.parameters() if p.untyped_storage()._cdata not in buffers]
+        parts = [Storages(parameters), Storages(self._model.buffers())]
+        parts[0].give_back(keep=level == 1)
+        parts[1].give_back(keep=True)
+        return parts
+
+    def _sleep_kv_cache(self, level: int) -> list[Storages]:
+        caches = Storages(self._caches)
+        caches.give_back(keep=False)
+        return [caches]
+
+    def _sleep_graphs(self, level: int) -> list[Storages]:
+        return []
+
+    def _held(self) -> int | None:
+        """Bytes of the device that this process holds, as torch counts; nobody does for a CPU."""
+        if self._on_host:
+            return None
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self._device)
