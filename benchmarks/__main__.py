@@ -4,7 +4,7 @@ python -m benchmarks linear --device cpu --shape smollm2-135m --rows 1,16,64
 python -m benchmarks rmsnorm --shape qwen3-8b --rows 1,256 --peers torch,quack --plot
 python -m benchmarks linear --shape all --rows random:64 --peers torch --save
 python -m benchmarks all --save
-python -m benchmarks engine --device cpu
+python -m benchmarks engine --shape qwen3-1.7b --batch 1,64,256 --prompt 512 --new 512 --profile traces
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from . import harness, report
+from . import engine, harness, report
 from .shapes import SHAPES
 
 ROOMS = sorted(path.stem for path in (Path(__file__).parent / "ops").glob("*.py") if path.stem != "__init__")
@@ -35,9 +35,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("what", choices=[*ROOMS, *PROGRAMS, "all", "report"], help="a room, 'all' rooms, or a program")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", help=f"'all', or comma-separated, of: {', '.join(SHAPES)}")
-    parser.add_argument("--model", metavar="DIR", help="verify: a model's own weights instead of a shape's random ones")
-    parser.add_argument("--layers", type=int, help="verify: the first so many layers of a shape; default: all")
-    parser.add_argument("--latent", action="store_true", help="verify: latent attention (DeepSeek-V3, Moonlight)")
+    parser.add_argument(
+        "--model", metavar="DIR", help="verify, engine: a model's own weights instead of a shape's random ones"
+    )
+    parser.add_argument("--layers", type=int, help="verify, engine: the first so many layers of a shape; default: all")
+    parser.add_argument(
+        "--latent", action="store_true", help="verify, engine: latent attention (DeepSeek-V3, Moonlight)"
+    )
     parser.add_argument(
         "--rows",
         help="comma-separated row counts; or random:64[:seed], so many from 1 to 1,024: how time / stock spreads over "
@@ -54,7 +58,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--plot", nargs="?", const=Path("plots"), type=Path, metavar="FOLDER", help="write PNG plots (default: plots)"
     )
+    engine.options(parser)
     args = parser.parse_args(argv)
+    args.shape_given = args.shape is not None
     defaults = DEFAULTS[args.device]
     args.shape, args.rows, args.dtype = (getattr(args, k) or defaults[k] for k in ("shape", "rows", "dtype"))
     args.shape = ",".join(SHAPES) if args.shape == "all" else args.shape
@@ -77,6 +83,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--dtype: got {name!r}, expected float32, bfloat16 or float16")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device")
+    if args.what == "engine":
+        engine.check(args, parser)
     return args
 
 

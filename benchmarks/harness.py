@@ -64,12 +64,12 @@ def peers(**loaders: Callable[[], Callable]) -> dict[str, Callable]:
         try:
             found[name] = load()
         except Exception as error:  # a peer's import may fail in any way; ours must not be held up by it
-            _say_once(f"peer {name} is left out: {type(error).__name__}: {str(error).splitlines()[0][:160]}")
+            say_once(f"peer {name} is left out: {type(error).__name__}: {str(error).splitlines()[0][:160]}")
     return found
 
 
 @functools.cache
-def _say_once(text: str) -> None:
+def say_once(text: str) -> None:
     print(text, file=sys.stderr)
 
 
@@ -198,7 +198,7 @@ def measure(
         except Exception as error:
             if ours:
                 raise
-            _say_once(f"{case.room}: peer {name}: {type(error).__name__}: {str(error).splitlines()[0][:160]}")
+            say_once(f"{case.room}: peer {name}: {type(error).__name__}: {str(error).splitlines()[0][:160]}")
     times: dict[str, list[float]] = {name: [] for name in runners}
     for _ in range(repeats):
         for name, run in runners.items():  # interleaved, so that a slow moment falls on all alike

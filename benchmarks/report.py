@@ -150,6 +150,32 @@ def verify_table(records: Iterable[dict]) -> str:
     return "\n".join(rows)
 
 
+def engine_table(records: Iterable[dict]) -> str:
+    """A Markdown table: what was sent to an engine, how fast it answered, and how many log-probabilities the training
+    forward computes otherwise."""
+    heads = ["model", "requests", "engine", "step, ms", "roof, ms", "step / roof", "output tokens/s", "requests/s"]
+    heads += ["first token p50 / p99, ms", "per token p50 / p99, ms", "GPU idle", "start, s", "differ"]
+    rows = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    for r in records:
+        ours = r["backend"] == "vexact"
+        about = " ".join(filter(None, (r["model"], "latent" * bool(r.get("latent")), r["dtype"])))
+        least = f" (at most {r['new_at_most']} new)" if r.get("new_at_most", r["new"]) < r["new"] else ""
+        cells = [about, r["workload"] + least, r["backend"], _figure(r.get("step_ms")), _figure(r.get("roof_ms"))]
+        cells += [f"{r['step_over_roof']:.2f}" if r.get("step_over_roof") else "", f"{r['tokens_per_s']:,.0f}"]
+        cells += [_figure(r["requests_per_s"])]
+        for name in ("ttft_ms", "tpot_ms"):
+            cells.append(f"{_figure(r[name]['p50'])} / {_figure(r[name]['p99'])}" if r.get(name) else "")
+        cells.append(f"{r['gpu_idle']:.1%}" if r.get("gpu_idle") is not None else "")
+        cells.append(_figure(r["start_s"]) if ours else "")
+        cells.append(f"{r['verify_mismatched']} of {r['verify_tokens']}" if "verify_tokens" in r else "")
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
 def program_table(records: Iterable[dict]) -> str:
     """A Markdown table of the whole-program records (engine, memory)."""
     rows = ["| program | case | ours | stock | unit | ours / stock |", "| --- | --- | --- | --- | --- | --- |"]
@@ -172,13 +198,15 @@ def update_readme(readme: Path = ROOT / "README.md") -> None:
         kernels = [r for r in records if "us" in r]
         verified = [r for r in records if r["room"] == "verify"]
         spread = [r for r in records if "geomean_to_stock" in r]
-        programs = [r for r in records if "us" not in r and r["room"] != "verify" and r not in spread]
+        engines = [r for r in records if r["room"] == "engine" and "workload" in r]
+        programs = [r for r in records if "us" not in r and r["room"] != "verify" and r not in spread + engines]
         newest = max(records, key=lambda r: r["date"])
         about = f"{newest['gpu'] or newest['cpu']}, torch {newest['torch']}, {_commits(records)}, {newest['date']}"
         parts = [
             p
             for p in (
                 verified and verify_table(verified),
+                engines and engine_table(engines),
                 programs and program_table(programs),
                 spread and spread_table(spread),
                 kernels and summary(kernels),
@@ -193,7 +221,7 @@ def update_readme(readme: Path = ROOT / "README.md") -> None:
 
 def plot(records: list[dict], folder: Path) -> list[Path]:
     """One PNG per room: a panel per case without its row count; time of every backend over the row count, against the
-    roof."""
+    roof. Of the engine two: output tokens per second, and a step over its roof, over the sequences that run at once."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -234,4 +262,47 @@ def plot(records: list[dict], folder: Path) -> list[Path]:
         figure.savefig(path, dpi=140)
         plt.close(figure)
         written.append(path)
-    return written
+    engines = [r for r in records if r["room"] == "engine" and "workload" in r and r.get("rate") is None]
+    return written + [_plot_engine(engines, what, plt, folder) for what in ENGINE_PLOTS if engines]
+
+
+ENGINE_PLOTS = {
+    "throughput": ("output tokens per second", lambda r: r["tokens_per_s"]),
+    "step": ("a decode step over its roof", lambda r: r.get("step_over_roof")),
+}
+
+
+def _plot_engine(records: list[dict], what: str, plt, folder: Path) -> Path:
+    label, value = ENGINE_PLOTS[what]
+    panels: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
+    for r in records:
+        kind = re.sub(r"^\d+ x |, \d+ at a time$", "", r["workload"])
+        if value(r) is not None:
+            panels[f"{r['model']}, {kind}, {r['dtype']}"][r["backend"]].append((r["batch"], value(r)))
+    across = min(3, max(1, len(panels)))
+    down = -(-len(panels) // across) or 1
+    figure, axes = plt.subplots(down, across, figsize=(5 * across, 3.6 * down), squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.axis("off")
+    names = sorted({backend for lines in panels.values() for backend in lines}, key=lambda b: (b != "vexact", b))
+    for axis, (title, lines) in zip(axes.flat, panels.items()):
+        for index, backend in enumerate(names):
+            if backend in lines:
+                axis.plot(*zip(*sorted(lines[backend])), marker="o", markersize=4, color=f"C{index}", label=backend)
+        if what == "step":
+            axis.axhline(1.0, color="black", linestyle="dotted", label="roof")
+        else:
+            axis.set_yscale("log")
+        axis.set_xscale("log", base=2)
+        axis.set_title(title, fontsize=8)
+        axis.set_xlabel("sequences at once", fontsize=8)
+        axis.tick_params(labelsize=7)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    axes[0, 0].set_ylabel(label, fontsize=8)
+    figure.suptitle(f"engine: {label}, {records[0]['gpu'] or records[0]['cpu']}", fontsize=10)
+    figure.tight_layout()
+    path = folder / f"engine_{what}.png"
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
+    return path

@@ -1,0 +1,339 @@
+"""The engine as a rollout engine is judged: requests and tokens per second, time to the first token and per token, a
+step over its roof, how long the GPU stands idle; and afterwards whether the trainer's forward has the same bits.
+
+python -m benchmarks engine --shape qwen3-1.7b --batch 1,64,256 --prompt 512 --new 512
+python -m benchmarks engine --model DIR --workload sharegpt,mix --requests 100,1000 --concurrency 8,64,256 --plot
+python -m benchmarks engine --shape qwen3-8b --profile traces
+python -m benchmarks engine --device cpu
+"""
+
+import argparse
+import gc
+import resource
+import time
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
+
+from ..harness import ceilings, environment
+from . import peers, roof, timing, trace, workloads
+from .proof import prove
+
+WORKLOADS = ("fixed", "sharegpt", "mix")
+DEFAULTS = {  # of the sizes: what takes a few minutes
+    "cpu": {"batch": "1,8", "prompt": 64, "new": 32, "requests": "16"},
+    "cuda": {"batch": "1,64,256", "prompt": 512, "new": 512, "requests": "100"},
+}
+SMOLLM2 = "smollm2"  # --model: the small real one that is fetched
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    group.add_argument("--workload", default="fixed", help=f"comma-separated, of: {', '.join(WORKLOADS)}")
+    group.add_argument("--batch", help="fixed: comma-separated numbers of sequences")
+    group.add_argument("--prompt", type=int, help="fixed: tokens of a prompt; mix: their median")
+    group.add_argument("--new", type=int, help="fixed: generated tokens of a sequence; mix: their median")
+    group.add_argument("--requests", help="sharegpt, mix: comma-separated numbers of requests")
+    group.add_argument(
+        "--requests-file", type=Path, metavar="FILE", help="a workload that --write-requests has written"
+    )
+    group.add_argument("--write-requests", type=Path, metavar="FILE", help="write the one workload asked for, and stop")
+    group.add_argument("--concurrency", help="sharegpt, mix: comma-separated; so many requests at a time")
+    group.add_argument("--rate", help="sharegpt, mix: comma-separated; requests per second, at random times")
+    group.add_argument("--seed", type=int, default=0, help="of lengths, prompts and arrivals")
+    group.add_argument("--engine", default="", metavar="KEY=VALUE,...", help="fields of EngineConfig")
+    group.add_argument("--profile", type=Path, metavar="FOLDER", help="a Chrome trace and a table of where a step goes")
+    group.add_argument("--no-verify", action="store_true", help="do not compare with the trainer's forward afterwards")
+    group.add_argument(
+        "--peer-seconds", type=float, default=60, help="generate fewer tokens where a peer would take longer"
+    )
+
+
+def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Fill in defaults, turn texts into values; an option that cannot be used is named."""
+    for name, value in DEFAULTS[args.device].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    numbers = {"batch": int, "requests": int, "concurrency": int, "rate": float}
+    for name, kind in numbers.items():
+        given = getattr(args, name) or ""
+        try:
+            values = [kind(text) for text in given.split(",") if text]
+            if not all(value > 0 for value in values):
+                raise ValueError
+        except ValueError:
+            parser.error(f"--{name}: got {given!r}, expected positive numbers such as 1,64,256")
+        setattr(args, name, values)
+    for name in ("prompt", "new"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name}: got {getattr(args, name)}, expected 1 or more")
+    args.workload = args.workload.split(",")
+    for name in args.workload:
+        if name not in WORKLOADS:
+            parser.error(f"--workload: got {name!r}, expected one of {', '.join(WORKLOADS)}")
+    if args.requests_file is not None and not args.requests_file.is_file():
+        parser.error(f"--requests-file: got {args.requests_file}, expected a file that --write-requests has written")
+    args.peers_only = None if args.peers is None else [name for name in args.peers.split(",") if name]
+    for name in args.peers_only or ():
+        if name not in peers.PEERS:
+            parser.error(f"--peers: got {name!r}, expected some of {', '.join(peers.PEERS)}")
+    try:
+        args.config = _config(args.engine)
+    except (TypeError, ValueError) as error:
+        parser.error(f"--engine: {error}")
+    if args.latent:
+        args.config = replace(args.config, latent_attention=True)
+
+
+def _config(text: str):
+    """EngineConfig of "max_num_seqs=64,enforce_eager=True"."""
+    import ast
+
+    from vexact_engine import EngineConfig
+
+    known = {field.name for field in fields(EngineConfig)}
+    given = {"show_progress": False}
+    for item in filter(None, text.split(",")):
+        name, equals, value = item.partition("=")
+        if not equals or name not in known:
+            raise ValueError(f"got {item!r}, expected a field of EngineConfig and its value, such as max_num_seqs=64")
+        try:
+            given[name] = ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            raise ValueError(f"{name}: got {value!r}, expected a number, True, False or None") from None
+    return EngineConfig(**given)
+
+
+def run(args: argparse.Namespace) -> Iterator[dict]:
+    """One record per model, dtype, workload and engine: ours first, then the peers on the same prompts."""
+    for source in _sources(args):
+        for dtype in args.dtype.split(","):
+            yield from _model(args, source, dtype)
+
+
+def _sources(args: argparse.Namespace) -> list[str]:
+    if args.model:
+        return [args.model]
+    return [SMOLLM2] if args.device == "cpu" and not args.shape_given else args.shape.split(",")
+
+
+def load(args: argparse.Namespace, source: str, dtype: str):
+    """(Loaded, what it is called, where its weights are from)."""
+    from vexact_engine.weights.fetch import fetch_smollm2
+    from vexact_engine.weights.load import load
+    from vexact_engine.weights.random import load_random
+
+    if source == SMOLLM2:
+        return load(fetch_smollm2(), device=args.device, dtype=dtype), "smollm2-135m-instruct", "of the model"
+    if args.model:
+        return load(source, device=args.device, dtype=dtype), Path(source).name, "of the model"
+    cut = "" if args.layers is None else f" {args.layers} layer{'s' * (args.layers != 1)}"
+    return load_random(source, device=args.device, dtype=dtype, layers=args.layers), source + cut, "random"
+
+
+def _model(args: argparse.Namespace, source: str, dtype: str) -> Iterator[dict]:
+    from vexact_engine import Engine
+
+    bandwidth = ceilings(args.device)[0]
+    on_gpu = args.device == "cuda"
+    _free(on_gpu)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    loaded, name, weights = load(args, source, dtype)
+    if on_gpu:
+        torch.cuda.synchronize()
+    load_s = time.perf_counter() - began
+    asked = list(_workloads(args, loaded))
+    if args.write_requests is not None:
+        if len(asked) != 1:
+            raise ValueError(f"--write-requests: got {len(asked)} workloads, expected one")
+        workloads.write(asked[0], args.write_requests)
+        return
+    size = roof.sizes(loaded.model, latent=args.config.latent_attention)
+    about = {
+        "model": name,
+        "weights": weights,
+        "dtype": dtype,
+        "layers": args.layers,
+        "latent": args.config.latent_attention,
+    }
+    began = time.perf_counter()
+    engine = Engine(loaded, args.config)
+    about |= {"load_s": round(load_s, 2), "start_s": round(time.perf_counter() - began, 2)}
+    records, runs = [], []
+    try:
+        _warm_up(engine, asked)
+        for workload in asked:
+            engine.reset_prefix_cache()
+            runs.append(timing.measure(engine, workload, args.seed))
+            records.append(_record(about, engine, workload, runs[-1], bandwidth))
+            if args.profile is not None:
+                records[-1] |= _profiled(args, engine, workload, records[-1]["case"])
+    finally:
+        engine.close()
+    del engine
+    peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    about = {"peak_gib": round(peak / 2**30, 2), "device": args.device, **environment(args.device)}
+    _free(on_gpu)
+    for record, done in zip(records, runs):
+        touched = None
+        if not args.no_verify:
+            proof = prove(loaded.model, done, args.config, size, batch=_steady_batch(record), seed=args.seed)
+            touched = proof.touched
+            record |= proof.figures()
+        record |= _over_roof(done.decode_steps(_steady_batch(record)), size, bandwidth, touched)
+        yield {key: value for key, value in record.items() if key[0] != "_"} | about
+    del loaded, runs, done
+    _free(on_gpu)
+    for workload in asked:
+        yield from _peers(args, source, dtype, name, weights, workload, about)
+
+
+def _free(on_gpu: bool) -> None:
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
+
+
+def _workloads(args: argparse.Namespace, loaded) -> Iterator[workloads.Workload]:
+    vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
+    if args.requests_file is not None:
+        yield from workloads.sent(workloads.read(args.requests_file), args.concurrency, args.rate)
+        return
+    if "fixed" in args.workload:
+        for batch in args.batch:
+            yield workloads.fixed(batch, args.prompt, args.new, vocabulary, args.seed)
+    for kind in args.workload:
+        for requests in args.requests if kind != "fixed" else ():
+            if kind == "mix":
+                made = workloads.mix(requests, args.prompt, args.new, vocabulary, args.seed)
+            else:
+                tokenizer, whose = _tokenizer(loaded)
+                made = workloads.sharegpt(
+                    requests, lambda text, t=tokenizer: t(text, add_special_tokens=False)["input_ids"], args.seed
+                )
+                made = replace(made, about={"tokenizer": whose})
+            yield from workloads.sent(made, args.concurrency, args.rate)
+
+
+def _tokenizer(loaded):
+    """The model's own; SmolLM2's where it has none, whose ids every model here knows."""
+    if loaded.tokenizer is not None:
+        return loaded.tokenizer, "of the model"
+    from transformers import AutoTokenizer
+
+    from vexact_engine.weights.fetch import fetch_smollm2
+
+    path = fetch_smollm2()
+    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name), "smollm2-135m-instruct"
+
+
+def _warm_up(engine, asked: list[workloads.Workload]) -> None:
+    """A few tokens at each batch size: what a first call does must not count."""
+    for batch in sorted({min(w.batch, engine.config.max_num_seqs) for w in asked}):
+        timing.measure(engine, workloads.fixed(batch, 8, 4, engine.vocab_size, seed=1 << 20))
+
+
+def _record(about: dict, engine, workload: workloads.Workload, done: timing.Run, bandwidth: float) -> dict:
+    count = len(workload.jobs)
+    return {
+        "room": "engine",
+        "case": f"{about['model']}{' latent' * about['latent']} {workload.name} {about['dtype']}",
+        "backend": "vexact",
+        **about,
+        **_asked(workload),
+        "batch": min(workload.batch, engine.config.max_num_seqs),
+        "seconds": round(done.seconds, 4),
+        "requests_per_s": round(count / done.seconds, 3),
+        "tokens_per_s": round(done.generated / done.seconds, 1),
+        "total_tokens_per_s": round((done.generated + done.prompts) / done.seconds, 1),
+        "ttft_ms": timing.spread(done.first_token()),
+        "tpot_ms": timing.spread(done.per_token()),
+        "itl_ms": timing.spread(done.between_tokens()),
+        "steps": len(done.steps),
+        "preemptions": done.preemptions,
+        "path": engine.path,
+        "eager": engine.config.enforce_eager,
+        "kv_pages": engine.config.num_pages,
+        "copy_gbps": round(bandwidth * 1e-9, 1),
+        "_alike": workload.rate is None and len({job.new for job in workload.jobs}) == 1,
+    }
+
+
+def _asked(workload: workloads.Workload) -> dict:
+    return {
+        "workload": workload.name,
+        "batch": workload.batch,
+        "prompt": workload.prompt,
+        "new": workload.new,
+        "requests": len(workload.jobs),
+        "concurrency": workload.concurrency,
+        "rate": workload.rate,
+        **workload.about,
+    }
+
+
+def _steady_batch(record: dict) -> int | None:
+    """Where all requests run from the first to the last step, a decode step is one of all of them."""
+    return record["batch"] if record["_alike"] else None
+
+
+def _over_roof(steady: list[tuple[float, int, int]], size: roof.Sizes, bandwidth: float, touched: float | None) -> dict:
+    """The median decode step, and the time that bandwidth allows for what such steps read on the mean."""
+    if not steady:
+        return {"step_ms": None, "roof_ms": None}
+    _, sequences, context = (sum(column) / len(steady) for column in zip(*steady))
+    touched_by_chance = size.touched(round(sequences))
+    least = size.step(round(sequences), context, touched) / bandwidth * 1e3
+    step = timing.median_ms([seconds for seconds, _, _ in steady])
+    found = {
+        "step_ms": step,
+        "roof_ms": round(least, 4),
+        "step_over_roof": round(step / least, 3),
+        "decode_steps": len(steady),
+        "decode_tokens_per_s": round(sum(s[1] for s in steady) / sum(s[0] for s in steady), 1),
+        "mean_context": round(context / sequences, 1),
+    }
+    if size.experts:
+        found["experts_touched"] = round(touched_by_chance if touched is None else touched, 2)
+        found["experts_counted"] = touched is not None  # else: what chance would touch
+    return found
+
+
+def _profiled(args, engine, workload, case: str) -> dict:
+    """The same requests again, with a window of decode steps looked at."""
+    batch = min(workload.batch, engine.config.max_num_seqs)
+    stem = case.replace(" ", "-").replace("/", "-").replace(",", "")
+    steps = max(1, min(32, workload.new // 4))
+    engine.reset_prefix_cache()
+    with trace.Profiler(
+        engine, batch=batch, skip=min(16, steps), steps=steps, trace=args.profile / f"{stem}.json.gz"
+    ) as profiler:
+        timing.measure(engine, workload, args.seed)
+    if profiler.window is None:
+        return {"profiled_steps": 0}
+    table = profiler.window.table()
+    (args.profile / f"{stem}.txt").write_text(f"{case}\n{table}\n")
+    return profiler.window.figures()
+
+
+def _peers(args, source: str, dtype: str, name: str, weights: str, workload, about: dict) -> Iterator[dict]:
+    task = {
+        "source": source,
+        "model": args.model,
+        "layers": args.layers,
+        "device": args.device,
+        "dtype": dtype,
+        "jobs": [[job.prompt_ids, job.new] for job in workload.jobs],
+        "seconds": args.peer_seconds,
+    }
+    if workload.concurrency is not None or workload.rate is not None or args.config.latent_attention:
+        return  # peers answer whole lists
+    for peer in peers.chosen(args.peers_only):
+        found = peers.measure(peer, task)
+        if found is not None:
+            head = {"room": "engine", "case": f"{name} {workload.name} {dtype}", "backend": peer, "model": name}
+            yield {**head, "weights": weights, "dtype": dtype, **_asked(workload), **found, **about, "peak_gib": None}

@@ -1,0 +1,229 @@
+"""Where a step goes: a Chrome trace of a window of decode steps, the host's phases, the GPU's kernels, its idle time.
+
+The engine is looked at from outside: while a window is open, its methods are wrapped; at any other time nothing is.
+"""
+
+import gzip
+import json
+import re
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from vexact_engine import Engine
+
+from .timing import Hooks
+
+GAP = 5e-6  # seconds: between two kernels of one graph it is less; what is longer waits for the host
+
+
+@dataclass
+class Window:
+    """Some consecutive decode steps.
+
+    steps      how many
+    host       phase -> seconds of the engine's thread in all; what they leave of `seconds` is "other"
+    seconds    from the first commit to the last
+    kernels    (name, times, seconds in all), the longest first; on a CPU: torch's operators
+    busy, span  seconds in which the GPU ran something, of the seconds from its first kernel to its last; 0 on a CPU
+    waits      seconds of the gaps longer than GAP
+    """
+
+    steps: int
+    seconds: float
+    host: dict[str, float]
+    kernels: list[tuple[str, int, float]] = field(default_factory=list)
+    busy: float = 0.0
+    span: float = 0.0
+    waits: float = 0.0
+
+    @property
+    def idle(self) -> float | None:
+        """The share of the time with no kernel running; None without a GPU."""
+        return 1 - self.busy / self.span if self.span else None
+
+    def figures(self) -> dict:
+        """For a record."""
+        per_step = 1e3 / self.steps
+        idle = {} if self.idle is None else {"gpu_idle": round(self.idle, 4)}
+        if idle:
+            idle["gpu_busy_ms"] = round(self.busy * per_step, 4)
+            idle["gpu_idle_in_long_gaps"] = round(self.waits / self.span, 4)
+        return {
+            "profiled_steps": self.steps,
+            "profiled_step_ms": round(self.seconds * per_step, 4),
+            "host_ms": {name: round(seconds * per_step, 4) for name, seconds in self.host.items()},
+            **idle,
+        }
+
+    def table(self, most: int = 40) -> str:
+        """For a person: milliseconds a step, of the host's phases and of the kernels."""
+        per_step = 1e3 / self.steps
+        rows = [f"{self.steps} decode steps of {self.seconds * per_step:.3f} ms (with the profiler on)"]
+        rows += ["", f"{'host phase':<58} {'ms/step':>9} {'share':>7}"]
+        for name, seconds in self.host.items():
+            rows.append(f"{name:<58} {seconds * per_step:>9.4f} {seconds / self.seconds:>7.1%}")
+        if self.idle is not None:
+            busy, waits = self.busy * per_step, self.waits / self.span
+            rows += ["", f"GPU: {busy:.3f} ms/step busy, {self.idle:.2%} of the time idle"]
+            rows[-1] += f", {waits:.2%} in gaps longer than {GAP * 1e6:.0f} us"
+        total = sum(seconds for _, _, seconds in self.kernels) or 1.0
+        what = "operator (self)" if self.idle is None else "kernel"
+        rows += ["", f"{what:<58} {'ms/step':>9} {'share':>7} {'a step':>7} {'us each':>9}"]
+        for name, count, seconds in self.kernels[:most]:
+            rows.append(
+                f"{name[:58]:<58} {seconds * per_step:>9.4f} {seconds / total:>7.1%} {count / self.steps:>7.1f} "
+                f"{seconds / count * 1e6:>9.2f}"
+            )
+        rest = self.kernels[most:]
+        if rest:
+            rows.append(f"{f'{len(rest)} more':<58} {sum(s for _, _, s in rest) * per_step:>9.4f}")
+        return "\n".join(rows)
+
+
+def phases(engine: Engine) -> list[tuple[str, object, str]]:
+    """The parts of a turn of the engine's loop: (name, whose, which method)."""
+    scheduler, worker = engine._scheduler, engine._worker
+    return [
+        ("schedule", scheduler, "schedule"),
+        ("launch and wait", worker, "run"),
+        ("commit", scheduler, "commit"),
+        ("deliver", engine._loop, "_deliver"),
+    ]
+
+
+class Profiler:
+    """Opens a window in the middle of what an engine does: `with Profiler(engine, ...) as profiler: generate`.
+
+    skip, steps   so many decode steps go by first; so many are looked at
+    batch         steps of so many sequences count alone, until the window is open
+    trace         where the Chrome trace goes (.json or .json.gz); None: nowhere
+    window        what was seen; None where there were too few steps
+    """
+
+    def __init__(self, engine: Engine, *, batch: int, skip: int = 16, steps: int = 32, trace: Path | None = None):
+        self.engine, self.batch, self.skip, self.steps, self.trace = engine, batch, skip, steps, trace
+        self.window: Window | None = None
+        self._spent: dict[str, float] = defaultdict(float)
+        self._seen, self._hooks, self._profile = 0, Hooks(), None
+        self._kinds = [torch.profiler.ProfilerActivity.CPU]
+        if engine.device.type == "cuda":
+            self._kinds.append(torch.profiler.ProfilerActivity.CUDA)
+
+    def __enter__(self) -> "Profiler":
+        scheduler = self.engine._scheduler
+        commit = scheduler.commit
+
+        def noted(plan, sampled):
+            grown = commit(plan, sampled)
+            full = len(grown) == self.batch and plan.num_tokens == len(plan.chunks)
+            if self._profile is not None or (full and self.window is None):
+                self._count()
+            return grown
+
+        with torch.profiler.profile(activities=self._kinds):
+            pass  # the profiler wants its first use in the main thread
+        self._hooks.set(scheduler, "commit", noted)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self._profile is not None:  # the run was over before the window was
+            self.engine._loop.call(self._close)
+        self._hooks.undo()
+
+    def _count(self) -> None:
+        """In the engine's thread, after a commit."""
+        self._seen += 1
+        if self._seen == self.skip:
+            self._open()
+        elif self._seen == self.skip + self.steps:
+            self._close()
+
+    def _open(self) -> None:
+        for label, owner, name in phases(self.engine):
+            self._hooks.set(owner, name, self._timed(label, getattr(owner, name), name != "_deliver"))
+        self._profile = torch.profiler.profile(activities=self._kinds)
+        self._profile.start()
+        self._spent.clear()
+        self._began = time.perf_counter()
+
+    def _timed(self, label: str, method: Callable, shown: bool) -> Callable:
+        spent, clock = self._spent, time.perf_counter
+
+        def timed(*args, **options):
+            began = clock()
+            if shown:
+                with torch.profiler.record_function(f"vexact: {label}"):
+                    result = method(*args, **options)
+            else:  # called for every sequence: a range would cost more than it holds
+                result = method(*args, **options)
+            spent[label] += clock() - began
+            return result
+
+        return timed
+
+    def _close(self) -> None:
+        seconds = time.perf_counter() - self._began
+        count = min(self._seen - self.skip, self.steps)
+        if self.engine.device.type == "cuda":
+            torch.cuda.synchronize(self.engine.device)
+        profile, self._profile = self._profile, None
+        profile.stop()
+        if count < 1:
+            return
+        host = dict(self._spent)
+        host["other"] = max(0.0, seconds - sum(host.values()))
+        self.window = Window(count, seconds, host)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            profile.export_chrome_trace(str(path))
+            text = path.read_text()
+        if self.trace is not None:
+            self.trace.parent.mkdir(parents=True, exist_ok=True)
+            data = text.encode()
+            self.trace.write_bytes(gzip.compress(data) if self.trace.suffix == ".gz" else data)
+        if self.engine.device.type == "cuda":
+            fill(self.window, json.loads(text)["traceEvents"])
+        else:
+            named = [(e.key, e.count, e.self_cpu_time_total * 1e-6) for e in profile.key_averages()]
+            named = [e for e in named if not e[0].startswith("vexact: ")]
+            self.window.kernels = sorted(named, key=lambda e: -e[2])
+
+
+def fill(window: Window, events: Iterable[dict]) -> None:
+    """The GPU's part of a window, from the events of a Chrome trace."""
+    ran = [e for e in events if e.get("ph") == "X" and e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    found: dict[str, list[float]] = defaultdict(list)
+    spans = []
+    for event in ran:
+        begin, length = event["ts"] * 1e-6, event["dur"] * 1e-6
+        spans.append((begin, begin + length))
+        found[_short(event)].append(length)
+    window.kernels = sorted(((n, len(t), sum(t)) for n, t in found.items()), key=lambda e: -e[2])
+    if not spans:
+        return
+    spans.sort()
+    begin = end = spans[0][0]
+    for start, stop in spans:
+        if start > end:
+            window.waits += start - end if start - end > GAP else 0.0
+            window.busy += end - begin
+            begin = start
+        end = max(end, stop)
+    window.busy += end - begin
+    window.span = end - spans[0][0]
+
+
+def _short(event: dict) -> str:
+    """A kernel's name without return type, namespaces and arguments, and the grid, which tells Triton's alike apart."""
+    if event["cat"] != "kernel":
+        return event["name"]
+    name = re.sub(r"^void |\(anonymous namespace\)::|<unnamed>::|\b\w+::", "", event["name"])
+    name = re.sub(r"\((?!anonymous).*$", "", name)
+    grid = event.get("args", {}).get("grid")
+    return f"{name[:40]} {'x'.join(map(str, grid))}" if grid else name
