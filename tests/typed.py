@@ -15,6 +15,8 @@ from vexact_engine import (
     EngineConfig,
     EngineForked,
     Increment,
+    Load,
+    Metrics,
     ModelInUse,
     RequestError,
     SamplingParams,
@@ -85,6 +87,8 @@ async def engine(path: str, model: nn.Module) -> None:
     params = SamplingParams(max_new_tokens=8, temperature=0.7, seed=1)
     with Engine.from_pretrained(path, device="cpu", dtype="bfloat16", config=config) as engine:
         answers: list[Completion] = engine.generate(["one", [1, 2, 3]], params)
+        assert_type(answers[0].metrics, Metrics | None)
+        assert_type(engine.load(), Load)
         text: str | None = answers[0].text
         logprobs: list[float] = answers[0].logprobs
         more: list[Completion] = await engine.agenerate("two", params)

@@ -10,6 +10,8 @@ _WHERE = {
     "SamplingParams": "config",
     "Completion": "request",
     "Increment": "outputs",
+    "Load": "outputs",
+    "Metrics": "request",
     "EngineAsleep": "errors",
     "EngineClosed": "errors",
     "EngineForked": "errors",
@@ -27,6 +29,8 @@ __all__ = [
     "EngineConfig",
     "EngineForked",
     "Increment",
+    "Load",
+    "Metrics",
     "ModelInUse",
     "RequestError",
     "SamplingParams",
@@ -65,5 +69,5 @@ if TYPE_CHECKING:
         WeightsMissing,
         WeightsTorn,
     )
-    from .outputs import Increment
-    from .request import Completion
+    from .outputs import Increment, Load
+    from .request import Completion, Metrics

@@ -72,6 +72,8 @@ class SamplingParams:
     """How one request is sampled and where it stops.
 
     max_new_tokens     generated tokens per sample, at most
+    min_new_tokens     no stop token and no stop string ends a sample that has fewer; they may be drawn all the same, as
+                       nothing is masked: log-probabilities are the model's own
     temperature        0 is greedy; otherwise from 1e-5 to 1e5
     top_p              keep the likeliest tokens up to this mass, above 0 and at most 1 (1: off)
     top_k              keep this many of the likeliest tokens (0: off)
@@ -85,6 +87,7 @@ class SamplingParams:
     """
 
     max_new_tokens: int = 128
+    min_new_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -98,6 +101,9 @@ class SamplingParams:
 
     def __post_init__(self):
         _set_int(self, "max_new_tokens", 1)
+        _set_int(self, "min_new_tokens", 0)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise _value_error(self, "min_new_tokens", f"at most max_new_tokens, {self.max_new_tokens}")
         _set_int(self, "top_k", 0)
         _set_int(self, "n", 1, MAX_SAMPLES)
         _set_int(self, "num_top_logprobs", 0)

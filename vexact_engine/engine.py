@@ -23,7 +23,7 @@ from .config import EngineConfig, SamplingParams
 from .core.loop import PAUSES, Loop, drop
 from .core.scheduler import Scheduler, Stats
 from .errors import RequestError
-from .outputs import Call, Increment, Ticket
+from .outputs import Call, Increment, Load, Ticket
 from .progress import bar, quiet
 from .request import Completion, Request
 from .runner import shapes
@@ -386,6 +386,23 @@ class Engine:
     @property
     def path(self) -> str:
         return self._path
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more requests: after close(), or where its thread has ended by a fault of its own."""
+        return self._loop.closed
+
+    def load(self) -> Load:
+        """How much there is to do, from any thread and without waiting: the counts of one moment, or of two."""
+        scheduler = self._scheduler
+        pool = scheduler.pool
+        return Load(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            pages_used=pool.num_pages - pool.num_available,
+            pages=pool.num_pages,
+            paused=self._loop.paused,
+        )
 
     def numerics(self) -> dict:
         """What fixes this engine's bits since it was made; a trainer with an equal dictionary computes the same."""

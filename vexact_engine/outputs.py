@@ -13,6 +13,7 @@ class Increment:
 
     index            which of the request's n samples
     token_ids, logprobs, raw_logprobs   the new tokens and theirs
+    top_logprobs     for each new token what Completion.top_logprobs has, if `num_top_logprobs` asked for it
     text             the new text. It may lag behind the tokens, while a character is incomplete or could be the
                      beginning of a stop string; what is left comes with the last increment
     completion       everything, on the last increment of this sample; None before
@@ -25,10 +26,28 @@ class Increment:
     raw_logprobs: list[float]
     text: str
     completion: Completion | None = None
+    top_logprobs: list[dict[int, float]] | None = None
 
     @property
     def finish_reason(self) -> str | None:
         return None if self.completion is None else self.completion.finish_reason
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an engine has to do at this moment.
+
+    running, waiting   sequences that are computed, and that wait to be let in
+    pages_used         pages of the KV cache that running sequences hold; of `pages` in all. The others may hold what
+                       the prefix cache knows
+    paused             whether it computes nothing until resume()
+    """
+
+    running: int
+    waiting: int
+    pages_used: int
+    pages: int
+    paused: bool
 
 
 class Call:
@@ -50,11 +69,12 @@ class Call:
 class _Sample:
     """Text and delivery of one sequence."""
 
-    __slots__ = ("detokenizer", "sent_text", "sent_tokens")
+    __slots__ = ("detokenizer", "sent_text", "sent_tokens", "tail")
 
     def __init__(self, text: Text | None):
         self.detokenizer = None if text is None else Detokenizer(text)
         self.sent_text = self.sent_tokens = 0
+        self.tail = 0  # where the text begins that stop strings were last looked for in
 
 
 class Ticket:
@@ -87,11 +107,13 @@ class Ticket:
         return self.completions
 
     def tail(self, sequence: Sequence) -> str:
-        """What the newest token added, and as much before it as the longest stop string is long."""
-        detokenizer = self.samples[sequence.index].detokenizer
-        new = detokenizer.update(sequence.tokens, sequence.num_prompt)
+        """What the newest token added, and as much before it as a stop string may begin with."""
+        sample = self.samples[sequence.index]
         # A character that is still incomplete is not there yet, and no stop string is looked for in it.
-        return detokenizer.text[-(len(new) + max(map(len, sequence.params.stop))) :]
+        new = sample.detokenizer.update(sequence.tokens, sequence.num_prompt)
+        text = sample.detokenizer.text
+        sample.tail = max(0, len(text) - len(new) - max(map(len, sequence.params.stop)) + 1)
+        return text[sample.tail :]
 
     def deliver(self, sequence: Sequence, weight_version: int) -> None:
         """Take what has come of one sample, and its end if this is it."""
@@ -134,7 +156,7 @@ class Ticket:
             sequence.error = sequence.error or f"text: the tokens could not be decoded: {error!r}"
             return ""
         if isinstance(sequence.stop_reason, str):
-            text = text.split(sequence.stop_reason, 1)[0]
+            text = text[: text.index(sequence.stop_reason, sample.tail)]
         return text
 
     def _increment(self, sequence: Sequence, sample: _Sample, completion: Completion | None) -> Increment:
@@ -156,4 +178,5 @@ class Ticket:
             raw_logprobs=sequence.raw_logprobs[first:],
             text=text,
             completion=completion,
+            top_logprobs=None if sequence.top_logprobs is None else sequence.top_logprobs[first:],
         )

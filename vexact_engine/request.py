@@ -6,6 +6,7 @@ tokens, the pages that hold their keys and values, and how far it has come.
 
 import operator
 import secrets
+import time
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum
@@ -40,6 +41,37 @@ class State(Enum):
 
 
 @dataclass
+class Metrics:
+    """When what happened to one sample, in seconds of time.monotonic(), and what it cost.
+
+    arrived         the request was made of its prompt's token ids
+    started         it was let in to be computed, for the first time; None: never
+    token_times     its tokens were there, one for each: those of one step at once
+    finished        it had its last token, or was aborted
+    cached_tokens   of its prompt, not computed, because the prefix cache had them when it started
+    preemptions     times it had to give back its pages
+    """
+
+    arrived: float
+    started: float | None
+    token_times: list[float]
+    finished: float
+    cached_tokens: int = 0
+    preemptions: int = 0
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds since it arrived; None without a token."""
+        return self.token_times[0] - self.arrived if self.token_times else None
+
+    @property
+    def time_per_token(self) -> float | None:
+        """Mean of the seconds between two tokens; None with fewer."""
+        times = self.token_times
+        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
+
+
+@dataclass
 class Completion:
     """One sample of one prompt.
 
@@ -54,6 +86,7 @@ class Completion:
     request_id, index the request, and which of its samples this is
     seed              the request's seed, drawn where none was given: with it the same tokens come again
     stop_reason       the token id or the string that ended it, where finish_reason is "stop"
+    metrics           times and costs; None for a request that was refused before it was one
     """
 
     prompt_ids: list[int]
@@ -70,6 +103,7 @@ class Completion:
     seed: int | None = None
     stop_reason: int | str | None = None
     weight_versions: list[int] = field(default_factory=list)
+    metrics: Metrics | None = None
 
 
 class Request:
@@ -89,6 +123,7 @@ class Request:
         self.params = SamplingParams() if params is None else params
         self.id = f"request-{secrets.token_hex(8)}" if request_id is None else request_id
         self.seed = secrets.randbits(64) if self.params.seed is None else self.params.seed
+        self.arrived = time.monotonic()
         self.sequences = [Sequence(self, index) for index in range(self.params.n)]
         self.unfinished = len(self.sequences)
         self.pages = None
@@ -119,13 +154,16 @@ class Sequence:
     num_planned     the same, once all plans in flight have run
     in_flight       samples in plans in flight
     limit           tokens it may reach, and `limit_note` says which limit that is if it is the cache's
+    started_at, token_times, finished_at, cached_tokens, preemptions   as in Metrics
     """
 
     __slots__ = (
         "arrival",
+        "cached_tokens",
         "epoch",
         "error",
         "finish_reason",
+        "finished_at",
         "in_flight",
         "index",
         "limit",
@@ -138,12 +176,15 @@ class Sequence:
         "num_prompt",
         "pages",
         "params",
+        "preemptions",
         "raw_logprobs",
         "request",
         "seed",
         "slot",
+        "started_at",
         "state",
         "stop_reason",
+        "token_times",
         "tokens",
         "top_logprobs",
         "weight_versions",
@@ -161,6 +202,8 @@ class Sequence:
         self.arrival = -1  # its place in the order of fairness, once added
         self.limit, self.limit_note = self.num_prompt + self.params.max_new_tokens, None
         self.finish_reason = self.stop_reason = self.error = None
+        self.started_at, self.finished_at, self.token_times = None, None, []
+        self.cached_tokens = self.preemptions = 0
         self.epoch = self.in_flight = 0
         self.forget_pages()
 
@@ -186,6 +229,7 @@ class Sequence:
         """For the scheduler, which knows what the sequence holds."""
         self.request.unfinished -= not self.finished
         self.state = State.FINISHED
+        self.finished_at = self.token_times[-1] if self.token_times and reason != "abort" else time.monotonic()
         self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error
 
     def completion(self, text: str = "", weight_version: int = 0) -> Completion:
@@ -205,6 +249,14 @@ class Sequence:
             seed=self.request.seed,
             stop_reason=self.stop_reason,
             weight_versions=list(self.weight_versions),
+            metrics=Metrics(
+                arrived=self.request.arrived,
+                started=self.started_at,
+                token_times=list(self.token_times),
+                finished=self.finished_at,
+                cached_tokens=self.cached_tokens,
+                preemptions=self.preemptions,
+            ),
         )
 
     def __repr__(self):

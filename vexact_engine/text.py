@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _REPLACEMENT = "\ufffd"  # what an incomplete or invalid sequence of bytes decodes to
+_SPACE = 0x20
 _UNSETTLED = 8  # tokens: bytes of a character that is still incomplete are among fewer
 
 
@@ -98,8 +99,11 @@ class Detokenizer:
             if grown:
                 self._read(final=True)
                 grown = False
+            # A space that begins a text is none to some tokenizers, as a byte too.
+            begins = self._run is None and not self._window
             self._run = token
-            self.text += self._utf8.decode(bytes([byte]))
+            if not (begins and byte == _SPACE and source.decode([token]) == ""):
+                self.text += self._utf8.decode(bytes([byte]))
         self._seen = len(token_ids) - begin
         if grown or final:
             self._read(final)

@@ -203,6 +203,21 @@ def test_stop_strings(talking):
     check_idle(talking)
 
 
+def test_a_stop_string_before_the_least_tokens_is_text_like_any_other(talking):
+    free = replace(PARAMS, max_new_tokens=60)
+    whole = talking.generate(["a b"], free)[0]
+    text = whole.text
+    stop = next(letter for letter in text if letter.isascii() and text.count(letter) > 1)
+    first = talking.generate(["a b"], replace(free, stop=stop))[0]
+    least = replace(free, stop=stop, min_new_tokens=len(first.token_ids) + 1)
+    done = talking.generate(["a b"], least)[0]
+    assert first.text == text[: text.index(stop)]
+    assert done.text == text[: text.index(stop, text.index(stop) + 1)] and stop in done.text
+    news = asyncio.run(collect(talking, "a b", least))
+    assert "".join(i.text for i in news) == done.text
+    check_idle(talking)
+
+
 def on_step(engine, monkeypatch, step, action):
     """Call `action` in the middle of the n-th step from now."""
     run, count = engine._worker.run, iter(range(1, 1 << 30))
@@ -388,6 +403,7 @@ async def collect(engine, prompt, params, **options):
 def test_a_stream_is_the_completion_in_pieces(talking):
     params = replace(PARAMS, max_new_tokens=50, n=2)
     expected = talking.generate(["é"], params)
+    params, expected = replace(params, num_top_logprobs=3), talking.generate(["é"], replace(params, num_top_logprobs=3))
     for stop in ((), (expected[0].text[10:13], "\u1234")):
         news = asyncio.run(collect(talking, "é", replace(params, stop=stop), request_id="s"))
         for index in range(2):
@@ -398,6 +414,7 @@ def test_a_stream_is_the_completion_in_pieces(talking):
             assert [x for i in mine for x in i.token_ids] == last.token_ids
             assert [x for i in mine for x in i.logprobs] == last.logprobs
             assert [x for i in mine for x in i.raw_logprobs] == last.raw_logprobs
+            assert [x for i in mine for x in i.top_logprobs] == last.top_logprobs
             assert len(mine) == len(last.token_ids) and {i.request_id for i in mine} == {"s"}
             if not stop:
                 assert bits(last) == bits(expected[index])

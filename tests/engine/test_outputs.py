@@ -2,7 +2,7 @@
 
 import pytest
 from engine_models import byte_tokenizer, fallback_tokenizer
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vexact_engine.text import Detokenizer, Text, held_back
@@ -76,6 +76,8 @@ def test_a_byte_that_is_missing_spoils_one_letter_alone():
 
 
 @given(st.lists(st.one_of(st.sampled_from([*WORDS, 1, 2]), st.integers(3, 258)), max_size=30))
+@example([35])  # a space as a byte, which the tokenizer strips where it begins a text
+@example([1, 35, 35, WORDS[0], 35])
 def test_one_text_whether_it_is_read_at_once_or_as_it_comes(ids):
     assert "".join(fallback_pieces(ids)) == Text(FALLBACK).whole(ids)
     plain = Text(FALLBACK).decode(ids)

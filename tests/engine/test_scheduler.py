@@ -309,6 +309,37 @@ def test_a_stop_on_the_last_token_is_a_stop():
     assert (len(done.token_ids), done.finish_reason) == (first, "stop")
 
 
+@pytest.mark.parametrize("least", [0, 3, 4, 5, 12])
+def test_nothing_stops_a_sample_before_it_has_its_least_tokens(least):
+    """The stop token is drawn as ever: what is drawn does not depend on where a sample may stop."""
+    free = first_tokens(12)
+    stop = free[3]
+    ends = [at for at, token in enumerate(free, 1) if token == stop and at >= least]
+    expected, reason = (free[: ends[0]], "stop") if ends else (free, "length")
+    for params, options in (({"stop_token_ids": [stop]}, {}), ({}, {"eos_token_ids": [stop]})):
+        done = run_one({**params, "min_new_tokens": least}, **options)
+        assert (done.token_ids, done.finish_reason) == (expected, reason)
+
+
+def test_a_stop_string_that_was_whole_before_is_none_later():
+    read = []
+
+    def tail(sequence):
+        read.append(len(sequence.generated))
+        return f"<{sequence.generated[-1]}>"
+
+    free = first_tokens(12)
+    least = next(at for at, token in enumerate(free, 1) if token in free[: at - 1])  # a token that was drawn before
+    done = run_one({"stop": [f"<{free[least - 1]}>"], "min_new_tokens": least}, text_tail=tail)
+    assert (done.token_ids, done.stop_reason) == (free[:least], f"<{free[least - 1]}>")
+    assert read == list(range(1, least + 1)), "the text grows with every token all the same"
+
+
+def test_the_stop_string_that_comes_first_in_the_text_ends_it():
+    done = run_one({"stop": ["b", "ab", "a"]}, text_tail=lambda sequence: "..ab")
+    assert done.stop_reason == "ab", "of two that begin in one place the one named first"
+
+
 def test_max_model_len_ends_it():
     done = run_one({}, max_model_len=6)
     assert (len(done.token_ids), done.finish_reason, done.error) == (4, "length", None)

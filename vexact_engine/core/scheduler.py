@@ -17,6 +17,7 @@ a pipeline need. A page given up while a plan in flight still touches it can onl
 is with a slot, the row that a running sequence has in the runner's buffers.
 """
 
+import time
 from bisect import bisect, insort
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -113,8 +114,8 @@ class Scheduler:
     eos_token_ids   the model's end-of-sequence ids
     vocab_size      to refuse ids outside it; None: no check
     text_tail       sequence -> the end of its generated text, called after each token of a sequence with stop strings.
-                    It must hold what the newest token added and as much before that as the longest stop string is
-                    long. Without it stop strings are refused
+                    It must hold what the newest token added and as much before that as may be the beginning of a
+                    stop string, and none that was whole before. Without it stop strings are refused
     """
 
     def __init__(
@@ -238,6 +239,7 @@ class Scheduler:
         self._stop_running(sequence)
         sequence.state = State.WAITING
         insort(self.waiting, sequence, key=lambda other: other.arrival)
+        sequence.preemptions += 1
         self.stats.preemptions += 1
 
     def reset_cache(self, weight_version: int | None = None, keep_running: bool = False) -> None:
@@ -361,6 +363,9 @@ class Scheduler:
             sequence.num_computed = sequence.num_planned = len(known) * pool.page_size
             sequence.num_known, sequence.node = len(known), node
             sequence.state, sequence.slot = State.RUNNING, self._slots.pop()
+            if sequence.started_at is None:
+                sequence.started_at = time.monotonic()
+                sequence.cached_tokens = min(sequence.num_computed, sequence.num_prompt)
             insort(self.running, sequence, key=lambda other: other.arrival)
             self.stats.prefix_tokens += sequence.num_computed
             computing.add(self._next_key(sequence))
@@ -423,7 +428,7 @@ class Scheduler:
             raise ValueError("commit: sampled.top_logprobs is None, expected it: a request in the plan asked for it")
         self._in_flight.popleft()
 
-        grown, row = [], 0
+        grown, row, now = [], 0, time.monotonic()
         for chunk in plan.chunks:
             sequence = chunk.sequence
             if sequence.epoch == chunk.epoch and not sequence.finished:
@@ -431,7 +436,7 @@ class Scheduler:
             if chunk.needs_sample:
                 sequence.in_flight -= 1
                 if not sequence.finished:
-                    self._append(sequence, sampled, row, plan.weight_version)
+                    self._append(sequence, sampled, row, plan.weight_version, now)
                     grown.append(sequence)
                 row += 1
         return grown
@@ -458,25 +463,30 @@ class Scheduler:
             sequence.node = self.pool.register(sequence.pages[sequence.num_known], key)
             sequence.num_known += 1
 
-    def _append(self, sequence, sampled, row, weight_version):
+    def _append(self, sequence, sampled, row, weight_version, now):
         """Append a sampled token and end the sequence if that is its last."""
         params, token = sequence.params, sampled.token_ids[row]
         sequence.tokens.append(token)
         sequence.logprobs.append(sampled.logprobs[row])
         sequence.raw_logprobs.append(sampled.raw_logprobs[row])
         sequence.weight_versions.append(weight_version)
+        sequence.token_times.append(now)
         if sequence.top_logprobs is not None:
             sequence.top_logprobs.append(sampled.top_logprobs[row])
-        if token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos):
+        may_stop = len(sequence.tokens) - sequence.num_prompt >= params.min_new_tokens
+        ends = token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos)
+        if ends and may_stop:
             self._finish(sequence, "stop", token)
-        elif params.stop and (found := self._find_stop(sequence)):
+        elif params.stop and (found := self._find_stop(sequence, may_stop)):
             self._finish(sequence, *found)
         elif len(sequence.tokens) == sequence.limit:
             self._finish(sequence, "length", error=sequence.limit_note)
 
-    def _find_stop(self, sequence):
+    def _find_stop(self, sequence, may_stop):
+        """The stop string that the text gets to first. What a sample has before it may stop is read and passed over."""
         try:
             tail = self.text_tail(sequence)
         except Exception as error:  # one text that cannot be decoded must not take the others with it
             return "error", None, f"stop: the text could not be decoded: {error!r}"
-        return next((("stop", string) for string in sequence.params.stop if string in tail), None)
+        found = [string for string in sequence.params.stop if string in tail] if may_stop else []
+        return ("stop", min(found, key=tail.find)) if found else None
