@@ -26,12 +26,15 @@ DEFAULTS = {  # of the sizes: what takes a few minutes
     "cpu": {"batch": "1,8", "prompt": 64, "new": 32, "requests": "16"},
     "cuda": {"batch": "1,64,256", "prompt": 512, "new": 512, "requests": "100"},
 }
+PROFILED = 32  # decode steps that a profile looks at
 SMOLLM2 = "smollm2"  # --model: the small real one that is fetched
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
-    group.add_argument("--workload", default="fixed", help=f"comma-separated, of: {', '.join(WORKLOADS)}")
+    group.add_argument(
+        "--workload", help=f"comma-separated, of: {', '.join(WORKLOADS)}; default: fixed, or the file's alone"
+    )
     group.add_argument("--batch", help="fixed: comma-separated numbers of sequences")
     group.add_argument("--prompt", type=int, help="fixed: tokens of a prompt; mix: their median")
     group.add_argument("--new", type=int, help="fixed: generated tokens of a sequence; mix: their median")
@@ -69,7 +72,8 @@ def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     for name in ("prompt", "new"):
         if getattr(args, name) < 1:
             parser.error(f"--{name}: got {getattr(args, name)}, expected 1 or more")
-    args.workload = args.workload.split(",")
+    args.workload = (args.workload or ("" if args.requests_file else "fixed")).split(",")
+    args.workload = [name for name in args.workload if name]
     for name in args.workload:
         if name not in WORKLOADS:
             parser.error(f"--workload: got {name!r}, expected one of {', '.join(WORKLOADS)}")
@@ -200,9 +204,6 @@ def _free(on_gpu: bool) -> None:
 
 def _workloads(args: argparse.Namespace, loaded) -> Iterator[workloads.Workload]:
     vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
-    if args.requests_file is not None:
-        yield from workloads.sent(workloads.read(args.requests_file), args.concurrency, args.rate)
-        return
     if "fixed" in args.workload:
         for batch in args.batch:
             yield workloads.fixed(batch, args.prompt, args.new, vocabulary, args.seed)
@@ -217,6 +218,8 @@ def _workloads(args: argparse.Namespace, loaded) -> Iterator[workloads.Workload]
                 )
                 made = replace(made, about={"tokenizer": whose})
             yield from workloads.sent(made, args.concurrency, args.rate)
+    if args.requests_file is not None:
+        yield from workloads.sent(workloads.read(args.requests_file), args.concurrency, args.rate)
 
 
 def _tokenizer(loaded):
@@ -303,20 +306,23 @@ def _over_roof(steady: list[tuple[float, int, int]], size: roof.Sizes, bandwidth
     return found
 
 
-def _profiled(args, engine, workload, case: str) -> dict:
-    """The same requests again, with a window of decode steps looked at."""
+def _profiled(args: argparse.Namespace, engine, workload: workloads.Workload, case: str) -> dict:
+    """A window of decode steps looked at: of the same requests again, or, where all are alike, of some whose contexts
+    are as long as theirs are half way."""
     batch = min(workload.batch, engine.config.max_num_seqs)
+    steps = max(1, min(PROFILED, workload.new // 4))
+    skip = min(PROFILED // 2, steps)
+    if "fixed" in args.workload and workload.name == f"{workload.batch} x {workload.prompt} + {workload.new}":
+        prompt, new = workload.prompt + (workload.new - steps) // 2, skip + steps + 4
+        workload = workloads.fixed(workload.batch, prompt, new, engine.vocab_size, args.seed + 1)
     stem = case.replace(" ", "-").replace("/", "-").replace(",", "")
-    steps = max(1, min(32, workload.new // 4))
     engine.reset_prefix_cache()
-    with trace.Profiler(
-        engine, batch=batch, skip=min(16, steps), steps=steps, trace=args.profile / f"{stem}.json.gz"
-    ) as profiler:
+    where = args.profile / f"{stem}.json.gz"
+    with trace.Profiler(engine, batch=batch, skip=skip, steps=steps, trace=where) as profiler:
         timing.measure(engine, workload, args.seed)
     if profiler.window is None:
         return {"profiled_steps": 0}
-    table = profiler.window.table()
-    (args.profile / f"{stem}.txt").write_text(f"{case}\n{table}\n")
+    (args.profile / f"{stem}.txt").write_text(f"{case}\n{profiler.window.table()}\n")
     return profiler.window.figures()
 
 

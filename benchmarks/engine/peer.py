@@ -61,8 +61,8 @@ def _transformers(task: dict) -> dict:
     loaded, _, _ = load(given, task["source"], task["dtype"])
     model, jobs = loaded.model.eval(), task["jobs"]
     width = max(len(ids) for ids, _ in jobs)
-    ids = torch.tensor([[0] * (width - len(p)) + p for p, _ in jobs], dtype=torch.int64, device=model.device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p, _ in jobs], device=model.device)
+    padded = [([0] * (width - len(p)) + p, [0] * (width - len(p)) + [1] * len(p)) for p, _ in jobs]
+    ids, mask = (torch.tensor(part, dtype=torch.int64, device=model.device) for part in zip(*padded))
 
     def generate(new: int) -> None:
         """One batch, padded on the left; it runs until the longest answer is done, as stock users have it."""

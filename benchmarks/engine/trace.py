@@ -87,14 +87,21 @@ class Window:
 
 
 def phases(engine: Engine) -> list[tuple[str, object, str]]:
-    """The parts of a turn of the engine's loop: (name, whose, which method)."""
-    scheduler, worker = engine._scheduler, engine._worker
-    return [
+    """The parts of a turn of the engine's loop: (name, whose, which method). One may run inside another: then the time
+    is the inner one's."""
+    loop, scheduler, worker = engine._loop, engine._scheduler, engine._worker
+    parts = [
+        ("look for changed weights", loop, "_notice_weights"),
         ("schedule", scheduler, "schedule"),
-        ("launch and wait", worker, "run"),
+        ("encode", getattr(worker, "_encoder", None), "encode"),
+        ("launch", worker, "launch"),
+        ("launch and wait", worker, "run"),  # of a worker that does the two in one
+        ("wait", loop, "_await"),
         ("commit", scheduler, "commit"),
-        ("deliver", engine._loop, "_deliver"),
+        ("deliver", loop, "_deliver"),
+        ("send", loop, "_flush"),
     ]
+    return [part for part in parts if callable(getattr(part[1], part[2], None))]
 
 
 class Profiler:
@@ -111,6 +118,8 @@ class Profiler:
         self.window: Window | None = None
         self._spent: dict[str, float] = defaultdict(float)
         self._seen, self._hooks, self._profile = 0, Hooks(), None
+        self._inner: list[float] = []  # of the calls under way: seconds of those inside each
+        self._waits: set[type] = set()
         self._kinds = [torch.profiler.ProfilerActivity.CPU]
         if engine.device.type == "cuda":
             self._kinds.append(torch.profiler.ProfilerActivity.CUDA)
@@ -146,26 +155,39 @@ class Profiler:
 
     def _open(self) -> None:
         for label, owner, name in phases(self.engine):
-            self._hooks.set(owner, name, self._timed(label, getattr(owner, name), name != "_deliver"))
+            self._hooks.set(owner, name, self._timed(label, getattr(owner, name), name not in ("_deliver", "_flush")))
         self._profile = torch.profiler.profile(activities=self._kinds)
         self._profile.start()
         self._spent.clear()
         self._began = time.perf_counter()
 
     def _timed(self, label: str, method: Callable, shown: bool) -> Callable:
-        spent, clock = self._spent, time.perf_counter
+        spent, clock, inner = self._spent, time.perf_counter, self._inner
 
         def timed(*args, **options):
             began = clock()
-            if shown:
+            inner.append(0.0)
+            try:
+                if not shown:  # called for every sequence: a range would cost more than it holds
+                    return method(*args, **options)
                 with torch.profiler.record_function(f"vexact: {label}"):
                     result = method(*args, **options)
-            else:  # called for every sequence: a range would cost more than it holds
-                result = method(*args, **options)
-            spent[label] += clock() - began
+            finally:
+                took = clock() - began
+                spent[label] += took - inner.pop()
+                if inner:
+                    inner[-1] += took
+            if label == "launch":
+                self._wait(type(result))
             return result
 
         return timed
+
+    def _wait(self, pending: type) -> None:
+        """What a launch gives is waited for by a method of its class."""
+        if pending not in self._waits:
+            self._waits.add(pending)
+            self._hooks.set(pending, "wait", self._timed("read", pending.wait, True))
 
     def _close(self) -> None:
         seconds = time.perf_counter() - self._began
