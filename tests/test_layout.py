@@ -28,7 +28,6 @@ SOURCES = sorted(
 )
 TOP_OF_THE_ENGINE = {
     "__init__",
-    "cli",
     "config",
     "engine",
     "errors",
@@ -38,7 +37,7 @@ TOP_OF_THE_ENGINE = {
     "request",
     "text",
 }
-ROOMS_OF_THE_ENGINE = {"core", "runner", "weights", "parallel", "serve", "proof", "verl", "recipes"}
+ROOMS_OF_THE_ENGINE = {"cli", "core", "runner", "weights", "parallel", "serve", "proof", "verl", "recipes"}
 # Which room may import which other: a room is composed of these and of nothing else of ours.
 COMPOSED_OF = {
     "linear_cross_entropy": {"linear", "log_softmax"},

@@ -295,7 +295,7 @@ def test_doctor_admits_what_a_model_needs(capsys, monkeypatch, model, tmp_path):
         return found
 
     monkeypatch.setattr(vx, "admit", admit)
-    monkeypatch.setattr(cli, "_device", lambda name: None)
+    monkeypatch.setattr(cli.options, "device", lambda name: None)
     options = ["--model", model, "--shapes", "6144x4096", "--rows", 16, "--training", "--json", tmp_path / "a.json"]
     code, out, _ = run(capsys, "doctor", "--admit", *options)
     assert code == 0 and out.splitlines() == [

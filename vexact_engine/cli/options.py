@@ -1,0 +1,159 @@
+"""What commands share: groups of options, types of their values, and what is made of them."""
+
+import argparse
+import json
+import os
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+DTYPES |= {name: name for name in DTYPES.values()}
+
+
+def command(commands, name, run, text):
+    parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.set_defaults(run=run)
+    parser.add_argument("--debug", action="store_true", help="a traceback instead of one line where something fails")
+    return parser
+
+
+def outputs(parser):
+    parser.add_argument("--json", metavar="FILE", help="write every figure, text and log-probability")
+    parser.add_argument("--html", metavar="FILE", help="write a report with plots")
+
+
+def model(parser, or_config=False):
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("--model", metavar="DIR|GGUF|HUB-ID", help="safetensors directory, GGUF file or Hub name")
+    if or_config:
+        group.add_argument("--config", metavar="NAME", help="random weights at a known model's sizes: qwen3-8b, ...")
+    parser.add_argument("--dtype", type=dtype, default="bfloat16", help="bf16 (default), fp32, or on a GPU fp16")
+    parser.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
+
+
+def chat(parser, default):
+    parser.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help=f"wrap texts into the model's chat template (default: {default})",
+    )
+
+
+def sampling(parser, max_new_tokens):
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-new-tokens", type=positive, default=max_new_tokens, help=f"({max_new_tokens})")
+    group.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (1.0)")
+    group.add_argument("--top-p", type=float, default=1.0)
+    group.add_argument("--top-k", type=int, default=0)
+    group.add_argument("--min-p", type=float, default=0.0)
+    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--ignore-eos", action="store_true", help="generate past the end of the text")
+
+
+def engine(parser):
+    group = parser.add_argument_group("engine")
+    group.add_argument("--page-size", type=positive, default=16)
+    group.add_argument("--num-pages", type=positive, help="pages in the KV cache; few of them force preemptions")
+    group.add_argument("--max-num-seqs", type=positive, default=256)
+    group.add_argument("--max-num-batched-tokens", type=positive, default=2048)
+    group.add_argument("--max-model-len", type=positive)
+    group.add_argument("--no-prefix-cache", action="store_true")
+    group.add_argument("--kv-segment", type=positive, help="attention's key segment; part of the numerics")
+    group.add_argument("--latent-attention", action="store_true", help="cache compressed keys (DeepSeek)")
+
+
+def dtype(text: str) -> str:
+    if text not in DTYPES:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected bf16, fp16 or fp32")
+    return DTYPES[text]
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of 1 or more")
+    return int(text)
+
+
+def lengths(text: str) -> list[int]:
+    return [positive(part.strip()) for part in text.split(",")]
+
+
+def shapes(text: str) -> list[tuple[int, int]]:
+    pairs = [part.lower().split("x") for part in text.split(",")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected NxK,NxK such as 6144x4096,4096x4096")
+    return [(positive(n.strip()), positive(k.strip())) for n, k in pairs]
+
+
+# What is made of them
+
+
+def sampling_of(args) -> dict:
+    return {
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "min_p": args.min_p,
+        "ignore_eos": args.ignore_eos,
+    }
+
+
+def engine_of(args) -> dict:
+    return {
+        "page_size": args.page_size,
+        "num_pages": args.num_pages,
+        "max_num_seqs": args.max_num_seqs,
+        "max_num_batched_tokens": args.max_num_batched_tokens,
+        "max_model_len": args.max_model_len,
+        "enable_prefix_cache": not args.no_prefix_cache,
+        "kv_segment": args.kv_segment,
+        "latent_attention": args.latent_attention,
+    }
+
+
+def device(name: str):
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device: got {name!r}, expected cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device: got {name!r}, expected cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ValueError(f"--device: got {name!r}, but torch sees {count} CUDA devices")
+    return device
+
+
+def load(args, device):
+    from ..weights.load import load
+
+    return load(args.model, dtype=args.dtype, device=device)
+
+
+def check_writable(*paths: str | None) -> None:
+    """Before minutes of work, not after."""
+    for path in filter(None, paths):
+        folder = os.path.dirname(path) or "."
+        if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+            raise OSError(f"{path}: cannot be written: expected a file name in a folder that exists")
+
+
+def write_json(path: str, value: dict) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(value, file, ensure_ascii=False, indent=2, allow_nan=False)
+        file.write("\n")
+
+
+def shorten(text: str, width: int = 100) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def print_pairs(title: str, pairs: dict) -> None:
+    print(title)
+    width = max(map(len, pairs))
+    for key, value in pairs.items():
+        print(f"  {key:<{width}}  {value}")
+    print()

@@ -1,0 +1,187 @@
+"""`vexact demo` and `vexact verify`: the main job, on a small model that is fetched or on one's own."""
+
+import os
+import sys
+
+from ..progress import bar
+from . import options
+
+
+def add_demo(commands) -> None:
+    demo = options.command(
+        commands, "demo", run_demo, "prove it on a small real model (about 90 MB are downloaded once)"
+    )
+    demo.add_argument("--dtype", type=options.dtype, default="bfloat16", help="bf16 (default) or fp32")
+    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--no-stock", action="store_true", help="leave out the stock Hugging Face stack")
+    options.outputs(demo)
+
+
+def add_verify(commands) -> None:
+    verify = options.command(
+        commands, "verify", run_verify, "compare rollout and training on your model and your prompts"
+    )
+    options.model(verify, or_config=True)
+    source = verify.add_argument_group("prompts (random token ids, unless a file is given)")
+    source.add_argument("--prompts", metavar="FILE", help=".txt (a prompt a line), .jsonl, or .json as ShareGPT has it")
+    source.add_argument("--limit", type=options.positive, metavar="N", help="no more than N prompts of the file")
+    source.add_argument("--num-prompts", type=options.positive, default=8, metavar="N", help="how many random ones (8)")
+    source.add_argument(
+        "--lengths", type=options.lengths, default=[16, 64, 33, 200], metavar="N,N", help="their lengths"
+    )
+    options.chat(source, "no template for plain text")
+    options.sampling(verify, max_new_tokens=64)
+    verify.add_argument("--samples", type=options.positive, default=1, metavar="N", help="answers per prompt (1)")
+    options.engine(verify)
+    verify.add_argument("--pack-tokens", type=options.positive, help="tokens in one packed training batch")
+    verify.add_argument("--random-weights", action="store_true", help="from config.json alone, at its true dimensions")
+    verify.add_argument("--layers", type=options.positive, metavar="N", help="random weights: the first N layers alone")
+    verify.add_argument(
+        "--warm", action="store_true", help="roll out once more while the prefix cache knows the prompts"
+    )
+    verify.add_argument(
+        "--batch-sizes",
+        type=options.lengths,
+        default=[],
+        metavar="N,N",
+        help="roll out again, so many prompts at a time",
+    )
+    verify.add_argument(
+        "--share-weights", action="store_true", help="engine and trainer take turns on one copy of them"
+    )
+    verify.add_argument("--stock", action="store_true", help="put the same question to the stock Hugging Face stack")
+    verify.add_argument("--stock-prompts", type=options.positive, metavar="N", help="for the first N prompts alone")
+    verify.add_argument("--show", type=int, default=2, metavar="N", help="answers to print (2)")
+    options.outputs(verify)
+
+
+def run_demo(args) -> int:
+    options.check_writable(args.json, args.html)
+    from ..proof import demo
+
+    with bar() as progress:
+        verification = demo.demo(
+            dtype=args.dtype, stock=not args.no_stock, seed=args.seed, show_bars=None, progress=progress
+        )
+    print(f"{demo.MODEL} answers {len(demo.PROMPTS)} prompts at temperature 1\n")
+    _print_samples(verification.aligned.samples, whole=4)
+    return _conclude(verification, args)
+
+
+def run_verify(args) -> int:
+    options.check_writable(args.json, args.html)
+    from ..config import EngineConfig, SamplingParams
+    from ..proof.prompts import read_prompts, synthetic_prompts
+    from ..proof.verify import verify
+    from ..weights.random import CONFIGS, load_random
+
+    if args.config is not None and args.config not in CONFIGS:
+        raise ValueError(f"--config: got {args.config!r}, expected one of {', '.join(CONFIGS)}")
+    if args.layers is not None and not (args.config or args.random_weights):
+        raise ValueError("--layers: expected --config or --random-weights with it")
+    params = SamplingParams(**options.sampling_of(args), n=args.samples)
+    config = EngineConfig(**options.engine_of(args))
+    prompts = read_prompts(args.prompts, args.limit) if args.prompts else None  # before the model: it is quicker
+    device = options.device(args.device)
+    with bar() as progress:
+        progress("load", 0, 1)
+        if args.config or args.random_weights:
+            source = args.config or args.model
+            loaded = load_random(source, dtype=args.dtype, device=device, seed=args.seed, layers=args.layers)
+        else:
+            loaded = options.load(args, device)
+        if prompts is None:
+            size = loaded.model.get_input_embeddings().weight.shape[0]
+            prompts = synthetic_prompts(args.num_prompts, args.lengths, size, args.seed)
+        verification = verify(
+            loaded,
+            prompts,
+            params,
+            config=config,
+            chat=bool(args.chat),
+            stock=(args.dtype,) if args.stock else (),
+            stock_prompts=args.stock_prompts,
+            pack_tokens=args.pack_tokens,
+            batch_sizes=args.batch_sizes,
+            warm=args.warm,
+            share_weights=args.share_weights,
+            seed=args.seed,
+            title=f"VeXact verify: {os.path.basename(loaded.name.rstrip('/'))}",
+            progress=progress,
+        )
+    _print_samples(verification.aligned.samples[: max(0, args.show)], whole=args.show)
+    for error in verification.errors:
+        print(f"vexact verify: {error}", file=sys.stderr)
+    return _conclude(verification, args)
+
+
+def _conclude(verification, args) -> int:
+    """Table, verdict, files, exit code."""
+    _print_run(verification)
+    _print_table(verification)
+    print(verification.comparison.verdict())
+    if args.json:
+        options.write_json(args.json, verification.to_json())
+    if args.html:
+        from ..proof.report import write_report
+
+        write_report(args.html, verification)
+    written = " and ".join(filter(None, (args.json, args.html)))
+    print(f"{verification.seconds:.0f} s in all" + (f"; wrote {written}" if written else ""))
+    return 0 if verification.equal else 1
+
+
+def _print_samples(samples, whole: int) -> None:
+    for index, sample in enumerate(samples):
+        text = sample.error or sample.text or " ".join(map(str, sample.token_ids))
+        if index < whole and not sample.error:
+            print(f"> {options.shorten(sample.prompt_text)}")
+            print("  " + text.strip().replace("\n", "\n  ") + ("" if sample.finish_reason == "stop" else " ..."))
+            print()
+        else:
+            print(f"> {options.shorten(sample.prompt_text, 44):<44}  {options.shorten(text, 70)}")
+    if len(samples) > whole:
+        print()
+
+
+def _print_run(v) -> None:
+    s = v.statistics
+    preempted = f"{s['preemptions']} preemption{'s' * (s['preemptions'] != 1)}"
+    print(
+        f"engine: {s['steps']} steps, {s['mixed_steps']} of them mixed; {s['partial_prefills']} prompt chunks, "
+        f"{preempted}, {s['prefix_tokens']} tokens from the prefix cache"
+    )
+    for batch in v.batches:
+        print(
+            f"engine: {batch.requests} prompts again, {batch.batch_size} at a time: {batch.mismatched_tokens} of "
+            f"{batch.tokens} tokens differ ({batch.seconds:.1f} s)"
+        )
+    if v.warm is not None:
+        print(
+            f"engine: {v.warm.requests} prompts again, {v.warm.prefix_tokens} of their tokens from the prefix cache: "
+            f"{v.warm.mismatched_tokens} of {v.warm.tokens} tokens differ ({v.warm.seconds:.1f} s)"
+        )
+    if v.gradients is not None:
+        g = v.gradients
+        state = "all finite" if g.finite else f"NOT FINITE: {', '.join(g.nonfinite[:4]) or 'the loss'}"
+        print(
+            f"trainer: backward through {g.sequences} packed sequences ({g.tokens} tokens), "
+            f"{g.tensors} gradients, {state}, norm {g.norm:.4g}"
+        )
+    print()
+
+
+def _print_table(v) -> None:
+    rows = [("rollout -> trainer", "dtype", "tokens", "differ", "max |diff|", "KL (k3)", "seconds")]
+    for side in (v.aligned, *v.stock):
+        c = side.comparison
+        name = "vexact engine -> patched HF, packed" if side.name == "aligned" else "stock HF generate -> HF forward"
+        figures = (str(c.tokens), str(c.mismatched_tokens), f"{c.max_abs_diff:.3g}", f"{c.k3_kl:.3g}")
+        rows.append((name, side.dtype, *figures, " + ".join(f"{side.seconds[k]:.1f}" for k in ("rollout", "rescore"))))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for number, row in enumerate(rows):
+        cells = [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))]
+        print("  ".join(cells).rstrip())
+        if number == 0:
+            print("  ".join("-" * w for w in widths))
+    print()
