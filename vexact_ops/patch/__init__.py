@@ -3,7 +3,8 @@
 from .aten import aten
 from .batch import PagedBatch
 from .covered import COVERED
+from .description import NotDescribed
 from .hf import hf
 from .plan import UnsupportedModule
 
-__all__ = ["COVERED", "PagedBatch", "UnsupportedModule", "aten", "hf"]
+__all__ = ["COVERED", "NotDescribed", "PagedBatch", "UnsupportedModule", "aten", "hf"]

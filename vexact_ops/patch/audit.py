@@ -88,10 +88,10 @@ def run(model: nn.Module, names: dict[int, str], call) -> dict[str, set[str]]:
                 tensors = {**dict(caller.named_parameters()), **dict(caller.named_buffers())}
                 real = (t.device for t in tensors.values() if t.device.type != "meta")
                 device = next(real, torch.device("cpu"))
-                swapped = {name: _copy(t.detach(), fake, device) for name, t in tensors.items()}
+                swapped = {name: fake_copy(t.detach(), fake, device) for name, t in tensors.items()}
                 ids = torch.zeros(2, 3, dtype=torch.int64, device=device)
                 watch = Watch(names)
-                with watch, _unhooked(model):
+                with watch, unhooked(model):
                     torch.func.functional_call(caller, swapped, (ids,))
             for name, operations in watch.found.items():
                 found.setdefault(name, set()).update(operations)
@@ -101,7 +101,7 @@ def run(model: nn.Module, names: dict[int, str], call) -> dict[str, set[str]]:
     return found
 
 
-def _copy(tensor: Tensor, fake: FakeTensorMode, device: torch.device) -> Tensor:
+def fake_copy(tensor: Tensor, fake: FakeTensorMode, device: torch.device) -> Tensor:
     """A fake one on a real device; of a sharded tensor the whole."""
     if type(tensor) is Tensor and tensor.device.type != "meta":
         return fake.from_tensor(tensor)
@@ -110,7 +110,7 @@ def _copy(tensor: Tensor, fake: FakeTensorMode, device: torch.device) -> Tensor:
 
 
 @contextlib.contextmanager
-def _unhooked(model: nn.Module):
+def unhooked(model: nn.Module):
     """Without what FSDP2 and PEFT hang on modules: it gathers real weights, and is for the batch of one call."""
     tables = [t for m in model.modules() if _hooked(m) for t in (m._forward_pre_hooks, m._forward_hooks) if t]
     kept = [dict(table) for table in tables]

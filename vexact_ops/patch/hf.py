@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ..attention.op import KEY_BLOCK
 from ..attention.op import ROOM as ATTENTION
 from . import forwards, lora, plan
+from .description import Decoder
 from .state import LOCK, Patch, Report
 
 
@@ -44,6 +45,18 @@ class Handle:
     def report(self) -> Report:
         """A row for every module: what computes it now, or why it may stay as it is. str() makes a table of it."""
         return self._patch.report
+
+    def describe(self) -> Decoder:
+        """What patching found, as a tree of dataclasses: of each layer its norms, projections, attention or latent
+        attention, feed-forward block or mixture; the embedding, the tables of angles and the output layer. Read off
+        one forward on fake tensors, so weights may be on meta, and nothing goes by the names of classes or modules.
+        Kept until modules are put in or taken out.
+
+        raises  NotDescribed naming what the description has no words for (LoRA among it); RuntimeError after undo()
+        """
+        self._check()
+        with LOCK:
+            return self._patch.describe()
 
     def undo(self) -> None:
         """Give the model its own forwards back (with the last handle). Raises RuntimeError where something else has

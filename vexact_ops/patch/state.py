@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from . import forwards, plan
+from .describe import describe
+from .description import Decoder, Head, NotDescribed
 from .report import table
 
 LOCK = threading.RLock()
@@ -55,6 +57,7 @@ class Patch:
         self.base = self.head = self.loss = self.seen = None
         self.heads: set[int] = set()  # the output layer, or its copies
         self.scale, self.softcap = 1.0, None
+        self.description = None  # or why there is none
         self.tried = {}  # what is known of modules that are alike
         self.inner: set[int] = set()  # modules whose block computes what they would
         self.tree: tuple[list, list, list] = [], [], []
@@ -104,6 +107,21 @@ class Patch:
                 self.__dict__.update(before)
                 self.apply()
                 raise
+
+    def describe(self) -> Decoder:
+        self.check()
+        if self.description is None:
+            head = None
+            if self.head is not None:
+                name = next((name for name, p in self.model.named_parameters() if p is self.head.weight), None)
+                head = None if name is None else Head(name, self.scale, self.softcap)
+            try:
+                self.description = describe(self.model, self.base, head, self.options["kv_segment"])
+            except NotDescribed as reason:
+                self.description = reason
+        if isinstance(self.description, NotDescribed):
+            raise self.description.with_traceback(None)
+        return self.description
 
     def replace(self, path: str, module: nn.Module, forward: Callable, ops: str, note: str = "") -> None:
         self.changes.append(_Change(module, forward))

@@ -1,0 +1,369 @@
+"""Reads a trace (trace.py) into a description (description.py). Nothing is known by the names of classes or children:
+a norm is what a residual sum is normalised by, a query is what attention takes as one."""
+
+from torch import nn
+
+from ..rmsnorm.op import STYLES
+from ..silu_mul.op import ACTIVATIONS
+from .description import (
+    Attention,
+    Block,
+    Decoder,
+    Embedding,
+    Experts,
+    Factor,
+    Head,
+    Latent,
+    Layer,
+    Linear,
+    Mixture,
+    Mlp,
+    Norm,
+    NotDescribed,
+    Rope,
+    Rotary,
+    Router,
+)
+from .trace import Value, hidden_states
+
+
+def describe(model: nn.Module, base: nn.Module, head: Head | None, kv_segment: int | None) -> Decoder:
+    """The description of a patched model. Raises NotDescribed."""
+    return _Reader().decoder(hidden_states(model, base), head, kv_segment)
+
+
+def _refuse(where: str, value: object) -> NotDescribed:
+    return NotDescribed(f"{where}: {value!r} has no words in a description")
+
+
+class _Reader:
+    def __init__(self):
+        self.rotary: list[Rotary] = []
+
+    def decoder(self, hidden: Value, head: Head | None, kv_segment: int | None) -> Decoder:
+        norm = self.norm(hidden, "the final hidden states")
+        stream, sums = hidden.args[0], []
+        while stream.op == "add":
+            parts = stream.args
+            if len(parts) != 2 or not all(isinstance(part, Value) for part in parts):
+                raise _refuse("a residual sum", stream)
+            older, branch = sorted(parts, key=lambda part: part.call)
+            sums.append((older, branch))
+            stream = older
+        factor, table = self.factor(stream)
+        if table.op != "embedding" or table.args[0].op != "parameter":
+            raise _refuse("the embedding", table)
+        embedding = Embedding(table.args[0].args[0], factor)
+        blocks = [self.block(stream, branch, f"block {i}") for i, (stream, branch) in enumerate(reversed(sums))]
+        layers = []
+        for i, pair in enumerate(zip(blocks[::2], blocks[1::2])):
+            if [isinstance(block.part, (Attention, Latent)) for block in pair] != [True, False]:
+                raise NotDescribed(f"layer {i}: it is not attention and then a feed-forward block")
+            layers.append(Layer(*pair))
+        if len(blocks) % 2:
+            raise NotDescribed(f"layer {len(layers)}: half of it is missing")
+        return Decoder(embedding, tuple(self.rotary), tuple(layers), norm, head, kv_segment)
+
+    # pieces
+
+    def factor(self, value: Value) -> tuple[Factor | None, Value]:
+        """What it was multiplied by at last, and what was."""
+        if value.op != "mul":
+            return None, value
+        for x, number in (value.args, reversed(value.args)):
+            if isinstance(number, (int, float)):
+                return (Factor(float(number)) if number != 1 else None), x
+            if isinstance(number, Value) and not number.shape:
+                if number.op == "number":
+                    return Factor(float(number.args[0]), dtype=number.dtype), x
+                cast = number.args[0] if number.op == "to" else number
+                if cast.op == "parameter":
+                    return Factor(buffer=cast.args[0], dtype=number.dtype), x
+        return None, value
+
+    def is_norm(self, value: Value) -> bool:
+        return value.op == "rmsnorm" and value.out == 0 and value.args[2] is None
+
+    def norm(self, value: Value, where: str) -> Norm:
+        if not self.is_norm(value):
+            raise _refuse(where, value)
+        _, weight, _, eps, gemma, _ = value.args
+        return Norm(self.name(weight, where), eps, STYLES[gemma], weight.shape[0])
+
+    def normed(self, value: Value, where: str) -> tuple[Norm | None, Value]:
+        """Its norm, if it is one's, and what is normalised."""
+        return (self.norm(value, where), value.args[0]) if self.is_norm(value) else (None, value)
+
+    def name(self, value: Value, where: str) -> str:
+        if value.op != "parameter":
+            raise _refuse(where, value)
+        return value.args[0]
+
+    def linear(self, value: Value, where: str, *, dtype: bool = True) -> tuple[Linear, Value]:
+        """A projection, or a part of one, and what is projected."""
+        rows = None
+        if value.op == "slice":
+            value, dim, first, end, step = value.args
+            if value.op == "linear" and (dim, step) == (-1, 1) and value.shape[-1] == value.args[1].shape[0]:
+                rows = first, end
+        if value.op != "linear":
+            raise _refuse(where, value)
+        x, weight, bias, out_dtype, _ = value.args
+        if dtype and out_dtype != x.dtype:
+            raise _refuse(where, value)
+        bias = None if bias is None else self.name(bias, where)
+        features, inputs = weight.shape
+        if rows is not None:
+            features = rows[1] - rows[0]
+        return Linear(self.name(weight, where), bias, features, inputs, rows), x
+
+    def rope(self, call: Value, apart: bool, where: str) -> Rope:
+        _, _, cos, sin, interleaved, transpose, _ = call.args
+        if cos.op != "rope_cos_sin" or cos.call != sin.call or (cos.out, sin.out) != (0, 1) or transpose:
+            raise _refuse(where, cos)
+        _, inv_freq, scaling, dtype, _ = cos.args
+        rotary = Rotary(self.name(inv_freq, where), scaling, dtype)
+        if rotary not in self.rotary:
+            self.rotary.append(rotary)
+        return Rope(self.rotary.index(rotary), cos.shape[-1], interleaved, apart)
+
+    def apart(self, value: Value) -> tuple[bool, Value]:
+        """Whether neighbours were put apart, and of what."""
+        if value.op == "cat" and len(value.args) == 2 and all(v.op == "slice" for v in value.args):
+            (a, dim_a, first_a, end_a, step_a), (b, dim_b, first_b, end_b, step_b) = (v.args for v in value.args)
+            parts = (dim_a, first_a, end_a, step_a), (dim_b, first_b, end_b, step_b)
+            if a is b and parts == ((-1, 0, a.shape[-1], 2), (-1, 1, a.shape[-1], 2)):
+                return True, a
+        return False, value
+
+    # blocks
+
+    def block(self, stream: Value, branch: Value, where: str) -> Block:
+        factor, value = self.factor(branch)
+        after, value = self.normed(value, where)
+        part, x = self.part(value, where)
+        before, x = self.normed(x, where)
+        if x is not stream:
+            raise _refuse(f"{where}: what it reads besides the residual stream", x)
+        return Block(part, before, after, factor)
+
+    def part(self, value: Value, where: str):
+        if value.op == "linear":
+            inner, inside = self.normed(value.args[0], where)
+            if inside.op == "attention_varlen":
+                o, _ = self.linear(value, where)
+                return self.attention(inside, o, inner, where)
+            if inside.op == "bmm":
+                o, _ = self.linear(value, where)
+                return self.absorbed(inside, o, where)
+            return self.mlp(value, where)
+        return self.mixture(value, where)
+
+    def mlp(self, value: Value, where: str) -> tuple[Mlp, Value]:
+        where = f"{where}: its feed-forward block"
+        down, inner = self.linear(value, where)
+        norm, inner = self.normed(inner, where)
+        gate = None
+        if inner.op == "silu_mul":
+            gate, up, gelu, _ = inner.args
+            activation = ACTIVATIONS[gelu]
+            if up is None:
+                both, x = self.linear(gate, where)
+                half = both.features // 2
+                if both.rows is not None:
+                    raise _refuse(where, gate)
+                parts = [Linear(both.weight, both.bias, half, both.inputs, (i * half, (i + 1) * half)) for i in (0, 1)]
+                return Mlp(*parts, down, activation, norm), x
+        else:
+            activation, up = "relu2", inner
+            if inner.op == "mul" and isinstance(inner.args[1], Value):
+                inner, up = inner.args
+                gate = True
+            if inner.op not in ("pow", "square") or inner.args[1:] not in ((2,), ()) or inner.args[0].op != "relu":
+                raise _refuse(where, inner)
+            gate, up = (inner.args[0].args[0], up) if gate else (None, inner.args[0].args[0])
+        up, x = self.linear(up, where)
+        if gate is not None:
+            gate, of = self.linear(gate, where)
+            if of is not x:
+                raise _refuse(f"{where}: another input of its gate", of)
+        return Mlp(gate, up, down, activation, norm), x
+
+    def mixture(self, value: Value, where: str) -> tuple[Mixture, Value]:
+        where = f"{where}: its mixture"
+        shared, of = None, None
+        if value.op == "add":
+            routed, added = sorted(value.args, key=lambda part: part.op != "fused_moe")
+            shared, of = self.mlp(added, where)
+            value = routed
+        if value.op != "fused_moe" or value.out != 0:
+            raise _refuse(where, value)
+        x, gate_up, down, weights, ids, gelu, *_ = value.args
+        experts = Experts(self.name(gate_up, where), self.name(down, where), ACTIVATIONS[gelu])
+        rounded = None
+        while weights.op == "to":
+            rounded = weights.args[1] if weights.dtype.itemsize < 4 else rounded
+            weights = weights.args[0]
+        while ids.op == "to":
+            ids = ids.args[0]
+        if weights.op != "moe_route" or weights.call != ids.call or (weights.out, ids.out) != (0, 1):
+            raise _refuse(f"{where}: its router", weights)
+        logits, top_k, sigmoid, normalize, groups, kept, bias, scale, _ = weights.args
+        options = {
+            "top_k": top_k,
+            "score": "sigmoid" if sigmoid else "softmax",
+            "normalize": normalize,
+            "groups": groups or None,
+            "top_k_groups": kept or None,
+            "bias": None if bias is None else self.name(bias.args[0] if bias.op == "to" else bias, where),
+            "scale": scale,
+        }
+        router = self.router(logits, options, rounded, where)
+        read = logits.args[0]
+        read = read.args[0] if router.cast and read.op == "to" else read
+        if read is not x or of not in (None, x):
+            raise _refuse(f"{where}: another input of its router or shared experts", read)
+        return Mixture(router, experts, shared), x
+
+    def router(self, logits: Value, options: dict, rounded, where: str) -> Router:
+        if logits.op != "linear":
+            raise _refuse(f"{where}: its router", logits)
+        x, weight, bias, dtype, _ = logits.args
+        cast = x.op == "to" or weight.op == "to"
+        of = weight.args[0] if weight.op == "to" else weight
+        if bias is not None:
+            raise _refuse(f"{where}: its router", bias)
+        linear = Linear(self.name(of, where), None, *of.shape)
+        return Router(linear, wide=dtype.itemsize == 4, cast=cast, rounded=rounded, **options)
+
+    # attention
+
+    def attention(self, value: Value, o: Linear, out_norm: Norm | None, where: str):
+        where = f"{where}: its attention"
+        q, k, v, _, cu_k, _, sinks, scale, causal, window, softcap, *_ = value.args
+        if not causal or cu_k is not None:
+            raise _refuse(where, value)
+        asked = {
+            "scale": scale,
+            "window": window,
+            "softcap": softcap,
+            "sinks": None if sinks is None else self.name(sinks, where),
+        }
+        if q.op == "cat":
+            if out_norm is not None:
+                raise _refuse(where, value)
+            return self.expanded(q, k, v, o, value, asked, where)
+        (q, q_norms, rope), (k, k_norms, k_rope) = (self.head(part, where) for part in (q, k))
+        if rope is not None or k_rope is not None:
+            if rope is None or k_rope is None or rope.call != k_rope.call or (rope.out, k_rope.out) != (0, 1):
+                raise _refuse(f"{where}: the rotation", rope or k_rope)
+            turned = self.rope(rope, False, where)
+        else:
+            turned = None
+        before, after = zip(q_norms, k_norms)
+        norms = before if any(before) else after
+        if any(before) and any(after):
+            raise NotDescribed(f"{where}: norms before and after the rotation have no words in a description")
+        v_factor, v = self.factor(v)
+        (q, x), (k, of_k), (v, of_v) = (self.linear(part, where) for part in (q, k, v))
+        if of_k is not x or of_v is not x:
+            raise _refuse(f"{where}: another input of keys or values", of_k)
+        (_, heads, dim), (_, kv_heads, _), (_, _, v_dim) = value.inputs[:3]
+        found = Attention(
+            q, k, v, o, heads, kv_heads, dim, v_dim, rope=turned, q_norm=norms[0], k_norm=norms[1],
+            norms_after_rope=any(after), v_factor=v_factor, out_norm=out_norm, **asked,
+        )  # fmt: skip
+        return found, x
+
+    def head(self, value: Value, where: str):
+        """A query or key: its projection, (norm before, norm after the rotation), the call that rotates it or None."""
+        after, value = self.normed(value, where)
+        rope, before = None, None
+        if value.op == "rope":
+            rope, value = value, value.args[value.out]
+            before, value = self.normed(value, where)
+        elif after is not None:
+            before, after = after, None
+        return value, (before, after), rope
+
+    def expanded(self, q: Value, k: Value, v: Value, o: Linear, value: Value, asked: dict, where: str):
+        found = self.latent_parts(q, where)
+        if k.op != "cat" or len(k.args) != 2:
+            raise _refuse(where, k)
+        k_nope, k_turned = k.args
+        heads, v_dim = value.shape[-2:]
+        nope = found["nope"]
+        width = nope + v_dim
+        parts = [part.args if part.op == "slice" else None for part in (k_nope, v)]
+        if parts[0] is None or parts[1] is None or parts[0][0] is not parts[1][0]:
+            raise _refuse(where, k_nope)
+        if [part[1:] for part in parts] != [(-1, 0, nope, 1), (-1, nope, width, 1)]:
+            raise _refuse(where, v)
+        kv_b, c = self.linear(parts[0][0], where)
+        if kv_b.features != heads * width or kv_b.rows is not None:
+            raise _refuse(where, parts[0][0])
+        return self.latent(found, k_turned, c, kv_b, o, asked, v_dim, False, where)
+
+    def absorbed(self, value: Value, o: Linear, where: str):
+        where = f"{where}: its latent attention"
+        mixed, w_v, *_ = value.args
+        if mixed.op != "attention_varlen" or w_v.op != "slice":
+            raise _refuse(where, mixed)
+        q, k, v, _, cu_k, _, sinks, scale, causal, window, softcap, *_ = mixed.args
+        if not causal or cu_k is not None or q.op != "cat" or len(q.args) != 2 or q.args[0].op != "bmm":
+            raise _refuse(where, q)
+        asked = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks and self.name(sinks, where)}
+        inner, w_k, *_ = q.args[0].args
+        if w_k.op != "slice" or w_k.args[0] is not w_v.args[0] or k.op != "cat" or len(k.args) != 2:
+            raise _refuse(where, w_k)
+        found = self.latent_parts(q, where, inner)
+        weight, nope, v_dim = w_k.args[0], found["nope"], value.shape[-1]
+        rows = [part.args[1:] for part in (w_k, w_v)]
+        if rows != [(-2, 0, nope, 1), (-2, nope, nope + v_dim, 1)]:
+            raise _refuse(where, w_v)
+        c, k_turned = k.args
+        if v.op != "slice" or v.args[0] is not k or v.args[1:] != (-1, 0, c.shape[-1], 1):
+            raise _refuse(where, v)
+        kv_b = Linear(self.name(weight, where), None, *weight.shape)
+        return self.latent(found, k_turned, c, kv_b, o, asked, v_dim, True, where)
+
+    def latent_parts(self, q: Value, where: str, nope: Value | None = None) -> dict:
+        """Of a query that is put together of a part that passes and one that is rotated."""
+        if len(q.args) != 2 or q.args[1].op != "rope" or q.args[1].out != 0:
+            raise _refuse(where, q)
+        passed, turned = nope or q.args[0], q.args[1]
+        apart, rotated = self.apart(turned.args[0])
+        if passed.op != "slice" or rotated.op != "slice" or passed.args[0] is not rotated.args[0]:
+            raise _refuse(where, passed)
+        size, rope = passed.args[3], self.rope(turned, apart, where)
+        if passed.args[1:] != (-1, 0, size, 1) or rotated.args[1:] != (-1, size, size + rope.dim, 1):
+            raise _refuse(where, passed)
+        return {"q": passed.args[0], "nope": size, "rope": rope, "turned": turned}
+
+    def latent(
+        self, found: dict, k_turned: Value, c: Value, kv_b: Linear, o: Linear, asked: dict, v_dim: int, absorbed, where
+    ):
+        turned, rope = found["turned"], found["rope"]
+        apart, k_rotated = self.apart(turned.args[1])
+        if k_turned.op != "rope" or k_turned.call != turned.call or k_turned.out != 1 or apart != rope.apart:
+            raise _refuse(where, k_turned)
+        kv_norm, c = self.norm(c, where), c.args[0]
+        rank = kv_norm.size
+        if c.op != "slice" or k_rotated.op != "slice" or c.args[0] is not k_rotated.args[0]:
+            raise _refuse(where, c)
+        if c.args[1:] != (-1, 0, rank, 1) or k_rotated.args[1:] != (-1, rank, rank + rope.dim, 1):
+            raise _refuse(where, k_rotated)
+        kv_a, x = self.linear(c.args[0], where)
+        q, of = self.linear(found["q"], where)
+        q_a_norm, of = self.normed(of, where) if of is not x else (None, of)
+        q_a = None
+        if of is not x:
+            q_a, of = self.linear(of, where)
+        if of is not x or kv_a.rows or q.rows or (q_a_norm is None) != (q_a is None):
+            raise _refuse(f"{where}: another input of its queries", of)
+        heads = q.features // (found["nope"] + rope.dim)
+        found = Latent(
+            q, q_a, q_a_norm, kv_a, kv_norm, kv_b, o, heads, rank, found["nope"], v_dim, rope=rope, absorbed=absorbed,
+            **asked,
+        )  # fmt: skip
+        return found, x

@@ -1,0 +1,274 @@
+"""What a patched decoder computes, as data: what patching found, for whoever runs the same operations in another way.
+
+    Decoder
+      embedding   Embedding             rows of a table, times a number
+      rotary      Rotary...             the tables of angles that layers use
+      layers      Layer...              attention, then feed_forward, each a Block
+        Block                           x + factor * after(part(before(x))): a residual sum around
+          part    Attention             projections, norms of heads, rotation, attention, output projection
+                  Latent                the same from compressed keys and values, expanded or absorbed
+                  Mlp                   gate, up, activation, down
+                  Mixture               Router, Experts, and shared experts (an Mlp) whose output is added
+      norm        Norm                  of the last sum
+      head        Head                  the output layer
+
+Weights are names, as the model's named_parameters() and named_buffers() have them (of tied ones the first): so a
+description can be printed, compared and sent, holds of a model on the meta device, and stays true when weights are
+replaced. Where a projection is a part of a larger one, `rows` says which rows of the weight it is.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+
+class NotDescribed(ValueError):
+    """A patched model computes something that a description has no words for; the message says where and what."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """x @ weight.T + bias, of these rows of the weight and bias (all: None); weights are (features, of) as used."""
+
+    weight: str
+    bias: str | None
+    features: int
+    inputs: int
+    rows: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A root-mean-square norm over `size` elements: of a token's whole row, or of each head where that is a head's."""
+
+    weight: str
+    eps: float
+    style: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A number that values are multiplied by: as such, or a buffer of one element, cast to dtype first."""
+
+    value: float | None = None
+    buffer: str | None = None
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Tables of cosines and sines (rope_cos_sin) of positions, in this dtype."""
+
+    inv_freq: str
+    scaling: float
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotation of the first `dim` elements of a head (of the rotary part of a latent one).
+
+    tables       index into Decoder.rotary
+    interleaved  pairs are neighbours
+    apart        pairs that are neighbours are put half a head apart first, and stay so
+    """
+
+    tables: int
+    dim: int
+    interleaved: bool = False
+    apart: bool = False
+
+
+@dataclass(frozen=True)
+class Cache:
+    """What a paged cache keeps of a token of one layer; shared: values are the first part of the keys."""
+
+    heads: int
+    k_dim: int
+    v_dim: int
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Attention:
+    """q, k and v of the block's input; norms of q and k before the rotation or after it; what attention is asked for;
+    a norm and a projection of what comes out. Values may be multiplied by a number before they are stored."""
+
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    heads: int
+    kv_heads: int
+    dim: int
+    v_dim: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: str | None
+    rope: Rope | None
+    q_norm: Norm | None
+    k_norm: Norm | None
+    norms_after_rope: bool
+    v_factor: Factor | None
+    out_norm: Norm | None
+
+    @property
+    def cache(self) -> Cache:
+        return Cache(self.kv_heads, self.dim, self.v_dim)
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Attention of compressed keys and values: kv_a makes `rank` compressed numbers and `rope.dim` that are rotated and
+    that all heads share; kv_b makes each head's `nope` of a key and `v_dim` of a value of the normalised compressed
+    ones. q is of the block's input, or of q_a's normalised output.
+
+    absorbed  queries are multiplied by kv_b's part of the keys, and what comes out by its part of the values, so that
+              the cache holds the compressed numbers; otherwise it holds every head's keys and values
+    """
+
+    q: Linear
+    q_a: Linear | None
+    q_a_norm: Norm | None
+    kv_a: Linear
+    kv_norm: Norm
+    kv_b: Linear
+    o: Linear
+    heads: int
+    rank: int
+    nope: int
+    v_dim: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: str | None
+    rope: Rope
+    absorbed: bool
+
+    @property
+    def cache(self) -> Cache:
+        if self.absorbed:
+            return Cache(1, self.rank + self.rope.dim, self.rank, True)
+        return Cache(self.heads, self.nope + self.rope.dim, self.v_dim)
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """down(norm(activation(gate(x)) * up(x))), or down(norm(activation(up(x)))) without a gate. Activations: "silu" and
+    "gelu_tanh" as silu_mul computes them, "relu2": the square of max(x, 0), rounded, before the product."""
+
+    gate: Linear | None
+    up: Linear
+    down: Linear
+    activation: str
+    norm: Norm | None = None
+
+
+@dataclass(frozen=True)
+class Router:
+    """linear, then moe_route with these options.
+
+    wide     logits are the fp32 accumulators; otherwise rounded to the dtype of x
+    cast     x and the weight are cast to fp32 first
+    bias     a name, cast to fp32
+    rounded  the weights are rounded to this dtype on their way to the experts
+    """
+
+    linear: Linear
+    top_k: int
+    score: str
+    normalize: bool
+    groups: int | None
+    top_k_groups: int | None
+    bias: str | None
+    scale: float
+    wide: bool
+    cast: bool
+    rounded: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class Experts:
+    gate_up: str
+    down: str
+    activation: str
+
+
+@dataclass(frozen=True)
+class Mixture:
+    router: Router
+    experts: Experts
+    shared: Mlp | None
+
+
+@dataclass(frozen=True)
+class Block:
+    """x + factor * after(part(before(x)))."""
+
+    part: Attention | Latent | Mlp | Mixture
+    before: Norm | None
+    after: Norm | None
+    factor: Factor | None
+
+
+@dataclass(frozen=True)
+class Layer:
+    attention: Block
+    feed_forward: Block
+
+    @property
+    def cache(self) -> Cache:
+        return self.attention.part.cache
+
+
+@dataclass(frozen=True)
+class Embedding:
+    weight: str
+    factor: Factor | None
+
+
+@dataclass(frozen=True)
+class Head:
+    """fp32 logits: linear_logits(hidden / scale, weight, softcap)."""
+
+    weight: str
+    scale: float
+    softcap: float | None
+
+
+@dataclass(frozen=True)
+class Decoder:
+    embedding: Embedding
+    rotary: tuple[Rotary, ...]
+    layers: tuple[Layer, ...]
+    norm: Norm
+    head: Head | None
+    kv_segment: int | None = None
+
+    def names(self, layers: range | None = None, *, first: bool = True, last: bool = True) -> set[str]:
+        """Parameters and buffers that a stage of these layers reads: the first has the embedding, the last the final
+        norm and the head, and all the frequencies of the rotation. Nothing else of a model has to be materialised."""
+        chosen = self.layers if layers is None else [self.layers[i] for i in layers]
+        parts = [self.rotary, *chosen]
+        parts += [self.embedding] if first else []
+        parts += [self.norm, self.head] if last else []
+        return set(_names(parts))
+
+
+_NAMES = ("weight", "bias", "buffer", "inv_freq", "sinks", "gate_up", "down")
+
+
+def _names(part):
+    if dataclasses.is_dataclass(part):
+        for field in dataclasses.fields(part):
+            value = getattr(part, field.name)
+            if isinstance(value, str) and field.name in _NAMES:
+                yield value
+            else:
+                yield from _names(value)
+    elif isinstance(part, (tuple, list)):
+        for item in part:
+            yield from _names(item)
