@@ -138,6 +138,8 @@ def test_the_torch_free_core_of_the_engine():
     files = [*(engine / "core").glob("*.py"), *(engine / f"{name}.py" for name in ("config", "request", "progress"))]
     for path in files:
         found = {n.split(".")[0] for n in imports(path)}
+        if path.name == "step.py":  # what is sent to runners: arrays
+            found.discard("numpy")
         assert not found & {"torch", "numpy", "vexact_ops", "transformers"}, path.relative_to(ROOT)
 
 

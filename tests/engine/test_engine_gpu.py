@@ -60,6 +60,7 @@ def test_what_other_streams_have_begun_comes_first():
         check_idle(engine)
 
 
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize(
     "family,path",
     [
@@ -69,30 +70,26 @@ def test_what_other_streams_have_begun_comes_first():
         pytest.param("DeepseekV3", "patched", marks=CHOICE_IN_BLOCK),
     ],
 )
-def test_a_step_waits_for_its_draw_alone(family, path, monkeypatch):
-    """From the batch on its way to the device to logits and draws, nothing makes the host wait."""
+def test_a_launch_waits_for_nothing(family, path, eager, monkeypatch):
+    """From the step on its way to the device to its draws on their way back, nothing makes the host wait."""
     if path == "patched":
         monkeypatch.setattr("vexact_engine.runner.forward.fuse", lambda *args: (None, "for this test"))
-    with launch(family=family) as engine:
+    with launch(replace(CONFIG, enforce_eager=eager), family=family) as engine:
         assert engine.path.startswith(path)
         expected = [bits(c) for c in engine.generate(PROMPTS, PARAMS)]  # compiles and verifies kernels, which wait
         runner, steps = engine._worker._runner, 0
-        build_batch, step = runner.builder.build, runner._step
+        begin = runner.launch
 
-        def strict(function):
-            def run(*args):
-                nonlocal steps
-                steps += 1
-                torch.cuda.set_sync_debug_mode("error")
-                try:
-                    return function(*args)
-                finally:
-                    torch.cuda.set_sync_debug_mode("default")
+        def strict(step):
+            nonlocal steps
+            steps += 1
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return begin(step)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
 
-            return run
-
-        monkeypatch.setattr(runner.builder, "build", strict(build_batch))
-        monkeypatch.setattr(runner, "_step", strict(step))
+        monkeypatch.setattr(runner, "launch", strict)
         assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
         assert steps > 10
 
@@ -117,7 +114,7 @@ def test_the_cache_takes_the_share_of_memory_that_is_left(monkeypatch):
         page = 2 * 2 * 2 * 16 * 16 * 2  # layers, k and v, heads, head dim, page size, bytes
         taken = engine.config.num_pages * page
         assert (1 << 28) < taken < (1 << 30)  # less what weights, kernels and a step take
-        assert sum(c.nbytes for part in engine._worker._runner.builder.caches for c in part) == taken
+        assert sum(c.nbytes for part in engine._worker._runner.buffers.caches for c in part) == taken
         done = engine.generate(PROMPTS, PARAMS)
         check_idle(engine)
     with launch() as engine:

@@ -1,5 +1,14 @@
-"""Owns the model and the KV caches, and runs a plan: one forward, logits of the rows that are sampled, one draw."""
+"""Owns the model, the KV caches and the buffers, and runs steps: one forward, logits of the rows that are drawn after,
+one draw.
 
+A step is launched, and waited for later: what the next one needs of it, the tokens that it draws, stays on the device.
+On a GPU forward and draw are CUDA graphs wherever that is faster than launching their kernels one by one; a step that
+no graph is large enough for, or whose likeliest tokens are wanted, is computed call by call. The bits are the same.
+"""
+
+import logging
+import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -9,43 +18,128 @@ from torch import Tensor
 import vexact_ops as vx
 
 from ..config import EngineConfig
-from ..core.scheduler import Sampled, StepPlan
-from . import memory, shapes
-from .batch import Batch, BatchBuilder, Caches, plain
+from ..core.scheduler import Sampled
+from ..core.step import Step
+from ..progress import Progress, bar
+from . import graphs, memory, shapes
+from .batch import Caches
+from .buffers import Body, Buffers, Head, Host, Work
 from .forward import forward
+
+log = logging.getLogger(__name__)
+
+_PADDING = 0.04  # share of a step's time that padding it to the next size may cost; of one with chunks, twice that
+_HIDDEN = 1.25  # a forward whose kernels take that much longer than the host takes to launch them needs no graph
+_NAMES = {"_mixed": "graphs of chunks", "_decode": "graphs of decodes", "_heads": "graphs of draws"}
+
+
+class Pending:
+    """A step that was launched."""
+
+    def __init__(self, buffers: Buffers, host: Host, draws: int, count: int, top: "_Top | None"):
+        self._buffers, self._host, self._draws, self._count, self._top = buffers, host, draws, count, top
+
+    def ready(self) -> bool:
+        """Whether `wait` returns, or raises, at once."""
+        return self._host is None or self._host.event is None or self._host.event.query()
+
+    def wait(self) -> Sampled:
+        """What was drawn, one for each chunk that was to be drawn after; id -1 where logits are no numbers. Once."""
+        host, self._host = self._host, None
+        if host.event is not None:
+            host.event.synchronize()
+        ids, logprobs, raw = self._buffers.read(host, self._draws, self._count)
+        self._buffers.give_back(host)
+        return Sampled(ids, logprobs, raw, self._top and self._top.read())
+
+
+class _Top:
+    """The likeliest ids at temperature 1, on their way to the host."""
+
+    def __init__(self, logits: Tensor, counts: np.ndarray):
+        self._counts = counts
+        self._wanted = np.flatnonzero(counts)
+        chosen = logits[: len(counts)]
+        if len(self._wanted) != len(counts):
+            rows = torch.from_numpy(self._wanted)
+            if logits.device.type == "cuda":
+                rows = rows.pin_memory().to(logits.device, non_blocking=True)
+            chosen = chosen.index_select(0, rows)
+        most = min(int(counts.max()), logits.shape[1])
+        self._found = [_to_host(part) for part in vx.log_softmax(chosen).topk(most, dim=1)]
+
+    def read(self) -> list[dict[int, float] | None]:
+        found: list[dict[int, float] | None] = [None] * len(self._counts)
+        values, ids = (part.tolist() for part in self._found)
+        for row, row_ids, row_values in zip(self._wanted.tolist(), ids, values):
+            found[row] = dict(zip(row_ids[: self._counts[row]], row_values))
+        return found
+
+
+def _to_host(x: Tensor) -> Tensor:
+    if x.device.type == "cpu":
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 class Runner:
-    """One model on one device. Not thread-safe: its owner runs one plan at a time.
+    """One model on one device. Not thread-safe: its owner launches steps one after another, and waits for them in that
+    order.
 
     model    a Hugging Face causal language model, with `handle` its patch
     config   as given; in it, num_pages is filled in where it is None
     path     how hidden states are computed: "fused", or "patched: " and why
+    eager    why there are no CUDA graphs, "" where there are
     """
 
     def __init__(self, model: torch.nn.Module, handle, config: EngineConfig, device: torch.device):
         self.model, self.handle, self.device = model, handle, device
         self.shape = shapes.cache_shape(model, latent=config.latent_attention)
         self.dtype = next(model.parameters()).dtype
-        self.page_size = config.page_size
+        self.config = config
+        self._tokens = config.max_num_batched_tokens
+        self._slots = min(config.max_num_seqs, self._tokens)  # no more run at once
+        self._random = np.random.default_rng(0)
+        self._hidden: Tensor | None = None  # of the rows that are drawn after
+        self._recorder = None if config.enforce_eager else graphs.recorder(device)
+        self.eager = "" if self._recorder else "enforce_eager" if config.enforce_eager else "no GPU"
+        self._chosen: dict[str, list[int]] = {}  # sizes, once they have been measured
         self.make_forward()
+        with bar(config.show_progress) as progress:
+            try:
+                self._start(progress)
+            except torch.OutOfMemoryError as error:
+                raise torch.OutOfMemoryError(
+                    "Engine: out of memory at the start: lower gpu_memory_utilization (or num_pages, if given), "
+                    f"max_num_batched_tokens (now {self._tokens}) or max_num_seqs (now {config.max_num_seqs}), or "
+                    f"free memory that others hold on the device. {error}"
+                ) from error
+
+    def _start(self, progress: Progress) -> None:
+        config = self.config
+        longest = -(-(config.max_model_len or 1 << 20) // config.page_size)
+        few = self._caches(1, 1)
+        stand_in = tuple(cache * self.shape.layers for cache in few)
+        pages = longest if config.num_pages is None else min(longest, config.num_pages)
+        self.buffers = Buffers(stand_in, self._slots, pages, self._tokens, self.device)
+        step = self._rehearse(progress) if self.device.type == "cuda" else 0
         if config.num_pages is None:  # behind the forward: what that moves and takes is in use by now
             per_token = self.shape.per_token * self.dtype.itemsize
-            step = self._rehearse(config) if device.type == "cuda" else 0
-            pages = memory.default_num_pages(config, per_token, config.max_model_len or 1 << 20, device, step)
-            config = replace(config, num_pages=pages)
-        self.config = config
+            count = memory.default_num_pages(config, per_token, config.max_model_len or 1 << 20, self.device, step)
+            self.config = replace(config, num_pages=count)
         # Nobody's bits depend on what has not been stored, and on a CPU untouched memory is never taken; on a GPU it is
         # zeroed, as attention is faster where what lies behind a sequence's last key is finite.
-        self.builder = BatchBuilder(config, device, self._caches(config.num_pages, self.shape.layers))
+        self.buffers.caches = self._caches(self.config.num_pages, self.shape.layers)
+        self.capture(progress)
 
     def make_forward(self) -> None:
-        """Of the tensors that the model holds now."""
+        """Of the tensors that the model holds now. Graphs of others are no longer used: `capture` makes new ones."""
+        self.release()
         self.forward, self.path = forward(self.handle)
 
     def _caches(self, pages: int, layers: int) -> Caches:
         """Those of the keys and those of the values, for some layers."""
-        made = pages, self.page_size, self.shape.heads
+        made = pages, self.config.page_size, self.shape.heads
         new = torch.zeros if self.device.type == "cuda" else torch.empty
         k, v = (
             [new(*made, dim, dtype=self.dtype, device=self.device) for _ in range(layers if own else 0)]
@@ -53,82 +147,194 @@ class Runner:
         )
         return k, v or [keys[..., : self.shape.v_dim] for keys in k]
 
-    @torch.inference_mode()
-    def run(self, plan: StepPlan) -> Sampled:
-        """What the plan draws; -1 for a sequence whose logits are not numbers. The host waits once, for the draw."""
-        batch = self.builder.build(plan)
-        if batch.sampling.rows.shape[0] == 0:
-            self.forward(batch)
-            return Sampled([], [], [], [])
-        logits, drawn = self._step(batch)
-        most = batch.sampling.num_top_logprobs
-        top = self._top_logprobs(plan, logits, most) if most else None
-        return Sampled(*_to_host(*drawn), top)
+    # A step
 
-    def _step(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Logits of the sampled rows, and ids, log-probabilities and raw ones drawn from them."""
-        hidden, sampling = self.forward(batch), batch.sampling
-        if sampling.rows.shape[0] != hidden.shape[0]:
-            hidden = hidden.index_select(0, sampling.rows)
-        logits = self.handle.logits(hidden)
-        drawn = vx.sample(
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Pending:
+        """Begin to compute a step, behind those launched before."""
+        buffers = self.buffers
+        work = buffers.work(step)
+        ladder = self._decode if work.longest == 1 else self._mixed
+        body = ladder.fit(work.tokens)
+        head = self._heads.fit(work.draws) if work.draws and not work.top else None
+        body_part = body.part if body else self._body(work)
+        head_part = head.part if head else Head(work.draws) if work.draws else None
+        host = buffers.send(step, body_part, head_part)
+        if body:
+            body.replay()
+        else:
+            self._compute(body_part)
+        top = None
+        if head:
+            head.replay()
+        elif head_part:
+            logits = self._draw(head_part)
+            if work.top:
+                slots = step.chunks["slot"][step.chunks["draws"] > 0]
+                top = _Top(logits, buffers.rows.occupants["top"][slots])
+        draws = head_part.draws if head_part else 0
+        buffers.fetch(host, draws)
+        return Pending(buffers, host, draws, work.draws, top)
+
+    def _body(self, work: Work) -> Body:
+        """Without padding."""
+        return Body(work.tokens, work.sequences, work.draws, work.longest, 1, self.buffers.width(work.context))
+
+    def _compute(self, body: Body) -> None:
+        batch, rows = self.buffers.batch(body)
+        hidden = self.forward(batch)
+        if self._hidden is None:
+            self._hidden = hidden.new_zeros(self._slots, hidden.shape[1])
+        if body.draws:
+            torch.index_select(hidden, 0, rows, out=self._hidden[: body.draws])
+
+    def _draw(self, head: Head) -> Tensor:
+        columns = self.buffers.columns(head)
+        logits = self.handle.logits(self._hidden[: head.draws])
+        ids, *values = vx.sample(
             logits,
-            sampling.seeds,
-            sampling.positions,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
+            columns["seeds"],
+            columns["positions"],
+            temperature=columns["temperature"],
+            top_k=columns["top_k"],
+            top_p=columns["top_p"],
+            min_p=columns["min_p"],
         )
-        return logits, drawn
+        self.buffers.keep(columns["slots"], ids, values)
+        return logits
+
+    # Graphs
+
+    def _decode_body(self, rows: int) -> Body:
+        return Body(rows, rows, rows, 1, 1, self.buffers.max_pages)
+
+    def _mixed_body(self, rows: int) -> Body:
+        capacity = self.buffers.max_pages * self.config.page_size
+        sequences = min(self._slots, rows)
+        spare = -(-rows // capacity)
+        return Body(rows, sequences + spare, sequences, rows, capacity, self.buffers.max_pages)
+
+    def release(self) -> None:
+        """Give back the graphs and their memory; steps are computed call by call until `capture`."""
+        self._decode = self._mixed = self._heads = graphs.Ladder()
+        if self._recorder:
+            self._recorder.release()
 
     @torch.inference_mode()
-    def _rehearse(self, config: EngineConfig) -> int:
-        """Bytes that the largest step takes beside weights and caches.
+    def capture(self, progress: Progress | None = None) -> None:
+        """Make the graphs, of the weights, caches and buffers as they are now."""
+        if not self._recorder:
+            return
+        self.release()
+        if progress is None:
+            with bar(self.config.show_progress) as progress:
+                self._record(progress)
+        else:
+            self._record(progress)
 
-        Steps of every power of two of sequences go first, of single tokens and with a chunk among them: kernels that
-        are compiled, verified and chosen for a shape when they first meet it do so here, and not under a request.
+    def _record(self, progress: Progress) -> None:
+        try:
+            with self._recorder.session():
+                for name, part, run, most, tolerance in (
+                    ("_mixed", self._mixed_body, self._compute, self._most_mixed, 2 * _PADDING),
+                    ("_decode", self._decode_body, self._compute, lambda: self._slots, _PADDING),
+                    ("_heads", Head, self._draw, lambda: self._slots, _PADDING),
+                ):
+                    setattr(self, name, self._ladder(name, part, run, most, tolerance, progress))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.release()
+            self.eager = f"the forward cannot be recorded: {type(error).__name__}: {error}"
+            log.warning("CUDA graphs: none: %s", self.eager, exc_info=True)
+            self._recorder = None
+
+    def _ladder(
+        self, name: str, part: Callable, run: Callable, most: Callable, tolerance: float, progress: Progress
+    ) -> graphs.Ladder:
+        ladder = graphs.Ladder()
+
+        def record(size: int, made: Body | Head) -> None:
+            ladder.put(size, graphs.Recorded(made, self._recorder.record(lambda: run(made))))
+
+        def seconds(size: int) -> float:
+            progress(_NAMES[name], len(ladder.sizes), len(ladder.sizes) + 1, f"{size} rows")
+            made = part(size)
+            self._pad(made)
+            run(made)  # kernels are compiled, verified and chosen where they are first met, and not while recording
+            record(size, made)
+            replay = ladder.fit(size).replay
+            replay()
+            return self._recorder.seconds(replay)
+
+        if name not in self._chosen:
+            top = most()
+            self._chosen[name] = graphs.choose(seconds, top, tolerance) if top else []
+            ladder.keep(set(self._chosen[name]))
+        else:
+            for done, size in enumerate(reversed(self._chosen[name])):
+                progress(_NAMES[name], done, len(self._chosen[name]), f"{size} rows")
+                record(size, part(size))
+        return ladder
+
+    def _pad(self, part: Body | Head) -> None:
+        """Nothing but padding in these columns; with ids at random, or rows that are alike would all go to the same
+        experts of a mixture, and seem cheaper than they are."""
+        vocabulary = shapes.vocab_size(self.model)
+        body, head = (part, None) if isinstance(part, Body) else (self._decode_body(1), part)
+        host = self.buffers.send(None, body, head, lambda count: self._random.integers(vocabulary, size=count))
+        self.buffers.fetch(host, 0)
+        Pending(self.buffers, host, 0, 0, None).wait()
+
+    def _most_mixed(self) -> int:
+        """The most tokens of a step with chunks that is worth a graph: those for which kernels take little longer than
+        the host takes to launch them."""
+        size = self._tokens
+        while size > 1:
+            body = self._mixed_body(size)
+            self._pad(body)
+            self._compute(body)
+            device = self._recorder.seconds(lambda body=body: self._compute(body))
+            begin = time.perf_counter()
+            self._compute(body)
+            host = time.perf_counter() - begin
+            if device <= _HIDDEN * host:
+                return size
+            size //= 2
+        return 0
+
+    @torch.inference_mode()
+    def _rehearse(self, progress: Progress) -> int:
+        """Bytes that the largest step and the graphs take beside weights and caches.
+
+        Steps of every power of two of tokens go first, of single tokens and with a chunk among them: kernels that are
+        compiled, verified and chosen for a shape when they first meet it do so here, and not under a request.
         """
-        tokens, most = config.max_num_batched_tokens, min(config.max_num_seqs, config.max_num_batched_tokens)
-        k, v = (cache * self.shape.layers for cache in self._caches(1, 1))
-        limit = config.max_model_len or tokens
-
-        def step(*lengths: int) -> None:
-            """One that stores nothing and reads one page over and over; none longer than a sequence may be."""
-            spans = [(0, min(limit, length - at)) for length in lengths for at in range(0, length, limit)]
-            tables = [[0] * -(-end // config.page_size) for _, end in spans]
-            self._step(plain((k, v), tables, spans, store=False))
-
-        counts = {min(1 << i, most) for i in range(most.bit_length() + 1)}
-        for count in sorted(counts):
-            step(*[1] * count)
-            if tokens > count:
-                step(2, *[1] * (count - 1))
+        sizes = sorted({min(1 << i, self._tokens) for i in range(self._tokens.bit_length() + 1)})
+        for done, size in enumerate(sizes):
+            progress("kernels", done, len(sizes), f"{size} rows")
+            self._pad(self._mixed_body(size))
+            self._compute(self._mixed_body(size))
+            if size <= self._slots:
+                self._pad(self._decode_body(size))
+                self._compute(self._decode_body(size))
+                self._pad(Head(size))
+                self._draw(Head(size))
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        step(tokens - most + 1, *[1] * (most - 1))
-        return torch.cuda.max_memory_allocated(self.device) - before
-
-    def _top_logprobs(self, plan: StepPlan, logits: Tensor, most: int) -> list[dict[int, float] | None]:
-        """The likeliest ids at temperature 1, for the rows that want them."""
-        counts = [chunk.sequence.params.num_top_logprobs for chunk in plan.sampled_chunks]
-        wanted = [row for row, count in enumerate(counts) if count]
-        chosen = logits
-        if len(wanted) != len(counts):
-            chosen = logits[torch.tensor(wanted, dtype=torch.int64, device=logits.device)]
-        values, ids = vx.log_softmax(chosen).topk(min(most, logits.shape[1]), dim=1)
-        found: list[dict[int, float] | None] = [None] * len(counts)
-        for row, row_ids, row_values in zip(wanted, ids.tolist(), values.tolist()):
-            found[row] = dict(zip(row_ids[: counts[row]], row_values))
-        return found
-
-
-def _to_host(ids: Tensor, *values: Tensor) -> tuple[list, ...]:
-    """(S,) int64 and some (S,) fp32 as lists, in one copy."""
-    if ids.device.type == "cpu":
-        return ids.tolist(), *(v.tolist() for v in values)
-    words = torch.cat([t.contiguous().view(torch.int32) for t in (ids, *values)]).cpu().numpy()
-    count = ids.shape[0]
-    parts = words[2 * count :].view(np.float32).reshape(len(values), count)
-    return words[: 2 * count].view(np.int64).tolist(), *parts.tolist()
+        largest = self._mixed_body(self._tokens)
+        self._pad(largest)
+        self._compute(largest)
+        self._pad(Head(self._slots))
+        self._draw(Head(self._slots))
+        step = torch.cuda.max_memory_allocated(self.device) - before
+        if not self._recorder or self.config.num_pages is not None:
+            return step
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        self.capture(progress)
+        torch.cuda.empty_cache()
+        step += max(0, free - torch.cuda.mem_get_info(self.device)[0])
+        self.release()
+        return step

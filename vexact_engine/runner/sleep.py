@@ -5,7 +5,7 @@ stay the objects that they are, whoever holds them. Only their addresses are oth
 storage is empty ends the process: nobody may touch the engine's model while its weights are asleep.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -113,8 +113,8 @@ class Memory:
     asleep   tag -> the level that it sleeps at
     """
 
-    def __init__(self, model: torch.nn.Module, caches: Iterable[Tensor]):
-        self._model, self._caches = model, list(caches)
+    def __init__(self, model: torch.nn.Module, caches: Iterable[Tensor], release_graphs: Callable[[], None]):
+        self._model, self._caches, self._release_graphs = model, list(caches), release_graphs
         self._device = next(model.parameters()).device
         # What "host memory" means to a CPU: there is nothing to be moved.
         self._on_host = self._device.type == "cpu"
@@ -179,6 +179,8 @@ class Memory:
         return [caches]
 
     def _sleep_graphs(self, level: int) -> list[Storages]:
+        """Made again they are by their owner, who knows when all has its memory."""
+        self._release_graphs()
         return []
 
     def _held(self) -> int | None:

@@ -14,10 +14,11 @@ import vexact_ops as vx
 
 from ..config import EngineConfig
 from ..core.scheduler import Sampled, StepPlan
+from ..core.step import Encoder
 from ..errors import EngineAsleep, ModelInUse, WeightsTorn
 from ..weights.update import Update, apply_update, plan_update
 from ..weights.watch import Watch
-from .runner import Runner
+from .runner import Pending, Runner
 from .sleep import Memory, own
 
 log = logging.getLogger(__name__)
@@ -70,8 +71,10 @@ class Worker:
             self._runner = Runner(model, self._handle, config, self.device)
             self.config = self._runner.config
             self.numerics = vx.numerics(self.device, kv_segment=config.kv_segment, latent_attention=latent or None)
-            self._memory = Memory(model, (cache for part in self._runner.builder.caches for cache in part))
+            caches = (cache for part in self._runner.buffers.caches for cache in part)
+            self._memory = Memory(model, caches, self._runner.release)
             self._watch, self._missed = Watch(model), ""
+            self._encoder = Encoder()
         except BaseException:
             self._stack.close()
             raise
@@ -80,8 +83,12 @@ class Worker:
     def path(self) -> str:
         return self._runner.path
 
+    def launch(self, plan: StepPlan) -> Pending:
+        """Begin to compute a plan, behind those launched before. At once after `schedule`."""
+        return self._runner.launch(self._encoder.encode(plan))
+
     def run(self, plan: StepPlan) -> Sampled:
-        return self._runner.run(plan)
+        return self.launch(plan).wait()
 
     def fence(self) -> Callable[[], None]:
         """In any thread: what it has given its device to do until now comes first. The function returned is for the
@@ -123,6 +130,8 @@ class Worker:
                     f"{self.dtype} on {self.device}"
                 )
         self._runner.make_forward()
+        if not self.asleep:
+            self._runner.capture()
 
     def plan(self, named_tensors) -> list[tuple[Tensor, Tensor]]:
         self._make_ready()
@@ -163,8 +172,11 @@ class Worker:
     def sleep(self, level: int, tags: Iterable[str]) -> dict[str, int]:
         """Bytes given back, by tag. Nothing that was in the caches is there afterwards."""
         self._wait()
+        tags = sorted(tags, key=lambda tag: tag != "graphs")  # these first, as they know the addresses of the others
 
         def move() -> dict[str, int]:
+            if "graphs" not in tags:
+                self._runner.release()
             if self._memory.will_empty_weights(level, tags) and own([*self.model.parameters(), *self.model.buffers()]):
                 self._runner.make_forward()  # views of weights, which it may have, show what these have left
             return self._memory.sleep(level, tags)
@@ -172,8 +184,12 @@ class Worker:
         return self._aside(move)
 
     def wake_up(self, tags: Iterable[str]) -> dict[str, int]:
-        """Bytes taken again, by tag. MemoryError where there is no room."""
-        return self._aside(lambda: self._memory.wake_up(tags))
+        """Bytes taken again, by tag. Graphs are made again once nothing is asleep any more. MemoryError where there is
+        no room."""
+        taken = self._aside(lambda: self._memory.wake_up(tags))
+        if taken and not self.asleep:
+            self._runner.capture()
+        return taken
 
     def _aside(self, move: Callable[[], dict[str, int]]) -> dict[str, int]:
         """Addresses change: that is nobody else's doing. What somebody else did before is not forgotten."""
@@ -188,7 +204,7 @@ class Worker:
         dropped: nobody who still has the model could touch it otherwise."""
         self._wait()
         try:
-            self.wake_up(["weights"])
+            self._aside(lambda: self._memory.wake_up(["weights"]))
         except MemoryError as error:
             log.warning("close: the model's weights stay without memory, and nobody may read them: %s", error)
         self._runner = self._memory = None

@@ -1,0 +1,294 @@
+"""What a runner keeps on its device from step to step, and how a step gets there: in one copy, from pinned memory.
+
+There is one buffer, `words`, at a fixed address:
+
+    last token of each slot | ..... columns of the draw | columns of the forward .....
+                                                        ^ `middle`
+
+The columns of the forward begin at `middle`, and those of the draw end there: so where a column lies follows from its
+own part's sizes, a CUDA graph of either part finds its columns in place, and what a step needs is one piece. All that
+can be computed from numbers on the host is computed there, by NumPy for all tokens at once; a token that is known on
+the device alone is gathered from the last tokens, and pages from the page table, which lies beside the buffer.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import vexact_ops as vx
+
+from ..core.step import Rows, Step
+from .batch import Batch, Caches
+
+_LINE = 16  # bytes: columns begin at multiples, always, for Triton compiles a kernel anew for pointers that do not
+_MOST_PAGES = 4096  # new ones of a step that its copy has room for; there may be more, in a copy of their own
+_WIDTH = 16  # the page table is handed out in widths that are multiples of this, where no graph fixes them
+
+
+@dataclass(frozen=True)
+class Body:
+    """The sizes of a forward, which is all that its graph depends on.
+
+    tokens     T
+    sequences  B: those of the step, and sequences that consist of padding
+    draws      rows whose hidden states are handed on
+    longest    at least the most tokens of a sequence
+    padding    at most so many padded tokens make a sequence
+    width      pages of a sequence, at most
+    """
+
+    tokens: int
+    sequences: int
+    draws: int
+    longest: int
+    padding: int
+    width: int
+
+    def columns(self) -> Iterator[tuple[str, type, int]]:
+        yield "ids", np.int64, self.tokens
+        yield "sources", np.int64, self.tokens  # where in `words` each token's id is
+        yield "positions", np.int64, self.tokens
+        yield "places", np.int64, self.tokens  # where in the cache keys and values go; -1 stores nothing
+        yield "rows", np.int64, self.draws  # the tokens that are drawn after
+        yield "slots", np.int64, self.sequences
+        yield "starts", np.int32, self.sequences + 1
+        yield "context", np.int32, self.sequences
+
+
+@dataclass(frozen=True)
+class Head:
+    """The sizes of a draw."""
+
+    draws: int
+
+    def columns(self) -> Iterator[tuple[str, type, int]]:
+        for name in ("slots", "seeds", "positions", "top_k"):
+            yield name, np.int64, self.draws
+        for name in ("temperature", "top_p", "min_p"):
+            yield name, np.float32, self.draws
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step asks for, in numbers: `Runner` finds the Body and the Head that it fits into.
+
+    longest   tokens of the longest chunk
+    context   keys of the longest sequence
+    top       the most likeliest tokens that any draw is to come with
+    """
+
+    tokens: int
+    sequences: int
+    draws: int
+    longest: int
+    context: int
+    top: int
+
+
+@functools.lru_cache(1024)
+def _places(part: Body | Head) -> tuple[dict[str, tuple[int, type, int]], int]:
+    """Of each column its first byte, dtype and length; and the bytes of all."""
+    found, at = {}, 0
+    for name, kind, count in part.columns():
+        found[name] = at, kind, count
+        at += -(-count * np.dtype(kind).itemsize // _LINE) * _LINE
+    return found, at
+
+
+class Host:
+    """Memory of the host that a step goes through, in and out; its own until the device is through with it."""
+
+    def __init__(self, size: int, draws: int, pinned: bool):
+        self.tensor = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
+        self.bytes = self.tensor.numpy()
+        self.drawn = torch.zeros(4 * draws, dtype=torch.int32, pin_memory=pinned)
+        self.numbers = self.drawn.numpy()
+        self.event = torch.cuda.Event() if pinned else None
+
+    def columns(self, part: Body | Head, middle: int) -> dict[str, np.ndarray]:
+        places, size = _places(part)
+        first = middle if isinstance(part, Body) else middle - size
+        return {name: np.ndarray(count, kind, self.bytes, first + at) for name, (at, kind, count) in places.items()}
+
+
+class Buffers:
+    """The rows of all slots, and the step's inputs and outputs, on one device.
+
+    slots       sequences that run at once. One more row is for padding: it has page 0
+    max_pages   of a sequence
+    tokens      of a step, at most
+    """
+
+    def __init__(self, caches: Caches, slots: int, max_pages: int, tokens: int, device: torch.device):
+        self.caches, self.device, self.slots = caches, device, slots
+        self.page_size = caches[0][0].shape[1]
+        self.rows = Rows(slots, max_pages)
+        self.table = torch.zeros(slots + 1, max_pages, dtype=torch.int32, device=device)
+        most = Body(tokens, tokens + slots + 1, tokens, tokens, tokens, max_pages)
+        last = -(-8 * (slots + 1) // _LINE) * _LINE
+        self.middle = last + _places(Head(tokens))[1]
+        size = self.middle + _places(most)[1] + _MOST_PAGES * 12 + _LINE
+        self._size, self._draws = size, tokens
+        self.memory = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.words = self.memory[: size // 8 * 8].view(torch.int64)
+        self.last = self.words[: slots + 1]
+        self.drawn = torch.zeros(4 * tokens, dtype=torch.int32, device=device)
+        self._free: list[Host] = []
+
+    @property
+    def max_pages(self) -> int:
+        return self.table.shape[1]
+
+    # A step's way in
+
+    def work(self, step: Step) -> Work:
+        """Take in what the step says of slots."""
+        chunks = step.chunks
+        slots = chunks["slot"][chunks["draws"] > 0]
+        lengths = chunks["length"]
+        self._new = self.rows.apply(step)
+        top = int(self.rows.occupants["top"][slots].max(initial=0))
+        context = int((chunks["start"] + lengths).max())
+        return Work(len(step.token_ids), len(chunks), len(slots), int(lengths.max()), context, top)
+
+    def send(self, step: Step | None, body: Body, head: Head | None, ids: Callable | None = None) -> Host:
+        """Write a step's columns, padded to these sizes, and begin to copy them.
+
+        step   None: padding alone
+        ids    count -> token ids for the padding
+        """
+        host = self._free.pop() if self._free else Host(self._size, self._draws, self.device.type == "cuda")
+        first, end = self.middle, self.middle + _places(body)[1]
+        to = host.columns(body, self.middle)
+        if step is None:
+            tokens = count = draws = 0
+            drawn = slots = ends = np.zeros(0, np.int64)
+        else:
+            tokens, count = len(step.token_ids), len(step.chunks)
+            slots, begins, lengths, wanted = (step.chunks[name].astype(np.int64) for name in step.chunks.dtype.names)
+            ends = begins + lengths
+            drawn = np.flatnonzero(wanted)
+            draws = len(drawn)
+            offsets = np.cumsum(lengths)
+            if tokens == count:
+                owners, positions = slots, begins
+            else:
+                owner = np.repeat(np.arange(count), lengths)
+                owners, positions = slots[owner], np.arange(tokens) + (ends - offsets)[owner]
+            page, offset = np.divmod(positions, self.page_size)
+            to["ids"][:tokens] = step.token_ids
+            known = self.middle // 8 + np.arange(tokens)
+            to["sources"][:tokens] = np.where(step.token_ids < 0, owners, known)
+            to["positions"][:tokens] = positions
+            to["places"][:tokens] = self.rows.table[owners, page].astype(np.int64) * self.page_size + offset
+            to["rows"][:draws] = offsets[drawn] - 1
+            to["slots"][:count] = slots
+            to["starts"][1 : count + 1] = offsets
+            to["context"][:count] = ends
+        to["starts"][0] = 0
+        missing = body.tokens - tokens
+        to["slots"][count:] = self.slots
+        if missing:
+            to["ids"][tokens:] = 0 if ids is None else ids(missing)
+            to["sources"][tokens:] = self.middle // 8 + np.arange(tokens, body.tokens)
+            to["places"][tokens:] = -1
+        if count < body.sequences:
+            padded = tokens + body.padding * np.arange(1, body.sequences - count + 1)
+            to["starts"][count + 1 :] = np.minimum(padded, body.tokens)
+            lengths = np.diff(to["starts"][count:])
+            to["context"][count:] = lengths
+            if missing and body.padding == 1:
+                to["positions"][tokens:] = 0
+            elif missing:
+                to["positions"][tokens:] = np.arange(missing) % body.padding
+        to["rows"][draws:] = 0
+        if head is not None:
+            first -= _places(head)[1]
+            to = host.columns(head, self.middle)
+            chosen = slots[drawn]
+            occupants = self.rows.occupants[chosen]
+            to["slots"][:draws], to["slots"][draws:] = chosen, self.slots
+            to["seeds"][:draws], to["seeds"][draws:] = occupants["seed"], 0
+            to["positions"][:draws], to["positions"][draws:] = ends[drawn], 0
+            for name, padding in (("top_k", 0), ("temperature", 0.0), ("top_p", 1.0), ("min_p", 0.0)):
+                to[name][:draws], to[name][draws:] = occupants[name], padding
+        pages = step.page_ids if step is not None else ()
+        more = len(pages) > _MOST_PAGES
+        if len(pages) and not more:
+            where, end = end, end + 8 * len(pages)
+            host.bytes[where:end].view(np.int64)[:] = self._new
+            numbers, end = end, end + 4 * len(pages)
+            host.bytes[numbers:end].view(np.int32)[:] = pages
+        self.memory[first:end].copy_(host.tensor[first:end], non_blocking=True)
+        if more:
+            self._put_pages(*(self._alone(part) for part in (self._new, pages)))
+        elif len(pages):
+            self._put_pages(self.memory[where:numbers].view(torch.int64), self.memory[numbers:end].view(torch.int32))
+        return host
+
+    def _put_pages(self, where: Tensor, pages: Tensor) -> None:
+        self.table.view(-1).index_copy_(0, where, pages)
+
+    def _alone(self, values: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(values))
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    # On the device
+
+    def columns(self, part: Body | Head) -> dict[str, Tensor]:
+        places, size = _places(part)
+        first = self.middle if isinstance(part, Body) else self.middle - size
+        found = {}
+        for name, (at, kind, count) in places.items():
+            begin = first + at
+            piece = self.memory[begin : begin + count * np.dtype(kind).itemsize]
+            found[name] = piece.view(_TORCH[kind])
+        return found
+
+    def batch(self, body: Body) -> tuple[Batch, Tensor]:
+        """The batch, and the rows that are drawn after. A last token that is none (-1: what it was to be drawn from was
+        not finite) is computed as token 0: it must not be an index, and nobody will ask for what comes of it."""
+        c = self.columns(body)
+        input_ids = self.words.index_select(0, c["sources"]).clamp_(min=0)
+        table = self.table if body.width == self.max_pages else self.table[:, : body.width]
+        table = table.index_select(0, c["slots"])
+        paged = vx.patch.PagedBatch(*self.caches, c["places"], table, c["context"], c["starts"], body.longest)
+        return Batch(input_ids, c["positions"], paged), c["rows"]
+
+    def keep(self, slots: Tensor, ids: Tensor, values: Sequence[Tensor]) -> None:
+        """Note what was drawn: the ids for the slots' next tokens, all of it for the host."""
+        self.last.index_copy_(0, slots, ids)
+        parts = [t.view(torch.int32) for t in (ids, *values)]
+        torch.cat(parts, out=self.drawn[: 4 * len(ids)])
+
+    def width(self, context: int) -> int:
+        """Pages for so many keys, for a step of its own."""
+        pages = -(-context // self.page_size)
+        return min(-(-pages // _WIDTH) * _WIDTH, self.max_pages)
+
+    # Its way out
+
+    def fetch(self, host: Host, draws: int) -> None:
+        """Begin to copy what was drawn."""
+        if draws:
+            host.drawn[: 4 * draws].copy_(self.drawn[: 4 * draws], non_blocking=True)
+        if host.event is not None:
+            host.event.record()
+
+    def read(self, host: Host, draws: int, count: int) -> tuple[list[int], list[float], list[float]]:
+        """Of `draws` draws the first `count`, once they are there."""
+        ids = host.numbers[: 2 * draws].view(np.int64)[:count].tolist()
+        values = host.numbers[2 * draws : 4 * draws].view(np.float32).reshape(2, draws)[:, :count].tolist()
+        return ids, *values
+
+    def give_back(self, host: Host) -> None:
+        self._free.append(host)
+
+
+_TORCH = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float32}

@@ -1,0 +1,164 @@
+"""CUDA graphs of forwards and draws: which sizes there are graphs of, and how they are made and given back.
+
+A graph is recorded for a number of rows; a step with fewer is padded. Sizes are chosen by what they cost: one is split
+where its time is more than a few percent above that of the next smaller one, until padding costs no more than that.
+Nothing of this changes bits, for rows do not depend on their number or on their neighbours.
+"""
+
+import bisect
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+
+from .buffers import Body, Head
+
+Run = Callable[[], None]
+_REPLAYS = 3  # that a time is the least of
+
+
+class Recorder(Protocol):
+    """How work is recorded, and how long it takes."""
+
+    def record(self, run: Run) -> Run:
+        """A function that does the same again, on what the same buffers hold then."""
+
+    def seconds(self, run: Run) -> float: ...
+
+    def session(self) -> contextlib.AbstractContextManager:
+        """Recording and timing is done in one."""
+
+    def release(self) -> None:
+        """The memory of all that was recorded, once nobody holds any of it."""
+
+
+class CudaRecorder:
+    """CUDA graphs on the current stream, which must not be the default one. They share their memory: they are replayed
+    one after another, and leave what others need in memory of the buffers."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        was_on = gc.isenabled()
+        gc.collect()  # what is collected during a capture may be of CUDA, and break it
+        gc.disable()
+        try:
+            torch.cuda.synchronize(self.device)
+            yield
+        finally:
+            if was_on:
+                gc.enable()
+
+    def record(self, run: Run) -> Run:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            run()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # it says again that the capture has failed
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return graph.replay
+
+    def seconds(self, run: Run) -> float:
+        times = []
+        for _ in range(_REPLAYS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        return min(times)
+
+    def release(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self._pool = torch.cuda.graph_pool_handle()
+        torch.cuda.empty_cache()
+
+
+class HostRecorder:
+    """The same on a CPU, where a function is its own recording: for tests of padding and sizes."""
+
+    def session(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
+
+    def record(self, run: Run) -> Run:
+        return run
+
+    def seconds(self, run: Run) -> float:
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin
+
+    def release(self) -> None:
+        pass
+
+
+def recorder(device: torch.device) -> Recorder | None:
+    """What records on this device; None where nothing is."""
+    return CudaRecorder(device) if device.type == "cuda" else None
+
+
+class Recorded(NamedTuple):
+    part: Body | Head
+    replay: Run
+
+
+class Ladder:
+    """Recordings by their number of rows."""
+
+    def __init__(self):
+        self.sizes: list[int] = []
+        self._recorded: dict[int, Recorded] = {}
+
+    def put(self, size: int, recorded: Recorded) -> None:
+        if size not in self._recorded:
+            bisect.insort(self.sizes, size)
+        self._recorded[size] = recorded
+
+    def fit(self, rows: int) -> Recorded | None:
+        """The smallest that holds so many rows."""
+        at = bisect.bisect_left(self.sizes, rows)
+        return self._recorded[self.sizes[at]] if at < len(self.sizes) else None
+
+    def keep(self, sizes: set[int]) -> None:
+        self.sizes = [size for size in self.sizes if size in sizes]
+        self._recorded = {size: self._recorded[size] for size in self.sizes}
+
+
+def choose(seconds: Callable[[int], float], most: int, tolerance: float) -> list[int]:
+    """Sizes from 1 to `most`, ascending: a step that is padded to the next of them costs at most about `tolerance`
+    more, its share of the time. `seconds` is asked once for each size that is looked at, the largest first."""
+    times: dict[int, float] = {}
+
+    def at(size: int) -> float:
+        if size not in times:
+            times[size] = seconds(size)
+        return times[size]
+
+    def split(low: int, high: int) -> None:
+        if high - low <= max(1, high // 16) or at(high) <= at(low) * (1 + tolerance):
+            return
+        middle = (low + high) // 2
+        if high - low >= 32:
+            middle -= middle % 8  # where tiles end
+        split(middle, high)
+        split(low, middle)
+
+    at(most)
+    if most > 1:
+        split(1, most)
+        at(1)
+    kept = [most]
+    for size in sorted(times, reverse=True)[1:]:
+        if times[kept[-1]] > times[size] * (1 + tolerance / 2):
+            kept.append(size)
+    return kept[::-1]
