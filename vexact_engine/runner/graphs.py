@@ -150,6 +150,7 @@ def choose(seconds: Callable[[int], float], most: int, tolerance: float) -> list
         middle = (low + high) // 2
         if high - low >= 32:
             middle -= middle % 8  # where tiles end
+        at(middle)
         split(middle, high)
         split(low, middle)
 

@@ -1,0 +1,285 @@
+"""Steps in persistent buffers, padded to the sizes of graphs: on a CPU, where a function is its own recording, so that
+buffers, padding and sizes are those of a GPU. Bits are those of steps without padding, whatever the sizes."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from engine_models import CHOICE_IN_BLOCK, bits, build, check_idle, prompts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import vexact_ops as vx
+from vexact_engine import Engine, EngineConfig, SamplingParams
+from vexact_engine.core.scheduler import Scheduler
+from vexact_engine.core.step import Encoder
+from vexact_engine.request import Request
+from vexact_engine.runner import buffers, graphs
+from vexact_engine.runner.runner import Runner
+
+CONFIG = EngineConfig(page_size=4, num_pages=160, max_num_seqs=7, max_num_batched_tokens=23, reserve=0.0)
+PROMPTS = prompts(12)
+PARAMS = [
+    SamplingParams(
+        max_new_tokens=3 + 4 * (i % 4),
+        temperature=(0.0, 0.7, 1.0, 1.3)[i % 4],
+        top_k=(0, 0, 7)[i % 3],
+        top_p=(1.0, 0.9)[i % 2],
+        min_p=(0.0, 0.0, 0.02)[i % 3],
+        seed=i,
+        ignore_eos=True,
+        num_top_logprobs=(0, 0, 0, 2)[i % 4],
+    )
+    for i in range(len(PROMPTS))
+]
+
+
+@pytest.fixture
+def recording(monkeypatch):
+    """Steps are padded to sizes that are chosen as on a GPU. Returns how often a recording was used."""
+    used = {"decode": 0, "mixed": 0, "heads": 0}
+    monkeypatch.setattr(graphs, "recorder", lambda device: graphs.HostRecorder())
+    monkeypatch.setattr("vexact_engine.runner.runner._PADDING", -1.0)  # every size is split
+    monkeypatch.setattr("vexact_engine.runner.runner._HIDDEN", 1e9)
+    launch, fit = Runner.launch, graphs.Ladder.fit
+
+    def counting(self, step):
+        for name in used:
+            ladder = getattr(self, f"_{name}")
+            ladder.fit = lambda rows, name=name, ladder=ladder: note(name, fit(ladder, rows))
+        return launch(self, step)
+
+    def note(name, found):
+        used[name] += found is not None
+        return found
+
+    monkeypatch.setattr(Runner, "launch", counting)
+    return used
+
+
+def outcomes(family, config, params=PARAMS):
+    with Engine.from_pretrained(build(family), config=config) as engine:
+        done = engine.generate(PROMPTS, params)
+        check_idle(engine)
+        runner = engine._worker._runner
+        sizes = runner._decode.sizes, runner._mixed.sizes, runner._heads.sizes
+        return [(bits(c), str(c.top_logprobs)) for c in done], sizes
+
+
+@pytest.mark.parametrize(
+    "family,options",
+    [
+        ("Llama", {}),
+        ("Qwen3", {"kv_segment": 64, "page_size": 3}),
+        ("Gemma2", {"max_num_batched_tokens": 5}),
+        ("Phi3", {}),
+        ("Qwen3Moe", {"num_pages": 17}),  # preempted
+        pytest.param("DeepseekV3", {"latent_attention": True}, marks=CHOICE_IN_BLOCK),
+    ],
+)
+def test_padded_steps_have_the_bits_of_others(family, options, request):
+    config = replace(CONFIG, **options)
+    expected, sizes = outcomes(family, config)
+    assert sizes == ([], [], [])
+    used = request.getfixturevalue("recording")
+    got, sizes = outcomes(family, config)
+    assert got == expected and all(sizes) and all(used.values()), used
+    assert outcomes(family, replace(config, enforce_eager=True))[0] == expected
+
+
+def test_short_sequences_in_large_steps(recording):
+    """Padding of a step with chunks is more than a sequence may be long: it is cut."""
+    config = replace(CONFIG, max_model_len=6, max_num_batched_tokens=40)
+    short, params = [p[:3] for p in PROMPTS], [replace(p, max_new_tokens=3) for p in PARAMS]
+    done = []
+    for eager in (True, False):
+        with Engine.from_pretrained(build("Qwen3"), config=replace(config, enforce_eager=eager)) as engine:
+            done.append([bits(c) for c in engine.generate(short, params)])
+    assert done[0] == done[1] and recording["mixed"]
+
+
+class Alone:
+    """A runner and a scheduler without an engine."""
+
+    def __init__(self, family="Qwen3", config=CONFIG, **options):
+        self.model = build(family, **options)
+        self.handle = vx.patch.hf(self.model)
+        self.runner = Runner(self.model, self.handle, config, torch.device("cpu"))
+        self.scheduler, self.encoder = Scheduler(self.runner.config), Encoder()
+
+    def launch(self, lookahead):
+        plan = self.scheduler.schedule(lookahead=lookahead)
+        return plan, self.runner.launch(self.encoder.encode(plan)) if plan else None
+
+    def drain(self, depth):
+        flying = []
+        while self.scheduler.has_unfinished or flying:
+            while len(flying) < depth:
+                plan, pending = self.launch(depth > 1)
+                if not plan:
+                    break
+                flying.append((plan, pending))
+            plan, pending = flying.pop(0)
+            assert pending.ready()
+            self.scheduler.commit(plan, pending.wait())
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["recorded", "call by call"])
+def test_steps_that_are_launched_ahead_have_the_same_bits(depth, kind, request):
+    if kind == "recorded":
+        request.getfixturevalue("recording")
+    made = []
+    for deep in (1, depth):
+        alone = Alone(config=replace(CONFIG, num_pages=15))
+        requests = [Request(p, q) for p, q in zip(PROMPTS, PARAMS)]
+        for one in requests:
+            alone.scheduler.add(one)
+        alone.drain(deep)
+        assert alone.scheduler.stats.preemptions and len(alone.runner.buffers._free) <= 3
+        made.append([(s.tokens, s.logprobs, s.raw_logprobs, s.top_logprobs) for r in requests for s in r.sequences])
+    assert made[0] == made[1]
+
+
+def test_padding_stores_nothing(recording):
+    """What no running sequence has is never written to: pages, and last tokens of other slots."""
+    alone = Alone()
+    alone.scheduler.add(Request(PROMPTS[0], PARAMS[1]))
+    buffers = alone.runner.buffers
+    for part in buffers.caches:
+        for cache in part:
+            cache.fill_(7.0)
+    buffers.last.fill_(-5)
+    seen = set()
+    while alone.scheduler.has_unfinished:
+        plan, pending = alone.launch(False)
+        (chunk,) = plan.chunks
+        seen |= {page * 4 + i for page in chunk.pages for i in range(4)}
+        alone.scheduler.commit(plan, pending.wait())
+        assert set(buffers.last[:-1].tolist()) == {-5, buffers.last[chunk.slot].item()}
+    for part in buffers.caches:
+        for cache in part:
+            written = (cache.flatten(0, 1) != 7.0).flatten(1).any(1).nonzero()[:, 0].tolist()
+            assert written and set(written) <= seen
+    assert sum(recording.values()) > 10
+
+
+@pytest.mark.parametrize("kind", ["recorded", "call by call"])
+def test_a_last_token_that_is_none_indexes_nothing(kind, request):
+    """A step that is launched before the host knows that there is no token for it computes with token 0."""
+    if kind == "recorded":
+        request.getfixturevalue("recording")
+    alone = Alone()
+    alone.scheduler.add(Request(PROMPTS[0][:5], PARAMS[1]))
+    with torch.no_grad():
+        alone.model.model.norm.weight.fill_(torch.nan)
+    first = alone.launch(True)
+    asked = []
+    forward = alone.runner.forward
+    alone.runner.forward = lambda batch: (asked.append(batch.input_ids.tolist()), forward(batch))[1]
+    second = alone.launch(True)
+    assert asked[0][0] == 0
+    sampled = first[1].wait()
+    assert sampled.token_ids == [-1] and np.isnan(sampled.logprobs[0])
+    assert second[1].wait().token_ids == [-1]
+    assert alone.runner.buffers.last.min() == -1
+
+
+def test_many_new_pages_have_a_copy_of_their_own(monkeypatch):
+    expected, _ = outcomes("Qwen3", CONFIG)
+    monkeypatch.setattr(buffers, "_MOST_PAGES", 1)
+    assert outcomes("Qwen3", CONFIG)[0] == expected
+
+
+def test_graphs_are_given_back_and_made_again(recording):
+    with Engine.from_pretrained(build("Qwen3"), config=CONFIG) as engine:
+        runner = engine._worker._runner
+        expected = [bits(c) for c in engine.generate(PROMPTS, PARAMS)]
+        sizes = [list(ladder.sizes) for ladder in (runner._decode, runner._mixed, runner._heads)]
+        before = dict(recording)
+        runner.release()
+        assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
+        assert recording == before
+        runner.capture()
+        assert [ladder.sizes for ladder in (runner._decode, runner._mixed, runner._heads)] == sizes
+        assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
+        assert recording != before
+
+
+@pytest.mark.parametrize("way", ["replaced", "slept"])
+def test_new_addresses_are_captured_anew(way, recording):
+    other = build("Qwen3", seed=1)
+    with Engine.from_pretrained(build("Qwen3"), config=CONFIG) as engine:
+        expected = [bits(c) for c in engine.generate(PROMPTS, PARAMS)]
+        runner, made = engine._worker._runner, []
+        record = runner._recorder.record
+        runner._recorder.record = lambda run: (made.append(run), record(run))[1]
+        if way == "slept":
+            engine.sleep(1)
+            assert not runner._decode.sizes
+            engine.wake_up(["weights"])
+            assert not made
+            engine.wake_up()
+        else:
+            engine.model.load_state_dict(build("Qwen3", seed=1).state_dict(), assign=True)
+            with Engine.from_pretrained(other, config=CONFIG) as second:
+                expected = [bits(c) for c in second.generate(PROMPTS, PARAMS)]
+        assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
+        assert len(made) == sum(len(ladder.sizes) for ladder in (runner._decode, runner._mixed, runner._heads)) > 3
+
+
+def test_a_forward_that_cannot_be_recorded(monkeypatch, caplog):
+    expected, _ = outcomes("Qwen3", CONFIG)
+    monkeypatch.setattr(graphs, "recorder", lambda device: graphs.HostRecorder())
+
+    def refuse(self, run):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graphs.HostRecorder, "record", refuse)
+    assert outcomes("Qwen3", CONFIG) == (expected, ([], [], []))
+    assert "CUDA graphs: none" in caplog.text and "not permitted" in caplog.text
+
+
+def test_no_memory_at_the_start_says_what_to_lower(monkeypatch):
+    def full(self, progress=None):
+        raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+
+    monkeypatch.setattr(Runner, "capture", full)
+    wanted = r"lower gpu_memory_utilization .*max_num_batched_tokens \(now 23\) or max_num_seqs \(now 7\).* 3 GiB"
+    with pytest.raises(torch.OutOfMemoryError, match=wanted):
+        Engine.from_pretrained(build("Qwen3"), config=CONFIG)
+
+
+# Sizes
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 3000), st.floats(0.01, 0.3), st.sampled_from(["flat", "linear", "steps", "root"]))
+def test_padding_costs_what_it_may(most, tolerance, kind):
+    asked = []
+
+    def seconds(size):
+        asked.append(size)
+        return {"flat": 1.0, "linear": 20.0 + size, "steps": 3.0 + -(-size // 64), "root": 5.0 + size**0.5}[kind]
+
+    sizes = graphs.choose(seconds, most, tolerance)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == most and set(sizes) <= set(asked)
+    assert len(asked) == len(set(asked)) and asked[0] == most
+    if kind == "flat":
+        assert sizes == [most]
+    measured = sorted(asked)
+    for low, high in itertools.pairwise(measured):
+        assert high - low <= max(1, high // 16) or seconds(high) <= seconds(low) * (1 + tolerance), (low, high)
+    for size in measured:
+        assert seconds(min(s for s in sizes if s >= size)) <= seconds(size) * (1 + tolerance / 2), size
+
+
+def test_the_smallest_that_fits():
+    ladder = graphs.Ladder()
+    for size in (8, 1, 3):
+        ladder.put(size, graphs.Recorded(size, None))
+    assert [ladder.fit(rows) and ladder.fit(rows).part for rows in (1, 2, 3, 4, 8, 9)] == [1, 3, 3, 8, 8, None]
+    ladder.keep({3})
+    assert ladder.sizes == [3] and ladder.fit(1).part == 3
