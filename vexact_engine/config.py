@@ -84,6 +84,8 @@ class SamplingParams:
     stop               a string, or several, or None: generation ends once the generated text contains one of them
     ignore_eos         generate past the model's end-of-sequence ids (`stop_token_ids` still apply)
     num_top_logprobs   report the log-probabilities of this many of the likeliest tokens at each position
+    prompt_logprobs    report the log-probabilities of the prompt's own tokens, at temperature 1. All of the prompt is
+                       computed then, once for each sample: nothing is taken from the prefix cache
     """
 
     max_new_tokens: int = 128
@@ -98,6 +100,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     num_top_logprobs: int = 0
+    prompt_logprobs: bool = False
 
     def __post_init__(self):
         _set_int(self, "max_new_tokens", 1)
@@ -113,6 +116,7 @@ class SamplingParams:
         _set_real(self, "top_p", lambda p: 0 < p <= 1, "a number above 0 and at most 1")
         _set_real(self, "min_p", lambda p: 0 <= p <= 1, "a number from 0 to 1")
         _check_bool(self, "ignore_eos")
+        _check_bool(self, "prompt_logprobs")
         if isinstance(self.stop_token_ids, (str, bytes)) or not isinstance(self.stop_token_ids, Iterable):
             raise _type_error(self, "stop_token_ids", "token ids")
         ids = tuple(_as_int(self, "stop_token_ids", i, "token ids") for i in self.stop_token_ids)

@@ -82,6 +82,8 @@ class Completion:
     text              the generated text, "" where there is no tokenizer
     weight_version    version of the weights that gave the last token; `weight_versions` has it for every token
     top_logprobs      for each token {id: log-probability} of the likeliest ids, if `num_top_logprobs` asked for them
+    prompt_logprobs   of each of the prompt's tokens at temperature 1, if `prompt_logprobs` asked for them: None for the
+                      first, which follows nothing, and for those that were not come to
     error             why, where finish_reason is "error", or "length" for want of cache
     request_id, index the request, and which of its samples this is
     seed              the request's seed, drawn where none was given: with it the same tokens come again
@@ -104,6 +106,7 @@ class Completion:
     stop_reason: int | str | None = None
     weight_versions: list[int] = field(default_factory=list)
     metrics: Metrics | None = None
+    prompt_logprobs: list[float | None] | None = None
 
 
 class Request:
@@ -177,6 +180,7 @@ class Sequence:
         "pages",
         "params",
         "preemptions",
+        "prompt_logprobs",
         "raw_logprobs",
         "request",
         "seed",
@@ -197,6 +201,7 @@ class Sequence:
         self.num_prompt = len(self.tokens)
         self.logprobs, self.raw_logprobs, self.weight_versions = [], [], []
         self.top_logprobs = [] if self.params.num_top_logprobs else None
+        self.prompt_logprobs = [None] * self.num_prompt if self.params.prompt_logprobs else None
         self.state = State.WAITING
         self.slot = None
         self.arrival = -1  # its place in the order of fairness, once added
@@ -243,6 +248,7 @@ class Sequence:
             text=text,
             weight_version=self.weight_versions[-1] if self.weight_versions else weight_version,
             top_logprobs=None if self.top_logprobs is None else list(self.top_logprobs),
+            prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
             error=self.error,
             request_id=self.request.id,
             index=self.index,

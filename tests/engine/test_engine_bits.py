@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import devices
-from engine_models import bits, build, check_idle, prompts
+from engine_models import VOCAB, bits, build, check_idle, prompts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -294,3 +294,42 @@ def test_a_family_without_a_fused_forward(device, dtype):
         assert [bits(c) for c in together] == [
             bits(engine.generate([prompt], params)[0]) for prompt, params in zip(PROMPTS, PARAMS)
         ]
+
+
+# Log-probabilities of prompts
+
+
+@each_device
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("config", [ROOMY, replace(ROOMY, num_pages=14, page_size=4, max_num_batched_tokens=11)])
+def test_prompt_logprobs_are_the_trainers(device, dtype, family, config):
+    """In chunks, preempted, of requests that share a beginning, beside others; from a warm cache, too."""
+    with launch(device, family) as engine:
+        expected = [bits(c) for c in engine.generate(PROMPTS, PARAMS)]
+    trainer, rows = build(family, dtype, device=device), []
+    with vx.patch.hf(trainer) as handle, torch.no_grad():
+        for prompt in PROMPTS:
+            values = handle.logprobs(torch.tensor([prompt], device=device))[0, :-1].cpu()
+            rows.append(values.view(torch.int32).tolist())
+    params = [replace(p, prompt_logprobs=i != 1, n=1 + i % 2) for i, p in enumerate(PARAMS)]
+    with Engine.from_pretrained(build(family, dtype, device=device), device=device, config=config) as engine:
+        for _ in range(2):
+            done = engine.generate(PROMPTS, params)
+            check_idle(engine)
+            assert [bits(c) for c in done if not c.index] == expected
+            for completion in done:
+                i = PROMPTS.index(completion.prompt_ids)
+                if not params[i].prompt_logprobs:
+                    assert completion.prompt_logprobs is None
+                    continue
+                first, *others = completion.prompt_logprobs
+                assert first is None
+                assert torch.tensor(others, dtype=torch.float32).view(torch.int32).tolist() == rows[i]
+
+
+def test_prompt_logprobs_of_one_that_does_not_begin():
+    with Engine.from_pretrained(build("Llama"), config=ROOMY) as engine:
+        (refused,) = engine.generate([[VOCAB]], SamplingParams(prompt_logprobs=True))
+        assert refused.error and refused.prompt_logprobs == [None]
+    with pytest.raises(TypeError, match="prompt_logprobs is 1"):
+        SamplingParams(prompt_logprobs=1)

@@ -47,7 +47,7 @@ def sizes(engine):
     "family,options",
     [
         ("Llama", {}),
-        ("Qwen3", {"kv_segment": 64}),
+        ("Qwen3", {"kv_segment": 128}),
         ("Gemma2", {}),
         ("Phi3", {}),
         ("Qwen3Moe", {}),

@@ -12,7 +12,7 @@ from vexact_engine.core.step import OCCUPANT, Encoder, Rows, Step
 from vexact_engine.request import Request
 
 CONFIG = EngineConfig(page_size=4, num_pages=24, max_num_seqs=6, max_num_batched_tokens=13, reserve=0.0)
-PARTS = "occupants", "pages", "page_ids", "chunks", "token_ids"
+PARTS = "occupants", "pages", "page_ids", "chunks", "token_ids", "targets"
 
 
 def same(step, other):
@@ -36,22 +36,24 @@ class Receiver:
         step = Step.from_bytes(step.to_bytes())
         where = self.rows.apply(step)
         assert (self.rows.table.reshape(-1)[where] == step.page_ids).all()
-        drawn, at = [], 0
-        for slot, start, length, _ in step.chunks.tolist():
+        drawn, scores, at, told = [], [], 0, 0
+        for slot, start, length, *_ in step.chunks.tolist():
             for position, token in enumerate(step.token_ids[at : at + length].tolist(), start):
                 if token == PLACEHOLDER:
                     token = self.last[slot]
                 self.memory[self.place(slot, position)] = position, token
             at += length
-        for slot, start, length, draws in step.chunks.tolist():
+        for slot, start, length, draws, scored in step.chunks.tolist():
+            scores.append([1.0 * t for t in step.targets[told : told + scored].tolist()])
+            told += scored
             read = [self.memory[self.place(slot, position)] for position in range(start + length)]
             positions, tokens = zip(*read)
             assert positions == tuple(range(start + length))
             if draws:
                 self.last[slot] = toy.draw(tokens, int(self.rows.occupants["seed"][slot]), 0)
                 drawn.append(self.last[slot])
-        assert at == len(step.token_ids)
-        return Sampled(drawn, [0.0] * len(drawn), [0.0] * len(drawn), [{} for _ in drawn])
+        assert at == len(step.token_ids) and told == len(step.targets)
+        return Sampled(drawn, [0.0] * len(drawn), [0.0] * len(drawn), [{} for _ in drawn], scores)
 
     def place(self, slot, position):
         return int(self.rows.table[slot, position // self.size]) * self.size + position % self.size
@@ -77,6 +79,7 @@ def make_request(i, length):
         top_p=0.5 + 0.1 * (i % 5),
         min_p=0.1 * (i % 3),
         num_top_logprobs=i % 3,
+        prompt_logprobs=i % 4 == 1,
     )
     return Request([3 + (i // 3 + t) % 4 for t in range(length)], params)
 
@@ -137,6 +140,8 @@ def test_a_receiver_of_steps_computes_what_the_sequences_are(data, depth):
             for _ in sequence.generated:
                 wanted.append(toy.draw(wanted, sequence.seed, 0))
             assert sequence.tokens == wanted
+            if sequence.generated and sequence.params.prompt_logprobs:
+                assert sequence.prompt_logprobs == [None, *request.prompt_ids[1:]]
 
 
 def test_differences_alone_are_told():
@@ -148,8 +153,8 @@ def test_differences_alone_are_told():
         step = encoder.encode(plan)
         told.append([len(getattr(step, part)) for part in PARTS])
         scheduler.commit(plan, receiver.run(step))
-    assert told[0] == [1, 1, 2, 1, 6]
-    assert told[1:] == [[0, begins, begins, 1, 1] for begins in (0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1)]
+    assert told[0] == [1, 1, 2, 1, 6, 0]
+    assert told[1:] == [[0, begins, begins, 1, 1, 0] for begins in (0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1)]
 
 
 def test_a_token_that_is_being_drawn_is_a_placeholder():
@@ -157,7 +162,7 @@ def test_a_token_that_is_being_drawn_is_a_placeholder():
     scheduler.add(Request([3, 4, 5], SamplingParams(max_new_tokens=4, seed=1)))
     first, second = (encoder.encode(scheduler.schedule(lookahead=True)) for _ in range(2))
     assert first.token_ids.tolist() == [3, 4, 5] and second.token_ids.tolist() == [PLACEHOLDER]
-    assert second.chunks.tolist() == [(first.chunks["slot"][0], 3, 1, 1)]
+    assert second.chunks.tolist() == [(first.chunks["slot"][0], 3, 1, 1, 0)]
 
 
 def test_parameters_that_fp32_or_int64_cannot_hold_mean_the_same():
@@ -173,10 +178,10 @@ def test_bytes():
     step = encoder.encode(scheduler.schedule())
     data = step.to_bytes()
     assert same(Step.from_bytes(data), step) and same(Step.from_bytes(bytearray(data)), step)
-    for wrong in (b"", data[:-1], data + b"\0", b"\0" * len(data), data[:8] + b"\xff" * 40 + data[48:]):
+    for wrong in (b"", data[:-1], data + b"\0", b"\0" * len(data), data[:8] + b"\xff" * 48 + data[56:]):
         with pytest.raises(ValueError, match="Step: got"):
             Step.from_bytes(wrong)
-    empty = Step(5, np.zeros(0, OCCUPANT), step.pages[:0], step.page_ids[:0], step.chunks[:0], step.token_ids[:0])
+    empty = Step(5, np.zeros(0, OCCUPANT), *(getattr(step, part)[:0] for part in PARTS[1:]))
     assert same(Step.from_bytes(empty.to_bytes()), empty)
     assert not same(empty, step)
 

@@ -84,12 +84,17 @@ class StepPlan:
 
 @dataclass(slots=True)
 class Sampled:
-    """What a step drew, one entry for each of plan.sampled_chunks. `top_logprobs` is read where a request wants it."""
+    """What a step drew, one entry for each of plan.sampled_chunks. `top_logprobs` is read where a request wants it.
+
+    prompt_logprobs   where any chunk's request wants them, one list for each of plan.chunks: of the prompt's tokens
+                      that follow the chunk's first, second, .. token
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     raw_logprobs: list[float]
     top_logprobs: list[dict[int, float] | None] | None = None
+    prompt_logprobs: list[list[float]] | None = None
 
 
 @dataclass(slots=True)
@@ -340,7 +345,8 @@ class Scheduler:
             if sequence is self._blocked or sequence.in_flight:  # preempted in flight: its tokens are on their way
                 break
             # The last token is always computed, even where its page is known: its logits are wanted.
-            most = (len(sequence.tokens) - 1) // pool.page_size
+            # So is all of a prompt whose log-probabilities are wanted.
+            most = 0 if sequence.prompt_logprobs is not None else (len(sequence.tokens) - 1) // pool.page_size
             known, node = self._match(sequence, most)
             wanted = pool.key(node, sequence.tokens, len(known)) if len(known) < most else None
             if wanted is not None and wanted in computing:
@@ -427,6 +433,10 @@ class Scheduler:
         if sampled.top_logprobs is None and any(c.sequence.params.num_top_logprobs for c in plan.sampled_chunks):
             raise ValueError("commit: sampled.top_logprobs is None, expected it: a request in the plan asked for it")
         self._in_flight.popleft()
+        if sampled.prompt_logprobs is not None:
+            for chunk, values in zip(plan.chunks, sampled.prompt_logprobs, strict=True):
+                if values and not chunk.sequence.finished:
+                    chunk.sequence.prompt_logprobs[chunk.start + 1 : chunk.start + 1 + len(values)] = values
 
         grown, row, now = [], 0, time.monotonic()
         for chunk in plan.chunks:

@@ -35,8 +35,9 @@ OCCUPANT = np.dtype(
 )
 # Pages of a slot, `count` from its `first` on.
 PAGES = np.dtype([("slot", np.int32), ("first", np.int32), ("count", np.int32)])
-# Tokens start .. start + length - 1 of a slot. After the last of them `draws` tokens are drawn, 0 or 1.
-CHUNK = np.dtype([(name, np.int32) for name in ("slot", "start", "length", "draws")])
+# Tokens start .. start + length - 1 of a slot. After the last of them `draws` tokens are drawn, 0 or 1; after each of
+# the first `scored` of them the log-probability of a target is wanted.
+CHUNK = np.dtype([(name, np.int32) for name in ("slot", "start", "length", "draws", "scored")])
 
 _PARTS = {
     "occupants": OCCUPANT,
@@ -44,6 +45,7 @@ _PARTS = {
     "page_ids": np.dtype(np.int32),
     "chunks": CHUNK,
     "token_ids": np.dtype(np.int32),
+    "targets": np.dtype(np.int32),
 }
 _MAGIC = 0x31504554535856  # "VXSTEP1"
 
@@ -56,6 +58,7 @@ class Step:
     occupants   slots that somebody else has from here on, with no pages yet
     pages       what is added to the pages of slots, and `page_ids` which ones, one part after the other
     chunks      what is computed, and `token_ids` of it, one chunk after the other
+    targets     the tokens whose log-probabilities are wanted, one chunk after the other
     """
 
     number: int
@@ -64,6 +67,7 @@ class Step:
     page_ids: np.ndarray
     chunks: np.ndarray
     token_ids: np.ndarray
+    targets: np.ndarray
 
     def to_bytes(self) -> bytes:
         parts = [getattr(self, name) for name in _PARTS]
@@ -99,7 +103,7 @@ class Encoder:
     def encode(self, plan: StepPlan) -> Step:
         """At once after `schedule`, before anything else happens to the plan's sequences."""
         rows, occupants = self._rows, []
-        pages, page_ids, chunks, ids = (array("i") for _ in range(4))
+        pages, page_ids, chunks, ids, targets = (array("i") for _ in range(5))
         for chunk in plan.chunks:
             sequence, slot, start, end, epoch = chunk.sequence, chunk.slot, chunk.start, chunk.end, chunk.epoch
             held, count = chunk.pages, 0
@@ -117,9 +121,14 @@ class Encoder:
                 ids.append(tokens[start] if start < len(tokens) else PLACEHOLDER)
             else:
                 ids.extend(chunk.token_ids)
-            chunks.extend((slot, start, end - start, chunk.needs_sample))
+            scored = 0
+            if sequence.prompt_logprobs is not None and start + 1 < sequence.num_prompt:
+                wanted = tokens[start + 1 : min(end + 1, sequence.num_prompt)]
+                targets.extend(wanted)
+                scored = len(wanted)
+            chunks.extend((slot, start, end - start, chunk.needs_sample, scored))
         number, self._number = self._number, self._number + 1
-        given = pages, page_ids, chunks, ids
+        given = pages, page_ids, chunks, ids, targets
         kinds = list(_PARTS.values())[1:]
         return Step(
             number, np.array(occupants, OCCUPANT), *(np.frombuffer(part, kind) for part, kind in zip(given, kinds))

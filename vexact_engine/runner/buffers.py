@@ -115,6 +115,12 @@ class Host:
         return {name: np.ndarray(count, kind, self.bytes, first + at) for name, (at, kind, count) in places.items()}
 
 
+def send(values: np.ndarray, device: torch.device) -> Tensor:
+    """A copy of its own, for what is rare. The host does not wait for it."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 class Buffers:
     """The rows of all slots, and the step's inputs and outputs, on one device.
 
@@ -169,7 +175,7 @@ class Buffers:
             drawn = slots = ends = np.zeros(0, np.int64)
         else:
             tokens, count = len(step.token_ids), len(step.chunks)
-            slots, begins, lengths, wanted = (step.chunks[name].astype(np.int64) for name in step.chunks.dtype.names)
+            slots, begins, lengths, wanted, _ = (step.chunks[name].astype(np.int64) for name in step.chunks.dtype.names)
             ends = begins + lengths
             drawn = np.flatnonzero(wanted)
             draws = len(drawn)
@@ -225,19 +231,13 @@ class Buffers:
             host.bytes[numbers:end].view(np.int32)[:] = pages
         self.memory[first:end].copy_(host.tensor[first:end], non_blocking=True)
         if more:
-            self._put_pages(*(self._alone(part) for part in (self._new, pages)))
+            self._put_pages(*(send(part, self.device) for part in (self._new, pages)))
         elif len(pages):
             self._put_pages(self.memory[where:numbers].view(torch.int64), self.memory[numbers:end].view(torch.int32))
         return host
 
     def _put_pages(self, where: Tensor, pages: Tensor) -> None:
         self.table.view(-1).index_copy_(0, where, pages)
-
-    def _alone(self, values: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(values))
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     # On the device
 

@@ -3,7 +3,8 @@ one draw.
 
 A step is launched, and waited for later: what the next one needs of it, the tokens that it draws, stays on the device.
 On a GPU forward and draw are CUDA graphs wherever that is faster than launching their kernels one by one; a step that
-no graph is large enough for, or whose likeliest tokens are wanted, is computed call by call. The bits are the same.
+no graph is large enough for, or that more is wanted of (likeliest tokens, log-probabilities of a prompt), is computed
+call by call. The bits are the same.
 """
 
 import logging
@@ -23,7 +24,7 @@ from ..core.step import Step
 from ..progress import Progress, bar
 from . import graphs, memory, shapes
 from .batch import Caches
-from .buffers import Body, Buffers, Head, Host, Work
+from .buffers import Body, Buffers, Head, Host, Work, send
 from .forward import forward
 
 log = logging.getLogger(__name__)
@@ -36,8 +37,11 @@ _NAMES = {"_mixed": "graphs of chunks", "_decode": "graphs of decodes", "_heads"
 class Pending:
     """A step that was launched."""
 
-    def __init__(self, buffers: Buffers, host: Host, draws: int, count: int, top: "_Top | None"):
-        self._buffers, self._host, self._draws, self._count, self._top = buffers, host, draws, count, top
+    def __init__(
+        self, buffers: Buffers, host: Host, draws: int, count: int, top: "_Top | None", scores: "_Scores | None"
+    ):
+        self._buffers, self._host, self._draws, self._count = buffers, host, draws, count
+        self._top, self._scores = top, scores
 
     def ready(self) -> bool:
         """Whether `wait` returns, or raises, at once."""
@@ -50,7 +54,7 @@ class Pending:
             host.event.synchronize()
         ids, logprobs, raw = self._buffers.read(host, self._draws, self._count)
         self._buffers.give_back(host)
-        return Sampled(ids, logprobs, raw, self._top and self._top.read())
+        return Sampled(ids, logprobs, raw, self._top and self._top.read(), self._scores and self._scores.read())
 
 
 class _Top:
@@ -61,10 +65,7 @@ class _Top:
         self._wanted = np.flatnonzero(counts)
         chosen = logits[: len(counts)]
         if len(self._wanted) != len(counts):
-            rows = torch.from_numpy(self._wanted)
-            if logits.device.type == "cuda":
-                rows = rows.pin_memory().to(logits.device, non_blocking=True)
-            chosen = chosen.index_select(0, rows)
+            chosen = chosen.index_select(0, send(self._wanted, logits.device))
         most = min(int(counts.max()), logits.shape[1])
         self._found = [_to_host(part) for part in vx.log_softmax(chosen).topk(most, dim=1)]
 
@@ -74,6 +75,22 @@ class _Top:
         for row, row_ids, row_values in zip(self._wanted.tolist(), ids, values):
             found[row] = dict(zip(row_ids[: self._counts[row]], row_values))
         return found
+
+
+class _Scores:
+    """Log-probabilities of the prompts' own tokens, on their way to the host."""
+
+    def __init__(self, handle, hidden: Tensor, step: Step):
+        self._counts = step.chunks["scored"].astype(np.int64)
+        before = np.cumsum(step.chunks["length"]) - step.chunks["length"]
+        wanted = np.repeat(before - (np.cumsum(self._counts) - self._counts), self._counts)
+        rows, target = (
+            send(x, hidden.device) for x in (wanted + np.arange(len(wanted)), step.targets.astype(np.int64))
+        )
+        self._found = _to_host(handle.score(hidden.index_select(0, rows), target))
+
+    def read(self) -> list[list[float]]:
+        return [part.tolist() for part in np.split(self._found.numpy(), np.cumsum(self._counts)[:-1])]
 
 
 def _to_host(x: Tensor) -> Tensor:
@@ -155,16 +172,19 @@ class Runner:
         buffers = self.buffers
         work = buffers.work(step)
         ladder = self._decode if work.longest == 1 else self._mixed
-        body = ladder.fit(work.tokens)
+        scored = len(step.targets) > 0
+        body = None if scored else ladder.fit(work.tokens)
         head = self._heads.fit(work.draws) if work.draws and not work.top else None
         body_part = body.part if body else self._body(work)
         head_part = head.part if head else Head(work.draws) if work.draws else None
         host = buffers.send(step, body_part, head_part)
+        top = scores = None
         if body:
             body.replay()
         else:
-            self._compute(body_part)
-        top = None
+            hidden = self._compute(body_part)
+            if scored:
+                scores = _Scores(self.handle, hidden, step)
         if head:
             head.replay()
         elif head_part:
@@ -174,19 +194,20 @@ class Runner:
                 top = _Top(logits, buffers.rows.occupants["top"][slots])
         draws = head_part.draws if head_part else 0
         buffers.fetch(host, draws)
-        return Pending(buffers, host, draws, work.draws, top)
+        return Pending(buffers, host, draws, work.draws, top, scores)
 
     def _body(self, work: Work) -> Body:
         """Without padding."""
         return Body(work.tokens, work.sequences, work.draws, work.longest, 1, self.buffers.width(work.context))
 
-    def _compute(self, body: Body) -> None:
+    def _compute(self, body: Body) -> Tensor:
         batch, rows = self.buffers.batch(body)
         hidden = self.forward(batch)
         if self._hidden is None:
             self._hidden = hidden.new_zeros(self._slots, hidden.shape[1])
         if body.draws:
             torch.index_select(hidden, 0, rows, out=self._hidden[: body.draws])
+        return hidden
 
     def _draw(self, head: Head) -> Tensor:
         columns = self.buffers.columns(head)
@@ -284,7 +305,7 @@ class Runner:
         body, head = (part, None) if isinstance(part, Body) else (self._decode_body(1), part)
         host = self.buffers.send(None, body, head, lambda count: self._random.integers(vocabulary, size=count))
         self.buffers.fetch(host, 0)
-        Pending(self.buffers, host, 0, 0, None).wait()
+        Pending(self.buffers, host, 0, 0, None, None).wait()
 
     def _most_mixed(self) -> int:
         """The most tokens of a step with chunks that is worth a graph: those for which kernels take little longer than

@@ -180,10 +180,15 @@ def causal_forward(
     )
 
 
-def _scores(patch, hidden: Tensor, index: Tensor, target: Tensor, temperature: float, return_entropy: bool) -> tuple:
-    rows = scaled(patch, hidden.flatten(0, 1).index_select(0, index))
+def score(patch, hidden: Tensor, target: Tensor, temperature: float, return_entropy: bool):
+    """linear_logprobs of (R, H) final hidden states, with all that the model does to its logits."""
+    rows = scaled(patch, hidden)
     options = {"temperature": temperature, "softcap": patch.softcap, "return_entropy": return_entropy}
-    values = patch.head(rows, then=lambda x, weight: vx.linear_logprobs(x, weight, target, **options))
+    return patch.head(rows, then=lambda x, weight: vx.linear_logprobs(x, weight, target, **options))
+
+
+def _scores(patch, hidden: Tensor, index: Tensor, target: Tensor, temperature: float, return_entropy: bool) -> tuple:
+    values = score(patch, hidden.flatten(0, 1).index_select(0, index), target, temperature, return_entropy)
     tokens = hidden.shape[0] * hidden.shape[1]
     return tuple(v.new_zeros(tokens).index_copy(0, index, v) for v in (values if return_entropy else (values,)))
 

@@ -74,6 +74,12 @@ class Handle:
         self._check()
         return forwards.logits_of(self._patch, hidden)
 
+    def score(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """log p(target[r]) after final hidden states hidden[r], at temperature 1: (R, H), (R,) int64 to (R,) fp32. The
+        bits of `logprobs`."""
+        self._check()
+        return forwards.score(self._patch, hidden, target, 1.0, False)
+
     @overload
     def logprobs(
         self,
