@@ -1,0 +1,84 @@
+"""The soak itself: a short one passes, and what it looks for it finds."""
+
+import argparse
+import json
+import random
+from collections import Counter
+
+import pytest
+import soak
+import torch
+from engine_models import byte_tokenizer
+
+from vexact_engine import Engine, EngineConfig, SamplingParams
+
+
+@pytest.fixture
+def short(tmp_path):
+    return ["--minutes", "0.15", "--round", "3", "--seed", "7", "--json", str(tmp_path / "soak.jsonl")]
+
+
+def test_a_short_soak(short, tmp_path, capsys):
+    assert soak.main(short) == 0, capsys.readouterr().out
+    found = json.loads((tmp_path / "soak.jsonl").read_text())
+    assert found == json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["checked"] > 500 and found["rounds"] >= 2
+    assert found["differ"] == found["leaked_pages"] == found["leaked_slots"] == 0
+    assert {"updates", "sleeps", "streams", "pauses", "abort", "preemptions"} <= set(found["counts"])
+
+
+def test_what_is_lost_is_found(short, monkeypatch, capsys):
+    from vexact_engine.core.scheduler import Scheduler
+
+    real, lost = Scheduler._stop_running, []
+
+    def careless(self, sequence):
+        pages = list(sequence.pages)
+        real(self, sequence)
+        if pages and not lost:
+            lost.append(pages[0])
+            self.pool.hold(lost)
+
+    monkeypatch.setattr(Scheduler, "_stop_running", careless)
+    assert soak.main(short) == 1
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["leaked_pages"] > 0 and "pages are held though nothing runs" in "".join(found["failures"])
+
+
+def test_one_bit_is_found():
+    oracle = soak.Oracle("Llama", torch.bfloat16, "cpu", 0)
+    params = SamplingParams(max_new_tokens=6, seed=4, top_k=20, num_top_logprobs=2, ignore_eos=True)
+    model = soak.model_of("Llama", torch.bfloat16, "cpu", 0)
+    config = EngineConfig(num_pages=16, show_progress=False)
+    with Engine.from_pretrained(model, config=config, tokenizer=byte_tokenizer()) as engine:
+        (done,) = engine.generate(["hello"], params)
+    assert oracle.differ([(done, params, list(range(6)))]) == 0
+    assert soak.Oracle("Llama", torch.bfloat16, "cpu", 1).differ([(done, params, list(range(6)))]) == 6
+    one_bit = (torch.tensor(done.logprobs[3], dtype=torch.float32).view(torch.int32) + 1).view(torch.float32).item()
+    for column, value in (
+        ("logprobs", one_bit),
+        ("raw_logprobs", one_bit),
+        ("token_ids", 7),
+        ("top_logprobs", {1: one_bit}),
+    ):
+        values, kept = getattr(done, column), getattr(done, column)[3]
+        values[3] = value
+        chosen = [3] if column == "token_ids" else list(range(6))  # what comes after another token differs too
+        assert oracle.differ([(done, params, chosen)]) == 1, column
+        values[3] = kept
+
+
+def test_growth_is_found():
+    made = soak.Soak(argparse.Namespace(device="cpu", seed=0, minutes=0, round=1))
+    made.memory = [{"rss_mib": 400 + i} for i in range(8)]
+    assert made.growth("rss_mib") == 4
+    assert made.run()["failures"] == ["nothing was checked"]
+    made.memory = [{"rss_mib": 400 + 20 * i} for i in range(8)]
+    assert "rss_mib has grown by 80.0, expected at most 24" in made.run()["failures"]
+
+
+def test_configurations_hold_the_longest_request():
+    rng = random.Random(0)
+    drawn = [soak.configuration(rng, device) for device in ("cpu", "cuda") for _ in range(200)]
+    assert min(c.num_pages * c.page_size for c in drawn) >= soak.LONGEST_PROMPT + soak.MOST_NEW
+    assert len(Counter(c.max_num_batched_tokens for c in drawn)) == 5
