@@ -12,12 +12,13 @@ EXTRAS = {
     "engine": ("transformers", "safetensors", "numpy", "rich"),
     "gguf": ("gguf", "accelerate"),
     "report": ("matplotlib",),
+    "serve": ("fastapi", "uvicorn", "prometheus_client", "pydantic"),
 }
 
 
 def check_installed(args: Namespace) -> None:
     """Before anything is imported: what this command needs is here, or the line that brings it."""
-    wanted = {"demo": {"engine", "gguf"}, "doctor": set()}.get(args.command, {"engine"})
+    wanted = {"demo": {"engine", "gguf"}, "doctor": set(), "serve": {"engine", "serve"}}.get(args.command, {"engine"})
     if getattr(args, "model", None):
         wanted |= {"engine", "gguf"} if args.model.endswith(".gguf") else {"engine"}
     if getattr(args, "html", None):

@@ -25,6 +25,10 @@ def model(parser, or_config=False):
     group.add_argument("--model", metavar="DIR|GGUF|HUB-ID", help="safetensors directory, GGUF file or Hub name")
     if or_config:
         group.add_argument("--config", metavar="NAME", help="random weights at a known model's sizes: qwen3-8b, ...")
+    where(parser)
+
+
+def where(parser):
     parser.add_argument("--dtype", type=dtype, default="bfloat16", help="bf16 (default), fp32, or on a GPU fp16")
     parser.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
 
@@ -50,13 +54,20 @@ def sampling(parser, max_new_tokens):
 
 def engine(parser):
     group = parser.add_argument_group("engine")
-    group.add_argument("--page-size", type=positive, default=16)
-    group.add_argument("--num-pages", type=positive, help="pages in the KV cache; few of them force preemptions")
-    group.add_argument("--max-num-seqs", type=positive, default=256)
-    group.add_argument("--max-num-batched-tokens", type=positive, default=2048)
-    group.add_argument("--max-model-len", type=positive)
-    group.add_argument("--no-prefix-cache", action="store_true")
-    group.add_argument("--kv-segment", type=positive, help="attention's key segment; part of the numerics")
+    group.add_argument("--page-size", type=positive, default=16, metavar="N", help="tokens per page of the cache (16)")
+    group.add_argument(
+        "--num-pages", type=positive, metavar="N", help="in the KV cache (what fits); few of them force preemptions"
+    )
+    group.add_argument(
+        "--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="of it, for all together (0.9)"
+    )
+    group.add_argument("--max-num-seqs", type=positive, default=256, metavar="N", help="computed at once (256)")
+    group.add_argument(
+        "--max-num-batched-tokens", type=positive, default=2048, metavar="N", help="computed in a step (2048)"
+    )
+    group.add_argument("--max-model-len", type=positive, metavar="N", help="prompt and answer together (the model's)")
+    group.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its beginning")
+    group.add_argument("--kv-segment", type=positive, metavar="N", help="attention's key segment; part of the numerics")
     group.add_argument("--latent-attention", action="store_true", help="cache compressed keys (DeepSeek)")
 
 
@@ -69,6 +80,12 @@ def dtype(text: str) -> str:
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of 1 or more")
+    return int(text)
+
+
+def count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of 0 or more")
     return int(text)
 
 
@@ -101,6 +118,7 @@ def engine_of(args) -> dict:
     return {
         "page_size": args.page_size,
         "num_pages": args.num_pages,
+        "gpu_memory_utilization": args.gpu_memory_utilization,
         "max_num_seqs": args.max_num_seqs,
         "max_num_batched_tokens": args.max_num_batched_tokens,
         "max_model_len": args.max_model_len,

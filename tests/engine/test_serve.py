@@ -1,0 +1,271 @@
+"""The server gives what the engine gives: through the real `openai` client, whole and in streams, to the last bit."""
+
+import asyncio
+import random
+
+import openai
+import pytest
+import serving
+from engine_models import check_idle
+
+from vexact_engine import SamplingParams
+
+TEXTS = ["hello", "a longer prompt, of some words", "é"]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with serving.engine() as made:
+        yield made
+        check_idle(made)
+
+
+@pytest.fixture(scope="module")
+def server(engine):
+    with serving.serve(engine) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def ask(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def same(choice, done):
+    """A choice with `rollout`, against the engine's own completion."""
+    got = choice.rollout
+    assert (got["token_ids"], got["logprobs"], got["raw_logprobs"]) == (
+        done.token_ids,
+        done.logprobs,
+        done.raw_logprobs,
+    )
+    assert (got["seed"], got["weight_versions"]) == (done.seed, done.weight_versions)
+    assert (choice.finish_reason, choice.weight_version) == (done.finish_reason, done.weight_version)
+    assert choice.stop_reason == done.stop_reason
+
+
+ROLLOUT = {"return_rollout": True}
+PARAMETERS = [
+    ({}, {}),
+    ({"temperature": 0}, {"temperature": 0.0}),
+    ({"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.7, "top_p": 0.9}),
+    ({"extra_body": {"top_k": 5, "min_p": 0.01}}, {"top_k": 5, "min_p": 0.01}),
+    ({"extra_body": {"top_k": -1, "ignore_eos": True}}, {"ignore_eos": True}),
+    ({"extra_body": {"stop_token_ids": list(range(60, 130)), "min_tokens": 4}}, {"stop_token_ids": range(60, 130)}),
+    ({"stop": ["e", "t"]}, {"stop": ("e", "t")}),
+    ({"n": 3}, {"n": 3}),
+]
+
+
+@pytest.mark.parametrize("asked, params", PARAMETERS, ids=lambda value: " ".join(value) or "defaults")
+def test_completions_are_the_engine_s(engine, ask, asked, params):
+    least = asked.get("extra_body", {}).get("min_tokens", 0)
+    params = SamplingParams(**params, seed=7, max_new_tokens=24, min_new_tokens=least)
+    expected = engine.generate(TEXTS, params)
+    body = {**asked, "extra_body": {**asked.get("extra_body", {}), **ROLLOUT}}
+    got = ask.completions.create(model="tiny", prompt=TEXTS, max_tokens=24, seed=7, **body)
+    assert [choice.index for choice in got.choices] == list(range(len(expected)))
+    for choice, done in zip(got.choices, expected):
+        assert choice.text == done.text
+        same(choice, done)
+    generated = sum(len(done.token_ids) for done in expected)
+    prompt = sum(len(engine.tokenizer(text).input_ids) for text in TEXTS)
+    assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (prompt, generated)
+    assert got.usage.total_tokens == prompt + generated and got.object == "text_completion"
+
+
+def test_defaults_are_those_of_openai(engine, ask):
+    got = ask.completions.create(model="tiny", prompt="x", extra_body={**ROLLOUT, "ignore_eos": True})
+    (choice,) = got.choices
+    assert len(choice.rollout["token_ids"]) == 16 and choice.logprobs is None
+    again = engine.generate("x", SamplingParams(max_new_tokens=16, seed=choice.rollout["seed"], ignore_eos=True))[0]
+    assert (
+        again.token_ids == choice.rollout["token_ids"] and choice.rollout["logprobs"] == choice.rollout["raw_logprobs"]
+    )
+    chat = ask.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "x"}], extra_body={"ignore_eos": True}
+    )
+    assert chat.usage.total_tokens == 200 and chat.choices[0].finish_reason == "length", "as many as there is room for"
+
+
+def test_token_ids_are_a_prompt_and_are_told(engine, ask):
+    ids = engine.tokenizer("hello").input_ids
+    for prompt in (ids, [ids]):
+        (choice,) = ask.completions.create(
+            model="tiny", prompt=prompt, seed=1, extra_body={"return_token_ids": True}
+        ).choices
+        done = engine.generate("hello", SamplingParams(max_new_tokens=16, seed=1))[0]
+        assert (choice.token_ids, choice.prompt_token_ids, choice.text) == (done.token_ids, ids, done.text)
+
+
+def test_negative_seeds_are_the_same_64_bits(engine, ask):
+    (choice,) = ask.completions.create(model="tiny", prompt="a", seed=-1, extra_body=ROLLOUT).choices
+    same(choice, engine.generate("a", SamplingParams(max_new_tokens=16, seed=2**64 - 1))[0])
+
+
+CHAT = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": "there"}]},
+    {"role": "assistant", "content": "yes?", "refusal": None, "tool_calls": None},
+    {"role": "user", "content": "go on", "name": "ann"},
+]
+TEMPLATED = "[system:be brief][user:hello\nthere][assistant:yes?][user:go on]>"
+
+
+def test_a_chat_goes_through_the_tokenizer_s_template(engine, ask):
+    params = SamplingParams(max_new_tokens=20, seed=3, n=2)
+    expected = engine.generate([engine.tokenizer(TEMPLATED).input_ids], params)
+    got = ask.chat.completions.create(
+        model="tiny", messages=CHAT, max_completion_tokens=20, seed=3, n=2, extra_body=ROLLOUT
+    )
+    assert got.object == "chat.completion" and got.system_fingerprint.startswith("fp_")
+    for choice, done in zip(got.choices, expected, strict=True):
+        assert (choice.message.role, choice.message.content) == ("assistant", done.text)
+        same(choice, done)
+    developer = [{**CHAT[0], "role": "developer"}, *CHAT[1:]]
+    again = ask.chat.completions.create(model="tiny", messages=developer, max_tokens=20, seed=3, n=2)
+    assert [c.message.content for c in again.choices] == [c.message.content for c in got.choices], "as system"
+
+
+def test_a_chat_may_continue_its_last_message(engine, ask):
+    options = {"continue_final_message": True, **ROLLOUT}
+    got = ask.chat.completions.create(model="tiny", messages=CHAT[:3], max_tokens=5, seed=3, extra_body=options)
+    ids = engine.tokenizer(TEMPLATED[: TEMPLATED.index("yes?") + 4]).input_ids
+    same(got.choices[0], engine.generate([ids], SamplingParams(max_new_tokens=5, seed=3))[0])
+    options = {"add_generation_prompt": False, **ROLLOUT}
+    got = ask.chat.completions.create(model="tiny", messages=CHAT, max_tokens=5, seed=3, extra_body=options)
+    ids = engine.tokenizer(TEMPLATED[:-1]).input_ids
+    same(got.choices[0], engine.generate([ids], SamplingParams(max_new_tokens=5, seed=3))[0])
+
+
+def test_a_stream_of_text_is_the_completion_in_pieces(engine, ask):
+    params = SamplingParams(max_new_tokens=24, seed=5, n=2, stop=("q",))
+    expected = engine.generate(TEXTS, params)
+    options = {"include_usage": True}
+    stream = ask.completions.create(
+        model="tiny", prompt=TEXTS, max_tokens=24, seed=5, n=2, stop="q", stream=True, logprobs=2,
+        stream_options=options, extra_body=ROLLOUT,
+    )  # fmt: skip
+    pieces = list(stream)
+    whole = ask.completions.create(
+        model="tiny", prompt=TEXTS, max_tokens=24, seed=5, n=2, stop="q", logprobs=2, extra_body=ROLLOUT
+    )
+    assert len({piece.id for piece in pieces}) == 1 and all(p.usage is None for p in pieces[:-1])
+    assert pieces[-1].choices == [] and pieces[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert pieces[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+    for index, done in enumerate(expected):
+        mine = [piece.choices[0] for piece in pieces[:-1] if piece.choices[0].index == index]
+        assert "".join(choice.text for choice in mine) == done.text == whole.choices[index].text
+        assert [c.finish_reason for c in mine] == [None] * (len(mine) - 1) + [done.finish_reason]
+        for name in ("token_ids", "logprobs", "raw_logprobs"):
+            assert [x for c in mine for x in c.rollout[name]] == getattr(done, name)
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert [x for c in mine for x in getattr(c.logprobs, name)] == getattr(whole.choices[index].logprobs, name)
+        assert mine[-1].rollout["seed"] == 5 and mine[-1].weight_version == 0
+
+
+def test_a_stream_of_a_chat_is_its_answer_in_pieces(engine, ask):
+    options = dict(model="tiny", messages=CHAT, max_tokens=30, seed=5, n=2, logprobs=True, top_logprobs=3)
+    whole = ask.chat.completions.create(**options)
+    pieces = list(ask.chat.completions.create(**options, stream=True))
+    assert all(piece.usage is None and piece.object == "chat.completion.chunk" for piece in pieces)
+    for index in range(2):
+        mine = [piece.choices[0] for piece in pieces if piece.choices[0].index == index]
+        assert mine[0].delta.role == "assistant" and all(c.delta.role is None for c in mine[1:])
+        assert "".join(c.delta.content or "" for c in mine) == whole.choices[index].message.content
+        told = [token for c in mine if c.logprobs for token in c.logprobs.content]
+        assert told == whole.choices[index].logprobs.content
+        assert mine[-1].finish_reason == whole.choices[index].finish_reason
+
+
+def test_log_probabilities_in_both_forms(engine, ask):
+    params = SamplingParams(max_new_tokens=12, seed=2, temperature=0.5, num_top_logprobs=4)
+    done = engine.generate("hello", params)[0]
+    options = dict(model="tiny", max_tokens=12, seed=2, temperature=0.5)
+    told = ask.completions.create(prompt="hello", logprobs=4, **options).choices[0].logprobs
+    assert told.token_logprobs == done.raw_logprobs != done.logprobs, "at temperature 1, as OpenAI's"
+    for at, (token, top) in enumerate(zip(done.token_ids, done.top_logprobs)):
+        assert sorted(told.top_logprobs[at].values())[-4:] == sorted(top.values())
+        assert told.top_logprobs[at][told.tokens[at]] == done.raw_logprobs[at], "the drawn one is there"
+        assert len(told.top_logprobs[at]) == 4 + (token not in top)
+    bare = ask.completions.create(prompt="hello", logprobs=0, **options).choices[0].logprobs
+    assert bare.tokens == told.tokens and bare.top_logprobs is None
+    ids = (
+        ask.completions.create(prompt="hello", logprobs=1, extra_body={"return_tokens_as_token_ids": True}, **options)
+        .choices[0]
+        .logprobs
+    )
+    assert ids.tokens == [f"token_id:{token}" for token in done.token_ids]
+
+    prompt = engine.tokenizer("[user:hello]>").input_ids
+    done = engine.generate([prompt], params)[0]
+    messages = [{"role": "user", "content": "hello"}]
+    content = ask.chat.completions.create(messages=messages, logprobs=True, top_logprobs=4, **options)
+    content = content.choices[0].logprobs.content
+    assert [token.logprob for token in content] == done.raw_logprobs
+    for token, top in zip(content, done.top_logprobs):
+        assert [one.logprob for one in token.top_logprobs] == list(top.values())
+    raw = b"".join(bytes(token.bytes) for token, id in zip(content, done.token_ids) if id > 2)
+    assert raw.decode(errors="replace") == done.text, "a token that is no whole character has its bytes"
+    plain = ask.chat.completions.create(messages=messages, logprobs=True, **options).choices[0].logprobs.content
+    assert all(token.top_logprobs == [] for token in plain)
+
+
+def test_echo_begins_with_the_prompt(engine, ask):
+    ids = engine.tokenizer("from ids").input_ids
+    for prompt, text in (("hello", "hello"), (ids, "from ids")):
+        whole = ask.completions.create(model="tiny", prompt=prompt, seed=1, echo=True).choices[0].text
+        done = engine.generate([ids] if prompt is ids else [prompt], SamplingParams(max_new_tokens=16, seed=1))[0]
+        assert whole == text + done.text
+        pieces = ask.completions.create(model="tiny", prompt=prompt, seed=1, echo=True, stream=True)
+        assert "".join(piece.choices[0].text for piece in pieces) == whole
+
+
+def test_models(ask):
+    (model,) = ask.models.list().data
+    assert (model.id, model.max_model_len, model.weight_version) == ("tiny", 200, 0)
+    assert ask.models.retrieve("tiny") == model
+    with pytest.raises(openai.NotFoundError, match="got 'gpt-4', expected tiny"):
+        ask.models.retrieve("gpt-4")
+    with pytest.raises(openai.NotFoundError, match="got 'gpt-4', expected tiny"):
+        ask.completions.create(model="gpt-4", prompt="x")
+
+
+def test_cached_tokens_are_told(ask):
+    prompt = "".join(random.Random(1).choices("abcdef ", k=60))
+    for cached in (0, 56):
+        usage = ask.completions.create(model="tiny", prompt=prompt, n=2, max_tokens=1).usage
+        assert (usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens) == (60, cached)
+
+
+def test_fifty_streams_at_once_are_the_engine_s_to_the_last_bit(engine, server):
+    rng = random.Random(0)
+    texts = ["".join(rng.choices("abcdefgh ", k=rng.randint(1, 60))) for _ in range(50)]
+    each = [
+        SamplingParams(max_new_tokens=rng.randint(1, 30), seed=seed, temperature=rng.choice([0.0, 0.6, 1.0, 1.3]))
+        for seed in range(50)
+    ]
+    expected = engine.generate(texts, each)
+
+    async def one(ask, text, params):
+        tokens, logprobs, raw, said, reason = [], [], [], "", None
+        stream = await ask.completions.create(
+            model="tiny", prompt=text, max_tokens=params.max_new_tokens, seed=params.seed,
+            temperature=params.temperature, stream=True, extra_body=ROLLOUT,
+        )  # fmt: skip
+        async for piece in stream:
+            choice = piece.choices[0]
+            said += choice.text
+            tokens += choice.rollout["token_ids"]
+            logprobs += choice.rollout["logprobs"]
+            raw += choice.rollout["raw_logprobs"]
+            reason = choice.finish_reason
+        return tokens, logprobs, raw, said, reason
+
+    async def main():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as ask:
+            return await asyncio.gather(*(one(ask, *pair) for pair in zip(texts, each)))
+
+    got = asyncio.run(main())
+    assert got == [(c.token_ids, c.logprobs, c.raw_logprobs, c.text, c.finish_reason) for c in expected]

@@ -1,0 +1,98 @@
+"""`vexact serve`: a model behind OpenAI's API."""
+
+import logging
+import os
+import signal
+import sys
+
+from ..progress import bar
+from . import options
+
+
+def add_serve(commands) -> None:
+    serve = options.command(commands, "serve", run_serve, "an OpenAI-compatible server (completions, chat, streaming)")
+    serve.add_argument("model", metavar="DIR|GGUF|HUB-ID", help="safetensors directory, GGUF file or Hub name")
+    options.where(serve)
+    options.engine(serve)
+    server = serve.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1", help="where to listen (127.0.0.1: this machine alone)")
+    server.add_argument("--port", type=options.count, default=8000, help="(8000); 0 takes one that is free")
+    server.add_argument(
+        "--served-model-name", action="append", metavar="NAME", help="what requests call it (its folder's name; repeat)"
+    )
+    server.add_argument(
+        "--api-key-file", metavar="FILE", help="keys, one a line; or one in the environment: VEXACT_API_KEY"
+    )
+    server.add_argument("--allow-no-key", action="store_true", help="without a key on a host that others can reach")
+    server.add_argument("--allow-origin", action="append", default=[], metavar="URL", help="for pages there (CORS)")
+    limits = serve.add_argument_group("limits")
+    limits.add_argument("--max-requests", type=options.positive, default=1024, metavar="N", help="at once (1024)")
+    limits.add_argument("--max-samples", type=options.positive, default=1024, metavar="N", help="of a request (1024)")
+    limits.add_argument("--max-prompt-tokens", type=options.positive, metavar="N", help="(what fits)")
+    limits.add_argument("--max-tokens", type=options.positive, metavar="N", help="generated, of a sample (what fits)")
+    limits.add_argument("--max-logprobs", type=options.count, default=20, metavar="N", help="at each position (20)")
+    limits.add_argument("--max-body-mb", type=options.positive, default=16, metavar="N", help="of a request (16)")
+    limits.add_argument("--request-timeout", type=float, default=600, metavar="S", help="until it is answered (600)")
+    limits.add_argument("--body-timeout", type=float, default=30, metavar="S", help="until it has arrived (30)")
+    limits.add_argument("--drain-seconds", type=float, default=30, metavar="S", help="after SIGTERM (30)")
+    levels = ["debug", "info", "warning", "error"]
+    serve.add_argument("--log-level", choices=levels, default="info", help="(info: a line for each request)")
+
+
+def run_serve(args) -> int:
+    from ..config import EngineConfig
+    from ..engine import Engine
+    from ..serve.server import Server
+    from ..serve.settings import Settings
+
+    settings = Settings(
+        host=args.host,
+        port=args.port,
+        model_names=None if args.served_model_name is None else tuple(args.served_model_name),
+        api_keys=_keys(args.api_key_file),
+        allow_no_key=args.allow_no_key,
+        max_requests=args.max_requests,
+        max_samples=args.max_samples,
+        max_prompt_tokens=args.max_prompt_tokens,
+        max_tokens=args.max_tokens,
+        max_logprobs=args.max_logprobs,
+        max_body_bytes=args.max_body_mb << 20,
+        request_timeout=args.request_timeout,
+        body_timeout=args.body_timeout,
+        drain_seconds=args.drain_seconds,
+        allow_origins=tuple(args.allow_origin),
+    )
+    config = EngineConfig(**options.engine_of(args))
+    device = options.device(args.device)
+    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    before = signal.signal(signal.SIGTERM, _end)  # while it loads
+    try:
+        with Server(settings) as server:
+            with bar() as progress:
+                progress("load", 0, 1)
+                engine = Engine(options.load(args, device), config)
+
+            def ready() -> None:
+                print(f"vexact serve: {engine.name} at {server.url}/v1", flush=True)
+
+            with engine:
+                server.run(engine, ready)
+            return 130 if server.signal == signal.SIGINT else 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(number, frame) -> None:
+    sys.exit(128 + number)
+
+
+def _keys(path: str | None) -> tuple[str, ...]:
+    keys = [os.environ["VEXACT_API_KEY"]] if os.environ.get("VEXACT_API_KEY") else []
+    if path is not None:
+        with open(path, encoding="utf-8") as file:
+            found = [line.strip() for line in file if line.strip()]
+        if not found:
+            raise ValueError(f"--api-key-file: {path} holds no key")
+        keys += found
+    return tuple(keys)

@@ -1,0 +1,327 @@
+"""One request for generated text, from its body to the last byte of its answer."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..outputs import Increment
+from ..request import Completion
+from .answers import Answers, Job, Wanted, as_json, event
+from .errors import APIError, as_api_error
+from .protocol import ChatRequest, CompletionRequest, parse, sampling
+
+log = logging.getLogger("vexact_engine.serve")
+
+
+class _Gone(Exception):
+    """The client has closed its connection."""
+
+
+class Generation(Response):
+    """An answer that is made while it is sent. Whatever ends it early, the engine drops its requests.
+
+    Registered in the service from begin to end; `stop` ends it from outside, with what there is.
+    """
+
+    def __init__(self, service: Any, request: Request, chat: bool):
+        super().__init__()
+        self.service, self.request, self.chat = service, request, chat
+        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(16)}"
+        self.request_id = request.scope["state"]["request_id"]
+        self.names: list[str] = []  # of its requests in the engine
+        self.timed_out = False
+        self.outcome = "error"
+        self.completions: list[Completion] = []
+        self._sending = False
+
+    def stop(self) -> None:
+        """Its samples end with finish_reason "abort" before the engine's next step."""
+        for name in self.names:
+            self.service.engine.abort(name)
+
+    async def __call__(self, scope, receive, send) -> None:
+        service, endpoint = self.service, "chat" if self.chat else "completions"
+        begin = time.monotonic()
+        prompt_tokens = 0
+        try:
+            service.enter(self)
+            try:
+                raw = await service.body(self.request)
+                answers, prompts, params = await self._prepare(raw)
+                prompt_tokens = sum(map(len, prompts))
+                streamed = answers.stream
+                timer = asyncio.get_running_loop().call_later(service.settings.request_timeout, self._expire)
+                try:
+                    work = self._stream if streamed else self._answer
+                    await _until_gone(receive, work(answers.answers, prompts, params, send))
+                finally:
+                    timer.cancel()
+                self.outcome = "timeout" if self.timed_out else self._outcome_of()
+            finally:
+                service.leave(self)
+        except _Gone:
+            self.outcome = "disconnected"
+        except asyncio.CancelledError:
+            self.outcome = "cancelled"
+            raise
+        except Exception as error:
+            told = as_api_error(error, self.request_id)
+            self.outcome = {429: "refused", 503: "unavailable", 504: "timeout"}.get(told.status, "")
+            self.outcome = self.outcome or ("bad_request" if told.status < 500 else "error")
+            await self._send_error(send, told)
+        finally:
+            service.metrics.requests.labels(endpoint, self.outcome).inc()
+            service.metrics.note(prompt_tokens if self.completions else 0, self.completions)
+            generated = sum(len(done.token_ids) for done in self.completions)
+            text = "%s %s: %s, %d prompt tokens, %d generated, %.3f s"
+            log.info(text, self.request_id, self.id, self.outcome, prompt_tokens, generated, time.monotonic() - begin)
+
+    def _expire(self) -> None:
+        self.timed_out = True
+        self.stop()
+
+    def _outcome_of(self) -> str:
+        return "aborted" if any(done.finish_reason == "abort" for done in self.completions) else "ok"
+
+    # What is asked
+
+    async def _prepare(self, raw: bytes) -> "tuple[_Prepared, list[list[int]], list]":
+        service = self.service
+        asked = parse(ChatRequest if self.chat else CompletionRequest, raw)
+        model = service.check_model(asked.model)
+        n = 1 if asked.n is None else asked.n
+        top = self._top(asked)
+        if self.chat:
+            jobs = [await self._chat_job(asked)]
+        else:
+            jobs = await self._text_jobs(asked)
+        if n * len(jobs) > service.settings.max_samples:
+            got = f"got {len(jobs)} prompts of n={n}, expected at most {service.settings.max_samples} samples"
+            raise APIError(400, f"n: {got} in one request", param="n")
+        params = [sampling(asked, self._max_tokens(asked, job), top or 0) for job in jobs]
+        if asked.stream_options is not None and not asked.stream:
+            raise APIError(400, "stream_options: expected stream true with it", param="stream_options")
+        wanted = Wanted(
+            top=top,
+            token_ids=bool(asked.return_token_ids),
+            rollout=bool(asked.return_rollout),
+            names_are_ids=bool(asked.return_tokens_as_token_ids),
+            usage=bool(asked.stream_options and asked.stream_options.include_usage),
+        )
+        answers = Answers(self.chat, self.id, model, service.fingerprint, jobs, n, wanted, service.tokens)
+        self.names = [f"{self.id}-{index}" for index in range(len(jobs))]
+        return _Prepared(answers, bool(asked.stream)), [job.prompt_ids for job in jobs], params
+
+    def _top(self, asked) -> int | None:
+        if self.chat:
+            if asked.top_logprobs is not None and not asked.logprobs:
+                raise APIError(400, "top_logprobs: expected logprobs true with it", param="top_logprobs")
+            top, name = ((asked.top_logprobs or 0) if asked.logprobs else None), "top_logprobs"
+        else:
+            top, name = asked.logprobs, "logprobs"
+        most = self.service.settings.max_logprobs
+        if top is not None and not 0 <= top <= most:
+            raise APIError(400, f"{name}: got {top}, expected 0 to {most}", param=name)
+        return top
+
+    async def _chat_job(self, asked: ChatRequest) -> Job:
+        go_on = bool(asked.continue_final_message)
+        generate = not go_on if asked.add_generation_prompt is None else asked.add_generation_prompt
+        tokens, options = self.service.tokens, asked.chat_template_kwargs or {}
+        ids = await self.service.in_thread(tokens.chat, asked.messages, generate, go_on, options)
+        return self._checked(Job(ids), "messages")
+
+    async def _text_jobs(self, asked: CompletionRequest) -> list[Job]:
+        prompt = asked.prompt
+        if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_ids(prompt)):
+            prompt = [prompt]
+        if not isinstance(prompt, list) or not prompt:
+            raise APIError(400, "prompt: expected a text, a list of token ids, or several of either", param="prompt")
+        if len(prompt) > self.service.settings.max_samples:
+            most = self.service.settings.max_samples
+            raise APIError(400, f"prompt: got {len(prompt)}, expected at most {most}", param="prompt")
+        jobs = []
+        for one in prompt:
+            if isinstance(one, str):
+                job = Job(await self.service.in_thread(self.service.tokens.encode, one), one if asked.echo else "")
+            elif isinstance(one, list) and _is_ids(one):
+                job = Job(one, self.service.tokens.decode(one) if asked.echo else "")
+            else:
+                raise APIError(400, "prompt: expected texts or lists of token ids in the list", param="prompt")
+            jobs.append(self._checked(job, "prompt"))
+        if asked.echo and asked.logprobs is not None:
+            message = "echo: log-probabilities of the prompt's tokens are not served: expected false with logprobs"
+            raise APIError(400, message, param="echo", code="unsupported_parameter")
+        return jobs
+
+    def _checked(self, job: Job, param: str) -> Job:
+        """Before the engine refuses it, and in this API's words."""
+        service, length = self.service, len(job.prompt_ids)
+        if not length:
+            raise APIError(400, f"{param}: no tokens in it", param=param)
+        high = service.engine.vocab_size
+        bad = next((token for token in job.prompt_ids if not 0 <= token < high), None)
+        if bad is not None:
+            raise APIError(400, f"{param}: got the token id {bad}, expected 0 to {high - 1}", param=param)
+        most = min(service.room - 1, service.settings.max_prompt_tokens or service.room)
+        if length > most:
+            message = f"{param}: got {length} tokens, expected at most {most}"
+            raise APIError(400, message, param=param, code="context_length_exceeded")
+        return job
+
+    def _max_tokens(self, asked, job: Job) -> int:
+        name, given = "max_tokens", asked.max_tokens
+        if self.chat and asked.max_completion_tokens is not None:
+            if given is not None and given != asked.max_completion_tokens:
+                message = "max_tokens and max_completion_tokens differ, expected one of them"
+                raise APIError(400, message, param="max_tokens")
+            name, given = "max_completion_tokens", asked.max_completion_tokens
+        room = self.service.room - len(job.prompt_ids)
+        most = self.service.settings.max_tokens
+        if given is None:  # OpenAI's: 16 of a text, of a chat as many as there is room for
+            return min(room, most or room, room if self.chat else 16)
+        if given < 1:
+            raise APIError(400, f"{name}: got {given}, expected 1 or more", param=name)
+        if most is not None and given > most:
+            raise APIError(400, f"{name}: got {given}, expected at most {most}", param=name)
+        if given > room:
+            message = f"{name}: got {given} after a prompt of {len(job.prompt_ids)} tokens, expected at most {room}"
+            raise APIError(400, message, param=name, code="context_length_exceeded")
+        return given
+
+    # What is answered
+
+    async def _answer(self, answers: Answers, prompts, params, send) -> None:
+        engine = self.service.engine
+        self.completions = await engine.agenerate(prompts, params, request_ids=self.names)
+        for done in self.completions:
+            self._check(done)
+        if self.timed_out:
+            raise self._timeout()
+        await self._send(send, 200, as_json(answers.whole(self.completions)))
+
+    async def _stream(self, answers: Answers, prompts, params, send) -> None:
+        completions: list[Completion | None] = [None] * (len(prompts) * answers.n)
+        streams = [
+            self.service.engine.stream(*each, request_id=name) for *each, name in zip(prompts, params, self.names)
+        ]
+        async with aclosing(merged(streams)) as news:
+            async for number, item in news:
+                index = number * answers.n + item.index
+                if item.completion is not None:
+                    completions[index] = item.completion
+                    self.completions.append(item.completion)
+                    self._check(item.completion)
+                    if self.timed_out:
+                        raise self._timeout()
+                if not self._sending:
+                    await self._begin(send, 200, "text/event-stream")
+                    await _send_all(send, answers.beginning())
+                if (piece := answers.piece(index, item)) is not None:
+                    await _send_all(send, [piece])
+        await _send_all(send, answers.ending(completions))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _check(self, done: Completion) -> None:
+        if done.finish_reason != "error":
+            return
+        if done.metrics is None or done.metrics.started is None:  # refused before it was computed
+            raise APIError(400, done.error or "refused", code="invalid_value")
+        log.error("%s: %s", self.request_id, done.error)
+        raise APIError(500, done.error or "failed", code="generation_failed")
+
+    def _timeout(self) -> APIError:
+        seconds = self.service.settings.request_timeout
+        return APIError(504, f"the answer was not whole after {seconds:g} s", code="request_timeout")
+
+    async def _begin(self, send, status: int, kind: str, headers: dict[str, str] | None = None) -> None:
+        self._sending = True
+        every = {"content-type": kind, "cache-control": "no-store", **(headers or {})}
+        raw = [(name.encode(), value.encode("latin-1")) for name, value in every.items()]
+        await send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def _send(self, send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        await self._begin(send, status, "application/json", headers)
+        await send({"type": "http.response.body", "body": body})
+
+    async def _send_error(self, send, told: APIError) -> None:
+        if not self._sending:
+            await self._send(send, told.status, as_json(told.body()), told.headers)
+        else:  # a stream's status is out already: the error is its last event
+            await _send_all(send, [event(told.body()), b"data: [DONE]\n\n"])
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _Prepared:
+    def __init__(self, answers: Answers, stream: bool):
+        self.answers, self.stream = answers, stream
+
+
+def _is_ids(value: list) -> bool:
+    return set(map(type, value)) <= {int}
+
+
+async def _send_all(send: Callable[[dict], Awaitable[None]], pieces: list[bytes]) -> None:
+    for piece in pieces:
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+
+async def _until_gone(receive, work) -> None:
+    """Do the work while the client is there; raises _Gone, the work cancelled, once it is not."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise _Gone
+        working.result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def merged(streams: list[AsyncIterator[Increment]]) -> AsyncIterator[tuple[int, Increment]]:
+    """What comes of several streams, with each one's number."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
+    queue: asyncio.Queue = asyncio.Queue()
+
+    async def read(number: int, stream: AsyncIterator[Increment]) -> None:
+        try:
+            async with aclosing(stream) as news:
+                async for item in news:
+                    queue.put_nowait((number, item))
+            queue.put_nowait((number, None))
+        except Exception as error:
+            queue.put_nowait((number, error))
+
+    tasks = [asyncio.ensure_future(read(*each)) for each in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            number, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield number, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

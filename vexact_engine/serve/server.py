@@ -1,0 +1,164 @@
+"""A socket, signals, and an end that loses nobody's answer."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from ..engine import Engine
+from .app import make_app
+from .settings import Settings
+
+log = logging.getLogger("vexact_engine.serve")
+
+_LAST_SECONDS = 5  # to send what aborted requests have
+
+
+class Server:
+    """One HTTP server. The socket is bound when it is made, before a model is loaded, so that a port that is taken is
+    no surprise after minutes.
+
+    `run` serves in this thread until SIGTERM, SIGINT (where this is the main thread) or `stop`; `start` in a thread of
+    its own. At the end requests under way may go on for drain_seconds while new ones get 503; what is left then is
+    aborted, and answered with what there is. A second signal does not wait.
+
+    raises   OSError where host and port cannot be had
+    """
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.signal: int | None = None
+        self._socket = _bind(settings.host, settings.port)
+        self._ready, self._thread = threading.Event(), None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def url(self) -> str:
+        host, port = self._socket.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def run(self, engine: Engine, ready: Callable[[], None] = lambda: None) -> None:
+        """`ready` is called once requests are taken. The engine stays open."""
+        try:
+            asyncio.run(self._main(engine, ready))
+        finally:
+            self._socket.close()
+
+    def start(self, engine: Engine) -> "Server":
+        def serve() -> None:
+            try:
+                self.run(engine, self._ready.set)
+            except BaseException as error:
+                self._error = error
+            finally:
+                self._ready.set()
+
+        self._thread = threading.Thread(target=serve, name="vexact-serve", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def stop(self, timeout: float | None = None) -> None:
+        """From another thread: as SIGTERM does. Returns once it has ended, where `start` began it."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended by itself
+                self._loop.call_soon_threadsafe(self._stop)
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.stop()
+        self._socket.close()
+
+    # In its event loop
+
+    def _stop(self) -> None:
+        (self._hurry if self._stopping.is_set() else self._stopping).set()
+
+    async def _main(self, engine: Engine, ready: Callable[[], None]) -> None:
+        self._stopping, self._hurry = asyncio.Event(), asyncio.Event()
+        app = make_app(engine, self.settings)
+        service = app.state.service
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False, proxy_headers=False,
+            timeout_graceful_shutdown=_LAST_SECONDS,
+        )  # fmt: skip
+        server = _Uvicorn(config)
+        loop = self._loop = asyncio.get_running_loop()
+        with self._signals(loop):
+            serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))
+            while not (server.started or serving.done()):
+                await asyncio.sleep(0.01)
+            if not serving.done():
+                ready()
+            stopping = asyncio.ensure_future(self._stopping.wait())
+            await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            service.draining = True
+            log.info("ending: %d requests under way", len(service.active))
+            await self._drain(service)
+            server.should_exit = True
+            await serving
+            stopping.cancel()
+        service.close()
+
+    async def _drain(self, service) -> None:
+        deadline = asyncio.get_running_loop().time() + self.settings.drain_seconds
+        while service.active and not self._hurry.is_set() and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        if service.active:
+            log.warning("ending: %d requests are aborted", len(service.active))
+            service.stop_all()
+        deadline = asyncio.get_running_loop().time() + _LAST_SECONDS
+        while service.active and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+
+    @contextlib.contextmanager
+    def _signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def caught(number: int, frame) -> None:
+            self.signal = number
+            loop.call_soon_threadsafe(self._stop)
+
+        before = {number: signal.signal(number, caught) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:  # they are the Server's
+        yield
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        (family, kind, _, _, address), *_ = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        found = socket.socket(family, kind)
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+        except BaseException:
+            found.close()
+            raise
+    except OSError as error:
+        raise OSError(f"--host {host} --port {port}: cannot listen there: {error.strerror or error}") from None
+    return found
