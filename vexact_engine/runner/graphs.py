@@ -108,7 +108,10 @@ def recorder(device: torch.device) -> Recorder | None:
 
 
 class Recorded(NamedTuple):
-    part: Body | Head
+    """A forward, a draw, or one after the other."""
+
+    body: Body | None
+    head: Head | None
     replay: Run
 
 

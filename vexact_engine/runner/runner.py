@@ -2,9 +2,9 @@
 one draw.
 
 A step is launched, and waited for later: what the next one needs of it, the tokens that it draws, stays on the device.
-On a GPU forward and draw are CUDA graphs wherever that is faster than launching their kernels one by one; a step that
-no graph is large enough for, or that more is wanted of (likeliest tokens, log-probabilities of a prompt), is computed
-call by call. The bits are the same.
+On a GPU both are CUDA graphs wherever that is faster than launching their kernels one by one: of a step of single
+tokens one, of a step with chunks one of the forward and one of the draw. What no graph is large enough for is computed
+call by call, with the same bits, and so is a step that log-probabilities of a prompt are wanted of.
 """
 
 import logging
@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 
 _PADDING = 0.04  # share of a step's time that padding it to the next size may cost; of one with chunks, twice that
 _HIDDEN = 1.25  # a forward whose kernels take that much longer than the host takes to launch them needs no graph
-_NAMES = {"_mixed": "graphs of chunks", "_decode": "graphs of decodes", "_heads": "graphs of draws"}
 
 
 class Pending:
@@ -60,14 +59,12 @@ class Pending:
 class _Top:
     """The likeliest ids at temperature 1, on their way to the host."""
 
-    def __init__(self, logits: Tensor, counts: np.ndarray):
+    def __init__(self, handle, hidden: Tensor, counts: np.ndarray):
         self._counts = counts
         self._wanted = np.flatnonzero(counts)
-        chosen = logits[: len(counts)]
-        if len(self._wanted) != len(counts):
-            chosen = chosen.index_select(0, send(self._wanted, logits.device))
+        logits = handle.logits(hidden.index_select(0, send(self._wanted, hidden.device)))
         most = min(int(counts.max()), logits.shape[1])
-        self._found = [_to_host(part) for part in vx.log_softmax(chosen).topk(most, dim=1)]
+        self._found = [_to_host(part) for part in vx.log_softmax(logits).topk(most, dim=1)]
 
     def read(self) -> list[dict[int, float] | None]:
         found: list[dict[int, float] | None] = [None] * len(self._counts)
@@ -171,28 +168,31 @@ class Runner:
         """Begin to compute a step, behind those launched before."""
         buffers = self.buffers
         work = buffers.work(step)
-        ladder = self._decode if work.longest == 1 else self._mixed
         scored = len(step.targets) > 0
-        body = None if scored else ladder.fit(work.tokens)
-        head = self._heads.fit(work.draws) if work.draws and not work.top else None
-        body_part = body.part if body else self._body(work)
-        head_part = head.part if head else Head(work.draws) if work.draws else None
-        host = buffers.send(step, body_part, head_part)
+        forward = draw = None
+        if not scored:
+            forward = (self._decode if work.longest == 1 else self._mixed).fit(work.tokens)
+        if work.draws and not (forward and forward.head):
+            draw = self._heads.fit(work.draws)
+        body = forward.body if forward else self._body(work)
+        recorded = draw or forward
+        head = (recorded and recorded.head) or (Head(work.draws) if work.draws else None)
+        host = buffers.send(step, body, head)
         top = scores = None
-        if body:
-            body.replay()
+        if forward:
+            forward.replay()
         else:
-            hidden = self._compute(body_part)
+            hidden = self._compute(body)
             if scored:
                 scores = _Scores(self.handle, hidden, step)
-        if head:
-            head.replay()
-        elif head_part:
-            logits = self._draw(head_part)
-            if work.top:
-                slots = step.chunks["slot"][step.chunks["draws"] > 0]
-                top = _Top(logits, buffers.rows.occupants["top"][slots])
-        draws = head_part.draws if head_part else 0
+        if draw:
+            draw.replay()
+        elif head and not (forward and forward.head):
+            self._draw(head)
+        if work.top:
+            slots = step.chunks["slot"][step.chunks["draws"] > 0]
+            top = _Top(self.handle, self._hidden, buffers.rows.occupants["top"][slots])
+        draws = head.draws if head else 0
         buffers.fetch(host, draws)
         return Pending(buffers, host, draws, work.draws, top, scores)
 
@@ -209,7 +209,7 @@ class Runner:
             torch.index_select(hidden, 0, rows, out=self._hidden[: body.draws])
         return hidden
 
-    def _draw(self, head: Head) -> Tensor:
+    def _draw(self, head: Head) -> None:
         columns = self.buffers.columns(head)
         logits = self.handle.logits(self._hidden[: head.draws])
         ids, *values = vx.sample(
@@ -222,7 +222,6 @@ class Runner:
             min_p=columns["min_p"],
         )
         self.buffers.keep(columns["slots"], ids, values)
-        return logits
 
     # Graphs
 
@@ -256,12 +255,10 @@ class Runner:
     def _record(self, progress: Progress) -> None:
         try:
             with self._recorder.session():
-                for name, part, run, most, tolerance in (
-                    ("_mixed", self._mixed_body, self._compute, self._most_mixed, 2 * _PADDING),
-                    ("_decode", self._decode_body, self._compute, lambda: self._slots, _PADDING),
-                    ("_heads", Head, self._draw, lambda: self._slots, _PADDING),
-                ):
-                    setattr(self, name, self._ladder(name, part, run, most, tolerance, progress))
+                self._mixed = self._ladder("chunks", self._mixed_body, None, self._most_mixed, 2 * _PADDING, progress)
+                slots = lambda: self._slots  # noqa: E731
+                self._decode = self._ladder("decodes", self._decode_body, Head, slots, _PADDING, progress)
+                self._heads = self._ladder("draws", None, Head, slots, _PADDING, progress)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -271,19 +268,34 @@ class Runner:
             self._recorder = None
 
     def _ladder(
-        self, name: str, part: Callable, run: Callable, most: Callable, tolerance: float, progress: Progress
+        self,
+        name: str,
+        body_of: Callable[[int], Body] | None,
+        head_of: Callable[[int], Head] | None,
+        most: Callable[[], int],
+        tolerance: float,
+        progress: Progress,
     ) -> graphs.Ladder:
+        """Graphs of forwards of so many rows, of draws, or of both."""
         ladder = graphs.Ladder()
 
-        def record(size: int, made: Body | Head) -> None:
-            ladder.put(size, graphs.Recorded(made, self._recorder.record(lambda: run(made))))
+        def record(size: int, rehearse: bool) -> None:
+            body, head = (of and of(size) for of in (body_of, head_of))
+
+            def run() -> None:
+                if body:
+                    self._compute(body)
+                if head:
+                    self._draw(head)
+
+            if rehearse:  # kernels are compiled, verified and chosen where they are first met, and not while recording
+                self._pad(body, head)
+                run()
+            ladder.put(size, graphs.Recorded(body, head, self._recorder.record(run)))
 
         def seconds(size: int) -> float:
-            progress(_NAMES[name], len(ladder.sizes), len(ladder.sizes) + 1, f"{size} rows")
-            made = part(size)
-            self._pad(made)
-            run(made)  # kernels are compiled, verified and chosen where they are first met, and not while recording
-            record(size, made)
+            progress(f"graphs of {name}", len(ladder.sizes), len(ladder.sizes) + 1, f"{size} rows")
+            record(size, True)
             replay = ladder.fit(size).replay
             replay()
             return self._recorder.seconds(replay)
@@ -294,15 +306,15 @@ class Runner:
             ladder.keep(set(self._chosen[name]))
         else:
             for done, size in enumerate(reversed(self._chosen[name])):
-                progress(_NAMES[name], done, len(self._chosen[name]), f"{size} rows")
-                record(size, part(size))
+                progress(f"graphs of {name}", done, len(self._chosen[name]), f"{size} rows")
+                record(size, False)
         return ladder
 
-    def _pad(self, part: Body | Head) -> None:
+    def _pad(self, body: Body | None, head: Head | None) -> None:
         """Nothing but padding in these columns; with ids at random, or rows that are alike would all go to the same
         experts of a mixture, and seem cheaper than they are."""
         vocabulary = shapes.vocab_size(self.model)
-        body, head = (part, None) if isinstance(part, Body) else (self._decode_body(1), part)
+        body = body or self._decode_body(1)
         host = self.buffers.send(None, body, head, lambda count: self._random.integers(vocabulary, size=count))
         self.buffers.fetch(host, 0)
         Pending(self.buffers, host, 0, 0, None, None).wait()
@@ -313,7 +325,7 @@ class Runner:
         size = self._tokens
         while size > 1:
             body = self._mixed_body(size)
-            self._pad(body)
+            self._pad(body, None)
             self._compute(body)
             device = self._recorder.seconds(lambda body=body: self._compute(body))
             begin = time.perf_counter()
@@ -334,20 +346,18 @@ class Runner:
         sizes = sorted({min(1 << i, self._tokens) for i in range(self._tokens.bit_length() + 1)})
         for done, size in enumerate(sizes):
             progress("kernels", done, len(sizes), f"{size} rows")
-            self._pad(self._mixed_body(size))
+            self._pad(self._mixed_body(size), None)
             self._compute(self._mixed_body(size))
             if size <= self._slots:
-                self._pad(self._decode_body(size))
+                self._pad(self._decode_body(size), Head(size))
                 self._compute(self._decode_body(size))
-                self._pad(Head(size))
                 self._draw(Head(size))
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         largest = self._mixed_body(self._tokens)
-        self._pad(largest)
+        self._pad(largest, Head(self._slots))
         self._compute(largest)
-        self._pad(Head(self._slots))
         self._draw(Head(self._slots))
         step = torch.cuda.max_memory_allocated(self.device) - before
         if not self._recorder or self.config.num_pages is not None:
