@@ -164,7 +164,7 @@ class Buffers:
     def send(self, step: Step | None, body: Body, head: Head | None, ids: Callable | None = None) -> Host:
         """Write a step's columns, padded to these sizes, and begin to copy them.
 
-        step   None: padding alone
+        step   None: padding alone, to rehearse and to time
         ids    count -> token ids for the padding
         """
         host = self._free.pop() if self._free else Host(self._size, self._draws, self.device.type == "cuda")
@@ -220,7 +220,8 @@ class Buffers:
             to["slots"][:draws], to["slots"][draws:] = chosen, self.slots
             to["seeds"][:draws], to["seeds"][draws:] = occupants["seed"], 0
             to["positions"][:draws], to["positions"][draws:] = ends[drawn], 0
-            for name, padding in (("top_k", 0), ("temperature", 0.0), ("top_p", 1.0), ("min_p", 0.0)):
+            warm = 0.0 if step is not None else 1.0  # greedy rows cost less than others, which are to be timed
+            for name, padding in (("top_k", 0), ("temperature", warm), ("top_p", 1.0), ("min_p", 0.0)):
                 to[name][:draws], to[name][draws:] = occupants[name], padding
         pages = step.page_ids if step is not None else ()
         more = len(pages) > _MOST_PAGES
