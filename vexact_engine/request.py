@@ -156,6 +156,7 @@ class Sequence:
     num_computed    tokens whose keys and values are in those pages
     num_planned     the same, once all plans in flight have run
     in_flight       samples in plans in flight
+    stop_ids        tokens that end it, the model's own among them where it minds those
     limit           tokens it may reach, and `limit_note` says which limit that is if it is the cache's
     started_at, token_times, finished_at, cached_tokens, preemptions   as in Metrics
     """
@@ -187,6 +188,7 @@ class Sequence:
         "slot",
         "started_at",
         "state",
+        "stop_ids",
         "stop_reason",
         "token_times",
         "tokens",
@@ -204,6 +206,7 @@ class Sequence:
         self.prompt_logprobs = [None] * self.num_prompt if self.params.prompt_logprobs else None
         self.state = State.WAITING
         self.slot = None
+        self.stop_ids: frozenset[int] = frozenset()
         self.arrival = -1  # its place in the order of fairness, once added
         self.limit, self.limit_note = self.num_prompt + self.params.max_new_tokens, None
         self.finish_reason = self.stop_reason = self.error = None

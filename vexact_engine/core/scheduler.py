@@ -179,7 +179,10 @@ class Scheduler:
         if request.params.stop and self.text_tail is None:
             raise ValueError(f"{name}: stop has strings, expected none: there is no tokenizer to find them with")
         self.requests[request] = None
+        params = request.params
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         for sequence in request.sequences:
+            sequence.stop_ids = stop_ids
             if config.max_model_len is not None:
                 sequence.limit = min(sequence.limit, config.max_model_len)
             if capacity + 1 < sequence.limit:  # the last token is never an input
@@ -280,16 +283,35 @@ class Scheduler:
         PLACEHOLDER for that token. Empty if nothing can be computed before a commit, or at all.
         """
         plan = StepPlan([], self.weight_version)
+        chunks, size = plan.chunks, self.pool.page_size
         budget = self.config.max_num_batched_tokens
+        running, prefills, told = State.RUNNING, [], 0
 
-        for sequence in list(self.running):
-            is_decode = sequence.state is State.RUNNING and self._num_ready(sequence, lookahead) == 1
-            if is_decode and self._grow(sequence):
-                budget -= self._plan(plan, sequence, 1)
+        # This loop and that of `commit` are the host's time for each token of a decode.
+        for sequence in self.running[:]:
+            in_flight = sequence.in_flight
+            start, end = sequence.num_planned, len(sequence.tokens) + in_flight
+            if end >= sequence.limit or (in_flight and not lookahead) or sequence.state is not running:
+                continue
+            if end - start != 1:
+                if end > start:
+                    prefills.append(sequence)
+                continue
+            if start >= len(sequence.pages) * size and not self._grow(sequence):
+                continue
+            sequence.num_planned = end
+            sequence.in_flight = in_flight + 1
+            told += start < sequence.num_prompt
+            chunks.append(Chunk(sequence, start, end, True, sequence.pages, sequence.epoch, sequence.slot))
+        num_decodes = len(chunks)
+        budget -= num_decodes
+        self.stats.chunks += num_decodes
+        self.stats.decode_tokens += num_decodes - told
+        self.stats.prefill_tokens += told
 
-        num_decodes = len(plan.chunks)
-        for sequence in self.running:
-            if budget and (ready := self._num_ready(sequence, lookahead)) > 1:
+        for sequence in prefills:
+            if budget and sequence.state is running:
+                ready = len(sequence.tokens) + sequence.in_flight - sequence.num_planned
                 budget -= self._plan(plan, sequence, min(ready, budget))
 
         self._admit(plan, budget)
@@ -297,15 +319,8 @@ class Scheduler:
         if plan:
             self._in_flight.append(plan)
             self.stats.steps += 1
-            self.stats.mixed_steps += 0 < num_decodes < len(plan.chunks)
+            self.stats.mixed_steps += 0 < num_decodes < len(chunks)
         return plan
-
-    def _num_ready(self, sequence, lookahead):
-        """Tokens that can be planned now: those known, or being sampled, and not planned yet."""
-        total = len(sequence.tokens) + sequence.in_flight
-        if total >= sequence.limit or (sequence.in_flight and not lookahead):
-            return 0
-        return total - sequence.num_planned
 
     def _plan(self, plan, sequence, length):
         start = sequence.num_planned
@@ -323,8 +338,6 @@ class Scheduler:
 
     def _grow(self, sequence):
         """Give a decode the page its next token needs. False if it had to be preempted itself."""
-        if sequence.num_planned < len(sequence.pages) * self.pool.page_size:
-            return True
         while not self.pool.num_available:
             victim = self.running[-1]
             self.preempt(victim)
@@ -337,6 +350,8 @@ class Scheduler:
         """Let the waiting in, in order, as far as the pages and the budget go."""
         pool = self.pool
         if not (budget and self.waiting and len(self.running) < self._max_running):
+            return
+        if self.waiting[0] is self._blocked:
             return
         computing = {self._next_key(sequence) for sequence in self.running}
         passed, course = [], None
@@ -425,12 +440,13 @@ class Scheduler:
         """
         if not self._in_flight or plan is not self._in_flight[0]:
             raise ValueError("commit: plan is not the oldest in flight, expected plans in the order they were made")
-        wanted = len(plan.sampled_chunks)
+        asked = plan.sampled_chunks
+        wanted = len(asked)
         for name in ("token_ids", "logprobs", "raw_logprobs", "top_logprobs"):
             column = getattr(sampled, name)
             if column is not None and len(column) != wanted:
                 raise ValueError(f"commit: sampled.{name} has {len(column)} entries, expected {wanted}")
-        if sampled.top_logprobs is None and any(c.sequence.params.num_top_logprobs for c in plan.sampled_chunks):
+        if sampled.top_logprobs is None and any(c.sequence.top_logprobs is not None for c in asked):
             raise ValueError("commit: sampled.top_logprobs is None, expected it: a request in the plan asked for it")
         self._in_flight.popleft()
         if sampled.prompt_logprobs is not None:
@@ -439,15 +455,35 @@ class Scheduler:
                     chunk.sequence.prompt_logprobs[chunk.start + 1 : chunk.start + 1 + len(values)] = values
 
         grown, row, now = [], 0, time.monotonic()
+        size, version, finished = self.pool.page_size, plan.weight_version, State.FINISHED
+        token_ids, tops = sampled.token_ids, sampled.top_logprobs
+        logprobs, raw_logprobs = sampled.logprobs, sampled.raw_logprobs
         for chunk in plan.chunks:
             sequence = chunk.sequence
-            if sequence.epoch == chunk.epoch and not sequence.finished:
-                self._keep(sequence, chunk.end)
+            alive = sequence.state is not finished
+            if alive and sequence.epoch == chunk.epoch:
+                sequence.num_computed = end = chunk.end
+                if sequence.num_known < end // size:
+                    self._know(sequence)
             if chunk.needs_sample:
                 sequence.in_flight -= 1
-                if not sequence.finished:
-                    self._append(sequence, sampled, row, plan.weight_version, now)
+                if alive:
+                    params, tokens, token = sequence.params, sequence.tokens, token_ids[row]
+                    tokens.append(token)
+                    sequence.logprobs.append(logprobs[row])
+                    sequence.raw_logprobs.append(raw_logprobs[row])
+                    sequence.weight_versions.append(version)
+                    sequence.token_times.append(now)
+                    if sequence.top_logprobs is not None:
+                        sequence.top_logprobs.append(tops[row])
                     grown.append(sequence)
+                    may_stop = len(tokens) - sequence.num_prompt >= params.min_new_tokens
+                    if token in sequence.stop_ids and may_stop:
+                        self._finish(sequence, "stop", token)
+                    elif params.stop and (found := self._find_stop(sequence, may_stop)):
+                        self._finish(sequence, *found)
+                    elif len(tokens) == sequence.limit:
+                        self._finish(sequence, "length", error=sequence.limit_note)
                 row += 1
         return grown
 
@@ -466,31 +502,12 @@ class Scheduler:
                 if chunk.sequence.epoch == chunk.epoch and not chunk.sequence.finished:
                     self.preempt(chunk.sequence)
 
-    def _keep(self, sequence, num_computed):
-        """Note that so many tokens are in the pages now, and tell the prefix cache of the pages that got full."""
-        sequence.num_computed = num_computed
-        while sequence.num_known < num_computed // self.pool.page_size and (key := self._next_key(sequence)):
+    def _know(self, sequence):
+        """Tell the prefix cache of the pages that are full now."""
+        full = sequence.num_computed // self.pool.page_size
+        while sequence.num_known < full and (key := self._next_key(sequence)):
             sequence.node = self.pool.register(sequence.pages[sequence.num_known], key)
             sequence.num_known += 1
-
-    def _append(self, sequence, sampled, row, weight_version, now):
-        """Append a sampled token and end the sequence if that is its last."""
-        params, token = sequence.params, sampled.token_ids[row]
-        sequence.tokens.append(token)
-        sequence.logprobs.append(sampled.logprobs[row])
-        sequence.raw_logprobs.append(sampled.raw_logprobs[row])
-        sequence.weight_versions.append(weight_version)
-        sequence.token_times.append(now)
-        if sequence.top_logprobs is not None:
-            sequence.top_logprobs.append(sampled.top_logprobs[row])
-        may_stop = len(sequence.tokens) - sequence.num_prompt >= params.min_new_tokens
-        ends = token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos)
-        if ends and may_stop:
-            self._finish(sequence, "stop", token)
-        elif params.stop and (found := self._find_stop(sequence, may_stop)):
-            self._finish(sequence, *found)
-        elif len(sequence.tokens) == sequence.limit:
-            self._finish(sequence, "length", error=sequence.limit_note)
 
     def _find_stop(self, sequence, may_stop):
         """The stop string that the text gets to first. What a sample has before it may stop is read and passed over."""
