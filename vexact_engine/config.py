@@ -34,6 +34,8 @@ class EngineConfig:
                              another is let in: 0 preempts often where the cache is small, 1 never, and takes many more
                              steps; None: half of what finished ones have used of theirs
     enforce_eager            no CUDA graphs
+    async_scheduling         plan, launch and deliver while the device computes another step; None: on a GPU, where the
+                             two run side by side
     pipeline_parallel_size   stages that the layers are cut into
     show_progress            a progress bar; None: on a terminal only
     """
@@ -49,6 +51,7 @@ class EngineConfig:
     latent_attention: bool = False
     reserve: float | None = None
     enforce_eager: bool = False
+    async_scheduling: bool | None = None
     pipeline_parallel_size: int = 1
     show_progress: bool | None = None
 
@@ -64,6 +67,7 @@ class EngineConfig:
         _check_bool(self, "enable_prefix_cache")
         _check_bool(self, "latent_attention")
         _check_bool(self, "enforce_eager")
+        _check_bool(self, "async_scheduling", optional=True)
         _check_bool(self, "show_progress", optional=True)
 
 

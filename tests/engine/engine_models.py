@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import time
+from random import Random
 
 import pytest
 import torch
@@ -131,6 +133,27 @@ def bits(completion) -> tuple:
     return completion.token_ids, numbers.view(torch.int32).tolist(), completion.finish_reason, completion.text
 
 
+class Late:
+    """A plan in flight whose results are there after some time, whenever that was computed."""
+
+    def __init__(self, pending, seconds):
+        self.pending, self.at = pending, time.monotonic() + seconds
+
+    def ready(self):
+        return time.monotonic() >= self.at and self.pending.ready()
+
+    def wait(self):
+        time.sleep(max(0.0, self.at - time.monotonic()))
+        return self.pending.wait()
+
+
+def make_late(engine, seconds=0.002) -> None:
+    """As on a GPU: what a plan has drawn comes some time after its launch, and others are launched before that."""
+    assert engine.config.async_scheduling and engine._worker.depth == 2
+    launch, random = engine._worker.launch, Random(0)
+    engine._worker.launch = lambda plan: Late(launch(plan), random.random() * seconds)
+
+
 def check_idle(engine) -> None:
     """No page is held, lost or in two places, and nobody waits for anything."""
     loop, scheduler = engine._loop, engine._scheduler
@@ -138,6 +161,7 @@ def check_idle(engine) -> None:
     def check():
         scheduler.pool.check()
         assert scheduler.pool.num_available == scheduler.pool.num_pages
+        assert len(scheduler._slots) == scheduler._max_running and not loop._pending and not loop._listened
         assert not scheduler.has_unfinished and not loop._tickets and not loop._names and not loop._held
 
     loop.call(check)

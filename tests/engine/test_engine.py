@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_models import VOCAB, bits, build, byte_tokenizer, check_idle, prompts
+from engine_models import VOCAB, bits, build, byte_tokenizer, check_idle, make_late, prompts
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, SamplingParams, StepFailed
@@ -24,9 +24,11 @@ PARAMS = SamplingParams(max_new_tokens=6, seed=1, ignore_eos=True)
 TEXT = {"vocab_size": 259}
 
 
-@pytest.fixture(scope="module")
-def shared():
-    with Engine.from_pretrained(build("Llama"), config=CONFIG) as engine:
+@pytest.fixture(scope="module", params=[False, True], ids=["waiting", "overlapped"])
+def shared(request):
+    with Engine.from_pretrained(build("Llama"), config=replace(CONFIG, async_scheduling=request.param)) as engine:
+        if request.param:
+            make_late(engine)
         yield engine
 
 
@@ -220,7 +222,7 @@ def test_a_stop_string_before_the_least_tokens_is_text_like_any_other(talking):
 
 def on_step(engine, monkeypatch, step, action):
     """Call `action` in the middle of the n-th step from now."""
-    run, count = engine._worker.run, iter(range(1, 1 << 30))
+    run, count = engine._worker.launch, iter(range(1, 1 << 30))
 
     def hooked(plan):
         sampled = run(plan)
@@ -228,7 +230,7 @@ def on_step(engine, monkeypatch, step, action):
             action()
         return sampled
 
-    monkeypatch.setattr(engine._worker, "run", hooked)
+    monkeypatch.setattr(engine._worker, "launch", hooked)
 
 
 def out_of_memory():
@@ -263,10 +265,10 @@ def test_ctrl_c_while_the_state_changes(engine, monkeypatch, place, ctrl_c):
     scheduler, finished = engine._scheduler, []
     change = getattr(scheduler, place)
 
-    def interrupted(*args):
+    def interrupted(*args, **options):
         if not finished:
             os.kill(os.getpid(), signal.SIGINT)  # to the process, as a terminal does
-        value = change(*args)
+        value = change(*args, **options)
         finished.append(place)
         return value
 

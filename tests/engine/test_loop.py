@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_models import bits, build, byte_tokenizer, check_idle, prompts
+from engine_models import bits, build, byte_tokenizer, check_idle, make_late, prompts
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vexact_ops as vx
@@ -36,9 +36,11 @@ LONG = replace(PARAMS, max_new_tokens=60)
 TEXT = {"vocab_size": 259}
 
 
-@pytest.fixture(scope="module")
-def shared():
-    with Engine.from_pretrained(build("Llama"), config=CONFIG) as engine:
+@pytest.fixture(scope="module", params=[False, True], ids=["waiting", "overlapped"])
+def shared(request):
+    with Engine.from_pretrained(build("Llama"), config=replace(CONFIG, async_scheduling=request.param)) as engine:
+        if request.param:
+            make_late(engine)
         yield engine
 
 
@@ -63,14 +65,14 @@ class Gate:
 
     def __init__(self, engine, monkeypatch, step):
         self.open = threading.Event()
-        run, count = engine._worker.run, iter(range(1, 1 << 30))
+        run, count = engine._worker.launch, iter(range(1, 1 << 30))
 
         def gated(plan):
             if next(count) == step:
                 assert self.open.wait(60)
             return run(plan)
 
-        monkeypatch.setattr(engine._worker, "run", gated)
+        monkeypatch.setattr(engine._worker, "launch", gated)
 
 
 # A request is known by the object
@@ -395,7 +397,7 @@ def test_pause_abort(engine, expected, monkeypatch):
         stream = engine.stream(PROMPTS[0], LONG)
         await first_of(stream)
         pausing = asyncio.create_task(asyncio.to_thread(engine.pause, "abort"))
-        while not engine._loop._inbox:
+        while not (engine._loop._inbox or pausing.done()):
             await asyncio.sleep(0.001)
         gate.open.set()
         await pausing

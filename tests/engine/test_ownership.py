@@ -131,7 +131,7 @@ def test_weights_that_others_change_are_the_weights(change, old, new):
 
 def after_step(engine, monkeypatch, step, action):
     """Call `action` between the n-th step from now and what follows it, in the engine's thread."""
-    run, count = engine._worker.run, iter(range(1, 1 << 30))
+    run, count = engine._worker.launch, iter(range(1, 1 << 30))
 
     def hooked(plan):
         sampled = run(plan)
@@ -139,7 +139,7 @@ def after_step(engine, monkeypatch, step, action):
             action()
         return sampled
 
-    monkeypatch.setattr(engine._worker, "run", hooked)
+    monkeypatch.setattr(engine._worker, "launch", hooked)
 
 
 def test_weights_that_others_change_under_a_request(monkeypatch):

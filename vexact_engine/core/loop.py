@@ -5,41 +5,92 @@ done between two steps (`call`); what they wait for comes to them through ticket
 request's name is looked up in one place, `abort_named`. So nobody needs a lock but for the inbox, nobody's torch state
 takes part in another's step, and an interrupt, which Python gives to the main thread, can only meet a front that waits.
 
-One turn of the loop: do what the inbox holds, schedule, run, commit, deliver. What goes to one asyncio loop in a turn
-goes in one piece.
+One turn of the loop: do what the inbox holds; schedule and launch until `Worker.depth` plans are in flight; wait for
+the oldest, commit and deliver it. With a depth of 2 or more all of the host's work for a step (text, stop strings,
+delivery, the next plan) is done while the device computes another; at most depth - 1 tokens of a sequence are computed
+too many, and thrown away. While the thread waits, requests come and go; whatever touches weights or pages (`call`) is
+done when nothing is in flight. What goes to one asyncio loop in a turn goes in one piece.
 """
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..errors import EngineClosed, EngineForked, StepFailed, WeightsMissing, WeightsTorn
 from ..outputs import Ticket
-from ..request import Request
+from ..request import Request, State
 from ..request import Sequence as Sample
 from .scheduler import Sampled, Scheduler, StepPlan
 
 log = logging.getLogger(__name__)
 
 PAUSES = ("abort", "wait", "keep")
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 5e-3  # seconds between two looks at a plan in flight
+_LONGEST_WAIT = 0.05  # seconds that a wait is taken to need at most
 _JOIN_SECONDS = 10  # for a thread whose engine is collected; close() and the end of the process wait for the step
 
 
+class Pending(Protocol):
+    """A plan in flight."""
+
+    def ready(self) -> bool:
+        """Whether wait() returns, or raises, at once."""
+
+    def wait(self) -> Sampled:
+        """What was drawn; -1 for a sequence whose logits are not numbers. Raises what the computation failed of."""
+
+
 class Worker(Protocol):
-    """What computes. Made, used and closed in the loop's thread."""
+    """What computes. Made, used and closed in the loop's thread.
 
-    def check(self) -> bool:
-        """Before each step: whether somebody else has changed the weights. Raises where they cannot be used."""
+    depth   how many plans may be in flight; with more than one a plan holds tokens that another is still to draw
+    """
 
-    def run(self, plan: StepPlan) -> Sampled: ...
+    depth: int
+
+    def changed(self) -> bool:
+        """Before each plan is made: whether somebody else has changed the weights."""
+
+    def renew(self) -> None:
+        """Then, while nothing is in flight: make them the weights. Raises where they cannot be used."""
+
+    def launch(self, plan: StepPlan) -> Pending:
+        """Begin to compute a plan, behind those launched before."""
 
     def close(self) -> None: ...
+
+
+class _Failed:
+    """A plan whose launch has failed: it is found out in its turn."""
+
+    def __init__(self, error: Exception):
+        self.error = error
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> Sampled:
+        raise self.error
+
+
+class _Command(NamedTuple):
+    """Something to do in the thread.
+
+    refuse   told why, where it is not done any more
+    alone    whether nothing may be in flight meanwhile
+    """
+
+    run: Callable[[], object]
+    refuse: Callable[[BaseException], object]
+    alone: bool
 
 
 class Loop:
@@ -58,11 +109,14 @@ class Loop:
     def __init__(self, make: Callable[[Callable[[Sample], str]], tuple[Scheduler, Worker]]):
         self._pid = os.getpid()
         self._changed = threading.Condition()
-        self._inbox: deque[tuple[Callable[[], None], Callable[[BaseException], None]]] = deque()
-        self._deferred: list[tuple[Callable[[], bool], Callable[[], None], Callable[[BaseException], None]]] = []
+        self._inbox: deque[_Command] = deque()
+        self._deferred: list[tuple[Callable[[], bool], _Command]] = []
+        self._pending: deque[tuple[StepPlan, Pending]] = deque()  # in flight
+        self._typical = 0.0  # seconds that such a wait took lately
         self._closing = False
         self._fault: BaseException | None = None  # of our own: the thread has ended with it
         self._tickets: dict[Request, Ticket] = {}  # of requests that are not done
+        self._listened: set[Request] = set()  # those of them whose tokens somebody takes one by one
         self._names: dict[str, Ticket] = {}  # the same, and those held, by name
         self._held: list[Ticket] = []  # handed over during a pause that lets the others end
         self._paused: str | None = None
@@ -105,23 +159,24 @@ class Loop:
             for ticket in tickets:
                 ticket.fail(error)
 
-        self._post(take, refuse)
+        self._post(_Command(take, refuse, alone=False))
 
     def abort(self, tickets: Sequence[Ticket]) -> None:
         """Nobody waits for these any more. Does nothing once closed."""
         left = [ticket for ticket in tickets if not ticket.done]
         if left and os.getpid() == self._pid:
-            self._post(lambda: [self._abort(ticket) for ticket in left], lambda error: None, quietly=True)
+            self._post(_Command(lambda: [self._abort(ticket) for ticket in left], _ignore, alone=False), quietly=True)
 
     def abort_named(self, name: str) -> None:
         def find() -> None:
             if name in self._names:
                 self._abort(self._names[name])
 
-        self._post(find, lambda error: None, quietly=True)
+        self._post(_Command(find, _ignore, alone=False), quietly=True)
 
     def call(self, function: Callable[[], object], when: Callable[[], bool] | None = None):
-        """What `function` returns or raises, called in the thread between two steps; once `when()` holds there."""
+        """What `function` returns or raises, called in the thread while nothing is in flight; once `when()` holds
+        there."""
         if threading.current_thread() is self._thread:
             return function()
         answer: Future = Future()
@@ -132,11 +187,11 @@ class Loop:
             except BaseException as error:
                 answer.set_exception(error)
 
-        refuse = answer.set_exception
+        command = _Command(run, answer.set_exception, alone=True)
         if when is None:
-            self._post(run, refuse)
+            self._post(command)
         else:
-            self._post(lambda: self._deferred.append((when, run, refuse)), refuse)
+            self._post(command._replace(run=lambda: self._deferred.append((when, command)), alone=False))
         return answer.result()
 
     def pause(self, mode: str) -> None:
@@ -202,7 +257,7 @@ class Loop:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
-    def _post(self, run: Callable[[], None], refuse: Callable[[BaseException], None], quietly: bool = False) -> None:
+    def _post(self, command: _Command, quietly: bool = False) -> None:
         if not quietly:
             self.check_open()
         elif os.getpid() != self._pid:
@@ -212,7 +267,7 @@ class Loop:
                 if quietly:
                     return
                 self.check_open()
-            self._inbox.append((run, refuse))
+            self._inbox.append(command)
             self._changed.notify()
 
     # In the thread
@@ -239,62 +294,131 @@ class Loop:
     def _obey(self) -> bool:
         """Wait until there is something to do, do what the inbox holds. False at the end."""
         with self._changed:
-            while not (self._inbox or self._closing or self._has_work()):
+            while not (self._inbox or self._closing or self._pending or self._may_schedule()):
                 self._changed.wait()
-            commands, self._inbox = self._inbox, deque()
-        for run, _ in commands:
-            run()
+        for _ in range(len(self._inbox)):  # what comes meanwhile is for the next turn, lest no step is ever run
+            if self._inbox and not self._closing:
+                self._do(self._inbox.popleft())
         self._do_deferred()
         self._flush()
         return not self._closing
 
-    def _has_work(self) -> bool:
+    def _may_schedule(self) -> bool:
         stopped = self.updating or self.asleep or self.missing or self._paused in ("abort", "keep")
         return self.scheduler.has_unfinished and not stopped
 
+    def _do(self, command: _Command) -> None:
+        if command.alone:
+            self._finish_pending()
+        command.run()
+
     def _do_deferred(self) -> None:
         waiting, self._deferred = self._deferred, []
-        for entry in waiting:
-            if entry[0]():
-                entry[1]()
+        for when, command in waiting:
+            if when():
+                self._do(command)
             else:
-                self._deferred.append(entry)
+                self._deferred.append((when, command))
 
     def _advance(self) -> None:
-        """Schedule, compute, commit, deliver. A failure of the computation itself ends every request, for nobody can
-        say whose fault it is; the engine can be used again."""
-        if not self._has_work():
-            return
-        scheduler = self.scheduler
-        if self.torn:
-            self._fail_all(WeightsTorn(f"Engine: {self.torn}"))
-            return
+        """Launch what can be, and take in the oldest plan in flight."""
+        if self._may_schedule():
+            if self.torn:
+                self._fail_all(WeightsTorn(f"Engine: {self.torn}"))
+            elif self._notice_weights():
+                self._launch()
+        if self._pending:
+            self._take_in()
+        self._do_deferred()
+
+    def _notice_weights(self) -> bool:
+        """Whether there are weights to compute with. Others than before are new ones."""
         try:
-            if self.worker.check():
-                scheduler.reset_cache(scheduler.weight_version + 1)
+            if self.worker.changed():
+                self._finish_pending()
+                self.worker.renew()
+                self.scheduler.reset_cache(self.scheduler.weight_version + 1)
         except Exception as error:
             self._fail_all(error)
-            return
-        plan = scheduler.schedule()
-        if not plan:
-            raise RuntimeError("nothing can be scheduled, yet requests are not done")
+            return False
+        return True
+
+    def _launch(self) -> None:
+        depth = self.worker.depth
+        while len(self._pending) < depth:
+            plan = self.scheduler.schedule(lookahead=depth > 1)
+            if not plan:
+                if not self._pending and self.scheduler.has_unfinished:
+                    raise RuntimeError("nothing can be scheduled, yet requests are not done")
+                return
+            try:
+                pending = self.worker.launch(plan)
+            except Exception as error:
+                self._pending.append((plan, _Failed(error)))
+                return
+            self._pending.append((plan, pending))
+
+    def _finish_pending(self) -> None:
+        while self._pending:
+            self._take_in()
+
+    def _take_in(self) -> None:
+        """Wait for the oldest plan in flight, commit and deliver it. A failure of the computation itself ends every
+        request, for nobody can say whose fault it is; the engine can be used again."""
+        scheduler = self.scheduler
+        plan, pending = self._pending[0]
+        self._await(pending)
+        self._pending.popleft()
         try:
-            sampled = self.worker.run(plan)
+            sampled = pending.wait()
         except Exception as error:
+            self._abandon()
             scheduler.cancel(plan)
             failure = StepFailed(f"a step failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self._fail_all(failure)
             return
-        for chunk, token in zip(plan.sampled_chunks, sampled.token_ids) if -1 in sampled.token_ids else ():
-            if token == -1:
+        if -1 in sampled.token_ids:
+            self._fail_nonfinite(plan, sampled)
+        finished, listened = State.FINISHED, self._listened
+        for sample in scheduler.commit(plan, sampled):
+            if sample.state is finished or sample.request in listened:
+                self._deliver(sample)
+
+    def _await(self, pending: Pending) -> None:
+        """Until it is ready, let requests come and go. The thread sleeps for most of the time that such a wait took
+        lately, and looks a few times more: there is another plan behind this one for the device."""
+        if _is_ready(pending):
+            return
+        begin = time.perf_counter()
+        pause, taken = 0.75 * self._typical, 0.0
+        while not _is_ready(pending):
+            with self._changed:
+                if self._closing or (self._inbox and self._inbox[0].alone):
+                    return  # these are done once nothing is in flight
+                if not self._inbox:
+                    self._changed.wait(pause)
+            while self._inbox and not self._inbox[0].alone:
+                self._inbox.popleft().run()
+            self._flush()
+            taken = time.perf_counter() - begin
+            pause = min(max(_SHORTEST_PAUSE, self._typical / 16, taken / 16), _LONGEST_PAUSE)
+        self._typical += (min(taken, _LONGEST_WAIT) - self._typical) / 4
+
+    def _abandon(self) -> None:
+        """Wait for the plans in flight; what they draw is nobody's."""
+        for _, pending in self._pending:
+            with contextlib.suppress(Exception):
+                pending.wait()
+        self._pending.clear()
+
+    def _fail_nonfinite(self, plan: StepPlan, sampled: Sampled) -> None:
+        for chunk, token in zip(plan.sampled_chunks, sampled.token_ids):
+            if token == -1 and not chunk.sequence.finished:
                 where = f"after {len(chunk.sequence.tokens)} tokens"
                 message = f"the model's logits {where} are not finite numbers (NaN or infinite weights or activations?)"
-                for sample in scheduler.fail(chunk.sequence.request, message):
+                for sample in self.scheduler.fail(chunk.sequence.request, message):
                     self._deliver(sample)
-        for sample in scheduler.commit(plan, sampled):
-            self._deliver(sample)
-        self._do_deferred()
 
     # Requests
 
@@ -314,6 +438,8 @@ class Loop:
                 self._reject(ticket, str(error))
             else:
                 self._tickets[request] = self._names[request.id] = ticket
+                if ticket.listen is not None:
+                    self._listened.add(request)
 
     def _reject(self, ticket: Ticket, error: str | None, reason: str = "error") -> None:
         ticket.request.reject(error, reason)
@@ -346,6 +472,7 @@ class Loop:
 
     def _forget(self, ticket: Ticket) -> None:
         del self._tickets[ticket.request], self._names[ticket.request.id]
+        self._listened.discard(ticket.request)
 
     def _fail_all(self, error: BaseException) -> None:
         for ticket in list(self._tickets.values()):
@@ -376,11 +503,10 @@ class Loop:
         with self._changed:
             self._closing = True
             commands, self._inbox = self._inbox, deque()
+        self._abandon()
         error = self._fault or EngineClosed("Engine: it is closed")
-        for _, refuse in commands:
-            refuse(error)
-        for _, _, refuse in self._deferred:
-            refuse(error)
+        for command in [*commands, *(command for _, command in self._deferred)]:
+            command.refuse(error)
         for ticket in [*self._tickets.values(), *self._held]:
             if self._fault is not None:
                 ticket.fail(StepFailed(f"the engine's thread has ended: {self._fault!r}"))
@@ -393,7 +519,19 @@ class Loop:
         except Exception as failure:
             self.close_error = failure
         self._tickets.clear()
+        self._listened.clear()
         self.worker = None
+
+
+def _is_ready(pending: Pending) -> bool:
+    try:
+        return pending.ready()
+    except Exception:  # a device that has failed: wait() will say so
+        return True
+
+
+def _ignore(error: BaseException) -> None:
+    """Nobody is to be told."""
 
 
 def _call_all(calls: list) -> None:

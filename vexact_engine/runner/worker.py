@@ -13,7 +13,7 @@ from torch import Tensor
 import vexact_ops as vx
 
 from ..config import EngineConfig
-from ..core.scheduler import Sampled, StepPlan
+from ..core.scheduler import StepPlan
 from ..core.step import Encoder
 from ..errors import EngineAsleep, ModelInUse, WeightsTorn
 from ..weights.update import Update, apply_update, plan_update
@@ -47,6 +47,7 @@ class Worker:
 
     config     as given, with num_pages filled in
     backend    the one that ops are computed with, whatever other threads or the process choose; None: the default
+    depth      how many plans may be in flight
     numerics   what fixes the bits, from now on
     raises     ModelInUse where another engine has the model; what patch.hf raises
     """
@@ -75,6 +76,8 @@ class Worker:
             self._memory = Memory(model, caches, self._runner.release)
             self._watch, self._missed = Watch(model), ""
             self._encoder = Encoder()
+            asked = config.async_scheduling
+            self.depth = 2 if (self.device.type == "cuda" if asked is None else asked) else 1
         except BaseException:
             self._stack.close()
             raise
@@ -87,9 +90,6 @@ class Worker:
         """Begin to compute a plan, behind those launched before. At once after `schedule`."""
         return self._runner.launch(self._encoder.encode(plan))
 
-    def run(self, plan: StepPlan) -> Sampled:
-        return self.launch(plan).wait()
-
     def fence(self) -> Callable[[], None]:
         """In any thread: what it has given its device to do until now comes first. The function returned is for the
         engine's thread."""
@@ -100,19 +100,21 @@ class Worker:
 
     # Weights
 
-    def check(self) -> bool:
-        """Whether somebody else has changed the weights. What was replaced is made part of the forward again.
+    def changed(self) -> bool:
+        """Whether somebody else has changed the weights."""
+        return bool(self._changed())
 
-        raises   WeightsTorn where what stands there now cannot be computed with
+    def renew(self) -> None:
+        """What stands there now is the weights. What was replaced is made part of the forward again. For when nothing
+        is in flight.
+
+        raises   WeightsTorn where that cannot be computed with
         """
         what = self._changed()
-        if not what:
-            return False
         log.warning("weights: %s by somebody else: what was computed with the old ones is forgotten", what)
         if what == "replaced":
             self._rejoin()
         self._note()
-        return True
 
     def _changed(self) -> str:
         found = self._watch.changed(), self._missed
