@@ -36,13 +36,14 @@ class Generation(Response):
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(16)}"
         self.request_id = request.scope["state"]["request_id"]
         self.names: list[str] = []  # of its requests in the engine
-        self.timed_out = False
+        self.timed_out = self.stopped = False
         self.outcome = "error"
         self.completions: list[Completion] = []
         self._sending = False
 
     def stop(self) -> None:
-        """Its samples end with finish_reason "abort" before the engine's next step."""
+        """Its samples end with finish_reason "abort" before the engine's next step; before there are any, all of it."""
+        self.stopped = True
         for name in self.names:
             self.service.engine.abort(name)
 
@@ -198,8 +199,16 @@ class Generation(Response):
 
     # What is answered
 
+    def _check_begin(self) -> None:
+        """Called where nothing comes between this and the engine's having the request."""
+        if self.timed_out:
+            raise self._timeout()
+        if self.stopped:
+            raise APIError(503, "it was aborted before it began", code="aborted", retry=5)
+
     async def _answer(self, answers: Answers, prompts, params, send) -> None:
         engine = self.service.engine
+        self._check_begin()
         self.completions = await engine.agenerate(prompts, params, request_ids=self.names)
         for done in self.completions:
             self._check(done)
@@ -212,7 +221,7 @@ class Generation(Response):
         streams = [
             self.service.engine.stream(*each, request_id=name) for *each, name in zip(prompts, params, self.names)
         ]
-        async with aclosing(merged(streams)) as news:
+        async with aclosing(merged(streams, self._check_begin)) as news:
             async for number, item in news:
                 index = number * answers.n + item.index
                 if item.completion is not None:
@@ -292,9 +301,12 @@ async def _until_gone(receive, work) -> None:
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-async def merged(streams: list[AsyncIterator[Increment]]) -> AsyncIterator[tuple[int, Increment]]:
-    """What comes of several streams, with each one's number."""
+async def merged(
+    streams: list[AsyncIterator[Increment]], check: Callable[[], None] = lambda: None
+) -> AsyncIterator[tuple[int, Increment]]:
+    """What comes of several streams, with each one's number. `check` is called before each begins, and may raise."""
     if len(streams) == 1:
+        check()
         async with aclosing(streams[0]) as only:
             async for item in only:
                 yield 0, item
@@ -303,6 +315,7 @@ async def merged(streams: list[AsyncIterator[Increment]]) -> AsyncIterator[tuple
 
     async def read(number: int, stream: AsyncIterator[Increment]) -> None:
         try:
+            check()
             async with aclosing(stream) as news:
                 async for item in news:
                     queue.put_nowait((number, item))

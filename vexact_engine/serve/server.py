@@ -34,14 +34,11 @@ class Server:
         self.settings = settings
         self.signal: int | None = None
         self._socket = _bind(settings.host, settings.port)
+        host, port = self._socket.getsockname()[:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._ready, self._thread = threading.Event(), None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._error: BaseException | None = None
-
-    @property
-    def url(self) -> str:
-        host, port = self._socket.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def run(self, engine: Engine, ready: Callable[[], None] = lambda: None) -> None:
         """`ready` is called once requests are taken. The engine stays open."""

@@ -1,0 +1,146 @@
+"""`vexact serve` as a process: the line it prints when it is ready, signals, exit codes."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import serving
+from engine_models import build
+from serving import KEY
+
+from vexact_engine import Engine, SamplingParams, cli
+
+ROOT = Path(__file__).parents[2]
+BODY = {"prompt": "hello", "seed": 4, "max_tokens": 20, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny-model"
+    build("Llama", vocab_size=300).save_pretrained(folder)
+    serving.tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+class Process:
+    """A server of its own, ready. Ended, however the test ends."""
+
+    def __init__(self, model, *options, env=()):
+        command = [sys.executable, "-m", "vexact_engine.cli", "serve", model, "--port", "0", *map(str, options)]
+        env = {**os.environ, "PYTHONPATH": str(ROOT), **dict(env)}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+        self.line = self.process.stdout.readline()
+        found = re.search(r" at (http://\S+)/v1$", self.line.strip())
+        if found is None:
+            pytest.fail(f"not ready: {self.line!r}, {self.process.communicate(timeout=30)[1][-2000:]}")
+        self.url = found[1]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+    def end(self, number=signal.SIGTERM):
+        self.process.send_signal(number)
+        _, said = self.process.communicate(timeout=60)
+        return self.process.returncode, said
+
+
+def test_it_serves_what_the_engine_gives_and_ends_with_0_on_sigterm(model):
+    with Engine.from_pretrained(model) as engine:
+        done = engine.generate("hello", SamplingParams(max_new_tokens=20, seed=4, ignore_eos=True))[0]
+    options = ["--max-model-len", 100, "--num-pages", 50, "--log-level", "info"]
+    with Process(model, *options, env={"VEXACT_API_KEY": KEY}) as server:
+        headers = {"authorization": f"Bearer {KEY}"}
+        assert httpx.get(server.url + "/v1/models").status_code == 401
+        names = [m["id"] for m in httpx.get(server.url + "/v1/models", headers=headers).json()["data"]]
+        assert names == ["tiny-model", model]
+        answer = httpx.post(server.url + "/v1/completions", json=BODY | {"return_rollout": True}, headers=headers)
+        (choice,) = answer.json()["choices"]
+        assert choice["text"] == done.text and choice["rollout"]["logprobs"] == done.logprobs
+        code, said = server.end()
+    assert code == 0 and '"POST /v1/completions" 200' in said and "Traceback" not in said
+    assert KEY not in said and "hello" not in said
+
+
+def test_sigterm_lets_a_stream_end_and_sigint_exits_130(model):
+    with Process(model, "--log-level", "warning") as server:
+        body = BODY | {"max_tokens": 100, "stream": True, "stream_options": {"include_usage": True}}
+        with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            first = next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            text = "\n\n".join(line for line in (first, *lines) if line)
+        *_, last = serving.events(text)
+        assert last["usage"]["completion_tokens"] == 100, "all of it came"
+        assert server.process.wait(60) == 0
+    with Process(model) as server:
+        assert server.end(signal.SIGINT)[0] == 130
+
+
+def test_a_second_sigterm_does_not_wait(model):
+    with Process(model, "--drain-seconds", 600, env={"VEXACT_API_KEY": KEY}) as server:
+        headers = {"authorization": f"Bearer {KEY}"}
+        assert httpx.post(server.url + "/pause", json={"mode": "keep"}, headers=headers).status_code == 200
+        answers = []
+
+        def ask():
+            answers.append(httpx.post(server.url + "/v1/completions", json=BODY, headers=headers, timeout=60))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        progress = "vexact_requests_in_progress 1.0"
+        while progress not in httpx.get(server.url + "/metrics", headers=headers).text:
+            time.sleep(0.01)
+        server.process.send_signal(signal.SIGTERM)
+        while httpx.get(server.url + "/health").status_code != 503:
+            time.sleep(0.01)
+        code, _ = server.end()
+        asking.join(30)
+    assert code == 0 and answers[0].json()["choices"][0]["finish_reason"] == "abort"
+
+
+def run(capsys, *argv):
+    code = cli.main([str(a) for a in argv])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_what_is_wrong_is_known_before_the_model_is_loaded(capsys, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, out, err = run(capsys, "serve", "no-such-model", "--port", port)
+    assert (code, out) == (2, "") and f"--port {port}: cannot listen there: Address already in use" in err
+    (tmp_path / "keys").write_text("\n")
+    for options, message in (
+        (["--host", "0.0.0.0"], "there is no API key"),
+        (["--host", "no.such.host.invalid", "--allow-no-key"], "--host no.such.host.invalid"),
+        (["--api-key-file", tmp_path / "none"], "none"),
+        (["--api-key-file", tmp_path / "keys"], "holds no key"),
+        (["--request-timeout", "-1"], "request_timeout is -1.0"),
+        (["--port", "0"], "no-such-model"),
+    ):
+        code, out, err = run(capsys, "serve", "no-such-model", *options)
+        assert (code, out) == (2, "") and message in err and err.count("\n") == 1, err
+
+
+def test_every_option_has_its_help(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    text = capsys.readouterr().out
+    from vexact_engine.cli import _parser
+
+    serve = _parser()._subparsers._group_actions[0].choices["serve"]
+    assert all(action.help for action in serve._actions), "each says what it is"
+    assert "--drain-seconds" in text
