@@ -309,10 +309,10 @@ def _over_roof(steady: list[tuple[float, int, int]], size: roof.Sizes, bandwidth
 def _profiled(args: argparse.Namespace, engine, workload: workloads.Workload, case: str) -> dict:
     """A window of decode steps looked at: of the same requests again, or, where all are alike, of some whose contexts
     are as long as theirs are half way."""
-    batch = min(workload.batch, engine.config.max_num_seqs)
     steps = max(1, min(PROFILED, workload.new // 4))
-    skip = min(PROFILED // 2, steps)
+    batch, skip = None, min(PROFILED // 2, steps)
     if "fixed" in args.workload and workload.name == f"{workload.batch} x {workload.prompt} + {workload.new}":
+        batch = min(workload.batch, engine.config.max_num_seqs)
         prompt, new = workload.prompt + (workload.new - steps) // 2, skip + steps + 4
         workload = workloads.fixed(workload.batch, prompt, new, engine.vocab_size, args.seed + 1)
     stem = case.replace(" ", "-").replace("/", "-").replace(",", "")

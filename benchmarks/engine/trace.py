@@ -108,12 +108,14 @@ class Profiler:
     """Opens a window in the middle of what an engine does: `with Profiler(engine, ...) as profiler: generate`.
 
     skip, steps   so many decode steps go by first; so many are looked at
-    batch         steps of so many sequences count alone, until the window is open
+    batch         steps of so many sequences count alone, until the window is open; None: all that decode
     trace         where the Chrome trace goes (.json or .json.gz); None: nowhere
     window        what was seen; None where there were too few steps
     """
 
-    def __init__(self, engine: Engine, *, batch: int, skip: int = 16, steps: int = 32, trace: Path | None = None):
+    def __init__(
+        self, engine: Engine, *, batch: int | None, skip: int = 16, steps: int = 32, trace: Path | None = None
+    ):
         self.engine, self.batch, self.skip, self.steps, self.trace = engine, batch, skip, steps, trace
         self.window: Window | None = None
         self._spent: dict[str, float] = defaultdict(float)
@@ -130,7 +132,7 @@ class Profiler:
 
         def noted(plan, sampled):
             grown = commit(plan, sampled)
-            full = len(grown) == self.batch and plan.num_tokens == len(plan.chunks)
+            full = plan.num_tokens == len(plan.chunks) and self.batch in (None, len(grown))
             if self._profile is not None or (full and self.window is None):
                 self._count()
             return grown
