@@ -44,7 +44,8 @@ LONGEST_PROMPT, MOST_NEW = 60, 48
 STATES = 2  # of the weights
 SHOWN = 20  # failures, at most
 HANG = 300  # seconds without an end of what should take one
-GROWTH = 24  # MiB of resident memory, from the second quarter of the rounds to the last: arenas of threads come and go
+GROWTH = 8  # MiB of resident memory, from the second quarter of the rounds to the last
+ONE_ARENA = -8, 1  # for mallopt: else every thread has a heap of its own, and how those fill hides what leaks
 FAMILIES = {
     "cpu": [
         ("Llama", torch.bfloat16),
@@ -341,6 +342,7 @@ def configuration(rng: random.Random, device: str) -> EngineConfig:
 class Soak:
     def __init__(self, args: argparse.Namespace):
         self.args, self.counts, self.rng = args, Counter(), random.Random(args.seed)
+        ctypes.CDLL(None).mallopt(*ONE_ARENA)
         self.failures: list[str] = []
         self.memory: list[dict] = []  # after each round
         self.oracles: dict = {}
@@ -456,8 +458,7 @@ class Soak:
             **{name: self.counts[name] for name in shown},
             "counts": {name: count for name, count in sorted(self.counts.items()) if name not in shown},
             "growth": grown,
-            "first": self.memory[0] if self.memory else None,
-            "last": self.memory[-1] if self.memory else None,
+            "memory": self.memory[:: max(1, len(self.memory) // 20)],
             "failures": self.failures[:SHOWN],
         }
 
