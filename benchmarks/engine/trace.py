@@ -95,7 +95,6 @@ def phases(engine: Engine) -> list[tuple[str, object, str]]:
         ("schedule", scheduler, "schedule"),
         ("encode", getattr(worker, "_encoder", None), "encode"),
         ("launch", worker, "launch"),
-        ("launch and wait", worker, "run"),  # of a worker that does the two in one
         ("wait", loop, "_await"),
         ("commit", scheduler, "commit"),
         ("deliver", loop, "_deliver"),
