@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import devices
-from engine_models import VOCAB, bits, build, check_idle, prompts
+from engine_models import CHOICE_IN_BLOCK, VOCAB, bits, build, check_idle, prompts
 from hypothesis import given
 from hypothesis import strategies as st
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, SamplingParams
-from vexact_engine.runner import decoder
+from vexact_engine.runner import forward
 
 GPU = torch.cuda.is_available()
 MODELS = [
@@ -236,15 +236,24 @@ def test_top_logprobs_are_those_of_the_sampled_tokens(device, dtype):
 
 
 @pytest.mark.parametrize("device,dtype", devices())
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2", "Qwen3Moe", "Mixtral"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2", "Phi3", "Qwen3Moe", "Mixtral", "Olmoe"),
+        pytest.param("DeepseekV3", marks=CHOICE_IN_BLOCK),
+        pytest.param("DeepseekV3 latent", marks=CHOICE_IN_BLOCK),
+    ],
+)
 def test_fused_equals_patched(family, device, dtype, monkeypatch):
     options = {"attention_bias": True, "mlp_bias": True} if family == "Llama" else {}
+    family, _, latent = family.partition(" ")
     done = {}
     for path in ("fused", "patched: for this test"):
         model = build(family, dtype, device=device, **options)
         if path != "fused":
             monkeypatch.setattr("vexact_engine.runner.forward.fuse", lambda *args: (None, "for this test"))
-        with launch(device, model=model, max_num_batched_tokens=13, page_size=3) as engine:
+        settings = {"max_num_batched_tokens": 13, "page_size": 3, "latent_attention": bool(latent)}
+        with launch(device, model=model, **settings) as engine:
             assert engine.path == path
             done[path] = [bits(c) for c in engine.generate(PROMPTS, PARAMS)]
     assert len(set(map(str, done.values()))) == 1
@@ -261,10 +270,24 @@ def test_joined_weights_take_no_second_copy(device, dtype):
         assert sum(storages.values()) == sum(p.nbytes for p in model.parameters())
 
 
+def misread(monkeypatch, change):
+    """The fused forward is made of this instead of what patching found."""
+    whole = forward.Decoder
+
+    def made(weights, described, layers):
+        changed = tuple(change(layer) for layer in described.layers)
+        return whole(weights, replace(described, layers=changed), layers)
+
+    monkeypatch.setattr(forward, "Decoder", made)
+
+
+def with_part(block, **changes):
+    return replace(block, part=replace(block.part, **changes))
+
+
 @each_device
 def test_a_fused_forward_with_other_bits_is_not_used(device, dtype, monkeypatch, caplog):
-    wrong = replace(decoder.FAMILIES["transformers.models.gemma2.modeling_gemma2.Gemma2ForCausalLM"], activation="silu")
-    monkeypatch.setitem(decoder.FAMILIES, "transformers.models.gemma2.modeling_gemma2.Gemma2ForCausalLM", wrong)
+    misread(monkeypatch, lambda layer: replace(layer, feed_forward=with_part(layer.feed_forward, activation="silu")))
     with launch(device, "Gemma2") as engine:
         assert engine.path == "patched: its bits are not those of the patched Gemma2ForCausalLM"
         assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == alone(device, "Gemma2", dtype)
@@ -274,22 +297,23 @@ def test_a_fused_forward_with_other_bits_is_not_used(device, dtype, monkeypatch,
 @each_device
 def test_a_wrong_window_is_noticed(device, dtype, monkeypatch):
     """The comparison looks behind the window, not at a short prompt alone."""
-    model = build("Mistral", device=device)
-    whole = decoder._Layer.__init__
-
-    def forgetful(self, *args):
-        whole(self, *args)
-        self.attention["window"] = 13
-
-    monkeypatch.setattr(decoder._Layer, "__init__", forgetful)
-    with launch(device, model=model) as engine:
+    misread(monkeypatch, lambda layer: replace(layer, attention=with_part(layer.attention, window=13)))
+    with launch(device, "Mistral") as engine:
         assert engine.path.startswith("patched: its bits")
 
 
 @each_device
-def test_a_family_without_a_fused_forward(device, dtype):
-    with launch(device, "Phi3") as engine:
-        assert engine.path == "patched: Phi3ForCausalLM is no family with a fused forward"
+def test_what_has_no_words_runs_patched(device, dtype):
+    model = build("Phi3", device=device)
+    kind = type(model.model.layers[0])
+
+    def doubled(self, hidden_states, *args, **kwargs):
+        return kind.forward(self, hidden_states, *args, **kwargs) * 2
+
+    for layer in model.model.layers:
+        layer.__class__ = type("Doubled", (kind,), {"forward": doubled, "__module__": kind.__module__})
+    with launch(device, model=model) as engine:
+        assert engine.path.startswith("patched: the embedding: ") and "has no words" in engine.path
         together = engine.generate(PROMPTS, PARAMS)
         assert [bits(c) for c in together] == [
             bits(engine.generate([prompt], params)[0]) for prompt, params in zip(PROMPTS, PARAMS)

@@ -148,17 +148,23 @@ def test_weights_may_be_on_meta(name):
         empty = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16, attn_implementation="eager")
     with vx.patch.hf(empty) as handle:
         assert handle.describe() == expected
-    stage = expected.names(range(1, 2), first=False, last=False)
-    assert {name for name, _ in model.named_parameters() if ".layers.1." in name} <= stage
-    assert not any(".layers.0." in name or "embed" in name or name == "norm.weight" for name in stage)
-    assert "model.rotary_emb.inv_freq" in stage
-    last = expected.names(range(1, 2), first=False)
-    assert last - stage == {"model.norm.weight", expected.head.weight}
+    stages = [expected.names(range(i, i + 1)) for i in range(len(expected.layers))]
+    for i, names in enumerate(stages):
+        assert {name for name in names if ".layers." in name} == {
+            name for name in expected.names() if f".layers.{i}." in name
+        }
+        assert (expected.embedding.weight in names) == (
+            i == 0 or (i == len(stages) - 1 and expected.head.weight == expected.embedding.weight)
+        )
+        assert (expected.norm.weight in names) == (i == len(stages) - 1)
+        assert {rotary.inv_freq for rotary in expected.rotary} <= names
+    stage = stages[1]
     for name in stage:
         owner, _, leaf = name.rpartition(".")
         module = empty.get_submodule(owner)
         if leaf in module._parameters:
             module._parameters[leaf] = torch.nn.Parameter(model.get_parameter(name).data)
+    empty.tie_weights()
     with vx.patch.hf(empty) as handle:
         assert handle.describe() == expected
 

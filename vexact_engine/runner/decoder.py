@@ -1,104 +1,26 @@
-"""A decoder of the Llama kind as a flat loop over aligned ops, with the bits of its patched Hugging Face forward.
+"""A decoder, or some of its layers, as a flat loop over aligned ops: what `handle.describe()` found, with fewer calls.
 
-The modules' own Python costs more than the kernels of a small model. Here a layer is ten calls: q, k and v are one
-product, gate and up are one, and each residual sum is part of the norm that follows. Rows of a concatenated weight are
-independent, so nothing of that changes a bit; and it is not taken on faith: `fuse` compares the two forwards byte for
+The modules' own Python costs more than the kernels of a small model. Here projections that read the same states are one
+product, residual sums are part of the norms that follow, and nothing is called but ops. Rows of a joined weight are
+independent, so none of it changes a bit; and it is not taken on faith: forward.py compares the two forwards byte for
 byte before it hands this one out.
+
+Nothing here waits for the device or looks at what is on it, so a call may be captured into a CUDA graph.
 """
 
-import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 import vexact_ops as vx
-from vexact_ops.testing import same_bits
+from vexact_ops.patch import description as d
 
-from .batch import Batch, plain
-
-log = logging.getLogger(__name__)
-
-_LLAMA = frozenset({"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"})
-_SANDWICH = _LLAMA | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
-_ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
-
-
-@dataclass(frozen=True)
-class Family:
-    """What tells one family from another, by the classes that transformers gives it."""
-
-    layer: frozenset[str] = _LLAMA
-    attention: frozenset[str] = _ATTENTION
-    style: str = "llama"
-    activation: str = "silu"
-
-
-_QWEN3 = Family(attention=_ATTENTION | {"q_norm", "k_norm"})
-_DENSE = frozenset({"gate_proj", "up_proj", "down_proj"})
-_MIXTURE = frozenset({"gate", "experts"})
-_GEMMA2 = Family(_SANDWICH, style="gemma", activation="gelu_tanh")
-FAMILIES = {
-    "transformers.models.llama.modeling_llama.LlamaForCausalLM": Family(),
-    "transformers.models.mistral.modeling_mistral.MistralForCausalLM": Family(),
-    "transformers.models.qwen2.modeling_qwen2.Qwen2ForCausalLM": Family(),
-    "transformers.models.qwen3.modeling_qwen3.Qwen3ForCausalLM": _QWEN3,
-    "transformers.models.gemma2.modeling_gemma2.Gemma2ForCausalLM": _GEMMA2,
-    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeForCausalLM": _QWEN3,
-    "transformers.models.mixtral.modeling_mixtral.MixtralForCausalLM": Family(),
-}
-
-
-def fuse(
-    model: nn.Module, patched: Callable, cache_shape: tuple, kv_segment: int | None
-) -> tuple[Callable | None, str]:
-    """The fused forward and "", or None and the reason why this model keeps `patched`.
-
-    Weights that are computed together are moved into one storage, each parameter a view of its rows: memory stays what
-    it was, and writing into a parameter is writing into what is computed with.
-    """
-    family = FAMILIES.get(f"{type(model).__module__}.{type(model).__qualname__}")
-    if family is None:
-        return None, f"{type(model).__name__} is no family with a fused forward"
-    reason = _differs(model, family)
-    if reason:
-        return None, reason
-    decoder = _Decoder(model, family, kv_segment)
-    if not _same_bits(model, decoder, patched, cache_shape):
-        reason = f"its bits are not those of the patched {type(model).__name__}"
-        log.warning("fused forward: not used: %s", reason)
-        return None, reason
-    return decoder, ""
-
-
-def _differs(model: nn.Module, family: Family) -> str:
-    """What this model has that the family's loop does not compute, or ""."""
-    base = model.base_model
-    if {name for name, _ in base.named_children()} != {"embed_tokens", "layers", "norm", "rotary_emb"}:
-        return "its decoder has other parts"
-    for layer in base.layers:
-        if {name for name, _ in layer.named_children()} != family.layer:
-            return "a layer has other parts"
-        if {name for name, _ in layer.self_attn.named_children()} != family.attention:
-            return "an attention module has other parts"
-        parts = {name for name, _ in layer.mlp.named_children()}
-        if parts != _MIXTURE and not parts >= _DENSE:
-            return "a feed-forward block has other parts"
-        for group in _groups(layer):
-            if len({p.bias is None for p in group}) != 1 or len({p.weight.dtype for p in group}) != 1:
-                return "projections that belong together differ in kind"
-    return ""
-
-
-def _groups(layer: nn.Module) -> tuple[tuple[nn.Linear, ...], ...]:
-    attention, mlp = layer.self_attn, layer.mlp
-    qkv = attention.q_proj, attention.k_proj, attention.v_proj
-    return (qkv, (mlp.gate_proj, mlp.up_proj)) if hasattr(mlp, "gate_proj") else (qkv,)
+from .batch import Batch
 
 
 @torch.no_grad()
-def join(parameters: Sequence[nn.Parameter]) -> Tensor:
+def join(parameters: Sequence[Tensor]) -> Tensor:
     """One tensor of all their rows; the parameters become views of it. Nothing moves if they are that already."""
     rows = [p.shape[0] for p in parameters]
     first, end = parameters[0].detach(), parameters[0].data_ptr()
@@ -115,117 +37,324 @@ def join(parameters: Sequence[nn.Parameter]) -> Tensor:
     return joined
 
 
-def _eps(norm: nn.Module) -> float:
-    return next(getattr(norm, name) for name in ("variance_epsilon", "eps") if hasattr(norm, name))
+class Weights:
+    """A model's tensors by name. Read once: parameters are only ever written in place from then on.
+
+    Weights that are computed together are moved into one storage, each parameter a view of its rows: memory stays what
+    it was, and writing into a parameter is writing into what is computed with.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self._read: set[str] = set()  # and so not to be moved any more
+
+    def __getitem__(self, name: str) -> Tensor:
+        self._read.add(name)
+        return self._tensors[name].detach()
+
+    def maybe(self, name: str | None) -> Tensor | None:
+        return None if name is None else self[name]
+
+    def rows(self, linear: d.Linear) -> tuple[Tensor, Tensor | None]:
+        weight, bias = self[linear.weight], self.maybe(linear.bias)
+        if linear.rows is None:
+            return weight, bias
+        rows = slice(*linear.rows)
+        return weight[rows], None if bias is None else bias[rows]
+
+    def together(self, *linears: d.Linear) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias of one product that has the columns of all of them; None where they cannot be one."""
+        names = [linear.weight for linear in linears]
+        biases = [linear.bias for linear in linears]
+        if len(set(names)) == 1:  # parts of one, one after another
+            at = linears[0].rows[0]
+            for linear in linears:
+                if linear.rows != (at, at + linear.features):
+                    return None
+                at += linear.features
+            first = linears[0]
+            return self.rows(d.Linear(first.weight, first.bias, 0, first.inputs, (first.rows[0], at)))
+        whole = all(linear.rows is None for linear in linears) and len(set(names)) == len(names)
+        alike = len({b is None for b in biases}) == 1 and len({self._tensors[n].dtype for n in names}) == 1
+        used = {*names, *biases} - {None}
+        if not whole or not alike or self._read & used:
+            return None
+        self._read |= used
+        weight = join([self._tensors[name] for name in names])
+        return weight, None if biases[0] is None else join([self._tensors[bias] for bias in biases])
 
 
-class _Layer:
-    """One layer's weights and options, read once: parameters are only ever written in place."""
+class _Product:
+    """x -> the outputs of some projections of it, as columns of one product where their weights can be one."""
 
-    def __init__(self, layer: nn.Module, config, family: Family):
-        attention, mlp = layer.self_attn, layer.mlp
-        qkv, *gate_up = _groups(layer)
-        self.qkv, self.qkv_bias = _join_all(qkv)
-        self.experts = None
-        if gate_up:
-            self.gate_up, self.gate_up_bias = _join_all(*gate_up)
-            self.down, self.down_bias = mlp.down_proj.weight, mlp.down_proj.bias
-        else:  # two patched modules: nothing between them is left out but a view
-            self.router, self.experts = mlp.gate, mlp.experts
-        self.o, self.o_bias = attention.o_proj.weight, attention.o_proj.bias
-        self.dim = attention.head_dim
-        self.q_rows, self.k_rows = attention.q_proj.weight.shape[0], attention.k_proj.weight.shape[0]
-        self.q_norm = self.k_norm = None
-        if "q_norm" in family.attention:
-            self.q_norm, self.k_norm = (n.weight for n in (attention.q_norm, attention.k_norm))
-            self.qk_eps = _eps(attention.q_norm), _eps(attention.k_norm)
-        layer_types = getattr(config, "layer_types", None)
-        windowed = layer_types is None or layer_types[attention.layer_idx] == "sliding_attention"
-        self.attention = {
-            "scale": attention.scaling,
-            "window": getattr(config, "sliding_window", None) if windowed else None,
-            "softcap": getattr(attention, "attn_logit_softcapping", None),
-        }
-        before = layer.input_layernorm
-        self.before, self.before_eps = before.weight, _eps(before)
-        middle, self.after_attention, self.after_mlp = layer.post_attention_layernorm, None, None
-        if family.layer is _SANDWICH:
-            self.after_attention, self.after_attention_eps = middle.weight, _eps(middle)
-            after = layer.post_feedforward_layernorm
-            self.after_mlp, self.after_mlp_eps = after.weight, _eps(after)
-            middle = layer.pre_feedforward_layernorm
-        self.middle, self.middle_eps = middle.weight, _eps(middle)
+    def __init__(self, weights: Weights, *linears: d.Linear):
+        self.sizes = [linear.features for linear in linears]
+        joined = weights.together(*linears) if len(linears) > 1 else weights.rows(linears[0])
+        self.joined, self.parts = joined, None if joined else [weights.rows(linear) for linear in linears]
+
+    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        if self.joined is not None:
+            return vx.linear(x, *self.joined).split_with_sizes(self.sizes, 1)
+        return [vx.linear(x, weight, bias) for weight, bias in self.parts]
+
+    def whole(self, x: Tensor) -> Tensor:
+        """The columns side by side."""
+        if self.joined is not None:
+            return vx.linear(x, *self.joined)
+        return torch.cat(self(x), 1)
 
 
-def _join_all(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    weight = join([linear.weight for linear in linears])
-    return weight, None if linears[0].bias is None else join([linear.bias for linear in linears])
+def _norm(weights: Weights, norm: d.Norm | None) -> Callable[[Tensor], Tensor] | None:
+    if norm is None:
+        return None
+    weight, eps, style = weights[norm.weight], norm.eps, norm.style
+    return lambda x: vx.rmsnorm(x, weight, eps, style=style)
 
 
-class _Decoder:
-    """batch -> (T, H) final hidden states."""
+def _factor(weights: Weights, factor: d.Factor | None) -> float | Tensor | None:
+    if factor is None:
+        return None
+    if factor.buffer is not None:
+        return weights[factor.buffer].to(factor.dtype)
+    return factor.value if factor.dtype is None else torch.tensor(factor.value, dtype=factor.dtype).item()
 
-    def __init__(self, model: nn.Module, family: Family, kv_segment: int | None):
-        base = model.base_model
-        self.embed, self.rotary, self.kv_segment = base.embed_tokens, base.rotary_emb, kv_segment
-        self.style, self.activation = family.style, family.activation
-        self.layers = [_Layer(layer, base.config, family) for layer in base.layers]
-        self.norm, self.eps = base.norm.weight, _eps(base.norm)
 
-    def __call__(self, batch: Batch) -> Tensor:
-        style, activation, segment = self.style, self.activation, self.kv_segment
+class _Step:
+    """What all layers of a step share."""
+
+    __slots__ = ("slots", "table", "tables", "tokens")
+
+    def __init__(self, batch: Batch, rotary: Sequence[tuple]):
         paged = batch.paged
-        table = paged.block_table, paged.context_lens, paged.cu_seqlens_q, paged.max_seqlen_q
-        x, residual = self.embed(batch.input_ids), None
-        cos, sin = (part[0] for part in self.rotary(x[None], batch.positions[None]))
-        tokens = x.shape[0]
-        for layer, k_cache, v_cache in zip(self.layers, paged.k_caches, paged.v_caches):
-            if residual is None:
-                h, residual = vx.rmsnorm(x, layer.before, layer.before_eps, style=style), x
-            else:
-                h, residual = vx.rmsnorm(x, layer.before, layer.before_eps, residual, style=style)
-            heads = vx.linear(h, layer.qkv, layer.qkv_bias).view(tokens, -1, layer.dim)
-            q_heads, k_heads = layer.q_rows // layer.dim, layer.k_rows // layer.dim
-            q, k = heads[:, :q_heads], heads[:, q_heads : q_heads + k_heads]
-            if layer.q_norm is not None:
-                q = vx.rmsnorm(q, layer.q_norm, layer.qk_eps[0], style=style)
-                k = vx.rmsnorm(k, layer.k_norm, layer.qk_eps[1], style=style)
-            q = vx.rope_kv_store(q, k, heads[:, q_heads + k_heads :], cos, sin, k_cache, v_cache, paged.slot_mapping)
-            x = vx.attention_paged(q, k_cache, v_cache, *table, **layer.attention, kv_segment=segment)
-            x = vx.linear(x.view(tokens, -1), layer.o, layer.o_bias)
-            if layer.after_attention is not None:
-                x = vx.rmsnorm(x, layer.after_attention, layer.after_attention_eps, style=style)
-            h, residual = vx.rmsnorm(x, layer.middle, layer.middle_eps, residual, style=style)
-            if layer.experts is None:
-                h = vx.silu_mul(vx.linear(h, layer.gate_up, layer.gate_up_bias), activation=activation)
-                x = vx.linear(h, layer.down, layer.down_bias)
-            else:
-                _, weights, ids = layer.router(h)
-                x = layer.experts(h, ids, weights)
-            if layer.after_mlp is not None:
-                x = vx.rmsnorm(x, layer.after_mlp, layer.after_mlp_eps, style=style)
-        return vx.rmsnorm(x, self.norm, self.eps, residual, style=style)[0]
+        self.tokens, self.slots = batch.positions.shape[0], paged.slot_mapping
+        self.table = paged.block_table, paged.context_lens, paged.cu_seqlens_q, paged.max_seqlen_q
+        self.tables = [
+            vx.rope_cos_sin(batch.positions, inv_freq, scaling=scaling, dtype=dtype)
+            for inv_freq, scaling, dtype in rotary
+        ]
 
 
-@torch.no_grad()
-def _same_bits(model: nn.Module, fused: Callable, patched: Callable, cache_shape: tuple) -> bool:
-    """Both forwards on a prompt, and on a chunk that ends behind every window; layers share one cache of noise."""
-    layers, heads, *dims = cache_shape[:4]
-    first = next(model.parameters())
-    generator = torch.Generator().manual_seed(0)
-    windows = {layer.attention["window"] or 0 for layer in fused.layers}
-    limit = getattr(model.config, "max_position_embeddings", None) or 1 << 20
-    context = max(1, min(max(windows) + 70, limit))
-    prompt, chunk, page = min(5, limit), min(3, context), 16
-    pages = -(-context // page)
-    cache = [
-        torch.randn(pages + 1, page, heads, dim, dtype=torch.float32, generator=generator).to(first.device, first.dtype)
-        for dim in dims
-    ]
-    ids = torch.randint(model.get_input_embeddings().weight.shape[0], (prompt + chunk,), generator=generator)
-    spans, tables = [(0, prompt), (context - chunk, context)], [[pages], range(pages)]
-    outs = []
-    for forward in (patched, fused):
-        k, v = (part.clone() for part in cache)
-        outs.append((forward(plain(([k] * layers, [v] * layers), tables, spans, ids)), k, v))
-    return all(same_bits(a, b) for a, b in zip(*outs))
+def _asked(weights: Weights, part: d.Attention | d.Latent, kv_segment: int | None) -> dict:
+    """What attention_paged is asked for."""
+    asked = {"scale": part.scale, "window": part.window, "softcap": part.softcap, "kv_segment": kv_segment}
+    return asked if part.sinks is None else {**asked, "sinks": weights[part.sinks]}
+
+
+class _Attention:
+    def __init__(self, weights: Weights, part: d.Attention, kv_segment: int | None):
+        self.qkv, self.o = _Product(weights, part.q, part.k, part.v), weights.rows(part.o)
+        self.heads, self.kv_heads, self.dim, self.v_dim = part.heads, part.kv_heads, part.dim, part.v_dim
+        self.alike = [part.heads, part.kv_heads, part.kv_heads] if part.v_dim == part.dim else None
+        self.norms = _norm(weights, part.q_norm), _norm(weights, part.k_norm)
+        if part.q_norm is not None and part.q_norm.size != part.dim:  # of all heads together
+            self.alike = None
+        self.across = tuple(norm is not None and norm.size != part.dim for norm in (part.q_norm, part.k_norm))
+        self.before = not part.norms_after_rope
+        self.tables, self.interleaved = (
+            (None, False) if part.rope is None else (part.rope.tables, part.rope.interleaved)
+        )
+        self.v_factor, self.out_norm = _factor(weights, part.v_factor), _norm(weights, part.out_norm)
+        self.asked = _asked(weights, part, kv_segment)
+
+    def __call__(self, x: Tensor, step: _Step, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        tokens, (q_norm, k_norm) = step.tokens, self.norms
+        if self.alike is not None:
+            q, k, v = self.qkv.whole(x).view(tokens, -1, self.dim).split_with_sizes(self.alike, 1)
+        else:
+            q, k, v = self.qkv(x)
+            if self.across[0]:
+                q = q_norm(q)
+            if self.across[1]:
+                k = k_norm(k)
+            q, k = q.view(tokens, self.heads, self.dim), k.view(tokens, self.kv_heads, self.dim)
+            v = v.view(tokens, self.kv_heads, self.v_dim)
+        if self.v_factor is not None:
+            v = v * self.v_factor
+        if self.before:
+            q, k = self._normed(q, k)
+        if self.tables is None:
+            vx.kv_cache_store(k, v, k_cache, v_cache, step.slots)
+        elif self.before:
+            q = vx.rope_kv_store(
+                q, k, v, *step.tables[self.tables], k_cache, v_cache, step.slots, interleaved=self.interleaved
+            )
+        else:
+            q, k = self._normed(*vx.rope(q, k, *step.tables[self.tables], interleaved=self.interleaved))
+            vx.kv_cache_store(k, v, k_cache, v_cache, step.slots)
+        out = vx.attention_paged(q, k_cache, v_cache, *step.table, **self.asked).view(tokens, -1)
+        if self.out_norm is not None:
+            out = self.out_norm(out)
+        return vx.linear(out, *self.o)
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        q_norm, k_norm = self.norms
+        if q_norm is not None and not self.across[0]:
+            q = q_norm(q)
+        if k_norm is not None and not self.across[1]:
+            k = k_norm(k)
+        return q, k
+
+
+class _Latent:
+    """Of compressed keys and values, expanded to every head's before attention, or absorbed into queries and outputs
+    (vexact_ops/patch/latent.py says how the two differ)."""
+
+    def __init__(self, weights: Weights, part: d.Latent, kv_segment: int | None):
+        first = part.q if part.q_a is None else part.q_a
+        self.down = _Product(weights, first, part.kv_a)
+        self.q_norm = _norm(weights, part.q_a_norm)
+        self.q_up = None if part.q_a is None else weights.rows(part.q)
+        self.kv_norm, self.o = _norm(weights, part.kv_norm), weights.rows(part.o)
+        self.heads, self.rank, self.nope, self.v_dim, self.rope = (
+            part.heads, part.rank, part.nope, part.v_dim, part.rope,
+        )  # fmt: skip
+        self.kv_up, self.absorbed = weights.rows(part.kv_b), part.absorbed
+        if part.absorbed:
+            both = self.kv_up[0].view(part.heads, -1, part.rank)
+            self.w_k, w_v = both.split_with_sizes((part.nope, part.v_dim), 1)
+            self.w_v = w_v.transpose(1, 2)
+        self.asked = _asked(weights, part, kv_segment)
+
+    def __call__(self, x: Tensor, step: _Step, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        tokens, heads, rank, nope, rope = step.tokens, self.heads, self.rank, self.nope, self.rope
+        q, compressed = self.down(x)
+        if self.q_up is not None:
+            q = vx.linear(self.q_norm(q), *self.q_up)
+        q, q_turned = q.view(tokens, heads, nope + rope.dim).split_with_sizes((nope, rope.dim), 2)
+        c, k_turned = compressed.split_with_sizes((rank, rope.dim), 1)
+        c, k_turned = self.kv_norm(c), k_turned[:, None]
+        if rope.apart:
+            q_turned, k_turned = _apart(q_turned), _apart(k_turned)
+        q_turned, k_turned = vx.rope(q_turned, k_turned, *step.tables[rope.tables], interleaved=rope.interleaved)
+        if self.absorbed:
+            q = vx.bmm(q.transpose(0, 1), self.w_k).transpose(0, 1)
+            k = torch.cat((c[:, None], k_turned), 2)
+            v = k[..., :rank]
+        else:
+            k, v = vx.linear(c, *self.kv_up).view(tokens, heads, -1).split_with_sizes((nope, self.v_dim), 2)
+            k = torch.cat((k, k_turned.expand(-1, heads, -1)), 2)
+        vx.kv_cache_store(k, v, k_cache, v_cache, step.slots)
+        out = vx.attention_paged(torch.cat((q, q_turned), 2), k_cache, v_cache, *step.table, **self.asked)
+        if self.absorbed:
+            out = vx.bmm(out.transpose(0, 1), self.w_v).transpose(0, 1).reshape(tokens, -1)
+        return vx.linear(out.view(tokens, -1), *self.o)
+
+
+def _apart(x: Tensor) -> Tensor:
+    """Neighbours x0, x1, x2, x3 half a head apart: x0, x2, x1, x3."""
+    return x.unflatten(2, (-1, 2)).transpose(2, 3).reshape(x.shape)
+
+
+class _Mlp:
+    def __init__(self, weights: Weights, part: d.Mlp):
+        gated = part.gate is not None
+        self.up = _Product(weights, part.gate, part.up) if gated else _Product(weights, part.up)
+        self.activation, self.gated, self.norm = part.activation, gated, _norm(weights, part.norm)
+        self.down = weights.rows(part.down)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.activation != "relu2":
+            h = vx.silu_mul(self.up.whole(x), activation=self.activation)
+        elif self.gated:
+            gate, up = self.up(x)
+            h = gate.relu().square() * up
+        else:
+            h = self.up.whole(x).relu().square()
+        if self.norm is not None:
+            h = self.norm(h)
+        return vx.linear(h, *self.down)
+
+
+class _Mixture:
+    def __init__(self, weights: Weights, part: d.Mixture):
+        router, experts = part.router, part.experts
+        self.router, self.bias = weights[router.linear.weight], weights.maybe(router.bias)
+        self.dtype = torch.float32 if router.wide else None
+        self.cast, self.rounded, self.top_k = router.cast, router.rounded, router.top_k
+        names = "score", "normalize", "groups", "top_k_groups", "scale"
+        self.options = {name: getattr(router, name) for name in names}
+        self.experts = weights[experts.gate_up], weights[experts.down]
+        self.activation = experts.activation
+        self.shared = None if part.shared is None else _Mlp(weights, part.shared)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        read, weight = (x.float(), self.router.float()) if self.cast else (x, self.router)
+        logits = vx.linear(read, weight, out_dtype=self.dtype)
+        bias = None if self.bias is None else self.bias.float()
+        chosen, ids = vx.moe_route(logits, self.top_k, bias=bias, **self.options)
+        if self.rounded is not None:
+            chosen = chosen.to(self.rounded).float()
+        out = vx.fused_moe(x, *self.experts, chosen, ids, activation=self.activation)
+        return out if self.shared is None else out + self.shared(x)
+
+
+class _Block:
+    """A part, and what is done to its input and output."""
+
+    __slots__ = ("after", "before", "factor", "part")
+
+    def __init__(self, weights: Weights, block: d.Block, kv_segment: int | None):
+        kind = {d.Attention: _Attention, d.Latent: _Latent, d.Mlp: _Mlp, d.Mixture: _Mixture}[type(block.part)]
+        attends = kind in (_Attention, _Latent)
+        self.part = kind(weights, block.part, kv_segment) if attends else kind(weights, block.part)
+        before = block.before
+        self.before = None if before is None else (weights[before.weight], before.eps, before.style)
+        self.after, self.factor = _norm(weights, block.after), _factor(weights, block.factor)
+
+    def read(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What the part is given, and the sum so far."""
+        if self.before is None:
+            residual = x if residual is None else residual + x
+            return residual, residual
+        weight, eps, style = self.before
+        if residual is None:
+            return vx.rmsnorm(x, weight, eps, style=style), x
+        return vx.rmsnorm(x, weight, eps, residual, style=style)
+
+    def then(self, x: Tensor) -> Tensor:
+        if self.after is not None:
+            x = self.after(x)
+        return x if self.factor is None else x * self.factor
+
+
+class Decoder:
+    """The layers of a range, with the embedding where it is the first stage and the final norm where it is the last.
+
+    weights      by name, all that `described.names(layers)` says
+    described    handle.describe()
+    """
+
+    def __init__(self, weights: Weights, described: d.Decoder, layers: range):
+        first, last = 0 in layers, len(described.layers) - 1 in layers
+        chosen = [described.layers[i] for i in layers]
+        self.embedding = weights[described.embedding.weight] if first else None
+        self.factor = _factor(weights, described.embedding.factor) if first else None
+        self.rotary = [(weights[r.inv_freq].float(), r.scaling, r.dtype) for r in described.rotary]
+        self.layers = [
+            tuple(_Block(weights, block, described.kv_segment) for block in (layer.attention, layer.feed_forward))
+            for layer in chosen
+        ]
+        norm = described.norm
+        self.norm = (weights[norm.weight], norm.eps, norm.style) if last else None
+
+    def __call__(self, batch: Batch, hidden: Tensor | None = None, residual: Tensor | None = None):
+        """A stage that is not the first is given the two that the one before it gave.
+
+        batch     its caches are those of these layers, in their order
+        returns   (T, H) final hidden states from the last stage; from others two tensors (T, H), whose sum is the
+                  residual stream: what the next one is called with
+        """
+        step, x = _Step(batch, self.rotary), hidden
+        if self.embedding is not None:
+            x = nn.functional.embedding(batch.input_ids, self.embedding)
+            if self.factor is not None:
+                x = x * self.factor
+        for (attention, feed_forward), k_cache, v_cache in zip(self.layers, batch.paged.k_caches, batch.paged.v_caches):
+            h, residual = attention.read(x, residual)
+            x = attention.then(attention.part(h, step, k_cache, v_cache))
+            h, residual = feed_forward.read(x, residual)
+            x = feed_forward.then(feed_forward.part(h))
+        if self.norm is None:
+            return x, residual
+        weight, eps, style = self.norm
+        return vx.rmsnorm(x, weight, eps, residual, style=style)[0]

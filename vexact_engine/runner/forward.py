@@ -1,24 +1,55 @@
-"""How a model is run on a Batch: through its patched Hugging Face forward, or a fused path with the same bits."""
+"""How a model is run on a Batch: through its patched Hugging Face forward, or as a flat loop with the same bits."""
 
+import logging
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .batch import Batch
-from .decoder import fuse
-from .shapes import cache_shape
+import vexact_ops as vx
+from vexact_ops.testing import same_bits
 
-Forward = Callable[[Batch], Tensor]
+from .batch import Batch, plain
+from .decoder import Decoder, Weights
+from .shapes import max_positions
+
+log = logging.getLogger(__name__)
+
+Forward = Callable[..., Tensor]
 
 
-def forward(handle) -> tuple[Forward, str]:
-    """A function batch -> (T, H) final hidden states for the model of a patch, and how it computes: "fused", or
-    "patched: " and why it is not fused. Both have the same bits."""
-    model = handle.model
-    plain = patched_forward(model)
-    fused, reason = fuse(model, plain, cache_shape(model), handle.options["kv_segment"])
-    return (plain, f"patched: {reason}") if fused is None else (fused, "fused")
+def forward(handle, layers: range | None = None) -> tuple[Forward, str]:
+    """What computes hidden states for the model of a patch, and how: "fused", or "patched: " and why it is not fused.
+    Both have the same bits: the fused one is compared with the other byte for byte before it is given out.
+
+    layers   None: the whole decoder, a function batch -> (T, H) final hidden states.
+             A range: a stage of a pipeline, (batch, hidden=None, residual=None) -> (hidden, residual), two tensors
+             (T, H) that the next stage is called with; the first stage goes without, the last one gives final hidden
+             states. A batch's caches are those of the stage's layers. Of the model, what
+             `handle.describe().names(layers)` names has to be materialised; the rest may be on meta
+    raises   NotDescribed for a stage of a model that a description has no words for
+    """
+    if layers is None:
+        patched = patched_forward(handle.model)
+    else:
+        patched = _patched_stage(handle.stage(layers), len(handle.describe().layers))
+    fused, reason = fuse(handle, layers, patched)
+    return (patched, f"patched: {reason}") if fused is None else (fused, "fused")
+
+
+def fuse(handle, layers: range | None, patched: Forward) -> tuple[Forward | None, str]:
+    """The fused forward and "", or None and the reason why this model keeps `patched`."""
+    try:
+        described = handle.describe()
+    except vx.patch.NotDescribed as reason:
+        return None, str(reason)
+    layers = range(len(described.layers)) if layers is None else layers
+    fused = Decoder(Weights(handle.model), described, layers)
+    if not _same_bits(handle, described, layers, fused, patched):
+        reason = f"its bits are not those of the patched {type(handle.model).__name__}"
+        log.warning("fused forward: not used: %s", reason)
+        return None, reason
+    return fused, ""
 
 
 def patched_forward(model: torch.nn.Module) -> Forward:
@@ -36,3 +67,60 @@ def patched_forward(model: torch.nn.Module) -> Forward:
         return out.last_hidden_state[0]
 
     return run
+
+
+def _patched_stage(stage, count: int) -> Forward:
+    """A stage's own Python in the form of a fused one: what it gives on is the sum, next to nothing."""
+
+    def run(batch: Batch, hidden: Tensor | None = None, residual: Tensor | None = None):
+        stream = hidden if residual is None else hidden + residual
+        out = stage(batch.input_ids, batch.positions, batch.paged, stream)
+        return out if stage.layers.stop == count else (out, torch.full_like(out, -0.0))  # x + -0.0 is x, -0.0 too
+
+    return run
+
+
+@torch.no_grad()
+def _same_bits(handle, described, layers: range, fused: Forward, patched: Forward) -> bool:
+    """Both forwards on steps of several sequences: a prompt, a chunk that ends behind every window, single tokens, the
+    first of a sequence among them, then single tokens alone; layers of one shape share a cache of noise. Of stages, the
+    sum of what they give on."""
+    chosen = [described.layers[i] for i in layers]
+    weight = handle.model.get_parameter(chosen[0].attention.part.o.weight)
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(weight.device, weight.dtype)
+
+    page, far = 16, max(layer.attention.part.window or 0 for layer in chosen) + 70
+    limit = min(far, max_positions(handle.model) or far)
+    mixed = [(0, min(5, limit)), (limit - min(3, limit), limit), (limit - 1, limit), (0, 1)]
+    single = [(end - 1, end) for _, end in mixed]
+    pages, tables = 0, []
+    for _, end in mixed:
+        tables.append(range(pages, pages + -(-end // page)))
+        pages = tables[-1].stop
+    caches = {
+        cache: [noise(pages, page, cache.heads, dim) for dim in (cache.k_dim, cache.v_dim)]
+        for cache in dict.fromkeys(layer.cache for layer in chosen)
+    }
+    tokens = sum(end - start for start, end in mixed)
+    vocabulary = handle.model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(vocabulary, (tokens,), generator=generator)
+    states = [noise(tokens, weight.shape[0]) for _ in range(2)] if layers.start else []
+
+    def run(run: Forward) -> list[Tensor]:
+        made = {}
+        for cache, (k, v) in caches.items():
+            k = k.clone()
+            made[cache] = k, k[..., : cache.v_dim] if cache.shared else v.clone()
+        pairs = [made[layer.cache] for layer in chosen]
+        outs = [part for pair in made.values() for part in pair]
+        for spans in (mixed, single):
+            count = sum(end - start for start, end in spans)
+            batch = plain(([k for k, _ in pairs], [v for _, v in pairs]), tables, spans, ids[:count])
+            out = run(batch, *(state[:count] for state in states))
+            outs.append(out if isinstance(out, Tensor) else out[0] + out[1])
+        return outs
+
+    return all(same_bits(a, b) for a, b in zip(run(patched), run(fused)))

@@ -1,6 +1,7 @@
 """Reads a trace (trace.py) into a description (description.py). Nothing is known by the names of classes or children:
 a norm is what a residual sum is normalised by, a query is what attention takes as one."""
 
+import torch
 from torch import nn
 
 from ..rmsnorm.op import STYLES
@@ -122,6 +123,8 @@ class _Reader:
         if cos.op != "rope_cos_sin" or cos.call != sin.call or (cos.out, sin.out) != (0, 1) or transpose:
             raise _refuse(where, cos)
         _, inv_freq, scaling, dtype, _ = cos.args
+        if inv_freq.op == "to" and inv_freq.dtype == torch.float32:
+            inv_freq = inv_freq.args[0]
         rotary = Rotary(self.name(inv_freq, where), scaling, dtype)
         if rotary not in self.rotary:
             self.rotary.append(rotary)

@@ -59,7 +59,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Tables of cosines and sines (rope_cos_sin) of positions, in this dtype."""
+    """Tables of cosines and sines (rope_cos_sin) of positions and fp32 frequencies, in this dtype."""
 
     inv_freq: str
     scaling: float
@@ -248,13 +248,13 @@ class Decoder:
     head: Head | None
     kv_segment: int | None = None
 
-    def names(self, layers: range | None = None, *, first: bool = True, last: bool = True) -> set[str]:
-        """Parameters and buffers that a stage of these layers reads: the first has the embedding, the last the final
-        norm and the head, and all the frequencies of the rotation. Nothing else of a model has to be materialised."""
-        chosen = self.layers if layers is None else [self.layers[i] for i in layers]
-        parts = [self.rotary, *chosen]
-        parts += [self.embedding] if first else []
-        parts += [self.norm, self.head] if last else []
+    def names(self, layers: range | None = None) -> set[str]:
+        """Parameters and buffers that a stage of these layers reads: with the first layer the embedding, with the last
+        one the final norm and the head, and the frequencies of the rotation always."""
+        layers = range(len(self.layers)) if layers is None else layers
+        parts: list = [self.rotary, *(self.layers[i] for i in layers)]
+        parts += [self.embedding] if 0 in layers else []
+        parts += [self.norm, self.head] if len(self.layers) - 1 in layers else []
         return set(_names(parts))
 
 

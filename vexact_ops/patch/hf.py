@@ -9,6 +9,7 @@ from ..attention.op import KEY_BLOCK
 from ..attention.op import ROOM as ATTENTION
 from . import forwards, lora, plan
 from .description import Decoder
+from .stage import Stage
 from .state import LOCK, Patch, Report
 
 
@@ -57,6 +58,14 @@ class Handle:
         self._check()
         with LOCK:
             return self._patch.describe()
+
+    def stage(self, layers: range) -> Stage:
+        """Some layers of the patched decoder on their own, by the model's own Python: for pipelines, whose stages may
+        hold the weights of their layers alone. Valid until modules are put in or taken out.
+
+        raises  NotDescribed as describe(); ValueError on the range; RuntimeError after undo()
+        """
+        return Stage(self._patch.base, self.describe(), layers)
 
     def undo(self) -> None:
         """Give the model its own forwards back (with the last handle). Raises RuntimeError where something else has

@@ -218,7 +218,9 @@ def rotary_forward(module: nn.Module) -> Callable:
     for prefix in prefixes:
         inv_freq = getattr(module, f"{prefix}inv_freq")
         tried = twin(module)
-        tried.__dict__["_buffers"] = {name: None if b is None else b.cpu() for name, b in module._buffers.items()}
+        tried.__dict__["_buffers"] = {
+            name: None if b is None or b.is_meta else b.cpu() for name, b in module._buffers.items()
+        }
         for dtype in (torch.float32, torch.bfloat16):
             args = [torch.zeros(1, 5, 4, dtype=dtype), positions, *([prefix.removesuffix("_")] if prefix else [])]
             got = run_stock(tried, *args)

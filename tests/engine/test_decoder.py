@@ -1,0 +1,281 @@
+"""The fused decoder: of every family that patch.hf covers, whole and in stages, with the patched forward's bits."""
+
+import itertools
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import vexact_ops as vx
+from vexact_engine.runner.batch import plain
+from vexact_engine.runner.decoder import Decoder, Weights
+from vexact_engine.runner.forward import _same_bits, forward, patched_forward
+from vexact_ops.patch import COVERED
+from vexact_ops.testing import assert_bitwise
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "patch"))
+from families import FAMILIES, family, sequences, tiny
+from test_covered import small
+
+sys.path.pop(0)
+NOT_FUSED: dict[str, str] = {}  # covered families that run patched, and why
+LATENT = ["axk1", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"]
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+def model_of(name: str, dtype=torch.bfloat16):
+    return tiny(name, dtype) if name in FAMILIES else small(name).to(dtype)
+
+
+def caches_of(described, pages: int, page: int = 4):
+    """NaN where nothing has been stored: (keys, values) of each layer."""
+    pairs = []
+    for layer in described.layers:
+        k = torch.full((pages, page, layer.cache.heads, layer.cache.k_dim), torch.nan)
+        shape = (pages, page, layer.cache.heads, layer.cache.v_dim)
+        pairs.append((k, None if layer.cache.shared else torch.full(shape, torch.nan), layer.cache))
+    return pairs
+
+
+def prepared(described, dtype, pages: int, page: int = 4):
+    ks, vs = [], []
+    for k, v, cache in caches_of(described, pages, page):
+        ks.append(k.to(dtype))
+        vs.append(ks[-1][..., : cache.v_dim] if cache.shared else v.to(dtype))
+    return ks, vs
+
+
+def steps(seqs, page: int = 4):
+    """A prompt and the first chunk of another sequence; then a chunk beside single tokens, until all are through."""
+    need = [-(-len(s) // page) for s in seqs]
+    tables = [range(sum(need[:i]), sum(need[: i + 1])) for i in range(len(seqs))]
+    done, sizes = [0] * len(seqs), ([5, 1, 3], [1, 1, 4], [1, 1, 1])
+    while any(at < len(s) for at, s in zip(done, seqs)):
+        wanted = sizes[min(sum(done) and 1 + (sum(done) > 12), 2)]
+        work = [(i, done[i], min(len(s), done[i] + wanted[i])) for i, s in enumerate(seqs) if done[i] < len(s)]
+        for i, _, end in work:
+            done[i] = end
+        yield work, [tables[i] for i, _, _ in work], torch.cat([seqs[i][a:b] for i, a, b in work])
+
+
+def run(stages, described, dtype, seqs):
+    """Hidden states of every token of each sequence, through stages that pass on what they are given."""
+    ks, vs = prepared(described, dtype, sum(-(-len(s) // 4) for s in seqs))
+    out = [[] for _ in seqs]
+    with torch.no_grad():
+        for work, tables, ids in steps(seqs):
+            spans, state = [(a, b) for _, a, b in work], ()
+            for layers, stage in stages:
+                batch = plain((ks[layers.start : layers.stop], vs[layers.start : layers.stop]), tables, spans, ids)
+                state = stage(batch, *state)
+            for (i, _, _), rows in zip(work, state.split([b - a for a, b in spans])):
+                out[i].append(rows)
+    return [torch.cat(rows) for rows in out]
+
+
+def trained(model, seqs):
+    return [model.base_model(s[None], use_cache=False).last_hidden_state[0].detach() for s in seqs]
+
+
+@each_dtype
+@pytest.mark.parametrize("name", [family(name) for name in COVERED])
+def test_every_covered_family_is_fused_with_the_bits_of_the_patched_and_the_training_forward(name, dtype):
+    model, seqs = model_of(name, dtype), sequences((11, 3, 9))
+    for latent in (False, True)[: 1 + (name in LATENT)]:
+        with vx.patch.hf(model, latent=latent) as handle:
+            fused, how = forward(handle)
+            assert how == (f"patched: {NOT_FUSED[name]}" if name in NOT_FUSED else "fused")
+            described = handle.describe()
+            whole = range(len(described.layers))
+            got = run([(whole, fused)], described, dtype, seqs)
+            assert_bitwise(got, run([(whole, patched_forward(model))], described, dtype, seqs), "patched")
+            assert_bitwise(got, trained(model, seqs), "trained")
+
+
+def test_all_families_that_are_latent_are_tried_latent():
+    for name in COVERED:
+        if name in LATENT:
+            continue
+        with pytest.raises(ValueError, match="latent"), vx.patch.hf(model_of(name), latent=True):
+            pass
+
+
+# Stages
+
+
+@each_dtype
+@pytest.mark.parametrize("latent", [False, True], ids=["", "latent"])
+@pytest.mark.parametrize("name", [family(n) for n in ("qwen3", "gemma2", "olmo2", "granite", "mixtral", "deepseek_v3")])
+def test_stages_one_after_another_are_the_whole(name, latent, dtype, monkeypatch):
+    if latent and name not in LATENT:
+        pytest.skip("its attention is not latent")
+    model, seqs = model_of(name, dtype), sequences((11, 3, 9))
+    with vx.patch.hf(model, latent=latent) as handle:
+        described = handle.describe()
+        count = len(described.layers)
+        expected = run([(range(count), forward(handle)[0])], described, dtype, seqs)
+        for cuts in ([0, 1, count], [0, *range(1, count), count]):
+            ranges = [range(a, b) for a, b in itertools.pairwise(cuts)]
+            made = [forward(handle, layers) for layers in ranges]
+            assert [how for _, how in made] == ["fused"] * len(made)
+            assert_bitwise(run(list(zip(ranges, [f for f, _ in made])), described, dtype, seqs), expected)
+        monkeypatch.setattr("vexact_engine.runner.forward.fuse", lambda *args: (None, "for this test"))
+        made = [forward(handle, layers) for layers in ranges]
+        assert [how for _, how in made] == ["patched: for this test"] * len(made)
+        assert_bitwise(run(list(zip(ranges, [f for f, _ in made])), described, dtype, seqs), expected)
+
+
+@pytest.mark.parametrize("name", [family(n) for n in ("qwen3", "gemma2", "granite", "deepseek_v3")])
+def test_a_stage_needs_its_own_weights_alone(name):
+    """The rest of the model lies on meta; the description says what is to be loaded."""
+    whole, seqs = model_of(name), sequences((11, 3, 9))
+    with vx.patch.hf(whole) as handle:
+        described = handle.describe()
+        count = len(described.layers)
+        expected = run([(range(count), forward(handle)[0])], described, torch.bfloat16, seqs)
+    tensors = dict(whole.named_parameters()) | dict(whole.named_buffers())
+    stages = []
+    for layers in (range(1), range(1, count)):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(whole.config, dtype=torch.bfloat16, attn_implementation="eager")
+        for name in described.names(layers):
+            owner, _, leaf = name.rpartition(".")
+            module = model.get_submodule(owner)
+            if leaf in module._buffers:
+                module._buffers[leaf] = tensors[name].clone()
+            else:
+                module._parameters[leaf] = torch.nn.Parameter(tensors[name].detach().clone(), requires_grad=False)
+        model.tie_weights()
+        handle = vx.patch.hf(model)
+        assert any(p.is_meta for p in model.parameters())
+        stage, how = forward(handle, layers)
+        assert how == "fused"
+        stages.append((layers, stage))
+    assert_bitwise(run(stages, described, torch.bfloat16, seqs), expected)
+    logits = handle.logits(expected[0])
+    with vx.patch.hf(whole) as handle:
+        assert_bitwise(logits, handle.logits(expected[0]))
+
+
+def test_ranges_that_are_none():
+    with vx.patch.hf(model_of("llama")) as handle:
+        for layers in (range(0), range(1, 3), range(-1, 1), range(0, 2, 2), range(1, 0, -1)):
+            with pytest.raises(ValueError, match=r"stage: layers: got range.*range\(0, 2\)"):
+                forward(handle, layers)
+
+
+# Weights
+
+
+def joined(model, names) -> bool:
+    return len({model.get_parameter(name).untyped_storage().data_ptr() for name in names}) == 1
+
+
+def test_what_reads_the_same_states_is_one_product_under_its_own_names():
+    model = model_of("deepseek_v3")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    size = sum(p.untyped_storage().nbytes() for p in model.parameters())
+    with vx.patch.hf(model) as handle:
+        forward(handle)
+    assert {name: p.shape for name, p in model.state_dict().items()} == {n: v.shape for n, v in before.items()}
+    assert_bitwise(list(model.state_dict().values()), list(before.values()))
+    for i, part in enumerate(("mlp", "mlp.shared_experts", "mlp.shared_experts")):
+        path = f"model.layers.{i}"
+        assert joined(model, [f"{path}.self_attn.{n}.weight" for n in ("q_a_proj", "kv_a_proj_with_mqa")])
+        assert joined(model, [f"{path}.{part}.{n}.weight" for n in ("gate_proj", "up_proj")])
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    assert sum(storages.values()) == size
+
+
+@pytest.mark.parametrize("name", [family(n) for n in ("llama", "phi3", "deepseek_v3", "granitemoe")])
+def test_written_in_place_is_computed_with_and_made_again_nothing_moves(name):
+    model, seqs = model_of(name), sequences((11, 3, 9))
+    with vx.patch.hf(model) as handle:
+        fused, _ = forward(handle)
+        places = [p.data_ptr() for p in model.parameters()]
+        with torch.no_grad():
+            for i, parameter in enumerate(model.parameters()):
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)) * 0.05)
+        described = handle.describe()
+        whole = range(len(described.layers))
+        assert_bitwise(run([(whole, fused)], described, torch.bfloat16, seqs), trained(model, seqs))
+        forward(handle)
+        assert [p.data_ptr() for p in model.parameters()] == places
+
+
+def test_weights_that_two_layers_share_are_not_moved_from_under_one():
+    model, seqs = model_of("llama"), sequences((11, 3, 9))
+    one, other = model.model.layers
+    other.self_attn.q_proj.weight = one.self_attn.q_proj.weight
+    with vx.patch.hf(model) as handle:
+        fused, how = forward(handle)
+        assert how == "fused"
+        with torch.no_grad():
+            one.self_attn.q_proj.weight.mul_(-0.5)
+        whole = range(2)
+        assert_bitwise(run([(whole, fused)], handle.describe(), torch.bfloat16, seqs), trained(model, seqs))
+
+
+def test_projections_that_differ_in_kind_are_products_of_their_own():
+    model, seqs = model_of("llama"), sequences((11, 3, 9))
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias = None
+    with vx.patch.hf(model) as handle:
+        fused, how = forward(handle)
+        assert how == "fused" and fused.layers[0][0].part.qkv.joined is None
+        assert_bitwise(run([(range(2), fused)], handle.describe(), torch.bfloat16, seqs), trained(model, seqs))
+
+
+# The comparison
+
+
+def names_of_changes(part):
+    """One wrong reading of each kind that a part has."""
+    kinds = {
+        "scale": lambda v: v * 1.5,
+        "window": lambda v: 13 if v is None else None,
+        "softcap": lambda v: 9.0 if v is None else None,
+        "rope": lambda v: None,
+        "q_norm": lambda v: None,
+        "k_norm": lambda v: None,
+        "activation": lambda v: {"silu": "gelu_tanh", "gelu_tanh": "silu"}.get(v, "silu"),
+        "shared": lambda v: None,
+        "sinks": lambda v: None,
+        "v_factor": lambda v: None,
+        "out_norm": lambda v: None,
+        "norm": lambda v: None,
+    }
+    for name, change in kinds.items():
+        if hasattr(part, name) and change(getattr(part, name)) != getattr(part, name):
+            yield name, change(getattr(part, name))
+
+
+@pytest.mark.parametrize(
+    "name", [family(n) for n in ("qwen3", "gemma2", "mistral", "bitnet", "deepseek_v3", "smollm3")]
+)
+def test_every_wrong_reading_is_noticed(name):
+    """The twin of all the above: what is misread in one layer shows in the comparison that admits."""
+    model = model_of(name)
+    with vx.patch.hf(model) as handle:
+        found, patched = handle.describe(), patched_forward(model)
+        whole = range(len(found.layers))
+        weights = Weights(model)
+        assert _same_bits(handle, found, whole, Decoder(weights, found, whole), patched)
+        tried = 0
+        for i, layer in enumerate(found.layers):
+            for side in ("attention", "feed_forward"):
+                block = getattr(layer, side)
+                wrong = [replace(block, part=replace(block.part, **{n: v})) for n, v in names_of_changes(block.part)]
+                wrong += [replace(block, **{n: None}) for n in ("before", "after", "factor") if getattr(block, n)]
+                for other in wrong:
+                    if name == "deepseek_v3" and getattr(other.part, "rope", 1) is None:
+                        continue
+                    layers = list(found.layers)
+                    layers[i] = replace(layer, **{side: other})
+                    misread = Decoder(Weights(model), replace(found, layers=tuple(layers)), whole)
+                    assert not _same_bits(handle, found, whole, misread, patched), other
+                    tried += 1
+        assert tried > 4

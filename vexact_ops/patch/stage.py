@@ -1,0 +1,72 @@
+"""Some layers of a patched decoder, by its own Python."""
+
+import dataclasses
+import types
+
+from torch import Tensor, nn
+
+from . import forwards
+from .batch import PagedBatch
+from .description import Decoder
+from .pieces import twin
+
+
+class Stage:
+    """Layers of a decoder in a range: with the embedding where the first is among them, and with the final norm where
+    the last is. Nothing else of the model is read, so nothing else has to be materialised (but the frequencies of the
+    rotation: Decoder.names says what is read). The model is not touched; its own modules are what computes.
+
+    input_ids, positions  (T,) of a step
+    paged                 with the caches of these layers alone, in their order
+    hidden                (T, H) the residual stream, for a stage that is not the first
+    returns               (T, H) the residual stream, or the final hidden states from the last stage
+    """
+
+    def __init__(self, base: nn.Module, described: Decoder, layers: range):
+        self.layers, self.hidden = layers, None
+        count = len(described.layers)
+        if not layers or layers.step != 1 or not 0 <= layers.start < layers.stop <= count:
+            raise ValueError(f"stage: layers: got {layers}, expected some of range(0, {count}), in order")
+        children = dict(base.named_children())
+        stack = next(n for n, child in children.items() if isinstance(child, nn.ModuleList) and len(child) == count)
+        parts = {stack: nn.ModuleList([self._layer(i, layer) for i, layer in enumerate(children[stack])])}
+        if layers.stop < count:
+            norm = described.norm.weight.split(".")[-2]
+            parts[norm] = nn.Identity()
+        self.base = twin(base, parts)
+        self.base.__dict__["forward"] = types.MethodType(forwards.base_forward, self.base)
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, paged: PagedBatch, hidden: Tensor | None = None) -> Tensor:
+        first, self.hidden = self.layers.start == 0, None if hidden is None else hidden[None]
+        if first != (hidden is None):
+            raise ValueError(f"stage: hidden: got {'none' if hidden is None else 'some'} for layers {self.layers}")
+        before = (None,) * self.layers.start  # modules know their place among all layers
+        caches = [(*before, *part) for part in (paged.k_caches, paged.v_caches)]
+        given = {"input_ids": input_ids[None]} if first else {"inputs_embeds": self.hidden}
+        try:
+            out = self.base(
+                **given,
+                position_ids=positions[None],
+                use_cache=False,
+                return_dict=True,
+                vexact_paged=dataclasses.replace(paged, k_caches=caches[0], v_caches=caches[1]),
+                vexact_checked=True,
+            )
+        finally:
+            self.hidden = None
+        return out.last_hidden_state[0]
+
+    def _layer(self, i: int, layer: nn.Module) -> nn.Module:
+        if i in self.layers:
+            return layer
+        other = twin(layer)
+        # What a decoder does to embeddings was done to a stage's states long ago: the layer before gives them anew.
+        other.__dict__["forward"] = self._given if i == self.layers.start - 1 else _same
+        return other
+
+    def _given(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
+        return self.hidden
+
+
+def _same(hidden_states: Tensor, *args, **kwargs) -> Tensor:
+    return hidden_states
