@@ -90,7 +90,7 @@ def _same_bits(handle, described, layers: range, fused: Forward, patched: Forwar
     generator = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(weight.device, weight.dtype)
+        return torch.randn(*shape, dtype=torch.float32, generator=generator).to(weight.device, weight.dtype)
 
     page, far = 16, max(layer.attention.part.window or 0 for layer in chosen) + 70
     limit = min(far, max_positions(handle.model) or far)
