@@ -68,6 +68,17 @@ bool select_prefix(Tokens t, uint64_t target, uint32_t* key, uint32_t* id) {
   return true;
 }
 
+// The best token so far: z + number as a real number is sum + rest, which is exact.
+struct Race {
+  double sum = -INFINITY, rest = 0.0;
+  int64_t id = -1;
+
+  void enter(double z, double number, int64_t token) {
+    const double s = z + number, part = s - z, r = (z - (s - part)) + (number - part);
+    if (s > sum || (s == sum && (r > rest || (r == rest && token < id)))) sum = s, rest = r, id = token;
+  }
+};
+
 template <class Z>
 struct Row {
   const float* x;
@@ -176,20 +187,22 @@ struct Row {
     cut_to(cut, target);
   }
 
-  // order: a maximum has none: the key is (z - max) + Gumbel, both fp32, ties to the lower id.
+  // order: a maximum has none. Of two tokens the one whose z + Gumbel number is larger as a real number wins, ties to the
+  // lower id; `floor` is below the best such sum, relative to max, by more than fp32 arithmetic can be off.
   int64_t draw(const Cut& cut, int64_t top_id, uint64_t seed, uint64_t position) const {
-    float best = -INFINITY;
-    int64_t best_id = -1;
+    Race best;
+    float floor = -INFINITY;
     auto group = [&](int64_t g, bool first) {
-      F16 shifted[4];
+      F16 z[4], shifted[4];
       Mask m[4];
       bool open = first;
       for (int j = 0; j < 4; ++j) {
         const int64_t i = g + 16 * j, left = n - i;
         const int lanes = left <= 0 ? 0 : left < 16 ? int(left) : 16;
-        const F16 v = lanes == 16 ? load(x + i) : lanes ? load(x + i, lanes) : zero(), z = at(v);
-        shifted[j] = z - set1(max);
-        m[j] = allowed(cut, v, z, i, lanes) & at_least(shifted[j] + set1(kGumbelMax), set1(best));
+        const F16 v = lanes == 16 ? load(x + i) : lanes ? load(x + i, lanes) : zero();
+        z[j] = at(v);
+        shifted[j] = z[j] - set1(max);
+        m[j] = allowed(cut, v, z[j], i, lanes) & at_least(shifted[j] + set1(kGumbelMax), set1(floor));
         open |= any(m[j]);
       }
       if (!open) return;
@@ -197,28 +210,27 @@ struct Row {
       philox(seed, position, int32_t(g / 64), words);
       for (int j = 0; j < 4; ++j) {
         const F16 u = uniform(words[j]);
-        m[j] = m[j] & at_least(shifted[j] + gumbel_bound(u), set1(best));
+        m[j] = m[j] & at_least(shifted[j] + gumbel_bound(u), set1(floor));
         if (!any(m[j])) continue;
-        float key[16];
-        store(key, shifted[j] + gumbel(u));
-        for_lanes(m[j], [&](int lane) {
-          const int64_t id = g + 16 * j + lane;
-          if (key[lane] > best || (key[lane] == best && id < best_id)) best = key[lane], best_id = id;
-        });
+        float at_z[16], number[16];
+        store(at_z, z[j]);
+        store(number, gumbel(u));
+        for_lanes(m[j], [&](int lane) { best.enter(at_z[lane], number[lane], g + 16 * j + lane); });
       }
+      floor = float(best.sum - double(max)) - 0.001f;
     };
     group(top_id / 64 * 64, true);  // a good start lets most groups go without a random number
     for (int64_t g = 0; g < n; g += 64) {
       if (g % kLseBlock == 0) {
         const float top = maxima[g / kLseBlock];
-        if (top < cut.x || (at(top) - max) + kGumbelMax < best) {
+        if (top < cut.x || (at(top) - max) + kGumbelMax < floor) {
           g += kLseBlock - 64;
           continue;
         }
       }
       group(g, false);
     }
-    return best_id;
+    return best.id;
   }
 
   int64_t choose(const Sample& a, int64_t row, int64_t top_id) {

@@ -37,9 +37,9 @@ def sample(
                  raw logprobs (R,) fp32, at temperature 1. A row without a finite log-sum-exp (NaN or inf among its
                  logits, or -inf alone) gives id -1 and NaN: the caller fails that request and no other
     bits         of a row depend on its logits, seed, position and parameters. Token v's Gumbel number is a function of
-                 (seed, position, v) by Philox4x32-10; the token with the largest logit / temperature + Gumbel number
-                 wins, the lower id on a tie; the mass of a prefix is summed in whole units of 2^-40. The ids are the
-                 same on a CPU and a GPU for the same logits.
+                 (seed, position, v) by Philox4x32-10; the token with the largest logit / temperature + Gumbel number,
+                 as a sum of real numbers, wins, the lower id on a tie; the mass of a prefix is summed in whole units of
+                 2^-40. The ids are the same on a CPU and a GPU for the same logits.
                  logprobs are those of log_softmax(logits / temperature) and of linear_logprobs, bit for bit
     raises       TypeError on dtype, ValueError on shape or parameters, BackendUnavailable. On a GPU, where to look at
                  values would make the host wait, a tensor's parameter out of range is not refused; a row that it
@@ -50,14 +50,7 @@ def sample(
     check.tensor("sample", "logits", logits, (torch.float32,), ndim=2)
     if logits.shape[1] == 0:
         raise ValueError(f"sample: logits: got shape {tuple(logits.shape)}, expected (R, V) with V of at least 1")
-    params = (
-        _column(logits, "seeds", seeds, torch.int64),
-        _column(logits, "positions", positions, torch.int64),
-        _column(logits, "temperature", temperature, torch.float32),
-        _column(logits, "top_k", top_k, torch.int64),
-        _column(logits, "top_p", top_p, torch.float32),
-        _column(logits, "min_p", min_p, torch.float32),
-    )
+    params = columns("sample", logits, seeds, positions, temperature, top_k, top_p, min_p)
     return _sample(logits.detach(), *params, ROOM.resolve(logits.device, backend))
 
 
@@ -68,44 +61,64 @@ _RULES = {
     "top_p": ("above 0 and at most 1", lambda low, high: 0 < low <= high <= 1),
     "min_p": ("from 0 to 1", lambda low, high: 0 <= low <= high <= 1),
 }
+_COLUMNS = {
+    "seeds": torch.int64,
+    "positions": torch.int64,
+    "temperature": torch.float32,
+    "top_k": torch.int64,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+}
 
 
-def _rule(name: str, low, high) -> None:
+def columns(op: str, x: Tensor, *values: Tensor | float) -> tuple[Tensor, ...]:
+    """seeds, positions, temperature, top_k, top_p and min_p, or the first ones of them, as (R,) on x's device."""
+    return tuple(_column(op, x, name, value, dtype) for (name, dtype), value in zip(_COLUMNS.items(), values))
+
+
+def check_columns(op: str, *params: Tensor) -> None:
+    """The values of columns, on a CPU: elsewhere a look at them would make the host wait."""
+    if params[0].device.type != "cpu" or not params[0].shape[0]:
+        return
+    for name, value in zip(_COLUMNS, params):
+        if name in _RULES:
+            low, high = value.aminmax()
+            _rule(op, name, low.item(), high.item())
+    temperature = params[2]
+    if bool(((temperature > 0) & (temperature < MIN_TEMPERATURE)).any()):
+        raise ValueError(f"{op}: temperature: got {temperature.tolist()}, expected {_RULES['temperature'][0]}")
+
+
+def _rule(op: str, name: str, low, high) -> None:
     if name in _RULES and not _RULES[name][1](low, high):
         got = low if low == high or low != low else f"values from {low} to {high}"
-        raise ValueError(f"sample: {name}: got {got}, expected {_RULES[name][0]}")
+        raise ValueError(f"{op}: {name}: got {got}, expected {_RULES[name][0]}")
 
 
-def _column(logits: Tensor, name: str, value, dtype: torch.dtype) -> Tensor:
-    """A parameter as (R,) on the logits' device. The values of a tensor are checked where the op runs."""
-    rows, whole = logits.shape[0], dtype is torch.int64
+def _column(op: str, x: Tensor, name: str, value, dtype: torch.dtype) -> Tensor:
+    """The values of a tensor are checked where the op runs."""
+    rows, whole = x.shape[0], dtype is torch.int64
     if isinstance(value, Tensor):
-        check.tensor("sample", name, value, (torch.int64, torch.int32) if whole else (torch.float32,))
-        check.shape("sample", name, value, (rows,))
-        check.same_device("sample", logits=logits, **{name: value})
+        check.tensor(op, name, value, (torch.int64, torch.int32) if whole else (torch.float32,))
+        check.shape(op, name, value, (rows,))
+        check.same_device(op, **{"logits" if op == "sample" else "hidden": x, name: value})
         return value.to(dtype)
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
         expected = f"({rows},) tensor or {'an int' if whole else 'a number'}"
-        raise TypeError(f"sample: {name}: got {type(value).__name__}, expected a {expected}")
-    _rule(name, value, value)
+        raise TypeError(f"{op}: {name}: got {type(value).__name__}, expected a {expected}")
+    _rule(op, name, value, value)
     if name == "temperature" and 0 < value < MIN_TEMPERATURE:
-        raise ValueError(f"sample: temperature: got {value}, expected {_RULES[name][0]}")
+        raise ValueError(f"{op}: temperature: got {value}, expected {_RULES[name][0]}")
     if whole:
         if not -(2**63) <= value < 2**64:
-            raise ValueError(f"sample: {name}: got {value}, expected an integer of 64 bits")
+            raise ValueError(f"{op}: {name}: got {value}, expected an integer of 64 bits")
         value = value - 2**64 if value >= 2**63 else value
-    return native.full(rows, value, dtype, logits.device)
+    return native.full(rows, value, dtype, x.device)
 
 
 def _fwd(logits: Tensor, *args):
     params, backend = args[:-1], args[-1]
-    if logits.device.type == "cpu" and logits.shape[0]:  # elsewhere a look at values would make the host wait
-        for name, value in zip(("temperature", "top_k", "top_p", "min_p"), params[2:]):
-            low, high = value.aminmax()
-            _rule(name, low.item(), high.item())
-        temperature = params[2]
-        if bool(((temperature > 0) & (temperature < MIN_TEMPERATURE)).any()):
-            raise ValueError(f"sample: temperature: got {temperature.tolist()}, expected {_RULES['temperature'][0]}")
+    check_columns("sample", *params)
     logits = logits if logits.shape[1] == 1 or logits.stride(1) == 1 else logits.contiguous()
     return ROOM.module(backend).sample(logits, *(p.contiguous() for p in params))
 

@@ -74,7 +74,7 @@ def _blocks_kernel(
 
 
 @triton.jit
-def _finite(x):
+def finite(x):
     return tl.abs(x) < float("inf")
 
 
@@ -121,7 +121,7 @@ def _rows_kernel(
     token = first * _LSE_BLOCK + tl.arange(0, _LSE_BLOCK)[None, :]
     x = tl.load(logits + row * stride + token, mask=token < n, other=float("-inf"))
     token = tl.min(tl.where(x == raw_top, token, 2147483647), axis=1, keep_dims=True)
-    known = _finite(raw_top) & _finite(raw_log) & _finite(top) & _finite(log_sum)
+    known = finite(raw_top) & finite(raw_log) & finite(top) & finite(log_sum)
     one = tl.arange(0, 1)[None, :]
     tl.store(greedy + row + one, tl.where(known, token, -1))
     tl.store(lse + 4 * row + one, raw_top)
@@ -380,15 +380,67 @@ def _gumbel(word):
 
 
 @triton.jit
+def exact_sum(z, number):
+    """z + number as a real number: a sum in fp64, and what that leaves over, which fp64 holds too."""
+    z, number = z.to(tl.float64), number.to(tl.float64)
+    total = z + number
+    part = total - z
+    return total, (z - (total - part)) + (number - part)
+
+
+@triton.jit
+def best_of(total, rest, token):
+    """Of some tokens the one whose sum is the largest, the lowest of equal ones: its sum and its id; 2147483647 where
+    every sum is -inf."""
+    most = tl.max(total)
+    left = tl.where(total == most, tl.where(total > float("-inf"), rest, float("-inf")), float("-inf"))
+    most_left = tl.max(left)
+    found = tl.where(left == most_left, tl.where(left > float("-inf"), token, 2147483647), 2147483647)
+    return most, most_left, tl.min(found)
+
+
+@triton.jit
+def better(total, rest, token, other_total, other_rest, other):
+    """The better one of two entries."""
+    left = (other_rest > rest) | ((other_rest == rest) & (other < token))
+    better = (other_total > total) | ((other_total == total) & left)
+    return (
+        tl.where(better, other_total, total),
+        tl.where(better, other_rest, rest),
+        tl.where(better, other, token),
+    )
+
+
+@triton.jit
+def _key_of(logits, word, token, n, t, top, place, z_min):
+    """z - top + Gumbel number in fp32; -inf for a token that is not allowed."""
+    x = tl.load(logits + token, mask=token < n, other=float("-inf"))
+    z = _at_temperature(x, t)
+    return tl.where((_place(x, token) >= place) & (z >= z_min), (z - top) + _gumbel(word), float("-inf"))
+
+
+@triton.jit
+def _exactly(logits, word, token, n, t, top, place, z_min):
+    """The best of some tokens: its sum and its id."""
+    key = _key_of(logits, word, token, n, t, top, place, z_min)
+    x = tl.load(logits + token, mask=token < n, other=float("-inf"))
+    total, rest = exact_sum(_at_temperature(x, t), _gumbel(word))
+    return best_of(tl.where(key > float("-inf"), total, float("-inf")), rest, token)
+
+
+@triton.jit
 def _draw_kernel(
     logits, seeds, positions, parts, lse, greedy, temperature, min_p, cuts, best, n, blocks, stride, tiles,
     GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of a part of a row, the allowed token with the largest (z - top) + Gumbel number, the lower id on a tie."""
+    """Of a part of a row, the allowed token with the largest z + Gumbel number, as real numbers, the lower id on a tie.
+
+    fp32 finds it, unless others come within its rounding; then fp64 decides.
+    """
     begin(PDL)
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     t = tl.load(temperature + row)
-    found = tl.full([], -9223372036854775808, tl.int64)
+    found = tl.full([], 2147483647, tl.int32)
     place = tl.load(cuts + 2 * row + 1)
     at = tile * (GROUPS * 64 // _LSE_BLOCK) + tl.arange(0, GROUPS * 64 // _LSE_BLOCK)
     highest = tl.max(tl.load(parts + row * 4 * blocks + at, mask=at < blocks, other=float("-inf")), axis=0)
@@ -398,21 +450,51 @@ def _draw_kernel(
         group = tile * GROUPS + tl.arange(0, GROUPS)[:, None]
         lane = tl.arange(0, 16)[None, :]
         words = _philox(tl.load(seeds + row), tl.load(positions + row), group * 16 + lane)
-        for j in tl.static_range(4):
-            token = group * 64 + 16 * j + lane
-            x = tl.load(logits + row * stride + token, mask=token < n, other=float("-inf"))
-            z = _at_temperature(x, t)
-            key = ((z - top) + _gumbel(words[j])) + 0.0
-            b = key.to(tl.int32, bitcast=True)
-            rank = ((b ^ ((b >> 31) & 2147483647)).to(tl.int64) << 32) | (2147483647 - token).to(tl.int64)
-            rank = tl.where((_place(x, token) >= place) & (z >= z_min), rank, -9223372036854775808)
-            found = tl.maximum(found, tl.max(tl.max(rank, axis=1), axis=0))
+        first = group * 64 + lane
+        x = logits + row * stride
+        key = _key_of(x, words[0], first, n, t, top, place, z_min)
+        second, token = tl.full([GROUPS, 16], float("-inf"), tl.float32), first
+        for j in tl.static_range(1, 4):
+            other = _key_of(x, words[j], first + 16 * j, n, t, top, place, z_min)
+            second = tl.maximum(second, tl.minimum(key, other))
+            token = tl.where(other > key, first + 16 * j, token)
+            key = tl.maximum(key, other)
+        most = tl.max(tl.max(key, axis=1), axis=0)
+        least = most - (tl.abs(most) + 32.0) * 4.76837158e-07  # twice what rounding can do to a key
+        least = tl.where(most > float("-inf"), least, float("inf"))
+        near = key >= least
+        if tl.sum(tl.sum(near.to(tl.int32) + (second >= least).to(tl.int32), axis=1), axis=0) > 1:
+            total, rest, found = _exactly(x, words[0], first, n, t, top, place, z_min)
+            for j in tl.static_range(1, 4):
+                entry = _exactly(x, words[j], first + 16 * j, n, t, top, place, z_min)
+                total, rest, found = better(total, rest, found, *entry)
+        else:
+            found = tl.min(tl.min(tl.where(near, token, 2147483647), axis=1), axis=0)
     tl.store(best + row * tiles + tile, found)
+
+
+@triton.jit
+def _winner(logits, seed, position, t, best, tiles, n, TILES: tl.constexpr):
+    """The best of the tokens that a row's parts have found; 2147483647 where there is none."""
+    total, rest = tl.full([], float("-inf"), tl.float64), tl.full([], 0.0, tl.float64)
+    found = tl.full([], 2147483647, tl.int32)
+    for first in range(0, tiles, TILES):
+        at = first + tl.arange(0, TILES)
+        token = tl.load(best + at, mask=at < tiles, other=2147483647)
+        x = tl.load(logits + token, mask=token < n, other=float("-inf"))
+        w0, w1, w2, w3 = _philox(seed, position, (token >> 6) * 16 + (token & 15))
+        j = (token >> 4) & 3
+        word = tl.where(j < 2, tl.where(j == 0, w0, w1), tl.where(j == 2, w2, w3))
+        more, left = exact_sum(_at_temperature(x, t), _gumbel(word))
+        total, rest, found = better(total, rest, found, *best_of(more, left, token))
+    return found
 
 
 @triton.jit
 def _finish_kernel(
     logits,
+    seeds,
+    positions,
     lse,
     greedy,
     temperature,
@@ -420,6 +502,7 @@ def _finish_kernel(
     ids,
     logprobs,
     raw_logprobs,
+    n,
     stride,
     tiles,
     TILES: tl.constexpr,
@@ -427,23 +510,37 @@ def _finish_kernel(
 ):
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    found = tl.full([], -9223372036854775808, tl.int64)
-    for first in range(0, tiles, TILES):
-        at = first + tl.arange(0, TILES)
-        part = tl.load(best + row * tiles + at, mask=at < tiles, other=-9223372036854775808)
-        found = tl.maximum(found, tl.max(part, axis=0))
+    logits += row * stride
     t = tl.load(temperature + row)
     token = tl.load(greedy + row)
     if (token >= 0) & (t != 0.0):  # a parameter that the host did not look at may have left no token to draw
-        token = tl.where(found > -9223372036854775808, 2147483647 - (found & 2147483647), -1)
+        seed, position = tl.load(seeds + row), tl.load(positions + row)
+        found = _winner(logits, seed, position, t, best + row * tiles, tiles, n, TILES)
+        token = tl.where(found < 2147483647, found.to(tl.int64), -1)
     known = token >= 0
-    x = tl.load(logits + row * stride + tl.maximum(token, 0))
+    x = tl.load(logits + tl.maximum(token, 0))
     z = tl.div_rn(x, tl.where(t == 0.0, 1.0, t))
     raw = log_prob(x, tl.load(lse + 4 * row), tl.load(lse + 4 * row + 1))
     own = log_prob(z, tl.load(lse + 4 * row + 2), tl.load(lse + 4 * row + 3))
     tl.store(ids + row, token)
     tl.store(logprobs + row, tl.where(known, own, float("nan")))
     tl.store(raw_logprobs + row, tl.where(known, raw, float("nan")))
+
+
+def blocks_of(logits: Tensor, temperature: Tensor) -> Tensor:
+    """(R, 4, B) of (R, V) logits: their blocks' largest logit and sum of e^(logit - it), raw, and both at the
+    temperature (raw where it is 0)."""
+    (rows, n), device = logits.shape, logits.device
+    blocks = triton.cdiv(n, LSE_BLOCK)
+    parts = torch.empty(rows, 4, blocks, dtype=torch.float32, device=device)
+    none, all_of_it = torch.zeros(rows, dtype=torch.int64, device=device), torch.ones_like(temperature)
+    if rows:
+        with on(logits):
+            _blocks_kernel[(rows, triton.cdiv(blocks, TILE))](
+                logits, temperature, none, all_of_it, parts, none, n, blocks, logits.stride(0), TILE=TILE, num_warps=4,
+                **OPTIONS, **early(logits),
+            )  # fmt: skip
+    return parts
 
 
 def sample(
@@ -459,7 +556,7 @@ def sample(
         return ids, logprobs, raw_logprobs
     blocks, tiles, searched = triton.cdiv(n, LSE_BLOCK), triton.cdiv(n, GROUPS * 64), triton.cdiv(n, SEARCH)
     parts, lse = new(rows, 4, blocks), new(rows, 4)
-    greedy, best = new(rows, dtype=torch.int64), new(rows, tiles, dtype=torch.int64)
+    greedy, best = new(rows, dtype=torch.int64), new(rows, tiles, dtype=torch.int32)
     bounds, cuts = new(rows, 2, dtype=torch.int64), new(rows, 2, dtype=torch.int64)
     sums, states = new(rows, 2, SUMS, dtype=torch.int64), new(rows, 2, 4, dtype=torch.int64)
     search = min(searched, max(1, int(PROGRAMS / rows**0.5)))
@@ -487,7 +584,7 @@ def sample(
             GROUPS=GROUPS, num_warps=4, **options,
         )  # fmt: skip
         _finish_kernel[(rows,)](
-            logits, lse, greedy, temperature, best, ids, logprobs, raw_logprobs, stride, tiles,
+            logits, seeds, positions, lse, greedy, temperature, best, ids, logprobs, raw_logprobs, n, stride, tiles,
             TILES=chunk(tiles, 1024), num_warps=4, **options,
         )  # fmt: skip
     return ids, logprobs, raw_logprobs
