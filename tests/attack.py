@@ -97,7 +97,11 @@ def again(d: Draw, fn: Callable[..., object], rowwise: Sequence[Tensor], others:
 
 def backends(d: Draw, room: str) -> tuple[str | None, ...]:
     """The default, then every other one with its bits."""
-    return (None, "triton") if d.device == "cuda" and room in ("linear", "grouped_linear", "head", "moe") else (None,)
+    return (
+        (None, "triton")
+        if d.device == "cuda" and room in ("linear", "grouped_linear", "head", "moe", "linear_sample")
+        else (None,)
+    )
 
 
 def with_gradients(d: Draw, fn: Callable[..., object], count: int) -> Callable[..., Outputs]:
@@ -266,6 +270,31 @@ def sampler(d: Draw) -> None:
     again(d, run, (logits, seeds, positions, temperature, top_k, top_p, min_p))
 
 
+def linear_sample(d: Draw) -> None:
+    vocabulary, width, rows = d.of([1, 130, 1025, 20000]), d.of([8, 64, 200]), d.rows()
+    x, weight = cancelling(rows, width, vocabulary, d.seed, d.dtype, d.device)
+    x = x.float() / x.float().abs().amax(-1, keepdim=True).clamp(min=1e-6)
+    x = d.special((x * d.of([0.05, 1.0, 3.0])).to(d.dtype))
+    seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=d.g).to(d.device)
+    positions = torch.randint(0, 2**40, (rows,), generator=d.g).to(d.device)
+    choices = torch.tensor([0.0, 0.3, 1.0, 1.0, 1.7, 1e-4])
+    temperature = choices[torch.randint(len(choices), (rows,), generator=d.g)].to(d.device)
+    softcap = d.of([None, None, 5.0])
+
+    def way(backend: str | None) -> Callable:
+        def run(x: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor) -> Outputs:
+            options = {"temperature": temperature, "softcap": softcap, "backend": backend}
+            return vx.linear_sample(x, weight, seeds, positions, **options)
+
+        return run
+
+    first, *others = (way(b) for b in backends(d, "linear_sample"))
+    again(d, first, (x, seeds, positions, temperature), others)
+    logits = vx.linear_logits(x, weight, softcap=softcap)
+    expected = vx.sample(logits, seeds, positions, temperature=temperature)
+    assert_bitwise(first(x, seeds, positions, temperature), expected, "linear_sample against sample")
+
+
 def kv_cache(d: Draw) -> None:
     rows, heads = d.rows(), d.kind([1, 3, 8])
     dim, dv, page = *d.kind([(64, 64), (192, 128), (5, 7)]), d.kind([1, 4, 16])
@@ -324,8 +353,8 @@ def attention(d: Draw) -> None:
 ROOMS: dict[str, Callable[[Draw], None]] = {
     check.__name__: check
     for check in (
-        attention, fused_moe, grouped_linear, kv_cache, linear, linear_cross_entropy, log_softmax, mean, moe_route,
-        rmsnorm, rope, sampler, silu_mul,
+        attention, fused_moe, grouped_linear, kv_cache, linear, linear_cross_entropy, linear_sample, log_softmax, mean,
+        moe_route, rmsnorm, rope, sampler, silu_mul,
     )
 }  # fmt: skip
 

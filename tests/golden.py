@@ -340,6 +340,22 @@ def _sampler(device: str, half: bool) -> Iterator[Case]:
         yield "sampler", name, sample
 
 
+def _linear_sample(device: str, half: bool) -> Iterator[Case]:
+    cut = {"top_k": 7, "top_p": 0.9, "min_p": 0.01}
+    for name, options in {"greedy": {"temperature": 0.0}, "plain": {}, "softcap": {"softcap": 5.0}, "cut": cut}.items():
+
+        def drawn(make, options=options):
+            hidden, weight = make.values(70, 64), make.values(1100, 64, low=-6, high=-2)
+            each = make.values(70, low=-1, high=0).abs().float()
+            found = []
+            for rows in (hidden, hidden[:5], make.hard(44, 64)):
+                of = make.below(1 << 40, len(rows)), make.below(1 << 20, len(rows))
+                found += vx.linear_sample(rows, weight, *of, **{"temperature": each[: len(rows)], **options})
+            return found
+
+        yield "linear_sample", name, drawn
+
+
 # What a case has: lengths, (Hq, Hk, D, Dv), options.
 ATTENTION = {
     "causal": ([1, 130, 33], (4, 2, 64, 64), {}),
@@ -420,7 +436,7 @@ def dtypes(device: str) -> dict[str, torch.dtype]:
 
 def cases(device: str) -> Iterator[tuple[str, str, Callable[[], list[Tensor]]]]:
     """(room, name, run): every op and option, in every dtype that the device's kernels take."""
-    for family in (_products, _elementwise, _head, _sampler, _attention):  # what takes longest to compile comes last
+    for family in (_products, _elementwise, _head, _linear_sample, _sampler, _attention):  # the slowest to compile last
         for short, dtype in dtypes(device).items():
             if family is _sampler and dtype != torch.float32:
                 continue

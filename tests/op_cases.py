@@ -147,8 +147,18 @@ CASES = {
         "sampler",
         lambda i: ((i.new(4, 300, dtype=FP32).detach(), i.ints(1, 2, 3, 4), i.ints(5, 6, 7, 8)), {"temperature": 0.0}),
     ),
+    **{
+        f"linear_sample.{name}": (
+            "linear_sample",
+            lambda i, options=options: (
+                (i.new(4, 24).detach(), i.new(300, 24).detach(), i.ints(1, 2, 3, 4), i.ints(5, 6, 7, 8)),
+                options,
+            ),
+        )
+        for name, options in (("plain", {"temperature": 0.8, "softcap": 5.0}), ("cut", {"top_k": 50, "top_p": 0.9}))
+    },
 }
-NO_GRADIENT = {"attention_paged", "kv_cache_store", "rope_kv_store", "sample", "rope_cos_sin"}
+NO_GRADIENT = {"attention_paged", "kv_cache_store", "rope_kv_store", "sample", "linear_sample", "rope_cos_sin"}
 PARAMS = [
     pytest.param(name, *param.values, id=f"{name}-{param.id}", marks=param.marks)
     for name, (room, _) in CASES.items()

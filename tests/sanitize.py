@@ -23,6 +23,7 @@ CASES = {
     "linear": "bf16 and (rows_stand_alone or gpu_has or special_values or strides)",
     "linear_cross_entropy": "not fp16 and not fp32"
     " and (ignored_tokens and mean or canonical_bytes and 300 or not_ignored or pieces and some or probability)",
+    "linear_sample": "bf16 and (stand_alone or minus_one or ties) or canonical_bytes and 64",
     "log_softmax": "stand_alone and bf16",
     "mean": "stand_alone and bf16",
     "moe_route": "ties or routed_alone or no_number",

@@ -93,6 +93,7 @@ CASES = {
     "kv_cache_store": Case(
         (numbers(2, 1, 16), numbers(2, 1, 16), numbers(4, 4, 1, 16), numbers(4, 4, 1, 16), ints(3, 9, dtype=LONG)), 0
     ),
+    "linear_sample": Case((numbers(2, 16), numbers(8, 16, seed=1), ints(1, 2, dtype=LONG), ints(5, 6, dtype=LONG)), 0),
     "sample": Case((numbers(2, 50), ints(1, 2, dtype=LONG), ints(5, 6, dtype=LONG)), 0),
 }
 LEARNING = [name for name, case in CASES.items() if case.learns]

@@ -14,6 +14,8 @@ from vexact_ops._core import digest
 
 ROOT = Path(__file__).parent.parent
 ROOMS = sorted(path.parent.name for path in (ROOT / "vexact_ops").glob("*/op.py"))
+COMPILED = {path.parent.name for path in (ROOT / "csrc").glob("*/cpu.cpp")}  # with CPU kernels of their own
+PRODUCTS = {"linear", "grouped_linear", "fused_moe", "linear_cross_entropy", "linear_sample"}  # made of linear's
 KINDS = {"cpu": (".cpp", "flags"), "cuda": (".cu", "flags")}
 
 
@@ -55,11 +57,11 @@ def test_the_same_sources_have_the_same_digest_wherever_they_lie(tmp_path):
 @pytest.mark.parametrize(
     "file, backends, rooms",
     [
-        ("linear/triton.py", ["triton"], {"linear", "grouped_linear", "fused_moe", "linear_cross_entropy"}),
-        ("linear/cpu.py", ["cpu"], {"linear", "linear_cross_entropy"}),
+        ("linear/triton.py", ["triton"], PRODUCTS),
+        ("linear/cpu.py", ["cpu"], {"linear", "linear_cross_entropy", "linear_sample"}),
         ("linear/bmm.py", ["cpu"], {"linear"}),
         ("linear/triton.py", ["cpu"], set()),
-        ("log_softmax/triton.py", ["triton"], {"log_softmax", "linear_cross_entropy", "sampler"}),
+        ("log_softmax/triton.py", ["triton"], {"log_softmax", "linear_cross_entropy", "sampler", "linear_sample"}),
         ("attention/cute.py", ["cuda"], {"attention"}),
         ("attention/cute.py", ["triton"], set()),
         ("attention/cute_backward.py", ["cuda"], {"attention"}),
@@ -97,8 +99,7 @@ def test_the_canonical_kernel_is_known_by_its_file_and_what_it_is_composed_of(tm
     def of(module, room, backends):
         return module.canonical(room) if (module.PACKAGE / room / "triton.py").exists() else None
 
-    made_of_products = {"linear", "grouped_linear", "fused_moe", "linear_cross_entropy"}
-    assert changed(tmp_path, "linear/triton.py", None, of) == made_of_products
+    assert changed(tmp_path, "linear/triton.py", None, of) == PRODUCTS
     for name in ("before", "after"):
         shutil.rmtree(tmp_path / name)
     assert changed(tmp_path, "linear/cuda.py", None, of) == set(), "a candidate's file"
@@ -141,17 +142,16 @@ def csrc_changed(tmp_path, file, kinds=KINDS):
     if file:
         touch(csrc / file)
     after = digest.of_csrc(csrc, kinds)
-    assert before["cpu"].keys() == set(ROOMS)
+    assert before["cpu"].keys() == COMPILED
     return {kind: {r for r in before[kind] if before[kind][r] != after[kind].get(r)} for kind in before}
 
 
 def test_native_sources(tmp_path):
-    of_products = {"linear", "grouped_linear", "fused_moe", "linear_cross_entropy"}
     expected = {
         "linear/cpu_kernels.cpp": ({"linear", "grouped_linear", "linear_cross_entropy"}, set()),
-        "linear/sm90_gemm.cuh": (set(), of_products - {"fused_moe"}),
+        "linear/sm90_gemm.cuh": (set(), PRODUCTS - {"fused_moe"}),
         "rmsnorm/cpu_kernels.cpp": ({"rmsnorm"}, set()),
-        "common/runtime.cpp": (set(ROOMS), set()),
+        "common/runtime.cpp": (COMPILED, set()),
         "library.cpp": (set(), set()),
     }
     for number, (file, (cpu, cuda)) in enumerate(expected.items()):
@@ -161,7 +161,7 @@ def test_native_sources(tmp_path):
 
 def test_flags_and_line_endings_of_native_sources(tmp_path):
     found = csrc_changed(tmp_path / "a", None, {**KINDS, "cpu": (".cpp", "other flags")})
-    assert found == {"cpu": set(ROOMS), "cuda": set()}
+    assert found == {"cpu": COMPILED, "cuda": set()}
     csrc = shutil.copytree(ROOT / "csrc", tmp_path / "b")
     before = digest.of_csrc(csrc, KINDS)
     for path in csrc.rglob("*.[hc]*"):

@@ -116,6 +116,30 @@ OPS = {
             torch.tensor([1.0, 0.9, 0.5, 1.0, 0.99], device="cuda").roll(s),
         ),
     ),
+    "linear_sample": (
+        lambda h, w, s, p, t: vx.linear_sample(h, w, s, p, temperature=t),
+        lambda s: (
+            *(
+                random(s, ROWS, 256),
+                random(s + 1, VOCABULARY, 256),
+                whole(s + 1, 2**40, ROWS),
+                whole(s + 2, 2**20, ROWS),
+            ),
+            torch.tensor([0.0, 0.7, 1.0, 1.3, 0.2], device="cuda").roll(s),
+        ),
+    ),
+    "linear_sample-cut": (
+        lambda h, w, s, p, k: vx.linear_sample(h, w, s, p, top_k=k),
+        lambda s: (
+            *(
+                random(s, ROWS, 256),
+                random(s + 1, VOCABULARY, 256),
+                whole(s + 1, 2**40, ROWS),
+                whole(s + 2, 2**20, ROWS),
+            ),
+            torch.tensor([0, 40, 0, 3, 0], device="cuda").roll(s),
+        ),
+    ),
     "moe_route": (lambda x: vx.moe_route(x, 3), lambda s: (random(s, ROWS, EXPERTS, dtype=torch.float32),)),
     "grouped_linear": (
         vx.grouped_linear,
@@ -202,6 +226,6 @@ def test_the_bits_do_not_depend_on_the_stream():
 
 def test_every_room_that_decodes_is_here():
     covered = {"rmsnorm", "rope", "silu_mul", "kv_cache", "log_softmax", "mean", "linear", "linear_cross_entropy"}
-    covered |= {"sampler", "attention", "moe_route", "grouped_linear", "fused_moe"}
+    covered |= {"sampler", "linear_sample", "attention", "moe_route", "grouped_linear", "fused_moe"}
     vx.numerics()
     assert covered == {name for name, room in backend.ROOMS.items() if room.cuda}

@@ -43,6 +43,7 @@ COMPOSED_OF = {
     "linear_cross_entropy": {"linear", "log_softmax"},
     "rope": {"kv_cache"},
     "sampler": {"log_softmax"},
+    "linear_sample": {"linear", "linear_cross_entropy", "log_softmax", "sampler"},
     "grouped_linear": {"linear", "silu_mul"},
     "fused_moe": {"grouped_linear", "silu_mul"},
 }

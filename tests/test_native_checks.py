@@ -210,8 +210,22 @@ def test_no_native_op_takes_another_dtype(device, dtype):
 
 def test_every_native_op_is_here():
     declared = set(re.findall(r'm\.def\("(\w+)\(', (ROOT / "csrc" / "library.cpp").read_text()))
-    on_gpu = {"head_blocks", "head_gradients", "head_unit_gradients", "head_dhidden", "head_dweight", "moe_scatter"}
-    on_gpu |= {"attention_flash_varlen", "attention_flash_paged", "attention_packed_plan", "attention_paged_plan"}
+    on_gpu = {
+        "head_blocks",
+        "head_gradients",
+        "head_unit_gradients",
+        "head_dhidden",
+        "head_dweight",
+        "moe_scatter",
+        "draw_few",
+    }
+    on_gpu |= {
+        "attention_flash_varlen",
+        "attention_flash_paged",
+        "attention_packed_plan",
+        "attention_paged_plan",
+        "draw_many",
+    }
     assert {*cases(BF16, "cpu")} | on_gpu | ELSEWHERE == declared
 
 

@@ -50,6 +50,7 @@ def ops(x: Tensor, w: Tensor, ids: Tensor, offsets: Tensor) -> None:
     assert_type(vx.attention_varlen(x, x, x, offsets, 7, window=3, kv_segment=64), Tensor)
     assert_type(vx.attention_paged(x, x, x, ids, ids, offsets, 1, sinks=x), Tensor)
     vx.kv_cache_store(x, x, x, x, ids)
+    assert_type(vx.linear_sample(x, w, 1, ids, top_k=ids, softcap=5.0), tuple[Tensor, Tensor, Tensor])
     assert_type(vx.sample(x, 1, ids, temperature=0.7, top_k=ids, top_p=0.9), tuple[Tensor, Tensor, Tensor])
 
 

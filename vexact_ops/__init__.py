@@ -26,6 +26,7 @@ _WHERE = {
     "linear_logits": "linear_cross_entropy.op",
     "linear_logprobs": "linear_cross_entropy.op",
     "linear_cross_entropy": "linear_cross_entropy.op",
+    "linear_sample": "linear_sample.op",
     "attention_varlen": "attention.op",
     "attention_paged": "attention.op",
     "kv_cache_store": "kv_cache.op",
@@ -97,6 +98,7 @@ if TYPE_CHECKING:  # `as`: these are public, for type checkers too
     from .linear_cross_entropy.op import linear_cross_entropy as linear_cross_entropy
     from .linear_cross_entropy.op import linear_logits as linear_logits
     from .linear_cross_entropy.op import linear_logprobs as linear_logprobs
+    from .linear_sample.op import linear_sample as linear_sample
     from .log_softmax.op import log_softmax as log_softmax
     from .mean.op import mean as mean
     from .mean.op import sum as sum

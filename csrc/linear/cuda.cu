@@ -36,19 +36,11 @@ struct CublasLt : Kernel {
   bool run(const Product& p, cudaStream_t stream) override { return p.out_aligned && kernel.run(p, stream); }
 };
 
-// (rows, columns) of 16-bit values with contiguous rows, read in boxes; beyond its edges the copy engine writes zeros.
 CUtensorMap tensor_map(const void* data, bool is_bf16, int64_t rows, int64_t columns, int64_t ld, int box_rows,
                        int box_columns) {
   CUtensorMap map;
-  const cuuint64_t sizes[2] = {cuuint64_t(columns), cuuint64_t(rows)}, strides[1] = {cuuint64_t(ld) * 2};
-  const cuuint32_t box[2] = {cuuint32_t(box_columns), cuuint32_t(box_rows)}, steps[2] = {1, 1};
-  const sm90::EncodeTiled encode = sm90::encode_tiled();
-  STD_TORCH_CHECK(encode, "linear: this driver has no cuTensorMapEncodeTiled");
-  const CUresult done = encode(
-      &map, is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, const_cast<void*>(data),
-      sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  STD_TORCH_CHECK(done == CUDA_SUCCESS, "linear: cuTensorMapEncodeTiled failed with ", int(done));
+  STD_TORCH_CHECK(sm90::box_map(&map, is_bf16, data, rows, columns, ld, box_rows, box_columns),
+                  "linear: this driver makes no tensor map of these operands");
   return map;
 }
 
@@ -88,7 +80,8 @@ struct Skinny : Kernel {
     const sm90::SkinnyArgs args{p.bias, p.out,  p.out_ld, int(p.m), int(p.n), int(p.k),
                                 rows,   x_rows, stages,   ahead,    lead,     p.out_f32};
     const int bytes = sm90::skinny_shared_bytes(rows, TOKENS, BOXES, stages);
-    VX_CUDA_CHECK(sm90::launch_chained(kernel, grid, sm90::kSkinnyThreads, bytes, stream, weight_map, x_map, args));
+    VX_CUDA_CHECK(sm90::launch_chained(kernel, grid, sm90::kSkinnyThreads, bytes, stream, weight_map, x_map, args,
+                                       sm90::SkinnyStore<T>{}));
   }
 
   template <class T>

@@ -72,8 +72,20 @@ __device__ __forceinline__ int2 gemm_place(int turn, int pairs, int columns, int
 #endif
 
 // A_ACROSS, B_ACROSS: the operand's rows (of m, of n) are contiguous, not its k.
+template <class Epilogue>
+struct StateOf {
+  struct None {};
+  using Type = None;
+};
+template <class Epilogue>
+  requires requires { typename Epilogue::State; }
+struct StateOf<Epilogue> {
+  using Type = typename Epilogue::State;
+};
+
 // An Epilogue is handed the accumulators d of 64 rows by 256 columns: a thread's d[4 j + 2 h + i] is the element
 // (row + 8 h, column + 8 j + i), `row` and `column` its own. begin() gives them their first values, end() takes them.
+// Where it has a State, each thread keeps one from tile to tile.
 template <class T, bool A_ACROSS, bool B_ACROSS, class Epilogue>
 __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGemmThreads, 1)
     gemm_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, const GemmArgs g,
@@ -140,6 +152,7 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGemmThreads, 1)
     int slot = 0;
     uint32_t phase = 0;
     float d[128];
+    [[maybe_unused]] typename StateOf<Epilogue>::Type state;
     for (int turn = blockIdx.x / 2; turn < turns; turn += clusters) {
       const int2 at = gemm_place(turn, pairs, columns, g.group);
       const int row = (2 * at.x + rank) * kGemmRows + row_in, column = at.y * kGemmColumns + column_in;
@@ -166,7 +179,10 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGemmThreads, 1)
       if (before >= 0 && thread < 2) barrier_arrive_at(empty + 8 * before, thread);
 #pragma unroll
       for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
-      epilogue.end(d, row, column);
+      if constexpr (requires { typename Epilogue::State; })
+        epilogue.end(d, row, column, state);
+      else
+        epilogue.end(d, row, column);
     }
   }
   cluster_sync();  // no block leaves while the other may still write to it

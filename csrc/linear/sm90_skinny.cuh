@@ -71,12 +71,45 @@ __device__ __forceinline__ void multiply(float (&d)[TOKENS / 2], uint64_t weight
 
 #endif
 
+// What becomes of a tile: d[p][4 j + 2 h + i] is row 64 p + 16 warp + lane / 4 + 8 h of the weight's tile with row
+// m0 + 8 j + lane % 4 * 2 + i of x. Here it is stored.
+template <class T>
+struct SkinnyStore {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  template <int PARTS, int HALF_TOKENS>
+  __device__ __forceinline__ void operator()(const SkinnyArgs& a, float (&d)[PARTS][HALF_TOKENS], int tile, int m0) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int p = 0; p < PARTS; ++p)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = 64 * p + 16 * warp + lane / 4 + 8 * h, n = tile * a.rows + row;
+        if (row >= a.rows || n >= a.n) continue;
+        const float bias = a.bias ? widen(static_cast<const T*>(a.bias)[n]) : 0.0f;
+#pragma unroll
+        for (int j = 0; j < HALF_TOKENS / 4; ++j)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int m = m0 + 8 * j + lane % 4 * 2 + i;
+            if (m >= a.m) continue;
+            const float v = a.bias ? d[p][4 * j + 2 * h + i] + bias : d[p][4 * j + 2 * h + i];
+            const int64_t at = m * a.out_ld + n;
+            if (a.out_f32)
+              static_cast<float*>(a.out)[at] = v;
+            else
+              narrow(static_cast<T*>(a.out)[at], v);
+          }
+      }
+  }
+#endif
+};
+
 // T bf16 | fp16. TOKENS rows of x per block (8, 16, 32, 64); BOXES 64-wide pieces of K per stage; PARTS of 64 weight rows
 // that a tile touches.
-template <class T, int TOKENS, int BOXES, int PARTS>
+template <class T, int TOKENS, int BOXES, int PARTS, class Epilogue = SkinnyStore<T>>
 __global__ void __launch_bounds__(kSkinnyThreads)
     skinny_kernel(const __grid_constant__ CUtensorMap weight_map, const __grid_constant__ CUtensorMap x_map,
-                  const SkinnyArgs a) {
+                  const SkinnyArgs a, const __grid_constant__ Epilogue epilogue) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kXStride = skinny_x_bytes(TOKENS), kProducer = 128;
   const int weight_bytes = a.rows * 128, x_bytes = a.x_rows * 128, stage_bytes = skinny_stage_bytes(a.rows, TOKENS, BOXES);
@@ -170,30 +203,21 @@ __global__ void __launch_bounds__(kSkinnyThreads)
       for (int i = 0; i < TOKENS / 2; ++i) asm volatile("" : "+f"(d[p][i])::"memory");
     if (threadIdx.x == 0) barrier_arrive(empty + 8 * before);
 
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
-    for (int p = 0; p < PARTS; ++p)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int row = 64 * p + 16 * warp + lane / 4 + 8 * h, n = tile * a.rows + row;
-        if (row >= a.rows || n >= a.n) continue;
-        const float bias = a.bias ? widen(static_cast<const T*>(a.bias)[n]) : 0.0f;
-#pragma unroll
-        for (int j = 0; j < TOKENS / 8; ++j)
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int m = m0 + 8 * j + lane % 4 * 2 + i;
-            if (m >= a.m) continue;
-            const float v = a.bias ? d[p][4 * j + 2 * h + i] + bias : d[p][4 * j + 2 * h + i];
-            const int64_t at = m * a.out_ld + n;
-            if (a.out_f32)
-              static_cast<float*>(a.out)[at] = v;
-            else
-              narrow(static_cast<T*>(a.out)[at], v);
-          }
-      }
+    epilogue(a, d, tile, m0);
   }
 #endif
+}
+
+// (rows, columns) of 16-bit values with contiguous rows, read in boxes; beyond its edges the copy engine writes zeros.
+inline bool box_map(CUtensorMap* map, bool is_bf16, const void* data, int64_t rows, int64_t columns, int64_t ld,
+                    int box_rows, int box_columns) {
+  const EncodeTiled encode = encode_tiled();
+  const cuuint64_t sizes[2] = {cuuint64_t(columns), cuuint64_t(rows)}, strides[1] = {cuuint64_t(ld) * 2};
+  const cuuint32_t box[2] = {cuuint32_t(box_columns), cuuint32_t(box_rows)}, steps[2] = {1, 1};
+  return encode && encode(map, is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
+                          const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                          CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 }  // namespace vx::sm90

@@ -53,6 +53,10 @@ CASES = {
         [bf16(3, 16), bf16(4, 16, 16), bf16(4, 16, 8), torch.rand(3, 2), ints(0, 3, 1, 2, 2, 3).view(3, 2)],
         {},
     ),
+    "linear_sample": (
+        [bf16(3, 16), bf16(8, 16), ints(1, 2, 3, dtype=torch.int64), ints(5, 6, 7, dtype=torch.int64)],
+        {},
+    ),
     "sample": ([torch.randn(2, 50), ints(1, 2, dtype=torch.int64), ints(5, 6, dtype=torch.int64)], {}),
 }
 

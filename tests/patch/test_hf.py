@@ -238,6 +238,9 @@ def test_logprobs_are_those_of_the_logits(name, device, dtype):
             assert not both[0][mask == 0].any()
         hidden = handle._patch.base(seqs[0][None], use_cache=False).last_hidden_state
         assert_bitwise(handle.logits(hidden)[0], alone(model, seqs)[0], "logits of hidden states")
+        for options in ({"temperature": 0.7}, {"top_k": torch.full((len(hidden[0]),), 3, device=device)}):
+            drawn = vx.sample(handle.logits(hidden[0]), 5, 9, **options)
+            assert_bitwise(handle.sample(hidden[0], 5, 9, **options), drawn, "draws from hidden states")
 
 
 @pytest.mark.parametrize("name", [family(n) for n in ("llama", "gemma2", "granite")])

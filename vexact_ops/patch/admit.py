@@ -15,6 +15,7 @@ from ..attention.op import ROOM as ATTENTION
 from ..fused_moe.op import ROOM as FUSED_MOE
 from ..linear.op import ROOM as LINEAR
 from ..linear_cross_entropy.op import ROOM as HEAD
+from ..linear_sample.op import ROOM as SAMPLE
 from . import mixture
 from .report import table
 
@@ -198,7 +199,8 @@ def _jobs(
     needs: Needs, rows: list[int], training_rows: list[int], dtype, device, page_size, kv_segment
 ) -> Iterator[tuple[str, Callable[[], list[Decision]]]]:
     """What there is to verify, each with a name; what is alike is one."""
-    linear, head, moe, attention = (room.module("cuda") for room in (LINEAR, HEAD, FUSED_MOE, ATTENTION))
+    rooms = LINEAR, HEAD, SAMPLE, FUSED_MOE, ATTENTION
+    linear, head, sampler, moe, attention = (room.module("cuda") for room in rooms)
     classes = sorted({linear.class_of(count) for count in rows})
     for heads in needs.attention:
         options = {"windows": heads.windows, "segment": kv_segment, "page": page_size, "training": bool(training_rows)}
@@ -206,6 +208,8 @@ def _jobs(
         yield f"attention {shape}", lambda shape=shape, o=options: attention.admit(*shape, dtype, device, **o)
     if needs.hidden is not None and dtype == torch.bfloat16:
         yield f"head {needs.hidden}", lambda: [head.admit(needs.hidden, device)]
+        for count in sorted({sampler.class_of(count): count for count in rows}.values()):
+            yield f"draw {needs.hidden}, {count} rows", lambda c=count: [sampler.admit(needs.hidden, c, device)]
     for matrix in needs.matrices:
         shape, out = (matrix.n, matrix.k), torch.float32 if matrix.wide else None
         options = {"device": device, "out_dtype": out, "bias": matrix.bias}

@@ -117,6 +117,11 @@ def logits_of(patch, hidden: Tensor) -> Tensor:
     return logits.view(*hidden.shape[:-1], -1)
 
 
+def sampled(patch, hidden: Tensor, seeds: Tensor | int, positions: Tensor | int, **options) -> tuple[Tensor, ...]:
+    draw = functools.partial(vx.linear_sample, seeds=seeds, positions=positions, softcap=patch.softcap, **options)
+    return patch.head(scaled(patch, hidden), then=draw)
+
+
 @functools.cache
 def wrapped_causal_forward() -> Callable:
     from transformers.utils import can_return_tuple

@@ -89,6 +89,23 @@ class Handle:
         self._check()
         return forwards.score(self._patch, hidden, target, 1.0, False)
 
+    def sample(
+        self,
+        hidden: Tensor,
+        seeds: Tensor | int,
+        positions: Tensor | int,
+        *,
+        temperature: Tensor | float = 1.0,
+        top_k: Tensor | int = 0,
+        top_p: Tensor | float = 1.0,
+        min_p: Tensor | float = 0.0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """vexact_ops.sample(self.logits(hidden), seeds, positions, ...), byte for byte; (R, H) hidden. Where top_k,
+        top_p and min_p are left as they are, a GPU stores no logits (vexact_ops.linear_sample)."""
+        self._check()
+        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        return forwards.sampled(self._patch, hidden, seeds, positions, **options)
+
     @overload
     def logprobs(
         self,

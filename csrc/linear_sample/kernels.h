@@ -1,0 +1,20 @@
+// What is drawn of each row of logits, and what the kernels that make them leave of every block of 128.
+#pragma once
+#include <cstdint>
+
+namespace vx {
+
+constexpr int kDrawBlock = 128;           // LSE_BLOCK
+constexpr int kNoToken = 2147483647;
+
+struct Draws {
+  const int64_t *seeds, *positions;  // (rows,)
+  const float* temperature;          // (rows,); 0 is greedy
+  float softcap;                     // 0: none
+  int rows, vocabulary, blocks;
+  float* parts;    // (rows, 4, blocks): the largest logit and the sum of e^(logit - it), raw; both at the temperature
+  float* entries;  // (rows, 2, blocks): the logit of the block's best token, and its Gumbel number (greedy: 0)
+  int* tokens;     // (rows, blocks): that token; kNoToken where one of another block is known to be better
+};
+
+}  // namespace vx

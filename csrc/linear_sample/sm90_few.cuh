@@ -1,0 +1,141 @@
+// Draws from a tile of logits as sm90_skinny.cuh makes it: 128 rows of the weight, which are a block of the log-sum-exp, by
+// 8 to 64 rows of hidden.
+//
+// A thread holds tokens 64 p + 16 warp + lane / 4 + 8 h of rows 8 j + lane % 4 * 2 + i. Eight rows are taken at a time. The
+// work is hidden: the copy engine goes on reading the weight, which is what takes the time.
+#pragma once
+#include "linear/sm90_skinny.cuh"
+#include "linear_sample/draw.cuh"
+
+namespace vx::sm90 {
+
+struct FewEpilogue {
+  Draws a;
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  struct Shared {
+    float most[4][8];           // by warp and row
+    float sums[2][2][4][8];     // raw and at the temperature; p
+    Best best[4][8];
+  };
+
+  static __device__ __forceinline__ void together() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
+
+  template <int PARTS, int HALF_TOKENS>
+  __device__ __forceinline__ void operator()(const SkinnyArgs&, float (&d)[PARTS][HALF_TOKENS], int tile, int m0) const {
+    static_assert(PARTS == 2);
+    __shared__ Shared shared;
+#pragma unroll 1
+    for (int j = 0; j < HALF_TOKENS / 4; ++j) {
+      if (m0 + 8 * j >= a.rows) break;
+      float x[2][2][2];  // p, h, i
+#pragma unroll
+      for (int k = 0; k < HALF_TOKENS / 4; ++k)
+        if (k == j) {
+#pragma unroll
+          for (int n = 0; n < 8; ++n) x[n / 4][n / 2 % 2][n % 2] = d[n / 4][4 * k + n % 4];
+        }
+      rows(shared, x, tile, m0 + 8 * j);
+    }
+  }
+
+  __device__ __forceinline__ void rows(Shared& shared, float (&x)[2][2][2], int tile, int row0) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, mine = lane % 4 * 2;
+    const int from = tile * kDrawBlock + 16 * warp + lane / 4;
+    float t[2], temperature[2];
+    Stream stream[2];
+    bool live[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = row0 + mine + i;
+      live[i] = row < a.rows;
+      temperature[i] = live[i] ? a.temperature[row] : 1.0f;
+      t[i] = temperature[i] == 0.0f ? 1.0f : temperature[i];
+      stream[i] = {halves(a.seeds[live[i] ? row : 0]), halves(a.positions[live[i] ? row : 0])};
+      float most = __int_as_float(0x7fffffff);  // a NaN: it is passed over
+#pragma unroll
+      for (int p = 0; p < 2; ++p)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float& v = x[p][h][i];
+          if (a.softcap != 0.0f) v = a.softcap * tanh_in_order(__fdiv_rn(v, a.softcap));
+          if (from + 64 * p + 8 * h >= a.vocabulary) v = __int_as_float(0xff800000);
+          most = fmaxf(most, v);
+        }
+#pragma unroll
+      for (int across = 4; across < 32; across *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, across));
+      if (lane < 4) shared.most[warp][mine + i] = most;
+    }
+    together();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float raw_most = block_most(shared, mine + i), z_most = __fdiv_rn(raw_most, t[i]) + 0.0f;
+      const float origin = raw_most == __int_as_float(0xff800000) ? 0.0f : raw_most;
+      const float z_origin = z_most == __int_as_float(0xff800000) ? 0.0f : z_most;
+      Best best;
+      best.clear();
+      float raw[2][2], scaled[2][2];
+#pragma unroll
+      for (int p = 0; p < 2; ++p)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float v = x[p][h][i], z = __fdiv_rn(v, t[i]);
+          const int token = from + 64 * p + 8 * h;
+          raw[p][h] = exp_of_negative(v - origin);
+          scaled[p][h] = exp_of_negative(z - z_origin);
+          if (temperature[i] != 0.0f) {
+            if (v > __int_as_float(0xff800000)) best.enter(z, v, gumbel(word_of(stream[i], token)), token);
+          } else if (v == raw_most && v > __int_as_float(0xff800000)) {
+            best.take(Best{0.0, 0.0, v, 0.0f, token});
+          }
+        }
+#pragma unroll
+      for (int across = 4; across < 32; across *= 2) {  // order: a tree of neighbours
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          float &r = raw[n / 2][n % 2], &s = scaled[n / 2][n % 2];
+          r = r + __shfl_xor_sync(~0u, r, across);
+          s = s + __shfl_xor_sync(~0u, s, across);
+        }
+        best.take_from_lane(across);
+      }
+      if (lane < 4) {
+#pragma unroll
+        for (int p = 0; p < 2; ++p) {
+          shared.sums[0][p][warp][mine + i] = raw[p][0] + raw[p][1];
+          shared.sums[1][p][warp][mine + i] = scaled[p][0] + scaled[p][1];
+        }
+        shared.best[warp][mine + i] = best;
+      }
+    }
+    together();
+    const int row = row0 + threadIdx.x;
+    if (threadIdx.x < 8 && row < a.rows) {
+      const float of = a.temperature[row], most = block_most(shared, threadIdx.x);
+      Best best = shared.best[0][threadIdx.x];
+#pragma unroll
+      for (int w = 1; w < 4; ++w) best.take(shared.best[w][threadIdx.x]);
+      float* const to = a.parts + int64_t(row) * 4 * a.blocks + tile;
+      to[0] = most;
+      to[a.blocks] = block_sum(shared.sums[0]);
+      to[2 * int64_t(a.blocks)] = __fdiv_rn(most, of == 0.0f ? 1.0f : of) + 0.0f;
+      to[3 * int64_t(a.blocks)] = block_sum(shared.sums[1]);
+      a.entries[int64_t(row) * 2 * a.blocks + tile] = best.logit;
+      a.entries[(int64_t(row) * 2 + 1) * a.blocks + tile] = best.number;
+      a.tokens[int64_t(row) * a.blocks + tile] = best.token;
+    }
+  }
+
+  // -0 is the same number as 0; a NaN is passed over
+  static __device__ __forceinline__ float block_most(const Shared& s, int row) {
+    return fmaxf(fmaxf(s.most[0][row], s.most[1][row]), fmaxf(s.most[2][row], s.most[3][row])) + 0.0f;
+  }
+  static __device__ __forceinline__ float block_sum(const float (&s)[2][4][8]) {
+    const int row = threadIdx.x;
+    return ((s[0][0][row] + s[0][1][row]) + (s[0][2][row] + s[0][3][row])) +
+           ((s[1][0][row] + s[1][1][row]) + (s[1][2][row] + s[1][3][row]));  // order: a tree of neighbours
+  }
+#endif
+};
+
+}  // namespace vx::sm90

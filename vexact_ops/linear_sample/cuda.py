@@ -1,0 +1,179 @@
+"""The GPU's own class on SM90, in bf16: draws where the logits are made, and one small kernel that joins their blocks.
+
+Admitted byte for byte against the Triton kernels (contract: verify, then trust), the blocks' sums too. Everything else
+(rows that are cut, fp32, fp16, rows off 16-byte boundaries, other GPUs) takes logits of `linear`'s fastest kernel and
+the Triton sampler: same bits.
+
+Up to 64 rows the weight is streamed as `linear` streams it for few rows, and a tile of it is one block of the
+log-sum-exp; more rows take tiles of 128 rows by 256 tokens.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from .._core import digest, native
+from .._core.admit import Candidate, Decision, Proposal, canonical_by_rule, decided
+from .._core.proof.inputs import SMALL, cancelling, special_rows
+from ..linear.cuda import linear_fwd
+from ..sampler.triton import blocks_of
+from . import triton
+from .triton import join, new_blocks, sampled
+
+# Of the kernels for few rows, by how many they take: boxes of 64 columns of the weight in a stage, stages of the ring,
+# stages asked for before the kernel before has ended, stages left to load when the one after may start, and blocks that
+# share a multiprocessor.
+FEW = {
+    8: (1, 6, 6, 1000, 2),
+    16: (1, 6, 6, 1000, 2),
+    32: (1, 5, 5, 1000, 2),
+    64: (1, 4, 4, 1000, 2),
+}
+MANY, TRITON = "wgmma 128x256x64 ring 4", "triton"
+
+
+def linear_sample(
+    hidden: Tensor,
+    weight: Tensor,
+    softcap: float,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    *cuts: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not cuts and _fast(hidden, weight):
+        blocks = _blocks(hidden, weight, softcap, seeds, positions, temperature)
+        return join(*blocks, temperature)
+    logits = linear_fwd(hidden, weight, None, torch.float32)
+    return sampled(logits, softcap, seeds, positions, temperature, *cuts)
+
+
+def class_of(rows: int) -> int:
+    """The most rows that the kernel for so many takes; 0: any number."""
+    return next((most for most in FEW if rows <= most), 0)
+
+
+def _blocks(hidden, weight, softcap, seeds, positions, temperature) -> tuple[Tensor, Tensor, Tensor]:
+    blocks = new_blocks(hidden, weight.shape[0])
+    args, rows = (hidden, weight, seeds, positions, temperature, softcap), class_of(hidden.shape[0])
+    if rows:
+        native.ops().draw_few(*args, rows, *FEW[rows], *blocks)
+    else:
+        native.ops().draw_many(*args, *blocks)
+    return blocks
+
+
+# ---- admission
+
+
+def _fast(hidden: Tensor, weight: Tensor) -> bool:
+    """These kernels take the operands, and have the canonical kernels' bytes for this width on this machine."""
+    if _rule(hidden, weight) is not None:
+        return False
+    return _draws(hidden.device, hidden.shape[1], class_of(hidden.shape[0])).chosen.name != TRITON
+
+
+def _rule(hidden: Tensor, weight: Tensor) -> str | None:
+    """Why these kernels do not take the operands."""
+    if hidden.dtype != torch.bfloat16:
+        return "they take bf16"
+    if hidden.shape[0] == 0 or hidden.shape[1] == 0:
+        return "there is nothing to compute"
+    if hidden.shape[1] % 8 or not (_aligned(hidden) and _aligned(weight)):
+        return "rows do not begin on 16-byte boundaries"
+    return None if _sm90(hidden.device) else "they are for SM90"
+
+
+@functools.cache
+def _sm90(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _aligned(t: Tensor) -> bool:
+    """Rows begin on 16-byte boundaries, as the copy engine needs."""
+    return t.data_ptr() % 16 == 0 and (t.shape[0] <= 1 or t.stride(0) % 8 == 0)
+
+
+@decided
+def _draws(device: torch.device, width: int, rows: int) -> Proposal:
+    name = MANY
+    if rows:
+        boxes, ring, ahead, lead, share = FEW[rows]
+        name = f"wgmma 128x{rows}x{64 * boxes} ring {ring} ahead {ahead} lead {lead} persistent {share}"
+    candidate = digest.of_files(
+        __file__, native=" ".join(f"{digest.of_extension(room, 'cuda')}" for room in ("linear_sample", "linear"))
+    )
+    return Proposal(
+        f"linear_sample bfloat16 H={width} R{f'<={rows}' if rows else f'>{max(FEW)}'}",
+        [Candidate(name, _ours, candidate)],
+        Candidate(TRITON, _theirs, digest.canonical("linear_sample")),
+        lambda: _cases(device, width, rows),
+    )
+
+
+def _ours(hidden, weight, softcap, seeds, positions, temperature):
+    blocks = _blocks(hidden, weight, softcap, seeds, positions, temperature)
+    return blocks[0], *join(*blocks, temperature)
+
+
+def _theirs(hidden, weight, softcap, seeds, positions, temperature):
+    logits = triton.linear_fwd(hidden, weight, None, torch.float32)
+    logits = triton.softcap_fwd(logits, softcap) if softcap else logits
+    return blocks_of(logits, temperature), *sampled(logits, 0.0, seeds, positions, temperature)
+
+
+def explain(op: str, hidden: Tensor, weight: Tensor, *args) -> list[tuple[str, Decision]]:
+    """Which kernels compute a call."""
+    if args[3] is not None:
+        return [("draw", canonical_by_rule(TRITON, "rows may be cut: the draw takes logits of linear's kernel"))]
+    rule = _rule(hidden, weight)
+    if rule:
+        return [("draw", canonical_by_rule(TRITON, rule))]
+    return [("draw", _draws(hidden.device, hidden.shape[1], class_of(hidden.shape[0])))]
+
+
+def admit(width: int, rows: int, device: torch.device) -> Decision:
+    """Verify ahead of time what so many rows need."""
+    device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+    if width % 8 or not _sm90(device):
+        return canonical_by_rule(TRITON, "they are for SM90, and rows that begin on 16-byte boundaries")
+    return _draws(device, width, class_of(rows))
+
+
+def _cases(device: torch.device, width: int, most: int) -> list[tuple]:
+    """Rows that cancel beside rows with probabilities of all sizes, at temperatures of all kinds; as many and as few
+    rows as there may be; a vocabulary that gives a block several tiles; a cap; and special rows."""
+
+    def case(rows: int, vocabulary: int, softcap: float = 0.0, special: str = "", scale: float = 1.0) -> tuple:
+        g = torch.Generator(device).manual_seed(rows)
+        random = functools.partial(torch.rand, generator=g, dtype=torch.float32, device=device)
+        columns = min(vocabulary, 1500)
+        hidden, weight = cancelling(rows, width, columns, seed=width + rows, device=device)
+        hidden = (hidden.float() / hidden.float().abs().amax(-1, keepdim=True)).bfloat16()
+        hidden[::2] = (random(hidden[::2].shape) * 2 - 1) * scale  # and some with probabilities of all sizes
+        if vocabulary > columns:
+            weight = weight[torch.randint(columns, (vocabulary,), generator=g, device=device)]
+        if special == "all":
+            hidden = special_rows(hidden)
+        elif special == "small":
+            hidden, weight = special_rows(hidden, kinds=SMALL), special_rows(weight, first=3, kinds=SMALL)
+        long = functools.partial(torch.randint, generator=g, dtype=torch.int64, device=device)
+        temperatures = torch.tensor([1.0, 0.7, 0.0, 1.3, 1.0, 0.01, 40.0, 1e-5], dtype=torch.float32, device=device)
+        t = temperatures[long(len(temperatures), (rows,))]
+        if special == "ones":
+            t = torch.ones_like(t)
+        return hidden, weight, softcap, long(-(2**63), 2**63 - 1, (rows,)), long(0, 2**40, (rows,)), t
+
+    top, least = (most, most // 2 + 1 if most > 8 else 1) if most else (300, max(FEW) + 1)
+    wide = 150 * 256 + 77  # tokens: more tiles than there are blocks
+    return [
+        case(top, 1300),
+        case(top, 1024, special="ones", scale=0.05),
+        case(least, 700),
+        case(max(1, top - 3), 520, softcap=5.0),
+        case(max(1, top - 1), 300, softcap=5.0, special="all"),
+        case(min(top, 29), 520, special="small"),
+        case(min(top, 129), wide, scale=0.02),
+        case(min(top, 65), wide, special="ones", scale=0.3),
+    ]
