@@ -198,20 +198,18 @@ def test_idle_time_is_what_no_kernel_covers():
     def event(at, length, name="k", cat="kernel"):
         return {"ph": "X", "cat": cat, "name": name, "ts": at, "dur": length, "args": {"grid": [4, 1, 1]}}
 
-    events = [
-        event(100, 50),
-        event(120, 20),
-        event(152, 8, "void a::b<int>(float*)"),
-        event(200, 50, "Memcpy", "gpu_memcpy"),
-    ]
+    events = [event(100, 50), event(120, 20), event(152, 8, "void a::b<int>(float*)"), event(60, 20)]
+    events += [event(200, 60, "Memcpy", "gpu_memcpy")]
+    events += [event(at, 5, "vexact: commit", "user_annotation") for at in (50, 90, 170, 250)]
     events += [{"ph": "X", "cat": "cpu_op", "name": "c", "ts": 0, "dur": 900}, {"ph": "M", "name": "process_name"}]
     window = trace.Window(steps=2, seconds=0.001, host={"schedule": 0.0002, "other": 0.0008})
     rng.Random(0).shuffle(events)
     trace.fill(window, events)
-    assert window.busy == pytest.approx(108e-6) and window.span == pytest.approx(150e-6)
-    assert window.waits == pytest.approx(40e-6) and window.idle == pytest.approx(42 / 150)
+    assert window.busy == pytest.approx(108e-6) and window.span == pytest.approx(160e-6) and window.kernel_steps == 2
+    assert window.waits == pytest.approx(50e-6) and window.idle == pytest.approx(52 / 160)
     assert {name for name, _, _ in window.kernels} == {"k 4x1x1", "b<int> 4x1x1", "Memcpy"}
-    assert window.figures()["gpu_idle"] == 0.28 and "28.00% of the time idle" in window.table()
+    assert window.figures()["gpu_idle"] == 0.325 and "32.50% of the time idle" in window.table()
+    assert window.figures()["gpu_busy_ms"] == 0.054
 
 
 def test_steps_are_told_apart():

@@ -19,6 +19,8 @@ from vexact_engine import Engine
 
 from .timing import Hooks
 
+_RANGE = "vexact: "  # a phase's name in the trace
+_COMMIT = _RANGE + "commit"
 GAP = 5e-6  # seconds: between two kernels of one graph it is less; what is longer waits for the host
 
 
@@ -30,7 +32,8 @@ class Window:
     host       phase -> seconds of the engine's thread in all; what they leave of `seconds` is "other"
     seconds    from the first commit to the last
     kernels    (name, times, seconds in all), the longest first; on a CPU: torch's operators
-    busy, span  seconds in which the GPU ran something, of the seconds from its first kernel to its last; 0 on a CPU
+    kernel_steps   how many steps those are of
+    busy, span  seconds in which the GPU ran something, of how many; 0 on a CPU
     waits      seconds of the gaps longer than GAP
     """
 
@@ -38,6 +41,7 @@ class Window:
     seconds: float
     host: dict[str, float]
     kernels: list[tuple[str, int, float]] = field(default_factory=list)
+    kernel_steps: int = 0
     busy: float = 0.0
     span: float = 0.0
     waits: float = 0.0
@@ -52,7 +56,7 @@ class Window:
         per_step = 1e3 / self.steps
         idle = {} if self.idle is None else {"gpu_idle": round(self.idle, 4)}
         if idle:
-            idle["gpu_busy_ms"] = round(self.busy * per_step, 4)
+            idle["gpu_busy_ms"] = round(self.busy * 1e3 / self.kernel_steps, 4)
             idle["gpu_idle_in_long_gaps"] = round(self.waits / self.span, 4)
         return {
             "profiled_steps": self.steps,
@@ -69,15 +73,16 @@ class Window:
         for name, seconds in self.host.items():
             rows.append(f"{name:<58} {seconds * per_step:>9.4f} {seconds / self.seconds:>7.1%}")
         if self.idle is not None:
-            busy, waits = self.busy * per_step, self.waits / self.span
+            busy, waits = self.busy * 1e3 / self.kernel_steps, self.waits / self.span
             rows += ["", f"GPU: {busy:.3f} ms/step busy, {self.idle:.2%} of the time idle"]
             rows[-1] += f", {waits:.2%} in gaps longer than {GAP * 1e6:.0f} us"
-        total = sum(seconds for _, _, seconds in self.kernels) or 1.0
+        total, count_of = sum(seconds for _, _, seconds in self.kernels) or 1.0, self.kernel_steps or self.steps
+        per_step = 1e3 / count_of
         what = "operator (self)" if self.idle is None else "kernel"
         rows += ["", f"{what:<58} {'ms/step':>9} {'share':>7} {'a step':>7} {'us each':>9}"]
         for name, count, seconds in self.kernels[:most]:
             rows.append(
-                f"{name[:58]:<58} {seconds * per_step:>9.4f} {seconds / total:>7.1%} {count / self.steps:>7.1f} "
+                f"{name[:58]:<58} {seconds * per_step:>9.4f} {seconds / total:>7.1%} {count / count_of:>7.1f} "
                 f"{seconds / count * 1e6:>9.2f}"
             )
         rest = self.kernels[most:]
@@ -171,7 +176,7 @@ class Profiler:
             try:
                 if not shown:  # called for every sequence: a range would cost more than it holds
                     return method(*args, **options)
-                with torch.profiler.record_function(f"vexact: {label}"):
+                with torch.profiler.record_function(_RANGE + label):
                     result = method(*args, **options)
             finally:
                 took = clock() - began
@@ -214,32 +219,36 @@ class Profiler:
             fill(self.window, json.loads(text)["traceEvents"])
         else:
             named = [(e.key, e.count, e.self_cpu_time_total * 1e-6) for e in profile.key_averages()]
-            named = [e for e in named if not e[0].startswith("vexact: ")]
+            named = [e for e in named if not e[0].startswith(_RANGE)]
             self.window.kernels = sorted(named, key=lambda e: -e[2])
 
 
 def fill(window: Window, events: Iterable[dict]) -> None:
-    """The GPU's part of a window, from the events of a Chrome trace."""
-    ran = [e for e in events if e.get("ph") == "X" and e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    """The GPU's part of a window, from the events of a Chrome trace: from the second commit to the last, for starting
+    and stopping the profiler leaves gaps at both ends."""
+    events = [event for event in events if event.get("ph") == "X"]
+    commits = sorted(e["ts"] for e in events if e["name"] == _COMMIT and e.get("cat") == "user_annotation")
+    ran = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    if len(commits) < 3 or not ran:
+        return
+    first, last = commits[1], commits[-1]
     found: dict[str, list[float]] = defaultdict(list)
     spans = []
     for event in ran:
-        begin, length = event["ts"] * 1e-6, event["dur"] * 1e-6
-        spans.append((begin, begin + length))
-        found[_short(event)].append(length)
+        begin, end = event["ts"], event["ts"] + event["dur"]
+        if first <= begin < last:
+            found[_short(event)].append(event["dur"] * 1e-6)
+        if end > first and begin < last:
+            spans.append((max(begin, first), min(end, last)))
     window.kernels = sorted(((n, len(t), sum(t)) for n, t in found.items()), key=lambda e: -e[2])
-    if not spans:
-        return
-    spans.sort()
-    begin = end = spans[0][0]
-    for start, stop in spans:
-        if start > end:
-            window.waits += start - end if start - end > GAP else 0.0
-            window.busy += end - begin
-            begin = start
-        end = max(end, stop)
-    window.busy += end - begin
-    window.span = end - spans[0][0]
+    window.kernel_steps, window.span = len(commits) - 2, (last - first) * 1e-6
+    at = first
+    for begin, end in [*sorted(spans), (last, last)]:
+        gap = (begin - at) * 1e-6
+        window.waits += gap if gap > GAP else 0.0
+        window.busy -= max(gap, 0.0)
+        at = max(at, end)
+    window.busy += window.span
 
 
 def _short(event: dict) -> str:
