@@ -14,6 +14,7 @@ class Increment:
     index            which of the request's n samples
     token_ids, logprobs, raw_logprobs   the new tokens and theirs
     top_logprobs     for each new token what Completion.top_logprobs has, if `num_top_logprobs` asked for it
+    prompt_logprobs  what Completion.prompt_logprobs has, if that was asked for; with the first increment alone
     text             the new text. It may lag behind the tokens, while a character is incomplete or could be the
                      beginning of a stop string; what is left comes with the last increment
     completion       everything, on the last increment of this sample; None before
@@ -27,6 +28,7 @@ class Increment:
     text: str
     completion: Completion | None = None
     top_logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[float | None] | None = None
 
     @property
     def finish_reason(self) -> str | None:
@@ -179,4 +181,5 @@ class Ticket:
             text=text,
             completion=completion,
             top_logprobs=None if sequence.top_logprobs is None else sequence.top_logprobs[first:],
+            prompt_logprobs=None if sequence.prompt_logprobs is None or first else list(sequence.prompt_logprobs),
         )

@@ -269,3 +269,52 @@ def test_fifty_streams_at_once_are_the_engine_s_to_the_last_bit(engine, server):
 
     got = asyncio.run(main())
     assert got == [(c.token_ids, c.logprobs, c.raw_logprobs, c.text, c.finish_reason) for c in expected]
+
+
+def test_log_probabilities_of_the_prompt(engine, ask):
+    params = SamplingParams(max_new_tokens=6, seed=1, prompt_logprobs=True, n=2, ignore_eos=True)
+    texts = ["hello there", "é!"]
+    expected = engine.generate(texts, params)
+    options = dict(model="tiny", prompt=texts, max_tokens=6, seed=1, n=2, echo=True, logprobs=0)
+    options["extra_body"] = {"ignore_eos": True}
+    pieces = list(ask.completions.create(**options, stream=True))
+    for choice, done in zip(ask.completions.create(**options).choices, expected, strict=True):
+        told = choice.logprobs
+        assert told.token_logprobs == done.prompt_logprobs + done.raw_logprobs
+        assert told.token_logprobs[0] is None and told.text_offset[0] == 0 and told.top_logprobs is None
+        assert len(told.tokens) == len(told.text_offset) == len(done.prompt_ids) + 6
+        assert told.text_offset[len(done.prompt_ids)] == len(texts[choice.index // 2])
+        mine = [piece.choices[0] for piece in pieces if piece.choices[0].index == choice.index]
+        assert "".join(one.text for one in mine) == choice.text
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            assert [x for one in mine if one.logprobs for x in getattr(one.logprobs, name)] == getattr(told, name)
+
+    options |= {"max_tokens": 0, "n": 1}
+    alone = ask.completions.create(**options)
+    pieces = list(ask.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    assert alone.usage.completion_tokens == pieces[-1].usage.completion_tokens == 0
+    for at, choice in enumerate(alone.choices):
+        assert (choice.text, choice.finish_reason) == (texts[at], "length")
+        assert choice.logprobs.token_logprobs == expected[2 * at].prompt_logprobs
+        (mine,) = (piece.choices[0] for piece in pieces[:-1] if piece.choices[0].index == at)
+        assert (mine.text, mine.logprobs, mine.finish_reason) == (choice.text, choice.logprobs, "length")
+
+
+@pytest.mark.parametrize("asked", [True, 0])
+def test_prompt_logprobs_as_vllm_has_them(engine, ask, asked):
+    options = dict(model="tiny", max_tokens=3, seed=1, extra_body={"prompt_logprobs": asked})
+    (choice,) = ask.completions.create(prompt="hello", **options).choices
+    done = engine.generate("hello", SamplingParams(max_new_tokens=3, seed=1, prompt_logprobs=True))[0]
+    assert [one and one[str(id)]["logprob"] for one, id in zip(choice.prompt_logprobs, done.prompt_ids)] == (
+        done.prompt_logprobs
+    )
+    assert [one[str(id)]["decoded_token"] for one, id in zip(choice.prompt_logprobs[1:], done.prompt_ids[1:])] == (
+        list("ello")
+    )
+    first = next(iter(ask.completions.create(prompt="hello", stream=True, **options))).choices[0]
+    assert first.prompt_logprobs == choice.prompt_logprobs
+    messages = [{"role": "user", "content": "hello"}]
+    chat = ask.chat.completions.create(messages=messages, **options)
+    ids = engine.tokenizer("[user:hello]>").input_ids
+    done = engine.generate([ids], SamplingParams(max_new_tokens=3, seed=1, prompt_logprobs=True))[0]
+    assert [one and one[str(id)]["logprob"] for one, id in zip(chat.prompt_logprobs, ids)] == done.prompt_logprobs

@@ -90,6 +90,8 @@ BAD_BOTH = [
     ({"guided_json": {}}, "guided_json", "not served"),
     ({"suffix": "end"}, "suffix", "not served"),
     ({"store": True}, "store", "not served"),
+    ({"prompt_logprobs": 2}, "prompt_logprobs", "expected true or 0"),
+    ({"prompt_logprobs": "yes"}, "prompt_logprobs", "boolean"),
     ({"temprature": 1}, "temprature", "no such field"),
     ({"model": "gpt-4"}, "model", "expected tiny"),
     ({"model": 5}, "model", "string"),
@@ -112,6 +114,7 @@ BAD_TEXT = [
     ({"logprobs": 6}, "logprobs", "expected 0 to 5"),
     ({"logprobs": -1}, "logprobs", "expected 0 to 5"),
     ({"logprobs": True}, "logprobs", "integer"),
+    ({"logprobs": 1, "echo": True}, "logprobs", "with echo, 0"),
 ]
 BAD_CHAT = [
     ({"messages": []}, "messages", "there are none"),

@@ -5,10 +5,11 @@ What is minus infinity is -9999.0, for JSON has no word for it. Beyond OpenAI's 
 which `weight_version` gave its last token, and its `stop_reason`: the token id or the string that ended it.
 """
 
+import codecs
 import json
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..outputs import Increment
@@ -20,10 +21,10 @@ LEAST = -9999.0  # as OpenAI and vLLM write what has no chance at all
 
 @dataclass
 class Job:
-    """One prompt of a request: its ids, and the text to begin answers with."""
+    """One prompt of a request: its ids, and the text to begin answers with if that is wanted."""
 
     prompt_ids: list[int]
-    echo: str = ""
+    echo: str | None = None
 
 
 @dataclass
@@ -35,14 +36,31 @@ class Wanted:
     rollout: bool = False
     names_are_ids: bool = False
     usage: bool = False  # in a stream
+    of_prompt: bool = False
+    prompt_alone: bool = False  # the one token that had to be generated is not told
 
 
 @dataclass
 class _Told:
     """What a stream has said of one choice."""
 
+    offsets: "_Offsets"
     begun: bool = False
-    offset: int = 0  # where the next token's text begins
+
+
+class _Offsets:
+    """Where the texts of a row of tokens begin. One that ends a character begins where that does."""
+
+    def __init__(self, tokens: Tokens, begin: int = 0):
+        self._tokens, self._at = tokens, begin
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def of(self, ids: list[int]) -> list[int]:
+        found = []
+        for token in ids:
+            found.append(self._at)
+            self._at += len(self._decoder.decode(self._tokens.raw(token)))
+        return found
 
 
 class Answers:
@@ -61,14 +79,25 @@ class Answers:
     ):
         self.chat, self.jobs, self.n, self.wanted, self.tokens = chat, jobs, n, wanted, tokens
         self.head = {"id": name, "created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
-        self._told = [_Told(offset=len(job.echo)) for job in jobs for _ in range(n)]
+        self._told = [_Told(_Offsets(tokens)) for _ in range(len(jobs) * n)]
 
     # Whole
 
     def whole(self, completions: list[Completion]) -> dict:
+        completions = [self._told_of(completion) for completion in completions]
         choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
         kind = "chat.completion" if self.chat else "text_completion"
-        return {**self.head, "object": kind, "choices": choices, "usage": self.usage(completions)}
+        answer = {**self.head, "object": kind, "choices": choices, "usage": self.usage(completions)}
+        if self.chat and self.wanted.of_prompt:  # where vLLM has it
+            answer["prompt_logprobs"] = choices[0].pop("prompt_logprobs")
+        return answer
+
+    def _told_of(self, done: Completion) -> Completion:
+        """A prompt that was to be scored and no more comes with no token."""
+        if not self.wanted.prompt_alone:
+            return done
+        nothing: dict[str, Any] = {"token_ids": [], "logprobs": [], "raw_logprobs": [], "weight_versions": []}
+        return replace(done, text="", finish_reason="length", stop_reason=None, **nothing)
 
     def _choice(self, index: int, done: Completion) -> dict:
         wanted, job = self.wanted, self.jobs[index // self.n]
@@ -76,11 +105,14 @@ class Answers:
         if self.chat:
             choice["message"] = {"role": "assistant", "content": done.text, "refusal": None}
         else:
-            choice["text"] = job.echo + done.text
+            choice["text"] = (job.echo or "") + done.text
         choice["logprobs"] = None
         if wanted.top is not None:
-            choice["logprobs"] = self._logprobs(done.token_ids, done.raw_logprobs, done.top_logprobs, len(job.echo))
+            echoed = None if job.echo is None else done.prompt_logprobs
+            choice["logprobs"] = self._logprobs(index, done, _Offsets(self.tokens), echoed)
         choice |= self._end(done)
+        if wanted.of_prompt:
+            choice["prompt_logprobs"] = self._of_prompt(done.prompt_ids, done.prompt_logprobs)
         if wanted.token_ids:
             choice |= {"token_ids": done.token_ids, "prompt_token_ids": done.prompt_ids}
         if wanted.rollout:
@@ -119,8 +151,11 @@ class Answers:
 
     def piece(self, index: int, news: Increment) -> bytes | None:
         """An event; None where there is nothing to say yet."""
-        wanted, told, done = self.wanted, self._told[index], news.completion
-        told_all = wanted.top is not None or wanted.token_ids or wanted.rollout
+        wanted, told, job = self.wanted, self._told[index], self.jobs[index // self.n]
+        done = news.completion and self._told_of(news.completion)
+        if wanted.prompt_alone:
+            news = replace(news, token_ids=[], logprobs=[], raw_logprobs=[], top_logprobs=None, text="")
+        told_all = wanted.top is not None or wanted.token_ids or wanted.rollout or wanted.of_prompt
         if not (news.text or done or told_all):
             return None
         choice: dict[str, Any] = {"index": index}
@@ -128,17 +163,18 @@ class Answers:
         if self.chat:
             choice["delta"] = {"content": text} if text or not done else {}
         else:
-            text = text if told.begun else self.jobs[index // self.n].echo + text
-            choice["text"] = text
+            choice["text"] = text if told.begun else (job.echo or "") + text
         choice["logprobs"] = None
-        if wanted.top is not None and news.token_ids:
-            choice["logprobs"] = self._logprobs(news.token_ids, news.raw_logprobs, news.top_logprobs, told.offset)
-            told.offset += sum(map(self.tokens.width, news.token_ids))
+        echoed = None if told.begun or job.echo is None or wanted.top is None else news.prompt_logprobs
+        if wanted.top is not None and (news.token_ids or echoed):
+            choice["logprobs"] = self._logprobs(index, news, told.offsets, echoed)
         choice |= self._end(done) if done else {"finish_reason": None}
+        if wanted.of_prompt and not told.begun:
+            choice["prompt_logprobs"] = self._of_prompt(job.prompt_ids, news.prompt_logprobs)
         if wanted.token_ids:
             choice["token_ids"] = news.token_ids
             if not told.begun:
-                choice["prompt_token_ids"] = self.jobs[index // self.n].prompt_ids
+                choice["prompt_token_ids"] = job.prompt_ids
         if wanted.rollout:
             choice["rollout"] = {
                 "token_ids": news.token_ids,
@@ -158,7 +194,8 @@ class Answers:
         return [self._event([{"index": index, **first}]) for index in range(len(self._told))]
 
     def ending(self, completions: list[Completion]) -> list[bytes]:
-        events = [self._event([], self.usage(completions))] if self.wanted.usage else []
+        told = [self._told_of(completion) for completion in completions]
+        events = [self._event([], self.usage(told))] if self.wanted.usage else []
         return [*events, b"data: [DONE]\n\n"]
 
     def _event(self, choices: list[dict], usage: dict | None = None) -> bytes:
@@ -167,9 +204,24 @@ class Answers:
 
     # Log-probabilities
 
-    def _logprobs(self, ids: list[int], values: list[float], tops: list[dict[int, float]] | None, begin: int) -> dict:
-        tops = tops or [{}] * len(ids)
-        return self._of_chat(ids, values, tops) if self.chat else self._of_text(ids, values, tops, begin)
+    def _logprobs(
+        self, index: int, of: Completion | Increment, offsets: _Offsets, echoed: list[float | None] | None
+    ) -> dict:
+        ids, values = of.token_ids, of.raw_logprobs
+        tops = of.top_logprobs or [{}] * len(ids)
+        if self.chat:
+            return self._of_chat(ids, values, tops)
+        if echoed is not None:
+            before = self.jobs[index // self.n].prompt_ids
+            ids, values, tops = before + ids, [*echoed, *values], [{}] * len(before) + tops
+        return self._of_text(ids, values, tops, offsets.of(ids))
+
+    def _of_prompt(self, ids: list[int], values: list[float | None] | None) -> list[dict | None]:
+        """As vLLM has it, for the prompt's tokens themselves."""
+        return [
+            None if value is None else {str(token): {"logprob": _number(value), "decoded_token": self._name(token)[0]}}
+            for token, value in zip(ids, values or ())
+        ]
 
     def _of_chat(self, ids, values, tops) -> dict:
         def one(token: int, value: float) -> dict:
@@ -182,12 +234,8 @@ class Answers:
         ]
         return {"content": content, "refusal": None}
 
-    def _of_text(self, ids, values, tops, begin: int) -> dict:
+    def _of_text(self, ids, values, tops, offsets: list[int]) -> dict:
         names = [self._name(token)[0] for token in ids]
-        offsets, at = [], begin
-        for token in ids:
-            offsets.append(at)
-            at += self.tokens.width(token)
         found: dict[str, Any] = {
             "tokens": names,
             "token_logprobs": [_number(value) for value in values],
@@ -197,7 +245,7 @@ class Answers:
         if self.wanted.top:
             found["top_logprobs"] = []
             for token, value, top in zip(ids, values, tops):
-                named: dict[str, float] = {}
+                named: dict[str, float | None] = {}
                 for other, its in (*top.items(), (token, value)):  # the drawn one is always there
                     named.setdefault(self._name(other)[0], _number(its))
                 found["top_logprobs"].append(named)
@@ -216,9 +264,9 @@ def as_json(value: dict) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
-def _number(value: float) -> float:
-    return value if math.isfinite(value) else LEAST
+def _number(value: float | None) -> float | None:
+    return value if value is None or math.isfinite(value) else LEAST
 
 
-def _numbers(values: list[float]) -> list[float]:
+def _numbers(values: list[float]) -> list[float | None]:
     return values if all(map(math.isfinite, values)) else [_number(value) for value in values]

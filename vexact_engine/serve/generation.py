@@ -106,7 +106,10 @@ class Generation(Response):
         if n * len(jobs) > service.settings.max_samples:
             got = f"got {len(jobs)} prompts of n={n}, expected at most {service.settings.max_samples} samples"
             raise APIError(400, f"n: {got} in one request", param="n")
-        params = [sampling(asked, self._max_tokens(asked, job), top or 0) for job in jobs]
+        of_prompt = self._of_prompt(asked)
+        echoed = bool(not self.chat and asked.echo and top is not None)
+        alone = not self.chat and bool(asked.echo) and asked.max_tokens == 0
+        params = [sampling(asked, self._max_tokens(asked, job), top or 0, of_prompt or echoed) for job in jobs]
         if asked.stream_options is not None and not asked.stream:
             raise APIError(400, "stream_options: expected stream true with it", param="stream_options")
         wanted = Wanted(
@@ -115,6 +118,8 @@ class Generation(Response):
             rollout=bool(asked.return_rollout),
             names_are_ids=bool(asked.return_tokens_as_token_ids),
             usage=bool(asked.stream_options and asked.stream_options.include_usage),
+            of_prompt=of_prompt,
+            prompt_alone=alone,
         )
         answers = Answers(self.chat, self.id, model, service.fingerprint, jobs, n, wanted, service.tokens)
         self.names = [f"{self.id}-{index}" for index in range(len(jobs))]
@@ -131,6 +136,17 @@ class Generation(Response):
         if top is not None and not 0 <= top <= most:
             raise APIError(400, f"{name}: got {top}, expected 0 to {most}", param=name)
         return top
+
+    def _of_prompt(self, asked) -> bool:
+        given = asked.prompt_logprobs
+        if given is None or isinstance(given, bool):
+            return bool(given)
+        if given != 0:
+            message = (
+                "prompt_logprobs: expected true or 0: the likeliest tokens at the prompt's positions are not served"
+            )
+            raise APIError(400, message, param="prompt_logprobs", code="unsupported_parameter")
+        return True
 
     async def _chat_job(self, asked: ChatRequest) -> Job:
         go_on = bool(asked.continue_final_message)
@@ -151,15 +167,15 @@ class Generation(Response):
         jobs = []
         for one in prompt:
             if isinstance(one, str):
-                job = Job(await self.service.in_thread(self.service.tokens.encode, one), one if asked.echo else "")
+                job = Job(await self.service.in_thread(self.service.tokens.encode, one), one if asked.echo else None)
             elif isinstance(one, list) and _is_ids(one):
-                job = Job(one, self.service.tokens.decode(one) if asked.echo else "")
+                job = Job(one, self.service.tokens.decode(one) if asked.echo else None)
             else:
                 raise APIError(400, "prompt: expected texts or lists of token ids in the list", param="prompt")
             jobs.append(self._checked(job, "prompt"))
-        if asked.echo and asked.logprobs is not None:
-            message = "echo: log-probabilities of the prompt's tokens are not served: expected false with logprobs"
-            raise APIError(400, message, param="echo", code="unsupported_parameter")
+        if asked.echo and asked.logprobs:
+            message = "logprobs: with echo, 0: the likeliest tokens at the prompt's positions are not served"
+            raise APIError(400, message, param="logprobs", code="unsupported_parameter")
         return jobs
 
     def _checked(self, job: Job, param: str) -> Job:
@@ -188,6 +204,8 @@ class Generation(Response):
         most = self.service.settings.max_tokens
         if given is None:  # OpenAI's: 16 of a text, of a chat as many as there is room for
             return min(room, most or room, room if self.chat else 16)
+        if given == 0 and not self.chat and asked.echo:  # the prompt alone is asked for: see Wanted.prompt_alone
+            return 1
         if given < 1:
             raise APIError(400, f"{name}: got {given}, expected 1 or more", param=name)
         if most is not None and given > most:

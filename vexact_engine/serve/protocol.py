@@ -5,9 +5,11 @@ the value that changes nothing, which many clients send, and refused by name wit
 refused by name as well. Nothing that was asked for is left out in silence.
 
 Beyond OpenAI's fields, as vLLM calls them: top_k, min_p, min_tokens, stop_token_ids, ignore_eos, return_token_ids,
-return_tokens_as_token_ids, and for chats add_generation_prompt, continue_final_message, chat_template_kwargs. Our own:
-`return_rollout` puts {"token_ids", "logprobs", "raw_logprobs", "weight_versions", "seed"} beside each choice's text,
-what a trainer needs: every log-probability as the engine's own fp32 number, at the sampling temperature and at 1.
+return_tokens_as_token_ids, and for chats add_generation_prompt, continue_final_message, chat_template_kwargs.
+`prompt_logprobs` (true, or 0 as vLLM's) asks for those of the prompt's own tokens; with `echo`, `logprobs` 0 does, and
+`max_tokens` 0 asks for nothing else. Our own: `return_rollout` puts {"token_ids", "logprobs", "raw_logprobs",
+"weight_versions", "seed"} beside each choice's text, what a trainer needs: every log-probability as the engine's own
+fp32 number, at the sampling temperature and at 1.
 """
 
 from typing import Any
@@ -67,7 +69,6 @@ NEUTRAL: dict[str, tuple] = {
     "chat_template": (),
     "documents": ([],),
     "echo": (False,),
-    "prompt_logprobs": (),
     "priority": (0,),
 }
 
@@ -98,6 +99,7 @@ class _Sampled(_Strict):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_rollout: bool | None = None
+    prompt_logprobs: bool | int | None = None
 
 
 class CompletionRequest(_Sampled):
@@ -158,7 +160,7 @@ def check_neutral(name: str, value: Any, neutral: tuple) -> None:
 _NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "num_top_logprobs": "logprobs"}
 
 
-def sampling(request: _Sampled, max_new_tokens: int, top_logprobs: int) -> SamplingParams:
+def sampling(request: _Sampled, max_new_tokens: int, top_logprobs: int, of_prompt: bool) -> SamplingParams:
     """The engine's parameters, with OpenAI's defaults. What the engine refuses is a 400 that names the field."""
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if len(stop) > MAX_STOPS:
@@ -177,7 +179,13 @@ def sampling(request: _Sampled, max_new_tokens: int, top_logprobs: int) -> Sampl
     }
     given = {name: value for name, value in given.items() if value is not None}
     try:
-        return SamplingParams(**given, stop=stop, max_new_tokens=max_new_tokens, num_top_logprobs=top_logprobs)
+        return SamplingParams(
+            **given,
+            stop=stop,
+            max_new_tokens=max_new_tokens,
+            num_top_logprobs=top_logprobs,
+            prompt_logprobs=of_prompt,
+        )
     except (TypeError, ValueError) as error:
         name, _, rest = str(error).removeprefix("SamplingParams: ").partition(" ")
         name = _NAMES.get(name, name)

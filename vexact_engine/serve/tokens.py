@@ -78,11 +78,12 @@ class Tokens:
             found = self._seen[token] = self._look_at(token)
         return found
 
-    def width(self, token: int) -> int:
-        """Characters of text that it stands for by itself."""
+    def raw(self, token: int) -> bytes:
+        """What it adds to a text: nothing, if it is a special one."""
+        if self.text is None or token in self.text.silent:
+            return b""
         text, raw = self.token(token)
-        silent = self.text is None or token in self.text.silent or raw is None or text.startswith("bytes:")
-        return 0 if silent else len(text)
+        return text.encode() if raw is None else bytes(raw)
 
     def _look_at(self, token: int) -> tuple[str, list[int] | None]:
         if self.text is None:
