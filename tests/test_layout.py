@@ -184,6 +184,7 @@ def test_environment_variables_have_our_prefix():
         "CI",
         "XDG_CACHE_HOME",
         "XDG_CONFIG_HOME",
+        "XDG_RUNTIME_DIR",
         "CUDA_HOME",
         "CXX",
         "MAX_JOBS",

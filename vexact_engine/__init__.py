@@ -15,10 +15,14 @@ _WHERE = {
     "EngineAsleep": "errors",
     "EngineClosed": "errors",
     "EngineForked": "errors",
+    "HandoverFailed": "errors",
     "ModelInUse": "errors",
+    "PeerLost": "errors",
     "RequestError": "errors",
     "StepFailed": "errors",
     "WeightsMissing": "errors",
+    "WeightReceiver": "weights.receiver",
+    "WeightSender": "weights.sender",
     "WeightsTorn": "errors",
 }
 __all__ = [
@@ -28,13 +32,17 @@ __all__ = [
     "EngineClosed",
     "EngineConfig",
     "EngineForked",
+    "HandoverFailed",
     "Increment",
     "Load",
     "Metrics",
     "ModelInUse",
+    "PeerLost",
     "RequestError",
     "SamplingParams",
     "StepFailed",
+    "WeightReceiver",
+    "WeightSender",
     "WeightsMissing",
     "WeightsTorn",
 ]
@@ -63,7 +71,9 @@ if TYPE_CHECKING:
         EngineAsleep,
         EngineClosed,
         EngineForked,
+        HandoverFailed,
         ModelInUse,
+        PeerLost,
         RequestError,
         StepFailed,
         WeightsMissing,
@@ -71,3 +81,5 @@ if TYPE_CHECKING:
     )
     from .outputs import Increment, Load
     from .request import Completion, Metrics
+    from .weights.receiver import WeightReceiver
+    from .weights.sender import WeightSender

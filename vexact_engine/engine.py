@@ -31,10 +31,11 @@ from .runner.sleep import TAGS
 from .runner.worker import Worker
 from .text import Text
 from .weights.load import Loaded, load
+from .weights.session import TORN, WeightUpdate
+from .weights.update import targets
 
 _BUCKET = 256 << 20  # bytes of new weights that are handed over at once
 _DROPPED = "sleep(level=2) has dropped the weights: update them first"
-_TORN = "an update of the weights broke off in the middle: update them again"
 
 Prompt = str | Sequence[int]
 
@@ -315,55 +316,47 @@ class Engine:
         loop, worker = self._loop, self._worker
         loop.check_open()
         self._check_numerics(numerics)
+        if specs is not None:
+            with self.begin_update(numerics=numerics, specs=specs, keep_cache=keep_cache) as pieces:
+                for bucket in _buckets(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors):
+                    pieces.write(bucket)
+                return pieces.finish()
         with self._updates:
-            if specs is not None:
-                return self._stream_weights(named_tensors, specs, keep_cache)
             pairs = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
             ready = worker.fence()
 
             def update() -> int:
                 ready()
                 plan = worker.plan(pairs)
-                loop.torn = _TORN
+                loop.torn = TORN
                 worker.apply(plan)
                 return self._renewed(keep_cache)
 
             return loop.call(update, when=loop.may_change_weights)
 
-    def _stream_weights(self, named_tensors, specs, keep_cache: bool) -> int:
-        loop, worker = self._loop, self._worker
-        update = loop.call(lambda: worker.begin(specs))
+    def begin_update(
+        self,
+        *,
+        numerics: Mapping[str, object] | None = None,
+        specs: Mapping[str, tuple[Sequence[int], torch.dtype]] | None = None,
+        keep_cache: bool = False,
+    ) -> WeightUpdate:
+        """An update whose tensors are written one bucket after the other, for who receives them from elsewhere.
 
-        def write(bucket: list[tuple[str, Tensor]], ready) -> None:
-            ready()
-            loop.updating = True
-            try:
-                update.write(bucket)
-            finally:
-                loop.torn = _TORN if update.begun else loop.torn
-            worker.settle()
+        numerics, specs, keep_cache   as update_weights takes them; without specs each tensor is checked as it comes,
+                  and `finish` raises where one is missing
+        returns   a WeightUpdate: write(bucket), finish() -> weight_version, abandon(). Another update that is begun
+                  meanwhile waits for its end
+        """
+        self._loop.check_open()
+        self._check_numerics(numerics)
+        renewed = functools.partial(self._renewed, keep_cache)
+        return WeightUpdate(self._loop, self._worker, self._updates, renewed, specs)
 
-        def finish() -> int:
-            update.finish()
-            loop.updating = False
-            worker.settle()
-            return self._renewed(keep_cache)
-
-        def give_up() -> None:
-            loop.updating = False
-
-        pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
-        try:
-            for bucket in _buckets(pairs):
-                loop.call(functools.partial(write, bucket, worker.fence()), when=self._may_write)
-            return loop.call(finish, when=self._may_write)
-        except BaseException:
-            if not loop.closed:
-                loop.call(give_up)
-            raise
-
-    def _may_write(self) -> bool:
-        return self._loop.updating or self._loop.may_change_weights()
+    def manifest(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """(shape, dtype) of every tensor that update_weights takes, by name; experts are stacked (one by one they may
+        come too), tied names are all there, and buffers, which may be left out."""
+        return {name: (tuple(t.shape), t.dtype) for name, t in targets(self.model).items()}
 
     def _renewed(self, keep_cache: bool) -> int:
         self._loop.torn = self._loop.missing = None

@@ -31,6 +31,14 @@ class WeightsMissing(WeightsTorn):
     """The engine has dropped its weights in sleep(level=2): nothing is computed until all are updated."""
 
 
+class HandoverFailed(RuntimeError):
+    """Weights did not change hands. The message says why, and what the engine has now."""
+
+
+class PeerLost(HandoverFailed):
+    """The process at the other end has died, or says nothing any more."""
+
+
 class ModelInUse(ValueError):
     """Another engine runs this very model and owns its weights."""
 

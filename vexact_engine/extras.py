@@ -12,6 +12,7 @@ EXTRAS = {
     "engine": ("transformers", "safetensors", "numpy", "rich"),
     "gguf": ("gguf", "accelerate"),
     "report": ("matplotlib",),
+    "handover": ("zmq", "msgspec"),
     "serve": ("fastapi", "uvicorn", "prometheus_client", "pydantic"),
 }
 

@@ -143,7 +143,7 @@ class Worker:
         apply_update(plan)
         self.settle()
 
-    def begin(self, specs: Mapping) -> Update:
+    def begin(self, specs: Mapping | None) -> Update:
         self._make_ready()
         return Update(self.model, specs)
 

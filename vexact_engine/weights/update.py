@@ -7,6 +7,7 @@ so that the new weights never lie in memory as a whole beside the old ones.
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,41 @@ def targets(model: torch.nn.Module) -> dict[str, Tensor]:
     return model.state_dict(keep_vars=True)
 
 
+@dataclass(frozen=True)
+class Places:
+    """Where weights are written: a model's own memory, or a second copy of it.
+
+    targets   every name that may be given, and the tensor it is copied into. Tied names share theirs
+    views     name of one expert's tensor -> the name of the stacked one, and the view of it there (experts.py)
+    old       old names of whole parameters -> their names now
+    """
+
+    targets: dict[str, Tensor]
+    views: dict[str, tuple[str, Tensor]]
+    old: dict[str, str]
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> "Places":
+        return cls(targets(model), expert_views(model), aliases(model))
+
+    def copy(self, device: torch.device | str) -> "Places":
+        """The same names, tied where these are, in memory of their own that holds nothing yet; pinned where it is the
+        host's and these are a GPU's."""
+        made: dict[int, Tensor] = {}
+        for target in self.targets.values():
+            if id(target) not in made:
+                pin = torch.device(device).type == "cpu" and target.is_cuda
+                made[id(target)] = torch.empty(target.shape, dtype=target.dtype, device=device, pin_memory=pin)
+        views = {}
+        for name, (stacked, view) in self.views.items():
+            whole, offset = self.targets[stacked], view.storage_offset() - self.targets[stacked].storage_offset()
+            views[name] = stacked, made[id(whole)].as_strided(view.shape, view.stride(), offset)
+        return Places({name: made[id(t)] for name, t in self.targets.items()}, views, self.old)
+
+    def memory(self) -> set[tuple]:
+        return {_memory(tensor) for tensor in self.targets.values()}
+
+
 def plan_update(
     model: torch.nn.Module, named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 ) -> list[tuple[Tensor, Tensor]]:
@@ -46,14 +82,15 @@ def plan_update(
     raises          ValueError: missing, unknown, repeated or misshapen; TypeError: no tensor, or another dtype
     """
     pairs = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
-    given = _unrepeated(model, pairs)
-    wanted = _targets_of(model, given)
+    places = Places.of(model)
+    given = _unrepeated(places, pairs)
+    wanted = _targets_of(places, given)
     plan: dict[int, tuple[str, Tensor, Tensor]] = {}
     for name, source in given.items():
         first = plan.setdefault(id(wanted[name]), (name, wanted[name], source))
         if first[2] is not source and not same_bits(first[2].detach(), source.detach()):
             raise ValueError(f"update_weights: {first[0]} and {name} are tied, but hold different values")
-    own = _storages(model)
+    own = places.memory()
     return [(target, _apart(target, source, own)) for _, target, source in plan.values()]
 
 
@@ -65,17 +102,35 @@ def apply_update(plan: Iterable[tuple[Tensor, Tensor]]) -> None:
             target.copy_(source)
 
 
-class Update:
-    """All weights of a model, bucket by bucket.
+class Piece(NamedTuple):
+    """A run of a tensor's elements, in the order of its memory, where the tensor comes in several."""
 
-    specs    name -> Spec (or anything with shape and dtype) of all that will come, names as for plan_update
+    start: int
+    values: Tensor
+
+
+class Update:
+    """All weights, bucket by bucket.
+
+    places   where they go, or the model whose they are
+    specs    name -> Spec (or anything with shape and dtype) of all that will come, names as for plan_update. None: they
+             are checked as they come, and `finish` says what is missing
     raises   as plan_update
     """
 
-    def __init__(self, model: torch.nn.Module, specs: Mapping[str, Spec]):
-        self._old_names, self._own = aliases(model), _storages(model)
-        given = _unrepeated(model, [(name, _spec(name, spec)) for name, spec in specs.items()])
-        self._targets, self._left = _targets_of(model, given), dict.fromkeys(given)
+    def __init__(self, places: Places | torch.nn.Module, specs: Mapping[str, Spec] | None = None):
+        self._places = places = places if isinstance(places, Places) else Places.of(places)
+        self._own = places.memory()
+        self._stacked = {name: stacked for name, (stacked, _) in places.views.items()}
+        self._announced: set[str] | None = None
+        if specs is None:
+            self._targets = places.targets | {name: view for name, (_, view) in places.views.items()}
+        else:
+            given = _unrepeated(places, [(name, _spec(name, spec)) for name, spec in specs.items()])
+            self._targets = _targets_of(places, given)
+            self._announced = set(given)
+        self._came: dict[str, int] = {}  # name -> elements
+        self._parts: set[str] = set()  # stacked parameters of which single experts have come
         self._written: dict[int, str] = {}
 
     @property
@@ -84,32 +139,73 @@ class Update:
         return bool(self._written)
 
     @torch.no_grad()
-    def write(self, bucket: Iterable[tuple[str, Tensor]]) -> None:
-        """Raises ValueError or TypeError for a tensor that was not announced so, or is memory of the model itself."""
-        for given, source in bucket:
-            name = self._old_names.get(given, given)
-            if name not in self._left:
-                raise ValueError(f"update_weights: {given} was not announced, or came before")
-            target = self._targets[name]
-            _check(name, source, target)
+    def write(self, bucket: Iterable[tuple[str, Tensor | Piece]]) -> None:
+        """Raises ValueError or TypeError for a tensor that does not fit, came before, was not announced where all have
+        to be, or is memory of the model itself. Pieces of one come in order."""
+        for given, value in bucket:
+            name = self._places.old.get(given, given)
+            target = self._target(given, name, value)
+            piece = value if isinstance(value, Piece) else None
+            source = value if piece is None else piece.values
             if _memory(source) in self._own and not _is(source, target):
                 raise ValueError(f"update_weights: {given} is memory of the model that is updated: give a copy")
-            del self._left[name]
-            first = self._written.setdefault(id(target), name)
+            if piece is not None:
+                target = target.view(-1)[piece.start : piece.start + source.numel()]
+            self._came[name] = self._came.get(name, 0) + source.numel()
+            if name in self._stacked:
+                self._parts.add(self._stacked[name])
+            first = self._written.setdefault(id(self._targets[name]), name)
             if first == name:
                 target.copy_(source)
             elif not same_bits(target.detach(), source.detach()):
                 raise ValueError(f"update_weights: {first} and {name} are tied, but hold different values")
 
+    def _target(self, given: str, name: str, value: Tensor | Piece) -> Tensor:
+        came = self._came.get(name)
+        if self._announced is not None and name not in self._announced:
+            raise ValueError(f"update_weights: {given} was not announced")
+        target = self._targets.get(name)
+        if target is None:
+            raise ValueError(f"update_weights: unknown: {given}")
+        if came is not None and (came == target.numel() or not isinstance(value, Piece)):
+            raise ValueError(f"update_weights: repeated: {given} came before")
+        if name in self._parts or self._came.get(self._stacked.get(name, "")) is not None:
+            raise ValueError(f"update_weights: repeated: {given}, stacked and expert by expert")
+        if not isinstance(value, Piece):
+            _check(name, value, target)
+            return target
+        start, values = value
+        if not isinstance(values, Tensor) or values.dim() != 1 or values.is_meta:
+            raise TypeError(f"update_weights: {given}: a piece is {_kind(values)}, expected a tensor of one dimension")
+        if values.dtype != target.dtype:
+            raise TypeError(f"{name} is {values.dtype}, expected {target.dtype}")
+        if start != (came or 0) or not 0 < values.numel() <= target.numel() - start:
+            raise ValueError(
+                f"update_weights: {given}: got elements {start} to {start + values.numel()} of {target.numel()}, "
+                f"expected a piece from {came or 0}"
+            )
+        return target
+
     def finish(self) -> None:
-        if self._left:
-            raise ValueError(f"update_weights: announced, but did not come: {some(self._left)}")
+        """Raises ValueError where something is missing."""
+        cut = [name for name, count in self._came.items() if count != self._targets[name].numel()]
+        if cut:
+            raise ValueError(f"update_weights: came in part only: {some(cut)}")
+        if self._announced is None:
+            came = {name: Spec(self._targets[name].shape, self._targets[name].dtype) for name in self._came}
+            _targets_of(self._places, came)
+        elif left := self._announced - self._came.keys():
+            raise ValueError(f"update_weights: announced, but did not come: {some(left)}")
+
+    def came(self) -> dict[str, Tensor]:
+        """What has been written, by name; of experts that came one by one the stacked tensor."""
+        names = dict.fromkeys(self._stacked.get(name, name) for name in self._came)
+        return {name: self._places.targets[name] for name in names}
 
 
-def _unrepeated(model: torch.nn.Module, pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _unrepeated(places: Places, pairs: list[tuple[str, object]]) -> dict[str, object]:
     """By today's names, each once."""
-    old = aliases(model)
-    pairs = [(old.get(name, name), value) for name, value in pairs]
+    pairs = [(places.old.get(name, name), value) for name, value in pairs]
     given = dict(pairs)
     if len(given) != len(pairs):
         names = [name for name, _ in pairs]
@@ -117,9 +213,9 @@ def _unrepeated(model: torch.nn.Module, pairs: list[tuple[str, object]]) -> dict
     return given
 
 
-def _targets_of(model: torch.nn.Module, given: Mapping[str, object]) -> dict[str, Tensor]:
+def _targets_of(places: Places, given: Mapping[str, object]) -> dict[str, Tensor]:
     """What each of the names is copied into, once names, shapes and dtypes are known to fit."""
-    wanted, views = targets(model), expert_views(model)
+    wanted, views = dict(places.targets), places.views
     twice = {name for name in given.keys() & views.keys() if views[name][0] in given}
     if twice:
         raise ValueError(f"update_weights: repeated: {some(twice)}, beside the stacked {views[min(twice)][0]}")
@@ -175,10 +271,6 @@ def _spec(name: str, given) -> Spec:
 
 def _memory(tensor: Tensor) -> tuple:
     return tensor.device, tensor.untyped_storage().data_ptr()
-
-
-def _storages(model: torch.nn.Module) -> set[tuple]:
-    return {_memory(tensor) for tensor in targets(model).values()}
 
 
 def _is(source: Tensor, target: Tensor) -> bool:

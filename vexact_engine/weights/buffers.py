@@ -1,0 +1,212 @@
+"""Memory that two processes see: the buckets that weights travel in.
+
+Neither kind has a name that could be left behind: the host's is an anonymous file that ends with the last process that
+has it open, a GPU's belongs to the process that took it. A set of buffers is made once and kept: exported once, opened
+once.
+"""
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import secrets
+import struct
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..errors import HandoverFailed
+
+HOST, CUDA = "shared memory", "CUDA IPC"
+
+
+class Buffers:
+    """Some buffers of one size, made here. `tensors` are their bytes, `handles` what another process opens.
+
+    kind     HOST or CUDA
+    device   whose memory, for CUDA
+    raises   HandoverFailed where there is no room
+    """
+
+    def __init__(self, kind: str, size: int, count: int, device: torch.device | None = None):
+        self.kind, self.size, self.device = kind, size, device
+        self.name = secrets.token_hex(8)
+        self.tensors: list[Tensor] = []
+        self.handles: list[bytes] = []
+        self._owned: list = []
+        try:
+            for _ in range(count):
+                self._add()
+        except BaseException:
+            self.close()
+            raise
+
+    def _add(self) -> None:
+        if self.kind == CUDA:
+            memory = _CudaMemory.taken(self.size, self.device)
+            self._owned.append(memory)
+            self.tensors.append(memory.tensor())
+            self.handles.append(memory.handle())
+            return
+        file = os.memfd_create("vexact-weights", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(file, 0, self.size)
+        except OSError as error:
+            os.close(file)
+            full = error.errno in (errno.ENOSPC, errno.ENOMEM)
+            what = "there is no room for it" if full else error.strerror
+            raise HandoverFailed(f"weights: shared memory of {self.size} bytes for a bucket: {what}") from error
+        memory = _HostMemory(file, self.size, keep=True, pin=self.device is not None and self.device.type == "cuda")
+        self._owned.append(memory)
+        self.tensors.append(memory.tensor)
+        self.handles.append(struct.pack("<qq", os.getpid(), file))
+
+    def close(self) -> None:
+        self.tensors.clear()
+        while self._owned:
+            self._owned.pop().close()
+
+
+class Opened:
+    """The same buffers in the other process. HandoverFailed, saying what stands in the way, where they do not open."""
+
+    def __init__(self, kind: str, name: str, size: int, handles: list[bytes], device: torch.device):
+        self.name, self.tensors = name, []
+        self._owned: list = []
+        try:
+            for handle in handles:
+                if kind == CUDA:
+                    memory = _CudaMemory.opened(handle, size, device)
+                    self._owned.append(memory)
+                    self.tensors.append(memory.tensor())
+                else:
+                    memory = _HostMemory.of(handle, size, pin=device.type == "cuda")
+                    self._owned.append(memory)
+                    self.tensors.append(memory.tensor)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self.tensors.clear()
+        while self._owned:
+            self._owned.pop().close()
+
+
+def checksum(used: Tensor) -> int:
+    """Of a bucket's bytes, a multiple of 8: the wrapping sum of its 64-bit words, each turned by its place. It sees any
+    one word that is wrong, and words that have changed places."""
+    words = used.view(torch.int64)
+    places = torch.arange(1, 1 + len(words), device=words.device, dtype=torch.int64)
+    return int((words ^ (places * -7046029254386353131)).mul_(places | 1).sum())
+
+
+class _HostMemory:
+    def __init__(self, file: int, size: int, keep: bool, pin: bool):
+        self._file = file if keep else None
+        self._map = mmap.mmap(file, size)
+        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._pinned = False
+        if pin:  # copies to and from a GPU are several times as fast; slow ones are right too
+            self._pinned = int(torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), size, 0)) == 0
+        self._pointer = self.tensor.data_ptr()
+
+    @classmethod
+    def of(cls, handle: bytes, size: int, pin: bool) -> "_HostMemory":
+        pid, number = struct.unpack("<qq", handle)
+        path = f"/proc/{pid}/fd/{number}"
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise HandoverFailed(
+                f"weights: shared memory of process {pid} cannot be opened ({path}: {error.strerror}): both processes "
+                "must be of one user and one PID namespace (containers: share it)"
+            ) from error
+        try:
+            found = os.fstat(file).st_size
+            if found != size:
+                raise HandoverFailed(f"weights: shared memory of process {pid} has {found} bytes, expected {size}")
+            return cls(file, size, keep=False, pin=pin)
+        finally:
+            os.close(file)
+
+    def close(self) -> None:
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._pointer)
+        self.tensor = None
+        with contextlib.suppress(BufferError):  # somebody still has a view of it: it ends with that
+            self._map.close()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+class _CudaMemory:
+    """Memory of a GPU by the driver's own calls: torch's allocator would hand out parts of larger blocks, and memory of
+    expandable segments, which other processes cannot open."""
+
+    def __init__(self, pointer: int, size: int, device: torch.device, end: str):
+        self.pointer, self.size, self.device, self._end = pointer, size, device, end
+
+    @classmethod
+    def taken(cls, size: int, device: torch.device) -> "_CudaMemory":
+        pointer = ctypes.c_uint64()
+        with _current(device):
+            _driver("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size), what=f"{size} bytes for a bucket")
+        return cls(pointer.value, size, device, "cuMemFree_v2")
+
+    @classmethod
+    def opened(cls, handle: bytes, size: int, device: torch.device) -> "_CudaMemory":
+        pointer = ctypes.c_uint64()
+        why = (
+            "the memory of another process cannot be opened: containers need the right to trace (--cap-add=SYS_PTRACE, "
+            "--ipc=host), and both processes must see the GPU"
+        )
+        with _current(device):
+            _driver("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), _Handle.from_buffer_copy(handle), 1, what=why)
+        return cls(pointer.value, size, device, "cuIpcCloseMemHandle")
+
+    def handle(self) -> bytes:
+        found = _Handle()
+        with _current(self.device):
+            _driver("cuIpcGetMemHandle", ctypes.byref(found), ctypes.c_uint64(self.pointer), what="a bucket's handle")
+        return bytes(found)
+
+    def tensor(self) -> Tensor:
+        return torch.as_tensor(_Interface(self.pointer, self.size), dtype=torch.uint8, device=self.device)
+
+    def close(self) -> None:
+        with _current(self.device):
+            torch.cuda.synchronize(self.device)
+            _driver(self._end, ctypes.c_uint64(self.pointer), what="a bucket is given back")
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_byte * 64),)
+
+
+class _Interface:
+    """For torch.as_tensor, which keeps no hold of the memory."""
+
+    def __init__(self, pointer: int, size: int):
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (pointer, False), "version": 3}
+
+
+@contextlib.contextmanager
+def _current(device: torch.device) -> Iterator[None]:
+    """The driver's calls need the context that torch makes current with its first call of a thread."""
+    with torch.cuda.device(device):
+        torch.empty(1, dtype=torch.uint8, device=device)
+        yield
+
+
+def _driver(function: str, *args, what: str) -> None:
+    library = ctypes.CDLL("libcuda.so.1")
+    code = getattr(library, function)(*args)
+    if code:
+        text = ctypes.c_char_p()
+        library.cuGetErrorString(code, ctypes.byref(text))
+        said = (text.value or b"unknown error").decode()
+        raise HandoverFailed(f"weights: {what}: {function}: {said} ({code})")

@@ -1,0 +1,299 @@
+"""The trainer's end of a hand-over of weights: to an engine in another process of this host."""
+
+import logging
+from collections import deque
+from collections.abc import AsyncIterable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+import vexact_ops as vx
+
+from ..errors import HandoverFailed, PeerLost
+from . import protocol
+from .buffers import CUDA, HOST, Buffers, checksum
+from .protocol import (
+    Ack,
+    Bucket,
+    Bye,
+    Cancel,
+    Done,
+    Failed,
+    Finish,
+    Hello,
+    Offer,
+    Opened,
+    Part,
+    Peer,
+    Refused,
+    Unopened,
+    Welcome,
+)
+
+log = logging.getLogger(__name__)
+
+_ALIGN = 16  # bytes
+_IN_FLIGHT = 2
+
+
+class WeightSender:
+    """Sends all weights of a model, again and again, to the WeightReceiver at `address`. Not for several threads at a
+    time. A context manager: close() gives its buckets back.
+
+    address       the receiver's
+    numerics      what fixes this trainer's bits: vexact_ops.numerics(device, **options). The receiver refuses another
+                  fingerprint than its engine's
+    bucket_bytes  of each of the two buckets that tensors travel in; larger tensors go in pieces
+    transport     "auto": CUDA IPC where both ends compute on a GPU, shared memory otherwise, and with a warning where
+                  the receiver cannot open a GPU's memory; "cuda_ipc" or "shared_memory": that alone
+    checksum      of every bucket, compared by the receiver
+    timeout       seconds that any one answer may take; a receiver that has died is noticed at once
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        numerics: Mapping[str, object],
+        bucket_bytes: int = 512 << 20,
+        transport: str = "auto",
+        checksum: bool = False,
+        timeout: float = 60.0,
+    ):
+        if transport not in ("auto", "cuda_ipc", "shared_memory"):
+            raise ValueError(f"WeightSender: transport: got {transport!r}, expected auto, cuda_ipc or shared_memory")
+        if not isinstance(bucket_bytes, int) or bucket_bytes < 4096 or bucket_bytes % _ALIGN:
+            raise ValueError(
+                f"WeightSender: bucket_bytes: got {bucket_bytes!r}, expected a multiple of {_ALIGN}, 4096 or more"
+            )
+        if not timeout > 0:
+            raise ValueError(f"WeightSender: timeout: got {timeout!r}, expected seconds above 0")
+        vx.numerics_difference(numerics, numerics)  # TypeError where it is none
+        self.address, self.numerics = address, dict(numerics)
+        self.bucket_bytes, self.transport, self.checksum, self.timeout = bucket_bytes, transport, checksum, timeout
+        self._socket: protocol.zmq.Socket | None = None
+        self._buffers: dict[str, Buffers] = {}  # by kind: made once, kept
+        self._refused: set[str] = set()  # kinds that this receiver could not open
+        self._receiver: Peer | None = None
+
+    def send(self, named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> int:
+        """Every parameter once, under its Hugging Face name; experts stacked or one by one. An iterator may make each
+        as it is asked for.
+
+        tensors   dense, on any device, of the receiver's shapes. Of another floating type they are rounded to the
+                  receiver's, to nearest even, as FSDP2 casts its masters
+        returns   the engine's new weight_version, once it computes with them
+        raises    HandoverFailed, PeerLost: why, and what the engine has now; ValueError, TypeError: a tensor that
+                  does not fit. What the iterator raises goes on to the caller; the receiver is told
+        """
+        pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+        session = _Session(self)
+        try:
+            for name, tensor in pairs:
+                session.put(name, tensor)
+            return session.finish()
+        except BaseException as error:
+            session.cancel(error)
+            raise
+
+    async def asend(self, named_tensors: AsyncIterable[tuple[str, Tensor]] | Iterable[tuple[str, Tensor]]) -> int:
+        """`send` of what an asynchronous iterator makes. Between two of its tensors other tasks run."""
+        if not hasattr(named_tensors, "__aiter__"):
+            return self.send(named_tensors)
+        session = _Session(self)
+        try:
+            async for name, tensor in named_tensors:
+                session.put(name, tensor)
+            return session.finish()
+        except BaseException as error:
+            session.cancel(error)
+            raise
+
+    def close(self) -> None:
+        """Gives the buckets back. Again does nothing."""
+        if self._socket is not None:
+            self._post(Bye())
+            self._drop_socket(linger=1000)
+        for buffers in self._buffers.values():
+            buffers.close()
+        self._buffers.clear()
+
+    def __enter__(self) -> "WeightSender":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    # The socket
+
+    def _connect(self) -> None:
+        if self._socket is None:
+            self._socket = protocol.zmq.Context.instance().socket(protocol.zmq.DEALER)
+            self._socket.linger = 0
+            self._socket.connect(self.address)
+            self._poller = protocol.zmq.Poller()
+            self._poller.register(self._socket, protocol.zmq.POLLIN)
+        while self._socket.poll(0):  # answers to a hand-over that is over
+            self._socket.recv()
+
+    def _drop_socket(self, linger: int = 0) -> None:
+        if self._socket is not None:
+            self._socket.close(linger)
+            self._socket = None
+
+    def _post(self, message: protocol.Message) -> None:
+        self._socket.send(protocol.encode(message))
+
+    def _answer(self, what: str, *kinds: type):
+        peer = self._receiver
+        protocol.wait(self._poller, peer, self.timeout, what)
+        message = protocol.decode(self._socket.recv(), "the receiver" if peer is None else peer.name)
+        if isinstance(message, Refused | Failed):
+            raise HandoverFailed(message.reason)
+        if not isinstance(message, kinds):
+            raise HandoverFailed(f"weights: the receiver answered {type(message).__name__}, where {what} was due")
+        return message
+
+    # Memory
+
+    def _open(self, device: torch.device, receiver_device: str) -> Buffers:
+        """Buckets that the receiver has opened: those of before, or others."""
+        both = device.type == "cuda" and receiver_device == "cuda"
+        if self.transport == "cuda_ipc" and not both:
+            raise HandoverFailed(
+                f"weights: transport is cuda_ipc, but the tensors are on {device.type} and the engine on "
+                f"{receiver_device}"
+            )
+        kinds = [CUDA] if both and self.transport != "shared_memory" else []
+        kinds += [HOST] if self.transport != "cuda_ipc" else []
+        for kind in kinds:
+            if kind in self._refused:
+                continue
+            reason = self._try(kind, device)
+            if reason is None:
+                return self._buffers[kind]
+            self._refused.add(kind)
+            if kind == kinds[-1]:
+                raise HandoverFailed(reason)
+            log.warning("%s; going on by %s", reason, kinds[-1])
+        raise HandoverFailed("weights: no memory that both ends can see")
+
+    def _try(self, kind: str, device: torch.device) -> str | None:
+        """None, or why not."""
+        held = self._buffers.get(kind)
+        if held is not None and kind == CUDA and held.device != device:
+            held.close()
+            held = None
+        try:
+            held = held or Buffers(kind, self.bucket_bytes, _IN_FLIGHT, device)
+        except HandoverFailed as error:
+            if kind == HOST:
+                raise
+            return str(error)
+        self._buffers[kind] = held
+        self._post(Offer(kind, held.name, held.size, held.handles))
+        answer = self._answer("an answer to the offer of memory", Opened, Unopened)
+        if isinstance(answer, Opened):
+            return None
+        self._buffers.pop(kind).close()
+        return answer.reason
+
+
+class _Session:
+    """One set of weights."""
+
+    def __init__(self, sender: WeightSender):
+        self.sender = sender
+        self.ended = False
+        before, sender._receiver = sender._receiver, None
+        sender._connect()
+        try:
+            sender._post(Hello(protocol.VERSION, Peer.self("the trainer"), sender.numerics))
+            welcome = sender._answer("a welcome", Welcome)
+        except BaseException as error:
+            self.cancel(error)
+            raise
+        if welcome.peer != before:
+            sender._refused.clear()
+        sender._receiver, self.device = welcome.peer, welcome.device
+        self.manifest = {n: (tuple(shape), protocol.dtype_of(d)) for n, (shape, d) in welcome.manifest.items()}
+        self.sent: set[str] = set()
+        self.buffers: Buffers | None = None
+        self.free: deque[int] = deque()
+        self.filling: int | None = None
+        self.used, self.parts = 0, []
+
+    @torch.no_grad()
+    def put(self, name: str, tensor: Tensor) -> None:
+        shape, dtype = self._check(name, tensor)
+        if self.buffers is None:
+            self.buffers = self.sender._open(tensor.device, self.device)
+            self.free.extend(range(len(self.buffers.tensors)))
+            self.tensors = [t[: t.numel() // _ALIGN * _ALIGN] for t in self.buffers.tensors]
+        flat, start, size = tensor.detach().reshape(-1), 0, dtype.itemsize
+        while start < len(flat):
+            if self.filling is None:
+                self._begin()
+            room = (len(self.tensors[self.filling]) - self.used) // size
+            if not room:
+                self._flush()
+                continue
+            count = min(room, len(flat) - start)
+            into = self.tensors[self.filling][self.used : self.used + count * size].view(dtype)
+            into.copy_(flat[start : start + count])
+            self.parts.append(Part(name, shape, protocol.dtype_name(dtype), start, count, self.used))
+            start += count
+            self.used += -(-count * size // _ALIGN) * _ALIGN
+        self.sent.add(name)
+
+    def _check(self, name: str, tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
+            got = f"a {type(tensor).__name__}" if not isinstance(tensor, Tensor) else f"one of {tensor.layout} on meta"
+            raise TypeError(f"weights: {name} is {got}, expected a dense tensor")
+        if hasattr(tensor, "full_tensor"):
+            raise TypeError(f"weights: {name} is sharded, expected a whole tensor: give its full_tensor()")
+        if name not in self.manifest:
+            raise ValueError(f"weights: unknown: {name} is none of the engine's {len(self.manifest)} tensors")
+        shape, dtype = self.manifest[name]
+        if name in self.sent:
+            raise ValueError(f"weights: repeated: {name} came before")
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"weights: {name} is {tuple(tensor.shape)}, expected {shape}")
+        if tensor.dtype != dtype and not (tensor.is_floating_point() and dtype.is_floating_point):
+            raise TypeError(f"weights: {name} is {tensor.dtype}, expected {dtype}")
+        return shape, dtype
+
+    def _begin(self) -> None:
+        while not self.free:
+            self.free.append(self.sender._answer("an acknowledgement", Ack).buffer)
+        self.filling, self.used, self.parts = self.free.popleft(), 0, []
+
+    def _flush(self) -> None:
+        if self.filling is None:
+            return
+        used = self.tensors[self.filling][: self.used]
+        for device in {self.buffers.device} - {None}:
+            if device.type == "cuda":  # what is in the bucket is there before the message about it
+                torch.cuda.current_stream(device).synchronize()
+        total = checksum(used) if self.sender.checksum else None
+        self.sender._post(Bucket(self.filling, self.parts, total))
+        self.filling = None
+
+    def finish(self) -> int:
+        self._flush()
+        self.sender._post(Finish())
+        waiting = len(self.tensors) - len(self.free) if self.buffers is not None else 0
+        for _ in range(waiting):
+            self.sender._answer("an acknowledgement", Ack)
+        done = self.sender._answer("the new version", Done)
+        self.ended = True
+        return done.weight_version
+
+    def cancel(self, error: BaseException) -> None:
+        """The receiver is told, unless it was who ended it; the next hand-over begins on a new socket."""
+        if self.ended:
+            return
+        self.ended = True
+        if self.sender._socket is not None and not isinstance(error, PeerLost):
+            self.sender._post(Cancel(f"{type(error).__name__}: {error}"))
+        self.sender._drop_socket(linger=1000)

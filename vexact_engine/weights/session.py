@@ -1,0 +1,116 @@
+"""One update of an engine's weights that comes in pieces: begun, written, and then finished or given up."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from threading import Lock
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .update import Piece, Update
+
+TORN = "an update of the weights broke off in the middle: update them again"
+
+
+class Loop(Protocol):
+    """What of the engine's loop is needed; see core/loop.py."""
+
+    updating: bool
+    torn: str | None
+
+    @property
+    def closed(self) -> bool: ...
+    def call(self, function: Callable[[], object], when: Callable[[], bool] | None = None) -> Any: ...
+    def may_change_weights(self) -> bool: ...
+
+
+class Worker(Protocol):
+    """What of the engine's worker is needed; see runner/worker.py."""
+
+    def begin(self, specs: Mapping | None) -> Update: ...
+    def fence(self) -> Callable[[], None]: ...
+    def settle(self) -> None: ...
+
+
+class WeightUpdate:
+    """What Engine.begin_update returns. A context manager: an update that was not finished is given up at its end.
+
+    No step runs from the first `write` to the end. Given up after that, the weights are torn: requests end with
+    WeightsTorn until the next whole update. The thread that writes need not be the one that began.
+    """
+
+    def __init__(self, loop: Loop, worker: Worker, lock: Lock, renewed: Callable[[], int], specs: Mapping | None):
+        self._loop, self._worker, self._renewed, self._lock = loop, worker, renewed, lock
+        lock.acquire()
+        self._open = True
+        try:
+            self._update = loop.call(lambda: worker.begin(specs))
+        except BaseException:
+            self._close()
+            raise
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything has been written: what the engine had before is gone then."""
+        return self._update.begun
+
+    def write(self, bucket: Iterable[tuple[str, Tensor | Piece]]) -> None:
+        """Copies tensors, on any device, into the parameters of their names; returns when they may be reused.
+
+        bucket   (name, tensor) of whole tensors, or (name, Piece) of a part, all parts in order
+        raises   ValueError, TypeError: one that does not fit; EngineClosed
+        """
+        self._check()
+        bucket = list(bucket)
+        self._loop.call(functools.partial(self._write, bucket, self._worker.fence()), when=self._may_write)
+
+    def finish(self) -> int:
+        """All has come. Returns the new weight_version. ValueError where something is missing."""
+        self._check()
+        version = self._loop.call(self._finish, when=self._may_write)
+        self._close()
+        return version
+
+    def abandon(self) -> None:
+        """Nothing more will come. Does nothing after finish() or again."""
+        if self._open:
+            if not self._loop.closed:
+                self._loop.call(self._give_up)
+            self._close()
+
+    def __enter__(self) -> "WeightUpdate":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.abandon()
+
+    def _check(self) -> None:
+        if not self._open:
+            raise RuntimeError("WeightUpdate: it has ended: begin another one")
+
+    def _close(self) -> None:
+        self._open = False
+        self._lock.release()
+
+    def _may_write(self) -> bool:
+        return self._loop.updating or self._loop.may_change_weights()
+
+    # In the engine's thread
+
+    def _write(self, bucket, ready: Callable[[], None]) -> None:
+        ready()
+        self._loop.updating = True
+        try:
+            self._update.write(bucket)
+        finally:
+            self._loop.torn = TORN if self._update.begun else self._loop.torn
+        self._worker.settle()
+
+    def _finish(self) -> int:
+        self._update.finish()
+        self._loop.updating = False
+        self._worker.settle()
+        return self._renewed()
+
+    def _give_up(self) -> None:
+        self._loop.updating = False
