@@ -8,7 +8,8 @@ import pytest
 import serving
 from engine_models import check_idle
 
-from vexact_engine import SamplingParams
+from vexact_engine import Increment, SamplingParams
+from vexact_engine.serve.generation import merged
 
 TEXTS = ["hello", "a longer prompt, of some words", "é"]
 
@@ -318,3 +319,35 @@ def test_prompt_logprobs_as_vllm_has_them(engine, ask, asked):
     ids = engine.tokenizer("[user:hello]>").input_ids
     done = engine.generate([ids], SamplingParams(max_new_tokens=3, seed=1, prompt_logprobs=True))[0]
     assert [one and one[str(id)]["logprob"] for one, id in zip(chat.prompt_logprobs, ids)] == done.prompt_logprobs
+
+
+def test_what_has_come_meanwhile_is_sent_as_one_piece():
+    """A slow reader gets fewer and longer pieces, with every token in them, in order."""
+
+    def increment(at):
+        return Increment("r", 0, [at], [-at / 7], [-at / 3], chr(97 + at), top_logprobs=[{at: -1.0}])
+
+    async def stream(ready):
+        for at in range(20):
+            if at in (1, 9):
+                await ready.wait()
+                ready.clear()
+            yield increment(at)
+
+    async def main():
+        ready, got = [asyncio.Event() for _ in range(2)], []
+        news = merged([stream(ready[0]), stream(ready[1])])
+        async for number, item in news:
+            got.append((number, item))
+            if len(item.token_ids) + sum(len(i.token_ids) for n, i in got[:-1] if n == number) < 20:
+                ready[number].set()
+        return got
+
+    got = asyncio.run(main())
+    for number in range(2):
+        mine = [item for n, item in got if n == number]
+        assert [len(item.token_ids) for item in mine] == [1, 8, 11]
+        assert [x for item in mine for x in item.token_ids] == list(range(20))
+        assert [x for item in mine for x in item.logprobs] == [-at / 7 for at in range(20)]
+        assert [x for item in mine for x in item.top_logprobs] == [{at: -1.0} for at in range(20)]
+        assert "".join(item.text for item in mine) == "abcdefghijklmnopqrst"

@@ -322,37 +322,55 @@ async def _until_gone(receive, work) -> None:
 async def merged(
     streams: list[AsyncIterator[Increment]], check: Callable[[], None] = lambda: None
 ) -> AsyncIterator[tuple[int, Increment]]:
-    """What comes of several streams, with each one's number. `check` is called before each begins, and may raise."""
-    if len(streams) == 1:
-        check()
-        async with aclosing(streams[0]) as only:
-            async for item in only:
-                yield 0, item
-        return
-    queue: asyncio.Queue = asyncio.Queue()
+    """What comes of several streams, with each one's number. `check` is called before each begins, and may raise.
+
+    What has come of one sample before anybody took it comes as one: a server that cannot keep up with single tokens
+    sends fewer and longer pieces, and so keeps up.
+    """
+    come: dict[tuple[int, int], Increment] = {}  # by stream and sample, the first to come first
+    state: dict[str, Any] = {"left": len(streams), "error": None}
+    news = asyncio.Event()
 
     async def read(number: int, stream: AsyncIterator[Increment]) -> None:
         try:
             check()
-            async with aclosing(stream) as news:
-                async for item in news:
-                    queue.put_nowait((number, item))
-            queue.put_nowait((number, None))
+            async with aclosing(stream) as items:
+                async for item in items:
+                    key = number, item.index
+                    come[key] = joined(come[key], item) if key in come else item
+                    news.set()
         except Exception as error:
-            queue.put_nowait((number, error))
+            state["error"] = state["error"] or error
+        state["left"] -= 1
+        news.set()
 
     tasks = [asyncio.ensure_future(read(*each)) for each in enumerate(streams)]
     try:
-        left = len(tasks)
-        while left:
-            number, item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                left -= 1
-            else:
+        while state["left"] or come:
+            await news.wait()
+            news.clear()
+            taken, come = come, {}
+            for (number, _), item in taken.items():
                 yield number, item
+            if state["error"] is not None:
+                raise state["error"]
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def joined(one: Increment, next_one: Increment) -> Increment:
+    """Two pieces of one sample as one."""
+    both = one.top_logprobs is not None and next_one.top_logprobs is not None
+    return Increment(
+        request_id=one.request_id,
+        index=one.index,
+        token_ids=one.token_ids + next_one.token_ids,
+        logprobs=one.logprobs + next_one.logprobs,
+        raw_logprobs=one.raw_logprobs + next_one.raw_logprobs,
+        text=one.text + next_one.text,
+        completion=next_one.completion,
+        top_logprobs=one.top_logprobs + next_one.top_logprobs if both else None,
+        prompt_logprobs=one.prompt_logprobs,
+    )
