@@ -63,7 +63,9 @@ def test_many_tokens_have_the_bits_of_few(device, backend, size, heads, monkeypa
 
     def everything():
         caches = caches_for(k, v)
-        return *vx.rope(q, k, cos, sin), vx.rope_kv_store(q, k, v, cos, sin, *caches, slots), *caches
+        norms = {"q_weight": q[0, 0], "k_weight": k[0, 0]}
+        one, other = (vx.rope_kv_store(q, k, v, cos, sin, *caches, slots, **n) for n in ({}, norms))
+        return *vx.rope(q, k, cos, sin), one, other, *caches
 
     few = everything()
     monkeypatch.setattr(triton, "MANY", 9)
@@ -92,6 +94,48 @@ def test_rope_kv_store_has_the_bits_of_both_ops_alone(device, backend, dtype, in
 
 
 @BACKENDS
+@DTYPES
+@INTERLEAVED
+@pytest.mark.parametrize("style", ["llama", "gemma"])
+@given(
+    size=SIZES, tokens=st.integers(0, 7), heads=st.sampled_from([(3, 2), (8, 1), (17, 5)]), seed=st.integers(0, 2**16)
+)
+def test_rope_kv_store_of_normalised_heads(device, backend, dtype, interleaved, style, size, tokens, heads, seed):
+    """Heads as views of one projection, as the engine has them; the norm alone is not the rotation's business."""
+    dim = size[0]
+    q, k, cos, sin = make(tokens, *size, dtype, device, seed, heads=heads)
+    fused = torch.cat((q, k, k.flip(-1)), 1)
+    q, k, v = fused.split([heads[0], heads[1], heads[1]], 1)
+    q_weight, k_weight = tricky(2, dim, seed=seed + 1, dtype=dtype, device=device)
+    slots = torch.randperm(20, generator=torch.Generator().manual_seed(seed))[:tokens].to(device)
+    slots[::3] = -1
+    eps = 1e-3 if seed % 2 else 1e-6
+    options = {"interleaved": interleaved, "backend": backend}
+    expected, ours = caches_for(k, v), caches_for(k, v)
+    normed = (vx.rmsnorm(x, w, eps, style=style, backend=backend) for x, w in ((q, q_weight), (k, k_weight)))
+    turned = vx.rope_kv_store(*normed, v, cos, sin, *expected, slots, **options)
+    norms = {"q_weight": q_weight, "k_weight": k_weight, "eps": eps, "style": style}
+    got = vx.rope_kv_store(q, k, v, cos, sin, *ours, slots, **norms, **options)
+    assert_bitwise((got, *ours), (turned, *expected))
+
+
+def test_rope_kv_store_names_bad_norms():
+    q, k, cos, sin = make(3, 16, 16, torch.float32, "cpu", 0)
+    args = q, k, k, cos, sin, *caches_for(k, k), torch.tensor([2, 0, 5])
+    weight = torch.ones(16, dtype=torch.float32)
+    with pytest.raises(ValueError, match="rope_kv_store: k_weight: got None next to the other one's weight"):
+        vx.rope_kv_store(*args, q_weight=weight)
+    with pytest.raises(ValueError, match=r"rope_kv_store: q_weight: got shape \(8,\)"):
+        vx.rope_kv_store(*args, q_weight=weight[:8], k_weight=weight)
+    with pytest.raises(TypeError, match="rope_kv_store: k_weight: got dtype"):
+        vx.rope_kv_store(*args, q_weight=weight, k_weight=weight.bfloat16())
+    with pytest.raises(ValueError, match="rope_kv_store: style: got 'other'"):
+        vx.rope_kv_store(*args, q_weight=weight, k_weight=weight, style="other")
+    with pytest.raises(RuntimeError, match="rope_kv_store: q_weight requires a gradient"):
+        vx.rope_kv_store(*args, q_weight=weight.clone().requires_grad_(), k_weight=weight)
+
+
+@BACKENDS
 def test_rope_kv_store_writes_into_no_other_slot(device, backend):
     q, k, cos, sin = make(3, 16, 16, torch.float32, device, 0)
     caches = caches_for(k, k)
@@ -110,8 +154,9 @@ def test_rope_kv_store_writes_into_no_other_slot(device, backend):
 @BACKENDS
 def test_rope_kv_store_opcheck(device, backend):
     q, k, cos, sin = make(3, 16, 16, torch.float32, device, 0)
-    args = q, k, k, cos, sin, *caches_for(k, k), torch.tensor([2, 0, 5], device=device), False, backend
-    torch.library.opcheck(torch.ops.vexact.rope_kv_store.default, args)
+    args = q, k, k, cos, sin, *caches_for(k, k), torch.tensor([2, 0, 5], device=device), False
+    for norms in ((None, None), (torch.ones(16, device=device), torch.ones(16, device=device))):
+        torch.library.opcheck(torch.ops.vexact.rope_kv_store.default, (*args, *norms, 1e-6, False, backend))
 
 
 def test_rope_kv_store_names_bad_arguments():

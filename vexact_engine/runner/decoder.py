@@ -150,6 +150,12 @@ class _Attention:
             self.alike = None
         self.across = tuple(norm is not None and norm.size != part.dim for norm in (part.q_norm, part.k_norm))
         self.before = not part.norms_after_rope
+        q, k = part.q_norm, part.k_norm
+        self.fused_norms = {}  # with the rotation
+        if self.before and part.rope and q and k and not any(self.across) and (q.eps, q.style) == (k.eps, k.style):
+            self.norms = None, None
+            self.fused_norms = {"eps": q.eps, "style": q.style}
+            self.fused_norms |= {"q_weight": weights[q.weight], "k_weight": weights[k.weight]}
         self.tables, self.interleaved = (
             (None, False) if part.rope is None else (part.rope.tables, part.rope.interleaved)
         )
@@ -175,8 +181,9 @@ class _Attention:
         if self.tables is None:
             vx.kv_cache_store(k, v, k_cache, v_cache, step.slots)
         elif self.before:
+            tables, options = step.tables[self.tables], self.fused_norms
             q = vx.rope_kv_store(
-                q, k, v, *step.tables[self.tables], k_cache, v_cache, step.slots, interleaved=self.interleaved
+                q, k, v, *tables, k_cache, v_cache, step.slots, interleaved=self.interleaved, **options
             )
         else:
             q, k = self._normed(*vx.rope(q, k, *step.tables[self.tables], interleaved=self.interleaved))

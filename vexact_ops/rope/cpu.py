@@ -5,6 +5,7 @@ from torch import Tensor
 
 from .._core import native
 from ..kv_cache.op import kv_cache_store
+from ..rmsnorm.op import STYLES, rmsnorm
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, transpose: bool):
@@ -13,7 +14,11 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, tran
     return q_out, k_out
 
 
-def rope_kv_store(q, k, v, cos, sin, k_cache, v_cache, slots, interleaved: bool) -> Tensor:
+def rope_kv_store(
+    q, k, v, cos, sin, k_cache, v_cache, slots, interleaved: bool, q_weight, k_weight, eps: float, gemma: bool
+) -> Tensor:
+    if q_weight is not None:
+        q, k = (rmsnorm(x, w, eps, style=STYLES[gemma], backend="cpu") for x, w in ((q, q_weight), (k, k_weight)))
     q, k = rope(q, k, cos, sin, interleaved, False)
     kv_cache_store(k, v, k_cache, v_cache, slots, backend="cpu")
     return q

@@ -7,6 +7,7 @@ from .._core import check
 from .._core.backend import Room
 from .._core.operator import Operator
 from ..kv_cache.op import check_store
+from ..rmsnorm.op import STYLES
 
 ROOM = Room("rope", cpu=("cpu",), cuda=("triton",))
 
@@ -45,23 +46,49 @@ def rope_kv_store(
     slot_mapping: Tensor,
     *,
     interleaved: bool = False,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    style: str = "llama",
     backend: str | None = None,
 ) -> Tensor:
-    """rope, then kv_cache_store of the rotated keys and of v: on a GPU one launch instead of two.
+    """rope, then kv_cache_store of the rotated keys and of v: on a GPU one launch instead of two. With weights, rmsnorm
+    of each head of q and of k comes first, in the same launch.
 
     q, k, cos, sin, interleaved                 as for rope
     v, k_cache, v_cache, slot_mapping           as for kv_cache_store; the caches are written in place
+    q_weight, k_weight, eps, style              as for rmsnorm, weights (D,) in q.dtype: both or none
     returns                                     q rotated, contiguous; the rotated keys are in the cache alone
-    bits                                        those of the two ops
+    bits                                        those of the ops one after another
     grad                                        none: a RuntimeError where q, k or v requires one in grad mode
-    raises                                      as the two ops
+    raises                                      as those ops
     """
     op = "rope_kv_store"
     backend = _check(op, q, k, cos, sin, backend)
     check_store(op, k, v, k_cache, v_cache, slot_mapping)
+    gemma = False
+    if q_weight is not None or k_weight is not None:
+        gemma = _check_norms(op, q, q_weight, k_weight, eps, style)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise RuntimeError(f"{op}: q, k or v requires a gradient, and this op has none: call it under torch.no_grad()")
-    return _rope_kv_store(q, k, v, cos, sin, k_cache, v_cache, slot_mapping, bool(interleaved), backend)
+    norms = q_weight, k_weight, float(eps), gemma
+    return _rope_kv_store(q, k, v, cos, sin, k_cache, v_cache, slot_mapping, bool(interleaved), *norms, backend)
+
+
+def _check_norms(op: str, q: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, style: str) -> bool:
+    for arg, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is None:
+            raise ValueError(f"{op}: {arg}: got None next to the other one's weight, expected both or none")
+        check.tensor(op, arg, weight, ndim=1)
+        check.same_dtype(op, arg, weight, "q", q)
+        check.shape(op, arg, weight, q.shape[-1:])
+        check.contiguous_last(op, arg, weight)
+        if torch.is_grad_enabled() and weight.requires_grad:
+            raise RuntimeError(f"{op}: {arg} requires a gradient, and this op has none: call it under torch.no_grad()")
+    check.same_device(op, q=q, q_weight=q_weight, k_weight=k_weight)
+    check.number(op, "eps", eps, at_least=0.0)
+    check.choice(op, "style", style, STYLES)
+    return style == "gemma"
 
 
 def _check(op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backend: str | None) -> str:
@@ -162,7 +189,8 @@ _rope_cos_sin = Operator(
 )
 _rope_kv_store = Operator(
     "rope_kv_store(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-    "Tensor slot_mapping, bool interleaved, str backend) -> Tensor",
+    "Tensor slot_mapping, bool interleaved, Tensor? q_weight, Tensor? k_weight, float eps, bool gemma, str backend)"
+    " -> Tensor",
     lambda *args: ROOM.module(args[-1]).rope_kv_store(*args[:-1]),
     lambda q, *args: q.new_empty(q.shape),
 )

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, begin, block, chunk, early, on
+from .._core.triton import OPTIONS, begin, block, chunk, early, on, tree_sum
 
 TWO_OVER_PI = tl.constexpr(float.fromhex("0x1.45f306dc9c883p-1"))
 HALF_PI = tl.constexpr(float.fromhex("0x1.921fb54442d18p+0"))
@@ -27,17 +27,35 @@ def _angles(cos, sin, token, cos_stride, sin_stride, HALF: tl.constexpr, PAIRS: 
 
 
 @triton.jit
+def _normed(h, scale, weight, GEMMA: tl.constexpr, DTYPE: tl.constexpr):
+    """As rmsnorm's kernel has it, to the fp32 value of what that stores."""
+    w = weight.to(tl.float32)
+    if GEMMA:
+        w = 1.0 + w
+    h = h * scale
+    if not GEMMA:
+        h = h.to(DTYPE).to(tl.float32)
+    return (h * w).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
 def _rotate(
-    x, y, y_head, wanted, angles, token, first, heads, token_stride, head_stride,
+    x, y, y_head, wanted, angles, token, first, heads, token_stride, head_stride, weight, eps,
     D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSE: tl.constexpr,
-    HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
+    HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, NORM: tl.constexpr, GEMMA: tl.constexpr,
+    WHOLE_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """The heads of a token from `first` on, written to y (its first head) if wanted."""
+    """The heads of a token from `first` on, written to y (its first head) if wanted; normalised before, with NORM."""
     c1, c2, s1, s2 = angles
     head = first + tl.arange(0, HEADS)
     live = (head < heads)[:, None] & wanted
     x_at = x + token * token_stride + head.to(tl.int64)[:, None] * head_stride
     y_at = y + head.to(tl.int64)[:, None] * y_head
+    if NORM:
+        column = tl.arange(0, WHOLE_HEAD)[None, :]
+        h = tl.load(x_at + column, mask=live & (column < D), other=0.0).to(tl.float32)
+        # order: that of rmsnorm's kernel, where a row is a head: the squares in a tree
+        scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tree_sum(h * h), float(D)) + eps))
     if HALF > 0:
         i = tl.arange(0, PAIRS)
         inside = live & (i < HALF)[None, :]
@@ -48,6 +66,10 @@ def _rotate(
             b = a + 1
         x1 = tl.load(x_at + a, mask=inside, other=0.0).to(tl.float32)
         x2 = tl.load(x_at + b, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            real = (i < HALF)[None, :]
+            x1 = _normed(x1, scale, tl.load(weight + a, mask=real, other=0.0), GEMMA, x.dtype.element_ty)
+            x2 = _normed(x2, scale, tl.load(weight + b, mask=real, other=0.0), GEMMA, x.dtype.element_ty)
         # order: fma(own, cos, other * sin): the second product is rounded to fp32, the sum once more
         if TRANSPOSE:
             y1 = tl.fma(x1, tl.broadcast_to(c1, x1.shape), x2 * s2)
@@ -60,7 +82,11 @@ def _rotate(
     if 2 * HALF < D:
         rest = 2 * HALF + tl.arange(0, REST)[None, :]
         inside = live & (rest < D)
-        tl.store(y_at + rest, tl.load(x_at + rest, mask=inside), mask=inside)
+        value = tl.load(x_at + rest, mask=inside)
+        if NORM:
+            w = tl.load(weight + rest, mask=rest < D, other=0.0)
+            value = _normed(value.to(tl.float32), scale, w, GEMMA, x.dtype.element_ty).to(y.dtype.element_ty)
+        tl.store(y_at + rest, value, mask=inside)
 
 
 @triton.jit
@@ -78,23 +104,23 @@ def _rope_kernel(
     if WHOLE:
         for i in range(0, k_blocks):
             _rotate(
-                k, k_out, D, True, angles, token, i * K_HEADS, k_heads, k_token, k_head,
-                D, HALF, INTERLEAVED, TRANSPOSE, K_HEADS, PAIRS, REST,
+                k, k_out, D, True, angles, token, i * K_HEADS, k_heads, k_token, k_head, None, 0.0,
+                D, HALF, INTERLEAVED, TRANSPOSE, K_HEADS, PAIRS, REST, False, False, 1,
             )  # fmt: skip
         for i in range(0, q_blocks):
             _rotate(
-                q, q_out, D, True, angles, token, i * Q_HEADS, q_heads, q_token, q_head,
-                D, HALF, INTERLEAVED, TRANSPOSE, Q_HEADS, PAIRS, REST,
+                q, q_out, D, True, angles, token, i * Q_HEADS, q_heads, q_token, q_head, None, 0.0,
+                D, HALF, INTERLEAVED, TRANSPOSE, Q_HEADS, PAIRS, REST, False, False, 1,
             )  # fmt: skip
     elif part < q_blocks:
         _rotate(
-            q, q_out, D, True, angles, token, part * Q_HEADS, q_heads, q_token, q_head,
-            D, HALF, INTERLEAVED, TRANSPOSE, Q_HEADS, PAIRS, REST,
+            q, q_out, D, True, angles, token, part * Q_HEADS, q_heads, q_token, q_head, None, 0.0,
+            D, HALF, INTERLEAVED, TRANSPOSE, Q_HEADS, PAIRS, REST, False, False, 1,
         )  # fmt: skip
     else:
         _rotate(
-            k, k_out, D, True, angles, token, (part - q_blocks) * K_HEADS, k_heads, k_token, k_head,
-            D, HALF, INTERLEAVED, TRANSPOSE, K_HEADS, PAIRS, REST,
+            k, k_out, D, True, angles, token, (part - q_blocks) * K_HEADS, k_heads, k_token, k_head, None, 0.0,
+            D, HALF, INTERLEAVED, TRANSPOSE, K_HEADS, PAIRS, REST, False, False, 1,
         )  # fmt: skip
 
 
@@ -115,10 +141,10 @@ def _copy_heads(
 def _rope_kv_store_kernel(
     q, k, v, cos, sin, q_out, k_cache, v_cache, slots, size, page_size, q_heads, k_heads, q_blocks, k_blocks,
     q_token, q_head, k_token, k_head, v_token, v_head, cos_stride, sin_stride,
-    k_page, k_row, k_cache_head, v_page, v_row, v_cache_head,
+    k_page, k_row, k_cache_head, v_page, v_row, v_cache_head, q_weight, k_weight, eps,
     D: tl.constexpr, DV: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
-    PDL: tl.constexpr,
+    NORM: tl.constexpr, GEMMA: tl.constexpr, WHOLE_HEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -137,23 +163,24 @@ def _rope_kv_store_kernel(
                 v, v_cache, wanted, token, i * K_HEADS, k_heads, v_token, v_head, v_cache_head, DV, K_HEADS, WIDTH
             )
             _rotate(
-                k, k_cache, k_cache_head, wanted, angles, token, i * K_HEADS, k_heads, k_token, k_head,
-                D, HALF, INTERLEAVED, False, K_HEADS, PAIRS, REST,
+                k, k_cache, k_cache_head, wanted, angles, token, i * K_HEADS, k_heads, k_token, k_head, k_weight, eps,
+                D, HALF, INTERLEAVED, False, K_HEADS, PAIRS, REST, NORM, GEMMA, WHOLE_HEAD,
             )  # fmt: skip
         for i in range(0, q_blocks):
             _rotate(
-                q, q_out, D, True, angles, token, i * Q_HEADS, q_heads, q_token, q_head,
-                D, HALF, INTERLEAVED, False, Q_HEADS, PAIRS, REST,
+                q, q_out, D, True, angles, token, i * Q_HEADS, q_heads, q_token, q_head, q_weight, eps,
+                D, HALF, INTERLEAVED, False, Q_HEADS, PAIRS, REST, NORM, GEMMA, WHOLE_HEAD,
             )  # fmt: skip
     elif part < q_blocks:
         _rotate(
-            q, q_out, D, True, angles, token, part * Q_HEADS, q_heads, q_token, q_head,
-            D, HALF, INTERLEAVED, False, Q_HEADS, PAIRS, REST,
+            q, q_out, D, True, angles, token, part * Q_HEADS, q_heads, q_token, q_head, q_weight, eps,
+            D, HALF, INTERLEAVED, False, Q_HEADS, PAIRS, REST, NORM, GEMMA, WHOLE_HEAD,
         )  # fmt: skip
     elif part < q_blocks + k_blocks:
         _rotate(
             k, k_cache, k_cache_head, wanted, angles, token, (part - q_blocks) * K_HEADS, k_heads, k_token, k_head,
-            D, HALF, INTERLEAVED, False, K_HEADS, PAIRS, REST,
+            k_weight, eps,
+            D, HALF, INTERLEAVED, False, K_HEADS, PAIRS, REST, NORM, GEMMA, WHOLE_HEAD,
         )  # fmt: skip
     else:
         first = (part - q_blocks - k_blocks) * K_HEADS
@@ -241,7 +268,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, tran
 
 def rope_kv_store(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    interleaved: bool,
+    interleaved: bool, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, gemma: bool,
 ) -> Tensor:  # fmt: skip
     tokens, q_heads, dim = q.shape
     (_, k_heads, width), half = v.shape, cos.shape[1] // 2
@@ -254,7 +281,9 @@ def rope_kv_store(
                 q, k, v, cos, sin, q_out, k_cache, v_cache, slots, pages * page_size, page_size, q_heads, k_heads,
                 triton.cdiv(q_heads, tile["Q_HEADS"]), triton.cdiv(k_heads, tile["K_HEADS"]), q.stride(0),
                 q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), cos.stride(0), sin.stride(0),
-                *k_cache.stride()[:3], *v_cache.stride()[:3], D=dim, DV=width, HALF=half, INTERLEAVED=interleaved,
+                *k_cache.stride()[:3], *v_cache.stride()[:3], q_weight, k_weight, eps, D=dim, DV=width, HALF=half,
+                INTERLEAVED=interleaved, NORM=q_weight is not None, GEMMA=gemma,
+                WHOLE_HEAD=block(dim, "rope_kv_store: head dim"),
                 REST=block(dim - 2 * half, "rope_kv_store: head dim beyond the rotary one"),
                 WIDTH=block(width, "rope_kv_store: head dim of v"), **tile, **early(q),
             )  # fmt: skip
