@@ -186,6 +186,7 @@ def test_environment_variables_have_our_prefix():
         "XDG_CONFIG_HOME",
         "XDG_RUNTIME_DIR",
         "CUDA_HOME",
+        "CUDA_VISIBLE_DEVICES",
         "CXX",
         "MAX_JOBS",
         "TRITON_INTERPRET",

@@ -18,9 +18,13 @@ from vexact_engine import (
     Load,
     Metrics,
     ModelInUse,
+    ReplicaDied,
+    ReplicaInfo,
+    Replicas,
     RequestError,
     SamplingParams,
     StepFailed,
+    UpdateIncomplete,
     WeightsMissing,
     WeightsTorn,
 )
@@ -110,3 +114,19 @@ async def engine(path: str, model: nn.Module) -> None:
         freed: dict[str, int] = engine.sleep(level=1, tags=["weights"])
         print(freed, engine.wake_up(), engine.state, engine.asleep)
         print(text, logprobs, more, engine.weight_version, engine.numerics())
+
+
+async def replicas(path: str, model: nn.Module) -> None:
+    params = SamplingParams(max_new_tokens=8, seed=1)
+    with Replicas.from_pretrained(path, replicas=2, device="cuda", dtype="bfloat16", max_restarts=1) as engine:
+        answers: list[Completion] = engine.generate(["one", [1, 2, 3]], params)
+        async for news in engine.stream("three", params):
+            assert_type(news, Increment)
+        try:
+            version: int = engine.update_weights(model.named_parameters(), numerics=engine.numerics())
+        except UpdateIncomplete as error:
+            print(error.failed)
+        except ReplicaDied as error:
+            print(error)
+        state: list[ReplicaInfo] = engine.replicas
+        print(answers, version, state, engine.sleep(2), engine.wake_up(["weights"]), engine.stats, engine.load())

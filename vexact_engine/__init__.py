@@ -18,8 +18,12 @@ _WHERE = {
     "HandoverFailed": "errors",
     "ModelInUse": "errors",
     "PeerLost": "errors",
+    "ReplicaDied": "errors",
+    "ReplicaInfo": "parallel.replicas",
+    "Replicas": "parallel.replicas",
     "RequestError": "errors",
     "StepFailed": "errors",
+    "UpdateIncomplete": "errors",
     "WeightsMissing": "errors",
     "WeightReceiver": "weights.receiver",
     "WeightSender": "weights.sender",
@@ -38,9 +42,13 @@ __all__ = [
     "Metrics",
     "ModelInUse",
     "PeerLost",
+    "ReplicaDied",
+    "ReplicaInfo",
+    "Replicas",
     "RequestError",
     "SamplingParams",
     "StepFailed",
+    "UpdateIncomplete",
     "WeightReceiver",
     "WeightSender",
     "WeightsMissing",
@@ -74,12 +82,15 @@ if TYPE_CHECKING:
         HandoverFailed,
         ModelInUse,
         PeerLost,
+        ReplicaDied,
         RequestError,
         StepFailed,
+        UpdateIncomplete,
         WeightsMissing,
         WeightsTorn,
     )
     from .outputs import Increment, Load
+    from .parallel.replicas import ReplicaInfo, Replicas
     from .request import Completion, Metrics
     from .weights.receiver import WeightReceiver
     from .weights.sender import WeightSender

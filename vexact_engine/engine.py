@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,13 +25,13 @@ from .core.scheduler import Scheduler, Stats
 from .errors import RequestError
 from .outputs import Call, Increment, Load, Ticket
 from .progress import bar, quiet
-from .request import Completion, Request
+from .request import Begun, Completion, Request, check_params, encoded, refused, spread
 from .runner import shapes
-from .runner.sleep import TAGS
+from .runner.sleep import TAGS, check_level, named_tags
 from .runner.worker import Worker
 from .text import Text
 from .weights.load import Loaded, load
-from .weights.session import TORN, WeightUpdate
+from .weights.session import TORN, WeightUpdate, check_numerics
 from .weights.update import targets
 
 _BUCKET = 256 << 20  # bytes of new weights that are handed over at once
@@ -184,6 +184,38 @@ class Engine:
         finally:
             self._loop.abort([job])
 
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        notify: Callable[[], None],
+        listen: Callable[[Increment | BaseException], None] | None = None,
+        begun: Sequence[Begun] | None = None,
+    ) -> Ticket | list[Completion]:
+        """For servers: hand one request over and return at once.
+
+        notify    called in the engine's thread once the request is done
+        listen    called there with each Increment, and with an exception that ends the request instead. Neither may
+                  wait for anything
+        begun     for each sample what it got elsewhere: it goes on from there
+        returns   its Ticket, whose `result()` are the completions once it is done (of samples that were `done`
+                  elsewhere None); or, where the request is itself at fault, the completions that say so, and nobody
+                  is called
+        raises    EngineClosed
+        """
+        call = Call(notify)
+        self._loop.check_open()
+        job = self._job(prompt, SamplingParams() if params is None else params, request_id, call, listen, begun)
+        if isinstance(job, Ticket):
+            self._loop.submit([job], self._worker.fence())
+        return job
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """abort() for a Ticket."""
+        self._loop.abort([ticket])
+
     def abort(self, request_id: str) -> None:
         """End a request, from any thread: before the next step its samples get finish_reason "abort" and keep what they
         have. Nothing happens if it is unknown or done."""
@@ -223,11 +255,10 @@ class Engine:
         are there, their memory is not, and reading them ends the process. close() gives weights back that were kept,
         and zeros for those that were dropped.
         """
-        if isinstance(level, bool) or level not in (1, 2):
-            raise ValueError(f"sleep: level: got {level!r}, expected 1 or 2")
+        check_level(level)
         if mode not in PAUSES:
             raise ValueError(f"sleep: mode: got {mode!r}, expected one of {', '.join(PAUSES)}")
-        named, loop, worker = _tags("sleep", tags), self._loop, self._worker
+        named, loop, worker = named_tags("sleep", tags), self._loop, self._worker
 
         def rest() -> dict[str, int]:
             loop.asleep = True
@@ -257,7 +288,7 @@ class Engine:
         After level 2 requests that were there wait for the update; those that come between the last wake_up and it end
         with WeightsMissing. So the order that loses nobody: wake_up(["weights"]), update_weights, wake_up().
         """
-        named, loop, worker = _tags("wake_up", tags), self._loop, self._worker
+        named, loop, worker = named_tags("wake_up", tags), self._loop, self._worker
 
         def rise() -> dict[str, int]:
             try:
@@ -314,15 +345,16 @@ class Engine:
                         (the caches may). EngineClosed
         """
         loop, worker = self._loop, self._worker
-        loop.check_open()
-        self._check_numerics(numerics)
+        pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
         if specs is not None:
             with self.begin_update(numerics=numerics, specs=specs, keep_cache=keep_cache) as pieces:
-                for bucket in _buckets(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors):
+                for bucket in _buckets(pairs):
                     pieces.write(bucket)
                 return pieces.finish()
+        loop.check_open()
+        self._check_numerics(numerics)
         with self._updates:
-            pairs = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
+            pairs = list(pairs)
             ready = worker.fence()
 
             def update() -> int:
@@ -340,17 +372,19 @@ class Engine:
         numerics: Mapping[str, object] | None = None,
         specs: Mapping[str, tuple[Sequence[int], torch.dtype]] | None = None,
         keep_cache: bool = False,
+        version: int | None = None,
     ) -> WeightUpdate:
         """An update whose tensors are written one bucket after the other, for who receives them from elsewhere.
 
         numerics, specs, keep_cache   as update_weights takes them; without specs each tensor is checked as it comes,
                   and `finish` raises where one is missing
+        version   the weight_version that they will be; None: one more than now
         returns   a WeightUpdate: write(bucket), finish() -> weight_version, abandon(). Another update that is begun
                   meanwhile waits for its end
         """
         self._loop.check_open()
         self._check_numerics(numerics)
-        renewed = functools.partial(self._renewed, keep_cache)
+        renewed = functools.partial(self._renewed, keep_cache, version)
         return WeightUpdate(self._loop, self._worker, self._updates, renewed, specs)
 
     def manifest(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -358,10 +392,11 @@ class Engine:
         come too), tied names are all there, and buffers, which may be left out."""
         return {name: (tuple(t.shape), t.dtype) for name, t in targets(self.model).items()}
 
-    def _renewed(self, keep_cache: bool) -> int:
+    def _renewed(self, keep_cache: bool, version: int | None = None) -> int:
         self._loop.torn = self._loop.missing = None
-        self._scheduler.reset_cache(self._scheduler.weight_version + 1, keep_running=keep_cache)
-        return self._scheduler.weight_version
+        version = self._scheduler.weight_version + 1 if version is None else version
+        self._scheduler.reset_cache(version, keep_running=keep_cache)
+        return version
 
     def reset_prefix_cache(self) -> None:
         """Forget all keys and values, between two steps: what comes, and what runs, is computed anew. That changes no
@@ -402,21 +437,7 @@ class Engine:
         return dict(self._worker.numerics)
 
     def _check_numerics(self, given: Mapping[str, object] | None) -> None:
-        if not isinstance(given, Mapping):
-            own = {name: value for name, value in self.numerics()["options"].items()}
-            call = ", ".join([f'"{self.device.type}"', *(f"{name}={value}" for name, value in own.items())])
-            got = "none" if given is None else type(given).__name__
-            raise TypeError(
-                f"update_weights: numerics: got {got}, expected what fixes the trainer's bits: "
-                f"numerics=vexact_ops.numerics({call}), called in its process with its options; for weights that no "
-                "trainer computes with, numerics=engine.numerics()"
-            )
-        differ = vx.numerics_difference(given, self.numerics())
-        if differ:
-            found = "; ".join(f"{where}: got {got!r}, expected {own!r}" for where, (got, own) in differ.items())
-            raise ValueError(
-                f"update_weights: numerics: the trainer's are not this engine's, whose bits may be others. {found}"
-            )
+        check_numerics(given, self.numerics(), self.device.type)
 
     # The end
 
@@ -442,51 +463,17 @@ class Engine:
     def _jobs(self, prompts, params, request_ids, call: Call, listen=None) -> list[Ticket | list[Completion]]:
         """For each prompt a ticket, or the completions that say what is wrong with it."""
         self._loop.check_open()
-        if isinstance(prompts, str):
-            prompts = [prompts]
-        if isinstance(prompts, Mapping | bytes | bytearray | set | frozenset) or not isinstance(prompts, Iterable):
-            raise TypeError(f"generate: prompts: got a {type(prompts).__name__}, expected a list of prompts")
-        prompts = list(prompts)
-        if prompts and all(isinstance(prompt, int) for prompt in prompts):
-            raise TypeError("generate: prompts: got one list of token ids, expected a list of prompts")
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        for name, values in (("params", params), ("request_ids", request_ids)):
-            if values is not None and (isinstance(values, str | dict) or not isinstance(values, Sequence)):
-                raise TypeError(
-                    f"generate: {name}: got a {type(values).__name__}, expected a list, one for each prompt"
-                )
-            if values is not None and len(values) != len(prompts):
-                raise ValueError(f"generate: {name}: got {len(values)}, expected {len(prompts)}, one for each prompt")
-        for name in request_ids or ():
-            if not isinstance(name, str):
-                raise TypeError(f"generate: request_ids: got a {type(name).__name__} ({name!r}), expected strings")
-        names = request_ids or [None] * len(prompts)
-        return [self._job(*each, call, listen) for each in zip(prompts, params, names)]
+        return [self._job(*each, call, listen) for each in spread(prompts, params, request_ids)]
 
-    def _job(self, prompt, params, name, call, listen) -> Ticket | list[Completion]:
+    def _job(self, prompt, params, name, call, listen, begun=None) -> Ticket | list[Completion]:
         ids: list[int] = []
         try:
-            if not isinstance(params, SamplingParams):
-                raise TypeError(f"params is a {type(params).__name__}, expected SamplingParams")
-            if params.num_top_logprobs > self.vocab_size:
-                raise ValueError(f"num_top_logprobs is {params.num_top_logprobs}, expected at most {self.vocab_size}")
-            if isinstance(prompt, str):
-                if self._text is None:
-                    raise ValueError("prompt is a text, expected token ids: there is no tokenizer")
-                prompt = self._text.encode(prompt)
-            request = Request(prompt, params, name)
+            check_params(params, self.vocab_size)
+            request = Request(encoded(prompt, self._text), params, name, begun)
             ids = request.prompt_ids
         except Exception as error:
-            return self._refused(ids, params, name, error)
-        return Ticket(request, self._text, call, listen)
-
-    def _refused(self, ids, params, name, error) -> list[Completion]:
-        count = params.n if isinstance(params, SamplingParams) else 1
-        return [
-            Completion(ids, [], [], [], "error", "", self.weight_version, error=str(error), request_id=name, index=i)
-            for i in range(count)
-        ]
+            return refused(ids, params, name, error, self.weight_version)
+        return Ticket(request, self._text, call, listen, begun)
 
     def _wait(self, done: threading.Event, tickets: list[Ticket]) -> None:
         samples = [sample for ticket in tickets for sample in ticket.request.sequences]
@@ -502,18 +489,6 @@ class Engine:
                 draw("generating", finished, len(samples), f"{rate:.0f} tokens/s")
                 if done.wait(0.1):
                     return
-
-
-def _tags(method: str, given: Iterable[str] | None) -> list[str]:
-    if given is None:
-        return list(TAGS)
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise TypeError(f"{method}: tags: got {given!r}, expected a list of {', '.join(TAGS)}")
-    given = list(given)
-    unknown = [tag for tag in given if tag not in TAGS]
-    if unknown:
-        raise ValueError(f"{method}: tags: got {unknown[0]!r}, expected some of {', '.join(TAGS)}")
-    return [tag for tag in TAGS if tag in given]
 
 
 def _complete(config: EngineConfig, loaded: Loaded) -> EngineConfig:

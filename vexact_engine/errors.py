@@ -39,6 +39,21 @@ class PeerLost(HandoverFailed):
     """The process at the other end has died, or says nothing any more."""
 
 
+class ReplicaDied(RuntimeError):
+    """A replica's process has ended, and no other could do what was asked of it."""
+
+
+class UpdateIncomplete(RuntimeError):
+    """New weights are in use on some replicas and not on others, which get no requests until the next update.
+
+    failed   replica -> what went wrong there
+    """
+
+    def __init__(self, message: str, failed: "dict[int, BaseException] | None" = None) -> None:
+        super().__init__(message)
+        self.failed = failed or {}
+
+
 class ModelInUse(ValueError):
     """Another engine runs this very model and owns its weights."""
 

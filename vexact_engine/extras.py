@@ -9,7 +9,7 @@ from urllib.request import url2pathname
 
 # What a command imports beyond torch, by the extra of pyproject.toml that brings it.
 EXTRAS = {
-    "engine": ("transformers", "safetensors", "numpy", "rich"),
+    "engine": ("transformers", "safetensors", "numpy", "rich", "msgspec"),
     "gguf": ("gguf", "accelerate"),
     "report": ("matplotlib",),
     "handover": ("zmq", "msgspec"),

@@ -1,9 +1,10 @@
 """From tokens to whoever waits for them: increments, tickets of requests, and the calls that they belong to."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
-from .request import Completion, Request, Sequence
+from .request import Begun, Completion, Request, Sequence
 from .text import Detokenizer, Text, held_back
 
 
@@ -71,11 +72,12 @@ class Call:
 class _Sample:
     """Text and delivery of one sequence."""
 
-    __slots__ = ("detokenizer", "sent_text", "sent_tokens", "tail")
+    __slots__ = ("detokenizer", "done", "sent_text", "sent_tokens", "tail")
 
     def __init__(self, text: Text | None):
         self.detokenizer = None if text is None else Detokenizer(text)
         self.sent_text = self.sent_tokens = 0
+        self.done = False
         self.tail = 0  # where the text begins that stop strings were last looked for in
 
 
@@ -94,14 +96,20 @@ class Ticket:
         text: Text | None,
         call: Call,
         listen: Callable[[Increment | BaseException], None] | None = None,
+        begun: Several[Begun] | None = None,
     ):
         self.request, self.text, self.call, self.listen = request, text, call, listen
         self.completions: list[Completion | None] = [None] * len(request.sequences)
         self.samples = [_Sample(text) for _ in request.sequences]
-        self.left = len(self.samples)
+        self.left = request.unfinished
         self.done = False
         self.error: BaseException | None = None
         call.add(self)
+        for sample, had in zip(self.samples, begun or ()):
+            sample.sent_text, sample.sent_tokens, sample.done = had.sent_text, len(had.token_ids), had.done
+            if sample.detokenizer is not None:  # one by one, as it was: what of it is certain may depend on that
+                for count in range(len(had.token_ids)):
+                    sample.detokenizer.update(had.token_ids[: count + 1])
 
     def result(self) -> list[Completion]:
         if self.error is not None:
@@ -122,8 +130,9 @@ class Ticket:
         sample = self.samples[sequence.index]
         completion = None
         if sequence.finished:
-            if self.completions[sequence.index] is not None:
+            if sample.done:
                 return
+            sample.done = True
             completion = sequence.completion(self._whole_text(sequence, sample), weight_version)
             self.completions[sequence.index] = completion
             self.left -= 1

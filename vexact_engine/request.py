@@ -8,6 +8,7 @@ import operator
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Set
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -109,16 +110,41 @@ class Completion:
     prompt_logprobs: list[float | None] | None = None
 
 
+@dataclass
+class Begun:
+    """What one sample of a request got elsewhere: it goes on from there, and what comes has the bits that it would have
+    had there.
+
+    sent_text   characters of its text that were handed on already
+    done        whether it is finished: nothing of it comes any more
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
+    top_logprobs: list[dict[int, float]] | None = None
+    sent_text: int = 0
+    done: bool = False
+
+
 class Request:
     """One prompt and what is wanted of it. TypeError if the prompt is not token ids, ValueError if it is empty.
 
+    begun       for each sample what it has already, where some of this was computed elsewhere
     id          for people, and for `abort`; everything else knows a request by the object. Drawn where none is given
     unfinished  how many of its samples still run or wait
     pages       what the scheduler knows of its prompt in the prefix cache, for all its samples
     """
 
-    def __init__(self, prompt_ids: Iterable[int], params: SamplingParams | None = None, request_id: str | None = None):
-        self.prompt_ids = _token_ids(prompt_ids)
+    def __init__(
+        self,
+        prompt_ids: Iterable[int],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        begun: "list[Begun] | None" = None,
+    ):
+        self.prompt_ids = token_ids(prompt_ids)
         if not self.prompt_ids:
             raise ValueError("Request: prompt_ids is empty, expected at least one token id")
         if min(self.prompt_ids) < 0:
@@ -130,6 +156,8 @@ class Request:
         self.sequences = [Sequence(self, index) for index in range(self.params.n)]
         self.unfinished = len(self.sequences)
         self.pages = None
+        for sequence, had in zip(self.sequences, begun or ()):
+            sequence.begin(had)
 
     @property
     def finished(self) -> bool:
@@ -138,7 +166,8 @@ class Request:
     def reject(self, error: str, reason: str = "error") -> None:
         """Finish a request that no scheduler has taken, so that its completions say why."""
         for sequence in self.sequences:
-            sequence.finish(reason, error=error)
+            if not sequence.finished:
+                sequence.finish(reason, error=error)
 
     def __repr__(self):
         return f"Request({self.id!r}, prompt of {len(self.prompt_ids)}, {self.sequences})"
@@ -215,6 +244,18 @@ class Sequence:
         self.epoch = self.in_flight = 0
         self.forget_pages()
 
+    def begin(self, had: Begun) -> None:
+        """Go on from tokens that were drawn elsewhere, just now as far as anybody here knows."""
+        self.tokens += had.token_ids
+        self.logprobs += had.logprobs
+        self.raw_logprobs += had.raw_logprobs
+        self.weight_versions += had.weight_versions
+        self.token_times += [self.request.arrived] * len(had.token_ids)
+        if self.top_logprobs is not None:
+            self.top_logprobs += had.top_logprobs or []
+        if had.done:
+            self.finish("abort")
+
     def forget_pages(self) -> list[int]:
         """Start over: nothing is computed. Returns the pages held until now, for the pool."""
         pages = getattr(self, "pages", [])
@@ -273,7 +314,55 @@ class Sequence:
         return f"Sequence({where}, {self.state.value}, {self.num_prompt}+{len(self.tokens) - self.num_prompt} tokens)"
 
 
-def _token_ids(given) -> list[int]:
+def spread(prompts, params, request_ids) -> list[tuple]:
+    """What `generate` is called with, as (prompt, params, request id or None) for each prompt. TypeError or ValueError
+    for what is wrong with the call, not with one of its requests."""
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    if isinstance(prompts, Mapping | bytes | bytearray | set | frozenset) or not isinstance(prompts, Iterable):
+        raise TypeError(f"generate: prompts: got a {type(prompts).__name__}, expected a list of prompts")
+    prompts = list(prompts)
+    if prompts and all(isinstance(prompt, int) for prompt in prompts):
+        raise TypeError("generate: prompts: got one list of token ids, expected a list of prompts")
+    if params is None or isinstance(params, SamplingParams):
+        params = [params or SamplingParams()] * len(prompts)
+    for name, values in (("params", params), ("request_ids", request_ids)):
+        if values is not None and (isinstance(values, str | dict) or not isinstance(values, Several)):
+            raise TypeError(f"generate: {name}: got a {type(values).__name__}, expected a list, one for each prompt")
+        if values is not None and len(values) != len(prompts):
+            raise ValueError(f"generate: {name}: got {len(values)}, expected {len(prompts)}, one for each prompt")
+    for name in request_ids or ():
+        if not isinstance(name, str):
+            raise TypeError(f"generate: request_ids: got a {type(name).__name__} ({name!r}), expected strings")
+    return list(zip(prompts, params, request_ids or [None] * len(prompts)))
+
+
+def check_params(params, vocab_size: int) -> None:
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"params is a {type(params).__name__}, expected SamplingParams")
+    if params.num_top_logprobs > vocab_size:
+        raise ValueError(f"num_top_logprobs is {params.num_top_logprobs}, expected at most {vocab_size}")
+
+
+def encoded(prompt, text):
+    """Token ids of a prompt that is a text, and others as they are. ValueError without a tokenizer (`text`)."""
+    if not isinstance(prompt, str):
+        return prompt
+    if text is None:
+        raise ValueError("prompt is a text, expected token ids: there is no tokenizer")
+    return text.encode(prompt)
+
+
+def refused(ids: list[int], params, name: str | None, error: Exception, weight_version: int) -> list[Completion]:
+    """The completions of a request that is itself at fault."""
+    count = params.n if isinstance(params, SamplingParams) else 1
+    return [
+        Completion(ids, [], [], [], "error", "", weight_version, error=str(error), request_id=name, index=i)
+        for i in range(count)
+    ]
+
+
+def token_ids(given) -> list[int]:
     """A list of our own, of Python's integers. What merely iterates over integers (bytes, the keys of a dictionary) and
     what merely counts as one (True) is a mistake."""
     try:

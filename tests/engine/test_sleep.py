@@ -48,7 +48,7 @@ def engine(request, monkeypatch):
     """On a CPU weights are in host memory already; "moves" treats it as a GPU, whose weights are moved there."""
     with made() as engine:
         engine._worker._memory._on_host = request.param == "stays"
-        monkeypatch.setattr(Memory, "_held", lambda self: None)
+        monkeypatch.setattr(Memory, "held", lambda self: None)
         yield engine
         if not engine.asleep:
             check_idle(engine)
@@ -91,7 +91,7 @@ def test_level_2_drops_the_weights_until_an_update(engine, new):
 
 def test_the_caches_sleep_while_weights_are_updated(engine, new):
     ask(engine)
-    assert engine.sleep(tags=["kv_cache"]) == {"kv_cache": CACHE}
+    assert engine.sleep(tags=["kv_cache"]) == {"kv_cache": CACHE, "graphs": 0}
     engine.update_weights(weights_of(), numerics=engine.numerics())
     engine.wake_up(["kv_cache"])
     assert ask(engine) == new[0]
@@ -326,7 +326,7 @@ def test_where_there_is_no_room_it_sleeps_on_and_can_be_woken_later(engine, old,
         engine.wake_up()
     assert engine.asleep == ("kv_cache", "graphs") and engine.state == "asleep"
     monkeypatch.undo()
-    monkeypatch.setattr(Memory, "_held", lambda self: None)
+    monkeypatch.setattr(Memory, "held", lambda self: None)
     engine.wake_up()
     assert ask(engine) == old[0]
 
@@ -337,7 +337,7 @@ def test_close_gives_the_model_back_as_it_was(old):
     with Engine.from_pretrained(model, config=CONFIG) as engine:
         engine._worker._memory._on_host = False
         with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor() as pool:
-            patch.setattr(Memory, "_held", lambda self: None)
+            patch.setattr(Memory, "held", lambda self: None)
             engine.sleep()
             waiting = pool.submit(engine.generate, PROMPTS, PARAMS)
             while not engine._loop._names:
@@ -401,7 +401,7 @@ def test_any_order_of_sleeps_wakes_updates_and_requests(old, new, actions, moves
     """What is asked while everything is there has the bits of its weights; requests that live through all of it have
     those of one set of weights for each of their versions' tokens, and all end."""
     with made() as engine, ThreadPoolExecutor() as pool, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Memory, "_held", lambda self: None)
+        patch.setattr(Memory, "held", lambda self: None)
         engine._worker._memory._on_host = not moves
         current, dropped = 0, False
         lives = pool.submit(engine.generate, PROMPTS, LONG)

@@ -161,7 +161,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue all samples of a request. ValueError, and nothing is queued, if it can never run."""
         config, prompt, name = self.config, request.prompt_ids, f"request {request.id!r}"
-        if request.sequences[0].arrival >= 0:
+        if any(sequence.arrival >= 0 for sequence in request.sequences):
             raise ValueError(f"{name}: the request was added before, expected a new one")
         if self.vocab_size is not None and max(prompt) >= self.vocab_size:
             raise ValueError(f"{name}: prompt_ids has {max(prompt)}, expected ids below {self.vocab_size}")
@@ -182,6 +182,8 @@ class Scheduler:
         params = request.params
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         for sequence in request.sequences:
+            if sequence.finished:  # elsewhere
+                continue
             sequence.stop_ids = stop_ids
             if config.max_model_len is not None:
                 sequence.limit = min(sequence.limit, config.max_model_len)

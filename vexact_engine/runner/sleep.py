@@ -14,6 +14,24 @@ TAGS = ("weights", "kv_cache", "graphs")
 _SLAB = 256 << 20  # bytes of host memory at once: torch rounds pinned memory up to a power of two
 
 
+def named_tags(method: str, given: Iterable[str] | None) -> list[str]:
+    """In the order of TAGS. TypeError or ValueError for what cannot be meant."""
+    if given is None:
+        return list(TAGS)
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"{method}: tags: got {given!r}, expected a list of {', '.join(TAGS)}")
+    given = list(given)
+    unknown = [tag for tag in given if tag not in TAGS]
+    if unknown:
+        raise ValueError(f"{method}: tags: got {unknown[0]!r}, expected some of {', '.join(TAGS)}")
+    return [tag for tag in TAGS if tag in given]
+
+
+def check_level(level: int) -> None:
+    if isinstance(level, bool) or level not in (1, 2):
+        raise ValueError(f"sleep: level: got {level!r}, expected 1 or 2")
+
+
 class Storages:
     """The memory of some tensors, each storage once. They lie on one device.
 
@@ -128,10 +146,11 @@ class Memory:
         return "weights" in tags and not self._asleep.get("weights", (0, []))[1] and not (level == 1 and self._on_host)
 
     def sleep(self, level: int, tags: Iterable[str]) -> dict[str, int]:
-        """Bytes given back, by tag. What is asleep already stays so, but for weights that were kept and are dropped."""
+        """Bytes given back, by tag. What is asleep already stays so, but for weights that were kept and are dropped.
+        Graphs have addresses of the others in them, and go with them, before them."""
         given = {}
-        for tag in tags:
-            before = self._held()
+        for tag in ["graphs", *(tag for tag in TAGS if tag in tags and tag != "graphs")] if tags else []:
+            before = self.held()
             if tag not in self._asleep:
                 parts = getattr(self, f"_sleep_{tag}")(level)
                 self._asleep[tag] = level, parts
@@ -142,16 +161,22 @@ class Memory:
             else:
                 parts = []
             known = sum(part.nbytes for part in parts)
-            given[tag] = known if before is None else before - self._held()
+            given[tag] = known if before is None else before - self.held()
         return given
 
     def wake_up(self, tags: Iterable[str]) -> dict[str, int]:
-        """Bytes taken again, by tag. MemoryError where there is no room: that tag sleeps on."""
+        """Bytes taken again, by tag. MemoryError where there is no room: that tag sleeps on. Graphs come with the last
+        of the others."""
         taken = {}
-        for tag in tags:
+        woken = self._asleep.keys() & tags
+        if woken and self._asleep.keys() - woken <= {"graphs"}:
+            woken.add("graphs")
+        elif self._asleep.keys() - woken:
+            woken.discard("graphs")
+        for tag in [tag for tag in TAGS if tag in woken]:
             if tag not in self._asleep:
                 continue
-            before, (_, parts) = self._held(), self._asleep[tag]
+            before, (_, parts) = self.held(), self._asleep[tag]
             known = sum(part.nbytes for part in parts)
             try:
                 for part in parts:
@@ -159,7 +184,7 @@ class Memory:
             except (RuntimeError, MemoryError) as error:  # torch's own is a RuntimeError
                 raise MemoryError(f"wake_up: no memory for {tag}, which takes {known >> 20} MiB: {error}") from error
             del self._asleep[tag]
-            taken[tag] = known if before is None else self._held() - before
+            taken[tag] = known if before is None else self.held() - before
         return taken
 
     def _sleep_weights(self, level: int) -> list[Storages]:
@@ -183,7 +208,7 @@ class Memory:
         self._release_graphs()
         return []
 
-    def _held(self) -> int | None:
+    def held(self) -> int | None:
         """Bytes of the device that this process holds, as torch counts; nobody does for a CPU."""
         if self._on_host:
             return None

@@ -174,11 +174,8 @@ class Worker:
     def sleep(self, level: int, tags: Iterable[str]) -> dict[str, int]:
         """Bytes given back, by tag. Nothing that was in the caches is there afterwards."""
         self._wait()
-        tags = sorted(tags, key=lambda tag: tag != "graphs")  # these first, as they know the addresses of the others
 
         def move() -> dict[str, int]:
-            if "graphs" not in tags:
-                self._runner.release()
             if self._memory.will_empty_weights(level, tags) and own([*self.model.parameters(), *self.model.buffers()]):
                 self._runner.make_forward()  # views of weights, which it may have, show what these have left
             return self._memory.sleep(level, tags)
@@ -190,7 +187,10 @@ class Worker:
         no room."""
         taken = self._aside(lambda: self._memory.wake_up(tags))
         if taken and not self.asleep:
+            before = self._memory.held()
             self._runner.capture()
+            if before is not None:
+                taken["graphs"] = self._memory.held() - before
         return taken
 
     def _aside(self, move: Callable[[], dict[str, int]]) -> dict[str, int]:

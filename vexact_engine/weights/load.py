@@ -70,6 +70,23 @@ def load(
     return Loaded(model.eval(), tokenizer, _eos_token_ids(model, tokenizer), name)
 
 
+def load_tokenizer(source: "str | os.PathLike") -> Any:
+    """What `load` finds beside the weights; None where there is none."""
+    name = os.fspath(source)
+    path = Path(name).expanduser()
+    if path.is_file():
+        return _tokenizer(str(path.parent), gguf_file=path.name)
+    if path.is_dir():
+        ggufs = sorted(path.glob("*.gguf"))
+        if len(ggufs) == 1 and not (path / "config.json").exists():
+            return _tokenizer(str(path), gguf_file=ggufs[0].name)
+        return _tokenizer(str(path)) if any((path / file).exists() for file in _TOKENIZER_FILES) else None
+    try:
+        return _tokenizer(name)
+    except (OSError, ValueError):
+        return None
+
+
 def served(device: str | torch.device) -> dict[str, torch.dtype]:
     """What models may hold there: the CPU kernels know no float16."""
     return {name: d for name, d in DTYPES.items() if d != torch.float16 or torch.device(device).type != "cpu"}

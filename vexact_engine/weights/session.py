@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+import vexact_ops as vx
+
 from .update import Piece, Update
 
 TORN = "an update of the weights broke off in the middle: update them again"
@@ -114,3 +116,21 @@ class WeightUpdate:
 
     def _give_up(self) -> None:
         self._loop.updating = False
+
+
+def check_numerics(given: Mapping[str, object] | None, own: Mapping, device: str) -> None:
+    """TypeError or ValueError unless a trainer's numerics are those of an engine on that kind of device."""
+    if not isinstance(given, Mapping):
+        call = ", ".join([f'"{device}"', *(f"{name}={value}" for name, value in own["options"].items())])
+        got = "none" if given is None else type(given).__name__
+        raise TypeError(
+            f"update_weights: numerics: got {got}, expected what fixes the trainer's bits: "
+            f"numerics=vexact_ops.numerics({call}), called in its process with its options; for weights that no "
+            "trainer computes with, numerics=engine.numerics()"
+        )
+    differ = vx.numerics_difference(given, own)
+    if differ:
+        found = "; ".join(f"{where}: got {got!r}, expected {mine!r}" for where, (got, mine) in differ.items())
+        raise ValueError(
+            f"update_weights: numerics: the trainer's are not this engine's, whose bits may be others. {found}"
+        )

@@ -1,0 +1,108 @@
+"""A request that was begun elsewhere goes on: nothing of what comes is another bit, nothing comes twice."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+from engine_models import bits, build, byte_tokenizer, check_idle, prompts
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vexact_engine import Engine, EngineConfig, SamplingParams
+from vexact_engine.request import Begun
+
+CONFIG = EngineConfig(num_pages=64, page_size=4, max_num_batched_tokens=16, show_progress=False)
+PROMPT = prompts(1, longest=11)[0]
+PARAMS = SamplingParams(max_new_tokens=24, n=3, seed=5, ignore_eos=True, num_top_logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    model = build("Llama", vocab_size=259)
+    with Engine.from_pretrained(model, config=CONFIG, tokenizer=byte_tokenizer()) as engine:
+        yield engine
+        check_idle(engine)
+
+
+@pytest.fixture(scope="module")
+def whole(engine):
+    return streamed(engine, PARAMS)
+
+
+def streamed(engine, params, begun=None):
+    """All increments, in order, and the completions."""
+    done, news = threading.Event(), []
+    ticket = engine.submit(PROMPT, params, notify=done.set, listen=news.append, begun=begun)
+    assert done.wait(60)
+    return news, ticket.result()
+
+
+def after(whole, counts):
+    """What was handed on of each sample until it had so many tokens; None: all."""
+    news, completions = whole
+    begun = []
+    for sample, count in enumerate(counts):
+        own = [i for i in news if i.index == sample]
+        taken = own if count is None else [i for i in own[:count]]
+        tokens = sum(len(i.token_ids) for i in taken)
+        done = completions[sample]
+        begun.append(
+            Begun(
+                done.token_ids[:tokens],
+                done.logprobs[:tokens],
+                done.raw_logprobs[:tokens],
+                done.weight_versions[:tokens],
+                done.top_logprobs[:tokens],
+                sum(len(i.text) for i in taken),
+                count is None,
+            )
+        )
+    return begun
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(0, 23)), min_size=3, max_size=3))
+def test_what_comes_is_what_would_have_come(engine, whole, counts):
+    begun = after(whole, counts)
+    if all(had.done for had in begun):
+        return
+    news, completions = streamed(engine, PARAMS, begun)
+    for sample, had in enumerate(begun):
+        own, expected = [i for i in news if i.index == sample], whole[1][sample]
+        if had.done:
+            assert not own and completions[sample] is None
+            continue
+        assert bits(completions[sample]) == bits(expected)
+        assert completions[sample].top_logprobs == expected.top_logprobs
+        assert completions[sample].weight_versions == expected.weight_versions
+        assert len(completions[sample].metrics.token_times) == 24
+        assert had.token_ids + [t for i in own for t in i.token_ids] == expected.token_ids
+        assert expected.text[: had.sent_text] + "".join(i.text for i in own) == expected.text
+        assert had.logprobs + [p for i in own for p in i.logprobs] == expected.logprobs
+
+
+def test_a_stop_string_is_looked_for_across_the_break(engine, whole):
+    text = whole[1][0].text
+    stop = text[9:12]
+    assert text.index(stop) == 9
+    params = replace(PARAMS, stop=stop, n=1, num_top_logprobs=0)
+    expected = streamed(engine, params)
+    assert expected[1][0].finish_reason == "stop"
+    for count in range(len(expected[0])):
+        begun = after(whole, [count, None, None])[:1]
+        begun[0].sent_text = sum(len(i.text) for i in expected[0][:count])
+        _, (again,) = streamed(engine, params, begun)
+        assert bits(again) == bits(expected[1][0])
+
+
+def test_a_refused_one_says_so_of_what_was_left_alone(engine, whole):
+    begun = after(whole, [None, 3, 4])
+    engine.pause("wait")
+    first = threading.Event()
+    engine.submit(PROMPT, PARAMS, request_id="x", notify=first.set)
+    done, news = threading.Event(), []
+    ticket = engine.submit(PROMPT, PARAMS, request_id="x", notify=done.set, listen=news.append, begun=begun)
+    assert done.wait(60)
+    assert [i.index for i in news] == [1, 2] and ticket.result()[0] is None
+    assert all("another request of this id" in c.error for c in ticket.result()[1:])
+    engine.resume()
+    assert first.wait(60)

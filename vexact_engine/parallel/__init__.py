@@ -1,0 +1,1 @@
+"""More than one engine: replicas of a model in processes of their own."""

@@ -1,0 +1,512 @@
+"""The front of several replicas: who has which request, what becomes of those whose replica dies, and who hears of it.
+
+One thread reads what the replicas say. All state is behind one lock, which is never held while anybody waits: what goes
+out is put into a channel's outbox. A replica is gone once its channel ends; its requests are then begun again at
+another one, from their seeds or, where somebody has got tokens of theirs already, from these tokens.
+"""
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from typing import Any
+
+import vexact_ops as vx
+
+from ..errors import EngineClosed, EngineForked, ReplicaDied, WeightsMissing
+from ..outputs import Increment
+from ..request import Completion, refused
+from . import messages as m
+from .jobs import NO_LOAD, Channel, Job, Replica
+from .router import Router, chain
+
+log = logging.getLogger(__name__)
+
+MOST_DEATHS = 3  # replicas that may die with a request before it is thought to be the reason
+_CLOSE_SECONDS = 30.0  # for a replica to end what it does
+
+
+class Front:
+    """
+    start        index -> the channel of a new replica
+    max_restarts how often a replica that died may be started again, all of them together
+    timeout      seconds that a replica may take to make its engine
+    """
+
+    def __init__(self, start: Callable[[int], Channel], count: int, max_restarts: int, timeout: float):
+        self._pid, self._start_one, self._restarts, self._timeout = os.getpid(), start, max_restarts, timeout
+        self._lock = threading.RLock()
+        self.replicas = [Replica(index) for index in range(count)]
+        self.router: Router | None = None
+        self.weight_version = 0
+        self.paused, self.asleep = False, False  # what a replica that is started again has to be told
+        self._updating = False
+        self._names: dict[str, Job] = {}
+        self._homeless: dict[int, Job] = {}  # until a replica is there
+        self._keys = iter(range(1 << 62))
+        self._mail: dict[Any, list[tuple[Callable, Any]]] = {}
+        self._closing = self._closed = False
+        self._selector = selectors.DefaultSelector()
+        self._wake_out, self._wake_in = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._selector.register(self._wake_in, selectors.EVENT_READ, None)
+        self._settled = threading.Condition(self._lock)  # a replica has become ready, or has died
+        self._reader = threading.Thread(target=self._read, name="vexact-replicas", daemon=True)
+        try:
+            with self._lock:
+                for replica in self.replicas:
+                    self._start(replica)
+            self._reader.start()
+            self._wait_for_all()
+        except BaseException:
+            self.close()
+            raise
+
+    # The beginning
+
+    def _start(self, replica: Replica) -> None:
+        replica.channel = self._start_one(replica.index)
+        replica.ready, replica.fresh, replica.reason, replica.failure = False, False, "", None
+        replica.load, replica.facts = NO_LOAD, {}
+        replica.starts, replica.pid = replica.starts + 1, replica.channel.pid
+        self._selector.register(replica.channel.fileno(), selectors.EVENT_READ, (replica, replica.channel))
+        self._wake()
+
+    def _wait_for_all(self) -> None:
+        end = time.monotonic() + self._timeout
+        with self._settled:
+            while not all(replica.ready for replica in self.replicas):
+                gone = next((r for r in self.replicas if r.reason), None)
+                if gone is not None:
+                    raise self._start_error(gone)
+                left = end - time.monotonic()
+                if left <= 0:
+                    late = [r.index for r in self.replicas if not r.ready]
+                    raise TimeoutError(f"Replicas: replicas {late} are not ready after {self._timeout:.0f} s")
+                self._settled.wait(left)
+            first = self.replicas[0].facts["numerics"]
+            for replica in self.replicas[1:]:
+                differ = vx.numerics_difference(replica.facts["numerics"], first)
+                if differ:
+                    found = "; ".join(f"{where}: {got!r} against {own!r}" for where, (got, own) in differ.items())
+                    raise ValueError(f"Replicas: {replica} has other numerics than replica 0: {found}")
+            self.router = Router([replica.facts["config"]["num_pages"] for replica in self.replicas])
+
+    @staticmethod
+    def _start_error(replica: Replica) -> Exception:
+        if replica.failure is None:
+            return ReplicaDied(f"Replicas: {replica} {replica.reason} before its engine was made")
+        return m.exception(m.Failure(replica.failure.kind, f"{replica}: {replica.failure.text}"))
+
+    # For callers
+
+    @property
+    def closed(self) -> bool:
+        return self._closing
+
+    def check_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise EngineForked(f"Replicas: process {self._pid} made them, and this is a fork of that: make some here")
+        if self._closing:
+            raise EngineClosed("Replicas: they are closed")
+
+    def submit(self, jobs: Iterable[Job]) -> None:
+        with self._lock:
+            self.check_open()
+            for job in jobs:
+                job.key = next(self._keys)
+                if job.name in self._names:
+                    error = ValueError(f"request {job.name!r}: another request of this id is not done yet")
+                    self._complete(job, refused([], job.params, job.name, error, self.weight_version))
+                    continue
+                self._names[job.name] = job
+                job.pages = chain(job.prompt_ids, self.replicas[0].facts["config"]["page_size"])
+                self._place(job)
+            self._flush()
+
+    def withdraw(self, jobs: Iterable[Job]) -> None:
+        """Nobody waits for these any more."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            for job in jobs:
+                if not job.done and job.key >= 0:
+                    if job.replica is not None:
+                        job.replica.channel.send(m.Abort(job.key))
+                    self._forget(job)
+                    job.done = True
+
+    def abort(self, name: str) -> None:
+        with self._lock:
+            job = self._names.get(name)
+            if job is None:
+                return
+            if job.replica is not None:
+                job.aborting = True
+                job.replica.channel.send(m.Abort(job.key))
+            else:
+                self._complete(job, job.aborted(self.weight_version))
+            self._flush()
+
+    def mail(self, asyncio_loop, call: Callable, item) -> None:
+        """Behind the lock: `call(item)` in an asyncio loop, with what else there is for it."""
+        self._mail.setdefault(asyncio_loop, []).append((call, item))
+
+    def ask(self, what: str, among: Sequence[Replica] | None = None, **arguments: Any) -> dict[int, Any]:
+        """What each replica answers, or the exception that it raises; ReplicaDied for one that dies meanwhile."""
+        with self._lock:
+            self.check_open()
+            among = self.alive() if among is None else among
+            futures = {r.index: self.send(r, lambda key: m.Do(key, what, arguments)) for r in among}
+        return self.gather(futures)
+
+    def send(self, replica: Replica, make: Callable[[int], m.ToReplica]) -> Future:
+        """Something that is answered."""
+        with self._lock:
+            answer: Future = Future()
+            if replica.channel is None:
+                answer.set_exception(ReplicaDied(f"{replica} {replica.reason}"))
+                return answer
+            key = next(self._keys)
+            replica.answers[key] = answer
+            replica.channel.send(make(key))
+            return answer
+
+    @staticmethod
+    def gather(futures: Mapping[int, Future]) -> dict[int, Any]:
+        wait_for(futures.values())
+        return {index: f.exception() or f.result() for index, f in futures.items()}
+
+    def alive(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.ready]
+
+    def updating(self, begins: bool) -> None:
+        with self._lock:
+            self._updating = begins
+
+    def leave_out(self, left_out: Iterable[int]) -> None:
+        """These have not the weights that the others have or get: their requests go to those."""
+        with self._lock:
+            left_out = [self.replicas[index] for index in left_out]
+            for replica in left_out:
+                replica.fresh = False
+            for replica in left_out:
+                if replica.channel is not None:
+                    replica.channel.send(*(m.Abort(key) for key in replica.jobs))
+                self._move(replica)
+            self._flush()
+
+    def updated(self, version: int, done: Iterable[int]) -> None:
+        """These have new weights."""
+        with self._lock:
+            self.weight_version = version
+            for index in done:
+                self.replicas[index].fresh = self.replicas[index].ready
+            for replica in self.replicas:
+                self.router.forget(replica.index)
+            self._settle_homeless()
+            self._flush()
+
+    def forget_pages(self) -> None:
+        with self._lock:
+            for replica in self.replicas:
+                self.router.forget(replica.index)
+
+    def restart_missing(self) -> None:
+        """What waited for the others to wake."""
+        with self._lock:
+            for replica in self.replicas:
+                if replica.channel is None:
+                    self._restart(replica)
+
+    # Who computes what. Behind the lock, all of it
+
+    def _place(self, job: Job) -> None:
+        usable = [replica.index for replica in self.replicas if replica.fresh]
+        if not usable:
+            starting = any(r.channel is not None and not r.ready for r in self.replicas)
+            if starting and not self.weight_version:
+                self._homeless[job.key] = job
+            else:
+                self._fail(job, self._nobody())
+            return
+        replica = self.replicas[self.router.choose(job.pages, usable)]
+        self.router.begin(replica.index, job.pages, job.params.n)
+        job.replica = replica
+        replica.jobs[job.key] = job
+        begun = job.begun if job.begun is not None and any(b.token_ids or b.done for b in job.begun) else None
+        replica.channel.send(m.Add(job.key, job.prompt_ids, job.params, job.name, job.listen is not None, begun))
+
+    def _nobody(self) -> Exception:
+        if self.alive():
+            return WeightsMissing("Replicas: those that are left were started again and have old weights: update them")
+        what = "; ".join(f"replica {r.index} {r.reason}" for r in self.replicas)
+        return ReplicaDied(f"Replicas: none is left: {what}")
+
+    def _leave(self, job: Job) -> None:
+        if job.replica is not None:
+            job.replica.jobs.pop(job.key, None)
+            self.router.end(job.replica.index, job.params.n)
+            job.replica = None
+
+    def _move(self, replica: Replica) -> None:
+        """Its requests go to others, in the order they came."""
+        for key in sorted(replica.jobs):
+            job = replica.jobs[key]
+            self._leave(job)
+            job.key = next(self._keys)  # what the old one still says is about nobody
+            if job.aborting:
+                self._complete(job, job.aborted(self.weight_version))
+            else:
+                self._place(job)
+
+    def _settle_homeless(self) -> None:
+        waiting, self._homeless = self._homeless, {}
+        for job in waiting.values():
+            self._place(job)
+
+    def _forget(self, job: Job) -> None:
+        self._leave(job)
+        self._homeless.pop(job.key, None)
+        if self._names.get(job.name) is job:
+            del self._names[job.name]
+
+    def _complete(self, job: Job, completions: Iterable[Completion]) -> None:
+        """These, and with them the request."""
+        for done in completions:
+            done.prompt_ids = job.prompt_ids
+            job.completions[done.index] = done
+            if job.listen is not None:
+                had = len(job.begun[done.index].token_ids)
+                rest = done.token_ids[had:], done.logprobs[had:], done.raw_logprobs[had:]
+                job.listen(Increment(job.name, done.index, *rest, "", done))
+        self._end(job)
+
+    def _fail(self, job: Job, error: BaseException) -> None:
+        job.error = error
+        if job.listen is not None:
+            job.listen(error)
+        self._end(job)
+
+    def _end(self, job: Job) -> None:
+        self._forget(job)
+        if not job.done:
+            job.done = True
+            job.call.one_done()
+
+    # What replicas say
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._wake_out.send(b"w")
+
+    def _read(self) -> None:
+        try:
+            while not self._closed:
+                for entry, _ in self._selector.select():
+                    if entry.data is None:
+                        with contextlib.suppress(BlockingIOError):
+                            self._wake_in.recv(4096)
+                        continue
+                    replica, channel = entry.data
+                    frames = channel.read()
+                    if frames is None:
+                        self._selector.unregister(entry.fd)
+                        reason = channel.ended()
+                        with self._lock:
+                            self._died(replica, reason)
+                            self._flush()
+                        continue
+                    said = [message for frame in frames for message in m.for_front(frame)]
+                    with self._lock:
+                        for message in said:
+                            self._hear(replica, message)
+                        self._flush()
+        except BaseException as error:
+            log.critical("the thread that reads from replicas ends: a fault of its own", exc_info=True)
+            with self._lock:
+                self._closing = True
+                for replica in self.replicas:
+                    if replica.channel is not None:
+                        replica.channel.kill()
+                self._end_all(error)
+                self._flush()
+
+    def _hear(self, replica: Replica, message: m.ToFront) -> None:
+        if isinstance(message, m.News):
+            self._news(replica, message)
+        elif isinstance(message, m.Done):
+            job = replica.jobs.get(message.key)
+            if job is None:
+                return
+            if message.failure is not None:
+                if self._closing and message.failure.kind == EngineClosed.__name__:  # it was not even begun
+                    self._complete(job, job.aborted(self.weight_version))
+                else:
+                    self._fail(job, m.exception(message.failure))
+                return
+            if job.params.n == 1 and message.completions and message.completions[0].token_ids:
+                size = replica.facts["config"]["page_size"]
+                self.router.learn(replica.index, chain(job.prompt_ids + message.completions[0].token_ids, size))
+            self._complete(job, message.completions or ())
+        elif isinstance(message, m.Answer):
+            answer = replica.answers.pop(message.key)
+            if message.failure is not None:
+                answer.set_exception(m.exception(message.failure))
+            else:
+                answer.set_result(message.value)
+        elif isinstance(message, m.State):
+            replica.load = message.load
+        elif isinstance(message, m.Ready):
+            replica.facts = message.facts
+            self._joins(replica)
+        elif isinstance(message, m.Failed):
+            replica.failure = message.failure
+
+    def _news(self, replica: Replica, message: m.News) -> None:
+        job, news = replica.jobs.get(message.key), message.increment
+        if job is None:
+            return
+        had, done = job.begun[news.index], news.completion
+        had.token_ids += news.token_ids
+        had.logprobs += news.logprobs
+        had.raw_logprobs += news.raw_logprobs
+        had.weight_versions += message.weight_versions
+        had.sent_text += len(news.text)
+        job.texts[news.index] += news.text
+        if news.top_logprobs is not None:
+            had.top_logprobs = (had.top_logprobs or []) + news.top_logprobs
+        if done is not None:
+            done.prompt_ids = job.prompt_ids
+            job.completions[news.index] = done
+            had.done = True
+        job.listen(news)
+
+    def _joins(self, replica: Replica) -> None:
+        """Its engine is made. One that was started again is what the others are before it gets requests."""
+
+        def ready(*_) -> None:
+            with self._lock:
+                if replica.channel is None:
+                    return
+                replica.ready = True
+                replica.fresh = not self.weight_version and not self._updating
+                self._settled.notify_all()
+                if replica.starts > 1:
+                    log.warning("%s is there again%s", replica, "" if replica.fresh else ", with its first weights")
+                    self._settle_homeless()
+                self._flush()
+
+        if self.paused and replica.starts > 1:
+            self.send(replica, lambda key: m.Do(key, "pause", {"mode": "keep"})).add_done_callback(ready)
+        else:
+            ready()
+
+    def _died(self, replica: Replica, reason: str) -> None:
+        if replica.failure is not None:
+            reason = f"{replica.failure.kind}: {replica.failure.text}"
+        was_ready, name = replica.ready, str(replica)
+        replica.ready = replica.fresh = False
+        replica.reason = reason
+        replica.past = add_counts(replica.past, replica.stats)
+        replica.stats, replica.load = {}, NO_LOAD
+        replica.channel.close()
+        replica.channel = None
+        answers, replica.answers = replica.answers, {}
+        for answer in answers.values():
+            answer.set_exception(ReplicaDied(f"{name} {reason}"))
+        self._settled.notify_all()
+        if self._closing:
+            return
+        jobs = len(replica.jobs)
+        if was_ready:
+            self.router.forget(replica.index)
+            log.warning("%s %s; %d requests of its go to others", name, reason, jobs)
+        if replica.starts > 1 or was_ready:
+            self._restart(replica)
+        for job in replica.jobs.values():
+            job.deaths += 1
+        hopeless = [job for job in replica.jobs.values() if job.deaths >= MOST_DEATHS]
+        for job in hopeless:
+            self._fail(job, ReplicaDied(f"request {job.name!r}: {job.deaths} replicas died with it; the last, {name}"))
+        self._move(replica)
+        self._settle_homeless()
+
+    def _restart(self, replica: Replica) -> None:
+        if self._restarts > 0 and not self.asleep and not self._closing:
+            self._restarts -= 1
+            self._start(replica)
+            log.warning("%s is started in the place of the one that %s", replica, replica.reason)
+
+    def _flush(self) -> None:
+        if not self._mail:
+            return
+        mail, self._mail = self._mail, {}
+        for asyncio_loop, calls in mail.items():
+            with contextlib.suppress(RuntimeError):  # it is closed: nobody listens any more
+                asyncio_loop.call_soon_threadsafe(_call_all, calls)
+
+    # The end
+
+    def close(self) -> None:
+        """Abort what runs, end the processes. Again does nothing; in a fork too."""
+        if os.getpid() != self._pid:
+            return
+        with self._settled:
+            if self._closing:
+                return
+            self._closing = True
+            for replica in self.replicas:
+                if replica.channel is not None:
+                    replica.channel.send(m.Close())
+            end = time.monotonic() + _CLOSE_SECONDS
+            while self._reader.is_alive() and any(r.channel for r in self.replicas):
+                late = time.monotonic() >= end
+                for replica in self.replicas:  # one that makes its engine hears nothing before it has
+                    if replica.channel is not None and (late or not replica.ready):
+                        replica.channel.kill()
+                self._settled.wait(1.0)
+            self._closed = True
+            for replica in self.replicas:  # whose end nobody read of
+                if replica.channel is not None:
+                    replica.channel.kill()
+                    replica.channel.ended()
+                    replica.channel.close()
+                    replica.channel = None
+            self._end_all(None)
+            self._flush()
+        self._wake()
+        if self._reader.is_alive() and threading.current_thread() is not self._reader:
+            self._reader.join()
+        self._selector.close()
+        self._wake_in.close()
+        self._wake_out.close()
+
+    def _end_all(self, error: BaseException | None) -> None:
+        for job in [*self._names.values()]:
+            if error is None:
+                self._complete(job, job.aborted(self.weight_version))
+            else:
+                self._fail(job, EngineClosed(f"Replicas: the thread that reads from them has ended: {error!r}"))
+
+
+def _call_all(calls: list) -> None:
+    for call, item in calls:
+        call(item)
+
+
+def add_counts(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """The sums of what two have counted, of dictionaries of counts too."""
+    found = dict(one)
+    for name, value in other.items():
+        if isinstance(value, Mapping):
+            found[name] = add_counts(found.get(name, {}), value)
+        else:
+            found[name] = found.get(name, 0) + value
+    return found

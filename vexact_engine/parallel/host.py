@@ -1,0 +1,229 @@
+"""A replica's side: an engine, and what its front asks of it.
+
+The front's messages come in one thread (`handle`); what may take long is done in threads of its own. What goes to the
+front is gathered in an outbox, which one more thread encodes and sends: the engine never waits for its front.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..engine import Engine
+from ..outputs import Increment, Ticket
+from ..request import Completion
+from ..weights.session import WeightUpdate
+from . import messages as m
+
+log = logging.getLogger(__name__)
+
+_LOOK = 0.2  # seconds between two looks at how much there is to do
+
+
+class Host:
+    """Serves one engine until `stop`.
+
+    send    gives a frame to the front
+    ended   called once the engine has ended by a fault of its own
+    """
+
+    def __init__(self, engine: Engine, send: Callable[[bytes], None], ended: Callable[[], None]):
+        self.engine, self._send, self._ended = engine, send, ended
+        self._tickets: dict[int, Ticket] = {}
+        self._outbox: deque[Callable[[], m.ToFront]] = deque()
+        self._filled, self._stopping, self._stopped = threading.Event(), False, False
+        self._update: WeightUpdate | None = None
+        self._memories: dict[int, Tensor] = {}
+        self._writer = threading.Thread(target=self._write, name="vexact-replica-out", daemon=True)
+        self._writer.start()
+        self._post(lambda: m.Ready(facts(engine)))
+
+    def handle(self, message: m.ToReplica) -> None:
+        if isinstance(message, m.Add):
+            self._add(message)
+        elif isinstance(message, m.Abort):
+            ticket = self._tickets.get(message.key)
+            if ticket is not None:
+                self.engine.withdraw(ticket)
+        elif isinstance(message, m.Bucket):
+            self._answer(message.key, lambda: self._write_bucket(message))
+        elif isinstance(message, m.Do):
+            self._answer(message.key, lambda: getattr(self, f"do_{message.what}")(**message.arguments))
+
+    def remember(self, key: int, memory: Tensor) -> None:
+        """Memory that buckets lie in; the front keeps it as long as it speaks of it."""
+        self._memories[key] = memory
+
+    def stop(self) -> None:
+        """Ends all requests, and returns once the front has been told."""
+        self._stopping = True
+        self.engine.close()
+        self._stopped = True
+        self._filled.set()
+        self._writer.join()
+
+    # Requests
+
+    def _add(self, add: m.Add) -> None:
+        key, handed_over = add.key, threading.Event()  # the engine's thread may be faster than `submit` returns
+
+        def listen(news: Increment | BaseException) -> None:
+            if isinstance(news, BaseException):
+                return  # `notify` comes next
+            handed_over.wait()
+            versions = self._tickets[key].request.sequences[news.index].weight_versions
+            versions = versions[len(versions) - len(news.token_ids) :]
+            if news.completion is not None:
+                news.completion = _without_prompt(news.completion)
+            self._post(lambda: m.News(key, news, versions))
+
+        def notify() -> None:
+            handed_over.wait()
+            self._post(lambda: self._done(key, add.streams))
+
+        try:
+            made = self.engine.submit(
+                add.prompt_ids,
+                add.params,
+                request_id=add.request_id,
+                notify=notify,
+                listen=listen if add.streams else None,
+                begun=add.begun,
+            )
+        except Exception as error:
+            failed = m.Done(key, failure=m.failure(error))
+            self._post(lambda: failed)
+            return
+        if isinstance(made, Ticket):
+            self._tickets[key] = made
+            handed_over.set()
+            self._filled.set()  # there is more to do now, which the front wants to know
+        else:
+            self._post(lambda: m.Done(key, made))
+
+    def _done(self, key: int, streams: bool) -> m.Done:
+        ticket = self._tickets.pop(key)
+        if ticket.error is not None:
+            return m.Done(key, failure=m.failure(ticket.error))
+        return m.Done(key, None if streams else [_without_prompt(c) for c in ticket.completions])
+
+    # What the front has done, by name
+
+    def _answer(self, key: int, function: Callable[[], Any]) -> None:
+        def work() -> None:
+            try:
+                answer = m.Answer(key, function())
+            except Exception as error:
+                answer = m.Answer(key, failure=m.failure(error))
+            self._post(lambda: answer)
+
+        threading.Thread(target=work, name="vexact-replica-call", daemon=True).start()
+
+    def do_pause(self, mode: str) -> None:
+        self.engine.pause(mode)
+
+    def do_resume(self) -> None:
+        self.engine.resume()
+
+    def do_sleep(self, level: int, tags: list[str] | None, mode: str) -> dict[str, int]:
+        return self.engine.sleep(level, tags, mode)
+
+    def do_wake_up(self, tags: list[str] | None) -> dict[str, int]:
+        return self.engine.wake_up(tags)
+
+    def do_asleep(self) -> list[str]:
+        return list(self.engine.asleep)
+
+    def do_reset_prefix_cache(self) -> None:
+        self.engine.reset_prefix_cache()
+
+    def do_stats(self) -> dict[str, Any]:
+        return m.as_dict(self.engine.stats)
+
+    def do_begin_update(self, specs: dict, numerics: dict | None, keep_cache: bool, version: int) -> None:
+        """A second one waits for the end of the first, as in any engine."""
+        checked = {name: (tuple(shape), getattr(torch, kind)) for name, (shape, kind) in specs.items()}
+        self._update = self.engine.begin_update(
+            specs=checked, numerics=numerics, keep_cache=keep_cache, version=version
+        )
+
+    def do_finish_update(self) -> int:
+        update, self._update = self._update, None
+        with update:
+            return update.finish()
+
+    def do_give_up_update(self) -> None:
+        update, self._update = self._update, None
+        if update is not None:
+            update.abandon()
+
+    def _write_bucket(self, bucket: m.Bucket) -> None:
+        if bucket.memory is None:
+            memory = torch.frombuffer(bytearray(bucket.payload), dtype=torch.uint8)
+        else:
+            memory = self._memories[bucket.memory]
+        self._update.write(_tensors(memory, bucket.entries))
+
+    # Out
+
+    def _post(self, make: Callable[[], m.ToFront]) -> None:
+        self._outbox.append(make)
+        self._filled.set()
+
+    def _write(self) -> None:
+        load = None
+        while True:
+            self._filled.wait(_LOOK if self._tickets else None)
+            self._filled.clear()
+            stopped = self._stopped
+            if self.engine.closed and not self._stopping:
+                self._ended()  # what it says of its requests is not the end of them: others can do them
+                return
+            found = []
+            while self._outbox:
+                found.append(self._outbox.popleft()())
+            current = self.engine.load()
+            if current != load:
+                found.append(m.State(current))
+                load = current
+            try:
+                if found:
+                    self._send(m.encode(found))
+            except OSError:  # the front is gone, and this process will be soon
+                return
+            if stopped:
+                return
+
+
+def _without_prompt(completion: Completion) -> Completion:
+    """The front has it."""
+    return replace(completion, prompt_ids=[])
+
+
+def facts(engine: Engine) -> dict[str, Any]:
+    """What a front has to know of an engine that is just made."""
+    return {
+        "config": m.as_dict(engine.config),
+        "vocab_size": engine.vocab_size,
+        "numerics": engine.numerics(),
+        "path": engine.path,
+        "name": engine.name,
+        "device": str(engine.device),
+        "dtype": str(engine.dtype).removeprefix("torch."),
+    }
+
+
+def _tensors(memory: Tensor, entries: Iterable[m.Entry]) -> list[tuple[str, Tensor]]:
+    found = []
+    for entry in entries:
+        dtype, count = getattr(torch, entry.dtype), 1
+        for size in entry.shape:
+            count *= size
+        part = memory[entry.offset : entry.offset + count * dtype.itemsize]
+        found.append((entry.name, part.view(dtype).view(entry.shape)))
+    return found

@@ -1,0 +1,126 @@
+"""Requests and replicas, as their front knows them."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ..config import SamplingParams
+from ..outputs import Increment, Load
+from ..request import Begun, Completion
+from . import messages as m
+
+NO_LOAD = Load(0, 0, 0, 0, False)
+
+
+class Channel(Protocol):
+    """To one replica. `read` returns frames, or None once it has ended; all others never wait."""
+
+    shares_memory: bool
+    pid: int
+
+    def fileno(self) -> int: ...
+    def send(self, *messages: m.ToReplica) -> None: ...
+    def share(self, descriptor: int) -> None: ...
+    def read(self) -> list[bytes] | None: ...
+    def ended(self) -> str: ...
+    def kill(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Call:
+    """The requests of one call. `notify` is called once, when all are done."""
+
+    def __init__(self, notify: Callable[[], None]):
+        self.notify, self.left = notify, 0
+
+    def one_done(self) -> None:
+        self.left -= 1
+        if not self.left:
+            self.notify()
+
+
+class Job:
+    """One request, as its front knows it.
+
+    listen       given each Increment, and an exception that ends it; None where completions alone are wanted
+    begun        what was handed on of each sample, and `texts` in words
+    completions  of the samples that are done
+    replica      who computes it; None: nobody yet
+    deaths       how many replicas have died with it
+    aborting     whether somebody has asked for its end
+    """
+
+    def __init__(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        name: str,
+        call: Call,
+        listen: Callable[[Increment | BaseException], None] | None,
+    ):
+        self.prompt_ids, self.params, self.name, self.call, self.listen = prompt_ids, params, name, call, listen
+        self.begun = [Begun() for _ in range(params.n)] if listen is not None else None
+        self.texts = [""] * params.n
+        self.completions: list[Completion | None] = [None] * params.n
+        self.key, self.replica, self.deaths, self.aborting = -1, None, 0, False
+        self.pages: list[int] = []
+        self.done, self.error = False, None
+        call.left += 1
+
+    def result(self) -> list[Completion]:
+        if self.error is not None:
+            raise self.error
+        return self.completions
+
+    def aborted(self, version: int) -> list[Completion]:
+        """Of the samples that are not done, with what was handed on of them."""
+        found = []
+        for index, done in enumerate(self.completions):
+            if done is None:
+                had = Begun() if self.begun is None else self.begun[index]
+                versions = had.weight_versions
+                made = Completion(
+                    prompt_ids=self.prompt_ids,
+                    token_ids=had.token_ids,
+                    logprobs=had.logprobs,
+                    raw_logprobs=had.raw_logprobs,
+                    finish_reason="abort",
+                    text=self.texts[index],
+                    weight_version=versions[-1] if versions else version,
+                    top_logprobs=had.top_logprobs,
+                    request_id=self.name,
+                    index=index,
+                    seed=self.params.seed,
+                    weight_versions=versions,
+                )
+                found.append(made)
+        return found
+
+
+@dataclass
+class Replica:
+    """One of them, as the front knows it.
+
+    ready    its engine is made, and it takes requests if it is `fresh`
+    fresh    it has the weights that all have; one that was started again has its first ones until the next update
+    reason   why it is gone, if it is
+    """
+
+    index: int
+    channel: Channel | None = None
+    ready: bool = False
+    fresh: bool = False
+    reason: str = ""
+    failure: m.Failure | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    load: Load = NO_LOAD
+    stats: dict[str, Any] = field(default_factory=dict)  # as last heard of
+    past: dict[str, Any] = field(default_factory=dict)  # of those that had its place before
+    answers: dict[int, Future] = field(default_factory=dict)
+    jobs: dict[int, Job] = field(default_factory=dict)
+    starts: int = 0
+    pid: int = 0
+
+    def __str__(self) -> str:
+        return f"replica {self.index} (process {self.pid})"

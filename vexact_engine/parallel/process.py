@@ -1,0 +1,267 @@
+"""A replica as a process of its own, that ends with its front, whichever way that ends.
+
+Both talk over a pair of sockets. The end of one process closes its socket, and the other one is told so by the kernel:
+nobody has to ask. A front that was forked may leave its socket open in other processes, so a replica also looks who its
+parent is, once a second.
+"""
+
+import contextlib
+import importlib
+import mmap
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from . import messages as m
+
+_LOOK = 1.0  # seconds between two looks at who the parent is
+_MOST = 1 << 20  # bytes that are read at once
+
+
+class Frames:
+    """The frames of a socket, of whatever pieces they come in."""
+
+    def __init__(self, ours: socket.socket):
+        self._socket, self._buffer = ours, bytearray()
+
+    def read(self) -> list[bytes | int] | None:
+        """What has come: frames, and file descriptors, which are the reader's from here on. None at the end."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._socket, _MOST, 8)
+        except (ConnectionError, OSError):
+            return None
+        if not data:
+            return None
+        self._buffer += data
+        found: list[bytes | int] = list(descriptors)
+        while len(self._buffer) >= m.HEADER.size:
+            length, kind = m.HEADER.unpack_from(self._buffer)
+            end = m.HEADER.size + length
+            if len(self._buffer) < end:
+                break
+            if kind == m.FRAME:
+                found.append(bytes(memoryview(self._buffer)[m.HEADER.size : end]))
+            del self._buffer[:end]
+        return found
+
+
+def write_frame(ours: socket.socket, frame: bytes) -> None:
+    ours.sendall(m.HEADER.pack(len(frame), m.FRAME) + frame)
+
+
+def write_descriptor(ours: socket.socket, descriptor: int) -> None:
+    """It comes with the last byte of what is written here, so before any frame that is written later."""
+    ours.sendall(m.HEADER.pack(1, m.DESCRIPTOR))
+    socket.send_fds(ours, [b"d"], [descriptor])
+
+
+# In the front
+
+
+class ProcessChannel:
+    """Starts a replica's process and talks to it.
+
+    make, arguments   "module:function" that makes the engine there, and what it is given
+    environment       variables beside this process's own
+    """
+
+    shares_memory = True
+
+    def __init__(self, make: str, arguments: Mapping[str, Any], environment: Mapping[str, str]):
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            code = (
+                f"import sys; sys.path[:] = {sys.path!r}; from vexact_engine.parallel.process import main; "
+                f"main({theirs.fileno()}, {os.getpid()})"
+            )
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **environment},
+            )
+        self._frames = Frames(self._socket)
+        self._outbox: deque[bytes | int] = deque()
+        self._filled, self._closing = threading.Event(), False
+        self._writer = threading.Thread(target=self._write, name="vexact-replicas-out", daemon=True)
+        self._writer.start()
+        self.send_raw(m.encode({"make": make, "arguments": dict(arguments)}))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, *messages: m.ToReplica) -> None:
+        """Never waits. What is sent in order comes in order."""
+        self.send_raw(m.encode(messages))
+
+    def send_raw(self, frame: bytes | int) -> None:
+        self._outbox.append(frame)
+        self._filled.set()
+
+    def share(self, descriptor: int) -> None:
+        self.send_raw(os.dup(descriptor))
+
+    def read(self) -> list[bytes] | None:
+        """Frames that have come; None once the process has ended."""
+        return self._frames.read()
+
+    def ended(self) -> str:
+        """How the process has ended, now that its socket is closed. It is ended if it has not."""
+        try:
+            code = self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        if code >= 0:
+            return f"ended with exit code {code}"
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by signal {-code}"
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self) -> None:
+        """Let go of the socket; the process ends by that, if it has not."""
+        self._closing = True
+        self._filled.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._writer.join()
+        self._socket.close()
+
+    def _write(self) -> None:
+        while not self._closing:
+            self._filled.wait()
+            self._filled.clear()
+            while self._outbox:
+                item = self._outbox.popleft()
+                try:
+                    if isinstance(item, int):
+                        write_descriptor(self._socket, item)
+                    else:
+                        write_frame(self._socket, item)
+                except OSError:  # whoever reads finds the end too
+                    self._drop(item)
+                    while self._outbox:
+                        self._drop(self._outbox.popleft())
+                    return
+                self._drop(item)
+        while self._outbox:
+            self._drop(self._outbox.popleft())
+
+    @staticmethod
+    def _drop(item: bytes | int) -> None:
+        if isinstance(item, int):
+            os.close(item)
+
+
+# In the replica
+
+
+def main(descriptor: int, parent: int) -> None:
+    """The replica's process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front's
+    ours = socket.socket(fileno=descriptor)
+    frames, writing = Frames(ours), threading.Lock()
+
+    def send(frame: bytes) -> None:
+        with writing:
+            write_frame(ours, frame)
+
+    def end(code: int = 0) -> None:
+        """At once: engine, model and memory go with the process."""
+        with contextlib.suppress(Exception):
+            sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+
+    def watch() -> None:
+        """A front that dies while the engine is made, or that others have forks of."""
+        while os.getppid() == parent:
+            time.sleep(_LOOK)
+        end(1)
+
+    threading.Thread(target=watch, name="vexact-replica-parent", daemon=True).start()
+    incoming: deque[bytes | int] = deque()
+    while not incoming:
+        found = frames.read()
+        if found is None:
+            end(1)
+        incoming += found
+    host, engine, descriptors = None, None, []
+    order = m.decode_plain(incoming.popleft())
+    begun = threading.Event()
+
+    def wait_for_the_end() -> None:
+        """While the engine is made nobody reads: that the front is gone shows without."""
+        poll = select.poll()
+        poll.register(ours, select.POLLRDHUP)
+        while not begun.is_set():
+            if poll.poll(_LOOK * 1000):
+                end(1)
+
+    threading.Thread(target=wait_for_the_end, name="vexact-replica-start", daemon=True).start()
+    try:
+        module, name = order["make"].split(":")
+        engine = getattr(importlib.import_module(module), name)(**order["arguments"])
+        from .host import Host
+
+        host = Host(engine, send, lambda: end(1))
+    except BaseException as error:
+        send(m.encode([m.Failed(m.failure(error))]))
+        end(1)
+    begun.set()
+    while True:
+        while incoming:
+            item = incoming.popleft()
+            if isinstance(item, int):
+                descriptors.append(item)
+                continue
+            for message in m.for_replica(item):
+                if isinstance(message, m.Close):
+                    host.stop()
+                    end()
+                if isinstance(message, m.Memory):
+                    host.remember(message.key, _mapped(descriptors.pop(0), message.size))
+                else:
+                    host.handle(message)
+        found = frames.read()
+        if found is None:
+            end(1)
+        incoming += found
+
+
+def _mapped(descriptor: int, size: int):
+    import torch
+
+    try:
+        return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+    finally:
+        os.close(descriptor)
+
+
+def from_pretrained(
+    path: str, device: str, dtype: str | None, config: Mapping[str, Any] | None, threads: int | None
+) -> Any:
+    """What a replica makes: arguments as Engine.from_pretrained has them, in words."""
+    import torch
+
+    from ..config import EngineConfig
+    from ..engine import Engine
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    config = None if config is None else EngineConfig(**config)
+    return Engine.from_pretrained(path, device=device, dtype=dtype, config=config)

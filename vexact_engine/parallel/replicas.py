@@ -1,0 +1,552 @@
+"""Several engines of one model, each in a process of its own, behind the front of one."""
+
+import asyncio
+import functools
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import EngineConfig, SamplingParams
+from ..core.loop import PAUSES
+from ..core.scheduler import Stats
+from ..engine import Prompt
+from ..errors import ReplicaDied, RequestError, UpdateIncomplete
+from ..outputs import Increment, Load
+from ..progress import bar, quiet
+from ..request import Completion, check_params, encoded, refused, spread, token_ids
+from ..runner.sleep import TAGS, check_level, named_tags
+from ..text import Text
+from ..weights.load import as_dtype, load_tokenizer
+from . import messages as m
+from .buckets import SharedMemory, dtype_name, pack, size_of
+from .front import Front, add_counts
+from .jobs import Call, Job, Replica
+from .process import ProcessChannel
+
+_MAKE = "vexact_engine.parallel.process:from_pretrained"
+
+
+@dataclass(frozen=True)
+class ReplicaInfo:
+    """What is known of one replica.
+
+    alive, fresh   whether it takes requests: its engine is there, and it has the weights that the others have
+    reason         why it is not alive
+    requests       that it has now
+    starts         how many processes have had its place
+    """
+
+    index: int
+    pid: int | None
+    alive: bool
+    fresh: bool
+    reason: str
+    requests: int
+    load: Load
+    starts: int
+
+
+class Replicas:
+    """N engines behind the methods of one. A context manager; close() ends the processes.
+
+    A request goes to the replica that has most of its prompt in its prefix cache, unless that has much more to do than
+    others. Its seed is drawn here, so that any replica gives it the same tokens. Where a replica dies its requests go
+    on at the others: to the byte what they would have been, and no stream repeats a token. A request that three have
+    died with is given up (ReplicaDied), and so is everything once none is left.
+
+    A replica ends with the process that made it, however that ends. One that is started again (`max_restarts`) has
+    its first weights: after an update it takes no requests before the next one.
+
+    What is not said here is as in Engine. Errors of an engine come with their class where that is Python's or ours.
+    """
+
+    def __init__(
+        self,
+        make: str,
+        arguments: Sequence[Mapping[str, Any]],
+        *,
+        environments: Sequence[Mapping[str, str]] | None = None,
+        tokenizer: Any = None,
+        max_restarts: int = 0,
+        start_timeout: float = 1800.0,
+    ) -> None:
+        """
+        make           "module:function" that makes a replica's Engine, called in its process; see from_pretrained
+        arguments      for each replica what it is called with: by name, values of JSON
+        environments   for each replica variables beside this process's
+        tokenizer      for prompts that are texts; each replica has one of its own for what it generates
+        max_restarts   how often a replica that has died is started again, all of them together
+        start_timeout  seconds that a replica may take to make its engine
+        raises         what making an engine raises, with the replica's name; ReplicaDied, TimeoutError
+        """
+        if not arguments:
+            raise ValueError("Replicas: arguments: got none, expected those of one replica or more")
+        environments = [{}] * len(arguments) if environments is None else environments
+        if len(environments) != len(arguments):
+            raise ValueError(f"Replicas: environments: got {len(environments)}, expected {len(arguments)}")
+        self._text = None if tokenizer is None else Text(tokenizer)
+        self.tokenizer = None if self._text is None else self._text.tokenizer
+
+        def start(index: int) -> ProcessChannel:
+            return ProcessChannel(make, arguments[index], environments[index])
+
+        self._front = Front(start, len(arguments), max_restarts, start_timeout)
+        facts = self._front.replicas[0].facts
+        self.config, self.name = EngineConfig(**facts["config"]), facts["name"]
+        self.vocab_size, self.path = facts["vocab_size"], facts["path"]
+        self.device, self.dtype = torch.device(facts["device"]), getattr(torch, facts["dtype"])
+        self._numerics = facts["numerics"]
+        self._memories: list[SharedMemory] = []
+        self._knows: dict[tuple[int, int], set[int]] = {}  # replica's index and start -> the memories it knows
+        self._updates = threading.Lock()
+        self._sleeping: set[str] = set()
+        self._end = weakref.finalize(self, self._front.close)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: "str | os.PathLike",
+        *,
+        replicas: int,
+        device: str = "cpu",
+        dtype: str | torch.dtype | None = None,
+        config: EngineConfig | None = None,
+        tokenizer: Any = None,
+        max_restarts: int = 0,
+        start_timeout: float = 1800.0,
+    ) -> "Replicas":
+        """Replicas of what Engine.from_pretrained takes, but for a loaded model.
+
+        device   "cpu", whose cores they share; or "cuda": each has a GPU of its own, of those that this process sees
+        """
+        if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+            raise ValueError(f"Replicas: replicas: got {replicas!r}, expected 1 or more")
+        if isinstance(path, torch.nn.Module):
+            raise TypeError(f"Replicas: path: got a {type(path).__name__}, expected a path or a name on the Hub")
+        environments, threads = _places(device, replicas)
+        arguments = {
+            "path": os.fspath(path),
+            "device": device,
+            "dtype": None if dtype is None else dtype_name(as_dtype(dtype, device)),
+            "config": None if config is None else m.as_dict(config) | {"show_progress": False},
+            "threads": threads,
+        }
+        made = cls(
+            _MAKE,
+            [arguments] * replicas,
+            environments=environments,
+            tokenizer=load_tokenizer(path) if tokenizer is None else tokenizer,
+            max_restarts=max_restarts,
+            start_timeout=start_timeout,
+        )
+        made.config = replace(made.config, show_progress=None if config is None else config.show_progress)
+        return made
+
+    # Fronts
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt] | str,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+        raise_on_error: bool = False,
+    ) -> list[Completion]:
+        """As Engine.generate; ReplicaDied too."""
+        done = threading.Event()
+        jobs, mine = self._jobs(prompts, params, request_ids, Call(done.set))
+        try:
+            if mine:
+                self._front.submit(mine)
+                self._wait(done, mine)
+        except BaseException:
+            self._front.withdraw(mine)
+            raise
+        return _collect(jobs, raise_on_error)
+
+    async def agenerate(
+        self,
+        prompts: Sequence[Prompt] | str,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+        raise_on_error: bool = False,
+    ) -> list[Completion]:
+        """`generate` for asyncio. Cancelling it aborts its requests."""
+        arrived = asyncio.Event()
+        notify = functools.partial(self._front.mail, asyncio.get_running_loop(), lambda _: arrived.set(), None)
+        jobs, mine = self._jobs(prompts, params, request_ids, Call(notify))
+        try:
+            if mine:
+                self._front.submit(mine)
+                await arrived.wait()
+        finally:
+            self._front.withdraw(mine)
+        return _collect(jobs, raise_on_error)
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> AsyncIterator[Increment]:
+        """The tokens of one request as they come, of all its samples in turn. Leaving the loop early aborts it."""
+        news: asyncio.Queue[Increment | BaseException] = asyncio.Queue()
+        listen = functools.partial(self._front.mail, asyncio.get_running_loop(), news.put_nowait)
+        names = None if request_id is None else [request_id]
+        (job,), mine = self._jobs([prompt], params, names, Call(lambda: None), listen)
+        if not mine:
+            for done in job:
+                yield Increment(done.request_id, done.index, [], [], [], "", done)
+            return
+        left = job.params.n
+        try:
+            self._front.submit(mine)
+            while left:
+                item = await news.get()
+                if isinstance(item, BaseException):
+                    raise item
+                left -= item.completion is not None
+                yield item
+        finally:
+            self._front.withdraw(mine)
+
+    def abort(self, request_id: str) -> None:
+        """End a request, from any thread: its samples get finish_reason "abort" and keep what they have. Nothing
+        happens if it is unknown or done."""
+        if not isinstance(request_id, str):
+            raise TypeError(f"abort: request_id: got a {type(request_id).__name__}, expected a string")
+        self._front.abort(request_id)
+
+    # For a while
+
+    def pause(self, mode: str = "wait") -> None:
+        """As Engine.pause, of all."""
+        if mode not in PAUSES:
+            raise ValueError(f"pause: mode: got {mode!r}, expected one of {', '.join(PAUSES)}")
+        self._front.paused = True
+        self._all("pause", mode=mode)
+
+    def resume(self) -> None:
+        self._front.paused = False
+        self._all("resume")
+
+    def sleep(self, level: int = 1, tags: Iterable[str] | None = None, mode: str = "keep") -> dict[str, int]:
+        """As Engine.sleep, of all: bytes given back, by tag, all together."""
+        check_level(level)
+        if mode not in PAUSES:
+            raise ValueError(f"sleep: mode: got {mode!r}, expected one of {', '.join(PAUSES)}")
+        named = named_tags("sleep", tags)
+        with self._updates:
+            self._front.asleep = True
+            try:
+                answers = self._all("sleep", level=level, tags=named, mode=mode)
+            finally:
+                self._note_sleep()
+            if "kv_cache" in named:
+                self._front.forget_pages()
+        return _sums(answers)
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> dict[str, int]:
+        """As Engine.wake_up, of all. Replicas that died meanwhile are started again once nothing is asleep."""
+        named = named_tags("wake_up", tags)
+        with self._updates:
+            try:
+                answers = self._all("wake_up", tags=named)
+            finally:
+                self._note_sleep()
+            if not self._sleeping:
+                self._front.restart_missing()
+        return _sums(answers)
+
+    def _note_sleep(self) -> None:
+        found = self._front.ask("asleep").values()
+        self._sleeping = {tag for tags in found if not isinstance(tags, BaseException) for tag in tags}
+        self._front.asleep = bool(self._sleeping)
+
+    @property
+    def state(self) -> str:
+        """ "asleep", "paused" or "running", as Engine.state."""
+        return "asleep" if self._sleeping else "paused" if self._front.paused else "running"
+
+    @property
+    def asleep(self) -> tuple[str, ...]:
+        return tuple(tag for tag in TAGS if tag in self._sleeping)
+
+    def reset_prefix_cache(self) -> None:
+        self._all("reset_prefix_cache")
+        self._front.forget_pages()
+
+    # Weights
+
+    def update_weights(
+        self,
+        named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        *,
+        numerics: Mapping[str, object] | None = None,
+        specs: Mapping[str, tuple[Sequence[int], torch.dtype]] | None = None,
+        keep_cache: bool = False,
+    ) -> int:
+        """New weights on all replicas, as Engine.update_weights has them.
+
+        Names, shapes, dtypes and numerics are checked by all before any is written: if one refuses, nothing has changed
+        anywhere. Then the tensors go bucket by bucket through memory that all of them share.
+
+        returns   the new weight_version
+        raises    as Engine.update_weights. UpdateIncomplete where some have the new weights and others failed on the
+                  way: those get no requests until the next update, and what they had goes on at the others. What breaks
+                  off for all (the iterator raises) leaves all torn: requests end with WeightsTorn until the next one
+        """
+        pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+        if specs is None:
+            pairs = list(pairs)
+            for name, tensor in pairs:
+                if not isinstance(tensor, Tensor):
+                    raise TypeError(f"update_weights: {name} is a {type(tensor).__name__}, expected a dense tensor")
+            specs = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in pairs}
+            if len(specs) != len(pairs):
+                names = [name for name, _ in pairs]
+                twice = sorted({name for name in names if names.count(name) > 1})
+                raise ValueError(f"update_weights: repeated: {', '.join(twice)}")
+        specs = {name: _spec(name, spec) for name, spec in specs.items()}
+        with self._updates:
+            self._front.check_open()
+            self._front.updating(True)
+            try:
+                return self._update(pairs, specs, numerics, keep_cache)
+            finally:
+                self._front.updating(False)
+
+    def _update(self, pairs, specs, numerics, keep_cache: bool) -> int:
+        front, version = self._front, self._front.weight_version + 1
+        failed: dict[int, BaseException] = {}
+        said = {name: (list(shape), dtype_name(dtype)) for name, (shape, dtype) in specs.items()}
+        numerics = dict(numerics) if isinstance(numerics, Mapping) else None
+        begun = front.ask("begin_update", specs=said, numerics=numerics, keep_cache=keep_cache, version=version)
+        writing = {index: front.replicas[index] for index, answer in begun.items() if answer is None}
+        refusals = {index: e for index, e in begun.items() if e is not None and not isinstance(e, ReplicaDied)}
+        if refusals or not writing:
+            self._give_up(writing)
+            raise next(iter(refusals.values()), front._nobody())
+
+        def take(answers: Mapping[int, Any]) -> None:
+            """Those that failed write no more."""
+            for index, answer in answers.items():
+                if isinstance(answer, BaseException) and index in writing:
+                    failed[index] = answer
+                    front.leave_out([index])
+                    self._give_up({index: writing.pop(index)})
+            if not writing:
+                raise next(iter(failed.values()))
+
+        memories = self._buffers(size_of(specs))
+        waiting: list[dict] = [{} for _ in memories]  # for each buffer, what replicas will answer of it
+        turns = iter(range(1 << 62))
+
+        def buffers() -> Iterator[Tensor]:
+            for turn in turns:
+                at = turn % len(memories)
+                take(front.gather(waiting[at]))
+                yield memories[at].bytes
+
+        turn, left = 0, dict(specs)
+        try:
+            for _, entries in pack(_checked(pairs, specs, left), buffers()):
+                at = turn % len(memories)
+                waiting[at] = self._send_bucket(writing, memories[at], entries)
+                turn += 1
+            for answers in waiting:
+                take(front.gather(answers))
+            if left:
+                raise ValueError(f"update_weights: announced, but did not come: {', '.join(sorted(left)[:6])}")
+        except BaseException:
+            self._give_up(writing)
+            raise
+        take(front.ask("finish_update", list(writing.values())))
+        front.updated(version, writing)
+        if any(not isinstance(e, ReplicaDied) for e in failed.values()):
+            what = "; ".join(f"replica {i}: {type(e).__name__}: {e}" for i, e in failed.items())
+            used = ", ".join(map(str, writing))
+            raise UpdateIncomplete(
+                f"update_weights: version {version} is in use on replicas {used}, not on others: {what}", failed
+            )
+        return version
+
+    def _give_up(self, writing: Mapping[int, Replica]) -> None:
+        if writing and not self._front.closed:
+            self._front.ask("give_up_update", list(writing.values()))
+
+    def _buffers(self, size: int) -> list[SharedMemory]:
+        """Two, so that one is filled while the other is read; kept for the next update."""
+        if not self._memories or self._memories[0].size < size:
+            for memory in self._memories:
+                memory.close()
+            first = self._memories[-1].key + 1 if self._memories else 0
+            self._memories = [SharedMemory(first + i, size) for i in range(2)]
+        return self._memories
+
+    def _send_bucket(self, writing: Mapping[int, Replica], memory: SharedMemory, entries: list[m.Entry]) -> dict:
+        futures = {}
+        for index, replica in writing.items():
+            channel = replica.channel
+            known = self._knows.setdefault((index, replica.starts), set())
+            if channel is not None and memory.key not in known:
+                known.add(memory.key)
+                channel.share(memory.descriptor)
+                channel.send(m.Memory(memory.key, memory.size))
+            futures[index] = self._front.send(replica, lambda key: m.Bucket(key, entries, memory.key))
+        return futures
+
+    # What there is to know
+
+    @property
+    def weight_version(self) -> int:
+        return self._front.weight_version
+
+    @property
+    def stats(self) -> Stats:
+        """Sums of what all have counted, those that have died as far as they were heard of."""
+        front = self._front
+        if not front.closed:
+            for index, answer in front.ask("stats").items():
+                if isinstance(answer, Mapping):
+                    front.replicas[index].stats = dict(answer)
+        total: dict[str, Any] = {}
+        for one in front.replicas:
+            total = add_counts(add_counts(total, one.past), one.stats)
+        return Stats(**total)
+
+    @property
+    def replicas(self) -> list[ReplicaInfo]:
+        """Each of them, as it is known here at this moment."""
+        found = []
+        for one in self._front.replicas:
+            channel, jobs = one.channel, len(one.jobs)
+            pid = None if channel is None else channel.pid
+            found.append(ReplicaInfo(one.index, pid, one.ready, one.fresh, one.reason, jobs, one.load, one.starts))
+        return found
+
+    def load(self) -> Load:
+        """As Engine.load, of all together and as last heard of."""
+        loads = [one.load for one in self._front.replicas]
+        sums = (sum(getattr(one, name) for one in loads) for name in ("running", "waiting", "pages_used", "pages"))
+        return Load(*sums, paused=self._front.paused)
+
+    @property
+    def closed(self) -> bool:
+        return self._front.closed
+
+    def numerics(self) -> dict:
+        return dict(self._numerics)
+
+    # The end
+
+    def close(self) -> None:
+        """Abort what runs and end the processes. Again does nothing."""
+        self._end()
+        for memory in self._memories:
+            memory.close()
+        self._memories = []
+
+    def __enter__(self) -> "Replicas":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    # Helpers
+
+    def _all(self, what: str, **arguments: Any) -> dict[int, Any]:
+        """The answers of all that are alive; the error of the first that has one. Those that die meanwhile are named in
+        the log and left out, unless none is left."""
+        answers = self._front.ask(what, **arguments)
+        for index, answer in answers.items():
+            if isinstance(answer, BaseException) and not isinstance(answer, ReplicaDied):
+                answer.args = (f"replica {index}: {answer}",)
+                raise answer
+        answers = {index: answer for index, answer in answers.items() if not isinstance(answer, ReplicaDied)}
+        if not answers:
+            raise self._front._nobody()
+        return answers
+
+    def _jobs(self, prompts, params, request_ids, call: Call, listen=None) -> tuple[list, list[Job]]:
+        """For each prompt a job, or the completions that say what is wrong with it; and the jobs among them."""
+        self._front.check_open()
+        jobs = [self._job(*each, call, listen) for each in spread(prompts, params, request_ids)]
+        return jobs, [job for job in jobs if isinstance(job, Job)]
+
+    def _job(self, prompt, params, name, call, listen) -> "Job | list[Completion]":
+        try:
+            check_params(params, self.vocab_size)
+            ids = token_ids(encoded(prompt, self._text))
+        except Exception as error:
+            return refused([], params, name, error, self.weight_version)
+        name = f"request-{secrets.token_hex(8)}" if name is None else name
+        if params.seed is None:
+            params = replace(params, seed=secrets.randbits(64))
+        return Job(ids, params, name, call, listen)
+
+    def _wait(self, done: threading.Event, jobs: list[Job]) -> None:
+        begin, samples = time.perf_counter(), sum(job.params.n for job in jobs)
+        with bar(self.config.show_progress) as draw:
+            if draw is quiet:
+                done.wait()
+                return
+            while not done.wait(0.1):
+                finished = [c for job in jobs for c in job.completions if c is not None]
+                rate = sum(len(c.token_ids) for c in finished) / (time.perf_counter() - begin)
+                draw("generating", len(finished), samples, f"{rate:.0f} tokens/s")
+
+
+def _places(device: str, count: int) -> tuple[list[dict[str, str]], int | None]:
+    """Variables for each replica, and how many threads it may use."""
+    if device == "cpu":
+        return [{} for _ in range(count)], max(1, torch.get_num_threads() // count)
+    if device != "cuda":
+        raise ValueError(f'Replicas: device: got {device!r}, expected "cpu" or "cuda": each replica has its own GPU')
+    seen = torch.cuda.device_count()
+    if seen < count:
+        raise ValueError(f"Replicas: replicas: got {count}, expected at most {seen}: as many as there are GPUs")
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given else [str(i) for i in range(seen)]
+    return [{"CUDA_VISIBLE_DEVICES": names[i]} for i in range(count)], None
+
+
+def _spec(name: str, given) -> tuple[tuple[int, ...], torch.dtype]:
+    if isinstance(given, tuple) and len(given) == 2:
+        return tuple(given[0]), given[1]
+    if hasattr(given, "shape") and hasattr(given, "dtype"):
+        return tuple(given.shape), given.dtype
+    raise TypeError(f"update_weights: specs: {name} is a {type(given).__name__}, expected (shape, dtype)")
+
+
+def _checked(pairs, specs, left: dict) -> Iterator[tuple[str, Tensor]]:
+    """As they were announced, each once; what has not come stays in `left`."""
+    for name, tensor in pairs:
+        if left.pop(name, None) is None:
+            raise ValueError(f"update_weights: {name} was not announced, or came before")
+        if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+            raise TypeError(f"update_weights: {name} is a {type(tensor).__name__}, expected a dense tensor")
+        if (tuple(tensor.shape), tensor.dtype) != specs[name]:
+            got = f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise ValueError(f"update_weights: {name} is {got}, expected {specs[name][1]} {specs[name][0]}")
+        yield name, tensor
+
+
+def _sums(answers: Mapping[int, Mapping[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for answer in answers.values():
+        total = add_counts(total, answer)
+    return total
+
+
+def _collect(jobs: list, raise_on_error: bool) -> list[Completion]:
+    done = [c for job in jobs for c in (job.result() if isinstance(job, Job) else job)]
+    if raise_on_error and any(c.finish_reason == "error" for c in done):
+        raise RequestError(done)
+    return done
