@@ -68,7 +68,7 @@ def test_the_same_sources_have_the_same_digest_wherever_they_lie(tmp_path):
         ("attention/cute_backward.py", ["triton"], set()),
         ("attention/metadata.py", ["cpu"], {"attention"}),
         ("kv_cache/cpu.py", ["cpu"], {"kv_cache", "rope"}),
-        ("rmsnorm/op.py", ["cpu"], {"rmsnorm"}),
+        ("rmsnorm/op.py", ["cpu"], {"rmsnorm", "rope"}),
         ("rmsnorm/reference.py", ["cpu"], set()),
         ("_core/backend.py", ["cpu"], set()),
         ("_core/proof/inputs.py", ["cuda", "triton"], set()),

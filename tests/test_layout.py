@@ -41,7 +41,7 @@ ROOMS_OF_THE_ENGINE = {"cli", "core", "runner", "weights", "parallel", "serve", 
 # Which room may import which other: a room is composed of these and of nothing else of ours.
 COMPOSED_OF = {
     "linear_cross_entropy": {"linear", "log_softmax"},
-    "rope": {"kv_cache"},
+    "rope": {"kv_cache", "rmsnorm"},
     "sampler": {"log_softmax"},
     "linear_sample": {"linear", "linear_cross_entropy", "log_softmax", "sampler"},
     "grouped_linear": {"linear", "silu_mul"},
