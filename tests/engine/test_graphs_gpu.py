@@ -33,14 +33,16 @@ def launch(config=CONFIG, family="Qwen3", **options):
 
 
 def outcomes(engine, params=PARAMS):
-    done = [bits(c) for c in engine.generate(PROMPTS, params)]
+    plain = [replace(p, top_k=0, top_p=1.0, min_p=0.0) for p in params]
+    done = [bits(c) for each in (params, plain) for c in engine.generate(PROMPTS, each)]
     check_idle(engine)
     return done
 
 
 def sizes(engine):
     runner = engine._worker._runner
-    return runner._decode.sizes, runner._mixed.sizes, runner._heads.sizes
+    ladders = runner._decode, runner._decode_cut, runner._mixed, runner._heads, runner._heads_cut
+    return [ladder.sizes for ladder in ladders]
 
 
 @pytest.mark.parametrize(
@@ -59,9 +61,10 @@ def sizes(engine):
 def test_graphs_have_the_bits_of_call_by_call(family, options, monkeypatch):
     config = replace(CONFIG, **options)
     with launch(replace(config, enforce_eager=True), family) as engine:
-        assert engine._worker._runner.eager == "enforce_eager" and sizes(engine) == ([], [], [])
+        assert engine._worker._runner.eager == "enforce_eager" and not any(sizes(engine))
         expected = outcomes(engine)
-    monkeypatch.setattr("vexact_engine.runner.runner._PADDING", -1.0)  # every size is split
+    for name in ("_PADDING", "_PADDING_OF_CHUNKS"):
+        monkeypatch.setattr(f"vexact_engine.runner.runner.{name}", -1.0)  # every size is split
     with launch(config, family) as engine:
         runner = engine._worker._runner
         assert runner.eager == "" and all(len(found) > 3 for found in sizes(engine))
@@ -81,7 +84,7 @@ def test_graphs_have_the_bits_of_call_by_call(family, options, monkeypatch):
         with_top = [replace(p, num_top_logprobs=i % 3) for i, p in enumerate(PARAMS)]
         assert outcomes(engine, with_top) == expected
         runner.release()
-        assert sizes(engine) == ([], [], [])
+        assert not any(sizes(engine))
         assert outcomes(engine) == expected
     tight = replace(config, max_num_seqs=5, max_num_batched_tokens=23, page_size=32, num_pages=9)
     with launch(tight, family) as engine:
@@ -140,5 +143,5 @@ def test_a_forward_that_cannot_be_recorded_is_computed_call_by_call(monkeypatch,
     monkeypatch.setattr(Runner, "_compute", waiting)
     with launch() as engine:
         assert "the forward cannot be recorded" in engine._worker._runner.eager
-        assert "CUDA graphs: none" in caplog.text and sizes(engine) == ([], [], [])
+        assert "CUDA graphs: none" in caplog.text and not any(sizes(engine))
         assert outcomes(engine) == expected

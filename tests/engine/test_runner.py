@@ -39,9 +39,10 @@ PARAMS = [
 @pytest.fixture
 def recording(monkeypatch):
     """Steps are padded to sizes that are chosen as on a GPU. Returns how often a recording was used."""
-    used = {"decode": 0, "mixed": 0, "heads": 0}
+    used = {"decode": 0, "decode_cut": 0, "mixed": 0, "heads": 0, "heads_cut": 0}
     monkeypatch.setattr(graphs, "recorder", lambda device: graphs.HostRecorder())
-    monkeypatch.setattr("vexact_engine.runner.runner._PADDING", -1.0)  # every size is split
+    for name in ("_PADDING", "_PADDING_OF_CHUNKS"):
+        monkeypatch.setattr(f"vexact_engine.runner.runner.{name}", -1.0)  # every size is split
     monkeypatch.setattr("vexact_engine.runner.runner._HIDDEN", 1e9)
     launch, fit = Runner.launch, graphs.Ladder.fit
 
@@ -59,12 +60,17 @@ def recording(monkeypatch):
     return used
 
 
+def ladders(runner):
+    return runner._decode, runner._decode_cut, runner._mixed, runner._heads, runner._heads_cut
+
+
 def outcomes(family, config, params=PARAMS):
     with Engine.from_pretrained(build(family), config=config) as engine:
         done = engine.generate(PROMPTS, params)
+        done += engine.generate(PROMPTS, [replace(p, top_k=0, top_p=1.0, min_p=0.0) for p in params])
         check_idle(engine)
         runner = engine._worker._runner
-        sizes = runner._decode.sizes, runner._mixed.sizes, runner._heads.sizes
+        sizes = [ladder.sizes for ladder in ladders(runner)]
         return [(bits(c), str(c.top_logprobs)) for c in done], sizes
 
 
@@ -82,7 +88,7 @@ def outcomes(family, config, params=PARAMS):
 def test_padded_steps_have_the_bits_of_others(family, options, request):
     config = replace(CONFIG, **options)
     expected, sizes = outcomes(family, config)
-    assert sizes == ([], [], [])
+    assert not any(sizes)
     used = request.getfixturevalue("recording")
     got, sizes = outcomes(family, config)
     assert got == expected and all(sizes) and all(used.values()), used
@@ -197,13 +203,13 @@ def test_graphs_are_given_back_and_made_again(recording):
     with Engine.from_pretrained(build("Qwen3"), config=CONFIG) as engine:
         runner = engine._worker._runner
         expected = [bits(c) for c in engine.generate(PROMPTS, PARAMS)]
-        sizes = [list(ladder.sizes) for ladder in (runner._decode, runner._mixed, runner._heads)]
+        sizes = [list(ladder.sizes) for ladder in ladders(runner)]
         before = dict(recording)
         runner.release()
         assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
         assert recording == before
         runner.capture()
-        assert [ladder.sizes for ladder in (runner._decode, runner._mixed, runner._heads)] == sizes
+        assert [ladder.sizes for ladder in ladders(runner)] == sizes
         assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
         assert recording != before
 
@@ -227,7 +233,7 @@ def test_new_addresses_are_captured_anew(way, recording):
             with Engine.from_pretrained(other, config=CONFIG) as second:
                 expected = [bits(c) for c in second.generate(PROMPTS, PARAMS)]
         assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
-        assert len(made) == sum(len(ladder.sizes) for ladder in (runner._decode, runner._mixed, runner._heads)) > 3
+        assert len(made) == sum(len(ladder.sizes) for ladder in ladders(runner)) > 5
 
 
 def test_a_forward_that_cannot_be_recorded(monkeypatch, caplog):
@@ -238,7 +244,7 @@ def test_a_forward_that_cannot_be_recorded(monkeypatch, caplog):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(graphs.HostRecorder, "record", refuse)
-    assert outcomes("Qwen3", CONFIG) == (expected, ([], [], []))
+    assert outcomes("Qwen3", CONFIG) == (expected, [[]] * 5)
     assert "CUDA graphs: none" in caplog.text and "not permitted" in caplog.text
 
 

@@ -61,9 +61,13 @@ class Body:
 
 @dataclass(frozen=True)
 class Head:
-    """The sizes of a draw."""
+    """The sizes of a draw.
+
+    plain   no row has a top_k, top_p or min_p
+    """
 
     draws: int
+    plain: bool
 
     def columns(self) -> Iterator[tuple[str, type, int]]:
         for name in ("slots", "seeds", "positions", "top_k"):
@@ -79,6 +83,7 @@ class Work:
     longest   tokens of the longest chunk
     context   keys of the longest sequence
     top       the most likeliest tokens that any draw is to come with
+    plain     no draw has a top_k, top_p or min_p
     """
 
     tokens: int
@@ -87,6 +92,7 @@ class Work:
     longest: int
     context: int
     top: int
+    plain: bool
 
 
 @functools.lru_cache(1024)
@@ -136,7 +142,7 @@ class Buffers:
         self.table = torch.zeros(slots + 1, max_pages, dtype=torch.int32, device=device)
         most = Body(tokens, tokens + slots + 1, tokens, tokens, tokens, max_pages)
         last = -(-8 * (slots + 1) // _LINE) * _LINE
-        self.middle = last + _places(Head(tokens))[1]
+        self.middle = last + _places(Head(tokens, plain=False))[1]
         size = self.middle + _places(most)[1] + _MOST_PAGES * 12 + _LINE
         self._size, self._draws = size, tokens
         self.memory = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -157,9 +163,11 @@ class Buffers:
         slots = chunks["slot"][chunks["draws"] > 0]
         lengths = chunks["length"]
         self._new = self.rows.apply(step)
-        top = int(self.rows.occupants["top"][slots].max(initial=0))
+        drawn = self.rows.occupants[slots]
+        top = int(drawn["top"].max(initial=0))
+        plain = not (drawn["top_k"].any() or drawn["min_p"].any() or (drawn["top_p"] < 1).any())
         context = int((chunks["start"] + lengths).max())
-        return Work(len(step.token_ids), len(chunks), len(slots), int(lengths.max()), context, top)
+        return Work(len(step.token_ids), len(chunks), len(slots), int(lengths.max()), context, top, plain)
 
     def send(self, step: Step | None, body: Body, head: Head | None, ids: Callable | None = None) -> Host:
         """Write a step's columns, padded to these sizes, and begin to copy them.

@@ -17,7 +17,7 @@ import torch
 from .buffers import Body, Head
 
 Run = Callable[[], None]
-_REPLAYS = 3  # that a time is the least of
+_REPLAYS = 3  # that a time is the least of; the first one is of a graph that is not on the device yet
 
 
 class Recorder(Protocol):

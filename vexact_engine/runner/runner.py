@@ -7,6 +7,8 @@ tokens one, of a step with chunks one of the forward and one of the draw. What n
 call by call, with the same bits, and so is a step that log-probabilities of a prompt are wanted of.
 """
 
+import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -29,7 +31,8 @@ from .forward import forward
 
 log = logging.getLogger(__name__)
 
-_PADDING = 0.04  # share of a step's time that padding it to the next size may cost; of one with chunks, twice that
+_PADDING, _PADDING_OF_CHUNKS = 0.04, 0.1  # share of its time that padding a step to the next size may cost
+_MOST_GRAPHS = 128  # that room is left for
 _HIDDEN = 1.25  # a forward whose kernels take that much longer than the host takes to launch them needs no graph
 
 
@@ -136,8 +139,8 @@ class Runner:
         stand_in = tuple(cache * self.shape.layers for cache in few)
         pages = longest if config.num_pages is None else min(longest, config.num_pages)
         self.buffers = Buffers(stand_in, self._slots, pages, self._tokens, self.device)
-        step = self._rehearse(progress) if self.device.type == "cuda" else 0
         if config.num_pages is None:  # behind the forward: what that moves and takes is in use by now
+            step = self._rehearse(progress) if self.device.type == "cuda" else 0
             per_token = self.shape.per_token * self.dtype.itemsize
             count = memory.default_num_pages(config, per_token, config.max_model_len or 1 << 20, self.device, step)
             self.config = replace(config, num_pages=count)
@@ -171,12 +174,13 @@ class Runner:
         scored = len(step.targets) > 0
         forward = draw = None
         if not scored:
-            forward = (self._decode if work.longest == 1 else self._mixed).fit(work.tokens)
+            forward = self._mixed if work.longest > 1 else self._decode if work.plain else self._decode_cut
+            forward = forward.fit(work.tokens)
         if work.draws and not (forward and forward.head):
-            draw = self._heads.fit(work.draws)
+            draw = (self._heads if work.plain else self._heads_cut).fit(work.draws)
         body = forward.body if forward else self._body(work)
         recorded = draw or forward
-        head = (recorded and recorded.head) or (Head(work.draws) if work.draws else None)
+        head = (recorded and recorded.head) or (Head(work.draws, work.plain) if work.draws else None)
         host = buffers.send(step, body, head)
         top = scores = None
         if forward:
@@ -211,15 +215,13 @@ class Runner:
 
     def _draw(self, head: Head) -> None:
         columns = self.buffers.columns(head)
-        logits = self.handle.logits(self._hidden[: head.draws])
-        ids, *values = vx.sample(
-            logits,
+        cuts = {} if head.plain else {name: columns[name] for name in ("top_k", "top_p", "min_p")}
+        ids, *values = self.handle.sample(
+            self._hidden[: head.draws],
             columns["seeds"],
             columns["positions"],
             temperature=columns["temperature"],
-            top_k=columns["top_k"],
-            top_p=columns["top_p"],
-            min_p=columns["min_p"],
+            **cuts,
         )
         self.buffers.keep(columns["slots"], ids, values)
 
@@ -236,7 +238,7 @@ class Runner:
 
     def release(self) -> None:
         """Give back the graphs and their memory; steps are computed call by call until `capture`."""
-        self._decode = self._mixed = self._heads = graphs.Ladder()
+        self._mixed = self._decode = self._decode_cut = self._heads = self._heads_cut = graphs.Ladder()
         if self._recorder:
             self._recorder.release()
 
@@ -246,19 +248,23 @@ class Runner:
         if not self._recorder:
             return
         self.release()
-        if progress is None:
-            with bar(self.config.show_progress) as progress:
-                self._record(progress)
-        else:
-            self._record(progress)
+        begin = time.perf_counter()
+        with bar(self.config.show_progress) if progress is None else contextlib.nullcontext(progress) as shown:
+            self._record(shown)
+        if not self.eager:
+            sizes = {name: f"{len(found)} up to {max(found, default=0)} rows" for name, found in self._chosen.items()}
+            log.info("CUDA graphs: %s, in %.1f s", sizes, time.perf_counter() - begin)
 
     def _record(self, progress: Progress) -> None:
+        plain, cut = (functools.partial(Head, plain=kind) for kind in (True, False))
+        make = functools.partial(self._ladder, progress)
         try:
             with self._recorder.session():
-                self._mixed = self._ladder("chunks", self._mixed_body, None, self._most_mixed, 2 * _PADDING, progress)
-                slots = lambda: self._slots  # noqa: E731
-                self._decode = self._ladder("decodes", self._decode_body, Head, slots, _PADDING, progress)
-                self._heads = self._ladder("draws", None, Head, slots, _PADDING, progress)
+                self._mixed = make("chunks", self._mixed_body, None)
+                self._decode = make("decodes", self._decode_body, plain)
+                self._decode_cut = make("decodes with cuts", self._decode_body, cut, like="decodes")
+                self._heads = make("draws", None, plain)
+                self._heads_cut = make("draws with cuts", None, cut, like="draws")
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -269,46 +275,48 @@ class Runner:
 
     def _ladder(
         self,
+        progress: Progress,
         name: str,
         body_of: Callable[[int], Body] | None,
         head_of: Callable[[int], Head] | None,
-        most: Callable[[], int],
-        tolerance: float,
-        progress: Progress,
+        like: str | None = None,
     ) -> graphs.Ladder:
-        """Graphs of forwards of so many rows, of draws, or of both."""
+        """Graphs of forwards of so many rows, of draws, or of both; of the sizes that another kind has.
+
+        Kernels are compiled, verified and chosen where they are first met, and not while recording: what has not been
+        run yet is run before.
+        """
         ladder = graphs.Ladder()
 
-        def record(size: int, rehearse: bool) -> None:
+        def record(size: int, known_body: bool, known_head: bool) -> None:
             body, head = (of and of(size) for of in (body_of, head_of))
-
-            def run() -> None:
-                if body:
-                    self._compute(body)
-                if head:
-                    self._draw(head)
-
-            if rehearse:  # kernels are compiled, verified and chosen where they are first met, and not while recording
+            if not (known_body and known_head):
                 self._pad(body, head)
-                run()
-            ladder.put(size, graphs.Recorded(body, head, self._recorder.record(run)))
+                self._run(None if known_body else body, None if known_head else head)
+            ladder.put(size, graphs.Recorded(body, head, self._recorder.record(lambda: self._run(body, head))))
 
         def seconds(size: int) -> float:
             progress(f"graphs of {name}", len(ladder.sizes), len(ladder.sizes) + 1, f"{size} rows")
-            record(size, True)
-            replay = ladder.fit(size).replay
-            replay()
-            return self._recorder.seconds(replay)
+            record(size, False, False)
+            return self._recorder.seconds(ladder.fit(size).replay)
 
-        if name not in self._chosen:
-            top = most()
-            self._chosen[name] = graphs.choose(seconds, top, tolerance) if top else []
-            ladder.keep(set(self._chosen[name]))
-        else:
+        known = name in self._chosen
+        if known or like:
+            self._chosen[name] = self._chosen[like or name]
             for done, size in enumerate(reversed(self._chosen[name])):
                 progress(f"graphs of {name}", done, len(self._chosen[name]), f"{size} rows")
-                record(size, False)
+                record(size, True, known)
+        else:
+            most, tolerance = (self._slots, _PADDING) if head_of else (self._most_mixed(), _PADDING_OF_CHUNKS)
+            self._chosen[name] = graphs.choose(seconds, most, tolerance) if most else []
+            ladder.keep(set(self._chosen[name]))
         return ladder
+
+    def _run(self, body: Body | None, head: Head | None) -> None:
+        if body:
+            self._compute(body)
+        if head:
+            self._draw(head)
 
     def _pad(self, body: Body | None, head: Head | None) -> None:
         """Nothing but padding in these columns; with ids at random, or rows that are alike would all go to the same
@@ -340,32 +348,52 @@ class Runner:
     def _rehearse(self, progress: Progress) -> int:
         """Bytes that the largest step and the graphs take beside weights and caches.
 
-        Steps of every power of two of tokens go first, of single tokens and with a chunk among them: kernels that are
-        compiled, verified and chosen for a shape when they first meet it do so here, and not under a request.
+        Without graphs, steps of every power of two of tokens go first, of single tokens and with a chunk among them:
+        kernels that are compiled, verified and chosen for a shape when they first meet it do so here, and not under a
+        request. With them, that is done for each of their sizes.
         """
-        sizes = sorted({min(1 << i, self._tokens) for i in range(self._tokens.bit_length() + 1)})
-        for done, size in enumerate(sizes):
-            progress("kernels", done, len(sizes), f"{size} rows")
-            self._pad(self._mixed_body(size), None)
-            self._compute(self._mixed_body(size))
-            if size <= self._slots:
-                self._pad(self._decode_body(size), Head(size))
-                self._compute(self._decode_body(size))
-                self._draw(Head(size))
+        powers = () if self._recorder else range(self._tokens.bit_length())
+        for done, size in enumerate(1 << i for i in powers):
+            progress("kernels", done, len(powers), f"{size} rows")
+            rows = min(size, self._slots)
+            for body, plain in ((self._mixed_body(size), True), (self._decode_body(rows), False)):
+                self._pad(body, Head(rows, plain))
+                self._run(body, Head(rows, plain))
+        most = self._mixed_body(self._tokens), Head(self._slots, plain=False)
+        progress("kernels", 0, 1, f"{self._tokens} rows")
+        self._pad(*most)
+        self._run(*most)
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        largest = self._mixed_body(self._tokens)
-        self._pad(largest, Head(self._slots))
-        self._compute(largest)
-        self._draw(Head(self._slots))
+        self._run(*most)
         step = torch.cuda.max_memory_allocated(self.device) - before
-        if not self._recorder or self.config.num_pages is not None:
-            return step
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(self.device)
-        self.capture(progress)
-        torch.cuda.empty_cache()
-        step += max(0, free - torch.cuda.mem_get_info(self.device)[0])
-        self.release()
-        return step
+        return step + (self._room_for_graphs(*most) if self._recorder else 0)
+
+    def _room_for_graphs(self, body: Body, head: Head) -> int:
+        """Bytes that they take: the memory that all of them share is that of the largest, and each has some of its
+        own."""
+
+        def used(*kinds: tuple) -> int:
+            torch.cuda.empty_cache()
+            before, _ = torch.cuda.mem_get_info(self.device)
+            held.extend(self._recorder.record(functools.partial(self._run, *kind)) for kind in kinds)
+            torch.cuda.empty_cache()
+            return max(0, before - torch.cuda.mem_get_info(self.device)[0])
+
+        held: list[graphs.Run] = []
+        small = self._decode_body(1)
+        self._pad(small, None)
+        self._compute(small)
+        try:
+            with self._recorder.session():
+                shared = used((body, head), (self._decode_body(self._slots), head))
+                own = used(*[(small, None)] * 4) // 4
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # `_record` will say so
+            return 0
+        finally:
+            held.clear()
+            self._recorder.release()
+        return shared + own * _MOST_GRAPHS
