@@ -1,4 +1,4 @@
-"""The command `vexact`: demo, verify, generate, serve, doctor.
+"""The command `vexact`: demo, verify, generate, chat, serve, doctor.
 
 Exit codes: 0 equal or done, 1 something differs or a check failed, 2 usage or environment, 130 Ctrl-C. Results go to
 standard output; progress (on a terminal only) and errors, one line each, to standard error.
@@ -9,7 +9,7 @@ import os
 import sys
 
 from ..extras import check_installed
-from . import doctor, generate, serve, verify
+from . import chat, doctor, generate, serve, verify
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,7 +41,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"vexact {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (verify.add_demo, verify.add_verify, generate.add_generate, serve.add_serve, doctor.add_doctor):
+    for add in (
+        verify.add_demo,
+        verify.add_verify,
+        generate.add_generate,
+        chat.add_chat,
+        serve.add_serve,
+        doctor.add_doctor,
+    ):
         add(commands)
     return parser
 
