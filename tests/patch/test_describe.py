@@ -180,6 +180,15 @@ def test_nothing_changes_and_nobody_computes():
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
+def test_whoever_asks_in_inference_mode_is_told_the_same():
+    with vx.patch.hf(tiny("qwen3")) as handle:
+        expected = handle.describe()
+    with vx.patch.hf(tiny("qwen3")) as handle, torch.inference_mode():
+        assert handle.describe() == expected
+    with torch.inference_mode(), vx.patch.hf(tiny("qwen3")) as handle:
+        assert handle.describe() == expected
+
+
 def test_described_again_where_modules_changed():
     model = tiny("llama")
     with vx.patch.hf(model) as handle:

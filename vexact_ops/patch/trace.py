@@ -140,7 +140,8 @@ class _Recorder(TorchDispatchMode):
 
 def hidden_states(model: torch.nn.Module, base: torch.nn.Module) -> Value:
     """The final hidden states of one sequence of a few tokens. The model may lie on meta; nothing of it changes."""
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    # Not in inference mode, where composite operations come to the recorder as one.
+    with torch.inference_mode(False), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
         caller = audit.Caller(model, lambda model, ids: base(input_ids=ids, use_cache=False))
         tensors = {**dict(caller.named_parameters()), **dict(caller.named_buffers())}
         device = next((t.device for t in tensors.values() if t.device.type != "meta"), torch.device("cpu"))
