@@ -1,4 +1,4 @@
-"""Weights from a trainer's process to an engine's on a GPU: by CUDA IPC, and by shared memory where that is asked for."""
+"""Weights from a trainer's process to an engine's on a GPU: by CUDA IPC, by shared memory where that is asked for."""
 
 import multiprocessing
 import threading
