@@ -389,12 +389,12 @@ def test_one_dies_or_fails_while_weights_come(path, new, monkeypatch):
         front, send = replicas._front, replicas._send_bucket
         turns = iter(range(100))
 
-        def lose(writing, memory, entries):
+        def lose(writing, memory, entries, used):
             if next(turns) == 1 and 1 in writing:
                 bad = [type(e)(e.name + "x", e.dtype, e.shape, e.offset) for e in entries]
-                futures = send({1: writing[1]}, memory, bad)
-                return futures | send({i: r for i, r in writing.items() if i != 1}, memory, entries)
-            return send(writing, memory, entries)
+                futures = send({1: writing[1]}, memory, bad, used)
+                return futures | send({i: r for i, r in writing.items() if i != 1}, memory, entries, used)
+            return send(writing, memory, entries, used)
 
         replicas._send_bucket = lose
         running = pool.submit(replicas.generate, PROMPTS, LONG)
@@ -503,3 +503,58 @@ def test_one_that_is_dropped_closes_itself(path):
     pid = replicas.replicas[0].pid
     del replicas
     until(lambda: not is_alive(pid))
+
+
+def test_as_ray_actors(path, one, new):
+    ray = pytest.importorskip("ray", reason="ray is not installed: Replicas(ray=True) is not tested")
+    env = {"env_vars": {"PYTHONPATH": str(ROOT)}}
+    ray.init(num_cpus=4, include_dashboard=False, configure_logging=False, log_to_driver=False, runtime_env=env)
+    try:
+        with Replicas.from_pretrained(path, replicas=2, config=CONFIG, ray=True) as replicas:
+            expected = [bits(c) for c in one.generate(PROMPTS, PARAMS)]
+            assert [bits(c) for c in replicas.generate(PROMPTS, PARAMS)] == expected
+            replicas.sleep(level=2)
+            replicas.wake_up(["weights"])
+            assert replicas.update_weights(new_weights(), numerics=replicas.numerics()) == 1
+            replicas.wake_up()
+            assert [bits(c)[:3] for c in replicas.generate(PROMPTS, PARAMS)] == new
+            with ThreadPoolExecutor() as pool:
+                running = pool.submit(replicas.generate, PROMPTS, LONG)
+                until(lambda: all(r.requests for r in replicas.replicas))
+                kill(replicas, 1)
+                assert all(c.finish_reason == "length" for c in running.result())
+            assert "died: " in replicas.replicas[1].reason and not replicas.replicas[1].alive
+            assert [bits(c)[:3] for c in replicas.generate(PROMPTS, PARAMS)] == new
+            idle(replicas)
+            pid = replicas.replicas[0].pid
+        until(lambda: not is_alive(pid))
+        with pytest.raises(FileNotFoundError, match=r"replica 0 .*no such file"):
+            Replicas.from_pretrained("/nothing/here", replicas=1, ray=True, tokenizer=byte_tokenizer())
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible to torch")
+def test_each_has_a_gpu_of_its_own(path):
+    config = replace(CONFIG, page_size=16, num_pages=64)
+    with Engine.from_pretrained(path, device="cuda", config=config) as engine:
+        expected = [bits(c) for c in engine.generate(PROMPTS, PARAMS)]
+        state = {name: value.cpu() for name, value in engine.model.state_dict().items()}
+    count = min(torch.cuda.device_count(), 4)
+    with Replicas.from_pretrained(path, replicas=count, device="cuda", config=config, max_restarts=1) as replicas:
+        assert [bits(c) for c in replicas.generate(PROMPTS, PARAMS)] == expected
+        given = replicas.sleep(level=2)
+        assert given["weights"] > 0 and given["kv_cache"] > 0
+        replicas.wake_up(["weights"])
+        replicas.update_weights(state, numerics=replicas.numerics())
+        replicas.wake_up(["kv_cache"])
+        assert [bits(c) for c in replicas.generate(PROMPTS, PARAMS)] == expected
+        on_gpu = {name: value.cuda() for name, value in state.items()}
+        replicas.update_weights(on_gpu, numerics=replicas.numerics())
+        with ThreadPoolExecutor() as pool:
+            running = pool.submit(replicas.generate, PROMPTS, LONG)
+            until(lambda: all(r.requests for r in replicas.replicas))
+            if count > 1:
+                kill(replicas, 0)
+            assert all(c.finish_reason == "length" for c in running.result())
+        assert [bits(c) for c in replicas.generate(PROMPTS, PARAMS)] == expected

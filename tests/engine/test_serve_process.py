@@ -111,6 +111,31 @@ def test_a_second_sigterm_does_not_wait(model):
     assert code == 0 and answers[0].json()["choices"][0]["finish_reason"] == "abort"
 
 
+def test_replicas_behind_one_server(model):
+    """One of two is killed with a stream under way: the stream goes on, and what comes later is served."""
+    with Engine.from_pretrained(model) as engine:
+        params = SamplingParams(max_new_tokens=100, seed=4, ignore_eos=True)
+        done = engine.generate("hello", params)[0]
+    with Process(model, "--replicas", 2, "--num-pages", 50, env={"VEXACT_API_KEY": KEY}) as server:
+        headers = {"authorization": f"Bearer {KEY}"}
+        body = BODY | {"max_tokens": 100, "stream": True, "return_rollout": True}
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+        with httpx.stream("POST", server.url + "/v1/completions", json=body, headers=headers, timeout=60) as answer:
+            lines = answer.iter_lines()
+            first = next(lines)
+            os.kill(int(children.read_text().split()[0]), signal.SIGKILL)  # the first: it has this request
+            text = "\n\n".join(line for line in (first, *lines) if line)
+        assert "".join(e["choices"][0]["text"] for e in serving.events(text) if e["choices"]) == done.text
+        answer = httpx.post(
+            server.url + "/v1/completions", json=BODY | {"max_tokens": 100}, headers=headers, timeout=60
+        )
+        assert answer.json()["choices"][0]["text"] == done.text
+        metrics = httpx.get(server.url + "/metrics", headers=headers).text
+        assert "vexact_kv_cache_pages 50.0" in metrics and "vexact_decode_tokens_total" in metrics
+        code, said = server.end()
+    assert code == 0 and "was killed by SIGKILL; 1 requests of its go to others" in said
+
+
 def run(capsys, *argv):
     code = cli.main([str(a) for a in argv])
     out, err = capsys.readouterr()

@@ -509,8 +509,11 @@ def test_a_gpu_has_its_memory_back(level):
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         before, _ = torch.cuda.mem_get_info()
-        weights = sizes(engine)
+        weights, runner = sizes(engine), engine._worker._runner
+        recorded = [list(ladder.sizes) for ladder in (runner._decode, runner._mixed, runner._heads)]
+        assert recorded[0]
         given = engine.sleep(level)
+        assert not runner._decode.sizes and given["graphs"] > 0
         free, _ = torch.cuda.mem_get_info()
         cache = 16384 * 16 * 2 * 4 * 2 * 16 * 2
         assert given["weights"] > 0.95 * weights and given["kv_cache"] > 0.95 * cache
@@ -518,7 +521,8 @@ def test_a_gpu_has_its_memory_back(level):
         engine.wake_up(["weights"])
         if level == 2:
             engine.update_weights(state, numerics=engine.numerics())
-        engine.wake_up()
+        engine.wake_up(["kv_cache"])
+        assert [list(ladder.sizes) for ladder in (runner._decode, runner._mixed, runner._heads)] == recorded
         assert ask(engine) == expected
         for _ in range(10):  # and nothing is lost on the way
             engine.sleep()

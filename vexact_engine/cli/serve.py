@@ -14,6 +14,16 @@ def add_serve(commands) -> None:
     serve.add_argument("model", metavar="DIR|GGUF|HUB-ID", help="safetensors directory, GGUF file or Hub name")
     options.where(serve)
     options.engine(serve)
+    replicas = serve.add_argument_group("replicas")
+    replicas.add_argument(
+        "--replicas",
+        type=options.positive,
+        metavar="N",
+        help="engines in processes of their own, each with a GPU",
+    )
+    replicas.add_argument(
+        "--max-restarts", type=options.count, default=0, metavar="N", help="of those that died, all together (0)"
+    )
     server = serve.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="where to listen (127.0.0.1: this machine alone)")
     server.add_argument("--port", type=options.count, default=8000, help="(8000); 0 takes one that is free")
@@ -41,7 +51,6 @@ def add_serve(commands) -> None:
 
 def run_serve(args) -> int:
     from ..config import EngineConfig
-    from ..engine import Engine
     from ..serve.server import Server
     from ..serve.settings import Settings
 
@@ -71,7 +80,7 @@ def run_serve(args) -> int:
         with Server(settings) as server:
             with bar() as progress:
                 progress("load", 0, 1)
-                engine = Engine(options.load(args, device), config)
+                engine = _engine(args, device, config)
 
             def ready() -> None:
                 print(f"vexact serve: {engine.name} at {server.url}/v1", flush=True)
@@ -81,6 +90,18 @@ def run_serve(args) -> int:
             return 130 if server.signal == signal.SIGINT else 0
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _engine(args, device, config):
+    """One in this process, or several in their own behind one front."""
+    if args.replicas is None:
+        from ..engine import Engine
+
+        return Engine(options.load(args, device), config)
+    from ..parallel.replicas import Replicas
+
+    choices = {"device": str(device), "dtype": args.dtype, "max_restarts": args.max_restarts}
+    return Replicas.from_pretrained(args.model, replicas=args.replicas, config=config, **choices)
 
 
 def _end(number, frame) -> None:

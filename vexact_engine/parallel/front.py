@@ -364,7 +364,7 @@ class Front:
         elif isinstance(message, m.State):
             replica.load = message.load
         elif isinstance(message, m.Ready):
-            replica.facts = message.facts
+            replica.facts, replica.pid = message.facts, message.facts["pid"]
             self._joins(replica)
         elif isinstance(message, m.Failed):
             replica.failure = message.failure

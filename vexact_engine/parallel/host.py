@@ -5,6 +5,7 @@ front is gathered in an outbox, which one more thread encodes and sends: the eng
 """
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -208,6 +209,7 @@ def _without_prompt(completion: Completion) -> Completion:
 def facts(engine: Engine) -> dict[str, Any]:
     """What a front has to know of an engine that is just made."""
     return {
+        "pid": os.getpid(),
         "config": m.as_dict(engine.config),
         "vocab_size": engine.vocab_size,
         "numerics": engine.numerics(),

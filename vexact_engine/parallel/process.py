@@ -173,7 +173,8 @@ class ProcessChannel:
 
 def main(descriptor: int, parent: int) -> None:
     """The replica's process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front's
+    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a service, to all its processes: the front's
+        signal.signal(number, signal.SIG_IGN)
     ours = socket.socket(fileno=descriptor)
     frames, writing = Frames(ours), threading.Lock()
 

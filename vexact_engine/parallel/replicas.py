@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,8 +29,9 @@ from ..weights.load import as_dtype, load_tokenizer
 from . import messages as m
 from .buckets import SharedMemory, dtype_name, pack, size_of
 from .front import Front, add_counts
-from .jobs import Call, Job, Replica
+from .jobs import Call, Channel, Job, Replica
 from .process import ProcessChannel
+from .ray import RayChannel, check_installed
 
 _MAKE = "vexact_engine.parallel.process:from_pretrained"
 
@@ -74,6 +76,7 @@ class Replicas:
         arguments: Sequence[Mapping[str, Any]],
         *,
         environments: Sequence[Mapping[str, str]] | None = None,
+        ray_options: Sequence[Mapping[str, Any]] | None = None,
         tokenizer: Any = None,
         max_restarts: int = 0,
         start_timeout: float = 1800.0,
@@ -82,6 +85,7 @@ class Replicas:
         make           "module:function" that makes a replica's Engine, called in its process; see from_pretrained
         arguments      for each replica what it is called with: by name, values of JSON
         environments   for each replica variables beside this process's
+        ray_options    for each replica Ray's options for an actor; None: no Ray, but a process of this machine
         tokenizer      for prompts that are texts; each replica has one of its own for what it generates
         max_restarts   how often a replica that has died is started again, all of them together
         start_timeout  seconds that a replica may take to make its engine
@@ -90,12 +94,19 @@ class Replicas:
         if not arguments:
             raise ValueError("Replicas: arguments: got none, expected those of one replica or more")
         environments = [{}] * len(arguments) if environments is None else environments
-        if len(environments) != len(arguments):
-            raise ValueError(f"Replicas: environments: got {len(environments)}, expected {len(arguments)}")
+        for what, given in (("environments", environments), ("ray_options", ray_options)):
+            if given is not None and len(given) != len(arguments):
+                raise ValueError(f"Replicas: {what}: got {len(given)}, expected {len(arguments)}")
+        if ray_options is not None:
+            check_installed()
         self._text = None if tokenizer is None else Text(tokenizer)
         self.tokenizer = None if self._text is None else self._text.tokenizer
 
-        def start(index: int) -> ProcessChannel:
+        def start(index: int) -> Channel:
+            if ray_options is not None:
+                variables = {"env_vars": dict(environments[index])} if environments[index] else {}
+                options = {"runtime_env": variables, **ray_options[index]} if variables else ray_options[index]
+                return RayChannel(make, arguments[index], options)
             return ProcessChannel(make, arguments[index], environments[index])
 
         self._front = Front(start, len(arguments), max_restarts, start_timeout)
@@ -120,18 +131,24 @@ class Replicas:
         dtype: str | torch.dtype | None = None,
         config: EngineConfig | None = None,
         tokenizer: Any = None,
+        ray: bool = False,
         max_restarts: int = 0,
         start_timeout: float = 1800.0,
     ) -> "Replicas":
         """Replicas of what Engine.from_pretrained takes, but for a loaded model.
 
-        device   "cpu", whose cores they share; or "cuda": each has a GPU of its own, of those that this process sees
+        device   "cpu", whose cores they share; or "cuda": each has a GPU of its own, of those that this process sees,
+                 or that Ray has
+        ray      as actors, on whichever machines of Ray's cluster; `path` must be there too
         """
         if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
             raise ValueError(f"Replicas: replicas: got {replicas!r}, expected 1 or more")
         if isinstance(path, torch.nn.Module):
             raise TypeError(f"Replicas: path: got a {type(path).__name__}, expected a path or a name on the Hub")
-        environments, threads = _places(device, replicas)
+        environments, threads = ([{}] * replicas, None) if ray else _places(device, replicas)
+        if ray and device not in ("cpu", "cuda"):
+            raise ValueError(f'Replicas: device: got {device!r}, expected "cpu" or "cuda"')
+        ray_options = [{"num_cpus": 1, "num_gpus": int(device == "cuda")}] * replicas if ray else None
         arguments = {
             "path": os.fspath(path),
             "device": device,
@@ -143,6 +160,7 @@ class Replicas:
             _MAKE,
             [arguments] * replicas,
             environments=environments,
+            ray_options=ray_options,
             tokenizer=load_tokenizer(path) if tokenizer is None else tokenizer,
             max_restarts=max_restarts,
             start_timeout=start_timeout,
@@ -356,9 +374,9 @@ class Replicas:
 
         turn, left = 0, dict(specs)
         try:
-            for _, entries in pack(_checked(pairs, specs, left), buffers()):
+            for used, entries in pack(_checked(pairs, specs, left), buffers()):
                 at = turn % len(memories)
-                waiting[at] = self._send_bucket(writing, memories[at], entries)
+                waiting[at] = self._send_bucket(writing, memories[at], entries, used)
                 turn += 1
             for answers in waiting:
                 take(front.gather(answers))
@@ -390,16 +408,23 @@ class Replicas:
             self._memories = [SharedMemory(first + i, size) for i in range(2)]
         return self._memories
 
-    def _send_bucket(self, writing: Mapping[int, Replica], memory: SharedMemory, entries: list[m.Entry]) -> dict:
-        futures = {}
+    def _send_bucket(
+        self, writing: Mapping[int, Replica], memory: SharedMemory, entries: list[m.Entry], used: int
+    ) -> dict[int, Future]:
+        futures, payload = {}, None
         for index, replica in writing.items():
             channel = replica.channel
-            known = self._knows.setdefault((index, replica.starts), set())
-            if channel is not None and memory.key not in known:
-                known.add(memory.key)
-                channel.share(memory.descriptor)
-                channel.send(m.Memory(memory.key, memory.size))
-            futures[index] = self._front.send(replica, lambda key: m.Bucket(key, entries, memory.key))
+            if channel is not None and not channel.shares_memory:
+                payload = memory.bytes[:used].numpy().tobytes() if payload is None else payload
+                bucket = functools.partial(m.Bucket, entries=entries, payload=payload)
+            else:
+                bucket = functools.partial(m.Bucket, entries=entries, memory=memory.key)
+                known = self._knows.setdefault((index, replica.starts), set())
+                if channel is not None and memory.key not in known:
+                    known.add(memory.key)
+                    channel.share(memory.descriptor)
+                    channel.send(m.Memory(memory.key, memory.size))
+            futures[index] = self._front.send(replica, bucket)
         return futures
 
     # What there is to know
@@ -426,8 +451,8 @@ class Replicas:
         """Each of them, as it is known here at this moment."""
         found = []
         for one in self._front.replicas:
-            channel, jobs = one.channel, len(one.jobs)
-            pid = None if channel is None else channel.pid
+            jobs = len(one.jobs)
+            pid = None if one.channel is None else one.pid
             found.append(ReplicaInfo(one.index, pid, one.ready, one.fresh, one.reason, jobs, one.load, one.starts))
         return found
 

@@ -2,7 +2,7 @@
 
 import logging
 
-from ..errors import EngineAsleep, EngineClosed, EngineForked, StepFailed, WeightsTorn
+from ..errors import EngineAsleep, EngineClosed, EngineForked, ReplicaDied, StepFailed, WeightsTorn
 
 log = logging.getLogger("vexact_engine.serve")
 
@@ -53,6 +53,9 @@ def as_api_error(error: BaseException, request_id: str = "") -> APIError:
         return error
     if isinstance(error, EngineClosed | EngineForked):
         return APIError(503, "the engine is closed", code="engine_closed")
+    if isinstance(error, ReplicaDied):
+        log.error("%s: %s", request_id or "a request", error)
+        return APIError(503, "no replica could finish this request; the server's log says more", code="replica_died")
     if isinstance(error, WeightsTorn | EngineAsleep):
         return APIError(503, str(error), code="engine_not_ready", retry=5)
     log.error("%s: failed", request_id or "a request", exc_info=error)

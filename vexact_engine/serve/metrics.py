@@ -59,11 +59,12 @@ class _OfEngine:
     def collect(self) -> Iterator[Metric]:
         engine = self._engine
         load, stats = engine.load(), engine.stats
+        used = load.pages_used / max(1, load.pages)  # no pages: the last replica has died
         gauges = {
             "vexact_sequences_running": ("Sequences that are computed", load.running),
             "vexact_sequences_waiting": ("Sequences that wait to be let in", load.waiting),
             "vexact_kv_cache_pages": ("Pages of the KV cache", load.pages),
-            "vexact_kv_cache_used_ratio": ("Share of them that running sequences hold", load.pages_used / load.pages),
+            "vexact_kv_cache_used_ratio": ("Share of them that running sequences hold", used),
             "vexact_engine_paused": ("1 between pause and resume", float(load.paused)),
             "vexact_weight_version": ("Updates of the weights so far", engine.weight_version),
         }
