@@ -16,6 +16,7 @@ import dataclasses
 import faulthandler
 import gc
 import json
+import os
 import queue
 import random
 import statistics
@@ -33,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from engine_models import build, byte_tokenizer, check_idle
 
 import vexact_ops as vx
+from benchmarks.harness import environment
 from vexact_engine import Completion, Engine, EngineClosed, EngineConfig, SamplingParams
 from vexact_engine.core.loop import Loop
 from vexact_engine.outputs import Ticket
@@ -346,6 +348,7 @@ class Soak:
         self.failures: list[str] = []
         self.memory: list[dict] = []  # after each round
         self.oracles: dict = {}
+        self.began = time.monotonic()
 
     def round(self, seconds: float) -> None:
         """One engine, from start to close."""
@@ -378,20 +381,33 @@ class Soak:
 
     def _bout(self, engine, checker, states, seconds: float, close: bool) -> None:
         """Threads at work for some seconds. close: the engine is closed while they are."""
-        faulthandler.dump_traceback_later(HANG + seconds, exit=True, file=sys.__stderr__)
         stop, kinds = threading.Event(), [Controller] + [Client] * self.rng.choice([2, 4, 8])
         clients = [kind(engine, checker, random.Random(self.rng.random()), states, stop) for kind in kinds]
-        threads = [threading.Thread(target=c.run, args=(close,), name=f"client {i}") for i, c in enumerate(clients)]
+        threads = [
+            threading.Thread(target=client.run, args=(close,), name=f"client {i}", daemon=True)
+            for i, client in enumerate(clients)
+        ]
         for thread in threads:
             thread.start()
         time.sleep(seconds)
         if close:
             engine.close()
         stop.set()
+        deadline = time.monotonic() + HANG
         for thread in threads:
-            thread.join()
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                self._hangs(engine, thread.name)
         checker.inbox.join()
-        faulthandler.cancel_dump_traceback_later()
+
+    def _hangs(self, engine: Engine, who: str) -> None:
+        """Nothing can go on from here: say all that is known, and end."""
+        loop = engine._loop
+        state = f"{engine.state}, asleep {engine.asleep}, missing {loop.missing}, torn {loop.torn}, {engine.config}"
+        faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+        self.failures.append(f"{who} waits for ever: {len(loop._tickets)} requests, {len(loop._held)} held, {state}")
+        self.finish()
+        os._exit(1)
 
     def _check_nothing_is_held(self, engine, checker: Checker) -> None:
         scheduler = engine._scheduler
@@ -434,8 +450,8 @@ class Soak:
         args = self.args
         for family, dtype in FAMILIES[args.device] if args.minutes else ():
             self.oracles[family, dtype] = [Oracle(family, dtype, args.device, state) for state in range(STATES)]
-        began = time.monotonic()
-        end = began + 60 * args.minutes
+        self.began = time.monotonic()
+        end = self.began + 60 * args.minutes
         while (left := end - time.monotonic()) > 0 and not self.failures:
             self.round(min(left, self.rng.uniform(0.3, 1.7) * args.round))
             self.look()
@@ -448,11 +464,15 @@ class Soak:
                 self.failures.append(f"{name} has grown by {grown[name]}, expected at most {most}")
         if self.counts["checked"] == 0:
             self.failures.append("nothing was checked")
-        shown = ("checked", "differ", "leaked_pages", "leaked_slots")
-        return {
+        return self.finish(grown)
+
+    def finish(self, grown: dict | None = None) -> dict:
+        """The last line, written."""
+        args, shown = self.args, ("checked", "differ", "leaked_pages", "leaked_slots")
+        found = {
             "room": "soak",
             "device": args.device,
-            "minutes": round((time.monotonic() - began) / 60, 2),
+            "minutes": round((time.monotonic() - self.began) / 60, 2),
             "seed": args.seed,
             "rounds": len(self.memory),
             **{name: self.counts[name] for name in shown},
@@ -460,7 +480,15 @@ class Soak:
             "growth": grown,
             "memory": self.memory[:: max(1, len(self.memory) // 20)],
             "failures": self.failures[:SHOWN],
+            **{name: environment(args.device)[name] for name in ("gpu", "cpu", "torch", "commit", "date")},
         }
+        line = json.dumps(found)
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+        if args.json is not None:
+            with args.json.open("a") as file:
+                file.write(line + "\n")
+        return found
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -472,11 +500,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the last line to it")
     args = parser.parse_args(argv)
     found = Soak(args).run()
-    line = json.dumps(found)
-    sys.stdout.write(line + "\n")
-    if args.json is not None:
-        with args.json.open("a") as file:
-            file.write(line + "\n")
     return int(bool(found["failures"] or found["differ"]))
 
 

@@ -2,8 +2,12 @@
 
 import argparse
 import json
+import os
 import random
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import soak
@@ -69,7 +73,7 @@ def test_one_bit_is_found():
 
 
 def test_growth_is_found():
-    made = soak.Soak(argparse.Namespace(device="cpu", seed=0, minutes=0, round=1))
+    made = soak.Soak(argparse.Namespace(device="cpu", seed=0, minutes=0, round=1, json=None))
     made.memory = [{"rss_mib": 400 + i} for i in range(8)]
     assert made.growth("rss_mib") == 4
     assert made.run()["failures"] == ["nothing was checked"]
@@ -82,3 +86,19 @@ def test_configurations_hold_the_longest_request():
     drawn = [soak.configuration(rng, device) for device in ("cpu", "cuda") for _ in range(200)]
     assert min(c.num_pages * c.page_size for c in drawn) >= soak.LONGEST_PROMPT + soak.MOST_NEW
     assert len(Counter(c.max_num_batched_tokens for c in drawn)) == 5
+
+
+def test_a_hang_is_found():
+    """In a process of its own: it ends there."""
+    program = """
+import sys, threading, soak
+soak.HANG = 2
+soak.Client.stream = lambda self: threading.Event().wait()
+soak.main(["--minutes", "0.1", "--round", "3"])
+"""
+    root = Path(__file__).parent.parent
+    env = os.environ | {"PYTHONPATH": f"{root}:{root / 'tests'}"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=300)
+    assert done.returncode == 1, done.stderr
+    assert "waits for ever" in json.loads(done.stdout.splitlines()[-1])["failures"][0]
+    assert "Thread 0x" in done.stderr

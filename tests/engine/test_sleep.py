@@ -533,6 +533,52 @@ def test_a_gpu_has_its_memory_back(level):
         check_idle(engine)
 
 
+@pytest.mark.parametrize("paused", ["keep", "wait", "abort"])
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_who_resumes_while_it_falls_asleep_is_not_forgotten(old, monkeypatch, paused, mode):
+    """Sleep pauses for a moment of its own, and must not put back a pause that is over by then."""
+    with made() as engine, ThreadPoolExecutor(2) as pool:
+        real, begun = engine._worker.sleep, threading.Event()
+
+        def slow(level, tags):
+            begun.set()
+            while not engine._loop._inbox:  # until resume() has been called
+                time.sleep(0.001)
+            return real(level, tags)
+
+        monkeypatch.setattr(engine._worker, "sleep", slow)
+        engine.pause(paused)
+        sleeping = pool.submit(engine.sleep, 1, None, mode)
+        assert begun.wait(60)
+        pool.submit(engine.resume).result(60)
+        sleeping.result(60)
+        engine.wake_up()
+        assert engine.state == "running"
+        assert pool.submit(ask, engine).result(60) == old[0]
+
+
+def test_who_pauses_while_it_falls_asleep_is_not_forgotten(old, monkeypatch):
+    with made() as engine, ThreadPoolExecutor(2) as pool:
+        real, begun = engine._worker.sleep, threading.Event()
+
+        def slow(level, tags):
+            begun.set()
+            while not engine._loop._inbox:
+                time.sleep(0.001)
+            return real(level, tags)
+
+        monkeypatch.setattr(engine._worker, "sleep", slow)
+        sleeping = pool.submit(engine.sleep)
+        assert begun.wait(60)
+        pool.submit(engine.pause, "keep").result(60)
+        sleeping.result(60)
+        engine.wake_up()
+        asked = pool.submit(ask, engine)
+        assert engine.state == "paused" and not asked.done()
+        engine.resume()
+        assert asked.result(60) == old[0]
+
+
 @NO_GPU
 def test_where_a_gpu_has_no_room_the_engine_sleeps_on():
     with Engine.from_pretrained(build("Qwen3", device="cuda"), device="cuda", config=CONFIG) as engine:

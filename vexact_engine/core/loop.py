@@ -119,7 +119,8 @@ class Loop:
         self._listened: set[Request] = set()  # those of them whose tokens somebody takes one by one
         self._names: dict[str, Ticket] = {}  # the same, and those held, by name
         self._held: list[Ticket] = []  # handed over during a pause that lets the others end
-        self._paused: str | None = None
+        self._paused: str | None = None  # as pause() and resume() have it
+        self._resting: str | None = None  # in between(): goes before that
         self._mail: dict = {}  # asyncio loop -> calls for it
         self.updating = self.asleep = False
         self.missing: str | None = None
@@ -196,9 +197,23 @@ class Loop:
 
     def pause(self, mode: str) -> None:
         """Returns once nothing is computed any more; see Engine.pause."""
+        self._stop("_paused", mode)
 
+    def resume(self) -> None:
+        self._go_on("_paused")
+
+    def between(self, mode: str, function: Callable[[], object]):
+        """What `function` returns, called in the thread during a pause of its own: who pauses or resumes meanwhile
+        decides what is paused afterwards. One at a time."""
+        try:
+            self._stop("_resting", mode)
+            return self.call(function)
+        finally:
+            self._go_on("_resting")
+
+    def _stop(self, which: str, mode: str) -> None:
         def stop() -> None:
-            self._paused = mode
+            setattr(self, which, mode)
             if mode == "abort":
                 for ticket in list(self._tickets.values()):
                     self._abort(ticket)
@@ -206,31 +221,28 @@ class Loop:
         self.call(stop)
 
         def stopped() -> bool:
-            over = self._paused is None or not self.scheduler.has_unfinished
-            return mode != "wait" or over or self.asleep or self.missing is not None
+            if "wait" not in (mode, self._stopped_by):
+                return True
+            over = getattr(self, which) is None or not self.scheduler.has_unfinished
+            return over or self.asleep or self.missing is not None
 
         self.call(lambda: None, when=stopped)
 
-    def resume(self) -> None:
+    def _go_on(self, which: str) -> None:
         def go_on() -> None:
-            self._paused, held, self._held = None, self._held, []
+            setattr(self, which, None)
+            if self._stopped_by == "wait":
+                return
+            held, self._held = self._held, []
             for ticket in held:
                 self._names.pop(ticket.request.id, None)
                 self._take(ticket)
 
         self.call(go_on)
 
-    def between(self, mode: str, function: Callable[[], object]):
-        """What `function` returns, called in the thread during a pause of its own; then all is as paused as before."""
-        before = self._paused
-        self.pause(mode)
-        try:
-            return self.call(function)
-        finally:
-            if before is None:
-                self.resume()
-            else:
-                self.call(lambda: setattr(self, "_paused", before))
+    @property
+    def _stopped_by(self) -> str | None:
+        return self._resting or self._paused
 
     @property
     def paused(self) -> bool:
@@ -304,7 +316,7 @@ class Loop:
         return not self._closing
 
     def _may_schedule(self) -> bool:
-        stopped = self.updating or self.asleep or self.missing or self._paused in ("abort", "keep")
+        stopped = self.updating or self.asleep or self.missing or self._stopped_by in ("abort", "keep")
         return self.scheduler.has_unfinished and not stopped
 
     def _do(self, command: _Command) -> None:
@@ -426,7 +438,7 @@ class Loop:
         request = ticket.request
         if request.id in self._names:
             self._reject(ticket, f"request {request.id!r}: another request of this id is not done yet")
-        elif self._paused == "wait":
+        elif self._stopped_by == "wait":
             self._names[request.id] = ticket
             self._held.append(ticket)
         elif self.missing and not self.asleep:
