@@ -354,7 +354,7 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGroupedThreads, 1)
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
     if (threadIdx.x < 32) {
-      const bool loads = threadIdx.x == 0;
+      const bool loads = is_elected();
       ring.slot = 0, ring.phase = 1;
       GroupedTiles<MODE> tiles(g, numbers, bundles, turns);
       GroupedTile at;

@@ -8,6 +8,7 @@
 #pragma once
 #include <algorithm>
 
+#include "common/elect.cuh"
 #include "common/sm90.cuh"
 
 namespace vx::sm90 {
@@ -111,7 +112,7 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGemmThreads, 1)
 
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (threadIdx.x == 0) {
+    if (threadIdx.x < 32 && is_elected()) {
       int slot = 0;
       uint32_t phase = 1;
       for (int turn = blockIdx.x / 2; turn < turns; turn += clusters) {

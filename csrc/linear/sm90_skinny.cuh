@@ -10,6 +10,7 @@
 // Launched by launch_chained: what runs before the kernel before has ended only asks the L2 cache for weights.
 // order: K ascending in steps of 16, one fp32 accumulator per output element, no split of K; the K tail is zeros.
 #pragma once
+#include "common/elect.cuh"
 #include "common/sm90.cuh"
 
 namespace vx::sm90 {
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(kSkinnyThreads)
   __syncthreads();
 
   if (threadIdx.x >= kProducer) {
-    if (threadIdx.x != kProducer) return;
+    if (!is_elected()) return;
     uint64_t once, keep;  // the weight passes through L2, x is read by every block
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
     asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(keep));
