@@ -247,6 +247,7 @@ def _warm_up(engine, asked: list[workloads.Workload]) -> None:
 
 def _record(about: dict, engine, workload: workloads.Workload, done: timing.Run, bandwidth: float) -> dict:
     count = len(workload.jobs)
+    alike = workload.rate is None and len({job.new for job in workload.jobs}) == 1
     return {
         "room": "engine",
         "case": f"{about['model']}{' latent' * about['latent']} {workload.name} {about['dtype']}",
@@ -267,7 +268,8 @@ def _record(about: dict, engine, workload: workloads.Workload, done: timing.Run,
         "eager": engine.config.enforce_eager,
         "kv_pages": engine.config.num_pages,
         "copy_gbps": round(bandwidth * 1e-9, 1),
-        "_alike": workload.rate is None and len({job.new for job in workload.jobs}) == 1,
+        "steps_by_size": None if alike else timing.by_size(done.decode_steps()),
+        "_alike": alike,
     }
 
 
@@ -318,7 +320,12 @@ def _profiled(args: argparse.Namespace, engine, workload: workloads.Workload, ca
     batch, skip = None, min(PROFILED // 2, steps)
     if "fixed" in args.workload and workload.name == f"{workload.batch} x {workload.prompt} + {workload.new}":
         batch = min(workload.batch, engine.config.max_num_seqs)
-        prompt, new = workload.prompt + (workload.new - steps) // 2, skip + steps + 4
+        middle = workload.prompt + workload.new // 2
+        prefill = -(
+            -batch * middle // engine.config.max_num_batched_tokens
+        )  # steps that the first is ahead of the last
+        prompt = max(1, middle - steps - skip - prefill // 2)
+        new = prefill + skip + 2 * steps + 4
         workload = workloads.fixed(workload.batch, prompt, new, engine.vocab_size, args.seed + 1)
     stem = case.replace(" ", "-").replace("/", "-").replace(",", "")
     engine.reset_prefix_cache()

@@ -140,6 +140,15 @@ class Run:
         return found
 
 
+def by_size(steps: Sequence[tuple[float, int, int]]) -> dict[str, list[float]]:
+    """Of Run.decode_steps: how many there are of each power of two of sequences (and up to the next), and their median
+    in milliseconds."""
+    sizes: dict[int, list[float]] = defaultdict(list)
+    for seconds, sequences, _ in steps:
+        sizes[1 << (sequences.bit_length() - 1)].append(seconds)
+    return {str(size): [len(found), median_ms(found)] for size, found in sorted(sizes.items())}
+
+
 def params(job: Job) -> SamplingParams:
     return SamplingParams(max_new_tokens=job.new, temperature=1.0, seed=job.seed, ignore_eos=True)
 

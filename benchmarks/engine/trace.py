@@ -21,16 +21,18 @@ from .timing import Hooks
 
 _RANGE = "vexact: "  # a phase's name in the trace
 _COMMIT = _RANGE + "commit"
+_MANY = ("_deliver", "_flush")  # called for every sequence, or for nothing
 GAP = 5e-6  # seconds: between two kernels of one graph it is less; what is longer waits for the host
 
 
 @dataclass
 class Window:
-    """Some consecutive decode steps.
+    """Some consecutive decode steps; then some more, with torch's profiler on.
 
-    steps      how many
+    steps      how many, either time
     host       phase -> seconds of the engine's thread in all; what they leave of `seconds` is "other"
     seconds    from the first commit to the last
+    profiled   the same with the profiler on, which costs the host time
     kernels    (name, times, seconds in all), the longest first; on a CPU: torch's operators
     kernel_steps   how many steps those are of
     busy, span  seconds in which the GPU ran something, of how many; 0 on a CPU
@@ -40,6 +42,7 @@ class Window:
     steps: int
     seconds: float
     host: dict[str, float]
+    profiled: float = 0.0
     kernels: list[tuple[str, int, float]] = field(default_factory=list)
     kernel_steps: int = 0
     busy: float = 0.0
@@ -60,7 +63,8 @@ class Window:
             idle["gpu_idle_in_long_gaps"] = round(self.waits / self.span, 4)
         return {
             "profiled_steps": self.steps,
-            "profiled_step_ms": round(self.seconds * per_step, 4),
+            "phases_step_ms": round(self.seconds * per_step, 4),
+            "profiled_step_ms": round(self.profiled * per_step, 4),
             "host_ms": {name: round(seconds * per_step, 4) for name, seconds in self.host.items()},
             **idle,
         }
@@ -68,7 +72,8 @@ class Window:
     def table(self, most: int = 40) -> str:
         """For a person: milliseconds a step, of the host's phases and of the kernels."""
         per_step = 1e3 / self.steps
-        rows = [f"{self.steps} decode steps of {self.seconds * per_step:.3f} ms (with the profiler on)"]
+        rows = [f"{self.steps} decode steps of {self.seconds * per_step:.3f} ms"]
+        rows[0] += f", then {self.steps} of {self.profiled * per_step:.3f} ms with the profiler on"
         rows += ["", f"{'host phase':<58} {'ms/step':>9} {'share':>7}"]
         for name, seconds in self.host.items():
             rows.append(f"{name:<58} {seconds * per_step:>9.4f} {seconds / self.seconds:>7.1%}")
@@ -111,7 +116,7 @@ def phases(engine: Engine) -> list[tuple[str, object, str]]:
 class Profiler:
     """Opens a window in the middle of what an engine does: `with Profiler(engine, ...) as profiler: generate`.
 
-    skip, steps   so many decode steps go by first; so many are looked at
+    skip, steps   so many decode steps go by first; so many are looked at, twice
     batch         steps of so many sequences count alone, until the window is open; None: all that decode
     trace         where the Chrome trace goes (.json or .json.gz); None: nowhere
     window        what was seen; None where there were too few steps
@@ -137,7 +142,7 @@ class Profiler:
         def noted(plan, sampled):
             grown = commit(plan, sampled)
             full = plan.num_tokens == len(plan.chunks) and self.batch in (None, len(grown))
-            if self._profile is not None or (full and self.window is None):
+            if self._seen < self.skip + 2 * self.steps and (full or self._seen >= self.skip):
                 self._count()
             return grown
 
@@ -149,23 +154,28 @@ class Profiler:
     def __exit__(self, *exception) -> None:
         if self._profile is not None:  # the run was over before the window was
             self.engine._loop.call(self._close)
+        if self.window is not None and not self.window.profiled:
+            self.window = None
         self._hooks.undo()
 
     def _count(self) -> None:
         """In the engine's thread, after a commit."""
         self._seen += 1
         if self._seen == self.skip:
-            self._open()
+            for label, owner, name in phases(self.engine):
+                self._hooks.set(owner, name, self._timed(label, getattr(owner, name), name not in _MANY))
+            self._spent.clear()
+            self._began = time.perf_counter()
         elif self._seen == self.skip + self.steps:
+            seconds = time.perf_counter() - self._began
+            host = dict(self._spent)
+            host["other"] = max(0.0, seconds - sum(host.values()))
+            self.window = Window(self.steps, seconds, host)
+            self._profile = torch.profiler.profile(activities=self._kinds)
+            self._profile.start()
+            self._began = time.perf_counter()
+        elif self._seen == self.skip + 2 * self.steps:
             self._close()
-
-    def _open(self) -> None:
-        for label, owner, name in phases(self.engine):
-            self._hooks.set(owner, name, self._timed(label, getattr(owner, name), name not in ("_deliver", "_flush")))
-        self._profile = torch.profiler.profile(activities=self._kinds)
-        self._profile.start()
-        self._spent.clear()
-        self._began = time.perf_counter()
 
     def _timed(self, label: str, method: Callable, shown: bool) -> Callable:
         spent, clock, inner = self._spent, time.perf_counter, self._inner
@@ -174,10 +184,11 @@ class Profiler:
             began = clock()
             inner.append(0.0)
             try:
-                if not shown:  # called for every sequence: a range would cost more than it holds
-                    return method(*args, **options)
-                with torch.profiler.record_function(_RANGE + label):
+                if not shown or self._profile is None:  # a range of a small thing would cost more than it holds
                     result = method(*args, **options)
+                else:
+                    with torch.profiler.record_function(_RANGE + label):
+                        result = method(*args, **options)
             finally:
                 took = clock() - began
                 spent[label] += took - inner.pop()
@@ -196,17 +207,14 @@ class Profiler:
             self._hooks.set(pending, "wait", self._timed("read", pending.wait, True))
 
     def _close(self) -> None:
-        seconds = time.perf_counter() - self._began
-        count = min(self._seen - self.skip, self.steps)
+        self.window.profiled = time.perf_counter() - self._began
         if self.engine.device.type == "cuda":
             torch.cuda.synchronize(self.engine.device)
         profile, self._profile = self._profile, None
         profile.stop()
-        if count < 1:
+        if self._seen < self.skip + 2 * self.steps:
+            self.window = None
             return
-        host = dict(self._spent)
-        host["other"] = max(0.0, seconds - sum(host.values()))
-        self.window = Window(count, seconds, host)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             profile.export_chrome_trace(str(path))
