@@ -2,9 +2,11 @@
 it draws comes late, in order, and after other plans have been launched."""
 
 import asyncio
+import contextlib
 import functools
 import threading
 import time
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from random import Random
@@ -505,3 +507,29 @@ def test_everything_at_random(depth):
             if ticket.error is not None:
                 assert isinstance(ticket.error, StepFailed) and "step" in str(ticket.error)
                 assert isinstance(ticket.error.__cause__, RuntimeError)
+
+
+def test_a_sleep_that_was_too_long_is_not_repeated():
+    """A step of many tokens takes long, those after it do not: the device must not wait for a thread that sleeps."""
+    loop, now = object.__new__(Loop), [0.0]
+
+    class Changed(contextlib.nullcontext):
+        def wait(self, seconds):
+            now[0] += seconds
+
+    class Step:
+        def __init__(self, seconds):
+            self.end = now[0] + seconds
+
+        def ready(self):
+            return now[0] >= self.end
+
+    loop._changed, loop._closing, loop._inbox, loop._mail, loop._typical = Changed(), False, deque(), {}, 0.0
+    late = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vexact_engine.core.loop.time.perf_counter", lambda: now[0])
+        for seconds in [0.04] * 20 + [0.003, 0.0] * 3 + [0.003] * 20:
+            step = Step(seconds)
+            loop._await(step)
+            late.append(now[0] - step.end)
+    assert max(late[21:]) < 0.001, late

@@ -399,8 +399,11 @@ class Loop:
 
     def _await(self, pending: Pending) -> None:
         """Until it is ready, let requests come and go. The thread sleeps for most of the time that such a wait took
-        lately, and looks a few times more: there is another plan behind this one for the device."""
+        lately, and looks a few times more: there is another plan behind this one for the device. Where a plan is ready
+        at once, the sleep before may have been too long, so that the device was through with both: then it is none,
+        and grows again."""
         if _is_ready(pending):
+            self._typical = 0.0
             return
         begin = time.perf_counter()
         pause, taken = 0.75 * self._typical, 0.0
@@ -415,7 +418,7 @@ class Loop:
             self._flush()
             taken = time.perf_counter() - begin
             pause = min(max(_SHORTEST_PAUSE, self._typical / 16, taken / 16), _LONGEST_PAUSE)
-        self._typical += (min(taken, _LONGEST_WAIT) - self._typical) / 4
+        self._typical = min(taken, self._typical + (min(taken, _LONGEST_WAIT) - self._typical) / 4)
 
     def _abandon(self) -> None:
         """Wait for the plans in flight; what they draw is nobody's."""
