@@ -233,10 +233,37 @@ def _router(module, cls, **changes):
 
 
 @BACKENDS
+@DTYPES
+@given(router=routers(), seed=SEED)
+@pytest.mark.parametrize("rounded", [torch.bfloat16, torch.float16], ids=["to bf16", "to fp16"])
+def test_rounded_weights_are_the_weights_rounded(device, backend, dtype, rounded, router, seed):
+    experts, top_k, options, biased = router
+    logits = tricky(5, experts, seed=seed, dtype=dtype, device=device)
+    bias = tricky(experts, seed=seed + 1, dtype=torch.float32, device=device) if biased else None
+    options = {**options, "bias": bias, "backend": backend}
+    weights, ids = vx.moe_route(logits, top_k, **options)
+    assert_bitwise(vx.moe_route(logits, top_k, rounded=rounded, **options), (weights.to(rounded).float(), ids))
+
+
+def test_rounded_weights_have_no_gradient():
+    logits = torch.randn(3, 8, dtype=torch.float32, requires_grad=True)
+    with pytest.raises(RuntimeError, match="moe_route: rounded: got one with logits that require a gradient"):
+        vx.moe_route(logits, 2, rounded=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"moe_route: rounded: got torch.float64"):
+        vx.moe_route(logits, 2, rounded=torch.float64)
+    with torch.no_grad():
+        vx.moe_route(logits, 2, rounded=torch.bfloat16)
+
+
+@BACKENDS
 def test_opcheck(device, backend):
     logits, bias = torch.randn(3, 16, device=device, requires_grad=True), torch.randn(16, device=device)
-    torch.library.opcheck(torch.ops.vexact.moe_route.default, (logits, 2, False, True, 0, 0, None, 1.0, backend))
-    torch.library.opcheck(torch.ops.vexact.moe_route.default, (logits, 2, True, False, 4, 2, bias, 2.5, backend))
+    torch.library.opcheck(
+        torch.ops.vexact.moe_route.default, (logits, 2, False, True, 0, 0, None, 1.0, torch.float32, backend)
+    )
+    torch.library.opcheck(
+        torch.ops.vexact.moe_route.default, (logits, 2, True, False, 4, 2, bias, 2.5, torch.bfloat16, backend)
+    )
 
 
 @BACKENDS

@@ -277,8 +277,8 @@ class _Mixture:
         router, experts = part.router, part.experts
         self.router, self.bias = weights[router.linear.weight], weights.maybe(router.bias)
         self.dtype = torch.float32 if router.wide else None
-        self.cast, self.rounded, self.top_k = router.cast, router.rounded, router.top_k
-        names = "score", "normalize", "groups", "top_k_groups", "scale"
+        self.cast, self.top_k = router.cast, router.top_k
+        names = "score", "normalize", "groups", "top_k_groups", "scale", "rounded"
         self.options = {name: getattr(router, name) for name in names}
         self.experts = weights[experts.gate_up], weights[experts.down]
         self.activation = experts.activation
@@ -289,8 +289,6 @@ class _Mixture:
         logits = vx.linear(read, weight, out_dtype=self.dtype)
         bias = None if self.bias is None else self.bias.float()
         chosen, ids = vx.moe_route(logits, self.top_k, bias=bias, **self.options)
-        if self.rounded is not None:
-            chosen = chosen.to(self.rounded).float()
         out = vx.fused_moe(x, *self.experts, chosen, ids, activation=self.activation)
         return out if self.shared is None else out + self.shared(x)
 

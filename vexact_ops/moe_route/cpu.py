@@ -15,11 +15,13 @@ def _native_fwd():
 
 def moe_route_fwd(
     logits: Tensor, top_k: int, sigmoid: bool, normalize: bool, groups: int, top_groups: int, bias: Tensor | None,
-    scale: float,
+    scale: float, rounded: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     weights = torch.empty(logits.shape[0], top_k, dtype=torch.float32)
     ids = torch.empty(logits.shape[0], top_k, dtype=torch.int32)
     _native_fwd()(logits, top_k, sigmoid, normalize, groups, top_groups, bias, scale, weights, ids)
+    if rounded != torch.float32:
+        weights = weights.to(rounded).float()
     return weights, ids
 
 

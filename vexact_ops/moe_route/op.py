@@ -21,6 +21,7 @@ def moe_route(
     top_k_groups: int | None = None,
     bias: Tensor | None = None,
     scale: float = 1.0,
+    rounded: torch.dtype | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The top_k experts of each token by score, and their scores as weights; fp32 inside.
@@ -33,7 +34,9 @@ def moe_route(
                   be chosen; a group is worth the sum of its two best scores (bias included)
     bias          (E,) fp32, added to the scores for the choice alone; it has no gradient
     scale         a factor of the weights, at the end
-    returns       weights (T, top_k) fp32, never rounded to logits.dtype; ids (T, top_k) int32, best first
+    rounded       bf16 | fp16: the weights are rounded to it last of all, for routers that do so; not where gradients
+                  are wanted, whose own rounding is the caller's
+    returns       weights (T, top_k) fp32, not rounded to logits.dtype of themselves; ids (T, top_k) int32, best first
     ties          equal choices go to the lower id (groups: the lower group). A NaN counts as the best, so that it shows
     choice        by the logits themselves where there is neither bias nor groups, which is the order of the scores
                   without their rounding; otherwise by score + bias
@@ -65,10 +68,18 @@ def moe_route(
         check.shape("moe_route", "bias", bias, (experts,))
         check.same_device("moe_route", logits=logits, bias=bias)
         bias = bias.detach().contiguous()
+    if rounded is not None:
+        if rounded not in (torch.bfloat16, torch.float16):
+            raise TypeError(f"moe_route: rounded: got {rounded}, expected torch.bfloat16, torch.float16 or None")
+        if torch.is_grad_enabled() and logits.requires_grad:
+            raise RuntimeError(
+                "moe_route: rounded: got one with logits that require a gradient, which that rounding has not: round "
+                "the weights afterwards, or call it under torch.no_grad()"
+            )
     backend = ROOM.resolve(logits.device, backend)
     check.served("moe_route", "logits", logits.dtype, backend)
     options = score == "sigmoid", bool(normalize), groups or 0, top_k_groups or 0
-    return _moe_route(check.rows(logits), top_k, *options, bias, float(scale), backend)
+    return _moe_route(check.rows(logits), top_k, *options, bias, float(scale), rounded or torch.float32, backend)
 
 
 def _between(arg: str, value, low: int, high: int) -> None:
@@ -78,24 +89,25 @@ def _between(arg: str, value, low: int, high: int) -> None:
         raise ValueError(f"moe_route: {arg}: got {value}, expected {low} to {high}")
 
 
-def _fwd(logits, top_k, sigmoid, normalize, groups, top_groups, bias, scale, backend):
-    return ROOM.module(backend).moe_route_fwd(logits, top_k, sigmoid, normalize, groups, top_groups, bias, scale)
+def _fwd(logits, top_k, sigmoid, normalize, groups, top_groups, bias, scale, rounded, backend):
+    args = logits, top_k, sigmoid, normalize, groups, top_groups, bias, scale, rounded
+    return ROOM.module(backend).moe_route_fwd(*args)
 
 
-def _fake(logits, top_k, sigmoid, normalize, groups, top_groups, bias, scale, backend):
+def _fake(logits, top_k, sigmoid, normalize, groups, top_groups, bias, scale, rounded, backend):
     shape = logits.shape[0], top_k
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
 
 
 def _setup(ctx, inputs, output):
-    logits, _, ctx.sigmoid, ctx.normalize, _, _, _, ctx.scale, ctx.backend = inputs
+    logits, _, ctx.sigmoid, ctx.normalize, _, _, _, ctx.scale, _, ctx.backend = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(logits, *output)
 
 
 def _backward(ctx, dweights, _):
     dlogits = _moe_route_bwd(dweights, *ctx.saved_tensors, ctx.sigmoid, ctx.normalize, ctx.scale, ctx.backend)
-    return dlogits, *(None,) * 8
+    return dlogits, *(None,) * 9
 
 
 def _bwd(dweights, logits, weights, ids, sigmoid, normalize, scale, backend):
@@ -111,7 +123,7 @@ _moe_route_bwd = Operator(
 )
 _moe_route = Operator(
     "moe_route(Tensor logits, int top_k, bool sigmoid, bool normalize, int groups, int top_groups, Tensor? bias,"
-    " float scale, str backend) -> (Tensor, Tensor)",
+    " float scale, ScalarType rounded, str backend) -> (Tensor, Tensor)",
     _fwd,
     _fake,
     _setup,

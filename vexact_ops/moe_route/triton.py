@@ -5,10 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, exp, on, tree_sum
+from .._core.triton import OPTIONS, begin, early, exp, on, tree_sum
 
 LOWEST = tl.constexpr(-(2**31))  # below the key of every number
 NOBODY = tl.constexpr(2**31 - 1)
+_ROUNDED = {torch.float32: None, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 TINY = tl.constexpr(1e-20)  # keeps a sum of scores that have all vanished from dividing by zero
 
 
@@ -49,7 +50,9 @@ def _fwd_kernel(
     logits, bias, weights, ids, scale, logits_stride, E, groups, size, top_groups,
     TOP_K: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr,
     P: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr, KP: tl.constexpr,
+    ROUNDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
     top, total = 0.0, 1.0
@@ -89,7 +92,10 @@ def _fwd_kernel(
     if NORMALIZE:
         chosen = tl.div_rn(chosen, sum_of_chosen + TINY)
     at = row * TOP_K + slot
-    tl.store(weights + at, chosen * scale, mask=slot < TOP_K)
+    chosen *= scale
+    if ROUNDED is not None:
+        chosen = chosen.to(ROUNDED).to(tl.float32)
+    tl.store(weights + at, chosen, mask=slot < TOP_K)
     tl.store(ids + at, chosen_ids, mask=slot < TOP_K)
 
 
@@ -132,7 +138,7 @@ def _bwd_kernel(
 
 def moe_route_fwd(
     logits: Tensor, top_k: int, sigmoid: bool, normalize: bool, groups: int, top_groups: int, bias: Tensor | None,
-    scale: float,
+    scale: float, rounded: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, experts = logits.shape
     weights = logits.new_empty(rows, top_k, dtype=torch.float32)
@@ -145,7 +151,7 @@ def moe_route_fwd(
                 experts // count, top_groups, TOP_K=top_k, SIGMOID=sigmoid, NORMALIZE=normalize, BIAS=bias is not None,
                 GROUPS=groups > 0, P=triton.next_power_of_2(experts), GP=triton.next_power_of_2(count),
                 SP=triton.next_power_of_2(experts // count), KP=triton.next_power_of_2(top_k),
-                num_warps=1 if experts <= 256 else 4, **OPTIONS,
+                ROUNDED=_ROUNDED[rounded], num_warps=1 if experts <= 256 else 4, **OPTIONS, **early(logits),
             )  # fmt: skip
     return weights, ids
 

@@ -211,7 +211,7 @@ class _Reader:
             ids = ids.args[0]
         if weights.op != "moe_route" or weights.call != ids.call or (weights.out, ids.out) != (0, 1):
             raise _refuse(f"{where}: its router", weights)
-        logits, top_k, sigmoid, normalize, groups, kept, bias, scale, _ = weights.args
+        logits, top_k, sigmoid, normalize, groups, kept, bias, scale, *_ = weights.args
         options = {
             "top_k": top_k,
             "score": "sigmoid" if sigmoid else "softmax",
