@@ -156,11 +156,14 @@ def engine_table(records: Iterable[dict]) -> str:
     heads = ["model", "requests", "engine", "step, ms", "roof, ms", "step / roof", "output tokens/s", "requests/s"]
     heads += ["first token p50 / p99, ms", "per token p50 / p99, ms", "GPU idle", "start, s", "differ"]
     rows = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
-    for r in records:
+    for r in sorted(
+        records, key=lambda r: (r["model"], bool(r.get("latent")), r["workload"], r["backend"] != "vexact")
+    ):
         ours = r["backend"] == "vexact"
         about = " ".join(filter(None, (r["model"], "latent" * bool(r.get("latent")), r["dtype"])))
         least = f" (at most {r['new_at_most']} new)" if r.get("new_at_most", r["new"]) < r["new"] else ""
-        cells = [about, r["workload"] + least, r["backend"], _figure(r.get("step_ms")), _figure(r.get("roof_ms"))]
+        backend = " ".join(filter(None, (r["backend"], r.get("version"))))
+        cells = [about, r["workload"] + least, backend, _figure(r.get("step_ms")), _figure(r.get("roof_ms"))]
         cells += [f"{r['step_over_roof']:.2f}" if r.get("step_over_roof") else "", f"{r['tokens_per_s']:,.0f}"]
         cells += [_figure(r["requests_per_s"])]
         for name in ("ttft_ms", "tpot_ms"):
@@ -185,7 +188,7 @@ def program_table(records: Iterable[dict]) -> str:
 
 
 def _commits(records: list[dict]) -> str:
-    found = list(dict.fromkeys(r["commit"] for r in records))
+    found = list(dict.fromkeys(r["commit"] for r in records if r["commit"]))
     more = f" and {len(found) - 4} more" if len(found) > 4 else ""
     return f"commit{'s' * (len(found) > 1)} {', '.join(found[:4])}{more}"
 
@@ -200,7 +203,7 @@ def update_readme(readme: Path = ROOT / "README.md") -> None:
         spread = [r for r in records if "geomean_to_stock" in r]
         engines = [r for r in records if r["room"] == "engine" and "workload" in r]
         programs = [r for r in records if "us" not in r and r["room"] != "verify" and r not in spread + engines]
-        newest = max(records, key=lambda r: r["date"])
+        newest = max((r for r in records if r["torch"]), key=lambda r: r["date"])
         about = f"{newest['gpu'] or newest['cpu']}, torch {newest['torch']}, {_commits(records)}, {newest['date']}"
         parts = [
             p
