@@ -23,6 +23,7 @@ from vexact_engine import (
     Replicas,
     RequestError,
     SamplingParams,
+    StageDied,
     StepFailed,
     UpdateIncomplete,
     WeightsMissing,
@@ -107,7 +108,7 @@ async def engine(path: str, model: nn.Module) -> None:
             engine.generate([], raise_on_error=True)
         except RequestError as error:
             assert_type(error.completions, list[Completion])
-        except (EngineAsleep, EngineClosed, EngineForked, ModelInUse, StepFailed) as error:
+        except (EngineAsleep, EngineClosed, EngineForked, ModelInUse, StageDied, StepFailed) as error:
             print(error)
         except (WeightsMissing, WeightsTorn) as error:
             print(error)

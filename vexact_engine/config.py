@@ -36,7 +36,7 @@ class EngineConfig:
     enforce_eager            no CUDA graphs
     async_scheduling         plan, launch and deliver while the device computes another step; None: on a GPU, where the
                              two run side by side
-    pipeline_parallel_size   stages that the layers are cut into
+    pipeline_parallel_size   stages that the layers are cut into, each in a process of its own and on a GPU of its own
     show_progress            a progress bar; None: on a terminal only
     """
 

@@ -24,13 +24,14 @@ from .core.loop import PAUSES, Loop, drop
 from .core.scheduler import Scheduler, Stats
 from .errors import RequestError
 from .outputs import Call, Increment, Load, Ticket
+from .parallel.pipeline import PipelineWorker
 from .progress import bar, quiet
 from .request import Begun, Completion, Request, check_params, encoded, refused, spread
 from .runner import shapes
 from .runner.sleep import TAGS, check_level, named_tags
 from .runner.worker import Worker
 from .text import Text
-from .weights.load import Loaded, load
+from .weights.load import Loaded, load, load_in_stages
 from .weights.session import TORN, WeightUpdate, check_numerics
 from .weights.update import targets
 
@@ -60,16 +61,16 @@ class Engine:
 
     def __init__(self, loaded: Loaded, config: EngineConfig | None = None) -> None:
         config = config or EngineConfig()
-        if config.pipeline_parallel_size != 1:
+        if (config.pipeline_parallel_size > 1) != (loaded.origin is not None):
             raise ValueError(
-                f"Engine: pipeline_parallel_size: got {config.pipeline_parallel_size}, expected 1: this version does "
-                "not cut the layers into stages"
+                f"Engine: pipeline_parallel_size: got {config.pipeline_parallel_size} and a model that is "
+                f"{'loaded, expected a path' if loaded.origin is None else 'in stages, expected more than 1'}"
             )
         self.model, self.name = loaded.model, loaded.name
         self._text = None if loaded.tokenizer is None else Text(loaded.tokenizer)
         self.tokenizer = None if self._text is None else self._text.tokenizer
         first = next(self.model.parameters())
-        self.device, self.dtype = first.device, first.dtype
+        self.device, self.dtype = loaded.device or first.device, first.dtype
         self.vocab_size = shapes.vocab_size(self.model)
         config = _complete(config, loaded)
         backend = vx.current_backend()  # of here and now, for good
@@ -94,14 +95,17 @@ class Engine:
         """An engine for a model directory, a GGUF file, a model on the Hub, or a loaded Hugging Face model.
 
         path_or_model   see weights.load.load. A loaded model is taken over: patched, run in place, and its weights
-                        owned until close(); a second engine on it is refused
+                        owned until close(); a second engine on it is refused. With pipeline_parallel_size above 1 a
+                        model directory alone: each stage, a process of its own, reads its layers from it, onto the
+                        devices from `device` on, and `engine.model` has no weights
         device, dtype   where and in what; dtype None is bfloat16, or what a loaded model has
         tokenizer       to use instead of the one beside the weights; without any, prompts are token ids, and no text
         raises          FileNotFoundError, ValueError, TypeError: what cannot be loaded and why; UnsupportedModule (a
                         ValueError) naming the modules whose bits could depend on the batch; ModelInUse
         """
+        read = load if config is None or config.pipeline_parallel_size == 1 else load_in_stages
         with torch.device("cpu"):  # not the caller's default device
-            loaded = load(path_or_model, device=device, dtype=dtype, tokenizer=tokenizer)
+            loaded = read(path_or_model, device=device, dtype=dtype, tokenizer=tokenizer)
         return cls(loaded, config)
 
     # Fronts
@@ -500,7 +504,10 @@ def _complete(config: EngineConfig, loaded: Loaded) -> EngineConfig:
 
 def _make(loaded: Loaded, config, vocab_size: int, has_text: bool, backend, text_tail) -> tuple[Scheduler, Worker]:
     """In the engine's thread, and without a reference to the engine: it ends when nobody has one."""
-    worker = Worker(loaded.model, config, backend)
+    if loaded.origin is None:
+        worker = Worker(loaded.model, config, backend)
+    else:
+        worker = PipelineWorker(loaded, config, backend)
     try:
         scheduler = Scheduler(
             worker.config,

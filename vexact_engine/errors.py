@@ -19,6 +19,11 @@ class StepFailed(RuntimeError):
     that were in the engine end with this; `__cause__` is the failure itself. The engine can be used again."""
 
 
+class StageDied(StepFailed):
+    """A stage of the pipeline has died, in its process or with it. Requests under way end with this; before the next
+    one all stages are made anew."""
+
+
 class WeightsTorn(RuntimeError):
     """The weights are partly old and partly new. Nothing is computed with them until all are updated again."""
 

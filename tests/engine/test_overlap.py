@@ -80,6 +80,7 @@ class Device:
     def renew(self):
         assert not self.in_flight, "weights that a plan in flight may read"
         self.written = False
+        return True
 
     def launch(self, plan):
         number, self.launched = self.launched, self.launched + 1

@@ -120,6 +120,30 @@ def test_statistics_add_up():
     assert 0 < stats.mixed_steps < stats.steps
 
 
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_in_a_pipeline_a_plan_takes_its_share_of_the_decodes(stages):
+    """With a plan for each stage and one more in flight, all sequences take turns."""
+    scheduler, model = make(max_num_seqs=8, pipeline_parallel_size=stages)
+    for i in range(7):
+        scheduler.add(request([i], max_new_tokens=30))
+    everyone = set(scheduler.waiting)
+    flight, seen = [], []
+    for _ in range(40):
+        if plan := scheduler.schedule(lookahead=True):
+            flight.append((plan, model.run(plan)))
+        if len(flight) > stages or not plan:
+            seen.append(flight[0][0])
+            scheduler.commit(*flight.pop(0))
+    share = -(-7 // stages)
+    steady = seen[stages + 1 :]
+    assert all(0 < len(plan.chunks) <= share for plan in steady)
+    for i in range(len(steady) - stages + 1):  # whoever was in one is in the next round again
+        assert {c.sequence for plan in steady[i : i + stages] for c in plan.chunks} == everyone
+    while flight:
+        scheduler.commit(*flight.pop(0))
+    drain(scheduler, model)
+
+
 # Preemption
 
 

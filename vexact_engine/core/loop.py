@@ -57,10 +57,11 @@ class Worker(Protocol):
     depth: int
 
     def changed(self) -> bool:
-        """Before each plan is made: whether somebody else has changed the weights."""
+        """Before each plan is made: whether somebody else has changed the weights, or what was computed is gone."""
 
-    def renew(self) -> None:
-        """Then, while nothing is in flight: make them the weights. Raises where they cannot be used."""
+    def renew(self) -> bool:
+        """Then, while nothing is in flight: make them the weights; False where they are what they were, and only what
+        was computed is gone. Raises where they cannot be used."""
 
     def launch(self, plan: StepPlan) -> Pending:
         """Begin to compute a plan, behind those launched before."""
@@ -348,8 +349,8 @@ class Loop:
         try:
             if self.worker.changed():
                 self._finish_pending()
-                self.worker.renew()
-                self.scheduler.reset_cache(self.scheduler.weight_version + 1)
+                others = self.worker.renew()
+                self.scheduler.reset_cache(self.scheduler.weight_version + others)
         except Exception as error:
             self._fail_all(error)
             return False
@@ -386,8 +387,10 @@ class Loop:
         except Exception as error:
             self._abandon()
             scheduler.cancel(plan)
-            failure = StepFailed(f"a step failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
+            failure = error
+            if not isinstance(error, StepFailed):
+                failure = StepFailed(f"a step failed: {type(error).__name__}: {error}")
+                failure.__cause__ = error
             self._fail_all(failure)
             return
         if -1 in sampled.token_ids:

@@ -1,7 +1,8 @@
 """Which tokens are computed in the next step, and what becomes of the ones that were sampled.
 
 A step has a budget of tokens. `schedule` spends it in this order:
-  1. running decodes, one token each: nothing that arrives later can delay them;
+  1. running decodes, one token each: nothing that arrives later can delay them (in a pipeline of stages their share of
+     them, those that have waited longest: as many plans as stages are under way at once);
   2. running prefills, the earliest arrival first, in chunks;
   3. waiting sequences, the earliest arrival first. One is admitted when all its pages fit, and if it does not fit yet
      nobody behind it is let past. Only one whose next page is being computed for another lets others past meanwhile.
@@ -17,6 +18,7 @@ a pipeline need. A page given up while a plan in flight still touches it can onl
 is with a slot, the row that a running sequence has in the runner's buffers.
 """
 
+import heapq
 import time
 from bisect import bisect, insort
 from collections import deque
@@ -150,6 +152,7 @@ class Scheduler:
         self._share = _RESERVED * _FIRST_USED if config.reserve is None else config.reserve
         # Every running decode gets its token in every step, and a running prefill at least one.
         self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._stages = config.pipeline_parallel_size
         self._slots = list(range(self._max_running - 1, -1, -1))  # a stack of the free ones
 
     @property
@@ -289,6 +292,8 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         running, prefills, told = State.RUNNING, [], 0
 
+        turn = self.stats.steps
+        chosen = self._choose(lookahead, turn) if self._stages > 1 else None
         # This loop and that of `commit` are the host's time for each token of a decode.
         for sequence in self.running[:]:
             in_flight = sequence.in_flight
@@ -299,9 +304,12 @@ class Scheduler:
                 if end > start:
                     prefills.append(sequence)
                 continue
+            if chosen is not None and sequence not in chosen:
+                continue
             if start >= len(sequence.pages) * size and not self._grow(sequence):
                 continue
             sequence.num_planned = end
+            sequence.turn = turn
             sequence.in_flight = in_flight + 1
             told += start < sequence.num_prompt
             chunks.append(Chunk(sequence, start, end, True, sequence.pages, sequence.epoch, sequence.slot))
@@ -318,11 +326,29 @@ class Scheduler:
 
         self._admit(plan, budget)
 
+        if not plan and chosen is not None:  # those have all been preempted for want of pages: now for the others
+            return self.schedule(lookahead)
         if plan:
             self._in_flight.append(plan)
             self.stats.steps += 1
             self.stats.mixed_steps += 0 < num_decodes < len(chunks)
         return plan
+
+    def _choose(self, lookahead, turn):
+        """In a pipeline: the decodes that are to be in this plan, their share of all: those that were in none of the
+        last plans, which are with the other stages; so the same ones go together. None where that is all of them."""
+        ready = [
+            sequence
+            for sequence in self.running
+            if (lookahead or not sequence.in_flight)
+            and len(sequence.tokens) + sequence.in_flight - sequence.num_planned == 1
+            and len(sequence.tokens) + sequence.in_flight < sequence.limit
+        ]
+        rested = [sequence for sequence in ready if turn - sequence.turn >= self._stages] or ready
+        most = -(-len(self.running) // self._stages)
+        if len(rested) > most:
+            rested = heapq.nsmallest(most, rested, lambda sequence: sequence.turn)
+        return None if len(rested) == len(ready) else set(rested)
 
     def _plan(self, plan, sequence, length):
         start = sequence.num_planned

@@ -1,1 +1,1 @@
-"""More than one engine: replicas of a model in processes of their own."""
+"""More than one process: replicas of a model, or stages of one."""

@@ -109,9 +109,11 @@ class Runner:
     eager    why there are no CUDA graphs, "" where there are
     """
 
+    draws = True  # a stage of a pipeline that is not the last one draws nothing
+
     def __init__(self, model: torch.nn.Module, handle, config: EngineConfig, device: torch.device):
         self.model, self.handle, self.device = model, handle, device
-        self.shape = shapes.cache_shape(model, latent=config.latent_attention)
+        self.shape = self._cache_shape(shapes.cache_shape(model, latent=config.latent_attention))
         self.dtype = next(model.parameters()).dtype
         self.config = config
         self._tokens = config.max_num_batched_tokens
@@ -143,11 +145,27 @@ class Runner:
             step = self._rehearse(progress) if self.device.type == "cuda" else 0
             per_token = self.shape.per_token * self.dtype.itemsize
             count = memory.default_num_pages(config, per_token, config.max_model_len or 1 << 20, self.device, step)
-            self.config = replace(config, num_pages=count)
+            self.config = replace(config, num_pages=self._agree(count))
         # Nobody's bits depend on what has not been stored, and on a CPU untouched memory is never taken; on a GPU it is
         # zeroed, as attention is faster where what lies behind a sequence's last key is finite.
         self.buffers.caches = self._caches(self.config.num_pages, self.shape.layers)
         self.capture(progress)
+
+    # What a stage of a pipeline does otherwise (stages.py)
+
+    def _cache_shape(self, whole: shapes.CacheShape) -> shapes.CacheShape:
+        """Of the layers that are computed here."""
+        return whole
+
+    def _agree(self, pages: int) -> int:
+        """As many as everybody has room for."""
+        return pages
+
+    def _receive(self, step: Step) -> None:
+        """What comes from other stages, behind the step's columns and before its forward."""
+
+    def _hand_on(self, step: Step, work: Work) -> None:
+        """What goes to other stages, behind the draw."""
 
     def make_forward(self) -> None:
         """Of the tensors that the model holds now. Graphs of others are no longer used: `capture` makes new ones."""
@@ -171,7 +189,7 @@ class Runner:
         """Begin to compute a step, behind those launched before."""
         buffers = self.buffers
         work = buffers.work(step)
-        scored = len(step.targets) > 0
+        scored = self.draws and len(step.targets) > 0
         forward = draw = None
         if not scored:
             forward = self._mixed if work.longest > 1 else self._decode if work.plain else self._decode_cut
@@ -182,6 +200,7 @@ class Runner:
         recorded = draw or forward
         head = (recorded and recorded.head) or (Head(work.draws, work.plain) if work.draws else None)
         host = buffers.send(step, body, head)
+        self._receive(step)
         top = scores = None
         if forward:
             forward.replay()
@@ -193,9 +212,10 @@ class Runner:
             draw.replay()
         elif head and not (forward and forward.head):
             self._draw(head)
-        if work.top:
+        if work.top and self.draws:
             slots = step.chunks["slot"][step.chunks["draws"] > 0]
             top = _Top(self.handle, self._hidden, buffers.rows.occupants["top"][slots])
+        self._hand_on(step, work)
         draws = head.draws if head else 0
         buffers.fetch(host, draws)
         return Pending(buffers, host, draws, work.draws, top, scores)
@@ -261,10 +281,11 @@ class Runner:
         try:
             with self._recorder.session():
                 self._mixed = make("chunks", self._mixed_body, None)
-                self._decode = make("decodes", self._decode_body, plain)
-                self._decode_cut = make("decodes with cuts", self._decode_body, cut, like="decodes")
-                self._heads = make("draws", None, plain)
-                self._heads_cut = make("draws with cuts", None, cut, like="draws")
+                self._decode = self._decode_cut = make("decodes", self._decode_body, plain)
+                if self.draws:
+                    self._decode_cut = make("decodes with cuts", self._decode_body, cut, like="decodes")
+                    self._heads = make("draws", None, plain)
+                    self._heads_cut = make("draws with cuts", None, cut, like="draws")
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

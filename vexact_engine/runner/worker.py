@@ -104,7 +104,7 @@ class Worker:
         """Whether somebody else has changed the weights."""
         return bool(self._changed())
 
-    def renew(self) -> None:
+    def renew(self) -> bool:
         """What stands there now is the weights. What was replaced is made part of the forward again. For when nothing
         is in flight.
 
@@ -115,6 +115,7 @@ class Worker:
         if what == "replaced":
             self._rejoin()
         self._note()
+        return True
 
     def _changed(self) -> str:
         found = self._watch.changed(), self._missed

@@ -14,9 +14,12 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from .partial import Origin
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +35,16 @@ class Loaded:
     tokenizer       None where there is none
     eos_token_ids   the ids that end a text
     name            where it came from, for messages
+    origin          where stages of a pipeline take their weights from, each its own: then `model` has none
+    device          where those are to be
     """
 
     model: torch.nn.Module
     tokenizer: Any
     eos_token_ids: tuple[int, ...]
     name: str
+    origin: "Origin | None" = None
+    device: torch.device | None = None
 
 
 def load(
@@ -85,6 +92,38 @@ def load_tokenizer(source: "str | os.PathLike") -> Any:
         return _tokenizer(name)
     except (OSError, ValueError):
         return None
+
+
+def load_in_stages(
+    source: "str | os.PathLike", *, device: str | torch.device = "cpu", dtype=None, tokenizer: Any = None
+) -> Loaded:
+    """A model directory for an engine of several stages: they read their weights themselves.
+
+    raises   as load; ValueError for anything but a directory with safetensors
+    """
+    from .partial import Origin, skeleton
+
+    kind = as_dtype(torch.bfloat16 if dtype is None else dtype, device)
+    path = None if isinstance(source, torch.nn.Module) else Path(os.fspath(source)).expanduser()
+    if path is None or not path.is_dir() or not (path / "config.json").exists():
+        what = f"a loaded {type(source).__name__}" if path is None else os.fspath(source)
+        raise ValueError(
+            f"weights: pipeline_parallel_size: got {what}, expected a model directory with config.json and "
+            "safetensors: each stage reads its own layers from it"
+        )
+    if tokenizer is None and any((path / file).exists() for file in _TOKENIZER_FILES):
+        tokenizer = _tokenizer(str(path))
+    origin = Origin(str(path), kind)
+    with _quiet():
+        try:
+            model = skeleton(origin)
+        except (OSError, KeyError) as error:
+            raise _explain(str(path), error) from error
+    return without_weights(model, tokenizer, origin, device)
+
+
+def without_weights(model, tokenizer: Any, origin: "Origin", device: str | torch.device) -> Loaded:
+    return Loaded(model, tokenizer, _eos_token_ids(model, tokenizer), origin.source, origin, torch.device(device))
 
 
 def served(device: str | torch.device) -> dict[str, torch.dtype]:

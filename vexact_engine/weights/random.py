@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import torch
 
-from .load import Loaded, as_dtype, load
+from .load import Loaded, as_dtype, load, without_weights
+from .partial import Origin, skeleton
 
 _QWEN3 = {
     "model_type": "qwen3",
@@ -172,6 +173,7 @@ def load_random(
     device: torch.device | str = "cpu",
     seed: int = 0,
     layers: int | None = None,
+    whole: bool = True,
 ) -> Loaded:
     """A model of a config's true dimensions with random weights: for configs without weights.
 
@@ -179,35 +181,52 @@ def load_random(
              Hub
     seed     the weights are a function of it, of the device's kind and of torch's version
     layers   the first so many alone, each of its true size; None: all
+    whole    False: for an engine of several stages, which make their own weights: the model has none
     raises   FileNotFoundError, or ValueError for a config that transformers does not know or that has fewer layers;
              TypeError on dtype
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     kind = as_dtype(dtype, device)
+    origin = Origin(source, kind, seed, layers)
     try:
-        if source in CONFIGS:
-            config = AutoConfig.for_model(**CONFIGS[source])
-        else:
-            config = AutoConfig.from_pretrained(source)
-        if layers is not None:
-            _cut(config, source, layers)
-        with torch.random.fork_rng(), torch.device(device):
-            torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config, dtype=kind)
-            for parameter in model.parameters():
-                if parameter.dim() == 1:  # norms begin at 1 and biases at 0, where a mistake with either cannot show
-                    parameter.data += 0.1 * torch.randn_like(parameter)
-            for name, buffer in model.named_buffers():
-                if name.endswith("e_score_correction_bias"):  # of a router: likewise
-                    buffer += 0.1 * torch.randn_like(buffer)
+        config = config_of(source, layers)
+        model = _made(config, kind, device, seed) if whole else skeleton(origin)
     except OSError as error:
         raise FileNotFoundError(f"{source}: {' '.join(str(error).split())}") from None
     has_tokenizer = any(os.path.exists(os.path.join(source, name)) for name in ("tokenizer.json", "tokenizer.model"))
     tokenizer = AutoTokenizer.from_pretrained(source) if has_tokenizer else None
-    loaded = load(model, device=device, dtype=dtype, tokenizer=tokenizer)
+    if whole:
+        loaded = load(model, device=device, dtype=dtype, tokenizer=tokenizer)
+    else:
+        loaded = without_weights(model, tokenizer, origin, device)
     cut = "" if layers is None else f" {layers} layer{'s' * (layers != 1)}"
     return replace(loaded, name=f"{source}{cut} (random weights)")
+
+
+def config_of(source: str, layers: int | None = None):
+    """The config of `load_random`."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(**CONFIGS[source]) if source in CONFIGS else AutoConfig.from_pretrained(source)
+    if layers is not None:
+        _cut(config, source, layers)
+    return config
+
+
+def _made(config, dtype: torch.dtype, device: torch.device | str, seed: int) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms begin at 1 and biases at 0, where a mistake with either cannot show
+                parameter.data += 0.1 * torch.randn_like(parameter)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # of a router: likewise
+                buffer += 0.1 * torch.randn_like(buffer)
+    return model
 
 
 def _cut(config, source: str, layers: int) -> None:

@@ -1,0 +1,155 @@
+"""The process of one stage: it holds some layers, runs the steps that it is told of, and ends with its engine.
+
+It is told everything over one connection, whose other end the engine's process alone has: when that ends, however it
+ends, the kernel closes it, and the stage is gone a moment later.
+"""
+
+import contextlib
+import gc
+import os
+import pickle
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+
+import vexact_ops as vx
+
+from ..config import EngineConfig
+from ..core.step import Step
+from ..weights.partial import Origin, fill, skeleton
+from ..weights.update import Places
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a stage is made of.
+
+    layers   of every stage; this one's are layers[rank]
+    store    a file in which the stages find each other
+    ahead    how many steps are launched before the first of them is waited for
+    """
+
+    rank: int
+    layers: tuple[range, ...]
+    device: str
+    origin: Origin
+    config: EngineConfig
+    backend: str | None
+    store: str
+    ahead: int
+
+
+class Stage:
+    """All that the process has. `serve` is its main thread; one reads what comes, and one reports what was drawn."""
+
+    def __init__(self, connection: Connection):
+        self._connection, self._lock = connection, threading.Lock()
+        self._inbox: SimpleQueue = SimpleQueue()
+        self._pending: SimpleQueue = SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._inbox.put(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(1)  # nobody is there any more, whatever the other threads wait for
+
+    def tell(self, kind: str, *values) -> None:
+        with self._lock:
+            self._connection.send_bytes(pickle.dumps((kind, *values), protocol=5))
+
+    def serve(self) -> None:
+        _, assignment = pickle.loads(self._inbox.get())
+        with contextlib.ExitStack() as stack:
+            self._make(assignment, stack)
+            threading.Thread(target=self._report, daemon=True).start()
+            gc.collect()
+            gc.freeze()  # this process is ours: what is there by now stays, and no collection need look at it
+            while True:
+                kind, *values = pickle.loads(self._inbox.get())
+                if kind == "close":
+                    return
+                getattr(self, f"_do_{kind}")(*values)
+
+    def _make(self, a: Assignment, stack: contextlib.ExitStack) -> None:
+        from ..runner.stages import Link, StageRunner
+
+        device = torch.device(a.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            torch.cuda.set_stream(torch.cuda.Stream(device))
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{a.store}", rank=a.rank, world_size=len(a.layers))
+        stack.enter_context(vx.use_backend(a.backend))
+        link = Link(device)
+        self.model, config, layers = skeleton(a.origin), a.config, a.layers[a.rank]
+        options = {"kv_segment": config.kv_segment, "latent": config.latent_attention}
+        handle = vx.patch.hf(self.model, **options)
+        names = handle.describe().names(layers)
+        handle.undo()
+        fill(self.model, names, a.origin, device)
+        self.handle = vx.patch.hf(self.model, **options)
+        self.runner = StageRunner(self.model, self.handle, config, device, layers, link, a.ahead)
+        numerics = vx.numerics(device, kv_segment=config.kv_segment, latent_attention=config.latent_attention or None)
+        self.last, self.device = self.runner.draws, device
+        places = Places.of(self.model)
+        self._targets = places.targets | {name: view for name, (_, view) in places.views.items()}
+        self._old_names = places.old
+        held = sum(t.nbytes for t in {id(t): t for t in places.targets.values() if not t.is_meta}.values())
+        self.tell("ready", self.runner.config, self.runner.path, numerics, held)
+
+    def _report(self) -> None:
+        while True:
+            number, pending = self._pending.get()
+            try:
+                sampled = pending.wait()
+            except BaseException as error:
+                self._fail(error)
+            if self.last:
+                self.tell("drawn", number, sampled)
+
+    def _fail(self, error: BaseException) -> None:
+        with contextlib.suppress(OSError):
+            self.tell("failed", f"{type(error).__name__}: {error}", traceback.format_exc())
+        os._exit(1)
+
+    # What it is told
+
+    def _do_step(self, data: bytes) -> None:
+        step = Step.from_bytes(data)
+        self._pending.put((step.number, self.runner.launch(step)))
+
+    def _do_write(self, bucket: list) -> None:
+        """New values, between two steps."""
+        with torch.no_grad():
+            for name, start, value in bucket:
+                target = self._targets[self._old_names.get(name, name)]
+                if target.is_meta:
+                    continue
+                if start is not None:
+                    target = target.view(-1)[start : start + value.numel()]
+                target.copy_(value)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.tell("done")
+
+    def _do_numbers(self) -> None:
+        """For whoever wants to know what a stage holds."""
+        caches = sum(c.nbytes for c in {id(c): c for c in self.runner.buffers.caches[0]}.values())
+        self.tell("done", os.getpid(), len(self.runner.layers), caches)
+
+
+def main() -> None:
+    stage = Stage(Connection(int(sys.argv[1])))
+    try:
+        stage.serve()
+    except BaseException as error:
+        stage._fail(error)
+    os._exit(0)  # what the device and the other stages are still at is nobody's any more

@@ -1,0 +1,147 @@
+"""Some of a model's layers on a device of their own: what a stage of a pipeline runs.
+
+Every stage is given the same steps in the same order. The first embeds tokens; each hands the residual stream on to
+the next one; the last draws, and gives the drawn ids back to the first, whose next steps may need them before the host
+knows them. The stream is handed on as one tensor, the sum of the two that a fused decoder passes from layer to layer:
+adding them is the first thing that the next norm would do, with the same rounding.
+"""
+
+from collections import deque
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..config import EngineConfig
+from ..core.step import Step
+from .buffers import Body, Work, send
+from .forward import forward
+from .runner import Runner
+from .shapes import CacheShape, decoder_config
+
+
+class Link:
+    """A stage's neighbours. torch.distributed is initialised, with one rank for each stage.
+
+    What comes is waited for on the device's current stream alone, and what goes has a stream of its own; so have the
+    ids on their way back, lest they and hidden states wait for each other.
+    """
+
+    def __init__(self, device: torch.device):
+        self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
+        self._back = dist.new_group([0, self.size - 1])
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        word = torch.zeros(1, dtype=torch.int64, device=device)  # everybody is there: before anything depends on it
+        if self.rank:
+            self.receive(word)
+        if self.rank < self.size - 1:
+            self.send(word)
+            if not self.rank:
+                self.take_back(word)
+        else:
+            self.give_back(word)
+        self.finish()
+
+    def receive(self, x: Tensor) -> None:
+        dist.recv(x.view(torch.uint8), self.rank - 1)
+
+    def send(self, x: Tensor) -> None:
+        self._keep(dist.isend(x.view(torch.uint8), self.rank + 1), x)
+
+    def take_back(self, ids: Tensor) -> None:
+        """Of the first stage, from the last."""
+        dist.recv(ids, self.size - 1, group=self._back)
+
+    def give_back(self, ids: Tensor) -> None:
+        self._keep(dist.isend(ids, 0, group=self._back), ids)
+
+    def least(self, count: int) -> int:
+        value = torch.tensor([count], dtype=torch.int64, device=self.device)
+        dist.all_reduce(value, dist.ReduceOp.MIN)
+        return int(value)
+
+    def finish(self) -> None:
+        """Until all has gone."""
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
+    def _keep(self, work: dist.Work, x: Tensor) -> None:
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+        self._sent.append((work, x))
+
+
+class StageRunner(Runner):
+    """A Runner of some layers. `launch` on all stages computes one step; what the last one's Pending gives is drawn.
+
+    layers   those of this stage; of the model, what `handle.describe().names(layers)` names is materialised
+    ahead    how many steps may have been launched and not been waited for
+    """
+
+    def __init__(
+        self, model, handle, config: EngineConfig, device: torch.device, layers: range, link: Link, ahead: int
+    ):
+        self.layers, self.link, self._ahead = layers, link, ahead
+        self.first, self.draws = link.rank == 0, link.rank == link.size - 1
+        self._owed: deque[tuple[int, np.ndarray]] = deque()  # steps whose ids have not come back, and their slots
+        first = model.get_input_embeddings().weight
+        shape = config.max_num_batched_tokens, decoder_config(model).hidden_size
+        self._given = None if self.first else torch.zeros(shape, dtype=first.dtype, device=device)
+        self._made = None if self.draws else torch.zeros(shape, dtype=first.dtype, device=device)
+        super().__init__(model, handle, config, device)
+
+    def make_forward(self) -> None:
+        self.release()
+        self.forward, self.path = forward(self.handle, self.layers)
+
+    def _cache_shape(self, whole: CacheShape) -> CacheShape:
+        return whole._replace(layers=len(self.layers))
+
+    def _agree(self, pages: int) -> int:
+        return self.link.least(pages)
+
+    def _compute(self, body: Body) -> Tensor | None:
+        batch, rows = self.buffers.batch(body)
+        out = self.forward(batch) if self.first else self.forward(batch, self._given[: body.tokens])
+        if not self.draws:
+            torch.add(*out, out=self._made[: body.tokens])
+            return None
+        if self._hidden is None:
+            self._hidden = out.new_zeros(self._slots, out.shape[1])
+        if body.draws:
+            torch.index_select(out, 0, rows, out=self._hidden[: body.draws])
+        return out
+
+    def _draw(self, head) -> None:
+        if self.draws:
+            super()._draw(head)
+
+    def _receive(self, step: Step) -> None:
+        if self.first:
+            self._take_back(step)
+        else:
+            self.link.receive(self._given[: len(step.token_ids)])
+
+    def _take_back(self, step: Step) -> None:
+        """Ids that this step needs, and those that must have come by now."""
+        owners = np.repeat(step.chunks["slot"], step.chunks["length"])
+        needed, last = owners[step.token_ids < 0], 0
+        for count, (number, slots) in enumerate(self._owed, 1):
+            if number <= step.number - self._ahead or np.isin(needed, slots).any():
+                last = count
+        for _ in range(last):
+            _, slots = self._owed.popleft()
+            ids = torch.empty(len(slots), dtype=torch.int64, device=self.device)
+            self.link.take_back(ids)
+            self.buffers.last.index_copy_(0, send(slots.astype(np.int64), self.device), ids)
+
+    def _hand_on(self, step: Step, work: Work) -> None:
+        if not self.draws:
+            self.link.send(self._made[: work.tokens].clone())
+        if not work.draws:
+            return
+        if self.draws:
+            self.link.give_back(self.buffers.drawn[: 2 * work.draws].view(torch.int64).clone())
+        if self.first:
+            self._owed.append((step.number, step.chunks["slot"][step.chunks["draws"] > 0]))
