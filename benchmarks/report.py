@@ -175,6 +175,37 @@ def engine_table(records: Iterable[dict]) -> str:
     return "\n".join(rows)
 
 
+def soak_table(records: Iterable[dict]) -> str:
+    """A Markdown table: what random use of the engine has brought to light."""
+    heads = [
+        "on",
+        "minutes",
+        "engines",
+        "steps",
+        "preemptions",
+        "updates",
+        "sleeps",
+        "aborted",
+        "tokens checked",
+        "differ",
+    ]
+    heads += ["pages, slots held", "memory, MiB"]
+    rows = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    for r in records:
+        counts, grown = r["counts"], r["growth"] or {}
+        cells = [r["gpu"] or r["cpu"], f"{r['minutes']:.0f}"]
+        cells += [
+            f"{counts.get(name, 0):,}" for name in ("engines", "steps", "preemptions", "updates", "sleeps", "abort")
+        ]
+        cells += [f"{r['checked']:,}", str(r["differ"]), f"{r['leaked_pages']}, {r['leaked_slots']}"]
+        cells.append(", ".join(f"{grown[n]:+.1f} {label}" for n, label in _SOAKED.items() if n in grown))
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+_SOAKED = {"rss_mib": "resident", "cuda_mib": "on the GPU"}
+
+
 def _figure(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
@@ -202,7 +233,9 @@ def update_readme(readme: Path = ROOT / "README.md") -> None:
         verified = [r for r in records if r["room"] == "verify"]
         spread = [r for r in records if "geomean_to_stock" in r]
         engines = [r for r in records if r["room"] == "engine" and "workload" in r]
-        programs = [r for r in records if "us" not in r and r["room"] != "verify" and r not in spread + engines]
+        soaks = [r for r in records if r["room"] == "soak"]
+        others = verified + spread + engines + soaks
+        programs = [r for r in records if "us" not in r and r not in others]
         newest = max((r for r in records if r["torch"]), key=lambda r: r["date"])
         about = f"{newest['gpu'] or newest['cpu']}, torch {newest['torch']}, {_commits(records)}, {newest['date']}"
         parts = [
@@ -210,6 +243,7 @@ def update_readme(readme: Path = ROOT / "README.md") -> None:
             for p in (
                 verified and verify_table(verified),
                 engines and engine_table(engines),
+                soaks and soak_table(soaks),
                 programs and program_table(programs),
                 spread and spread_table(spread),
                 kernels and summary(kernels),

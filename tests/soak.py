@@ -471,6 +471,8 @@ class Soak:
         args, shown = self.args, ("checked", "differ", "leaked_pages", "leaked_slots")
         found = {
             "room": "soak",
+            "case": f"{args.device} {args.minutes:g} minutes",
+            "backend": "vexact",
             "device": args.device,
             "minutes": round((time.monotonic() - self.began) / 60, 2),
             "seed": args.seed,
@@ -480,7 +482,7 @@ class Soak:
             "growth": grown,
             "memory": self.memory[:: max(1, len(self.memory) // 20)],
             "failures": self.failures[:SHOWN],
-            **{name: environment(args.device)[name] for name in ("gpu", "cpu", "torch", "commit", "date")},
+            **{name: environment(args.device)[name] for name in ("gpu", "cpu", "torch", "triton", "commit", "date")},
         }
         line = json.dumps(found)
         sys.stdout.write(line + "\n")

@@ -14,6 +14,7 @@ import soak
 import torch
 from engine_models import byte_tokenizer
 
+from benchmarks import report
 from vexact_engine import Engine, EngineConfig, SamplingParams
 
 
@@ -28,6 +29,8 @@ def test_a_short_soak(short, tmp_path, capsys):
     assert found == json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["checked"] > 500 and found["rounds"] >= 2
     assert found["differ"] == found["leaked_pages"] == found["leaked_slots"] == 0
+    table = report.soak_table(report.load(tmp_path / "soak.jsonl")).splitlines()
+    assert len(table) == 3 and table[0].count("|") == table[2].count("|") and "| 0 | 0, 0 |" in table[2]
     assert {"updates", "sleeps", "streams", "pauses", "abort", "preemptions"} <= set(found["counts"])
 
 
