@@ -28,10 +28,15 @@ class Stage:
         if not layers or layers.step != 1 or not 0 <= layers.start < layers.stop <= count:
             raise ValueError(f"stage: layers: got {layers}, expected some of range(0, {count}), in order")
         children = dict(base.named_children())
-        stack = next(n for n, child in children.items() if isinstance(child, nn.ModuleList) and len(child) == count)
+        stack = next((n for n, m in children.items() if isinstance(m, nn.ModuleList) and len(m) == count), None)
+        norm = described.norm.weight.split(".")[-2]
+        if stack is None or norm not in children:
+            raise ValueError(
+                f"stage: {type(base).__name__}: its {count} layers and its norm are no children of it, so none can be "
+                "left out"
+            )
         parts = {stack: nn.ModuleList([self._layer(i, layer) for i, layer in enumerate(children[stack])])}
         if layers.stop < count:
-            norm = described.norm.weight.split(".")[-2]
             parts[norm] = nn.Identity()
         self.base = twin(base, parts)
         self.base.__dict__["forward"] = types.MethodType(forwards.base_forward, self.base)
