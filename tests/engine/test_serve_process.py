@@ -169,3 +169,32 @@ def test_every_option_has_its_help(capsys):
     serve = _parser()._subparsers._group_actions[0].choices["serve"]
     assert all(action.help for action in serve._actions), "each says what it is"
     assert "--drain-seconds" in text
+
+
+def test_replicas_are_served_like_one_engine_and_one_that_is_killed_is_not_noticed(model):
+    with Engine.from_pretrained(model) as engine:
+        params = SamplingParams(max_new_tokens=150, seed=4, ignore_eos=True)
+        done = engine.generate(["hello", "there"], params)
+    with Process(model, "--replicas", 2, "--max-restarts", 4, "--num-pages", 100) as server:
+        body = {"prompt": ["hello", "there"], "seed": 4, "max_tokens": 150, "ignore_eos": True, "return_rollout": True}
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+        with httpx.stream("POST", server.url + "/v1/completions", json=body | {"stream": True}, timeout=120) as answer:
+            lines = answer.iter_lines()
+            first = next(lines)
+            os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
+            pieces = serving.events("\n\n".join(line for line in (first, *lines) if line))
+        assert all("choices" in piece for piece in pieces), pieces[-1]
+        for index, one in enumerate(done):
+            mine = [piece["choices"][0] for piece in pieces if piece["choices"][0]["index"] == index]
+            assert "".join(choice["text"] for choice in mine) == one.text
+            for name in ("token_ids", "logprobs", "raw_logprobs"):
+                assert [x for choice in mine for x in choice["rollout"][name]] == getattr(one, name)
+        answer = httpx.post(server.url + "/v1/completions", json=body | {"prompt": "hello"}, timeout=120).json()
+        assert "choices" in answer, answer
+        assert answer["choices"][0]["rollout"]["logprobs"] == done[0].logprobs
+        assert answer["usage"]["completion_tokens"] == 150
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            while serving.metric(http, "vexact_replicas_alive") != 2:  # it is started again
+                time.sleep(0.1)
+            assert serving.metric(http, "vexact_decode_tokens_total") > 0
+        assert server.end()[0] == 0

@@ -96,6 +96,8 @@ class Front:
                 if differ:
                     found = "; ".join(f"{where}: {got!r} against {own!r}" for where, (got, own) in differ.items())
                     raise ValueError(f"Replicas: {replica} has other numerics than replica 0: {found}")
+            # One that is started again has no facts meanwhile.
+            self._page_size = self.replicas[0].facts["config"]["page_size"]
             self.router = Router([replica.facts["config"]["num_pages"] for replica in self.replicas])
 
     @staticmethod
@@ -126,7 +128,7 @@ class Front:
                     self._complete(job, refused([], job.params, job.name, error, self.weight_version))
                     continue
                 self._names[job.name] = job
-                job.pages = chain(job.prompt_ids, self.replicas[0].facts["config"]["page_size"])
+                job.pages = chain(job.prompt_ids, self._page_size)
                 self._place(job)
             self._flush()
 

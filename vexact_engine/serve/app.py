@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -26,6 +26,9 @@ from .protocol import ChatRequest, CompletionRequest
 from .settings import Settings, is_loopback
 from .tokens import Tokens
 
+if TYPE_CHECKING:
+    from ..parallel.replicas import Replicas
+
 log = logging.getLogger("vexact_engine.serve")
 
 _OPEN = {"/health"}  # without a key
@@ -39,7 +42,7 @@ class Service:
     room      tokens that prompt and answer may have together
     """
 
-    def __init__(self, engine: Engine, settings: Settings):
+    def __init__(self, engine: "Engine | Replicas", settings: Settings):
         self.engine, self.settings = engine, settings
         self.tokens = Tokens(engine.tokenizer)
         self.metrics = Metrics(engine)
@@ -130,8 +133,8 @@ class Service:
         self._tokenizing.shutdown(wait=False)
 
 
-def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
-    """An ASGI application in front of an engine, which stays its owner's: it is not closed here.
+def make_app(engine: "Engine | Replicas", settings: Settings | None = None) -> FastAPI:
+    """An ASGI application in front of an engine or Replicas, which stay their owner's: they are not closed here.
 
     `app.state.service` is what it has in common for all requests.
     """
@@ -170,7 +173,8 @@ def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = await asyncio.to_thread(service.metrics.text)  # replicas are asked for theirs
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/numerics", response_class=Response)
     async def numerics() -> Response:

@@ -68,6 +68,8 @@ class _OfEngine:
             "vexact_engine_paused": ("1 between pause and resume", float(load.paused)),
             "vexact_weight_version": ("Updates of the weights so far", engine.weight_version),
         }
+        if (replicas := getattr(engine, "replicas", None)) is not None:
+            gauges["vexact_replicas_alive"] = "Replicas that take requests", sum(one.alive for one in replicas)
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(name, text, value=value)
         counts = {
