@@ -57,10 +57,11 @@ class Process:
         return self.process.returncode, said
 
 
-def test_it_serves_what_the_engine_gives_and_ends_with_0_on_sigterm(model):
+@pytest.mark.parametrize("stages", [1, 2])
+def test_it_serves_what_the_engine_gives_and_ends_with_0_on_sigterm(model, stages):
     with Engine.from_pretrained(model) as engine:
         done = engine.generate("hello", SamplingParams(max_new_tokens=20, seed=4, ignore_eos=True))[0]
-    options = ["--max-model-len", 100, "--num-pages", 50, "--log-level", "info"]
+    options = ["--max-model-len", 100, "--num-pages", 50, "--log-level", "info", "--pipeline-parallel-size", stages]
     with Process(model, *options, env={"VEXACT_API_KEY": KEY}) as server:
         headers = {"authorization": f"Bearer {KEY}"}
         assert httpx.get(server.url + "/v1/models").status_code == 401

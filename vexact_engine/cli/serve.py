@@ -24,6 +24,13 @@ def add_serve(commands) -> None:
     replicas.add_argument(
         "--max-restarts", type=options.count, default=0, metavar="N", help="of those that died, all together (0)"
     )
+    replicas.add_argument(
+        "--pipeline-parallel-size",
+        type=options.positive,
+        default=1,
+        metavar="N",
+        help="stages that one engine's layers are cut into, each on a GPU of its own (1)",
+    )
     server = serve.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="where to listen (127.0.0.1: this machine alone)")
     server.add_argument("--port", type=options.count, default=8000, help="(8000); 0 takes one that is free")
@@ -71,7 +78,9 @@ def run_serve(args) -> int:
         drain_seconds=args.drain_seconds,
         allow_origins=tuple(args.allow_origin),
     )
-    config = EngineConfig(**options.engine_of(args))
+    config = EngineConfig(**options.engine_of(args), pipeline_parallel_size=args.pipeline_parallel_size)
+    if args.replicas is not None and config.pipeline_parallel_size > 1:
+        raise ValueError("--pipeline-parallel-size: not together with --replicas yet")
     device = options.device(args.device)
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -97,6 +106,8 @@ def _engine(args, device, config):
     if args.replicas is None:
         from ..engine import Engine
 
+        if config.pipeline_parallel_size > 1:
+            return Engine.from_pretrained(args.model, device=device, dtype=args.dtype, config=config)
         return Engine(options.load(args, device), config)
     from ..parallel.replicas import Replicas
 

@@ -102,7 +102,7 @@ class _Stage:
         ours, theirs = socket.socketpair()
         self.connection = Connection(ours.detach())
         environment = dict(os.environ)
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all of them are on this machine
         environment.setdefault("NCCL_MAX_P2P_NCHANNELS", "4")  # hidden states are small; the SMs are wanted elsewhere
         code = "from vexact_engine.parallel.stage import main; main()"
