@@ -280,6 +280,14 @@ def test_cors_where_it_is_asked_for(engine):
         assert "access-control-allow-origin" not in answer.headers
 
 
+def test_the_fields_are_described(http):
+    paths = http.get("/openapi.json").json()["paths"]
+    for path, own in ((TEXT, "prompt"), (CHAT, "messages")):
+        schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert {own, "seed", "return_rollout", "stream_options"} <= set(schema["properties"])
+        assert schema["required"] == [own] and schema["additionalProperties"] is False and "$" not in str(schema)
+
+
 def test_request_ids(http):
     assert http.get("/health", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
     for bad in ("a b", "x" * 129, 'a"b'):

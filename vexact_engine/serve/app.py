@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -339,8 +340,13 @@ def _answer(value: dict, status: int = 200) -> Response:
     return Response(as_json(value), status, media_type="application/json")
 
 
-def _schema(kind: type) -> dict:
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
+def _schema(kind: type[BaseModel]) -> dict:
+    """For /openapi.json, where a schema's own definitions have no place."""
+    schema = kind.model_json_schema()
+    text = json.dumps({name: value for name, value in schema.items() if name != "$defs"})
+    for name, value in schema.get("$defs", {}).items():
+        text = text.replace(json.dumps({"$ref": f"#/$defs/{name}"}), json.dumps(value))
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": json.loads(text)}}}}
 
 
 def _printable(text: str) -> str:
