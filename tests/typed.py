@@ -14,10 +14,12 @@ from vexact_engine import (
     EngineClosed,
     EngineConfig,
     EngineForked,
+    HandoverFailed,
     Increment,
     Load,
     Metrics,
     ModelInUse,
+    PeerLost,
     ReplicaDied,
     ReplicaInfo,
     Replicas,
@@ -26,6 +28,8 @@ from vexact_engine import (
     StageDied,
     StepFailed,
     UpdateIncomplete,
+    WeightReceiver,
+    WeightSender,
     WeightsMissing,
     WeightsTorn,
 )
@@ -131,3 +135,15 @@ async def replicas(path: str, model: nn.Module) -> None:
             print(error)
         state: list[ReplicaInfo] = engine.replicas
         print(answers, version, state, engine.sleep(2), engine.wake_up(["weights"]), engine.stats, engine.load())
+
+
+def handover(engine: Engine, model: nn.Module) -> None:
+    with WeightReceiver(engine, mode="staged") as receiver, WeightSender("address", numerics=vx.numerics()) as sender:
+        try:
+            sent: int = sender.send(model.named_parameters())
+            taken: int = receiver.receive(timeout=1.0)
+        except PeerLost as lost:
+            print(lost)
+        except HandoverFailed as error:
+            print(error)
+        print(sent, taken)

@@ -73,7 +73,7 @@ class WeightReceiver:
         mode: str = "in_place",
         staging: torch.device | str | None = None,
         timeout: float = 60.0,
-    ):
+    ) -> None:
         if mode not in MODES:
             raise ValueError(f"WeightReceiver: mode: got {mode!r}, expected one of {', '.join(MODES)}")
         if staging is not None and mode != "staged":

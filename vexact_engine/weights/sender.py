@@ -59,7 +59,7 @@ class WeightSender:
         transport: str = "auto",
         checksum: bool = False,
         timeout: float = 60.0,
-    ):
+    ) -> None:
         if transport not in ("auto", "cuda_ipc", "shared_memory"):
             raise ValueError(f"WeightSender: transport: got {transport!r}, expected auto, cuda_ipc or shared_memory")
         if not isinstance(bucket_bytes, int) or bucket_bytes < 4096 or bucket_bytes % _ALIGN:
