@@ -99,6 +99,7 @@ class Front:
             # One that is started again has no facts meanwhile.
             self._page_size = self.replicas[0].facts["config"]["page_size"]
             self.router = Router([replica.facts["config"]["num_pages"] for replica in self.replicas])
+            self._page_size = self.replicas[0].facts["config"]["page_size"]
 
     @staticmethod
     def _start_error(replica: Replica) -> Exception:
@@ -354,8 +355,8 @@ class Front:
                     self._fail(job, m.exception(message.failure))
                 return
             if job.params.n == 1 and message.completions and message.completions[0].token_ids:
-                size = replica.facts["config"]["page_size"]
-                self.router.learn(replica.index, chain(job.prompt_ids + message.completions[0].token_ids, size))
+                ids = job.prompt_ids + message.completions[0].token_ids
+                self.router.learn(replica.index, chain(ids, self._page_size))
             self._complete(job, message.completions or ())
         elif isinstance(message, m.Answer):
             answer = replica.answers.pop(message.key)
@@ -443,8 +444,9 @@ class Front:
     def _restart(self, replica: Replica) -> None:
         if self._restarts > 0 and not self.asleep and not self._closing:
             self._restarts -= 1
+            reason = replica.reason
             self._start(replica)
-            log.warning("%s is started in the place of the one that %s", replica, replica.reason)
+            log.warning("%s is started in the place of the one that %s", replica, reason)
 
     def _flush(self) -> None:
         if not self._mail:
