@@ -25,9 +25,9 @@ from .triton import join, new_blocks, sampled
 # stages asked for before the kernel before has ended, stages left to load when the one after may start, and blocks that
 # share a multiprocessor.
 FEW = {
-    8: (1, 6, 6, 1000, 2),
-    16: (1, 6, 6, 1000, 2),
-    32: (1, 5, 5, 1000, 2),
+    8: (1, 4, 4, 1000, 3),
+    16: (1, 3, 3, 1000, 3),
+    32: (1, 3, 3, 1000, 3),
     64: (1, 4, 4, 1000, 2),
 }
 MANY, TRITON = "wgmma 128x256x64 ring 4", "triton"
