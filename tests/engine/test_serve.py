@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+import socket
+import time
 
 import openai
 import pytest
@@ -351,3 +353,20 @@ def test_what_has_come_meanwhile_is_sent_as_one_piece():
         assert [x for item in mine for x in item.logprobs] == [-at / 7 for at in range(20)]
         assert [x for item in mine for x in item.top_logprobs] == [{at: -1.0} for at in range(20)]
         assert "".join(item.text for item in mine) == "abcdefghijklmnopqrst"
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error(server, caplog):
+    name = 'vexact_requests_total{endpoint="chat",outcome="disconnected"}'
+    with serving.client(server) as http:
+        before = serving.metric(http, name)
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as raw:
+            head = ["POST /v1/chat/completions HTTP/1.1", "host: localhost", "content-type: application/json"]
+            raw.sendall("\r\n".join([*head, "content-length: 99", "", "{"]).encode())
+            while not serving.metric(http, "vexact_requests_in_progress"):
+                pass
+        deadline = time.monotonic() + 30
+        while serving.metric(http, name) == before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert serving.metric(http, name) == before + 1
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

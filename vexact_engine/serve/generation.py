@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from ..outputs import Increment
@@ -67,7 +67,7 @@ class Generation(Response):
                 self.outcome = "timeout" if self.timed_out else self._outcome_of()
             finally:
                 service.leave(self)
-        except _Gone:
+        except (_Gone, ClientDisconnect):
             self.outcome = "disconnected"
         except asyncio.CancelledError:
             self.outcome = "cancelled"
