@@ -99,7 +99,6 @@ class Front:
             # One that is started again has no facts meanwhile.
             self._page_size = self.replicas[0].facts["config"]["page_size"]
             self.router = Router([replica.facts["config"]["num_pages"] for replica in self.replicas])
-            self._page_size = self.replicas[0].facts["config"]["page_size"]
 
     @staticmethod
     def _start_error(replica: Replica) -> Exception:
