@@ -94,16 +94,14 @@ def _same_bits(handle, described, layers: range, fused: Forward, patched: Forwar
 
     page, far = 16, max(layer.attention.part.window or 0 for layer in chosen) + 70
     limit = min(far, max_positions(handle.model) or far)
-    near = min(37, limit)
-    mixed = [(0, min(5, limit)), (limit - min(3, limit), limit), (near - 1, near), (0, 1)]
+    mixed = [(0, min(5, limit)), (limit - min(3, limit), limit), (limit - 1, limit), (0, 1)]
     single = [(end - 1, end) for _, end in mixed]
     pages, tables = 0, []
     for _, end in mixed:
         tables.append(range(pages, pages + -(-end // page)))
         pages = tables[-1].stop
-    again = torch.arange(pages, device=weight.device) % 61  # pages of noise, over and over: windows may be wide
     caches = {
-        cache: [noise(61, page, cache.heads, dim)[again] for dim in (cache.k_dim, cache.v_dim)]
+        cache: [noise(pages, page, cache.heads, dim) for dim in (cache.k_dim, cache.v_dim)]
         for cache in dict.fromkeys(layer.cache for layer in chosen)
     }
     tokens = sum(end - start for start, end in mixed)
