@@ -189,7 +189,11 @@ class Worker:
         taken = self._aside(lambda: self._memory.wake_up(tags))
         if taken and not self.asleep:
             before = self._memory.held()
-            self._runner.capture()
+            try:
+                self._runner.capture()
+            except torch.OutOfMemoryError as error:
+                self._memory.sleep(1, ["graphs"])
+                raise MemoryError(f"wake_up: no memory for graphs: {error}") from error
             if before is not None:
                 taken["graphs"] = self._memory.held() - before
         return taken
