@@ -7,6 +7,9 @@ import pytest
 import torch
 from engine_models import build
 
+pytest.importorskip("zmq", reason="pyzmq is not installed")
+pytest.importorskip("msgspec", reason="msgspec is not installed")
+
 import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, HandoverFailed, SamplingParams, WeightReceiver, WeightSender
 from vexact_engine.weights.buffers import CUDA, HOST
