@@ -58,8 +58,8 @@ def test_it_is_the_same_on_every_instruction_set_and_with_any_number_of_threads(
 @pytest.mark.parametrize(
     "file, rooms",
     [
-        ("linear/cpu.py", {"linear", "linear_cross_entropy"}),
-        ("rmsnorm/op.py", {"rmsnorm"}),
+        ("linear/cpu.py", {"linear", "linear_cross_entropy", "linear_sample"}),
+        ("rmsnorm/op.py", {"rmsnorm", "rope"}),
         ("rmsnorm/triton.py", set()),  # not in use on a CPU
         ("_core/backend.py", set()),
     ],

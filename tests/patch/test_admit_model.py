@@ -81,6 +81,7 @@ def asked(monkeypatch):
     rooms = {
         "LINEAR": types.SimpleNamespace(class_of=lambda rows: -(-rows // 8) * 8, admit=note("linear")),
         "HEAD": types.SimpleNamespace(admit=note("head")),
+        "SAMPLE": types.SimpleNamespace(class_of=lambda rows: -(-rows // 16), admit=note("draw")),
         "FUSED_MOE": types.SimpleNamespace(
             grouped=types.SimpleNamespace(bucket_of=lambda rows: -(-rows // 8)), admit=note("moe")
         ),
@@ -104,6 +105,8 @@ def test_decode_and_training_are_asked_for(asked, capsys):
     assert {((64, 64, 100), layout, None) for layout in ("fwd", "dx", "dweight")} <= set(linear)
     assert not [key for key in linear if key[0] == (96, 64, 100)], "a trainer's head is not a linear"
     assert ("head", (64, torch.device("cuda")), {}) in asked
+    drawn = [args for room, args, _ in asked if room == "draw"]
+    assert drawn == [(64, rows, torch.device("cuda")) for rows in (16, 20)], "one number of rows for each class"
     (attention,) = [(args, options) for room, args, options in asked if room == "attention"]
     assert attention[0] == (4, 2, 16, 16, torch.bfloat16, torch.device("cuda"))
     assert attention[1] == {"windows": (None,), "segment": 256, "page": 16, "training": True}
@@ -132,7 +135,7 @@ def test_what_has_one_kernel_is_not_listed(asked, monkeypatch):
     by_rule = Decision("", Candidate("triton", None), "by rule")
     monkeypatch.setattr(module.LINEAR.module("cuda"), "admit", lambda *a, **k: by_rule)
     found = vx.admit(QWEN3, rows=[8])
-    assert len(found) == 2 and all("linear" not in d.key for d in found)
+    assert [d.key.split(" ")[0] for d in found] == ["attention", "head", "draw"]
 
 
 def test_bad_arguments(asked):

@@ -171,6 +171,15 @@ def _sampler(device, dtype):
     assert_bitwise(raw, vx.linear_logprobs(hidden, weight, ids), "sampled and trained, raw")
 
 
+def _linear_sample(device, dtype):
+    hidden, weight = cancelling(11, 130, 1500, seed=0, dtype=dtype, device=device)
+    seeds, positions = torch.arange(11, device=device) * 7919, torch.arange(11, device=device)
+    draw = lambda *rowwise: vx.linear_sample(rowwise[0], weight, *rowwise[1:], temperature=0.7)  # noqa: E731
+    _rows_and_runs(draw, hidden, seeds, positions)
+    drawn = vx.sample(vx.linear_logits(hidden, weight), seeds, positions, temperature=0.7)
+    assert_bitwise(draw(hidden, seeds, positions), drawn, "drawn from hidden states and from logits")
+
+
 def _attention(device, dtype):
     lengths, page, pages = [37, 5, 70], 8, 20
     total, heads, kv_heads, dim = sum(lengths), 6, 2, 64
@@ -216,5 +225,6 @@ CHECKS: tuple[tuple[str, str, Callable], ...] = (
     ("mean", "a row alone, threads, instruction sets", _mean),
     ("linear_cross_entropy", "a row alone, threads, instruction sets", _head),
     ("sampler", "a row alone; sampled == trained log-probabilities", _sampler),
+    ("linear_sample", "a row alone; hidden states == logits", _linear_sample),
     ("attention + kv_cache", "decode == chunk == prefill == training", _attention),
 )
