@@ -1,0 +1,67 @@
+"""What these tests share. Where verl, VeOmni or what they need is missing, every file here is skipped and says so."""
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+NEEDED = ("verl", "veomni", "ray", "transfer_queue", "tensordict", "hydra", "torchdata")
+MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+if not MISSING:  # before anything imports verl: it looks once
+    os.environ.setdefault("VERL_PLATFORM", "cpu")
+    os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "trainers.cpu_platform")
+
+
+class Skipped(pytest.Module):
+    def collect(self):
+        pytest.skip(f"not installed: {', '.join(MISSING)} (.ci/trainers makes an environment)", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    return Skipped.from_parent(parent, path=module_path) if MISSING else None
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """models(family) -> the folder of a tiny model with its tokenizer, made once."""
+    from .models import make_model
+
+    folder, made = tmp_path_factory.mktemp("models"), {}
+
+    def model(family: str) -> Path:
+        if family not in made:
+            made[family] = make_model(family, folder / family)
+        return made[family]
+
+    return model
+
+
+@pytest.fixture(scope="module")
+def ray_cluster():
+    """A Ray cluster of this module's own, with four GPUs that are not there. -> its address"""
+    import ray
+
+    from .environment import environment
+
+    before = dict(os.environ)
+    os.environ.update(environment())
+    folder = tempfile.mkdtemp(prefix="vx-", dir="/tmp")  # a short path: Ray's sockets are in it
+    try:
+        context = ray.init(
+            num_cpus=24,
+            num_gpus=4,
+            include_dashboard=False,
+            object_store_memory=200_000_000,
+            _temp_dir=folder,
+            log_to_driver=False,
+            runtime_env={"env_vars": environment()},
+        )
+        yield context.address_info["address"]
+    finally:
+        ray.shutdown()
+        os.environ.clear()
+        os.environ.update(before)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,29 @@
+"""The environment variables of a process that runs verl, and of every Ray worker below it, in these tests."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+TESTS = Path(__file__).parent.parent
+_ENGINE = importlib.util.find_spec("vexact_engine")
+PACKAGES = Path(_ENGINE.submodule_search_locations[0]).parent  # the tree, or where a wheel was installed
+
+
+def environment(vendor: str | None = "vexact", **more: str) -> dict[str, str]:
+    """vendor None: verl's own engines."""
+    ours = ["trainers.cpu_platform", "vexact_engine.verl.register"]
+    path = [str(TESTS), str(PACKAGES), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
+        "VERL_PLATFORM": "cpu",
+        "VERL_USE_EXTERNAL_MODULES": ",".join(ours),
+        # the stock classes are registered for cuda; ours for the CPU too
+        **({"VERL_ENGINE_DEVICE": "cuda"} if vendor is None else {"VERL_ENGINE_VENDOR": vendor}),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HYDRA_FULL_ERROR": "1",
+        "PYTHONWARNINGS": "ignore",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "HF_HUB_OFFLINE": "1",
+        **more,
+    }

@@ -1,0 +1,129 @@
+"""Tiny models of the three families, their tokenizers and their prompts, as folders. Nothing is fetched."""
+
+import json
+from pathlib import Path
+
+import torch
+
+FAMILIES = ("qwen3", "qwen3_moe", "deepseek_v3")
+VOCAB = 288  # 256 bytes, and the special tokens
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+SPECIAL = {
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "deepseek_v3": {  # as Moonlight's: no groups, no low-rank queries
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.446,
+    },
+}
+# What each family's own tokenizer has, which verl looks for by name: (pad, begin, end of a turn), and all of them.
+QWEN = ("<|endoftext|>", None, "<|im_end|>"), ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+DEEPSEEK = (
+    ("<｜▁pad▁｜>", "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+    (
+        "<｜▁pad▁｜>",
+        "<｜begin▁of▁sentence｜>",
+        "<｜end▁of▁sentence｜>",
+        "<｜User｜>",
+        "<｜Assistant｜>",
+        "<｜tool▁outputs▁end｜>",
+    ),
+)
+TOKENS = {"qwen3": QWEN, "qwen3_moe": QWEN, "deepseek_v3": DEEPSEEK}
+QWEN_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+DEEPSEEK_TEMPLATE = (
+    "<｜begin▁of▁sentence｜>{% for m in messages %}{% if m['role'] == 'assistant' %}<｜Assistant｜>{{ m['content'] }}"
+    "<｜end▁of▁sentence｜>{% elif m['role'] == 'user' %}<｜User｜>{{ m['content'] }}{% else %}{{ m['content'] }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"
+)
+
+
+def tokenizer(family: str):
+    """A token for each byte, and the family's special tokens behind them."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    (pad, begin, end), special = TOKENS[family]
+    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=made, pad_token=pad, bos_token=begin, eos_token=end)
+    wrapped.chat_template = DEEPSEEK_TEMPLATE if family == "deepseek_v3" else QWEN_TEMPLATE
+    return wrapped
+
+
+def make_model(family: str, folder: Path, seed: int = 0, **changes) -> Path:
+    """A random model of the family in bf16, as a checkpoint on a hub would be. -> folder"""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    words = tokenizer(family)
+    ids = {"pad_token_id": words.pad_token_id, "bos_token_id": words.bos_token_id, "eos_token_id": words.eos_token_id}
+    config = AutoConfig.for_model(family, **{**SIZES, **SPECIAL[family], **ids, **changes})
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            # Norms stay near one; matrices are large enough that everything in the model matters.
+            parameter.copy_(noise * 0.15 if parameter.dim() > 1 else 1 + noise * 0.1)
+    model.generation_config.eos_token_id = words.eos_token_id
+    model.to(torch.bfloat16).save_pretrained(folder)
+    words.save_pretrained(folder)
+    return folder
+
+
+def make_prompts(folder: Path, count: int = 32) -> Path:
+    """Prompts of mixed lengths and a reward that differs between samples, as verl reads them. -> the parquet file"""
+    import pandas
+
+    rows = [
+        {
+            "data_source": "vexact",
+            "prompt": [{"role": "user", "content": f"{i} plus {i * i % 7}" + "?" * (i * 5 % 9)}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(i + i * i % 7)},
+            "extra_info": {"index": i},
+        }
+        for i in range(count)
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    pandas.DataFrame(rows).to_parquet(folder / "prompts.parquet")
+    return folder / "prompts.parquet"
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float:
+    """verl's reward function: a random model is never right, but some of its answers are further from it."""
+    return sum(map(ord, solution_str)) % 17 / 17
+
+
+def read_config(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
