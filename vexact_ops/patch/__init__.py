@@ -6,5 +6,6 @@ from .covered import COVERED
 from .description import NotDescribed
 from .hf import hf
 from .plan import UnsupportedModule
+from .veomni import veomni
 
-__all__ = ["COVERED", "NotDescribed", "PagedBatch", "UnsupportedModule", "aten", "hf"]
+__all__ = ["COVERED", "NotDescribed", "PagedBatch", "UnsupportedModule", "aten", "hf", "veomni"]

@@ -11,7 +11,7 @@ import vexact_ops as vx
 from . import batch
 
 
-def _without_autocast(forward: Callable) -> Callable:
+def without_autocast(forward: Callable) -> Callable:
     """Aligned ops compute in the dtypes of their tensors. Where autocast was on, attention refuses fp32: the model's
     weights are what was to be cast then, and nothing casts them."""
 
@@ -26,7 +26,7 @@ def _without_autocast(forward: Callable) -> Callable:
     return wrapped
 
 
-@_without_autocast
+@without_autocast
 def base_forward(
     self,
     input_ids=None,
@@ -129,7 +129,7 @@ def wrapped_causal_forward() -> Callable:
     return can_return_tuple(causal_forward)
 
 
-@_without_autocast
+@without_autocast
 def causal_forward(
     self,
     input_ids=None,
@@ -198,13 +198,13 @@ def _scores(patch, hidden: Tensor, index: Tensor, target: Tensor, temperature: f
     return tuple(v.new_zeros(tokens).index_copy(0, index, v) for v in (values if return_entropy else (values,)))
 
 
-def _next_tokens(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
+def next_tokens(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     return shift_labels.reshape(-1)
 
 
-def _per_item(total: Tensor, num_items_in_batch: Tensor | int) -> Tensor:
+def per_item(total: Tensor, num_items_in_batch: Tensor | int) -> Tensor:
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(total.device)
     return total / num_items_in_batch
@@ -213,12 +213,12 @@ def _per_item(total: Tensor, num_items_in_batch: Tensor | int) -> Tensor:
 def _loss_of(
     patch, hidden: Tensor, labels: Tensor, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs
 ) -> Tensor:
-    target = _next_tokens(labels, shift_labels, ignore_index).to(hidden.device)
+    target = next_tokens(labels, shift_labels, ignore_index).to(hidden.device)
     options = {"ignore_index": ignore_index, "softcap": patch.softcap}
     options["reduction"] = "mean" if num_items_in_batch is None else "sum"
     rows = scaled(patch, hidden).flatten(0, 1)
     loss = patch.head(rows, then=lambda x, weight: vx.linear_cross_entropy(x, weight, target, **options))
-    return loss if num_items_in_batch is None else _per_item(loss, num_items_in_batch)
+    return loss if num_items_in_batch is None else per_item(loss, num_items_in_batch)
 
 
 def aligned_loss(
@@ -232,10 +232,10 @@ def aligned_loss(
 ) -> Tensor:
     """transformers' ForCausalLMLoss from aligned log-probabilities, for who calls `model.loss_function` on logits: the
     mean over the targets that are not ignored, or their sum over num_items_in_batch."""
-    target = _next_tokens(labels, shift_labels, ignore_index).to(logits.device)
+    target = next_tokens(labels, shift_labels, ignore_index).to(logits.device)
     index = (target != ignore_index).nonzero()[:, 0]
     rows = logits.float().view(-1, vocab_size).index_select(0, index)
     values = -vx.log_softmax(rows).gather(1, target[index][:, None])[:, 0]
     if num_items_in_batch is None:
         return vx.mean(values)
-    return _per_item(vx.mean(values) * len(index) if len(index) else values.sum(), num_items_in_batch)
+    return per_item(vx.mean(values) * len(index) if len(index) else values.sum(), num_items_in_batch)

@@ -19,8 +19,11 @@ from ..fused_moe.reference import fused_moe_ref
 from ..moe_route.op import SCORES
 from ..moe_route.reference import moe_route_ref
 from ..silu_mul.op import ACTIVATIONS
+from . import expert_parallel
 from .pieces import NotCovered, agree, random, run_stock, twin
+from .slots import slots_of, without_slots
 
+CHOICE = "route_tokens_to_experts"
 _BIAS = "e_score_correction_bias"
 _TOKENS = 40  # of a trial: enough that another choice or scale shows
 
@@ -37,31 +40,40 @@ def is_experts(module: nn.Module) -> bool:
 
 def experts_forward(module: nn.Module) -> tuple[Callable, str]:
     """The aligned forward of stacked experts, and their activation."""
-    experts, inner, hidden = module.gate_up_proj.shape[0], 5, 6
-    if getattr(module, "num_experts", experts) != experts:
-        raise NotCovered(f"it holds {experts} of {module.num_experts} experts")
+    # Behind the decorator: it would hand the call to another implementation of the same.
+    original = inspect.unwrap(type(module).forward)
+    apart = bool(slots_of(original))  # VeOmni's: this rank may hold a part of them, now or later
+    experts, inner, hidden = experts_of(module), 5, 6
+    held = module.gate_up_proj.shape[0]
+    if experts != held and not (apart and experts % held == 0):
+        raise NotCovered(f"it holds {held} of {experts} experts")
     gate_up = random(experts, 2 * inner, hidden, seed=1)
     down = random(experts, hidden, inner, seed=2)
     x, weights = 2 * random(_TOKENS, hidden, seed=3), random(_TOKENS, min(2, experts), seed=4).abs()
     ids = random(_TOKENS, experts, seed=5).argsort(1)[:, : weights.shape[1]]
     tried = twin(module, parameters={"gate_up_proj": gate_up, "down_proj": down})
-    # Behind the decorator: it would hand the call to another implementation of the same.
-    original = inspect.unwrap(type(module).forward)
-    got = run_stock(tried, x, ids, weights, forward=original.__get__(tried))
+    got = run_stock(tried, x, ids, weights, forward=without_slots(original).__get__(tried))
     for activation in ACTIVATIONS:
         if agree(got, fused_moe_ref(x, gate_up, down, weights, ids, activation=activation), 1e-6):
-            return _experts_forward(activation), activation
+            return _experts_forward(activation, apart), activation
     raise NotCovered("experts whose activation or form no aligned op computes")
 
 
 @functools.cache
-def _experts_forward(activation: str) -> Callable:
+def _experts_forward(activation: str, apart: bool) -> Callable:
     def experts_forward(self, hidden_states, top_k_index, top_k_weights):
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         weights, ids = top_k_weights.to(torch.float32), top_k_index.to(torch.int32)
+        if apart:
+            return expert_parallel.experts(self, x, weights, ids, activation)
         return vx.fused_moe(x, self.gate_up_proj, self.down_proj, weights, ids, activation=activation)
 
     return experts_forward
+
+
+def experts_of(module: nn.Module) -> int:
+    """How many experts there are, of which a rank may hold a part."""
+    return getattr(module, "num_experts", None) or module.gate_up_proj.shape[0]
 
 
 # router
@@ -75,6 +87,10 @@ def is_router(module: nn.Module) -> bool:
 
 def router_forward(module: nn.Module) -> tuple[Callable, str]:
     """The aligned forward of a router that returns (logits, weights, ids), and its options in words."""
+    return _router(module, lambda *found: (_router_forward(*found),))
+
+
+def _router(module: nn.Module, forwards: Callable) -> tuple:
     held = {**module._parameters, **module._buffers}
     if set(held) - {"weight", _BIAS} or any(value is None for value in held.values()) or module._modules:
         raise NotCovered("a router of another form")
@@ -92,7 +108,53 @@ def router_forward(module: nn.Module) -> tuple[Callable, str]:
         raise NotCovered("a router whose scores or choice no aligned op computes")
     wide, rounded = _roundings(module, x, weight, bias, options)
     label = " ".join(f"{key}={value}" for key, value in options.items() if value is not None)
-    return _router_forward(wide, rounded, tuple(options.items())), label
+    return *forwards(wide, rounded, tuple(options.items())), label
+
+
+def chooses(module: nn.Module) -> bool:
+    """A block that chooses itself, by the logits that its router gives (DeepSeek-V3's before transformers 5.17)."""
+    gate = module._modules.get("gate")
+    weight = None if gate is None else gate._parameters.get("weight")
+    return hasattr(type(module), CHOICE) and weight is not None and weight.dim() == 2
+
+
+def choice_forwards(module: nn.Module) -> tuple[Callable, Callable, str]:
+    """The aligned forward of such a block's router, the block's aligned choice, and its options in words."""
+    return _router(_Joined(module), _choice_forwards)
+
+
+class _Joined(nn.Module):
+    """Such a block's router and choice, as one router to be tried."""
+
+    def __init__(self, block: nn.Module):
+        super().__init__()
+        gate = block.gate
+        self.__dict__.update(
+            block=block, gate=gate, config=getattr(block, "config", None), top_k=getattr(block, "top_k", None)
+        )
+        self._parameters, self._buffers = dict(gate._parameters), dict(gate._buffers)
+
+    def forward(self, hidden_states):
+        gate = twin(self.gate)
+        gate.__dict__.update(_parameters=self._parameters, _buffers=self._buffers)
+        logits = run_stock(gate, hidden_states)
+        ids, weights = getattr(twin(self.block, {"gate": gate}), CHOICE)(logits)
+        return logits, weights, ids
+
+
+@functools.cache
+def _choice_forwards(wide: bool, rounded: bool, options: tuple) -> tuple[Callable, Callable]:
+    options = dict(options)
+    top_k = options.pop("top_k")
+
+    def gate_forward(self, hidden_states):
+        return _logits(self, hidden_states, wide)
+
+    def route_tokens_to_experts(self, router_logits):
+        weights, ids = vx.moe_route(router_logits, top_k, bias=_bias(self.gate), **options)
+        return ids, weights.to(self.gate.weight.dtype) if rounded else weights
+
+    return gate_forward, route_tokens_to_experts
 
 
 def check_block(module: nn.Module) -> None:
@@ -100,7 +162,7 @@ def check_block(module: nn.Module) -> None:
     slot to fused_moe."""
     children = [child for child in module._modules.values() if child is not None]
     routed = [child.weight.shape[0] for child in children if is_router(child)]
-    held = [child.gate_up_proj.shape[0] for child in children if is_experts(child)]
+    held = [experts_of(child) for child in children if is_experts(child)]
     if routed and held and set(routed) != set(held):
         raise NotCovered(f"its router chooses among {routed[0]} experts, but it holds {held[0]}")
 
@@ -198,15 +260,8 @@ def _router_forward(wide: bool, rounded: bool, options: tuple) -> Callable:
     top_k = options.pop("top_k")
 
     def router_forward(self, hidden_states):
-        x, weight = hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight
-        if wide:
-            if weight.dtype != x.dtype:
-                x, weight = x.float(), weight.float()
-            logits = vx.linear(x, weight, out_dtype=torch.float32)
-        else:
-            logits = vx.linear(x, weight)
-        bias = getattr(self, _BIAS, None)
-        weights, ids = vx.moe_route(logits, top_k, bias=None if bias is None else bias.float(), **options)
+        logits = _logits(self, hidden_states, wide)
+        weights, ids = vx.moe_route(logits, top_k, bias=_bias(self), **options)
         if rounded:
             if torch.compiler.is_compiling():
                 weights = _rounded(weights, hidden_states.dtype)
@@ -214,3 +269,17 @@ def _router_forward(wide: bool, rounded: bool, options: tuple) -> Callable:
         return logits, weights, ids
 
     return router_forward
+
+
+def _logits(router: nn.Module, hidden_states: Tensor, wide: bool) -> Tensor:
+    x, weight = hidden_states.reshape(-1, hidden_states.shape[-1]), router.weight
+    if not wide:
+        return vx.linear(x, weight)
+    if weight.dtype != x.dtype:
+        x, weight = x.float(), weight.float()
+    return vx.linear(x, weight, out_dtype=torch.float32)
+
+
+def _bias(router: nn.Module) -> Tensor | None:
+    bias = getattr(router, _BIAS, None)
+    return None if bias is None else bias.float()

@@ -24,6 +24,7 @@ from ..rope.reference import rope_cos_sin_ref, rope_ref
 from ..silu_mul.op import ACTIVATIONS
 from ..silu_mul.reference import silu_mul_ref
 from .batch import attend
+from .slots import without_slots
 
 
 class NotCovered(Exception):
@@ -68,7 +69,7 @@ def agree(got, expected, tolerance: float = 1e-4) -> bool:
 
 def stock(module: nn.Module) -> Callable:
     """The forward that the module's class defines, on this module."""
-    return type(module).forward.__get__(module)
+    return without_slots(type(module).forward).__get__(module)
 
 
 def run_stock(module: nn.Module, *args, forward: Callable | None = None, **kwargs):
@@ -301,6 +302,7 @@ def _attention_forward(cls: type) -> tuple[Callable, str]:
 
 def rope_function(apply: Callable) -> Callable:
     """The aligned form of a module's apply_rotary_pos_emb."""
+    apply = without_slots(apply)
     known = {"q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"}
     if not set(inspect.signature(apply).parameters) <= known:
         raise NotCovered(f"apply_rotary_pos_emb takes other arguments than {', '.join(sorted(known))}")
@@ -329,7 +331,7 @@ def rope_function(apply: Callable) -> Callable:
         }
     if len(forms) != 1:
         raise NotCovered("apply_rotary_pos_emb rotates in a way that no aligned op computes")
-    return _rope_function(forms.pop(), part)
+    return rotation(forms.pop(), part)
 
 
 def _as_it_is(x: Tensor) -> Tensor:
@@ -346,7 +348,7 @@ _FORMS = {"halves": (_as_it_is, False), "pairs": (_as_it_is, True), "pairs to ha
 
 
 @functools.cache
-def _rope_function(form: str, part: bool) -> Callable:
+def rotation(form: str, part: bool) -> Callable:
     arrange, interleaved = _FORMS[form]
 
     def apply_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from . import audit, forwards, lora, mixture, pieces
+from . import audit, forwards, lora, mixture, pieces, slots
 from . import latent as latent_form
 from .pieces import NotCovered
 
@@ -21,6 +21,7 @@ _STRUCTURE = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.Identity)
 EXACT = "stock: elementwise and correctly rounded, or a copy"
 _KNOWN_KWARGS = {
     "position_ids", "use_cache", "cache_position", "is_causal", "output_attentions", "output_hidden_states",
+    "output_router_logits",
 }  # fmt: skip
 
 
@@ -104,7 +105,7 @@ def _place(patch: "Patch", path: str, module: nn.Module) -> None:
         patch.keep(path, module, "holds nothing")
     elif lora.is_peft(module):
         patch.keep(path, module, lora.check(module, patch.tried))
-    elif not cls.__module__.startswith("transformers."):
+    elif not cls.__module__.startswith(("transformers.", slots.GENERATED)):
         raise NotCovered("no module of transformers, and none of torch's that an aligned op covers")
     elif module is patch.model and module is not patch.base:
         patch.replace(path, module, _causal_forward(patch), "linear_logits", _loss(patch))
@@ -123,6 +124,8 @@ def _place(patch: "Patch", path: str, module: nn.Module) -> None:
         forward, note = mixture.experts_forward(module)
         patch.replace(path, module, forward, "fused_moe", note)
         patch.inner.update(id(m) for m in module.children())
+    elif id(module) in patch.joined:
+        return
     elif mixture.is_router(module):
         forward, note = mixture.router_forward(module)
         patch.replace(path, module, forward, "linear, moe_route", note)
@@ -131,6 +134,12 @@ def _place(patch: "Patch", path: str, module: nn.Module) -> None:
         patch.replace(path, module, forward, "rmsnorm", style)
     else:
         mixture.check_block(module)
+        if mixture.chooses(module):
+            logits, choice, note = mixture.choice_forwards(module)
+            patch.joined.add(id(module.gate))
+            patch.replace(path, module, choice, "moe_route", note, mixture.CHOICE)
+            patch.replace(f"{path}.gate", module.gate, logits, "linear", "logits; its block chooses")
+            return
         if pieces.is_mlp(module):
             try:
                 forward, activation = pieces.mlp_forward(module)
@@ -241,11 +250,20 @@ def _causal_forward(patch: "Patch") -> Callable:
         raise NotCovered("it does something to the logits that no aligned op computes")
     if math.frexp(patch.scale)[0] != 0.5:
         raise NotCovered(f"it divides the logits by {patch.scale}: only powers of two are exact in the hidden states")
-    return forwards.wrapped_causal_forward()
+    if not slots.has_loss_slot(model):
+        return forwards.wrapped_causal_forward()
+    if patch.scale != 1 or patch.softcap is not None:
+        raise NotCovered("VeOmni's slot of the loss knows neither logits_scaling nor final_logit_softcapping")
+    return slots.causal_forward(pieces.class_of(model))
 
 
 def _loss(patch: "Patch") -> str:
+    if slots.has_loss_slot(patch.model):
+        patch.loss = False  # not read: the slot is
+        return "VeOmni's own forward; loss: linear_cross_entropy, log-probabilities: linear_logprobs"
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    patch.loss = patch.model.loss_function is ForCausalLMLoss and "_loss_function" not in patch.model.__dict__
+    used = patch.model.loss_function
+    used = getattr(used, "stock", used)  # behind what veomni.py puts in its place
+    patch.loss = used is ForCausalLMLoss and "_loss_function" not in patch.model.__dict__
     return "loss: linear_cross_entropy" if patch.loss else "loss: your own function, not covered"

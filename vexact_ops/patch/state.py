@@ -43,6 +43,7 @@ class Report(list):
 class _Change:
     module: nn.Module
     forward: Callable  # (self, ...) -> ...
+    name: str = "forward"  # of the method that it stands for
 
 
 class Patch:
@@ -60,6 +61,7 @@ class Patch:
         self.description = None  # or why there is none
         self.tried = {}  # what is known of modules that are alike
         self.inner: set[int] = set()  # modules whose block computes what they would
+        self.joined: set[int] = set()  # routers whose block chooses, and which were replaced with it
         self.tree: tuple[list, list, list] = [], [], []
 
     def build(self) -> None:
@@ -123,8 +125,8 @@ class Patch:
             raise self.description.with_traceback(None)
         return self.description
 
-    def replace(self, path: str, module: nn.Module, forward: Callable, ops: str, note: str = "") -> None:
-        self.changes.append(_Change(module, forward))
+    def replace(self, path: str, module: nn.Module, forward: Callable, ops: str, note: str = "", name: str = "forward"):
+        self.changes.append(_Change(module, forward, name))
         self.report.append(Row(path, type(module).__name__, ops, note))
 
     def keep(self, path: str, module: nn.Module, note: str = plan.EXACT) -> None:
@@ -145,20 +147,20 @@ class Patch:
     def apply(self) -> None:
         for change in self.changes:
             change.module.__dict__["_vexact"] = self
-            change.module.__dict__["forward"] = types.MethodType(change.forward, change.module)
+            change.module.__dict__[change.name] = types.MethodType(change.forward, change.module)
         if self.loss:
             self.model.__dict__["_loss_function"] = forwards.aligned_loss
 
     def revert(self) -> None:
         for change in self.changes:
-            forward = change.module.__dict__.get("forward")
+            forward = change.module.__dict__.get(change.name)
             if getattr(forward, "__func__", None) is not change.forward:
                 raise RuntimeError(
-                    f"undo: something replaced the forward of a {type(change.module).__name__} after the patch; take "
-                    "that back first"
+                    f"undo: something replaced the {change.name} of a {type(change.module).__name__} after the patch; "
+                    "take that back first"
                 )
         for change in self.changes:
-            del change.module.__dict__["forward"], change.module.__dict__["_vexact"]
+            del change.module.__dict__[change.name], change.module.__dict__["_vexact"]
         if self.loss and self.model.__dict__.get("_loss_function") is forwards.aligned_loss:
             del self.model.__dict__["_loss_function"]
 
