@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
-from . import engine, harness, report
+from . import engine, handover, harness, report
 from .shapes import SHAPES
 
 ROOMS = sorted(path.stem for path in (Path(__file__).parent / "ops").glob("*.py") if path.stem != "__init__")
-PROGRAMS = ("engine", "memory", "verify")  # whole programs rather than kernels
+PROGRAMS = ("engine", "handover", "memory", "verify")  # whole programs rather than kernels
 
 
 DEFAULTS = {
@@ -59,6 +59,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--plot", nargs="?", const=Path("plots"), type=Path, metavar="FOLDER", help="write PNG plots (default: plots)"
     )
     engine.options(parser)
+    handover.options(parser)
     args = parser.parse_args(argv)
     args.shape_given = args.shape is not None
     defaults = DEFAULTS[args.device]

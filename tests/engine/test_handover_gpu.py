@@ -35,9 +35,9 @@ def new_state(device, dtype):
     return state
 
 
-def _send(address, transport, dtype, times, answers):
-    """A trainer: fp32 masters or bf16, on the GPU."""
-    state = new_state("cuda", dtype)
+def _send(address, transport, dtype, times, answers, device="cuda"):
+    """A trainer: fp32 masters or bf16, on a GPU."""
+    state = new_state(device, dtype)
     with WeightSender(address, numerics=vx.numerics("cuda"), bucket_bytes=1 << 20, transport=transport) as sender:
         for _ in range(times):
             try:
@@ -53,11 +53,11 @@ def _send(address, transport, dtype, times, answers):
 def test_weights_arrive_from_another_process(transport, dtype, mode):
     model = build("Qwen3")
     model.load_state_dict(new_state("cpu", torch.float32))
-    with Engine.from_pretrained(model.cuda(), config=CONFIG) as engine:
+    with Engine.from_pretrained(model.cuda(), device="cuda", config=CONFIG) as engine:
         wanted = texts(engine)
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    with Engine.from_pretrained(build("Qwen3").cuda(), config=CONFIG) as engine:
+    with Engine.from_pretrained(build("Qwen3").cuda(), device="cuda", config=CONFIG) as engine:
         assert texts(engine) != wanted
         with WeightReceiver(engine, mode=mode) as receiver:
             process = context.Process(target=_send, args=(receiver.address, transport, dtype, 3, answers))
@@ -75,9 +75,38 @@ def test_weights_arrive_from_another_process(transport, dtype, mode):
         assert [answers.get(timeout=10) for _ in range(3)] == [(v, [kind]) for v in (1, 2, 3)]
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+@pytest.mark.parametrize("mode", ["in_place", "staged"])
+@pytest.mark.parametrize("trainer,engine", [("cuda:1", "cuda:0"), ("cuda:0", "cuda:1")])
+def test_weights_arrive_from_another_gpu(trainer, engine, mode):
+    model = build("Qwen3")
+    model.load_state_dict(new_state("cpu", torch.float32))
+    with Engine.from_pretrained(model.to(engine), device=engine, config=CONFIG) as made:
+        wanted = texts(made)
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    with (
+        Engine.from_pretrained(build("Qwen3").to(engine), device=engine, config=CONFIG) as made,
+        WeightReceiver(made, mode=mode) as receiver,
+    ):
+        given = receiver.address, "cuda_ipc", torch.float32, 2, answers, trainer
+        process = context.Process(target=_send, args=given)
+        process.start()
+        try:
+            for version in (1, 2):
+                assert receiver.receive(120) == version
+                assert texts(made) == wanted
+        finally:
+            process.join(60)
+    assert [answers.get(timeout=10) for _ in range(2)] == [(v, [CUDA]) for v in (1, 2)]
+
+
 def test_one_process_opens_no_memory_of_its_own_and_goes_on_by_shared_memory(caplog):
     """The driver does not let a process open its own handle: the fallback is taken, and said."""
-    with Engine.from_pretrained(build("Qwen3").cuda(), config=CONFIG) as engine, WeightReceiver(engine) as receiver:
+    with (
+        Engine.from_pretrained(build("Qwen3").cuda(), device="cuda", config=CONFIG) as engine,
+        WeightReceiver(engine) as receiver,
+    ):
         sender = WeightSender(receiver.address, numerics=vx.numerics("cuda"), bucket_bytes=1 << 20)
         thread = threading.Thread(target=receiver.receive, args=(60,))
         thread.start()

@@ -328,8 +328,10 @@ class PipelineWorker:
         if bucket:
             flush()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """`write` has waited."""
+
+    settle = wait
 
     def sleep(self, level: int, tags) -> dict[str, int]:
         raise NotImplementedError("sleep: an engine with pipeline_parallel_size above 1 cannot sleep yet")

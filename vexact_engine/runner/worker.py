@@ -158,10 +158,11 @@ class Worker:
 
     def settle(self) -> None:
         """What was written is the weights now, and whoever gave the sources may do with them as they please."""
-        self._wait()
+        self.wait()
         self._note()
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """For what the device has been given to do."""
         if self.stream is not None:
             self.stream.synchronize()
 
@@ -174,7 +175,7 @@ class Worker:
 
     def sleep(self, level: int, tags: Iterable[str]) -> dict[str, int]:
         """Bytes given back, by tag. Nothing that was in the caches is there afterwards."""
-        self._wait()
+        self.wait()
 
         def move() -> dict[str, int]:
             if self._memory.will_empty_weights(level, tags) and own([*self.model.parameters(), *self.model.buffers()]):
@@ -209,7 +210,7 @@ class Worker:
     def close(self) -> None:
         """Unpatch the model, let go of the caches. Weights that are asleep come back, and zeros where they were
         dropped: nobody who still has the model could touch it otherwise."""
-        self._wait()
+        self.wait()
         try:
             self._aside(lambda: self._memory.wake_up(["weights"]))
         except MemoryError as error:

@@ -70,11 +70,20 @@ class Buffers:
 
 
 class Opened:
-    """The same buffers in the other process. HandoverFailed, saying what stands in the way, where they do not open."""
+    """The same buffers in the other process.
 
-    def __init__(self, kind: str, name: str, size: int, handles: list[bytes], device: torch.device):
+    gpu      whose memory it is, for CUDA: see gpu_name
+    device   that they are read from: host memory is pinned for a GPU
+    raises   HandoverFailed, saying what stands in the way, where they do not open
+    """
+
+    def __init__(self, kind: str, name: str, size: int, handles: list[bytes], gpu: str, device: torch.device):
         self.name, self.tensors = name, []
         self._owned: list = []
+        if kind == CUDA:
+            device = gpu_named(gpu)
+            if device is None:
+                raise HandoverFailed(f"weights: CUDA IPC: process {os.getpid()} does not see the GPU {gpu}")
         try:
             for handle in handles:
                 if kind == CUDA:
@@ -93,6 +102,17 @@ class Opened:
         self.tensors.clear()
         while self._owned:
             self._owned.pop().close()
+
+
+def gpu_name(device: torch.device) -> str:
+    """What both processes call a GPU, whichever number it has in each of them. "" for the host."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def gpu_named(name: str) -> torch.device | None:
+    """This process's number of a GPU; None where it does not see that."""
+    every = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+    return next((device for device in every if gpu_name(device) == name), None)
 
 
 def checksum(used: Tensor) -> int:
@@ -175,7 +195,10 @@ class _CudaMemory:
         return bytes(found)
 
     def tensor(self) -> Tensor:
-        return torch.as_tensor(_Interface(self.pointer, self.size), dtype=torch.uint8, device=self.device)
+        found = torch.as_tensor(_Interface(self.pointer, self.size), dtype=torch.uint8, device=self.device)
+        if found.data_ptr() != self.pointer:
+            raise HandoverFailed(f"weights: CUDA IPC: the memory is not {self.device}'s")
+        return found
 
     def close(self) -> None:
         with _current(self.device):

@@ -32,7 +32,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"weights: not installed: {error.name}. Run: {pip_line('handover')}") from error
 
-VERSION = 1
+VERSION = 2
 _LONGEST = 60  # characters of the folder's name, that a socket's stays under 107
 POLL = 100  # milliseconds between two looks at whether the peer lives
 
@@ -81,12 +81,13 @@ class Hello(msgspec.Struct, tag=True):
 
 
 class Welcome(msgspec.Struct, tag=True):
-    """manifest: name -> (shape, dtype), single experts among them; device: "cpu" or "cuda"."""
+    """manifest: name -> (shape, dtype), single experts among them; device: "cpu" or "cuda"; gpu: see buffers.py."""
 
     peer: Peer
     manifest: dict[str, tuple[tuple[int, ...], str]]
     mode: str
     device: str
+    gpu: str
 
 
 class Refused(msgspec.Struct, tag=True):
@@ -100,6 +101,7 @@ class Offer(msgspec.Struct, tag=True):
     name: str
     size: int
     handles: list[bytes]
+    gpu: str
 
 
 class Opened(msgspec.Struct, tag=True):

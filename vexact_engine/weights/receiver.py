@@ -14,7 +14,7 @@ import vexact_ops as vx
 
 from ..errors import HandoverFailed, PeerLost
 from . import protocol
-from .buffers import Opened, checksum
+from .buffers import Opened, checksum, gpu_name
 from .protocol import (
     Ack,
     Bucket,
@@ -114,7 +114,8 @@ class WeightReceiver:
                 self._owner = hello.peer
             take = _Take(self, hello)
             try:
-                self._post(sender, Welcome(self._me, self._manifest(), self.mode, self.engine.device.type))
+                device = self.engine.device
+                self._post(sender, Welcome(self._me, self._manifest(), self.mode, device.type, gpu_name(device)))
                 while not isinstance(message := self._next(sender, hello.peer), Finish):
                     self._take(sender, take, message)
                 version = take.finish()
@@ -196,8 +197,8 @@ class WeightReceiver:
         if isinstance(message, Offer):
             try:
                 if message.name not in self._opened:
-                    opened = Opened(message.kind, message.name, message.size, message.handles, self.engine.device)
-                    self._opened[message.name] = opened
+                    given = message.kind, message.name, message.size, message.handles, message.gpu
+                    self._opened[message.name] = Opened(*given, self.engine.device)
                 take.memory = self._opened[message.name].tensors
                 self._post(sender, protocol.Opened())
             except HandoverFailed as error:

@@ -11,7 +11,7 @@ import vexact_ops as vx
 
 from ..errors import HandoverFailed, PeerLost
 from . import protocol
-from .buffers import CUDA, HOST, Buffers, checksum
+from .buffers import CUDA, HOST, Buffers, checksum, gpu_name, gpu_named
 from .protocol import (
     Ack,
     Bucket,
@@ -73,7 +73,7 @@ class WeightSender:
         self.bucket_bytes, self.transport, self.checksum, self.timeout = bucket_bytes, transport, checksum, timeout
         self._socket: protocol.zmq.Socket | None = None
         self._buffers: dict[str, Buffers] = {}  # by kind: made once, kept
-        self._refused: set[str] = set()  # kinds that this receiver could not open
+        self._refused: set[tuple[str, str]] = set()  # kinds, and of which GPU, that this receiver could not open
         self._receiver: Peer | None = None
 
     def send(self, named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> int:
@@ -156,26 +156,29 @@ class WeightSender:
 
     # Memory
 
-    def _open(self, device: torch.device, receiver_device: str) -> Buffers:
-        """Buckets that the receiver has opened: those of before, or others."""
-        both = device.type == "cuda" and receiver_device == "cuda"
+    def _open(self, device: torch.device, welcome: Welcome) -> Buffers:
+        """Buckets that the receiver has opened: those of before, or others. On different GPUs, whichever of the two
+        both processes see."""
+        both = device.type == "cuda" and welcome.device == "cuda"
         if self.transport == "cuda_ipc" and not both:
             raise HandoverFailed(
                 f"weights: transport is cuda_ipc, but the tensors are on {device.type} and the engine on "
-                f"{receiver_device}"
+                f"{welcome.device}"
             )
-        kinds = [CUDA] if both and self.transport != "shared_memory" else []
-        kinds += [HOST] if self.transport != "cuda_ipc" else []
-        for kind in kinds:
-            if kind in self._refused:
+        kinds = []
+        if both and self.transport != "shared_memory":
+            kinds += [(CUDA, gpu) for gpu in dict.fromkeys((device, gpu_named(welcome.gpu))) if gpu is not None]
+        kinds += [(HOST, device)] if self.transport != "cuda_ipc" else []
+        for kind, where in kinds:
+            if (kind, str(where)) in self._refused:
                 continue
-            reason = self._try(kind, device)
+            reason = self._try(kind, where)
             if reason is None:
                 return self._buffers[kind]
-            self._refused.add(kind)
-            if kind == kinds[-1]:
+            self._refused.add((kind, str(where)))
+            if (kind, where) == kinds[-1]:
                 raise HandoverFailed(reason)
-            log.warning("%s; going on by %s", reason, kinds[-1])
+            log.warning("%s; going on by %s", reason, kinds[-1][0])
         raise HandoverFailed("weights: no memory that both ends can see")
 
     def _try(self, kind: str, device: torch.device) -> str | None:
@@ -191,7 +194,7 @@ class WeightSender:
                 raise
             return str(error)
         self._buffers[kind] = held
-        self._post(Offer(kind, held.name, held.size, held.handles))
+        self._post(Offer(kind, held.name, held.size, held.handles, gpu_name(device) if kind == CUDA else ""))
         answer = self._answer("an answer to the offer of memory", Opened, Unopened)
         if isinstance(answer, Opened):
             return None
@@ -215,9 +218,10 @@ class _Session:
             raise
         if welcome.peer != before:
             sender._refused.clear()
-        sender._receiver, self.device = welcome.peer, welcome.device
+        sender._receiver, self.welcome = welcome.peer, welcome
         self.manifest = {n: (tuple(shape), protocol.dtype_of(d)) for n, (shape, d) in welcome.manifest.items()}
         self.sent: set[str] = set()
+        self.gpus: set[torch.device] = set()  # that tensors have come from
         self.buffers: Buffers | None = None
         self.free: deque[int] = deque()
         self.filling: int | None = None
@@ -227,21 +231,24 @@ class _Session:
     def put(self, name: str, tensor: Tensor) -> None:
         shape, dtype = self._check(name, tensor)
         if self.buffers is None:
-            self.buffers = self.sender._open(tensor.device, self.device)
+            self.buffers = self.sender._open(tensor.device, self.welcome)
             self.free.extend(range(len(self.buffers.tensors)))
-            self.tensors = [t[: t.numel() // _ALIGN * _ALIGN] for t in self.buffers.tensors]
+            self.tensors, self.size = self.buffers.tensors, self.buffers.size
+        if tensor.is_cuda:
+            self.gpus.add(tensor.device)
         flat, start, size = tensor.detach().reshape(-1), 0, dtype.itemsize
-        while start < len(flat):
+        total, kind = flat.numel(), protocol.dtype_name(dtype)
+        while start < total:
             if self.filling is None:
                 self._begin()
-            room = (len(self.tensors[self.filling]) - self.used) // size
+            room = (self.size - self.used) // size
             if not room:
                 self._flush()
                 continue
-            count = min(room, len(flat) - start)
+            count = min(room, total - start)
             into = self.tensors[self.filling][self.used : self.used + count * size].view(dtype)
-            into.copy_(flat[start : start + count])
-            self.parts.append(Part(name, shape, protocol.dtype_name(dtype), start, count, self.used))
+            into.copy_(flat if count == total else flat[start : start + count], non_blocking=tensor.is_cuda)
+            self.parts.append(Part(name, shape, kind, start, count, self.used))
             start += count
             self.used += -(-count * size // _ALIGN) * _ALIGN
         self.sent.add(name)
@@ -272,9 +279,8 @@ class _Session:
         if self.filling is None:
             return
         used = self.tensors[self.filling][: self.used]
-        for device in {self.buffers.device} - {None}:
-            if device.type == "cuda":  # what is in the bucket is there before the message about it
-                torch.cuda.current_stream(device).synchronize()
+        for gpu in self.gpus | {t.device for t in self.tensors if t.is_cuda}:
+            torch.cuda.current_stream(gpu).synchronize()  # what is in the bucket is there before the message about it
         total = checksum(used) if self.sender.checksum else None
         self.sender._post(Bucket(self.filling, self.parts, total))
         self.filling = None

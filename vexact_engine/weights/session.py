@@ -31,6 +31,7 @@ class Worker(Protocol):
 
     def begin(self, specs: Mapping | None) -> Update: ...
     def fence(self) -> Callable[[], None]: ...
+    def wait(self) -> None: ...
     def settle(self) -> None: ...
 
 
@@ -106,7 +107,7 @@ class WeightUpdate:
             self._update.write(bucket)
         finally:
             self._loop.torn = TORN if self._update.begun else self._loop.torn
-        self._worker.settle()
+        self._worker.wait()
 
     def _finish(self) -> int:
         self._update.finish()
