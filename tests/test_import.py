@@ -18,7 +18,7 @@ flags = lambda: (
 )
 before, modules = flags(), set(sys.modules)
 import vexact_ops, vexact_engine
-for name in vexact_ops.__all__:
+for name in [*vexact_ops.__all__, "sum"]:
     getattr(vexact_ops, name)
 for name in getattr(vexact_engine, "__all__", ()):
     getattr(vexact_engine, name)
@@ -44,5 +44,14 @@ def test_importing_the_ops_alone_needs_no_transformers():
 
 
 def test_every_public_name_resolves_and_is_documented():
-    for name in vx.__all__:
+    for name in [*vx.__all__, "sum"]:
         assert getattr(vx, name).__doc__, name
+
+
+def test_import_star_leaves_python_s_own_names_alone():
+    import builtins
+
+    assert not set(vx.__all__) & set(dir(builtins))
+    names: dict = {}
+    exec("from vexact_ops import *", names)
+    assert names.get("sum", sum) is sum and names["rmsnorm"] is vx.rmsnorm and "sum" in dir(vx)

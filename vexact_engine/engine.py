@@ -60,7 +60,15 @@ class Engine:
     """
 
     def __init__(self, loaded: Loaded, config: EngineConfig | None = None) -> None:
+        if not isinstance(loaded, Loaded):
+            got = repr(loaded) if isinstance(loaded, str | os.PathLike) else f"a {type(loaded).__name__}"
+            raise TypeError(
+                f"Engine: loaded: got {got}, expected what weights.load.load returns; for a path, a name on the "
+                "Hub or a Hugging Face model: Engine.from_pretrained(...)"
+            )
         config = config or EngineConfig()
+        if not isinstance(config, EngineConfig):
+            raise TypeError(f"Engine: config: got a {type(config).__name__}, expected an EngineConfig")
         if (config.pipeline_parallel_size > 1) != (loaded.origin is not None):
             raise ValueError(
                 f"Engine: pipeline_parallel_size: got {config.pipeline_parallel_size} and a model that is "

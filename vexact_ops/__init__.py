@@ -44,7 +44,8 @@ _WHERE = {
 }
 _SUBPACKAGES = ("patch", "testing")
 
-__all__ = [*_WHERE, *_SUBPACKAGES]
+# Of `import *`: it must not put another `sum` in place of Python's.
+__all__ = [*(name for name in _WHERE if name != "sum"), *_SUBPACKAGES]
 
 
 def _load(name: str) -> object:
@@ -74,7 +75,7 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *_WHERE, *__all__})
 
 
 if TYPE_CHECKING:  # `as`: these are public, for type checkers too

@@ -1,8 +1,10 @@
 """The command line: results, exit codes, and one clear line where something is wrong."""
 
+import dataclasses
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ from engine_models import build, byte_tokenizer
 
 from vexact_engine import cli
 from vexact_engine.config import EngineConfig
-from vexact_engine.proof import demo, doctor, verify
+from vexact_engine.proof import demo, doctor, machine, verify
 from vexact_engine.proof.prompts import encode, read_prompts
 from vexact_engine.weights import random
 from vexact_engine.weights.random import load_random
@@ -33,8 +35,9 @@ def model(tmp_path_factory):
     return str(folder)
 
 
-def run(capsys, *argv):
-    code = cli.main([str(a) for a in argv])
+def run(capsys, command, *argv):
+    """Without progress, so that standard error holds errors alone."""
+    code = cli.main([command, "--quiet", *(str(a) for a in argv)])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -52,6 +55,9 @@ def test_verify_says_equal_and_writes_its_files(capsys, model, tmp_path):
     assert record["aligned"] == {"tokens": 36, "mismatched_tokens": 0, "max_abs_diff": 0.0, "k3_kl": 0.0}
     assert record["stock"]["tokens"] > 0 and record["prompts"] == 2 and record["equal"] is True
     assert "0 of 36 log-probabilities differ" in (tmp_path / "v.html").read_text()
+    assert (record["schema"], record["schema_version"]) == ("vexact.verify", machine.SCHEMA)
+    assert record["command"].startswith("vexact verify --quiet --model ") and record["date"].startswith("20")
+    assert record["commit"] == record["environment"]["commit"] and record["failures"] == []
 
 
 def test_verify_exits_1_where_something_differs(capsys, model, monkeypatch):
@@ -107,7 +113,7 @@ def test_verify_on_a_known_model_s_sizes(capsys, monkeypatch):
     )
     assert code == 0 and re.search(r"5 prompts again, 160 of their tokens from the prefix cache: 0 of \d+ tokens", out)
     code, _, err = run(capsys, "verify", "--config", "qwen3-small", "--layers", 3)
-    assert code == 2 and "qwen3-small: layers: got 3, expected 1 to 2" in err
+    assert code == 2 and err == "vexact verify: --layers: got 3, expected 1 to 2\n"
     code, _, err = run(capsys, "verify", "--model", ".", "--layers", 3)
     assert code == 2 and "--layers: expected --config or --random-weights with it" in err
     code, _, err = run(capsys, "verify", "--config", "qwen9")
@@ -153,16 +159,48 @@ def test_verify_reports_a_long_prompt_and_goes_on(capsys, model, tmp_path):
 @pytest.mark.parametrize(
     "argv,message",
     [
-        (["verify", "--model", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["verify", "--model", "/nowhere/at/all"], "--model: '/nowhere/at/all': no such file or directory"),
         (["verify", "--model", "MODEL", "--prompts", "missing.txt"], "missing.txt: No such file"),
         (["verify", "--model", "MODEL", "--prompts", "BAD"], "bad.jsonl:2: not JSON"),
         (["verify", "--model", "MODEL", "--prompts", "EMPTY"], "empty.txt: no prompt in it"),
-        (["verify", "--model", "MODEL", "--temperature", "nan"], "temperature is nan"),
-        (["verify", "--model", "MODEL", "--temperature", "-1"], "temperature is -1.0"),
-        (["verify", "--model", "MODEL", "--top-p", "0"], "top_p is 0.0"),
+        (["verify", "--model", "MODEL", "--temperature", "nan"], "--temperature: got nan, expected 0 (greedy)"),
+        (["verify", "--model", "MODEL", "--temperature", "-1"], "--temperature: got -1.0, expected"),
+        (["verify", "--model", "MODEL", "--top-p", "0"], "--top-p: got 0.0, expected"),
         (["verify", "--model", "MODEL", "--device", "gpu"], "--device: got 'gpu'"),
         (["verify", "--model", "MODEL", "--json", "/nowhere/v.json"], "/nowhere/v.json: cannot be written"),
         (["verify", "--model", "EMPTYDIR", "--random-weights"], "empty"),
+        (
+            ["verify", "--model", "MODEL", "--samples", "5000"],
+            "--samples: got 5000, expected an integer from 1 to 4096",
+        ),
+        (["verify", "--model", "MODEL", "--kv-segment", "7"], "--kv-segment: got 7, expected None or a multiple of"),
+        (
+            ["verify", "--model", "MODEL", "--dtype", "fp16", "--device", "cpu"],
+            "--dtype: got 'float16', expected one of",
+        ),
+        (
+            ["verify", "--model", "MODEL", "--warm", "--no-prefix-cache"],
+            "--warm: got True, but the configuration has no",
+        ),
+        (["verify", "--model", "MODEL", "--warm", "--lengths", "3,16"], "--warm: no prompt fills a page"),
+        (["verify", "--model", "MODEL", "--stock-prompts", "1"], "--stock-prompts: expected --stock with it"),
+        (["verify", "--model", "MODEL", "--limit", "1"], "--limit: expected --prompts with it"),
+        (["verify", "--model", "MODEL", "--no-chat"], "--chat: expected --prompts with it"),
+        (
+            ["verify", "--model", "MODEL", "--prompts", "BAD", "--lengths", "3"],
+            "--lengths: not together with --prompts",
+        ),
+        (["verify", "--model", "MODEL", "--prompts", "BAD", "--num-prompts", "8"], "--num-prompts: not together"),
+        (
+            ["verify", "--model", "MODEL", "--device", "cpu", "--gpu-memory-utilization", "0.5"],
+            "--gpu-memory-utilization: expected a GPU with it",
+        ),
+        (["serve", "MODEL", "--max-restarts", "1"], "--max-restarts: expected --replicas with it"),
+        (["serve", "MODEL", "--port", "70000"], "--port: got 70000, expected"),
+        (["chat", "/nowhere"], "MODEL: '/nowhere': no such file or directory"),
+        (["doctor", "--rows", "8"], "--rows: expected --admit with it"),
+        (["doctor", "--admit", "--shapes", "8x8", "--device", "cpu"], "--device: not together with --admit"),
+        (["generate", "--model", "MODEL", "--json", "/nowhere/g.json", "x"], "/nowhere/g.json: cannot be written"),
         (["generate", "--model", "MODEL"], "expected either PROMPT"),
         (["generate", "--model", "MODEL", "  "], "the prompt is empty"),
         (["generate", "--model", "MODEL", "--prompts", "BAD"], "bad.jsonl:2"),
@@ -180,12 +218,140 @@ def test_bad_input_is_one_line_and_exit_2(capsys, model, tmp_path, argv, message
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["nothing"], ["verify"], ["demo", "--dtype", "int8"], ["verify", "--model", "m", "--samples", "0"]]
+    "argv",
+    [
+        [],
+        ["nothing"],
+        ["verify"],
+        ["demo", "--dtype", "int8"],
+        ["verify", "--model", "m", "--samples", "0"],
+        ["demo", "--seed", "-1"],
+        ["demo", "--seed", str(2**64)],
+        ["generate", "--model", "m", "--seed", "-1", "x"],
+        ["verify", "--model", "m", "--top-k", "-5"],
+        ["verify", "--model", "m", "--batch-size", "3"],  # no abbreviations
+    ],
 )
 def test_usage_errors_exit_2(capsys, argv):
     with pytest.raises(SystemExit) as stopped:
         cli.main(argv)
     assert stopped.value.code == 2 and "usage: vexact" in capsys.readouterr().err
+
+
+def test_a_failure_beside_equal_log_probabilities_is_the_verdict(capsys, model, monkeypatch, tmp_path):
+    """The twin that must fail in each way there is: terminal, JSON, HTML and exit code say the same."""
+    honest, rescored = verify._in_batches, verify.rescore
+
+    def other_batches(*args):
+        found = honest(*args)
+        return dataclasses.replace(found, mismatched_tokens=5) if args[-1] == 2 or breaks == "warm" else found
+
+    def broken(*args, **kwargs):
+        return dataclasses.replace(rescored(*args, **kwargs), nonfinite=("lm_head.weight",))
+
+    options = ["--num-prompts", 2, "--lengths", "40,41", "--max-new-tokens", 4, "--ignore-eos"]
+    files = ["--json", tmp_path / "v.json", "--html", tmp_path / "v.html"]
+    for breaks, extra, said in (
+        ("batches", ["--batch-sizes", "1,2"], "rollout with 2 prompts at a time: 5 of 8 tokens differ"),
+        ("warm", ["--warm"], "warm cache: 5 of 8 tokens differ"),
+        ("gradients", [], "gradients: NOT FINITE: lm_head.weight"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(verify, "rescore", broken) if breaks == "gradients" else None
+            patch.setattr(verify, "_in_batches", other_batches) if breaks != "gradients" else None
+            code, out, _ = run(capsys, "verify", "--model", model, *options, *extra, *files)
+        record, page = json.loads((tmp_path / "v.json").read_text()), (tmp_path / "v.html").read_text()
+        assert code == 1 and f"NOT EQUAL: {said}" in out.splitlines(), breaks
+        assert "0 of 8 log-probabilities differ" not in out
+        assert (record["equal"], record["failures"], record["verdict"]) == (False, [said], f"NOT EQUAL: {said}")
+        assert record["aligned"]["mismatched_tokens"] == 0
+        assert 'class="card verdict differ"' in page and said in page and 'verdict equal"' not in page
+
+
+def test_a_warm_cache_that_kept_nothing_is_a_failure_and_not_the_loss_of_the_run(capsys, model):
+    options = ["--num-prompts", 12, "--lengths", "40", "--max-new-tokens", 4, "--ignore-eos", "--warm"]
+    few = ["--num-pages", 4, "--page-size", 16, "--max-num-seqs", 1]
+    code, out, _ = run(capsys, "verify", "--model", model, *options, *few)
+    assert code == 1 and "NOT EQUAL: warm cache: none of the prompts was in it any more" in out
+    assert "vexact engine -> patched HF, packed" in out
+
+
+def test_the_demo_refuses_a_dtype_before_it_fetches_anything(capsys, monkeypatch):
+    monkeypatch.setattr(demo, "fetch_smollm2", lambda: pytest.fail("fetched"))
+    code, _, err = run(capsys, "demo", "--dtype", "fp16", "--device", "cpu")
+    assert code == 2 and err.startswith("vexact demo: --dtype: got 'float16', expected one of")
+
+
+def test_doctor_without_the_gpu_it_was_to_check_says_nothing_else(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, out, err = run(capsys, "doctor", "--device", "cuda")
+    assert (code, out) == (2, "") and err == "vexact doctor: --device: got 'cuda', but torch sees 0 CUDA devices\n"
+
+
+def test_a_mistyped_path_is_answered_at_once(capsys, monkeypatch, tmp_path):
+    """No port listens there; the loader itself would ask five times for half a minute."""
+    code = (
+        "import sys, time; from vexact_engine import cli; import torch, transformers, huggingface_hub\n"
+        "begin = time.monotonic(); code = cli.main(sys.argv[1:]); print(code, time.monotonic() - begin)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    env |= {"HF_HUB_OFFLINE": "0", "NO_PROXY": "*"}
+    for argv in (["verify", "--model"], ["verify", "--random-weights", "--model"], ["generate", "x", "--model"]):
+        command = [sys.executable, "-c", code, *argv, "mdoels/mine"]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, cwd=tmp_path)
+        exit_code, seconds = done.stdout.split()
+        assert exit_code == "2" and float(seconds) < 8, done.stdout + done.stderr
+        assert "--model: 'mdoels/mine': no such file or directory, and the Hub cannot be asked" in done.stderr
+
+
+def test_progress_is_plain_lines_without_a_terminal(capsys, model):
+    code = cli.main(["verify", "--model", model, "--num-prompts", "2", "--max-new-tokens", "3"])
+    out, err = capsys.readouterr()
+    assert code == 0 and [re.sub(r"^\[ *[\d.]+ s\] ", "", line) for line in err.splitlines()] == [
+        "load",
+        "rollout",
+        "re-score",
+    ]
+    assert "load" not in out
+
+
+def test_json_to_standard_output_is_alone_there(capsys, model):
+    options = ["--model", model, "--num-prompts", 2, "--max-new-tokens", 3, "--json", "-"]
+    code, out, err = run(capsys, "verify", *options)
+    assert code == 0 and json.loads(out)["schema"] == "vexact.verify" and "log-probabilities differ" in err
+    code, out, _ = run(capsys, "doctor", "--device", "cpu", "--json", "-")
+    assert code == 0 and json.loads(out)["schema"] == "vexact.doctor"
+
+
+def every_option():
+    _, commands = cli._parser()
+    for name, command in commands.choices.items():
+        for action in command._actions:
+            yield pytest.param(name, action, id=f"{name}-{action.dest}")
+
+
+@pytest.mark.parametrize("name,action", list(every_option()))
+def test_every_option_says_what_it_is_and_its_default(name, action):
+    assert action.help and (action.option_strings or action.metavar)
+    if action.option_strings and action.nargs != 0 and action.dest != "help" and not action.required:
+        default = action.default
+        shown = [] if isinstance(default, list) and default else [default]
+        words = {None: "(", "auto": "auto (default)", "bfloat16": "bf16 (default)"}
+        for value in shown if default != [] else [None]:
+            word = words.get(value, str(value)) if not isinstance(value, bool) else ""
+            assert word in action.help or action.dest in ("json", "html", "model", "config", "prompts"), action.help
+
+
+def test_every_command_has_examples_that_it_takes():
+    _, commands = cli._parser()
+    for name, command in commands.choices.items():
+        lines = command.format_help().split("examples:\n")[1].splitlines()
+        assert lines, name
+        for line in lines:
+            words = shlex.split(re.sub(r" [<>] \S+", "", line.strip().removeprefix("VEXACT_API_KEY=... ")))
+            assert words[:2] == ["vexact", name]
+            parser, _ = cli._parser()
+            assert parser.parse_args(words[1:]).command == name
 
 
 def test_debug_shows_where(model):
@@ -210,11 +376,14 @@ def test_generate_streams_the_text_that_the_engine_gives(capsys, model):
     assert code == 0 and streamed.strip() == whole.strip() != ""
 
 
-def test_generate_writes_json_lines(capsys, model, monkeypatch):
+def test_generate_writes_json(capsys, model, monkeypatch):
     monkeypatch.setattr("sys.stdin", __import__("io").StringIO("hi"))
-    options = ["--model", model, "--max-new-tokens", 5, "--json", "--samples", 2, "--temperature", 0.7, "--ignore-eos"]
+    options = ["--model", model, "--max-new-tokens", 5, "--json", "-", "--samples", 2, "--temperature", 0.7]
+    options += ["--ignore-eos"]
     code, out, _ = run(capsys, "generate", *options, "-")
-    records = [json.loads(line) for line in out.splitlines()]
+    document = json.loads(out)
+    records = document["completions"]
+    assert document["schema"] == "vexact.generate" and document["model"] == model
     assert code == 0 and [r["index"] for r in records] == [0, 1]
     wrapped = byte_tokenizer()("[hi]")["input_ids"]
     for r in records:
@@ -222,7 +391,7 @@ def test_generate_writes_json_lines(capsys, model, monkeypatch):
         assert len(r["token_ids"]) == len(r["logprobs"]) == len(r["raw_logprobs"]) == 5
         assert r["logprobs"] != r["raw_logprobs"] and max(r["logprobs"]) < 0
     code, out, _ = run(capsys, "generate", *options, "--no-chat", "hi")
-    assert json.loads(out.splitlines()[0])["prompt_token_ids"] == byte_tokenizer()("hi")["input_ids"]
+    assert json.loads(out)["completions"][0]["prompt_token_ids"] == byte_tokenizer()("hi")["input_ids"]
 
 
 def test_generate_does_not_let_one_bad_prompt_stop_the_others(capsys, model, tmp_path):

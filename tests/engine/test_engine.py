@@ -45,6 +45,12 @@ def talking():
         yield engine
 
 
+@pytest.mark.parametrize("given", ["a/model/dir", build("Llama")], ids=["path", "model"])
+def test_what_is_not_loaded_yet_is_sent_to_from_pretrained(given):
+    with pytest.raises(TypeError, match=r"Engine: loaded: got .*Engine\.from_pretrained"):
+        Engine(given)
+
+
 # What is wrong with one request is its own affair
 
 

@@ -1,24 +1,44 @@
 """The command `vexact`: demo, verify, generate, chat, serve, doctor.
 
 Exit codes: 0 equal or done, 1 something differs or a check failed, 2 usage or environment, 130 Ctrl-C. Results go to
-standard output; progress (on a terminal only) and errors, one line each, to standard error.
+standard output, or to standard error where `--json -` gives a document to standard output; progress (a bar on a
+terminal, plain lines elsewhere) and errors, one line each, go to standard error.
 """
 
 import argparse
+import contextlib
 import os
+import shlex
 import sys
 
 from ..extras import check_installed
-from . import chat, doctor, generate, serve, verify
+from . import chat, doctor, generate, options, serve, verify
+
+COMMANDS = (
+    verify.add_demo,
+    verify.add_verify,
+    generate.add_generate,
+    chat.add_chat,
+    serve.add_serve,
+    doctor.add_doctor,
+)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    args = _parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    parser, commands = _parser()
+    args = parser.parse_args(argv)
+    args.line, args.flags = shlex.join(["vexact", *argv]), options.flags(commands.choices[args.command])
+    args.given = options.given(parser, commands, argv)
+    args.stdout = sys.stdout
     try:
         check_installed(args)
-        code = args.run(args)
-        sys.stdout.flush()
+        with contextlib.ExitStack() as around:
+            if getattr(args, "json", None) == "-":  # the document alone: people read the rest on the other stream
+                around.enter_context(contextlib.redirect_stdout(sys.stderr))
+            code = args.run(args)
+            sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         print(f"vexact {args.command}: interrupted", file=sys.stderr)
@@ -29,28 +49,25 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if args.debug:
             raise
-        text = " ".join(str(error).split()) or type(error).__name__
+        text = options.name_option(" ".join(str(error).split()) or type(error).__name__, args.flags)
         known = isinstance(error, ValueError | TypeError | OSError | RuntimeError)
         print(f"vexact {args.command}: {text if known else f'{type(error).__name__}: {text}'}", file=sys.stderr)
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser():
+    """The parser, and its commands by name."""
     parser = argparse.ArgumentParser(
-        prog="vexact", description="Rollout and trainer log-probabilities, equal bit for bit."
+        prog="vexact",
+        description="Rollout and trainer log-probabilities, equal bit for bit.",
+        epilog="vexact COMMAND --help has every option, its default and examples.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"vexact {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (
-        verify.add_demo,
-        verify.add_verify,
-        generate.add_generate,
-        chat.add_chat,
-        serve.add_serve,
-        doctor.add_doctor,
-    ):
+    for add in COMMANDS:
         add(commands)
-    return parser
+    return parser, commands
 
 
 def _version() -> str:

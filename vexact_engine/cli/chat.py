@@ -6,7 +6,6 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from ..progress import bar
 from . import options
 
 _HELP = """\
@@ -19,10 +18,20 @@ _HELP = """\
 
 
 def add_chat(commands) -> None:
-    chat = options.command(commands, "chat", run_chat, "a conversation with a model")
+    chat = options.command(
+        commands,
+        "chat",
+        run_chat,
+        "a conversation with a model",
+        (
+            "vexact chat DIR",
+            'vexact chat DIR --system "Answer in rhymes." --temperature 0.7',
+            "vexact chat DIR < questions.txt",
+        ),
+    )
     chat.add_argument("model", metavar="DIR|GGUF|HUB-ID", help="safetensors directory, GGUF file or Hub name")
     options.where(chat)
-    chat.add_argument("--system", metavar="TEXT", help="what the model is told before all")
+    chat.add_argument("--system", metavar="TEXT", help="what the model is told before all (nothing)")
     options.sampling(chat, max_new_tokens=1024)
     options.engine(chat)
 
@@ -34,7 +43,8 @@ def run_chat(args) -> int:
     params = SamplingParams(**options.sampling_of(args))
     config = EngineConfig(**options.engine_of(args), show_progress=False)
     device = options.device(args.device)
-    with bar() as progress:
+    options.check_engine(args, device)
+    with options.progress(args, lines=False) as progress:
         progress("load", 0, 1)
         loaded = options.load(args, device)
         if not getattr(loaded.tokenizer, "chat_template", None):

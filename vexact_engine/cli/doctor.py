@@ -5,36 +5,43 @@ from . import options
 
 def add_doctor(commands) -> None:
     doctor = options.command(
-        commands, "doctor", run_doctor, "what runs here, and a quick check that the contract holds"
+        commands,
+        "doctor",
+        run_doctor,
+        "what runs here, and a quick check that the contract holds",
+        ("vexact doctor", "vexact doctor --device cpu --json -", "vexact doctor --admit --model DIR --training"),
     )
-    doctor.add_argument("--device", choices=["cpu", "cuda"], help="check this device alone")
-    doctor.add_argument("--json", metavar="FILE", help="write the findings")
+    doctor.add_argument("--device", choices=["cpu", "cuda"], help="check this device alone (all there are)")
+    options.json_file(doctor, "the findings")
     ahead = doctor.add_argument_group("fast kernels, verified ahead of a model's first run (GPU)")
     ahead.add_argument(
         "--admit", action="store_true", help="verify them for the model or matrices given below, and nothing else"
     )
-    ahead.add_argument("--model", metavar="DIR|HUB-ID", help="those of a model, from its configuration")
+    ahead.add_argument("--model", metavar="DIR|HUB-ID", help="those of a model, from its configuration (none)")
     ahead.add_argument(
-        "--shapes", type=options.shapes, metavar="NxK,NxK", help="weights of N output and K input features"
+        "--shapes", type=options.shapes, metavar="NxK,NxK", help="weights of N output and K input features (none)"
     )
     ahead.add_argument(
         "--rows", type=options.positive, default=512, metavar="N", help="steps of up to so many rows (512)"
     )
     ahead.add_argument(
         "--training", type=options.positive, nargs="?", const=8192, metavar="N",
-        help="what a trainer's batches of N tokens need, gradients too (8192)",
+        help="what a trainer's batches of N tokens need, gradients too (not; 8192 without N)",
     )  # fmt: skip
     ahead.add_argument("--page-size", type=options.positive, default=16, metavar="N", help="of the engine's cache (16)")
-    ahead.add_argument("--kv-segment", type=options.positive, metavar="N", help="as engine and trainer set it")
-    ahead.add_argument("--dtype", type=options.dtype, default="bfloat16", help="bf16 (default)")
+    ahead.add_argument("--kv-segment", type=options.positive, metavar="N", help="as engine and trainer set it (none)")
+    ahead.add_argument("--dtype", type=options.dtype, default="bfloat16", metavar="TYPE", help="bf16 (default) or fp16")
 
 
 def run_doctor(args) -> int:
     options.check_writable(args.json)
     if args.admit:
+        options.expect_without(args, "--admit, which is for GPUs", "--device")
         return _admit(args)
-    if args.model or args.shapes:
-        raise ValueError("--model and --shapes say what --admit is to verify: expected --admit with them")
+    dependents = ("--model", "--shapes", "--rows", "--training", "--page-size", "--kv-segment", "--dtype")
+    options.expect_with(args, False, "--admit", *dependents)
+    if args.device:
+        options.device(args.device)
     import vexact_ops as vx
 
     from ..proof import doctor
@@ -43,8 +50,6 @@ def run_doctor(args) -> int:
     options.print_pairs("Environment", description)
     options.print_pairs("Backends", vx.backends())
     devices = [args.device] if args.device else doctor.devices()
-    if "cuda" in devices:
-        options.device("cuda")
     numerics = {device: vx.numerics(device) for device in devices}
     for device, found in numerics.items():
         rooms = ", ".join(f"{room} {revision}" for room, revision in found["rooms"].items())
@@ -66,7 +71,7 @@ def run_doctor(args) -> int:
         from dataclasses import asdict
 
         found = {"environment": description, "backends": vx.backends(), "numerics": numerics}
-        options.write_json(args.json, found | {"checks": [asdict(check) for check in checks]})
+        options.write_json(args, found | {"checks": [asdict(check) for check in checks]})
     return 1 if failed else 0
 
 
@@ -104,5 +109,5 @@ def _admit(args) -> int:
              "verdicts": [asdict(v) for v in d.verdicts]}
             for d in found
         ]  # fmt: skip
-        options.write_json(args.json, {"admissions": record})
+        options.write_json(args, {"admissions": record})
     return 0

@@ -3,21 +3,35 @@
 import argparse
 import json
 import os
+import re
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 DTYPES |= {name: name for name in DTYPES.values()}
 
 
-def command(commands, name, run, text):
-    parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+def command(commands, name, run, text, examples=()):
+    """A command's parser. Names of options are taken in full alone: one that is added breaks no call."""
+    parser = commands.add_parser(
+        name,
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        epilog="\n".join(("examples:", *(f"  {example}" for example in examples))) if examples else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.set_defaults(run=run)
     parser.add_argument("--debug", action="store_true", help="a traceback instead of one line where something fails")
+    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
     return parser
 
 
+def json_file(parser, what):
+    parser.add_argument("--json", metavar="FILE", help=f"write {what} as one JSON document; - for standard output")
+
+
 def outputs(parser):
-    parser.add_argument("--json", metavar="FILE", help="write every figure, text and log-probability")
-    parser.add_argument("--html", metavar="FILE", help="write a report with plots")
+    json_file(parser, "every figure, text and log-probability")
+    parser.add_argument("--html", metavar="FILE", help="write a report with plots, to be read in a browser")
 
 
 def model(parser, or_config=False):
@@ -29,8 +43,16 @@ def model(parser, or_config=False):
 
 
 def where(parser):
-    parser.add_argument("--dtype", type=dtype, default="bfloat16", help="bf16 (default), fp32, or on a GPU fp16")
-    parser.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
+    parser.add_argument(
+        "--dtype", type=dtype, default="bfloat16", metavar="TYPE", help="bf16 (default), fp32, or on a GPU fp16"
+    )
+    device_option(parser)
+
+
+def device_option(parser):
+    parser.add_argument(
+        "--device", default="auto", help="cpu, cuda, cuda:1, ...; auto (default): the GPU where there is one"
+    )
 
 
 def chat(parser, default):
@@ -43,13 +65,26 @@ def chat(parser, default):
 
 def sampling(parser, max_new_tokens):
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-new-tokens", type=positive, default=max_new_tokens, help=f"({max_new_tokens})")
-    group.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (1.0)")
-    group.add_argument("--top-p", type=float, default=1.0)
-    group.add_argument("--top-k", type=int, default=0)
-    group.add_argument("--min-p", type=float, default=0.0)
-    group.add_argument("--seed", type=int, default=0)
+    group.add_argument(
+        "--max-new-tokens", type=positive, default=max_new_tokens, metavar="N",
+        help=f"tokens of an answer, at most ({max_new_tokens})",
+    )  # fmt: skip
+    group.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (1.0)")
+    group.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="the likeliest tokens up to this mass (1.0: all)"
+    )
+    group.add_argument("--top-k", type=count, default=0, metavar="K", help="so many of the likeliest tokens (0: all)")
+    group.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="no token below this share of the likeliest (0.0: all)"
+    )
+    seed_option(group)
     group.add_argument("--ignore-eos", action="store_true", help="generate past the end of the text")
+
+
+def seed_option(parser):
+    parser.add_argument(
+        "--seed", type=seed, default=0, metavar="N", help="what all draws are a function of, 0 to 2**64 - 1 (0)"
+    )
 
 
 def engine(parser):
@@ -67,7 +102,9 @@ def engine(parser):
     )
     group.add_argument("--max-model-len", type=positive, metavar="N", help="prompt and answer together (the model's)")
     group.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its beginning")
-    group.add_argument("--kv-segment", type=positive, metavar="N", help="attention's key segment; part of the numerics")
+    group.add_argument(
+        "--kv-segment", type=positive, metavar="N", help="attention's key segment; part of the numerics (none)"
+    )
     group.add_argument("--latent-attention", action="store_true", help="cache compressed keys (DeepSeek)")
 
 
@@ -86,6 +123,12 @@ def positive(text: str) -> int:
 def count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of 0 or more")
+    return int(text)
+
+
+def seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**64:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number from 0 to 2**64 - 1")
     return int(text)
 
 
@@ -129,14 +172,17 @@ def engine_of(args) -> dict:
 
 
 def device(name: str):
+    """The torch.device of --device. ValueError where torch does not see it."""
     import torch
 
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"--device: got {name!r}, expected cpu, cuda or cuda:N") from None
+        raise ValueError(f"--device: got {name!r}, expected auto, cpu, cuda or cuda:N") from None
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device: got {name!r}, expected cpu, cuda or cuda:N")
+        raise ValueError(f"--device: got {name!r}, expected auto, cpu, cuda or cuda:N")
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
@@ -150,18 +196,87 @@ def load(args, device):
     return load(args.model, dtype=args.dtype, device=device)
 
 
+def progress(args, lines=True):
+    """A bar on a terminal, plain lines elsewhere if there may be any, nothing with --quiet."""
+    from ..progress import bar
+
+    return bar(False if args.quiet else None, lines=lines)
+
+
+def check_engine(args, device) -> None:
+    if device.type == "cpu":
+        expect_with(args, False, "a GPU", "--gpu-memory-utilization")
+    if args.num_pages is not None:
+        expect_without(args, "--num-pages", "--gpu-memory-utilization")
+
+
+def expect_with(args, wanted: bool, owner: str, *dependents: str) -> None:
+    """Options that mean something beside another one alone are refused without it, not ignored."""
+    lost = [name for name in dependents if dest(name) in args.given]
+    if lost and not wanted:
+        raise ValueError(f"{lost[0]}: expected {owner} with it")
+
+
+def expect_without(args, owner: str, *others: str) -> None:
+    """Options that another one makes meaningless are refused beside it."""
+    lost = [name for name in others if dest(name) in args.given]
+    if lost:
+        raise ValueError(f"{lost[0]}: not together with {owner}")
+
+
+def dest(name: str) -> str:
+    return name.removeprefix("--").replace("-", "_")
+
+
+def given(parser: argparse.ArgumentParser, commands, argv: list[str]) -> set[str]:
+    """The names of what the command line says itself. Leaves the parser without its defaults."""
+    for command in commands.choices.values():
+        for action in command._actions:
+            action.default = argparse.SUPPRESS
+    return set(vars(parser.parse_args(argv)))
+
+
+def flags(command: argparse.ArgumentParser) -> dict[str, str]:
+    """What each of a command's values is called there."""
+    return {a.dest: a.option_strings[-1] if a.option_strings else a.dest.upper() for a in command._actions}
+
+
+# Names of fields that are not those of their options.
+_OPTION_OF = {"n": "samples", "enable_prefix_cache": "no_prefix_cache", "latent": "latent_attention"}
+_FIELD = re.compile(r"[\w.-]+: (\w+)( is|:) (.*)")
+
+
+def name_option(text: str, flags: dict[str, str]) -> str:
+    """An error of the Python interface about a field, in the words of the command line: what it calls that field."""
+    found = _FIELD.fullmatch(text)
+    flag = found and flags.get(_OPTION_OF.get(found[1], found[1]))
+    if flag:
+        return f"{flag}: {'got ' if found[2] == ' is' else ''}{found[3]}"
+    if text.startswith("weights: ") and "model" in flags:
+        return f"{flags['model']}: {text.removeprefix('weights: ')}"
+    return text
+
+
 def check_writable(*paths: str | None) -> None:
     """Before minutes of work, not after."""
     for path in filter(None, paths):
         folder = os.path.dirname(path) or "."
-        if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        if path != "-" and (os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK)):
             raise OSError(f"{path}: cannot be written: expected a file name in a folder that exists")
 
 
-def write_json(path: str, value: dict) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(value, file, ensure_ascii=False, indent=2, allow_nan=False)
-        file.write("\n")
+def write_json(args, value: dict) -> None:
+    """`value` where --json says, after what it is and how it came about."""
+    from ..proof.machine import made_by
+
+    document = made_by(args.command, args.line) | value
+    text = json.dumps(document, ensure_ascii=False, indent=2, allow_nan=False) + "\n"
+    if args.json == "-":
+        args.stdout.write(text)
+        args.stdout.flush()
+    else:
+        with open(args.json, "w", encoding="utf-8") as file:
+            file.write(text)
 
 
 def shorten(text: str, width: int = 100) -> str:

@@ -5,12 +5,21 @@ import os
 import signal
 import sys
 
-from ..progress import bar
 from . import options
 
 
 def add_serve(commands) -> None:
-    serve = options.command(commands, "serve", run_serve, "an OpenAI-compatible server (completions, chat, streaming)")
+    serve = options.command(
+        commands,
+        "serve",
+        run_serve,
+        "an OpenAI-compatible server (completions, chat, streaming)",
+        (
+            "vexact serve DIR",
+            "VEXACT_API_KEY=... vexact serve DIR --host 0.0.0.0 --device cuda",
+            "vexact serve DIR --device cuda --replicas 8 --max-restarts 2",
+        ),
+    )
     serve.add_argument("model", metavar="DIR|GGUF|HUB-ID", help="safetensors directory, GGUF file or Hub name")
     options.where(serve)
     options.engine(serve)
@@ -19,7 +28,7 @@ def add_serve(commands) -> None:
         "--replicas",
         type=options.positive,
         metavar="N",
-        help="engines in processes of their own, each with a GPU",
+        help="engines in processes of their own, each with a GPU (none: one, in this process)",
     )
     replicas.add_argument(
         "--max-restarts", type=options.count, default=0, metavar="N", help="of those that died, all together (0)"
@@ -33,19 +42,21 @@ def add_serve(commands) -> None:
     )
     server = serve.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="where to listen (127.0.0.1: this machine alone)")
-    server.add_argument("--port", type=options.count, default=8000, help="(8000); 0 takes one that is free")
+    server.add_argument("--port", type=options.count, default=8000, metavar="N", help="0 takes one that is free (8000)")
     server.add_argument(
         "--served-model-name", action="append", metavar="NAME", help="what requests call it (its folder's name; repeat)"
     )
     server.add_argument(
-        "--api-key-file", metavar="FILE", help="keys, one a line; or one in the environment: VEXACT_API_KEY"
+        "--api-key-file", metavar="FILE", help="keys, one a line (none); or one in the environment: VEXACT_API_KEY"
     )
     server.add_argument("--allow-no-key", action="store_true", help="without a key on a host that others can reach")
-    server.add_argument("--allow-origin", action="append", default=[], metavar="URL", help="for pages there (CORS)")
+    server.add_argument(
+        "--allow-origin", action="append", default=[], metavar="URL", help="for pages there (CORS; none; repeat)"
+    )
     limits = serve.add_argument_group("limits")
     limits.add_argument("--max-requests", type=options.positive, default=1024, metavar="N", help="at once (1024)")
     limits.add_argument("--max-samples", type=options.positive, default=1024, metavar="N", help="of a request (1024)")
-    limits.add_argument("--max-prompt-tokens", type=options.positive, metavar="N", help="(what fits)")
+    limits.add_argument("--max-prompt-tokens", type=options.positive, metavar="N", help="of a prompt (what fits)")
     limits.add_argument("--max-tokens", type=options.positive, metavar="N", help="generated, of a sample (what fits)")
     limits.add_argument("--max-logprobs", type=options.count, default=20, metavar="N", help="at each position (20)")
     limits.add_argument("--max-body-mb", type=options.positive, default=16, metavar="N", help="of a request (16)")
@@ -81,13 +92,15 @@ def run_serve(args) -> int:
     config = EngineConfig(**options.engine_of(args), pipeline_parallel_size=args.pipeline_parallel_size)
     if args.replicas is not None and config.pipeline_parallel_size > 1:
         raise ValueError("--pipeline-parallel-size: not together with --replicas yet")
+    options.expect_with(args, args.replicas is not None, "--replicas", "--max-restarts")
     device = options.device(args.device)
+    options.check_engine(args, device)
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     before = signal.signal(signal.SIGTERM, _end)  # while it loads
     try:
         with Server(settings) as server:
-            with bar() as progress:
+            with options.progress(args) as progress:
                 progress("load", 0, 1)
                 engine = _engine(args, device, config)
 

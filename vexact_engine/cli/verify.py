@@ -3,55 +3,72 @@
 import os
 import sys
 
-from ..progress import bar
 from . import options
 
 
 def add_demo(commands) -> None:
     demo = options.command(
-        commands, "demo", run_demo, "prove it on a small real model (about 90 MB are downloaded once)"
+        commands,
+        "demo",
+        run_demo,
+        "prove it on a small real model (about 90 MB are downloaded once)",
+        ("vexact demo", "vexact demo --html demo.html", "vexact demo --device cuda --json -"),
     )
-    demo.add_argument("--dtype", type=options.dtype, default="bfloat16", help="bf16 (default) or fp32")
-    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--dtype", type=options.dtype, default="bfloat16", metavar="TYPE", help="bf16 (default) or fp32")
+    options.device_option(demo)
+    options.seed_option(demo)
     demo.add_argument("--no-stock", action="store_true", help="leave out the stock Hugging Face stack")
     options.outputs(demo)
 
 
 def add_verify(commands) -> None:
     verify = options.command(
-        commands, "verify", run_verify, "compare rollout and training on your model and your prompts"
+        commands,
+        "verify",
+        run_verify,
+        "compare rollout and training on your model and your prompts",
+        (
+            "vexact verify --model DIR --prompts prompts.jsonl --stock --html report.html",
+            "vexact verify --model DIR --num-prompts 32 --lengths 16,200 --batch-sizes 1,8 --warm",
+            "vexact verify --config qwen3-8b --layers 2 --json -",
+        ),
     )
     options.model(verify, or_config=True)
     source = verify.add_argument_group("prompts (random token ids, unless a file is given)")
     source.add_argument("--prompts", metavar="FILE", help=".txt (a prompt a line), .jsonl, or .json as ShareGPT has it")
-    source.add_argument("--limit", type=options.positive, metavar="N", help="no more than N prompts of the file")
+    source.add_argument("--limit", type=options.positive, metavar="N", help="no more than N prompts of the file (all)")
     source.add_argument("--num-prompts", type=options.positive, default=8, metavar="N", help="how many random ones (8)")
     source.add_argument(
-        "--lengths", type=options.lengths, default=[16, 64, 33, 200], metavar="N,N", help="their lengths"
-    )
+        "--lengths", type=options.lengths, default=[16, 64, 33, 200], metavar="N,N",
+        help="of random ones, in turn (16,64,33,200)",
+    )  # fmt: skip
     options.chat(source, "no template for plain text")
     options.sampling(verify, max_new_tokens=64)
     verify.add_argument("--samples", type=options.positive, default=1, metavar="N", help="answers per prompt (1)")
     options.engine(verify)
-    verify.add_argument("--pack-tokens", type=options.positive, help="tokens in one packed training batch")
+    verify.add_argument(
+        "--pack-tokens", type=options.positive, metavar="N",
+        help="tokens in one packed training batch (a third of all, at most 4096)",
+    )  # fmt: skip
     verify.add_argument("--random-weights", action="store_true", help="from config.json alone, at its true dimensions")
-    verify.add_argument("--layers", type=options.positive, metavar="N", help="random weights: the first N layers alone")
+    verify.add_argument(
+        "--layers", type=options.positive, metavar="N", help="random weights: the first N layers alone (all)"
+    )
     verify.add_argument(
         "--warm", action="store_true", help="roll out once more while the prefix cache knows the prompts"
     )
     verify.add_argument(
-        "--batch-sizes",
-        type=options.lengths,
-        default=[],
-        metavar="N,N",
-        help="roll out again, so many prompts at a time",
-    )
+        "--batch-sizes", type=options.lengths, default=[], metavar="N,N",
+        help="roll out again, so many prompts at a time (not)",
+    )  # fmt: skip
     verify.add_argument(
         "--share-weights", action="store_true", help="engine and trainer take turns on one copy of them"
     )
     verify.add_argument("--stock", action="store_true", help="put the same question to the stock Hugging Face stack")
-    verify.add_argument("--stock-prompts", type=options.positive, metavar="N", help="for the first N prompts alone")
-    verify.add_argument("--show", type=int, default=2, metavar="N", help="answers to print (2)")
+    verify.add_argument(
+        "--stock-prompts", type=options.positive, metavar="N", help="--stock: for the first N prompts alone (all)"
+    )
+    verify.add_argument("--show", type=options.count, default=2, metavar="N", help="answers to print (2)")
     options.outputs(verify)
 
 
@@ -59,9 +76,15 @@ def run_demo(args) -> int:
     options.check_writable(args.json, args.html)
     from ..proof import demo
 
-    with bar() as progress:
+    device = options.device(args.device)
+    with options.progress(args) as progress:
         verification = demo.demo(
-            dtype=args.dtype, stock=not args.no_stock, seed=args.seed, show_bars=None, progress=progress
+            dtype=args.dtype,
+            device=device,
+            stock=not args.no_stock,
+            seed=args.seed,
+            show_bars=None,
+            progress=progress,
         )
     print(f"{demo.MODEL} answers {len(demo.PROMPTS)} prompts at temperature 1\n")
     _print_samples(verification.aligned.samples, whole=4)
@@ -70,6 +93,13 @@ def run_demo(args) -> int:
 
 def run_verify(args) -> int:
     options.check_writable(args.json, args.html)
+    options.expect_with(args, args.stock, "--stock", "--stock-prompts")
+    if args.prompts is None:
+        options.expect_with(args, False, "--prompts", "--limit", "--chat")
+    else:
+        options.expect_without(args, "--prompts", "--num-prompts", "--lengths")
+    random_weights = bool(args.config or args.random_weights)
+    options.expect_with(args, random_weights, "--config or --random-weights", "--layers")
     from ..config import EngineConfig, SamplingParams
     from ..proof.prompts import read_prompts, synthetic_prompts
     from ..proof.verify import verify
@@ -77,15 +107,14 @@ def run_verify(args) -> int:
 
     if args.config is not None and args.config not in CONFIGS:
         raise ValueError(f"--config: got {args.config!r}, expected one of {', '.join(CONFIGS)}")
-    if args.layers is not None and not (args.config or args.random_weights):
-        raise ValueError("--layers: expected --config or --random-weights with it")
     params = SamplingParams(**options.sampling_of(args), n=args.samples)
     config = EngineConfig(**options.engine_of(args))
     prompts = read_prompts(args.prompts, args.limit) if args.prompts else None  # before the model: it is quicker
     device = options.device(args.device)
-    with bar() as progress:
+    options.check_engine(args, device)
+    with options.progress(args) as progress:
         progress("load", 0, 1)
-        if args.config or args.random_weights:
+        if random_weights:
             source = args.config or args.model
             loaded = load_random(source, dtype=args.dtype, device=device, seed=args.seed, layers=args.layers)
         else:
@@ -109,7 +138,7 @@ def run_verify(args) -> int:
             title=f"VeXact verify: {os.path.basename(loaded.name.rstrip('/'))}",
             progress=progress,
         )
-    _print_samples(verification.aligned.samples[: max(0, args.show)], whole=args.show)
+    _print_samples(verification.aligned.samples[: args.show], whole=args.show)
     for error in verification.errors:
         print(f"vexact verify: {error}", file=sys.stderr)
     return _conclude(verification, args)
@@ -119,14 +148,15 @@ def _conclude(verification, args) -> int:
     """Table, verdict, files, exit code."""
     _print_run(verification)
     _print_table(verification)
-    print(verification.comparison.verdict())
+    print(verification.verdict())
+    verification.command = args.line
     if args.json:
-        options.write_json(args.json, verification.to_json())
+        options.write_json(args, verification.to_json())
     if args.html:
         from ..proof.report import write_report
 
         write_report(args.html, verification)
-    written = " and ".join(filter(None, (args.json, args.html)))
+    written = " and ".join(path for path in (args.json, args.html) if path and path != "-")
     print(f"{verification.seconds:.0f} s in all" + (f"; wrote {written}" if written else ""))
     return 0 if verification.equal else 1
 
@@ -163,10 +193,9 @@ def _print_run(v) -> None:
         )
     if v.gradients is not None:
         g = v.gradients
-        state = "all finite" if g.finite else f"NOT FINITE: {', '.join(g.nonfinite[:4]) or 'the loss'}"
         print(
             f"trainer: backward through {g.sequences} packed sequences ({g.tokens} tokens), "
-            f"{g.tensors} gradients, {state}, norm {g.norm:.4g}"
+            f"{g.tensors} gradients, {g.verdict()}, norm {g.norm:.4g}"
         )
     print()
 

@@ -6,10 +6,12 @@ beside decodes, sequences that come and go, pages that run out, prompts that beg
 
 from dataclasses import replace
 
+import torch
+
 from ..config import EngineConfig, SamplingParams
 from ..progress import Progress, quiet
 from ..weights.fetch import fetch_smollm2
-from ..weights.load import load
+from ..weights.load import as_dtype, load
 from .prompts import Prompt
 from .verify import Verification, VerifyError, verify
 
@@ -90,6 +92,7 @@ CONFIG = EngineConfig(
 def demo(
     *,
     dtype: str = "bfloat16",
+    device: torch.device | str = "cpu",
     stock: bool = True,
     seed: int = 0,
     show_bars: bool | None = False,
@@ -97,12 +100,14 @@ def demo(
 ) -> Verification:
     """Fetch the model, roll out, re-score, compare, and do the same with the stock stack in bf16 and fp32.
 
-    raises   FetchError where the model cannot be had; VerifyError where the run did not exercise what it is for
+    raises   TypeError on dtype, before anything is fetched; FetchError where the model cannot be had; VerifyError where
+             the run did not exercise what it is for
     """
+    as_dtype(dtype, device)
     progress("fetch", 0, 1)
     path = fetch_smollm2()
     progress("load", 0, 1)
-    loaded = replace(load(path, dtype=dtype), name=MODEL)
+    loaded = replace(load(path, dtype=dtype, device=device), name=MODEL)
     prompts = [Prompt(f"prompt {i + 1}", text=text) for i, (text, _) in enumerate(PROMPTS)]
     params = [SamplingParams(max_new_tokens=n, temperature=1.0, seed=seed + i) for i, (_, n) in enumerate(PROMPTS)]
     verification = verify(

@@ -17,6 +17,7 @@ import vexact_ops as vx
 from vexact_ops.patch.admit import Matrix, Needs, needs_of
 from vexact_ops.testing import assert_bitwise, cancelling, check_grouped, check_repeatable, check_rows, tricky
 
+from ..weights.hub import check_name
 from .machine import environment
 
 PACKAGES = ("transformers", "safetensors", "gguf", "triton", "numpy")
@@ -72,6 +73,7 @@ def needs(model: str | None, shapes: Sequence[tuple[int, int]]) -> Needs:
     if model:
         from transformers import AutoConfig
 
+        check_name(model)
         found = needs_of(AutoConfig.from_pretrained(model))
     return replace(found, matrices=(*found.matrices, *(Matrix(n, k) for n, k in shapes)))
 

@@ -61,12 +61,11 @@ def render(verification: Verification) -> str:
     """The report as HTML text."""
     v = verification
     sides = [v.aligned, *v.stock]
-    equal = v.comparison.equal
     parts = [
         f"<h1>{escape(v.title)}</h1>",
         f'<p class="lead">{escape(v.model)} · {escape(v.dtype)} on {escape(v.device)} · {len(v.aligned.samples)} '
-        f"answers · {v.comparison.tokens} tokens</p>",
-        f'<div class="card verdict {"equal" if equal else "differ"}">{escape(v.comparison.verdict())}'
+        f"answers · {v.comparison.tokens} tokens · {escape(v.date)}</p>",
+        f'<div class="card verdict {"equal" if v.equal else "differ"}">{escape(v.verdict())}'
         f"<small>{escape(_explain(v))}</small></div>",
         "<h2>Rollout against training</h2>",
         f'<div class="card scroll">{_figures_table(sides)}</div>',
@@ -78,9 +77,9 @@ def render(verification: Verification) -> str:
         ]
     parts += ["<h2>How it ran</h2>", f'<div class="card scroll">{_run_table(v)}</div>']
     parts += ["<h2>Texts</h2>", f'<div class="card">{"".join(map(_sample, v.aligned.samples))}</div>']
-    parts += ["<h2>Numerics and environment</h2>"]
-    for value in (v.numerics, v.environment):
-        parts.append(f'<div class="card"><pre>{escape(json.dumps(value, indent=2))}</pre></div>')
+    parts += ["<h2>Settings, numerics and environment</h2>"]
+    for name, value in (("Settings", v.settings), ("Numerics", v.numerics), ("Environment", v.environment)):
+        parts.append(f'<div class="card"><h3>{name}</h3><pre>{escape(json.dumps(value, indent=2))}</pre></div>')
     parts.append("<footer>Written by vexact. Equal means equal bits: no tolerance is involved.</footer>")
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -93,10 +92,12 @@ def _explain(v: Verification) -> str:
     rollout = (
         "Every token was sampled by the engine and scored again by the patched Hugging Face model in training form"
     )
-    if v.comparison.equal:
+    if v.equal:
         return f"{rollout}: both report the same 32 bits for each of them."
     if not v.comparison.tokens:
         return "Nothing was generated, so nothing was compared."
+    if v.comparison.equal:
+        return f"{rollout}: these {v.comparison.tokens} log-probabilities are equal. What is named above is not."
     return f"{rollout}, and the two do not agree: policy-gradient ratios are not 1 on this machine."
 
 
@@ -124,16 +125,26 @@ def _figures_table(sides: list[Side]) -> str:
 
 
 def _run_table(v: Verification) -> str:
-    rows = {**{k.replace("_", " "): x for k, x in v.statistics.items()}}
+    rows = {"command": v.command} if v.command else {}
+    rows |= {k.replace("_", " "): x for k, x in v.statistics.items()}
+    for batch in v.batches:
+        rows[f"{batch.requests} prompts again, {batch.batch_size} at a time"] = _again(batch)
+    if v.warm is not None:
+        known = f"{v.warm.prefix_tokens} of their tokens from the prefix cache"
+        rows[f"{v.warm.requests} prompts again, {known}"] = _again(v.warm)
     if v.gradients is not None:
         g = v.gradients
         rows["backward pass"] = (
-            f"{g.sequences} packed sequences, {g.tokens} tokens, {g.tensors} gradients "
-            f"({'all finite' if g.finite else 'NOT ALL FINITE'}), norm {g.norm:.4g}"
+            f"{g.sequences} packed sequences, {g.tokens} tokens, {g.tensors} gradients, {g.verdict()}, "
+            f"norm {g.norm:.4g}"
         )
     rows["seconds"] = f"{v.seconds:.1f}"
     cells = "".join(f"<tr><td>{escape(str(k))}</td><td>{escape(str(x))}</td></tr>" for k, x in rows.items())
     return f"<table>{cells}</table>"
+
+
+def _again(batch) -> str:
+    return f"{batch.mismatched_tokens} of {batch.tokens} tokens differ ({batch.seconds:.1f} s)"
 
 
 def _sample(sample) -> str:

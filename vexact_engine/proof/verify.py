@@ -25,7 +25,7 @@ from ..engine import Engine
 from ..progress import Progress, quiet
 from ..weights.load import Loaded, load
 from .compare import Comparison, Sample, Side, finite
-from .machine import environment
+from .machine import environment, now
 from .prompts import Prompt, decoder, encode
 from .stock import run_stock
 
@@ -61,6 +61,14 @@ class Gradients:
     def finite(self) -> bool:
         return not self.nonfinite and math.isfinite(self.loss)
 
+    def verdict(self) -> str:
+        """ "all finite", or which are not."""
+        if self.finite:
+            return "all finite"
+        lost = self.nonfinite or ("the loss",)
+        more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
+        return f"NOT FINITE: {', '.join(lost[:4])}{more}"
+
 
 @dataclass(frozen=True)
 class Batches:
@@ -77,6 +85,10 @@ class Batches:
     seconds: float
     prefix_tokens: int = 0
 
+    @property
+    def equal(self) -> bool:
+        return self.tokens > 0 and self.mismatched_tokens == 0
+
 
 @dataclass
 class Verification:
@@ -88,6 +100,7 @@ class Verification:
     stock        the stock stack against itself, one Side per dtype asked for
     statistics   of the engine's run: steps, chunks, preemptions, prefix hits
     gradients    of the backward pass
+    date         when it was done; `command` is the command line that did it, if one did
     """
 
     title: str
@@ -105,18 +118,44 @@ class Verification:
     errors: list[str] = field(default_factory=list)
     batches: list[Batches] = field(default_factory=list)
     warm: Batches | None = None
+    date: str = field(default_factory=now)
+    command: str | None = None
 
     @property
     def comparison(self) -> Comparison:
         return self.aligned.comparison
 
     @property
+    def failures(self) -> list[str]:
+        """What is not as it should be, each by name. Empty: every compared log-probability has the same bits, at every
+        batch size and with a warm cache; each of these compared at least one; and gradients are finite."""
+        found = []
+        if not self.comparison.tokens:
+            found.append("nothing was generated, so nothing was compared")
+        elif not self.comparison.equal:
+            found.append(f"rollout against training: {self.comparison.verdict()}")
+        for batch in self.batches:
+            if not batch.equal:
+                found.append(
+                    f"rollout with {batch.batch_size} prompts at a time: {batch.mismatched_tokens} of {batch.tokens} "
+                    "tokens differ"
+                )
+        if self.warm is not None and not self.warm.prefix_tokens:
+            found.append("warm cache: none of the prompts was in it any more, so nothing warm was compared")
+        elif self.warm is not None and not self.warm.equal:
+            found.append(f"warm cache: {self.warm.mismatched_tokens} of {self.warm.tokens} tokens differ")
+        if self.gradients is not None and not self.gradients.finite:
+            found.append(f"gradients: {self.gradients.verdict()}")
+        return found
+
+    @property
     def equal(self) -> bool:
-        """Every compared log-probability has the same bits, at every batch size and with a warm cache; there is
-        at least one; and gradients are finite."""
-        again = [*self.batches, *([self.warm] if self.warm else [])]
-        same = self.comparison.equal and not any(batch.mismatched_tokens for batch in again)
-        return same and (self.gradients is None or self.gradients.finite)
+        return not self.failures
+
+    def verdict(self) -> str:
+        """The line that says it, whatever it is: "0 of 812 log-probabilities differ (max |diff| 0.0, KL 0.0)", or "NOT
+        EQUAL: " and all that failed."""
+        return self.comparison.verdict() if self.equal else f"NOT EQUAL: {'; '.join(self.failures)}"
 
     def to_json(self) -> dict:
         """The figures for JSON: "aligned" and "stock" with the same four keys, and the rest."""
@@ -127,6 +166,8 @@ class Verification:
                 "stock": same_dtype[0].comparison.to_json() if same_dtype else None,
                 "stock_by_dtype": {side.dtype: side.comparison.to_json() for side in self.stock},
                 "equal": self.equal,
+                "verdict": self.verdict(),
+                "failures": self.failures,
                 "batches": [asdict(batch) for batch in self.batches],
                 "warm": asdict(self.warm) if self.warm else None,
                 "model": self.model,
@@ -181,10 +222,12 @@ def verify(
     share_weights  the engine runs the model itself, before it trains, instead of a copy: for models that take more than
                    half of a device's memory
     returns        a Verification
-    raises         VerifyError where nothing was generated at all, or where no prompt was found in the prefix cache that
-                   was to be warm; PromptError for prompts that cannot be encoded
+    raises         VerifyError where nothing was generated at all, or where no prompt is longer than a page and `warm`
+                   is asked for; ValueError on the seed; PromptError for prompts that cannot be encoded
     """
     begin = time.perf_counter()
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"verify: seed: got {seed}, expected 0 to 2**64 - 1")
     loaded = source if isinstance(source, Loaded) else load(source, device=device, dtype=dtype)
     model, tokenizer = loaded.model, loaded.tokenizer
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -194,6 +237,12 @@ def verify(
         raise VerifyError("verify: warm: got True, but the configuration has no prefix cache")
     each = _params(params or SamplingParams(), len(prompts), seed)
     prompt_ids = encode(prompts, tokenizer, chat=chat)
+    longest = max(map(len, prompt_ids), default=0)
+    if warm and longest <= config.page_size:  # its last token is always computed
+        raise VerifyError(
+            f"verify: warm: no prompt fills a page that the prefix cache could keep: the longest has {longest} tokens, "
+            f"expected more than page_size, {config.page_size}"
+        )
     temperatures = {p.temperature for p in each}
     if len(temperatures) > 1:
         raise VerifyError(f"verify: params: got temperatures {sorted(temperatures)}, expected one for all prompts")
@@ -281,8 +330,6 @@ def _rollout(
         if warm:
             progress("rollout, warm", 0, 1)
             warmed = _in_batches(engine, prompt_ids, params, completions, len(prompt_ids))
-            if not warmed.prefix_tokens and any(completion.token_ids for completion in completions):
-                raise VerifyError("verify: warm: no prompt fills a page that the prefix cache could keep")
         for number, size in enumerate(batch_sizes):
             progress(f"rollout, {size} at a time", number, len(batch_sizes))
             engine.reset_prefix_cache()

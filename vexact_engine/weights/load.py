@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .hub import check_name
+
 if TYPE_CHECKING:
     from .partial import Origin
 
@@ -167,9 +169,7 @@ def _load_path(name: str, dtype: torch.dtype, want_tokenizer: bool) -> tuple[tor
         check_directory(path)
         has_tokenizer = want_tokenizer and any((path / file).exists() for file in _TOKENIZER_FILES)
         return _from_pretrained(str(path), dtype), _tokenizer(str(path)) if has_tokenizer else None
-    # Not here: a Hub name has at most one slash and begins like no path does.
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".gguf") or not name:
-        raise FileNotFoundError(f"weights: {name!r}: no such file or directory")
+    check_name(name)
     model = _from_pretrained(name, dtype)
     try:
         return model, _tokenizer(name) if want_tokenizer else None

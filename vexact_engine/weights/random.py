@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from .hub import check_name
 from .load import Loaded, as_dtype, load, without_weights
 from .partial import Origin, skeleton
 
@@ -188,6 +189,8 @@ def load_random(
     from transformers import AutoTokenizer
 
     kind = as_dtype(dtype, device)
+    if source not in CONFIGS:
+        check_name(source)
     origin = Origin(source, kind, seed, layers)
     try:
         config = config_of(source, layers)

@@ -1,0 +1,47 @@
+"""Whether a name that is no path here is a model on the Hub, asked once and quickly: the loader would ask five times
+for half a minute where there is no network, and most such names are mistyped paths."""
+
+from pathlib import Path
+
+SECONDS = 5  # for the Hub's answer
+
+
+def check_name(name: str) -> None:
+    """Nothing where `name` is a file or directory here, or a model whose config the Hub or its cache has.
+
+    raises   FileNotFoundError that says what it is not
+    """
+    if name and Path(name).expanduser().exists():
+        return
+    missing = f"weights: {name!r}: no such file or directory"
+    # A Hub name has at most one slash and begins like no path does.
+    if not name or name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(("/", ".gguf")):
+        raise FileNotFoundError(missing)
+    import huggingface_hub as hub
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        if isinstance(hub.try_to_load_from_cache(name, "config.json"), str):
+            return
+    except HFValidationError:
+        raise FileNotFoundError(f"{missing}, and no name on the Hub either") from None
+    if hub.constants.HF_HUB_OFFLINE:
+        raise FileNotFoundError(f"{missing}, nor is it in the Hub's cache, and HF_HUB_OFFLINE is set")
+    url = f"{hub.constants.ENDPOINT}/{name}/resolve/main/config.json"
+    try:
+        answer = hub.get_session().head(url, headers=hub.utils.build_hf_headers(), timeout=SECONDS)
+    except (OSError, RuntimeError, *_transport_errors()) as error:
+        why = " ".join(str(error).split()) or type(error).__name__
+        where = hub.constants.ENDPOINT
+        raise FileNotFoundError(f"{missing}, and the Hub cannot be asked for it ({where}: {why})") from None
+    if answer.status_code in (401, 403, 404):
+        said = answer.headers.get("X-Error-Message") or f"HTTP {answer.status_code}"
+        raise FileNotFoundError(f"{missing}, and the Hub has no such model for you: {said}")
+
+
+def _transport_errors() -> tuple[type[Exception], ...]:
+    """What the Hub's client raises without a connection: each of its versions has another library below it."""
+    from importlib import import_module, util
+
+    names = {"httpx2": "HTTPError", "httpx": "HTTPError", "requests": "RequestException"}
+    return tuple(getattr(import_module(module), error) for module, error in names.items() if util.find_spec(module))
