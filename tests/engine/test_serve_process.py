@@ -137,8 +137,8 @@ def test_replicas_behind_one_server(model):
     assert code == 0 and "was killed by SIGKILL; 1 requests of its go to others" in said
 
 
-def run(capsys, *argv):
-    code = cli.main([str(a) for a in argv])
+def run(capsys, command, *argv):
+    code = cli.main([command, "--quiet", *(str(a) for a in argv)])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -154,7 +154,7 @@ def test_what_is_wrong_is_known_before_the_model_is_loaded(capsys, tmp_path):
         (["--host", "no.such.host.invalid", "--allow-no-key"], "--host no.such.host.invalid"),
         (["--api-key-file", tmp_path / "none"], "none"),
         (["--api-key-file", tmp_path / "keys"], "holds no key"),
-        (["--request-timeout", "-1"], "request_timeout is -1.0"),
+        (["--request-timeout", "-1"], "--request-timeout: got -1.0"),
         (["--port", "0"], "no-such-model"),
     ):
         code, out, err = run(capsys, "serve", "no-such-model", *options)
@@ -167,7 +167,7 @@ def test_every_option_has_its_help(capsys):
     text = capsys.readouterr().out
     from vexact_engine.cli import _parser
 
-    serve = _parser()._subparsers._group_actions[0].choices["serve"]
+    serve = _parser()[1].choices["serve"]
     assert all(action.help for action in serve._actions), "each says what it is"
     assert "--drain-seconds" in text
 
