@@ -196,6 +196,7 @@ def test_environment_variables_have_our_prefix():
         "COLUMNS",
         "PIP_",  # and what follows: weights/index.py asks where pip or uv would
         "PIP_CONFIG_FILE",
+        "RANK",  # of a Ray worker, set by verl
         "UV_DEFAULT_INDEX",
         "UV_INDEX_URL",
     }

@@ -1,0 +1,399 @@
+"""The rollout without a cluster: verl's registries, options, and the server's own methods on one event loop."""
+
+import asyncio
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vexact_engine import Engine, EngineConfig, SamplingParams, WeightsMissing
+from vexact_engine.verl.server import Options, Server
+
+from .environment import environment
+from .rollout_trainer import rollout_config, weights
+
+PROMPT = [5, 6, 7, 8]
+VERLS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
+VERLS["ignore_eos"] = True  # so that lengths are known
+
+
+@pytest.fixture(scope="module")
+def path(models):
+    return models("qwen3")
+
+
+def configs(path, *overrides):
+    config = rollout_config(path, *overrides).actor_rollout_ref
+    return config.rollout, config.model
+
+
+class Running:
+    """A server on an event loop of its own, as an actor has it."""
+
+    def __init__(self, path, *overrides, mode="STANDALONE", load_format="auto"):
+        from verl.workers.rollout.replica import RolloutMode
+
+        rollout, model = configs(path, f"actor_rollout_ref.rollout.load_format={load_format}", *overrides)
+        self.server = Server(rollout, model, RolloutMode[mode], 0)
+
+    def __enter__(self):
+        self.runner = asyncio.Runner()
+        self.runner.run(self.server.launch_server())
+        return self
+
+    def __exit__(self, *exception):
+        self.runner.close()
+        self.server._receiver.close()
+        self.server.engine.close()
+
+    def call(self, coroutine):
+        return self.runner.run(coroutine)
+
+    def generate(self, prompt=PROMPT, request_id="r", **params):
+        return self.call(self.server.generate(prompt, {**VERLS, **params}, request_id))
+
+
+@pytest.fixture(scope="module")
+def running(path):
+    with Running(path) as found:
+        yield found
+
+
+def test_the_registries_know_us(path):
+    from verl.workers.rollout.base import get_rollout_class
+    from verl.workers.rollout.replica import get_rollout_replica_class
+
+    for _ in range(2):  # verl's plugins, and its external modules
+        importlib.reload(importlib.import_module("vexact_engine.verl.register"))
+    assert get_rollout_class("vexact", "async").__module__ == "vexact_engine.verl.adapter"
+    assert get_rollout_replica_class("vexact").__module__ == "vexact_engine.verl.replica"
+
+
+def test_as_an_entry_point(tmp_path):
+    """Installed, no variable is needed; with the variable too nothing is another."""
+    found = tmp_path / "vexact-0.dist-info"
+    found.mkdir()
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: vexact\nVersion: 0\n")
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    if sys.version_info >= (3, 11):
+        import tomllib
+
+        points = tomllib.loads(project)["project"]["entry-points"]["verl.plugins"]
+        (found / "entry_points.txt").write_text(
+            "[verl.plugins]\n" + "".join(f"{name} = {module}\n" for name, module in points.items())
+        )
+    code = (
+        "import verl; from verl.workers.rollout.replica import RolloutReplicaRegistry as r; "
+        "from verl.workers.rollout.base import _ROLLOUT_REGISTRY as s; "
+        "print('vexact' in r._registry, s['vexact', 'async'])"
+    )
+    for modules in ("", "vexact_engine.verl.register"):
+        env = environment() | {"VERL_USE_EXTERNAL_MODULES": modules, "VERL_PLATFORM": ""}
+        env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | env)
+        assert done.stdout.split("\n")[-2] == "True vexact_engine.verl.adapter.ServerAdapter", done.stderr
+
+
+@pytest.mark.parametrize(
+    "override, said",
+    [
+        ("rollout.tensor_model_parallel_size=2", r"tensor_model_parallel_size: got 2, expected 1.*Set it to that"),
+        ("rollout.data_parallel_size=2", "data_parallel_size: got 2, expected 1"),
+        ("+rollout.repetition_penalty=1.1", "repetition_penalty: got 1.1, expected 1.0"),
+        ("++rollout.quantization=fp8", "quantization: got 'fp8'"),
+        ("++rollout.enable_rollout_routing_replay=true", "enable_rollout_routing_replay: got True"),
+        ("+rollout.engine_kwargs.vexact.num_page=3", "unknown: num_page; there is: .*num_pages"),
+        ("+rollout.engine_kwargs.vexact.handover=later", "handover: got 'later', expected one of in_place, staged"),
+        ("+rollout.engine_kwargs.vexact.timeout=0", "timeout: got 0"),
+        ("+rollout.engine_kwargs.vexact.kv_segment=-1", "EngineConfig: kv_segment is -1"),
+        ("+rollout.engine_kwargs.vexact.pipeline_parallel_size=2", "set rollout.pipeline_model_parallel_size"),
+        ("rollout.max_num_seqs=0", "EngineConfig: max_num_seqs is 0"),
+    ],
+)
+def test_options_that_are_refused(path, override, said):
+    from verl.utils.config import omega_conf_to_dataclass
+
+    rollout, _ = configs(path, override.replace("rollout.", "actor_rollout_ref.rollout.", 1))
+    with pytest.raises(ValueError, match=said):
+        Options.of(omega_conf_to_dataclass(rollout))
+
+
+def test_options(path):
+    from verl.utils.config import omega_conf_to_dataclass
+
+    given = {"kv_segment": 64, "latent_attention": "true", "handover": "staged", "timeout": 3.5}
+    overrides = [f"+actor_rollout_ref.rollout.engine_kwargs.vexact.{name}={value}" for name, value in given.items()]
+    rollout, _ = configs(path, "actor_rollout_ref.rollout.pipeline_model_parallel_size=2", *overrides)
+    options = Options.of(omega_conf_to_dataclass(rollout))
+    assert options.engine == EngineConfig(
+        gpu_memory_utilization=0.5,
+        max_num_seqs=64,
+        max_num_batched_tokens=8192,
+        num_pages=256,
+        kv_segment=64,
+        latent_attention=True,
+        pipeline_parallel_size=2,
+        show_progress=False,
+    )
+    assert (options.handover, options.timeout) == ("staged", 3.5)
+
+
+def reference(path, params, prompt=PROMPT):
+    config = EngineConfig(num_pages=64, max_num_seqs=4, show_progress=False)
+    with Engine.from_pretrained(path, config=config) as engine:
+        return engine.generate([prompt], params)[0]
+
+
+def test_tokens_and_log_probs_are_the_engines(running, path):
+    given = running.generate(seed=3, temperature=0.7, top_p=0.6, top_k=40)
+    alone = reference(path, SamplingParams(max_new_tokens=16, seed=3, temperature=0.7, top_p=0.6, top_k=40))
+    assert given.token_ids == alone.token_ids
+    assert given.log_probs == alone.logprobs  # at 0.7, of the whole distribution
+    assert given.stop_reason == "completed" and given.num_preempted == 0
+    assert given.extra_fields["weight_versions"] == [0] * 16
+    assert running.generate(logprobs=False).log_probs is None
+
+
+def test_samples_differ_without_a_seed(running):
+    assert len({tuple(running.generate().token_ids) for _ in range(6)}) == 6
+    assert len({tuple(running.generate(seed=1).token_ids) for _ in range(3)}) == 1
+    assert len({tuple(running.generate(temperature=0).token_ids) for _ in range(3)}) == 1
+
+
+def test_lengths(running):
+    long = [5] * 40  # longer than prompt_length: what is left of both
+    assert len(running.generate(long).token_ids) == 8
+    assert len(running.generate([5] * 60).token_ids) == 1
+    assert len(running.generate(max_tokens=3).token_ids) == 3
+    assert len(running.generate(max_new_tokens=5).token_ids) == 5
+    assert len(running.generate([5] * 250, max_tokens=100).token_ids) == 6  # max_position_embeddings is 256
+    with pytest.raises(ValueError, match="got 256 tokens, expected fewer than 256"):
+        running.generate([5] * 256)
+
+
+@pytest.mark.parametrize(
+    "params, said",
+    [
+        ({"repetition_penalty": 1.1}, "repetition_penalty: got 1.1, expected 1.0"),
+        ({"n": 2}, "n: got 2, expected 1"),
+        ({"best_of": 2}, "got best_of: there is no such parameter"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"prompt_logprobs": 1000, "max_tokens": 1}, "num_top_logprobs is 1000"),
+        ({"prompt_logprobs": -1}, "num_top_logprobs is -1"),
+    ],
+)
+def test_calls_that_are_refused(running, params, said):
+    with pytest.raises(ValueError, match=said):
+        running.generate(**params)
+    assert len(running.generate().token_ids) == 16
+
+
+def test_prompts_that_are_refused(running):
+    with pytest.raises(ValueError, match="empty"):
+        running.generate([])
+    with pytest.raises(ValueError, match="100000"):
+        running.generate([100000])
+    for kind in ("image", "video", "audio"):
+        with pytest.raises(ValueError, match=f"{kind}_data: got some, expected none"):
+            running.call(running.server.generate(PROMPT, VERLS, "r", **{f"{kind}_data": [object()]}))
+    assert running.call(running.server.generate(PROMPT, VERLS, "r", image_data=[])).stop_reason == "completed"
+    assert not running.server._running
+
+
+@pytest.mark.parametrize("k", [0, 40])
+def test_what_a_teacher_asks_for(running, path, k):
+    ids = list(range(20, 57))
+    given = running.generate(ids, max_tokens=1, prompt_logprobs=k, detokenize=False).extra_fields
+    assert len(given["prompt_ids"]) == len(given["prompt_logprobs"]) == len(ids)
+    assert given["prompt_ids"][-1] == [0] * max(k, 1) and given["prompt_logprobs"][-1] == [0.0] * max(k, 1)
+    alone = reference(path, SamplingParams(max_new_tokens=1, prompt_logprobs=True, num_top_logprobs=k), ids)
+    if k == 0:
+        assert given["prompt_ids"][:-1] == [[token] for token in ids[1:]]
+        assert given["prompt_logprobs"][:-1] == [[value] for value in alone.prompt_logprobs[1:]]
+        return
+    for position, (tokens, values) in enumerate(zip(given["prompt_ids"][:-1], given["prompt_logprobs"][:-1])):
+        assert values == sorted(values, reverse=True) and len(tokens) == k
+        if ids[position + 1] in tokens:  # the other way that the engine knows it
+            assert values[tokens.index(ids[position + 1])] == alone.prompt_logprobs[position + 1]
+    assert any(ids[i + 1] in tokens for i, tokens in enumerate(given["prompt_ids"][:-1]))
+
+
+async def begun(server, count, length=200, **params):
+    """Calls that are being computed."""
+    calls = [
+        asyncio.ensure_future(server.generate(PROMPT, {**VERLS, "max_tokens": length, **params}, f"r{i}"))
+        for i in range(count)
+    ]
+    before = server.engine.stats.steps
+    while server.engine.stats.steps < before + 3:
+        await asyncio.sleep(0.001)
+    return calls
+
+
+def test_aborted_calls_return_what_they_have(running):
+    server = running.server
+
+    async def go():
+        calls = await begun(server, 3)
+        counted = await server.abort_all_requests()
+        early = [await call for call in calls]
+        late = [asyncio.ensure_future(server.generate(PROMPT, VERLS, "late")) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        assert not any(call.done() for call in late), "the gate is shut"
+        await server.wait_for_requests_to_drain()  # nobody is in
+        await server.resume_generation()
+        return counted, early, [await call for call in late]
+
+    counted, early, late = running.call(go())
+    assert counted["aborted_count"] == 3 and sorted(counted["request_ids"]) == ["r0", "r1", "r2"]
+    for output in early:
+        assert output.stop_reason == "aborted" and 0 < len(output.token_ids) < 200
+        assert len(output.log_probs) == len(output.token_ids) == len(output.extra_fields["weight_versions"])
+    assert all(output.stop_reason == "completed" and len(output.token_ids) == 16 for output in late)
+
+
+def test_late_calls_are_turned_away(running):
+    server = running.server
+
+    async def go():
+        await server.abort_all_requests()
+        waiting = asyncio.ensure_future(server.generate(PROMPT, VERLS, "waits"))
+        await asyncio.sleep(0.02)
+        await server.abort_all_requests(reject_request=True)
+        found = [await waiting, await server.generate(PROMPT, VERLS, "late")]
+        await server.resume_generation()
+        return found, await server.generate(PROMPT, VERLS, "later")
+
+    away, later = running.call(go())
+    assert [(output.token_ids, output.stop_reason) for output in away] == [([], "aborted")] * 2
+    assert all("global_steps" in output.extra_fields for output in away)
+    assert later.stop_reason == "completed"
+
+
+def test_one_call_is_aborted(running):
+    server = running.server
+
+    async def go():
+        calls = await begun(server, 3, length=100)
+        said = await server.abort_request("r1"), await server.abort_request("nobody")
+        return said, [await call for call in calls]
+
+    said, outputs = running.call(go())
+    assert [answer["aborted"] for answer in said] == [True, False]
+    assert [output.stop_reason for output in outputs] == ["completed", "aborted", "completed"]
+
+
+def test_full_determinism(path):
+    """Seeds follow from the request: samples differ, runs do not, and an aborted one goes on as if it were not."""
+    on = "actor_rollout_ref.rollout.full_determinism=true"
+    found = []
+    for seed in (42, 42, 43):
+        with Running(path, on, f"actor_rollout_ref.rollout.seed={seed}") as running:
+            whole = [running.generate(request_id=f"det-{i}", max_tokens=100).token_ids for i in range(3)]
+            server = running.server
+
+            async def go(server=server):
+                calls = await begun(server, 1, length=100)
+                await server.abort_all_requests()
+                had = (await calls[0]).token_ids
+                await server.resume_generation()
+                rest = {**VERLS, "max_tokens": 100 - len(had)}
+                return had + (await server.generate(PROMPT + had, rest, "r0")).token_ids
+
+            pieces = running.call(go())
+            assert pieces == running.generate(request_id="r0", max_tokens=100).token_ids
+            found.append(whole)
+    assert found[0] == found[1] != found[2]
+    assert len(set(map(tuple, found[0]))) == 3
+
+
+def test_no_answer_from_weights_that_never_came(path):
+    with Running(path, load_format="dummy") as running:
+        with pytest.raises(WeightsMissing, match=r"rollout\.load_format=auto"):
+            running.generate()
+        new = weights(path, 5, torch.bfloat16)
+        running.server.engine.update_weights(new.state_dict(), numerics=running.server.engine.numerics())
+        running.call(running.server.set_global_steps(9))
+        given = running.generate(seed=3)
+        assert given.extra_fields["global_steps"] == 9
+    with Engine.from_pretrained(new, config=EngineConfig(num_pages=64, show_progress=False)) as engine:
+        alone = engine.generate([PROMPT], SamplingParams(max_new_tokens=16, seed=3))[0]
+    assert (given.token_ids, given.log_probs) == (alone.token_ids, alone.logprobs)
+
+
+def test_a_model_with_buffers_is_read_whatever_the_format(models):
+    """An update need not bring a router's e_score_correction_bias: it must be the checkpoint's."""
+    from transformers import AutoModelForCausalLM
+
+    path = models("deepseek_v3")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    with Running(path, load_format="dummy") as running:
+        held = running.server.engine.model.state_dict()[name]
+        assert torch.equal(held, AutoModelForCausalLM.from_pretrained(path).state_dict()[name].to(held.dtype))
+        assert running.generate().stop_reason == "completed"
+
+
+def test_a_config_that_the_engine_would_not_see(path):
+    other = "+actor_rollout_ref.model.override_config.num_hidden_layers=1"
+    with pytest.raises(ValueError, match="override_config: num_hidden_layers: the engine reads"), Running(path, other):
+        pass
+    with Running(path, other, load_format="dummy") as running:
+        assert running.server.engine.model.config.num_hidden_layers == 1
+
+
+@pytest.mark.parametrize("mode", ["HYBRID", "COLOCATED", "STANDALONE"])
+def test_memory(path, mode):
+    """Who sleeps, how deep, and what requests make of it."""
+    with Running(path, mode=mode) as running:
+        server, before = running.server, running.generate(seed=3)
+
+        async def go():
+            await server.release_kv_cache()
+            held = server.engine.asleep
+            await server.resume_kv_cache()
+            await server.sleep()
+            slept = server.engine.asleep
+            waits = asyncio.ensure_future(server.generate(PROMPT, {**VERLS, "seed": 3}, "waits"))
+            await asyncio.sleep(0.05)
+            early = waits.done()
+            await server.wait_for_requests_to_drain()  # nothing is computed: there is nothing to wait for
+            if mode == "HYBRID":
+                await server.wake_up(tags=["weights"])
+                new = weights(path, 5, torch.bfloat16).state_dict()
+                await asyncio.to_thread(server.engine.update_weights, new, numerics=server.engine.numerics())
+                await server.set_global_steps(7)
+                await server.wake_up(tags=["kv_cache"])
+            else:
+                await server.wake_up()
+            await server.clear_kv_cache()
+            return held, slept, early, await waits
+
+        held, slept, early, after = running.call(go())
+        assert ("kv_cache" in held) == (mode != "COLOCATED") and "weights" not in held
+        assert slept == (() if mode == "STANDALONE" else ("weights", "kv_cache", "graphs"))
+        assert early == (mode == "STANDALONE")
+        assert (after.token_ids == before.token_ids) == (mode != "HYBRID")
+        assert after.extra_fields["global_steps"] == (7 if mode == "HYBRID" else None)
+
+
+def test_nobody_sleeps_without_free_cache_engine(path):
+    with Running(path, "actor_rollout_ref.rollout.free_cache_engine=false", mode="HYBRID") as running:
+        running.call(running.server.sleep())
+        running.call(running.server.release_kv_cache())
+        assert running.server.engine.asleep == ()
+
+
+def test_another_verl_is_one_error(monkeypatch):
+    from importlib import metadata
+
+    from vexact_engine.verl.replica import Replica
+
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "0.8.0" if name == "verl" else real(name))
+    with pytest.raises(RuntimeError, match=r"verl: got 0.8.0, expected 0.9.1.*pip install --no-deps verl==0.9.1"):
+        Replica(0, None, None)

@@ -1,0 +1,85 @@
+"""verl on aligned ops: its rollout (register.py and what it names) and its actor and reference policy (actor.py).
+
+Importing this package touches nothing; check_versions() says what is missing.
+
+| package      | served | known to move                                                                                |
+| ------------ | ------ | -------------------------------------------------------------------------------------------- |
+| verl         | 0.9.1  | rollout: `_ROLLOUT_REGISTRY` is private and the only way in; `replica_rank`, `name_suffix`,  |
+|              |        | `is_teacher_model`, `reject_request`, `release_kv_cache`, `resume_kv_cache` and              |
+|              |        | `set_global_steps` are new in 0.9                                                            |
+|              |        | actor: `EngineRegistry` with vendors (`_engines` is private), `_build_module` before         |
+|              |        | `_build_fsdp_module`, `prepare_model_inputs` and its `input_ids_rmpad_rolled`,               |
+|              |        | `temperature_rmpad`, `pad_size`                                                              |
+| veomni       | 0.1.12 | `KernelSpec`, `KERNEL_REGISTRY`, the slots of the generated modeling files                   |
+| transformers | >=5.5  | 5.23 breaks `import veomni` 0.1.12: <5.23 beside it                                          |
+
+verl and VeOmni are installed with --no-deps (their bounds exclude each other's and ours); what they need otherwise is
+in the extras vexact[verl] and vexact[veomni].
+"""
+
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+from ..extras import pip_line
+
+SERVED = {"verl": "0.9.1", "veomni": "0.1.12"}
+TRANSFORMERS = (5, 5), (5, 23)  # from here on; where VeOmni is, below that
+
+
+def check_versions(*, veomni: bool = False) -> None:
+    """What verl's side of VeXact was made for is installed, VeOmni too where that is asked for.
+
+    raises  RuntimeError naming all that is missing or of another version, and the pip lines that mend it
+    """
+    wanted = {name: served for name, served in SERVED.items() if veomni or name != "veomni"}
+    found = {name: _version(name) for name in (*wanted, "transformers")}
+    problems = [
+        f"{name}: {'not installed' if found[name] is None else f'got {found[name]}'}, expected {served}"
+        for name, served in wanted.items()
+        if found[name] is None or found[name].partition("+")[0] != served
+    ]
+    lines = []
+    if problems:
+        lines = [pip_line("verl,veomni" if veomni else "verl")]
+        lines.append("pip install --no-deps " + " ".join(f"{name}=={served}" for name, served in wanted.items()))
+    low, high = TRANSFORMERS
+    asked = f"transformers>={low[0]}.{low[1]}" + (f",<{high[0]}.{high[1]}" if veomni else "")
+    version = found["transformers"]
+    release = tuple(int(part) for part in version.split(".")[:2]) if version else None
+    if release is None or release < low or (veomni and release >= high):
+        problems.append(f"transformers: {'not installed' if version is None else f'got {version}'}, expected {asked}")
+        lines.append(f'pip install "{asked}"')
+    if problems:
+        raise RuntimeError(f"vexact_engine.verl: {'; '.join(problems)}. Run: {' && '.join(lines)}")
+
+
+def attention_options(model_config: Any) -> dict[str, Any]:
+    """The trainer's kv_segment and latent_attention, which are part of its numerics: as the rollout's own, under
+    `+actor_rollout_ref.model.fused_kernel_options.vexact.kv_segment=...` (or `.latent_attention=true`).
+
+    model_config  verl's HFModelConfig, or the mapping that it is made of
+    returns       {"kv_segment": ..., "latent_attention": ...}
+    raises        ValueError on any other name; TypeError on the kind of a value
+    """
+    asked = (model_config.get("fused_kernel_options") or {}).get("vexact") or {}
+    options = {"kv_segment": None, "latent_attention": False}
+    where = "model.fused_kernel_options.vexact"
+    if not isinstance(asked, Mapping):
+        raise TypeError(f"{where}: got {type(asked).__name__}, expected a mapping")
+    unknown = sorted(set(asked) - set(options))
+    if unknown:
+        raise ValueError(f"{where}: got {', '.join(unknown)}, expected {' or '.join(options)}")
+    options.update(asked)
+    if options["kv_segment"] is not None and type(options["kv_segment"]) is not int:
+        raise TypeError(f"{where}.kv_segment: got {type(options['kv_segment']).__name__}, expected an int or null")
+    if type(options["latent_attention"]) is not bool:
+        raise TypeError(f"{where}.latent_attention: got {type(options['latent_attention']).__name__}, expected a bool")
+    return options
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
