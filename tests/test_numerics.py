@@ -129,13 +129,17 @@ def sm90(monkeypatch):
 def test_on_a_gpu_it_names_what_lowers_and_what_serves(sm90, monkeypatch):
     found = vx.numerics("cuda")
     assert found["class"] == "sm90" and found["backends"] == {"attention": "cuda"}
-    assert found["libraries"] == {"torch": torch.__version__, "cuda": "13.0", "driver": "580.65.06", **sm90}
-    for key in ("triton", "flash-attn-4"):
-        monkeypatch.setitem(sm90, key, "another")
-        assert vx.numerics_difference(found, vx.numerics("cuda")).keys() == {
-            "libraries.triton",
-            "libraries.flash-attn-4",
-        } - ({"libraries.flash-attn-4"} if key == "triton" else set())
+    served = {"torch": torch.__version__, "cuda": "13.0", "driver": "580.65.06", "triton": sm90["triton"]}
+    assert found["libraries"] == served
+    assert found["gradients"] == {package: version for package, version in sm90.items() if package != "triton"}
+    monkeypatch.setitem(sm90, "flash-attn-4", None)
+    other = vx.numerics("cuda")
+    assert vx.numerics_difference(found, other) == {"gradients.flash-attn-4": ("4.0.0b36", None)}
+    assert vx.numerics_difference(found, other, forward=True) == {}
+    monkeypatch.setitem(sm90, "triton", "another")
+    other = vx.numerics("cuda")
+    assert vx.numerics_difference(found, other).keys() == {"libraries.triton", "gradients.flash-attn-4"}
+    assert vx.numerics_difference(found, other, forward=True) == {"libraries.triton": ("3.6.0", "another")}
     monkeypatch.setattr(digest, "driver", lambda: "580.159.04")
     assert vx.numerics_difference(found, vx.numerics("cuda"))["libraries.driver"] == ("580.65.06", "580.159.04")
 
@@ -143,8 +147,8 @@ def test_on_a_gpu_it_names_what_lowers_and_what_serves(sm90, monkeypatch):
 def test_where_backends_are_equal_the_setting_does_not_count(sm90):
     with vx.use_backend("triton"):
         found = vx.numerics("cuda")
-    different = set(vx.numerics_difference(vx.numerics("cuda"), found))
-    assert different - {f"libraries.{name}" for name in sm90} == {"backends.attention", "rooms.attention"}
+    different = set(vx.numerics_difference(vx.numerics("cuda"), found, forward=True))
+    assert {d for d in different if not d.startswith("libraries.")} == {"backends.attention", "rooms.attention"}
 
 
 def test_differences_are_named():

@@ -230,6 +230,21 @@ def test_another_fingerprint_is_refused(sockets):
         assert texts(engine) == old
 
 
+def test_a_fingerprint_with_other_gradients_alone_is_taken(sockets):
+    """A trainer with flash-attn-4, say, and an engine without."""
+    model = build("Qwen3")
+    new, numerics = other(model), vx.numerics("cpu")
+    numerics = {**numerics, "gradients": {"flash-attn-4": "4.0.0b36"}}
+    with handover(model, numerics=numerics) as (engine, _receiver, start, out):
+        result = start()
+        assert out.send(new.state_dict()) == 1 == result()
+        assert engine.update_weights(model.state_dict(), numerics=numerics) == 2
+        numerics["rooms"] = {**numerics["rooms"], "linear": "of other sources"}
+        with pytest.raises(ValueError, match=r"rooms\.linear: got 'of other sources'") as caught:
+            engine.update_weights(model.state_dict(), numerics=numerics)
+        assert "flash-attn-4" not in str(caught.value)
+
+
 def test_another_version_of_the_protocol_is_refused(sockets, monkeypatch):
     model = build("Qwen3")
     with (

@@ -92,7 +92,7 @@ class Front:
                 self._settled.wait(left)
             first = self.replicas[0].facts["numerics"]
             for replica in self.replicas[1:]:
-                differ = vx.numerics_difference(replica.facts["numerics"], first)
+                differ = vx.numerics_difference(replica.facts["numerics"], first, forward=True)
                 if differ:
                     found = "; ".join(f"{where}: {got!r} against {own!r}" for where, (got, own) in differ.items())
                     raise ValueError(f"Replicas: {replica} has other numerics than replica 0: {found}")

@@ -180,7 +180,7 @@ class WeightReceiver:
         if hello.version != protocol.VERSION:
             versions = f"the sender's version is {hello.version}, the receiver's {protocol.VERSION}"
             return f"weights: refused: protocol: {versions}"
-        differ = vx.numerics_difference(hello.numerics, self.engine.numerics())
+        differ = vx.numerics_difference(hello.numerics, self.engine.numerics(), forward=True)
         if differ:
             found = "; ".join(f"{w}: the trainer has {a!r}, the engine {b!r}" for w, (a, b) in differ.items())
             return f"weights: refused: numerics: {found}"

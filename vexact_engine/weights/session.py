@@ -120,7 +120,8 @@ class WeightUpdate:
 
 
 def check_numerics(given: Mapping[str, object] | None, own: Mapping, device: str) -> None:
-    """TypeError or ValueError unless a trainer's numerics are those of an engine on that kind of device."""
+    """TypeError or ValueError unless a trainer's numerics are those of an engine on that kind of device, gradients
+    aside."""
     if not isinstance(given, Mapping):
         call = ", ".join([f'"{device}"', *(f"{name}={value}" for name, value in own["options"].items())])
         got = "none" if given is None else type(given).__name__
@@ -129,7 +130,7 @@ def check_numerics(given: Mapping[str, object] | None, own: Mapping, device: str
             f"numerics=vexact_ops.numerics({call}), called in its process with its options; for weights that no "
             "trainer computes with, numerics=engine.numerics()"
         )
-    differ = vx.numerics_difference(given, own)
+    differ = vx.numerics_difference(given, own, forward=True)
     if differ:
         found = "; ".join(f"{where}: got {got!r}, expected {mine!r}" for where, (got, mine) in differ.items())
         raise ValueError(

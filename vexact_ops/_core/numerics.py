@@ -1,4 +1,5 @@
-"""The fingerprint: what fixes the bits in this process. Trainer and engine compare it before weights change hands.
+"""The fingerprint: what fixes the bits in this process. Trainer and engine compare it before weights change hands, but
+for what fixes gradients alone, which an engine does not compute.
 
 It is derived from content: a digest for each room of the sources behind it (digest.py), and the versions of what lowers
 or serves them. Nobody has to remember to raise a number when bits change.
@@ -14,7 +15,9 @@ from . import digest, native
 from .backend import ROOMS, BackendUnavailable, Room
 
 CONTRACT_VERSION = 1
-_THIRD_PARTIES = "flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl"  # their kernels serve on SM90, where installed
+# Their kernels serve on SM90, where installed. In a forward pass only those that were found equal to ours byte for
+# byte; but attention's gradients are flash-attn-4's own.
+_THIRD_PARTIES = "flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl"
 _IEEE = "subnormals kept, rounding to nearest"
 
 
@@ -69,15 +72,19 @@ def _float_mode(device: torch.device) -> str:
     return f"subnormals {flushed}, rounding {rounding}"
 
 
-def _libraries(device: torch.device, name: str, backends: set[str]) -> dict[str, str | None]:
+def _libraries(device: torch.device, backends: set[str]) -> dict[str, str | None]:
     found = {}
     if device.type == "cuda":  # on a CPU nothing but the processor stands between our sources and the bits
         found = {"torch": torch.__version__, "cuda": torch.version.cuda, "driver": digest.driver()}
     if device.type == "cuda" or "triton" in backends:
         found["triton"] = digest.version("triton")
-    if name == "sm90" and "cuda" in backends:
-        found |= {package: digest.version(package) for package in _THIRD_PARTIES}
     return found
+
+
+def _gradients(name: str, backends: set[str]) -> dict[str, str | None]:
+    if name != "sm90" or "cuda" not in backends:
+        return {}
+    return {package: digest.version(package) for package in _THIRD_PARTIES}
 
 
 def numerics(device: torch.device | str | None = None, **options: bool | int | float | str | None) -> dict:
@@ -95,7 +102,9 @@ def numerics(device: torch.device | str | None = None, **options: bool | int | f
     "float_mode"  how this thread treats subnormals and rounds: our kernels do as IEEE 754 has it in any thread (on a
                 GPU as they were compiled, which is the same), torch's operations between them as the thread does
     "libraries"  on a GPU the versions of what lowers our sources or serves beside them: torch, CUDA, driver, triton
-                and, on SM90, flash-attn-4 (attention's gradients are its own where it is installed), quack, cutlass-dsl
+    "gradients"  on SM90 the versions of flash-attn-4, whose attention gradients are its own where it is installed, and
+                of quack and cutlass-dsl. No bit of a forward pass depends on them: there their kernels serve only where
+                they were found equal to ours byte for byte
     "options"   those given
     raises      TypeError on an option of another type, ValueError on another device
     """
@@ -107,6 +116,7 @@ def numerics(device: torch.device | str | None = None, **options: bool | int | f
         device = "cuda" if torch.cuda.is_available() else "cpu"
     name, device = numerics_class(device), torch.device(device)
     rooms = [ROOMS[room] for room in sorted(ROOMS)]
+    in_use = {_in_use(room, device) for room in rooms}
     return {
         "contract": CONTRACT_VERSION,
         "class": name,
@@ -117,16 +127,20 @@ def numerics(device: torch.device | str | None = None, **options: bool | int | f
             if not room.one_class and len(room.backends(device.type)) > 1
         },
         "float_mode": _float_mode(device),
-        "libraries": _libraries(device, name, {_in_use(room, device) for room in rooms}),
+        "libraries": _libraries(device, in_use),
+        "gradients": _gradients(name, in_use),
         "options": {key: options[key] for key in sorted(options) if options[key] is not None},
     }
 
 
-def numerics_difference(a: Mapping[str, object], b: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+def numerics_difference(
+    a: Mapping[str, object], b: Mapping[str, object], *, forward: bool = False
+) -> dict[str, tuple[object, object]]:
     """Where two fingerprints differ: {"rooms.linear": (a's value, b's)}, None where one has no such entry; empty where
     they are equal. What has been through JSON compares as what has not.
 
-    raises  TypeError where one is no dictionary
+    forward   leave out what fixes the bits of gradients alone: equal log-probabilities are all that is asked
+    raises    TypeError where one is no dictionary
     """
     for arg, value in (("a", a), ("b", b)):
         if not isinstance(value, Mapping):
@@ -136,7 +150,8 @@ def numerics_difference(a: Mapping[str, object], b: Mapping[str, object]) -> dic
             )
     flat_a, flat_b = _flat(a), _flat(b)
     keys = [*flat_a, *(key for key in flat_b if key not in flat_a)]
-    return {key: (flat_a.get(key), flat_b.get(key)) for key in keys if flat_a.get(key) != flat_b.get(key)}
+    differ = {key: (flat_a.get(key), flat_b.get(key)) for key in keys if flat_a.get(key) != flat_b.get(key)}
+    return {key: values for key, values in differ.items() if not (forward and key.startswith("gradients."))}
 
 
 def _flat(nested: Mapping[str, object], before: str = "") -> dict[str, object]:
