@@ -199,6 +199,7 @@ def test_environment_variables_have_our_prefix():
         "RANK",  # of a Ray worker, set by verl
         "UV_DEFAULT_INDEX",
         "UV_INDEX_URL",
+        "VERL_ENGINE_VENDOR",  # which of its registered engines verl takes
     }
     pattern = re.compile(r"""environ(?:\.get\(|\[)\s*["'](\w+)["']""")
     for path in SOURCES:

@@ -243,6 +243,43 @@ def test_logprobs_are_those_of_the_logits(name, device, dtype):
             assert_bitwise(handle.sample(hidden[0], 5, 9, **options), drawn, "draws from hidden states")
 
 
+@pytest.mark.parametrize("name", [family(n) for n in ("qwen3", "gemma2")])
+@KINDS
+def test_a_temperature_for_each_token(name, device, dtype):
+    model = tiny(name, dtype, device=device)
+    ids, cu, _ = pack(sequences(device=device))
+    temperatures = torch.linspace(0.5, 1.7, ids.shape[1], device=device)[None]
+    with vx.patch.hf(model) as handle:
+        got, entropy = handle.logprobs(ids, cu_seqlens=cu, temperature=temperatures, return_entropy=True)
+        for at, temperature in enumerate(temperatures[0].tolist()):
+            one = handle.logprobs(ids, cu_seqlens=cu, temperature=temperature, return_entropy=True)
+            assert_bitwise([got[0, at], entropy[0, at]], [one[0][0, at], one[1][0, at]], f"token {at}")
+        for value, where in ((temperatures[0], "one dimension"), (temperatures[:, 1:], "too few")):
+            with pytest.raises(ValueError, match="logprobs: temperature: got shape"):
+                handle.logprobs(ids, cu_seqlens=cu, temperature=value)
+                pytest.fail(where)
+
+
+@pytest.mark.parametrize("name", [family(n) for n in ("llama", "granite")])
+@KINDS
+def test_scores_instead_of_logits(name, device, dtype):
+    """What a trainer that wraps the model asks of its forward: of any rows, any tokens."""
+    model = tiny(name, dtype, device=device)
+    ids, cu, _ = pack(sequences(device=device))
+    target, rows = ids[0].flip(0), torch.tensor([4, 0, 18], device=device)
+    with vx.patch.hf(model):
+        every = vx.log_softmax(model(ids, cu_seq_lens_q=cu, use_cache=False).logits[0])
+        expected = every.gather(1, target[:, None])[:, 0]
+        score = vx.patch.Score(target)
+        assert_bitwise(model(ids, cu_seq_lens_q=cu, use_cache=False, vexact_score=score), (expected,))
+        score = vx.patch.Score(target[rows], rows, return_entropy=True)
+        got, entropy = model(ids, cu_seq_lens_q=cu, use_cache=False, vexact_score=score)
+        assert_bitwise(got, expected[rows])
+        torch.testing.assert_close(entropy, -(every.exp() * every).sum(-1)[rows], rtol=1e-5, atol=1e-5)
+        with pytest.raises(TypeError, match=r"vexact_score: got Tensor, expected a vexact_ops\.patch\.Score"):
+            model(ids, cu_seq_lens_q=cu, use_cache=False, vexact_score=target)
+
+
 @pytest.mark.parametrize("name", [family(n) for n in ("llama", "gemma2", "granite")])
 @pytest.mark.parametrize("device,dtype", devices(torch.float32))
 def test_loss(name, device, dtype):

@@ -1,11 +1,11 @@
 """Models of other libraries on aligned ops: objects that say what they changed and undo it."""
 
 from .aten import aten
-from .batch import PagedBatch
+from .batch import PagedBatch, Score
 from .covered import COVERED
 from .description import NotDescribed
 from .hf import hf
 from .plan import UnsupportedModule
 from .veomni import veomni
 
-__all__ = ["COVERED", "NotDescribed", "PagedBatch", "UnsupportedModule", "aten", "hf", "veomni"]
+__all__ = ["COVERED", "NotDescribed", "PagedBatch", "Score", "UnsupportedModule", "aten", "hf", "veomni"]

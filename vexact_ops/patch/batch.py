@@ -66,6 +66,24 @@ class PagedBatch:
 
 
 @dataclass(frozen=True)
+class Score:
+    """What a trainer wants of a forward instead of logits: `model(..., vexact_score=Score(...))` returns the tuple of
+    (R,) fp32 log-probabilities and, if asked for, entropies. No T x V logits are held, and whatever wraps the model
+    (FSDP2, PEFT, autocast) stays around the call. No tree of tensors, so FSDP2 casts nothing in it.
+
+    target          (R,) int64: of each row, the token whose log-probability is wanted
+    rows            (R,) int64, rows of the flattened (B * S) batch; None: all of them, R is B * S
+    temperature     above 0: a number, or (R,) fp32
+    return_entropy  also the entropy of each row's distribution
+    """
+
+    target: Tensor
+    rows: Tensor | None = None
+    temperature: float | Tensor = 1.0
+    return_entropy: bool = False
+
+
+@dataclass(frozen=True)
 class Layout:
     """Which rows of a (B, S) batch are tokens, and of which sequence; computed once for all layers."""
 

@@ -146,8 +146,8 @@ def causal_forward(
     **kwargs,
 ):
     """Hidden states, fp32 logits of the rows asked for, and the loss where labels are given. The loss never forms the
-    T x V logits; with skip_logits (and labels) nothing does. vexact_score is what Handle.logprobs asks for, (rows of
-    the flattened batch, their next tokens, temperature, return_entropy): a tuple of values is all that it gets."""
+    T x V logits; with skip_logits (and labels) nothing does. With vexact_score (batch.Score) its tuple is all that is
+    returned."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     patch = self._vexact
@@ -168,7 +168,7 @@ def causal_forward(
     )
     hidden, logits, loss = out.last_hidden_state, None, None
     if vexact_score is not None:
-        return _scores(patch, hidden, *vexact_score)
+        return _scores(patch, hidden, vexact_score)
     if labels is None or not skip_logits:
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = logits_of(patch, hidden[:, keep])
@@ -185,17 +185,21 @@ def causal_forward(
     )
 
 
-def score(patch, hidden: Tensor, target: Tensor, temperature: float, return_entropy: bool):
+def score(patch, hidden: Tensor, target: Tensor, temperature: float | Tensor, return_entropy: bool):
     """linear_logprobs of (R, H) final hidden states, with all that the model does to its logits."""
     rows = scaled(patch, hidden)
     options = {"temperature": temperature, "softcap": patch.softcap, "return_entropy": return_entropy}
     return patch.head(rows, then=lambda x, weight: vx.linear_logprobs(x, weight, target, **options))
 
 
-def _scores(patch, hidden: Tensor, index: Tensor, target: Tensor, temperature: float, return_entropy: bool) -> tuple:
-    values = score(patch, hidden.flatten(0, 1).index_select(0, index), target, temperature, return_entropy)
-    tokens = hidden.shape[0] * hidden.shape[1]
-    return tuple(v.new_zeros(tokens).index_copy(0, index, v) for v in (values if return_entropy else (values,)))
+def _scores(patch, hidden: Tensor, asked: batch.Score) -> tuple[Tensor, ...]:
+    if not isinstance(asked, batch.Score):
+        raise TypeError(f"vexact_score: got {type(asked).__name__}, expected a vexact_ops.patch.Score")
+    rows = hidden.flatten(0, 1)
+    if asked.rows is not None:
+        rows = rows.index_select(0, asked.rows)
+    values = score(patch, rows, asked.target, asked.temperature, asked.return_entropy)
+    return values if asked.return_entropy else (values,)
 
 
 def next_tokens(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ..attention.op import KEY_BLOCK
 from ..attention.op import ROOM as ATTENTION
 from . import forwards, lora, plan
+from .batch import Score
 from .description import Decoder
 from .stage import Stage
 from .state import LOCK, Patch, Report
@@ -114,7 +115,7 @@ class Handle:
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         return_entropy: Literal[False] = False,
     ) -> Tensor: ...
     @overload
@@ -125,7 +126,7 @@ class Handle:
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         return_entropy: Literal[True],
     ) -> tuple[Tensor, Tensor]: ...
     def logprobs(
@@ -135,7 +136,7 @@ class Handle:
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         return_entropy: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The log-probability of each next token, with gradients and without ever holding T x V logits.
@@ -144,7 +145,7 @@ class Handle:
         cu_seqlens      (N + 1,) where the packed row's sequences begin, and its end
         attention_mask  (B, S) of a batch padded left or right
         position_ids    (B, S); without the two above, a sequence ends where they do not go on by one
-        temperature     logits are divided by it
+        temperature     logits are divided by it: a number, or one for each of input_ids in fp32, for what follows it
         return_entropy  also the entropy of each distribution
         returns         fp32 like input_ids: at t, log p(input_ids[t + 1] | input_ids[..t]); 0 at the last token of a
                         sequence and at padding
@@ -172,6 +173,12 @@ class Handle:
         elif position_ids is not None:
             follows[:, :-1] = position_ids.expand_as(ids).diff(dim=1) == 1
         index = follows.flatten().nonzero()[:, 0]
+        if isinstance(temperature, Tensor):
+            if temperature.shape != input_ids.shape:
+                got, expected = tuple(temperature.shape), tuple(input_ids.shape)
+                raise ValueError(f"logprobs: temperature: got shape {got}, expected a number or {expected}")
+            temperature = temperature.flatten()[index]
+        asked = Score(ids.flatten()[index + 1], index, temperature, return_entropy)
         # Through the model itself, as any forward: what wraps it (FSDP, hooks) gathers the output layer's weight there.
         values = patch.model(
             input_ids=ids,
@@ -179,9 +186,9 @@ class Handle:
             position_ids=position_ids,
             cu_seq_lens_q=cu_seqlens,
             use_cache=False,
-            vexact_score=(index, ids.flatten()[index + 1], temperature, return_entropy),
+            vexact_score=asked,
         )
-        whole = tuple(v.view(input_ids.shape) for v in values)
+        whole = tuple(v.new_zeros(ids.numel()).index_copy(0, index, v).view(input_ids.shape) for v in values)
         return whole if return_entropy else whole[0]
 
     def _check(self) -> None:
@@ -207,8 +214,9 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None, 
     loss. Residual sums, scalings and embedding lookups stay: they are exact. Weights are read at every call, so
     load_state_dict, optimizer steps, `.to(...)` and train()/eval() work as ever. The forward takes, besides the usual
     arguments, padded batches (2-D attention_mask, left or right; positions then count a row's own tokens unless
-    position_ids are given), packed rows (cu_seq_lens_q, or position_ids that restart), a DynamicCache, and
-    `vexact_paged=PagedBatch(...)` from an engine. Padding rows come out as numbers without meaning.
+    position_ids are given), packed rows (cu_seq_lens_q, or position_ids that restart), a DynamicCache,
+    `vexact_paged=PagedBatch(...)` from an engine and `vexact_score=Score(...)` from a trainer. Padding rows come out as
+    numbers without meaning.
 
     No list says which families are covered: each piece is tried against the op that would replace it, and the patched
     model runs once on fake tensors to see that nothing else reduces. Those that were seen to be covered, tiny and

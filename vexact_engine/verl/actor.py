@@ -1,0 +1,168 @@
+"""verl's actor and reference policy on aligned ops: their log-probabilities are the rollout's, bit for bit.
+
+    export VERL_ENGINE_VENDOR=vexact    # in every process of the job
+    python -m verl.trainer.main_ppo actor_rollout_ref.model.external_lib=vexact_engine.verl.actor \\
+        actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.ref.strategy=fsdp2 ...
+
+verl imports an external_lib in every process that knows the model: trainers, rollout servers, agent loops. Importing
+this one registers two engines under that vendor's name, and does nothing else: no model is touched, nothing of verl is
+replaced. verl then builds, shards, steps, offloads, saves and hands over as ever. What differs is that the model is
+patched before it is sharded (vexact_ops.patch), and what it is asked for: the log-probabilities of the tokens that are
+there, and their entropies, with gradients, formed in the output layer's own call. T x V logits are never held, so
+use_fused_kernels, entropy_checkpointing, entropy_from_logits_with_chunking and use_torch_compile change nothing.
+
+Refused by name: strategies other than fsdp2 and veomni, Ulysses above 1, LoRA, Liger, quantisation-aware training,
+router replay, distillation from top-k, calculate_sum_pi_squared.
+"""
+
+import copy
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+import vexact_ops as vx
+
+from . import attention_options, check_versions
+
+check_versions()
+
+from verl.utils import tensordict_utils as tu  # noqa: E402
+from verl.workers import engine as engines  # noqa: E402
+from verl.workers.engine import BaseEngine, EngineRegistry  # noqa: E402
+
+VENDOR = "vexact"
+DEVICES = ("cuda", "cpu")
+OTHERS = ("fsdp", "fsdp_turbo", "megatron", "mindspeed", "torchtitan", "automodel")
+# What stock engines put into a forward for their own fused kernels.
+_FUSED = ("temperature", "return_dict", "labels", "shift_labels", "return_log_probs")
+_LOG = logging.getLogger(__name__)
+
+
+class AlignedEngine:
+    """What both engines have in common, in front of the stock one in the order of resolution."""
+
+    def __init__(self, model_config, engine_config, *args, **kwargs):
+        refuse(model_config, engine_config)
+        super().__init__(model_config, engine_config, *args, **kwargs)
+
+    def prepare_model_inputs(self, micro_batch):
+        for name in ("distillation_use_topk", "calculate_sum_pi_squared"):
+            if tu.get_non_tensor_data(data=micro_batch, key=name, default=False):
+                raise NotImplementedError(f"{name}: it needs T x V logits, which the vexact actor never holds")
+        inputs, kept = super().prepare_model_inputs(micro_batch)
+        for name in _FUSED:
+            inputs.pop(name, None)
+        target, rows = kept["input_ids_rmpad_rolled"], None
+        temperature = micro_batch["temperature"]
+        if tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True):
+            if isinstance(temperature, Tensor):
+                temperature = kept["temperature_rmpad"]
+        else:
+            mask = inputs["attention_mask"].bool()
+            rows = mask.flatten().nonzero()[:, 0]
+            if isinstance(temperature, Tensor):
+                temperature = kept["temperature"].repeat_interleave(mask.sum(1))
+        entropy = bool(tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False))
+        inputs["vexact_score"] = vx.patch.Score(target, rows, temperature, entropy)
+        return inputs, kept
+
+    def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
+        pad, offsets = output_args.get("pad_size", 0), micro_batch["input_ids"].offsets()
+        values = (value[: value.shape[0] - pad] for value in output)
+        return {
+            name: torch.nested.nested_tensor_from_jagged(value, offsets)
+            for name, value in zip(("log_probs", "entropy"), values)
+        }
+
+
+class AlignedFSDPEngine(AlignedEngine, engines.FSDPEngineWithLMHead):
+    """verl's FSDP2 engine; `aligned` is the handle of its patch."""
+
+    def _build_module(self):
+        # verl's fused kernels replace the forward of the model's class, for everyone in the process
+        with _changed(self, "model_config", use_fused_kernels=False):
+            return super()._build_module()
+
+    def _build_fsdp_module(self, module):
+        options = attention_options(self.model_config)
+        self.aligned = vx.patch.hf(module, kv_segment=options["kv_segment"], latent=options["latent_attention"])
+        if self.rank == 0:
+            _LOG.info("the model on aligned ops:\n%s", self.aligned.report())
+        return super()._build_fsdp_module(module)
+
+
+class RefusedEngine(BaseEngine):
+    """In the place of stock engines that verl would take instead of an aligned one."""
+
+    def __init__(self, model_config, engine_config, *args, **kwargs):
+        refuse(model_config, engine_config)
+        raise NotImplementedError(f"strategy: got {engine_config.strategy}, {_STRATEGIES}")
+
+
+_STRATEGIES = (
+    "but VERL_ENGINE_VENDOR=vexact serves fsdp2 and veomni: set actor_rollout_ref.actor.strategy and "
+    "actor_rollout_ref.ref.strategy"
+)
+
+
+def refuse(model_config, engine_config) -> None:
+    """raises NotImplementedError naming a setting of verl's under which the actor's bits would not be the rollout's"""
+    if engine_config.strategy in OTHERS:
+        raise NotImplementedError(f"strategy: got {engine_config.strategy}, {_STRATEGIES}")
+    for name in ("ulysses_sequence_parallel_size", "ulysses_parallel_size"):
+        if getattr(engine_config, name, 1) > 1:
+            raise NotImplementedError(f"{name}: got {getattr(engine_config, name)}, expected 1")
+    if model_config.lora_rank > 0 or model_config.lora_adapter_path:
+        raise NotImplementedError(
+            f"lora_rank: got {model_config.lora_rank}, expected 0: a rollout has adapters merged into its weights and "
+            "rounded once more, so its log-probabilities are not those that a trainer computes with adapters apart"
+        )
+    if model_config.use_liger:
+        raise NotImplementedError("use_liger: got True, expected False: its kernels are not aligned")
+    qat = getattr(engine_config, "qat", None)
+    if qat is not None and qat.enable:
+        raise NotImplementedError("qat.enable: got True, expected False: quantised weights are not aligned")
+    replay = getattr(engine_config, "router_replay", None)
+    if replay is not None and replay.mode != "disabled":
+        raise NotImplementedError(
+            f"router_replay.mode: got {replay.mode}, expected disabled: the rollout's and the trainer's routers choose "
+            "the same experts, bit for bit, and the rollout records none"
+        )
+
+
+@contextmanager
+def _changed(engine, attribute: str, **values) -> Iterator[None]:
+    """A copy of the engine's config with other values in its place; verl's configs are frozen, their owner's stays."""
+    own = getattr(engine, attribute)
+    other = copy.copy(own)
+    other.__dict__.update(values)
+    setattr(engine, attribute, other)
+    try:
+        yield
+    finally:
+        setattr(engine, attribute, own)
+
+
+def register() -> None:
+    """Our engines in verl's registry, under the vendor's name; a second call changes nothing.
+
+    raises  RuntimeError where VERL_ENGINE_VENDOR does not choose them: verl would take its own, and say nothing
+    """
+    served = {"fsdp2": AlignedFSDPEngine, **dict.fromkeys(OTHERS, RefusedEngine)}
+    known = EngineRegistry._engines.get("language_model", {})
+    for backend, cls in served.items():
+        devices = [device for device in DEVICES if (device, VENDOR) not in known.get(backend, {})]
+        EngineRegistry.register("language_model", backend, devices, vendor=VENDOR)(cls)
+    chosen = os.environ.get("VERL_ENGINE_VENDOR")
+    if chosen != VENDOR:
+        raise RuntimeError(
+            f"VERL_ENGINE_VENDOR: got {chosen}, expected {VENDOR}: without it verl takes its own actor. Set it in the "
+            "environment of every process of the job"
+        )
+
+
+register()
