@@ -407,12 +407,16 @@ def test_the_demo_is_the_main_job_on_another_model(capsys, model, monkeypatch, t
     monkeypatch.setattr(demo, "PROMPTS", tuple((f"one beginning {text}", n) for text, n in texts))
     tight = EngineConfig(page_size=4, num_pages=18, max_num_seqs=4, max_num_batched_tokens=12, reserve=0.0)
     monkeypatch.setattr(demo, "CONFIG", tight)
+    monkeypatch.setattr(demo, "SHOWN", (1, 5))
     code, out, _ = run(capsys, "demo", "--json", tmp_path / "d.json")
     record = json.loads((tmp_path / "d.json").read_text())
     tokens = record["aligned"]["tokens"]
     assert code == 0 and f"0 of {tokens} log-probabilities differ (max |diff| 0.0, KL 0.0)" in out.splitlines()
     assert set(record["stock_by_dtype"]) == {"bfloat16", "float32"} and tokens > 20
     assert record["statistics"]["preemptions"] > 0 and record["prompts"] == 8
+    assert "its weights come from a 4-bit GGUF file" in out and "8 prompts at temperature 1" in out
+    assert len(record["shown_samples"]) == 2 and record["shown"]["mismatched_tokens"] == 0 < record["shown"]["tokens"]
+    assert out.count("\n> one beginning ") == 2 and record["settings"]["sampling"]["temperature"] == 1.0
     monkeypatch.setattr(demo, "CONFIG", EngineConfig(num_pages=400))
     code, _, err = run(capsys, "demo", "--no-stock")
     assert code == 2 and "preemptions" in err, "a run under no pressure proves less, and says so"
@@ -420,7 +424,7 @@ def test_the_demo_is_the_main_job_on_another_model(capsys, model, monkeypatch, t
 
 def test_the_demo_prompts_are_what_they_are_said_to_be():
     assert len(demo.PROMPTS) >= 16 and len(set(demo.PROMPTS)) == len(demo.PROMPTS)
-    assert demo.CONFIG.max_num_seqs < len(demo.PROMPTS)
+    assert demo.CONFIG.max_num_seqs < len(demo.PROMPTS) and max(demo.SHOWN) < len(demo.PROMPTS)
     words = sorted(len(text.split()) for text, _ in demo.PROMPTS)
     assert words[0] < 5 and words[-1] > demo.CONFIG.max_num_batched_tokens, "the longest does not fit into one step"
 

@@ -1,6 +1,7 @@
 """The HTML report: whole in itself, escaped, with the figures that were found."""
 
 import base64
+import json
 import re
 from html.parser import HTMLParser
 
@@ -8,8 +9,8 @@ import pytest
 import torch
 
 from vexact_engine.proof.compare import Sample, Side
-from vexact_engine.proof.report import render, write_report
-from vexact_engine.proof.verify import Gradients, Verification
+from vexact_engine.proof.report import SCRIPT, fragment, render, write_report
+from vexact_engine.proof.verify import Batches, Gradients, Verification
 
 EVIL = '<script>alert("x")</script> & <img src=http://example.org/x.png>'
 
@@ -21,7 +22,17 @@ def side(name, dtype, noise, tokens=40):
         rollout = -torch.rand(tokens, generator=g) * 6
         trainer = rollout + noise * torch.randn(tokens, generator=g)
         samples.append(
-            Sample(f"p:{i}", EVIL, [1, 2], [3] * tokens, rollout, trainer, text=EVIL, finish_reason="length")
+            Sample(
+                f"p:{i}",
+                f"{EVIL} {i}",
+                [1, 2],
+                [3] * tokens,
+                rollout,
+                trainer,
+                text=EVIL,
+                finish_reason="length",
+                pieces=[EVIL] * tokens,
+            )
         )
     return Side(name, dtype, samples, {"rollout": 1.25, "rescore": 0.5})
 
@@ -44,7 +55,7 @@ def verification(aligned, stock=()):
 
 
 class Elements(HTMLParser):
-    VOID = ("meta", "img")
+    VOID = ("meta", "img", "input")
 
     def __init__(self, text):
         super().__init__()
@@ -75,7 +86,8 @@ def html():
 
 def test_it_is_well_formed_and_loads_nothing(html):
     page = Elements(html)
-    assert not page.open and "script" not in page.names and "link" not in page.names
+    assert not page.open and "link" not in page.names and "onclick" not in html
+    assert html.count("<script") == 2 and f"<script>{SCRIPT}</script>" in html, "our own and its data, no other"
     assert len(page.images) == 2
     for source in page.images:
         assert base64.b64decode(source.removeprefix("data:image/png;base64,"), validate=True)[:4] == b"\x89PNG"
@@ -84,7 +96,7 @@ def test_it_is_well_formed_and_loads_nothing(html):
 
 def test_text_is_escaped_and_shown_as_it_is(html):
     text = "".join(Elements(html).text)
-    assert EVIL in text and "<script>" not in html
+    assert EVIL in text and EVIL not in html and "<script>alert" not in html and "</script> & <img" not in html
     assert "Title & more" in text and "<2.x>" in text
 
 
@@ -113,3 +125,43 @@ def test_nan_and_infinity_and_nothing_are_drawn_too(tmp_path):
     assert "nan" in (tmp_path / "r.html").read_text(encoding="utf-8")
     html = render(verification(empty))
     assert "too &lt;long&gt;" in html and "<img" not in html
+
+
+def test_everything_that_the_verdict_rests_on_is_in_it():
+    found = verification(side("aligned", "bfloat16", 0))
+    found.batches = [Batches(1, 3, 120, 0, 0.5), Batches(8, 3, 120, 7, 0.25)]
+    found.warm, found.command = Batches(3, 3, 120, 0, 0.5, prefix_tokens=96), "vexact verify --model <m>"
+    found.settings = {"sampling": {"temperature": 0.625}}
+    html = render(found)
+    text = "".join(Elements(html).text)
+    assert not found.equal and 'class="card verdict differ"' in html and 'verdict equal"' not in html
+    assert "NOT EQUAL: rollout with 8 prompts at a time: 7 of 120 tokens differ" in text
+    assert "3 prompts again, 1 at a timeholds0 of 120 tokens differ" in text
+    assert "3 prompts again, 8 at a timeFAILS7 of 120 tokens differ" in text
+    assert "from a warm prefix cacheholds" in text and "96 of their tokens in the cache" in text
+    assert "gradientsholdsall finite" in text and found.date in text and "vexact verify --model <m>" in text
+    assert '"temperature": 0.625' in text
+
+
+def test_a_notebook_shows_the_verdict():
+    found = verification(side("aligned", "bfloat16", 0))
+    assert "0 of 120 log-probabilities differ" in found._repr_html_() and found._repr_html_() == fragment(found)
+    assert Elements(fragment(found)).open == []
+    assert repr(found) == "<Verification of tiny, bfloat16 on cpu: " + found.verdict() + ">"
+
+
+def test_the_figures_of_single_tokens_have_their_bits_and_an_end(monkeypatch):
+    found = verification(side("aligned", "bfloat16", 0))
+    found.aligned.samples[2].trainer[5] += 1e-6
+
+    def data():
+        return json.loads(re.search(r'id="data">(.*?)</script>', render(found), re.S)[1])
+
+    whole = data()
+    assert set(whole) == {"0", "1", "2"} and whole["1"]["text"][0] == EVIL
+    for i, sample in enumerate(found.aligned.samples):
+        for told, held in zip(whole[str(i)]["logp"], (sample.rollout, sample.trainer)):
+            assert torch.equal(torch.tensor(told, dtype=torch.float32), held)
+    monkeypatch.setattr("vexact_engine.proof.report.DETAILED", 80)
+    assert set(data()) == {"0", "2"}, "what differs comes first"
+    assert "in the file that --json writes" in render(found)

@@ -86,8 +86,9 @@ def run_demo(args) -> int:
             show_bars=None,
             progress=progress,
         )
-    print(f"{demo.MODEL} answers {len(demo.PROMPTS)} prompts at temperature 1\n")
-    _print_samples(verification.aligned.samples, whole=4)
+    print(f"{demo.MODEL} on {device}, {args.dtype}; its weights come from {demo.WEIGHTS}. Greedy answers:\n")
+    _print_samples(verification.shown.samples, whole=len(demo.SHOWN))
+    print(f"Measured is what it answers to {len(demo.PROMPTS)} prompts at temperature 1, where every token counts:\n")
     return _conclude(verification, args)
 
 
@@ -191,6 +192,8 @@ def _print_run(v) -> None:
             f"engine: {v.warm.requests} prompts again, {v.warm.prefix_tokens} of their tokens from the prefix cache: "
             f"{v.warm.mismatched_tokens} of {v.warm.tokens} tokens differ ({v.warm.seconds:.1f} s)"
         )
+    if v.shown is not None:
+        print(f"engine: {len(v.shown.samples)} greedy answers: {v.shown.comparison.verdict()}")
     if v.gradients is not None:
         g = v.gradients
         print(

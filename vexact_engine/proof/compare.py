@@ -78,6 +78,7 @@ class Sample:
     prompt_ids, token_ids     what went in and what came out
     rollout, trainer          (len(token_ids),) fp32 log-probabilities at the sampling temperature, on the CPU
     text, finish_reason       of the answer
+    pieces                    the text of each generated token on its own; none without a tokenizer
     error                     why there is none, where something was wrong with this prompt alone
     """
 
@@ -90,6 +91,12 @@ class Sample:
     text: str = ""
     finish_reason: str = "length"
     error: str | None = None
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def mismatched_tokens(self) -> int:
+        """Of its log-probabilities, those whose bits differ; 0 where the trainer has none."""
+        return 0 if self.trainer is None else int(differences(self.rollout, self.trainer)[1].sum())
 
     def to_json(self) -> dict:
         """Everything, with the log-probabilities as numbers that read back as the same floats."""

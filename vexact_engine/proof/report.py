@@ -1,6 +1,8 @@
-"""A verification as one self-contained HTML file: verdict, figures, plots, texts and the numerics behind them.
+"""A verification as one self-contained HTML file: verdict, figures, plots, texts with every token's log-probabilities,
+and the settings and numerics behind them.
 
-Nothing is loaded from anywhere: style and plots are inside the file. All text is escaped.
+Nothing is loaded from anywhere: style, plots and the one script are inside the file. All text is escaped. Without a
+script the page says all but the figures of single tokens. Light or dark as the reader's machine is, on a phone too.
 """
 
 import base64
@@ -12,43 +14,54 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .compare import Side, differences
+from . import page
+from .compare import Sample, Side, differences, finite
 from .verify import Verification
 
-ALIGNED, STOCK, STOCK_OTHER, INK, GRID = "#0f8a6d", "#d1495b", "#e39b3b", "#2b2f36", "#e6e8eb"
+ALIGNED, STOCK, STOCK_OTHER, INK = "#0f8a6d", "#d1495b", "#e39b3b", "#7d8590"  # each to be read on light and on dark
 FLOOR = 1e-9  # where zeros are drawn on a logarithmic axis: below anything that fp32 log-probabilities can differ by
+DETAILED = 20_000  # tokens whose figures are in the page: about two megabytes
 
-STYLE = """
-:root { color-scheme: light; }
-* { box-sizing: border-box; }
-body { margin: 0; background: #f6f7f8; color: #2b2f36; font: 16px/1.55 system-ui, "Segoe UI", Roboto, sans-serif; }
-main { max-width: 980px; margin: 0 auto; padding: 40px 24px 64px; }
-h1 { font-size: 30px; margin: 0 0 4px; letter-spacing: -0.01em; }
-h2 { font-size: 20px; margin: 40px 0 12px; }
-p { margin: 8px 0; }
-.lead { color: #5c6370; margin-bottom: 24px; }
-.card { background: #fff; border: 1px solid #e6e8eb; border-radius: 12px; padding: 20px 24px; margin: 16px 0; }
-.verdict { border-left: 6px solid; font-size: 18px; font-weight: 600; }
-.equal { border-left-color: #0f8a6d; } .differ { border-left-color: #d1495b; }
-.verdict small { display: block; font-weight: 400; font-size: 14px; color: #5c6370; margin-top: 4px; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th { text-align: left; font-weight: 600; color: #5c6370; font-size: 14px; }
-th, td { padding: 8px 12px 8px 0; border-bottom: 1px solid #eef0f2; vertical-align: top; }
-tr:last-child td { border-bottom: 0; }
-td.n, th.n { text-align: right; }
-img { width: 100%; height: auto; display: block; }
-.dot { display: inline-block; width: 10px; height: 10px; border-radius: 50%; margin-right: 8px; }
-details { border-bottom: 1px solid #eef0f2; padding: 10px 0; }
-details:last-child { border-bottom: 0; }
-summary { cursor: pointer; overflow-wrap: anywhere; }
-summary span { color: #5c6370; font-size: 14px; }
-.text { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f7f8; border-radius: 8px; padding: 12px 16px;
-  margin: 8px 0; }
-.error { color: #b3263a; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.5 ui-monospace, Menlo, Consolas, monospace;
-  margin: 0; }
-footer { color: #5c6370; font-size: 14px; margin-top: 40px; }
+SCRIPT = """
+const data = JSON.parse(document.getElementById("data").textContent);
+const number = v => typeof v === "number" ? v : v === "inf" ? Infinity : v === "-inf" ? -Infinity : NaN;
+const bits = v => new Uint32Array(new Float32Array([v]).buffer)[0].toString(16).padStart(8, "0");
+const cell = (row, text, name) => { const c = row.insertCell(); c.textContent = text; if (name) c.className = name; };
+function fill(place) {
+  if (place.firstChild) return;
+  const of = data[place.dataset.index], table = document.createElement("table");
+  const head = table.insertRow();
+  for (const name of ["", "token", "id", "rollout log p", "trainer log p", "bits"]) {
+    const th = document.createElement("th"); th.textContent = name; head.append(th);
+  }
+  of.ids.forEach((id, i) => {
+    const [a, b] = of.logp.map(side => number(side[i])), row = table.insertRow();
+    const same = bits(a) === bits(b) && !Number.isNaN(a);
+    row.className = same ? "" : "bad";
+    cell(row, i, "n"); cell(row, of.text.length ? JSON.stringify(of.text[i]) : "", "code"); cell(row, id, "n");
+    for (const v of [a, b]) cell(row, Number.isFinite(v) ? v.toPrecision(9) : String(v), "n");
+    cell(row, same ? bits(a) + " equal" : bits(a) + " | " + bits(b), "code");
+  });
+  place.append(table);
+}
+const samples = [...document.querySelectorAll("details.sample")];
+const search = document.getElementById("search"), only = document.getElementById("differing");
+function filter() {
+  const wanted = search.value.toLowerCase();
+  let shown = 0;
+  for (const s of samples) {
+    s.hidden = (only.checked && s.dataset.differs === "no") || !s.textContent.toLowerCase().includes(wanted);
+    shown += !s.hidden;
+  }
+  document.getElementById("count").textContent = shown + " of " + samples.length;
+}
+for (const s of samples) s.addEventListener("toggle", () => {
+  const place = s.querySelector(".tokens");
+  if (s.open && place) fill(place);
+});
+search.addEventListener("input", filter); only.addEventListener("change", filter);
+document.getElementById("tools").hidden = false;
+filter();
 """
 
 
@@ -65,8 +78,8 @@ def render(verification: Verification) -> str:
         f"<h1>{escape(v.title)}</h1>",
         f'<p class="lead">{escape(v.model)} · {escape(v.dtype)} on {escape(v.device)} · {len(v.aligned.samples)} '
         f"answers · {v.comparison.tokens} tokens · {escape(v.date)}</p>",
-        f'<div class="card verdict {"equal" if v.equal else "differ"}">{escape(v.verdict())}'
-        f"<small>{escape(_explain(v))}</small></div>",
+        _verdict(v),
+        f'<div class="card scroll">{_checks_table(v)}</div>',
         "<h2>Rollout against training</h2>",
         f'<div class="card scroll">{_figures_table(sides)}</div>',
     ]
@@ -76,16 +89,21 @@ def render(verification: Verification) -> str:
             f'<div class="card">{_image(plot_histogram(sides), "Histogram of the differences")}</div>',
         ]
     parts += ["<h2>How it ran</h2>", f'<div class="card scroll">{_run_table(v)}</div>']
-    parts += ["<h2>Texts</h2>", f'<div class="card">{"".join(map(_sample, v.aligned.samples))}</div>']
+    parts += ["<h2>Texts</h2>", f'<div class="card">{_texts(v)}</div>']
     parts += ["<h2>Settings, numerics and environment</h2>"]
     for name, value in (("Settings", v.settings), ("Numerics", v.numerics), ("Environment", v.environment)):
         parts.append(f'<div class="card"><h3>{name}</h3><pre>{escape(json.dumps(value, indent=2))}</pre></div>')
-    parts.append("<footer>Written by vexact. Equal means equal bits: no tolerance is involved.</footer>")
-    head = (
-        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(v.title)}</title><style>{STYLE}</style>"
-    )
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body><main>{"".join(parts)}</main></body></html>\n'
+    return page.whole(v.title, parts)
+
+
+def fragment(verification: Verification) -> str:
+    """Verdict, checks and figures for a notebook's cell."""
+    v = verification
+    return page.cell([_verdict(v), _checks_table(v), _figures_table([v.aligned, *v.stock])])
+
+
+def _verdict(v: Verification) -> str:
+    return page.verdict(v.equal, v.verdict(), _explain(v))
 
 
 def _explain(v: Verification) -> str:
@@ -125,13 +143,9 @@ def _figures_table(sides: list[Side]) -> str:
 
 
 def _run_table(v: Verification) -> str:
-    rows = {"command": v.command} if v.command else {}
+    rows = {"date": v.date}
+    rows |= {"command": v.command} if v.command else {}
     rows |= {k.replace("_", " "): x for k, x in v.statistics.items()}
-    for batch in v.batches:
-        rows[f"{batch.requests} prompts again, {batch.batch_size} at a time"] = _again(batch)
-    if v.warm is not None:
-        known = f"{v.warm.prefix_tokens} of their tokens from the prefix cache"
-        rows[f"{v.warm.requests} prompts again, {known}"] = _again(v.warm)
     if v.gradients is not None:
         g = v.gradients
         rows["backward pass"] = (
@@ -139,39 +153,94 @@ def _run_table(v: Verification) -> str:
             f"norm {g.norm:.4g}"
         )
     rows["seconds"] = f"{v.seconds:.1f}"
+    return _pairs(rows)
+
+
+def _pairs(rows: dict) -> str:
     cells = "".join(f"<tr><td>{escape(str(k))}</td><td>{escape(str(x))}</td></tr>" for k, x in rows.items())
     return f"<table>{cells}</table>"
+
+
+def _checks_table(v: Verification) -> str:
+    """A row for everything that the verdict rests on."""
+    c = v.comparison
+    rows = [("rollout against training", c.equal, f"{c.mismatched_tokens} of {c.tokens} log-probabilities differ")]
+    if v.shown is not None:
+        c = v.shown.comparison
+        rows.append(("greedy answers", c.equal, f"{c.mismatched_tokens} of {c.tokens} log-probabilities differ"))
+    for batch in v.batches:
+        name = f"{batch.requests} prompts again, {batch.batch_size} at a time"
+        rows.append((name, batch.equal, _again(batch)))
+    if v.warm is not None:
+        known = f", {v.warm.prefix_tokens} of their tokens in the cache"
+        rows.append(
+            ("again, from a warm prefix cache", v.warm.equal and v.warm.prefix_tokens > 0, _again(v.warm) + known)
+        )
+    if v.gradients is not None:
+        rows.append(("gradients", v.gradients.finite, v.gradients.verdict()))
+    cells = "".join(
+        f'<tr><td>{escape(name)}</td><td class="{"good" if good else "bad"}">{"holds" if good else "FAILS"}</td>'
+        f"<td>{escape(said)}</td></tr>"
+        for name, good, said in rows
+    )
+    return f"<table><tr><th>what</th><th></th><th>found</th></tr>{cells}</table>"
 
 
 def _again(batch) -> str:
     return f"{batch.mismatched_tokens} of {batch.tokens} tokens differ ({batch.seconds:.1f} s)"
 
 
-def _sample(sample) -> str:
-    rollout = sample.rollout
-    note = f"{len(sample.token_ids)} tokens, {sample.finish_reason}"
-    if sample.trainer is not None and rollout.numel():
-        note += f", {int(differences(rollout, sample.trainer)[1].sum())} differ"
+def _texts(v: Verification) -> str:
+    """Every prompt and answer; the figures of single tokens as data that the script shows where a prompt is opened."""
+    samples = [*(v.shown.samples if v.shown else ()), *v.aligned.samples]
+    room, data = DETAILED, {}
+    for index in sorted(range(len(samples)), key=lambda i: not samples[i].mismatched_tokens):  # what differs first
+        sample = samples[index]
+        if sample.trainer is not None and 0 < len(sample.token_ids) <= room:
+            room -= len(sample.token_ids)
+            figures = (sample.rollout.tolist(), sample.trainer.tolist())
+            data[index] = finite({"ids": sample.token_ids, "text": sample.pieces, "logp": figures})
+    greedy = len(v.shown.samples) if v.shown else 0
+    items = "".join(_sample(i, s, i in data, "greedy, " if i < greedy else "") for i, s in enumerate(samples))
+    told = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return (
+        '<div id="tools" hidden><input id="search" type="search" placeholder="filter prompts and answers" '
+        'aria-label="filter prompts and answers"><label><input id="differing" type="checkbox"> only where something '
+        f'differs</label><span id="count"></span></div>{items}'
+        f'<script type="application/json" id="data">{told}</script><script>{SCRIPT}</script>'
+    )
+
+
+def _sample(index: int, sample: Sample, detailed: bool, kind: str) -> str:
+    note = f"{kind}{len(sample.token_ids)} tokens, {sample.finish_reason}"
+    if sample.trainer is not None and sample.rollout.numel():
+        note += f", {sample.mismatched_tokens} differ"
     shown = sample.prompt_text if len(sample.prompt_text) <= 110 else sample.prompt_text[:109] + "…"
     body = f'<div class="text">{escape(sample.prompt_text)}</div>' if shown != sample.prompt_text else ""
     if sample.error:
         body += f'<p class="error">{escape(sample.error)}</p>'
     answer = sample.text or " ".join(map(str, sample.token_ids))
     body += f'<div class="text">{escape(answer)}</div>'
-    return f"<details><summary>{escape(shown)} <span>· {escape(note)}</span></summary>{body}</details>"
+    if detailed:
+        body += f'<div class="tokens scroll" data-index="{index}"></div>'
+    elif sample.token_ids and sample.trainer is not None:
+        body += '<p class="note">The figures of its tokens are in the file that --json writes.</p>'
+    differs = "yes" if sample.mismatched_tokens or sample.error else "no"
+    head = f"<summary>{escape(shown)} <span>· {escape(note)}</span></summary>"
+    return f'<details class="sample" data-differs="{differs}">{head}{body}</details>'
 
 
 def _axes(width: float, height: float):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure  # not pyplot: it holds global state and may open a window
 
-    figure = Figure(figsize=(width, height), dpi=160, layout="constrained", facecolor="white")
+    figure = Figure(figsize=(width, height), dpi=160, layout="constrained", facecolor="none")  # on light and on dark
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    axes = figure.add_subplot(facecolor="none")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#c6cad0")
+    axes.spines[["left", "bottom"]].set_color(INK)
     axes.tick_params(colors=INK, labelsize=9)
-    axes.grid(True, color=GRID, linewidth=0.8)
+    axes.grid(True, color=INK, alpha=0.25, linewidth=0.8)
     axes.set_axisbelow(True)
     return figure, axes
 
@@ -201,7 +270,7 @@ def plot_tokens(sides: list[Side]):
     axes.set_title("|log p of the trainer − log p of the rollout|, token by token", loc="left", color=INK, fontsize=12)
     handles, labels = axes.get_legend_handles_labels()
     options = dict(ncols=3, loc="upper left", bbox_to_anchor=(0, -0.16), markerscale=2)
-    axes.legend(handles[::-1], labels[::-1], frameon=False, fontsize=9, **options)
+    axes.legend(handles[::-1], labels[::-1], frameon=False, fontsize=9, labelcolor=INK, **options)
     return figure
 
 
@@ -222,19 +291,21 @@ def plot_histogram(sides: list[Side]):
         for position, value in zip(x.tolist(), share.tolist()):
             if value >= 0.5:
                 text = f"{value:.0f}"
-                axes.annotate(text, (position, value), (0, 2), textcoords="offset points", ha="center", fontsize=7.5)
+                axes.annotate(
+                    text, (position, value), (0, 2), textcoords="offset points", ha="center", fontsize=7.5, color=INK
+                )
     axes.grid(False, axis="x")
     axes.set_ylim(0, 110)
     axes.set_xticks(range(len(labels)), labels)
     axes.set_xlabel("|difference|, from this on", color=INK, fontsize=10)
     axes.set_ylabel("% of tokens", color=INK, fontsize=10)
     axes.set_title("How many tokens differ, and by how much", loc="left", color=INK, fontsize=12)
-    axes.legend(frameon=False, fontsize=9, loc="upper right")
+    axes.legend(frameon=False, fontsize=9, loc="upper right", labelcolor=INK)
     return figure
 
 
 def _image(figure, alt: str) -> str:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
+    figure.savefig(buffer, format="png", metadata={"Software": None}, transparent=True)
     data = base64.b64encode(buffer.getvalue()).decode()
     return f'<img alt="{escape(alt)}" src="data:image/png;base64,{data}">'

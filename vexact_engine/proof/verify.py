@@ -7,11 +7,12 @@ bit for bit. Beside it, if asked for, the same question to the stock stack.
 """
 
 import copy
+import functools
 import gc
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
@@ -23,6 +24,7 @@ from vexact_ops.testing import different
 from ..config import EngineConfig, SamplingParams
 from ..engine import Engine
 from ..progress import Progress, quiet
+from ..request import Completion
 from ..weights.load import Loaded, load
 from .compare import Comparison, Sample, Side, finite
 from .machine import environment, now
@@ -100,6 +102,7 @@ class Verification:
     stock        the stock stack against itself, one Side per dtype asked for
     statistics   of the engine's run: steps, chunks, preemptions, prefix hits
     gradients    of the backward pass
+    shown        greedy answers to some of the prompts, compared like the others
     date         when it was done; `command` is the command line that did it, if one did
     """
 
@@ -118,6 +121,7 @@ class Verification:
     errors: list[str] = field(default_factory=list)
     batches: list[Batches] = field(default_factory=list)
     warm: Batches | None = None
+    shown: Side | None = None
     date: str = field(default_factory=now)
     command: str | None = None
 
@@ -134,6 +138,8 @@ class Verification:
             found.append("nothing was generated, so nothing was compared")
         elif not self.comparison.equal:
             found.append(f"rollout against training: {self.comparison.verdict()}")
+        if self.shown is not None and not self.shown.comparison.equal:
+            found.append(f"greedy answers: {self.shown.comparison.verdict()}")
         for batch in self.batches:
             if not batch.equal:
                 found.append(
@@ -156,6 +162,14 @@ class Verification:
         """The line that says it, whatever it is: "0 of 812 log-probabilities differ (max |diff| 0.0, KL 0.0)", or "NOT
         EQUAL: " and all that failed."""
         return self.comparison.verdict() if self.equal else f"NOT EQUAL: {'; '.join(self.failures)}"
+
+    def __repr__(self) -> str:
+        return f"<Verification of {self.model}, {self.dtype} on {self.device}: {self.verdict()}>"
+
+    def _repr_html_(self) -> str:
+        from .report import fragment
+
+        return fragment(self)
 
     def to_json(self) -> dict:
         """The figures for JSON: "aligned" and "stock" with the same four keys, and the rest."""
@@ -183,6 +197,8 @@ class Verification:
                 "environment": self.environment,
                 "errors": self.errors,
                 "samples": [sample.to_json() for sample in self.aligned.samples],
+                "shown": self.shown and self.shown.comparison.to_json(),
+                "shown_samples": [sample.to_json() for sample in self.shown.samples] if self.shown else [],
             }
         )
 
@@ -203,6 +219,7 @@ def verify(
     batch_sizes: Sequence[int] = (),
     warm: bool = False,
     share_weights: bool = False,
+    show: Sequence[int] = (),
     seed: int = 0,
     title: str = "Rollout against training",
     progress: Progress = quiet,
@@ -221,6 +238,8 @@ def verify(
     warm           roll out once more while the prefix cache knows the prompts, and compare
     share_weights  the engine runs the model itself, before it trains, instead of a copy: for models that take more than
                    half of a device's memory
+    show           prompts, by index, that are answered greedily too, to be read: what is drawn at temperature 1 often
+                   makes less sense. Compared apart, at temperature 1, which has to be the others' then
     returns        a Verification
     raises         VerifyError where nothing was generated at all, or where no prompt is longer than a page and `warm`
                    is asked for; ValueError on the seed; PromptError for prompts that cannot be encoded
@@ -246,11 +265,13 @@ def verify(
     temperatures = {p.temperature for p in each}
     if len(temperatures) > 1:
         raise VerifyError(f"verify: params: got temperatures {sorted(temperatures)}, expected one for all prompts")
+    if show and temperatures - {0.0, 1.0}:
+        raise VerifyError(f"verify: show: got {list(show)} at temperature {temperatures.pop()}, expected 1")
 
     progress("rollout", 0, len(prompts))
     started = time.perf_counter()
-    samples, statistics, first, warmed, batches = _rollout(
-        loaded, config, prompts, prompt_ids, each, batch_sizes, warm, share_weights, progress
+    samples, statistics, first, warmed, batches, shown = _rollout(
+        loaded, config, prompts, prompt_ids, each, batch_sizes, warm, share_weights, show, progress
     )
     seconds = {"rollout": first, "again": round(time.perf_counter() - started - first, 3)}
     if not any(sample.token_ids for sample in samples):
@@ -260,7 +281,7 @@ def verify(
     started = time.perf_counter()
     gradients = rescore(
         model,
-        [sample for sample in samples if sample.token_ids],
+        [sample for sample in samples + shown if sample.token_ids],
         temperature=temperatures.pop(),
         kv_segment=config.kv_segment,
         latent=config.latent_attention,
@@ -303,6 +324,7 @@ def verify(
         errors=[f"{sample.source}: {sample.error}" for sample in samples if sample.error],
         batches=batches,
         warm=warmed,
+        shown=Side("greedy", dtype, shown) if show else None,
     )
 
 
@@ -314,22 +336,24 @@ def _params(params, count: int, seed: int) -> list[SamplingParams]:
 
 
 def _rollout(
-    loaded, config, prompts, prompt_ids, params, batch_sizes, warm, share_weights, progress
-) -> tuple[list[Sample], dict[str, int], float, Batches | None, list[Batches]]:
+    loaded, config, prompts, prompt_ids, params, batch_sizes, warm, share_weights, show, progress
+) -> tuple[list[Sample], dict[str, int], float, Batches | None, list[Batches], list[Sample]]:
     """Generate; on a copy of the model unless told otherwise, so that engine and trainer share no memory, let alone a
     patched module."""
     started = time.perf_counter()
     device = next(loaded.model.parameters()).device
-    decode = decoder(loaded.tokenizer)
     model = loaded.model if share_weights else copy.deepcopy(loaded.model)
     with Engine(replace(loaded, model=model), config) as engine:
         completions = engine.generate(prompt_ids, params)
         statistics = engine_statistics(engine)
         seconds = round(time.perf_counter() - started, 3)
-        warmed, batches = None, []
+        warmed, batches, greedy = None, [], []
         if warm:
             progress("rollout, warm", 0, 1)
             warmed = _in_batches(engine, prompt_ids, params, completions, len(prompt_ids))
+        if show:
+            progress("rollout, greedy", 0, 1)
+            greedy = engine.generate([prompt_ids[i] for i in show], [replace(params[i], temperature=0.0) for i in show])
         for number, size in enumerate(batch_sizes):
             progress(f"rollout, {size} at a time", number, len(batch_sizes))
             engine.reset_prefix_cache()
@@ -338,21 +362,28 @@ def _rollout(
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    sources = [(prompt, ids) for prompt, ids, p in zip(prompts, prompt_ids, params) for _ in range(p.n)]
-    samples = [
-        Sample(
-            source=prompt.source,
-            prompt_text=prompt.shown,
-            prompt_ids=ids,
-            token_ids=list(completion.token_ids),
-            rollout=torch.tensor(completion.logprobs, dtype=torch.float32),
-            text=decode(completion.token_ids),
-            finish_reason=completion.finish_reason,
-            error=completion.error if completion.finish_reason == "error" else None,
-        )
-        for (prompt, ids), completion in zip(sources, completions)
-    ]
-    return samples, statistics, seconds, warmed, batches
+    decode = functools.cache(lambda *ids: decoder(loaded.tokenizer)(ids))
+
+    def samples(chosen: Sequence[int], done: Sequence[Completion]) -> list[Sample]:
+        sources = [(prompts[i], prompt_ids[i]) for i in chosen for _ in range(params[i].n)]
+        return [_sample(prompt, ids, completion, decode) for (prompt, ids), completion in zip(sources, done)]
+
+    made = samples(range(len(prompts)), completions)
+    return made, statistics, seconds, warmed, batches, samples(show, greedy)
+
+
+def _sample(prompt: Prompt, ids: list[int], completion: Completion, decode: Callable[..., str]) -> Sample:
+    return Sample(
+        source=prompt.source,
+        prompt_text=prompt.shown,
+        prompt_ids=ids,
+        token_ids=list(completion.token_ids),
+        rollout=torch.tensor(completion.logprobs, dtype=torch.float32),
+        text=decode(*completion.token_ids),
+        finish_reason=completion.finish_reason,
+        error=completion.error if completion.finish_reason == "error" else None,
+        pieces=[decode(token) for token in completion.token_ids],
+    )
 
 
 def _in_batches(engine, prompt_ids, params, expected, size: int) -> Batches:
