@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import vexact_ops as vx
 
@@ -62,6 +63,7 @@ def experts_forward(module: nn.Module) -> tuple[Callable, str]:
 @functools.cache
 def _experts_forward(activation: str, apart: bool) -> Callable:
     def experts_forward(self, hidden_states, top_k_index, top_k_weights):
+        top_k_weights = _uncast(self, top_k_index, top_k_weights)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         weights, ids = top_k_weights.to(torch.float32), top_k_index.to(torch.int32)
         if apart:
@@ -69,6 +71,33 @@ def _experts_forward(activation: str, apart: bool) -> Callable:
         return vx.fused_moe(x, self.gate_up_proj, self.down_proj, weights, ids, activation=activation)
 
     return experts_forward
+
+
+# Experts that are an FSDP2 unit of their own get their inputs cast to the dtype of parameters (cast_forward_inputs): that
+# would round the fp32 weights of a router on their way. The ids go by untouched, and the weights with them.
+_WEIGHTS = "_vexact_weights"
+
+
+def _give(ids: Tensor, weights: Tensor) -> None:
+    if not torch.compiler.is_compiling():
+        setattr(ids, _WEIGHTS, weights)
+
+
+def _uncast(experts: nn.Module, ids: Tensor, weights: Tensor) -> Tensor:
+    """The weights as the router made them."""
+    if torch.compiler.is_compiling():
+        return weights
+    given = ids.__dict__.pop(_WEIGHTS, None)
+    if isinstance(weights, FakeTensor) and given is not None and given is not weights:
+        experts._vexact.between.add(id(experts))
+    if given is None or given.dtype == weights.dtype:
+        return weights
+    if id(experts) in experts._vexact.between:
+        raise RuntimeError(
+            f"experts: weights: got {weights.dtype}, expected the router's {given.dtype}: FSDP2 casts what they are "
+            "called with, and their block changes it before: shard them with their layer, not on their own"
+        )
+    return given
 
 
 def experts_of(module: nn.Module) -> int:
@@ -152,7 +181,10 @@ def _choice_forwards(wide: bool, rounded: bool, options: tuple) -> tuple[Callabl
 
     def route_tokens_to_experts(self, router_logits):
         weights, ids = vx.moe_route(router_logits, top_k, bias=_bias(self.gate), **options)
-        return ids, weights.to(self.gate.weight.dtype) if rounded else weights
+        if rounded:
+            return ids, weights.to(self.gate.weight.dtype)
+        _give(ids, weights)
+        return ids, weights
 
     return gate_forward, route_tokens_to_experts
 
@@ -266,6 +298,8 @@ def _router_forward(wide: bool, rounded: bool, options: tuple) -> Callable:
             if torch.compiler.is_compiling():
                 weights = _rounded(weights, hidden_states.dtype)
             weights = weights.to(hidden_states.dtype)
+        else:
+            _give(ids, weights)
         return logits, weights, ids
 
     return router_forward

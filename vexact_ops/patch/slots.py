@@ -36,6 +36,13 @@ def slots_of(function: Callable) -> dict[str, object]:
     return {name: scope[name] for name in code.co_names if is_slot(scope.get(name))}
 
 
+def is_of_veomni(loss: Callable) -> bool:
+    """A loss of causal models that VeOmni, or veomni.py, put into transformers' LOSS_MAPPING."""
+    function = getattr(loss, "func", loss)
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return module.startswith(("veomni.ops.kernels.cross_entropy", f"{__package__}.veomni"))
+
+
 class _Empty:
     """A slot that holds nothing: the class's own code runs."""
 

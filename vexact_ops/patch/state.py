@@ -61,6 +61,7 @@ class Patch:
         self.description = None  # or why there is none
         self.tried = {}  # what is known of modules that are alike
         self.inner: set[int] = set()  # modules whose block computes what they would
+        self.between: set[int] = set()  # experts whose block changes their weights after the router
         self.joined: set[int] = set()  # routers whose block chooses, and which were replaced with it
         self.tree: tuple[list, list, list] = [], [], []
 
