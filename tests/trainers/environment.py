@@ -9,13 +9,14 @@ _ENGINE = importlib.util.find_spec("vexact_engine")
 PACKAGES = Path(_ENGINE.submodule_search_locations[0]).parent  # the tree, or where a wheel was installed
 
 
-def environment(vendor: str | None = "vexact", **more: str) -> dict[str, str]:
+def environment(vendor: str | None = "vexact", device: str = "cpu", **more: str) -> dict[str, str]:
     """vendor None: verl's own engines."""
-    ours = ["trainers.cpu_platform", "vexact_engine.verl.register"]
+    on_cpu = device == "cpu"
+    ours = [*(["trainers.cpu_platform"] if on_cpu else []), "vexact_engine.verl.register"]
     path = [str(TESTS), str(PACKAGES), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
-        "VERL_PLATFORM": "cpu",
+        **({"VERL_PLATFORM": "cpu"} if on_cpu else {}),
         "VERL_USE_EXTERNAL_MODULES": ",".join(ours),
         # the stock classes are registered for cuda; ours for the CPU too
         **({"VERL_ENGINE_DEVICE": "cuda"} if vendor is None else {"VERL_ENGINE_VENDOR": vendor}),

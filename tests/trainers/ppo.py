@@ -1,4 +1,4 @@
-"""One run of verl's main_ppo on this machine's CPU, and what it left: metrics, and every log-probability's bits."""
+"""One run of verl's main_ppo, on this machine alone, and what it left: metrics, and every log-probability's bits."""
 
 import json
 import os
@@ -6,7 +6,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from .environment import environment
@@ -34,7 +35,8 @@ class Case:
     vendor: str | None = "vexact"  # None: verl's own actor
     steps: int = 3
     lr: float = 1e-3
-    overrides: tuple[str, ...] = field(default=())
+    device: str = "cpu"  # or cuda
+    overrides: tuple[str, ...] = ()
 
     def __str__(self):
         changed = "" if self.vendor else "-stock"
@@ -83,27 +85,15 @@ def overrides(case: Case, model: Path, prompts: Path, folder: Path) -> list[str]
         f"{rollout}.log_prob_micro_batch_size_per_gpu": 2,
         f"{rollout}.agent.num_workers": 1,
         f"{rollout}.dtype": "bfloat16",
-        "reward.custom_reward_function.path": Path(__file__).parent / "models.py",
-        "reward.custom_reward_function.name": "compute_score",
         "reward.num_workers": 1,
-        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
         "trainer.use_v1": True,
         "trainer.v1.trainer_mode": case.mode,
-        "trainer.device": "cpu",
         "trainer.nnodes": 1,
         "trainer.n_gpus_per_node": case.ranks,
-        "trainer.logger": "[console,file]",
         "trainer.val_before_train": False,
         "trainer.total_training_steps": case.steps,
         "trainer.total_epochs": 1,
-        "trainer.resume_mode": "disable",
-        "trainer.default_local_dir": folder / "checkpoints",
-        "+ray_kwargs.ray_init.num_gpus": case.ranks,
-        "ray_kwargs.ray_init.num_cpus": 24,
-        "+ray_kwargs.ray_init.include_dashboard": False,
-        "+ray_kwargs.ray_init.object_store_memory": 200_000_000,
-        "+ray_kwargs.ray_init._temp_dir": folder / "ray",
-        "hydra.run.dir": folder / "hydra",
+        **on_this_machine(case.device, case.ranks, folder),
     }
     if case.engine == "fsdp2":
         given[f"{actor}.strategy"] = "fsdp2"
@@ -123,27 +113,30 @@ def overrides(case: Case, model: Path, prompts: Path, folder: Path) -> list[str]
     return [f"{key}={value}" for key, value in given.items()]
 
 
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def run(case: Case, model: Path, folder: Path, timeout: float = 600) -> Run:
-    """raises AssertionError with the end of the log where main_ppo does not end well"""
-    import time
-
-    folder.mkdir(parents=True)
-    prompts = make_prompts(folder / "data")
-    short = Path(tempfile.mkdtemp(prefix="vx-", dir="/tmp"))  # Ray's sockets are in it, and have short names
-    (folder / "ray").symlink_to(short)
-    env = {
-        **os.environ,
-        **environment(case.vendor, VEXACT_RECORD=str(folder), VERL_FILE_LOGGER_PATH=str(folder / "metrics.jsonl")),
+def on_this_machine(device: str, gpus: int, folder: Path) -> dict[str, object]:
+    """What a run needs beside its own settings: a small Ray cluster of its own, and nothing left elsewhere."""
+    return {
+        "trainer.device": device,
+        "trainer.logger": "[console,file]",
+        "trainer.resume_mode": "disable",
+        "trainer.default_local_dir": folder / "checkpoints",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+        "reward.custom_reward_function.path": Path(__file__).parent / "models.py",
+        "reward.custom_reward_function.name": "compute_score",
+        "+ray_kwargs.ray_init.num_gpus": gpus,  # on a CPU none of them is there
+        "ray_kwargs.ray_init.num_cpus": 24,
+        "+ray_kwargs.ray_init.include_dashboard": False,
+        "+ray_kwargs.ray_init.object_store_memory": 200_000_000,
+        "hydra.run.dir": folder / "hydra",
     }
-    arguments = [x.replace(str(folder / "ray"), str(short)) for x in overrides(case, model, prompts, folder)]
-    begun = time.monotonic()
+
+
+def launch(command: list[str], env: dict[str, str], folder: Path, timeout: float) -> None:
+    """Runs it to its end. raises AssertionError with the end of its log where that is no good one"""
+    short = tempfile.mkdtemp(prefix="vx-", dir="/tmp")  # Ray's sockets are in it, whose names may not be long
+    command = [*command, f"+ray_kwargs.ray_init._temp_dir={short}"]
     with open(folder / "log.txt", "w") as log:
-        command = [sys.executable, "-W", "ignore", "-m", "trainers.recorder", *arguments]
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=folder)
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **env}, cwd=folder)
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -153,7 +146,25 @@ def run(case: Case, model: Path, folder: Path, timeout: float = 600) -> Run:
             process.wait()
             shutil.rmtree(short, ignore_errors=True)
     end = "\n".join((folder / "log.txt").read_text(errors="replace").splitlines()[-80:])
-    assert code == 0, f"{case}: main_ppo: {code}\n{end}"
-    metrics = [line["data"] for line in lines(folder / "metrics.jsonl")]
+    assert code == 0, f"{' '.join(command[:4])} ...: {code}\n{end}"
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def metrics_in(folder: Path) -> list[dict]:
+    return [line["data"] for line in lines(folder / "metrics.jsonl")]
+
+
+def run(case: Case, model: Path, folder: Path, timeout: float = 900) -> Run:
+    """One case from its model to its end."""
+    folder.mkdir(parents=True)
+    prompts = make_prompts(folder / "data")
+    record = {"VEXACT_RECORD": str(folder), "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl")}
+    command = [sys.executable, "-W", "ignore", "-m", "trainers.recorder", *overrides(case, model, prompts, folder)]
+    begun = time.monotonic()
+    launch(command, environment(case.vendor, case.device, **record), folder, timeout)
     training = [record for path in sorted(folder.glob("training.*.jsonl")) for record in lines(path)]
-    return Run(case, folder, metrics, lines(folder / "steps.jsonl"), training, time.monotonic() - begun)
+    took = time.monotonic() - begun
+    return Run(case, folder, metrics_in(folder), lines(folder / "steps.jsonl"), training, took)

@@ -1,0 +1,181 @@
+"""verl's main_ppo, with our rollout and our actor: a log-probability is the same float wherever it is computed.
+
+Three steps each, with a learning rate that moves the weights. Compared as bits: what the rollout reported for a token,
+what the trainer computed for it again (old_log_probs), and what the training forward made of it. CI runs what is in
+`IN_CI`; VEXACT_TRAINERS=all runs every combination.
+"""
+
+import copy
+import os
+
+import pytest
+import torch
+
+from .models import FAMILIES
+from .ppo import ZERO, Case, Run, run
+
+TWO_RANKS = [Case(family, engine) for engine in ("fsdp2", "veomni") for family in FAMILIES]
+ONE_RANK = [Case(family, ranks=1) for family in FAMILIES]  # VeOmni has no FSDP for one rank
+IN_CI = [*TWO_RANKS, ONE_RANK[0]]
+EVERY = [*TWO_RANKS, *ONE_RANK]
+# Requests are aborted and go on with newer weights, so that a token's weights are not always the trainer's. The
+# checkpoints that verl writes after each step say what each version would have said.
+SAVED = (
+    "trainer.save_freq=1",
+    "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]",
+    "data.max_response_length=48",
+    "actor_rollout_ref.rollout.max_num_seqs=1",  # the others are waiting when a batch is full: they are aborted
+)
+ASYNC_IN_CI = [
+    Case("qwen3_moe", mode="colocate_async", overrides=SAVED),
+    Case("qwen3", mode="separate_async", overrides=SAVED),
+]
+ASYNC = [
+    Case(family, mode=mode, overrides=SAVED) for mode in ("colocate_async", "separate_async") for family in FAMILIES
+]
+ALL = os.environ.get("VEXACT_TRAINERS") == "all"
+
+
+def check_step(samples: list[dict], version: int) -> int:
+    """Rollout and trainer have the same bits for each token of a batch. -> how many tokens that are"""
+    tokens = 0
+    for sample in samples:
+        length = len(sample["responses"])
+        assert sample["first_version"] == sample["last_version"] == version, f"weights of another step: {sample}"
+        assert length and sample["response_mask"] == [1] * length
+        for name in ("rollout_log_probs", "old_log_probs"):
+            assert len(sample[name]) == length, f"{name}: {len(sample[name])} of {length} tokens"
+        differ = sum(a != b for a, b in zip(sample["rollout_log_probs"], sample["old_log_probs"]))
+        assert not differ, f"rollout and trainer differ in {differ} of {length} tokens of {sample['key']}"
+        tokens += length
+    return tokens
+
+
+def check(ran: Run) -> None:
+    """Zero in verl's own metrics, and equal bits in all three places, none missing."""
+    case = ran.case
+    assert len(ran.metrics) == len(ran.steps) == case.steps
+    tokens = 0
+    for number, (metrics, step) in enumerate(zip(ran.metrics, ran.steps)):
+        assert {name: metrics[name] for name in ZERO} == dict.fromkeys(ZERO, 0.0)
+        assert metrics["training/rollout_probs_diff_valid"] == 1
+        assert metrics["actor/grad_norm"] > 1e-3 and metrics["actor/lr"] > 0  # the next step has other weights
+        assert step["step"] == number + 1 and len(step["samples"]) == 8
+        tokens += check_step(step["samples"], version=number)
+    check_training(ran)
+    assert tokens > case.steps * 8 * 4
+
+
+def check_training(ran: Run) -> None:
+    """The training forward saw each token once, and gave it the bits that it had before."""
+    assert {record["dtype"] for record in ran.training} == {"torch.float32"}
+    differ = sum(a != b for record in ran.training for a, b in zip(record["training"], record["old"], strict=True))
+    assert not differ, f"the training forward and old_log_probs differ in {differ} tokens"
+    forward = sorted(x for record in ran.training for x in record["training"])
+    batches = sorted(x for step in ran.steps for sample in step["samples"] for x in sample["old_log_probs"])
+    assert forward == batches, "the training forward has other log-probabilities than the batches"
+
+
+@pytest.fixture(scope="module")
+def trained(models, tmp_path_factory):
+    """trained(case) -> its Run, made once."""
+    folder, made = tmp_path_factory.mktemp("ppo"), {}
+
+    def train(case: Case) -> Run:
+        if case not in made:
+            made[case] = run(case, models(case.family), folder / str(case))
+        return made[case]
+
+    return train
+
+
+@pytest.mark.parametrize("case", EVERY if ALL else IN_CI, ids=str)
+def test_every_log_probability_is_the_same_float(case, trained):
+    check(trained(case))
+
+
+def test_one_other_bit_is_noticed(trained):
+    ran = copy.deepcopy(trained(IN_CI[0]))
+    check(ran)
+    ran.steps[1]["samples"][3]["rollout_log_probs"][2] ^= 1
+    with pytest.raises(AssertionError, match="rollout and trainer differ in 1 of"):
+        check(ran)
+    ran = copy.deepcopy(trained(IN_CI[0]))
+    ran.training[2]["training"][0] ^= 1
+    with pytest.raises(AssertionError, match="the training forward and old_log_probs differ in 1 tokens"):
+        check(ran)
+    ran = copy.deepcopy(trained(IN_CI[0]))
+    ran.steps[0]["samples"][0]["rollout_log_probs"].pop()
+    with pytest.raises(AssertionError, match=r"rollout_log_probs: \d+ of \d+ tokens"):
+        check(ran)
+
+
+def test_verls_own_actor_fails_that(trained):
+    """The same run with the stock actor: rollout and trainer differ, in verl's metrics and in nearly every token."""
+    ran = trained(Case("qwen3", vendor=None))
+    assert len(ran.metrics) == ran.case.steps
+    with pytest.raises(AssertionError):
+        check(ran)
+    for metrics, step in zip(ran.metrics, ran.steps):
+        assert metrics["training/rollout_probs_diff_max"] > 1e-4 and metrics["rollout_corr/k3_kl"] > 0
+        pairs = [p for s in step["samples"] for p in zip(s["rollout_log_probs"], s["old_log_probs"], strict=True)]
+        assert sum(a != b for a, b in pairs) > len(pairs) / 2
+
+
+def log_probs_by_version(ran: Run, model) -> list[list[list[int]]]:
+    """[version][sample] -> bits for each response token under that version's checkpoint, by the patched stock model."""
+    from transformers import AutoModelForCausalLM
+
+    import vexact_ops as vx
+
+    folders = [model]
+    for step in range(1, ran.case.steps):
+        folders.append(ran.folder / "checkpoints" / f"global_step_{step}" / "actor" / "huggingface")
+    samples = [sample for step in ran.steps for sample in step["samples"]]
+    versions = []
+    for folder in folders:
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        with torch.no_grad(), vx.patch.hf(loaded) as handle:
+            scores = []
+            for sample in samples:
+                ids = torch.tensor([sample["prompts"] + sample["responses"]])
+                row = handle.logprobs(ids)[0, len(sample["prompts"]) - 1 : -1]
+                scores.append(row.contiguous().view(torch.int32).tolist())
+        versions.append(scores)
+    return versions
+
+
+def follows(bits: list[int], versions: list[list[int]], first: int, last: int) -> bool:
+    """Each token of a sample has the bits of a version from first to last, a later one none of an earlier version's."""
+    at = first
+    for i, value in enumerate(bits):
+        while at <= last and versions[at][i] != value:
+            at += 1
+        if at > last:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("case", ASYNC if ALL else ASYNC_IN_CI, ids=str)
+def test_every_token_has_the_bits_of_the_weights_that_drew_it(case, trained, models):
+    ran = trained(case)
+    assert len(ran.metrics) == len(ran.steps) == case.steps
+    check_training(ran)
+    versions = log_probs_by_version(ran, models(case.family))
+    number, spanning, current = 0, 0, 0
+    for step in ran.steps:
+        for sample in step["samples"]:
+            length, at_version = len(sample["responses"]), [scores[number] for scores in versions]
+            assert {len(sample[name]) for name in ("rollout_log_probs", "old_log_probs")} == {length}
+            first, last = sample["first_version"], sample["last_version"]
+            assert 0 <= first <= last < step["step"]
+            assert sample["old_log_probs"] == at_version[step["step"] - 1], "the trainer's own weights"
+            assert follows(sample["rollout_log_probs"], at_version, first, last), f"{sample['key']}: {first} to {last}"
+            spanning += first != last
+            current += first == last == step["step"] - 1
+            number += 1
+    moved = [sum(a != b for x, y in zip(versions[i], versions[i + 1]) for a, b in zip(x, y)) for i in range(2)]
+    assert min(moved) > 0  # by other weights the bits are others: so that the versions can be told apart
+    if case.mode == "colocate_async":
+        assert spanning, "no request was aborted in flight and went on with newer weights"
+    assert spanning or current

@@ -1,0 +1,77 @@
+"""The recipes for verl: each is what verl accepts, and one of them runs, shrunk by its own arguments."""
+
+import itertools
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import vexact_engine
+
+from .environment import environment
+from .models import make_prompts
+from .ppo import ZERO, launch, metrics_in, on_this_machine
+
+FOLDER = Path(vexact_engine.__file__).parent / "recipes" / "verl"
+RECIPES = ("qwen3_1_7b", "qwen3_30b_a3b", "moonlight")
+SHARDINGS, SIZES = ("fsdp2", "veomni"), ("full", "smoke")
+
+
+def test_all_recipes_are_tested():
+    assert {path.stem for path in FOLDER.glob("*.yaml")} == {*RECIPES, "common"}
+    assert {path.stem for path in (FOLDER / "sharding").iterdir()} == set(SHARDINGS)
+    assert {path.stem for path in (FOLDER / "size").iterdir()} == set(SIZES)
+
+
+@pytest.mark.parametrize("recipe,sharding,size", itertools.product(RECIPES, SHARDINGS, SIZES))
+def test_a_recipe_is_what_verl_accepts(recipe, sharding, size, models):
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+    from vexact_engine.verl.server import Options
+
+    with initialize_config_dir(str(FOLDER), version_base=None):
+        config = compose(recipe, [f"sharding={sharding}", f"size={size}"])
+    OmegaConf.resolve(config)
+    validate_config(config, need_reference_policy(config), need_critic(config))
+    ours = config.actor_rollout_ref
+    assert ours.actor.strategy == ours.ref.strategy == sharding
+    assert ours.model.external_lib == "vexact_engine.verl.actor" and ours.rollout.name == "vexact"
+    assert ours.rollout.calculate_log_probs and config.trainer.use_v1
+    assert ours.actor.ppo_mini_batch_size == config.data.train_batch_size
+    assert config.trainer.n_gpus_per_node % ours.rollout.pipeline_model_parallel_size == 0
+    assert (config.trainer.total_training_steps == 3) == (size == "smoke")
+    actor = omega_conf_to_dataclass(ours.actor)
+    actor.validate(config.trainer.n_gpus_per_node, config.data.train_batch_size)
+    engine = Options.of(omega_conf_to_dataclass(ours.rollout)).engine
+    assert engine.pipeline_parallel_size == ours.rollout.pipeline_model_parallel_size
+
+
+def test_a_shrunk_recipe_runs(models, tmp_path):
+    prompts = make_prompts(tmp_path / "data")
+    settings = {
+        "sharding": "fsdp2",
+        "size": "smoke",
+        "actor_rollout_ref.model.path": models("qwen3_moe"),
+        "actor_rollout_ref.actor.optim.lr": 1e-3,
+        "data.train_files": prompts,
+        "data.val_files": prompts,
+        **on_this_machine("cpu", 1, tmp_path),
+    }
+    env = environment(VERL_FILE_LOGGER_PATH=str(tmp_path / "metrics.jsonl"))
+    command = ["bash", str(FOLDER / "run.sh"), "qwen3_30b_a3b", *(f"{key}={value}" for key, value in settings.items())]
+    launch(command, env, tmp_path, timeout=900)
+    metrics = metrics_in(tmp_path)
+    assert len(metrics) == 3
+    for step in metrics:
+        assert {name: step[name] for name in ZERO} == dict.fromkeys(ZERO, 0.0)
+        assert step["actor/grad_norm"] > 1e-3
+
+
+def test_a_recipe_without_a_name_says_which_there_are():
+    done = subprocess.run(["bash", FOLDER / "run.sh"], capture_output=True, text=True, env=dict(os.environ))
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith("usage: run.sh RECIPE") and all(recipe in done.stderr for recipe in RECIPES)
