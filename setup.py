@@ -35,6 +35,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 STABLE_ABI_TARGET = "0x020a000000000000"  # torch 2.10
@@ -270,6 +271,19 @@ def minutes(seconds):
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
+class BuildPython(build_py):
+    """The benchmarks go along for `vexact bench`, inside our own package: at the top level they would take a name that
+    is not ours to take. A source tree that is installed as it stands has them already."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            for source in sorted((ROOT / "benchmarks").rglob("*.py")):
+                target = Path(self.build_lib) / "vexact_engine" / "_bench" / source.relative_to(ROOT)
+                self.mkpath(str(target.parent))
+                self.copy_file(str(source), str(target))
+
+
 class BuildNative(build_ext):
     def build_extension(self, ext):
         mode = os.environ.get("VEXACT_BUILD", "auto")
@@ -345,6 +359,6 @@ class Abi3Wheel(bdist_wheel):
 if __name__ == "__main__":
     setup(
         ext_modules=[Extension("vexact_ops._native", sources=sources(".cpp"), py_limited_api=True)],
-        cmdclass={"build_ext": BuildNative, "bdist_wheel": Abi3Wheel},
+        cmdclass={"build_py": BuildPython, "build_ext": BuildNative, "bdist_wheel": Abi3Wheel},
         setup_requires=[] if find_torch() else [TORCH],
     )

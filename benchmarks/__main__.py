@@ -30,8 +30,14 @@ DEFAULTS = {
 }
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.split("\n\n")[0])
+def parse(argv: list[str] | None = None, prog: str = "python -m benchmarks") -> argparse.Namespace:
+    examples = __doc__.split("\n\n")[1].strip().replace("python -m benchmarks", prog)
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=__doc__.split("\n\n")[0],
+        epilog=f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("what", choices=[*ROOMS, *PROGRAMS, "all", "report"], help="a room, 'all' rooms, or a program")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", help=f"'all', or comma-separated, of: {', '.join(SHAPES)}")
@@ -97,8 +103,11 @@ def drawn(text: str) -> list[int]:
     return sorted(source.randint(1, 1024) for _ in range(int(count)))
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+def main(argv: list[str] | None = None, prog: str = "python -m benchmarks") -> int:
+    args = parse(argv, prog)
+    if (args.save or args.what == "report") and not (harness.ROOT / "pyproject.toml").exists():
+        what = "report" if args.what == "report" else "--save"
+        raise ValueError(f"{what}: records are kept in a source tree, expected one: --json FILE writes them anywhere")
     if args.what == "report":
         report.update_readme()
         for results in sorted(harness.RESULTS.glob("*.jsonl")) if args.plot else ():

@@ -9,10 +9,8 @@ import datetime
 import functools
 import json
 import math
-import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vexact_engine.proof.machine import commit
 from vexact_ops._core import native
 from vexact_ops.testing import count_different
 
@@ -89,19 +88,13 @@ def environment(device: str) -> dict:
     except ImportError:
         triton_version = None
 
-    def git(*args: str) -> str:
-        return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-
-    commit = os.environ.get("VEXACT_COMMIT")  # where the tree was copied without its history
-    if commit is None and (commit := git("rev-parse", "--short", "HEAD") or None) and git("status", "--porcelain"):
-        commit += "+"
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
     return {
         "gpu": gpu,
         "cpu": None if gpu else f"{platform.machine()} {native.cpu_isa()}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
         "triton": triton_version,
-        "commit": commit,
+        "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }
 

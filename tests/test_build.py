@@ -1,6 +1,7 @@
 """The build keeps objects by what they are made of, compiles what there is, and its source archive is whole."""
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -212,3 +213,38 @@ def test_the_source_archive_holds_every_file(tmp_path):
 def test_type_checkers_may_use_what_is_installed(tmp_path):
     setup_py(tmp_path, "build_py", "--build-lib", str(tmp_path))
     assert (tmp_path / "vexact_ops" / "py.typed").exists() and (tmp_path / "vexact_engine" / "py.typed").exists()
+
+
+def test_the_benchmarks_go_along_inside_our_own_package(tmp_path):
+    """As installed: `vexact bench` from a folder without a source tree, on what build_py has put together."""
+    setup_py(tmp_path, "build_py", "--build-lib", str(tmp_path / "lib"))
+    assert not (tmp_path / "lib" / "benchmarks").exists(), "a name at the top level that is not ours to take"
+    for native in (ROOT / "vexact_ops").glob("_native*"):
+        (tmp_path / "lib" / "vexact_ops" / native.name).symlink_to(native)
+    measure = [
+        "mean",
+        "--device",
+        "cpu",
+        "--shape",
+        "smollm2-135m",
+        "--rows",
+        "1",
+        "--repeats",
+        "1",
+        "--peers",
+        "torch",
+    ]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "lib")}
+
+    def bench(*argv):
+        command = [sys.executable, "-m", "vexact_engine.cli", "bench", *argv]
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+
+    done = bench(*measure, "--json", "records.jsonl")
+    assert done.returncode == 0 and "smollm2-135m" in done.stdout, done.stderr
+    record = json.loads((tmp_path / "records.jsonl").read_text().splitlines()[0])
+    assert record["room"] == "mean" and record["bits_equal"] is True
+    done = bench(*measure, "--save")
+    assert done.returncode == 2 and "expected one: --json FILE" in done.stderr
+    done = bench("--help")
+    assert done.returncode == 0 and done.stdout.startswith("usage: vexact bench") and "examples:" in done.stdout

@@ -19,7 +19,9 @@ EXTRAS = {
 
 def check_installed(args: Namespace) -> None:
     """Before anything is imported: what this command needs is here, or the line that brings it."""
-    wanted = {"demo": {"engine", "gguf"}, "doctor": set(), "serve": {"engine", "serve"}}.get(args.command, {"engine"})
+    wanted = {"demo": {"engine", "gguf"}, "doctor": set(), "bench": set(), "serve": {"engine", "serve"}}.get(
+        args.command, {"engine"}
+    )
     if getattr(args, "model", None):
         wanted |= {"engine", "gguf"} if args.model.endswith(".gguf") else {"engine"}
     if getattr(args, "html", None):

@@ -1,4 +1,4 @@
-"""The command `vexact`: demo, verify, generate, chat, serve, doctor.
+"""The command `vexact`: demo, verify, generate, chat, serve, doctor, bench.
 
 Exit codes: 0 equal or done, 1 something differs or a check failed, 2 usage or environment, 130 Ctrl-C. Results go to
 standard output, or to standard error where `--json -` gives a document to standard output; progress (a bar on a
@@ -12,7 +12,7 @@ import shlex
 import sys
 
 from ..extras import check_installed
-from . import chat, doctor, generate, options, serve, verify
+from . import bench, chat, doctor, generate, options, serve, verify
 
 COMMANDS = (
     verify.add_demo,
@@ -21,6 +21,7 @@ COMMANDS = (
     chat.add_chat,
     serve.add_serve,
     doctor.add_doctor,
+    bench.add_bench,
 )
 
 
@@ -28,8 +29,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     parser, commands = _parser()
+    if argv[:1] == ["bench"]:  # whose options are its own
+        argv = ["bench", "--", *argv[1:]]
     args = parser.parse_args(argv)
-    args.line, args.flags = shlex.join(["vexact", *argv]), options.flags(commands.choices[args.command])
+    args.line, args.flags = (
+        shlex.join(["vexact", *(word for word in argv if word != "--")]),
+        options.flags(commands.choices[args.command]),
+    )
     args.given = options.given(parser, commands, argv)
     args.stdout = sys.stdout
     try:
