@@ -12,6 +12,8 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.import_utils import import_external_libs
 from verl.workers.rollout.base import get_rollout_class
 
+from vexact_engine.verl import adapter
+
 
 def weights(path, seed, dtype=torch.float32):
     """A model with weights that nobody else has, as a trainer holds them."""
@@ -47,8 +49,6 @@ class Trainer(Worker):
     def _weights(self, seed):
         for name, tensor in weights(self.path, seed).state_dict().items():
             self.taken += 1
-            if self.spoil == "die" and self.taken == 4:
-                os._exit(1)
             if self.spoil == "raise" and self.taken == 4:
                 raise RuntimeError("a rank has failed")
             yield name, tensor[:1] if self.spoil == "shape" and self.taken == 4 else tensor
@@ -102,3 +102,28 @@ def rollout_config(path, *overrides):
     ]
     with initialize_config_dir(os.path.join(os.path.dirname(verl.__file__), "trainer/config"), version_base=None):
         return compose("ppo_trainer", overrides=[*given, *overrides])
+
+
+class Lone:
+    """An adapter in a process of its own, where a trainer's rank would be."""
+
+    def __init__(self, rollout_config, model_config, replica_rank):
+        os.environ.update(RANK="0", RAY_LOCAL_WORLD_SIZE="1")
+        self.path = model_config.path
+        self.rollout = get_rollout_class("vexact", "async")(
+            config=omega_conf_to_dataclass(rollout_config),
+            model_config=model_config,
+            device_mesh=None,
+            replica_rank=replica_rank,
+        )
+
+    async def update(self, seed, die=False, **told):
+        adapter._LARGEST_BUCKET = 8192  # so that some have been sent before the last is asked for
+
+        async def items():
+            for index, (name, tensor) in enumerate(weights(self.path, seed).state_dict().items()):
+                if die and index == 8:
+                    os._exit(1)
+                yield name, tensor
+
+        await self.rollout.update_weights(items(), global_steps=seed, **told)
