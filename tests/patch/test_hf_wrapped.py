@@ -136,6 +136,26 @@ def test_heads_and_embeddings_in_units_of_their_own(name, device, dtype):
             assert_bitwise(loss(model), lost, "loss")
 
 
+@pytest.mark.parametrize("name", [family(n) for n in ("qwen3_moe", "deepseek_v3")])
+@BF16
+def test_experts_in_units_of_their_own(name, device, dtype):
+    """FSDP2 casts what a unit is called with to the dtype of its parameters: DeepSeek's router gives fp32 weights."""
+    master, model = (tiny(name, kind, device=device).train() for kind in (torch.float32, dtype))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    with vx.patch.hf(model) as handle:
+        values, expected = trained(model, handle, device)
+    with vx.patch.hf(master) as handle, world(device) as mesh:
+        units = [module for module in master.modules() if hasattr(module, "gate_up_proj") and module._parameters]
+        assert units
+        for unit in units:
+            fully_shard(unit, mesh=mesh, mp_policy=policy)
+        shard(master, mesh, mp_policy=policy)
+        got, grads = trained_sharded(master, handle, device)
+    assert_bitwise(got, values, "log-probabilities")
+    for name, gradient in grads.items():
+        assert_bitwise(gradient.to(dtype), expected[name], name)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_two_ranks(device, tmp_path):
     if device == "cuda" and torch.cuda.device_count() < 2:

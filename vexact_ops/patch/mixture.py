@@ -73,8 +73,8 @@ def _experts_forward(activation: str, apart: bool) -> Callable:
     return experts_forward
 
 
-# Experts that are an FSDP2 unit of their own get their inputs cast to the dtype of parameters (cast_forward_inputs): that
-# would round the fp32 weights of a router on their way. The ids go by untouched, and the weights with them.
+# Experts that are an FSDP2 unit of their own get their inputs cast to the dtype of parameters (cast_forward_inputs),
+# which would round the fp32 weights of a router on their way. The ids go by untouched, and the weights with them.
 _WEIGHTS = "_vexact_weights"
 
 

@@ -12,6 +12,7 @@ import inspect
 import types
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 import vexact_ops as vx
@@ -125,10 +126,11 @@ def causal_loss(
     hidden_states     (..., H) final hidden states; weights (V, H) of the output layer, in the same dtype
     labels            (...) int64 ids, shifted here; or shift_labels, ids of the next tokens
     return_log_probs  instead of the loss: log p(next token) and the entropy of its distribution, fp32 like the labels,
-                      at this temperature (a number, or fp32 like the labels); 0 where the label is ignore_index
+                      at this temperature (a number, or fp32 like the labels, which FSDP2's mixed precision casts on
+                      its way in: that raises); 0 where the label is ignore_index
     returns           (loss, None, None), or (None, None, FusedLinearAuxOutput(log_probs, entropy))
     raises            ValueError without hidden states, weights or labels, under sequence parallelism, or on what is not
-                      covered: distillation from a teacher's top k
+                      covered: distillation from a teacher's top k; TypeError on a temperature of another dtype
     """
     refuse_sequence_parallel()
     if hidden_states is None or weights is None or (labels is None and shift_labels is None):
@@ -146,7 +148,12 @@ def causal_loss(
     shape = (labels if shift_labels is None else shift_labels).shape
     index = (target != ignore_index).nonzero()[:, 0]
     if isinstance(temperature, Tensor):
-        temperature = float(temperature) if temperature.numel() == 1 else temperature.reshape(-1)[index].float()
+        if temperature.dtype != torch.float32:
+            raise TypeError(
+                f"vexact loss: temperature: got a tensor of {temperature.dtype}, expected a number or float32 (FSDP2 "
+                "casts what a model is called with: pass a number, or vexact_score=vexact_ops.patch.Score(...))"
+            )
+        temperature = temperature.expand(shape).reshape(-1)[index]
     options = {"temperature": temperature, "return_entropy": True}
     values = vx.linear_logprobs(rows.index_select(0, index), weights, target[index], **options)
     whole = [value.new_zeros(target.shape[0]).index_copy(0, index, value).view(shape) for value in values]
