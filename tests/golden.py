@@ -473,8 +473,9 @@ def _one(number: int, device: str) -> tuple[str, str, str | None, str]:
         return room, name, None, f"{type(error).__name__}: {error}"
 
 
-def _each(device: str, seconds: float) -> Iterator[tuple[str, str, str | None, str]]:
+def _each(device: str, seconds: float, known: dict[str, dict[str, str]]) -> Iterator[tuple[str, str, str | None, str]]:
     numbers = range(len(_cases(device)))
+    numbers = sorted(numbers, key=lambda number: _cases(device)[number][1] in known.get(_cases(device)[number][0], {}))
     if device == "cpu":
         yield from (_one(number, device) for number in numbers)
         return
@@ -494,10 +495,13 @@ def _each(device: str, seconds: float) -> Iterator[tuple[str, str, str | None, s
             os.environ["VEXACT_ADMIT"] = before
 
 
-def measure(device: str, seconds: float = 3600.0) -> tuple[dict[str, dict[str, str]], list[str]]:
-    """{room: {case: digest}} of the canonical kernels, and what failed; as many as there is time for."""
+def measure(
+    device: str, seconds: float = 3600.0, known: dict[str, dict[str, str]] | None = None
+) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """{room: {case: digest}} of the canonical kernels, and what failed; as many as there is time for, and those that
+    are known last."""
     found, failed = {}, []
-    for room, name, value, error in _each(device, seconds):
+    for room, name, value, error in _each(device, seconds, known or {}):
         if value is None:
             failed.append(f"{room}: {name}: {error}")
         else:
@@ -515,9 +519,9 @@ def stored(name: str) -> dict[str, dict[str, str]] | None:
 
 def record(device: str, path: Path = PATH, seconds: float = 3600.0) -> str:
     """Measure and write; returns what was done. What there was no time for keeps the digest that it had, if any."""
-    name, (found, failed) = numerics_class(device), measure(device, seconds)
-    known = json.loads(path.read_text()) if path.exists() else {}
+    name, known = numerics_class(device), json.loads(path.read_text()) if path.exists() else {}
     before, names = known.get(name) or {}, {(room, case) for room, case, _ in _cases(device)}
+    found, failed = measure(device, seconds, before)
     changed = [f"{room}: {case}" for room in found for case in found[room]
                if before.get(room, {}).get(case) != found[room][case]]  # fmt: skip
     kept = {room: {case: before[room][case] for case in before[room] if (room, case) in names} for room in before}

@@ -15,6 +15,8 @@ NOT_OPS = {
     "backends",
     "set_backend",
     "use_backend",
+    "cuda_graph",
+    "synchronize",
 }
 NOT_OPS |= {"BackendUnavailable", "patch", "testing"}
 

@@ -95,7 +95,7 @@ class Engine:
         cls,
         path_or_model: "str | os.PathLike | torch.nn.Module",
         *,
-        device: str | torch.device = "cpu",
+        device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
         config: EngineConfig | None = None,
         tokenizer: Any = None,
@@ -106,7 +106,8 @@ class Engine:
                         owned until close(); a second engine on it is refused. With pipeline_parallel_size above 1 a
                         model directory alone: each stage, a process of its own, reads its layers from it, onto the
                         devices from `device` on, and `engine.model` has no weights
-        device, dtype   where and in what; dtype None is bfloat16, or what a loaded model has
+        device, dtype   where and in what; None: where a loaded model is, else on the GPU if there is one; in bfloat16,
+                        or what a loaded model has
         tokenizer       to use instead of the one beside the weights; without any, prompts are token ids, and no text
         raises          FileNotFoundError, ValueError, TypeError: what cannot be loaded and why; UnsupportedModule (a
                         ValueError) naming the modules whose bits could depend on the batch; ModelInUse

@@ -36,6 +36,8 @@ _WHERE = {
     "explain": "_core.explain",
     "numerics": "_core.numerics",
     "numerics_difference": "_core.numerics",
+    "cuda_graph": "_core.graph",
+    "synchronize": "_core.graph",
     "backends": "_core.backend",
     "current_backend": "_core.backend",
     "set_backend": "_core.backend",
@@ -87,6 +89,8 @@ if TYPE_CHECKING:  # `as`: these are public, for type checkers too
     from ._core.backend import set_backend as set_backend
     from ._core.backend import use_backend as use_backend
     from ._core.explain import explain as explain
+    from ._core.graph import cuda_graph as cuda_graph
+    from ._core.graph import synchronize as synchronize
     from ._core.numerics import numerics as numerics
     from ._core.numerics import numerics_difference as numerics_difference
     from .attention.op import attention_paged as attention_paged

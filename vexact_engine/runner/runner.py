@@ -384,7 +384,7 @@ class Runner:
         progress("kernels", 0, 1, f"{self._tokens} rows")
         self._pad(*most)
         self._run(*most)
-        torch.cuda.synchronize(self.device)
+        torch.cuda.current_stream(self.device).synchronize()
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         self._run(*most)

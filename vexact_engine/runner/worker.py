@@ -63,7 +63,7 @@ class Worker:
             self.stream = None
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
-                torch.cuda.synchronize(self.device)  # whoever made the weights, on whichever stream
+                vx.synchronize(self.device)  # whoever made the weights, on whichever stream
                 self.stream = torch.cuda.Stream(self.device)
                 torch.cuda.set_stream(self.stream)
             latent = config.latent_attention

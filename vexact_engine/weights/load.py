@@ -52,7 +52,7 @@ class Loaded:
 def load(
     source: "str | os.PathLike | torch.nn.Module",
     *,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     tokenizer: Any = None,
 ) -> Loaded:
@@ -61,11 +61,13 @@ def load(
     source      a directory with config.json and safetensors (one file, or shards and their index); a GGUF file, or a
                 directory that holds one and no config.json; the name of a model on the Hub; or a loaded Hugging Face
                 causal model, which is taken as it is
-    device      where it is to be; a loaded model must be there already
+    device      where it is to be; a loaded model must be there already. None: where a loaded model is, else the GPU if
+                there is one
     dtype       "bfloat16", "float32" or, on a GPU, "float16"; None: bfloat16, or what a loaded model has
     tokenizer   to use instead of the one beside the weights
     raises      FileNotFoundError, or ValueError with the reason: truncated, incomplete or unknown; TypeError on dtype
     """
+    device = default_device(source) if device is None else device
     if dtype is not None:
         dtype = as_dtype(dtype, device)
     if isinstance(source, torch.nn.Module):
@@ -97,7 +99,7 @@ def load_tokenizer(source: "str | os.PathLike") -> Any:
 
 
 def load_in_stages(
-    source: "str | os.PathLike", *, device: str | torch.device = "cpu", dtype=None, tokenizer: Any = None
+    source: "str | os.PathLike", *, device: str | torch.device | None = None, dtype=None, tokenizer: Any = None
 ) -> Loaded:
     """A model directory for an engine of several stages: they read their weights themselves.
 
@@ -105,6 +107,7 @@ def load_in_stages(
     """
     from .partial import Origin, skeleton
 
+    device = default_device(source) if device is None else device
     kind = as_dtype(torch.bfloat16 if dtype is None else dtype, device)
     path = None if isinstance(source, torch.nn.Module) else Path(os.fspath(source)).expanduser()
     if path is None or not path.is_dir() or not (path / "config.json").exists():
@@ -126,6 +129,12 @@ def load_in_stages(
 
 def without_weights(model, tokenizer: Any, origin: "Origin", device: str | torch.device) -> Loaded:
     return Loaded(model, tokenizer, _eos_token_ids(model, tokenizer), origin.source, origin, torch.device(device))
+
+
+def default_device(source: "str | os.PathLike | torch.nn.Module") -> torch.device:
+    """Where a loaded model's first parameter is; for others the GPU if there is one, else the CPU."""
+    first = next(source.parameters(), None) if isinstance(source, torch.nn.Module) else None
+    return first.device if first is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def served(device: str | torch.device) -> dict[str, torch.dtype]:

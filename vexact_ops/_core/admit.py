@@ -19,7 +19,6 @@ import math
 import os
 import re
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import digest
+from . import digest, graph
 from .proof.bitwise import count_different
 from .race import race_on_gpu
 
@@ -131,7 +130,7 @@ class ContextLost(RuntimeError):
 
 # --- the policy -----------------------------------------------------------------------------------------------------
 
-_settling = threading.RLock()  # one at a time: they would disturb each other's timing, and double the memory
+_settling = graph.alone  # one at a time: they would disturb each other's timing, and double the memory
 _decisions: dict[tuple[torch.device, str], Decision] = {}
 _in_progress: set[tuple[torch.device, str]] = set()
 watchers: list[Callable[[Decision], None]] = []  # told of every proposal that has just been verified

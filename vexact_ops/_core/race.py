@@ -1,10 +1,11 @@
 """Which of several kernels is the fastest on a GPU."""
 
-import contextlib
 import statistics
 from collections.abc import Callable, Sequence
 
 import torch
+
+from .graph import CudaGraph, cuda_graph
 
 
 def race_on_gpu(
@@ -15,7 +16,7 @@ def race_on_gpu(
 
     The few fastest of the first rounds run the final ones too, so that the choice between them is not left to chance.
     """
-    graphs: dict[int, torch.cuda.CUDAGraph] = {}
+    graphs: dict[int, CudaGraph] = {}
     failed: dict[int, Exception] = {}
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -31,7 +32,7 @@ def race_on_gpu(
 
         def replay(which: int) -> float:
             start.record()
-            graphs[which].replay()
+            graphs[which]()
             end.record()
             end.synchronize()
             return start.elapsed_time(end) * 1e3 / len(calls[which])
@@ -48,16 +49,11 @@ def race_on_gpu(
     return [failed[which] if which in failed else statistics.median(times[which]) for which in range(len(calls))]
 
 
-def _captured(calls: Sequence[Callable]) -> torch.cuda.CUDAGraph:
+def _captured(calls: Sequence[Callable]) -> CudaGraph:
     calls[0]()  # what loads or sets up on its first call does it now
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(capture_error_mode="thread_local")
-    try:
+
+    def run() -> None:
         for call in calls:
             call()
-    except BaseException:
-        with contextlib.suppress(RuntimeError):  # or this thread stays in a capture that forbids it to copy
-            graph.capture_end()
-        raise
-    graph.capture_end()
-    return graph
+
+    return cuda_graph(run)

@@ -1,0 +1,135 @@
+"""CUDA graphs in a process whose other threads use the GPU too: a trainer beside an engine, two engines.
+
+CUDA forbids to wait for a whole device while any thread captures on it: who waits gets an error, and the capture is
+lost. So what of this library waits for a device, or captures, does it one after another (`alone`). A capture that a
+stranger has broken is cleaned up and tried again; torch would otherwise take its generator for capturing for ever, and
+every later graph and random number of the process would fail.
+"""
+
+import contextlib
+import ctypes
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+
+alone = threading.RLock()  # held where the whole device is waited for, and from the begin to the end of a capture
+
+_TRIES = 8
+_FREE_ON_LAUNCH = 1  # CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH, as torch's own
+
+
+class CudaGraph:
+    """A recording. Called, it does the same again on the current stream of its device, on what the same memory then
+    holds. Unlike torch's replay it may be called while another thread captures; random numbers it does not know."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device):
+        self._graph, self._device = graph, device  # torch's graph holds the memory
+        self._exec = ctypes.c_void_p()
+        raw = ctypes.c_void_p(graph.raw_cuda_graph())
+        _call("cuGraphInstantiateWithFlags", ctypes.byref(self._exec), raw, ctypes.c_ulonglong(_FREE_ON_LAUNCH))
+        weakref.finalize(self, _destroy, self._exec, graph).atexit = False
+
+    def __call__(self) -> None:
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        _call("cuGraphLaunch", self._exec, ctypes.c_void_p(stream))
+
+
+def cuda_graph(run: Callable[[], object], *, pool: tuple[int, int] | None = None) -> CudaGraph:
+    """Record what `run` launches on the current stream into a CUDA graph.
+
+    run      called once or, where another thread has broken the capture by waiting for the whole device, again. It may
+             neither wait for the device nor draw random numbers of torch, and all it calls has been called before, so
+             that nothing is compiled, verified or allocated for good meanwhile
+    pool     torch.cuda.graph_pool_handle(), which graphs that are launched one after another may share; None: its own
+
+    returns  a function without arguments that launches it
+    raises   ValueError on the default stream; what `run` raises; RuntimeError where the capture was broken 8 times
+    """
+    stream = torch.cuda.current_stream()
+    if stream == torch.cuda.default_stream():
+        raise ValueError("cuda_graph: the current stream is the default one, which CUDA cannot capture: enter another")
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    for left in reversed(range(_TRIES)):
+        try:
+            with alone:
+                return _capture(run, pool, stream.device)
+        except RuntimeError as error:
+            if not _broken_by_others(error):
+                raise
+            if not left:
+                raise RuntimeError(
+                    f"cuda_graph: {_TRIES} captures were broken: another thread of this process waits for the whole "
+                    "device all the time (torch.cuda.synchronize, torch.cuda.empty_cache), which CUDA forbids meanwhile"
+                ) from error
+    raise AssertionError
+
+
+def synchronize(device: torch.device | None = None) -> None:
+    """Wait for all work of a GPU, the current one by default, but not while another thread of the process captures
+    with `cuda_graph`: torch.cuda.synchronize raises then, and breaks the capture."""
+    with alone:
+        torch.cuda.synchronize(device)
+
+
+def _capture(run: Callable[[], object], pool: tuple[int, int], device: torch.device) -> CudaGraph:
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        run()
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # it says again that the capture has failed
+            graph.capture_end()
+        _clean_up(pool, device)
+        raise
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        _clean_up(pool, device)
+        raise
+    return CudaGraph(graph, device)
+
+
+def _broken_by_others(error: RuntimeError) -> bool:
+    """A call that is forbidden in a capture says so where it is made; afterwards, or where it is made by another
+    thread, the capture is invalid."""
+    return "previous error during capture" in str(error) or "StreamCaptureInvalidated" in str(error)
+
+
+def _clean_up(pool: tuple[int, int], device: torch.device) -> None:
+    """What torch leaves behind where a capture cannot be ended: an allocator that takes the pool's memory, and a
+    generator that takes itself for capturing until a capture ends well."""
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    if end is not None:
+        with contextlib.suppress(RuntimeError):  # torch has done so
+            end(device.index, pool)
+    one = torch.empty(1, dtype=torch.float32, device=device)
+    for _ in range(_TRIES):
+        graph = torch.cuda.CUDAGraph()
+        with contextlib.suppress(RuntimeError):
+            graph.capture_begin(capture_error_mode="thread_local")
+            with contextlib.suppress(RuntimeError):
+                one.zero_()
+            graph.capture_end()
+            return
+
+
+def _destroy(executable: ctypes.c_void_p, graph: torch.cuda.CUDAGraph) -> None:
+    """Before its memory is given back, so it takes the graph along."""
+    _driver().cuGraphExecDestroy(executable)
+    del graph
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(function: str, *args) -> None:
+    code = getattr(_driver(), function)(*args)
+    if code:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, ctypes.byref(text))
+        raise RuntimeError(f"{function}: {(text.value or b'unknown error').decode()} ({code})")
