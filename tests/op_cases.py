@@ -16,6 +16,7 @@ NOT_OPS = {
     "set_backend",
     "use_backend",
     "cuda_graph",
+    "cuda_stream",
     "synchronize",
 }
 NOT_OPS |= {"BackendUnavailable", "patch", "testing"}

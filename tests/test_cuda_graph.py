@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 @pytest.fixture(autouse=True)
 def stream():
-    with torch.cuda.stream(torch.cuda.Stream()):
+    with torch.cuda.stream(vx.cuda_stream()):
         yield
 
 
@@ -63,6 +63,14 @@ def test_a_graph_is_launched_on_the_current_stream_as_often_as_asked():
         assert made[by - 2].tolist() == [5.0 * by] * 4
 
 
+def test_a_stream_is_nobody_elses():
+    streams = [vx.cuda_stream() for _ in range(40)]
+    assert len({s.cuda_stream for s in streams}) == 40
+    assert not {s.cuda_stream for s in streams} & {torch.cuda.Stream().cuda_stream for _ in range(100)}
+    again = streams.pop().cuda_stream
+    assert vx.cuda_stream().cuda_stream == again and vx.cuda_stream("cuda").device.index == 0
+
+
 def test_on_the_default_stream_it_says_so():
     with torch.cuda.stream(torch.cuda.default_stream()), pytest.raises(ValueError, match="the default one"):
         vx.cuda_graph(lambda: None)
@@ -105,7 +113,7 @@ def test_our_own_wait_disturbs_no_capture():
 def test_graphs_are_launched_while_another_thread_captures():
     graph, x = added()
     y = torch.zeros(10, device="cuda")
-    other = torch.cuda.Stream()
+    other = vx.cuda_stream()
 
     def capture():
         with torch.cuda.stream(other):
@@ -123,7 +131,7 @@ def test_graphs_are_launched_while_another_thread_captures():
 def test_shapes_are_settled_while_another_thread_captures():
     """The bits of a shape that is verified, timed and chosen beside captures; neither breaks the other."""
     y = torch.zeros(10, device="cuda")
-    other = torch.cuda.Stream()
+    other = vx.cuda_stream()
 
     def capture():
         with torch.cuda.stream(other):

@@ -70,7 +70,7 @@ def about_this_process(x: Tensor, w: Tensor) -> None:
     found: dict[str, object] = vx.numerics("cpu", kv_segment=64)
     differs: dict[str, tuple[object, object]] = vx.numerics_difference(found, found)
     reasons: dict[str, str] = vx.backends()
-    vx.synchronize()
+    vx.synchronize(vx.cuda_stream().device)
     launch: Callable[[], None] = vx.cuda_graph(lambda: None, pool=torch.cuda.graph_pool_handle())
     launch()
     vx.set_backend(None)

@@ -37,6 +37,7 @@ _WHERE = {
     "numerics": "_core.numerics",
     "numerics_difference": "_core.numerics",
     "cuda_graph": "_core.graph",
+    "cuda_stream": "_core.graph",
     "synchronize": "_core.graph",
     "backends": "_core.backend",
     "current_backend": "_core.backend",
@@ -90,6 +91,7 @@ if TYPE_CHECKING:  # `as`: these are public, for type checkers too
     from ._core.backend import use_backend as use_backend
     from ._core.explain import explain as explain
     from ._core.graph import cuda_graph as cuda_graph
+    from ._core.graph import cuda_stream as cuda_stream
     from ._core.graph import synchronize as synchronize
     from ._core.numerics import numerics as numerics
     from ._core.numerics import numerics_difference as numerics_difference

@@ -84,7 +84,8 @@ class Stage:
         device = torch.device(a.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            torch.cuda.set_stream(torch.cuda.Stream(device))
+            self.stream = vx.cuda_stream(device)
+            torch.cuda.set_stream(self.stream)
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=f"file://{a.store}", rank=a.rank, world_size=len(a.layers))
         stack.enter_context(vx.use_backend(a.backend))

@@ -64,7 +64,7 @@ class Worker:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
                 vx.synchronize(self.device)  # whoever made the weights, on whichever stream
-                self.stream = torch.cuda.Stream(self.device)
+                self.stream = vx.cuda_stream(self.device)
                 torch.cuda.set_stream(self.stream)
             latent = config.latent_attention
             self._handle = vx.patch.hf(model, kv_segment=config.kv_segment, latent=latent)

@@ -6,6 +6,7 @@ stranger has broken is cleaned up and tried again; torch would otherwise take it
 every later graph and random number of the process would fail.
 """
 
+import collections
 import contextlib
 import ctypes
 import functools
@@ -18,6 +19,8 @@ import torch
 alone = threading.RLock()  # held where the whole device is waited for, and from the begin to the end of a capture
 
 _TRIES = 8
+_idle_streams: dict[int, list[int]] = collections.defaultdict(list)  # of `cuda_stream`, by the number of the GPU
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _FREE_ON_LAUNCH = 1  # CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH, as torch's own
 
 
@@ -56,15 +59,34 @@ def cuda_graph(run: Callable[[], object], *, pool: tuple[int, int] | None = None
         try:
             with alone:
                 return _capture(run, pool, stream.device)
-        except RuntimeError as error:
-            if not _broken_by_others(error):
-                raise
+        except _Broken as broken:
             if not left:
                 raise RuntimeError(
                     f"cuda_graph: {_TRIES} captures were broken: another thread of this process waits for the whole "
-                    "device all the time (torch.cuda.synchronize, torch.cuda.empty_cache), which CUDA forbids meanwhile"
-                ) from error
+                    "device all the time (torch.cuda.synchronize), which CUDA forbids meanwhile"
+                ) from broken.__cause__
     raise AssertionError
+
+
+def cuda_stream(device: torch.device | str | None = None) -> torch.cuda.Stream:
+    """A stream of a GPU, the current one by default, that nobody else has until this object is gone.
+
+    torch.cuda.Stream() gives out 32 streams in turn: two of a process may be one. Where one thread captures on it, what
+    another launches fails or, worse, is recorded and not done.
+    """
+    device = torch.device("cuda" if device is None else device)
+    device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    with torch.cuda.device(device), alone:
+        if not _idle_streams[device.index]:
+            torch.cuda.current_stream().query()  # the context is there, and current
+            made = ctypes.c_void_p()
+            _call("cuStreamCreate", ctypes.byref(made), ctypes.c_uint(_NON_BLOCKING))
+            _idle_streams[device.index].append(made.value)
+        pointer = _idle_streams[device.index].pop()
+    stream = torch.cuda.ExternalStream(pointer, device)
+    # never destroyed: torch's allocator knows memory by the stream that it was taken for
+    weakref.finalize(stream, _idle_streams[device.index].append, pointer).atexit = False
+    return stream
 
 
 def synchronize(device: torch.device | None = None) -> None:
@@ -75,26 +97,29 @@ def synchronize(device: torch.device | None = None) -> None:
 
 
 def _capture(run: Callable[[], object], pool: tuple[int, int], device: torch.device) -> CudaGraph:
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    graph, began = torch.cuda.CUDAGraph(keep_graph=True), False
     try:
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        began = True
         run()
-    except BaseException:
+        graph.capture_end()
+    except BaseException as error:
         with contextlib.suppress(RuntimeError):  # it says again that the capture has failed
             graph.capture_end()
         _clean_up(pool, device)
-        raise
-    try:
-        graph.capture_end()
-    except RuntimeError:
-        _clean_up(pool, device)
+        if isinstance(error, RuntimeError) and (not began or _invalidated(error)):
+            raise _Broken from error
         raise
     return CudaGraph(graph, device)
 
 
-def _broken_by_others(error: RuntimeError) -> bool:
-    """A call that is forbidden in a capture says so where it is made; afterwards, or where it is made by another
-    thread, the capture is invalid."""
+class _Broken(Exception):
+    """A capture, by another thread."""
+
+
+def _invalidated(error: RuntimeError) -> bool:
+    """A call that is forbidden in a capture says so where it is made. Afterwards, or where another thread has made it,
+    the capture is invalid."""
     return "previous error during capture" in str(error) or "StreamCaptureInvalidated" in str(error)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .graph import CudaGraph, cuda_graph
+from .graph import CudaGraph, cuda_graph, cuda_stream
 
 
 def race_on_gpu(
@@ -18,7 +18,7 @@ def race_on_gpu(
     """
     graphs: dict[int, CudaGraph] = {}
     failed: dict[int, Exception] = {}
-    stream = torch.cuda.Stream()
+    stream = cuda_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # torch.cuda.graph would hand all cached memory back to the driver first
         for which, competitor in enumerate(calls):
