@@ -110,6 +110,19 @@ def test_fp32_weights_under_mixed_precision_are_the_engine_s_own(device, dtype):
         assert_bitwise(gradient.to(dtype), expected[name], name)
 
 
+@BF16
+def test_temperatures_are_not_cast_with_the_inputs(device, dtype):
+    model, master = (tiny("qwen3", kind, device=device).train() for kind in (dtype, torch.float32))
+    ids, cu, _ = pack(sequences(device=device))
+    temperatures = torch.linspace(0.51, 1.7, ids.shape[1], device=device)[None]
+    assert not torch.equal(temperatures, temperatures.to(dtype).float())
+    with vx.patch.hf(model) as handle:
+        expected = handle.logprobs(ids, cu_seqlens=cu, temperature=temperatures).detach()
+    with vx.patch.hf(master) as handle, world(device) as mesh:
+        shard(master, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=True))
+        assert_bitwise(handle.logprobs(ids, cu_seqlens=cu, temperature=temperatures).detach(), expected)
+
+
 @pytest.mark.parametrize("name", [family(n) for n in ("qwen3", "gemma2")])
 @BF16
 def test_heads_and_embeddings_in_units_of_their_own(name, device, dtype):

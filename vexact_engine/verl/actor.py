@@ -2,7 +2,7 @@
 
     export VERL_ENGINE_VENDOR=vexact    # in every process of the job
     python -m verl.trainer.main_ppo actor_rollout_ref.model.external_lib=vexact_engine.verl.actor \\
-        actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.ref.strategy=fsdp2 ...
+        actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.ref.strategy=fsdp2 ...   # or model_engine=veomni
 
 verl imports an external_lib in every process that knows the model: trainers, rollout servers, agent loops. Importing
 this one registers two engines under that vendor's name, and does nothing else: no model is touched, nothing of verl is
@@ -95,12 +95,42 @@ class AlignedFSDPEngine(AlignedEngine, engines.FSDPEngineWithLMHead):
         return super()._build_fsdp_module(module)
 
 
+def _veomni_engine() -> type[BaseEngine]:
+    if engines.VeOmniEngineWithLMHead is None:
+        return RefusedEngine
+
+    class AlignedVeOmniEngine(AlignedEngine, engines.VeOmniEngineWithLMHead):
+        """verl's VeOmni engine, on VeOmni's kernels named vexact whatever its config says; `aligned` as above."""
+
+        def _build_model_optimizer(self):
+            check_versions(veomni=True)
+            if torch.distributed.get_world_size() == 1 and self.engine_config.mixed_precision:
+                raise ValueError(
+                    "veomni.mixed_precision: got True on one rank, where VeOmni shards nothing and leaves weights in "
+                    "fp32: set it to False and veomni.init_device to cuda (weights in bf16), or take strategy=fsdp2"
+                )
+            self.veomni = vx.patch.veomni()
+            with _changed(self, "engine_config", **self.veomni.fields):
+                super()._build_model_optimizer()
+
+        def _maybe_apply_async_activation_offload(self, module):
+            # built, and not sharded yet
+            options = attention_options(self.model_config)
+            self.aligned = self.veomni.cover(
+                module, kv_segment=options["kv_segment"], latent=options["latent_attention"]
+            )
+            super()._maybe_apply_async_activation_offload(module)
+
+    return AlignedVeOmniEngine
+
+
 class RefusedEngine(BaseEngine):
-    """In the place of stock engines that verl would take instead of an aligned one."""
+    """In the place of stock engines that verl would take instead of an aligned one, and of VeOmni's where it is not."""
 
     def __init__(self, model_config, engine_config, *args, **kwargs):
         refuse(model_config, engine_config)
-        raise NotImplementedError(f"strategy: got {engine_config.strategy}, {_STRATEGIES}")
+        check_versions(veomni=True)
+        raise RuntimeError("strategy: got veomni, which verl could not import here: its log has the reason")
 
 
 _STRATEGIES = (
@@ -152,7 +182,7 @@ def register() -> None:
 
     raises  RuntimeError where VERL_ENGINE_VENDOR does not choose them: verl would take its own, and say nothing
     """
-    served = {"fsdp2": AlignedFSDPEngine, **dict.fromkeys(OTHERS, RefusedEngine)}
+    served = {"fsdp2": AlignedFSDPEngine, "veomni": AlignedVeOmniEngine, **dict.fromkeys(OTHERS, RefusedEngine)}
     known = EngineRegistry._engines.get("language_model", {})
     for backend, cls in served.items():
         devices = [device for device in DEVICES if (device, VENDOR) not in known.get(backend, {})]
@@ -165,4 +195,5 @@ def register() -> None:
         )
 
 
+AlignedVeOmniEngine = _veomni_engine()
 register()

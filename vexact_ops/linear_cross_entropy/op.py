@@ -100,8 +100,9 @@ def linear_logprobs(
         temperature = native.full(1, temperature, torch.float32, hidden.device)
     args = check.rows(hidden), check.rows(weight), target.reshape(-1), temperature, softcap, return_entropy, backend
     logprob, entropy, _ = _linear_logprobs(*args)
-    logprob = logprob.view(target.shape)
-    return (logprob, entropy.view(target.shape)) if return_entropy else logprob
+    if target.dim() != 1:  # FSDP2 warns of outputs that are views
+        logprob, entropy = logprob.view(target.shape), entropy.view(target.shape if return_entropy else 0)
+    return (logprob, entropy) if return_entropy else logprob
 
 
 def linear_cross_entropy(

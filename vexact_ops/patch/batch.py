@@ -65,11 +65,10 @@ class PagedBatch:
             raise ValueError("PagedBatch: slot_mapping: got one slot for two tokens, expected a slot for each")
 
 
-@dataclass(frozen=True)
 class Score:
     """What a trainer wants of a forward instead of logits: `model(..., vexact_score=Score(...))` returns the tuple of
     (R,) fp32 log-probabilities and, if asked for, entropies. No T x V logits are held, and whatever wraps the model
-    (FSDP2, PEFT, autocast) stays around the call. No tree of tensors, so FSDP2 casts nothing in it.
+    (FSDP2, PEFT, autocast) stays around the call.
 
     target          (R,) int64: of each row, the token whose log-probability is wanted
     rows            (R,) int64, rows of the flattened (B * S) batch; None: all of them, R is B * S
@@ -77,10 +76,18 @@ class Score:
     return_entropy  also the entropy of each row's distribution
     """
 
-    target: Tensor
-    rows: Tensor | None = None
-    temperature: float | Tensor = 1.0
-    return_entropy: bool = False
+    # No dataclass: FSDP2 looks into those, and would round temperatures to the dtype that it casts inputs to.
+    __slots__ = "return_entropy", "rows", "target", "temperature"
+
+    def __init__(
+        self,
+        target: Tensor,
+        rows: Tensor | None = None,
+        temperature: float | Tensor = 1.0,
+        return_entropy: bool = False,
+    ):
+        self.target, self.rows = target, rows
+        self.temperature, self.return_entropy = temperature, return_entropy
 
 
 @dataclass(frozen=True)

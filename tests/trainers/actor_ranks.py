@@ -1,0 +1,242 @@
+"""verl's own training engines on a few ranks, without Ray: what they compute of a rollout, and what they learn from it.
+
+python -m trainers.actor_ranks JOBS RANK SIZE   # one rank; JOBS is a folder with jobs.pt, and takes the results
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .environment import environment
+
+TIMEOUT = 600
+
+
+@dataclass(frozen=True)
+class Job:
+    """One engine, built, asked and trained. Groups of overrides go to verl's dataclasses of these names."""
+
+    name: str
+    model: str
+    rows: list[tuple[list[int], list[int]]]  # prompt and response
+    backend: str = "fsdp2"
+    model_config: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)  # what verl puts beside a batch
+    temperature: Any = 1.0  # a number, or one for each row
+    steps: int = 0
+    entropy_coeff: float = 0.01
+    refused: bool = False  # building it, or asking it, raises: what it says is all there is
+
+
+@dataclass
+class Result:
+    """Of each row of a job, in order, a value for each of its tokens; and the weights that a rollout would get."""
+
+    logprobs: list[torch.Tensor] = field(default_factory=list)
+    entropy: list[torch.Tensor] = field(default_factory=list)
+    after: list[torch.Tensor] = field(default_factory=list)  # log-probabilities after the steps
+    trained: list[list[torch.Tensor]] = field(default_factory=list)  # those of each step's own forward
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    error: str | None = None
+
+
+def run(jobs: list[Job], folder: Path, ranks: int, vendor: str | None = "vexact") -> dict[str, Result]:
+    """Processes of their own, one a rank, that do all jobs one after the other."""
+    folder.mkdir(parents=True)
+    torch.save(jobs, folder / "jobs.pt")
+    command = [sys.executable, "-m", "trainers.actor_ranks", str(folder)]
+    given = environment(vendor) | {"VERL_USE_EXTERNAL_MODULES": "trainers.cpu_platform"}
+    env = {**os.environ, **given}
+    logs = [open(folder / f"log{rank}.txt", "w") for rank in range(ranks)]  # noqa: SIM115
+    started = [
+        subprocess.Popen([*command, str(rank), str(ranks)], env=env, stdout=log, stderr=subprocess.STDOUT)
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        codes = [process.wait(TIMEOUT) for process in started]
+    finally:
+        for process, log in zip(started, logs):
+            process.kill()
+            process.wait()
+            log.close()
+    if any(codes):
+        tail = "\n".join((folder / f"log{rank}.txt").read_text()[-4000:] for rank, code in enumerate(codes) if code)
+        raise AssertionError(f"{ranks} ranks ended with {codes}:\n{tail}")
+    parts = [torch.load(folder / f"result{rank}.pt", weights_only=False) for rank in range(ranks)]
+    return {job.name: _joined([part[job.name] for part in parts]) for job in jobs}
+
+
+def _joined(parts: list[Result]) -> Result:
+    first = parts[0]
+
+    def every(name: str):
+        return [row for part in parts for row in getattr(part, name)]
+
+    trained = [[row for part in parts for row in part.trained[i]] for i in range(len(first.trained))]
+    rows = every("logprobs"), every("entropy"), every("after")
+    return Result(*rows, trained, first.metrics, first.weights, first.error)
+
+
+# ---- in a rank
+
+
+def batch_of(job: Job, rows: list[tuple[list[int], list[int]]], temperatures) -> Any:
+    """As verl's trainer hands it to an engine: nested, nothing padded."""
+    from verl.utils import tensordict_utils as tu
+
+    def nested(parts, dtype=torch.int64):
+        return torch.nested.as_nested_tensor([torch.tensor(part, dtype=dtype) for part in parts], layout=torch.jagged)
+
+    both = [prompt + response for prompt, response in rows]
+    tensors = {
+        "input_ids": nested(both),
+        "position_ids": nested([list(range(len(row))) for row in both]),
+        "prompts": nested([prompt for prompt, _ in rows]),
+        "responses": nested([response for _, response in rows]),
+        "response_mask": nested([[1] * len(response) for _, response in rows]),
+        "loss_mask": nested([[1] * len(response) for _, response in rows]),
+        "advantages": nested([[(-1.0) ** i * 0.5] * len(r) for i, (_, r) in enumerate(rows)], torch.float32),
+        "old_log_probs": nested([[-1.0] * len(response) for _, response in rows], torch.float32),
+    }
+    if isinstance(temperatures, torch.Tensor):
+        tensors["temperature"] = temperatures
+    others = {
+        "use_remove_padding": True,
+        "use_fused_kernels": False,
+        "use_dynamic_bsz": False,
+        "micro_batch_size_per_gpu": 2,
+        "max_token_len_per_gpu": 64,
+        "calculate_entropy": True,
+        "pad_token_id": 0,
+        "global_batch_size": len(job.rows),
+        **job.data,
+    }
+    if not isinstance(temperatures, torch.Tensor):
+        others["temperature"] = temperatures
+    return tu.get_tensordict(tensor_dict=tensors, non_tensor_dict=others)
+
+
+def configs(job: Job) -> dict[str, Any]:
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers import config
+
+    model = {
+        "use_remove_padding": job.data.get("use_remove_padding", True),
+        "use_fused_kernels": job.data.get("use_fused_kernels", False),
+        "fused_kernel_options": {"impl_backend": "torch"},
+        "enable_gradient_checkpointing": False,
+        "external_lib": "vexact_engine.verl.actor" if os.environ.get("VERL_ENGINE_VENDOR") else None,
+        "override_config": {"attn_implementation": "sdpa"},
+        **job.model_config,
+    }
+    if job.backend == "veomni":
+        engine = {"strategy": "veomni", "attn_implementation": "sdpa", "use_torch_compile": False, **job.engine}
+        return {
+            "model_config": config.HFModelConfig(path=job.model, **model),
+            "engine_config": config.VeOmniEngineConfig(**engine),
+            "optimizer_config": config.VeOmniOptimizerConfig(lr=1e-2, total_training_steps=100),
+            "checkpoint_config": CheckpointConfig(),
+        }
+    engine = {"strategy": job.backend, "use_torch_compile": False, **job.engine}
+    return {
+        "model_config": config.HFModelConfig(path=job.model, **model),
+        "engine_config": config.FSDPEngineConfig(**engine),
+        "optimizer_config": config.FSDPOptimizerConfig(lr=1e-2, total_training_steps=100),
+        "checkpoint_config": CheckpointConfig(),
+    }
+
+
+def environment_vendor() -> str | None:
+    return os.environ.get("VERL_ENGINE_VENDOR")
+
+
+def do(job: Job) -> Result:
+    from verl.workers.config import FSDPActorConfig
+    from verl.workers.engine import EngineRegistry
+    from verl.workers.utils.losses import ppo_loss
+
+    torch.manual_seed(0)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    share = len(job.rows) // size
+    own = slice(rank * share, (rank + 1) * share)
+    temperature = job.temperature
+    if not isinstance(temperature, float):
+        temperature = torch.tensor(temperature)[own]
+
+    def batch():
+        return batch_of(job, job.rows[own], temperature)
+
+    kept = configs(job)
+    engine = EngineRegistry.new(model_type="language_model", backend=job.backend, **kept)
+    engine.initialize()
+
+    def inferred() -> dict[str, list[torch.Tensor]]:
+        with engine.eval_mode():
+            found = engine.infer_batch(batch())["model_output"]
+        return {name: [row.clone() for row in value.unbind()] for name, value in found.items()}
+
+    first = inferred()
+    actor = FSDPActorConfig(
+        strategy="fsdp2",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=2,
+        entropy_coeff=job.entropy_coeff,
+    )
+    seen, metrics = [], []
+
+    def loss(model_output, data, dp_group=None):
+        seen[-1].extend(row.detach().clone() for row in model_output["log_probs"].unbind())
+        return ppo_loss(actor, model_output, data, dp_group)
+
+    if job.engine.get("forward_only"):
+        return Result(first["log_probs"], first.get("entropy", []))
+    for _ in range(job.steps):
+        seen.append([])
+        with engine.train_mode():
+            metrics.append(engine.train_batch(batch(), loss)["metrics"])
+    after = inferred()["log_probs"] if job.steps else []
+    weights = {}
+    for name, tensor in engine.get_per_tensor_param()[0]:
+        if rank == 0:  # the others take part in making it whole
+            weights[name] = tensor.detach().to("cpu", copy=True)
+    norms = [{"grad_norm": step["grad_norm"]} for step in metrics]
+    return Result(first["log_probs"], first.get("entropy", []), after, seen, norms, weights)
+
+
+def offload_without_pinning() -> None:
+    """verl's reference policy offloads to pinned memory, which torch has beside an accelerator alone."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+    from verl.workers.engine.fsdp import transformer_impl
+
+    transformer_impl.CPUOffloadPolicy = lambda pin_memory: CPUOffloadPolicy(pin_memory=False)
+
+
+def main(folder: Path, rank: int, size: int) -> None:
+    torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        offload_without_pinning()
+    dist.init_process_group("cpu:gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
+    results = {}
+    for job in torch.load(folder / "jobs.pt", weights_only=False):
+        try:
+            results[job.name] = do(job)
+        except (NotImplementedError, ValueError, TypeError) as error:
+            if not job.refused:
+                raise
+            results[job.name] = Result(error=str(error))
+    torch.save(results, folder / f"result{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    from trainers import actor_ranks  # under its own name, as what it saves is read
+
+    actor_ranks.main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,291 @@
+"""verl's own FSDP2 and VeOmni engines under the vendor name vexact, on one rank and on two: what they compute of a
+rollout is what our engine computed, byte for byte, before and after they trained; and verl's stock engines do not."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import vexact_ops as vx
+from vexact_engine import Engine, EngineConfig, SamplingParams
+from vexact_ops.testing import assert_bitwise
+
+from .actor_ranks import Job, run
+from .environment import environment
+from .models import make_model
+
+FAMILIES = {
+    "qwen3": {},
+    "qwen3-tied": {"tie_word_embeddings": True},
+    "qwen3_moe": {},
+    "deepseek_v3": {},
+}
+LENGTHS = (5, 9, 3, 12)
+STEPS = 2
+# What verl's settings may be without a bit of the log-probabilities changing, and (whether) of the trained weights.
+SAME = {
+    "again": ({}, True),
+    "fused": ({"data": {"use_fused_kernels": True}}, True),
+    "padded": ({"data": {"use_remove_padding": False}}, False),
+    "padded-fused": ({"data": {"use_remove_padding": False, "use_fused_kernels": True}}, False),
+    "dynamic": ({"data": {"use_dynamic_bsz": True, "max_token_len_per_gpu": 24}}, False),
+    "checkpointed": ({"model_config": {"enable_gradient_checkpointing": True}}, True),
+    "compile-left-on": ({"engine": {"use_torch_compile": True}}, True),
+    "static-lengths": ({"engine": {"pad_to_length": True, "pad_to_length_bucket": 16}}, False),
+    "synchronised-each-time": ({"engine": {"use_no_sync_for_gradient_accumulation": False}}, False),
+    "kept-unsharded": ({"engine": {"reshard_after_forward": False}}, True),
+    "offloaded": ({"engine": {"param_offload": True, "optimizer_offload": True}}, True),
+    "chunked-entropy": ({"engine": {"entropy_from_logits_with_chunking": True}}, True),
+}
+VEOMNI_SAME = {
+    "again": ({}, True),
+    "padded": ({"data": {"use_remove_padding": False}}, False),
+    "not-fused": ({"data": {"use_fused_kernels": False}}, True),
+    "checkpointed": ({"model_config": {"enable_gradient_checkpointing": True}}, True),
+}
+REFUSED = {
+    "ulysses": ({"engine": {"ulysses_sequence_parallel_size": 2}}, "ulysses_sequence_parallel_size: got 2, expected 1"),
+    "lora": ({"model_config": {"lora_rank": 8}}, "lora_rank: got 8, expected 0"),
+    "liger": ({"model_config": {"use_liger": True}}, "use_liger: got True"),
+    "fsdp1": ({"backend": "fsdp"}, "strategy: got fsdp, but VERL_ENGINE_VENDOR=vexact serves fsdp2 and veomni"),
+    "sum-pi": ({"data": {"calculate_sum_pi_squared": True}}, "calculate_sum_pi_squared: it needs T x V logits"),
+    "top-k": ({"data": {"distillation_use_topk": True}}, "distillation_use_topk: it needs T x V logits"),
+    "option": (
+        {"model_config": {"fused_kernel_options": {"vexact": {"segment": 64}}}},
+        "model.fused_kernel_options.vexact: got segment",
+    ),
+}
+
+
+class Rollout:
+    """What our engine drew, and its log-probability of every token."""
+
+    def __init__(self, path, temperatures=(1.0,), kv_segment=None, lengths=LENGTHS):
+        g = torch.Generator().manual_seed(0)
+        prompts = [torch.randint(0, 256, (n,), generator=g).tolist() for n in lengths]
+        temperatures = [temperatures[i % len(temperatures)] for i in range(len(prompts))]
+        params = [
+            SamplingParams(max_new_tokens=9, temperature=t, seed=3 + i, prompt_logprobs=True, ignore_eos=True)
+            for i, t in enumerate(temperatures)
+        ]
+        with Engine.from_pretrained(path, config=EngineConfig(num_pages=128, kv_segment=kv_segment)) as engine:
+            self.done = engine.generate(prompts, params)
+        self.rows = [(c.prompt_ids, c.token_ids) for c in self.done]
+
+    def every(self) -> list[torch.Tensor]:
+        """Of all tokens but the first, for rows drawn at temperature 1."""
+        return [torch.tensor([*c.prompt_logprobs[1:], *c.logprobs]) for c in self.done]
+
+    def drawn(self) -> list[torch.Tensor]:
+        return [torch.tensor(c.logprobs) for c in self.done]
+
+
+def without_last(rows):
+    """The last value of a row belongs to a token that is not there."""
+    return [row[:-1] for row in rows]
+
+
+def of_responses(rows, rollout):
+    return [row[len(prompt) - 1 : -1] for row, (prompt, _) in zip(rows, rollout.rows)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    base = tmp_path_factory.mktemp("models")
+    return {name: str(make_model(name.partition("-")[0], base / name, **kw)) for name, kw in FAMILIES.items()}
+
+
+@pytest.fixture(scope="module")
+def rollouts(folders):
+    found = {name: Rollout(path) for name, path in folders.items()}
+    found["cooler"] = Rollout(folders["qwen3"], (0.7,))
+    found["mixed"] = Rollout(folders["qwen3"], (0.7, 1.3))
+    found["segments"] = Rollout(folders["qwen3"], kv_segment=64, lengths=(150, 70, 3, 129))
+    return found
+
+
+def job(name, folders, rollouts, family="qwen3", rollout=None, steps=STEPS, **changes) -> Job:
+    return Job(name, folders[family], rollouts[rollout or family].rows, steps=steps, **changes)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+def fsdp2(request, folders, rollouts, tmp_path_factory):
+    """Every job of FSDP2's, on this many ranks."""
+    segments = {"fused_kernel_options": {"vexact": {"kv_segment": 64}}}
+    jobs = [
+        *(job(family, folders, rollouts, family) for family in FAMILIES),
+        *(job(name, folders, rollouts, **changes) for name, (changes, _) in SAME.items()),
+        job("reference", folders, rollouts, engine={"forward_only": True}),
+        job("cooler", folders, rollouts, rollout="cooler", temperature=0.7),
+        job("mixed", folders, rollouts, rollout="mixed", temperature=[0.7, 1.3, 0.7, 1.3]),
+        job(
+            "mixed-padded",
+            folders,
+            rollouts,
+            rollout="mixed",
+            temperature=[0.7, 1.3, 0.7, 1.3],
+            data={"use_remove_padding": False},
+        ),
+        job("segments", folders, rollouts, rollout="segments", steps=0, model_config=segments),
+        *(job(name, folders, rollouts, refused=True, **changes) for name, (changes, _) in REFUSED.items()),
+    ]
+    return run(jobs, tmp_path_factory.mktemp("fsdp2") / "run", request.param)
+
+
+@pytest.fixture(scope="module")
+def veomni(folders, rollouts, tmp_path_factory):
+    """VeOmni's, on two ranks: on one it has no FSDP."""
+
+    def made(name, family="qwen3", **changes):
+        engine = {"mixed_precision": True, **changes.pop("engine", {})}
+        data = {"use_fused_kernels": True, **changes.pop("data", {})}
+        return job(name, folders, rollouts, family, backend="veomni", engine=engine, data=data, **changes)
+
+    jobs = [
+        *(made(family, family) for family in FAMILIES),
+        *(made(name, **changes) for name, (changes, _) in VEOMNI_SAME.items()),
+        made("bf16-weights", engine={"mixed_precision": False}),
+        made("cooler", rollout="cooler", temperature=0.7),
+        made("ulysses", engine={"ulysses_parallel_size": 2}, refused=True),
+    ]
+    return run(jobs, tmp_path_factory.mktemp("veomni") / "run", 2)
+
+
+# ---- FSDP2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_log_probability_is_the_rollout_s(family, fsdp2, rollouts):
+    assert_bitwise(without_last(fsdp2[family].logprobs), rollouts[family].every(), "old_log_probs")
+    assert_bitwise(without_last(fsdp2[family].trained[0]), rollouts[family].every(), "the first training forward")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_entropies_are_the_patched_model_s(family, fsdp2, rollouts, folders):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folders[family], dtype=torch.bfloat16).eval()
+    with vx.patch.hf(model) as handle, torch.no_grad():
+        rows = [torch.tensor(prompt + response) for prompt, response in rollouts[family].rows]
+        expected = [handle.logprobs(row, return_entropy=True)[1] for row in rows]
+    assert_bitwise(without_last(fsdp2[family].entropy), without_last(expected))
+
+
+def moved(path, weights, rows):
+    """Our engine with a trainer's weights: its log-probability of every token but the first."""
+    cast = {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
+    ask = SamplingParams(max_new_tokens=1, prompt_logprobs=True)
+    with Engine.from_pretrained(path, config=EngineConfig(num_pages=128)) as engine:
+        before = engine.generate([p + r for p, r in rows], ask)
+        buffers = {name for name in cast if name.endswith("e_score_correction_bias")}
+        cast.update({name: weights[name] for name in buffers})
+        engine.update_weights(cast, numerics=engine.numerics())
+        after = engine.generate([p + r for p, r in rows], ask)
+    return [[torch.tensor(c.prompt_logprobs[1:]) for c in done] for done in (before, after)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_after_training_they_are_those_of_the_handed_over_weights(family, fsdp2, rollouts, folders):
+    before, after = moved(folders[family], fsdp2[family].weights, rollouts[family].rows)
+    assert_bitwise(without_last(fsdp2[family].after), after)
+    assert any(not torch.equal(b, a) for b, a in zip(before, after)), "nothing was learnt"
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_settings_that_change_no_bit(name, fsdp2, rollouts):
+    got, base = fsdp2[name], fsdp2["qwen3"]
+    assert_bitwise(without_last(got.logprobs), rollouts["qwen3"].every(), "log-probabilities")
+    assert_bitwise(without_last(got.entropy), without_last(base.entropy), "entropies")
+    assert got.weights.keys() == base.weights.keys()
+    if SAME[name][1]:
+        assert got.metrics == base.metrics
+        assert_bitwise(list(got.weights.values()), list(base.weights.values()), "trained weights")
+        assert_bitwise(without_last(got.after), without_last(base.after), "log-probabilities after training")
+
+
+def test_a_reference_policy(fsdp2, rollouts):
+    assert_bitwise(without_last(fsdp2["reference"].logprobs), rollouts["qwen3"].every())
+
+
+@pytest.mark.parametrize("name,rollout", [("cooler", "cooler"), ("mixed", "mixed"), ("mixed-padded", "mixed")])
+def test_other_temperatures(name, rollout, fsdp2, rollouts):
+    drawn = rollouts[rollout].drawn()
+    assert_bitwise(of_responses(fsdp2[name].logprobs, rollouts[rollout]), drawn, "old_log_probs")
+    assert_bitwise(of_responses(fsdp2[name].trained[0], rollouts[rollout]), drawn, "the first training forward")
+
+
+def test_segments_of_keys_are_the_rollout_s(fsdp2, rollouts):
+    assert_bitwise(without_last(fsdp2["segments"].logprobs), rollouts["segments"].every())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_named(name, fsdp2):
+    assert fsdp2[name].error.startswith(REFUSED[name][1])
+
+
+# ---- VeOmni
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_veomni_every_log_probability_is_the_rollout_s(family, veomni, rollouts, folders):
+    assert_bitwise(without_last(veomni[family].logprobs), rollouts[family].every(), "old_log_probs")
+    assert_bitwise(without_last(veomni[family].trained[0]), rollouts[family].every(), "the first training forward")
+    _, after = moved(folders[family], veomni[family].weights, rollouts[family].rows)
+    assert_bitwise(without_last(veomni[family].after), after, "after training")
+
+
+@pytest.mark.parametrize("name", VEOMNI_SAME)
+def test_veomni_settings_that_change_no_bit(name, veomni, rollouts):
+    got, base = veomni[name], veomni["qwen3"]
+    assert_bitwise(without_last(got.logprobs), rollouts["qwen3"].every(), "log-probabilities")
+    if VEOMNI_SAME[name][1]:
+        assert_bitwise(list(got.weights.values()), list(base.weights.values()), "trained weights")
+
+
+def test_veomni_weights_in_bf16_and_other_temperatures(veomni, rollouts):
+    assert_bitwise(without_last(veomni["bf16-weights"].logprobs), rollouts["qwen3"].every())
+    assert_bitwise(of_responses(veomni["cooler"].logprobs, rollouts["cooler"]), rollouts["cooler"].drawn())
+    assert veomni["ulysses"].error.startswith("ulysses_parallel_size: got 2, expected 1")
+
+
+# ---- what must fail, and registering
+
+
+def test_the_stock_engines_fail_it(folders, rollouts, tmp_path):
+    jobs = [job(family, folders, rollouts, family, steps=0) for family in FAMILIES]
+    found = run(jobs, tmp_path / "run", 2, vendor=None)
+    for family in FAMILIES:
+        with pytest.raises(AssertionError, match="differ"):
+            assert_bitwise(without_last(found[family].logprobs), rollouts[family].every())
+
+
+TWICE = """
+import importlib
+from verl.workers.engine import EngineRegistry
+stock = {(b, d): c for b, own in EngineRegistry._engines["language_model"].items() for d, c in own.items()}
+import vexact_engine.verl.actor as actor
+first = {(b, d): c for b, own in EngineRegistry._engines["language_model"].items() for d, c in own.items()}
+actor.register()
+again = {(b, d): c for b, own in EngineRegistry._engines["language_model"].items() for d, c in own.items()}
+assert first == again and all(first[key] is cls for key, cls in stock.items())
+assert {d for _, d in first.keys() - stock.keys()} == {("cuda", "vexact"), ("cpu", "vexact")}
+for backend in ("fsdp2", "veomni"):
+    assert issubclass(EngineRegistry.get_engine_cls("language_model", backend), actor.AlignedEngine)
+for backend in actor.OTHERS:
+    assert EngineRegistry.get_engine_cls("language_model", backend) is actor.RefusedEngine
+print("registered")
+"""
+
+
+@pytest.mark.parametrize("vendor", ["vexact", None])
+def test_importing_it_registers(vendor):
+    env = {name: value for name, value in environment(vendor).items() if name != "VERL_USE_EXTERNAL_MODULES"}
+    import os
+
+    env = {**os.environ, **env, "VERL_USE_EXTERNAL_MODULES": "trainers.cpu_platform"}
+    done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, env=env, timeout=300)
+    if vendor:
+        assert done.stdout.endswith("registered\n"), done.stderr
+    else:
+        assert "VERL_ENGINE_VENDOR: got None, expected vexact" in done.stderr
