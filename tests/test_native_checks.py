@@ -218,6 +218,7 @@ def test_every_native_op_is_here():
         "head_dweight",
         "moe_scatter",
         "draw_few",
+        "draw_overlapped",
     }
     on_gpu |= {
         "attention_flash_varlen",

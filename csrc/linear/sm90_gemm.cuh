@@ -86,7 +86,7 @@ struct StateOf<Epilogue> {
 
 // An Epilogue is handed the accumulators d of 64 rows by 256 columns: a thread's d[4 j + 2 h + i] is the element
 // (row + 8 h, column + 8 j + i), `row` and `column` its own. begin() gives them their first values, end() takes them.
-// Where it has a State, each thread keeps one from tile to tile.
+// Where it has a State, each thread keeps one from tile to tile; its kShared bytes lie behind kGemmShared.
 template <class T, bool A_ACROSS, bool B_ACROSS, class Epilogue>
 __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGemmThreads, 1)
     gemm_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, const GemmArgs g,
@@ -208,14 +208,16 @@ template <class T, bool A_ACROSS, bool B_ACROSS, class Epilogue>
 cudaError_t gemm(const CUtensorMap& a, const CUtensorMap& b, const GemmArgs& g, const Epilogue& epilogue, int device,
                  cudaStream_t stream) {
   auto kernel = gemm_kernel<T, A_ACROSS, B_ACROSS, Epilogue>;
+  int bytes = kGemmShared;
+  if constexpr (requires { Epilogue::kShared; }) bytes += Epilogue::kShared;
   int processors = 0;
   cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error == cudaSuccess)
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kGemmShared);
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
   const int turns = (g.m + 2 * kGemmRows - 1) / (2 * kGemmRows) * ((g.n + kGemmColumns - 1) / kGemmColumns);
   if (turns == 0) return cudaSuccess;
-  kernel<<<2 * std::min(processors / 2, turns), kGemmThreads, kGemmShared, stream>>>(a, b, g, epilogue);
+  kernel<<<2 * std::min(processors / 2, turns), kGemmThreads, bytes, stream>>>(a, b, g, epilogue);
   return cudaGetLastError();
 }
 

@@ -209,7 +209,7 @@ def test_bad_arguments_are_named():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("width", [64, 1000, 4096])
-@pytest.mark.parametrize("rows", [1, 8, 9, 16, 31, 64, 65, 129, 300])
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 31, 64, 65, 128, 129, 300])
 def test_fast_kernels_are_admitted_and_have_the_canonical_bytes(width, rows):
     from vexact_ops.linear_sample import cuda
 

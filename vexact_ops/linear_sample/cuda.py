@@ -4,8 +4,9 @@ Admitted byte for byte against the Triton kernels (contract: verify, then trust)
 (rows that are cut, fp32, fp16, rows off 16-byte boundaries, other GPUs) takes logits of `linear`'s fastest kernel and
 the Triton sampler: same bits.
 
-Up to 64 rows the weight is streamed as `linear` streams it for few rows, and a tile of it is one block of the
-log-sum-exp; more rows take tiles of 128 rows by 256 tokens.
+Up to 8 rows the weight is streamed as `linear` streams it for few rows, and a tile of it is one block of the
+log-sum-exp. More take tiles of 64 rows by 256 tokens, where one warpgroup multiplies while the other draws; beyond 128
+rows tiles of 128, which ask less of the caches.
 """
 
 import functools
@@ -24,13 +25,11 @@ from .triton import join, new_blocks, sampled
 # Of the kernels for few rows, by how many they take: boxes of 64 columns of the weight in a stage, stages of the ring,
 # stages asked for before the kernel before has ended, stages left to load when the one after may start, and blocks that
 # share a multiprocessor.
-FEW = {
-    8: (1, 4, 4, 1000, 3),
-    16: (1, 3, 3, 1000, 3),
-    32: (1, 3, 3, 1000, 3),
-    64: (1, 4, 4, 1000, 2),
-}
+FEW = {8: (1, 4, 4, 1000, 3)}
+# Of those whose warpgroups take turns at drawing: the blocks of 64 rows that share what they read of the weight.
+OVERLAPPED = {64: 1, 128: 2}
 MANY, TRITON = "wgmma 128x256x64 ring 4", "triton"
+CLASSES = *FEW, *OVERLAPPED
 
 
 def linear_sample(
@@ -51,16 +50,20 @@ def linear_sample(
 
 def class_of(rows: int) -> int:
     """The most rows that the kernel for so many takes; 0: any number."""
-    return next((most for most in FEW if rows <= most), 0)
+    return next((most for most in CLASSES if rows <= most), 0)
 
 
 def _blocks(hidden, weight, softcap, seeds, positions, temperature) -> tuple[Tensor, Tensor, Tensor]:
-    blocks = new_blocks(hidden, weight.shape[0])
-    args, rows = (hidden, weight, seeds, positions, temperature, softcap), class_of(hidden.shape[0])
-    if rows:
-        native.ops().draw_few(*args, rows, *FEW[rows], *blocks)
+    blocks, ops = new_blocks(hidden, weight.shape[0]), native.ops()
+    args, most = (hidden, weight, seeds, positions, temperature, softcap), class_of(hidden.shape[0])
+    if most in FEW:
+        ops.draw_few(*args, most, *FEW[most], *blocks)
+        return blocks
+    known = torch.empty(hidden.shape[0], dtype=torch.int32, device=hidden.device)
+    if most in OVERLAPPED:
+        ops.draw_overlapped(*args, OVERLAPPED[most], *blocks, known)
     else:
-        native.ops().draw_many(*args, *blocks)
+        ops.draw_many(*args, *blocks, known)
     return blocks
 
 
@@ -98,14 +101,16 @@ def _aligned(t: Tensor) -> bool:
 @decided
 def _draws(device: torch.device, width: int, rows: int) -> Proposal:
     name = MANY
-    if rows:
+    if rows in FEW:
         boxes, ring, ahead, lead, share = FEW[rows]
         name = f"wgmma 128x{rows}x{64 * boxes} ring {ring} ahead {ahead} lead {lead} persistent {share}"
+    elif rows in OVERLAPPED:
+        name = f"wgmma 64x256x64 ring 4 in turns, clusters of {OVERLAPPED[rows]}"
     candidate = digest.of_files(
         __file__, native=" ".join(f"{digest.of_extension(room, 'cuda')}" for room in ("linear_sample", "linear"))
     )
     return Proposal(
-        f"linear_sample bfloat16 H={width} R{f'<={rows}' if rows else f'>{max(FEW)}'}",
+        f"linear_sample bfloat16 H={width} R{f'<={rows}' if rows else f'>{max(CLASSES)}'}",
         [Candidate(name, _ours, candidate)],
         Candidate(TRITON, _theirs, digest.canonical("linear_sample")),
         lambda: _cases(device, width, rows),
@@ -165,7 +170,8 @@ def _cases(device: torch.device, width: int, most: int) -> list[tuple]:
             t = torch.ones_like(t)
         return hidden, weight, softcap, long(-(2**63), 2**63 - 1, (rows,)), long(0, 2**40, (rows,)), t
 
-    top, least = (most, most // 2 + 1 if most > 8 else 1) if most else (300, max(FEW) + 1)
+    smaller = [one for one in CLASSES if one < most or not most]
+    top, least = most or 300, max(smaller, default=0) + 1
     wide = 150 * 256 + 77  # tokens: more tiles than there are blocks
     return [
         case(top, 1300),
