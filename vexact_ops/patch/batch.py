@@ -85,7 +85,7 @@ class Score:
         rows: Tensor | None = None,
         temperature: float | Tensor = 1.0,
         return_entropy: bool = False,
-    ):
+    ) -> None:
         self.target, self.rows = target, rows
         self.temperature, self.return_entropy = temperature, return_entropy
 
