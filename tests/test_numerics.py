@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import vexact_ops as vx
-from vexact_ops._core import backend, digest, native
+from vexact_ops._core import backend, digest, native, numerics
 from vexact_ops._core.backend import ROOMS, Room
 
 ROOT = Path(__file__).parent.parent
@@ -36,6 +36,18 @@ def rooms_that_differ(a, b):
 
 
 # --- what is in it
+
+
+def leaves(value):
+    return [leaf for one in value.values() for leaf in leaves(one)] if isinstance(value, dict) else [value]
+
+
+def test_it_is_made_of_plain_values_which_every_encoder_takes():
+    """torch's version, which is in that of a GPU, is a class of its own."""
+    plain = {str, int, float, bool, type(None)}
+    libraries = numerics._libraries(torch.device("cuda"), {"triton"})
+    assert libraries["torch"] == torch.__version__
+    assert {type(leaf) for leaf in leaves(libraries) + leaves(vx.numerics())} <= plain
 
 
 def test_it_goes_through_json_and_has_a_digest_for_every_room():

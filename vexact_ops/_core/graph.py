@@ -83,10 +83,15 @@ def cuda_stream(device: torch.device | str | None = None) -> torch.cuda.Stream:
             _call("cuStreamCreate", ctypes.byref(made), ctypes.c_uint(_NON_BLOCKING))
             _idle_streams[device.index].append(made.value)
         pointer = _idle_streams[device.index].pop()
-    stream = torch.cuda.ExternalStream(pointer, device)
-    # never destroyed: torch's allocator knows memory by the stream that it was taken for
-    weakref.finalize(stream, _idle_streams[device.index].append, pointer).atexit = False
-    return stream
+    return _Stream(pointer, device)
+
+
+class _Stream(torch.cuda.ExternalStream):
+    """Goes back when it is gone, and is never destroyed: torch's allocator knows memory by the stream that took it. No
+    weak references: torch 2.11 frees a stream without a word to them."""
+
+    def __del__(self) -> None:
+        _idle_streams[self.device_index].append(self.cuda_stream)
 
 
 def synchronize(device: torch.device | None = None) -> None:

@@ -75,7 +75,7 @@ def _float_mode(device: torch.device) -> str:
 def _libraries(device: torch.device, backends: set[str]) -> dict[str, str | None]:
     found = {}
     if device.type == "cuda":  # on a CPU nothing but the processor stands between our sources and the bits
-        found = {"torch": torch.__version__, "cuda": torch.version.cuda, "driver": digest.driver()}
+        found = {"torch": str(torch.__version__), "cuda": torch.version.cuda, "driver": digest.driver()}
     if device.type == "cuda" or "triton" in backends:
         found["triton"] = digest.version("triton")
     return found
