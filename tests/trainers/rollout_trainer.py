@@ -118,7 +118,7 @@ class Lone:
         )
 
     async def update(self, seed, die=False, **told):
-        adapter._LARGEST_BUCKET = 8192  # so that some have been sent before the last is asked for
+        adapter.LARGEST_BUCKET = 8192  # so that some have been sent before the last is asked for
 
         async def items():
             for index, (name, tensor) in enumerate(weights(self.path, seed).state_dict().items()):

@@ -5,13 +5,14 @@ import importlib
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 
 from vexact_engine import Engine, EngineConfig, SamplingParams, WeightsMissing
-from vexact_engine.verl.server import Options, Server
+from vexact_engine.verl.server import Server, engine_options
 
 from .environment import environment
 from .rollout_trainer import rollout_config, weights
@@ -101,16 +102,14 @@ def test_as_an_entry_point(tmp_path):
 @pytest.mark.parametrize(
     "override, said",
     [
-        ("rollout.tensor_model_parallel_size=2", r"tensor_model_parallel_size: got 2, expected 1.*Set it to that"),
+        ("rollout.tensor_model_parallel_size=2", r"tensor_model_parallel_size: got 2, expected 1.*Set it to 1"),
         ("rollout.data_parallel_size=2", "data_parallel_size: got 2, expected 1"),
         ("+rollout.repetition_penalty=1.1", "repetition_penalty: got 1.1, expected 1.0"),
         ("++rollout.quantization=fp8", "quantization: got 'fp8'"),
         ("++rollout.enable_rollout_routing_replay=true", "enable_rollout_routing_replay: got True"),
         ("+rollout.engine_kwargs.vexact.num_page=3", "unknown: num_page; there is: .*num_pages"),
-        ("+rollout.engine_kwargs.vexact.handover=later", "handover: got 'later', expected one of in_place, staged"),
-        ("+rollout.engine_kwargs.vexact.timeout=0", "timeout: got 0"),
         ("+rollout.engine_kwargs.vexact.kv_segment=-1", "EngineConfig: kv_segment is -1"),
-        ("+rollout.engine_kwargs.vexact.pipeline_parallel_size=2", "set rollout.pipeline_model_parallel_size"),
+        ("+rollout.engine_kwargs.vexact.pipeline_parallel_size=2", "unknown: pipeline_parallel_size"),
         ("rollout.max_num_seqs=0", "EngineConfig: max_num_seqs is 0"),
     ],
 )
@@ -119,7 +118,7 @@ def test_options_that_are_refused(path, override, said):
 
     rollout, _ = configs(path, override.replace("rollout.", "actor_rollout_ref.rollout.", 1))
     with pytest.raises(ValueError, match=said):
-        Options.of(omega_conf_to_dataclass(rollout))
+        engine_options(omega_conf_to_dataclass(rollout))
 
 
 def test_options(path):
@@ -128,8 +127,8 @@ def test_options(path):
     given = {"kv_segment": 64, "latent_attention": "true", "handover": "staged", "timeout": 3.5}
     overrides = [f"+actor_rollout_ref.rollout.engine_kwargs.vexact.{name}={value}" for name, value in given.items()]
     rollout, _ = configs(path, "actor_rollout_ref.rollout.pipeline_model_parallel_size=2", *overrides)
-    options = Options.of(omega_conf_to_dataclass(rollout))
-    assert options.engine == EngineConfig(
+    options, handover = engine_options(omega_conf_to_dataclass(rollout))
+    assert options == EngineConfig(
         gpu_memory_utilization=0.5,
         max_num_seqs=64,
         max_num_batched_tokens=8192,
@@ -139,7 +138,7 @@ def test_options(path):
         pipeline_parallel_size=2,
         show_progress=False,
     )
-    assert (options.handover, options.timeout) == ("staged", 3.5)
+    assert handover == {"handover": "staged", "timeout": 3.5}
 
 
 def reference(path, params, prompt=PROMPT):
@@ -171,7 +170,7 @@ def test_lengths(running):
     assert len(running.generate(max_tokens=3).token_ids) == 3
     assert len(running.generate(max_new_tokens=5).token_ids) == 5
     assert len(running.generate([5] * 250, max_tokens=100).token_ids) == 6  # max_position_embeddings is 256
-    with pytest.raises(ValueError, match="got 256 tokens, expected fewer than 256"):
+    with pytest.raises(ValueError, match="got 256 tokens, expected fewer than max_model_len, 256"):
         running.generate([5] * 256)
 
 
@@ -340,7 +339,7 @@ def test_a_model_with_buffers_is_read_whatever_the_format(models):
 
 def test_a_config_that_the_engine_would_not_see(path):
     other = "+actor_rollout_ref.model.override_config.num_hidden_layers=1"
-    with pytest.raises(ValueError, match="override_config: num_hidden_layers: the engine reads"), Running(path, other):
+    with pytest.raises(ValueError, match=r"num_hidden_layers: got 1, but .*config\.json has 2"), Running(path, other):
         pass
     with Running(path, other, load_format="dummy") as running:
         assert running.server.engine.model.config.num_hidden_layers == 1
@@ -388,12 +387,21 @@ def test_nobody_sleeps_without_free_cache_engine(path):
         assert running.server.engine.asleep == ()
 
 
-def test_another_verl_is_one_error(monkeypatch):
-    from importlib import metadata
+@pytest.mark.parametrize("option, said", [("handover=later", "mode: got 'later'"), ("timeout=0", "timeout: got 0")])
+def test_a_handover_that_is_none(path, option, said):
+    with (
+        pytest.raises(ValueError, match=said),
+        Running(path, f"+actor_rollout_ref.rollout.engine_kwargs.vexact.{option}"),
+    ):
+        pass
 
-    from vexact_engine.verl.replica import Replica
 
-    real = metadata.version
+@pytest.mark.parametrize("name", ["adapter", "replica", "server", "checkpoint"])
+def test_another_verl_is_one_error(name, monkeypatch):
+    """Before anything of it is imported, whichever module a Ray worker begins with."""
+    module, real = importlib.import_module(f"vexact_engine.verl.{name}"), metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "0.8.0" if name == "verl" else real(name))
     with pytest.raises(RuntimeError, match=r"verl: got 0.8.0, expected 0.9.1.*pip install --no-deps verl==0.9.1"):
-        Replica(0, None, None)
+        importlib.reload(module)
+    code = module.__loader__.get_source(module.__name__)
+    assert code.index("check_versions()\n") < code.index("from verl.")

@@ -30,9 +30,9 @@ from . import attention_options, check_versions
 
 check_versions()
 
-from verl.utils import tensordict_utils as tu  # noqa: E402
-from verl.workers import engine as engines  # noqa: E402
-from verl.workers.engine import BaseEngine, EngineRegistry  # noqa: E402
+from verl.utils import tensordict_utils as tu
+from verl.workers import engine as engines
+from verl.workers.engine import BaseEngine, EngineRegistry
 
 VENDOR = "vexact"
 DEVICES = ("cuda", "cpu")

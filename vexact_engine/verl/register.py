@@ -1,26 +1,16 @@
-"""Gives verl the rollout of the name "vexact": imported by verl, through the entry point of the group `verl.plugins` or
-through VERL_USE_EXTERNAL_MODULES=vexact_engine.verl.register. Twice is as good as once.
-
-Only names are registered; what they name checks verl's version when it is wanted.
-"""
+"""Gives verl the rollout "vexact". verl imports this, by the entry point in the group `verl.plugins` or by
+VERL_USE_EXTERNAL_MODULES=vexact_engine.verl.register; twice is as good as once. Only names are given: what they name
+checks verl's version, where nobody swallows the error."""
 
 from verl.workers.rollout import base
-from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
-
-NAME = "vexact"
+from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 
-def _replica() -> type[RolloutReplica]:
+def _replica():
     from .replica import Replica
 
     return Replica
 
 
-RolloutReplicaRegistry.register(NAME, _replica)
-try:
-    base._ROLLOUT_REGISTRY[NAME, "async"] = "vexact_engine.verl.adapter.ServerAdapter"
-except AttributeError as error:
-    from . import check_versions
-
-    check_versions()
-    raise ImportError("vexact_engine.verl: this verl has no verl.workers.rollout.base._ROLLOUT_REGISTRY") from error
+RolloutReplicaRegistry.register("vexact", _replica)
+getattr(base, "_ROLLOUT_REGISTRY", {})["vexact", "async"] = "vexact_engine.verl.adapter.ServerAdapter"

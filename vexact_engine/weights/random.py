@@ -1,5 +1,6 @@
 """Models of true dimensions with random weights, made on their device: nothing is fetched."""
 
+import copy
 import os
 from dataclasses import replace
 
@@ -205,6 +206,26 @@ def load_random(
         loaded = without_weights(model, tokenizer, origin, device)
     cut = "" if layers is None else f" {layers} layer{'s' * (layers != 1)}"
     return replace(loaded, name=f"{source}{cut} (random weights)")
+
+
+def unfilled(config, dtype: str, device: torch.device | str = "cpu", generation_config=None) -> torch.nn.Module | None:
+    """A model of a config for an engine whose weights an update will bring: what stands there until then means nothing.
+    None where it has buffers that are part of a checkpoint: an update need not bring those.
+    """
+    from transformers import AutoModelForCausalLM
+
+    def made() -> torch.nn.Module:
+        own = copy.deepcopy(config)
+        return AutoModelForCausalLM.from_config(own, dtype=as_dtype(dtype, device), attn_implementation="eager")
+
+    with torch.device("meta"):
+        names = made()
+    if names.state_dict().keys() - dict(names.named_parameters(remove_duplicate=False)).keys():
+        return None
+    with torch.random.fork_rng(), torch.device(device):
+        model = made()
+    model.generation_config = generation_config or model.generation_config
+    return model
 
 
 def config_of(source: str, layers: int | None = None):
