@@ -108,6 +108,8 @@ def overrides(case: Case, model: Path, prompts: Path, folder: Path) -> list[str]
         given["trainer.n_gpus_per_node"] = case.ranks // 2
         given[f"{rollout}.nnodes"] = 1
         given[f"{rollout}.n_gpus_per_node"] = case.ranks // 2
+        given[f"{rollout}.checkpoint_engine.backend"] = "vexact"
+        given[f"{rollout}.checkpoint_engine.custom_backend_module"] = "vexact_engine.verl.checkpoint"
         given["trainer.v1.separate_async.parameter_sync_step"] = 1
     given.update(override.split("=", 1) for override in case.overrides)
     return [f"{key}={value}" for key, value in given.items()]

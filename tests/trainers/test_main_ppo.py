@@ -23,8 +23,12 @@ EVERY = [*TWO_RANKS, *ONE_RANK]
 SAVED = (
     "trainer.save_freq=1",
     "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]",
-    "data.max_response_length=48",
-    "actor_rollout_ref.rollout.max_num_seqs=1",  # the others are waiting when a batch is full: they are aborted
+    # long requests, one at a time, and many: some are under way, and others wait, when a batch is full and all are aborted
+    "trainer.v1.colocate_async.num_warmup_batches=3",
+    "trainer.v1.separate_async.num_warmup_batches=3",
+    "data.max_response_length=180",
+    "actor_rollout_ref.rollout.ignore_eos=True",
+    "actor_rollout_ref.rollout.max_num_seqs=1",
 )
 ASYNC_IN_CI = [
     Case("qwen3_moe", mode="colocate_async", overrides=SAVED),
