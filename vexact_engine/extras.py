@@ -19,12 +19,12 @@ EXTRAS = {
 
 def check_installed(args: Namespace) -> None:
     """Before anything is imported: what this command needs is here, or the line that brings it."""
-    wanted = {"demo": {"engine", "gguf"}, "doctor": set(), "bench": set(), "serve": {"engine", "serve"}}.get(
-        args.command, {"engine"}
-    )
-    if getattr(args, "model", None):
-        wanted |= {"engine", "gguf"} if args.model.endswith(".gguf") else {"engine"}
-    if getattr(args, "html", None):
+    beside = {"demo": {"engine", "gguf"}, "doctor": set(), "bench": set(), "serve": {"engine", "serve"}}
+    beside["recipe"] = {"engine", "handover"}
+    wanted = beside.get(args.command, {"engine"})
+    if model := getattr(args, "model", None):
+        wanted |= {"engine", "gguf"} if model.endswith(".gguf") or model == "smollm2" else {"engine"}
+    if getattr(args, "html", None) or getattr(args, "plot", None):
         wanted |= {"report"}
     missing = {extra: [name for name in EXTRAS[extra] if find_spec(name) is None] for extra in sorted(wanted)}
     missing = {extra: names for extra, names in missing.items() if names}

@@ -1,4 +1,4 @@
-"""The command `vexact`: demo, verify, generate, chat, serve, doctor, bench.
+"""The command `vexact`: demo, verify, generate, chat, serve, doctor, bench, recipe.
 
 Exit codes: 0 equal or done, 1 something differs or a check failed, 2 usage or environment, 130 Ctrl-C. Results go to
 standard output, or to standard error where `--json -` gives a document to standard output; progress (a bar on a
@@ -12,7 +12,7 @@ import shlex
 import sys
 
 from ..extras import check_installed
-from . import bench, chat, doctor, generate, options, serve, verify
+from . import bench, chat, doctor, generate, options, recipe, serve, verify
 
 COMMANDS = (
     verify.add_demo,
@@ -22,6 +22,7 @@ COMMANDS = (
     serve.add_serve,
     doctor.add_doctor,
     bench.add_bench,
+    recipe.add_recipe,
 )
 
 

@@ -1,0 +1,373 @@
+"""The GRPO recipe: what it computes, that rollout and trainer have the same bytes at every step, that a run can be had
+again, and that whatever dies is named and leaves nothing behind."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from engine_models import build, byte_tokenizer
+
+pytest.importorskip("zmq", reason="pyzmq is not installed")
+
+from vexact_engine import cli
+from vexact_engine.proof.compare import compare
+from vexact_engine.recipes import grpo, report, tasks
+from vexact_engine.recipes.launch import launch
+from vexact_engine.recipes.options import Options
+from vexact_engine.recipes.rollout import ProcessDied
+from vexact_engine.recipes.trainer import Trainer, policy_loss
+
+ROOT = Path(__file__).parents[2]
+SMALL = {"device": "cpu", "prompts": 2, "samples": 4, "steps": 2, "max_new_tokens": 6, "max_prompt_tokens": 20}
+SMALL |= {"learning_rate": 1e-2, "micro_batch": 3}
+
+
+def options(model, **changes):
+    return Options(model=str(model), **{**SMALL, **changes})
+
+
+def argv(model, *more):
+    given = {"model": model, **SMALL}
+    return ["recipe", "grpo", *(str(a) for k, v in given.items() for a in (f"--{k.replace('_', '-')}", v)), *more]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+
+    def make(family):
+        path = folder / family
+        if not path.exists():
+            build(family).save_pretrained(path)
+        return path
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch):
+    """No process, no socket, whatever has happened."""
+    with tempfile.TemporaryDirectory() as folder:  # a short name: sockets have at most 107 characters
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield
+        assert not multiprocessing.active_children()
+        end = time.monotonic() + 60
+        while (left := [*Path(folder).rglob("*.sock"), *descendants(os.getpid())]) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not left
+
+
+def descendants(pid):
+    """Processes below one that still run; multiprocessing's own helper, which ends with this process, is none."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in task.read_text().split():
+            with contextlib.suppress(OSError):
+                line = Path(f"/proc/{child}/cmdline").read_bytes()
+                found += [] if b"resource_tracker" in line or not line else [int(child), *descendants(child)]
+    return found
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_until_dead(pids):
+    end = time.monotonic() + 60
+    while left := [pid for pid in pids if alive(pid)]:
+        assert time.monotonic() < end, f"still there: {left}"
+        time.sleep(0.05)
+
+
+def figures(runs):
+    """All but the times."""
+    return {side: [{k: v for k, v in s.items() if k != "seconds"} for s in run.steps] for side, run in runs.items()}
+
+
+# What it computes
+
+
+def test_advantages():
+    assert grpo.advantages([1.0, 1.0, 1.0], "grpo") == [0.0] * 3 == grpo.advantages([1.0, 1.0, 1.0], "rloo")
+    assert grpo.advantages([0.1, 0.1, 0.1], "grpo") == [0.0] * 3  # their mean is another float
+    assert grpo.advantages([0.0, 3.0], "grpo") == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-5)
+    assert grpo.advantages([0.0, 0.0, 3.0], "rloo") == [-1.5, -1.5, 3.0]
+
+
+def test_the_loss_is_reinforce_on_policy_and_clipped_off_it():
+    new = torch.tensor([-1.0, -2.0, -1.0, -2.0], requires_grad=True)
+    old = torch.tensor([-1.0, -2.0, -2.0, -1.0])
+    advantage = torch.tensor([2.0, -3.0, 1.0, 1.0])
+    loss = policy_loss(new, old, advantage, 0.2)
+    (gradient,) = torch.autograd.grad(loss.sum(), new)
+    assert gradient[:2].tolist() == [-2.0, 3.0]  # the ratio is exactly 1: advantage x gradient of the log-probability
+    assert gradient[2] == 0 and loss[2].item() == pytest.approx(-1.2)  # far enough already
+    assert gradient[3].item() == pytest.approx(-torch.tensor(-1.0).exp().item())  # the wrong way: not clipped
+
+
+def test_tokens_of_prompts_are_no_part_of_it(models):
+    """The mask: a prompt's tokens, and others' answers, change nothing about an answer's place."""
+    trainer = object.__new__(Trainer)
+    with torch.no_grad():
+        import vexact_ops as vx
+
+        model = build("Qwen3")
+        trainer.options, trainer.device = options("x", temperature=0.7), torch.device("cpu")
+        samples = [grpo.Sample(p, t, None, 0.0) for p, t in (([5, 6], [7]), ([9], [10, 11, 12]), ([3, 4, 5], [6, 7]))]
+        with vx.patch.hf(model) as trainer._handle:
+            trainer.model = model
+            packed, entropy = trainer._packed(samples, entropy=True)
+            again, none = trainer._packed(samples[1:2], entropy=False)
+        padded, spread = trainer._padded(samples, entropy=True)
+        alone = torch.cat(
+            [
+                torch.log_softmax(model(torch.tensor([s.prompt_ids + s.token_ids])).logits[0].float() / 0.7, -1)[
+                    range(len(s.prompt_ids) - 1, len(s.prompt_ids) + len(s.token_ids) - 1), s.token_ids
+                ]
+                for s in samples
+            ]
+        )
+    assert packed.shape == padded.shape == entropy.shape == spread.shape == (6,) and none is None
+    assert compare(packed[1:4], again).equal
+    for values in (packed, padded):
+        torch.testing.assert_close(values, alone, rtol=0, atol=0.1)  # stock logits are bf16
+    torch.testing.assert_close(entropy, spread, rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    "changes,text",
+    [
+        ({"samples": 1}, "samples: got 1, expected 2 or more"),
+        ({"temperature": 0.0}, "temperature: got 0.0, expected above 0"),
+        ({"advantage": "gae"}, "advantage: got 'gae', expected one of grpo, rloo"),
+        ({"learning_rate": float("nan")}, "learning_rate: got nan"),
+        ({"ranks": 3}, "expected a multiple of mini_batches x ranks, 3"),
+        ({"layers": 2}, "layers: got 2, expected a model of "),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_options_are_named(changes, text):
+    with pytest.raises(ValueError) as caught:
+        options("somewhere", **changes)
+    assert text in str(caught.value)
+
+
+# Tasks
+
+
+def task(name, given=None, tokenizer=None, seed=0):
+    return tasks.make(name, given or {}, tokenizer=tokenizer, vocab_size=160, seed=seed, size=20)
+
+
+def test_evens():
+    asked = task(None).questions(3, 5)
+    assert asked == task("evens").questions(3, 5) != task("evens").questions(4, 5)
+    assert asked != task("evens", seed=1).questions(3, 5)
+    assert all(0 <= token < 160 for q in asked for token in q.prompt_ids)
+    assert task("evens").reward(asked[0], [2, 3, 4, 8], "") == 0.75
+    with pytest.raises(ValueError, match=r"task_options: got \{'a': 1\}, but evens has none"):
+        task("evens", {"a": 1})
+
+
+def test_without_reasoning_gym_the_error_says_what_to_run(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ModuleNotFoundError, match=r"not installed: reasoning_gym\. Run: pip install .*\[recipe\]"):
+        task(None, tokenizer=byte_tokenizer())
+
+
+def test_reasoning_gym():
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (extra recipe)")
+    made = task(None, tokenizer=byte_tokenizer())
+    asked = made.questions(1, 3)
+    assert asked == task("chain_sum", tasks.DEFAULT_OPTIONS, byte_tokenizer()).questions(1, 3) != made.questions(0, 3)
+    answer = asked[0].entry["answer"]
+    best = [answer, f"<answer>{answer}</answer>", f"Let me see.\nThe answer is {answer}.", f"2 = {answer}"]
+    assert [made.reward(asked[0], [], text) for text in best] == [1.0] * 4
+    assert made.reward(asked[0], [], f"<answer>77</answer> {answer}") < 1
+    assert made.reward(asked[0], [], "") == 0
+    with pytest.raises(ValueError, match="task: got 'chain_sums', expected 'evens' or one of ab, "):
+        task("chain_sums", tokenizer=byte_tokenizer())
+    with pytest.raises(ValueError, match="task_options: chain_sum: "):
+        task("chain_sum", {"no_such": 1}, byte_tokenizer())
+    with pytest.raises(ValueError, match="for a model without a tokenizer"):
+        task("chain_sum")
+
+
+# Whole runs
+
+
+def test_rollout_and_trainer_have_the_same_bytes_at_every_step(models, tmp_path, capsys):
+    """And the stock stack beside it does not: the comparison can fail."""
+    files = tmp_path / "run.json", tmp_path / "run.svg"
+    code = cli.main(argv(models("Qwen3"), "--unaligned", "--json", str(files[0]), "--plot", str(files[1])))
+    out = capsys.readouterr().out.splitlines()
+    assert code == 0
+    record = json.loads(files[0].read_text())
+    aligned, stock = record["aligned"], record["stock"]
+    assert record["equal"] is True and len(aligned) == len(stock) == 2
+    tokens = sum(s["tokens"] for s in aligned)
+    for step in aligned:
+        assert (step["kl"], step["max_abs_diff"], step["differ"], step["differ_recomputed"]) == (0.0, 0.0, 0, 0)
+        assert step["compared"] == step["expected"] == 2 * step["tokens"] > 0
+        assert step["moved"] > 0.5 and step["grad_norm"] > 0 and step["clipped"] == 0
+    assert all(s["differ"] > 0 and s["differ_recomputed"] > 0 and s["kl"] > 0 for s in stock)
+    assert stock[0]["tokens"] == aligned[0]["tokens"] and stock[0]["reward"] == aligned[0]["reward"]  # the same rollout
+    assert f"aligned: 0 of {2 * tokens} log-probabilities differ in bytes" in out[-2] and "stock: " in out[-1]
+    assert [line.split()[:2] for line in out[1:5]] == [[s, f"{i}/2"] for s in ("aligned", "stock") for i in (1, 2)]
+    assert files[1].read_text().count("<svg") == 1
+    # and again: the same numbers, bit for bit
+    assert figures(launch(options(models("Qwen3"))))["aligned"] == [
+        {k: v for k, v in s.items() if k != "seconds"} for s in aligned
+    ]
+
+
+@pytest.mark.parametrize(
+    "family,changes",
+    [
+        ("Qwen3Moe", {"mini_batches": 2, "temperature": 0.7, "entropy_coefficient": 0.01, "samples": 2}),
+        ("Llama", {"dtype": "float32", "advantage": "rloo", "recompute": False}),
+    ],
+    ids=["mixture, two mini-batches", "tied, fp32"],
+)
+def test_other_models_and_options(models, family, changes):
+    runs = launch(options(models(family), **changes))
+    assert runs["aligned"].equal
+    for step in runs["aligned"].steps:
+        assert step["moved"] > 0 and step["entropy"] > 0
+        if "mini_batches" in changes:
+            assert step["clipped"] > 0  # the second has moved away from the rollout
+            assert step["tokens"] < step["compared"] < 2 * step["tokens"]
+        else:
+            assert step["compared"] == step["tokens"]
+
+
+def test_two_ranks_have_the_same_bytes_too(models):
+    first, again = (launch(options(models("Qwen3"), ranks=2)) for _ in range(2))
+    assert first["aligned"].equal and figures(first) == figures(again)
+    alone = launch(options(models("Qwen3"), steps=1))["aligned"].steps[0]
+    both = first["aligned"].steps[0]
+    assert all(alone[key] == both[key] for key in ("reward", "entropy", "tokens"))
+    assert alone["grad_norm"] == pytest.approx(both["grad_norm"], rel=0.05)  # sums in another order
+
+
+def test_under_torchrun(models, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "vexact_engine.cli"]
+    done = subprocess.run(
+        [*command, *argv(models("Qwen3"), "--json", "-")], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert record["equal"] and len(record["aligned"]) == 2
+
+
+def test_an_answer_that_differs_ends_in_exit_code_1(models, monkeypatch, capsys):
+    """The twin that must fail: the trainer's temperature is not the rollout's."""
+    honest = Trainer.__init__
+
+    def warmer(self, chosen, *args, **kwargs):
+        from dataclasses import replace
+
+        honest(self, replace(chosen, temperature=1.01), *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "__init__", warmer)
+    assert cli.main(argv(models("Qwen3"), "--steps", "1")) == 1
+    assert "aligned: 0 of" not in capsys.readouterr().out
+
+
+def test_what_was_not_compared_is_not_equal():
+    step = {"differ": 0, "differ_recomputed": None, "kl": 0.0, "compared": 5, "expected": 5}
+    assert grpo.Run([step]).equal and not grpo.Run().equal
+    for wrong in (
+        {"compared": 4},
+        {"kl": 1e-30},
+        {"differ": 1},
+        {"differ_recomputed": 1},
+        {"expected": 0, "compared": 0},
+    ):
+        assert not grpo.Run([step, step | wrong]).equal
+
+
+# Processes that die
+
+
+def kill(name):
+    (process,) = [p for p in multiprocessing.active_children() if p.name == name]
+    os.kill(process.pid, signal.SIGKILL)
+
+
+def killing(name, seen):
+    def tell(kind, *values):
+        if kind == "step":
+            seen.update(descendants(os.getpid()))
+            kill(name)
+
+    return tell
+
+
+def test_an_engine_that_dies_is_named(models):
+    seen = set()
+    with pytest.raises(ProcessDied, match=r"the engine's process \(\d+\) was killed by SIGKILL"):
+        launch(options(models("Qwen3"), steps=50), report=killing("vexact-rollout", seen))
+    wait_until_dead(seen)
+
+
+def test_a_trainer_that_dies_is_named_and_takes_all_with_it(models):
+    seen = set()
+    with pytest.raises(ProcessDied, match=r"trainer 1 \(process \d+\) was killed by SIGKILL"):
+        launch(options(models("Qwen3"), ranks=2, steps=50), report=killing("vexact-trainer-1", seen))
+    assert len(seen) == 3  # two trainers, and the first one's engine
+    wait_until_dead(seen)
+
+
+@pytest.mark.parametrize("number,code", [(signal.SIGINT, 130), (signal.SIGKILL, -9)], ids=["Ctrl-C", "SIGKILL"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_end_of_the_command_is_the_end_of_all(models, number, code, ranks):
+    command = [sys.executable, "-m", "vexact_engine.cli", *argv(models("Qwen3"), "--steps", "100000")]
+    reset = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+    process = subprocess.Popen([*command, "--ranks", str(ranks)], cwd=ROOT, stdout=subprocess.PIPE, preexec_fn=reset)
+    with process.stdout as lines:
+        assert b"2 prompts x 4 answers" in lines.readline()
+        assert b"aligned" in lines.readline()
+        seen = descendants(process.pid)
+        assert len(seen) == (1 if ranks == 1 else 3)
+        os.kill(process.pid, number)
+        assert process.wait(60) == code
+    wait_until_dead(seen)
+
+
+def test_an_engine_that_cannot_be_made_says_why(models):
+    with pytest.raises(RuntimeError, match="the engine's process: ValueError: EngineConfig: max_num_seqs"):
+        broken = options(models("Qwen3"))
+        object.__setattr__(broken, "prompts", 0)
+        launch(broken)
+    with pytest.raises(FileNotFoundError, match="no such file or directory"):
+        launch(options("/no/such/model"))
+    with pytest.raises(ValueError, match="max_prompt_tokens: a question of evens has"):
+        launch(options(models("Qwen3"), max_prompt_tokens=3, ranks=2))
+
+
+def test_lines_on_a_terminal_have_colours():
+    import io
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    step = {"step": 1, "reward": 0.5, "entropy": 1.0, "grad_norm": 1.0, "moved": 0.5, "kl": 0.0, "compared": 4}
+    step |= {"differ": 0, "differ_recomputed": None, "seconds": {"train": 1.0}}
+    for stream in (Terminal(), io.StringIO()):
+        report.lines(stream)(report.line("aligned", step, 10))
+        assert ("\x1b[" in stream.getvalue()) == stream.isatty()
+        assert stream.getvalue().count("\n") == 1

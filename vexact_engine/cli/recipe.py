@@ -1,0 +1,120 @@
+"""`vexact recipe`: whole training loops."""
+
+import argparse
+import json
+import sys
+from dataclasses import fields
+
+from . import options
+
+
+def add_recipe(commands) -> None:
+    text = "train a model with the engine, and compare every log-probability of rollout and trainer"
+    examples = (
+        "vexact recipe grpo",
+        "vexact recipe grpo --unaligned --plot grpo.png",
+        "vexact recipe grpo --task letter_counting --steps 50 --json -",
+        "vexact recipe grpo --model qwen3-1.7b --device cuda --prompts 8",
+        "vexact recipe grpo --model DIR --ranks 2",
+    )
+    recipe = options.command(commands, "recipe", run_recipe, text, examples)
+    recipe.add_argument("recipe", choices=("grpo",), metavar="RECIPE", help="grpo: rewards from a program, no critic")
+    recipe.add_argument(
+        "--model", default="smollm2", metavar="DIR|GGUF|HUB-ID|SHAPE",
+        help="smollm2 (default; about 90 MB are downloaded once); qwen3-1.7b, ...: random weights at its sizes",
+    )  # fmt: skip
+    recipe.add_argument(
+        "--layers", type=options.positive, metavar="N", help="random weights: the first N layers alone (all)"
+    )
+    recipe.add_argument(
+        "--task", metavar="NAME", help="a dataset of reasoning-gym (chain_sum), or evens (without a tokenizer)"
+    )
+    recipe.add_argument(
+        "--task-options", type=_object, metavar="JSON", help='of the dataset, such as {"max_terms": 3} (its own)'
+    )
+    options.where(recipe)
+    options.seed_option(recipe)
+    recipe.add_argument(
+        "--ranks", type=options.positive, default=1, metavar="N", help="trainer processes under FSDP2 (1)"
+    )
+    step = recipe.add_argument_group("a step")
+    _number(step, "steps", 10, "how many of them")
+    _number(step, "prompts", 4, "questions")
+    _number(step, "samples", 8, "answers to each")
+    _number(step, "max-new-tokens", 32, "tokens of an answer, at most")
+    _number(step, "max-prompt-tokens", 512, "tokens of a question, at most")
+    step.add_argument("--temperature", type=float, default=1.0, metavar="T", help="of rollout and training (1.0)")
+    training = recipe.add_argument_group("training")
+    training.add_argument(
+        "--advantage", choices=("grpo", "rloo"), default="grpo", help="of an answer over its group (grpo)"
+    )
+    _real(training, "learning-rate", 2e-5, "of AdamW")
+    _real(training, "weight-decay", 0.0, "of AdamW")
+    _real(training, "clip", 0.2, "of the ratio")
+    _real(training, "entropy-coefficient", 0.0, "what entropy is worth")
+    _real(training, "max-grad-norm", 1.0, "longer gradients are cut to it")
+    _number(training, "mini-batches", 1, "optimizer steps of a step")
+    _number(training, "micro-batch", 8, "sequences of a forward, on each rank")
+    training.add_argument(
+        "--no-recompute", dest="recompute", action="store_false", help="do not score answers once more before training"
+    )
+    recipe.add_argument("--unaligned", action="store_true", help="train once more, on the stock stack, for contrast")
+    options.json_file(recipe, "every figure")
+    recipe.add_argument("--plot", metavar="FILE", help="draw them (.png, .svg, .pdf)")
+
+
+def run_recipe(args) -> int:
+    options.check_writable(args.json, args.plot)
+    from ..proof.machine import environment
+    from ..recipes import report
+    from ..recipes.launch import ALIGNED, launch
+    from ..recipes.options import Options
+
+    given = {field.name: getattr(args, field.name) for field in fields(Options)}
+    given |= {"device": str(options.device(args.device)), "task_options": args.task_options or {}}
+    chosen = Options(**given)
+    out, begun = report.lines(sys.stdout), False
+    with options.progress(args, lines=False) as progress:
+
+        def show(kind: str, *values) -> None:
+            nonlocal begun
+            if not begun:  # of several processes under torchrun the first alone is heard
+                out(report.heading(chosen))
+                begun = True
+            if kind == "phase":
+                progress(*values)
+            else:
+                out(report.line(*values, chosen.steps))
+
+        runs = launch(chosen, unaligned=args.unaligned, report=show)
+    if not begun:
+        return 0
+    for side, run in runs.items():
+        out(report.verdict(side, run))
+    equal = runs[ALIGNED].equal
+    if args.json:
+        steps = {side: run.steps for side, run in runs.items()}
+        options.write_json(
+            args, {"options": chosen.to_json(), "environment": environment(chosen.device), "equal": equal, **steps}
+        )
+    if args.plot:
+        report.plot(args.plot, report.heading(chosen), runs)
+    return 0 if equal else 1
+
+
+def _number(group, name: str, default: int, text: str) -> None:
+    group.add_argument(f"--{name}", type=options.positive, default=default, metavar="N", help=f"{text} ({default})")
+
+
+def _real(group, name: str, default: float, text: str) -> None:
+    group.add_argument(f"--{name}", type=float, default=default, metavar="X", help=f"{text} ({default})")
+
+
+def _object(text: str) -> dict:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a JSON object")
+    return value

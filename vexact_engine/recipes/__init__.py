@@ -1,0 +1,1 @@
+"""Whole training loops on the engine and the aligned ops, small enough to read: grpo.py first."""

@@ -1,0 +1,144 @@
+"""The trainers' processes: one is this process; of several, each has its own, and this one watches."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ..errors import PeerLost
+from .grpo import ALIGNED, STOCK, Report, Run, run
+from .options import Options
+from .rollout import ProcessDied, how
+
+_KNOWN = {c.__name__: c for c in (ValueError, TypeError, OSError, ModuleNotFoundError, ProcessDied, PeerLost)}
+_LAST_WORDS = 3.0  # seconds in which one who has failed for another's end may be told from that one
+
+
+def launch(options: Options, *, unaligned: bool = False, report: Report = lambda *_: None) -> dict[str, Run]:
+    """Train on all ranks, from the weights of `options.model`; with `unaligned` then from there once more, stock.
+
+    report    see grpo.Report
+    returns   side -> its Run. In a process that torchrun has started as another rank than 0 they are empty
+    raises    ProcessDied where an engine or a trainer has ended before its time; what one of them has raised. All
+              others are ended then
+    """
+    sides = [ALIGNED, STOCK] if unaligned else [ALIGNED]
+    if dist.is_torchelastic_launched():
+        with _group(options, None) as device:
+            options = replace(options, ranks=dist.get_world_size())
+            return run(options, sides, device, report)
+    if options.ranks == 1:
+        with _group(options, (dist.HashStore(), 0)) as device:
+            return run(options, sides, device, report)
+    return _supervise(options, sides, report)
+
+
+@contextlib.contextmanager
+def _group(options: Options, where: tuple[dist.Store, int] | None) -> Iterator[torch.device]:
+    """A process group, by gloo, and on GPUs by NCCL too; yields this rank's device."""
+    gpus = torch.device(options.device).type == "cuda"
+    if where is None:
+        local = dist.get_node_local_rank(fallback_rank=0)
+        meeting = {}
+    else:
+        meeting = {"store": where[0], "rank": where[1], "world_size": options.ranks}
+        local = where[1]
+    device = torch.device(options.device)
+    if gpus:
+        device = torch.device("cuda", (device.index or 0) + local)
+        if device.index >= torch.cuda.device_count():
+            raise ValueError(
+                f"recipe: ranks: rank {local} wants {device}, but torch sees {torch.cuda.device_count()} GPUs"
+            )
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", **meeting)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def _supervise(options: Options, sides: list[str], report: Report) -> dict[str, Run]:
+    context = multiprocessing.get_context("spawn")
+    processes, ends = [], []
+    with tempfile.TemporaryDirectory(prefix="vexact-") as folder:
+        try:
+            for number in range(options.ranks):
+                ours, theirs = context.Pipe(duplex=False)
+                arguments = (theirs, options, sides, number, str(Path(folder) / "store"))
+                process = context.Process(target=_work, args=arguments, name=f"vexact-trainer-{number}")
+                process.start()
+                theirs.close()
+                processes.append(process)
+                ends.append(ours)
+            return _watch(processes, ends, report)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+            for end in ends:
+                end.close()
+
+
+def _watch(processes: list, ends: list[Connection], report: Report) -> dict[str, Run]:
+    """Until all have ended well. What went wrong first is not always heard first: where one is killed, its peers say
+    that their connections broke."""
+    result, failed, until = {}, [], None
+    listening = dict(enumerate(ends))
+    while listening and (until is None or time.monotonic() < until):
+        for ready in wait(list(listening.values()), None if until is None else _LAST_WORDS):
+            number = next(n for n, end in listening.items() if end is ready)
+            try:
+                kind, *values = ready.recv()
+            except (EOFError, OSError):
+                del listening[number]
+                processes[number].join()
+                if processes[number].exitcode:
+                    ended = how(processes[number].exitcode)
+                    raise ProcessDied(f"trainer {number} (process {processes[number].pid}) {ended}") from None
+                continue
+            if kind == "failed":
+                failed.append(values)
+                until = until or time.monotonic() + _LAST_WORDS
+            elif kind == "done":
+                result = values[0]
+            else:
+                report(kind, *values)
+    if failed:
+        _, name, text = min(failed)
+        raise _KNOWN.get(name, RuntimeError)(text)
+    return result
+
+
+# In a trainer's process
+
+
+def _work(connection: Connection, options: Options, sides: list[str], number: int, path: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, to all: the one that watches ends the others
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(max(1, torch.get_num_threads() // options.ranks))
+    try:
+        with _group(options, (dist.FileStore(path, options.ranks), number)) as device:
+            runs = run(options, sides, device, lambda *event: connection.send(event))
+        if number == 0:
+            connection.send(("done", runs))
+    except BaseException as error:
+        name, text = type(error).__name__, str(error)
+        connection.send(
+            ("failed", time.monotonic(), name, text if name in _KNOWN else f"trainer {number}: {name}: {text}")
+        )
+
+
+def _end_with_parent() -> None:
+    wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)

@@ -1,0 +1,102 @@
+"""What a run may choose, and the model that both of its sides load."""
+
+import math
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..config import EngineConfig
+from ..weights.fetch import fetch_smollm2
+from ..weights.load import Loaded, load
+from ..weights.random import CONFIGS, load_random
+
+SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct, as the demo fetches it
+ADVANTAGES = ("grpo", "rloo")
+_COUNTS = ("steps", "prompts", "samples", "max_new_tokens", "max_prompt_tokens", "mini_batches", "micro_batch", "ranks")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of one run. Checked when made: ValueError names the field.
+
+    model              "smollm2"; a directory, GGUF file or Hub name; or a name of weights.random.CONFIGS, whose
+                       dimensions then get random weights
+    layers             random weights: the first so many layers alone
+    task, task_options see tasks.make; None: reasoning-gym's chain_sum of two digits, without a tokenizer "evens"
+    device, dtype      of trainer and engine; the trainer's masters are fp32 always
+    ranks              trainer processes, each on a GPU of its own where the device is a GPU
+    prompts, samples   questions of a step, and answers to each: a group
+    temperature        of rollout and training alike
+    advantage          "grpo": (reward - mean of its group) / standard deviation of it; "rloo": reward - mean of the
+                       others of its group
+    mini_batches       optimizer steps of a step. From the second on the policy has moved: then the clip is at work
+    micro_batch        sequences of one forward and backward, on each rank
+    clip               of the ratio, to [1 - clip, 1 + clip]
+    max_grad_norm      gradients are scaled down to it
+    recompute          score the answers once more before training, as trainers do that cannot trust their rollout
+    """
+
+    model: str = SMOLLM2
+    layers: int | None = None
+    task: str | None = None
+    task_options: dict[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
+    dtype: str = "bfloat16"
+    ranks: int = 1
+    steps: int = 10
+    prompts: int = 4
+    samples: int = 8
+    max_new_tokens: int = 32
+    max_prompt_tokens: int = 512
+    temperature: float = 1.0
+    advantage: str = "grpo"
+    mini_batches: int = 1
+    micro_batch: int = 8
+    learning_rate: float = 2e-5
+    weight_decay: float = 0.0
+    clip: float = 0.2
+    entropy_coefficient: float = 0.0
+    max_grad_norm: float = 1.0
+    recompute: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            _check(self, name, getattr(self, name) >= 1, "1 or more")
+        _check(self, "samples", self.samples >= 2, "2 or more: an advantage compares the answers to one prompt")
+        _check(self, "advantage", self.advantage in ADVANTAGES, f"one of {', '.join(ADVANTAGES)}")
+        _check(self, "temperature", self.temperature > 0, "above 0: greedy answers to one prompt are all the same")
+        for name in ("learning_rate", "clip", "max_grad_norm"):
+            _check(self, name, 0 < getattr(self, name) < math.inf, "a number above 0")
+        _check(self, "seed", 0 <= self.seed < 2**64, "0 to 2**64 - 1")
+        _check(self, "layers", self.layers is None or self.model in CONFIGS, f"a model of {', '.join(CONFIGS)} with it")
+        shares = self.mini_batches * self.ranks
+        if self.prompts * self.samples % shares:
+            raise ValueError(
+                f"recipe: prompts x samples: got {self.prompts} x {self.samples}, expected a multiple of "
+                f"mini_batches x ranks, {shares}: every rank runs as many forwards as every other"
+            )
+
+    def load(self, dtype: str, device: torch.device) -> Loaded:
+        """The model, on its device; no parameter wants a gradient."""
+        if self.model in CONFIGS:
+            return load_random(self.model, dtype=dtype, device=device, seed=self.seed, layers=self.layers)
+        path = fetch_smollm2() if self.model == SMOLLM2 else self.model
+        return replace(load(path, dtype=dtype, device=device), name=self.model)
+
+    def engine_config(self) -> EngineConfig:
+        """Room for all answers of a step at once, up to 256 of them. On a GPU the rest of it is the trainer's."""
+        config = EngineConfig(show_progress=False)
+        longest = self.max_prompt_tokens + self.max_new_tokens
+        rows = min(self.prompts * self.samples, config.max_num_seqs)
+        pages = rows * -(-longest // config.page_size)
+        return replace(config, num_pages=pages, max_num_seqs=rows, max_num_batched_tokens=max(2048, rows))
+
+    def to_json(self) -> dict:
+        return asdict(self)
+
+
+def _check(options: Options, name: str, holds: bool, expected: str) -> None:
+    if not holds:
+        raise ValueError(f"recipe: {name}: got {getattr(options, name)!r}, expected {expected}")

@@ -1,0 +1,168 @@
+"""The trainer: a Hugging Face model under FSDP2 with fp32 masters, on aligned ops or as it comes."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import vexact_ops as vx
+
+from .options import Options
+
+
+@dataclass
+class Sample:
+    """One answer, on its way from the engine to a gradient.
+
+    rollout     the engine's log-probability of each of its tokens
+    old         what the ratio is taken against: the rollout's where the trainer has the same bits, else its own
+    new         the trainer's, from the first forward that trained on it
+    entropy     of each token's distribution, then
+    """
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    rollout: Tensor
+    reward: float
+    advantage: float = 0.0
+    old: Tensor | None = None
+    new: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+class Trainer:
+    """One rank. All ranks call the same methods in the same order.
+
+    aligned   False: the stock stack, for contrast. Padded batches, the model's own attention, and log_softmax of its
+              logits
+    """
+
+    def __init__(self, options: Options, mesh: DeviceMesh, device: torch.device, aligned: bool):
+        self.options, self.device, self.aligned = options, device, aligned
+        self._mesh, self._dtype = mesh, getattr(torch, options.dtype)
+        loaded = options.load("float32", device)
+        self.model, self.tokenizer = loaded.model.requires_grad_(True).train(), loaded.tokenizer
+        self.vocab_size = self.model.get_input_embeddings().weight.shape[0]
+        self._handle = vx.patch.hf(self.model) if aligned else None  # before FSDP or after it, it makes no difference
+        # Masters stay fp32; layers compute in copies rounded to nearest even, which is what the engine is sent.
+        policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
+        for layer in self.model.base_model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+        self._parameters = list(self.model.parameters())
+        self._optimizer = torch.optim.AdamW(
+            self._parameters, lr=options.learning_rate, weight_decay=options.weight_decay
+        )
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._handle.undo()
+
+    def numerics(self) -> dict:
+        """What fixes this trainer's bits, for the engine to compare with its own."""
+        return vx.numerics(self.device)
+
+    @torch.no_grad()
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights, whole and rounded, one at a time. Every rank has to take every one: each is gathered then."""
+        given = set()
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) in given:
+                continue  # tied: once
+            given.add(id(tensor))
+            if isinstance(tensor, torch.nn.Parameter):
+                tensor = tensor.detach().to(self._dtype)  # half the bytes to gather
+            yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+    # Log-probabilities
+
+    @torch.no_grad()
+    def score(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """Log-probabilities of the answers' tokens, before training. In other batches than training's: aligned ones do
+        not mind."""
+        size, found = max(1, self.options.micro_batch // 2), []
+        for start in range(0, len(samples), size):
+            batch = samples[start : start + size]
+            values, _ = self._forward(batch, entropy=False)
+            found += [v.cpu() for v in values.split([len(s.token_ids) for s in batch])]
+        return found
+
+    def _forward(self, batch: Sequence[Sample], entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """(T,) fp32 log-probabilities at the rollout's temperature of all answers' tokens, and the entropies there.
+        Prompts are read and not scored: this is the mask."""
+        return self._packed(batch, entropy) if self.aligned else self._padded(batch, entropy)
+
+    def _packed(self, batch: Sequence[Sample], entropy: bool) -> tuple[Tensor, Tensor | None]:
+        rows = [s.prompt_ids + s.token_ids for s in batch]
+        ends = [0, *itertools.accumulate(map(len, rows))]
+        ids = self._integers([token for row in rows for token in row])
+        bounds = torch.tensor(ends, dtype=torch.int32, device=self.device)
+        options = {"cu_seqlens": bounds, "temperature": self.options.temperature, "return_entropy": entropy}
+        found = self._handle.logprobs(ids, **options)
+        # The value at t is of token t + 1: an answer's begin at its prompt's last token.
+        places = [t for s, end in zip(batch, ends[1:]) for t in range(end - len(s.token_ids) - 1, end - 1)]
+        index = self._integers(places)
+        return (found[0][index], found[1][index]) if entropy else (found[index], None)
+
+    def _padded(self, batch: Sequence[Sample], entropy: bool) -> tuple[Tensor, Tensor | None]:
+        rows = [s.prompt_ids + s.token_ids for s in batch]
+        width = max(map(len, rows))
+        ids = self._integers([row + [0] * (width - len(row)) for row in rows])
+        mask = self._integers([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+        logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        kept = [logits[i, len(s.prompt_ids) - 1 : len(row) - 1] for i, (s, row) in enumerate(zip(batch, rows))]
+        every = torch.log_softmax(torch.cat(kept).float() / self.options.temperature, -1)
+        target = self._integers([token for s in batch for token in s.token_ids])
+        flat = every if self.options.entropy_coefficient else every.detach()
+        spread = -(flat.exp() * flat).sum(-1) if entropy else None
+        return every.gather(1, target[:, None])[:, 0], spread
+
+    def _integers(self, values: list) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    # Training
+
+    def step(self, samples: Sequence[Sample], tokens: Sequence[int]) -> dict[str, float]:
+        """Trains on this rank's answers, in mini-batches of equal numbers of them.
+
+        tokens    of each mini-batch on all ranks together: a token weighs the same wherever it is
+        returns   gradient norm of the last mini-batch, and how many weights, as the engine will hold them, have moved
+        """
+        before = [p.detach().to_local().to(self._dtype, copy=True) for p in self._parameters]
+        size = len(samples) // self.options.mini_batches
+        for number, total in enumerate(tokens):
+            self._optimizer.zero_grad()
+            mini = samples[number * size : (number + 1) * size]
+            for start in range(0, size, self.options.micro_batch):
+                self._train(mini[start : start + self.options.micro_batch], total)
+            norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.options.max_grad_norm)
+            self._optimizer.step()
+        moved = sum((p.detach().to_local().to(self._dtype) != old).sum() for p, old in zip(self._parameters, before))
+        dist.all_reduce(moved, group=self._mesh.get_group())
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return {"grad_norm": norm.item(), "moved": moved.item() / sum(p.numel() for p in self._parameters)}
+
+    def _train(self, batch: Sequence[Sample], total: int) -> None:
+        values, entropies = self._forward(batch, entropy=True)
+        lengths = [len(s.token_ids) for s in batch]
+        for sample, *both in zip(batch, *(v.detach().cpu().split(lengths) for v in (values, entropies))):
+            sample.new, sample.entropy = both
+        old = torch.cat([s.old for s in batch]).to(self.device)
+        weight = torch.tensor([s.advantage for s in batch], dtype=torch.float32, device=self.device)
+        advantage = weight.repeat_interleave(self._integers(lengths))
+        loss = policy_loss(values, old, advantage, self.options.clip)
+        if self.options.entropy_coefficient:
+            loss = loss - self.options.entropy_coefficient * entropies
+        (loss.sum() * (self._mesh.size() / total)).backward()  # FSDP2 takes the mean over ranks
+
+
+def policy_loss(new: Tensor, old: Tensor, advantage: Tensor, clip: float) -> Tensor:
+    """PPO's clipped surrogate of each token, negated. On policy new and old are the same bits: the ratio is exactly 1,
+    and the gradient is REINFORCE's."""
+    ratio = (new - old).exp()
+    return -torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
