@@ -199,7 +199,8 @@ def _scores(patch, hidden: Tensor, asked: batch.Score) -> tuple[Tensor, ...]:
     if asked.rows is not None:
         rows = rows.index_select(0, asked.rows)
     values = score(patch, rows, asked.target, asked.temperature, asked.return_entropy)
-    return values if asked.return_entropy else (values,)
+    # A module's outputs are no views: FSDP2 warns of those, for a change in place of one would drop its hook.
+    return tuple(value.clone() for value in (values if asked.return_entropy else (values,)))
 
 
 def next_tokens(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
