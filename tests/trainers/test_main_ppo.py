@@ -23,7 +23,7 @@ EVERY = [*TWO_RANKS, *ONE_RANK]
 SAVED = (
     "trainer.save_freq=1",
     "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]",
-    # long requests, one at a time, and many: some are under way, and others wait, when a batch is full and all are aborted
+    # long requests, one at a time, and many: some are under way, others wait, when a batch is full and all are aborted
     "trainer.v1.colocate_async.num_warmup_batches=3",
     "trainer.v1.separate_async.num_warmup_batches=3",
     "data.max_response_length=180",
