@@ -225,3 +225,74 @@ def test_the_slots_of_a_generated_module(family):
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     slots = {tuple(ast.literal_eval(a) for a in c.args) for c in calls if getattr(c.func, "id", "") == "OpSlot"}
     assert slots - {("cross_entropy_loss", "seq_cls")} == SLOTS[family]
+
+
+# Ours, and what of verl's each stands in for.
+OURS = {
+    "vexact_engine.verl.adapter:ServerAdapter": "verl.workers.rollout.base:BaseRollout",
+    "vexact_engine.verl.replica:Replica": "verl.workers.rollout.replica:RolloutReplica",
+    "vexact_engine.verl.checkpoint:Broadcast": "verl.checkpoint_engine.base:CheckpointEngine",
+}
+# What verl says to a server, wherever it does.
+CALLERS = ("verl.workers.rollout.replica", "verl.workers.rollout.llm_server")
+
+
+def refuses(ours, positional: int, keywords: set[str]) -> str | None:
+    """Why a function, a method's self apart, does not take a call with so many arguments and these keywords."""
+    try:
+        inspect.signature(ours).bind(*[None] * positional, **dict.fromkeys(keywords))
+    except TypeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("path", OURS)
+def test_ours_take_what_verls_own_take(path):
+    ours, base = found(path), found(OURS[path])
+    assert issubclass(ours, base) and not ours.__abstractmethods__
+    for name, function in inspect.getmembers(base, inspect.isfunction):
+        own = getattr(ours, name)
+        if (name.startswith("_") and name != "__init__") or own is function:
+            continue
+        kinds = {p.name: p.kind for p in inspect.signature(function).parameters.values()}
+        named = {n for n, kind in kinds.items() if kind in (kind.POSITIONAL_OR_KEYWORD, kind.KEYWORD_ONLY)}
+        if named <= {"self"} and kinds.keys() - named:
+            continue  # **kwargs: what another method of ours has named
+        why = refuses(own, 0, named)
+        assert why is None, f"{path}.{name}: {why}: verl's own takes {sorted(named)}"
+        assert inspect.iscoroutinefunction(own) == inspect.iscoroutinefunction(function), f"{path}.{name}"
+
+
+def calls_to_servers() -> dict[tuple[str, int, frozenset[str]], str]:
+    """(method, positional arguments, keywords) of each `server.method.remote(...)` in verl -> where it stands."""
+    calls = {}
+    for module in CALLERS:
+        tree = ast.parse(Path(importlib.util.find_spec(module).origin).read_text())
+        for node in ast.walk(tree):
+            target = node.func if isinstance(node, ast.Call) else None
+            method = getattr(target, "value", None)
+            to_a_server = getattr(getattr(method, "value", None), "id", None) == "server"
+            if to_a_server and getattr(target, "attr", None) == "remote":
+                given = frozenset(keyword.arg for keyword in node.keywords if keyword.arg)
+                calls[method.attr, len(node.args), given] = f"{module}:{node.lineno}"
+    return calls
+
+
+def test_our_server_takes_every_call_of_verls():
+    from vexact_engine.verl.server import Server
+
+    calls = calls_to_servers()
+    assert {"generate", "sleep", "abort_all_requests", "resume_kv_cache"} <= {name for name, *_ in calls}
+    for (name, positional, keywords), where in calls.items():
+        assert inspect.iscoroutinefunction(getattr(Server, name, None)), f"{where}: Server has no {name}"
+        why = refuses(getattr(Server, name), positional + 1, set(keywords))
+        assert why is None, f"{where}: Server.{name}: {why}"
+
+
+def test_our_engines_are_in_verls_registry(monkeypatch):
+    from verl.workers.engine.base import EngineRegistry
+
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", "vexact")
+    actor = importlib.import_module("vexact_engine.verl.actor")
+    for backend in ("fsdp2", "veomni"):
+        cls = EngineRegistry.get_engine_cls("language_model", backend)
+        assert cls.__module__ == actor.__name__ and issubclass(cls, actor.AlignedEngine)
