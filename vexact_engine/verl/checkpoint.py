@@ -72,7 +72,7 @@ class Broadcast(CheckpointEngine):
         """The trainer's first rank sends. Raises HandoverFailed where a worker's numerics are not the trainer's."""
         first, *workers = metadata[0], *metadata[actor_wg_world_size:]
         for rank, worker in enumerate(workers):
-            if differ := vx.numerics_difference(first["numerics"], worker["numerics"]):
+            if differ := vx.numerics_difference(first["numerics"], worker["numerics"], forward=True):
                 found = "; ".join(f"{where}: the trainer has {a!r}, it {b!r}" for where, (a, b) in differ.items())
                 raise HandoverFailed(f"weights: refused: numerics of rollout worker {rank}: {found}")
         members = [worker["member"] for worker in (first, *workers)]
