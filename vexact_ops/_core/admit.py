@@ -407,13 +407,14 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 # --- on disk --------------------------------------------------------------------------------------------------------
 
 
-def folder() -> Path | None:
-    """Where verdicts are kept: $VEXACT_CACHE, or the user's cache directory; None for a user who has none."""
+def folder(kind: str = "admissions") -> Path | None:
+    """Where verdicts are kept, or another kind of files: in $VEXACT_CACHE, or the user's cache directory; None for a
+    user who has none."""
     if os.environ.get("VEXACT_CACHE"):
-        return Path(os.environ["VEXACT_CACHE"]) / "admissions"
+        return Path(os.environ["VEXACT_CACHE"]) / kind
     base = os.environ.get("XDG_CACHE_HOME")
     try:
-        return (Path(base) if base else Path.home() / ".cache") / "vexact" / "admissions"
+        return (Path(base) if base else Path.home() / ".cache") / "vexact" / kind
     except (RuntimeError, KeyError, OSError):
         return None
 

@@ -29,12 +29,13 @@ _NO_ARITHMETIC = {
     "check",
     "digest",
     "explain",
+    "graph",
     "native",
     "numerics",
     "operator",
     "race",
 }
-_NOT_OPS = {"__init__", "reference", "cpu", "triton", "cuda", "cute", "cute_backward"}
+_NOT_OPS = {"__init__", "reference", "cpu", "triton", "cuda", "cute", "cute_backward", "cute_objects"}
 _NOT_ROOMS = {"patch", "testing"}  # no op is computed in them
 
 

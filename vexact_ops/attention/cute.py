@@ -5,7 +5,7 @@ Single queries never come here.
 The forward is flash-attn-4's own, with another loop over blocks of keys: the running maximum, sum and output begin anew
 at each segment, and segments are joined from the last to the first inside the kernel. It also tells where an output is
 NaN: a value that is not finite reaches rows that do not see it (0 times infinity), so such a call is made again by a
-kernel that is careful. Compiled kernels are kept for the life of the process: a CUDA graph may hold one.
+kernel that is careful.
 """
 
 import functools
@@ -38,14 +38,13 @@ from flash_attn.cute.utils import AuxData
 from quack import copy_utils, layout_utils, sm90_utils
 from torch import Tensor
 
-from . import cute_backward
+from . import cute_backward, cute_objects
 
 VERSION = "4.0.0b36"  # whose source this file was written against
 KEYS = 128  # of a block
 _LN_2 = 0.69314718
 _SHARED_BYTES = 226 * 1024  # of a block
 _DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
-_compiled: dict[tuple, object] = {}
 
 
 @functools.cache
@@ -523,11 +522,12 @@ def forward(
 ) -> None:  # fmt: skip
     """Writes out (T, Hq, Dv), lse (Hq, T) and, where some output is NaN, 1 into odd (1,) int32, which holds 0."""
     group = q.shape[1] // k.shape[1]
-    key = (q.device, q.dtype, group, q.shape[2], v.shape[2], causal, window is None, segment)
-    kernel = _compiled.get(key)
-    if kernel is None:
-        options = causal, window, segment
-        kernel = _compiled[key] = _compile(q, k, v, (cu_seqlens, cu_seqlens_k), out, lse, odd, options)
+    key = q.dtype, group, q.shape[2], v.shape[2], causal, window is None, segment
+
+    def make():
+        return _compile(q, k, v, (cu_seqlens, cu_seqlens_k), out, lse, odd, (causal, window, segment))
+
+    kernel = cute_objects.kernel("forward", q.device, key, versions, make)
     reach = _reach(window)
     offsets = cu_seqlens, cu_seqlens_k
     kernel(q, k, v, out, lse, scale, *offsets, None, None, None, *reach, None, None, AuxData((odd,), None), None, None)
@@ -553,11 +553,13 @@ def paged_forward(
     """Writes the rows of out (T, Hq, Dv) from at[b] to at[b] + used_q[b], the last queries of used_k[b] keys; odd as in
     `forward`."""
     group = q.shape[1] // k_cache.shape[2]
-    key = q.device, q.dtype, group, q.shape[2], v_cache.shape[3], window is None, segment, k_cache.shape[1], "paged"
-    kernel = _compiled.get(key)
+    key = q.dtype, group, q.shape[2], v_cache.shape[3], window is None, segment, k_cache.shape[1]
     step = at, used_q, used_k, block_table
-    if kernel is None:
-        kernel = _compiled[key] = _compile_paged(q, k_cache, v_cache, step, out, odd, (window, segment))
+
+    def make():
+        return _compile_paged(q, k_cache, v_cache, step, out, odd, (window, segment))
+
+    kernel = cute_objects.kernel("paged", q.device, key, versions, make)
     kernel(q, k_cache, v_cache, out, scale, *step, *_reach(window), AuxData((odd,), None))
 
 
@@ -567,7 +569,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv; lse as `forward` writes it. With a window in flash-attn-4's order, else in cute_backward.py's."""
     if window is None:
-        return cute_backward.backward(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, scale, causal)
+        return cute_backward.backward(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, scale, causal, versions)
     reach = _reach(window)
     with warnings.catch_warnings():  # where it compiles, it warns of an argument of its own that it does not use
         warnings.filterwarnings("ignore", "Argument aux_data")

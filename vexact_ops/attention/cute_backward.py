@@ -8,6 +8,7 @@ counted. Blocks of the first keys, which most queries see, begin first and are a
 all take the queries at the same pace.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,9 +35,10 @@ from flash_attn.cute.utils import AuxData
 from quack import copy_utils, layout_utils
 from torch import Tensor
 
+from . import cute_objects
+
 _LOG2_E = 1.4426950408889634
 _DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
-_compiled: dict[tuple, object] = {}
 
 
 @dataclass(frozen=True)
@@ -272,7 +274,7 @@ def _blocks_until(cu_seqlens: Tensor, rows: int) -> Tensor | None:
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
-    cu_seqlens_k: Tensor, scale: float, causal: bool,
+    cu_seqlens_k: Tensor, scale: float, causal: bool, versions: Callable[[], str],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv; lse (Hq, T), in natural logarithms. The offsets are in order and inside their tensors."""
     (tokens, heads, d), dv_width, device = q.shape, v.shape[2], q.device
@@ -291,10 +293,9 @@ def backward(
         cu_total_m_blocks=until, hdim_multiple_of=multiple, fake_mode=False,
     )  # fmt: skip
     tensors, offsets = (q, k, v, dout, lse_2, dpsum, sums, dk, dv), (cu_seqlens, cu_seqlens_k)
-    key = device, q.dtype, heads // k.shape[1], d, dv_width, causal, until_k is None
-    kernel = _compiled.get(key)
-    if kernel is None:
-        kernel = _compiled[key] = _compile(config, tensors, offsets, turns, until_k, causal)
+    key = q.dtype, heads // k.shape[1], d, dv_width, causal, until_k is None
+    make = partial(_compile, config, tensors, offsets, turns, until_k, causal)
+    kernel = cute_objects.kernel("backward", device, key, versions, make)
     kernel(*tensors, scale, *offsets, turns, until_k)
     threads = 128 if config.dQ_single_wg else config.num_wg * 128
     _bwd_postprocess_convert(
