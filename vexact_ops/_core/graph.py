@@ -133,8 +133,9 @@ def _clean_up(pool: tuple[int, int], device: torch.device) -> None:
     generator that takes itself for capturing until a capture ends well."""
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
     if end is not None:
-        with contextlib.suppress(RuntimeError):  # torch has done so
-            end(device.index, pool)
+        with contextlib.suppress(RuntimeError):  # it says that nothing takes from the pool any more
+            for _ in range(_TRIES):  # torch 2.11 notes a pool twice
+                end(device.index, pool)
     one = torch.empty(1, dtype=torch.float32, device=device)
     for _ in range(_TRIES):
         graph = torch.cuda.CUDAGraph()

@@ -295,7 +295,7 @@ def backward(
     tensors, offsets = (q, k, v, dout, lse_2, dpsum, sums, dk, dv), (cu_seqlens, cu_seqlens_k)
     key = q.dtype, heads // k.shape[1], d, dv_width, causal, until_k is None
     make = partial(_compile, config, tensors, offsets, turns, until_k, causal)
-    kernel = cute_objects.kernel("backward", device, key, versions, make)
+    kernel = cute_objects.kernel("backward", device, key, make, versions)
     kernel(*tensors, scale, *offsets, turns, until_k)
     threads = 128 if config.dQ_single_wg else config.num_wg * 128
     _bwd_postprocess_convert(

@@ -1,5 +1,6 @@
-"""Kernels of the CuTe stack, compiled once: kept in this process for good, since a CUDA graph may hold one, and as
-object files on disk, since compiling one takes seconds.
+"""Kernels of the CuTe stack, compiled once: kept in this process for good, since a CUDA graph may hold one; those of
+the backward as object files on disk too, since compiling one takes seconds (the others' aux_data was not yet seen to
+pass into a loaded object).
 
 An object holds for the sources and versions that its name was made of, so what is loaded is what would be compiled. One
 that cannot be read or loaded is compiled again, and replaced.
@@ -23,18 +24,23 @@ _modules: list = []  # what a function was loaded from is not unloaded under it
 
 
 def kernel(
-    name: str, device: torch.device, key: tuple[Hashable, ...], versions: Callable[[], str], compile: Callable
+    name: str,
+    device: torch.device,
+    key: tuple[Hashable, ...],
+    compile: Callable,
+    versions: Callable[[], str] | None = None,
 ) -> Callable:
     """The kernel `name` for what it is specialised to.
 
     key       dtypes, widths, flags: all that `compile` reads; the class of the GPU is added to it
-    versions  gives what sources and libraries it is made of
     compile   makes it, with TVM's calling convention
+    versions  gives what sources and libraries it is made of; None: it is not kept on disk
     """
     known = (name, device, *key)
     found = _kernels.get(known)
     if found is None:
-        found = _kernels[known] = _made(_path(name, device, key, versions()), compile)
+        path = None if versions is None else _path(name, device, key, versions())
+        found = _kernels[known] = _made(path, compile)
     return found
 
 
