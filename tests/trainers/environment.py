@@ -25,6 +25,7 @@ def environment(vendor: str | None = "vexact", device: str = "cpu", **more: str)
         "HYDRA_FULL_ERROR": "1",
         "PYTHONWARNINGS": "ignore",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_memory_monitor_refresh_ms": "0",  # it would kill workers where other programs fill the memory
         "HF_HUB_OFFLINE": "1",
         **more,
     }
