@@ -32,6 +32,7 @@ class Job:
     temperature: Any = 1.0  # a number, or one for each row
     steps: int = 0
     entropy_coeff: float = 0.01
+    saved: str | None = None  # a folder: the checkpoint of what `after` is of, written, moved away from, and read back
     refused: bool = False  # building it, or asking it, raises: what it says is all there is
 
 
@@ -45,6 +46,7 @@ class Result:
     trained: list[list[torch.Tensor]] = field(default_factory=list)  # those of each step's own forward
     metrics: list[dict[str, float]] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    restored: list[torch.Tensor] = field(default_factory=list)  # log-probabilities after reading the checkpoint back
     error: str | None = None
 
 
@@ -82,7 +84,7 @@ def _joined(parts: list[Result]) -> Result:
 
     trained = [[row for part in parts for row in part.trained[i]] for i in range(len(first.trained))]
     rows = every("logprobs"), every("entropy"), every("after")
-    return Result(*rows, trained, first.metrics, first.weights, first.error)
+    return Result(*rows, trained, first.metrics, first.weights, every("restored"), first.error)
 
 
 # ---- in a rank
@@ -145,17 +147,17 @@ def configs(job: Job) -> dict[str, Any]:
             "optimizer_config": config.VeOmniOptimizerConfig(lr=1e-2, total_training_steps=100),
             "checkpoint_config": CheckpointConfig(),
         }
+    # what is left out, "extra", holds a state of the accelerator's generator, of which this platform has none
+    saved = CheckpointConfig(
+        save_contents=["model", "optimizer", "extra", "hf_model"], load_contents=["model", "optimizer"]
+    )
     engine = {"strategy": job.backend, "use_torch_compile": False, **job.engine}
     return {
         "model_config": config.HFModelConfig(path=job.model, **model),
         "engine_config": config.FSDPEngineConfig(**engine),
         "optimizer_config": config.FSDPOptimizerConfig(lr=1e-2, total_training_steps=100),
-        "checkpoint_config": CheckpointConfig(),
+        "checkpoint_config": saved,
     }
-
-
-def environment_vendor() -> str | None:
-    return os.environ.get("VERL_ENGINE_VENDOR")
 
 
 def do(job: Job) -> Result:
@@ -198,17 +200,30 @@ def do(job: Job) -> Result:
 
     if job.engine.get("forward_only"):
         return Result(first["log_probs"], first.get("entropy", []))
-    for _ in range(job.steps):
+
+    def train() -> None:
         seen.append([])
         with engine.train_mode():
             metrics.append(engine.train_batch(batch(), loss)["metrics"])
+
+    for _ in range(job.steps):
+        train()
     after = inferred()["log_probs"] if job.steps else []
     weights = {}
     for name, tensor in engine.get_per_tensor_param()[0]:
         if rank == 0:  # the others take part in making it whole
             weights[name] = tensor.detach().to("cpu", copy=True)
+    restored = []
+    if job.saved:
+        engine.save_checkpoint(job.saved)
+        train()
+        moved = inferred()["log_probs"]
+        assert not all(torch.equal(a, b) for a, b in zip(moved, after)), "the step changed nothing"
+        engine.load_checkpoint(job.saved, del_local_after_load=False)
+        restored = inferred()["log_probs"]
+        del seen[-1], metrics[-1]
     norms = [{"grad_norm": step["grad_norm"]} for step in metrics]
-    return Result(first["log_probs"], first.get("entropy", []), after, seen, norms, weights)
+    return Result(first["log_probs"], first.get("entropy", []), after, seen, norms, weights, restored)
 
 
 def offload_without_pinning() -> None:

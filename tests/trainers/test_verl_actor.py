@@ -127,6 +127,8 @@ def fsdp2(request, folders, rollouts, tmp_path_factory):
             temperature=[0.7, 1.3, 0.7, 1.3],
             data={"use_remove_padding": False},
         ),
+        job("saved", folders, rollouts, saved=str(tmp_path_factory.mktemp("saved"))),
+        job("saved-tied", folders, rollouts, "qwen3-tied", saved=str(tmp_path_factory.mktemp("saved"))),
         job("segments", folders, rollouts, rollout="segments", steps=0, model_config=segments),
         *(job(name, folders, rollouts, refused=True, **changes) for name, (changes, _) in REFUSED.items()),
     ]
@@ -213,6 +215,12 @@ def test_other_temperatures(name, rollout, fsdp2, rollouts):
     drawn = rollouts[rollout].drawn()
     assert_bitwise(of_responses(fsdp2[name].logprobs, rollouts[rollout]), drawn, "old_log_probs")
     assert_bitwise(of_responses(fsdp2[name].trained[0], rollouts[rollout]), drawn, "the first training forward")
+
+
+@pytest.mark.parametrize("name,family", [("saved", "qwen3"), ("saved-tied", "qwen3-tied")])
+def test_checkpoints_are_read_back(name, family, fsdp2):
+    assert_bitwise(without_last(fsdp2[name].after), without_last(fsdp2[family].after))
+    assert_bitwise(without_last(fsdp2[name].restored), without_last(fsdp2[name].after))
 
 
 def test_segments_of_keys_are_the_rollout_s(fsdp2, rollouts):
