@@ -351,7 +351,7 @@ def test_every_command_has_examples_that_it_takes():
             words = shlex.split(re.sub(r" [<>] \S+", "", line.strip().removeprefix("VEXACT_API_KEY=... ")))
             assert words[:2] == ["vexact", name]
             parser, _ = cli._parser()
-            assert parser.parse_args(words[1:]).command == name
+            assert parser.parse_args(cli._words(words[1:])).command == name
 
 
 def test_debug_shows_where(model):

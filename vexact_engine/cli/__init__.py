@@ -1,4 +1,4 @@
-"""The command `vexact`: demo, verify, generate, chat, serve, doctor, bench, recipe.
+"""The command `vexact`: demo, verify, bisect, generate, chat, serve, doctor, bench, recipe.
 
 Exit codes: 0 equal or done, 1 something differs or a check failed, 2 usage or environment, 130 Ctrl-C. Results go to
 standard output, or to standard error where `--json -` gives a document to standard output; progress (a bar on a
@@ -12,11 +12,12 @@ import shlex
 import sys
 
 from ..extras import check_installed
-from . import bench, chat, doctor, generate, options, recipe, serve, verify
+from . import bench, bisect, chat, doctor, generate, options, recipe, serve, verify
 
 COMMANDS = (
     verify.add_demo,
     verify.add_verify,
+    bisect.add_bisect,
     generate.add_generate,
     chat.add_chat,
     serve.add_serve,
@@ -30,14 +31,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     parser, commands = _parser()
-    if argv[:1] == ["bench"]:  # whose options are its own
-        argv = ["bench", "--", *argv[1:]]
-    args = parser.parse_args(argv)
+    args = parser.parse_args(_words(argv))
     args.line, args.flags = (
-        shlex.join(["vexact", *(word for word in argv if word != "--")]),
+        shlex.join(["vexact", *argv]),
         options.flags(commands.choices[args.command]),
     )
-    args.given = options.given(parser, commands, argv)
+    args.given = options.given(parser, commands, _words(argv))
     args.stdout = sys.stdout
     try:
         check_installed(args)
@@ -60,6 +59,11 @@ def main(argv: list[str] | None = None) -> int:
         known = isinstance(error, ValueError | TypeError | OSError | RuntimeError)
         print(f"vexact {args.command}: {text if known else f'{type(error).__name__}: {text}'}", file=sys.stderr)
         return 2
+
+
+def _words(argv: list[str]) -> list[str]:
+    """For the parser: the options of `bench` are its own."""
+    return ["bench", "--", *argv[1:]] if argv[:1] == ["bench"] else argv
 
 
 def _parser():

@@ -1,0 +1,337 @@
+"""bisect: a difference that is planted is found where it was planted, down to the bit, and its cause is told."""
+
+import copy
+import json
+
+import pytest
+import torch
+from engine_models import VOCAB, build
+from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
+
+import vexact_ops as vx
+from vexact_engine import cli
+from vexact_engine.proof import bisect_causes as causes
+from vexact_engine.proof import stacks
+from vexact_engine.proof.bisect import bisect
+from vexact_engine.proof.bisect_report import lines, render
+
+LENGTHS = (9, 21, 5, 14)
+SEQUENCES = [[(7 * i + j) % (VOCAB - 9) + 3 for j in range(n)] for i, n in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("Qwen3").eval()
+
+
+@pytest.fixture(scope="module")
+def exact():
+    """In float32, where another order of a sum shows."""
+    return build("Qwen3", torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def mixture():
+    return build("Qwen3Moe").eval()
+
+
+def nudge(tensor):
+    """One bit of one element of one token, the fifth of the second sequence, in a batch of all or alone."""
+    tensor, length = tensor.clone(), LENGTHS[1]
+    places = {(4, length): (1, 4), (1, length): (0, 4)}
+    flat = {4 * length: length + 4, length: 4}
+    place = places.get(tuple(tensor.shape[:2]), flat.get(tensor.shape[0]))
+    if place is not None:
+        element = tensor[place].reshape(-1)[2:3]
+        element.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[element.element_size()]).add_(1)
+    return tensor
+
+
+def unseen(change):
+    """What a test plants is no op of the model's."""
+
+    def apart(tensor):
+        with _disable_current_modes():
+            return change(tensor)
+
+    return apart
+
+
+def planted(model, path, change, where="out"):
+    """A copy of a model in which a module's output, or what it is given, is changed."""
+    theirs = copy.deepcopy(model)
+    module, change = theirs.get_submodule(path), unseen(change)
+
+    def after(module, args, output):
+        if isinstance(output, tuple):
+            return (change(output[0]), *output[1:])
+        return change(output)
+
+    def before(module, args, kwargs):
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        name = next(iter(kwargs))
+        return args, kwargs | {name: change(kwargs[name])}
+
+    if where == "out":
+        module.register_forward_hook(after)
+    else:
+        module.register_forward_pre_hook(before, with_kwargs=True)
+    return theirs
+
+
+LAYER = "model.layers.1"
+PLACES = [
+    ("model.embed_tokens", "out", "model.embed_tokens"),
+    (f"{LAYER}.input_layernorm", "out", f"{LAYER}.input_layernorm"),
+    (f"{LAYER}.self_attn.q_proj", "out", f"{LAYER}.self_attn.q_proj"),
+    (f"{LAYER}.self_attn.q_norm", "out", f"{LAYER}.self_attn.q_norm"),
+    (f"{LAYER}.self_attn.k_proj", "out", f"{LAYER}.self_attn.k_proj"),
+    (f"{LAYER}.self_attn.k_norm", "out", f"{LAYER}.self_attn.k_norm"),
+    (f"{LAYER}.self_attn.v_proj", "out", f"{LAYER}.self_attn.v_proj"),
+    (f"{LAYER}.self_attn.o_proj", "in", f"{LAYER}.self_attn"),  # what attention gives
+    (f"{LAYER}.self_attn.o_proj", "out", f"{LAYER}.self_attn.o_proj"),
+    (f"{LAYER}.self_attn", "out", f"{LAYER}.self_attn"),
+    (f"{LAYER}.post_attention_layernorm", "in", LAYER),  # the sum of the residual
+    (f"{LAYER}.post_attention_layernorm", "out", f"{LAYER}.post_attention_layernorm"),
+    (f"{LAYER}.mlp.gate_proj", "out", f"{LAYER}.mlp.gate_proj"),
+    (f"{LAYER}.mlp.act_fn", "out", f"{LAYER}.mlp.act_fn"),
+    (f"{LAYER}.mlp.up_proj", "out", f"{LAYER}.mlp.up_proj"),
+    (f"{LAYER}.mlp.down_proj", "in", f"{LAYER}.mlp"),  # the gate's product
+    (f"{LAYER}.mlp.down_proj", "out", f"{LAYER}.mlp.down_proj"),
+    (f"{LAYER}.mlp", "out", f"{LAYER}.mlp"),
+    (LAYER, "out", LAYER),
+    ("model.norm", "out", "model.norm"),
+    ("lm_head", "out", "lm_head"),
+]
+IDS = [f"{path.removeprefix('model.')}-{where}" for path, where, _ in PLACES]
+
+
+@pytest.mark.parametrize("path,where,module", PLACES, ids=IDS)
+def test_a_bit_planted_in_a_module_is_found_there(model, path, where, module):
+    found = bisect(stacks.stock(model), stacks.own(planted(model, path, nudge, where)), SEQUENCES)
+    assert not found.equal and found.module == module, found
+    (element,) = found.first
+    assert (element.sequence, element.position, found.tokens, found.elements) == (1, 4, 1, 1)
+    assert int(element.b_bits, 16) - int(element.a_bits, 16) == 1 and element.feature % 16 == 2
+    assert found.cls == type(model.get_submodule(module)).__name__ and found.cause.name == causes.UNKNOWN
+
+
+@pytest.mark.parametrize("path", [f"{LAYER}.mlp.gate", f"{LAYER}.mlp.experts", f"{LAYER}.mlp", "model.rotary_emb"])
+def test_a_bit_planted_in_a_mixture_or_in_the_angles_is_found(mixture, path):
+    found = bisect(stacks.stock(mixture), stacks.own(planted(mixture, path, nudge)), SEQUENCES)
+    assert found.module == path and found.tokens == 1 and found.first[0].position == 4, found
+
+
+def test_nothing_is_found_where_nothing_is(model):
+    for a, b in (
+        (stacks.stock(model), stacks.own(copy.deepcopy(model))),
+        (stacks.patched(model), stacks.engine(model, chunk=3)),
+        (stacks.patched(model, pack=False, pad="left"), stacks.engine(model, chunk=1)),
+        (stacks.patched(model, batch=1), stacks.patched(model)),
+    ):
+        found = bisect(a, b, SEQUENCES)
+        assert found.equal and found.cause is None and found.compared > 50 and "no difference" in found.verdict()
+    assert not hasattr(model, "_vexact") and not model._forward_hooks and not model.lm_head._forward_pre_hooks
+
+
+def test_mixtures_and_biases_are_equal_in_the_engine_and_in_training(mixture):
+    for made in (mixture, build("Qwen2").eval()):
+        found = bisect(stacks.patched(made), stacks.engine(made, chunk=4), SEQUENCES)
+        assert found.equal and found.compared > 50, found
+
+
+# Known causes
+
+FIRST = "model.layers.0.input_layernorm"  # what comes after it may depend on the batch by itself, in a stock model
+
+
+def with_forward(model, path, forward):
+    theirs = copy.deepcopy(model)
+    module = theirs.get_submodule(path)
+    module.forward = forward.__get__(module)
+    return theirs
+
+
+def aligned(self, x):
+    return vx.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_split_k_is_told(exact, parts):
+    def split(self, x):
+        size = x.shape[-1] // parts
+        pieces = [vx.linear_logits(p, w) for p, w in zip(x.split(size, -1), self.weight.split(size, -1))]
+        return sum(pieces[1:], pieces[0]).to(x.dtype)
+
+    path = f"{LAYER}.mlp.up_proj"
+    found = bisect(
+        stacks.own(with_forward(exact, path, aligned)), stacks.own(with_forward(exact, path, split)), SEQUENCES
+    )
+    assert (found.module, found.cause.name) == (path, causes.SPLIT_K)
+    assert found.cause.why == f"K is summed in 1 part(s) in a and in {parts} in b"
+
+
+def test_another_order_of_a_product_is_told(exact):
+    def backwards(self, x):
+        total = torch.zeros(*x.shape[:-1], self.out_features)
+        for k in reversed(range(self.in_features)):
+            total += x[..., k : k + 1].float() * self.weight[:, k].float()
+        return total.to(x.dtype)
+
+    path = f"{LAYER}.mlp.down_proj"
+    a, b = (stacks.own(with_forward(exact, path, forward)) for forward in (aligned, backwards))
+    found = bisect(a, b, SEQUENCES)
+    assert (found.module, found.cause.name) == (path, causes.ORDER) and "a sums K ascending" in found.cause.why
+
+
+def test_a_rounding_that_is_left_out_is_told(model):
+    def fused(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (wide * self.weight.float()).to(x.dtype)
+
+    path = f"{LAYER}.input_layernorm"
+    found = bisect(stacks.stock(model), stacks.own(with_forward(model, path, fused)), SEQUENCES)
+    assert (found.module, found.cause.name) == (path, causes.ROUNDING) and "b rounds once" in found.cause.why
+
+
+def test_roundings_of_elementwise_code_are_told(model):
+    def fused(self, x):
+        gate, up = self.gate_proj(x).float(), self.up_proj(x).float()
+        return self.down_proj((functional.silu(gate) * up).to(x.dtype))
+
+    found = bisect(stacks.stock(model), stacks.own(with_forward(model, f"{LAYER}.mlp", fused)), SEQUENCES)
+    assert (found.module, found.cause.name) == (f"{LAYER}.mlp", causes.ROUNDING) and found.ops_b[-1].startswith("aten.")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_cast_is_told(model, dtype):
+    path, change = f"{LAYER}.self_attn.v_proj", lambda x: x.to(dtype).to(x.dtype) if dtype.itemsize == 2 else x.float()
+    if dtype == torch.float64:  # an output in another dtype, where nobody minds: the logits
+        path = "lm_head"
+    model = copy.deepcopy(model)
+    with torch.no_grad():  # values that float16 does not hold
+        model.get_submodule(path).weight[:4] *= 2.0**-20
+    found = bisect(stacks.stock(model), stacks.own(planted(model, path, change)), SEQUENCES)
+    assert (found.module, found.cause.name) == (path, causes.CAST), found.cause
+    assert "float16 and back" in found.cause.why or "bfloat16 in a and float32 in b" in found.cause.why
+
+
+def test_other_weights_are_told(model):
+    theirs = copy.deepcopy(model)
+    with torch.no_grad():
+        theirs.get_submodule(f"{LAYER}.mlp.gate_proj").weight[3, 5] *= 1.5
+    found = bisect(stacks.stock(model), stacks.own(theirs), SEQUENCES)
+    assert (found.module, found.cause.name) == (f"{LAYER}.mlp.gate_proj", causes.WEIGHTS)
+    assert found.cause.why.startswith("weight itself differs, in 1 of ")
+    assert {e.feature for e in found.first} == {3}
+
+
+def test_the_size_of_a_batch_is_told(model):
+    few = lambda x: x if x.shape[0] < 3 else x * (1 + 2**-7)  # noqa: E731  rounds otherwise for three rows and more
+    theirs = planted(model, FIRST, few)
+    found = bisect(stacks.own(theirs, batch=1), stacks.own(theirs), SEQUENCES)
+    assert (found.module, found.cause.name) == (FIRST, causes.BATCH)
+    assert "b gives other bits to" in found.cause.why and "in a batch of 4 than alone" in found.cause.why
+
+
+@pytest.mark.parametrize("pad", ["left", "right"])
+def test_padding_is_told(model, pad):
+    wide = lambda x: x if x.shape[1] < max(LENGTHS) else x * (1 + 2**-7)  # noqa: E731  a short one is so by padding alone
+    theirs = planted(model, FIRST, wide)
+    found = bisect(stacks.own(theirs, batch=1), stacks.own(theirs, pad=pad), SEQUENCES)
+    assert (found.module, found.cause.name) == (FIRST, causes.PADDING), found.cause
+
+
+def test_splits_of_attention_are_told(model):
+    long = [[j % 90 + 3 for j in range(150)]]
+    found = bisect(stacks.patched(model), stacks.patched(model, kv_segment=64), long)
+    assert (found.module, found.cause.name) == ("model.layers.0.self_attn", causes.SPLITS)
+    assert "kv_segment is None in a and 64 in b" in found.cause.why and found.first[0].position >= 64
+    assert found.ops_a == ("vexact.attention_varlen",) == found.ops_b
+
+
+def test_decoding_that_cuts_keys_otherwise_is_told(model):
+    found = bisect(stacks.stock(model, batch=1), stacks.stock(model, batch=1, chunk=1), SEQUENCES)
+    if found.equal:
+        pytest.skip("this torch's attention decodes as it prefills")
+    assert found.module.endswith("self_attn") and found.cause.name in (causes.SPLITS, causes.BATCH)
+
+
+def test_what_is_not_repeatable_is_told(model):
+    counted = iter(range(1000))
+    theirs = planted(model, f"{LAYER}.mlp.up_proj", lambda x: x * (1 + 2**-7 * (1 + next(counted) % 5)))
+    found = bisect(stacks.stock(model), stacks.own(theirs), SEQUENCES)
+    assert (found.module, found.cause.name) == (f"{LAYER}.mlp.up_proj", causes.REPEAT)
+
+
+def test_a_difference_inside_code_of_other_ops_is_narrowed_to_the_op(model):
+    """Stock rotates heads with roundings in between, the patched model without: neither attention nor the norms."""
+    found = bisect(stacks.own(with_aligned_linears(model), batch=1), stacks.patched(model), SEQUENCES)
+    assert found.module.startswith("model.layers.0"), found
+    if found.module.endswith("self_attn"):
+        assert found.ops_b == ("vexact.rope",) and found.cause.name == causes.ROUNDING, found
+
+
+def with_aligned_linears(model):
+    theirs = copy.deepcopy(model)
+    for module in theirs.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.forward = aligned.__get__(module)
+    return theirs
+
+
+# For people
+
+
+def test_it_is_said_on_a_terminal_and_on_a_page(model):
+    found = bisect(
+        stacks.stock(model), stacks.own(planted(model, f"{LAYER}.mlp.up_proj", nudge), name="<mine>"), SEQUENCES
+    )
+    text = "\n".join(lines(found))
+    assert lines(found)[-1] == found.verdict() == f"they part in {LAYER}.mlp.up_proj (Linear): unknown"
+    element = found.first[0]
+    for what in (element.a_bits, element.b_bits, "aten.mm", "1 of 80 elements of 1 tokens"):
+        assert what in text, what
+    html = render(found)
+    assert element.b_bits in html and "&lt;mine&gt;" in html and "<mine>" not in html and "verdict differ" in html
+    assert "they part in" in found._repr_html_() and repr(found).startswith("<Bisection of stock and <mine>:")
+    equal = bisect(stacks.stock(model), stacks.stock(model), SEQUENCES)
+    assert "verdict equal" in render(equal) and lines(equal)[-1].startswith("no difference: ")
+    json.dumps(found.to_json(), allow_nan=False)
+
+
+def test_the_command(capsys, tmp_path):
+    build("Qwen3").save_pretrained(tmp_path / "m")
+    capsys.readouterr()
+    (tmp_path / "mine.py").write_text(
+        "def twisted(model):\n"
+        "    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda m, a, out: out * (1 + 2**-7))\n"
+        "    return model\n"
+    )
+
+    def run(*argv):
+        code = cli.main(["bisect", "--quiet", "--model", str(tmp_path / "m"), "--num-prompts", "2", *map(str, argv)])
+        return code, *capsys.readouterr()
+
+    code, out, err = run("patched", "engine:chunk=5")
+    assert (code, err) == (0, "") and out.splitlines()[-1].startswith("no difference: "), out
+    page = tmp_path / "b.html"
+    code, out, _ = run("stock", f"{tmp_path}/mine.py:twisted", "--json", "-", "--html", page)
+    record = json.loads(out)
+    assert code == 1 and record["schema"] == "vexact.bisect" and record["module"] == "model.layers.1.mlp.up_proj"
+    assert record["equal"] is False and record["command"].startswith("vexact bisect --quiet --model")
+    assert "model.layers.1.mlp.up_proj (Linear)" in page.read_text()
+    for argv, message in (
+        (["stokc"], "STACK_A: got 'stokc', expected stock, patched, engine or FILE.py:NAME"),
+        (["stock", "stock:pad=top"], "STACK_B: pad: got 'top', expected left or right"),
+        (["stock:batch=0"], "STACK_A: batch: got 0, expected a whole number of 1 or more"),
+        (["stock:what=1"], "STACK_A: "),
+        (["stock", "nowhere.py:f"], "STACK_B: nowhere.py: No such file"),
+        (["stock", f"{tmp_path}/mine.py:none"], "has no none"),
+        (["--layers", "1"], "--layers: expected --config with it"),
+    ):
+        code, out, err = run(*argv)
+        assert (code, out) == (2, "") and message in err and err.count("\n") == 1, err
