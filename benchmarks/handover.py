@@ -159,7 +159,7 @@ class _Pair:
     def _hand_over(self, receiver) -> float:
         """Seconds, as the sender sees it."""
         self._pipe.send(("send",))
-        receiver.receive(300)
+        receiver.receive(60)
         answer = self._pipe.recv()
         if isinstance(answer, BaseException):
             raise answer
@@ -237,6 +237,7 @@ def _trainer(pipe) -> None:
             if what == "hold":
                 wanted, device = given[0], torch.device(given[1])
                 if device.type == "cuda":
+                    device = torch.device("cuda", device.index or 0)
                     torch.cuda.set_device(device)
             elif what == "open":
                 case, address, numerics = given

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from .text import Text
 from .weights.load import Loaded, load, load_in_stages
 from .weights.session import TORN, WeightUpdate, check_numerics
 from .weights.update import targets
+
+if TYPE_CHECKING:  # it needs msgspec
+    from .weights.intake import Intake
 
 _BUCKET = 256 << 20  # bytes of new weights that are handed over at once
 _DROPPED = "sleep(level=2) has dropped the weights: update them first"
@@ -386,19 +389,28 @@ class Engine:
         specs: Mapping[str, tuple[Sequence[int], torch.dtype]] | None = None,
         keep_cache: bool = False,
         version: int | None = None,
+        staging: Any = None,
     ) -> WeightUpdate:
         """An update whose tensors are written one bucket after the other, for who receives them from elsewhere.
 
         numerics, specs, keep_cache   as update_weights takes them; without specs each tensor is checked as it comes,
                   and `finish` raises where one is missing
         version   the weight_version that they will be; None: one more than now
+        staging   the copy that an intake has: all is written there first, while steps run, and put in place at the end
         returns   a WeightUpdate: write(bucket), finish() -> weight_version, abandon(). Another update that is begun
                   meanwhile waits for its end
         """
         self._loop.check_open()
         self._check_numerics(numerics)
         renewed = functools.partial(self._renewed, keep_cache, version)
-        return WeightUpdate(self._loop, self._worker, self._updates, renewed, specs)
+        return WeightUpdate(self._loop, self._worker, self._updates, renewed, specs, staging)
+
+    def intake(self, mode: str = "in_place", staging: torch.device | str | None = None) -> "Intake":
+        """Where a WeightReceiver puts what comes; mode and staging as it has them."""
+        from .weights.intake import Intake
+
+        self._loop.check_open()
+        return Intake(self._loop, self._worker, self.begin_update, self.model, self.device, mode, staging)
 
     def manifest(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """(shape, dtype) of every tensor that update_weights takes, by name; experts are stacked (one by one they may

@@ -1,5 +1,6 @@
 """Weights from a trainer's process to an engine's on a GPU: by CUDA IPC, by shared memory where that is asked for."""
 
+import contextlib
 import multiprocessing
 import threading
 
@@ -11,23 +12,27 @@ pytest.importorskip("zmq", reason="pyzmq is not installed")
 pytest.importorskip("msgspec", reason="msgspec is not installed")
 
 import vexact_ops as vx
-from vexact_engine import Engine, EngineConfig, HandoverFailed, SamplingParams, WeightReceiver, WeightSender
+from vexact_engine import Engine, EngineConfig, SamplingParams, WeightReceiver, WeightSender
 from vexact_engine.weights.buffers import CUDA, HOST
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
-CONFIG = EngineConfig(page_size=16, num_pages=64, max_num_seqs=4, max_num_batched_tokens=64, show_progress=False)
+CONFIG = EngineConfig(
+    page_size=16, num_pages=64, max_num_seqs=4, max_num_batched_tokens=64, enforce_eager=True, show_progress=False
+)
 PROMPTS = [[3, 4, 5, 6, 7], [9, 8, 7]]
 PARAMS = SamplingParams(max_new_tokens=8, seed=1, ignore_eos=True)
+MODES = pytest.mark.parametrize("mode", ["in_place", "staged"])
+KINDS = {"cuda_ipc": CUDA, "shared_memory": HOST}
 
 
 def texts(engine):
     return [(c.token_ids, c.logprobs) for c in engine.generate(PROMPTS, PARAMS)]
 
 
-def new_state(device, dtype):
+def new_state(device, dtype, seed):
     model = build("Qwen3")
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(seed)
     state = {}
     for name, value in model.state_dict().items():
         noise = torch.randn(value.shape, generator=generator, dtype=torch.float32)
@@ -35,84 +40,105 @@ def new_state(device, dtype):
     return state
 
 
-def _send(address, transport, dtype, times, answers, device="cuda"):
+def trainer_process(pipe):
     """A trainer: fp32 masters or bf16, on a GPU."""
-    state = new_state(device, dtype)
-    with WeightSender(address, numerics=vx.numerics("cuda"), bucket_bytes=1 << 20, transport=transport) as sender:
-        for _ in range(times):
-            try:
-                answers.put((sender.send(state), sorted(sender._buffers)))
-            except HandoverFailed as error:
-                answers.put(str(error))
+    senders = {}
+    while (message := pipe.recv()) is not None:
+        address, transport, dtype, device, seed = message
+        try:
+            if address not in senders:
+                numerics = vx.numerics("cuda")
+                senders[address] = WeightSender(
+                    address, numerics=numerics, bucket_bytes=1 << 16, transport=transport, timeout=30
+                )
+            version = senders[address].send(new_state(device, dtype, seed))
+            pipe.send((version, sorted(senders[address]._buffers)))
+        except Exception as error:
+            pipe.send(f"{type(error).__name__}: {error}")
+    for sender in senders.values():
+        sender.close()
 
 
-@pytest.mark.parametrize("mode", ["in_place", "staged"])
+@pytest.fixture(scope="module")
+def trainer():
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=trainer_process, args=(theirs,))
+    process.start()
+    yield pipe
+    pipe.send(None)
+    process.join(30)
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    """What engines with the new weights say, by seed."""
+    found = {}
+    for seed in (1, 2):
+        model = build("Qwen3", device="cuda")
+        model.load_state_dict(new_state("cpu", torch.float32, seed))
+        with Engine.from_pretrained(model, device="cuda", config=CONFIG) as engine:
+            found[seed] = texts(engine)
+    assert found[1] != found[2]
+    return found
+
+
+def hand_over(trainer, receiver, *what):
+    trainer.send((receiver.address, *what))
+    try:
+        return receiver.receive(60)
+    except Exception as error:
+        pytest.fail(f"{error!r}; the trainer: {trainer.recv() if trainer.poll(30) else 'says nothing'}")
+
+
+@MODES
 @pytest.mark.parametrize(
     "transport,dtype", [("cuda_ipc", torch.float32), ("cuda_ipc", torch.bfloat16), ("shared_memory", torch.float32)]
 )
-def test_weights_arrive_from_another_process(transport, dtype, mode):
-    model = build("Qwen3")
-    model.load_state_dict(new_state("cpu", torch.float32))
-    with Engine.from_pretrained(model.cuda(), device="cuda", config=CONFIG) as engine:
-        wanted = texts(engine)
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    with Engine.from_pretrained(build("Qwen3").cuda(), device="cuda", config=CONFIG) as engine:
-        assert texts(engine) != wanted
-        with WeightReceiver(engine, mode=mode) as receiver:
-            process = context.Process(target=_send, args=(receiver.address, transport, dtype, 3, answers))
-            process.start()
-            try:
-                for version in (1, 2, 3):
-                    assert receiver.receive(120) == version
-                    assert texts(engine) == wanted
-                    if version == 2:
-                        held = torch.cuda.memory_allocated(), len(receiver._opened)
-                assert (torch.cuda.memory_allocated(), len(receiver._opened)) == held
-            finally:
-                process.join(60)
-        kind = CUDA if transport == "cuda_ipc" else HOST
-        assert [answers.get(timeout=10) for _ in range(3)] == [(v, [kind]) for v in (1, 2, 3)]
+def test_weights_arrive_from_another_process(transport, dtype, mode, trainer, wanted):
+    with (
+        Engine.from_pretrained(build("Qwen3", device="cuda"), device="cuda", config=CONFIG) as engine,
+        WeightReceiver(engine, mode=mode) as receiver,
+    ):
+        for version in (1, 2, 3, 4):
+            seed = 1 + version % 2
+            assert hand_over(trainer, receiver, transport, dtype, "cuda", seed) == version
+            assert trainer.recv() == (version, [KINDS[transport]])
+            assert texts(engine) == wanted[seed]
+            if version == 2:
+                held = torch.cuda.memory_allocated(), len(engine._worker._memories)
+        assert (torch.cuda.memory_allocated(), len(engine._worker._memories)) == held
+        state = new_state("cpu", dtype, seed)
+        for name, value in engine.model.state_dict().items():
+            assert torch.equal(value.cpu(), state[name].to(value.dtype)), name
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
-@pytest.mark.parametrize("mode", ["in_place", "staged"])
-@pytest.mark.parametrize("trainer,engine", [("cuda:1", "cuda:0"), ("cuda:0", "cuda:1")])
-def test_weights_arrive_from_another_gpu(trainer, engine, mode):
-    model = build("Qwen3")
-    model.load_state_dict(new_state("cpu", torch.float32))
-    with Engine.from_pretrained(model.to(engine), device=engine, config=CONFIG) as made:
-        wanted = texts(made)
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
+@MODES
+@pytest.mark.parametrize("there,here", [("cuda:1", "cuda:0"), ("cuda:0", "cuda:1")])
+def test_weights_arrive_from_another_gpu(there, here, mode, trainer, wanted):
     with (
-        Engine.from_pretrained(build("Qwen3").to(engine), device=engine, config=CONFIG) as made,
-        WeightReceiver(made, mode=mode) as receiver,
+        Engine.from_pretrained(build("Qwen3", device=here), device=here, config=CONFIG) as engine,
+        WeightReceiver(engine, mode=mode) as receiver,
     ):
-        given = receiver.address, "cuda_ipc", torch.float32, 2, answers, trainer
-        process = context.Process(target=_send, args=given)
-        process.start()
-        try:
-            for version in (1, 2):
-                assert receiver.receive(120) == version
-                assert texts(made) == wanted
-        finally:
-            process.join(60)
-    assert [answers.get(timeout=10) for _ in range(2)] == [(v, [CUDA]) for v in (1, 2)]
+        for version in (1, 2):
+            assert hand_over(trainer, receiver, "cuda_ipc", torch.float32, there, version) == version
+            assert trainer.recv() == (version, [CUDA])
+            assert texts(engine) == wanted[version]
 
 
-def test_one_process_opens_no_memory_of_its_own_and_goes_on_by_shared_memory(caplog):
+def test_one_process_opens_no_memory_of_its_own_and_goes_on_by_shared_memory(caplog, wanted):
     """The driver does not let a process open its own handle: the fallback is taken, and said."""
     with (
-        Engine.from_pretrained(build("Qwen3").cuda(), device="cuda", config=CONFIG) as engine,
-        WeightReceiver(engine) as receiver,
+        Engine.from_pretrained(build("Qwen3", device="cuda"), device="cuda", config=CONFIG) as engine,
+        WeightReceiver(engine, timeout=30) as receiver,
+        contextlib.closing(
+            WeightSender(receiver.address, numerics=vx.numerics("cuda"), bucket_bytes=1 << 16, timeout=30)
+        ) as sender,
     ):
-        sender = WeightSender(receiver.address, numerics=vx.numerics("cuda"), bucket_bytes=1 << 20)
         thread = threading.Thread(target=receiver.receive, args=(60,))
         thread.start()
-        try:
-            assert sender.send(new_state("cuda", torch.bfloat16)) == 1
-        finally:
-            thread.join(60)
-            sender.close()
-        assert list(sender._buffers) == [] and HOST in caplog.text and "SYS_PTRACE" in caplog.text
+        assert sender.send(new_state("cuda", torch.float32, 1)) == 1
+        thread.join(60)
+        assert list(sender._buffers) == [HOST] and HOST in caplog.text and "SYS_PTRACE" in caplog.text
+        assert texts(engine) == wanted[1]

@@ -236,7 +236,7 @@ class Front:
             if starting and not self.weight_version:
                 self._homeless[job.key] = job
             else:
-                self._fail(job, self._nobody())
+                self._fail(job, self.nobody())
             return
         replica = self.replicas[self.router.choose(job.pages, usable)]
         self.router.begin(replica.index, job.pages, job.params.n)
@@ -245,7 +245,7 @@ class Front:
         begun = job.begun if job.begun is not None and any(b.token_ids or b.done for b in job.begun) else None
         replica.channel.send(m.Add(job.key, job.prompt_ids, job.params, job.name, job.listen is not None, begun))
 
-    def _nobody(self) -> Exception:
+    def nobody(self) -> Exception:
         if self.alive():
             return WeightsMissing("Replicas: those that are left were started again and have old weights: update them")
         what = "; ".join(f"replica {r.index} {r.reason}" for r in self.replicas)

@@ -18,6 +18,8 @@ from torch import Tensor
 from ..engine import Engine
 from ..outputs import Increment, Ticket
 from ..request import Completion
+from ..weights.buffers import values
+from ..weights.intake import Intake
 from ..weights.session import WeightUpdate
 from . import messages as m
 
@@ -39,6 +41,8 @@ class Host:
         self._outbox: deque[Callable[[], m.ToFront]] = deque()
         self._filled, self._stopping, self._stopped = threading.Event(), False, False
         self._update: WeightUpdate | None = None
+        self._intakes: dict[tuple[str, str | None], Intake] = {}
+        self._taking: Intake | None = None
         self._memories: dict[int, Tensor] = {}
         self._writer = threading.Thread(target=self._write, name="vexact-replica-out", daemon=True)
         self._writer.start()
@@ -53,6 +57,10 @@ class Host:
                 self.engine.withdraw(ticket)
         elif isinstance(message, m.Bucket):
             self._answer(message.key, lambda: self._write_bucket(message))
+        elif isinstance(message, m.Open):
+            self._answer(message.key, lambda: self._taking.open(message.offer))
+        elif isinstance(message, m.Take):
+            self._answer(message.key, lambda: self._take(message))
         elif isinstance(message, m.Do):
             self._answer(message.key, lambda: getattr(self, f"do_{message.what}")(**message.arguments))
 
@@ -146,22 +154,67 @@ class Host:
     def do_stats(self) -> dict[str, Any]:
         return m.as_dict(self.engine.stats)
 
-    def do_begin_update(self, specs: dict, numerics: dict | None, keep_cache: bool, version: int) -> None:
-        """A second one waits for the end of the first, as in any engine."""
+    def do_begin_update(
+        self,
+        version: int,
+        numerics: dict | None,
+        specs: dict | None = None,
+        keep_cache: bool = False,
+        intake: dict | None = None,
+    ) -> None:
+        """A second one waits for the end of the first, as in any engine. With an intake, buckets come by Take."""
+        if intake is not None:
+            self._taking = self._intake_of(**intake)
+            self._taking.begin(numerics, version)
+            return
         checked = {name: (tuple(shape), getattr(torch, kind)) for name, (shape, kind) in specs.items()}
         self._update = self.engine.begin_update(
             specs=checked, numerics=numerics, keep_cache=keep_cache, version=version
         )
 
     def do_finish_update(self) -> int:
+        if self._taking is not None:
+            version = self._taking.finish()
+            self._taking = None
+            return version
         update, self._update = self._update, None
         with update:
             return update.finish()
 
-    def do_give_up_update(self) -> None:
+    def do_give_up_update(self) -> bool:
+        """Whether what the engine had before is gone."""
+        if self._taking is not None:
+            taking, self._taking = self._taking, None
+            return taking.abandon()
         update, self._update = self._update, None
+        begun = update is not None and update.begun
         if update is not None:
             update.abandon()
+        return begun
+
+    # Weights from the memory of a trainer's process
+
+    def _intake_of(self, mode: str, staging: str | None) -> Intake:
+        if (mode, staging) not in self._intakes:
+            self._intakes[mode, staging] = self.engine.intake(mode, staging)
+        return self._intakes[mode, staging]
+
+    def do_make_intake(self, mode: str, staging: str | None) -> None:
+        self._intake_of(mode, staging)
+
+    def do_manifest(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        return self._taking.manifest()
+
+    def do_let_go(self) -> None:
+        for intake in self._intakes.values():
+            intake.let_go()
+
+    def _take(self, message: m.Take) -> None:
+        if message.payload is None:
+            self._taking.take(message.bucket)
+        else:
+            memory = torch.frombuffer(bytearray(message.payload), dtype=torch.uint8)
+            self._taking.write(values(message.bucket, memory))
 
     def _write_bucket(self, bucket: m.Bucket) -> None:
         if bucket.memory is None:

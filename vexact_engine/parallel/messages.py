@@ -13,6 +13,7 @@ from ..config import SamplingParams
 from ..extras import pip_line
 from ..outputs import Increment, Load
 from ..request import Begun, Completion
+from ..weights import messages as weights
 
 try:
     import msgspec
@@ -71,6 +72,21 @@ class Bucket(msgspec.Struct, tag=4, array_like=True):
     payload: bytes | None = None
 
 
+class Open(msgspec.Struct, tag=6, array_like=True):
+    """A sender's memory, that the next Takes are about; an Answer comes."""
+
+    key: int
+    offer: weights.Offer
+
+
+class Take(msgspec.Struct, tag=7, array_like=True):
+    """A sender's bucket, in the memory that was opened or here; an Answer comes once it is written."""
+
+    key: int
+    bucket: weights.Bucket
+    payload: bytes | None = None
+
+
 class Close(msgspec.Struct, tag=5, array_like=True):
     pass
 
@@ -122,7 +138,7 @@ class State(msgspec.Struct, tag=15, array_like=True):
     load: Load
 
 
-ToReplica = Add | Abort | Do | Memory | Bucket | Close
+ToReplica = Add | Abort | Do | Memory | Bucket | Open | Take | Close
 ToFront = Ready | Failed | News | Done | Answer | State
 
 _encoder = msgspec.msgpack.Encoder()

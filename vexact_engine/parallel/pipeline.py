@@ -13,6 +13,7 @@ from the weights that they were made of. Where those have been updated since, th
 import contextlib
 import itertools
 import logging
+import math
 import os
 import pickle
 import socket
@@ -22,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,10 +33,10 @@ import vexact_ops as vx
 from ..config import EngineConfig
 from ..core.scheduler import Sampled, StepPlan
 from ..core.step import Encoder
-from ..errors import StageDied, WeightsTorn
+from ..errors import HandoverFailed, StageDied, WeightsTorn
 from ..progress import bar
 from ..weights.load import Loaded
-from ..weights.update import Piece, Update, plan_update
+from ..weights.update import Piece, Spec, Update, plan_update
 from .stage import Assignment
 
 log = logging.getLogger(__name__)
@@ -299,18 +301,59 @@ class PipelineWorker:
         self.write(plan)
         self.whole()
 
-    def begin(self, specs: Mapping | None) -> "_StagedUpdate":
-        return _StagedUpdate(self, specs)
+    takes_aside = False
+
+    def begin(self, specs: Mapping | None, staging: "_Staging | None" = None) -> "_UpdateOfStages":
+        if self.dead:
+            self._restart()
+        return _UpdateOfStages(self, specs, staging)
+
+    def stage(self, device: torch.device | str | None) -> "_Staging":
+        """A second copy of the weights' memory in each stage, of its own layers."""
+        made = _Staging(None if device is None else str(device))
+        self.ask("stage", made.device)
+        return made
+
+    def open(self, offer) -> None:
+        """Memory of another process, in each stage."""
+        self.ask("open", offer)
+
+    def take(self, update: "_UpdateOfStages", bucket) -> None:
+        """Each stage takes what it holds of a bucket in that memory."""
+        update.take(bucket)
+
+    def commit(self, update: "_UpdateOfStages", tear: Callable[[], None]) -> None:
+        tear()
+        self.touched()
+        self.ask("commit")
+        self.whole()
+
+    def let_go(self) -> None:
+        if not self.dead:
+            self.ask("let_go")
+
+    def ask(self, *message) -> list[tuple]:
+        """What each stage answers; HandoverFailed with the first that refuses."""
+        self._tell(self._stages, pickle.dumps(message, protocol=5))
+        answers = [self._answer(stage) for stage in self._stages]
+        refusals = (answer[1] for answer in answers if answer[0] == "refused")
+        if (why := next(refusals, None)) is not None:
+            raise HandoverFailed(why)
+        return answers
 
     def whole(self) -> None:
         """All has been written: these are the weights, whatever was lost before."""
         self._lost = ""
 
+    def touched(self) -> None:
+        """What the stages have is not any more what they were made of."""
+        self._updated = True
+
     def write(self, pairs: Iterable[tuple[str, Tensor | Piece]]) -> None:
         """Each stage takes what it holds."""
         if self.dead:
             self._restart()
-        self._updated = True
+        self.touched()
         bucket, size = [], 0
 
         def flush() -> None:
@@ -356,12 +399,32 @@ class PipelineWorker:
         self._stages, self.dead = [], self.dead or "the engine is closed"
 
 
-class _StagedUpdate(Update):
+class _Staging(NamedTuple):
+    """A second copy of the weights' memory, in the stages: where it lies, None for their own devices."""
+
+    device: str | None
+
+
+class _UpdateOfStages(Update):
     """All is checked here, against a model without weights, and written there."""
 
-    def __init__(self, worker: PipelineWorker, specs: Mapping | None):
+    def __init__(self, worker: PipelineWorker, specs: Mapping | None, staging: _Staging | None):
         super().__init__(worker.model, specs)
-        self._worker = worker
+        self._worker, self._staged = worker, staging is not None
+        if staging is not None:
+            worker.ask("stage", staging.device)  # some may have been made anew
+        worker.ask("begin", self._staged)
+
+    def take(self, bucket) -> None:
+        from ..weights.messages import dtype_of  # it needs msgspec
+
+        for part in bucket.parts:
+            dtype = dtype_of(part.dtype)
+            whole = part.start == 0 and part.count == math.prod(part.shape)
+            self.note(part.name, Spec(part.shape, dtype) if whole else Piece(part.start, Spec((part.count,), dtype)))
+        if not self._staged:
+            self._worker.touched()
+        self._worker.ask("take", bucket)
 
     def write(self, bucket: Iterable[tuple[str, Tensor | Piece]]) -> None:
         bucket = list(bucket)
@@ -371,11 +434,15 @@ class _StagedUpdate(Update):
             if first != name:  # no stage could compare them
                 raise ValueError(f"update_weights: {first} and {name} are tied, expected one of them")
         super().write(bucket)
-        self._worker.write(bucket)
+        if self._staged:
+            self._worker.ask("put", bucket)
+        else:
+            self._worker.write(bucket)
 
     def finish(self) -> None:
         super().finish()
-        self._worker.whole()
+        if not self._staged:
+            self._worker.whole()
 
 
 def _how(process: subprocess.Popen) -> str:

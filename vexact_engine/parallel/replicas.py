@@ -10,7 +10,7 @@ import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from ..config import EngineConfig, SamplingParams
 from ..core.loop import PAUSES
 from ..core.scheduler import Stats
 from ..engine import Prompt
-from ..errors import ReplicaDied, RequestError, UpdateIncomplete
+from ..errors import ReplicaDied, RequestError
 from ..outputs import Increment, Load
 from ..progress import bar, quiet
 from ..request import Completion, check_params, encoded, refused, spread, token_ids
@@ -28,10 +28,14 @@ from ..text import Text
 from ..weights.load import as_dtype, load_tokenizer
 from . import messages as m
 from .buckets import SharedMemory, dtype_name, pack, size_of
+from .fleet import FleetUpdate
 from .front import Front, add_counts
 from .jobs import Call, Channel, Job, Replica
 from .process import ProcessChannel
 from .ray import RayChannel, check_installed
+
+if TYPE_CHECKING:
+    from .intake import FleetIntake
 
 _MAKE = "vexact_engine.parallel.process:from_pretrained"
 
@@ -341,27 +345,9 @@ class Replicas:
                 self._front.updating(False)
 
     def _update(self, pairs, specs, numerics, keep_cache: bool) -> int:
-        front, version = self._front, self._front.weight_version + 1
-        failed: dict[int, BaseException] = {}
         said = {name: (list(shape), dtype_name(dtype)) for name, (shape, dtype) in specs.items()}
         numerics = dict(numerics) if isinstance(numerics, Mapping) else None
-        begun = front.ask("begin_update", specs=said, numerics=numerics, keep_cache=keep_cache, version=version)
-        writing = {index: front.replicas[index] for index, answer in begun.items() if answer is None}
-        refusals = {index: e for index, e in begun.items() if e is not None and not isinstance(e, ReplicaDied)}
-        if refusals or not writing:
-            self._give_up(writing)
-            raise next(iter(refusals.values()), front._nobody())
-
-        def take(answers: Mapping[int, Any]) -> None:
-            """Those that failed write no more."""
-            for index, answer in answers.items():
-                if isinstance(answer, BaseException) and index in writing:
-                    failed[index] = answer
-                    front.leave_out([index])
-                    self._give_up({index: writing.pop(index)})
-            if not writing:
-                raise next(iter(failed.values()))
-
+        update = FleetUpdate(self._front, specs=said, numerics=numerics, keep_cache=keep_cache)
         memories = self._buffers(size_of(specs))
         waiting: list[dict] = [{} for _ in memories]  # for each buffer, what replicas will answer of it
         turns = iter(range(1 << 62))
@@ -369,35 +355,30 @@ class Replicas:
         def buffers() -> Iterator[Tensor]:
             for turn in turns:
                 at = turn % len(memories)
-                take(front.gather(waiting[at]))
+                update.heard(waiting[at])
                 yield memories[at].bytes
 
         turn, left = 0, dict(specs)
         try:
             for used, entries in pack(_checked(pairs, specs, left), buffers()):
                 at = turn % len(memories)
-                waiting[at] = self._send_bucket(writing, memories[at], entries, used)
+                waiting[at] = self._send_bucket(update.writing, memories[at], entries, used)
                 turn += 1
             for answers in waiting:
-                take(front.gather(answers))
+                update.heard(answers)
             if left:
                 raise ValueError(f"update_weights: announced, but did not come: {', '.join(sorted(left)[:6])}")
         except BaseException:
-            self._give_up(writing)
+            update.give_up()
             raise
-        take(front.ask("finish_update", list(writing.values())))
-        front.updated(version, writing)
-        if any(not isinstance(e, ReplicaDied) for e in failed.values()):
-            what = "; ".join(f"replica {i}: {type(e).__name__}: {e}" for i, e in failed.items())
-            used = ", ".join(map(str, writing))
-            raise UpdateIncomplete(
-                f"update_weights: version {version} is in use on replicas {used}, not on others: {what}", failed
-            )
-        return version
+        return update.finish()
 
-    def _give_up(self, writing: Mapping[int, Replica]) -> None:
-        if writing and not self._front.closed:
-            self._front.ask("give_up_update", list(writing.values()))
+    def intake(self, mode: str = "in_place", staging: str | None = None) -> "FleetIntake":
+        """Where a WeightReceiver puts what comes, as Engine.intake: each replica takes it from the sender's memory."""
+        from .intake import FleetIntake
+
+        self._front.check_open()
+        return FleetIntake(self._front, self._updates, self._numerics, self.device.type, mode, staging)
 
     def _buffers(self, size: int) -> list[SharedMemory]:
         """Two, so that one is filled while the other is read; kept for the next update."""
@@ -496,7 +477,7 @@ class Replicas:
                 raise answer
         answers = {index: answer for index, answer in answers.items() if not isinstance(answer, ReplicaDied)}
         if not answers:
-            raise self._front._nobody()
+            raise self._front.nobody()
         return answers
 
     def _jobs(self, prompts, params, request_ids, call: Call, listen=None) -> tuple[list, list[Job]]:

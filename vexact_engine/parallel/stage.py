@@ -11,9 +11,11 @@ import pickle
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,8 +24,12 @@ import vexact_ops as vx
 
 from ..config import EngineConfig
 from ..core.step import Step
+from ..errors import HandoverFailed
 from ..weights.partial import Origin, fill, skeleton
-from ..weights.update import Places
+from ..weights.update import Places, Update
+
+if TYPE_CHECKING:  # it needs msgspec
+    from ..weights.buffers import Memories
 
 
 @dataclass(frozen=True)
@@ -99,11 +105,13 @@ class Stage:
         self.handle = vx.patch.hf(self.model, **options)
         self.runner = StageRunner(self.model, self.handle, config, device, layers, link, a.ahead)
         numerics = vx.numerics(device, kv_segment=config.kv_segment, latent_attention=config.latent_attention or None)
-        self.last, self.device = self.runner.draws, device
-        places = Places.of(self.model)
+        self.rank, self.last, self.device = a.rank, self.runner.draws, device
+        self._places = places = Places.of(self.model).present()
         self._targets = places.targets | {name: view for name, (_, view) in places.views.items()}
-        self._old_names = places.old
-        held = sum(t.nbytes for t in {id(t): t for t in places.targets.values() if not t.is_meta}.values())
+        held = sum(t.nbytes for t in {id(t): t for t in places.targets.values()}.values())
+        self._copy: tuple[str | None, Places] | None = None  # of the weights' memory, and where that lies
+        self._update: Update | None = None
+        self._memories: Memories | None = None
         self.tell("ready", self.runner.config, self.runner.path, numerics, held)
 
     def _report(self) -> None:
@@ -131,8 +139,8 @@ class Stage:
         """New values, between two steps."""
         with torch.no_grad():
             for name, start, value in bucket:
-                target = self._targets[self._old_names.get(name, name)]
-                if target.is_meta:
+                target = self._targets.get(self._places.old.get(name, name))
+                if target is None:
                     continue
                 if start is not None:
                     target = target.view(-1)[start : start + value.numel()]
@@ -140,6 +148,58 @@ class Stage:
         if self.device.type == "cuda":
             vx.synchronize(self.device)
         self.tell("done")
+
+    # Weights from another process. What is wrong with them is said, and the stage goes on
+
+    def _do_stage(self, device: str | None) -> None:
+        if self._copy is None or self._copy[0] != device:
+            self._copy = None
+            self._copy = device, self._places.copy(device or self.device)
+        self.tell("done")
+
+    def _do_begin(self, staged: bool) -> None:
+        self._update = Update(self._copy[1] if staged else self._places)
+        self.tell("done")
+
+    def _do_open(self, offer) -> None:
+        from ..weights.buffers import Memories
+
+        self._memories = self._memories or Memories(self.device)
+        self._try(lambda: self._memories.open(offer))
+
+    def _do_take(self, bucket) -> None:
+        def take() -> None:
+            self._put(self._memories.values(bucket))
+            self._memories.wait()
+
+        self._try(take)
+
+    def _do_put(self, pairs: list) -> None:
+        self._try(lambda: self._put(pairs))
+
+    def _put(self, pairs: list) -> None:
+        self._update.write(pair for pair in pairs if self._update.knows(pair[0]))
+
+    def _do_commit(self) -> None:
+        with torch.no_grad():
+            for name, value in self._update.came().items():
+                self._places.targets[name].copy_(value)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.tell("done")
+
+    def _do_let_go(self) -> None:
+        if self._memories is not None:
+            self._memories.close()
+        self.tell("done")
+
+    def _try(self, function: Callable[[], None]) -> None:
+        try:
+            function()
+        except (HandoverFailed, ValueError, TypeError) as error:
+            self.tell("refused", f"{error} (stage {self.rank})")
+        else:
+            self.tell("done")
 
     def _do_numbers(self) -> None:
         """For whoever wants to know what a stage holds."""

@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,11 +16,15 @@ import vexact_ops as vx
 from ..config import EngineConfig
 from ..core.scheduler import StepPlan
 from ..core.step import Encoder
-from ..errors import EngineAsleep, ModelInUse, WeightsTorn
-from ..weights.update import Update, apply_update, plan_update
+from ..errors import EngineAsleep, HandoverFailed, ModelInUse, WeightsTorn
+from ..weights.update import Places, Update, apply_update, plan_update
 from ..weights.watch import Watch
 from .runner import Pending, Runner
 from .sleep import Memory, own
+
+if TYPE_CHECKING:  # they need msgspec
+    from ..weights.buffers import Memories
+    from ..weights.messages import Bucket, Offer
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +79,7 @@ class Worker:
             self.numerics = vx.numerics(self.device, kv_segment=config.kv_segment, latent_attention=latent or None)
             caches = (cache for part in self._runner.buffers.caches for cache in part)
             self._memory = Memory(model, caches, self._runner.release)
+            self._memories: Memories | None = None  # of another process, that weights come in
             self._watch, self._missed = Watch(model), ""
             self._encoder = Encoder()
             asked = config.async_scheduling
@@ -144,9 +150,43 @@ class Worker:
         apply_update(plan)
         self.settle()
 
-    def begin(self, specs: Mapping | None) -> Update:
+    takes_aside = True
+
+    def stage(self, device: torch.device | str | None) -> Places:
+        """A second copy of the weights' memory, which holds nothing yet."""
+        return Places.of(self.model).copy(self.device if device is None else device)
+
+    def begin(self, specs: Mapping | None, staging: Places | None = None) -> Update:
+        if staging is not None:
+            return Update(staging, specs)
         self._make_ready()
         return Update(self.model, specs)
+
+    def commit(self, update: Update, tear: Callable[[], None]) -> None:
+        """What came into a copy is put in place. `tear` is called before anything is written."""
+        self._make_ready()
+        plan = plan_update(self.model, update.came())
+        tear()
+        apply_update(plan)
+
+    def open(self, offer: "Offer") -> None:
+        """Memory that `take` finds its buckets in; in any thread, and so are `take` into a copy and `let_go`."""
+        from ..weights.buffers import Memories
+
+        if self._memories is None:
+            self._memories = Memories(self.device)
+        self._memories.open(offer)
+
+    def take(self, update: Update, bucket: "Bucket") -> None:
+        """Writes what lies in a bucket; it may be filled again then."""
+        if self._memories is None:
+            raise HandoverFailed("weights: a bucket came before the memory that it lies in")
+        update.write(self._memories.values(bucket))
+        self._memories.wait()
+
+    def let_go(self) -> None:
+        if self._memories is not None:
+            self._memories.close()
 
     def _make_ready(self) -> None:
         """To be written into."""
@@ -216,6 +256,7 @@ class Worker:
         except MemoryError as error:
             log.warning("close: the model's weights stay without memory, and nobody may read them: %s", error)
         self._runner = self._memory = None
+        self.let_go()
         if self.stream is not None:
             torch.cuda.empty_cache()  # what this stream has given back, no other one would find
         self._stack.close()

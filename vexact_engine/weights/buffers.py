@@ -8,6 +8,7 @@ once.
 import contextlib
 import ctypes
 import errno
+import math
 import mmap
 import os
 import secrets
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor
 
 from ..errors import HandoverFailed
+from . import messages as m
+from .update import Piece
 
 HOST, CUDA = "shared memory", "CUDA IPC"
 
@@ -50,7 +53,7 @@ class Buffers:
             self.tensors.append(memory.tensor())
             self.handles.append(memory.handle())
             return
-        file = os.memfd_create("vexact-weights", os.MFD_CLOEXEC)
+        file = os.memfd_create(_memory_name(self.name), os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(file, 0, self.size)
         except OSError as error:
@@ -91,7 +94,7 @@ class Opened:
                     self._owned.append(memory)
                     self.tensors.append(memory.tensor())
                 else:
-                    memory = _HostMemory.of(handle, size, pin=device.type == "cuda")
+                    memory = _HostMemory.of(handle, _memory_name(name), size, pin=device.type == "cuda")
                     self._owned.append(memory)
                     self.tensors.append(memory.tensor)
         except BaseException:
@@ -102,6 +105,71 @@ class Opened:
         self.tensors.clear()
         while self._owned:
             self._owned.pop().close()
+
+
+class Memories:
+    """A sender's buffers as this process has opened them: each set once.
+
+    device   that computes with what lies in them
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._opened: dict[str, Opened] = {}
+        self._now: list[Tensor] = []
+
+    def __len__(self) -> int:
+        return len(self._opened)
+
+    def open(self, offer: m.Offer) -> None:
+        """What the next buckets lie in. HandoverFailed where it cannot be opened."""
+        if offer.name not in self._opened:
+            given = offer.kind, offer.name, offer.size, offer.handles, offer.gpu
+            self._opened[offer.name] = Opened(*given, self.device)
+        self._now = self._opened[offer.name].tensors
+
+    def values(self, bucket: m.Bucket) -> list[tuple[str, Tensor | Piece]]:
+        """What lies in a bucket, by name: no copies. HandoverFailed where it is not what was sent."""
+        if not 0 <= bucket.buffer < len(self._now):
+            raise HandoverFailed(f"weights: the sender filled bucket {bucket.buffer} of {len(self._now)}")
+        return values(bucket, self._now[bucket.buffer])
+
+    def bytes(self, bucket: m.Bucket) -> bytes:
+        """Of all that lies in a bucket, for a process that cannot open it."""
+        self.values(bucket)
+        return self._now[bucket.buffer][: _used(bucket)].cpu().numpy().tobytes()
+
+    def wait(self) -> None:
+        """Until what this thread has given the device to read from them is done."""
+        for device in {memory.device for memory in self._now if memory.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+
+    def close(self) -> None:
+        self._now = []
+        while self._opened:
+            self._opened.popitem()[1].close()
+
+
+def values(bucket: m.Bucket, memory: Tensor) -> list[tuple[str, Tensor | Piece]]:
+    """What lies in a bucket whose bytes these are."""
+    size, found = memory.numel(), []
+    for part in bucket.parts:
+        dtype = m.dtype_of(part.dtype)
+        end = part.offset + part.count * dtype.itemsize
+        if part.offset % 16 or part.offset < 0 or part.count < 1 or end > size:
+            raise HandoverFailed(f"weights: {part.name} is said to lie outside of its bucket")
+        flat = memory[part.offset : end].view(dtype)
+        whole = part.start == 0 and part.count == math.prod(part.shape)
+        found.append((part.name, flat.view(part.shape) if whole else Piece(part.start, flat)))
+    if bucket.checksum is not None and checksum(memory[: _used(bucket)]) != bucket.checksum:
+        names = ", ".join(sorted({part.name for part in bucket.parts})[:3])
+        raise HandoverFailed(f"weights: what arrived is not what was sent (checksum of a bucket with {names})")
+    return found
+
+
+def _used(bucket: m.Bucket) -> int:
+    ends = (part.offset + part.count * m.dtype_of(part.dtype).itemsize for part in bucket.parts)
+    return -(-max(ends, default=0) // 16) * 16
 
 
 def gpu_name(device: torch.device) -> str:
@@ -123,6 +191,10 @@ def checksum(used: Tensor) -> int:
     return int((words ^ (places * -7046029254386353131)).mul_(places | 1).sum())
 
 
+def _memory_name(name: str) -> str:
+    return f"vexact-weights-{name}"
+
+
 class _HostMemory:
     def __init__(self, file: int, size: int, keep: bool, pin: bool):
         self._file = file if keep else None
@@ -134,15 +206,18 @@ class _HostMemory:
         self._pointer = self.tensor.data_ptr()
 
     @classmethod
-    def of(cls, handle: bytes, size: int, pin: bool) -> "_HostMemory":
+    def of(cls, handle: bytes, name: str, size: int, pin: bool) -> "_HostMemory":
         pid, number = struct.unpack("<qq", handle)
         path = f"/proc/{pid}/fd/{number}"
         try:
+            found = os.readlink(path)
+            if found != f"/memfd:{name} (deleted)":  # a number of another host, or another PID namespace
+                raise FileNotFoundError(errno.ENOENT, f"it is {found}")
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise HandoverFailed(
                 f"weights: shared memory of process {pid} cannot be opened ({path}: {error.strerror}): both processes "
-                "must be of one user and one PID namespace (containers: share it)"
+                "must be on one host, of one user and in one PID namespace (containers: share it)"
             ) from error
         try:
             found = os.fstat(file).st_size
@@ -219,9 +294,9 @@ class _Interface:
 
 @contextlib.contextmanager
 def _current(device: torch.device) -> Iterator[None]:
-    """The driver's calls need the context that torch makes current with its first call of a thread."""
+    """The driver's calls need the context that torch's make current in their thread."""
     with torch.cuda.device(device):
-        torch.empty(1, dtype=torch.uint8, device=device)
+        torch.cuda.current_stream(device).query()
         yield
 
 

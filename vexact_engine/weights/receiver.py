@@ -1,6 +1,5 @@
 """The engine's end of a hand-over of weights from a trainer in another process of this host."""
 
-import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -8,48 +7,38 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 import vexact_ops as vx
 
-from ..errors import HandoverFailed, PeerLost
+from ..errors import HandoverFailed, PeerLost, UpdateIncomplete
+from . import messages as m
 from . import protocol
-from .buffers import Opened, checksum, gpu_name
-from .protocol import (
-    Ack,
-    Bucket,
-    Bye,
-    Cancel,
-    Done,
-    Failed,
-    Finish,
-    Hello,
-    Offer,
-    Part,
-    Peer,
-    Refused,
-    Unopened,
-    Welcome,
-)
-from .session import WeightUpdate
-from .update import Piece, Places, Update
+from .intake import MODES, check_mode
 
-log = logging.getLogger(__name__)
+__all__ = ["MODES", "WeightReceiver"]
 
-MODES = ("in_place", "staged")
+
+class Intake(Protocol):
+    """Where a set goes; see intake.py and parallel/intake.py."""
+
+    @property
+    def device(self) -> str: ...
+    @property
+    def gpu(self) -> str: ...
+    def manifest(self) -> dict[str, tuple[tuple[int, ...], str]]: ...
+    def begin(self, numerics: Mapping[str, object]) -> None: ...
+    def open(self, offer: m.Offer) -> None: ...
+    def take(self, bucket: m.Bucket) -> None: ...
+    def finish(self) -> int: ...
+    def abandon(self) -> bool: ...
+    def let_go(self) -> None: ...
 
 
 class Target(Protocol):
-    """What of an Engine is needed."""
+    """What of an Engine, or of Replicas, is needed."""
 
-    model: torch.nn.Module
-    device: torch.device
-
-    @property
-    def weight_version(self) -> int: ...
     def numerics(self) -> dict: ...
-    def begin_update(self, *, numerics: Mapping[str, object]) -> WeightUpdate: ...
-    def update_weights(self, named_tensors: Mapping[str, Tensor], *, numerics: Mapping[str, object]) -> int: ...
+    def intake(self, mode: str, staging: torch.device | str | None) -> Intake: ...
 
 
 class WeightReceiver:
@@ -74,24 +63,19 @@ class WeightReceiver:
         staging: torch.device | str | None = None,
         timeout: float = 60.0,
     ) -> None:
-        if mode not in MODES:
-            raise ValueError(f"WeightReceiver: mode: got {mode!r}, expected one of {', '.join(MODES)}")
-        if staging is not None and mode != "staged":
-            raise ValueError(f"WeightReceiver: staging: got {staging!r} in mode {mode!r}, expected it with staged only")
+        check_mode(mode, staging)
         if not timeout > 0:
             raise ValueError(f"WeightReceiver: timeout: got {timeout!r}, expected seconds above 0")
         self.engine, self.mode, self.timeout = engine, mode, timeout
-        self._places = Places.of(engine.model)
-        self._staging = self._places.copy(staging or engine.device) if mode == "staged" else None
         self.address = address or protocol.new_address()
-        self._me = Peer.self("the engine")
+        self._intake = engine.intake(mode, staging)
+        self._me = m.Peer.self("the engine")
         self._socket = protocol.zmq.Context.instance().socket(protocol.zmq.ROUTER)
         self._socket.linger = 1000
         self._socket.bind(self.address)
         self._poller = protocol.zmq.Poller()
         self._poller.register(self._socket, protocol.zmq.POLLIN)
-        self._opened: dict[str, Opened] = {}
-        self._owner: Peer | None = None  # whose memory that is
+        self._owner: m.Peer | None = None  # whose memory it is that is open here
         self._using = threading.Lock()
         self._closed = False
 
@@ -107,28 +91,38 @@ class WeightReceiver:
             sender, hello = self._await(timeout)
             refusal = self._refusal(hello)
             if refusal:
-                self._post(sender, Refused(refusal))
+                self._post(sender, m.Refused(refusal))
                 raise HandoverFailed(refusal)
             if self._owner != hello.peer:
                 self._let_go()
                 self._owner = hello.peer
-            take = _Take(self, hello)
+            intake = self._intake
             try:
-                device = self.engine.device
-                self._post(sender, Welcome(self._me, self._manifest(), self.mode, device.type, gpu_name(device)))
-                while not isinstance(message := self._next(sender, hello.peer), Finish):
-                    self._take(sender, take, message)
-                version = take.finish()
-                self._post(sender, Done(version))
+                intake.begin(hello.numerics)
+                self._post(sender, m.Welcome(self._me, intake.manifest(), self.mode, intake.device, intake.gpu))
+                while not isinstance(message := self._next(sender, hello.peer), m.Finish):
+                    self._take(sender, message)
+                version = intake.finish()
+                self._post(sender, m.Done(version))
                 return version
             except BaseException as error:
-                reason = take.fail(error)
+                reason = self._give_up(error)
                 if not isinstance(error, PeerLost):
-                    self._post(sender, Failed(reason))
+                    self._post(sender, m.Failed(reason))
+                if isinstance(error, UpdateIncomplete):
+                    raise
                 if isinstance(error, PeerLost | HandoverFailed | ValueError | TypeError | OSError):
                     kind = PeerLost if isinstance(error, PeerLost) else HandoverFailed
                     raise kind(reason) from error
                 raise
+
+    def _give_up(self, error: BaseException) -> str:
+        """What to tell: why, and what the engine has now."""
+        begun = self._intake.abandon()
+        if isinstance(error, UpdateIncomplete):
+            return str(error)
+        has = "has no weights now: send all of them again" if begun else "goes on with the weights that it had"
+        return f"{error}. The engine {has}"
 
     def close(self) -> None:
         """Ends the socket and lets go of a sender's memory. Again does nothing."""
@@ -148,37 +142,37 @@ class WeightReceiver:
 
     # Messages
 
-    def _post(self, to: bytes, message: protocol.Message) -> None:
-        self._socket.send_multipart([to, protocol.encode(message)])
+    def _post(self, to: bytes, message: m.Message) -> None:
+        self._socket.send_multipart([to, m.encode(message)])
 
-    def _await(self, timeout: float | None) -> tuple[bytes, Hello]:
+    def _await(self, timeout: float | None) -> tuple[bytes, m.Hello]:
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             if self._closed:
                 raise HandoverFailed("weights: the receiver is closed")
             if self._socket.poll(protocol.POLL):
                 sender, data = self._socket.recv_multipart()
-                message = protocol.decode(data, "a sender")
-                if isinstance(message, Hello) and message.peer.alive:
+                message = m.decode(data, "a sender")
+                if isinstance(message, m.Hello) and message.peer.alive:
                     return sender, message
-                if isinstance(message, Bye):
+                if isinstance(message, m.Bye):
                     self._let_go()
             elif end is not None and time.monotonic() > end:
                 raise TimeoutError(f"weights: no sender came within {timeout:g} s")
 
-    def _next(self, sender: bytes, peer: Peer) -> protocol.Message:
+    def _next(self, sender: bytes, peer: m.Peer) -> m.Message:
         while True:
             protocol.wait(self._poller, peer, self.timeout, "the next message")
             by, data = self._socket.recv_multipart()
-            message = protocol.decode(data, peer.name if by == sender else "a sender")
+            message = m.decode(data, peer.name if by == sender else "a sender")
             if by == sender:
                 return message
-            if isinstance(message, Hello):
-                self._post(by, Refused(f"weights: refused: {peer.name} is sending its own at the moment"))
+            if isinstance(message, m.Hello):
+                self._post(by, m.Refused(f"weights: refused: {peer.name} is sending its own at the moment"))
 
-    def _refusal(self, hello: Hello) -> str:
-        if hello.version != protocol.VERSION:
-            versions = f"the sender's version is {hello.version}, the receiver's {protocol.VERSION}"
+    def _refusal(self, hello: m.Hello) -> str:
+        if hello.version != m.VERSION:
+            versions = f"the sender's version is {hello.version}, the receiver's {m.VERSION}"
             return f"weights: refused: protocol: {versions}"
         differ = vx.numerics_difference(hello.numerics, self.engine.numerics(), forward=True)
         if differ:
@@ -186,93 +180,25 @@ class WeightReceiver:
             return f"weights: refused: numerics: {found}"
         return ""
 
-    def _manifest(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        every = self._places.targets | {name: view for name, (_, view) in self._places.views.items()}
-        every |= {old: every[new] for old, new in self._places.old.items()}
-        return {name: (tuple(t.shape), protocol.dtype_name(t.dtype)) for name, t in every.items()}
-
     # Contents
 
-    def _take(self, sender: bytes, take: "_Take", message: protocol.Message) -> None:
-        if isinstance(message, Offer):
+    def _take(self, sender: bytes, message: m.Message) -> None:
+        if isinstance(message, m.Offer):
             try:
-                if message.name not in self._opened:
-                    given = message.kind, message.name, message.size, message.handles, message.gpu
-                    self._opened[message.name] = Opened(*given, self.engine.device)
-                take.memory = self._opened[message.name].tensors
-                self._post(sender, protocol.Opened())
+                self._intake.open(message)
+                self._post(sender, m.Opened())
             except HandoverFailed as error:
-                self._post(sender, Unopened(str(error)))
-        elif isinstance(message, Bucket):
-            take.bucket(message)
-            self._post(sender, Ack(message.buffer))
-        elif isinstance(message, Cancel):
+                self._post(sender, m.Unopened(str(error)))
+        elif isinstance(message, m.Bucket):
+            self._intake.take(message)
+            self._post(sender, m.Ack(message.buffer))
+        elif isinstance(message, m.Cancel):
             raise HandoverFailed(f"weights: the sender broke off: {message.reason}")
         else:
             raise HandoverFailed(f"weights: the sender said {type(message).__name__} in the middle of a hand-over")
 
     def _let_go(self) -> None:
-        while self._opened:
-            self._opened.popitem()[1].close()
-
-
-class _Take:
-    """One set on its way in."""
-
-    def __init__(self, receiver: WeightReceiver, hello: Hello):
-        self.engine, self.numerics = receiver.engine, hello.numerics
-        self.memory: list[Tensor] = []
-        self.staged: Update | None = None
-        self.update: WeightUpdate | None = None
-        if receiver.mode == "staged":
-            self.staged = Update(receiver._staging)
-        else:
-            self.update = self.engine.begin_update(numerics=self.numerics)
-
-    def bucket(self, bucket: Bucket) -> None:
-        if not 0 <= bucket.buffer < len(self.memory):
-            raise HandoverFailed(f"weights: the sender filled bucket {bucket.buffer} of {len(self.memory)}")
-        memory = self.memory[bucket.buffer]
-        pairs, used = [], 0
-        for part in bucket.parts:
-            value, end = _value(part, memory)
-            pairs.append((part.name, value))
-            used = max(used, -(-end // 16) * 16)
-        if bucket.checksum is not None and checksum(memory[:used]) != bucket.checksum:
-            names = ", ".join(sorted({part.name for part in bucket.parts})[:3])
-            raise HandoverFailed(f"weights: what arrived is not what was sent (checksum of a bucket with {names})")
-        if self.update is not None:
-            self.update.write(pairs)
-            return
-        self.staged.write(pairs)
-        if memory.is_cuda:
-            torch.cuda.current_stream(memory.device).synchronize()
-
-    def finish(self) -> int:
-        if self.update is not None:
-            return self.update.finish()
-        self.staged.finish()
-        return self.engine.update_weights(self.staged.came(), numerics=self.numerics)
-
-    def fail(self, error: BaseException) -> str:
-        """What to tell: why, and what the engine has now."""
-        begun = self.update is not None and self.update.begun
-        if self.update is not None:
-            self.update.abandon()
-        has = "has no weights now: send all of them again" if begun else "goes on with the weights that it had"
-        return f"{error}. The engine {has}"
-
-
-def _value(part: Part, memory: Tensor) -> tuple[Tensor | Piece, int]:
-    """The tensor, or the piece of one, that lies in a bucket, and where it ends there."""
-    dtype = protocol.dtype_of(part.dtype)
-    end = part.offset + part.count * dtype.itemsize
-    whole = 1
-    for size in part.shape:
-        whole *= size
-    if part.offset % 16 or part.offset < 0 or part.count < 1 or end > len(memory):
-        raise HandoverFailed(f"weights: {part.name} is said to lie outside of its bucket")
-    flat = memory[part.offset : end].view(dtype)
-    if part.start == 0 and part.count == whole:
-        return flat.view(part.shape), end
-    return Piece(part.start, flat), end
+        """Of the memory of the sender before this one."""
+        if self._owner is not None:
+            self._intake.let_go()
+            self._owner = None

@@ -10,25 +10,9 @@ from torch import Tensor
 import vexact_ops as vx
 
 from ..errors import HandoverFailed, PeerLost
+from . import messages as m
 from . import protocol
 from .buffers import CUDA, HOST, Buffers, checksum, gpu_name, gpu_named
-from .protocol import (
-    Ack,
-    Bucket,
-    Bye,
-    Cancel,
-    Done,
-    Failed,
-    Finish,
-    Hello,
-    Offer,
-    Opened,
-    Part,
-    Peer,
-    Refused,
-    Unopened,
-    Welcome,
-)
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +58,7 @@ class WeightSender:
         self._socket: protocol.zmq.Socket | None = None
         self._buffers: dict[str, Buffers] = {}  # by kind: made once, kept
         self._refused: set[tuple[str, str]] = set()  # kinds, and of which GPU, that this receiver could not open
-        self._receiver: Peer | None = None
+        self._receiver: m.Peer | None = None
 
     def send(self, named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> int:
         """Every parameter once, under its Hugging Face name; experts stacked or one by one. An iterator may make each
@@ -112,7 +96,7 @@ class WeightSender:
     def close(self) -> None:
         """Gives the buckets back. Again does nothing."""
         if self._socket is not None:
-            self._post(Bye())
+            self._post(m.Bye())
             self._drop_socket(linger=1000)
         for buffers in self._buffers.values():
             buffers.close()
@@ -141,14 +125,14 @@ class WeightSender:
             self._socket.close(linger)
             self._socket = None
 
-    def _post(self, message: protocol.Message) -> None:
-        self._socket.send(protocol.encode(message))
+    def _post(self, message: m.Message) -> None:
+        self._socket.send(m.encode(message))
 
     def _answer(self, what: str, *kinds: type):
         peer = self._receiver
         protocol.wait(self._poller, peer, self.timeout, what)
-        message = protocol.decode(self._socket.recv(), "the receiver" if peer is None else peer.name)
-        if isinstance(message, Refused | Failed):
+        message = m.decode(self._socket.recv(), "the receiver" if peer is None else peer.name)
+        if isinstance(message, m.Refused | m.Failed):
             raise HandoverFailed(message.reason)
         if not isinstance(message, kinds):
             raise HandoverFailed(f"weights: the receiver answered {type(message).__name__}, where {what} was due")
@@ -156,7 +140,7 @@ class WeightSender:
 
     # Memory
 
-    def _open(self, device: torch.device, welcome: Welcome) -> Buffers:
+    def _open(self, device: torch.device, welcome: m.Welcome) -> Buffers:
         """Buckets that the receiver has opened: those of before, or others. On different GPUs, whichever of the two
         both processes see."""
         both = device.type == "cuda" and welcome.device == "cuda"
@@ -194,9 +178,9 @@ class WeightSender:
                 raise
             return str(error)
         self._buffers[kind] = held
-        self._post(Offer(kind, held.name, held.size, held.handles, gpu_name(device) if kind == CUDA else ""))
-        answer = self._answer("an answer to the offer of memory", Opened, Unopened)
-        if isinstance(answer, Opened):
+        self._post(m.Offer(kind, held.name, held.size, held.handles, gpu_name(device) if kind == CUDA else ""))
+        answer = self._answer("an answer to the offer of memory", m.Opened, m.Unopened)
+        if isinstance(answer, m.Opened):
             return None
         self._buffers.pop(kind).close()
         return answer.reason
@@ -211,15 +195,15 @@ class _Session:
         before, sender._receiver = sender._receiver, None
         sender._connect()
         try:
-            sender._post(Hello(protocol.VERSION, Peer.self("the trainer"), sender.numerics))
-            welcome = sender._answer("a welcome", Welcome)
+            sender._post(m.Hello(m.VERSION, m.Peer.self("the trainer"), sender.numerics))
+            welcome = sender._answer("a welcome", m.Welcome)
         except BaseException as error:
             self.cancel(error)
             raise
         if welcome.peer != before:
             sender._refused.clear()
         sender._receiver, self.welcome = welcome.peer, welcome
-        self.manifest = {n: (tuple(shape), protocol.dtype_of(d)) for n, (shape, d) in welcome.manifest.items()}
+        self.manifest = {n: (tuple(shape), m.dtype_of(d)) for n, (shape, d) in welcome.manifest.items()}
         self.sent: set[str] = set()
         self.gpus: set[torch.device] = set()  # that tensors have come from
         self.buffers: Buffers | None = None
@@ -237,7 +221,7 @@ class _Session:
         if tensor.is_cuda:
             self.gpus.add(tensor.device)
         flat, start, size = tensor.detach().reshape(-1), 0, dtype.itemsize
-        total, kind = flat.numel(), protocol.dtype_name(dtype)
+        total, kind = flat.numel(), m.dtype_name(dtype)
         while start < total:
             if self.filling is None:
                 self._begin()
@@ -248,7 +232,7 @@ class _Session:
             count = min(room, total - start)
             into = self.tensors[self.filling][self.used : self.used + count * size].view(dtype)
             into.copy_(flat if count == total else flat[start : start + count], non_blocking=tensor.is_cuda)
-            self.parts.append(Part(name, shape, kind, start, count, self.used))
+            self.parts.append(m.Part(name, shape, kind, start, count, self.used))
             start += count
             self.used += -(-count * size // _ALIGN) * _ALIGN
         self.sent.add(name)
@@ -272,7 +256,7 @@ class _Session:
 
     def _begin(self) -> None:
         while not self.free:
-            self.free.append(self.sender._answer("an acknowledgement", Ack).buffer)
+            self.free.append(self.sender._answer("an acknowledgement", m.Ack).buffer)
         self.filling, self.used, self.parts = self.free.popleft(), 0, []
 
     def _flush(self) -> None:
@@ -282,16 +266,16 @@ class _Session:
         for gpu in self.gpus | {t.device for t in self.tensors if t.is_cuda}:
             torch.cuda.current_stream(gpu).synchronize()  # what is in the bucket is there before the message about it
         total = checksum(used) if self.sender.checksum else None
-        self.sender._post(Bucket(self.filling, self.parts, total))
+        self.sender._post(m.Bucket(self.filling, self.parts, total))
         self.filling = None
 
     def finish(self) -> int:
         self._flush()
-        self.sender._post(Finish())
+        self.sender._post(m.Finish())
         waiting = len(self.tensors) - len(self.free) if self.buffers is not None else 0
         for _ in range(waiting):
-            self.sender._answer("an acknowledgement", Ack)
-        done = self.sender._answer("the new version", Done)
+            self.sender._answer("an acknowledgement", m.Ack)
+        done = self.sender._answer("the new version", m.Done)
         self.ended = True
         return done.weight_version
 
@@ -301,5 +285,5 @@ class _Session:
             return
         self.ended = True
         if self.sender._socket is not None and not isinstance(error, PeerLost):
-            self.sender._post(Cancel(f"{type(error).__name__}: {error}"))
+            self.sender._post(m.Cancel(f"{type(error).__name__}: {error}"))
         self.sender._drop_socket(linger=1000)

@@ -1,15 +1,20 @@
 """One update of an engine's weights that comes in pieces: begun, written, and then finished or given up."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from threading import Lock
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
 import vexact_ops as vx
 
 from .update import Piece, Update
+
+if TYPE_CHECKING:  # it needs msgspec
+    from . import messages as m
 
 TORN = "an update of the weights broke off in the middle: update them again"
 
@@ -29,7 +34,14 @@ class Loop(Protocol):
 class Worker(Protocol):
     """What of the engine's worker is needed; see runner/worker.py."""
 
-    def begin(self, specs: Mapping | None) -> Update: ...
+    takes_aside: bool  # what goes to a copy is taken in the thread that it comes in, while steps run
+
+    def begin(self, specs: Mapping | None, staging: Any = None) -> Update: ...
+    def open(self, offer: "m.Offer") -> None: ...
+    def take(self, update: Update, bucket: "m.Bucket") -> None: ...
+    def commit(self, update: Update, tear: Callable[[], None]) -> None: ...
+    def stage(self, device: torch.device | str | None) -> Any: ...
+    def let_go(self) -> None: ...
     def fence(self) -> Callable[[], None]: ...
     def wait(self) -> None: ...
     def settle(self) -> None: ...
@@ -40,14 +52,25 @@ class WeightUpdate:
 
     No step runs from the first `write` to the end. Given up after that, the weights are torn: requests end with
     WeightsTorn until the next whole update. The thread that writes need not be the one that began.
+
+    staging   a copy that all goes to first, and is put in place by `finish`: then steps run until that
     """
 
-    def __init__(self, loop: Loop, worker: Worker, lock: Lock, renewed: Callable[[], int], specs: Mapping | None):
+    def __init__(
+        self,
+        loop: Loop,
+        worker: Worker,
+        lock: Lock,
+        renewed: Callable[[], int],
+        specs: Mapping | None,
+        staging: Any = None,
+    ):
         self._loop, self._worker, self._renewed, self._lock = loop, worker, renewed, lock
+        self._staged = staging is not None
         lock.acquire()
         self._open = True
         try:
-            self._update = loop.call(lambda: worker.begin(specs))
+            self._update = loop.call(lambda: worker.begin(specs, staging))
         except BaseException:
             self._close()
             raise
@@ -55,7 +78,7 @@ class WeightUpdate:
     @property
     def begun(self) -> bool:
         """Whether anything has been written: what the engine had before is gone then."""
-        return self._update.begun
+        return self._update.begun and not self._staged
 
     def write(self, bucket: Iterable[tuple[str, Tensor | Piece]]) -> None:
         """Copies tensors, on any device, into the parameters of their names; returns when they may be reused.
@@ -65,7 +88,23 @@ class WeightUpdate:
         """
         self._check()
         bucket = list(bucket)
-        self._loop.call(functools.partial(self._write, bucket, self._worker.fence()), when=self._may_write)
+        if self._staged:
+            self._beside(lambda: self._update.write(bucket))
+        else:
+            self._loop.call(functools.partial(self._write, bucket, self._worker.fence()), when=self._may_write)
+
+    def open(self, offer: "m.Offer") -> None:
+        """Memory of another process, that the next buckets lie in. HandoverFailed."""
+        self._check()
+        self._beside(lambda: self._worker.open(offer))
+
+    def take(self, bucket: "m.Bucket") -> None:
+        """`write` of what lies there; HandoverFailed where it is not what was sent."""
+        self._check()
+        if self._staged:
+            self._beside(lambda: self._worker.take(self._update, bucket))
+        else:
+            self._loop.call(lambda: self._take(bucket), when=self._may_write)
 
     def finish(self) -> int:
         """All has come. Returns the new weight_version. ValueError where something is missing."""
@@ -87,6 +126,13 @@ class WeightUpdate:
     def __exit__(self, *exception) -> None:
         self.abandon()
 
+    def _beside(self, function: Callable[[], object]) -> None:
+        """In this thread where the worker can, between two steps where it cannot."""
+        if self._worker.takes_aside:
+            function()
+        else:
+            self._loop.call(function)
+
     def _check(self) -> None:
         if not self._open:
             raise RuntimeError("WeightUpdate: it has ended: begin another one")
@@ -102,18 +148,32 @@ class WeightUpdate:
 
     def _write(self, bucket, ready: Callable[[], None]) -> None:
         ready()
+        with self._writing():
+            self._update.write(bucket)
+        self._worker.wait()
+
+    def _take(self, bucket: "m.Bucket") -> None:
+        with self._writing():
+            self._worker.take(self._update, bucket)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
         self._loop.updating = True
         try:
-            self._update.write(bucket)
+            yield
         finally:
             self._loop.torn = TORN if self._update.begun else self._loop.torn
-        self._worker.wait()
 
     def _finish(self) -> int:
         self._update.finish()
+        if self._staged:
+            self._worker.commit(self._update, self._tear)
         self._loop.updating = False
         self._worker.settle()
         return self._renewed()
+
+    def _tear(self) -> None:
+        self._loop.torn = TORN
 
     def _give_up(self) -> None:
         self._loop.updating = False

@@ -6,6 +6,7 @@ so that the new weights never lie in memory as a whole beside the old ones.
 """
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -49,6 +50,12 @@ class Places:
     @classmethod
     def of(cls, model: torch.nn.Module) -> "Places":
         return cls(targets(model), expert_views(model), aliases(model))
+
+    def present(self) -> "Places":
+        """Those that are not on meta: of a process that holds a few layers."""
+        here = {name: tensor for name, tensor in self.targets.items() if not tensor.is_meta}
+        views = {name: where for name, where in self.views.items() if where[0] in here}
+        return Places(here, views, self.old)
 
     def copy(self, device: torch.device | str) -> "Places":
         """The same names, tied where these are, in memory of their own that holds nothing yet; pinned where it is the
@@ -106,7 +113,7 @@ class Piece(NamedTuple):
     """A run of a tensor's elements, in the order of its memory, where the tensor comes in several."""
 
     start: int
-    values: Tensor
+    values: Tensor | Spec
 
 
 class Update:
@@ -143,22 +150,31 @@ class Update:
         """Raises ValueError or TypeError for a tensor that does not fit, came before, was not announced where all have
         to be, or is memory of the model itself. Pieces of one come in order."""
         for given, value in bucket:
-            name = self._places.old.get(given, given)
-            target = self._target(given, name, value)
-            piece = value if isinstance(value, Piece) else None
-            source = value if piece is None else piece.values
+            target, first = self.note(given, value)
+            source = value
+            if isinstance(value, Piece):
+                source = value.values
+                target = target.view(-1)[value.start : value.start + source.numel()]
             if _memory(source) in self._own and not _is(source, target):
                 raise ValueError(f"update_weights: {given} is memory of the model that is updated: give a copy")
-            if piece is not None:
-                target = target.view(-1)[piece.start : piece.start + source.numel()]
-            self._came[name] = self._came.get(name, 0) + source.numel()
-            if name in self._stacked:
-                self._parts.add(self._stacked[name])
-            first = self._written.setdefault(id(self._targets[name]), name)
-            if first == name:
+            if not first:
                 target.copy_(source)
             elif not same_bits(target.detach(), source.detach()):
-                raise ValueError(f"update_weights: {first} and {name} are tied, but hold different values")
+                raise ValueError(f"update_weights: {first} and {given} are tied, but hold different values")
+
+    def note(self, given: str, value: "Tensor | Spec | Piece") -> tuple[Tensor, str]:
+        """That it comes, as `write` checks it: where it goes, and the name that has brought the same memory before."""
+        name = self._places.old.get(given, given)
+        target = self._target(given, name, value)
+        kind = value.values if isinstance(value, Piece) else value
+        self._came[name] = self._came.get(name, 0) + math.prod(kind.shape)
+        if name in self._stacked:
+            self._parts.add(self._stacked[name])
+        first = self._written.setdefault(id(self._targets[name]), name)
+        return target, "" if first == name else first
+
+    def knows(self, given: str) -> bool:
+        return self._places.old.get(given, given) in self._targets
 
     def _target(self, given: str, name: str, value: Tensor | Piece) -> Tensor:
         came = self._came.get(name)
@@ -175,14 +191,16 @@ class Update:
             _check(name, value, target)
             return target
         start, values = value
-        if not isinstance(values, Tensor) or values.dim() != 1 or values.is_meta:
+        is_tensor = isinstance(values, Tensor) and not values.is_meta
+        if not (is_tensor or isinstance(values, Spec)) or len(values.shape) != 1:
             raise TypeError(f"update_weights: {given}: a piece is {_kind(values)}, expected a tensor of one dimension")
         if values.dtype != target.dtype:
             raise TypeError(f"{name} is {values.dtype}, expected {target.dtype}")
-        if start != (came or 0) or not 0 < values.numel() <= target.numel() - start:
+        (count,) = values.shape
+        if start != (came or 0) or not 0 < count <= target.numel() - start:
             raise ValueError(
-                f"update_weights: {given}: got elements {start} to {start + values.numel()} of {target.numel()}, "
-                f"expected a piece from {came or 0}"
+                f"update_weights: {given}: got elements {start} to {start + count} of {target.numel()}, expected a "
+                f"piece from {came or 0}"
             )
         return target
 

@@ -1,0 +1,70 @@
+"""One update of the weights of all replicas: who still takes part in it, and what becomes of those that do not."""
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from ..errors import ReplicaDied, UpdateIncomplete
+from .front import Front
+from .jobs import Replica
+
+
+class FleetUpdate:
+    """Begun on all replicas, or on none.
+
+    writing   those that take part; one that fails on the way is left out from there on
+    version   what the weights will be
+    raises    what a replica refuses with
+    """
+
+    def __init__(self, front: Front, **arguments: Any):
+        self._front, self.version = front, front.weight_version + 1
+        self._failed: dict[int, BaseException] = {}
+        begun = front.ask("begin_update", version=self.version, **arguments)
+        self.writing: dict[int, Replica] = {i: front.replicas[i] for i, answer in begun.items() if answer is None}
+        refusals = [e for e in begun.values() if e is not None and not isinstance(e, ReplicaDied)]
+        if refusals or not self.writing:
+            self.give_up()
+            raise next(iter(refusals), front.nobody())
+
+    def ask(self, what: str, **arguments: Any) -> dict[int, Any]:
+        return self._front.ask(what, list(self.writing.values()), **arguments)
+
+    def heard(self, futures: Mapping[int, Future]) -> None:
+        self.take(self._front.gather(futures))
+
+    def take(self, answers: Mapping[int, Any]) -> None:
+        """Those that failed write no more, and get no requests. Where all have failed that is raised, and what each of
+        them has then, the requests find out."""
+        failed = {i: e for i, e in answers.items() if isinstance(e, BaseException) and i in self.writing}
+        if failed and failed.keys() == self.writing.keys():
+            raise min(failed.values(), key=lambda e: isinstance(e, ReplicaDied))
+        for index, error in failed.items():
+            self._failed[index] = error
+            self._front.leave_out([index])
+            replica = self.writing.pop(index)
+            if not isinstance(error, ReplicaDied):  # its successor, if it has one, has begun nothing
+                self._tell({index: replica})
+
+    def finish(self) -> int:
+        """All has come. UpdateIncomplete where some have it and others failed, but for those that died."""
+        self.take(self.ask("finish_update"))
+        self._front.updated(self.version, self.writing)
+        if any(not isinstance(e, ReplicaDied) for e in self._failed.values()):
+            what = "; ".join(f"replica {i}: {type(e).__name__}: {e}" for i, e in self._failed.items())
+            used = ", ".join(map(str, self.writing))
+            raise UpdateIncomplete(
+                f"update_weights: version {self.version} is in use on replicas {used}, not on others: {what}",
+                self._failed,
+            )
+        return self.version
+
+    def give_up(self) -> bool:
+        """Nothing more comes. Whether what some had before is gone."""
+        return self._tell(self.writing)
+
+    def _tell(self, replicas: Mapping[int, Replica]) -> bool:
+        if not replicas or self._front.closed:
+            return False
+        answers = self._front.ask("give_up_update", list(replicas.values()))
+        return any(answer is True for answer in answers.values())

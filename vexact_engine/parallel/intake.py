@@ -1,0 +1,113 @@
+"""Where weights go that come from another process: into all replicas."""
+
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..errors import HandoverFailed
+from ..weights.buffers import Memories
+from ..weights.intake import check_mode
+from ..weights.messages import Bucket, Offer
+from ..weights.session import check_numerics
+from . import messages as m
+from .fleet import FleetUpdate
+from .front import Front
+
+
+class FleetIntake:
+    """As weights.intake.Intake, of all replicas. Each opens the sender's memory; to an actor that cannot, for it is on
+    another machine, the bytes are carried, bucket by bucket.
+
+    updates   held from the beginning of a set to its end
+    """
+
+    gpu = ""  # there are several
+
+    def __init__(
+        self, front: Front, updates: threading.Lock, numerics: Mapping, device: str, mode: str, staging: str | None
+    ):
+        check_mode(mode, staging)
+        self._front, self._updates, self._numerics, self.device = front, updates, dict(numerics), device
+        self._place = {"mode": mode, "staging": None if staging is None else str(staging)}
+        self._update: FleetUpdate | None = None
+        self._remote: set[int] = set()  # who cannot open the memory of this set
+        self._here: Memories | None = None  # that memory in this process, for those
+        self._everybody("make_intake", **self._place)
+
+    def _everybody(self, what: str, **arguments) -> dict:
+        answers = self._front.ask(what, **arguments)
+        errors = [answer for answer in answers.values() if isinstance(answer, BaseException)]
+        if errors and len(errors) == len(answers):
+            raise errors[0]
+        return answers
+
+    def manifest(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        found = next(iter(self._update.writing.values()))
+        (answer,) = self._front.ask("manifest", [found]).values()
+        if isinstance(answer, BaseException):
+            raise answer
+        return {name: (tuple(shape), dtype) for name, (shape, dtype) in answer.items()}
+
+    def begin(self, numerics: Mapping[str, object]) -> None:
+        check_numerics(numerics, self._numerics, self.device)
+        self._updates.acquire()
+        try:
+            self._front.check_open()
+            self._front.updating(True)
+            self._remote = set()
+            self._update = FleetUpdate(self._front, numerics=dict(numerics), intake=self._place)
+        except BaseException:
+            self._end()
+            raise
+
+    def open(self, offer: Offer) -> None:
+        answers = self._each(lambda index: functools.partial(m.Open, offer=offer))
+        failed = {i: answer for i, answer in answers.items() if isinstance(answer, HandoverFailed)}
+        channels = {i: self._update.writing[i].channel for i in failed}
+        far = {i for i, channel in channels.items() if channel is not None and not channel.shares_memory}
+        if failed.keys() - far:
+            raise next(answer for i, answer in failed.items() if i not in far)
+        self._update.take({i: answer for i, answer in answers.items() if i not in far})
+        self._remote = far
+        if far:
+            self._here = self._here or Memories(torch.device("cpu"))
+            self._here.open(offer)
+
+    def take(self, bucket: Bucket) -> None:
+        payload = self._here.bytes(bucket) if self._remote & self._update.writing.keys() else None
+        far = self._remote
+        self._update.take(
+            self._each(lambda i: functools.partial(m.Take, bucket=bucket, payload=payload if i in far else None))
+        )
+
+    def _each(self, message: Callable[[int], Callable[[int], m.ToReplica]]) -> dict[int, Any]:
+        """What those answer that take part."""
+        writing = self._update.writing.items()
+        return self._front.gather({index: self._front.send(replica, message(index)) for index, replica in writing})
+
+    def finish(self) -> int:
+        version = self._update.finish()
+        self._end()
+        return version
+
+    def abandon(self) -> bool:
+        update, self._update = self._update, None
+        if update is None:
+            return False
+        begun = update.give_up()
+        self._end()
+        return begun
+
+    def _end(self) -> None:
+        self._update = None
+        self._front.updating(False)
+        self._updates.release()
+
+    def let_go(self) -> None:
+        if self._here is not None:
+            self._here.close()
+        if not self._front.closed:
+            self._front.ask("let_go")

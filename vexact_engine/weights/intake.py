@@ -1,0 +1,90 @@
+"""Where weights go that come from another process: into one engine, in either of two ways."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from . import messages as m
+from .buffers import gpu_name
+from .session import Loop, WeightUpdate, Worker
+from .update import Piece, Places
+
+MODES = ("in_place", "staged")
+
+
+class Intake:
+    """Where a WeightReceiver, or a replica, puts what comes for one engine, set by set.
+
+    device, gpu   where it is computed: see messages.Welcome
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        worker: Worker,
+        begin: Callable[..., WeightUpdate],
+        model: torch.nn.Module,
+        device: torch.device,
+        mode: str,
+        staging: torch.device | str | None,
+    ):
+        check_mode(mode, staging)
+        self._loop, self._worker, self._begin, self._places = loop, worker, begin, Places.of(model)
+        self._device = device
+        self._staging = loop.call(lambda: worker.stage(staging)) if mode == "staged" else None
+        self._update: WeightUpdate | None = None
+
+    @property
+    def device(self) -> str:
+        return self._device.type
+
+    @property
+    def gpu(self) -> str:
+        return gpu_name(self._device) if self._worker.takes_aside else ""
+
+    def manifest(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """(shape, dtype) of all that may come, by name."""
+        places = self._places
+        every = places.targets | {name: view for name, (_, view) in places.views.items()}
+        every |= {old: every[new] for old, new in places.old.items()}
+        return {name: (tuple(t.shape), m.dtype_name(t.dtype)) for name, t in every.items()}
+
+    def begin(self, numerics: Mapping[str, object], version: int | None = None) -> None:
+        self._update = self._begin(numerics=numerics, version=version, staging=self._staging)
+
+    def open(self, offer: m.Offer) -> None:
+        self._update.open(offer)
+
+    def take(self, bucket: m.Bucket) -> None:
+        self._update.take(bucket)
+
+    def write(self, pairs: Iterable[tuple[str, Tensor | Piece]]) -> None:
+        """What no memory of another process brings."""
+        self._update.write(pairs)
+
+    def finish(self) -> int:
+        version = self._update.finish()
+        self._update = None
+        return version
+
+    def abandon(self) -> bool:
+        """Nothing more comes. Whether what the engine had before is gone."""
+        update, self._update = self._update, None
+        if update is None:
+            return False
+        begun = update.begun
+        update.abandon()
+        return begun
+
+    def let_go(self) -> None:
+        """Of the sender's memory."""
+        if not self._loop.closed:
+            self._loop.call(self._worker.let_go)
+
+
+def check_mode(mode: str, staging: torch.device | str | None) -> None:
+    if mode not in MODES:
+        raise ValueError(f"WeightReceiver: mode: got {mode!r}, expected one of {', '.join(MODES)}")
+    if staging is not None and mode != "staged":
+        raise ValueError(f"WeightReceiver: staging: got {staging!r} in mode {mode!r}, expected it with staged only")

@@ -1,0 +1,160 @@
+"""What a trainer and an engine say to each other while weights change hands.
+
+    sender                          receiver
+    Hello (version, fingerprint) ->
+                                 <- Welcome (manifest), or Refused (why, with both values)
+    Offer (memory to open)       ->
+                                 <- Opened, or Unopened (why): the next kind of memory is offered
+    Bucket (what lies in it)     ->      two under way
+                                 <- Ack (may be filled again)
+    Finish                       ->
+                                 <- Done (weight_version), or Failed (why, and what the engine has now)
+
+Either may end it with Cancel or Failed. All is msgpack: nothing that is received can run code.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+
+from ..errors import HandoverFailed
+from ..extras import pip_line
+
+try:
+    import msgspec
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"weights: not installed: {error.name}. Run: {pip_line('handover')}") from error
+
+VERSION = 2
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """A process of this host. Numbers of processes are used again, so its start belongs to it."""
+
+    pid: int
+    started: int
+    name: str
+
+    @classmethod
+    def self(cls, role: str) -> "Peer":
+        return cls(os.getpid(), _status(os.getpid())[1], f"{role} (process {os.getpid()})")
+
+    @property
+    def alive(self) -> bool:
+        state, started = _status(self.pid)
+        return state not in ("", "Z", "X") and started == self.started
+
+
+def _status(pid: int) -> tuple[str, int]:
+    """Its state, and when it began in ticks; "" where there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", 0
+    return fields[0], int(fields[19])
+
+
+class Part(msgspec.Struct, array_like=True, frozen=True):
+    """Elements of a tensor that lie in a bucket: `count` from the tensor's `start`-th on, at byte `offset`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+    count: int
+    offset: int
+
+
+class Hello(msgspec.Struct, tag=True):
+    version: int
+    peer: Peer
+    numerics: dict
+
+
+class Welcome(msgspec.Struct, tag=True):
+    """manifest: name -> (shape, dtype), single experts among them; device: "cpu" or "cuda"; gpu: see buffers.py."""
+
+    peer: Peer
+    manifest: dict[str, tuple[tuple[int, ...], str]]
+    mode: str
+    device: str
+    gpu: str
+
+
+class Refused(msgspec.Struct, tag=True):
+    reason: str
+
+
+class Offer(msgspec.Struct, tag=True):
+    """Buffers of `size` bytes each, and how to open them: see buffers.py. One that was opened before is named alone."""
+
+    kind: str
+    name: str
+    size: int
+    handles: list[bytes]
+    gpu: str
+
+
+class Opened(msgspec.Struct, tag=True):
+    pass
+
+
+class Unopened(msgspec.Struct, tag=True):
+    reason: str
+
+
+class Bucket(msgspec.Struct, tag=True):
+    buffer: int
+    parts: list[Part]
+    checksum: int | None = None
+
+
+class Ack(msgspec.Struct, tag=True):
+    buffer: int
+
+
+class Finish(msgspec.Struct, tag=True):
+    pass
+
+
+class Done(msgspec.Struct, tag=True):
+    weight_version: int
+
+
+class Cancel(msgspec.Struct, tag=True):
+    reason: str
+
+
+class Failed(msgspec.Struct, tag=True):
+    reason: str
+
+
+class Bye(msgspec.Struct, tag=True):
+    """The sender ends: the receiver lets go of its memory."""
+
+
+Message = Hello | Welcome | Refused | Offer | Opened | Unopened | Bucket | Ack | Finish | Done | Cancel | Failed | Bye
+_encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes, peer: str) -> Message:
+    try:
+        return _decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise HandoverFailed(f"weights: {peer} sent what is no message of version {VERSION}: {error}") from error
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise HandoverFailed(f"weights: {name!r} is no dtype")
+    return dtype
