@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import copy
 import multiprocessing
 import os
 import signal
@@ -11,96 +10,31 @@ import struct
 import tempfile
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from engine_models import VOCAB, build
+from handovers import CONFIG, MODES, PARAMS, PROMPTS, expected, folder_of_sockets, other, receiving, sender, texts
 
 import vexact_ops as vx
 from vexact_engine import (
     Engine,
-    EngineConfig,
     HandoverFailed,
     PeerLost,
-    Replicas,
     SamplingParams,
-    StageDied,
     WeightReceiver,
     WeightSender,
     WeightsTorn,
 )
-from vexact_engine.parallel.messages import Open
 from vexact_engine.weights import buffers, messages, protocol
 from vexact_engine.weights.experts import per_expert
-
-CONFIG = EngineConfig(page_size=4, num_pages=64, max_num_seqs=8, max_num_batched_tokens=64, show_progress=False)
-PROMPTS = [[3, 4, 5, 6, 7], [9, 8, 7]]
-PARAMS = SamplingParams(max_new_tokens=6, seed=1, ignore_eos=True)
-MODES = pytest.mark.parametrize("mode", ["in_place", "staged"])
-
-
-def texts(engine):
-    return [(c.token_ids, c.logprobs) for c in engine.generate(PROMPTS, PARAMS)]
-
-
-def other(model, seed=7):
-    """The same model with other weights, in fp32: what a trainer holds."""
-    new = copy.deepcopy(model).float()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in new.parameters():
-            p.add_(torch.randn(p.shape, generator=generator) * 0.05)
-    return new
-
-
-def expected(family, new):
-    model = build(family)
-    model.load_state_dict(new.state_dict())  # rounds
-    with Engine.from_pretrained(model, config=CONFIG) as engine:
-        return texts(engine)
 
 
 @pytest.fixture
 def sockets(monkeypatch):
-    with tempfile.TemporaryDirectory() as folder:  # a short name: sockets have at most 107 characters
-        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
-        yield Path(folder) / "vexact"
-        assert not list(Path(folder, "vexact").glob("*")), "a socket was left behind"
-
-
-@contextlib.contextmanager
-def receiving(engine, mode="in_place", **options):
-    """A receiver, and a function that receives one set in a thread and returns a function for what came of it."""
-    with WeightReceiver(engine, mode=mode, **options) as receiver:
-
-        def start(timeout=20):
-            found = {}
-
-            def run():
-                try:
-                    found["version"] = receiver.receive(timeout)
-                except Exception as error:
-                    found["error"] = error
-
-            thread = threading.Thread(target=run)
-            thread.start()
-
-            def result():
-                thread.join(30)
-                assert not thread.is_alive()
-                if "error" in found:
-                    raise found["error"]
-                return found["version"]
-
-            return result
-
-        yield receiver, start
-
-
-def sender(receiver, **options):
-    return WeightSender(receiver.address, **{"numerics": vx.numerics("cpu"), "timeout": 10, **options})
+    with folder_of_sockets(monkeypatch) as folder:
+        yield folder
 
 
 @contextlib.contextmanager
@@ -501,201 +435,6 @@ def test_a_receiver_that_is_killed_and_comes_back(sockets):
             assert out.send(model.state_dict()) == 1
             thread.join()
             receiver.close()
-
-
-# --- an engine in stages, and replicas -------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", params=["Llama", "Qwen3Moe"])
-def saved(request, tmp_path_factory):
-    """A model's directory, and its family. Llama's heads are tied: first and last stage have that tensor."""
-    path = tmp_path_factory.mktemp(request.param)
-    build(request.param).save_pretrained(path)
-    return path, request.param
-
-
-@contextlib.contextmanager
-def in_stages(path):
-    with Engine.from_pretrained(path, config=replace(CONFIG, pipeline_parallel_size=2)) as engine:
-        yield engine
-
-
-@MODES
-def test_each_stage_takes_its_own_layers(saved, mode, sockets):
-    path, family = saved
-    model = build(family)
-    new = other(model)
-    wanted = expected(family, new)
-    shapes = [lambda: new.named_parameters(), lambda: new.state_dict(), lambda: per_expert(new)]
-    with in_stages(path) as engine, receiving(engine, mode) as (receiver, start):
-        old = texts(engine)
-        with sender(receiver, bucket_bytes=4096, checksum=True) as out:
-            for version, give in enumerate(shapes, 1):
-                result = start()
-                assert out.send(give()) == version == result()
-                assert texts(engine) == wanted != old
-            result = start()
-            assert out.send(model.state_dict()) == 4 == result()
-            assert texts(engine) == old
-
-
-@MODES
-@pytest.mark.parametrize("fault", ["missing", "repeated", "untied", "checksum"])
-def test_what_is_wrong_is_refused_by_stages(fault, mode, saved, sockets, monkeypatch):
-    path, family = saved
-    model = build(family)
-    state = dict(other(model).state_dict())
-    if fault == "untied" and family != "Llama":
-        pytest.skip("nothing is tied")
-    if fault == "untied":
-        state["lm_head.weight"] = state["lm_head.weight"] + 1
-    with in_stages(path) as engine, receiving(engine, mode) as (receiver, start):
-        old = texts(engine)
-        with sender(receiver, bucket_bytes=4096, checksum=True) as out:
-            items = list(state.items())
-            given = {"missing": [items[0], *items[2:]], "repeated": [*items, items[0]]}.get(fault, items)
-            with monkeypatch.context() as patched:
-                if fault == "checksum":
-                    true = buffers.checksum
-                    patched.setattr("vexact_engine.weights.sender.checksum", lambda used: true(used) + 1)
-                result = start()
-                says = {"untied": "tied, but hold different values", "checksum": "not what was sent"}.get(fault, fault)
-                with pytest.raises((HandoverFailed, ValueError), match=says):
-                    out.send(given)
-                with pytest.raises(HandoverFailed, match=says) as caught:
-                    result()
-            assert engine.weight_version == 0
-            if mode == "staged":
-                assert "goes on with the weights that it had" in str(caught.value)
-                assert texts(engine) == old
-            else:
-                assert "has no weights now" in str(caught.value)
-                with pytest.raises(WeightsTorn):
-                    texts(engine)
-            result = start()
-            assert out.send(model.state_dict()) == 1 == result()
-            assert texts(engine) == old
-
-
-@MODES
-def test_a_stage_that_dies_while_weights_come(mode, saved, sockets):
-    path, family = saved
-    model = build(family)
-    with in_stages(path) as engine, receiving(engine, mode) as (receiver, start):
-        old = texts(engine)
-
-        def give():
-            for number, item in enumerate(model.state_dict().items()):
-                if number == 9:
-                    os.kill(engine._worker._stages[1].process.pid, signal.SIGKILL)
-                yield item
-
-        with sender(receiver, bucket_bytes=4096) as out:
-            result = start()
-            with pytest.raises(HandoverFailed, match="stage 1 has died"):
-                out.send(give())
-            with pytest.raises(StageDied, match="stage 1 has died"):
-                result()
-            result = start()
-            assert out.send(model.state_dict()) == 1 == result()
-        assert texts(engine) == old
-
-
-@MODES
-def test_every_replica_takes_the_weights(saved, mode, sockets):
-    path, family = saved
-    model = build(family)
-    new = other(model)
-    wanted = expected(family, new)
-    with Replicas.from_pretrained(path, replicas=2, config=CONFIG) as replicas:
-        old = texts(replicas)
-        with receiving(replicas, mode) as (receiver, start), sender(receiver, bucket_bytes=4096, checksum=True) as out:
-            for version, give in enumerate((new.named_parameters, new.state_dict, lambda: per_expert(new)), 1):
-                result = start()
-                assert out.send(give()) == version == result()
-                assert texts(replicas) == wanted != old
-                assert replicas.weight_version == version and all(r.fresh for r in replicas.replicas)
-            result = start()
-            with pytest.raises(ValueError, match="repeated"):
-                out.send([*new.state_dict().items(), *new.state_dict().items()])
-            with pytest.raises(HandoverFailed, match="goes on" if mode == "staged" else "has no weights now"):
-                result()
-            if mode == "staged":
-                assert texts(replicas) == wanted
-            else:
-                with pytest.raises(WeightsTorn):
-                    texts(replicas)
-            result = start()
-            with pytest.raises(HandoverFailed, match="missing: "):
-                out.send(dict(list(new.state_dict().items())[2:]))
-            with pytest.raises(HandoverFailed, match="missing: "):
-                result()
-            assert replicas.weight_version == 3
-            result = start()
-            assert out.send(model.state_dict()) == 4 == result()
-            assert texts(replicas) == old
-
-
-def test_a_replica_that_dies_while_weights_come_and_one_that_comes_back(saved, sockets, caplog):
-    path, family = saved
-    new = other(build(family))
-    wanted = expected(family, new)
-    with (
-        Replicas.from_pretrained(path, replicas=2, config=CONFIG, max_restarts=1) as replicas,
-        receiving(replicas) as (receiver, start),
-        sender(receiver, bucket_bytes=4096) as out,
-    ):
-
-        def give():
-            for number, item in enumerate(new.state_dict().items()):
-                if number == 9:
-                    os.kill(replicas.replicas[1].pid, signal.SIGKILL)
-                yield item
-
-        result = start()
-        assert out.send(give()) == 1 == result()
-        assert texts(replicas) == wanted
-        end = time.monotonic() + 60
-        while not replicas.replicas[1].alive and time.monotonic() < end:
-            time.sleep(0.05)
-        assert [r.fresh for r in replicas.replicas] == [True, False]
-        result = start()
-        assert out.send(new.state_dict()) == 2 == result()
-        assert [r.fresh for r in replicas.replicas] == [True, True]
-        assert texts(replicas) == wanted
-
-
-@MODES
-def test_actors_on_another_machine_are_carried_the_bytes(mode, saved, sockets, monkeypatch):
-    """One of the two is told of memory that it cannot open, as if it were on another machine."""
-    ray = pytest.importorskip("ray", reason="ray is not installed")
-    path, family = saved
-    new = other(build(family))
-    root = str(Path(__file__).parent.parent.parent)
-    env = {"env_vars": {"PYTHONPATH": os.pathsep.join((root, str(Path(__file__).parent)))}}
-    ray.init(num_cpus=3, include_dashboard=False, configure_logging=False, log_to_driver=False, runtime_env=env)
-    try:
-        with Replicas.from_pretrained(path, replicas=2, config=CONFIG, ray=True) as replicas:
-            sent = replicas._front.send
-
-            def send(replica, make):
-                def lost(key):
-                    message = make(key)
-                    if isinstance(message, Open) and replica.index == 1:
-                        message.offer.handles[:] = [struct.pack("<qq", os.getpid(), 99999)] * len(message.offer.handles)
-                    return message
-
-                return sent(replica, lost)
-
-            monkeypatch.setattr(replicas._front, "send", send)
-            with receiving(replicas, mode) as (receiver, start), sender(receiver, bucket_bytes=4096) as out:
-                for version in (1, 2):
-                    result = start()
-                    assert out.send(new.state_dict()) == version == result()
-                    assert receiver._intake._remote == {1} and all(r.fresh for r in replicas.replicas)
-            assert texts(replicas) == expected(family, new)
-    finally:
-        ray.shutdown()
 
 
 def test_sockets_of_dead_processes_are_removed_and_those_of_living_ones_stay(sockets):

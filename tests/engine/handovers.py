@@ -1,0 +1,82 @@
+"""What the tests of a hand-over share: engines and what they say, a receiver in a thread, a sender."""
+
+import contextlib
+import copy
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from engine_models import build
+
+import vexact_ops as vx
+from vexact_engine import Engine, EngineConfig, SamplingParams, WeightReceiver, WeightSender
+
+CONFIG = EngineConfig(page_size=4, num_pages=64, max_num_seqs=8, max_num_batched_tokens=64, show_progress=False)
+PROMPTS = [[3, 4, 5, 6, 7], [9, 8, 7]]
+PARAMS = SamplingParams(max_new_tokens=6, seed=1, ignore_eos=True)
+MODES = pytest.mark.parametrize("mode", ["in_place", "staged"])
+
+
+def texts(engine):
+    return [(c.token_ids, c.logprobs) for c in engine.generate(PROMPTS, PARAMS)]
+
+
+def other(model, seed=7):
+    """The same model with other weights, in fp32: what a trainer holds."""
+    new = copy.deepcopy(model).float()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in new.parameters():
+            p.add_(torch.randn(p.shape, generator=generator) * 0.05)
+    return new
+
+
+def expected(family, new):
+    model = build(family)
+    model.load_state_dict(new.state_dict())  # rounds
+    with Engine.from_pretrained(model, config=CONFIG) as engine:
+        return texts(engine)
+
+
+@contextlib.contextmanager
+def folder_of_sockets(monkeypatch):
+    """A folder of their own, that is empty again at the end."""
+    with tempfile.TemporaryDirectory() as folder:  # a short name: sockets have at most 107 characters
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder) / "vexact"
+        assert not list(Path(folder, "vexact").glob("*")), "a socket was left behind"
+
+
+@contextlib.contextmanager
+def receiving(engine, mode="in_place", **options):
+    """A receiver, and a function that receives one set in a thread and returns a function for what came of it."""
+    with WeightReceiver(engine, mode=mode, **options) as receiver:
+
+        def start(timeout=20):
+            found = {}
+
+            def run():
+                try:
+                    found["version"] = receiver.receive(timeout)
+                except Exception as error:
+                    found["error"] = error
+
+            thread = threading.Thread(target=run)
+            thread.start()
+
+            def result():
+                thread.join(30)
+                assert not thread.is_alive()
+                if "error" in found:
+                    raise found["error"]
+                return found["version"]
+
+            return result
+
+        yield receiver, start
+
+
+def sender(receiver, **options):
+    return WeightSender(receiver.address, **{"numerics": vx.numerics("cpu"), "timeout": 10, **options})
