@@ -40,8 +40,8 @@ void launch_decode_with(const Args& a, const Maps& maps, int64_t blocks, int dev
   constexpr int bytes = sizeof(flash::DecodeShared<D, DV, SLOTS, BOXES>);
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(kernel, bytes, device, allowed);
-  const dim3 grid(static_cast<unsigned>(blocks));
-  VX_CUDA_CHECK(sm90::launch_chained(kernel, grid, flash::kDecodeThreads, bytes, stream, a, maps.k, maps.v));
+  kernel<<<unsigned(blocks), flash::kDecodeThreads, bytes, stream>>>(a, maps.k, maps.v);
+  VX_CUDA_CHECK(cudaGetLastError());
 }
 
 template <class T, int D, int DV, int ROWS>

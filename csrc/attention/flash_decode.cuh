@@ -59,11 +59,6 @@ __global__ void __launch_bounds__(kDecodeThreads)
   const int row_tiles = (a.group + kDecodeRows - 1) / kDecodeRows;
   if (tid < SLOTS) barrier_init(shared_address(&s.full[tid]), BOXES ? 1 : kDecodeThreads);
   if (BOXES) asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  if (BOXES && tid == 0) sm90::prefetch_map(&k_map), sm90::prefetch_map(&v_map);
-  sm90::wait_for_kernel_before();
-  sm90::let_kernel_after_start();
-#endif
   __syncthreads();
 
   int items = a.sequences;
@@ -341,9 +336,6 @@ template <class T, int DV>
 __global__ void __launch_bounds__(DV) join_kernel(const Args a) {
   const int sequence = blockIdx.y, q_head = blockIdx.x, column = threadIdx.x, heads = a.hk * a.group;
   const int lane = threadIdx.x % 32;
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  sm90::let_kernel_after_start();  // to read ahead what nobody writes
-#endif
   const Sight sight(a, sequence);  // there before the kernel before began
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   if (!a.ready) sm90::wait_for_kernel_before();

@@ -45,10 +45,10 @@ def early(tensor: Tensor) -> dict:
 @triton.jit
 def begin(PDL: tl.constexpr):
     """Before any access to memory: waits until all that came before in the stream is done and can be seen. What comes
-    after may be brought up before that, to wait in turn: a product of few rows then asks for its weight meanwhile."""
+    after may then be brought up, to wait in turn."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def block(n: int, what: str, *, least: int = 16, most: int = 1 << 14) -> int:

@@ -51,7 +51,12 @@ def _rotate(
     live = (head < heads)[:, None] & wanted
     x_at = x + token * token_stride + head.to(tl.int64)[:, None] * head_stride
     y_at = y + head.to(tl.int64)[:, None] * y_head
-    if HALF > 0:  # all that is read is asked for before anything waits for it
+    if NORM:
+        column = tl.arange(0, WHOLE_HEAD)[None, :]
+        h = tl.load(x_at + column, mask=live & (column < D), other=0.0).to(tl.float32)
+        # order: that of rmsnorm's kernel, where a row is a head: the squares in a tree
+        scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tree_sum(h * h), float(D)) + eps))
+    if HALF > 0:
         i = tl.arange(0, PAIRS)
         inside = live & (i < HALF)[None, :]
         a = i[None, :]
@@ -63,17 +68,8 @@ def _rotate(
         x2 = tl.load(x_at + b, mask=inside, other=0.0).to(tl.float32)
         if NORM:
             real = (i < HALF)[None, :]
-            w1 = tl.load(weight + a, mask=real, other=0.0)
-            w2 = tl.load(weight + b, mask=real, other=0.0)
-    if NORM:
-        column = tl.arange(0, WHOLE_HEAD)[None, :]
-        h = tl.load(x_at + column, mask=live & (column < D), other=0.0).to(tl.float32)
-        # order: that of rmsnorm's kernel, where a row is a head: the squares in a tree
-        scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tree_sum(h * h), float(D)) + eps))
-    if HALF > 0:
-        if NORM:
-            x1 = _normed(x1, scale, w1, GEMMA, x.dtype.element_ty)
-            x2 = _normed(x2, scale, w2, GEMMA, x.dtype.element_ty)
+            x1 = _normed(x1, scale, tl.load(weight + a, mask=real, other=0.0), GEMMA, x.dtype.element_ty)
+            x2 = _normed(x2, scale, tl.load(weight + b, mask=real, other=0.0), GEMMA, x.dtype.element_ty)
         # order: fma(own, cos, other * sin): the second product is rounded to fp32, the sum once more
         if TRANSPOSE:
             y1 = tl.fma(x1, tl.broadcast_to(c1, x1.shape), x2 * s2)
