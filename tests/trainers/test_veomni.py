@@ -28,9 +28,14 @@ def make(name: str, folder) -> None:
             parameter.copy_(noise * 0.15 if parameter.dim() > 1 else 1 + noise * 0.1)
     model.to(torch.bfloat16).save_pretrained(folder / "model")
     prompts = [torch.randint(3, 288, (n,)).tolist() for n in (5, 19, 1, 11)]
-    engine = Engine.from_pretrained(
-        str(folder / "model"), device=DEVICE, dtype="bfloat16", config=EngineConfig(num_pages=64, max_num_seqs=4)
+    options = dict(*CASES[name][4:])
+    config = EngineConfig(
+        num_pages=64,
+        max_num_seqs=4,
+        kv_segment=options.get("kv_segment"),
+        latent_attention=options.get("latent", False),
     )
+    engine = Engine.from_pretrained(str(folder / "model"), device=DEVICE, dtype="bfloat16", config=config)
     params = SamplingParams(max_new_tokens=14, temperature=TEMPERATURE, seed=7, stop_token_ids=[])
     try:
         made = engine.generate(prompts, params)

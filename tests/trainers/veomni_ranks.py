@@ -24,7 +24,8 @@ RANKS = 2
 TEMPERATURE = 0.7
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GROUPS = {"n_group": 4, "topk_group": 2, "q_lora_rank": 24}
-# family, changes of its configuration, ranks that experts lie on, covered before or after build_parallelize_model
+# family, changes of its configuration, ranks that experts lie on, covered before or after build_parallelize_model, and
+# the options that trainer and engine share
 CASES = {
     "qwen3": ("qwen3", {}, 1, "before"),
     "qwen3-after": ("qwen3", {"tie_word_embeddings": True}, 1, "after"),
@@ -33,6 +34,7 @@ CASES = {
     "qwen3_moe": ("qwen3_moe", {}, 1, "before"),
     "moonlight": ("deepseek_v3", {}, 1, "before"),
     "deepseek_v3": ("deepseek_v3", GROUPS, 1, "after"),
+    "moonlight-latent": ("deepseek_v3", {}, 1, "before", {"latent": True, "kv_segment": 64}),
     "qwen3_moe-ep2": ("qwen3_moe", {}, 2, "before"),
     "qwen3_moe-ep2-after": ("qwen3_moe", {}, 2, "after"),
     "moonlight-ep2": ("deepseek_v3", {}, 2, "before"),
@@ -54,7 +56,7 @@ CHECKS = (
 def config_of(case: str):
     from transformers import AutoConfig
 
-    family, changes, _, _ = CASES[case]
+    family, changes, *_ = CASES[case]
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     return AutoConfig.for_model(family, **{**SIZES, **SPECIAL.get(family, {}), **ids, **changes})
 
@@ -85,7 +87,8 @@ class Batch:
 class Case:
     def __init__(self, name: str, folder: Path, rank: int):
         self.name, self.rank, self.folder = name, rank, folder / name
-        _, _, self.ep, self.when = CASES[name]
+        _, _, self.ep, self.when, *options = CASES[name]
+        self.options = dict(*options)
         given = json.loads((self.folder / "given.json").read_text())
         self.batches = [Batch([s["ids"] for s in part]) for part in given]
         self.given = given[rank]
@@ -110,7 +113,7 @@ class Case:
         ops = OpsImplementationConfig(**fields, load_balancing_loss_implementation="eager")
         model = build_foundation_model(path, path, "float32", init_device="meta", ops_implementation=ops)
         if cover and self.when == "before":
-            cover(model)
+            cover(model, **self.options)
         model = build_parallelize_model(
             model,
             init_device="meta",
@@ -121,7 +124,7 @@ class Case:
             broadcast_model_weights_from_rank0=True,
         )
         if cover and self.when == "after":
-            cover(model)
+            cover(model, **self.options)
         model.train()
         return model
 
@@ -130,7 +133,7 @@ class Case:
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(self.folder / "model", dtype=torch.bfloat16).to(DEVICE).train()
-        with vx.patch.hf(model) as handle:
+        with vx.patch.hf(model, **self.options) as handle:
             values, grads = [], []
             for batch in self.batches:
                 model.zero_grad()
