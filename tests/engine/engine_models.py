@@ -5,14 +5,9 @@ import functools
 import time
 from random import Random
 
-import pytest
 import torch
-from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
 VOCAB = 160
-CHOICE_IN_BLOCK = pytest.mark.skipif(
-    hasattr(deepseek.DeepseekV3MoE, "route_tokens_to_experts"), reason="this transformers routes in the block"
-)
 
 
 def _config(family: str, **options):

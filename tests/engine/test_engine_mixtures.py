@@ -11,7 +11,7 @@ import pytest
 import test_engine_bits
 import torch
 from conftest import devices
-from engine_models import CHOICE_IN_BLOCK, bits, build, check_idle
+from engine_models import bits, build, check_idle
 from safetensors.torch import load_file, save_file
 from test_engine_bits import PARAMS, PROMPTS, ROOMY, alone, check_together
 
@@ -23,7 +23,7 @@ from vexact_engine.weights.load import load
 from vexact_engine.weights.update import apply_update, plan_update
 from vexact_ops.testing import assert_bitwise
 
-FAMILIES = ["Qwen3Moe", "Mixtral", "Olmoe", pytest.param("DeepseekV3", marks=CHOICE_IN_BLOCK)]
+FAMILIES = ["Qwen3Moe", "Mixtral", "Olmoe", "DeepseekV3"]
 each_family = pytest.mark.parametrize("family", FAMILIES)
 each_device = pytest.mark.parametrize("device,dtype", devices(torch.bfloat16))
 
@@ -92,7 +92,6 @@ def test_a_token_that_the_router_cannot_place_fails_its_request_alone(device, dt
         check_idle(engine)
 
 
-@CHOICE_IN_BLOCK
 def test_a_cache_of_expanded_heads():
     model = build("DeepseekV3")
     assert cache_shape(model) == CacheShape(3, 4, 24, 12)
@@ -103,7 +102,6 @@ def test_a_cache_of_expanded_heads():
         assert engine.generate(PROMPTS[:1], PARAMS[:1])[0].token_ids == alone("cpu", "DeepseekV3", torch.bfloat16)[0][0]
 
 
-@CHOICE_IN_BLOCK
 @each_device
 def test_a_latent_cache(device, dtype):
     """Compressed keys alone are stored; batches, chunks, a warm prefix cache and the trainer have the same bits."""

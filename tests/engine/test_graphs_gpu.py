@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_models import CHOICE_IN_BLOCK, bits, build, check_idle, prompts
+from engine_models import bits, build, check_idle, prompts
 
 from vexact_engine import Engine, EngineConfig, SamplingParams
 from vexact_engine.runner import graphs
@@ -53,8 +53,8 @@ def sizes(engine):
         ("Gemma2", {}),
         ("Phi3", {}),
         ("Qwen3Moe", {}),
-        pytest.param("DeepseekV3", {}, marks=CHOICE_IN_BLOCK),
-        pytest.param("DeepseekV3", {"latent_attention": True}, marks=CHOICE_IN_BLOCK),
+        ("DeepseekV3", {}),
+        ("DeepseekV3", {"latent_attention": True}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value) or "plain",
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_models import CHOICE_IN_BLOCK, bits, build, check_idle, prompts
+from engine_models import bits, build, check_idle, prompts
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, ModelInUse, SamplingParams, WeightsTorn
@@ -170,7 +170,6 @@ def test_weights_of_another_kind_are_not_computed_with(old):
 # Updates
 
 
-@CHOICE_IN_BLOCK
 def test_named_parameters_are_enough_where_there_are_buffers(caplog):
     trainer, model = build("DeepseekV3", seed=1), build("DeepseekV3")
     with Engine.from_pretrained(model, config=CONFIG) as engine:

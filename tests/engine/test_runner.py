@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine_models import CHOICE_IN_BLOCK, bits, build, check_idle, prompts
+from engine_models import bits, build, check_idle, prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,7 +82,7 @@ def outcomes(family, config, params=PARAMS):
         ("Gemma2", {"max_num_batched_tokens": 5}),
         ("Phi3", {}),
         ("Qwen3Moe", {"num_pages": 17}),  # preempted
-        pytest.param("DeepseekV3", {"latent_attention": True}, marks=CHOICE_IN_BLOCK),
+        ("DeepseekV3", {"latent_attention": True}),
     ],
 )
 def test_padded_steps_have_the_bits_of_others(family, options, request):

@@ -220,9 +220,9 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None, 
 
     No list says which families are covered: each piece is tried against the op that would replace it, and the patched
     model runs once on fake tensors to see that nothing else reduces. Those that were seen to be covered, tiny and
-    random, are vexact_ops.patch.COVERED (DeepSeek-V3's kind of mixture where transformers' router returns the choice:
-    5.17 does, 5.5 does not; Granite where its logits are scaled by a power of two). Latent keys and values are expanded
-    before attention, in a paged cache too. A load balancing loss is refused.
+    random, are vexact_ops.patch.COVERED (Granite where its logits are scaled by a power of two); VeOmni's generated
+    classes of these families are covered like their originals (veomni.py). Latent keys and values are expanded before
+    attention, in a paged cache too. A load balancing loss is refused.
 
     Modules that are put in or taken out after the patch are noticed by the next forward, which covers them too or
     raises UnsupportedModule naming them. So PEFT may come before or after: LoRA on linear layers is covered (several
