@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
-from . import engine, handover, harness, report, rollout
+from . import engine, handover, harness, report, rollout, training
 from .shapes import SHAPES
 
 ROOMS = sorted(path.stem for path in (Path(__file__).parent / "ops").glob("*.py") if path.stem != "__init__")
-PROGRAMS = ("engine", "handover", "memory", "rollout", "verify")  # whole programs rather than kernels
+PROGRAMS = ("engine", "handover", "memory", "rollout", "training", "verify")  # whole programs rather than kernels
 
 
 DEFAULTS = {
@@ -67,6 +67,7 @@ def parse(argv: list[str] | None = None, prog: str = "python -m benchmarks") -> 
     engine.options(parser)
     handover.options(parser)
     rollout.options(parser)
+    training.options(parser)
     args = parser.parse_args(argv)
     args.shape_given = args.shape is not None
     defaults = DEFAULTS[args.device]
