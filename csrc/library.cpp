@@ -102,8 +102,8 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("sample(Tensor logits, Tensor seeds, Tensor positions, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor(a!) ids, Tensor(b!) logprobs, Tensor(c!) raw_logprobs) -> ()");
 
   // linear_sample on SM90: what a row's draw needs of every block of its logits; many rows, and few by a kernel of these sizes
-  m.def("draw_many(Tensor hidden, Tensor weight, Tensor seeds, Tensor positions, Tensor temperature, float softcap, Tensor(a!) parts, Tensor(b!) entries, Tensor(c!) tokens, Tensor(d!) known) -> ()");
-  m.def("draw_overlapped(Tensor hidden, Tensor weight, Tensor seeds, Tensor positions, Tensor temperature, float softcap, int cluster, Tensor(a!) parts, Tensor(b!) entries, Tensor(c!) tokens, Tensor(d!) known) -> ()");
+  m.def("draw_many(Tensor hidden, Tensor weight, Tensor seeds, Tensor positions, Tensor temperature, float softcap, Tensor(a!) parts, Tensor(b!) entries, Tensor(c!) tokens) -> ()");
+  m.def("draw_overlapped(Tensor hidden, Tensor weight, Tensor seeds, Tensor positions, Tensor temperature, float softcap, int cluster, Tensor(a!) parts, Tensor(b!) entries, Tensor(c!) tokens) -> ()");
   m.def("draw_few(Tensor hidden, Tensor weight, Tensor seeds, Tensor positions, Tensor temperature, float softcap, int rows, int boxes, int stages, int ahead, int lead, int per_sm, Tensor(a!) parts, Tensor(b!) entries, Tensor(c!) tokens) -> ()");
 }
 

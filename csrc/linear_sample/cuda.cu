@@ -57,24 +57,17 @@ Draws draws(const Tensor& hidden, const Tensor& weight, const Tensor& seeds, con
           small(blocks),
           block_numbers<float>(parts, "parts", ScalarType::Float, rows * 4 * blocks),
           block_numbers<float>(entries, "entries", ScalarType::Float, rows * 2 * blocks),
-          block_numbers<int>(tokens, "tokens", ScalarType::Int, rows * blocks), nullptr};
-}
-
-// Nothing is known of any row yet.
-void forget(Draws& a, const Tensor& known, cudaStream_t stream) {
-  a.known = block_numbers<int>(known, "known", ScalarType::Int, a.rows);
-  VX_CUDA_CHECK(cudaMemsetAsync(a.known, kNothingKnown & 0xff, a.rows * sizeof(int), stream));
+          block_numbers<int>(tokens, "tokens", ScalarType::Int, rows * blocks)};
 }
 
 void draw_many(Tensor hidden, Tensor weight, Tensor seeds, Tensor positions, Tensor temperature, double softcap,
-               Tensor parts, Tensor entries, Tensor tokens, Tensor known) {
-  Draws a = draws(hidden, weight, seeds, positions, temperature, softcap, parts, entries, tokens);
+               Tensor parts, Tensor entries, Tensor tokens) {
+  const Draws a = draws(hidden, weight, seeds, positions, temperature, softcap, parts, entries, tokens);
   CUtensorMap rows_map, weight_map;
   STD_TORCH_CHECK(sm90::gemm_map(&rows_map, true, data(hidden), hidden.size(1), a.rows, apart(hidden), 1, 0) &&
                       sm90::gemm_map(&weight_map, true, data(weight), hidden.size(1), a.vocabulary, apart(weight), 1, 0),
                   "linear_sample: this driver makes no tensor map of these operands");
   const DeviceGuard guard = on_device_of(hidden);
-  forget(a, known, current_stream(hidden));
   const sm90::GemmArgs g{a.rows, a.vocabulary, int(hidden.size(1)), kGroup, 0};
   const sm90::ManyEpilogue<sm90::kGemmShared> epilogue{a};
   VX_CUDA_CHECK((sm90::gemm<bf16, false, false>(rows_map, weight_map, g, epilogue, hidden.get_device_index(),
@@ -83,8 +76,8 @@ void draw_many(Tensor hidden, Tensor weight, Tensor seeds, Tensor positions, Ten
 
 // cluster: blocks of 64 rows that share what they read of the weight.
 void draw_overlapped(Tensor hidden, Tensor weight, Tensor seeds, Tensor positions, Tensor temperature, double softcap,
-                     int64_t cluster, Tensor parts, Tensor entries, Tensor tokens, Tensor known) {
-  Draws a = draws(hidden, weight, seeds, positions, temperature, softcap, parts, entries, tokens);
+                     int64_t cluster, Tensor parts, Tensor entries, Tensor tokens) {
+  const Draws a = draws(hidden, weight, seeds, positions, temperature, softcap, parts, entries, tokens);
   const int width = int(hidden.size(1)), device = hidden.get_device_index();
   CUtensorMap rows_map, weight_map;
   STD_TORCH_CHECK(sm90::gemm_map(&rows_map, true, data(hidden), width, a.rows, apart(hidden), 1, 0) &&
@@ -92,7 +85,6 @@ void draw_overlapped(Tensor hidden, Tensor weight, Tensor seeds, Tensor position
                   "linear_sample: this driver makes no tensor map of these operands");
   STD_TORCH_CHECK(cluster == 1 || cluster == 2, "draw_overlapped: no clusters of ", cluster);
   const DeviceGuard guard = on_device_of(hidden);
-  forget(a, known, current_stream(hidden));
   using Epilogue = sm90::ManyEpilogue<sm90::kOverlapShared>;
   auto* const run = cluster == 1 ? &sm90::overlapped<1, Epilogue> : &sm90::overlapped<2, Epilogue>;
   VX_CUDA_CHECK(run(rows_map, weight_map, a.rows, a.vocabulary, width, Epilogue{a}, device, current_stream(hidden)));
@@ -134,7 +126,6 @@ void draw_few(Tensor hidden, Tensor weight, Tensor seeds, Tensor positions, Tens
   if (rows == t && boxes == b) return few.launch<t, b>(a, hidden, weight)
   CASE(8, 1);
   CASE(8, 2);
-  CASE(16, 1);
 #undef CASE
   STD_TORCH_CHECK(false, "draw_few: no kernel for ", rows, " rows and ", boxes, " boxes");
 }

@@ -103,11 +103,4 @@ struct Best {
   }
 };
 
-// Whole numbers in the order of the real ones.
-__device__ __forceinline__ int ordered_bits(float x) {
-  const int bits = __float_as_int(x);
-  return bits < 0 ? bits ^ 0x7fffffff : bits;
-}
-__device__ __forceinline__ float from_ordered_bits(int bits) { return __int_as_float(bits < 0 ? bits ^ 0x7fffffff : bits); }
-
 }  // namespace vx

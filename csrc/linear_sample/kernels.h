@@ -15,8 +15,6 @@ struct Draws {
   float* parts;    // (rows, 4, blocks): the largest logit and the sum of e^(logit - it), raw; both at the temperature
   float* entries;  // (rows, 2, blocks): the logit of the block's best token, and its Gumbel number (greedy: 0)
   int* tokens;     // (rows, blocks): that token; kNoToken where one of another block is known to be better
-  int* known;      // (rows,): no more than the row's best sum of z and Gumbel number so far, as ordered_bits has it
 };
-constexpr int kNothingKnown = int(0x80808080);  // below all of them; its bytes are alike
 
 }  // namespace vx

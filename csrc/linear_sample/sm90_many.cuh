@@ -6,8 +6,7 @@
 //
 // Hardly any token is worth a Gumbel number, which costs two logarithms. With B the best sum z + number that is known of the
 // row, a token can only win with a number of at least B - z, and no number is above -log u, u its random word's share of
-// 2^32: so with u <= e^(z - B) at most. e^(z - largest of the block) is there, for the block's sum. All blocks of a row tell
-// each other of the best that they know: who finds it out when has no effect on which token wins.
+// 2^32: so with u <= e^(z - B) at most. e^(z - largest of the block) is there, for the block's sum.
 #pragma once
 #include "linear/sm90_gemm.cuh"
 #include "linear_sample/draw.cuh"
@@ -202,10 +201,7 @@ struct ManyEpilogue {
         } while (__any_sync(~0u, open != 0));
         best.take_from_lane(1);
         best.take_from_lane(2);
-        if (best.sum > known) {
-          known = best.sum;
-          if (live && lane == 0) atomicMax(a.known + row, ordered_bits(__double2float_rd(known)));
-        }
+        if (best.sum > known) known = best.sum;
       }
       if (pass) break;
       r.reach = drawn ? exp2f(float(double(z_most) - known) * 1.44269504f + 0.004f) : 0.0f;
@@ -268,11 +264,6 @@ struct ManyEpilogue {
     if (state.row != row) {
       state.best[0] = state.best[1] = __longlong_as_double(0xfff0000000000000ll);
       state.row = row;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int others = row + 8 * i < a.rows ? *static_cast<volatile const int*>(a.known + row + 8 * i) : kNothingKnown;
-      if (others != kNothingKnown && from_ordered_bits(others) > state.best[i]) state.best[i] = from_ordered_bits(others);
     }
     const int first = column - threadIdx.x % 4 * 2;
     float2* const x = logits();

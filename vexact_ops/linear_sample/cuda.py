@@ -58,12 +58,10 @@ def _blocks(hidden, weight, softcap, seeds, positions, temperature) -> tuple[Ten
     args, most = (hidden, weight, seeds, positions, temperature, softcap), class_of(hidden.shape[0])
     if most in FEW:
         ops.draw_few(*args, most, *FEW[most], *blocks)
-        return blocks
-    known = torch.empty(hidden.shape[0], dtype=torch.int32, device=hidden.device)
-    if most in OVERLAPPED:
-        ops.draw_overlapped(*args, OVERLAPPED[most], *blocks, known)
+    elif most in OVERLAPPED:
+        ops.draw_overlapped(*args, OVERLAPPED[most], *blocks)
     else:
-        ops.draw_many(*args, *blocks, known)
+        ops.draw_many(*args, *blocks)
     return blocks
 
 
