@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks") -> i
         what = "report" if args.what == "report" else "--save"
         raise ValueError(f"{what}: records are kept in a source tree, expected one: --json FILE writes them anywhere")
     if args.what == "report":
-        report.update_readme()
+        report.update_readmes()
         for results in sorted(harness.RESULTS.glob("*.jsonl")) if args.plot else ():
             for path in report.plot(report.load(results), args.plot / results.stem):
                 print(f"wrote {path}")

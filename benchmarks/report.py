@@ -1,4 +1,4 @@
-"""From JSON lines to the tables in README.md and to plots. Figures are generated here, never typed."""
+"""From JSON lines to the tables in the README files and to plots. Figures are generated here, never typed."""
 
 import json
 import math
@@ -224,9 +224,66 @@ def _commits(records: list[dict]) -> str:
     return f"commit{'s' * (len(found) > 1)} {', '.join(found[:4])}{more}"
 
 
-def update_readme(readme: Path = ROOT / "README.md") -> None:
-    """Rewrite the parts of README.md between `<!-- benchmarks NAME -->` and `<!-- end -->` from results/NAME.jsonl."""
+READMES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
+
+
+def headlines() -> str:
+    """A Markdown table of a dozen lines: what was verified, the engine beside vLLM, products beside torch's, memory."""
+    kept = {name: load(RESULTS / f"{name}.jsonl") for name in ("verify", "engine", "h200", "soak")}
+    rows = ["| what | vexact | peers |", "| --- | --- | --- |"]
+    verified = kept["verify"]
+    tokens, wrong = (sum(r[key] + r["batch_" + key] for r in verified) for key in ("tokens", "mismatched"))
+    stock, off = (sum(r["stock_" + key] or 0 for r in verified) for key in ("tokens", "mismatched"))
+    rows.append(
+        f"| log-probabilities that differ from the trainer's, {len(verified)} models | **{wrong:,} of {tokens:,}** | "
+        f"stock HF: {off:,} of {stock:,} |"
+    )
+    soaked = kept["soak"]
+    checked, differ = (sum(r[key] for r in soaked) for key in ("checked", "differ"))
+    rows.append(f"| the engine under random attack: tokens that differ | **{differ:,} of {checked:,}** | |")
+    newest: dict[tuple, dict] = {}
+    for record in kept["engine"] + kept["h200"]:
+        seen = record["backend"] != "vexact" or record.get("verify_tokens")
+        if record["room"] == "engine" and record.get("step_ms") and record.get("batch") in (1, 256) and seen:
+            newest[record["model"], record["latent"], record["batch"], record["backend"]] = record
+    for (model, latent, batch, backend), record in newest.items():
+        if backend == "vexact":
+            others = [
+                f"{name}: {other['step_ms']:.3g} ms"
+                for (*of, name), other in newest.items()
+                if of == [model, latent, batch] and name != "vexact"
+            ]
+            what = (
+                f"a step of {model}, {batch} sequence{'s' * (batch > 1)} of about {record['mean_context']:.0f} tokens"
+            )
+            rows.append(f"| {what} | {record['step_ms']:.3g} ms | {', '.join(others)} |")
+    for room in ("linear", "grouped_linear"):
+        spread = [r for r in kept["h200"] if r["room"] == room and "geomean_to_stock" in r]
+        best = max(spread, key=lambda r: r["cases"])
+        rows.append(
+            f"| {room}, {best['case']}: time over torch's, geometric mean of {best['cases']} cases | "
+            f"{best['geomean_to_stock']:.2f} | 1 |"
+        )
+    for record in kept["h200"]:
+        if record["room"] == "memory" and record["case"].startswith(("linear_logprobs", "fused_moe")):
+            rows.append(
+                f"| peak memory of {record['case']} | {record['ours']:,.0f} MiB | torch: {record['stock']:,.0f} MiB |"
+            )
+    return "\n".join(rows)
+
+
+def update_readmes() -> None:
+    for readme in READMES:
+        update_readme(readme)
+
+
+def update_readme(readme: Path) -> None:
+    """Rewrite the parts of a file between `<!-- benchmarks NAME -->` and `<!-- end -->` from results/NAME.jsonl, and
+    that behind `<!-- summary -->` from all."""
     text = readme.read_text()
+    if "<!-- summary -->" in text:
+        body = f"<!-- summary -->\n{headlines()}\n<!-- end -->"
+        text = re.sub(r"<!-- summary -->.*?<!-- end -->", lambda _, body=body: body, text, flags=re.S)
     for name in re.findall(r"<!-- benchmarks ([\w-]+) -->", text):
         records = load(RESULTS / f"{name}.jsonl")
         kernels = [r for r in records if "us" in r]
