@@ -124,6 +124,12 @@ async def engine(path: str, model: nn.Module) -> None:
         print(text, logprobs, more, engine.weight_version, engine.numerics())
 
 
+def as_elsewhere(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=8, min_tokens=1, logprobs=2)
+    answers: list[Completion] = engine.chat([{"role": "user", "content": "hi"}], params, enable_thinking=False)
+    print(answers)
+
+
 async def replicas(path: str, model: nn.Module) -> None:
     params = SamplingParams(max_new_tokens=8, seed=1)
     with Replicas.from_pretrained(path, replicas=2, device="cuda", dtype="bfloat16", max_restarts=1) as engine:

@@ -4,11 +4,13 @@ Both are frozen and checked when made: a value of the wrong type raises TypeErro
 message names the class, the field, what it got and what it expected. Nothing is clamped or corrected in silence.
 """
 
+import functools
 import math
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from numbers import Real
+from typing import TYPE_CHECKING
 
 # Positive temperatures outside this range overflow or flatten fp32 logits, and then the distribution means nothing.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5
@@ -90,6 +92,8 @@ class SamplingParams:
     num_top_logprobs   report the log-probabilities of this many of the likeliest tokens at each position
     prompt_logprobs    report the log-probabilities of the prompt's own tokens, at temperature 1. All of the prompt is
                        computed then, once for each sample: nothing is taken from the prefix cache
+    max_tokens, min_tokens, logprobs   vLLM's names of max_new_tokens, min_new_tokens and num_top_logprobs, which may be
+                       given instead
     """
 
     max_new_tokens: int = 128
@@ -105,8 +109,12 @@ class SamplingParams:
     ignore_eos: bool = False
     num_top_logprobs: int = 0
     prompt_logprobs: bool = False
+    if TYPE_CHECKING:  # vLLM's names, for type checkers: no fields
+        max_tokens: InitVar[int | None] = None
+        min_tokens: InitVar[int | None] = None
+        logprobs: InitVar[int | None] = None
 
-    def __post_init__(self):
+    def __post_init__(self, *_: int | None) -> None:
         _set_int(self, "max_new_tokens", 1)
         _set_int(self, "min_new_tokens", 0)
         if self.min_new_tokens > self.max_new_tokens:
@@ -137,6 +145,30 @@ class SamplingParams:
         if not all(stop):
             raise _value_error(self, "stop", "strings that are not empty")
         object.__setattr__(self, "stop", stop)
+
+
+_ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "logprobs": "num_top_logprobs"}
+
+
+def _take_aliases() -> None:
+    made = SamplingParams.__init__
+
+    @functools.wraps(made)
+    def __init__(self, *args, **given):
+        for alias, name in _ALIASES.items():
+            value = given.pop(alias, None)
+            if value is not None and given.setdefault(name, value) != value:
+                raise ValueError(
+                    f"SamplingParams: {alias} is {value!r}, expected {name} alone, which is {given[name]!r}"
+                )
+        made(self, *args, **given)
+
+    SamplingParams.__init__ = __init__
+    for alias, name in _ALIASES.items():
+        setattr(SamplingParams, alias, property(operator.attrgetter(name)))
+
+
+_take_aliases()
 
 
 def _type_error(config, name, expected):

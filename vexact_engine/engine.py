@@ -30,7 +30,7 @@ from .request import Begun, Completion, Request, check_params, encoded, refused,
 from .runner import shapes
 from .runner.sleep import TAGS, check_level, named_tags
 from .runner.worker import Worker
-from .text import Text
+from .text import Text, chat_ids
 from .weights.load import Loaded, load, load_in_stages
 from .weights.session import TORN, WeightUpdate, check_numerics
 from .weights.update import targets
@@ -120,7 +120,31 @@ class Engine:
             loaded = read(path_or_model, device=device, dtype=dtype, tokenizer=tokenizer)
         return cls(loaded, config)
 
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self.state}, {self.path.split(':')[0]}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"<Engine of {self.name}: {dtype} on {self.device}, {state}, weight_version {self.weight_version}>"
+
     # Fronts
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        raise_on_error: bool = False,
+        **template: Any,
+    ) -> list[Completion]:
+        """Answer a conversation, or several, through the tokenizer's own chat template.
+
+        messages   {"role": ..., "content": ...} each; or a list of such lists
+        params, raise_on_error, returns   as of generate
+        template   what the model's template takes beside messages (enable_thinking=False, ...)
+        raises     ValueError where there is no template, or where it refuses them; and as generate
+        """
+        several = messages if messages and not isinstance(messages[0], Mapping) else [messages]
+        prompts = [chat_ids(self.tokenizer, conversation, **template) for conversation in several]
+        return self.generate(prompts, params, raise_on_error=raise_on_error)
 
     def generate(
         self,

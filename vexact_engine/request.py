@@ -109,6 +109,13 @@ class Completion:
     metrics: Metrics | None = None
     prompt_logprobs: list[float | None] | None = None
 
+    def __repr__(self) -> str:
+        """One line: the lists are as long as the text."""
+        why = f": {_short(self.error)}" if self.error else ""
+        said = f"{_short(self.text)}, " if self.text else ""
+        counts = f"{len(self.token_ids)} tokens after {len(self.prompt_ids)}"
+        return f"<Completion {said}{counts}, {self.finish_reason}{why}>"
+
 
 @dataclass
 class Begun:

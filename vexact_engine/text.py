@@ -58,6 +58,24 @@ class Text:
         return Detokenizer(self).update(token_ids, final=True)
 
 
+def chat_ids(tokenizer: Any, messages: Any, **template: Any) -> list[int]:
+    """A conversation as the model's own template puts it, up to where the answer begins, as token ids.
+
+    raises   ValueError where there is no template, no message, or where the template refuses them
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        what = "no tokenizer" if tokenizer is None else "no chat template"
+        raise ValueError(f"chat: the model has {what}: generate continues a text")
+    messages = list(messages)
+    if not messages:
+        raise ValueError("chat: messages: got none, expected one or more")
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
+    except Exception as error:  # a template is a program of the model's author and may raise anything
+        raise ValueError(f"chat: messages: the model's template refuses them: {error}") from None
+    return list(tokenizer(text, truncation=False, padding=False, add_special_tokens=False)["input_ids"])
+
+
 class Detokenizer:
     """The text of a growing list of ids, each token decoded a few times at most, whatever they are.
 

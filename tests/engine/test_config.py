@@ -1,7 +1,9 @@
 """EngineConfig and SamplingParams say what is wrong; a request's seeds and prompts are what they claim to be."""
 
+import copy
 import dataclasses
 import math
+import pickle
 import subprocess
 import sys
 from fractions import Fraction
@@ -140,3 +142,25 @@ def test_a_rejected_sequence_completes_with_its_error():
     done = request.sequences[0].completion()
     assert request.finished and request.sequences[0].state is State.FINISHED
     assert (done.finish_reason, done.error, done.token_ids, done.request_id) == ("error", "too long", [], "r")
+
+
+def test_the_names_of_vllm_are_taken_beside_ours():
+    params = SamplingParams(max_tokens=7, min_tokens=2, logprobs=3, temperature=0.5)
+    assert params == SamplingParams(max_new_tokens=7, min_new_tokens=2, num_top_logprobs=3, temperature=0.5)
+    assert (params.max_tokens, params.min_tokens, params.logprobs) == (7, 2, 3) and hash(params) is not None
+    assert "max_tokens" not in repr(params) and "max_tokens" not in dataclasses.asdict(params)
+    for changes in (
+        {"seed": 4},
+        {"max_new_tokens": 9},
+        {"num_top_logprobs": 0},
+        {"max_new_tokens": 7, "max_tokens": 7},
+    ):
+        again = dataclasses.replace(params, **changes)
+        assert all(getattr(again, k) == v for k, v in changes.items()) and again.min_new_tokens == 2
+    assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
+    with pytest.raises(ValueError, match="max_tokens is 5, expected max_new_tokens alone, which is 6"):
+        SamplingParams(max_new_tokens=6, max_tokens=5)
+    with pytest.raises(ValueError, match="max_new_tokens is 0"):
+        SamplingParams(max_tokens=0)
+    with pytest.raises(TypeError, match="num_top_logprobs is True"):
+        SamplingParams(logprobs=True)

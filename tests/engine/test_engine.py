@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -49,6 +50,36 @@ def talking():
 def test_what_is_not_loaded_yet_is_sent_to_from_pretrained(given):
     with pytest.raises(TypeError, match=r"Engine: loaded: got .*Engine\.from_pretrained"):
         Engine(given)
+
+
+def test_chat_is_generate_on_the_model_s_own_template(talking):
+    ask = [{"role": "user", "content": "hi"}]
+    with pytest.raises(ValueError, match="chat: the model has no chat template"):
+        talking.chat(ask)
+    talking.tokenizer.chat_template = (
+        "{% if loud %}!{% endif %}{% for m in messages %}[{{ m.content }}]{% endfor %}"
+        "{% if messages[0].role == 'nobody' %}{{ raise_exception('who?') }}{% endif %}"
+    )
+    try:
+        params = SamplingParams(max_tokens=5, seed=3)
+        (one,) = talking.chat(ask, params)
+        assert one.token_ids == talking.generate("[hi]", params)[0].token_ids
+        assert one.prompt_ids == talking.tokenizer("[hi]")["input_ids"]
+        several = talking.chat([ask, ask], params, loud=True)
+        assert [c.prompt_ids for c in several] == [talking.tokenizer("![hi]")["input_ids"]] * 2
+        for bad, message in (([], "got none"), ([{"role": "nobody", "content": ""}], "refuses them: who")):
+            with pytest.raises(ValueError, match=message):
+                talking.chat(bad)
+    finally:
+        talking.tokenizer.chat_template = None
+
+
+def test_engine_and_completion_say_in_a_line_what_they_are(talking):
+    (done,) = talking.generate("hello", SamplingParams(max_tokens=60, seed=1, ignore_eos=True))
+    assert re.fullmatch(r"<Completion .{1,70}, 60 tokens after 5, length>", repr(done)), repr(done)
+    assert repr(talking) == "<Engine of LlamaForCausalLM: bfloat16 on cpu, running, fused, weight_version 0>"
+    (bad,) = talking.generate([[10**6]])
+    assert repr(bad).startswith("<Completion 0 tokens after 1, error: ")
 
 
 # What is wrong with one request is its own affair

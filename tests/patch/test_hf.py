@@ -515,3 +515,9 @@ def test_gpt2_is_refused_by_the_names_of_what_is_not_covered(dropout):
         with pytest.raises(vx.patch.UnsupportedModule, match=r"ln_1 \(LayerNorm\)[\s\S]*c_attn \(Conv1D\)"):
             vx.patch.hf(model)
         assert "_vexact" not in model.__dict__
+
+
+def test_a_report_is_a_table_in_a_notebook():
+    with vx.patch.hf(tiny("llama")) as handle:
+        html = handle.report()._repr_html_()
+    assert html.count("<tr>") == len(str(handle.report()).splitlines()) > 8 and "<td>rmsnorm</td>" in html

@@ -53,7 +53,7 @@ def cause(
         None if stable else Cause(REPEAT, "the same stack on the same tokens gives other bits each time"),
         _layout(a, b, sequences, first, found, traces),
         _declared(a, b, found),
-        _rounding(of_a, of_b, first, traces) if pair[0] == first else None,
+        _rounding(of_a, of_b, a.device, first, traces) if pair[0] == first else None,
         _split_k(of_a, of_b, first, found, traces) if pair[0] == first else None,
     ):
         if said is not None:
@@ -180,14 +180,14 @@ def _declared(a: Stack, b: Stack, found: Bisection) -> Cause | None:
     return None
 
 
-def _rounding(a, b, first: Key, traces) -> Cause | None:
+def _rounding(a, b, device: torch.device, first: Key, traces) -> Cause | None:
     """Whether one side is what the module computes with one rounding at its end, and the other what it computes with
     all of its own."""
     x, y = (t.entries[first].values for t in traces)
     if x.dtype not in (torch.bfloat16, torch.float16):
         return None
     for of in (a, b):
-        once, own = _computed(of, first, traces[0], x, torch.float32), _computed(of, first, traces[0], x, x.dtype)
+        once, own = (_computed(of, device, first, traces[0], x, dtype) for dtype in (torch.float32, x.dtype))
         if once is None or own is None:
             continue
         for names, left, right in (("ab", x, y), ("ba", y, x)):
@@ -197,7 +197,9 @@ def _rounding(a, b, first: Key, traces) -> Cause | None:
     return None
 
 
-def _computed(of: nn.Module | None, first: Key, traced: Trace, like: Tensor, dtype: torch.dtype) -> Tensor | None:
+def _computed(
+    of: nn.Module | None, device: torch.device, first: Key, traced: Trace, like: Tensor, dtype: torch.dtype
+) -> Tensor | None:
     """What a module's class gives from the inputs that it had, computed in `dtype` and rounded at the end: for norms,
     activations and the like. None where it has no such form."""
     if of is None or first.kind != "out" or any(isinstance(m, nn.Linear | nn.Embedding) for m in of.modules()):
@@ -209,14 +211,14 @@ def _computed(of: nn.Module | None, first: Key, traced: Trace, like: Tensor, dty
         return None
     whole = copy.copy(of)
     whole.__dict__ = {k: v for k, v in of.__dict__.items() if k not in ("forward", "_vexact")}
-    whole._parameters = {k: None if p is None else p.detach().cpu().to(dtype) for k, p in of._parameters.items()}
-    whole._buffers = {k: None if p is None else p.detach().cpu() for k, p in of._buffers.items()}
+    whole._parameters = {k: None if p is None else p.detach().to(device, dtype) for k, p in of._parameters.items()}
+    whole._buffers = {k: None if p is None else p.detach().to(device) for k, p in of._buffers.items()}
     sizes = [p.shape[-1] for p in whole._parameters.values() if p is not None and p.dim() == 1][:1]
     size = sizes[0] if sizes and given[0].width % sizes[0] == 0 else given[0].width
     with contextlib.suppress(Exception), torch.no_grad():  # a module that cannot do so tells nothing
-        out = type(of).forward(whole, given[0].values.to(dtype).view(len(like), -1, size))
+        out = type(of).forward(whole, given[0].values.to(device, dtype).view(len(like), -1, size))
         if isinstance(out, Tensor) and out.numel() == like.numel():
-            return out.reshape(like.shape).to(like.dtype)
+            return out.reshape(like.shape).to(like.dtype).cpu()
     return None
 
 
@@ -228,7 +230,8 @@ def _split_k(a, b, first: Key, found: Bisection, traces) -> Cause | None:
     x, y = (t.entries[first].values for t in traces)
     if len(given) != 1 or given[0].values is None or given[0].width != a.in_features or x.shape[1] != a.out_features:
         return None
-    weight, inputs = a.weight.detach().cpu(), given[0].values
+    weight = a.weight.detach()
+    inputs = given[0].values.to(weight.device)
     if inputs.dtype != weight.dtype:
         return None
     parts = {}
@@ -257,13 +260,13 @@ def _in_parts(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, dtype:
         part = vx.linear_logits(x[:, k : k + size].contiguous(), weight[:, k : k + size].contiguous())
         whole = part if whole is None else whole + part
     if bias is not None:
-        whole = whole + bias.detach().cpu().float()
-    return whole.to(dtype)
+        whole = whole + bias.detach().float()
+    return whole.to(dtype).cpu()
 
 
 def _close(x: Tensor, weight: Tensor, bias: Tensor | None, got: Tensor) -> bool:
     """Within the rounding of one product in its dtype, and of sums of K terms in float32."""
-    exact = functional.linear(x.double(), weight.double(), None if bias is None else bias.detach().cpu().double())
+    exact = functional.linear(x.double(), weight.double(), None if bias is None else bias.detach().double())
     size = functional.linear(x.double().abs(), weight.double().abs())
     room = torch.finfo(got.dtype).eps * exact.abs() + 2 * x.shape[1] * 2.0**-24 * size
-    return bool(((got.double() - exact).abs() <= room).all())
+    return bool(((got.to(exact.device).double() - exact).abs() <= room).all())

@@ -7,6 +7,7 @@ import types
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from html import escape
 
 import torch
 from torch import nn
@@ -33,10 +34,22 @@ class Row:
 class Report(list):
     """The rows, one per module; as a string a table with one line for all modules that are alike."""
 
+    HEADS = ("module", "class", "aligned ops", "note")
+
+    def _lines(self) -> list[tuple[str, ...]]:
+        alike = Counter((re.sub(r"\.\d+(?=\.|$)", ".*", r.path), r.cls, r.replacement or "-", r.note) for r in self)
+        return [(f"{p or '(root)'}" + (f" x{n}" if n > 1 else ""), *rest) for (p, *rest), n in alike.items()]
+
     def __str__(self) -> str:
-        lines = Counter((re.sub(r"\.\d+(?=\.|$)", ".*", r.path), r.cls, r.replacement or "-", r.note) for r in self)
-        rows = [(f"{p or '(root)'}" + (f" x{n}" if n > 1 else ""), *rest) for (p, *rest), n in lines.items()]
-        return table(("module", "class", "aligned ops", "note"), rows)
+        return table(self.HEADS, self._lines())
+
+    def _repr_html_(self) -> str:
+        """The same table in a notebook."""
+
+        def row(cells: tuple[str, ...], tag: str) -> str:
+            return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+        return f"<table>{row(self.HEADS, 'th')}{''.join(row(line, 'td') for line in self._lines())}</table>"
 
 
 @dataclass
