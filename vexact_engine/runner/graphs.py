@@ -132,7 +132,8 @@ class Ladder:
 
 def choose(seconds: Callable[[int], float], most: int, tolerance: float) -> list[int]:
     """Sizes from 1 to `most`, ascending: a step that is padded to the next of them costs at most about `tolerance`
-    more, its share of the time. `seconds` is asked once for each size that is looked at, the largest first."""
+    more, its share of the time. `seconds` is asked once for each size that is looked at, the largest first. A step of
+    one row, which is the answer that somebody waits for, is padded only where that costs nothing."""
     times: dict[int, float] = {}
 
     def at(size: int) -> float:
@@ -156,6 +157,6 @@ def choose(seconds: Callable[[int], float], most: int, tolerance: float) -> list
         at(1)
     kept = [most]
     for size in sorted(times, reverse=True)[1:]:
-        if times[kept[-1]] > times[size] * (1 + tolerance / 2):
+        if times[kept[-1]] > times[size] * (1 + (tolerance / 2 if size > 1 else 0)):
             kept.append(size)
     return kept[::-1]
