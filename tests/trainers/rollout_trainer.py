@@ -31,6 +31,7 @@ class Trainer(Worker):
 
     def __init__(self, rollout_config, model_config):
         super().__init__()
+        adapter.LARGEST_BUCKET = 8192  # so that a small model has many, as large ones have
         self.config, self.path = omega_conf_to_dataclass(rollout_config), model_config.path
         engine = self.config.checkpoint_engine
         self.rollout = get_rollout_class("vexact", "async")(
@@ -49,6 +50,8 @@ class Trainer(Worker):
     def _weights(self, seed):
         for name, tensor in weights(self.path, seed).state_dict().items():
             self.taken += 1
+            if self.spoil == "die" and self.taken == 12:
+                os._exit(1)
             if self.spoil == "raise" and self.taken == 4:
                 raise RuntimeError("a rank has failed")
             yield name, tensor[:1] if self.spoil == "shape" and self.taken == 4 else tensor
@@ -117,13 +120,9 @@ class Lone:
             replica_rank=replica_rank,
         )
 
-    async def update(self, seed, die=False, **told):
-        adapter.LARGEST_BUCKET = 8192  # so that some have been sent before the last is asked for
-
+    async def update(self, seed):
         async def items():
-            for index, (name, tensor) in enumerate(weights(self.path, seed).state_dict().items()):
-                if die and index == 8:
-                    os._exit(1)
-                yield name, tensor
+            for item in weights(self.path, seed).state_dict().items():
+                yield item
 
-        await self.rollout.update_weights(items(), global_steps=seed, **told)
+        await self.rollout.update_weights(items(), global_steps=seed)

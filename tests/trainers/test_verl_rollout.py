@@ -111,6 +111,7 @@ def test_as_an_entry_point(tmp_path):
         ("+rollout.engine_kwargs.vexact.kv_segment=-1", "EngineConfig: kv_segment is -1"),
         ("+rollout.engine_kwargs.vexact.pipeline_parallel_size=2", "unknown: pipeline_parallel_size"),
         ("rollout.max_num_seqs=0", "EngineConfig: max_num_seqs is 0"),
+        ("rollout.pipeline_model_parallel_size=2", "free_cache_engine: set it to False"),
     ],
 )
 def test_options_that_are_refused(path, override, said):
@@ -126,7 +127,7 @@ def test_options(path):
 
     given = {"kv_segment": 64, "latent_attention": "true", "handover": "staged", "timeout": 3.5}
     overrides = [f"+actor_rollout_ref.rollout.engine_kwargs.vexact.{name}={value}" for name, value in given.items()]
-    rollout, _ = configs(path, "actor_rollout_ref.rollout.pipeline_model_parallel_size=2", *overrides)
+    rollout, _ = configs(path, *STAGES, *overrides)
     options, handover = engine_options(omega_conf_to_dataclass(rollout))
     assert options == EngineConfig(
         gpu_memory_utilization=0.5,
@@ -385,6 +386,104 @@ def test_nobody_sleeps_without_free_cache_engine(path):
         running.call(running.server.sleep())
         running.call(running.server.release_kv_cache())
         assert running.server.engine.asleep == ()
+
+
+STAGES = [f"actor_rollout_ref.rollout.{name}" for name in ("pipeline_model_parallel_size=2", "free_cache_engine=false")]
+
+
+def test_stages(path):
+    """Two processes hold half the layers each: the same answers, and an update comes to both."""
+    from vexact_engine import WeightSender
+
+    params = SamplingParams(max_new_tokens=16, seed=3, ignore_eos=True)
+    with Running(path, *STAGES, mode="HYBRID", load_format="dummy") as running:
+        server = running.server
+        first, alone = running.generate(seed=3), reference(path, params)
+        assert (first.token_ids, first.log_probs) == (alone.token_ids, alone.logprobs)
+        new = weights(path, 5)
+
+        async def go():
+            await server.sleep()  # it does not: free_cache_engine is off
+            received = asyncio.ensure_future(server.receive_weights())
+            with WeightSender(
+                server.get_weights_address(), numerics=server.engine.numerics(), bucket_bytes=1 << 16
+            ) as sender:
+                await asyncio.to_thread(sender.send, new.state_dict())
+                await received
+
+        running.call(go())
+        found = running.generate(seed=3)
+    config = EngineConfig(num_pages=64, show_progress=False)
+    with Engine.from_pretrained(weights(path, 5, torch.bfloat16), config=config) as engine:
+        alone = engine.generate([PROMPT], params)[0]
+    assert (found.token_ids, found.log_probs) == (alone.token_ids, alone.logprobs)
+
+
+def test_profiles(path, tmp_path):
+    on = {"enable": "true", "tool": "torch", "ranks": "[0]", "save_path": tmp_path}
+    with Running(
+        path, *(f"actor_rollout_ref.rollout.profiler.{name}={value}" for name, value in on.items())
+    ) as running:
+        running.call(running.server.start_profile(role="rollout", profile_step="1"))
+        running.generate()
+        running.call(running.server.stop_profile())
+    assert [file for file in tmp_path.rglob("*") if file.is_file() and file.stat().st_size]
+
+
+def adapter_of(path, monkeypatch, rank, replica_rank=-1, *overrides):
+    from verl.utils.config import omega_conf_to_dataclass
+
+    from vexact_engine.verl.adapter import ServerAdapter
+
+    monkeypatch.setenv("RANK", str(rank))
+    rollout, model = configs(path, *overrides)
+    return ServerAdapter(omega_conf_to_dataclass(rollout), model, None, replica_rank=replica_rank)
+
+
+def test_an_adapter_knows_its_place(path, monkeypatch):
+    found = [adapter_of(path, monkeypatch, rank, -1, *STAGES) for rank in range(4)]
+    assert [(a.replica_rank, a.is_leader_rank) for a in found] == [(0, True), (0, False), (1, True), (1, False)]
+    assert adapter_of(path, monkeypatch, 0, 7).replica_rank == 7  # as CheckpointEngineWorker says
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_what_an_adapter_takes_and_refuses(path, monkeypatch, kind):
+    """A rank that does not lead takes every item, of both kinds of iterators; a refusal comes before the first."""
+    taken = []
+
+    def items():
+        for name in ("a", "b", "c"):
+            taken.append(name)
+            yield name, torch.zeros(1)
+
+    async def later():
+        for item in items():
+            yield item
+
+    make = items if kind == "sync" else later
+    follower = adapter_of(path, monkeypatch, 1, -1, *STAGES)
+    asyncio.run(follower.update_weights(make(), global_steps=3, peft_config=None, base_sync_done=True))
+    assert taken == ["a", "b", "c"]
+    for told, said in (
+        ({"wire_format": "delta_flush"}, "delta_flush"),
+        ({"peft_config": {"r": 8}}, r"lora\.merge=True"),
+    ):
+        with pytest.raises(NotImplementedError, match=said):
+            asyncio.run(follower.update_weights(make(), **told))
+    assert taken == ["a", "b", "c"]
+
+
+def test_the_trainers_options_are_in_its_fingerprint(path, monkeypatch):
+    """As model.fused_kernel_options has them, not as the rollout's own: the server compares them with those."""
+    import ray
+
+    override = "+actor_rollout_ref.model.fused_kernel_options.vexact.kv_segment=64"
+    monkeypatch.setattr(ray, "get_actor", None)  # nobody asks for a server here
+    adapter = adapter_of(path, monkeypatch, 0, -1, override)
+    sender = adapter._sender_to("ipc:///tmp/vexact-none.sock")
+    assert sender.numerics["options"] == {"kv_segment": 64}
+    assert adapter._sender_to("ipc:///tmp/vexact-none.sock") is sender
+    assert adapter._sender_to("ipc:///tmp/vexact-other.sock") is not sender
 
 
 @pytest.mark.parametrize("option, said", [("handover=later", "mode: got 'later'"), ("timeout=0", "timeout: got 0")])

@@ -216,24 +216,28 @@ def test_standalone(cluster):
     assert cluster.answers(replica.server_handle) == whole_answer(cluster.path, 11)
 
 
-def test_an_adapter_that_refuses_that_is_killed_and_its_successor(cluster):
-    from .rollout_trainer import Lone
+def test_a_teacher_on_the_trainers_gpus(cluster):
+    """Colocated: it sleeps with its weights, and answers what a teacher is asked for."""
+    from verl.workers.rollout.replica import RolloutMode
 
-    first = cluster.hybrid.get_replicas()[0]
-    before = cluster.answers(first.server_handle)
-    lone = cluster.ray.remote(Lone).remote(cluster.rollout, cluster.model, 0)
-    for told, said in (({"wire_format": "delta_flush"}, "delta_flush"), ({"peft_config": {"r": 8}}, "lora.merge=True")):
-        with pytest.raises(cluster.ray.exceptions.RayTaskError, match=said):
-            cluster.ray.get(lone.update.remote(6, **told))
-    assert cluster.answers(first.server_handle) == before
-    with pytest.raises(cluster.ray.exceptions.RayActorError):
-        cluster.ray.get(lone.update.remote(12, die=True))
-    with pytest.raises(cluster.ray.exceptions.RayTaskError, match="update them"):
-        cluster.answers(first.server_handle)
-    successor = cluster.ray.remote(Lone).remote(cluster.rollout, cluster.model, 0)
-    cluster.ray.get(successor.update.remote(13))
-    assert cluster.answers(first.server_handle) == whole_answer(cluster.path, 13)
-    cluster.ray.kill(successor)
+    from vexact_engine.verl.replica import Replica
+
+    config = rollout_config(cluster.path, "actor_rollout_ref.rollout.load_format=auto")
+    teacher = Replica(
+        0, config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, is_teacher_model=True, name_suffix="math"
+    )
+    assert teacher.max_concurrency >= 1000 and teacher.get_ray_class_with_init_args() is not None
+    teacher.rollout_mode, teacher.workers = RolloutMode.COLOCATED, cluster.trainers.workers[:1]
+    asyncio.run(teacher.launch_servers())
+    server = cluster.ray.get_actor("vexact_server_teacher_0_0_math")
+    before = cluster.answers(server)
+    for control in (teacher.release_kv_cache, teacher.resume_kv_cache, teacher.sleep, teacher.wake_up):
+        asyncio.run(control())
+    assert cluster.answers(server) == before
+    asked = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+    found = cluster.ray.get(server.generate.remote(prompt_ids=PROMPT, sampling_params=asked, request_id="t"))
+    assert found.extra_fields["prompt_ids"] == [[6], [7], [8], [0]]
+    cluster.ray.kill(server)
 
 
 def test_a_server_that_is_killed_and_its_successor(cluster):
@@ -247,3 +251,18 @@ def test_a_server_that_is_killed_and_its_successor(cluster):
     cluster.weights.update_weights(15)
     servers = [replica.server_handle for replica in cluster.hybrid.get_replicas()]
     assert [cluster.answers(server) for server in servers] == [whole_answer(cluster.path, 15)] * 2
+
+
+def test_a_trainer_that_is_killed_and_its_successor(cluster):
+    """The last of the story: the group of trainers is not whole any more."""
+    from .rollout_trainer import Lone
+
+    first = cluster.hybrid.get_replicas()[0]
+    cluster.trainers.set_spoil("die")
+    with pytest.raises(cluster.ray.exceptions.RayActorError):
+        cluster.weights.update_weights(16)
+    with pytest.raises(cluster.ray.exceptions.RayTaskError, match="update them"):
+        cluster.answers(first.server_handle)
+    successor = cluster.ray.remote(Lone).remote(cluster.rollout, cluster.model, 0)
+    cluster.ray.get(successor.update.remote(17))
+    assert cluster.answers(first.server_handle) == whole_answer(cluster.path, 17)

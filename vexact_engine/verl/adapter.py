@@ -30,7 +30,6 @@ class ServerAdapter(BaseRollout):
         rank, size = int(os.environ["RANK"]), self.config.pipeline_model_parallel_size
         self.replica_rank = rank // size if replica_rank == -1 else replica_rank
         self.is_leader_rank = rank % size == 0
-        self.sleep_level = 2  # verl sets 1 for LoRA adapters, which are refused
         self._sender: WeightSender | None = None
 
     async def resume(self, tags: list[str]) -> None:

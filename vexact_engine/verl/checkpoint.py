@@ -23,8 +23,8 @@ from verl.utils.device import get_device_name
 import vexact_ops as vx
 
 from ..errors import HandoverFailed, PeerLost
+from ..weights.messages import Part
 from ..weights.packing import ALIGN, pack, unpack
-from ..weights.protocol import Part
 from .server import LARGEST_BUCKET
 
 

@@ -59,6 +59,8 @@ def engine_options(config: RolloutConfig) -> tuple[EngineConfig, dict[str, Any]]
     for name, (only, why) in _ONLY.items():
         if (got := getattr(config, name)) != only:
             raise ValueError(f"vexact: rollout.{name}: got {got!r}, expected {only!r}: {why}. Set it to {only}")
+    if config.pipeline_model_parallel_size > 1 and config.free_cache_engine:
+        raise ValueError("vexact: rollout.free_cache_engine: set it to False: an engine of several stages cannot sleep")
     given = dict((config.engine_kwargs or {}).get("vexact") or {})
     handover = {name: given.pop(name, default) for name, default in (("handover", "in_place"), ("timeout", 60.0))}
     known = {field.name for field in fields(EngineConfig)} - {"pipeline_parallel_size"}  # verl has a name for that

@@ -6,7 +6,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .protocol import Part, dtype_name, dtype_of
+from .messages import Part, dtype_name, dtype_of
 
 ALIGN = 16  # bytes: every part of a bucket begins at a multiple
 
