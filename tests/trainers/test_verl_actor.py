@@ -149,6 +149,7 @@ def veomni(folders, rollouts, tmp_path_factory):
         *(made(name, **changes) for name, (changes, _) in VEOMNI_SAME.items()),
         made("bf16-weights", engine={"mixed_precision": False}),
         made("cooler", rollout="cooler", temperature=0.7),
+        made("experts-apart", "qwen3_moe", engine={"expert_parallel_size": 2}),
         made("ulysses", engine={"ulysses_parallel_size": 2}, refused=True),
     ]
     return run(jobs, tmp_path_factory.mktemp("veomni") / "run", 2)
@@ -249,6 +250,13 @@ def test_veomni_settings_that_change_no_bit(name, veomni, rollouts):
     assert_bitwise(without_last(got.logprobs), rollouts["qwen3"].every(), "log-probabilities")
     if VEOMNI_SAME[name][1]:
         assert_bitwise(list(got.weights.values()), list(base.weights.values()), "trained weights")
+
+
+def test_veomni_experts_on_two_ranks(veomni, rollouts, folders):
+    got = veomni["experts-apart"]
+    assert_bitwise(without_last(got.logprobs), rollouts["qwen3_moe"].every(), "old_log_probs")
+    _, after = moved(folders["qwen3_moe"], got.weights, rollouts["qwen3_moe"].rows)
+    assert_bitwise(without_last(got.after), after, "after training")
 
 
 def test_veomni_weights_in_bf16_and_other_temperatures(veomni, rollouts):
