@@ -19,7 +19,7 @@ TYPED = ROOT / "tests" / "typed.py"
 
 def names(package):
     """What is public: what `import *` brings, and `sum`, which that leaves alone because Python has one."""
-    return {*package.__all__, "sum"} if package is vx else set(package.__all__)
+    return sorted({*package.__all__, "sum"} if package is vx else package.__all__)
 
 
 def public():
