@@ -192,7 +192,7 @@ class Sequence:
     num_computed    tokens whose keys and values are in those pages
     num_planned     the same, once all plans in flight have run
     in_flight       samples in plans in flight
-    turn            the plan that its last decode was in
+    last_step       the step that its last decode was in
     stop_ids        tokens that end it, the model's own among them where it minds those
     limit           tokens it may reach, and `limit_note` says which limit that is if it is the cache's
     started_at, token_times, finished_at, cached_tokens, preemptions   as in Metrics
@@ -207,6 +207,7 @@ class Sequence:
         "finished_at",
         "in_flight",
         "index",
+        "last_step",
         "limit",
         "limit_note",
         "logprobs",
@@ -230,7 +231,6 @@ class Sequence:
         "token_times",
         "tokens",
         "top_logprobs",
-        "turn",
         "weight_versions",
     )
 
@@ -244,7 +244,7 @@ class Sequence:
         self.prompt_logprobs = [None] * self.num_prompt if self.params.prompt_logprobs else None
         self.state = State.WAITING
         self.slot = None
-        self.turn = -(1 << 62)
+        self.last_step = -(1 << 62)
         self.stop_ids: frozenset[int] = frozenset()
         self.arrival = -1  # its place in the order of fairness, once added
         self.limit, self.limit_note = self.num_prompt + self.params.max_new_tokens, None

@@ -292,8 +292,8 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         running, prefills, told = State.RUNNING, [], 0
 
-        turn = self.stats.steps
-        chosen = self._choose(lookahead, turn) if self._stages > 1 else None
+        step = self.stats.steps
+        chosen = self._choose(lookahead, step) if self._stages > 1 else None
         # This loop and that of `commit` are the host's time for each token of a decode.
         for sequence in self.running[:]:
             in_flight = sequence.in_flight
@@ -309,7 +309,7 @@ class Scheduler:
             if start >= len(sequence.pages) * size and not self._grow(sequence):
                 continue
             sequence.num_planned = end
-            sequence.turn = turn
+            sequence.last_step = step
             sequence.in_flight = in_flight + 1
             told += start < sequence.num_prompt
             chunks.append(Chunk(sequence, start, end, True, sequence.pages, sequence.epoch, sequence.slot))
@@ -334,7 +334,7 @@ class Scheduler:
             self.stats.mixed_steps += 0 < num_decodes < len(chunks)
         return plan
 
-    def _choose(self, lookahead, turn):
+    def _choose(self, lookahead, step):
         """In a pipeline: the decodes that are to be in this plan, their share of all: those that were in none of the
         last plans, which are with the other stages; so the same ones go together. None where that is all of them."""
         ready = [
@@ -344,10 +344,10 @@ class Scheduler:
             and len(sequence.tokens) + sequence.in_flight - sequence.num_planned == 1
             and len(sequence.tokens) + sequence.in_flight < sequence.limit
         ]
-        rested = [sequence for sequence in ready if turn - sequence.turn >= self._stages] or ready
+        rested = [sequence for sequence in ready if step - sequence.last_step >= self._stages] or ready
         most = -(-len(self.running) // self._stages)
         if len(rested) > most:
-            rested = heapq.nsmallest(most, rested, lambda sequence: sequence.turn)
+            rested = heapq.nsmallest(most, rested, lambda sequence: sequence.last_step)
         return None if len(rested) == len(ready) else set(rested)
 
     def _plan(self, plan, sequence, length):

@@ -117,12 +117,12 @@ class _Stage:
                 start_new_session=True,  # a terminal's Ctrl-C is for the engine's process, which then ends this one
             )
 
-    def tell(self, message: bytes) -> None:
+    def send(self, message: bytes) -> None:
         self.connection.send_bytes(message)
 
     def end(self, seconds: float) -> None:
         with contextlib.suppress(OSError):
-            self.tell(pickle.dumps(("close",)))
+            self.send(pickle.dumps(("close",)))
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -192,7 +192,7 @@ class PipelineWorker:
                         rank, self.layers, device, self._origin, self.config, self._backend,
                         os.path.join(folder, "store"), self.depth,
                     )  # fmt: skip
-                    stage.tell(pickle.dumps(("assignment", assignment)))
+                    stage.send(pickle.dumps(("assignment", assignment)))
                 ready: list = []
                 for stage in self._stages:
                     progress("stages", len(ready), count, "")
@@ -261,7 +261,7 @@ class PipelineWorker:
             raise StageDied(self.dead)
         for stage in stages:
             try:
-                stage.tell(message)
+                stage.send(message)
             except OSError:
                 self.listen(0)  # it may have said why
                 if not self.dead:
@@ -393,7 +393,7 @@ class PipelineWorker:
         end = time.monotonic() + _END_SECONDS
         for stage in self._stages:
             with contextlib.suppress(OSError):
-                stage.tell(pickle.dumps(("close",)))
+                stage.send(pickle.dumps(("close",)))
         for stage in self._stages:
             stage.end(max(0.0, end - time.monotonic()))
         self._stages, self.dead = [], self.dead or "the engine is closed"

@@ -67,7 +67,7 @@ class Stage:
         except (EOFError, OSError):
             os._exit(1)  # nobody is there any more, whatever the other threads wait for
 
-    def tell(self, kind: str, *values) -> None:
+    def send(self, kind: str, *values) -> None:
         with self._lock:
             self._connection.send_bytes(pickle.dumps((kind, *values), protocol=5))
 
@@ -112,7 +112,7 @@ class Stage:
         self._copy: tuple[str | None, Places] | None = None  # of the weights' memory, and where that lies
         self._update: Update | None = None
         self._memories: Memories | None = None
-        self.tell("ready", self.runner.config, self.runner.path, numerics, held)
+        self.send("ready", self.runner.config, self.runner.path, numerics, held)
 
     def _report(self) -> None:
         while True:
@@ -122,11 +122,11 @@ class Stage:
             except BaseException as error:
                 self._fail(error)
             if self.last:
-                self.tell("drawn", number, sampled)
+                self.send("drawn", number, sampled)
 
     def _fail(self, error: BaseException) -> None:
         with contextlib.suppress(OSError):
-            self.tell("failed", f"{type(error).__name__}: {error}", traceback.format_exc())
+            self.send("failed", f"{type(error).__name__}: {error}", traceback.format_exc())
         os._exit(1)
 
     # What it is told
@@ -147,7 +147,7 @@ class Stage:
                 target.copy_(value)
         if self.device.type == "cuda":
             vx.synchronize(self.device)
-        self.tell("done")
+        self.send("done")
 
     # Weights from another process. What is wrong with them is said, and the stage goes on
 
@@ -155,11 +155,11 @@ class Stage:
         if self._copy is None or self._copy[0] != device:
             self._copy = None
             self._copy = device, self._places.copy(device or self.device)
-        self.tell("done")
+        self.send("done")
 
     def _do_begin(self, staged: bool) -> None:
         self._update = Update(self._copy[1] if staged else self._places)
-        self.tell("done")
+        self.send("done")
 
     def _do_open(self, offer) -> None:
         from ..weights.buffers import Memories
@@ -186,25 +186,25 @@ class Stage:
                 self._places.targets[name].copy_(value)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.tell("done")
+        self.send("done")
 
     def _do_let_go(self) -> None:
         if self._memories is not None:
             self._memories.close()
-        self.tell("done")
+        self.send("done")
 
     def _try(self, function: Callable[[], None]) -> None:
         try:
             function()
         except (HandoverFailed, ValueError, TypeError) as error:
-            self.tell("refused", f"{error} (stage {self.rank})")
+            self.send("refused", f"{error} (stage {self.rank})")
         else:
-            self.tell("done")
+            self.send("done")
 
     def _do_numbers(self) -> None:
         """For whoever wants to know what a stage holds."""
         caches = sum(c.nbytes for c in {id(c): c for c in self.runner.buffers.caches[0]}.values())
-        self.tell("done", os.getpid(), len(self.runner.layers), caches)
+        self.send("done", os.getpid(), len(self.runner.layers), caches)
 
 
 def main() -> None:
