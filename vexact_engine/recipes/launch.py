@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from ..errors import PeerLost
+from ..weights.fetch import fetch_smollm2
 from .grpo import ALIGNED, STOCK, Report, Run, run
-from .options import Options
+from .options import SMOLLM2, Options
 from .rollout import ProcessDied, how
 
 _KNOWN = {c.__name__: c for c in (ValueError, TypeError, OSError, ModuleNotFoundError, ProcessDied, PeerLost)}
@@ -33,6 +34,8 @@ def launch(options: Options, *, unaligned: bool = False, report: Report = lambda
               others are ended then
     """
     sides = [ALIGNED, STOCK] if unaligned else [ALIGNED]
+    if options.model == SMOLLM2:
+        fetch_smollm2()  # once, before every process asks for it
     if dist.is_torchelastic_launched():
         with _group(options, None) as device:
             options = replace(options, ranks=dist.get_world_size())

@@ -25,7 +25,7 @@ class Options:
     layers             random weights: the first so many layers alone
     task, task_options see tasks.make; None: reasoning-gym's chain_sum of two digits, without a tokenizer "evens"
     device, dtype      of trainer and engine; the trainer's masters are fp32 always
-    ranks              trainer processes, each on a GPU of its own where the device is a GPU
+    ranks              trainer processes, each on a GPU of its own from `device` on; the engine shares the first one's
     prompts, samples   questions of a step, and answers to each: a group
     temperature        of rollout and training alike
     advantage          "grpo": (reward - mean of its group) / standard deviation of it; "rloo": reward - mean of the
