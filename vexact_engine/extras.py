@@ -19,7 +19,7 @@ EXTRAS = {
 
 def check_installed(args: Namespace) -> None:
     """Before anything is imported: what this command needs is here, or the line that brings it."""
-    beside = {"demo": {"engine", "gguf"}, "doctor": set(), "bench": set(), "serve": {"engine", "serve"}}
+    beside = {"demo": {"engine", "gguf"}, "doctor": set(), "serve": {"engine", "serve"}}
     beside["recipe"] = {"engine", "handover"}
     wanted = beside.get(args.command, {"engine"})
     if model := getattr(args, "model", None):
