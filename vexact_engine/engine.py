@@ -20,13 +20,13 @@ from torch import Tensor
 import vexact_ops as vx
 
 from .config import EngineConfig, SamplingParams
-from .core.loop import PAUSES, Loop, drop
+from .core.loop import Loop, check_pause, drop
 from .core.scheduler import Scheduler, Stats
 from .errors import RequestError
 from .outputs import Call, Increment, Load, Ticket
 from .parallel.pipeline import PipelineWorker
 from .progress import bar, quiet
-from .request import Begun, Completion, Request, check_params, encoded, refused, spread
+from .request import Begun, Completion, Request, check_name, check_params, encoded, refused, spread
 from .runner import shapes
 from .runner.sleep import TAGS, check_level, named_tags
 from .runner.worker import Worker
@@ -259,8 +259,7 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request, from any thread: before the next step its samples get finish_reason "abort" and keep what they
         have. Nothing happens if it is unknown or done."""
-        if not isinstance(request_id, str):
-            raise TypeError(f"abort: request_id: got a {type(request_id).__name__}, expected a string")
+        check_name("abort", request_id)
         self._loop.abort_named(request_id)
 
     def pause(self, mode: str = "wait") -> None:
@@ -269,8 +268,7 @@ class Engine:
         mode   "abort": end all requests; "wait": let those that are in finish first; "keep": let them stand where
                they are, with their keys and values
         """
-        if mode not in PAUSES:
-            raise ValueError(f"pause: mode: got {mode!r}, expected one of {', '.join(PAUSES)}")
+        check_pause("pause", mode)
         self._loop.pause(mode)
 
     def resume(self) -> None:
@@ -296,8 +294,7 @@ class Engine:
         and zeros for those that were dropped.
         """
         check_level(level)
-        if mode not in PAUSES:
-            raise ValueError(f"sleep: mode: got {mode!r}, expected one of {', '.join(PAUSES)}")
+        check_pause("sleep", mode)
         named, loop, worker = named_tags("sleep", tags), self._loop, self._worker
 
         def rest() -> dict[str, int]:

@@ -347,6 +347,11 @@ def spread(prompts, params, request_ids) -> list[tuple]:
     return list(zip(prompts, params, request_ids or [None] * len(prompts)))
 
 
+def check_name(method: str, request_id: str) -> None:
+    if not isinstance(request_id, str):
+        raise TypeError(f"{method}: request_id: got a {type(request_id).__name__}, expected a string")
+
+
 def check_params(params, vocab_size: int) -> None:
     if not isinstance(params, SamplingParams):
         raise TypeError(f"params is a {type(params).__name__}, expected SamplingParams")

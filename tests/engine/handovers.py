@@ -67,7 +67,7 @@ def receiving(engine, mode="in_place", **options):
             thread.start()
 
             def result():
-                thread.join(30)
+                thread.join(120)
                 assert not thread.is_alive()
                 if "error" in found:
                     raise found["error"]

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import struct
@@ -261,17 +262,33 @@ def test_a_sender_that_stalls(mode, sockets):
         assert texts(engine) == old
 
 
-def test_no_room_for_a_bucket(sockets, monkeypatch):
-    model = build("Qwen3")
+@contextlib.contextmanager
+def no_room(how, monkeypatch):
+    if how == "limit":  # the kernel itself refuses
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        return
 
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    with Engine.from_pretrained(model, config=CONFIG) as engine, receiving(engine) as (receiver, start):
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        yield
+
+
+@MODES
+@pytest.mark.parametrize("how", ["limit", "full"])
+def test_no_room_for_a_bucket(how, mode, sockets, monkeypatch):
+    model = build("Qwen3")
+    with Engine.from_pretrained(model, config=CONFIG) as engine, receiving(engine, mode) as (receiver, start):
         old = texts(engine)
-        with sender(receiver) as out:
-            with monkeypatch.context() as patched:
-                patched.setattr(os, "posix_fallocate", full)
+        with sender(receiver, bucket_bytes=1 << 16) as out:
+            with no_room(how, monkeypatch):
                 result = start()
                 with pytest.raises(HandoverFailed, match="there is no room for it"):
                     out.send(model.state_dict())
@@ -435,6 +452,37 @@ def test_a_receiver_that_is_killed_and_comes_back(sockets):
             assert out.send(model.state_dict()) == 1
             thread.join()
             receiver.close()
+
+
+def _send_one(address, seed, bucket_bytes):
+    new = other(build("Qwen3"), seed)
+    with WeightSender(address, numerics=vx.numerics("cpu"), bucket_bytes=bucket_bytes, timeout=60) as out:
+        for _ in range(3):
+            out.send(new.state_dict())
+
+
+def test_two_jobs_on_one_host_do_not_meet(sockets):
+    """Both at the same time, from one folder of sockets, in either mode."""
+    context = multiprocessing.get_context("spawn")
+    with (
+        Engine.from_pretrained(build("Qwen3"), config=CONFIG) as first,
+        Engine.from_pretrained(build("Qwen3"), config=CONFIG) as second,
+        receiving(first, "in_place") as (one, start_one),
+        receiving(second, "staged") as (two, start_two),
+    ):
+        assert one.address != two.address
+        jobs = ((one.address, 5, 4096), (two.address, 6, 1 << 16))
+        processes = [context.Process(target=_send_one, args=job) for job in jobs]
+        for process in processes:
+            process.start()
+        for version in (1, 2, 3):
+            results = start_one(110), start_two(110)
+            assert [result() for result in results] == [version, version]
+        for process in processes:
+            process.join(60)
+            assert process.exitcode == 0
+        assert texts(first) == expected("Qwen3", other(build("Qwen3"), 5))
+        assert texts(second) == expected("Qwen3", other(build("Qwen3"), 6))
 
 
 def test_sockets_of_dead_processes_are_removed_and_those_of_living_ones_stay(sockets):

@@ -9,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from engine_models import build
 from handovers import CONFIG, MODES, expected, folder_of_sockets, other, receiving, sender, texts
 
 from vexact_engine import Engine, HandoverFailed, Replicas, StageDied, WeightsTorn
 from vexact_engine.parallel.messages import Open
+from vexact_engine.parallel.replicas import _places
 from vexact_engine.weights import buffers
 from vexact_engine.weights.experts import per_expert
 
@@ -181,6 +183,28 @@ def test_a_replica_that_dies_while_weights_come_and_one_that_comes_back(saved, s
         assert out.send(new.state_dict()) == 2 == result()
         assert [r.fresh for r in replicas.replicas] == [True, True]
         assert texts(replicas) == wanted
+
+
+def test_replicas_in_stages(saved, sockets):
+    path, family = saved
+    new = other(build(family))
+    with (
+        Replicas.from_pretrained(path, replicas=2, config=replace(CONFIG, pipeline_parallel_size=2)) as replicas,
+        receiving(replicas, "staged") as (receiver, start),
+        sender(receiver, bucket_bytes=4096) as out,
+    ):
+        result = start()
+        assert out.send(new.state_dict()) == 1 == result()
+        assert texts(replicas) == expected(family, new)
+
+
+def test_replicas_in_stages_have_a_gpu_for_each(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    found, threads = _places("cuda", 2, 2)
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == ["4,5", "6,7"] and threads is None
+    with pytest.raises(ValueError, match="got 3, expected at most 2: there are 4 GPUs, and each takes 2"):
+        _places("cuda", 3, 2)
 
 
 @MODES

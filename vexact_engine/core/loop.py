@@ -38,6 +38,11 @@ _LONGEST_WAIT = 0.05  # seconds that a wait is taken to need at most
 _JOIN_SECONDS = 10  # for a thread whose engine is collected; close() and the end of the process wait for the step
 
 
+def check_pause(method: str, mode: str) -> None:
+    if mode not in PAUSES:
+        raise ValueError(f"{method}: mode: got {mode!r}, expected one of {', '.join(PAUSES)}")
+
+
 class Pending(Protocol):
     """A plan in flight."""
 

@@ -426,14 +426,14 @@ class _UpdateOfStages(Update):
             self._worker.touched()
         self._worker.ask("take", bucket)
 
-    def write(self, bucket: Iterable[tuple[str, Tensor | Piece]]) -> None:
+    def write(self, bucket: Iterable[tuple[str, Tensor | Piece]], foreign: bool = False) -> None:
         bucket = list(bucket)
         for given, _ in bucket:
             name = self._places.old.get(given, given)
             first = self._written.get(id(self._targets.get(name)), name)
             if first != name:  # no stage could compare them
                 raise ValueError(f"update_weights: {first} and {name} are tied, expected one of them")
-        super().write(bucket)
+        super().write(bucket, foreign)
         if self._staged:
             self._worker.ask("put", bucket)
         else:

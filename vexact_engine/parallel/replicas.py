@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from ..config import EngineConfig, SamplingParams
-from ..core.loop import PAUSES
+from ..core.loop import check_pause
 from ..core.scheduler import Stats
 from ..engine import Prompt
 from ..errors import ReplicaDied, RequestError
 from ..outputs import Increment, Load
 from ..progress import bar, quiet
-from ..request import Completion, check_params, encoded, refused, spread, token_ids
+from ..request import Completion, check_name, check_params, encoded, refused, spread, token_ids
 from ..runner.sleep import TAGS, check_level, named_tags
 from ..text import Text
 from ..weights.load import as_dtype, load_tokenizer
@@ -141,18 +141,19 @@ class Replicas:
     ) -> "Replicas":
         """Replicas of what Engine.from_pretrained takes, but for a loaded model.
 
-        device   "cpu", whose cores they share; or "cuda": each has a GPU of its own, of those that this process sees,
-                 or that Ray has
+        device   "cpu", whose cores they share; or "cuda": each has a GPU of its own, or one for each of its stages, of
+                 those that this process sees, or that Ray has
         ray      as actors, on whichever machines of Ray's cluster; `path` must be there too
         """
         if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
             raise ValueError(f"Replicas: replicas: got {replicas!r}, expected 1 or more")
         if isinstance(path, torch.nn.Module):
             raise TypeError(f"Replicas: path: got a {type(path).__name__}, expected a path or a name on the Hub")
-        environments, threads = ([{}] * replicas, None) if ray else _places(device, replicas)
+        stages = 1 if config is None else config.pipeline_parallel_size
+        environments, threads = ([{}] * replicas, None) if ray else _places(device, replicas, stages)
         if ray and device not in ("cpu", "cuda"):
             raise ValueError(f'Replicas: device: got {device!r}, expected "cpu" or "cuda"')
-        ray_options = [{"num_cpus": 1, "num_gpus": int(device == "cuda")}] * replicas if ray else None
+        ray_options = [{"num_cpus": stages, "num_gpus": stages * (device == "cuda")}] * replicas if ray else None
         arguments = {
             "path": os.fspath(path),
             "device": device,
@@ -241,16 +242,14 @@ class Replicas:
     def abort(self, request_id: str) -> None:
         """End a request, from any thread: its samples get finish_reason "abort" and keep what they have. Nothing
         happens if it is unknown or done."""
-        if not isinstance(request_id, str):
-            raise TypeError(f"abort: request_id: got a {type(request_id).__name__}, expected a string")
+        check_name("abort", request_id)
         self._front.abort(request_id)
 
     # For a while
 
     def pause(self, mode: str = "wait") -> None:
         """As Engine.pause, of all."""
-        if mode not in PAUSES:
-            raise ValueError(f"pause: mode: got {mode!r}, expected one of {', '.join(PAUSES)}")
+        check_pause("pause", mode)
         self._front.paused = True
         self._all("pause", mode=mode)
 
@@ -261,8 +260,7 @@ class Replicas:
     def sleep(self, level: int = 1, tags: Iterable[str] | None = None, mode: str = "keep") -> dict[str, int]:
         """As Engine.sleep, of all: bytes given back, by tag, all together."""
         check_level(level)
-        if mode not in PAUSES:
-            raise ValueError(f"sleep: mode: got {mode!r}, expected one of {', '.join(PAUSES)}")
+        check_pause("sleep", mode)
         named = named_tags("sleep", tags)
         with self._updates:
             self._front.asleep = True
@@ -509,18 +507,22 @@ class Replicas:
                 draw("generating", len(finished), samples, f"{rate:.0f} tokens/s")
 
 
-def _places(device: str, count: int) -> tuple[list[dict[str, str]], int | None]:
+def _places(device: str, count: int, stages: int) -> tuple[list[dict[str, str]], int | None]:
     """Variables for each replica, and how many threads it may use."""
     if device == "cpu":
         return [{} for _ in range(count)], max(1, torch.get_num_threads() // count)
     if device != "cuda":
         raise ValueError(f'Replicas: device: got {device!r}, expected "cpu" or "cuda": each replica has its own GPU')
     seen = torch.cuda.device_count()
-    if seen < count:
-        raise ValueError(f"Replicas: replicas: got {count}, expected at most {seen}: as many as there are GPUs")
+    if seen < count * stages:
+        each = "" if stages == 1 else f", and each takes {stages}"
+        raise ValueError(
+            f"Replicas: replicas: got {count}, expected at most {seen // stages}: there are {seen} GPUs{each}"
+        )
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = given.split(",") if given else [str(i) for i in range(seen)]
-    return [{"CUDA_VISIBLE_DEVICES": names[i]} for i in range(count)], None
+    every = range(0, count * stages, stages)
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(names[i : i + stages])} for i in every], None
 
 
 def _spec(name: str, given) -> tuple[tuple[int, ...], torch.dtype]:

@@ -81,6 +81,7 @@ class Worker:
             self._memory = Memory(model, caches, self._runner.release)
             self._memories: Memories | None = None  # of another process, that weights come in
             self._watch, self._missed = Watch(model), ""
+            self._places = Places.of(model)
             self._encoder = Encoder()
             asked = config.async_scheduling
             self.depth = 2 if (self.device.type == "cuda" if asked is None else asked) else 1
@@ -128,7 +129,7 @@ class Worker:
         return "replaced" if "replaced" in found else "written" if "written" in found else ""
 
     def _note(self) -> None:
-        self._watch.note()
+        self._watch.note_written()
         self._missed = ""
 
     def _rejoin(self) -> None:
@@ -138,9 +139,13 @@ class Worker:
                     f"Engine: {name} has been replaced by a tensor that is {tensor.dtype} on {tensor.device}, expected "
                     f"{self.dtype} on {self.device}"
                 )
-        self._runner.make_forward()
+        self._make_forward()
         if not self.asleep:
             self._runner.capture()
+
+    def _make_forward(self) -> None:
+        self._runner.make_forward()
+        self._places = Places.of(self.model)
 
     def plan(self, named_tensors) -> list[tuple[Tensor, Tensor]]:
         self._make_ready()
@@ -160,14 +165,18 @@ class Worker:
         if staging is not None:
             return Update(staging, specs)
         self._make_ready()
-        return Update(self.model, specs)
+        return Update(self._places, specs)
 
     def commit(self, update: Update, tear: Callable[[], None]) -> None:
         """What came into a copy is put in place. `tear` is called before anything is written."""
         self._make_ready()
-        plan = plan_update(self.model, update.came())
+        targets = self._places.targets
+        plan = {id(targets[name]): (targets[name], value) for name, value in update.came().items()}
+        for target, value in plan.values():
+            if (target.shape, target.dtype) != (value.shape, value.dtype):
+                raise ValueError("update_weights: the model has other tensors than when its copy was made")
         tear()
-        apply_update(plan)
+        apply_update(plan.values())
 
     def open(self, offer: "Offer") -> None:
         """Memory that `take` finds its buckets in; in any thread, and so are `take` into a copy and `let_go`."""
@@ -181,7 +190,7 @@ class Worker:
         """Writes what lies in a bucket; it may be filled again then."""
         if self._memories is None:
             raise HandoverFailed("weights: a bucket came before the memory that it lies in")
-        update.write(self._memories.values(bucket))
+        update.write(self._memories.values(bucket), foreign=True)
         self._memories.wait()
 
     def let_go(self) -> None:
@@ -219,7 +228,7 @@ class Worker:
 
         def move() -> dict[str, int]:
             if self._memory.will_empty_weights(level, tags) and own([*self.model.parameters(), *self.model.buffers()]):
-                self._runner.make_forward()  # views of weights, which it may have, show what these have left
+                self._make_forward()  # views of weights, which it may have, show what these have left
             return self._memory.sleep(level, tags)
 
         return self._aside(move)

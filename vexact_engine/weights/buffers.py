@@ -23,6 +23,7 @@ from . import messages as m
 from .update import Piece
 
 HOST, CUDA = "shared memory", "CUDA IPC"
+_MOST_FOUND = 100_000  # views of buckets that are kept
 
 
 class Buffers:
@@ -39,6 +40,7 @@ class Buffers:
         self.tensors: list[Tensor] = []
         self.handles: list[bytes] = []
         self._owned: list = []
+        self._parts: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
         try:
             for _ in range(count):
                 self._add()
@@ -58,7 +60,7 @@ class Buffers:
             os.posix_fallocate(file, 0, self.size)
         except OSError as error:
             os.close(file)
-            full = error.errno in (errno.ENOSPC, errno.ENOMEM)
+            full = error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
             what = "there is no room for it" if full else error.strerror
             raise HandoverFailed(f"weights: shared memory of {self.size} bytes for a bucket: {what}") from error
         memory = _HostMemory(file, self.size, keep=True, pin=self.device is not None and self.device.type == "cuda")
@@ -66,8 +68,20 @@ class Buffers:
         self.tensors.append(memory.tensor)
         self.handles.append(struct.pack("<qq", os.getpid(), file))
 
+    def part(self, buffer: int, offset: int, count: int, dtype: torch.dtype) -> Tensor:
+        """So many elements from a byte on. Set by set they are the same ones, which takes time to make."""
+        key = buffer, offset, count, dtype
+        found = self._parts.get(key)
+        if found is None:
+            if len(self._parts) > _MOST_FOUND:
+                self._parts.clear()
+            found = self.tensors[buffer][offset : offset + count * dtype.itemsize].view(dtype)
+            self._parts[key] = found
+        return found
+
     def close(self) -> None:
         self.tensors.clear()
+        self._parts.clear()
         while self._owned:
             self._owned.pop().close()
 
@@ -117,6 +131,7 @@ class Memories:
         self.device = device
         self._opened: dict[str, Opened] = {}
         self._now: list[Tensor] = []
+        self._found: dict[tuple[int, m.Part], Tensor | Piece] = {}  # a sender says the same again and again
 
     def __len__(self) -> int:
         return len(self._opened)
@@ -126,13 +141,17 @@ class Memories:
         if offer.name not in self._opened:
             given = offer.kind, offer.name, offer.size, offer.handles, offer.gpu
             self._opened[offer.name] = Opened(*given, self.device)
-        self._now = self._opened[offer.name].tensors
+        if self._now is not self._opened[offer.name].tensors:
+            self._now = self._opened[offer.name].tensors
+            self._found.clear()
 
     def values(self, bucket: m.Bucket) -> list[tuple[str, Tensor | Piece]]:
         """What lies in a bucket, by name: no copies. HandoverFailed where it is not what was sent."""
         if not 0 <= bucket.buffer < len(self._now):
             raise HandoverFailed(f"weights: the sender filled bucket {bucket.buffer} of {len(self._now)}")
-        return values(bucket, self._now[bucket.buffer])
+        if len(self._found) > _MOST_FOUND:
+            self._found.clear()
+        return values(bucket, self._now[bucket.buffer], self._found)
 
     def bytes(self, bucket: m.Bucket) -> bytes:
         """Of all that lies in a bucket, for a process that cannot open it."""
@@ -146,21 +165,29 @@ class Memories:
 
     def close(self) -> None:
         self._now = []
+        self._found.clear()
         while self._opened:
             self._opened.popitem()[1].close()
 
 
-def values(bucket: m.Bucket, memory: Tensor) -> list[tuple[str, Tensor | Piece]]:
-    """What lies in a bucket whose bytes these are."""
+def values(
+    bucket: m.Bucket, memory: Tensor, known: dict[tuple[int, m.Part], Tensor | Piece] | None = None
+) -> list[tuple[str, Tensor | Piece]]:
+    """What lies in a bucket whose bytes these are. `known` is what has been found there before."""
     size, found = memory.numel(), []
+    known = {} if known is None else known
     for part in bucket.parts:
+        if (value := known.get((bucket.buffer, part))) is not None:
+            found.append((part.name, value))
+            continue
         dtype = m.dtype_of(part.dtype)
         end = part.offset + part.count * dtype.itemsize
         if part.offset % 16 or part.offset < 0 or part.count < 1 or end > size:
             raise HandoverFailed(f"weights: {part.name} is said to lie outside of its bucket")
         flat = memory[part.offset : end].view(dtype)
         whole = part.start == 0 and part.count == math.prod(part.shape)
-        found.append((part.name, flat.view(part.shape) if whole else Piece(part.start, flat)))
+        known[bucket.buffer, part] = value = flat.view(part.shape) if whole else Piece(part.start, flat)
+        found.append((part.name, value))
     if bucket.checksum is not None and checksum(memory[: _used(bucket)]) != bucket.checksum:
         names = ", ".join(sorted({part.name for part in bucket.parts})[:3])
         raise HandoverFailed(f"weights: what arrived is not what was sent (checksum of a bucket with {names})")

@@ -34,6 +34,7 @@ class Intake:
         self._device = device
         self._staging = loop.call(lambda: worker.stage(staging)) if mode == "staged" else None
         self._update: WeightUpdate | None = None
+        self._manifest: dict[str, tuple[tuple[int, ...], str]] = {}
 
     @property
     def device(self) -> str:
@@ -45,10 +46,12 @@ class Intake:
 
     def manifest(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """(shape, dtype) of all that may come, by name."""
-        places = self._places
-        every = places.targets | {name: view for name, (_, view) in places.views.items()}
-        every |= {old: every[new] for old, new in places.old.items()}
-        return {name: (tuple(t.shape), m.dtype_name(t.dtype)) for name, t in every.items()}
+        if not self._manifest:
+            places = self._places
+            every = places.targets | {name: view for name, (_, view) in places.views.items()}
+            every |= {old: every[new] for old, new in places.old.items()}
+            self._manifest = {name: (tuple(t.shape), m.dtype_name(t.dtype)) for name, t in every.items()}
+        return self._manifest
 
     def begin(self, numerics: Mapping[str, object], version: int | None = None) -> None:
         self._update = self._begin(numerics=numerics, version=version, staging=self._staging)

@@ -211,7 +211,6 @@ class _Session:
         self.filling: int | None = None
         self.used, self.parts = 0, []
 
-    @torch.no_grad()
     def put(self, name: str, tensor: Tensor) -> None:
         shape, dtype = self._check(name, tensor)
         if self.buffers is None:
@@ -230,7 +229,7 @@ class _Session:
                 self._flush()
                 continue
             count = min(room, total - start)
-            into = self.tensors[self.filling][self.used : self.used + count * size].view(dtype)
+            into = self.buffers.part(self.filling, self.used, count, dtype)
             into.copy_(flat if count == total else flat[start : start + count], non_blocking=tensor.is_cuda)
             self.parts.append(m.Part(name, shape, kind, start, count, self.used))
             start += count

@@ -7,7 +7,7 @@ so that the new weights never lie in memory as a whole beside the old ones.
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,7 +64,10 @@ class Places:
         for target in self.targets.values():
             if id(target) not in made:
                 pin = torch.device(device).type == "cpu" and target.is_cuda
-                made[id(target)] = torch.empty(target.shape, dtype=target.dtype, device=device, pin_memory=pin)
+                copied = torch.empty(target.shape, dtype=target.dtype, device=device, pin_memory=pin)
+                if isinstance(target, torch.nn.Parameter):  # a buffer may be left out of an update
+                    copied = torch.nn.Parameter(copied, requires_grad=False)
+                made[id(target)] = copied
         views = {}
         for name, (stacked, view) in self.views.items():
             whole, offset = self.targets[stacked], view.storage_offset() - self.targets[stacked].storage_offset()
@@ -127,7 +130,7 @@ class Update:
 
     def __init__(self, places: Places | torch.nn.Module, specs: Mapping[str, Spec] | None = None):
         self._places = places = places if isinstance(places, Places) else Places.of(places)
-        self._own = places.memory()
+        self._own: set[tuple] | None = None
         self._stacked = {name: stacked for name, (stacked, _) in places.views.items()}
         self._announced: set[str] | None = None
         if specs is None:
@@ -146,16 +149,18 @@ class Update:
         return bool(self._written)
 
     @torch.no_grad()
-    def write(self, bucket: Iterable[tuple[str, Tensor | Piece]]) -> None:
+    def write(self, bucket: Iterable[tuple[str, Tensor | Piece]], foreign: bool = False) -> None:
         """Raises ValueError or TypeError for a tensor that does not fit, came before, was not announced where all have
-        to be, or is memory of the model itself. Pieces of one come in order."""
+        to be, or is memory of the model itself, unless all is known to be `foreign`. Pieces of one come in order."""
+        if self._own is None and not foreign:
+            self._own = self._places.memory()
         for given, value in bucket:
             target, first = self.note(given, value)
             source = value
             if isinstance(value, Piece):
                 source = value.values
                 target = target.view(-1)[value.start : value.start + source.numel()]
-            if _memory(source) in self._own and not _is(source, target):
+            if not foreign and _memory(source) in self._own and not _is(source, target):
                 raise ValueError(f"update_weights: {given} is memory of the model that is updated: give a copy")
             if not first:
                 target.copy_(source)
@@ -210,8 +215,7 @@ class Update:
         if cut:
             raise ValueError(f"update_weights: came in part only: {some(cut)}")
         if self._announced is None:
-            came = {name: Spec(self._targets[name].shape, self._targets[name].dtype) for name in self._came}
-            _targets_of(self._places, came)
+            _check_names(self._places, self._came.keys())
         elif left := self._announced - self._came.keys():
             raise ValueError(f"update_weights: announced, but did not come: {some(left)}")
 
@@ -231,15 +235,15 @@ def _unrepeated(places: Places, pairs: list[tuple[str, object]]) -> dict[str, ob
     return given
 
 
-def _targets_of(places: Places, given: Mapping[str, object]) -> dict[str, Tensor]:
-    """What each of the names is copied into, once names, shapes and dtypes are known to fit."""
-    wanted, views = dict(places.targets), places.views
-    twice = {name for name in given.keys() & views.keys() if views[name][0] in given}
+def _check_names(places: Places, given: Set[str]) -> None:
+    """ValueError unless they are all that there are."""
+    wanted, views = places.targets, places.views
+    twice = {name for name in given & views.keys() if views[name][0] in given}
     if twice:
         raise ValueError(f"update_weights: repeated: {some(twice)}, beside the stacked {views[min(twice)][0]}")
-    unknown = given.keys() - wanted.keys() - views.keys()
-    covered = {id(wanted[name]) for name in given.keys() & wanted.keys()}
-    in_parts = {views[name][0] for name in given.keys() & views.keys()}
+    unknown = given - wanted.keys() - views.keys()
+    covered = {id(wanted[name]) for name in given & wanted.keys()}
+    in_parts = {views[name][0] for name in given & views.keys()}
     missing = [name for name, target in wanted.items() if id(target) not in covered and name not in in_parts]
     missing += [name for name, (stacked, _) in views.items() if stacked in in_parts and name not in given]
     buffers = [name for name in missing if not isinstance(wanted.get(name), torch.nn.Parameter) and name not in views]
@@ -250,7 +254,12 @@ def _targets_of(places: Places, given: Mapping[str, object]) -> dict[str, Tensor
         raise ValueError(f"update_weights: {'; '.join(wrong)}")
     if buffers:
         log.warning("update_weights: buffers that were not given stay as they are: %s", some(buffers))
-    wanted |= {name: view for name, (_, view) in views.items()}
+
+
+def _targets_of(places: Places, given: Mapping[str, object]) -> dict[str, Tensor]:
+    """What each of the names is copied into, once names, shapes and dtypes are known to fit."""
+    _check_names(places, given.keys())
+    wanted = places.targets | {name: view for name, (_, view) in places.views.items()}
     shapes, dtypes = [], []
     for name, value in given.items():
         try:

@@ -28,6 +28,13 @@ class Watch:
         self._pointers = list(map(_pointer, self._tensors))
         self._versions = list(map(_version, self._counting))
 
+    def note_written(self) -> None:
+        """`note` after values have changed, and nothing else should have."""
+        if self.changed() == "replaced":
+            self.note()
+        else:
+            self._versions = list(map(_version, self._counting))
+
     def changed(self) -> str:
         """Nothing where all is as noted, "written" where values have changed, "replaced" where a tensor is another."""
         held = [list(map(id, store.values())) for store in self._stores]
