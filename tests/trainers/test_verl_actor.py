@@ -48,6 +48,7 @@ REFUSED = {
     "ulysses": ({"engine": {"ulysses_sequence_parallel_size": 2}}, "ulysses_sequence_parallel_size: got 2, expected 1"),
     "lora": ({"model_config": {"lora_rank": 8}}, "lora_rank: got 8, expected 0"),
     "liger": ({"model_config": {"use_liger": True}}, "use_liger: got True"),
+    "activations": ({"model_config": {"enable_activation_offload": True}}, "enable_activation_offload: got True"),
     "fsdp1": ({"backend": "fsdp"}, "strategy: got fsdp, but VERL_ENGINE_VENDOR=vexact serves fsdp2 and veomni"),
     "sum-pi": ({"data": {"calculate_sum_pi_squared": True}}, "calculate_sum_pi_squared: it needs T x V logits"),
     "top-k": ({"data": {"distillation_use_topk": True}}, "distillation_use_topk: it needs T x V logits"),

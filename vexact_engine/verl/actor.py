@@ -12,7 +12,7 @@ there, and their entropies, with gradients, formed in the output layer's own cal
 use_fused_kernels, entropy_checkpointing, entropy_from_logits_with_chunking and use_torch_compile change nothing.
 
 Refused by name: strategies other than fsdp2 and veomni, Ulysses above 1, LoRA, Liger, quantisation-aware training,
-router replay, distillation from top-k, calculate_sum_pi_squared.
+router replay, offload of activations, distillation from top-k, calculate_sum_pi_squared.
 """
 
 import copy
@@ -153,6 +153,15 @@ def refuse(model_config, engine_config) -> None:
         )
     if model_config.use_liger:
         raise NotImplementedError("use_liger: got True, expected False: its kernels are not aligned")
+    for name, config in (
+        ("enable_activation_offload", model_config),
+        ("enable_async_activation_offload", engine_config),
+    ):
+        if getattr(config, name, False):
+            raise NotImplementedError(
+                f"{name}: got True, expected False: it replaces forwards of the model and was not seen to keep the "
+                "bits; parameters and the optimizer may be offloaded"
+            )
     qat = getattr(engine_config, "qat", None)
     if qat is not None and qat.enable:
         raise NotImplementedError("qat.enable: got True, expected False: quantised weights are not aligned")
