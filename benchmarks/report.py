@@ -210,6 +210,18 @@ def _figure(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
+def handover_table(records: Iterable[dict]) -> str:
+    """A Markdown table: how fast weights come to an engine in another process, and how long that stands still."""
+    heads = ["weights of a trainer", "GiB", "ms", "GB/s", "of a copy", "engine stands still, ms", "grown"]
+    rows = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    for r in records:
+        grown = ", ".join(f"{name} {count:+}" for name, count in r["grown"].items() if count > 0) or "nothing"
+        cells = [r["case"], f"{r['gib']:.1f}", f"{r['ms']:.1f}", f"{r['ours']:.0f}", f"{r['ratio']:.0%}"]
+        cells += [f"{max(r['stall_ms']):.0f} (a step: {r['step_ms']:.1f})", f"{grown} in {r['updates']} updates"]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 def program_table(records: Iterable[dict]) -> str:
     """A Markdown table of the whole-program records (engine, memory)."""
     rows = ["| program | case | ours | stock | unit | ours / stock |", "| --- | --- | --- | --- | --- | --- |"]
@@ -291,7 +303,8 @@ def update_readme(readme: Path) -> None:
         spread = [r for r in records if "geomean_to_stock" in r]
         engines = [r for r in records if r["room"] == "engine" and "workload" in r]
         soaks = [r for r in records if r["room"] == "soak"]
-        others = verified + spread + engines + soaks
+        handed = [r for r in records if r["room"] == "handover"]
+        others = verified + spread + engines + soaks + handed
         programs = [r for r in records if "us" not in r and r not in others]
         newest = max((r for r in records if r["torch"]), key=lambda r: r["date"])
         about = f"{newest['gpu'] or newest['cpu']}, torch {newest['torch']}, {_commits(records)}, {newest['date']}"
@@ -301,6 +314,7 @@ def update_readme(readme: Path) -> None:
                 verified and verify_table(verified),
                 engines and engine_table(engines),
                 soaks and soak_table(soaks),
+                handed and handover_table(handed),
                 programs and program_table(programs),
                 spread and spread_table(spread),
                 kernels and summary(kernels),
