@@ -31,7 +31,7 @@ def test_a_recipe_is_what_verl_accepts(recipe, sharding, size, models):
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-    from vexact_engine.verl.server import Options
+    from vexact_engine.verl.server import engine_options
 
     with initialize_config_dir(str(FOLDER), version_base=None):
         config = compose(recipe, [f"sharding={sharding}", f"size={size}"])
@@ -46,7 +46,7 @@ def test_a_recipe_is_what_verl_accepts(recipe, sharding, size, models):
     assert (config.trainer.total_training_steps == 3) == (size == "smoke")
     actor = omega_conf_to_dataclass(ours.actor)
     actor.validate(config.trainer.n_gpus_per_node, config.data.train_batch_size)
-    engine = Options.of(omega_conf_to_dataclass(ours.rollout)).engine
+    engine, _ = engine_options(omega_conf_to_dataclass(ours.rollout))
     assert engine.pipeline_parallel_size == ours.rollout.pipeline_model_parallel_size
 
 
