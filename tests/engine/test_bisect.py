@@ -312,8 +312,10 @@ def test_the_command(capsys, tmp_path):
         "    return model\n"
     )
 
+    fixed = ["--model", str(tmp_path / "m"), "--num-prompts", "2"]
+
     def run(*argv):
-        code = cli.main(["bisect", "--quiet", "--model", str(tmp_path / "m"), "--num-prompts", "2", *map(str, argv)])
+        code = cli.main(["bisect", "--quiet", "--device", "cpu", *fixed, *map(str, argv)])
         return code, *capsys.readouterr()
 
     code, out, err = run("patched", "engine:chunk=5")
@@ -322,7 +324,7 @@ def test_the_command(capsys, tmp_path):
     code, out, _ = run("stock", f"{tmp_path}/mine.py:twisted", "--json", "-", "--html", page)
     record = json.loads(out)
     assert code == 1 and record["schema"] == "vexact.bisect" and record["module"] == "model.layers.1.mlp.up_proj"
-    assert record["equal"] is False and record["command"].startswith("vexact bisect --quiet --model")
+    assert record["equal"] is False and record["command"].startswith("vexact bisect --quiet --device cpu --model")
     assert "model.layers.1.mlp.up_proj (Linear)" in page.read_text()
     for argv, message in (
         (["stokc"], "STACK_A: got 'stokc', expected stock, patched, engine or FILE.py:NAME"),

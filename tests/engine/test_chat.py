@@ -32,7 +32,7 @@ def model(tmp_path_factory):
 
 def say(capsys, monkeypatch, model, *lines, options=OPTIONS):
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-    code = cli.main(["chat", model, *options])
+    code = cli.main(["chat", model, "--device", "cpu", *options])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -91,7 +91,17 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(tmp_path):
     build("Llama", vocab_size=300, max_position_embeddings=100_000).save_pretrained(tmp_path)
     serving.tokenizer().save_pretrained(tmp_path)
     leader, follower = pty.openpty()
-    command = [sys.executable, "-m", "vexact_engine.cli", "chat", str(tmp_path), "--max-new-tokens", "90000"]
+    command = [
+        sys.executable,
+        "-m",
+        "vexact_engine.cli",
+        "chat",
+        str(tmp_path),
+        "--max-new-tokens",
+        "90000",
+        "--device",
+        "cpu",
+    ]
     command += ["--ignore-eos", "--num-pages", "6000"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb"}
     process = subprocess.Popen(

@@ -36,8 +36,9 @@ def model(tmp_path_factory):
 
 
 def run(capsys, command, *argv):
-    """Without progress, so that standard error holds errors alone."""
-    code = cli.main([command, "--quiet", *(str(a) for a in argv)])
+    """Without progress, so that standard error holds errors alone; on the CPU, unless a test says where."""
+    here = ["--device", "cpu"] if command in ("demo", "verify", "generate", "chat") and "--device" not in argv else []
+    code = cli.main([command, "--quiet", *here, *(str(a) for a in argv)])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -56,7 +57,9 @@ def test_verify_says_equal_and_writes_its_files(capsys, model, tmp_path):
     assert record["stock"]["tokens"] > 0 and record["prompts"] == 2 and record["equal"] is True
     assert "0 of 36 log-probabilities differ" in (tmp_path / "v.html").read_text()
     assert (record["schema"], record["schema_version"]) == ("vexact.verify", machine.SCHEMA)
-    assert record["command"].startswith("vexact verify --quiet --model ") and record["date"].startswith("20")
+    assert record["command"].startswith("vexact verify --quiet --device cpu --model ") and record["date"].startswith(
+        "20"
+    )
     assert record["commit"] == record["environment"]["commit"] and record["failures"] == []
 
 
@@ -305,7 +308,7 @@ def test_a_mistyped_path_is_answered_at_once(capsys, monkeypatch, tmp_path):
 
 
 def test_progress_is_plain_lines_without_a_terminal(capsys, model):
-    code = cli.main(["verify", "--model", model, "--num-prompts", "2", "--max-new-tokens", "3"])
+    code = cli.main(["verify", "--model", model, "--device", "cpu", "--num-prompts", "2", "--max-new-tokens", "3"])
     out, err = capsys.readouterr()
     assert code == 0 and [re.sub(r"^\[ *[\d.]+ s\] ", "", line) for line in err.splitlines()] == [
         "load",
@@ -313,6 +316,16 @@ def test_progress_is_plain_lines_without_a_terminal(capsys, model):
         "re-score",
     ]
     assert "load" not in out
+
+
+def test_the_device_is_the_gpu_where_there_is_one(monkeypatch):
+    for seen in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda seen=seen: seen)
+        assert cli.options.device("auto").type == ("cuda" if seen else "cpu")
+    _, commands = cli._parser()
+    for name in ("demo", "verify", "bisect", "generate", "chat", "serve", "recipe"):
+        (action,) = (a for a in commands.choices[name]._actions if a.dest == "device")
+        assert action.default == "auto", name
 
 
 def test_json_to_standard_output_is_alone_there(capsys, model):

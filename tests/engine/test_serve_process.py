@@ -34,7 +34,8 @@ class Process:
     """A server of its own, ready. Ended, however the test ends."""
 
     def __init__(self, model, *options, env=()):
-        command = [sys.executable, "-m", "vexact_engine.cli", "serve", model, "--port", "0", *map(str, options)]
+        command = [sys.executable, "-m", "vexact_engine.cli", "serve", model, "--port", "0", "--device", "cpu"]
+        command += map(str, options)
         env = {**os.environ, "PYTHONPATH": str(ROOT), **dict(env)}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
         self.line = self.process.stdout.readline()
