@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 _ALIGN = 16  # bytes
 _IN_FLIGHT = 2
+_CACHED = 16 << 20  # bytes of a bucket from CPU to CPU: what was written is read while the cache has it
 
 
 class WeightSender:
@@ -27,7 +28,8 @@ class WeightSender:
     address       the receiver's
     numerics      what fixes this trainer's bits: vexact_ops.numerics(device, **options). The receiver refuses another
                   fingerprint than its engine's
-    bucket_bytes  of each of the two buckets that tensors travel in; larger tensors go in pieces
+    bucket_bytes  of each of the two buckets that tensors travel in; larger tensors go in pieces.
+                  16 MiB at most between CPUs
     transport     "auto": CUDA IPC where both ends compute on a GPU, shared memory otherwise, and with a warning where
                   the receiver cannot open a GPU's memory; "cuda_ipc" or "shared_memory": that alone
     checksum      of every bucket, compared by the receiver
@@ -172,7 +174,8 @@ class WeightSender:
             held.close()
             held = None
         try:
-            held = held or Buffers(kind, self.bucket_bytes, _IN_FLIGHT, device)
+            size = self.bucket_bytes if device.type == "cuda" else min(self.bucket_bytes, _CACHED)
+            held = held or Buffers(kind, size, _IN_FLIGHT, device)
         except HandoverFailed as error:
             if kind == HOST:
                 raise
