@@ -63,7 +63,8 @@ def check(ran: Run) -> None:
     for number, (metrics, step) in enumerate(zip(ran.metrics, ran.steps)):
         assert {name: metrics[name] for name in ZERO} == dict.fromkeys(ZERO, 0.0)
         assert metrics["training/rollout_probs_diff_valid"] == 1
-        assert metrics["actor/grad_norm"] > 1e-3 and metrics["actor/lr"] > 0  # the next step has other weights
+        # the next step has other weights; VeOmni's schedule ends at 0 behind the last one
+        assert metrics["actor/grad_norm"] > 1e-3 and (metrics["actor/lr"] > 0 or number + 1 == case.steps)
         assert step["step"] == number + 1 and len(step["samples"]) == 8
         tokens += check_step(step["samples"], version=number)
     check_training(ran)
