@@ -40,6 +40,19 @@ def beside(action):
         thread.join()
 
 
+def capturing():
+    """Captures on a stream of its own."""
+    y, other = torch.zeros(10, device="cuda"), vx.cuda_stream()
+
+    def capture():
+        with torch.cuda.stream(other):
+            vx.cuda_graph(lambda: [y.add_(1) for _ in range(200)])
+
+    with torch.cuda.stream(other):
+        y.add_(1)  # loads the kernel
+    return capture
+
+
 def added(launches: int = 3):
     x = torch.zeros(1000, device="cuda")
     x.add_(1)  # loads the kernel
@@ -112,16 +125,7 @@ def test_our_own_wait_disturbs_no_capture():
 
 def test_graphs_are_launched_while_another_thread_captures():
     graph, x = added()
-    y = torch.zeros(10, device="cuda")
-    other = vx.cuda_stream()
-
-    def capture():
-        with torch.cuda.stream(other):
-            vx.cuda_graph(lambda: [y.add_(1) for _ in range(200)])
-
-    with torch.cuda.stream(other):
-        y.add_(1)
-    with beside(capture) as raised:
+    with beside(capturing()) as raised:
         for _ in range(2000):
             graph()
     assert not raised
@@ -130,18 +134,9 @@ def test_graphs_are_launched_while_another_thread_captures():
 
 def test_shapes_are_settled_while_another_thread_captures():
     """The bits of a shape that is verified, timed and chosen beside captures; neither breaks the other."""
-    y = torch.zeros(10, device="cuda")
-    other = vx.cuda_stream()
-
-    def capture():
-        with torch.cuda.stream(other):
-            vx.cuda_graph(lambda: [y.add_(1) for _ in range(200)])
-
-    with torch.cuda.stream(other):
-        y.add_(1)
     g = torch.Generator().manual_seed(1)
     x, weight = (torch.randn(rows, 328, generator=g).to("cuda", torch.bfloat16) for rows in (9, 264))
-    with beside(capture) as raised:
+    with beside(capturing()) as raised:
         whole = vx.linear(x, weight)
         alone = torch.cat([vx.linear(x[i : i + 1], weight) for i in range(9)])
     assert not raised
