@@ -79,4 +79,4 @@ def receiving(engine, mode="in_place", **options):
 
 
 def sender(receiver, **options):
-    return WeightSender(receiver.address, **{"numerics": vx.numerics("cpu"), "timeout": 10, **options})
+    return WeightSender(receiver.address, **{"numerics": vx.numerics("cpu"), "timeout": 60, **options})

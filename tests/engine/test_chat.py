@@ -105,7 +105,13 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(tmp_path):
     command += ["--ignore-eos", "--num-pages", "6000"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb"}
     process = subprocess.Popen(
-        command, stdin=follower, stdout=follower, stderr=follower, env=env, start_new_session=True
+        command,
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        env=env,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # who runs in the background ignores it
     )
     os.close(follower)
     said = b""

@@ -529,3 +529,39 @@ def test_arguments_of_a_receiver(sockets):
             with pytest.raises(ValueError):
                 WeightReceiver(engine, **options)
     assert VOCAB
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_receiver_that_is_closed_while_a_thread_receives(sockets, begun):
+    """That thread is told; the engine goes on, or says that it has no weights."""
+    model = build("Qwen3")
+    closing = threading.Event()
+
+    def give():
+        for number, item in enumerate(model.state_dict().items()):
+            if number == 9:
+                closing.set()
+                with pytest.raises(HandoverFailed, match="the receiver is closed"):
+                    result()
+            yield item
+
+    with handover(model, bucket_bytes=4096, timeout=5) as (engine, receiver, start, out):
+        old = texts(engine)
+        result = start(60)
+        closer = threading.Thread(target=lambda: (closing.wait(60), receiver.close()))
+        closer.start()
+        if begun:
+            with pytest.raises(HandoverFailed):
+                out.send(give())
+            with pytest.raises(WeightsTorn):
+                texts(engine)
+        else:
+            closing.set()
+            with pytest.raises(HandoverFailed, match="the receiver is closed"):
+                result()
+            assert texts(engine) == old
+        closer.join(60)
+        assert not closer.is_alive()
+        receiver.close()
+        with pytest.raises(HandoverFailed, match="the receiver is closed"):
+            receiver.receive(1)

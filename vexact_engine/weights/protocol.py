@@ -8,9 +8,10 @@ import socket
 import stat
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from ..errors import PeerLost
+from ..errors import HandoverFailed, PeerLost
 from ..extras import pip_line
 from .messages import Peer
 
@@ -23,10 +24,15 @@ _LONGEST = 60  # characters of the folder's name, that a socket's stays under 10
 POLL = 100  # milliseconds between two looks at whether the peer lives
 
 
-def wait(poller: zmq.Poller, peer: Peer | None, seconds: float, what: str) -> None:
-    """Until something has come. PeerLost where the peer is dead, or nothing comes for so long."""
+def wait(
+    poller: zmq.Poller, peer: Peer | None, seconds: float, what: str, closed: Callable[[], bool] = lambda: False
+) -> None:
+    """Until something has come. PeerLost where the peer is dead, or nothing comes for so long; HandoverFailed where one
+    is closed meanwhile."""
     end = time.monotonic() + seconds
     while not poller.poll(POLL):
+        if closed():
+            raise HandoverFailed("weights: the receiver is closed")
         name = "the peer" if peer is None else peer.name
         if peer is not None and not peer.alive:
             if poller.poll(0):  # its last words

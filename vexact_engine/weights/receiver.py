@@ -76,7 +76,7 @@ class WeightReceiver:
         self._poller = protocol.zmq.Poller()
         self._poller.register(self._socket, protocol.zmq.POLLIN)
         self._owner: m.Peer | None = None  # whose memory it is that is open here
-        self._using = threading.Lock()
+        self._using, self._ending = threading.Lock(), threading.Lock()
         self._closed = False
 
     def receive(self, timeout: float | None = None) -> int:
@@ -88,6 +88,8 @@ class WeightReceiver:
                   TimeoutError: nobody came. The receiver can be used again
         """
         with self._using:
+            if self._closed:
+                raise HandoverFailed("weights: the receiver is closed")
             sender, hello = self._await(timeout)
             refusal = self._refusal(hello)
             if refusal:
@@ -125,14 +127,17 @@ class WeightReceiver:
         return f"{error}. The engine {has}"
 
     def close(self) -> None:
-        """Ends the socket and lets go of a sender's memory. Again does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        self._let_go()
-        self._socket.close()
-        if self.address.startswith("ipc://"):
-            Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
+        """Ends the socket and lets go of a sender's memory, once a `receive` of another thread has given up, which it
+        does between two messages. Again does nothing."""
+        with self._ending:
+            if self._closed:
+                return
+            self._closed = True
+            with self._using:  # a socket that is closed under the thread that uses it ends the process
+                self._let_go()
+                self._socket.close()
+            if self.address.startswith("ipc://"):
+                Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def __enter__(self) -> "WeightReceiver":
         return self
@@ -162,7 +167,7 @@ class WeightReceiver:
 
     def _next(self, sender: bytes, peer: m.Peer) -> m.Message:
         while True:
-            protocol.wait(self._poller, peer, self.timeout, "the next message")
+            protocol.wait(self._poller, peer, self.timeout, "the next message", lambda: self._closed)
             by, data = self._socket.recv_multipart()
             message = m.decode(data, peer.name if by == sender else "a sender")
             if by == sender:
