@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from engine_models import build
@@ -224,7 +225,8 @@ def test_actors_on_another_machine_are_carried_the_bytes(mode, saved, sockets, m
                 def lost(key):
                     message = make(key)
                     if isinstance(message, Open) and replica.index == 1:
-                        message.offer.handles[:] = [struct.pack("<qq", os.getpid(), 99999)] * len(message.offer.handles)
+                        nowhere = [struct.pack("<qq", os.getpid(), 99999)] * len(message.offer.handles)
+                        message = Open(message.key, msgspec.structs.replace(message.offer, handles=nowhere))
                     return message
 
                 return sent(replica, lost)
