@@ -192,7 +192,7 @@ class Sequence:
     num_computed    tokens whose keys and values are in those pages
     num_planned     the same, once all plans in flight have run
     in_flight       samples in plans in flight
-    last_step       the step that its last decode was in
+    last_step       the step that its latest token was to be drawn in
     stop_ids        tokens that end it, the model's own among them where it minds those
     limit           tokens it may reach, and `limit_note` says which limit that is if it is the cache's
     started_at, token_times, finished_at, cached_tokens, preemptions   as in Metrics

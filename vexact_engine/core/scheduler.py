@@ -2,7 +2,8 @@
 
 A step has a budget of tokens. `schedule` spends it in this order:
   1. running decodes, one token each: nothing that arrives later can delay them (in a pipeline of stages their share of
-     them, those that have waited longest: as many plans as stages are under way at once);
+     them, those that have waited longest: as many plans as stages are under way at once, and where one needs a token
+     that another is still to draw, the first stage stands idle until the last is through with that);
   2. running prefills, the earliest arrival first, in chunks;
   3. waiting sequences, the earliest arrival first. One is admitted when all its pages fit, and if it does not fit yet
      nobody behind it is let past. Only one whose next page is being computed for another lets others past meanwhile.
@@ -287,13 +288,21 @@ class Scheduler:
         A sequence whose newest token is still being sampled is left out; with `lookahead` it is planned with a
         PLACEHOLDER for that token. Empty if nothing can be computed before a commit, or at all.
         """
+        if self._stages == 1:
+            return self._fill(lookahead, None)
+        plan = self._fill(lookahead, self._choose(lookahead))
+        while not plan and (chosen := self._choose(lookahead, rested=False)):
+            plan = self._fill(lookahead, chosen)
+        return plan
+
+    def _fill(self, lookahead, chosen):
+        """A plan with no other decodes than those chosen; None: with all."""
         plan = StepPlan([], self.weight_version)
         chunks, size = plan.chunks, self.pool.page_size
         budget = self.config.max_num_batched_tokens
         running, prefills, told = State.RUNNING, [], 0
 
         step = self.stats.steps
-        chosen = self._choose(lookahead, step) if self._stages > 1 else None
         # This loop and that of `commit` are the host's time for each token of a decode.
         for sequence in self.running[:]:
             in_flight = sequence.in_flight
@@ -326,17 +335,17 @@ class Scheduler:
 
         self._admit(plan, budget)
 
-        if not plan and chosen is not None:  # those have all been preempted for want of pages: now for the others
-            return self.schedule(lookahead)
         if plan:
             self._in_flight.append(plan)
             self.stats.steps += 1
             self.stats.mixed_steps += 0 < num_decodes < len(chunks)
         return plan
 
-    def _choose(self, lookahead, step):
-        """In a pipeline: the decodes that are to be in this plan, their share of all: those that were in none of the
-        last plans, which are with the other stages; so the same ones go together. None where that is all of them."""
+    def _choose(self, lookahead, rested=True):
+        """In a pipeline: the decodes that are to be in this plan, their share of all: of those that no token is drawn
+        for in the last plans, which are with the other stages; so the same ones go together. With `rested` false others
+        too, where there are none: where nothing else can be computed, or those were preempted for want of pages."""
+        step, stages = self.stats.steps, self._stages
         ready = [
             sequence
             for sequence in self.running
@@ -344,18 +353,19 @@ class Scheduler:
             and len(sequence.tokens) + sequence.in_flight - sequence.num_planned == 1
             and len(sequence.tokens) + sequence.in_flight < sequence.limit
         ]
-        rested = [sequence for sequence in ready if step - sequence.last_step >= self._stages] or ready
-        most = -(-len(self.running) // self._stages)
-        if len(rested) > most:
-            rested = heapq.nsmallest(most, rested, lambda sequence: sequence.last_step)
-        return None if len(rested) == len(ready) else set(rested)
+        chosen = [sequence for sequence in ready if step - sequence.last_step >= stages]
+        if not chosen and not rested:
+            chosen = ready
+        return set(heapq.nsmallest(-(-len(self.running) // stages), chosen, lambda sequence: sequence.last_step))
 
     def _plan(self, plan, sequence, length):
         start = sequence.num_planned
         end = sequence.num_planned = start + length
         needs_sample = end == len(sequence.tokens) + sequence.in_flight
         plan.chunks.append(Chunk(sequence, start, end, needs_sample, sequence.pages, sequence.epoch, sequence.slot))
-        sequence.in_flight += needs_sample
+        if needs_sample:
+            sequence.in_flight += 1
+            sequence.last_step = self.stats.steps
         self.stats.chunks += 1
         if needs_sample and length == 1 and start >= sequence.num_prompt:
             self.stats.decode_tokens += 1

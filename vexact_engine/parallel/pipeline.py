@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 _BUCKET = 256 << 20  # bytes of new weights that go to the stages at once
 _END_SECONDS = 5.0  # for a stage to end by itself
+_CONTEXT = 1024  # tokens of a sequence that stages are balanced for
 
 
 def cut(costs: Sequence[int], head: int, stages: int) -> tuple[range, ...]:
@@ -73,6 +74,31 @@ def cut(costs: Sequence[int], head: int, stages: int) -> tuple[range, ...]:
         ]  # fmt: skip
     begins = (*best[-1][1], len(costs))
     return tuple(range(a, b) for a, b in itertools.pairwise(begins))
+
+
+def split(model: torch.nn.Module, config: EngineConfig) -> tuple[range, ...]:
+    """The layers of each stage, by what a plan of decodes reads there, which is the time that it takes: weights, and
+    keys of a context that is usual. The embedding is looked up, a row a token: it takes memory and no time."""
+    stages, context = config.pipeline_parallel_size, min(_CONTEXT, config.max_model_len or _CONTEXT)
+    with vx.patch.hf(model, kv_segment=config.kv_segment, latent=config.latent_attention) as handle:
+        described = handle.describe()
+        tensors = dict(model.named_parameters(remove_duplicate=False))
+        tensors |= dict(model.named_buffers(remove_duplicate=False))
+
+        def size(names: Iterable[str]) -> int:
+            return sum(tensors[name].nbytes for name in names)
+
+        every = range(len(described.layers))
+        shared = set.intersection(*(described.names(range(i, i + 1)) for i in every)) if len(every) > 1 else set()
+        head = {described.head.weight, described.norm.weight} if described.head else {described.norm.weight}
+        beside = shared | head | {described.embedding.weight}
+        rows, width = -(-config.max_num_seqs // stages), next(model.parameters()).element_size()
+        costs = []
+        for i, layer in zip(every, described.layers):
+            cache, window = layer.cache, layer.attention.part.window
+            keys = min(context, window or context) * cache.heads * (cache.k_dim + (0 if cache.shared else cache.v_dim))
+            costs.append(size(described.names(range(i, i + 1)) - beside) + rows * keys * width)
+        return cut(costs, size(head), stages)
 
 
 class _Pending:
@@ -152,21 +178,7 @@ class PipelineWorker:
                 f"{torch.cuda.device_count() - (self._device.index or 0)}: a stage has a GPU of its own"
             )
         self.config = config
-        with vx.patch.hf(self.model, kv_segment=config.kv_segment, latent=config.latent_attention) as handle:
-            described = handle.describe()
-            sizes = dict(self.model.named_parameters(remove_duplicate=False))
-            sizes |= dict(self.model.named_buffers(remove_duplicate=False))
-
-            def cost(names: Iterable[str]) -> int:
-                return sum(sizes[name].nbytes for name in names)
-
-            every = range(len(described.layers))
-            shared = set.intersection(*(described.names(range(i, i + 1)) for i in every)) if len(every) > 1 else set()
-            alone = [described.names(range(i, i + 1)) - shared for i in every]
-            embedding = {described.embedding.weight}
-            head = {described.head.weight, described.norm.weight} if described.head else {described.norm.weight}
-            # The embedding is looked up, a row a token: it takes memory and no time. The head is read like a layer.
-            self.layers = cut([cost(names - embedding - head) for names in alone], cost(head), count)
+        self.layers = split(self.model, config)
         self.depth = count + 1
         self._encoder = Encoder()
         self._stages: list[_Stage] = []
