@@ -135,6 +135,19 @@ def test_the_engine_uses_public_ops_only():
                 assert not parts[1].startswith("_"), f"{path.relative_to(ROOT)} imports {name}"
 
 
+def test_production_code_does_not_use_the_test_kit():
+    """vexact_ops.testing is for tests, here and elsewhere; `vexact doctor` is such a test, run on a user's machine."""
+    for path in (*(ROOT / "vexact_engine").rglob("*.py"), *(ROOT / "vexact_ops").rglob("*.py")):
+        where = path.relative_to(ROOT).as_posix()
+        may = where.startswith("vexact_ops/testing/")
+        if may or where in ("vexact_ops/__init__.py", "vexact_engine/proof/doctor.py"):
+            continue
+        tree = ast.parse(path.read_text())
+        names = imports(path) | {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        used = [n for n in names if n.startswith(("vexact_ops.testing", "vx.testing"))]
+        assert not used, f"{where} uses {', '.join(used)}"
+
+
 def test_the_torch_free_core_of_the_engine():
     engine = ROOT / "vexact_engine"
     files = [*(engine / "core").glob("*.py"), *(engine / f"{name}.py" for name in ("config", "request", "progress"))]

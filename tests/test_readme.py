@@ -1,25 +1,36 @@
-"""What the README files say: short enough to be read, links that lead somewhere, figures that were generated, code that
-parses, commands that there are."""
+"""What the README files say: short enough to be read, links that lead somewhere, parts that were generated, code that
+runs as it stands there, commands that there are."""
 
-import ast
+import doctest
+import io
+import json
+import os
 import re
-import textwrap
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import readme
+import torch
 
+import vexact_ops as vx
+from benchmarks import __main__ as benchmarks
 from benchmarks import report
-from vexact_engine.cli import main
+from vexact_engine import cli
 
-ROOT = Path(__file__).parent.parent
-FILES = sorted(
-    path for path in ROOT.rglob("README.md") if not {"build", ".git"} & set(path.relative_to(ROOT).parts[:-1])
-)
-each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+ROOT = readme.ROOT
+FILES = readme.files()
+sys.path.insert(0, str(ROOT / "tests" / "engine"))
+from engine_models import build, byte_tokenizer  # noqa: E402
 
 
-def code(path: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.M | re.S)
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+each_file = pytest.mark.parametrize("path", FILES, ids=name_of)
 
 
 def test_the_first_one_is_read_on_two_screens():
@@ -28,21 +39,19 @@ def test_the_first_one_is_read_on_two_screens():
 
 @each_file
 def test_links_lead_somewhere(path):
-    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+    words = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", words):
         if target.startswith("#"):
             heading = target[1:].replace("-", "[- ]")
             assert re.search(rf"^#+ {heading}$", path.read_text(), re.M | re.I), target
         elif "://" not in target:
-            assert (path.parent / target).exists(), target
+            file, _, part = target.partition("#")
+            assert (path.parent / file).exists(), target
+            heading = part.replace("-", "[- ]")
+            assert not part or re.search(rf"^#+ {heading}$", (path.parent / file).read_text(), re.M | re.I), target
 
 
-@each_file
-def test_python_in_it_parses(path):
-    for text in code(path, "python"):
-        ast.parse(textwrap.dedent(text.replace("...)", ")")))
-
-
-@pytest.mark.parametrize("path", report.READMES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", report.READMES, ids=name_of)
 def test_its_figures_are_those_of_the_kept_records(path, tmp_path):
     copy = tmp_path / "README.md"
     copy.write_text(path.read_text())
@@ -50,10 +59,115 @@ def test_its_figures_are_those_of_the_kept_records(path, tmp_path):
     assert copy.read_text() == path.read_text(), "python -m benchmarks report writes them anew"
 
 
-def test_commands_it_names_are_there(capsys):
-    named = {name for path in FILES for text in code(path, "bash") for name in re.findall(r"^vexact (\w+)", text, re.M)}
-    assert {"verify", "bench", "serve", "chat"} <= named
-    for name in sorted(named):
-        with pytest.raises(SystemExit) as done:
-            main([name, "--help"])
-        assert done.value.code == 0 and "usage" in capsys.readouterr().out.lower(), name
+@each_file
+def test_its_generated_parts_are_what_is_generated(path):
+    assert readme.generate(path) == path.read_text(), "python tests/readme.py write writes them anew"
+
+
+def examples(text: str) -> bool:
+    """Whether the examples of this docstring give what they say."""
+    torch.manual_seed(0)
+    test = doctest.DocTestParser().get_doctest(text, {"torch": torch, "vx": vx}, "example", None, 0)
+    return doctest.DocTestRunner(verbose=False).run(test).failed == 0
+
+
+@pytest.mark.parametrize("name,function", [pytest.param(*each, id=each[0]) for each in readme.public()])
+def test_a_docstring_s_example_is_true(name, function):
+    found = readme.examples(function)
+    assert found or name not in [f"vx.{op}" for op in readme.OPS], f"{name}: every op has an example"
+    assert examples(function.__doc__ or "")
+
+
+def test_an_example_that_is_not_true_fails(capsys):
+    assert examples(">>> vx.same_bits(torch.zeros(2), torch.zeros(2))\nTrue\n")
+    assert not examples(">>> vx.same_bits(torch.zeros(2), -torch.zeros(2))\nTrue\n")
+
+
+# --- as a reader who copies it ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory):
+    """A folder that has what the README files speak of: a small model, prompts, a file of one's own."""
+    folder = tmp_path_factory.mktemp("desk")
+    model = build("Qwen3", vocab_size=300, max_position_embeddings=1024)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    for place in ("DIR", "path/to/model"):
+        (folder / place).mkdir(parents=True)
+        model.save_pretrained(folder / place)
+        tokenizer.save_pretrained(folder / place)
+    lines = [{"prompt": "Once upon a time"}, {"messages": [{"role": "user", "content": "Hello"}]}]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    (folder / "mine.py").write_text("def faster(model):\n    return model\n")
+    return folder
+
+
+def run_python(text: str, folder: Path) -> subprocess.CompletedProcess:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, "-W", "error::SyntaxWarning", "-"],
+        input=text, capture_output=True, text=True, cwd=folder, env=env, timeout=600,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if readme.session(p).strip()], ids=name_of)
+def test_its_python_runs_from_top_to_bottom(path, desk):
+    done = run_python(readme.session(path), desk)
+    assert done.returncode == 0, f"{path} is the program; {done.stderr[-3000:]}"
+    printed = done.stdout.splitlines()
+    for line in readme.shown(path):
+        assert line in printed, f"{path} says that this is printed: {line}"
+
+
+def test_python_that_is_not_right_fails(desk, tmp_path):
+    wrong = tmp_path / "README.md"
+    wrong.write_text("Words.\n\n```python\nimport vexact_ops as vx\n```\n\n```python\nvx.linaer\n```\n")
+    done = run_python(readme.session(wrong), desk)
+    assert done.returncode == 1 and "line 8" in done.stderr and "linaer" in done.stderr
+
+
+@each_file
+def test_python_that_needs_more_than_that_parses(path):
+    for block in readme.blocks(path, "python"):
+        compile(block.text, f"{path}:{block.line}", "exec")
+
+
+ELSEWHERE = {  # commands that are tested by other files: they fetch, take minutes, or do not end by themselves
+    "demo": "tests/engine/test_cli.py",
+    "recipe": "tests/engine/test_recipe.py",
+    "serve": "tests/engine/test_serve_process.py",
+}
+LINES = [pytest.param(path, line, id=f"{name_of(path)}: {line}") for path in FILES for line in readme.commands(path)]
+
+
+@pytest.mark.parametrize("path,line", LINES)
+def test_its_shell_lines_do_what_they_are_for(path, line, desk, monkeypatch, capsys):
+    line = re.sub(r"^(\w+=\S+ )+", "", line)
+    command, *argv = shlex.split(line)
+    if command == "export":
+        return
+    if command == "pip":
+        extras = {name for part in re.findall(r"\[([\w,]+)\]", line) for name in part.split(",")}
+        assert extras <= readme.extras(), line
+    elif command in ("python", "bash", "pytest", "torchrun") and argv[:1] != ["-m"]:
+        for word in argv:
+            assert not word.endswith((".py", ".sh")) or [*ROOT.rglob(word)], f"{line}: there is no {word}"
+    elif command == "python":
+        assert argv[1].split(".")[0] in ("benchmarks", "verl"), line
+        if argv[1] == "benchmarks" and "..." not in argv:
+            benchmarks.parse(["cpu" if a == "cuda" and not torch.cuda.is_available() else a for a in argv[2:]])
+    else:
+        assert command == "vexact", line
+        monkeypatch.chdir(desk)
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n/check\n"))
+        heavy = "--config" in argv or ("cuda" in argv and not torch.cuda.is_available()) or "--admit" in argv
+        if argv[0] == "bench" and "--device" not in argv:
+            benchmarks.parse(argv[1:])
+        elif heavy or argv[0] in ELSEWHERE:
+            assert argv[0] not in ELSEWHERE or (ROOT / ELSEWHERE[argv[0]]).exists()
+            cli._parser()[0].parse_args(argv)
+        else:
+            code = cli.main(argv)
+            said = capsys.readouterr()
+            assert code == (1 if argv[0] == "bisect" else 0), said.err  # stock stacks differ: that is what it shows

@@ -69,6 +69,8 @@ def about_this_process(x: Tensor, w: Tensor) -> None:
     print(seconds)
     found: dict[str, object] = vx.numerics("cpu", kv_segment=64)
     differs: dict[str, tuple[object, object]] = vx.numerics_difference(found, found)
+    assert_type(vx.same_bits(x, x), bool)
+    assert_type(vx.different(x, x), Tensor)
     reasons: dict[str, str] = vx.backends()
     vx.synchronize(vx.cuda_stream().device)
     launch: Callable[[], None] = vx.cuda_graph(lambda: None, pool=torch.cuda.graph_pool_handle())

@@ -44,6 +44,9 @@ _WHERE = {
     "set_backend": "_core.backend",
     "use_backend": "_core.backend",
     "BackendUnavailable": "_core.backend",
+    # comparison of bytes
+    "same_bits": "_core.proof.bitwise",
+    "different": "_core.proof.bitwise",
 }
 _SUBPACKAGES = ("patch", "testing")
 
@@ -95,6 +98,8 @@ if TYPE_CHECKING:  # `as`: these are public, for type checkers too
     from ._core.graph import synchronize as synchronize
     from ._core.numerics import numerics as numerics
     from ._core.numerics import numerics_difference as numerics_difference
+    from ._core.proof.bitwise import different as different
+    from ._core.proof.bitwise import same_bits as same_bits
     from .attention.op import attention_paged as attention_paged
     from .attention.op import attention_varlen as attention_varlen
     from .fused_moe.op import fused_moe as fused_moe

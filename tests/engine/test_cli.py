@@ -47,7 +47,7 @@ def test_verify_says_equal_and_writes_its_files(capsys, model, tmp_path):
     (tmp_path / "p.jsonl").write_text(
         '{"prompt": "hello there, this one is long"}\n{"messages": [{"role": "user", "content": "hi"}]}\n'
     )
-    files = ["--json", tmp_path / "v.json", "--html", tmp_path / "v.html"]
+    files = ["--json", tmp_path / "v.json", "--html", tmp_path / "v.html", "--plot", tmp_path / "v.svg"]
     options = ["--prompts", tmp_path / "p.jsonl", "--max-new-tokens", 9, "--samples", 2, "--ignore-eos", "--stock"]
     code, out, err = run(capsys, "verify", "--model", model, *options, *TIGHT, *files)
     assert (code, err) == (0, "")
@@ -56,6 +56,7 @@ def test_verify_says_equal_and_writes_its_files(capsys, model, tmp_path):
     assert record["aligned"] == {"tokens": 36, "mismatched_tokens": 0, "max_abs_diff": 0.0, "k3_kl": 0.0}
     assert record["stock"]["tokens"] > 0 and record["prompts"] == 2 and record["equal"] is True
     assert "0 of 36 log-probabilities differ" in (tmp_path / "v.html").read_text()
+    assert "<svg" in (tmp_path / "v.svg").read_text()
     assert (record["schema"], record["schema_version"]) == ("vexact.verify", machine.SCHEMA)
     assert record["command"].startswith("vexact verify --quiet --device cpu --model ") and record["date"].startswith(
         "20"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vexact_engine.proof.compare import Sample, Side
-from vexact_engine.proof.report import SCRIPT, fragment, render, write_report
+from vexact_engine.proof.report import SCRIPT, fragment, render, write_plot, write_report
 from vexact_engine.proof.verify import Batches, Gradients, Verification
 
 EVIL = '<script>alert("x")</script> & <img src=http://example.org/x.png>'
@@ -165,3 +165,14 @@ def test_the_figures_of_single_tokens_have_their_bits_and_an_end(monkeypatch):
     monkeypatch.setattr("vexact_engine.proof.report.DETAILED", 80)
     assert set(data()) == {"0", "2"}, "what differs comes first"
     assert "in the file that --json writes" in render(found)
+
+
+@pytest.mark.parametrize("suffix,begins", [("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")])
+def test_the_plot_as_a_picture_is_the_same_every_time(tmp_path, suffix, begins):
+    found = verification(side("aligned", "bfloat16", 0), [side("stock", "bfloat16", 0.1)])
+    files = [tmp_path / f"{name}.{suffix}" for name in "ab"]
+    for file in files:
+        write_plot(file, found)
+    assert files[0].read_bytes() == files[1].read_bytes() and files[0].read_bytes().startswith(begins)
+    write_plot(files[1], verification(side("aligned", "bfloat16", 0.1), [side("stock", "bfloat16", 0.1)]))
+    assert files[0].read_bytes() != files[1].read_bytes()

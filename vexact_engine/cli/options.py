@@ -132,6 +132,12 @@ def seed(text: str) -> int:
     return int(text)
 
 
+def picture(text: str) -> str:
+    if not text.lower().endswith((".svg", ".png", ".pdf")):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a name that ends in .svg, .png or .pdf")
+    return text
+
+
 def lengths(text: str) -> list[int]:
     return [positive(part.strip()) for part in text.split(",")]
 

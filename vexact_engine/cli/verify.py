@@ -19,6 +19,7 @@ def add_demo(commands) -> None:
     options.seed_option(demo)
     demo.add_argument("--no-stock", action="store_true", help="leave out the stock Hugging Face stack")
     options.outputs(demo)
+    _plot(demo)
 
 
 def add_verify(commands) -> None:
@@ -70,10 +71,11 @@ def add_verify(commands) -> None:
     )
     verify.add_argument("--show", type=options.count, default=2, metavar="N", help="answers to print (2)")
     options.outputs(verify)
+    _plot(verify)
 
 
 def run_demo(args) -> int:
-    options.check_writable(args.json, args.html)
+    options.check_writable(args.json, args.html, args.plot)
     from ..proof import demo
 
     device = options.device(args.device)
@@ -92,8 +94,13 @@ def run_demo(args) -> int:
     return _conclude(verification, args)
 
 
+def _plot(parser) -> None:
+    text = "draw how many tokens differ, and by how much (.svg, .png, .pdf)"
+    parser.add_argument("--plot", type=options.picture, metavar="FILE", help=text)
+
+
 def run_verify(args) -> int:
-    options.check_writable(args.json, args.html)
+    options.check_writable(args.json, args.html, args.plot)
     options.expect_with(args, args.stock, "--stock", "--stock-prompts")
     if args.prompts is None:
         options.expect_with(args, False, "--prompts", "--limit", "--chat")
@@ -157,7 +164,11 @@ def _conclude(verification, args) -> int:
         from ..proof.report import write_report
 
         write_report(args.html, verification)
-    written = " and ".join(path for path in (args.json, args.html) if path and path != "-")
+    if args.plot:
+        from ..proof.report import write_plot
+
+        write_plot(args.plot, verification)
+    written = " and ".join(path for path in (args.json, args.html, args.plot) if path and path != "-")
     print(f"{verification.seconds:.0f} s in all" + (f"; wrote {written}" if written else ""))
     return 0 if verification.equal else 1
 

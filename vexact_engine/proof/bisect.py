@@ -440,7 +440,7 @@ def _fill(found: Bisection, a: Entry, b: Entry, sequences: Sequence[Sequence[int
     found.dtype_a, found.dtype_b = (str(e.dtype).removeprefix("torch.") for e in (a, b))
     found.tokens, found.width = int(at.sum()), a.width
     if a.dtype == b.dtype:
-        other = vx.testing.different(x, y)
+        other = vx.different(x, y)
     else:
         other = x.double() != y.double()
     found.elements = int(other.sum())

@@ -89,8 +89,8 @@ def _weights(a: nn.Module | None, b: nn.Module | None) -> Cause | None:
             continue
         if other.dtype != mine.dtype:
             return Cause(CAST, f"{name} is {_short(mine.dtype)} in a and {_short(other.dtype)} in b")
-        if not vx.testing.same_bits(mine.detach().cpu(), other.detach().cpu()):
-            count = vx.testing.count_different(mine.detach().cpu(), other.detach().cpu())
+        count = int(vx.different(mine.detach().cpu(), other.detach().cpu()).sum())
+        if count:
             return Cause(WEIGHTS, f"{name} itself differs, in {count} of {mine.numel()} elements")
     return None
 
@@ -106,12 +106,12 @@ def _cast(found: Bisection, entries) -> Cause | None:
     x, y = a.values, b.values
     for narrow in _NARROWER.get(a.dtype, ()):
         for wide, cut, names in ((x, y, "ba"), (y, x, "ab")):
-            if vx.testing.same_bits(wide.to(narrow).to(a.dtype), cut) and not vx.testing.same_bits(wide, cut):
+            if vx.same_bits(wide.to(narrow).to(a.dtype), cut) and not vx.same_bits(wide, cut):
                 return Cause(CAST, f"{names[0]} is {names[1]} rounded to {_short(narrow)} and back")
     if a.dtype in (torch.bfloat16, torch.float16):
         other = torch.float16 if a.dtype == torch.bfloat16 else torch.bfloat16
         for wide, cut, names in ((x, y, "ba"), (y, x, "ab")):
-            if vx.testing.same_bits(wide.to(other).to(a.dtype), cut):
+            if vx.same_bits(wide.to(other).to(a.dtype), cut):
                 return Cause(CAST, f"{names[0]} is {names[1]} rounded to {_short(other)} and back")
     return None
 
@@ -191,7 +191,7 @@ def _rounding(a, b, device: torch.device, first: Key, traces) -> Cause | None:
         if once is None or own is None:
             continue
         for names, left, right in (("ab", x, y), ("ba", y, x)):
-            if vx.testing.same_bits(left, own) and vx.testing.same_bits(right, once):
+            if vx.same_bits(left, own) and vx.same_bits(right, once):
                 where = f"{names[1]} rounds once, at the end of {type(of).__name__}"
                 return Cause(ROUNDING, f"{where}; {names[0]} rounds in between too, as {type(of).__name__} says")
     return None
@@ -237,9 +237,7 @@ def _split_k(a, b, first: Key, found: Bisection, traces) -> Cause | None:
     parts = {}
     for side, values in (("a", x), ("b", y)):
         for count in PARTS:
-            if a.in_features % count == 0 and vx.testing.same_bits(
-                _in_parts(inputs, weight, a.bias, count, x.dtype), values
-            ):
+            if a.in_features % count == 0 and vx.same_bits(_in_parts(inputs, weight, a.bias, count, x.dtype), values):
                 parts[side] = count
                 break
     if len(parts) == 2:

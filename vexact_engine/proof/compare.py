@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 from torch import Tensor
 
-from vexact_ops.testing import different
+from vexact_ops import different
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 import vexact_ops as vx
-from vexact_ops.testing import different
 
 from ..config import EngineConfig, SamplingParams
 from ..engine import Engine
@@ -400,7 +399,7 @@ def _in_batches(engine, prompt_ids, params, expected, size: int) -> Batches:
         most, least = (f(len(ours.token_ids), len(first.token_ids)) for f in (max, min))
         a, b = (torch.tensor([c.logprobs[:least], c.raw_logprobs[:least]], dtype=torch.float32) for c in (ours, first))
         ids = (torch.tensor(c.token_ids[:least], dtype=torch.int64) for c in (ours, first))
-        differs = different(a, b).any(0) | different(*ids)
+        differs = vx.different(a, b).any(0) | vx.different(*ids)
         mismatched += most - least + int(differs.sum())
     return Batches(size, count, tokens, mismatched, round(seconds, 3), engine.stats.prefix_tokens - known_before)
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 import vexact_ops as vx
-from vexact_ops.testing import same_bits
 
 from .batch import Batch, plain
 from .decoder import Decoder, Weights
@@ -123,4 +122,4 @@ def _same_bits(handle, described, layers: range, fused: Forward, patched: Forwar
             outs.append(out if isinstance(out, Tensor) else out[0] + out[1])
         return outs
 
-    return all(same_bits(a, b) for a, b in zip(run(patched), run(fused)))
+    return all(vx.same_bits(a, b) for a, b in zip(run(patched), run(fused)))

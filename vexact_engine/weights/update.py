@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vexact_ops.testing import same_bits
+from vexact_ops import same_bits
 
 from .experts import aliases, expert_views
 from .load import some

@@ -102,7 +102,13 @@ def use_backend(name: str | None) -> Iterator[None]:
     """Make `name` the backend of what this thread, or asyncio task, calls in a with block; None means each device's
     default. No other thread sees it, not even one that starts in the block. A backward pass runs on the backend of its
     forward wherever it runs. A function from torch.compile takes the backend of the block that it is called in, but do
-    not call the same one in other threads while a block is open: it knows that one is, and not whose it is."""
+    not call the same one in other threads while a block is open: it knows that one is, and not whose it is.
+
+    example
+    >>> with vx.use_backend("cpu"):
+    ...     vx.current_backend()
+    'cpu'
+    """
     global _open
     _check_name("use_backend", name)
     entry = name or ""
@@ -186,5 +192,10 @@ class Room:
 
 
 def backends() -> dict[str, str]:
-    """Every backend and what stands in its way here: {"cpu": "available", "cuda": "no CUDA device ...", ...}."""
+    """Every backend and what stands in its way here: {"cpu": "available", "cuda": "no CUDA device ...", ...}.
+
+    example
+    >>> vx.backends()["cpu"]
+    'available'
+    """
     return {name: probe() or "available" for name, probe in PROBES.items()}

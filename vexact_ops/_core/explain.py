@@ -67,6 +67,10 @@ def explain(op: Callable[..., object], *args: object, **kwargs: object) -> Expla
     effects  none but those of the first such call: candidates that are not known are verified (not inside a CUDA
              graph). Nothing of the call itself is computed, and nothing is written into its arguments
     raises   what the call raises for arguments that it does not take
+    example
+    >>> found = vx.explain(vx.linear, torch.randn(5, 64), torch.randn(8, 64))
+    >>> print(found)  # doctest: +ELLIPSIS
+    linear...
     """
     if not callable(op):
         raise TypeError(f"explain: op: got {type(op).__name__}, expected a function such as vexact_ops.linear")

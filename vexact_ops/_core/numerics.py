@@ -141,6 +141,9 @@ def numerics_difference(
 
     forward   leave out what fixes the bits of gradients alone: equal log-probabilities are all that is asked
     raises    TypeError where one is no dictionary
+    example
+    >>> vx.numerics_difference(vx.numerics("cpu"), vx.numerics("cpu"))
+    {}
     """
     for arg, value in (("a", a), ("b", b)):
         if not isinstance(value, Mapping):

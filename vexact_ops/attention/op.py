@@ -64,6 +64,12 @@ def attention_varlen(
     raises        TypeError on dtype, ValueError on shape, values or device, BackendUnavailable
     source        Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv 1805.02867; Dao et al.,
                   FlashAttention, arXiv 2205.14135
+    example
+    >>> q, k, v = torch.randn(7, 4, 16), torch.randn(7, 2, 16), torch.randn(7, 2, 16)
+    >>> packed = vx.attention_varlen(q, k, v, torch.tensor([0, 3, 7], dtype=torch.int32), max_seqlen=4)
+    >>> second = vx.attention_varlen(q[3:], k[3:], v[3:], torch.tensor([0, 4], dtype=torch.int32), max_seqlen=4)
+    >>> vx.same_bits(packed[3:], second)
+    True
     """
     op = "attention_varlen"
     check.tensor(op, "q", q, check.FLOATS, 3)
@@ -130,6 +136,16 @@ def attention_paged(
                   (that would stall the stream); they touch no memory but the arguments'
     grad          none: a RuntimeError where an input requires one in grad mode
     raises        TypeError on dtype, ValueError on shape, values (on CPU) or device, BackendUnavailable
+    example
+    >>> q, k, v = torch.randn(6, 4, 16), torch.randn(6, 2, 16), torch.randn(6, 2, 16)
+    >>> k_cache, v_cache = torch.zeros(5, 4, 2, 16), torch.zeros(5, 4, 2, 16)  # five pages of four tokens
+    >>> table = torch.tensor([[3, 1]], dtype=torch.int32)  # keys 0 to 3 in page 3, 4 and 5 in page 1
+    >>> vx.kv_cache_store(k, v, k_cache, v_cache, torch.tensor([12, 13, 14, 15, 4, 5]))
+    >>> length, one = torch.tensor([6], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+    >>> decoded = vx.attention_paged(q[5:], k_cache, v_cache, table, length, one, max_seqlen_q=1)
+    >>> trained = vx.attention_varlen(q, k, v, torch.tensor([0, 6], dtype=torch.int32), max_seqlen=6)
+    >>> vx.same_bits(decoded, trained[5:])  # a decode step has the bits of training
+    True
     """
     op = "attention_paged"
     if not _paged_fits(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, sinks):

@@ -40,6 +40,12 @@ def fused_moe(
     memory          beside inputs, results and what is saved, on a GPU: forward at most (Tk, H), (Tk, 2I) and (Tk, I),
                     backward as much
     raises          TypeError on dtype, ValueError on shape or device, BackendUnavailable. Shared experts stay outside
+    example
+    >>> x, gate_up, down = torch.randn(5, 16), torch.randn(4, 2 * 8, 16), torch.randn(4, 16, 8)  # four experts
+    >>> weights, ids = vx.moe_route(torch.randn(5, 4), top_k=2)
+    >>> y = vx.fused_moe(x, gate_up, down, weights, ids)
+    >>> vx.same_bits(y[3:4], vx.fused_moe(x[3:4], gate_up, down, weights[3:4], ids[3:4]))
+    True
     """
     check.tensor("fused_moe", "x", x, check.FLOATS, ndim=2)
     hidden = x.shape[1]

@@ -22,6 +22,12 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, *, backend: str |
     grad     dx has the bits of linear's; dweight[e] sums its expert's rows in ascending order, repeatable for one fixed
              batch, and is 0 where there are none
     raises   TypeError on dtype, ValueError on shape or device, on a CPU on offsets' values; BackendUnavailable
+    example
+    >>> x, weight = torch.randn(6, 16), torch.randn(3, 8, 16)  # three experts
+    >>> offsets = torch.tensor([0, 4, 4, 6], dtype=torch.int32)  # four rows, none, two
+    >>> y = vx.grouped_linear(x, weight, offsets)
+    >>> vx.same_bits(y[4:], vx.linear(x[4:], weight[2]))
+    True
     """
     check.tensor("grouped_linear", "x", x, check.FLOATS, ndim=2)
     check.tensor("grouped_linear", "weight", weight, ndim=3)

@@ -28,6 +28,11 @@ def kv_cache_store(
     raises        TypeError on dtype, ValueError on shape, strides or device, BackendUnavailable. A slot outside the
                   cache: on CPU a ValueError before anything is written; on CUDA, where looking would stall the
                   stream, that token is skipped
+    example
+    >>> k_cache, v_cache = torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8)  # two pages of four tokens
+    >>> vx.kv_cache_store(torch.ones(2, 1, 8), torch.ones(2, 1, 8), k_cache, v_cache, torch.tensor([6, -1]))
+    >>> k_cache[:, :, 0, 0].tolist()  # slot 6 is page 1, place 2; -1 is skipped
+    [[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0]]
     """
     op = "kv_cache_store"
     check_store(op, k, v, k_cache, v_cache, slot_mapping)

@@ -19,6 +19,10 @@ def bmm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, backend: 
                what linear gives for that row and that column as a row of a weight
     grad       da = dy @ b.T and db = a.T @ dy, in the same order
     raises     TypeError on dtype, ValueError on shape or device, BackendUnavailable
+    example
+    >>> a, b = torch.randn(2, 5, 16), torch.randn(2, 16, 3)
+    >>> vx.same_bits(vx.bmm(a, b)[1], vx.linear(a[1], b[1].T.contiguous()))
+    True
     """
     check.tensor("bmm", "a", a, check.FLOATS, 3)
     check.tensor("bmm", "b", b, ndim=3)

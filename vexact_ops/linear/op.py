@@ -34,6 +34,11 @@ def linear(
     grad       dx (sums n ascending) as bits; dweight and dbias sum the rows in ascending order (on a GPU, dbias in a
                tree of pairs), repeatable for one fixed batch; each in fp32, rounded once to its input's dtype
     raises     TypeError on dtype, ValueError on shape or device, BackendUnavailable
+    example
+    >>> x, weight = torch.randn(5, 64), torch.randn(8, 64)
+    >>> y = vx.linear(x, weight)
+    >>> y.shape, vx.same_bits(y[2:3], vx.linear(x[2:3], weight))  # a row alone is the row in its batch
+    (torch.Size([5, 8]), True)
     """
     if not (
         type(x) in _PLAIN

@@ -27,6 +27,10 @@ def linear_logits(
     bits     a logit depends on its row of hidden, its row of weight and softcap alone
     grad     as `linear`: dhidden as bits, dweight repeatable for one fixed batch
     raises   TypeError on dtype, ValueError on shape or device, BackendUnavailable
+    example
+    >>> hidden, weight = torch.randn(3, 16).bfloat16(), torch.randn(50, 16).bfloat16()
+    >>> vx.linear_logits(hidden, weight).dtype
+    torch.float32
     """
     _check_head("linear_logits", hidden, weight)
     softcap = _softcap("linear_logits", softcap)
@@ -85,6 +89,12 @@ def linear_logprobs(
                  to its input's dtype
     raises       TypeError on dtype, ValueError on shape, device, parameters or a target outside the vocabulary (on a
                  GPU, where a look at values would make the host wait, such a token gives NaN), BackendUnavailable
+    example
+    >>> hidden, weight, target = torch.randn(3, 16), torch.randn(50, 16), torch.tensor([4, 0, 49])
+    >>> logprobs, entropy = vx.linear_logprobs(hidden, weight, target, temperature=0.7, return_entropy=True)
+    >>> whole = vx.log_softmax(vx.linear_logits(hidden, weight) / 0.7)
+    >>> vx.same_bits(logprobs, whole.gather(1, target[:, None])[:, 0])
+    True
     """
     op = "linear_logprobs"
     target = _check_target(op, hidden, weight, target)
@@ -135,6 +145,11 @@ def linear_cross_entropy(
                   A loss that only is looked at belongs under torch.no_grad(): that is the forward alone
     raises        as linear_logprobs, and ValueError on reduction (on a GPU a target outside the vocabulary that is not
                   ignored makes the loss NaN)
+    example
+    >>> hidden, weight = torch.randn(3, 16, requires_grad=True), torch.randn(50, 16)
+    >>> vx.linear_cross_entropy(hidden, weight, torch.tensor([4, -100, 49])).backward()
+    >>> hidden.grad[1].count_nonzero().item()  # an ignored token has no gradient
+    0
     """
     op = "linear_cross_entropy"
     target = _check_target(op, hidden, weight, target)

@@ -37,6 +37,12 @@ def linear_sample(
     bits       those of linear_logits and sample, so of linear_logprobs and log_softmax: a row's depend on its hidden,
                its seed, position and parameters, on weight and softcap alone
     raises     as linear_logits and sample
+    example
+    >>> hidden, weight, seeds = torch.randn(3, 16), torch.randn(50, 16), torch.tensor([1, 2, 3])
+    >>> fused = vx.linear_sample(hidden, weight, seeds, 10, temperature=0.7)
+    >>> apart = vx.sample(vx.linear_logits(hidden, weight), seeds, 10, temperature=0.7)
+    >>> [vx.same_bits(a, b) for a, b in zip(fused, apart)]
+    [True, True, True]
     """
     op = "linear_sample"
     check.tensor(op, "hidden", hidden, check.FLOATS, 2)

@@ -24,6 +24,9 @@ def log_softmax(x: Tensor, *, out_dtype: torch.dtype | None = None, backend: str
     grad       dx = dy - e^y sum(dy) as bits, e^y from the unrounded y
     raises     TypeError on dtype, ValueError on shape, BackendUnavailable
     source     Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv 1805.02867
+    example
+    >>> vx.log_softmax(torch.tensor([[0.0, 0.0, -torch.inf]])).tolist()
+    [[-0.6931471824645996, -0.6931471824645996, -inf]]
     """
     check.tensor("log_softmax", "x", x, check.FLOATS)
     if x.dim() == 0 or x.shape[-1] == 0:

@@ -26,6 +26,10 @@ def mean(
              512, block sums added ascending; on a GPU of up to 8192, blocks and block sums each in a tree of pairs
     grad     dy / n, rounded once, as bits
     raises   TypeError on dtype, ValueError on dim, BackendUnavailable
+    example
+    >>> x = torch.randn(4, 1000)
+    >>> vx.same_bits(vx.mean(x)[2:3], vx.mean(x[2:3]))
+    True
     """
     return _reduce("mean", x, dim, keepdim, backend)
 
@@ -37,6 +41,9 @@ def sum(  # the name that torch has for it
     nothing is 0, and dim is None, all of them, where it is not given: as for torch.sum.
 
     grad     dy, as bits
+    example
+    >>> vx.sum(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), dim=0)
+    tensor([4., 6.])
     """
     return _reduce("sum", x, dim, keepdim, backend)
 

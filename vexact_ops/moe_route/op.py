@@ -47,6 +47,10 @@ def moe_route(
     source        Qwen3-MoE and Mixtral: softmax, normalised (Hugging Face's Qwen3MoeTopKRouter then rounds the weights
                   to the logits' dtype, its MixtralTopKRouter does not); DeepSeek-V3, arXiv 2412.19437: sigmoid, groups,
                   bias, scale, on fp32 logits
+    example
+    >>> weights, ids = vx.moe_route(torch.tensor([[0.0, 2.0, 1.0, 2.0]]), top_k=3)
+    >>> ids.tolist(), f"{weights.sum().item():.3f}"  # a tie goes to the lower id
+    ([[1, 3, 2]], '1.000')
     """
     check.tensor("moe_route", "logits", logits, check.FLOATS, ndim=2)
     experts = logits.shape[1]

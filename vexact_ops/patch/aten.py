@@ -356,6 +356,12 @@ def aten() -> AtenHandle:
              compiled functions run uncompiled, and one that was first called so may stay it (torch.compiler.reset())
     grad     those of the stock operations, from aligned products and sums
     bits     of every routed operation: those of linear, bmm, log_softmax, mean and sum
+    example
+    >>> x, weight = torch.randn(5, 64), torch.randn(8, 64)
+    >>> with vx.patch.aten() as handle:
+    ...     y = torch.nn.functional.linear(x, weight)
+    >>> vx.same_bits(y, vx.linear(x, weight))
+    True
     """
     mode = getattr(_LOCAL, "mode", None)
     if mode is None:

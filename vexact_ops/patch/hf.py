@@ -243,6 +243,14 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None, 
     raises      UnsupportedModule (a ValueError) naming every module that is not covered, and why: the model is then
                 as it was; TypeError where it is no transformers model; ValueError where it is no decoder, where a part
                 of it has been patched on its own, where it is patched already with other options, or on kv_segment
+    example
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=50, **sizes))
+    >>> with vx.patch.hf(model) as handle:
+    ...     logprobs = handle.logprobs(torch.tensor([[3, 14, 15, 9]]))
+    >>> logprobs.shape
+    torch.Size([1, 4])
     """
     from transformers import PreTrainedModel
 

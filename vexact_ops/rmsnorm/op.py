@@ -54,6 +54,11 @@ def rmsnorm(
     grad      dx as bits; dweight sums rows in a fixed order (on a CPU ascending), repeatable for one fixed batch
     raises    TypeError on dtype, ValueError on shape or device, BackendUnavailable
     source    Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv 1910.07467
+    example
+    >>> x, residual, weight = torch.randn(4, 32), torch.randn(4, 32), torch.ones(32)
+    >>> y, added = vx.rmsnorm(x, weight, 1e-6, residual)
+    >>> vx.same_bits(added, x + residual), vx.same_bits(y, vx.rmsnorm(added, weight))
+    (True, True)
     """
     check.tensor("rmsnorm", "x", x, check.FLOATS)
     check.tensor("rmsnorm", "weight", weight, ndim=1)

@@ -30,6 +30,13 @@ def rope(
     grad        dq and dk as bits, the transposed rotation; cos and sin are constants
     raises      TypeError on dtype, ValueError on shape, stride or device, BackendUnavailable
     source      Su et al., RoFormer, arXiv 2104.09864
+    example
+    >>> q, k = torch.randn(3, 4, 16), torch.randn(3, 2, 16)
+    >>> inv_freq = 10000.0 ** (-torch.arange(0, 16, 2) / 16)
+    >>> cos, sin = vx.rope_cos_sin(torch.tensor([0, 1, 2]), inv_freq)
+    >>> q_rotated, k_rotated = vx.rope(q, k, cos, sin)
+    >>> vx.same_bits(q_rotated[0], q[0])  # position 0 is not rotated
+    True
     """
     backend = _check("rope", q, k, cos, sin, backend)
     return _rope(q, k, cos, sin, bool(interleaved), False, backend)
@@ -62,6 +69,13 @@ def rope_kv_store(
     bits                                        those of the ops one after another
     grad                                        none: a RuntimeError where q, k or v requires one in grad mode
     raises                                      as those ops
+    example
+    >>> q, k, v = torch.randn(2, 4, 16), torch.randn(2, 2, 16), torch.randn(2, 2, 16)
+    >>> cos, sin = vx.rope_cos_sin(torch.tensor([7, 3]), torch.ones(8))
+    >>> k_cache, v_cache = torch.zeros(5, 4, 2, 16), torch.zeros(5, 4, 2, 16)  # five pages of four tokens
+    >>> q_rotated = vx.rope_kv_store(q, k, v, cos, sin, k_cache, v_cache, torch.tensor([7, 17]))
+    >>> vx.same_bits(k_cache[1, 3], vx.rope(q, k, cos, sin)[1][0])  # slot 7 is the last one of page 1
+    True
     """
     op = "rope_kv_store"
     backend = _check(op, q, k, cos, sin, backend)
@@ -136,6 +150,10 @@ def rope_cos_sin(
                rounding, rounded to fp32, multiplied by scaling in fp32 and rounded to dtype
     grad       none
     raises     TypeError on dtype, ValueError on shape, device or value, BackendUnavailable
+    example
+    >>> cos, sin = vx.rope_cos_sin(torch.tensor([0, 1]), torch.tensor([1.0, 0.5]))
+    >>> cos.tolist()[0], cos.shape
+    ([1.0, 1.0, 1.0, 1.0], torch.Size([2, 4]))
     """
     check.tensor("rope_cos_sin", "positions", positions, (torch.int64, torch.int32), ndim=1)
     check.tensor("rope_cos_sin", "inv_freq", inv_freq, (torch.float32,), ndim=1)

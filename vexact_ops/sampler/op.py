@@ -46,6 +46,12 @@ def sample(
                  leaves no token gives id -1 and NaN
     source       Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011); Holtzman et al., arXiv 1904.09751;
                  Nguyen et al., arXiv 2407.01082
+    example
+    >>> logits, seeds, positions = torch.randn(3, 50), torch.tensor([1, 2, 3]), torch.tensor([10, 4, 7])
+    >>> ids, logprobs, raw_logprobs = vx.sample(logits, seeds, positions, temperature=0.7, top_p=0.9)
+    >>> alone = vx.sample(logits[1:2], 2, 4, temperature=0.7, top_p=0.9)  # another slot of another batch
+    >>> vx.same_bits(alone[0], ids[1:2]), vx.same_bits(alone[1], logprobs[1:2])
+    (True, True)
     """
     check.tensor("sample", "logits", logits, (torch.float32,), ndim=2)
     if logits.shape[1] == 0:

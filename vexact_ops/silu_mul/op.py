@@ -23,6 +23,10 @@ def silu_mul(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu"
     grad        of gate and up, as bits
     raises      TypeError on dtype, ValueError on shape, stride or device, BackendUnavailable
     source      Shazeer, GLU Variants Improve Transformer, arXiv 2002.05202
+    example
+    >>> gate, up = torch.randn(3, 8), torch.randn(3, 8)
+    >>> vx.same_bits(vx.silu_mul(gate, up), vx.silu_mul(torch.cat([gate, up], -1)))
+    True
     """
     check.tensor("silu_mul", "gate", gate, check.FLOATS)
     if gate.dim() == 0:

@@ -7,7 +7,15 @@ _INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def different(actual: Tensor, expected: Tensor) -> Tensor:
-    """Where the bits of two tensors of one shape, dtype and device differ."""
+    """Where the bits of two tensors of one shape, dtype and device differ, as a mask. Raises ValueError where they are
+    not of one shape and dtype.
+
+    example
+    >>> vx.different(torch.tensor([1.0, 0.0, torch.nan]), torch.tensor([1.0, -0.0, torch.nan])).tolist()
+    [False, True, False]
+    """
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        raise ValueError(f"different: expected one shape and dtype, got {_kind(actual)} and {_kind(expected)}")
     if not actual.dtype.is_floating_point:
         return actual != expected
     integer = _INTS[actual.element_size()]
@@ -16,18 +24,25 @@ def different(actual: Tensor, expected: Tensor) -> Tensor:
     )
 
 
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
+
+
 def count_different(actual: Tensor, expected: Tensor) -> int:
     """How many elements differ in their bits. Raises AssertionError where shape or dtype differ."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        raise AssertionError(
-            f"differ in kind: {actual.dtype} {tuple(actual.shape)} against {expected.dtype} {tuple(expected.shape)}"
-        )
+        raise AssertionError(f"differ in kind: {_kind(actual)} against {_kind(expected)}")
     expected = expected.to(actual.device)
     return int(different(actual.detach(), expected.detach()).sum())
 
 
 def same_bits(actual: Tensor, expected: Tensor) -> bool:
-    """Whether both have one shape, one dtype and the same bits."""
+    """Whether both have one shape, one dtype and the same bits.
+
+    example
+    >>> vx.same_bits(torch.tensor(0.0), torch.tensor(-0.0)), torch.tensor(0.0) == torch.tensor(-0.0)
+    (False, tensor(True))
+    """
     return actual.shape == expected.shape and actual.dtype == expected.dtype and not count_different(actual, expected)
 
 

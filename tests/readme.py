@@ -1,0 +1,255 @@
+"""The README files' code and what is generated in them.
+
+    python tests/readme.py write             write the generated parts anew (figures: python -m benchmarks report)
+    python -m pytest tests/test_readme.py    compares them, and runs the code as a reader would who copies it
+
+A file's Python blocks are one session, from top to bottom; its shell blocks are lines to be typed one after another.
+Words behind a block's language, which no page shows, say what it needs: `python needs=veomni`, `python needs=serve`.
+"""
+
+import argparse
+import dataclasses
+import doctest
+import inspect
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import vexact_ops as vx
+
+ROOT = Path(__file__).parent.parent
+
+
+def files() -> list[Path]:
+    return sorted(p for p in ROOT.rglob("README.md") if not {"build", ".git"} & set(p.relative_to(ROOT).parts[:-1]))
+
+
+@dataclasses.dataclass
+class Block:
+    language: str
+    needs: str | None
+    text: str
+    line: int
+
+
+def blocks(path: Path, language: str) -> list[Block]:
+    found, text = [], path.read_text()
+    for match in re.finditer(rf"^```{language}(?: needs=(\w+))?\n(.*?)^```", text, re.M | re.S):
+        found.append(Block(language, match[1], match[2], text[: match.start(2)].count("\n") + 1))
+    return found
+
+
+def session(path: Path, needs: str | None = None) -> str:
+    """The file's Python blocks as one program, each line where it stands in the file, so that a traceback names it."""
+    lines: list[str] = []
+    for block in blocks(path, "python"):
+        if block.needs in (None, needs):
+            lines += [""] * (block.line - 1 - len(lines))
+            lines += block.text.splitlines()
+    return "\n".join(lines) + "\n"
+
+
+def commands(path: Path) -> list[str]:
+    """The lines of the file's shell blocks, continued ones joined, comments left out."""
+    found = []
+    for block in blocks(path, "bash"):
+        for line in block.text.replace("\\\n", " ").splitlines():
+            line = re.sub(r"\s+# .*|^#.*", "", line).strip()
+            found += [part.strip() for part in line.split(" && ")] if line else []
+    return found
+
+
+def shown(path: Path) -> list[str]:
+    """What the file says that its Python prints: the lines of a text block right behind a Python block."""
+    found = re.findall(r"^```\n```text\n(.*?)^```", path.read_text(), re.M | re.S)
+    return [line for text in found for line in text.splitlines() if line.strip() != "..."]
+
+
+def extras() -> set[str]:
+    """The extras of the package."""
+    table = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0]
+    return set(re.findall(r"^([\w-]+) = \[", table, re.M))
+
+
+# --- what every op is, from its docstring ---------------------------------------------------------------------------
+
+NOT_OPS = {"BackendUnavailable"}  # of the public names: what is no function
+PATCHES = ("hf", "aten", "veomni")
+OPS = [name for name, module in vx._WHERE.items() if not module.startswith(("_core", "patch"))]
+
+
+def public() -> Iterator[tuple[str, Callable]]:
+    """Every public function, under the name that it is called by."""
+    for name in vx._WHERE:
+        if name not in NOT_OPS:
+            yield f"vx.{name}", getattr(vx, name)
+    for name in PATCHES:
+        yield f"vx.patch.{name}", getattr(vx.patch, name)
+
+
+def examples(function: Callable) -> list[doctest.Example]:
+    return doctest.DocTestParser().get_examples(inspect.getdoc(function) or "")
+
+
+def _signature(name: str, function: Callable) -> str:
+    """As it is called: defaults, but no types, and no `backend`, which every op takes."""
+    made, star = [], False
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name == "backend":
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and not star:
+            made, star = [*made, "*"], True
+        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
+        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        made.append(prefix + parameter.name + default)
+    return textwrap.fill(f"{name}({', '.join(made)})", 116, subsequent_indent=" " * 4, break_on_hyphens=False)
+
+
+def _code(example: doctest.Example) -> str:
+    """A doctest's lines as a program's, with what it prints as a comment."""
+    source = re.sub(r"\s*# doctest: .*", "", example.source.rstrip("\n"))
+    want = example.want.rstrip("\n").splitlines()
+    if not want or want == ["linear..."]:
+        return source
+    if len(want) == 1 and "\n" not in source and "  # " not in source:
+        return f"{source}  # {want[0]}"
+    return "\n".join([source, *(f"# {line}" for line in want)])
+
+
+def ops() -> str:
+    """Every public function: its signature, the first lines of its docstring, its example."""
+    parts = []
+    for name, function in public():
+        first = re.split(r"\n\s*\n", inspect.getdoc(function) or "")[0]
+        part = f"### {name.removeprefix('vx.')}\n\n```text\n{_signature(name, function)}\n\n{first}\n```\n"
+        if found := examples(function):
+            part += "\n```python\n" + "\n".join(map(_code, found)) + "\n```\n"
+        parts.append(part)
+    return "\n".join(parts)
+
+
+# --- what was verified where -----------------------------------------------------------------------------------------
+
+
+def _records(name: str) -> list[dict]:
+    path = ROOT / "benchmarks" / "results" / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def verified() -> str:
+    """A table: what was seen to be equal, how, on what, at which commit; from tests and kept records."""
+    golden = json.loads((ROOT / "tests" / "golden.json").read_text())
+    machines = {"cpu": "any x86-64 with AVX and FMA", "sm90": "H200"}
+    classes = ", ".join(f"`{name}` ({machines.get(name, name)})" for name in golden)
+    held = "held by the tests"
+    rows = ["| what | where | at |", "| --- | --- | --- |"]
+    rows.append(f"| outputs and gradients of {len(next(iter(golden.values())))} rooms | {classes} | {held} |")
+    rows.append(
+        f"| {len(vx.patch.COVERED)} families of transformers, tiny: Llama, Qwen2 and 3, Qwen3-MoE, Mistral, Mixtral, "
+        "Gemma, Phi, OLMo, GLM-4-MoE, DeepSeek-V3, Moonlight, ... (`vexact_ops.patch.COVERED`) | CPU | "
+        f"{held} |"
+    )
+    groups: dict[tuple[str, str], list[str]] = {}
+    for record in {(r["case"], r["weights"]): r for r in _records("verify")}.values():
+        if not (record["mismatched"] or record["batch_mismatched"]):
+            machine = (record["gpu"] or record["cpu"]).removeprefix("NVIDIA ")
+            own = " (its own weights)" if record["weights"] == "of the model" else ""
+            name = record["case"].removesuffix(" bfloat16") + own
+            groups.setdefault((machine, record["commit"]), []).append(name)
+    for (machine, commit), names in groups.items():
+        rows.append(f"| `vexact verify`, true sizes: {', '.join(names)} | {machine} | {commit} |")
+    return "\n".join(rows)
+
+
+def peers() -> str:
+    """A table: what others give and what it costs: measured where the records have it (bold), else as published."""
+    kernels = {(r["room"], r["case"], r["backend"]): r for r in _records("h200") if "us" in r}
+    steps = {}
+    for r in _records("engine") + _records("h200"):  # as the table of figures takes them
+        seen = r["backend"] != "vexact" or r.get("verify_tokens")
+        if r["room"] == "engine" and r.get("step_ms") and not r.get("latent") and seen:
+            steps[r["model"], r["batch"], r["backend"]] = r["step_ms"]
+
+    def span(values: list[float], form: str) -> str:
+        low, high = f"{min(values):{form}}", f"{max(values):{form}}"
+        return low if low == high else f"{low} to {high}"
+
+    def of_kernels(backend: str, other: str, room: str) -> list[float]:
+        pairs = [(r, kernels.get((a, b, other))) for (a, b, c), r in kernels.items() if (a, c) == (room, backend)]
+        return [ours["us"] / theirs["us"] for ours, theirs in pairs if theirs]
+
+    def of_steps(backend: str, other: str, batch: int) -> list[float]:
+        models = {model for model, size, _ in steps if size == batch}
+        found = [(steps.get((m, batch, backend)), steps.get((m, batch, other))) for m in sorted(models)]
+        return [a / b for a, b in found if a and b]
+
+    best = max(
+        (r for r in _records("h200") if r["room"] == "linear" and "geomean_to_stock" in r), key=lambda r: r["cases"]
+    )
+    fixed = "batch_invariant_ops" if of_kernels("batch_invariant_ops", "torch", "linear") else "fixed-tile"
+    stand_in = "" if fixed != "fixed-tile" else ", by our stand-in of its form"
+    invariant = "vllm batch-invariant"
+    link = {
+        "vLLM, batch-invariant": "https://docs.vllm.ai/en/latest/features/batch_invariance/",
+        "TorchTitan with it": "https://blog.vllm.ai/2025/11/10/bitwise-consistent-train-inference.html",
+        "SGLang, deterministic": "https://docs.sglang.io/advanced_features/deterministic_inference.html",
+        "slime, true on-policy": "https://github.com/THUDM/slime/tree/main/examples/true_on_policy",
+        "batch_invariant_ops": "https://github.com/thinking-machines-lab/batch_invariant_ops",
+        "Liger": "https://github.com/linkedin/Liger-Kernel",
+    }
+    gives = {
+        "VeXact": "equal bits in training, prefill and decode, of engine and trainer; what is not covered is refused",
+        "vLLM, batch-invariant": "the same output in any batch, on GPUs from SM80 on; no trainer",
+        "TorchTitan with it": "equal bits in trainer and engine, Qwen3-1.7B",
+        "SGLang, deterministic": "the same output in any batch, with FlashInfer, FA3 or Triton",
+        "slime, true on-policy": "equal log-probabilities in SGLang and FSDP, Qwen3-4B",
+        "batch_invariant_ops": "torch's mm, addmm, log_softmax and mean with one fixed tile, in any model",
+        "Liger": "faster, leaner training kernels; promises no bits",
+    }
+    loss = [span(of_kernels("liger", other, "linear_cross_entropy"), ".2f") for other in ("torch", "vexact")]
+    products = span(of_kernels(fixed, "torch", "linear"), ".1f")
+    ours = span(of_steps("vexact", "vllm", 256), ".2f")
+    many, one = (span(of_steps(invariant, "vllm", n), form) for n, form in ((256, ".2f"), (1, ".1f")))
+    product = f"{best['geomean_to_stock']:.2f}"
+    costs = {
+        "VeXact": f"a step at 256 sequences takes **{ours}** of vLLM's time, `linear` **{product}** of torch's",
+        "vLLM, batch-invariant": f"a step takes **{many}** times its default at 256 sequences, **{one}** at one",
+        "TorchTitan with it": "2.4 times slower",
+        "SGLang, deterministic": "on average [34 % slower](https://lmsys.org/blog/2025-09-22-sglang-deterministic/)",
+        "slime, true on-policy": 'an "acceptable slowdown" of the rollout',
+        "batch_invariant_ops": f"products take **{products}** times torch's{stand_in}",
+        "Liger": f"its loss, forward and backward, takes **{loss[0]}** of torch's time, **{loss[1]}** of ours",
+    }
+    rows = ["| | gives | costs |", "| --- | --- | --- |"]
+    for name in gives:
+        rows.append(f"| {f'[{name}]({link[name]})' if name in link else name} | {gives[name]} | {costs[name]} |")
+    return "\n".join(rows)
+
+
+GENERATED = {"ops": ops, "verified": verified, "peers": peers}
+
+
+def generate(path: Path) -> str:
+    """The file with its generated parts anew."""
+    text = path.read_text()
+    for name, make in GENERATED.items():
+        if f"<!-- {name} -->" in text:
+            body = f"<!-- {name} -->\n{make()}\n<!-- end -->".replace("\n\n<!-- end", "\n<!-- end")
+            text = re.sub(rf"<!-- {name} -->.*?<!-- end -->", lambda _, body=body: body, text, flags=re.S)
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=["write"])
+    parser.parse_args()
+    for path in files():
+        path.write_text(generate(path))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
