@@ -160,11 +160,11 @@ class _Fsdp2:
     def close(self) -> None:
         pass
 
-    def _build(self, weights: dict) -> nn.Module:
+    def _build(self, weights: dict, attention: str = "sdpa") -> nn.Module:
         from transformers import AutoModelForCausalLM
 
         with torch.device(self.args.device):
-            model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32, attn_implementation=attention)
         model.load_state_dict(weights)
         model.gradient_checkpointing_enable({"use_reentrant": False})
         return model.train()
@@ -185,15 +185,25 @@ class _Fsdp2:
         return self._shard(model)
 
     def stock(self, weights: dict, batch: _Packed) -> tuple[nn.Module, str]:
-        model = self._shard(self._build(weights))
-        return model, f"sdpa, {model.config._experts_implementation or 'eager'} experts, torch"
+        """With the first attention, fastest first, that runs here, and what else transformers takes by itself."""
+        refused = []
+        for attention in ("flash_attention_4", "flash_attention_3", "flash_attention_2", "sdpa"):
+            try:
+                model = self._shard(self._build(weights, attention))
+                self.rl(model, batch).backward()
+                model.zero_grad(set_to_none=True)
+                return model, f"{attention}, {model.config._experts_implementation or 'eager'} experts, torch"
+            except Exception as error:
+                refused.append(f"{attention}: {type(error).__name__}: {error}")
+            model = None
+            gc.collect()
+        raise RuntimeError(f"training: none of transformers' kernels runs here: {'; '.join(refused)}")
 
     def score(self, model: nn.Module, batch: _Packed, temperature: float) -> tuple[Tensor, Tensor]:
         if model is self.aligned.model:
             asked = vx.patch.Score(batch.next[0], None, temperature, True)
             return model(**batch.arguments(), vexact_score=asked)
-        # transformers sees from the positions where sequences begin
-        logits = model(input_ids=batch.ids, position_ids=batch.positions, use_cache=False).logits[0]
+        logits = model(**self._packed(model, batch)).logits[0]
         logits = (logits if temperature == 1 else logits / temperature).float()
         lse = logits.logsumexp(-1)
         values = logits.gather(1, batch.next[0][:, None])[:, 0] - lse
@@ -205,7 +215,15 @@ class _Fsdp2:
     def sft(self, model: nn.Module, batch: _Packed) -> Tensor:
         if model is self.aligned.model:
             return model(**batch.arguments(), labels=batch.ids, skip_logits=True).loss
-        return model(input_ids=batch.ids, position_ids=batch.positions, labels=batch.ids, use_cache=False).loss
+        return model(**self._packed(model, batch), labels=batch.ids).loss
+
+    @staticmethod
+    def _packed(model: nn.Module, batch: _Packed) -> dict:
+        """Flash attention is told where sequences begin, with the longest as an int: from the positions alone
+        transformers makes a tensor of that, which flash-attn-4 refuses. Others see it from the positions."""
+        if model.config._attn_implementation.startswith("flash"):
+            return batch.arguments()
+        return {"input_ids": batch.ids, "position_ids": batch.positions, "use_cache": False}
 
 
 def _objective(log_probs: Tensor, entropy: Tensor) -> Tensor:

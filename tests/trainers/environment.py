@@ -16,7 +16,7 @@ def environment(vendor: str | None = "vexact", device: str = "cpu", **more: str)
     path = [str(TESTS), str(PACKAGES), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
-        **({"VERL_PLATFORM": "cpu"} if on_cpu else {}),
+        "VERL_PLATFORM": "cpu" if on_cpu else "nvidia",
         "VERL_USE_EXTERNAL_MODULES": ",".join(ours),
         # the stock classes are registered for cuda; ours for the CPU too
         **({"VERL_ENGINE_DEVICE": "cuda"} if vendor is None else {"VERL_ENGINE_VENDOR": vendor}),

@@ -1,9 +1,11 @@
-"""Tiny models of the three families, their tokenizers and their prompts, as folders. Nothing is fetched."""
+"""Small models of the three families, their tokenizers and their prompts, as folders. Nothing is fetched."""
 
 import json
 from pathlib import Path
 
 import torch
+
+from vexact_engine.weights.random import CONFIGS
 
 FAMILIES = ("qwen3", "qwen3_moe", "deepseek_v3")
 VOCAB = 288  # 256 bytes, and the special tokens
@@ -40,6 +42,13 @@ SPECIAL = {
         "routed_scaling_factor": 2.446,
     },
 }
+# For a GPU: layers of true dimensions, but few of them, with fewer experts and a smaller vocabulary.
+_CUT = {"num_hidden_layers": 2, "vocab_size": 32768, "tie_word_embeddings": False, "max_position_embeddings": 256}
+TRUE_LAYERS = {
+    "qwen3": CONFIGS["qwen3-1.7b"] | _CUT,
+    "qwen3_moe": CONFIGS["qwen3-30b-a3b"] | _CUT | {"num_experts": 32},
+    "deepseek_v3": CONFIGS["moonlight-16b-a3b"] | _CUT | {"n_routed_experts": 16},
+}
 # What each family's own tokenizer has, which verl looks for by name: (pad, begin, end of a turn), and all of them.
 QWEN = ("<|endoftext|>", None, "<|im_end|>"), ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 DEEPSEEK = (
@@ -65,8 +74,8 @@ DEEPSEEK_TEMPLATE = (
 )
 
 
-def tokenizer(family: str):
-    """A token for each byte, and the family's special tokens behind them."""
+def tokenizer(family: str, size: int = VOCAB):
+    """A token for each byte, the family's special tokens behind them, and words that no text becomes up to `size`."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -76,25 +85,28 @@ def tokenizer(family: str):
     made.decoder = decoders.ByteLevel()
     (pad, begin, end), special = TOKENS[family]
     made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    made.add_tokens([f"<{i}>" for i in range(made.get_vocab_size(), size)])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=made, pad_token=pad, bos_token=begin, eos_token=end)
     wrapped.chat_template = DEEPSEEK_TEMPLATE if family == "deepseek_v3" else QWEN_TEMPLATE
     return wrapped
 
 
-def make_model(family: str, folder: Path, seed: int = 0, **changes) -> Path:
-    """A random model of the family in bf16, as a checkpoint on a hub would be. -> folder"""
+def make_model(family: str, folder: Path, seed: int = 0, sizes: dict | None = None, **changes) -> Path:
+    """A random model of the family in bf16, tiny unless `sizes` are given, as on a hub. -> folder"""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    words = tokenizer(family)
+    sizes = {**SIZES, **SPECIAL[family]} if sizes is None else {**sizes}
+    words = tokenizer(family, sizes["vocab_size"])
     ids = {"pad_token_id": words.pad_token_id, "bos_token_id": words.bos_token_id, "eos_token_id": words.eos_token_id}
-    config = AutoConfig.for_model(family, **{**SIZES, **SPECIAL[family], **ids, **changes})
+    config = AutoConfig.for_model(sizes.pop("model_type", family), **{**sizes, **ids, **changes})
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
+    scale = 1.2 * config.hidden_size**-0.5
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             # Norms stay near one; matrices are large enough that everything in the model matters.
-            parameter.copy_(noise * 0.15 if parameter.dim() > 1 else 1 + noise * 0.1)
+            parameter.copy_(noise * scale if parameter.dim() > 1 else 1 + noise * 0.1)
     model.generation_config.eos_token_id = words.eos_token_id
     model.to(torch.bfloat16).save_pretrained(folder)
     words.save_pretrained(folder)

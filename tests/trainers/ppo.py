@@ -162,7 +162,7 @@ def metrics_in(folder: Path) -> list[dict]:
 def run(case: Case, model: Path, folder: Path, timeout: float = 900) -> Run:
     """One case from its model to its end."""
     folder.mkdir(parents=True)
-    prompts = make_prompts(folder / "data")
+    prompts = make_prompts(folder / "data", max(32, 4 * case.steps))
     record = {"VEXACT_RECORD": str(folder), "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl")}
     command = [sys.executable, "-W", "ignore", "-m", "trainers.recorder", *overrides(case, model, prompts, folder)]
     begun = time.monotonic()
@@ -170,3 +170,45 @@ def run(case: Case, model: Path, folder: Path, timeout: float = 900) -> Run:
     training = [record for path in sorted(folder.glob("training.*.jsonl")) for record in lines(path)]
     took = time.monotonic() - begun
     return Run(case, folder, metrics_in(folder), lines(folder / "steps.jsonl"), training, took)
+
+
+def check_step(samples: list[dict], version: int) -> int:
+    """Rollout and trainer have the same bits for each token of a batch. -> how many tokens that are"""
+    tokens = 0
+    for sample in samples:
+        length = len(sample["responses"])
+        assert sample["first_version"] == sample["last_version"] == version, f"weights of another step: {sample}"
+        assert length and sample["response_mask"] == [1] * length
+        for name in ("rollout_log_probs", "old_log_probs"):
+            assert len(sample[name]) == length, f"{name}: {len(sample[name])} of {length} tokens"
+        differ = sum(a != b for a, b in zip(sample["rollout_log_probs"], sample["old_log_probs"]))
+        assert not differ, f"rollout and trainer differ in {differ} of {length} tokens of {sample['key']}"
+        tokens += length
+    return tokens
+
+
+def check(ran: Run) -> int:
+    """Zero in verl's own metrics, and equal bits in all three places, none missing. -> how many tokens that are"""
+    case = ran.case
+    assert len(ran.metrics) == len(ran.steps) == case.steps
+    tokens = 0
+    for number, (metrics, step) in enumerate(zip(ran.metrics, ran.steps)):
+        assert {name: metrics[name] for name in ZERO} == dict.fromkeys(ZERO, 0.0)
+        assert metrics["training/rollout_probs_diff_valid"] == 1
+        # the next step has other weights; VeOmni's schedule ends at 0 behind the last one
+        assert metrics["actor/grad_norm"] > 1e-3 and (metrics["actor/lr"] > 0 or number + 1 == case.steps)
+        assert step["step"] == number + 1 and len(step["samples"]) == 8
+        tokens += check_step(step["samples"], version=number)
+    check_training(ran)
+    assert tokens > case.steps * 8 * 4
+    return tokens
+
+
+def check_training(ran: Run) -> None:
+    """The training forward saw each token once, and gave it the bits that it had before."""
+    assert {record["dtype"] for record in ran.training} == {"torch.float32"}
+    differ = sum(a != b for record in ran.training for a, b in zip(record["training"], record["old"], strict=True))
+    assert not differ, f"the training forward and old_log_probs differ in {differ} tokens"
+    forward = sorted(x for record in ran.training for x in record["training"])
+    batches = sorted(x for step in ran.steps for sample in step["samples"] for x in sample["old_log_probs"])
+    assert forward == batches, "the training forward has other log-probabilities than the batches"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from .models import FAMILIES
-from .ppo import ZERO, Case, Run, run
+from .ppo import Case, Run, check, check_training, run
 
 TWO_RANKS = [Case(family, engine) for engine in ("fsdp2", "veomni") for family in FAMILIES]
 ONE_RANK = [Case(family, ranks=1) for family in FAMILIES]  # VeOmni has no FSDP for one rank
@@ -38,47 +38,6 @@ ASYNC = [
     Case(family, mode=mode, overrides=SAVED) for mode in ("colocate_async", "separate_async") for family in FAMILIES
 ]
 ALL = os.environ.get("VEXACT_TRAINERS") == "all"
-
-
-def check_step(samples: list[dict], version: int) -> int:
-    """Rollout and trainer have the same bits for each token of a batch. -> how many tokens that are"""
-    tokens = 0
-    for sample in samples:
-        length = len(sample["responses"])
-        assert sample["first_version"] == sample["last_version"] == version, f"weights of another step: {sample}"
-        assert length and sample["response_mask"] == [1] * length
-        for name in ("rollout_log_probs", "old_log_probs"):
-            assert len(sample[name]) == length, f"{name}: {len(sample[name])} of {length} tokens"
-        differ = sum(a != b for a, b in zip(sample["rollout_log_probs"], sample["old_log_probs"]))
-        assert not differ, f"rollout and trainer differ in {differ} of {length} tokens of {sample['key']}"
-        tokens += length
-    return tokens
-
-
-def check(ran: Run) -> None:
-    """Zero in verl's own metrics, and equal bits in all three places, none missing."""
-    case = ran.case
-    assert len(ran.metrics) == len(ran.steps) == case.steps
-    tokens = 0
-    for number, (metrics, step) in enumerate(zip(ran.metrics, ran.steps)):
-        assert {name: metrics[name] for name in ZERO} == dict.fromkeys(ZERO, 0.0)
-        assert metrics["training/rollout_probs_diff_valid"] == 1
-        # the next step has other weights; VeOmni's schedule ends at 0 behind the last one
-        assert metrics["actor/grad_norm"] > 1e-3 and (metrics["actor/lr"] > 0 or number + 1 == case.steps)
-        assert step["step"] == number + 1 and len(step["samples"]) == 8
-        tokens += check_step(step["samples"], version=number)
-    check_training(ran)
-    assert tokens > case.steps * 8 * 4
-
-
-def check_training(ran: Run) -> None:
-    """The training forward saw each token once, and gave it the bits that it had before."""
-    assert {record["dtype"] for record in ran.training} == {"torch.float32"}
-    differ = sum(a != b for record in ran.training for a, b in zip(record["training"], record["old"], strict=True))
-    assert not differ, f"the training forward and old_log_probs differ in {differ} tokens"
-    forward = sorted(x for record in ran.training for x in record["training"])
-    batches = sorted(x for step in ran.steps for sample in step["samples"] for x in sample["old_log_probs"])
-    assert forward == batches, "the training forward has other log-probabilities than the batches"
 
 
 @pytest.fixture(scope="module")
