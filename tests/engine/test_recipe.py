@@ -149,12 +149,13 @@ def test_tokens_of_prompts_are_no_part_of_it(models):
 @pytest.mark.parametrize(
     "changes,text",
     [
-        ({"samples": 1}, "samples: got 1, expected 2 or more"),
-        ({"temperature": 0.0}, "temperature: got 0.0, expected above 0"),
-        ({"advantage": "gae"}, "advantage: got 'gae', expected one of grpo, rloo"),
-        ({"learning_rate": float("nan")}, "learning_rate: got nan"),
+        ({"samples": 1}, "Options: samples is 1, expected an integer of 2 or more"),
+        ({"temperature": 0.0}, "Options: temperature is 0.0, expected a number above 0"),
+        ({"advantage": "gae"}, "Options: advantage is 'gae', expected one of grpo, rloo"),
+        ({"learning_rate": float("nan")}, "Options: learning_rate is nan, expected a number above 0"),
+        ({"weight_decay": -1}, "Options: weight_decay is -1, expected a number of 0 or more"),
         ({"ranks": 3}, "expected a multiple of mini_batches x ranks, 3"),
-        ({"layers": 2}, "layers: got 2, expected a model of "),
+        ({"layers": 2}, "Options: layers is 2, expected a model of "),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

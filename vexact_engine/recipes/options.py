@@ -1,24 +1,23 @@
 """What a run may choose, and the model that both of its sides load."""
 
-import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
-from ..config import EngineConfig
+from ..config import EngineConfig, _set_int, _set_real, _value_error
 from ..weights.fetch import fetch_smollm2
 from ..weights.load import Loaded, load
 from ..weights.random import CONFIGS, load_random
 
 SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct, as the demo fetches it
 ADVANTAGES = ("grpo", "rloo")
-_COUNTS = ("steps", "prompts", "samples", "max_new_tokens", "max_prompt_tokens", "mini_batches", "micro_batch", "ranks")
+_COUNTS = ("steps", "prompts", "max_new_tokens", "max_prompt_tokens", "mini_batches", "micro_batch", "ranks")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Of one run. Checked when made: ValueError names the field.
+    """Of one run. Checked when made: ValueError or TypeError names the field.
 
     model              "smollm2"; a directory, GGUF file or Hub name; or a name of weights.random.CONFIGS, whose
                        dimensions then get random weights
@@ -63,18 +62,22 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
-            _check(self, name, getattr(self, name) >= 1, "1 or more")
-        _check(self, "samples", self.samples >= 2, "2 or more: an advantage compares the answers to one prompt")
-        _check(self, "advantage", self.advantage in ADVANTAGES, f"one of {', '.join(ADVANTAGES)}")
-        _check(self, "temperature", self.temperature > 0, "above 0: greedy answers to one prompt are all the same")
-        for name in ("learning_rate", "clip", "max_grad_norm"):
-            _check(self, name, 0 < getattr(self, name) < math.inf, "a number above 0")
-        _check(self, "seed", 0 <= self.seed < 2**64, "0 to 2**64 - 1")
-        _check(self, "layers", self.layers is None or self.model in CONFIGS, f"a model of {', '.join(CONFIGS)} with it")
+            _set_int(self, name, 1)
+        _set_int(self, "samples", 2)  # an advantage compares the answers to one prompt
+        _set_int(self, "seed", 0, 2**64 - 1)
+        _set_int(self, "layers", 1, optional=True)
+        for name in ("temperature", "learning_rate", "clip", "max_grad_norm"):  # greedy answers would all be the same
+            _set_real(self, name, lambda value: value > 0, "a number above 0")
+        _set_real(self, "weight_decay", lambda value: value >= 0, "a number of 0 or more")
+        _set_real(self, "entropy_coefficient", lambda value: True, "a number")
+        if self.advantage not in ADVANTAGES:
+            raise _value_error(self, "advantage", f"one of {', '.join(ADVANTAGES)}")
+        if self.layers is not None and self.model not in CONFIGS:
+            raise _value_error(self, "layers", f"a model of {', '.join(CONFIGS)} with it")
         shares = self.mini_batches * self.ranks
         if self.prompts * self.samples % shares:
             raise ValueError(
-                f"recipe: prompts x samples: got {self.prompts} x {self.samples}, expected a multiple of "
+                f"Options: prompts x samples: got {self.prompts} x {self.samples}, expected a multiple of "
                 f"mini_batches x ranks, {shares}: every rank runs as many forwards as every other"
             )
 
@@ -95,8 +98,3 @@ class Options:
 
     def to_json(self) -> dict:
         return asdict(self)
-
-
-def _check(options: Options, name: str, holds: bool, expected: str) -> None:
-    if not holds:
-        raise ValueError(f"recipe: {name}: got {getattr(options, name)!r}, expected {expected}")
