@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 if not MISSING:  # before anything imports verl: it looks once
     os.environ.setdefault("VERL_PLATFORM", "cpu")
     os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "trainers.cpu_platform")
+
+SECONDS = float(os.environ.get("VEXACT_TRAINERS_SECONDS", "900"))  # of one run of main_ppo, its start included
+RUN_BYTES = 6 << 30  # of memory, for the ten to fifteen processes of a run
 
 
 class Skipped(pytest.Module):
@@ -37,6 +41,27 @@ def models(tmp_path_factory):
         return made[family]
 
     return model
+
+
+@pytest.fixture(scope="module")
+def trained(request, models, tmp_path_factory):
+    """trained(case) -> its Run of main_ppo. All cases that this session asks of the module run one after the other, as
+    many of them side by side as there is room for: a run is its processes' start, and those wait for one another."""
+    from vexact_engine.runner.memory import available_bytes
+
+    from .ppo import run
+
+    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    cases = dict.fromkeys(item.callspec.params["case"] for item in here)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    room = min(cores // request.module.CORES_PER_RUN, available_bytes() // RUN_BYTES)
+    folder, begun = tmp_path_factory.mktemp("ppo"), {}
+    with ThreadPoolExecutor(max(1, room)) as pool:
+        for case in cases:
+            begun[case] = pool.submit(run, case, models(case.family), folder / str(case), SECONDS)
+        yield lambda case: begun[case].result()
+        for later in begun.values():
+            later.cancel()
 
 
 @pytest.fixture(scope="module")

@@ -2,23 +2,20 @@
 
     pytest tests/trainers/test_main_ppo_gpu.py --junitxml=FILE    # which has the tokens compared and the seconds
 
-On two GPUs where there are two (NCCL between the trainers, a replica on each), else on one. What is selected runs side
-by side: nearly all of a run is its start. VEXACT_TRAINERS_SECONDS: what one may take, its start included.
+On two GPUs where there are two (NCCL between the trainers, a replica on each), else on one; what is selected runs side
+by side on them. VEXACT_TRAINERS_SECONDS is what one run may take, its start included.
 """
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from .models import FAMILIES, TRUE_LAYERS, make_model
-from .ppo import Case, check, run
+from .ppo import Case, check
 
 RANKS = min(2, max(1, torch.cuda.device_count()))
 CORES_PER_RUN = 4
-SECONDS = float(os.environ.get("VEXACT_TRAINERS_SECONDS", "900"))
 SETTINGS = (
     "data.max_response_length=64",
     "actor_rollout_ref.rollout.ignore_eos=True",
@@ -45,31 +42,28 @@ STOCK = _case("qwen3", vendor=None)
 
 
 @pytest.fixture(scope="module")
-def runs(request, tmp_path_factory):
-    """runs(case) -> its Run. All that this session asks for begin at once."""
-    here = [item for item in request.session.items if item.path == Path(__file__)]
-    cases = list(dict.fromkeys(item.callspec.params["case"] for item in here))
-    folder, families = tmp_path_factory.mktemp("ppo"), list(dict.fromkeys(case.family for case in cases))
-    at_once = max(1, min(len(cases), len(os.sched_getaffinity(0)) // CORES_PER_RUN))
-    with ThreadPoolExecutor(at_once) as pool:
-        made = pool.map(lambda family: make_model(family, folder / family, sizes=TRUE_LAYERS[family]), families)
-        models = dict(zip(families, made, strict=True))
-        begun = {case: pool.submit(run, case, models[case.family], folder / str(case), SECONDS) for case in cases}
-        yield lambda case: begun[case].result()
-        for later in begun.values():
-            later.cancel()
+def models(tmp_path_factory):
+    """As conftest.py's, of other sizes."""
+    folder, made = tmp_path_factory.mktemp("models"), {}
+
+    def model(family: str) -> Path:
+        if family not in made:
+            made[family] = make_model(family, folder / family, sizes=TRUE_LAYERS[family])
+        return made[family]
+
+    return model
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_log_probability_is_the_same_float(case, runs, record_property):
-    ran = runs(case)
+def test_every_log_probability_is_the_same_float(case, trained, record_property):
+    ran = trained(case)
     record_property("seconds", round(ran.seconds))
     record_property("tokens", check(ran))
 
 
 @pytest.mark.parametrize("case", [STOCK], ids=str)
-def test_verls_own_actor_fails_that(case, runs):
-    ran = runs(case)
+def test_verls_own_actor_fails_that(case, trained):
+    ran = trained(case)
     assert len(ran.metrics) == case.steps
     with pytest.raises(AssertionError):
         check(ran)
