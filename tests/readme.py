@@ -126,7 +126,9 @@ def ops() -> str:
         first = re.split(r"\n\s*\n", inspect.getdoc(function) or "")[0]
         part = f"### {name.removeprefix('vx.')}\n\n```text\n{_signature(name, function)}\n\n{first}\n```\n"
         if found := examples(function):
-            part += "\n```python\n" + "\n".join(map(_code, found)) + "\n```\n"
+            code = "\n".join(map(_code, found))
+            code = re.sub(r"^((?:from|import) .*\n)(?!from|import)", r"\1\n", code, flags=re.M)  # as ruff formats it
+            part += f"\n```python\n{code}\n```\n"
         parts.append(part)
     return "\n".join(parts)
 
