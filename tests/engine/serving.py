@@ -2,12 +2,16 @@
 
 import json
 
-import httpx
+import pytest
 from engine_models import build, byte_tokenizer
 
 from vexact_engine import Engine, EngineConfig
-from vexact_engine.serve import Settings
-from vexact_engine.serve.server import Server
+
+pytest.importorskip("fastapi", reason="fastapi is not installed (extra serve)")
+httpx = pytest.importorskip("httpx", reason="httpx is not installed (extra test)")
+
+from vexact_engine.serve import Settings  # noqa: E402
+from vexact_engine.serve.server import Server  # noqa: E402
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 CONFIG = EngineConfig(num_pages=400, page_size=4, max_num_batched_tokens=64, max_model_len=200, show_progress=False)

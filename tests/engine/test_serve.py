@@ -5,13 +5,14 @@ import random
 import socket
 import time
 
-import openai
 import pytest
 import serving
 from engine_models import check_idle
 
 from vexact_engine import Increment, SamplingParams
 from vexact_engine.serve.generation import merged
+
+openai = pytest.importorskip("openai", reason="openai is not installed (extra test)")
 
 TEXTS = ["hello", "a longer prompt, of some words", "é"]
 

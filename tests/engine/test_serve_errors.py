@@ -7,11 +7,10 @@ import socket
 import threading
 import time
 
-import httpx
 import pytest
 import serving
 from engine_models import check_idle
-from serving import KEY
+from serving import KEY, httpx
 
 from vexact_engine import SamplingParams
 from vexact_engine.serve import Settings

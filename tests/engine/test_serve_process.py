@@ -10,11 +10,10 @@ import threading
 import time
 from pathlib import Path
 
-import httpx
 import pytest
 import serving
 from engine_models import build
-from serving import KEY
+from serving import KEY, httpx
 
 from vexact_engine import Engine, SamplingParams, cli
 
