@@ -6,17 +6,19 @@ another order, in storage that begins one element off any boundary, by every bac
 with gradients where the op has them. Bytes are compared. What differs is printed with the seed that draws it again:
 `python tests/attack.py ROOM --seed S --checks 1`. The exit status is 1 where anything differs or raises.
 
-What a kernel is compiled for (types, widths, options) is drawn anew with every 50th seed only: compiling takes far
-longer than checking.
+What a kernel is compiled for (types, widths, options, which operands begin off a boundary) is drawn anew with every
+50th seed only, in some rooms with every 100th: compiling takes far longer than checking. With --jobs such campaigns run
+side by side, those of one room too.
 """
 
 import argparse
+import functools
 import json
-import subprocess
+import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -25,19 +27,27 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import vexact_ops as vx
+from vexact_ops._core.proof.inputs import SMALL
 from vexact_ops.testing import Pages, assert_bitwise, attention_inputs, cancelling, offsets, special_rows, tricky
 
 Outputs = tuple[Tensor, ...]
 CAMPAIGN = 50  # checks of one compiled kind
+LONG = {
+    "attention": 100,
+    "linear_cross_entropy": 100,
+    "linear_sample": 100,
+}  # where compiling or admission takes longest
 
 
 class Draw:
     """Random choices of one check, all from one seed."""
 
-    def __init__(self, seed: int, device: str):
+    def __init__(self, seed: int, device: str, campaign: int = CAMPAIGN):
         self.seed, self.device = seed, device
         self.g = torch.Generator().manual_seed(seed)
-        self._kinds = torch.Generator().manual_seed(-1 - seed // CAMPAIGN)
+        self.campaign = seed // campaign
+        self._kinds = torch.Generator().manual_seed(-1 - self.campaign)
+        self._way, self._placed = self.of(["copy", "off", "wide"]), 0
         dtypes = [torch.bfloat16, torch.bfloat16, torch.float32] + [torch.float16] * (device == "cuda")
         self.dtype = self.kind(dtypes)
 
@@ -73,13 +83,17 @@ class Draw:
         return special_rows(x, seed=self.seed, first=self.int(0, 30)) if self.chance(0.5) else x
 
     def placed(self, x: Tensor) -> Tensor:
-        """The same values somewhere else: off by one element, in wider rows, or just copied."""
-        way = self.int(0, 2)
-        if way == 0:
+        """The same values somewhere else: off by one element, in wider rows, or just copied. Which operands are
+        off, and how much wider rows are, is the same in a campaign: kernels are compiled for it."""
+        self._placed += 1
+        way, which = self._way, torch.Generator().manual_seed(self.campaign * 64 + self._placed % 16)
+        pick = int(torch.randint(4, (1,), generator=which))
+        if way == "off" and (self.campaign % 2 or pick % 2):  # all of them, or some
             flat = x.new_empty(x.numel() + 1)
             return flat[1:].view(x.shape).copy_(x)
-        if way == 1 and x.dim() == 2:
-            wide = x.new_full((x.shape[0], x.shape[1] + self.of([1, 8])), float("nan") if x.is_floating_point() else 0)
+        if way == "wide" and x.dim() == 2:
+            wider = x.shape[1] + (1 if pick == 0 else 8)
+            wide = x.new_full((x.shape[0], wider), float("nan") if x.is_floating_point() else 0)
             return wide[:, -x.shape[1] :].copy_(x) if x.shape[1] else x.clone()
         return x.clone()
 
@@ -270,16 +284,32 @@ def sampler(d: Draw) -> None:
     again(d, run, (logits, seeds, positions, temperature, top_k, top_p, min_p))
 
 
+# Vocabulary and width: for the kernels that draw where logits are made, fewer tiles than a GPU has processors, and more
+HEADS = (1, 8), (130, 64), (1025, 200), (20_000, 64), (38_659, 512), (32_000, 2048)
+
+
+@functools.lru_cache(1)
+def head(vocabulary: int, width: int, dtype: torch.dtype, device: str) -> Tensor:
+    """The weight of a campaign: rows of which half come twice, so that logits are tied, a few of them special."""
+    g = torch.Generator(device).manual_seed(vocabulary)
+    weight = torch.randn(vocabulary, width, generator=g, dtype=torch.float32, device=device).to(dtype)
+    if vocabulary > 8:
+        weight[2:10] = special_rows(weight[2:10], first=3, kinds=SMALL)
+    return weight[torch.randint(vocabulary, (vocabulary,), generator=g, device=device)]
+
+
 def linear_sample(d: Draw) -> None:
-    vocabulary, width, rows = d.of([1, 130, 1025, 20000]), d.of([8, 64, 200]), d.rows()
-    x, weight = cancelling(rows, width, vocabulary, d.seed, d.dtype, d.device)
-    x = x.float() / x.float().abs().amax(-1, keepdim=True).clamp(min=1e-6)
-    x = d.special((x * d.of([0.05, 1.0, 3.0])).to(d.dtype))
+    vocabulary, width = d.kind(HEADS if d.device == "cuda" else HEADS[:4])
+    dtype, softcap = d.kind([torch.bfloat16, torch.bfloat16, d.dtype]), d.kind([None, None, 5.0])
+    rows = d.of([d.rows(), d.int(1, 8), d.int(9, 128), d.int(129, 400)] if d.device == "cuda" else [d.rows()])
+    weight = head(vocabulary, width, dtype, d.device)
+    x = tricky(rows, width, seed=d.seed, device=d.device)
+    scale = torch.rand(rows, 1, generator=d.g, dtype=torch.float32) * d.of([0.01, 0.3, 3.0]) / width**0.5
+    x = d.special((x * scale.to(d.device)).to(dtype))
     seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=d.g).to(d.device)
     positions = torch.randint(0, 2**40, (rows,), generator=d.g).to(d.device)
-    choices = torch.tensor([0.0, 0.3, 1.0, 1.0, 1.7, 1e-4])
-    temperature = choices[torch.randint(len(choices), (rows,), generator=d.g)].to(d.device)
-    softcap = d.of([None, None, 5.0])
+    choices = torch.tensor(d.of([[1.0], [0.0, 0.3, 1.0, 1.0, 1.7, 1e-4], [40.0, 0.7, 1e-3, 1e-30, 1e38]]))
+    temperature = choices[torch.randint(len(choices), (rows,), generator=d.g)].to(d.device, torch.float32)
 
     def way(backend: str | None) -> Callable:
         def run(x: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor) -> Outputs:
@@ -359,14 +389,13 @@ ROOMS: dict[str, Callable[[Draw], None]] = {
 }  # fmt: skip
 
 
-def attack(room: str, device: str, checks: int, seed: int, seconds: float = float("inf")) -> Iterator[tuple[int, str]]:
-    """Yields (seed, what went wrong or "") for each check; stops after so many seconds."""
-    begin = time.monotonic()
+def attack(room: str, device: str, checks: int, seed: int, until: float = float("inf")) -> Iterator[tuple[int, str]]:
+    """Yields (seed, what went wrong or "") for each check; stops at a time of time.time()."""
     for number in range(seed, seed + checks):
-        if time.monotonic() - begin > seconds:
+        if time.time() > until:
             return
         try:
-            ROOMS[room](Draw(number, device))
+            ROOMS[room](Draw(number, device, LONG.get(room, CAMPAIGN)))
             yield number, ""
         except AssertionError as error:
             yield number, str(error)
@@ -374,22 +403,44 @@ def attack(room: str, device: str, checks: int, seed: int, seconds: float = floa
             yield number, f"{type(error).__name__}: {error}"
 
 
-def run(room: str, args: argparse.Namespace) -> bool:
-    """One room in this process; prints a line, and one for each failure."""
-    begin, done, failures = time.monotonic(), 0, []
-    for number, error in attack(room, args.device, args.checks, args.seed, args.seconds):
-        done += 1
-        if error:
-            failures.append(number)
-            sys.stdout.write(f"{room}: seed {number}: {error}\n")
-    took = time.monotonic() - begin
-    record = {"room": room, "device": args.device, "checks": done, "differ": len(failures), "seconds": round(took, 1)}
-    if args.json:
-        with args.json.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-    sys.stdout.write(f"{room:<22} {done} checks, {len(failures)} differ, {took:.1f} s\n")
-    sys.stdout.flush()
-    return not failures and done > 0
+def campaign(room: str, device: str, checks: int, seed: int, until: float) -> tuple[str, int, float, list]:
+    """Some checks of a room in this process: how many were made, in how many seconds, and what went wrong."""
+    begin, found = time.monotonic(), list(attack(room, device, checks, seed, until))
+    return room, len(found), time.monotonic() - begin, [(number, error) for number, error in found if error]
+
+
+def campaigns(rooms: Sequence[str], checks: int, seed: int) -> list[tuple[str, int, int]]:
+    """(room, how many checks, first seed) of every campaign; those of rooms that take longest first."""
+    found = []
+    for room in sorted(rooms, key=lambda room: room not in LONG):
+        size, first = LONG.get(room, CAMPAIGN), seed
+        while first < seed + checks:
+            end = min((first // size + 1) * size, seed + checks)
+            found.append((room, end - first, first))
+            first = end
+    return found
+
+
+class Tally:
+    """What came of a room's campaigns; prints each failure, and a line when the last is done."""
+
+    def __init__(self, room: str, left: int, args: argparse.Namespace):
+        self.room, self.left, self.args = room, left, args
+        self.done = self.differ = 0
+        self.seconds = 0.0
+
+    def add(self, done: int, seconds: float, failures: list[tuple[int, str]]) -> None:
+        self.left, self.done, self.seconds = self.left - 1, self.done + done, self.seconds + seconds
+        self.differ += len(failures)
+        for number, error in failures:
+            sys.stdout.write(f"{self.room}: seed {number}: {error}\n")
+        if self.left == 0:
+            counts = {"checks": self.done, "differ": self.differ, "seconds": round(self.seconds, 1)}
+            if self.args.json:
+                with self.args.json.open("a") as file:
+                    file.write(json.dumps({"room": self.room, "device": self.args.device, **counts}) + "\n")
+            sys.stdout.write(f"{self.room:<22} {self.done} checks, {self.differ} differ, {self.seconds:.1f} s\n")
+        sys.stdout.flush()
 
 
 def main() -> int:
@@ -398,25 +449,24 @@ def main() -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--checks", type=int, default=1000, help="for each room")
     parser.add_argument("--seed", type=int, default=0, help="of the first check; the next ones count on")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="the most for a room")
-    parser.add_argument("--jobs", type=int, default=1, help="rooms at a time, each in a process of its own")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="the most for all of them")
+    parser.add_argument("--jobs", type=int, default=1, help="campaigns at a time, in as many processes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append a line for each room")
     args = parser.parse_args()
     if unknown := sorted(set(args.rooms) - set(ROOMS)):
         parser.error(f"no room is called {', '.join(unknown)}")
-    rooms = args.rooms or list(ROOMS)
-    if args.jobs == 1 or len(rooms) == 1:
-        return int(not all([run(room, args) for room in rooms]))
-
-    def apart(room: str) -> bool:
-        options = [f"--{k}={v}" for k, v in vars(args).items() if k not in ("rooms", "jobs") and v is not None]
-        done = subprocess.run([sys.executable, __file__, room, *options], capture_output=True, text=True)
-        sys.stdout.write(done.stdout + done.stderr[-3000:] * bool(done.returncode))
-        sys.stdout.flush()
-        return done.returncode == 0
-
-    with ThreadPoolExecutor(args.jobs) as pool:
-        return int(not all(list(pool.map(apart, rooms))))
+    until, todo = time.time() + args.seconds, campaigns(args.rooms or list(ROOMS), args.checks, args.seed)
+    tallies = {room: Tally(room, sum(one[0] == room for one in todo), args) for room, *_ in todo}
+    if args.jobs == 1:
+        for room, checks, seed in todo:
+            tallies[room].add(*campaign(room, args.device, checks, seed, until)[1:])
+    else:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(args.jobs, context, torch.set_num_threads, (2,)) as pool:
+            for one in as_completed([pool.submit(campaign, r, args.device, n, s, until) for r, n, s in todo]):
+                room, *came = one.result()
+                tallies[room].add(*came)
+    return int(any(tally.differ or not tally.done for tally in tallies.values()))
 
 
 if __name__ == "__main__":

@@ -527,7 +527,7 @@ def forward(
     def make():
         return _compile(q, k, v, (cu_seqlens, cu_seqlens_k), out, lse, odd, (causal, window, segment))
 
-    kernel = cute_objects.kernel("forward", q.device, key, make)
+    kernel = cute_objects.kernel("forward", q.device, key, make, versions)
     reach = _reach(window)
     offsets = cu_seqlens, cu_seqlens_k
     kernel(q, k, v, out, lse, scale, *offsets, None, None, None, *reach, None, None, AuxData((odd,), None), None, None)
@@ -559,7 +559,7 @@ def paged_forward(
     def make():
         return _compile_paged(q, k_cache, v_cache, step, out, odd, (window, segment))
 
-    kernel = cute_objects.kernel("paged", q.device, key, make)
+    kernel = cute_objects.kernel("paged", q.device, key, make, versions)
     kernel(q, k_cache, v_cache, out, scale, *step, *_reach(window), AuxData((odd,), None))
 
 

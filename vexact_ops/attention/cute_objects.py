@@ -1,6 +1,6 @@
-"""Kernels of the CuTe stack, compiled once: kept in this process for good, since a CUDA graph may hold one; those of
-the backward as object files on disk too, since compiling one takes seconds (the others' aux_data was not yet seen to
-pass into a loaded object).
+"""Kernels of the CuTe stack, compiled once: kept in this process for good, since a CUDA graph may hold one, and as
+object files on disk, since compiling one takes seconds. A loaded one knows no defaults: it is called with every
+argument but the stream, in their order.
 
 An object holds for the sources and versions that its name was made of, so what is loaded is what would be compiled. One
 that cannot be read or loaded is compiled again, and replaced.
@@ -28,19 +28,18 @@ def kernel(
     device: torch.device,
     key: tuple[Hashable, ...],
     compile: Callable,
-    versions: Callable[[], str] | None = None,
+    versions: Callable[[], str],
 ) -> Callable:
     """The kernel `name` for what it is specialised to.
 
     key       dtypes, widths, flags: all that `compile` reads; the class of the GPU is added to it
     compile   makes it, with TVM's calling convention
-    versions  gives what sources and libraries it is made of; None: it is not kept on disk
+    versions  gives what sources and libraries it is made of
     """
     known = (name, device, *key)
     found = _kernels.get(known)
     if found is None:
-        path = None if versions is None else _path(name, device, key, versions())
-        found = _kernels[known] = _made(path, compile)
+        found = _kernels[known] = _made(_path(name, device, key, versions()), compile)
     return found
 
 

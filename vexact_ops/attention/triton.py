@@ -18,6 +18,9 @@ from .._core.triton import OPTIONS, block, chunk, exp, fold_sum, log, on, sum_ro
 KEY_BLOCK = 64  # where the running maximum may move, and where a segment may end
 SEQUENCES = 1024  # that a tile looks through at a time for the one it belongs to; no bit depends on it
 LOG2_E = 1.4426950408889634
+# What kernels are not compiled anew for: numbers that differ from call to call, and where indices begin.
+PER_CALL = "tokens", "keys", "sequences", "window"
+INDICES = "offsets_q", "offsets_k", "table", "sinks"
 
 _KEYS = tl.constexpr(KEY_BLOCK)
 
@@ -176,7 +179,9 @@ def _blocks(
     return m, norm, acc, odd
 
 
-@triton.jit(do_not_specialize=["tokens", "keys", "sequences", "pages", "table_row"])  # they differ from step to step
+@triton.jit(
+    do_not_specialize=[*PER_CALL, "pages", "page_size", "table_row", "segment"], do_not_specialize_on_alignment=INDICES
+)
 def _fwd_kernel(
     q, k, v, out, lse, sinks, odd_tiles, offsets_q, offsets_k, table, tokens, keys, sequences, pages, page_size,
     table_row, q_row, q_head, k_page, k_row, k_head, v_page, v_row, v_head, scale, softcap, window, segment,
@@ -333,7 +338,7 @@ def _any_nan(x):
     return tl.max(tl.max(tl.where(x == x, 0, 1), axis=1), axis=0).to(tl.int8)
 
 
-@triton.jit(do_not_specialize=["tokens", "keys", "sequences"])
+@triton.jit(do_not_specialize=PER_CALL, do_not_specialize_on_alignment=INDICES)
 def _dq_kernel(
     q, k, v, dout, lse, delta, dq, odd_tiles, offsets_q, offsets_k, tokens, keys, sequences,
     q_row, q_head, k_row, k_head, v_row, v_head, scale, plain_scale, softcap, window,
@@ -409,7 +414,7 @@ def _dq_kernel(
         tl.store(dq + at[:, None] * D + d[None, :], y, mask=inside_d)
 
 
-@triton.jit(do_not_specialize=["tokens", "keys", "sequences"])
+@triton.jit(do_not_specialize=PER_CALL, do_not_specialize_on_alignment=INDICES)
 def _dkv_kernel(
     q, k, v, dout, lse, delta, dk, dv_out, odd_tiles, offsets_q, offsets_k, tokens, keys, sequences,
     q_row, q_head, k_row, k_head, v_row, v_head, scale, plain_scale, softcap, window,

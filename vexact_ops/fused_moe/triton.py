@@ -41,7 +41,7 @@ def _plan_kernel(ids, offsets, order, position, slots, E, BLOCK: tl.constexpr):
             tl.store(order + slot, 0, mask=(slot < slots) & (slot >= place))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["weights"])
 def _combine_kernel(y, position, weights, out, n, TOP_K: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -57,7 +57,7 @@ def _combine_kernel(y, position, weights, out, n, TOP_K: tl.constexpr, WEIGHTS: 
     tl.store(out + token * n + column, acc.to(out.dtype.element_ty), mask=column < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["weights"])
 def _gate_bwd_kernel(
     h, da, order, weights, offsets, dh, scaled, dweights, n, E, GELU: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

@@ -30,7 +30,7 @@ def tile_rows(offsets, tile, R, E, BM: tl.constexpr, EP: tl.constexpr):
     return expert, row, tl.sum(tl.where(mine, end, 0), 0)
 
 
-@triton.jit(do_not_specialize=["R", "tiles_m"])
+@triton.jit(do_not_specialize=["R", "tiles_m"], do_not_specialize_on_alignment=["offsets", "order"])
 def _rows_kernel(
     a, b, c, offsets, order, R, N, K, E, top_k, tiles_m, a_row, b_expert, b_row, b_col,
     GATHER: tl.constexpr, EVEN_K: tl.constexpr, EP: tl.constexpr,
@@ -60,7 +60,7 @@ def _rows_kernel(
     tl.store(c + m[:, None] * N + n[None, :], acc.to(c.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=["R"], do_not_specialize_on_alignment=["offsets"])
 def _sums_kernel(
     a, b, c, offsets, order, R, M, N, top_k, a_row, b_row,
     GATHER_A: tl.constexpr, GATHER_B: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,

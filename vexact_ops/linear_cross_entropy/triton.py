@@ -16,6 +16,8 @@ from ..log_softmax.triton import LSE_BLOCK, join_blocks, joined, load_blocks, lo
 # The pieces that logits are made in. They bound the memory beyond the gradients; no bit depends on them.
 FWD_TOKENS = 16384  # whose block sums are held at once: 8 or 12 bytes for every 128 logits
 BWD_TOKENS, BWD_VOCABULARY = 8192, 16384  # of one piece of dlogits: 256 MiB in bf16
+# A number for each token: kernels are not compiled anew for the boundaries that these begin on.
+COLUMNS = "target", "temperature", "dlogprob", "dentropy", "entropy", "lse", "count", "own"
 
 # A tile's columns are one block of the log-sum-exp.
 TILES = {
@@ -35,7 +37,7 @@ def _at(x, t):
     return tl.div_rn(x, tl.broadcast_to(t, x.shape))
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "blocks"], do_not_specialize_on_alignment=COLUMNS)
 def _blocks_kernel(
     hidden, weight, target, temperature, cap, parts, own, tokens, V, K, hidden_row, weight_row, blocks,
     ONE_T: tl.constexpr, CAP: tl.constexpr, ENTROPY: tl.constexpr, EVEN_K: tl.constexpr,
@@ -79,7 +81,7 @@ def _moved(parts, top, start, blocks, BLOCKS: tl.constexpr):
     return tree_sum(tl.where(largest == float("-inf"), 0.0, moved))  # order: as the blocks' sums in join_blocks
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "first"], do_not_specialize_on_alignment=COLUMNS)
 def _tokens_kernel(
     parts, own, target, temperature, count, logprob, entropy, lse, V, blocks, first,
     ONE_T: tl.constexpr, ENTROPY: tl.constexpr, COUNT: tl.constexpr, BLOCKS: tl.constexpr, MANY: tl.constexpr,
@@ -107,7 +109,7 @@ def _tokens_kernel(
         tl.store(entropy + token + one, log_sum - tl.div_rn(moved, total))
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "first"], do_not_specialize_on_alignment=COLUMNS)
 def _dlogits_kernel(
     hidden, weight, target, temperature, cap, lse, dlogprob, dentropy, entropy, d,
     tokens, V, K, hidden_row, weight_row, d_row, first,
@@ -154,7 +156,7 @@ def _dlogits_kernel(
     tl.store(d + m[:, None] * d_row + n[None, :], out.to(d.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "first", "first_token"], do_not_specialize_on_alignment=COLUMNS)
 def _unit_dlogits_kernel(
     hidden, weight, target, lse, count, d, tokens, V, K, hidden_row, weight_row, d_row, first, first_token,
     COUNT: tl.constexpr, EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -186,7 +188,7 @@ def _scaled_kernel(x, factor, y, n, BLOCK: tl.constexpr):
     tl.store(y + at, v.to(y.dtype.element_ty), mask=at < n)
 
 
-@triton.jit(do_not_specialize=["ignored", "tokens"])
+@triton.jit(do_not_specialize=["ignored", "tokens"], do_not_specialize_on_alignment=COLUMNS)
 def _compact_kernel(
     hidden, target, last, hidden_out, target_out, ignored, tokens, V, K, hidden_row, BLOCK: tl.constexpr
 ):
@@ -202,7 +204,7 @@ def _compact_kernel(
         tl.store(target_out + place, tl.where(counts & (wanted >= 0) & (wanted < V), wanted, -1))
 
 
-@triton.jit(do_not_specialize=["ignored"])
+@triton.jit(do_not_specialize=["ignored"], do_not_specialize_on_alignment=COLUMNS)
 def _spread_kernel(x, target, last, factor, y, ignored, K, BLOCK: tl.constexpr):
     """The row of every token that counts, times factor, from where _compact_kernel has put it; zeros for the others."""
     token = tl.program_id(0).to(tl.int64)

@@ -39,7 +39,7 @@ def sampled(
     return sample(logits, seeds, positions, temperature, *cuts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["temperature"])
 def _join_kernel(
     parts, entries, tokens, temperature, ids, logprobs, raw_logprobs, blocks,
     BLOCKS: tl.constexpr, MANY: tl.constexpr, PDL: tl.constexpr,

@@ -137,7 +137,7 @@ def _copy_heads(
     tl.store(v_cache + head * cache_head + column, value, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["page_size"], do_not_specialize_on_alignment=["slots"])
 def _rope_kv_store_kernel(
     q, k, v, cos, sin, q_out, k_cache, v_cache, slots, size, page_size, q_heads, k_heads, q_blocks, k_blocks,
     q_token, q_head, k_token, k_head, v_token, v_head, cos_stride, sin_stride,
@@ -192,7 +192,7 @@ def _double(value: tl.constexpr, BLOCK: tl.constexpr):
     return tl.full([BLOCK], value, tl.float64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])
 def _cos_sin_kernel(
     positions, inv_freq, cos, sin, scaling, F: tl.constexpr, BLOCK: tl.constexpr
 ):  # sine and cosine as csrc/rope/cpu_kernels.cpp has them, step by step in double

@@ -17,6 +17,10 @@ GROUPS = 32  # of 64 token ids: what one program of the draw looks at
 SEARCH = 1024  # tokens that the search for a cut takes at a time
 PROGRAMS = 128  # that search a row which is alone, fewer where there are more; no bit depends on it
 SUMS = 6400  # whole numbers by digit of a row's search: 2048, 2048, 1024, 1024 counts of those, the total
+# A number for each row: kernels are not compiled anew for the boundaries that these begin on, nor for how many blocks
+# and tiles a row has.
+COLUMNS = "seeds", "positions", "temperature", "top_k", "top_p", "min_p"
+COUNTS = "blocks", "tiles"
 
 _LSE_BLOCK = tl.constexpr(LSE_BLOCK)
 _SUMS = tl.constexpr(SUMS)
@@ -49,7 +53,7 @@ def _at_temperature(x, t):
     return tl.div_rn(x, tl.zeros_like(x) + t)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=COLUMNS)
 def _blocks_kernel(
     logits, temperature, top_k, top_p, parts, sums, n, blocks, stride, TILE: tl.constexpr, PDL: tl.constexpr
 ):
@@ -85,7 +89,7 @@ def _first_with(largest, top, start, blocks):
     return tl.min(tl.where(largest == top, number, blocks - 1), axis=1, keep_dims=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=COLUMNS)
 def _rows_kernel(
     logits,
     temperature,
@@ -200,7 +204,7 @@ def _wanted(temperature, greedy, top_k, top_p, row, n, BY_MASS: tl.constexpr):
     return drawn & cut
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=COLUMNS)
 def _digits_kernel(
     logits, parts, lse, greedy, temperature, top_k, top_p, min_p, bounds, cuts, sums, states, n, blocks, stride, tiles,
     LEVEL: tl.constexpr, BY_MASS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
@@ -288,7 +292,7 @@ def _digits_kernel(
             tl.atomic_add(sums + _TOTAL, total, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=COLUMNS)
 def _cut_kernel(
     logits,
     greedy,
@@ -428,7 +432,7 @@ def _exactly(logits, word, token, n, t, top, place, z_min):
     return best_of(tl.where(key > float("-inf"), total, float("-inf")), rest, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=COLUMNS)
 def _draw_kernel(
     logits, seeds, positions, parts, lse, greedy, temperature, min_p, cuts, best, n, blocks, stride, tiles,
     GROUPS: tl.constexpr, PDL: tl.constexpr,
@@ -490,7 +494,7 @@ def _winner(logits, seed, position, t, best, tiles, n, TILES: tl.constexpr):
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=COLUMNS)
 def _finish_kernel(
     logits,
     seeds,
