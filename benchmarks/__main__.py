@@ -21,7 +21,15 @@ from . import engine, handover, harness, report, rollout, training
 from .shapes import SHAPES
 
 ROOMS = sorted(path.stem for path in (Path(__file__).parent / "ops").glob("*.py") if path.stem != "__init__")
-PROGRAMS = ("engine", "handover", "memory", "rollout", "training", "verify")  # whole programs rather than kernels
+PROGRAMS = (
+    "admit",
+    "engine",
+    "handover",
+    "memory",
+    "rollout",
+    "training",
+    "verify",
+)  # whole programs rather than kernels
 
 
 DEFAULTS = {
