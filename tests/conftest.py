@@ -1,12 +1,18 @@
 """Shared by all tests: the Hypothesis profile, and the backends that this machine can test."""
 
+import fcntl
 import os
+import random
 import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 
 import on_gpu
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
 
 # Triton's interpreter is too slow to look for the smallest failing example.
 SLOW = os.environ.get("TRITON_INTERPRET") == "1"
@@ -66,6 +72,51 @@ def devices(*dtypes: torch.dtype) -> list:
     ]
 
 
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """A folder that `make` fills in one of the processes that run tests; the others that ask for it wait."""
+    base = factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = base / name
+    folder.mkdir(exist_ok=True)
+    with open(base / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "made").exists():
+            make(folder)
+            (folder / "made").touch()
+    return folder
+
+
+class Kinds:
+    """What kernels are compiled for, as Hypothesis draws it: anything in the product of these choices on a CPU. On a
+    GPU, where each kind takes seconds to compile, one of `few` for a dtype, the same ones in all tests of a file; what
+    the kinds of one dtype leave out of a choice comes first in those of the next. VEXACT_KINDS=1, 2, ... takes others.
+
+    Use as @given(kind=KINDS.drawn, ...) with KINDS.at(kind, device, dtype) in the test.
+    """
+
+    drawn = st.integers(0, 2**16)
+    _DTYPES = torch.bfloat16, torch.float32, torch.float16
+
+    def __init__(self, few: int, seed: int, **choices: Sequence):
+        self.few, self.choices = few, choices
+        source = random.Random(os.environ.get("VEXACT_KINDS", str(seed)))
+        self._values = {name: source.sample(list(values), len(values)) for name, values in choices.items()}
+        self._order = {name: source.sample(range(few), few) for name in choices}  # or two choices would go together
+
+    def at(self, number: int, device: str, dtype: torch.dtype) -> SimpleNamespace:
+        if device != "cuda":
+            source = random.Random(number)
+            return SimpleNamespace(**{name: source.choice(list(values)) for name, values in self.choices.items()})
+        first, kind = self.few * self._DTYPES.index(dtype), {}
+        for name, values in self._values.items():
+            kind[name] = values[(first + self._order[name][number % self.few]) % len(values)]
+        return SimpleNamespace(**kind)
+
+    def of(self, dtype: torch.dtype) -> list[SimpleNamespace]:
+        """Those that a GPU sees."""
+        return [self.at(number, "cuda", dtype) for number in range(self.few)]
+
+
 @pytest.fixture
 def ctrl_c():
     """SIGINT raises KeyboardInterrupt, as it does in a terminal's foreground: a background job, or one under nohup, is
@@ -82,6 +133,7 @@ def pytest_xdist_auto_num_workers():
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs a GPU; -m cuda runs these alone")
+    config.addinivalue_line("markers", "long: takes a minute and more on a GPU; among the first of a process")
     config.pluginmanager.register(on_gpu.OnGpu())
 
 

@@ -473,8 +473,10 @@ def _one(number: int, device: str) -> tuple[str, str, str | None, str]:
         return room, name, None, f"{type(error).__name__}: {error}"
 
 
-def _each(device: str, seconds: float, known: dict[str, dict[str, str]]) -> Iterator[tuple[str, str, str | None, str]]:
-    numbers = range(len(_cases(device)))
+def _each(
+    device: str, seconds: float, known: dict[str, dict[str, str]], wanted: Callable[[str, str], bool], jobs: int
+) -> Iterator[tuple[str, str, str | None, str]]:
+    numbers = [number for number, (room, name, _) in enumerate(_cases(device)) if wanted(room, name)]
     numbers = sorted(numbers, key=lambda number: _cases(device)[number][1] in known.get(_cases(device)[number][0], {}))
     if device == "cpu":
         yield from (_one(number, device) for number in numbers)
@@ -482,7 +484,7 @@ def _each(device: str, seconds: float, known: dict[str, dict[str, str]]) -> Iter
     end, before = time.monotonic() + seconds, os.environ.get("VEXACT_ADMIT")
     os.environ["VEXACT_ADMIT"] = "0"  # for the processes, which read it
     try:
-        with multiprocessing.get_context("spawn").Pool(min(16, os.cpu_count() or 1)) as pool:
+        with multiprocessing.get_context("spawn").Pool(min(jobs, os.cpu_count() or 1)) as pool:
             done = pool.imap_unordered(functools.partial(_one, device=device), numbers)
             for _ in numbers:
                 try:
@@ -496,12 +498,16 @@ def _each(device: str, seconds: float, known: dict[str, dict[str, str]]) -> Iter
 
 
 def measure(
-    device: str, seconds: float = 3600.0, known: dict[str, dict[str, str]] | None = None
+    device: str,
+    seconds: float = 3600.0,
+    known: dict[str, dict[str, str]] | None = None,
+    wanted: Callable[[str, str], bool] = lambda room, name: True,
+    jobs: int = 16,
 ) -> tuple[dict[str, dict[str, str]], list[str]]:
-    """{room: {case: digest}} of the canonical kernels, and what failed; as many as there is time for, and those that
-    are known last."""
+    """{room: {case: digest}} of the canonical kernels, and what failed; of the wanted ones as many as there is time
+    for, and those that are known last. jobs: processes, on a GPU."""
     found, failed = {}, []
-    for room, name, value, error in _each(device, seconds, known or {}):
+    for room, name, value, error in _each(device, seconds, known or {}, wanted, jobs):
         if value is None:
             failed.append(f"{room}: {name}: {error}")
         else:

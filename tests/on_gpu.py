@@ -42,6 +42,21 @@ def mark(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.cuda)
 
 
+def spread(items: list[pytest.Item], processes: int) -> None:
+    """The long ones to the beginning of the equal parts that processes get of the list: who begins one last makes all
+    others wait. (--dist=worksteal gives such parts, and takes from the end of one where another is through.)"""
+    long = [item for item in items if item.get_closest_marker("long")]
+    others = [item for item in items if not item.get_closest_marker("long")]
+    left, items[:] = len(items), []
+    for process in range(processes, 0, -1):
+        mine = long[processes - process :: processes]
+        count = max(left // process - len(mine), 0)
+        items += mine + others[:count]
+        del others[:count]
+        left -= left // process
+    items += others
+
+
 def _allocations() -> int:
     """How often this process has asked torch for GPU memory: 0 before it has touched the GPU."""
     if not torch.cuda.is_initialized():
@@ -54,6 +69,11 @@ class OnGpu:
 
     def __init__(self):
         self.begin = time.perf_counter()
+
+    @pytest.hookimpl(trylast=True)  # of what -m has left
+    def pytest_collection_modifyitems(self, config, items):
+        if hasattr(config, "workerinput"):
+            spread(items, config.workerinput["workercount"])
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item):
@@ -83,7 +103,7 @@ class OnGpu:
         used = {r.nodeid: dict(r.user_properties) for r in reports if "gpu_mib" in dict(r.user_properties)}
         workers = {getattr(r, "worker_id", "main") for r in reports if r.nodeid in used}
         failed = sum(r.nodeid in used for r in stats.get("failed", ()))
-        skipped = [r for r in stats.get("skipped", ()) if "for_gpu" in dict(r.user_properties)]
+        skipped = [r for r in stats.get("skipped", ()) if "for_gpu" in dict(getattr(r, "user_properties", ()))]
         largest = max(used, key=lambda name: used[name]["gpu_mib"], default=None)
         terminalreporter.write_sep("-", "on the GPU")
         terminalreporter.write_line(

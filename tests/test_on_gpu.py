@@ -9,6 +9,7 @@ from pathlib import Path
 import on_gpu
 import pytest
 import torch
+from on_gpu import spread
 
 TESTS = Path(__file__).parent
 
@@ -86,6 +87,30 @@ def test_how_many_processes(monkeypatch, cores, gib, count):
     properties = type("Properties", (), {"total_memory": (gib or 0) << 30})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     assert on_gpu.processes() == count
+
+
+@pytest.mark.parametrize("count, processes", [(40, 16), (100, 7), (5, 8), (3, 1)])
+def test_long_ones_are_the_first_of_each_process(count, processes):
+    class Item:
+        def __init__(self, number):
+            self.number, self.long = number, number % 9 == 8
+
+        def get_closest_marker(self, name):
+            return self.long and name == "long"
+
+    items = [Item(number) for number in range(count)]
+    spread(items, processes)
+    assert sorted(item.number for item in items) == list(range(count))
+    others = [item.number for item in items if not item.long]
+    assert others == sorted(others)
+    place = 0
+    for process in range(processes):  # as --dist=worksteal cuts the list
+        part = items[place : place + (count - place) // (processes - process)]
+        place += len(part)
+        found = [item.long for item in part]
+        assert found == sorted(found, reverse=True)
+    if count == 40:  # four of them: four processes begin one at once
+        assert sum(item.long for item in items[0:8:2]) == 4
 
 
 @pytest.mark.cuda

@@ -6,10 +6,11 @@ share what compares them.
 
 import functools
 import itertools
+import os
 
 import pytest
 import torch
-from conftest import room_backends
+from conftest import Kinds, room_backends
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,32 +31,49 @@ from vexact_ops.testing import (
 
 BACKENDS = pytest.mark.parametrize("device,backend", room_backends("attention"))
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-HEADS = st.sampled_from([(9, 3), (4, 2), (2, 2), (7, 1), (16, 2)])
-DIMS = st.sampled_from([(64, 64), (128, 128), (96, 96), (192, 128), (33, 7), (5, 40), (256, 256)])
+KINDS = Kinds(
+    few=6,
+    seed=4,  # whose kinds take every road, as a test holds
+    heads=[(9, 3), (4, 2), (2, 2), (7, 1), (16, 2)],
+    dims=[(64, 64), (128, 128), (96, 96), (192, 128), (33, 7), (5, 40), (256, 256)],
+    windowed=[False, True],
+    segment=[None, 1, 2],  # in blocks of keys
+    cap_and_sinks=[*[(None, False)] * 3, (3.0, False), (None, True), (3.0, True)],
+)
 LENGTHS = st.lists(st.sampled_from([0, 1, 3, 30, 63, 64, 65, 100, 130]), min_size=1, max_size=4).filter(any)
-WINDOWS = st.sampled_from([None, None, 1, 20, 64, 70])
-SOFTCAPS = st.sampled_from([None, 3.0])
-SEGMENTS = st.sampled_from([None, 1, 2])  # in blocks of keys
+WINDOWS = st.sampled_from([1, 20, 64, 70])  # of a kind that has one
+ODD = [float("nan"), float("inf")]
 SEEDS = st.integers(0, 2**16)
 
 
-def functions(backend, heads, device, window, softcap, segment, with_sinks, seed):
+@pytest.mark.skipif("VEXACT_KINDS" in os.environ, reason="VEXACT_KINDS asks for others")
+def test_what_a_gpu_sees_takes_every_road():
+    for dtype in (torch.bfloat16, torch.float32):
+        plain = [kind for kind in KINDS.of(dtype) if kind.cap_and_sinks == (None, False) and min(kind.dims) >= 64]
+        assert len({kind.dims for kind in plain}) >= 2 and {kind.windowed for kind in plain} == {False, True}
+        assert len({kind.dims for kind in KINDS.of(dtype)}) == 6 and len({kind.heads for kind in KINDS.of(dtype)}) == 5
+        assert {kind.segment for kind in KINDS.of(dtype)} == {None, 1, 2}
+    assert len({kind.dims for dtype in (torch.bfloat16, torch.float32) for kind in KINDS.of(dtype)}) == 7
+
+
+def functions(backend, kind, device, window, seed):
     g = torch.Generator().manual_seed(seed + 1)
-    sinks = torch.randn(heads[0], generator=g).to(device) if with_sinks else None
-    segment = segment and segment * KEY_BLOCK[backend]
+    softcap, with_sinks = kind.cap_and_sinks
+    sinks = torch.randn(kind.heads[0], generator=g).to(device) if with_sinks else None
+    segment = kind.segment and kind.segment * KEY_BLOCK[backend]
     options = {"window": window, "softcap": softcap, "kv_segment": segment, "sinks": sinks, "backend": backend}
     return tuple(functools.partial(f, **options) for f in (vx.attention_varlen, vx.attention_paged))
 
 
 @BACKENDS
 @DTYPES
-@given(LENGTHS, HEADS, DIMS, WINDOWS, SOFTCAPS, SEGMENTS, st.booleans(), st.sampled_from([1, 7, 16, 80]), SEEDS)
-def test_every_path_has_the_same_bits(
-    device, backend, dtype, lengths, heads, dims, window, softcap, segment, with_sinks, page_size, seed
-):
-    varlen, paged = functions(backend, heads, device, window, softcap, segment, with_sinks, seed)
+@given(LENGTHS, KINDS.drawn, WINDOWS, st.sampled_from([1, 7, 16, 80]), SEEDS)
+def test_every_path_has_the_same_bits(device, backend, dtype, lengths, kind, window, page_size, seed):
+    kind = KINDS.at(kind, device, dtype)
+    window = window if kind.windowed else None
+    varlen, paged = functions(backend, kind, device, window, seed)
     case = {"window": window, "seed": seed, "dtype": dtype, "device": device, "page_sizes": (page_size,)}
-    check_attention(varlen, paged, lengths, *heads, *dims, **case)
+    check_attention(varlen, paged, lengths, *kind.heads, *kind.dims, **case)
 
 
 def gradients(varlen):
@@ -70,13 +88,12 @@ def gradients(varlen):
 
 @BACKENDS
 @DTYPES
-@given(LENGTHS, HEADS, DIMS, WINDOWS, SOFTCAPS, st.booleans(), SEEDS)
-def test_gradients_of_a_sequence_stand_alone(
-    device, backend, dtype, lengths, heads, dims, window, softcap, with_sinks, seed
-):
-    varlen, _ = functions(backend, heads, device, window, softcap, None, with_sinks, seed)
-    q, k, v = attention_inputs(lengths, *heads, *dims, seed=seed, dtype=dtype, device=device)
-    flash = backend == "cuda" and dtype != torch.float32 and softcap is None and not with_sinks
+@given(LENGTHS, KINDS.drawn, WINDOWS, SEEDS)
+def test_gradients_of_a_sequence_stand_alone(device, backend, dtype, lengths, kind, window, seed):
+    kind = KINDS.at(kind, device, dtype)
+    varlen, _ = functions(backend, kind, device, window if kind.windowed else None, seed)
+    q, k, v = attention_inputs(lengths, *kind.heads, *kind.dims, seed=seed, dtype=dtype, device=device)
+    flash = backend == "cuda" and dtype != torch.float32 and kind.cap_and_sinks == (None, False)
     # of flash-attn-4's backward the op says that what is not finite may spread
     neighbours = () if flash else (float("nan"), float("inf"))
     check_packing(gradients(varlen), q, k, v, lengths, seed=seed, neighbours=neighbours)
@@ -84,11 +101,12 @@ def test_gradients_of_a_sequence_stand_alone(
 
 @BACKENDS
 @DTYPES
-@given(st.sampled_from([1, 40, 64, 65, 150]), HEADS, WINDOWS, st.sampled_from([float("nan"), float("inf")]), st.data())
-def test_gradients_know_nothing_of_what_is_not_seen(device, backend, dtype, length, heads, window, value, data):
-    now = data.draw(st.integers(0, length - 1))
-    q, k, v = attention_inputs([length], *heads, 24, 40, seed=length, dtype=dtype, device=device)
-    dout, _, _ = attention_inputs([length], heads[0], 1, 40, 1, seed=now, dtype=dtype, device=device)
+@given(st.sampled_from([1, 40, 64, 65, 150]), KINDS.drawn, WINDOWS, st.sampled_from(ODD), st.data())
+def test_gradients_know_nothing_of_what_is_not_seen(device, backend, dtype, length, kind, window, value, data):
+    now, kind = data.draw(st.integers(0, length - 1)), KINDS.at(kind, device, dtype)
+    window = window if kind.windowed else None
+    q, k, v = attention_inputs([length], *kind.heads, 24, 40, seed=length, dtype=dtype, device=device)
+    dout, _, _ = attention_inputs([length], kind.heads[0], 1, 40, 1, seed=now, dtype=dtype, device=device)
     args = offsets([length], device), length
 
     def run(q, k, v, dout):
@@ -130,9 +148,11 @@ def test_repeatable(device, backend, dtype, window):
 
 @BACKENDS
 @DTYPES
-@given(LENGTHS, st.sampled_from([1, 2, 5]), DIMS, WINDOWS, SEEDS)
-def test_grouped_heads_are_repeated_heads(device, backend, dtype, lengths, group, dims, window, seed):
-    q, k, v = attention_inputs(lengths, 2 * group, 2, *dims, seed=seed, dtype=dtype, device=device)
+@given(LENGTHS, KINDS.drawn, WINDOWS, SEEDS)
+def test_grouped_heads_are_repeated_heads(device, backend, dtype, lengths, kind, window, seed):
+    kind = KINDS.at(kind, device, dtype)
+    window, group = window if kind.windowed else None, kind.heads[0] // kind.heads[1]
+    q, k, v = attention_inputs(lengths, *kind.heads, *kind.dims, seed=seed, dtype=dtype, device=device)
     args = offsets(lengths, device), max(lengths)
     wide = vx.attention_varlen(
         q, *(x.repeat_interleave(group, 1) for x in (k, v)), *args, window=window, backend=backend
@@ -142,8 +162,9 @@ def test_grouped_heads_are_repeated_heads(device, backend, dtype, lengths, group
 
 @BACKENDS
 @DTYPES
-@given(LENGTHS, HEADS, SEEDS)
-def test_a_window_or_segment_as_long_as_the_sequence_changes_nothing(device, backend, dtype, lengths, heads, seed):
+@given(LENGTHS, KINDS.drawn, SEEDS)
+def test_a_window_or_segment_as_long_as_the_sequence_changes_nothing(device, backend, dtype, lengths, kind, seed):
+    heads = KINDS.at(kind, device, dtype).heads
     q, k, v = attention_inputs(lengths, *heads, 64, 64, seed=seed, dtype=dtype, device=device)
     run = functools.partial(vx.attention_varlen, q, k, v, offsets(lengths, device), max(lengths), backend=backend)
     expected = run()

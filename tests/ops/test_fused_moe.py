@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import SLOW, room_backends
+from conftest import SLOW, Kinds, room_backends
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,9 +17,7 @@ BACKENDS = pytest.mark.parametrize("device,backend", room_backends("fused_moe"))
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 ACTIVATIONS = pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 TOKENS = st.one_of(st.integers(1, 12), st.sampled_from([33]))
-EXPERTS = st.sampled_from([1, 4, 16])
-HIDDEN = st.one_of(st.integers(1, 40), st.sampled_from([64, 130]))
-INNER = st.one_of(st.integers(1, 40), st.sampled_from([64]))
+KINDS = Kinds(few=4, seed=0, experts=[1, 4, 16], hidden=[*range(1, 41), 64, 130], inner=[*range(1, 41), 64])
 SEED = st.integers(0, 2**16)
 
 
@@ -73,9 +71,10 @@ def _add_once(product, acc):
 @BACKENDS
 @DTYPES
 @ACTIVATIONS
-@given(tokens=st.integers(1, 6), experts=EXPERTS, hidden=HIDDEN, inner=INNER, seed=SEED)
-def test_it_is_the_dense_ops_in_slot_order(device, backend, dtype, activation, tokens, experts, hidden, inner, seed):
-    inputs = inputs_of(tokens, experts, min(4, experts), hidden, inner, seed, dtype, device)
+@given(tokens=st.integers(1, 6), kind=KINDS.drawn, seed=SEED)
+def test_it_is_the_dense_ops_in_slot_order(device, backend, dtype, activation, tokens, kind, seed):
+    of = KINDS.at(kind, device, dtype)
+    inputs = inputs_of(tokens, of.experts, min(4, of.experts), of.hidden, of.inner, seed, dtype, device)
     y = vx.fused_moe(*inputs, activation=activation, backend=backend)
     assert_bitwise(y.cpu(), ops_apart(*inputs, activation, backend))
 
@@ -83,10 +82,12 @@ def test_it_is_the_dense_ops_in_slot_order(device, backend, dtype, activation, t
 @BACKENDS
 @DTYPES
 @ACTIVATIONS
-@given(tokens=TOKENS, experts=EXPERTS, hidden=HIDDEN, inner=INNER, seed=SEED)
-def test_tokens_stand_alone(device, backend, dtype, activation, tokens, experts, hidden, inner, seed):
-    x, gate_up, down, weights, ids = inputs_of(tokens, experts, min(4, experts), hidden, inner, seed, dtype, device)
-    dy = tricky(tokens, hidden, seed=seed + 1, dtype=dtype, device=device).clamp(-4, 4)
+@given(tokens=TOKENS, kind=KINDS.drawn, seed=SEED)
+def test_tokens_stand_alone(device, backend, dtype, activation, tokens, kind, seed):
+    of = KINDS.at(kind, device, dtype)
+    inputs = inputs_of(tokens, of.experts, min(4, of.experts), of.hidden, of.inner, seed, dtype, device)
+    x, gate_up, down, weights, ids = inputs
+    dy = tricky(tokens, of.hidden, seed=seed + 1, dtype=dtype, device=device).clamp(-4, 4)
 
     def run(x, weights, ids, dy):
         args = [t.clone().requires_grad_() for t in (x, weights)]

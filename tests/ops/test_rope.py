@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import room_backends
+from conftest import Kinds, room_backends
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,8 +13,13 @@ from vexact_ops.testing import assert_bitwise, check_repeatable, check_rows, tri
 BACKENDS = pytest.mark.parametrize("device,backend", room_backends("rope"))
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 INTERLEAVED = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-# (head dim, rotated dims)
-SIZES = st.sampled_from([(2, 2), (6, 4), (16, 16), (64, 64), (80, 32), (72, 70), (128, 128), (5, 0)])
+KINDS = Kinds(
+    few=4,
+    seed=0,
+    size=[(2, 2), (6, 4), (16, 16), (64, 64), (80, 32), (72, 70), (128, 128), (5, 0)],  # head dim, rotated dims
+    heads=[(3, 2), (8, 1), (17, 5)],
+    fp32_table=[False, True],
+)
 
 
 def inverse_frequencies(rotary, device="cpu", base=10000.0):
@@ -31,16 +36,18 @@ def make(tokens, dim, rotary, dtype, device, seed, heads=(3, 2), table=None):
 @BACKENDS
 @DTYPES
 @INTERLEAVED
-@given(size=SIZES, tokens=st.integers(1, 7), fp32_table=st.booleans(), seed=st.integers(0, 2**16))
-def test_tokens_stand_alone(device, backend, dtype, interleaved, size, tokens, fp32_table, seed):
-    inputs = make(tokens, *size, dtype, device, seed, table=torch.float32 if fp32_table else None)
+@given(kind=KINDS.drawn, tokens=st.integers(1, 7), seed=st.integers(0, 2**16))
+def test_tokens_stand_alone(device, backend, dtype, interleaved, kind, tokens, seed):
+    kind = KINDS.at(kind, device, dtype)
+    inputs = make(tokens, *kind.size, dtype, device, seed, table=torch.float32 if kind.fp32_table else None)
     check_rows(lambda *a: vx.rope(*a, interleaved=interleaved, backend=backend), *inputs, seed=seed)
 
 
 @BACKENDS
 @DTYPES
-@given(size=SIZES, tokens=st.integers(1, 7), seed=st.integers(0, 2**16))
-def test_gradients_stand_alone(device, backend, dtype, size, tokens, seed):
+@given(kind=KINDS.drawn, tokens=st.integers(1, 7), seed=st.integers(0, 2**16))
+def test_gradients_stand_alone(device, backend, dtype, kind, tokens, seed):
+    size = KINDS.at(kind, device, dtype).size
     q, k, cos, sin = make(tokens, *size, dtype, device, seed)
     dq, dk, _, _ = make(tokens, *size, dtype, device, seed + 7)
 
@@ -79,8 +86,9 @@ def caches_for(k, v, pages=5, page_size=4):
 @BACKENDS
 @DTYPES
 @INTERLEAVED
-@given(size=SIZES, tokens=st.integers(0, 7), width=st.sampled_from([1, 40, 128]), seed=st.integers(0, 2**16))
-def test_rope_kv_store_has_the_bits_of_both_ops_alone(device, backend, dtype, interleaved, size, tokens, width, seed):
+@given(kind=KINDS.drawn, tokens=st.integers(0, 7), width=st.sampled_from([1, 40, 128]), seed=st.integers(0, 2**16))
+def test_rope_kv_store_has_the_bits_of_both_ops_alone(device, backend, dtype, interleaved, kind, tokens, width, seed):
+    size = KINDS.at(kind, device, dtype).size
     q, k, cos, sin = make(tokens, *size, dtype, device, seed)
     v = tricky(tokens, 3, 2 * width, seed=seed, dtype=dtype, device=device)[:, 1:, :width]
     slots = torch.randperm(20, generator=torch.Generator().manual_seed(seed))[:tokens].to(device)
@@ -97,12 +105,11 @@ def test_rope_kv_store_has_the_bits_of_both_ops_alone(device, backend, dtype, in
 @DTYPES
 @INTERLEAVED
 @pytest.mark.parametrize("style", ["llama", "gemma"])
-@given(
-    size=SIZES, tokens=st.integers(0, 7), heads=st.sampled_from([(3, 2), (8, 1), (17, 5)]), seed=st.integers(0, 2**16)
-)
-def test_rope_kv_store_of_normalised_heads(device, backend, dtype, interleaved, style, size, tokens, heads, seed):
+@given(kind=KINDS.drawn, tokens=st.integers(0, 7), seed=st.integers(0, 2**16))
+def test_rope_kv_store_of_normalised_heads(device, backend, dtype, interleaved, style, kind, tokens, seed):
     """Heads as views of one projection, as the engine has them; the norm alone is not the rotation's business."""
-    dim = size[0]
+    kind = KINDS.at(kind, device, dtype)
+    size, heads, dim = kind.size, kind.heads, kind.size[0]
     q, k, cos, sin = make(tokens, *size, dtype, device, seed, heads=heads)
     fused = torch.cat((q, k, k.flip(-1)), 1)
     q, k, v = fused.split([heads[0], heads[1], heads[1]], 1)
@@ -216,8 +223,9 @@ def test_heads_of_a_fused_projection_and_neighbouring_heads(device, backend, dty
 @pytest.mark.parametrize("device,backend", room_backends("rope", "triton"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @INTERLEAVED
-@given(size=SIZES, tokens=st.integers(1, 7), seed=st.integers(0, 2**16))
-def test_a_gpu_has_the_bits_of_a_cpu(device, backend, dtype, interleaved, size, tokens, seed):
+@given(kind=KINDS.drawn, tokens=st.integers(1, 7), seed=st.integers(0, 2**16))
+def test_a_gpu_has_the_bits_of_a_cpu(device, backend, dtype, interleaved, kind, tokens, seed):
+    size = KINDS.at(kind, device, dtype).size
     q, k, *_ = make(tokens, *size, dtype, "cpu", seed)
     positions = torch.randint(-(2**23), 2**23, (tokens,), generator=torch.Generator().manual_seed(seed))
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import made_once
 from training import CASES, DTYPE, STEPS, a_rank, micro_batches, model_of
 
 from vexact_engine import Engine, EngineConfig, SamplingParams
@@ -34,8 +35,11 @@ def trained(request, tmp_path_factory):
     device, ranks = request.param
     if device == "cuda" and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs, torch sees {torch.cuda.device_count()}")
-    folder = str(tmp_path_factory.mktemp("ranks"))
-    torch.multiprocessing.spawn(a_rank, (ranks, device, folder, list(CASES)), nprocs=ranks)
+
+    def train(folder):
+        torch.multiprocessing.spawn(a_rank, (ranks, device, str(folder), list(CASES)), nprocs=ranks)
+
+    folder = made_once(tmp_path_factory, f"ranks-{device}-{ranks}", train)
     return device, [torch.load(f"{folder}/rank{rank}.pt") for rank in range(ranks)]
 
 

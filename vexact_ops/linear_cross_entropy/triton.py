@@ -37,7 +37,7 @@ def _at(x, t):
     return tl.div_rn(x, tl.broadcast_to(t, x.shape))
 
 
-@triton.jit(do_not_specialize=["tokens", "blocks"], do_not_specialize_on_alignment=COLUMNS)
+@triton.jit(do_not_specialize=["tokens", "V", "blocks"], do_not_specialize_on_alignment=COLUMNS)
 def _blocks_kernel(
     hidden, weight, target, temperature, cap, parts, own, tokens, V, K, hidden_row, weight_row, blocks,
     ONE_T: tl.constexpr, CAP: tl.constexpr, ENTROPY: tl.constexpr, EVEN_K: tl.constexpr,
@@ -81,7 +81,7 @@ def _moved(parts, top, start, blocks, BLOCKS: tl.constexpr):
     return tree_sum(tl.where(largest == float("-inf"), 0.0, moved))  # order: as the blocks' sums in join_blocks
 
 
-@triton.jit(do_not_specialize=["blocks", "first"], do_not_specialize_on_alignment=COLUMNS)
+@triton.jit(do_not_specialize=["V", "blocks", "first"], do_not_specialize_on_alignment=COLUMNS)
 def _tokens_kernel(
     parts, own, target, temperature, count, logprob, entropy, lse, V, blocks, first,
     ONE_T: tl.constexpr, ENTROPY: tl.constexpr, COUNT: tl.constexpr, BLOCKS: tl.constexpr, MANY: tl.constexpr,

@@ -89,7 +89,7 @@ def _rotate(
         tl.store(y_at + rest, value, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_heads", "k_heads"])
 def _rope_kernel(
     q, k, cos, sin, q_out, k_out, q_heads, k_heads, q_blocks, k_blocks, q_token, q_head, k_token, k_head,
     cos_stride, sin_stride,
@@ -137,7 +137,7 @@ def _copy_heads(
     tl.store(v_cache + head * cache_head + column, value, mask=live)
 
 
-@triton.jit(do_not_specialize=["page_size"], do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize=["size", "page_size", "q_heads", "k_heads"], do_not_specialize_on_alignment=["slots"])
 def _rope_kv_store_kernel(
     q, k, v, cos, sin, q_out, k_cache, v_cache, slots, size, page_size, q_heads, k_heads, q_blocks, k_blocks,
     q_token, q_head, k_token, k_head, v_token, v_head, cos_stride, sin_stride,
