@@ -1,11 +1,12 @@
 """linear_sample: the bytes of sample(linear_logits(...)), whatever kernel draws, and what follows from that."""
 
+import functools
 import math
 
 import pytest
 import torch
 from conftest import room_backends
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vexact_ops as vx
@@ -60,6 +61,32 @@ def test_draws_are_those_of_sample_from_the_logits(device, backend, dtype, n, ro
     hidden, *others = inputs
     inputs = special_rows(hidden, seed=seed), *others
     assert_bitwise(vx.linear_sample(*inputs, **options), composed(*inputs, **options))
+
+
+@functools.lru_cache(1)
+def wide_weight(n, width, device):
+    return make(1, n, width, 7, torch.bfloat16, device)[1]
+
+
+@pytest.mark.parametrize("n,width", [(1025, 200), (38_659, 512)], ids=str)
+@pytest.mark.parametrize("device,backend", room_backends("linear_sample", "cuda"))
+@settings(max_examples=10 * settings().max_examples)  # few shapes, so that values are cheap
+@given(
+    rows=st.one_of(st.integers(1, 400), st.sampled_from([8, 9, 64, 65, 128, 129])),
+    scale=st.sampled_from([0.01, 0.1, 1.0]),
+    temperatures=st.lists(TEMPERATURES, min_size=1, max_size=5),
+    softcap=st.sampled_from([None, None, 5.0]),
+    special=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_many_values_at_few_shapes(device, backend, n, width, rows, scale, temperatures, softcap, special, seed):
+    """Of every kernel that draws where logits are made: for up to 8 rows, up to 64, up to 128, and more."""
+    hidden, _, seeds, positions = make(rows, 1, width, seed, torch.bfloat16, device)
+    hidden = special_rows(hidden * scale, seed=seed) if special else hidden * scale
+    inputs = hidden, wide_weight(n, width, device), seeds, positions
+    temperature = torch.tensor(temperatures, device=device)[torch.arange(rows, device=device) % len(temperatures)]
+    options = {"temperature": temperature, "softcap": softcap}
+    assert_bitwise(vx.linear_sample(*inputs, **options, backend=backend), composed(*inputs, **options, backend=backend))
 
 
 @BACKENDS
