@@ -9,6 +9,7 @@ from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.device import get_device_name
 from verl.utils.import_utils import import_external_libs
 from verl.workers.rollout.base import get_rollout_class
 
@@ -50,6 +51,7 @@ class Trainer(Worker):
     def _weights(self, seed):
         for name, tensor in weights(self.path, seed).state_dict().items():
             self.taken += 1
+            tensor = tensor.to(get_device_name())
             if self.spoil == "die" and self.taken == 12:
                 os._exit(1)
             if self.spoil == "raise" and self.taken == 4:

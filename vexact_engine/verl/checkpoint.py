@@ -4,7 +4,6 @@ process group says what comes next, so that nobody enters a collective that anot
 
 import itertools
 import secrets
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -25,6 +24,7 @@ import vexact_ops as vx
 from ..errors import HandoverFailed, PeerLost
 from ..weights.messages import Part
 from ..weights.packing import ALIGN, pack, unpack
+from ..weights.protocol import until
 from .server import LARGEST_BUCKET
 
 
@@ -50,11 +50,13 @@ class Broadcast(CheckpointEngine):
             raise ValueError(f"vexact: checkpoint_engine: {got}, expected 4096 bytes or more, and seconds above 0")
         self.bucket_size, self.is_master = min(bucket_size, LARGEST_BUCKET) // ALIGN * ALIGN, is_master
         self.timeout, self.device = timedelta(seconds=timeout), get_device_name()
-        self._master: dist.TCPStore | None = None  # the first rank's
+        self._master = self._group = None  # a store, the first rank's; a process group
         self._leave()
 
     def _leave(self) -> None:
         """The group, if any, is no more: at the next update it is made anew, for this is another member."""
+        if self._group is not None and self.device != "cpu":
+            self._group.abort()  # what waits on a GPU for a peer that has died
         self._member, self._members, self._group = secrets.token_hex(8), None, None
 
     def prepare(self) -> dict[str, Any]:
@@ -75,8 +77,7 @@ class Broadcast(CheckpointEngine):
             if differ := vx.numerics_difference(first["numerics"], worker["numerics"], forward=True):
                 found = "; ".join(f"{where}: the trainer has {a!r}, it {b!r}" for where, (a, b) in differ.items())
                 raise HandoverFailed(f"weights: refused: numerics of rollout worker {rank}: {found}")
-        members = [worker["member"] for worker in (first, *workers)]
-        same = {"members": members, "store": first["store"], "name": first["name"]}
+        same = {"members": [w["member"] for w in (first, *workers)], "store": first["store"], "name": first["name"]}
         ranks = [0] + [-1] * (actor_wg_world_size - 1), list(range(1, rollout_world_size + 1))
         return tuple({"rank": of, **{key: [value] * len(of) for key, value in same.items()}} for of in ranks)
 
@@ -86,13 +87,11 @@ class Broadcast(CheckpointEngine):
             return
         self._store = self._master or dist.TCPStore(*store, is_master=False, timeout=self.timeout)
         self._store = dist.PrefixStore(name, self._store)
-        given = dist.PrefixStore("group", self._store), rank, len(members)
-        gloo = self.device == "cpu"
-        self._group = (dist.ProcessGroupGloo if gloo else dist.ProcessGroupNCCL)(*given, timeout=self.timeout)
+        kind = dist.ProcessGroupGloo if self.device == "cpu" else dist.ProcessGroupNCCL  # its limit ends the process
+        self._group = kind(dist.PrefixStore("group", self._store), rank, len(members), timeout=2 * self.timeout)
         self._rank, self._members, self._index, self._told = rank, members, 0, []
 
-    def finalize(self) -> None:
-        """Nothing: buckets end with their update, and the group is kept."""
+    def finalize(self) -> None: ...  # the group is kept
 
     async def send_weights(self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None) -> None:
         """Every rank takes every item, whatever fails: each is a collective of the trainer's."""
@@ -100,8 +99,8 @@ class Broadcast(CheckpointEngine):
         try:
             if self._group is not None:
                 self._send(items)
-        except BaseException as error:
-            self._store.set(str(self._index), msgspec.msgpack.encode(Bucket(error=f"{type(error).__name__}: {error}")))
+        except BaseException as e:
+            self._store.set(str(self._index), msgspec.msgpack.encode(Bucket(error=f"{type(e).__name__}: {e}")))
             self._leave()
             raise
         finally:
@@ -110,14 +109,14 @@ class Broadcast(CheckpointEngine):
 
     def _send(self, items: Iterator[tuple[str, Tensor]]) -> None:
         buffers = [torch.empty(self.bucket_size, dtype=torch.uint8, device=self.device) for _ in range(2)]
-        works: deque[dist.Work] = deque()
+        works: list[dist.Work] = []
         for memory, parts in pack(items, itertools.cycle(buffers)):
             self._tell(Bucket(tuple(parts), len(memory)))
             works.append(self._group.broadcast(memory, 0))
-            if len(works) == 2:  # what is filled next is what the first of them reads
-                works.popleft().wait()
-        for work in works:
-            work.wait()
+            if len(works) > 1:
+                works[-2].wait()  # what is filled next is what it reads
+        if works:
+            works[-1].wait()
         self._tell(Bucket())
 
     def _tell(self, bucket: Bucket) -> None:
@@ -155,5 +154,7 @@ class Broadcast(CheckpointEngine):
                 raise HandoverFailed(f"weights: the trainer broke off: {bucket.error}")
             if not bucket.parts:
                 return
-            self._group.broadcast(memory[: bucket.used], 0).wait()
+            work = self._group.broadcast(memory[: bucket.used], 0)
+            until(work.is_completed, self.timeout.total_seconds(), "the trainer: bytes")  # NCCL's `wait` knows no end
+            work.wait()
             yield memory, bucket.parts

@@ -29,8 +29,7 @@ from ..weights.receiver import WeightReceiver
 log = logging.getLogger(__name__)
 
 LARGEST_BUCKET = 512 << 20  # bytes; two of them are under way, and larger ones are no faster
-# verl's names of what this rollout has one value of, and why.
-_ONLY = {
+_ONLY = {  # verl's names of what this rollout has one value of, and why
     "tensor_model_parallel_size": (1, "an engine is not cut that way, and verl's default is 2"),
     "data_parallel_size": (1, "verl makes a replica of each GPU, or of each pipeline_model_parallel_size"),
     "expert_parallel_size": (1, "all experts of a layer are in one stage"),

@@ -21,6 +21,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"weights: not installed: {error.name}. Run: {pip_line('handover')}") from error
 
 _LONGEST = 60  # characters of the folder's name, that a socket's stays under 107
+_LOOK = 5e-5  # seconds between two looks at what no socket tells
 POLL = 100  # milliseconds between two looks at whether the peer lives
 
 
@@ -40,6 +41,15 @@ def wait(
             raise PeerLost(f"weights: {name} has died while {what} was waited for")
         if time.monotonic() > end:
             raise PeerLost(f"weights: {name}: {what} did not come within {seconds:g} s")
+
+
+def until(ready: Callable[[], bool], seconds: float, what: str) -> None:
+    """Until it is. PeerLost where that takes longer."""
+    end = time.monotonic() + seconds
+    while not ready():
+        if time.monotonic() > end:
+            raise PeerLost(f"weights: {what} did not come within {seconds:g} s")
+        time.sleep(_LOOK)
 
 
 # --- sockets: files in a folder that nobody else may enter -----------------------------------------------------------
