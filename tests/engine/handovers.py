@@ -2,9 +2,7 @@
 
 import contextlib
 import copy
-import tempfile
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -38,15 +36,6 @@ def expected(family, new):
     model.load_state_dict(new.state_dict())  # rounds
     with Engine.from_pretrained(model, config=CONFIG) as engine:
         return texts(engine)
-
-
-@contextlib.contextmanager
-def folder_of_sockets(monkeypatch):
-    """A folder of their own, that is empty again at the end."""
-    with tempfile.TemporaryDirectory() as folder:  # a short name: sockets have at most 107 characters
-        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
-        yield Path(folder) / "vexact"
-        assert not list(Path(folder, "vexact").glob("*")), "a socket was left behind"
 
 
 @contextlib.contextmanager

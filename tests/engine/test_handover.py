@@ -2,10 +2,8 @@
 
 import asyncio
 import contextlib
-import multiprocessing
 import os
 import resource
-import signal
 import socket
 import struct
 import tempfile
@@ -16,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_models import VOCAB, build
-from handovers import CONFIG, MODES, PARAMS, PROMPTS, expected, folder_of_sockets, other, receiving, sender, texts
+from handovers import CONFIG, MODES, PARAMS, PROMPTS, expected, other, receiving, sender, texts
 
 import vexact_ops as vx
 from vexact_engine import (
@@ -30,12 +28,6 @@ from vexact_engine import (
 )
 from vexact_engine.weights import buffers, messages, protocol
 from vexact_engine.weights.experts import per_expert
-
-
-@pytest.fixture
-def sockets(monkeypatch):
-    with folder_of_sockets(monkeypatch) as folder:
-        yield folder
 
 
 @contextlib.contextmanager
@@ -359,6 +351,44 @@ def test_fifty_updates_leave_nothing(sockets):
     assert files()[1] == 0
 
 
+@pytest.mark.parametrize("listens", ["receiving", "in a hand-over", "closed", "idle"])
+def test_buckets_are_given_back_once_the_receiver_has_let_go(listens, sockets, monkeypatch, caplog):
+    """As those on a GPU are; a receiver that nobody asks to listen is waited for until a limit."""
+    monkeypatch.setattr("vexact_engine.weights.sender.CUDA", buffers.HOST)
+    monkeypatch.setattr("vexact_engine.weights.sender._GOODBYE", 0.5 if listens == "idle" else 20.0)
+    model, order = build("Qwen3"), []
+    let_go, close = WeightReceiver._let_go, buffers.Buffers.close
+    monkeypatch.setattr(WeightReceiver, "_let_go", lambda self: (let_go(self), order.append("let go")))
+    monkeypatch.setattr(buffers.Buffers, "close", lambda self: (close(self), order.append("freed")))
+
+    def give():
+        for number, item in enumerate(model.state_dict().items()):
+            if number == 3:
+                closer.start()
+            yield item
+
+    with handover(model) as (_, receiver, start, out), sender(receiver) as second:
+        result = start()
+        assert out.send(model.state_dict()) == 1 == result()
+        order.clear()
+        closer = threading.Thread(target=out.close)
+        if listens == "receiving":
+            result = start(20)
+            out.close()
+            assert second.send(model.state_dict()) == 2 == result()
+        elif listens == "in a hand-over":
+            result = start()
+            assert second.send(give()) == 2 == result()
+            closer.join(20)
+            assert not closer.is_alive()
+        else:
+            if listens == "closed":
+                receiver.close()
+            out.close()
+        assert order[:2] == (["freed"] if listens == "idle" else ["let go", "freed"])[:2]
+        assert ("did not come within" in caplog.text) == (listens == "idle")
+
+
 def test_versions_of_running_requests(sockets):
     model = build("Qwen3")
     new = other(model)
@@ -379,110 +409,6 @@ def test_versions_of_running_requests(sockets):
 
         versions = asyncio.run(run()).weight_versions
         assert versions == sorted(versions) and set(versions) == {0, 1} and versions[0] == 0
-
-
-# --- processes that are killed ---------------------------------------------------------------------------------------
-
-
-def _send_and_hang(address, after):
-    model = build("Qwen3")
-
-    def give():
-        for number, item in enumerate(model.state_dict().items()):
-            if number == after:
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield item
-
-    WeightSender(address, numerics=vx.numerics("cpu"), bucket_bytes=4096).send(give())
-
-
-def _receive_and_die(address, ready, after):
-    engine = Engine.from_pretrained(build("Qwen3"), config=CONFIG)
-    receiver = WeightReceiver(engine, address)
-    ready.set()
-    count, take = [0], receiver._take
-
-    def counted(*args):
-        count[0] += 1
-        if count[0] == after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        take(*args)
-
-    receiver._take = counted
-    receiver.receive(30)
-
-
-@MODES
-def test_a_sender_that_is_killed(mode, sockets):
-    model = build("Qwen3")
-    context = multiprocessing.get_context("spawn")
-    with Engine.from_pretrained(model, config=CONFIG) as engine, receiving(engine, mode) as (receiver, start):
-        old = texts(engine)
-        result = start(60)
-        process = context.Process(target=_send_and_hang, args=(receiver.address, 9))
-        process.start()
-        with pytest.raises(PeerLost, match="has died"):
-            result()
-        process.join()
-        if mode == "staged":
-            assert texts(engine) == old
-        else:
-            with pytest.raises(WeightsTorn):
-                texts(engine)
-        with sender(receiver) as out:
-            result = start()
-            assert out.send(model.state_dict()) == 1 == result()
-        assert texts(engine) == old
-
-
-def test_a_receiver_that_is_killed_and_comes_back(sockets):
-    context, model = multiprocessing.get_context("spawn"), build("Qwen3")
-    address, ready = protocol.new_address(), context.Event()
-    process = context.Process(target=_receive_and_die, args=(address, ready, 6))
-    process.start()
-    assert ready.wait(60)
-    with WeightSender(address, numerics=vx.numerics("cpu"), bucket_bytes=4096, timeout=20) as out:
-        with pytest.raises(PeerLost, match="has died"):
-            out.send(model.state_dict())
-        process.join()
-        with Engine.from_pretrained(model, config=CONFIG) as engine:
-            receiver = WeightReceiver(engine, address)
-            thread = threading.Thread(target=receiver.receive, args=(20,))
-            thread.start()
-            assert out.send(model.state_dict()) == 1
-            thread.join()
-            receiver.close()
-
-
-def _send_one(address, seed, bucket_bytes):
-    new = other(build("Qwen3"), seed)
-    with WeightSender(address, numerics=vx.numerics("cpu"), bucket_bytes=bucket_bytes, timeout=60) as out:
-        for _ in range(3):
-            out.send(new.state_dict())
-
-
-def test_two_jobs_on_one_host_do_not_meet(sockets):
-    """Both at the same time, from one folder of sockets, in either mode."""
-    context = multiprocessing.get_context("spawn")
-    with (
-        Engine.from_pretrained(build("Qwen3"), config=CONFIG) as first,
-        Engine.from_pretrained(build("Qwen3"), config=CONFIG) as second,
-        receiving(first, "in_place") as (one, start_one),
-        receiving(second, "staged") as (two, start_two),
-    ):
-        assert one.address != two.address
-        jobs = ((one.address, 5, 4096), (two.address, 6, 1 << 16))
-        processes = [context.Process(target=_send_one, args=job) for job in jobs]
-        for process in processes:
-            process.start()
-        for version in (1, 2, 3):
-            results = start_one(110), start_two(110)
-            assert [result() for result in results] == [version, version]
-        for process in processes:
-            process.join(60)
-            assert process.exitcode == 0
-        assert texts(first) == expected("Qwen3", other(build("Qwen3"), 5))
-        assert texts(second) == expected("Qwen3", other(build("Qwen3"), 6))
 
 
 def test_sockets_of_dead_processes_are_removed_and_those_of_living_ones_stay(sockets):

@@ -12,19 +12,13 @@ import msgspec
 import pytest
 import torch
 from engine_models import build
-from handovers import CONFIG, MODES, expected, folder_of_sockets, other, receiving, sender, texts
+from handovers import CONFIG, MODES, expected, other, receiving, sender, texts
 
 from vexact_engine import Engine, HandoverFailed, Replicas, StageDied, WeightsTorn
 from vexact_engine.parallel.messages import Open
 from vexact_engine.parallel.replicas import _places
 from vexact_engine.weights import buffers
 from vexact_engine.weights.experts import per_expert
-
-
-@pytest.fixture
-def sockets(monkeypatch):
-    with folder_of_sockets(monkeypatch) as folder:
-        yield folder
 
 
 @pytest.fixture(scope="module", params=["Llama", "Qwen3Moe"])

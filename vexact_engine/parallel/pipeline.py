@@ -36,6 +36,7 @@ from ..core.step import Encoder
 from ..errors import HandoverFailed, StageDied, WeightsTorn
 from ..progress import bar
 from ..weights.load import Loaded
+from ..weights.session import written
 from ..weights.update import Piece, Spec, Update, plan_update
 from .stage import Assignment
 
@@ -330,9 +331,10 @@ class PipelineWorker:
         """Memory of another process, in each stage."""
         self.ask("open", offer)
 
-    def take(self, update: "_UpdateOfStages", bucket) -> None:
+    def take(self, update: "_UpdateOfStages", bucket) -> Callable[[], None]:
         """Each stage takes what it holds of a bucket in that memory."""
         update.take(bucket)
+        return written
 
     def commit(self, update: "_UpdateOfStages", tear: Callable[[], None]) -> None:
         tear()

@@ -170,7 +170,7 @@ class Stage:
     def _do_take(self, bucket) -> None:
         def take() -> None:
             self._put(self._memories.values(bucket))
-            self._memories.wait()
+            self._memories.fence()()
 
         self._try(take)
 

@@ -186,12 +186,13 @@ class Worker:
             self._memories = Memories(self.device)
         self._memories.open(offer)
 
-    def take(self, update: Update, bucket: "Bucket") -> None:
-        """Writes what lies in a bucket; it may be filled again then."""
+    def take(self, update: Update, bucket: "Bucket") -> Callable[[], None]:
+        """Begins to write what lies in a bucket: it may be filled again once the function returned, which any thread
+        may call, comes back."""
         if self._memories is None:
             raise HandoverFailed("weights: a bucket came before the memory that it lies in")
         update.write(self._memories.values(bucket), foreign=True)
-        self._memories.wait()
+        return self._memories.fence()
 
     def let_go(self) -> None:
         if self._memories is not None:

@@ -13,7 +13,7 @@ import mmap
 import os
 import secrets
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -158,10 +158,16 @@ class Memories:
         self.values(bucket)
         return self._now[bucket.buffer][: _used(bucket)].cpu().numpy().tobytes()
 
-    def wait(self) -> None:
-        """Until what this thread has given the device to read from them is done."""
-        for device in {memory.device for memory in self._now if memory.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+    def fence(self) -> Callable[[], None]:
+        """The function returned waits until what this thread has given the device to read from them is done."""
+        devices = {memory.device for memory in self._now if memory.is_cuda}
+        events = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+        def wait() -> None:
+            for event in events:
+                event.synchronize()
+
+        return wait
 
     def close(self) -> None:
         self._now = []

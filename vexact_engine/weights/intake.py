@@ -59,8 +59,9 @@ class Intake:
     def open(self, offer: m.Offer) -> None:
         self._update.open(offer)
 
-    def take(self, bucket: m.Bucket) -> None:
-        self._update.take(bucket)
+    def take(self, bucket: m.Bucket) -> Callable[[], None]:
+        """Begins to; the bucket may be filled again once the function returned comes back."""
+        return self._update.take(bucket)
 
     def write(self, pairs: Iterable[tuple[str, Tensor | Piece]]) -> None:
         """What no memory of another process brings."""

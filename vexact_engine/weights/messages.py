@@ -10,7 +10,8 @@
     Finish                       ->
                                  <- Done (weight_version), or Failed (why, and what the engine has now)
 
-Either may end it with Cancel or Failed. All is msgpack: nothing that is received can run code.
+Either may end it with Cancel or Failed. Bye and Gone are the end of a sender. All is msgpack: nothing that is received
+can run code.
 """
 
 import os
@@ -26,7 +27,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"weights: not installed: {error.name}. Run: {pip_line('handover')}") from error
 
-VERSION = 2
+VERSION = 3
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -133,8 +134,15 @@ class Failed(msgspec.Struct, tag=True):
 class Bye(msgspec.Struct, tag=True):
     """The sender ends: the receiver lets go of its memory."""
 
+    peer: Peer
 
-Message = Hello | Welcome | Refused | Offer | Opened | Unopened | Bucket | Ack | Finish | Done | Cancel | Failed | Bye
+
+class Gone(msgspec.Struct, tag=True):
+    """The receiver has let go of the sender's memory."""
+
+
+Offers = Offer | Opened | Unopened
+Message = Hello | Welcome | Refused | Offers | Bucket | Ack | Finish | Done | Cancel | Failed | Bye | Gone
 _encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Message)
 
 

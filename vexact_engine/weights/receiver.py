@@ -1,8 +1,10 @@
 """The engine's end of a hand-over of weights from a trainer in another process of this host."""
 
+import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -28,7 +30,7 @@ class Intake(Protocol):
     def manifest(self) -> dict[str, tuple[tuple[int, ...], str]]: ...
     def begin(self, numerics: Mapping[str, object]) -> None: ...
     def open(self, offer: m.Offer) -> None: ...
-    def take(self, bucket: m.Bucket) -> None: ...
+    def take(self, bucket: m.Bucket) -> Callable[[], None]: ...
     def finish(self) -> int: ...
     def abandon(self) -> bool: ...
     def let_go(self) -> None: ...
@@ -76,6 +78,9 @@ class WeightReceiver:
         self._poller = protocol.zmq.Poller()
         self._poller.register(self._socket, protocol.zmq.POLLIN)
         self._owner: m.Peer | None = None  # whose memory it is that is open here
+        self._leaving: list[tuple[bytes, m.Peer]] = []  # who has said that it ends
+        self._owner_at = b""  # the socket that it was last heard at
+        self._taken: deque[tuple[int, Callable[[], None]]] = deque()  # buckets that are being read: until when
         self._using, self._ending = threading.Lock(), threading.Lock()
         self._closed = False
 
@@ -98,12 +103,15 @@ class WeightReceiver:
             if self._owner != hello.peer:
                 self._let_go()
                 self._owner = hello.peer
+            self._owner_at = sender
             intake = self._intake
             try:
                 intake.begin(hello.numerics)
                 self._post(sender, m.Welcome(self._me, intake.manifest(), self.mode, intake.device, intake.gpu))
                 while not isinstance(message := self._next(sender, hello.peer), m.Finish):
                     self._take(sender, message)
+                while self._taken:
+                    self._acknowledge(sender)
                 version = intake.finish()
                 self._post(sender, m.Done(version))
                 return version
@@ -117,9 +125,15 @@ class WeightReceiver:
                     kind = PeerLost if isinstance(error, PeerLost) else HandoverFailed
                     raise kind(reason) from error
                 raise
+            finally:
+                self._say_goodbye()
 
     def _give_up(self, error: BaseException) -> str:
         """What to tell: why, and what the engine has now."""
+        with contextlib.suppress(RuntimeError):  # of the device: whoever asks it next is told
+            for _, wait in self._taken:
+                wait()
+        self._taken.clear()
         begun = self._intake.abandon()
         if isinstance(error, UpdateIncomplete):
             return str(error)
@@ -134,6 +148,9 @@ class WeightReceiver:
                 return
             self._closed = True
             with self._using:  # a socket that is closed under the thread that uses it ends the process
+                while self._socket.poll(0):
+                    self._hear(*self._socket.recv_multipart())
+                self._say_goodbye()
                 self._let_go()
                 self._socket.close()
             if self.address.startswith("ipc://"):
@@ -156,20 +173,36 @@ class WeightReceiver:
             if self._closed:
                 raise HandoverFailed("weights: the receiver is closed")
             if self._socket.poll(protocol.POLL):
-                sender, data = self._socket.recv_multipart()
-                message = m.decode(data, "a sender")
+                sender, message = self._hear(*self._socket.recv_multipart())
                 if isinstance(message, m.Hello) and message.peer.alive:
                     return sender, message
-                if isinstance(message, m.Bye):
-                    self._let_go()
+                self._say_goodbye()
             elif end is not None and time.monotonic() > end:
                 raise TimeoutError(f"weights: no sender came within {timeout:g} s")
 
+    def _hear(self, by: bytes, data: bytes, name: str = "a sender") -> tuple[bytes, m.Message]:
+        """A message, and who said it."""
+        message = m.decode(data, name)
+        if isinstance(message, m.Bye):
+            self._leaving.append((by, message.peer))
+        return by, message
+
+    def _say_goodbye(self) -> None:
+        """To those that end; not in the middle of a hand-over, which may be of the same process."""
+        while self._leaving:
+            by, peer = self._leaving.pop()
+            if peer == self._owner:
+                self._let_go()
+            self._post(by, m.Gone())
+
     def _next(self, sender: bytes, peer: m.Peer) -> m.Message:
+        """While nothing comes, buckets that have been taken are acknowledged."""
         while True:
+            while self._taken and not self._socket.poll(0):
+                self._acknowledge(sender)
             protocol.wait(self._poller, peer, self.timeout, "the next message", lambda: self._closed)
             by, data = self._socket.recv_multipart()
-            message = m.decode(data, peer.name if by == sender else "a sender")
+            _, message = self._hear(by, data, peer.name if by == sender else "a sender")
             if by == sender:
                 return message
             if isinstance(message, m.Hello):
@@ -195,15 +228,20 @@ class WeightReceiver:
             except HandoverFailed as error:
                 self._post(sender, m.Unopened(str(error)))
         elif isinstance(message, m.Bucket):
-            self._intake.take(message)
-            self._post(sender, m.Ack(message.buffer))
+            self._taken.append((message.buffer, self._intake.take(message)))
         elif isinstance(message, m.Cancel):
             raise HandoverFailed(f"weights: the sender broke off: {message.reason}")
         else:
             raise HandoverFailed(f"weights: the sender said {type(message).__name__} in the middle of a hand-over")
 
+    def _acknowledge(self, sender: bytes) -> None:
+        buffer, wait = self._taken.popleft()
+        wait()
+        self._post(sender, m.Ack(buffer))
+
     def _let_go(self) -> None:
-        """Of the memory of the sender before this one."""
+        """Of the memory of the sender before this one, which is told."""
         if self._owner is not None:
             self._intake.let_go()
+            self._post(self._owner_at, m.Gone())
             self._owner = None

@@ -1,6 +1,7 @@
 """The trainer's end of a hand-over of weights: to an engine in another process of this host."""
 
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncIterable, Iterable, Mapping
 
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 
 _ALIGN = 16  # bytes
 _IN_FLIGHT = 2
+_GOODBYE = 5.0  # seconds that `close` waits for a receiver that does not listen
 _CACHED = 16 << 20  # bytes of a bucket from CPU to CPU: what was written is read while the cache has it
 
 
@@ -96,10 +98,14 @@ class WeightSender:
             raise
 
     def close(self) -> None:
-        """Gives the buckets back. Again does nothing."""
-        if self._socket is not None:
-            self._post(m.Bye())
-            self._drop_socket(linger=1000)
+        """Gives the buckets back: a GPU's once the receiver has let go of them, which it does while it receives and at
+        its own end, or 5 seconds later. Again does nothing."""
+        if self._buffers:
+            self._connect(drain=False)
+            self._post(m.Bye(m.Peer.self("the trainer")))
+            if CUDA in self._buffers:
+                self._await_gone()
+        self._drop_socket(linger=1000)
         for buffers in self._buffers.values():
             buffers.close()
         self._buffers.clear()
@@ -112,14 +118,14 @@ class WeightSender:
 
     # The socket
 
-    def _connect(self) -> None:
+    def _connect(self, drain: bool = True) -> None:
         if self._socket is None:
             self._socket = protocol.zmq.Context.instance().socket(protocol.zmq.DEALER)
             self._socket.linger = 0
             self._socket.connect(self.address)
             self._poller = protocol.zmq.Poller()
             self._poller.register(self._socket, protocol.zmq.POLLIN)
-        while self._socket.poll(0):  # answers to a hand-over that is over
+        while drain and self._socket.poll(0):  # answers to a hand-over that is over
             self._socket.recv()
 
     def _drop_socket(self, linger: int = 0) -> None:
@@ -139,6 +145,17 @@ class WeightSender:
         if not isinstance(message, kinds):
             raise HandoverFailed(f"weights: the receiver answered {type(message).__name__}, where {what} was due")
         return message
+
+    def _await_gone(self) -> None:
+        peer, end = self._receiver, time.monotonic() + _GOODBYE
+        try:
+            gone = False
+            while not gone:
+                protocol.wait(self._poller, peer, max(0.0, end - time.monotonic()), "that it lets go of the buckets")
+                gone = isinstance(m.decode(self._socket.recv(), "the receiver"), m.Gone)
+        except PeerLost as error:
+            if peer is None or peer.alive:
+                log.warning("%s: their memory is free once it does", error)
 
     # Memory
 
@@ -211,6 +228,7 @@ class _Session:
         self.gpus: set[torch.device] = set()  # that tensors have come from
         self.buffers: Buffers | None = None
         self.free: deque[int] = deque()
+        self.filled: deque[tuple[m.Bucket, list[torch.cuda.Event]]] = deque()  # not posted yet: what fills them
         self.filling: int | None = None
         self.used, self.parts = 0, []
 
@@ -222,6 +240,7 @@ class _Session:
             self.tensors, self.size = self.buffers.tensors, self.buffers.size
         if tensor.is_cuda:
             self.gpus.add(tensor.device)
+        self._post_filled()
         flat, start, size = tensor.detach().reshape(-1), 0, dtype.itemsize
         total, kind = flat.numel(), m.dtype_name(dtype)
         while start < total:
@@ -258,21 +277,35 @@ class _Session:
 
     def _begin(self) -> None:
         while not self.free:
-            self.free.append(self.sender._answer("an acknowledgement", m.Ack).buffer)
+            if self.filled:
+                self._post_filled(1)
+            else:
+                self.free.append(self.sender._answer("an acknowledgement", m.Ack).buffer)
         self.filling, self.used, self.parts = self.free.popleft(), 0, []
 
     def _flush(self) -> None:
         if self.filling is None:
             return
-        used = self.tensors[self.filling][: self.used]
-        for gpu in self.gpus | {t.device for t in self.tensors if t.is_cuda}:
-            torch.cuda.current_stream(gpu).synchronize()  # what is in the bucket is there before the message about it
-        total = checksum(used) if self.sender.checksum else None
-        self.sender._post(m.Bucket(self.filling, self.parts, total))
+        total = checksum(self.tensors[self.filling][: self.used]) if self.sender.checksum else None
+        gpus = self.gpus | {t.device for t in self.tensors if t.is_cuda}
+        events = [torch.cuda.current_stream(gpu).record_event() for gpu in gpus]
+        self.filled.append((m.Bucket(self.filling, self.parts, total), events))
         self.filling = None
+        self._post_filled()
+
+    def _post_filled(self, wait: int = 0) -> None:
+        """What is in a bucket is there before the message about it. The next is filled meanwhile: so many of them are
+        waited for."""
+        while self.filled and (wait > 0 or all(event.query() for event in self.filled[0][1])):
+            bucket, events = self.filled.popleft()
+            for event in events:
+                event.synchronize()
+            self.sender._post(bucket)
+            wait -= 1
 
     def finish(self) -> int:
         self._flush()
+        self._post_filled(len(self.filled))
         self.sender._post(m.Finish())
         waiting = len(self.tensors) - len(self.free) if self.buffers is not None else 0
         for _ in range(waiting):

@@ -38,13 +38,17 @@ class Worker(Protocol):
 
     def begin(self, specs: Mapping | None, staging: Any = None) -> Update: ...
     def open(self, offer: "m.Offer") -> None: ...
-    def take(self, update: Update, bucket: "m.Bucket") -> None: ...
+    def take(self, update: Update, bucket: "m.Bucket") -> Callable[[], None]: ...
     def commit(self, update: Update, tear: Callable[[], None]) -> None: ...
     def stage(self, device: torch.device | str | None) -> Any: ...
     def let_go(self) -> None: ...
     def fence(self) -> Callable[[], None]: ...
     def wait(self) -> None: ...
     def settle(self) -> None: ...
+
+
+def written() -> None:
+    """What `take` returns where it has waited."""
 
 
 class WeightUpdate:
@@ -98,13 +102,13 @@ class WeightUpdate:
         self._check()
         self._beside(lambda: self._worker.open(offer))
 
-    def take(self, bucket: "m.Bucket") -> None:
-        """`write` of what lies there; HandoverFailed where it is not what was sent."""
+    def take(self, bucket: "m.Bucket") -> Callable[[], None]:
+        """`write` of what lies there, but that it may be reused once the function returned comes back. HandoverFailed
+        where it is not what was sent."""
         self._check()
         if self._staged:
-            self._beside(lambda: self._worker.take(self._update, bucket))
-        else:
-            self._loop.call(lambda: self._take(bucket), when=self._may_write)
+            return self._beside(lambda: self._worker.take(self._update, bucket))
+        return self._loop.call(lambda: self._take(bucket), when=self._may_write)
 
     def finish(self) -> int:
         """All has come. Returns the new weight_version. ValueError where something is missing."""
@@ -126,12 +130,9 @@ class WeightUpdate:
     def __exit__(self, *exception) -> None:
         self.abandon()
 
-    def _beside(self, function: Callable[[], object]) -> None:
+    def _beside(self, function: Callable[[], object]) -> Any:
         """In this thread where the worker can, between two steps where it cannot."""
-        if self._worker.takes_aside:
-            function()
-        else:
-            self._loop.call(function)
+        return function() if self._worker.takes_aside else self._loop.call(function)
 
     def _check(self) -> None:
         if not self._open:
@@ -152,9 +153,9 @@ class WeightUpdate:
             self._update.write(bucket)
         self._worker.wait()
 
-    def _take(self, bucket: "m.Bucket") -> None:
+    def _take(self, bucket: "m.Bucket") -> Callable[[], None]:
         with self._writing():
-            self._worker.take(self._update, bucket)
+            return self._worker.take(self._update, bucket)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
