@@ -1,4 +1,4 @@
-"""Measures cases: bits first, then interleaved medians over rotating buffers; prints lines and appends JSON lines.
+"""Measures cases: bits first, then interleaved rounds over rotating buffers; prints lines and appends JSON lines.
 
 On a GPU a provider's calls are captured in a CUDA graph, as the engine replays them, over buffer sets that together
 exceed the L2 cache where the case is large enough to matter; with eager=True they are launched one by one, host time
@@ -11,7 +11,6 @@ import json
 import math
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,9 @@ from torch import Tensor
 
 from vexact_engine.proof.machine import commit
 from vexact_ops._core import native
-from vexact_ops.testing import count_different
+
+from . import checks
+from .peers import first_line, say_once, version_of
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
@@ -38,6 +39,10 @@ class Case:
                 come from `peers`
     bits        inputs -> (actual, expected) tensors of ours that must have the same bits, such as a row alone and in
                 its batch; checked before timing
+    alone       (fn, *inputs) -> (actual, expected): rows alone and in their batch, of any provider's function; what
+                `row_alone` makes, or None where a provider draws at random or gives nothing back
+    reference   inputs in float64 -> what a provider should give, for --refcheck; a tuple may be shorter than theirs
+    terms       so many products are summed in one accumulator: what --refcheck allows beside twice the stock error
     captured    False: the op looks at values on the host, so it is always launched eagerly
     bytes       least bytes moved, each input and output once
     flops       floating-point operations
@@ -53,23 +58,9 @@ class Case:
     stock: str = "torch"
     captured: bool = True
     extra: dict = field(default_factory=dict)
-
-
-def peers(**loaders: Callable[[], Callable]) -> dict[str, Callable]:
-    """Providers of other libraries: name -> a function that imports the library and returns what to time. What is not
-    installed, or does not import here, is left out and said so once."""
-    found = {}
-    for name, load in loaders.items():
-        try:
-            found[name] = load()
-        except Exception as error:  # a peer's import may fail in any way; ours must not be held up by it
-            say_once(f"peer {name} is left out: {type(error).__name__}: {str(error).splitlines()[0][:160]}")
-    return found
-
-
-@functools.cache
-def say_once(text: str) -> None:
-    print(text, file=sys.stderr)
+    alone: Callable[..., tuple] | None = None
+    reference: Callable | None = None
+    terms: int = 0
 
 
 def random(*shape: int, dtype: torch.dtype, device: str, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -163,74 +154,119 @@ def _runner(fn: Callable, sets: Sequence[tuple], device: str, roof: float, eager
 
 
 def measure(
-    case: Case, device: str, *, repeats: int = 15, only: Sequence[str] | None = None, eager: bool = False
+    case: Case,
+    device: str,
+    *,
+    repeats: int = 15,
+    only: Sequence[str] | None = None,
+    eager: bool = False,
+    refcheck: bool = False,
 ) -> list[dict]:
     """Check the bits, time the providers turn about, return one record per provider.
 
-    only    names of the peers to time beside ours; None times all. A peer that raises is left out and said so
-    Raises AssertionError where the bits differ: nothing is timed then.
+    only      names of the peers to time beside ours; None times all. A peer that raises is left out and said so
+    refcheck  also compare each provider's output with the float64 reference
+    Raises AssertionError where our bits differ: nothing is timed then.
     """
-    args = case.make()
-    actual, expected = case.bits(*args)
-    pairs = list(zip(actual, expected)) if isinstance(actual, tuple) else [(actual, expected)]
-    different = sum(count_different(a, e) for a, e in pairs)
-    if different:
-        raise AssertionError(f"{case.room} {case.name}: {different} elements differ; nothing was timed")
-    cache = 60e6 if device == "cuda" else 40e6
-    copies = int(min(8 if device == "cuda" else 16, 1 + cache // max(case.bytes, 1)))
-    sets = [args, *(case.make() for _ in range(copies - 1))]
+    checks.assert_same_bits(case, case.make())
+    chosen = {n: fn for n, fn in case.providers.items() if n.startswith("vexact") or only is None or n in only}
+    rows_alone = {n: checks.rows_alone(case, n, fn) for n, fn in chosen.items()}
+    errors = checks.errors(case, chosen) if refcheck else {}
     bandwidth, rate = ceilings(device)
     roof = max(case.bytes / bandwidth, case.flops / rate)
-    runners = {}
-    for name, fn in case.providers.items():
-        ours = name.startswith("vexact")
-        if not (ours or only is None or name in only):
-            continue
-        try:
-            runners[name] = _runner(fn, sets, device, roof, eager or not case.captured)
-        except Exception as error:
-            if ours:
-                raise
-            say_once(f"{case.room}: peer {name}: {type(error).__name__}: {str(error).splitlines()[0][:160]}")
-    times: dict[str, list[float]] = {name: [] for name in runners}
-    for _ in range(repeats):
-        for name, run in runners.items():  # interleaved, so that a slow moment falls on all alike
-            times[name].append(run())
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    stock = medians.get(case.stock)
-    return [
-        {
+    times = _interleaved(_runners(case, chosen, device, roof, eager), repeats)
+    ours, stock = times.get("vexact"), times.get(case.stock)
+    records = []
+    for name, samples in times.items():
+        seconds = statistics.median(samples)
+        record = {
             "room": case.room,
             "case": case.name + (" eager" if eager else ""),
             "backend": name,
             "us": round(seconds * 1e6, 3),
+            "p10_us": round(quantile(samples, 0.1) * 1e6, 3),
+            "p90_us": round(quantile(samples, 0.9) * 1e6, 3),
+            "rounds": len(samples),
             "gbps": round(case.bytes / seconds * 1e-9, 1),
             "tflops": round(case.flops / seconds * 1e-12, 4),
             "roof_us": float(f"{roof * 1e6:.5g}"),  # of one row it may be far below a nanosecond
-            "stock_us": round(stock * 1e6, 3) if stock else None,
-            "ratio_to_stock": round(seconds / stock, 3) if stock else None,
-            "bits_equal": True if name.startswith("vexact") else None,
+            "stock_us": round(statistics.median(stock) * 1e6, 3) if stock else None,
+            "ratio_to_stock": round(seconds / statistics.median(stock), 3) if stock else None,
+            "bits_equal": checks.verdict(name, rows_alone[name]),
+            "rows_alone": rows_alone[name],
+            **({"over": over(ours, times)} if name == "vexact" else {"version": version_of(name)}),
+            **({"error": errors[name]} if name in errors else {}),
             "copy_gbps": round(bandwidth * 1e-9, 1),
             "device": device,
             **case.extra,
             **environment(device),
         }
-        for name, seconds in medians.items()
-    ]
+        records.append(record)
+    return records
 
 
-HEADER = f"{'case':<44} {'backend':<14} {'us':>10} {'GB/s':>8} {'TFLOP/s':>8} {'%roof':>6} {'x-of-torch':>10}  bits"
+def _runners(case: Case, chosen: dict, device: str, roof: float, eager: bool) -> dict[str, Callable[[], float]]:
+    """Name -> what times one round, over buffers that together exceed the caches."""
+    cache = 60e6 if device == "cuda" else 40e6
+    copies = int(min(8 if device == "cuda" else 16, 1 + cache // max(case.bytes, 1)))
+    sets = [case.make() for _ in range(copies)]
+    runners = {}
+    for name, fn in chosen.items():
+        try:
+            runners[name] = _runner(fn, sets, device, roof, eager or not case.captured)
+        except Exception as error:
+            if name.startswith("vexact"):
+                raise
+            say_once(f"{case.room}: peer {name}: {first_line(error)}")
+    return runners
+
+
+def _interleaved(runners: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Name -> seconds of each round; all take turns, so that a slow moment falls on all alike."""
+    times: dict[str, list[float]] = {name: [] for name in runners}
+    for _ in range(repeats):
+        for name, run in runners.items():
+            times[name].append(run())
+    return times
+
+
+def over(ours: Sequence[float], times: dict[str, Sequence[float]]) -> dict[str, list[float]]:
+    """Peer -> [p10, median, p90] of our time over the peer's in the same round."""
+    found = {}
+    for name, samples in times.items():
+        if not name.startswith("vexact"):
+            ratios = [a / b for a, b in zip(ours, samples)]
+            found[name] = [float(f"{quantile(ratios, share):.4g}") for share in (0.1, 0.5, 0.9)]
+    return found
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value below which that share of them lies, between neighbours in proportion."""
+    ordered = sorted(values)
+    at = share * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+
+
+_COLUMNS = "{:<44} {:<19} {:>10} {:>17} {:>8} {:>8} {:>6} {:>10}  {}"
+HEADER = _COLUMNS.format("case", "backend", "us", "p10..p90", "GB/s", "TFLOP/s", "%roof", "x-of-torch", "bits")
 
 
 def line(record: dict) -> str:
-    """One record for a person: case backend us GB/s TFLOP/s %roof x-of-torch bits."""
-    roof = 100 * record["roof_us"] / record["us"]
-    ratio = f"{record['ratio_to_stock']:.2f}" if record["ratio_to_stock"] else "-"
-    bits = {True: "equal", None: "-"}[record["bits_equal"]]
-    return (
-        f"{record['case']:<44} {record['backend']:<14} {record['us']:>10.1f} {record['gbps']:>8.1f} "
-        f"{record['tflops']:>8.3f} {roof:>6.1f} {ratio:>10}  {bits}"
-    )
+    """One record for a person: case backend us p10..p90 GB/s TFLOP/s %roof x-of-torch bits."""
+    cells = [
+        record["case"],
+        record["backend"],
+        f"{record['us']:.1f}",
+        f"{record['p10_us']:.1f}..{record['p90_us']:.1f}",
+        f"{record['gbps']:.1f}",
+        f"{record['tflops']:.3f}",
+        f"{100 * record['roof_us'] / record['us']:.1f}",
+        f"{record['ratio_to_stock']:.2f}" if record["ratio_to_stock"] else "-",
+        {True: "equal", False: "differ", None: "-"}[record["bits_equal"]],
+    ]
+    return _COLUMNS.format(*cells) + checks.said(record.get("error"))
 
 
 def append(records: Sequence[dict], path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Peak extra memory of one training step of the head, and of a mixture's layer, ours against stock; each in a process
-of its own.
+"""Peak extra memory of one training step of the head, and of a mixture's layer, ours against stock and Liger; each in a
+process of its own. --rows sweeps over the tokens of the step.
 
 Extra is what lies beyond the inputs; the gradients are part of it for both. The layer's `activations` are what its
 forward must leave for its backward in any implementation that does not compute it anew: the tokens (T, H) and the gates
@@ -7,6 +7,7 @@ forward must leave for its backward in any implementation that does not compute 
 """
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from .harness import ROOT, environment
+from .peers import say_once
 from .shapes import SHAPES, Shape
 
 TOKENS = {"cpu": 4096, "cuda": 8192}
@@ -23,14 +25,17 @@ TASKS = {"loss": "linear_cross_entropy fwd+bwd", "logprobs": "linear_logprobs fw
 _CHILD = """
 import json, sys, torch, torch.nn.functional as F
 import vexact_ops as vx
-who, task, device, dtype, *sizes = sys.argv[1:]
-(T, H, V, E, K, I), dtype = map(int, sizes), getattr(torch, dtype)
+who, task, device, dtype, tokens, *sizes = sys.argv[1:]
+tokens, (H, V, E, K, I), dtype = json.loads(tokens), map(int, sizes), getattr(torch, dtype)
 
 def head(T, random):
     hidden, weight = random(T, H), random(V, H, scale=H**-0.5)
     target = torch.randint(V, (T,), device=device)
     reset()
-    if who == "vexact":
+    if who == "liger":
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+        result = LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, target)[0]
+    elif who == "vexact":
         result = (vx.linear_cross_entropy if task == "loss" else vx.linear_logprobs)(hidden, weight, target)
     else:
         reduction = "mean" if task == "loss" else "none"
@@ -71,8 +76,10 @@ else:
         reset.base = status("VmRSS")
     def peak():
         return status("VmHWM") - reset.base
-step(64 if task != "mixture" else T)  # what is compiled, and verified for a number of rows, does so now
-print(json.dumps(step(T)))
+def measured(T):
+    step(64 if task != "mixture" else T)  # what is compiled, and verified for a number of rows, does so now
+    return step(T)
+print(json.dumps([measured(T) for T in tokens]))
 """
 
 
@@ -84,37 +91,58 @@ def _gradients(task: str, shape: Shape, tokens: int) -> int:
 
 
 def run(args: argparse.Namespace) -> Iterator[dict]:
-    """One record per task, shape and dtype: MiB beyond the inputs, the gradients included for both."""
-    tokens = TOKENS[args.device]
-    for task, title in TASKS.items():
+    """One record per task, shape, dtype and number of tokens: MiB beyond the inputs, the gradients included for all."""
+    tokens = args.rows if args.rows_given else [TOKENS[args.device]]
+    for task in TASKS:
         for shape in (SHAPES[s] for s in args.shape.split(",")):
             if task == "mixture" and not shape.E:
                 continue
             for dtype in args.dtype.split(","):
-                peaks = {}
-                for who in ("vexact", "torch"):
-                    sizes = (tokens, shape.H, shape.V, shape.E, shape.top_k, shape.expert_I)
-                    command = [sys.executable, "-c", _CHILD, who, task, args.device, dtype, *map(str, sizes)]
-                    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-                    if done.returncode:
-                        raise RuntimeError(f"memory: {who} {shape.name} {dtype} failed:\n{done.stderr}")
-                    peaks[who] = json.loads(done.stdout) / 2**20
-                size = getattr(torch, dtype).itemsize / 2**20
-                gradients, layer = _gradients(task, shape, tokens) * size, {}
-                if task == "mixture":
-                    activations = tokens * (shape.H + shape.top_k * 2 * shape.expert_I) * size
-                    multiple = (peaks["vexact"] - gradients) / activations
-                    layer = {"activations": round(activations, 1), "of_activations": round(multiple, 3)}
-                yield {
-                    "room": "memory",
-                    "case": f"{title} {shape.name} T={tokens} {'' if layer else f'V={shape.V} '}{dtype}",
-                    "backend": "vexact",
-                    "ours": round(peaks["vexact"], 1),
-                    "stock": round(peaks["torch"], 1),
-                    "gradients": round(gradients, 1),
-                    "ratio": round(peaks["vexact"] / peaks["torch"], 4),
-                    **layer,
-                    "unit": "MiB peak",
-                    "device": args.device,
-                    **environment(args.device),
-                }
+                peaks = {who: _peaks(who, task, shape, dtype, tokens, args.device) for who in _whom(args, task, dtype)}
+                for place, count in enumerate(tokens):
+                    found = {who: values[place] / 2**20 for who, values in peaks.items() if values is not None}
+                    yield _record(args, task, shape, dtype, count, found)
+
+
+def _whom(args: argparse.Namespace, task: str, dtype: str) -> list[str]:
+    liger = args.device == "cuda" and task == "loss" and dtype != "float32" and importlib.util.find_spec("liger_kernel")
+    return ["vexact", "torch", *(["liger"] if liger else [])]
+
+
+def _peaks(who: str, task: str, shape: Shape, dtype: str, tokens: list[int], device: str) -> list[int] | None:
+    """Bytes for each number of tokens: on a CPU in a process each, since what one has freed another would find there.
+    None of a peer that fails, which is said."""
+    if device == "cpu" and len(tokens) > 1:
+        return [_peaks(who, task, shape, dtype, [count], device)[0] for count in tokens]
+    sizes = (shape.H, shape.V, shape.E, shape.top_k, shape.expert_I)
+    command = [sys.executable, "-c", _CHILD, who, task, device, dtype, json.dumps(tokens), *map(str, sizes)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    if who in ("vexact", "torch"):
+        raise RuntimeError(f"memory: {who} {shape.name} {dtype} failed:\n{done.stderr}")
+    say_once(f"memory: peer {who}: {(done.stderr.strip().splitlines() or ['no message'])[-1][:200]}")
+    return None
+
+
+def _record(args, task: str, shape: Shape, dtype: str, tokens: int, peaks: dict[str, float]) -> dict:
+    size = getattr(torch, dtype).itemsize / 2**20
+    gradients, layer = _gradients(task, shape, tokens) * size, {}
+    if task == "mixture":
+        activations = tokens * (shape.H + shape.top_k * 2 * shape.expert_I) * size
+        multiple = (peaks["vexact"] - gradients) / activations
+        layer = {"activations": round(activations, 1), "of_activations": round(multiple, 3)}
+    return {
+        "room": "memory",
+        "case": f"{TASKS[task]} {shape.name} T={tokens} {'' if layer else f'V={shape.V} '}{dtype}",
+        "backend": "vexact",
+        "ours": round(peaks["vexact"], 1),
+        "stock": round(peaks["torch"], 1),
+        "peaks": {who: round(peak, 1) for who, peak in peaks.items()},
+        "gradients": round(gradients, 1),
+        "ratio": round(peaks["vexact"] / peaks["torch"], 4),
+        **layer,
+        "unit": "MiB peak",
+        "device": args.device,
+        **environment(args.device),
+    }

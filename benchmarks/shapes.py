@@ -6,7 +6,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Shape:
     """One model. H hidden, I intermediate, Hq / Hk heads, D head dim, V vocabulary; E experts of which a token takes
-    top_k, each with the intermediate size expert_I, in a layer of a mixture."""
+    top_k, each with the intermediate size expert_I, in a layer of a mixture; N features and K reduction of one matrix
+    alone, where it is of no model."""
 
     name: str
     H: int
@@ -23,9 +24,13 @@ class Shape:
     latent: tuple[int, int] | None = (
         None  # latent attention: the compressed key's size, and how much of it is the value
     )
+    N: int = 0
+    K: int = 0
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """Name -> (N, K) of one layer's matrices as they are fused for speed, and of the head."""
+        if self.N:
+            return {"matrix": (self.N, self.K)}
         return {
             "qkv": ((self.Hq + 2 * self.Hk) * self.D, self.H),
             "o": (self.H, self.Hq * self.D),
@@ -52,3 +57,11 @@ SHAPES = {
         Shape("olmoe-1b-7b", 2048, 1024, 16, 16, 128, 50304, 16, E=64, top_k=8, expert_I=1024),
     )
 }
+
+
+def free(sizes: dict[str, int], fields: dict[str, str]) -> Shape:
+    """A shape of no model: sizes as they were asked for, such as {"n": 4096, "k": 14336}, and the field of Shape that
+    each is."""
+    name = ",".join(f"{key}={value}" for key, value in sizes.items())
+    empty = {field: 0 for field in ("H", "I", "Hq", "Hk", "D", "V", "layers")}
+    return Shape(name, **empty | {fields[key]: value for key, value in sizes.items()})

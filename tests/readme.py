@@ -1,6 +1,6 @@
 """The README files' code and what is generated in them.
 
-    python tests/readme.py write             write the generated parts anew (figures: python -m benchmarks report)
+    python tests/readme.py write             write the generated parts anew (figures: vexact bench report --readme)
     python -m pytest tests/test_readme.py    compares them, and runs the code as a reader would who copies it
 
 A file's Python blocks are one session, from top to bottom; its shell blocks are lines to be typed one after another.

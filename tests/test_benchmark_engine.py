@@ -50,7 +50,7 @@ def conversations(monkeypatch):
 def run(tmp_path, *args):
     where = tmp_path / "r.jsonl"
     where.unlink(missing_ok=True)
-    common = ["--device", "cpu", "--prompt", "9", "--new", "6", "--peers", "", "--json", str(where)]
+    common = ["--device", "cpu", "--prompt", "9", "--new", "6", "--peers", "", "--lines", str(where)]
     assert __main__.main(["engine", *common, *map(str, args)]) == 0
     return report.load(where)
 
@@ -73,7 +73,7 @@ def test_all_workloads(model, conversations, tmp_path, capsys):
     assert found[1]["verify_tokens"] == 18 and found[1]["mean_context"] == pytest.approx(9 + 3.5)
     assert [r["concurrency"] for r in found[2:]] == [2, 4, None] * 2 and found[2]["tokenizer"] == Path(model).name
     for name in ("throughput", "step"):
-        assert (tmp_path / f"engine_{name}.png").read_bytes()[:4] == b"\x89PNG"
+        assert "sequences at once" in (tmp_path / f"engine-{name}.svg").read_text()
     table = report.engine_table(found).splitlines()
     assert len(table) == 2 + len(found) and all(line.count("|") == table[0].count("|") for line in table)
     assert "| 0 of 18 |" in table[3]

@@ -1,17 +1,22 @@
 """The benchmarks: bits come before times, records hold what a figure needs, tables and plots are made from them."""
 
+import csv
+import dataclasses
 import json
 import math
+import shlex
+import sys
+import types
 
 import pytest
 import torch
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
-from benchmarks import __main__, harness, report
+from benchmarks import __main__, checks, harness, options, output, peers, report
 from benchmarks.shapes import SHAPES
 
 FIELDS = {"room", "case", "backend", "us", "gbps", "tflops", "roof_us", "stock_us", "ratio_to_stock", "bits_equal"}
-FIELDS |= {"gpu", "torch", "triton", "commit", "date"}
+FIELDS |= {"gpu", "torch", "triton", "commit", "date", "p10_us", "p90_us", "rounds", "rows_alone", "command"}
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +29,7 @@ def run(*args: str) -> int:
 
 
 def test_records_hold_what_a_figure_needs(tmp_path, capsys):
-    assert run("--json", str(tmp_path / "r.jsonl"), "--plot", str(tmp_path)) == 0
+    assert run("--lines", str(tmp_path / "r.jsonl"), "--plot", str(tmp_path)) == 0
     records = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
     assert {(r["case"].split()[1], r["backend"]) for r in records} == {
         (count, who) for count in ("R=1", "R=4") for who in ("vexact", "torch")
@@ -32,17 +37,78 @@ def test_records_hold_what_a_figure_needs(tmp_path, capsys):
     for r in records:
         assert set(r) >= FIELDS
         assert r["us"] > 0 and r["roof_us"] > 0
-        assert r["bits_equal"] is (True if r["backend"] == "vexact" else None)
+        assert r["p10_us"] <= r["us"] <= r["p90_us"] and r["rounds"] == 2
+        many = "R=4" in r["case"]  # a row that is alone has no neighbours
+        assert r["rows_alone"] == ({"differ": 0, "of": 3} if many else None)
+        assert r["bits_equal"] is (True if r["backend"] == "vexact" or many else None)
+        assert ("over" in r) == (r["backend"] == "vexact")
         ratio, rounding = r["us"] / r["stock_us"], 5e-4  # of all three figures
         most = rounding * (1.01 + ratio / r["us"] + ratio / r["stock_us"])
         assert r["ratio_to_stock"] == pytest.approx(ratio, rel=0, abs=most)
-    assert (tmp_path / "mean.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (tmp_path / "mean.svg").read_text().startswith("<?xml")
     assert "equal" in capsys.readouterr().out
 
 
-def test_json_on_stdout_is_nothing_else(capsys):
-    assert run("--json") == 0
-    assert len([json.loads(line) for line in capsys.readouterr().out.splitlines()]) == 4
+def test_json_is_one_document_of_the_kind_that_every_command_writes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("VEXACT_COMMIT", "abc1234")
+    assert run("--json", "-") == 0
+    on_stdout = json.loads(capsys.readouterr().out)
+    assert run("--json", str(tmp_path / "r.json")) == 0
+    found = json.loads((tmp_path / "r.json").read_text())
+    for document in (found, on_stdout):
+        assert (document["schema"], document["schema_version"]) == ("vexact.bench", 1)
+        assert document["date"].startswith("20") and document["commit"] == "abc1234" and document["failures"] == []
+        assert len(document["records"]) == 4
+    assert found["command"].startswith("vexact bench mean --device cpu --rows 1,4 --dtype float32 --repeats 2 --json ")
+
+
+def test_a_document_is_written_of_a_run_that_ends_early(tmp_path, monkeypatch):
+    real, seen = harness.measure, []
+
+    def measure(*args, **options):
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(1)
+        return real(*args, **options)
+
+    monkeypatch.setattr(harness, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        run("--json", str(tmp_path / "r.json"))
+    assert len(json.loads((tmp_path / "r.json").read_text())["records"]) == 2
+
+
+def test_csv_has_a_column_for_every_field(tmp_path):
+    assert run("--csv", str(tmp_path / "r.csv"), "--lines", str(tmp_path / "r.jsonl")) == 0
+    rows = list(csv.DictReader((tmp_path / "r.csv").open()))
+    records = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert [float(row["us"]) for row in rows] == [r["us"] for r in records]
+    assert json.loads(rows[0]["over.torch"]) == records[0]["over"]["torch"]
+    assert rows[2]["rows_alone.differ"] == "0" and rows[0]["rows_alone.of"] == ""
+    plain = {name for r in records for name, value in r.items() if not isinstance(value, dict)}
+    assert plain <= set(rows[0])
+
+
+def test_the_command_of_a_record_measures_that_case_again(tmp_path):
+    assert run("--lines", str(tmp_path / "r.jsonl"), "--peers", "torch") == 0
+    last = json.loads((tmp_path / "r.jsonl").read_text().splitlines()[-1])
+    words = shlex.split(last["command"])
+    assert words[:3] == ["vexact", "bench", "mean"]
+    assert __main__.main([*words[2:], "--lines", str(tmp_path / "again.jsonl")]) == 0
+    again = [json.loads(line) for line in (tmp_path / "again.jsonl").read_text().splitlines()]
+    assert {r["case"] for r in again} == {last["case"]} and again[-1]["command"] == last["command"]
+    assert run("--case", "no such case") == 1
+
+
+def test_what_is_saved_is_of_a_commit(tmp_path, monkeypatch):
+    saved = tmp_path / "saved.jsonl"
+    monkeypatch.setattr(harness, "results_file", lambda device: saved)
+    for commit, what in (("abc1234+", "files that were changed since"), (None, "no commit")):
+        monkeypatch.setattr(output, "commit", lambda commit=commit: commit)
+        with pytest.raises(ValueError, match=f"--save: this tree has {what}"):
+            run("--save")
+    assert not saved.exists()
+    monkeypatch.setattr(output, "commit", lambda: "abc1234")
+    assert run("--save") == 0 and len(report.load(saved)) == 4
 
 
 def test_a_case_whose_bits_differ_is_not_timed(monkeypatch, tmp_path, capsys):
@@ -56,8 +122,10 @@ def test_a_case_whose_bits_differ_is_not_timed(monkeypatch, tmp_path, capsys):
             yield case
 
     monkeypatch.setattr(mean, "cases", broken)
-    assert run("--json", str(tmp_path / "r.jsonl")) == 1
+    assert run("--lines", str(tmp_path / "r.jsonl"), "--json", str(tmp_path / "r.json")) == 1
     assert not (tmp_path / "r.jsonl").exists()
+    document = json.loads((tmp_path / "r.json").read_text())
+    assert document["records"] == [] and len(document["failures"]) == 2
     assert "1 elements differ; nothing was timed" in capsys.readouterr().err
 
 
@@ -65,7 +133,7 @@ def test_peers(capsys):
     assert run("--peers", "torch") == 0
     assert run("--peers", "nobody") == 1
     assert "--peers: nobody: in none of these cases" in capsys.readouterr().err
-    assert list(harness.peers(gone=lambda: __import__("no_such_library"), here=lambda: max)) == ["here"]
+    assert list(peers.installed(gone=lambda: __import__("no_such_library"), here=lambda: max)) == ["here"]
     assert "peer gone is left out: ModuleNotFoundError" in capsys.readouterr().err
 
 
@@ -85,14 +153,195 @@ def _mean():
     return SHAPES["smollm2-135m"], [2], torch.float32, "cpu"
 
 
+def alike(**providers):
+    """A case of eight rows of four numbers; ours and torch double them."""
+    double = {"vexact": lambda x: 2 * x, "torch": lambda x: 2 * x}
+    return harness.Case(
+        "mean",
+        "thing R=8 float32",
+        lambda: (harness.random(8, 4, dtype=torch.float32, device="cpu"),),
+        double | providers,
+        lambda x: (x, x),
+        bytes=128,
+        alone=checks.row_alone(0),
+        reference=lambda x: 2 * x,
+    )
+
+
+def test_rows_of_a_peer_that_depend_on_their_neighbours_are_noticed():
+    def in_place(x):
+        return x.mul_(2)
+
+    def neighbours(x):
+        return 2 * x + (x.shape[0] - 1) * 1e-3
+
+    found = {r["backend"]: r for r in harness.measure(alike(good=in_place, bad=neighbours), "cpu", repeats=1)}
+    assert found["good"]["rows_alone"] == {"differ": 0, "of": 12} and found["good"]["bits_equal"]
+    assert found["bad"]["rows_alone"] == {"differ": 12, "of": 12} and found["bad"]["bits_equal"] is False
+    assert harness.line(found["bad"]).endswith("differ") and set(found["vexact"]["over"]) == {"torch", "good", "bad"}
+    with pytest.raises(AssertionError, match="12 elements differ; nothing was timed"):
+        harness.measure(alike(vexact=neighbours), "cpu", repeats=1)
+
+
+def test_refcheck_compares_with_float64(monkeypatch, tmp_path, capsys):
+    exact, wrong = (
+        harness.measure(alike(**p), "cpu", repeats=1, refcheck=True) for p in ({}, {"torch": lambda x: 2.5 * x})
+    )
+    assert exact[0]["error"] == {"rms": 0.0, "max": 0.0, "most": pytest.approx(0.0, abs=1e-7), "accurate": True}
+    assert wrong[1]["error"]["rms"] == pytest.approx(0.25) and wrong[1]["error"]["max"] == pytest.approx(0.25)
+    from benchmarks.ops import mean
+
+    monkeypatch.setattr(mean, "cases", lambda *args: iter([alike(vexact=lambda x: 2.001 * x)]))
+    assert run("--refcheck", "--json", str(tmp_path / "r.json")) == 1
+    document = json.loads((tmp_path / "r.json").read_text())
+    assert document["records"][0]["error"]["rms"] == pytest.approx(5e-4, rel=1e-3)
+    assert document["failures"] == ["mean thing R=8 float32: vexact is farther from float64 than it may be"]
+    assert "EXPECTED AT MOST" in capsys.readouterr().out
+    assert run() == 0 and "float64" not in capsys.readouterr().out
+
+
+def test_spread_is_of_the_rounds():
+    times = {"vexact": [1.0, 2.0, 3.0, 4.0, 5.0], "torch": [2.0, 2.0, 3.0, 2.0, 2.0], "vexact-two": [1.0] * 5}
+    assert harness.over(times["vexact"], times) == {"torch": [0.7, 1.0, 2.3]}
+    assert [harness.quantile([5.0, 1.0, 3.0], share) for share in (0.0, 0.25, 0.5, 1.0)] == [1.0, 2.0, 3.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    "room,sizes",
+    [
+        ("linear", "--n 24 --k 40"),
+        ("grouped_linear", "--n 24 --k 40 --experts 4 --top-k 2"),
+        ("fused_moe", "--n 24 --k 40 --experts 4 --top-k 2"),
+        ("linear_cross_entropy", "--n 50 --k 40"),
+        ("attention", "--heads 2 --kv-heads 1 --head-dim 16"),
+        ("rope", "--heads 2 --kv-heads 1 --head-dim 16"),
+    ],
+    ids=lambda text: text.split()[0],
+)
+def test_free_shapes_beside_float64(room, sizes, tmp_path):
+    where = tmp_path / "r.json"
+    common = ["--device", "cpu", "--rows", "3", "--dtype", "float32", "--repeats", "1", "--refcheck"]
+    assert __main__.main([room, *sizes.split(), *common, "--json", str(where)]) == 0
+    records = json.loads(where.read_text())["records"]
+    name = ",".join(f"{k.strip('-').replace('-', '_')}={v}" for k, v in zip(*[iter(sizes.split())] * 2))
+    assert records and all(name in r["case"] and sizes in r["command"] for r in records)
+    if room != "attention":  # whose decode has no reference here: its bits are those of training
+        assert any(r.get("error", {}).get("accurate") for r in records)
+
+
+def test_every_room_takes_a_free_shape():
+    fields = {field.name for field in dataclasses.fields(SHAPES["qwen3-8b"])}
+    for room in options.ROOMS:
+        free = options.module(room).FREE
+        assert free and set(free) <= set(options.FREE) and set(free.values()) <= fields, room
+
+
+@pytest.mark.parametrize(
+    "text,said",
+    [
+        ("mean --n 8 --k 4", "--k: mean takes --n"),
+        ("linear --n 8", "--k: linear of a free shape needs it"),
+        ("linear --n 8 --k 0", "--k: got 0, expected 1 or more"),
+        ("linear --n 8 --k 8 --shape qwen3-8b", "--shape says all sizes already"),
+        ("memory --n 8", "--n: expected a room"),
+        ("linear --lengths 8", "--lengths: expected attention"),
+        ("attention --lengths 8..4", "--lengths: got '8..4'"),
+        ("mean --readme", "--readme: expected 'report'"),
+        ("mean --json - --csv -", "--csv: standard output takes one document"),
+        ("mean --peer-path nowhere", "--peer-path: got 'nowhere'"),
+    ],
+    ids=lambda text: text.split(":")[0],
+)
+def test_options_that_do_not_go_together_are_named(text, said, capsys):
+    with pytest.raises(SystemExit):
+        __main__.main(text.split())
+    assert said in capsys.readouterr().err
+
+
+def test_a_sweep_over_lengths(tmp_path):
+    where = tmp_path / "r.jsonl"
+    sizes = ["--heads", "2", "--kv-heads", "1", "--head-dim", "16"]
+    args = ["attention", "--device", "cpu", *sizes, "--rows", "1,2", "--lengths", "16..128", "--dtype", "float32"]
+    assert __main__.main([*args, "--repeats", "1", "--lines", str(where), "--plot", str(tmp_path)]) == 0
+    found = report.load(where)
+    assert {report.series(r["case"])[1] for r in found} == {16, 32, 64, 128}
+    assert {r["case"].split(" page")[0] for r in found if "decode" in r["case"]} == {
+        f"decode of {count} S={length}" for count in (1, 2) for length in (16, 32, 64, 128)
+    }
+    assert "time over keys" in (tmp_path / "attention-keys.svg").read_text()
+    assert "time over rows" in (tmp_path / "attention-rows.svg").read_text()
+
+
+def test_a_module_without_a_package_is_found_on_a_path(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "batch_invariant_ops", raising=False)
+    monkeypatch.delenv(peers.PATH, raising=False)
+    (tmp_path / "batch_invariant_ops").mkdir()
+    (tmp_path / "batch_invariant_ops" / "__init__.py").write_text("def matmul_persistent(a, b):\n    return a @ b\n")
+    from benchmarks.ops import linear
+
+    before = linear._others()
+    peers.add_paths(str(tmp_path))
+    after = linear._others()
+    assert "batch_invariant_ops" not in before and "fixed-tile" in before
+    assert "batch_invariant_ops" in after and "fixed-tile" not in after
+    x, w = torch.ones(2, 3), torch.ones(4, 3)
+    assert after["batch_invariant_ops"](x, w).shape == (2, 4)
+    assert "our stand-in" in peers.about("fixed-tile").label
+    monkeypatch.delitem(sys.modules, "batch_invariant_ops")
+
+
+def test_flashinfer_by_its_public_interface(monkeypatch):
+    """Its own package is not here: a stand-in with the calls that are used."""
+    planned = []
+
+    class Wrapper:
+        def __init__(self, workspace, layout, use_tensor_cores):
+            assert layout == "NHD" and workspace.dtype == torch.uint8 and use_tensor_cores
+
+        def plan(self, ends, indices, last, *sizes, **dtypes):
+            planned.append((ends.tolist(), indices.tolist(), last.tolist(), sizes))
+
+        def run(self, q, caches):
+            return q, caches
+
+    package = types.ModuleType("flashinfer")
+    package.BatchDecodeWithPagedKVCacheWrapper = Wrapper
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
+    decode = peers.flashinfer_decode()
+    q, cache = torch.zeros(2, 4, 16), torch.zeros(5, 8, 2, 16)
+    table, lens = torch.tensor([[3, 1, 9], [4, 2, 0]], dtype=torch.int32), torch.tensor([16, 17], dtype=torch.int32)
+    for _ in range(2):
+        assert decode(q, cache, cache, table, lens, None)[0] is q
+    assert planned == [([0, 2, 5], [3, 1, 4, 2, 0], [8, 1], (4, 2, 16, 8))]
+
+
+def test_memory_sweeps_over_tokens(monkeypatch, tmp_path):
+    from benchmarks import memory
+
+    (real,) = memory._peaks("vexact", "loss", SHAPES["smollm2-135m"], "bfloat16", [64], "cpu")
+    assert real > 64 * 49152
+    monkeypatch.setattr(memory, "_whom", lambda *args: ["vexact", "torch", "liger"])
+    sizes = {"vexact": 1 << 20, "torch": 8 << 20, "liger": None}
+    monkeypatch.setattr(
+        memory, "_peaks", lambda who, t, s, d, tokens, dev: sizes[who] and [n * sizes[who] for n in tokens]
+    )
+    args = ["memory", "--device", "cpu", "--dtype", "bfloat16", "--rows", "64..512", "--plot", str(tmp_path)]
+    assert __main__.main([*args, "--lines", str(tmp_path / "r.jsonl")]) == 0
+    found = report.load(tmp_path / "r.jsonl")
+    assert len(found) == 2 * 4 and found[0]["peaks"] == {"vexact": 64.0, "torch": 512.0} and found[0]["ratio"] == 0.125
+    assert "T=64 " in found[0]["case"] and "MiB" in (tmp_path / "memory.svg").read_text()
+
+
 def test_row_counts_drawn_at_random(tmp_path, monkeypatch, capsys):
-    assert __main__.drawn("random:64") == __main__.drawn("random:64:0") != __main__.drawn("random:64:1")
-    counts = __main__.drawn("random:500:3")
+    assert options.drawn("random:64") == options.drawn("random:64:0") != options.drawn("random:64:1")
+    counts = options.drawn("random:500:3")
     assert len(counts) == 500 and counts == sorted(counts) and counts[0] >= 1 and counts[-1] <= 1024
     monkeypatch.setattr(harness, "results_file", lambda device: tmp_path / "saved.jsonl")
-    monkeypatch.setattr(__main__, "drawn", lambda text: [3, 5])
+    monkeypatch.setattr(output, "commit", lambda: "abc1234")
+    monkeypatch.setattr(options, "drawn", lambda text: [3, 5])
     shapes = ["--shape", "smollm2-135m,qwen3-0.6b"]
-    assert run("--rows", "random:2", "--save", "--json", str(tmp_path / "all.jsonl"), *shapes) == 0
+    assert run("--rows", "random:2", "--save", "--lines", str(tmp_path / "all.jsonl"), *shapes) == 0
     assert "mean all shapes rows random:2: time / stock over 4 cases: geometric mean" in capsys.readouterr().out
     saved = report.load(tmp_path / "saved.jsonl")
     assert [r["case"] for r in saved] == [f"{s} rows random:2" for s in (*shapes[1].split(","), "all shapes")]
@@ -107,7 +356,15 @@ def test_row_counts_drawn_at_random(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "args",
-    [["--rows", "0"], ["--rows", "random:many"], ["--rows", "random:0"], ["--shape", "gpt-9"], ["--dtype", "int3"]],
+    [
+        ["--rows", "0"],
+        ["--rows", "random:many"],
+        ["--rows", "9..8"],
+        ["--rows", "1..x"],
+        ["--rows", "random:0"],
+        ["--shape", "gpt-9"],
+        ["--dtype", "int3"],
+    ],
     ids=str,
 )
 def test_bad_options_are_named(args, capsys):
@@ -167,7 +424,7 @@ def test_verify_records_a_mixture_with_latent_attention_and_a_warm_cache(monkeyp
     monkeypatch.setattr(verify, "LENGTHS", [5, 33])
     where = tmp_path / "verify.jsonl"
     args = ["--device", "cpu", "--shape", "moonlight-16b-a3b", "--layers", "3", "--latent", "--dtype", "bfloat16"]
-    assert __main__.main(["verify", *args, "--json", str(where)]) == 0
+    assert __main__.main(["verify", *args, "--lines", str(where)]) == 0
     (found,) = report.load(where)
     assert found["case"] == "moonlight-16b-a3b 3 layers latent bfloat16"
     assert (found["layers"], found["latent"], found["weights"]) == (3, True, "random")

@@ -240,11 +240,12 @@ def test_the_benchmarks_go_along_inside_our_own_package(tmp_path):
         command = [sys.executable, "-m", "vexact_engine.cli", "bench", *argv]
         return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
 
-    done = bench(*measure, "--json", "records.jsonl")
+    done = bench(*measure, "--json", "found.json")
     assert done.returncode == 0 and "smollm2-135m" in done.stdout, done.stderr
-    record = json.loads((tmp_path / "records.jsonl").read_text().splitlines()[0])
-    assert record["room"] == "mean" and record["bits_equal"] is True
+    document = json.loads((tmp_path / "found.json").read_text())
+    assert document["schema"] == "vexact.bench" and document["command"].startswith("vexact bench mean ")
+    assert document["records"][0]["room"] == "mean" and document["records"][0]["bits_equal"] is True
     done = bench(*measure, "--save")
-    assert done.returncode == 2 and "expected one: --json FILE" in done.stderr
+    assert done.returncode == 2 and "expected one: --lines FILE" in done.stderr
     done = bench("--help")
     assert done.returncode == 0 and done.stdout.startswith("usage: vexact bench") and "examples:" in done.stdout

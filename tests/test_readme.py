@@ -56,7 +56,7 @@ def test_its_figures_are_those_of_the_kept_records(path, tmp_path):
     copy = tmp_path / "README.md"
     copy.write_text(path.read_text())
     report.update_readme(copy)
-    assert copy.read_text() == path.read_text(), "python -m benchmarks report writes them anew"
+    assert copy.read_text() == path.read_text(), "vexact bench report --readme writes them anew"
 
 
 @each_file

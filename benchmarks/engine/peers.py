@@ -9,7 +9,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from ..harness import ROOT, say_once
+from ..harness import ROOT
+from ..peers import say_once
 
 PEERS = {
     "transformers": ("transformers", {}),

@@ -1,5 +1,6 @@
-"""Attention in training (forward, forward + backward), in prefill and in paged decode, against the stock SDPA and
-flash-attn-4; latent attention with its heads expanded, and kept latent: one compressed key that all heads share."""
+"""Attention in training (forward, forward + backward), in prefill and in paged decode, against the stock SDPA,
+flash-attn-4 and FlashInfer; latent attention with its heads expanded, and kept latent: one compressed key that all
+heads share."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,11 +12,15 @@ from torch.nn.attention.bias import causal_lower_right
 
 import vexact_ops as vx
 
-from ..harness import Case, peers, random
+from ..checks import as_tuple, reference
+from ..harness import Case, random
+from ..peers import flashinfer_decode, installed
 from ..shapes import Shape
 
 PAGE = 16
 CONTEXT = 512
+SWEPT_PAGE, SWEPT_KEYS = 128, 1 << 21  # of --lengths: the page size, and keys of a batch at most
+EXACT = 4096  # keys that a float64 reference, which holds every pair, has room for
 # On a GPU, also what long contexts and full batches take: (sequences, keys, page size, kv_segment)
 DECODES = (
     (64, 4096, 128, None),
@@ -96,9 +101,18 @@ def _training(
         return vx.attention_varlen(q, k, v, cu_seqlens, length, kv_segment=segment)
 
     def stock(q, k, v, cu_seqlens):
-        q, k, v = (t.view(count, length, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (t.view(-1, length, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out.transpose(1, 2).reshape(tokens, *out.shape[1:2], out.shape[3])
+        return out.transpose(1, 2).reshape(-1, *out.shape[1:2], out.shape[3])
+
+    def alone(fn, q, k, v, cu_seqlens):  # the last sequence, after the others
+        if count == 1:
+            return (), ()
+        last = fn(*(t[-length:].contiguous() for t in (q, k, v)), cu_seqlens[:2])
+        return as_tuple(last), tuple(t[-length:] for t in as_tuple(fn(q, k, v, cu_seqlens)))
+
+    def exact(q, k, v, cu_seqlens):
+        return reference("attention", "attention_varlen_ref")(q, k, v, cu_seqlens)
 
     def bits(q, k, v, cu_seqlens):  # a sequence alone and after another one
         q, k, v = (t[:length] for t in (q, k, v))
@@ -114,7 +128,7 @@ def _training(
     for label, wrap, times in (("training fwd", lambda f: f, 1.0), ("training fwd+bwd", _with_backward, 3.5)):
         others = {"torch": wrap(stock)}
         if device == "cuda" and dtype != torch.float32 and not shape.shared:
-            others |= peers(**{"flash-attn-4": lambda times=times: _flash_training(length, times > 1)})
+            others |= installed(**{"flash-attn-4": lambda times=times: _flash_training(length, times > 1)})
         yield Case(
             "attention",
             f"{label} {name}",
@@ -123,6 +137,8 @@ def _training(
             bits,
             bytes=values * dtype.itemsize,
             flops=times * flops,
+            alone=alone,
+            reference=exact if times == 1 and length <= EXACT else None,
         )
 
 
@@ -137,7 +153,14 @@ def _flash_decode() -> Callable[..., Tensor]:
 
 
 def _decode(
-    shape: Heads, count: int, context: int, page: int, dtype: torch.dtype, device: str, segment: int | None = None
+    shape: Heads,
+    count: int,
+    context: int,
+    page: int,
+    dtype: torch.dtype,
+    device: str,
+    segment: int | None = None,
+    swept: bool = False,
 ) -> Iterator[Case]:
     per = -(-context // page)
 
@@ -153,7 +176,7 @@ def _decode(
         return vx.attention_paged(q, k_cache, v_cache, table, lens, cu_seqlens, 1, kv_segment=segment)
 
     def stock(q, k_cache, v_cache, table, lens, cu_seqlens):  # its cache is contiguous already: no gather is counted
-        k, v = (c.unflatten(0, (count, per)).flatten(1, 2)[:, :context].transpose(1, 2) for c in (k_cache, v_cache))
+        k, v = (c.unflatten(0, (-1, per)).flatten(1, 2)[:, :context].transpose(1, 2) for c in (k_cache, v_cache))
         if shape.shared:  # SDPA would repeat the key for every head
             weights = torch.softmax(q @ k[:, 0].transpose(1, 2) * shape.D**-0.5, -1, torch.float32)
             return weights.to(q.dtype) @ v[:, 0]
@@ -169,11 +192,22 @@ def _decode(
         together = ours(q, k_cache, v_cache, table, lens, cu_seqlens)[-1:]
         return (alone, trained), (together, together)
 
+    def alone(fn, q, k_cache, v_cache, table, lens, cu_seqlens):  # the last sequence; pages in order, as stock has them
+        if count == 1:
+            return (), ()
+        table = torch.arange(count * per, dtype=torch.int32, device=device).view(count, per)
+        caches = (c[-per:].contiguous() for c in (k_cache, v_cache))
+        one = fn(q[-1:].contiguous(), *caches, table[:1].contiguous(), lens[-1:].contiguous(), cu_seqlens[:2])
+        return one, fn(q, k_cache, v_cache, table, lens, cu_seqlens)[-1:]
+
     others = {"torch": stock}
+    if device == "cuda" and dtype != torch.float32 and segment is None and not shape.shared:
+        others |= installed(flashinfer=flashinfer_decode)
     # With other pages it goes another way, which died with an illegal instruction once
     if device == "cuda" and dtype != torch.float32 and segment is None and page == 128 and not shape.shared:
-        others |= peers(**{"flash-attn-4": _flash_decode})
-    name = f"decode {count} x {context} page {page} {shape.name} {str(dtype)[6:]}"
+        others |= installed(**{"flash-attn-4": _flash_decode})
+    sizes = f"of {count} S={context}" if swept else f"{count} x {context}"
+    name = f"decode {sizes} page {page} {shape.name} {str(dtype)[6:]}"
     yield Case(
         "attention",
         name + (f" kv_segment={segment}" if segment else ""),
@@ -182,6 +216,7 @@ def _decode(
         bits,
         bytes=count * context * shape.key_values() * dtype.itemsize,
         flops=2 * count * context * shape.Hq * (shape.D + shape.Dv),
+        alone=alone,
     )
 
 
@@ -231,8 +266,21 @@ def _latent_cases(shape: Shape, dtype: torch.dtype, device: str) -> Iterator[Cas
         yield from _decode(Heads.of(shape, latent=True), count, context, page, dtype, device, segment)
 
 
-def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) -> Iterator[Case]:
+FREE = {"heads": "Hq", "kv_heads": "Hk", "head_dim": "D"}
+
+
+def cases(
+    shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str, lengths: Sequence[int] = ()
+) -> Iterator[Case]:
+    """With lengths, a sweep over them: one training sequence of each, and decodes of so many sequences as rows says."""
     heads = Heads.of(shape)
+    if lengths:
+        for length in lengths:
+            yield from _training(heads, 1, length, dtype, device)
+            for count in rows:
+                if count * length <= SWEPT_KEYS:
+                    yield from _decode(heads, count, length, SWEPT_PAGE, dtype, device, swept=True)
+        return
     for count in rows:
         if count >= 128:
             yield from _training(heads, 1, count, dtype, device)

@@ -1,5 +1,5 @@
 """A mixture's layer behind its router, and what of it is not matrix products, against Hugging Face's ways to compute
-it, torch's and quack's grouped products, and a fixed Triton tile."""
+it, torch's and quack's grouped products, and our stand-in for a fixed Triton tile."""
 
 import importlib.util
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,9 @@ import torch.nn.functional as F
 import vexact_ops as vx
 from vexact_ops.fused_moe.op import ROOM
 
-from ..harness import Case, peers, random
+from ..checks import reference, row_alone
+from ..harness import Case, random
+from ..peers import installed
 from ..shapes import Shape
 
 
@@ -116,6 +118,13 @@ def _torch_products(rows, gate_up, down, offsets):
     return torch._grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=offsets[1:])
 
 
+def _exact(x, gate_up, down, weights, ids, dy):
+    return reference("fused_moe", "fused_moe_ref")(x, gate_up, down, weights, ids)
+
+
+FREE = {"n": "expert_I", "k": "H", "experts": "E", "top_k": "top_k"}
+
+
 def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) -> Iterator[Case]:
     if not shape.E:
         return
@@ -156,6 +165,8 @@ def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) ->
             if times == 3 and tokens < 64:
                 continue  # nobody trains on so few
             cost = {"bytes": times * (2 * tokens * shape.H + matrices) * dtype.itemsize, "flops": times * product}
+            alone = row_alone(0, 3, 4, 5, results=1)
+            cost |= {"alone": alone, "reference": _exact if times == 1 else None, "terms": 2 * shape.H + width}
             name = f"{label} {shape.name} T={tokens} {kind}"
             providers = {"vexact": vx.fused_moe}
             if not on_gpu:
@@ -163,7 +174,7 @@ def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) ->
             elif dtype == torch.bfloat16:
                 providers |= {"torch": torch_grouped}
                 if times == 1:  # they have no backward
-                    providers |= peers(**{"quack": _quack, "fixed-tile": _fixed_tile})
+                    providers |= installed(**{"quack": _quack, "fixed-tile": _fixed_tile})
             yield Case("fused_moe", name, make, {who: wrap(fn) for who, fn in providers.items()}, same, **cost)
             if on_gpu and (times == 1 or tokens >= 1024):  # the loop looks at the ids on the host
                 pair = {"vexact": wrap(vx.fused_moe), "hf-loop": wrap(loop)}

@@ -1,5 +1,5 @@
-"""grouped_linear on a mixture's two products and their gradients, against torch's grouped product, quack and a fixed
-Triton tile (GPU) or a loop over experts (CPU)."""
+"""grouped_linear on a mixture's two products and their gradients, against torch's grouped product, quack and our
+stand-in for a fixed Triton tile (GPU) or a loop over experts (CPU)."""
 
 import functools
 import itertools
@@ -12,7 +12,9 @@ import vexact_ops as vx
 from vexact_ops.grouped_linear import op
 from vexact_ops.testing import cancelling, offsets_of
 
-from ..harness import Case, peers, random
+from ..checks import reference
+from ..harness import Case, random
+from ..peers import installed
 from ..shapes import Shape
 
 
@@ -84,10 +86,27 @@ def canonical(kind: str, x, other, offsets):
     return vx.grouped_linear(x, other, offsets), triton.grouped_linear_fwd(x, other, offsets)
 
 
+def rows_alone(assigned: list[int], experts: int) -> Callable[..., tuple]:
+    """Case.alone of rows that belong to these experts, ascending."""
+
+    def alone(fn, x, weight, offsets):
+        rows = sorted({0, len(assigned) // 2, len(assigned) - 1}) if len(assigned) > 1 else []
+        whole = fn(x, weight, offsets) if rows else x
+        ones = (fn(x[r : r + 1], weight, offsets_of([assigned[r]], experts, x.device)) for r in rows)
+        return tuple(ones), tuple(whole[r : r + 1] for r in rows)
+
+    return alone
+
+
+FREE = {"n": "N", "k": "K", "experts": "E", "top_k": "top_k"}
+
+
 def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) -> Iterator[Case]:
     on_gpu = device == "cuda"
     has_torch = not on_gpu or dtype == torch.bfloat16
     products = {"gate_up": (2 * shape.expert_I, shape.H), "down": (shape.H, shape.expert_I)}
+    if shape.N:
+        products = {"matrix": (shape.N, shape.K)}
     for name, (n, k) in products.items() if shape.E else ():
         for tokens in rows:
             assigned = assigned_to(tokens, shape)
@@ -124,7 +143,7 @@ def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) ->
                     providers["torch"] = stock
                 if on_gpu and across is not None and dtype == torch.bfloat16:
                     others = {"quack": lambda a=across: _quack(a), "fixed-tile": lambda a=across: _fixed_tile(a)}
-                    providers |= peers(**others)
+                    providers |= installed(**others)
                 matrices = touched * n * k if across is not None else shape.E * n * k
                 yield Case(
                     "grouped_linear",
@@ -134,4 +153,7 @@ def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) ->
                     functools.partial(canonical, kind) if on_gpu else bits,
                     bytes=(count * (k + n) + matrices) * dtype.itemsize,
                     flops=2 * count * n * k,
+                    alone=None if across is None else rows_alone(assigned, shape.E),
+                    reference=None if kind else reference("grouped_linear", "grouped_linear_ref"),
+                    terms=k,
                 )

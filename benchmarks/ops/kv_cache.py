@@ -17,6 +17,9 @@ def _stock(k, v, k_cache, v_cache, slots):
     v_cache.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
 
 
+FREE = {"kv_heads": "Hk", "head_dim": "D"}
+
+
 def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) -> Iterator[Case]:
     for count in rows:
         pages = 2 * (count + PAGE - 1) // PAGE + 1

@@ -1,4 +1,5 @@
-"""Log-probabilities and the loss over a vocabulary, forward and forward + backward, against the stock composition."""
+"""Log-probabilities and the loss over a vocabulary, forward and forward + backward, against the stock composition,
+Liger, and what batch_invariant_ops' mode makes of the stock composition."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,7 +8,9 @@ import torch.nn.functional as F
 
 import vexact_ops as vx
 
-from ..harness import Case, peers, random
+from ..checks import reference, row_alone
+from ..harness import Case, random
+from ..peers import batch_invariant, installed
 from ..shapes import Shape
 
 
@@ -25,8 +28,24 @@ def _liger():
     return lambda hidden, weight, target: LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, target)[0]
 
 
+def _batch_invariant():
+    product, log_softmax = batch_invariant("matmul_persistent"), batch_invariant("log_softmax")
+
+    def run(hidden, weight, target):
+        return log_softmax(product(hidden, weight.t()).float()).gather(1, target[:, None])[:, 0]
+
+    return run
+
+
+FREE = {"n": "V", "k": "H"}
+
+
 def _sum(hidden, weight, target):
     return vx.linear_cross_entropy(hidden, weight, target, reduction="sum")
+
+
+def _log_probabilities(hidden, weight, target):
+    return reference("linear_cross_entropy", "linear_logprobs_ref")(hidden, weight, target)[0]
 
 
 def _with_backward(fn):
@@ -59,10 +78,11 @@ def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) ->
         size = (count * shape.H + shape.V * shape.H) * dtype.itemsize
         name = f"{shape.name} T={count} {str(dtype)[6:]}"
         logprobs, loss = _with_backward(vx.linear_logprobs), _with_backward(vx.linear_cross_entropy)
-        liger = peers(liger=_liger) if device == "cuda" and dtype is not torch.float32 else {}
+        liger = installed(liger=_liger) if device == "cuda" and dtype is not torch.float32 else {}
         liger = {peer: _with_backward(fn) for peer, fn in liger.items()}
+        invariant = installed(batch_invariant_ops=_batch_invariant) if device == "cuda" else {}
         for label, ours, rows_of, stock, others, times in (
-            ("logprobs fwd", vx.linear_logprobs, vx.linear_logprobs, _stock_logprobs, {}, 1),
+            ("logprobs fwd", vx.linear_logprobs, vx.linear_logprobs, _stock_logprobs, invariant, 1),
             ("logprobs fwd+bwd", logprobs, logprobs, _with_backward(_stock_logprobs), {}, 3),
             ("loss fwd+bwd", loss, _with_backward(_sum), _with_backward(_stock_loss), liger, 3),
         ):
@@ -75,4 +95,8 @@ def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) ->
                 bytes=size if times == 1 else 2 * size,
                 flops=times * product,
                 captured="loss" not in label,  # it asks whether any token is ignored
+                # of a loss no row is seen, and its gradient is one over the number of tokens
+                alone=None if "loss" in label else row_alone(0, 2, results=1),
+                reference=_log_probabilities if label == "logprobs fwd" and count * shape.V <= 2**31 else None,
+                terms=shape.H,
             )

@@ -1,4 +1,4 @@
-"""The head and a draw in one, against the stock way; `product` is the head alone, whose logits are stored."""
+"""The head and a draw in one, against the stock way; `vexact-product` is the head alone, whose logits are stored."""
 
 from collections.abc import Iterator, Sequence
 
@@ -21,6 +21,9 @@ def _stock(hidden, weight, temperature):
     logits = F.linear(hidden, weight).float() / temperature
     ids = torch.multinomial(torch.softmax(logits, -1), 1)
     return ids, torch.log_softmax(logits, -1).gather(1, ids)
+
+
+FREE = {"n": "V", "k": "H"}
 
 
 def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) -> Iterator[Case]:
@@ -53,7 +56,7 @@ def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) ->
                 "linear_sample",
                 f"{shape.name} R={count} {label} {str(dtype)[6:]}",
                 make,
-                {"vexact": ours, "torch": stock, "composed": composed, "product": _product},
+                {"vexact": ours, "torch": stock, "vexact-composed": composed, "vexact-product": _product},
                 bits,
                 bytes=(count * shape.H + shape.V * shape.H) * dtype.itemsize,
                 flops=2 * count * shape.H * shape.V,

@@ -7,6 +7,7 @@ import torch
 
 import vexact_ops as vx
 
+from ..checks import row_alone
 from ..harness import Case, random
 from ..shapes import Shape
 
@@ -42,6 +43,9 @@ def _sigmoid(shape: Shape, bias: torch.Tensor, groups: int, top_k_groups: int, s
     return lambda logits: vx.moe_route(logits, shape.top_k, **options), stock
 
 
+FREE = {"experts": "E", "top_k": "top_k"}
+
+
 def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) -> Iterator[Case]:
     routers = [shape] if shape.E else []
     if shape.name == "moonlight-16b-a3b":  # whose configuration is DeepSeek-V3's with one group: the large one too
@@ -68,4 +72,5 @@ def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) ->
                 {"vexact": ours, "torch": stock},
                 bits,
                 bytes=count * (router.E * dtype.itemsize + 8 * router.top_k),
+                alone=row_alone(0),
             )

@@ -1,5 +1,6 @@
 """rmsnorm with the residual addition, against the arithmetic of the stock modules ("torch", which Hugging Face models
-run), torch's fused op ("torch-fused"), quack and Liger. On a GPU: also against our canonical kernel."""
+run), torch's fused op ("torch-fused"), quack, Liger, FlashInfer, and batch_invariant_ops, whose mode runs the stock
+modules with its own mean."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,7 +9,9 @@ import torch.nn.functional as F
 
 import vexact_ops as vx
 
-from ..harness import Case, peers, random
+from ..checks import reference, row_alone
+from ..harness import Case, random
+from ..peers import batch_invariant, installed
 from ..shapes import Shape
 
 
@@ -36,8 +39,35 @@ def _liger():
     return lambda x, w, r: LigerFusedAddRMSNormFunction.apply(x, r, w, 1e-6)
 
 
+def _flashinfer():
+    from flashinfer.norm import fused_add_rmsnorm
+
+    def run(x, w, r):  # in place
+        fused_add_rmsnorm(x, r, w, 1e-6)
+        return x, r
+
+    return run
+
+
+def _batch_invariant():
+    mean_dim = batch_invariant("mean_dim")
+
+    def run(x, weight, residual):
+        h = x + residual
+        wide = h.float()
+        normed = wide * torch.rsqrt(mean_dim(wide.pow(2), -1, keepdim=True) + 1e-6)
+        return weight * normed.to(x.dtype), h
+
+    return run
+
+
+FREE = {"n": "H"}
+
+
 def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) -> Iterator[Case]:
-    size, others = dtype.itemsize, peers(quack=_quack, liger=_liger) if device == "cuda" else {}
+    size, others = dtype.itemsize, {}
+    if device == "cuda":
+        others = installed(quack=_quack, liger=_liger, flashinfer=_flashinfer, batch_invariant_ops=_batch_invariant)
     for count in rows:
 
         def make(count=count):
@@ -56,4 +86,6 @@ def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) ->
             bits,
             bytes=(4 * count + 1) * shape.H * size,
             flops=5 * count * shape.H,
+            alone=row_alone(0, 2),
+            reference=lambda x, w, r: reference("rmsnorm", "rmsnorm_ref")(x, w, 1e-6, r),
         )

@@ -7,7 +7,9 @@ import torch
 
 import vexact_ops as vx
 
-from ..harness import Case, peers, random
+from ..checks import reference, row_alone
+from ..harness import Case, random
+from ..peers import installed
 from ..shapes import Shape
 
 
@@ -39,8 +41,11 @@ def _liger():
     return run
 
 
+FREE = {"heads": "Hq", "kv_heads": "Hk", "head_dim": "D"}
+
+
 def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) -> Iterator[Case]:
-    others = peers(quack=_quack, liger=_liger) if device == "cuda" else {}
+    others = installed(quack=_quack, liger=_liger) if device == "cuda" else {}
     for count in rows:
 
         def make(count=count):
@@ -55,7 +60,17 @@ def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) ->
         values = count * shape.D * (2 * (shape.Hq + shape.Hk) + 2)
         name = f"{shape.name} T={count} {str(dtype)[6:]}"
         providers = {"vexact": vx.rope, "torch": _stock, **others}
-        yield Case("rope", name, make, providers, bits, bytes=values * dtype.itemsize, flops=3 * values)
+        yield Case(
+            "rope",
+            name,
+            make,
+            providers,
+            bits,
+            bytes=values * dtype.itemsize,
+            flops=3 * values,
+            alone=row_alone(0, 1, 2, 3),
+            reference=reference("rope", "rope_ref"),
+        )
         if device == "cuda":
             yield _with_store(shape, count, dtype, device, make)
 

@@ -1,4 +1,5 @@
-"""One batched draw with its log-probabilities, against the stock way (which gives no log-probabilities)."""
+"""One batched draw with its log-probabilities, against the stock way and FlashInfer's (which give
+no log-probabilities)."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,6 +8,7 @@ import torch
 import vexact_ops as vx
 
 from ..harness import Case, random
+from ..peers import flashinfer_sample, installed
 from ..shapes import Shape
 
 
@@ -23,6 +25,14 @@ def _stock(logits, top_p=1.0, top_k=0):
 
 
 OPTIONS = {"": {}, " top_p=0.9": {"top_p": 0.9}, " top_p=0.9 top_k=50": {"top_p": 0.9, "top_k": 50}}
+
+
+FREE = {"n": "V"}
+
+
+def _flashinfer(top_p=1.0, top_k=0):
+    draw = flashinfer_sample(0.7, top_p, top_k)
+    return lambda logits, seeds, positions: draw(logits)
 
 
 def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) -> Iterator[Case]:
@@ -50,4 +60,7 @@ def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) ->
 
             size = count * shape.V * 4
             name = f"{shape.name} R={count} t=0.7{label}"
-            yield Case("sampler", name, make, {"vexact": ours, "torch": stock}, bits, bytes=size, flops=size)
+            others = {}
+            if device == "cuda":
+                others = installed(flashinfer=lambda options=options: _flashinfer(**options))
+            yield Case("sampler", name, make, {"vexact": ours, "torch": stock, **others}, bits, bytes=size, flops=size)

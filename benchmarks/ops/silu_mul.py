@@ -1,4 +1,4 @@
-"""silu(gate) * up, against two stock operations and Liger's fused one."""
+"""silu(gate) * up, against two stock operations and the fused ones of Liger and FlashInfer."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,7 +7,9 @@ import torch.nn.functional as F
 
 import vexact_ops as vx
 
-from ..harness import Case, peers, random
+from ..checks import reference, row_alone
+from ..harness import Case, random
+from ..peers import installed
 from ..shapes import Shape
 
 
@@ -22,8 +24,17 @@ def _liger():
     return lambda gate_up: LigerSiLUMulFunction.apply(*gate_up.chunk(2, dim=-1))
 
 
+def _flashinfer():
+    from flashinfer.activation import silu_and_mul
+
+    return silu_and_mul
+
+
+FREE = {"n": "I"}
+
+
 def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) -> Iterator[Case]:
-    others = peers(liger=_liger) if device == "cuda" else {}
+    others = installed(liger=_liger, flashinfer=_flashinfer) if device == "cuda" else {}
     for count in rows:
 
         def make(count=count):
@@ -35,4 +46,14 @@ def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) ->
         values = 3 * count * shape.I
         name = f"{shape.name} R={count} {str(dtype)[6:]}"
         providers = {"vexact": vx.silu_mul, "torch": _stock, **others}
-        yield Case("silu_mul", name, make, providers, bits, bytes=values * dtype.itemsize, flops=values)
+        yield Case(
+            "silu_mul",
+            name,
+            make,
+            providers,
+            bits,
+            bytes=values * dtype.itemsize,
+            flops=values,
+            alone=row_alone(0),
+            reference=reference("silu_mul", "silu_mul_ref"),
+        )

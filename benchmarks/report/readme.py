@@ -1,0 +1,128 @@
+"""The generated parts of README files: between `<!-- KIND NAME -->` and `<!-- end -->` stand tables of
+results/NAME.jsonl, charts of it, the summary of all, and the comparison with peers."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from ..harness import ROOT
+from . import charts, compare, tables
+from .records import kept
+
+READMES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
+Kept = dict[str, list[dict]]
+
+
+def update_readmes() -> None:
+    for readme in READMES:
+        update_readme(readme)
+
+
+def update_readme(readme: Path) -> None:
+    """Rewrite a file's generated parts. Where charts lie is said as seen from the folder of this project's file of that
+    name, so that a copy elsewhere comes out the same."""
+    text, records = readme.read_text(), kept()
+    for marker in re.findall(r"<!-- (benchmarks [\w-]+|charts [\w-]+|summary|libraries) -->", text):
+        what, _, name = marker.partition(" ")
+        body = f"<!-- {marker} -->\n{PARTS[what](records, name)}\n<!-- end -->"
+        text = re.sub(rf"<!-- {marker} -->.*?<!-- end -->", lambda _, body=body: body, text, flags=re.S)
+    readme.write_text(text)
+
+
+def block(records: Kept, name: str) -> str:
+    """All tables of one results file, under a line that says what they were measured on."""
+    mine = records[name]
+    newest = max((r for r in mine if r["torch"]), key=lambda r: r["date"])
+    head = f"{newest['gpu'] or newest['cpu']}, torch {newest['torch']}, {_commits(mine)}, {newest['date']}"
+    parts = [make(found) for make, found in _sorted_out(mine) if found]
+    return f"{head}\n\n" + "\n\n".join(parts)
+
+
+def _sorted_out(records: list[dict]) -> list[tuple[Callable, list[dict]]]:
+    """What makes a table, and the records that it is for; a record that belongs nowhere else is a program's."""
+    special = {
+        tables.verify_table: lambda r: r["room"] == "verify",
+        tables.engine_table: lambda r: r["room"] == "engine" and "workload" in r,
+        tables.soak_table: lambda r: r["room"] == "soak",
+        tables.handover_table: lambda r: r["room"] == "handover",
+        tables.spread_table: lambda r: "geomean_to_stock" in r,
+    }
+    found = {make: [r for r in records if of(r)] for make, of in special.items()}
+    kernels = [r for r in records if "us" in r]
+    elsewhere = {id(r) for some in (*found.values(), kernels) for r in some}
+    programs = [r for r in records if id(r) not in elsewhere]
+    spread = found.pop(tables.spread_table)
+    last = [(tables.program_table, programs), (tables.spread_table, spread)]
+    return [*found.items(), *last, (tables.summary, kernels), (tables.table, kernels)]
+
+
+def _commits(records: list[dict]) -> str:
+    found = list(dict.fromkeys(r["commit"] for r in records if r["commit"]))
+    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+    return f"commit{'s' * (len(found) > 1)} {', '.join(found[:4])}{more}"
+
+
+def pictures(records: Kept, name: str) -> str:
+    """One line of Markdown for each chart of a results file."""
+    drawn = charts.of({name: records[name]})
+    return "\n\n".join(f"![{chart.title}](plots/{chart.path})" for chart in drawn)
+
+
+def headlines(records: Kept | None = None, _: str = "") -> str:
+    """A table of a dozen lines: what was verified, the engine beside vLLM, products beside torch's, memory."""
+    records = kept() if records is None else records
+    rows = [_verified(records["verify"]), _soaked(records["soak"]), *_steps(records), *_products(records["h200"])]
+    return tables.markdown(["what", "vexact", "peers"], rows + _memory(records["h200"]))
+
+
+def _verified(records: list[dict]) -> list[str]:
+    bits = compare.verified(records)
+    return [
+        f"log-probabilities that differ from the trainer's, {len(records)} models",
+        f"**{bits['vexact'][0]:,} of {bits['vexact'][1]:,}**",
+        f"stock HF: {bits['stock'][0]:,} of {bits['stock'][1]:,}",
+    ]
+
+
+def _soaked(records: list[dict]) -> list[str]:
+    checked, differ = (sum(r[key] for r in records) for key in ("checked", "differ"))
+    return ["the engine under random attack: tokens that differ", f"**{differ:,} of {checked:,}**", ""]
+
+
+def _steps(records: Kept) -> list[list[str]]:
+    rows = []
+    for (model, _, batch), step in compare.steps(records).items():
+        if "vexact" not in step:
+            continue
+        ours = step["vexact"]
+        others = [f"{name}: {other['step_ms']:.3g} ms" for name, other in step.items() if name != "vexact"]
+        many = f"{batch} sequence{'s' * (batch > 1)} of about {ours['mean_context']:.0f} tokens"
+        rows.append([f"a step of {model}, {many}", f"{ours['step_ms']:.3g} ms", ", ".join(others)])
+    return rows
+
+
+def _products(records: list[dict]) -> list[list[str]]:
+    rows = []
+    for room in ("linear", "grouped_linear"):
+        spread = [r for r in records if r["room"] == room and "geomean_to_stock" in r]
+        best = max(spread, key=lambda r: r["cases"])
+        what = f"{room}, {best['case']}: time over torch's, geometric mean of {best['cases']} cases"
+        rows.append([what, f"{best['geomean_to_stock']:.2f}", "1"])
+    return rows
+
+
+def _memory(records: list[dict]) -> list[list[str]]:
+    """At the number of tokens that is the default of `memory`, not at every one that a sweep went over."""
+    return [
+        [f"peak memory of {r['case']}", f"{r['ours']:,.0f} MiB", f"torch: {r['stock']:,.0f} MiB"]
+        for r in records
+        if r["room"] == "memory" and r["case"].startswith(("linear_logprobs", "fused_moe")) and "T=8192" in r["case"]
+    ]
+
+
+PARTS: dict[str, Callable[[Kept, str], str]] = {
+    "benchmarks": block,
+    "charts": pictures,
+    "summary": headlines,
+    "libraries": lambda records, _: compare.table(records),
+}
