@@ -351,7 +351,7 @@ class Decoder:
         """
         step, x = _Step(batch, self.rotary), hidden
         if self.embedding is not None:
-            x = nn.functional.embedding(batch.input_ids, self.embedding)
+            x = self.embedding[batch.input_ids]
             if self.factor is not None:
                 x = x * self.factor
         for (attention, feed_forward), k_cache, v_cache in zip(self.layers, batch.paged.k_caches, batch.paged.v_caches):

@@ -230,7 +230,7 @@ class Runner:
         if self._hidden is None:
             self._hidden = hidden.new_zeros(self._slots, hidden.shape[1])
         if body.draws:
-            torch.index_select(hidden, 0, rows, out=self._hidden[: body.draws])
+            torch.ops.aten.index.Tensor_out(hidden, [rows], out=self._hidden[: body.draws])
         return hidden
 
     def _draw(self, head: Head) -> None:

@@ -110,7 +110,7 @@ class StageRunner(Runner):
         if self._hidden is None:
             self._hidden = out.new_zeros(self._slots, out.shape[1])
         if body.draws:
-            torch.index_select(out, 0, rows, out=self._hidden[: body.draws])
+            torch.ops.aten.index.Tensor_out(out, [rows], out=self._hidden[: body.draws])
         return out
 
     def _draw(self, head) -> None:
