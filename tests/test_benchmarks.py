@@ -183,6 +183,18 @@ def test_rows_of_a_peer_that_depend_on_their_neighbours_are_noticed():
         harness.measure(alike(vexact=neighbours), "cpu", repeats=1)
 
 
+def test_a_peer_that_gives_something_else_is_timed_and_not_compared(capsys):
+    strange = {"none": lambda x: (2 * x, None), "short": lambda x: 2 * x[:, :1], "fails": lambda x: 1 / 0}
+    found = {r["backend"]: r for r in harness.measure(alike(**strange), "cpu", repeats=1, refcheck=True)}
+    assert set(found) == {"vexact", "torch", "none", "short"}
+    assert found["none"]["bits_equal"] and found["none"]["error"]["rms"] == 0
+    assert "error" not in found["short"]
+    assert "error" in found["vexact"] and found["vexact"]["us"] > 0
+    said = capsys.readouterr().err
+    assert "mean: peer fails: ZeroDivisionError" in said
+    assert "mean: peer short: ValueError: gives (8, 1), expected (8, 4)" in said
+
+
 def test_refcheck_compares_with_float64(monkeypatch, tmp_path, capsys):
     exact, wrong = (
         harness.measure(alike(**p), "cpu", repeats=1, refcheck=True) for p in ({}, {"torch": lambda x: 2.5 * x})
