@@ -37,9 +37,9 @@ def run(args: argparse.Namespace) -> Iterator[dict]:
     """Two records per shape, dtype and use: `cold`, with caches of verdicts and kernels that are empty, and `warm`."""
     if args.device != "cuda":
         raise ValueError("admit: --device cpu: expected cuda: there is nothing to verify for a CPU")
-    for shape in args.shape.split(","):
-        for dtype in args.dtype.split(","):
-            for use, training in (("rollout", 0), ("rollout and training", TRAINING_ROWS)):
+    for use, training in (("rollout", 0), ("rollout and training", TRAINING_ROWS)):
+        for shape in args.shape.split(","):
+            for dtype in args.dtype.split(","):
                 with tempfile.TemporaryDirectory() as folder:
                     caches = {"VEXACT_CACHE": f"{folder}/vexact", "TRITON_CACHE_DIR": f"{folder}/triton"}
                     for start in ("cold", "warm"):
