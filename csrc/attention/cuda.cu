@@ -34,13 +34,13 @@ void launch_tiles(const Args& a, const Maps& maps, int device, cudaStream_t stre
             : launch_tiles_with<T, D, DV, false, false>(a, maps, device, stream);
 }
 
-template <class T, int D, int DV, int SLOTS, bool BOXES>
-void launch_decode_with(const Args& a, const Maps& maps, int64_t blocks, int device, cudaStream_t stream) {
-  auto kernel = flash::decode_kernel<T, D, DV, SLOTS, BOXES>;
-  constexpr int bytes = sizeof(flash::DecodeShared<D, DV, SLOTS, BOXES>);
+template <class T, int D, int DV, int SLOTS>
+void launch_decode_with(const Args& a, int64_t blocks, int device, cudaStream_t stream) {
+  auto kernel = flash::decode_kernel<T, D, DV, SLOTS>;
+  constexpr int bytes = sizeof(flash::DecodeShared<D, DV, SLOTS>);
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(kernel, bytes, device, allowed);
-  kernel<<<unsigned(blocks), flash::kDecodeThreads, bytes, stream>>>(a, maps.k, maps.v);
+  kernel<<<unsigned(blocks), flash::kDecodeThreads, bytes, stream>>>(a);
   VX_CUDA_CHECK(cudaGetLastError());
 }
 
@@ -60,32 +60,24 @@ int64_t decode_items(const Args& a) {
   return a.sequences * row_tiles * a.hk * (a.partial ? a.segments : 1);
 }
 
-// Sequences, or their segments, and heads of keys that leave no multiprocessor more than one: the copy engine brings all
-// columns of a box. Of more items two to a multiprocessor are faster.
-bool few(const Args& a, int device) { return decode_items(a) <= multiprocessors(device); }
-
 template <class T, int D, int DV>
 void launch_decode(const Args& a, const Maps& maps, int device, cudaStream_t stream) {
-  const int64_t count = multiprocessors(device);
-  int64_t items = decode_items(a);
+  const int64_t count = multiprocessors(device), items = decode_items(a);
   STD_TORCH_CHECK(items < int64_t(1) << 31, "attention: ", items, " items of decode in one call");
   // Which kernel has no effect on bits
   bool done = false;
   if constexpr (D % 64 == 0 && DV % 64 == 0)
-    if (a.box) {
-      if (!few(a, device))
-        launch_decode_with<T, D, DV, 3, true>(a, maps, a.partial && items > 2 * count ? 2 * count : items, device, stream);
-      else if (a.group <= 8)
-        launch_stream<T, D, DV, 8>(a, maps, items, device, stream);
-      else
-        launch_stream<T, D, DV, 16>(a, maps, items, device, stream);
+    if (a.box) {  // persistent blocks: what comes next is on its way while the item before is still computed with
+      const int64_t blocks = items < count ? items : count;
+      a.group <= 8 ? launch_stream<T, D, DV, 8>(a, maps, blocks, device, stream)
+                   : launch_stream<T, D, DV, 16>(a, maps, blocks, device, stream);
       done = true;
     }
   if (!done) {
     constexpr int kDeep = D > 128 ? 3 : 5;  // one item to a multiprocessor: more loads in flight each
-    if (a.partial && items > 2 * count) items = 2 * count;
-    items <= count ? launch_decode_with<T, D, DV, kDeep, false>(a, maps, items, device, stream)
-                   : launch_decode_with<T, D, DV, 3, false>(a, maps, items, device, stream);
+    const int64_t blocks = a.partial && items > 2 * count ? 2 * count : items;
+    items <= count ? launch_decode_with<T, D, DV, kDeep>(a, blocks, device, stream)
+                   : launch_decode_with<T, D, DV, 3>(a, blocks, device, stream);
   }
   if (a.partial) {
     const dim3 grid(a.hk * a.group, a.sequences);
@@ -144,18 +136,18 @@ void attention_flash_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor bloc
   const bool fits = page_size % flash::kKeys == 0 || (flash::kKeys % page_size == 0 && page_size >= 8);
   if (fits && a.pages > 0 && q.size(2) % 64 == 0 && v_cache.size(3) % 64 == 0)
     a.box = int(page_size < flash::kKeys ? page_size : flash::kKeys);
-  // Few rows may wait for their segments one by one, in multiprocessors that others do not need.
-  const bool stream_it = a.box && few(a, device);
   const int64_t values = int64_t(a.sequences) * a.segments * q.size(1) * (v_cache.size(3) + 2);
   const int64_t flags = int64_t(a.sequences) * a.segments * q.size(1);
-  if (a.partial && stream_it && q.size(1) * a.sequences <= multiprocessors(device) && partial->numel() >= values + flags)
+  // Few rows may wait for their segments one by one, in multiprocessors that others do not need.
+  const bool few = a.box && decode_items(a) <= multiprocessors(device);
+  if (few && a.partial && q.size(1) * a.sequences <= multiprocessors(device) && partial->numel() >= values + flags)
     a.ready = reinterpret_cast<int32_t*>(a.partial + values);
   Maps maps{}, pages{};
-  if (a.box && (!stream_it || max_seqlen_q > 1)) maps = {tensor_map(k_cache, a.box), tensor_map(v_cache, a.box)};
-  if (stream_it) pages = {page_map(k_cache, a.box), page_map(v_cache, a.box)};
+  if (a.box && max_seqlen_q > 1) maps = {tensor_map(k_cache, a.box), tensor_map(v_cache, a.box)};
+  if (a.box) pages = {page_map(k_cache, a.box), page_map(v_cache, a.box)};
   for_sizes(q, v_cache.size(3), [&](auto tag, auto d, auto dv) {
     using T = decltype(tag);
-    launch_decode<T, d(), dv()>(a, stream_it ? pages : maps, device, stream);
+    launch_decode<T, d(), dv()>(a, pages, device, stream);
     if (max_seqlen_q <= 1) return;
     Args many = a;
     many.skip_single = 1;

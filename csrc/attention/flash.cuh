@@ -223,7 +223,8 @@ struct Final {
     lse = some ? __fmul_rn(__fmaf_rn(scale, m, log2_fast(l)), kLn2) : -INFINITY;
   }
   // + 0: whether a row met blocks that it does not see, which turn -0 into 0, must not show
-  __device__ __forceinline__ float operator()(float acc) const { return __fmul_rn(__fadd_rn(acc, 0.f), factor); }
+  static __device__ __forceinline__ float apply(float acc, float factor) { return __fmul_rn(__fadd_rn(acc, 0.f), factor); }
+  __device__ __forceinline__ float operator()(float acc) const { return apply(acc, factor); }
 };
 
 __device__ __forceinline__ float quad_sum(float l) {

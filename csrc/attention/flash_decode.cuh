@@ -1,7 +1,7 @@
 // Decode: one query of each sequence, its heads that share keys together in the sixteen rows of a tile. Four warps
 // share the work of a block: each scores a quarter of the keys, then multiplies all of them with a quarter of the
 // columns of V. The order of flash.cuh holds for every row and column, whoever computes it. Where pages and blocks of
-// keys fit each other, the copy engine fetches (BOXES); else the threads do. For few sequences there is flash_stream.cuh.
+// keys fit each other there is flash_stream.cuh.
 #pragma once
 #include "attention/flash.cuh"
 #include "common/sm90.cuh"
@@ -31,13 +31,13 @@ __device__ __forceinline__ int32_t* ready_at(const Args& a, int sequence, int sp
   return a.ready + ((int64_t(sequence) * a.segments + split) * row_tiles + row_tile) * a.hk + head;
 }
 
-template <int D, int DV, int SLOTS, bool BOXES>
+template <int D, int DV, int SLOTS>
 struct DecodeShared {
   static constexpr int kSlot = kKeys * (D > DV ? D : DV) * 2;
   alignas(1024) uint8_t slots[SLOTS][kSlot];
   alignas(16) uint8_t p[kDecodeRows][kKeys * 2 + 16];  // probabilities as the product with V takes them
   alignas(16) float sums[kDecodeRows][kKeys + 4];      // and as the sums take them
-  int2 places[BOXES ? 1 : 2][BOXES ? 1 : kKeys];
+  int2 places[2][kKeys];
   float top[4][kDecodeRows], kept[kDecodeRows], total[kDecodeRows];
   uint64_t full[SLOTS];
   int until[kMostSplit];  // segments of the sequences up to each, where segments are items
@@ -45,20 +45,17 @@ struct DecodeShared {
 
 // Loads alternate between K and V of the blocks of an item, `SLOTS` in flight; counted over the items of a thread block
 // so that slots and phases go on.
-template <class T, int D, int DV, int SLOTS, bool BOXES>
-__global__ void __launch_bounds__(kDecodeThreads)
-    decode_kernel(const Args a, const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
+template <class T, int D, int DV, int SLOTS>
+__global__ void __launch_bounds__(kDecodeThreads) decode_kernel(const Args a) {
 #ifdef VX_FLASH_DEVICE
   static_assert(SLOTS % 2 == 1);
   constexpr int kAhead = (SLOTS - 1) / 2;  // blocks
   constexpr int kTiles = DV / 32;          // columns of a warp, in eights
   extern __shared__ __align__(1024) uint8_t raw[];
-  if (BOXES && shared_address(raw) % 1024) __trap();  // where the copy engine would exchange other chunks
-  auto& s = *reinterpret_cast<DecodeShared<D, DV, SLOTS, BOXES>*>(raw);
+  auto& s = *reinterpret_cast<DecodeShared<D, DV, SLOTS>*>(raw);
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
   const int row_tiles = (a.group + kDecodeRows - 1) / kDecodeRows;
-  if (tid < SLOTS) barrier_init(shared_address(&s.full[tid]), BOXES ? 1 : kDecodeThreads);
-  if (BOXES) asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  if (tid < SLOTS) barrier_init(shared_address(&s.full[tid]), kDecodeThreads);
   __syncthreads();
 
   int items = a.sequences;
@@ -108,49 +105,34 @@ __global__ void __launch_bounds__(kDecodeThreads)
     const T* k = static_cast<const T*>(a.k) + head * a.k_head;
     const T* v = static_cast<const T*>(a.v) + head * a.v_head;
 
-    // where this thread's key of block last - n lies; with BOXES, the page of this lane's box of keys
+    // where this thread's key of block last - n lies
     auto look_up = [&](int n) -> int2 {
-      const int key0 = (last - n) * kKeys;
-      if (!BOXES) return locate(a, sequence, 0, key0 + tid, lo, hi);
-      const int key = key0 + lane * a.box;
-      if (lane * a.box >= kKeys || key >= hi || key + a.box <= lo) return {-1, 0};
-      return {a.table[sequence * a.table_row + key / a.page_size], key % a.page_size};
+      return locate(a, sequence, 0, (last - n) * kKeys + tid, lo, hi);
     };
     auto note = [&](int n, int2 at) {
-      if (!BOXES) s.places[n & 1][tid] = at;
+      s.places[n & 1][tid] = at;
     };
-    auto issue = [&](int n, int2 at) {  // K and V of block last - n
+    auto issue = [&](int n) {  // K and V of block last - n
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const uint32_t slot = (unit0 + 2 * n + half) % SLOTS, bar = shared_address(&s.full[slot]);
         const uint32_t to = shared_address(s.slots[slot]);
-        if (BOXES) {
-          const int width = half ? DV : D;
-          if (warp) continue;
-          if (lane == 0) barrier_expect(bar, kKeys * width * 2);
-          __syncwarp();
-          if (lane * a.box < kKeys)
-            for (int i = 0; i < width / 64; ++i)
-              copy_box(to + (i * kKeys + lane * a.box) * 128, half ? v_map : k_map, i * 64, at.y, head, at.x, bar);
-        } else {
-          if (half == 0)
-            load_block<D, kDecodeThreads>(to, k, a.k_page, a.k_row, s.places[n & 1]);
-          else
-            load_block<DV, kDecodeThreads>(to, v, a.v_page, a.v_row, s.places[n & 1]);
-          arrive_when_copied(bar);
-        }
+        if (half == 0)
+          load_block<D, kDecodeThreads>(to, k, a.k_page, a.k_row, s.places[n & 1]);
+        else
+          load_block<DV, kDecodeThreads>(to, v, a.v_page, a.v_row, s.places[n & 1]);
+        arrive_when_copied(bar);
       }
     };
 
     __syncthreads();  // the item before is done with everything shared
     for (int n = 0; n < kAhead; ++n) {
-      const int2 at = n < blocks ? look_up(n) : int2{-1, 0};
-      if (n < blocks) note(n, at);
+      if (n < blocks) note(n, look_up(n));
       __syncthreads();
-      if (n < blocks) issue(n, at);
+      if (n < blocks) issue(n);
     }
-    int2 ahead{-1, 0}, next{-1, 0};
-    if (kAhead < blocks) note(kAhead, ahead = look_up(kAhead));  // seen after the barrier in the first block
+    int2 next{-1, 0};
+    if (kAhead < blocks) note(kAhead, look_up(kAhead));  // seen after the barrier in the first block
     if (kAhead + 1 < blocks) next = look_up(kAhead + 1);
 
     // the query's fragments; rows beyond the group are zeros, and nothing of theirs is stored
@@ -208,9 +190,8 @@ __global__ void __launch_bounds__(kDecodeThreads)
         if (t == 0) s.top[warp][g + 8 * r] = x;
       }
       __syncthreads();  // A: everybody is done with this K and with the V before
-      if (n + kAhead < blocks) issue(n + kAhead, ahead);
+      if (n + kAhead < blocks) issue(n + kAhead);
       if (n + kAhead + 1 < blocks) note(n + kAhead + 1, next);
-      ahead = next;
       if (n + kAhead + 2 < blocks) next = look_up(n + kAhead + 2);
 
       float kept[2];
@@ -236,15 +217,6 @@ __global__ void __launch_bounds__(kDecodeThreads)
       __syncthreads();  // B: probabilities are there
 
       barrier_wait(shared_address(&s.full[v_unit % SLOTS]), (v_unit / SLOTS) & 1);
-      if (BOXES && (key0 < lo || key0 + kKeys > hi)) {  // boxes bring what is not seen along, and it may be anything
-        for (int i = tid; i < kKeys * DV / 8; i += kDecodeThreads) {
-          const int key = key0 + i / (DV / 8);
-          if (key < lo || key >= hi)
-            *reinterpret_cast<uint4*>(s.slots[v_unit % SLOTS] + chunk_at<DV>(key - key0, i % (DV / 8))) = uint4{};
-        }
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        __syncthreads();
-      }
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
         acc[j][0] = __fmul_rn(acc[j][0], kept[0]), acc[j][1] = __fmul_rn(acc[j][1], kept[0]);

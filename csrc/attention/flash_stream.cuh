@@ -1,7 +1,8 @@
-// Decode of few sequences, a thread block to a multiprocessor, where pages and blocks of keys fit each other. As
-// flash_decode.cuh, in the same order, but nobody waits for what he need not: one warp fetches keys, one values, four warps
-// score the keys of a block, four carry the running maximum, the sums and the output, each of a quarter of V's columns.
-// Scores do not depend on what went before them, so they run ahead; the four that carry never wait for each other.
+// Decode where pages and blocks of keys fit each other, a persistent thread block to a multiprocessor. As flash_decode.cuh,
+// in the same order, but nobody waits for what he need not: one warp fetches keys, one values, four warps score the keys
+// of a block, four carry the running maximum, the sums and the output, each of a quarter of V's columns. Keys and values
+// of the next item come while one is computed with. Scores do not depend on what went before them, so they run ahead; the
+// four that carry never wait for each other.
 #pragma once
 #include "attention/flash_decode.cuh"
 #include "common/sm90.cuh"
@@ -173,38 +174,114 @@ __device__ __forceinline__ void score(const Args& a, Shared& s, int warp, int it
       const int key0 = (it.last - n) * kKeys;
       const uint32_t slot = unit % Shared::kSlots, base = shared_address(s.slots[slot]);
       barrier_wait(shared_address(&s.full[slot]), unit / Shared::kSlots & 1);
-      float c[4][4] = {};
+      float c[ROWS / 4][4] = {};
+      if constexpr (ROWS == 8) {  // 16 keys by 8 rows
 #pragma unroll
-      for (int kk = 0; kk < D / 32; ++kk)  // order: D ascending
+        for (int kk = 0; kk < D / 16; ++kk)  // order: D ascending
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          uint32_t b[4];
-          ldmatrix4(b, base + boxed_at<D>(warp * 32 + j * 8 + lane % 8, kk * 4 + lane / 8, a.box));
-          mma<T>(c[j], qf[2 * kk], b[0], b[1]);
-          mma<T>(c[j], qf[2 * kk + 1], b[2], b[3]);
-        }
+          for (int j = 0; j < 2; ++j) {
+            uint32_t keys[4];
+            ldmatrix4(keys, base + boxed_at<D>(warp * 32 + j * 16 + lane % 16, kk * 2 + lane / 16, a.box));
+            mma<T>(c[j], keys, qf[kk][0], qf[kk][2]);
+          }
+      } else {  // 16 rows by 8 keys
+#pragma unroll
+        for (int kk = 0; kk < D / 32; ++kk)  // order: D ascending
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            uint32_t b[4];
+            ldmatrix4(b, base + boxed_at<D>(warp * 32 + j * 8 + lane % 8, kk * 4 + lane / 8, a.box));
+            mma<T>(c[j], qf[2 * kk], b[0], b[1]);
+            mma<T>(c[j], qf[2 * kk + 1], b[2], b[3]);
+          }
+      }
       arrive_for_warp(shared_address(&s.empty[slot]));
+      // c[j][e] is of this key of the block, and this row
+      const auto key_of = [&](int j, int e) {
+        return warp * 32 + (ROWS == 8 ? j * 16 + e / 2 * 8 + g : j * 8 + t * 2 + e % 2);
+      };
+      const auto row_of = [&](int e) { return ROWS == 8 ? t * 2 + e % 2 : e / 2 * 8 + g; };
       if (key0 < it.lo || key0 + kKeys > it.hi) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
+        for (int j = 0; j < ROWS / 4; ++j)
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int key = key0 + warp * 32 + j * 8 + t * 2 + e;
-            if (key < it.lo || key >= it.hi) c[j][e] = c[j][2 + e] = -INFINITY;
-          }
+          for (int e = 0; e < 4; ++e)
+            if (key0 + key_of(j, e) < it.lo || key0 + key_of(j, e) >= it.hi) c[j][e] = -INFINITY;
       }
       const uint32_t ring = done % Shared::kRing, turn = done / Shared::kRing;
       if (turn) barrier_wait(shared_address(&s.taken[ring]), (turn - 1) & 1);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float* to = &s.scores[ring][g][warp * 32 + j * 8 + t * 2];
-        *reinterpret_cast<float2*>(to) = make_float2(c[j][0], c[j][1]);
-        if (ROWS > 8) *reinterpret_cast<float2*>(to + 8 * (kKeys + 8)) = make_float2(c[j][2], c[j][3]);
-      }
+      for (int j = 0; j < ROWS / 4; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s.scores[ring][row_of(e)][key_of(j, e)] = c[j][e];
       arrive_for_warp(shared_address(&s.scored[ring]));
     }
   }
 }
+
+// Of the rows of a tile a quarter of V's columns, which a warp carries. Eight rows are the columns of the products, or half
+// of each product would be nobody's; sixteen are their rows. Either way an element has the same sum.
+template <class T, int DV, int ROWS>
+struct Columns {
+  static constexpr bool kTurned = ROWS == 8;
+  static constexpr int kTiles = DV / 32, R = ROWS / 8;  // eights of columns; rows of a thread where they are rows
+  float v[kTurned ? kTiles / 2 : kTiles][4];
+
+  // What each thread knows of its rows, as its elements need it: element e of a product's takes f[kTurned ? e % 2 : e / 2].
+  static __device__ __forceinline__ void spread(const float (&x)[R], float (&f)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) f[i] = kTurned ? __shfl_sync(~0u, x[0], threadIdx.x % 4 * 8 + i * 4) : x[i % R];
+  }
+  template <class F>
+  __device__ __forceinline__ void each(F f) {  // of element, row
+#pragma unroll
+    for (auto& part : v)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) f(part[e], kTurned ? e % 2 : e / 2);
+  }
+  __device__ __forceinline__ void clear() {
+    each([](float& x, int) { x = 0.f; });
+  }
+
+  // order: keys of a block ascending
+  template <class Place>
+  __device__ __forceinline__ void multiply(const uint32_t (&p)[kKeys / 16][4], Place place) {
+#pragma unroll
+    for (int kk = 0; kk < kKeys / 16; ++kk)
+#pragma unroll
+      for (int j = 0; j < kTiles; j += 2) {
+        uint32_t b[4];
+        ldmatrix4_trans(b, place(kk, j));
+        if constexpr (kTurned) {
+          const uint32_t columns[4] = {b[0], b[2], b[1], b[3]};
+          mma<T>(v[j / 2], columns, p[kk][0], p[kk][2]);
+        } else {
+          mma<T>(v[j], p[kk], b[0], b[1]);
+          mma<T>(v[j + 1], p[kk], b[2], b[3]);
+        }
+      }
+  }
+
+  // f(row, column, two neighbours)
+  template <class F>
+  __device__ __forceinline__ void pairs(F f) const {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    if constexpr (kTurned) {
+      const bool odd = g % 2;  // neighbours in columns exchange what the other's row wants
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        const float low = v[j / 2][j % 2 * 2], high = v[j / 2][j % 2 * 2 + 1];
+        const float other = __shfl_xor_sync(~0u, odd ? low : high, 4);
+        f(t * 2 + odd, j * 8 + (g & ~1), odd ? other : low, odd ? high : other);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) f(g + 8 * r, j * 8 + t * 2, v[j][2 * r], v[j][2 * r + 1]);
+    }
+  }
+};
 
 // Four warps: maximum, sums and output, each of a quarter of V's columns.
 template <class T, int DV, int ROWS, class Shared>
@@ -216,8 +293,9 @@ __device__ __forceinline__ void carry(const Args& a, Shared& s, int warp, int it
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     const Item it(a, s.until, item, heads);
     if (it.token < 0) continue;
-    float m[R], l[R], acc[kTiles][4] = {};
-    float high[R], all[R], out[kTiles][4] = {};  // of segments that are done
+    float m[R], l[R], high[R], all[R];  // the latter two, and out, of segments that are done
+    Columns<T, DV, ROWS> acc, out;
+    acc.clear(), out.clear();
 #pragma unroll
     for (int r = 0; r < R; ++r) m[r] = high[r] = -INFINITY, l[r] = all[r] = 0.f;
 
@@ -232,7 +310,7 @@ __device__ __forceinline__ void carry(const Args& a, Shared& s, int warp, int it
         for (int j = 0; j < kKeys / 8; ++j)
           x[r][j] = *reinterpret_cast<const float2*>(&s.scores[ring][g + 8 * r][j * 8 + t * 2]);
       uint32_t p[kKeys / 16][4] = {};
-      float kept[2] = {0.f, 0.f};
+      float kept[R], factor[2];
 #pragma unroll
       for (int r = 0; r < R; ++r) {
         float top[4] = {m[r], -INFINITY, -INFINITY, -INFINITY};
@@ -268,66 +346,68 @@ __device__ __forceinline__ void carry(const Args& a, Shared& s, int warp, int it
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         __syncwarp();
       }
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        acc[j][0] = __fmul_rn(acc[j][0], kept[0]), acc[j][1] = __fmul_rn(acc[j][1], kept[0]);
-        if (R > 1) acc[j][2] = __fmul_rn(acc[j][2], kept[1]), acc[j][3] = __fmul_rn(acc[j][3], kept[1]);
-      }
-#pragma unroll
-      for (int kk = 0; kk < kKeys / 16; ++kk)  // order: keys of a block ascending
-#pragma unroll
-        for (int j = 0; j < kTiles; j += 2) {
-          uint32_t b[4];
-          ldmatrix4_trans(b, base + boxed_at<DV>(kk * 16 + lane % 16, warp * kTiles + j + lane / 16, a.box));
-          mma<T>(acc[j], p[kk], b[0], b[1]);
-          mma<T>(acc[j + 1], p[kk], b[2], b[3]);
-        }
+      acc.spread(kept, factor);
+      acc.each([&](float& x, int row) { x = __fmul_rn(x, factor[row]); });
+      acc.multiply(p, [&](int kk, int j) {
+        return base + boxed_at<DV>(kk * 16 + lane % 16, warp * kTiles + j + lane / 16, a.box);
+      });
       arrive_for_warp(shared_address(&s.empty[slot]));
 
       const bool cut = a.segment && !a.partial && n + 1 < it.blocks && key0 % a.segment == 0;
       if (n + 1 == it.blocks || cut) {
+        float before[R], after[R], old[2], now[2];
 #pragma unroll
         for (int r = 0; r < R; ++r) {
           const float total = quad_sum(l[r]);
           if (a.partial || !a.segment) {
             high[r] = m[r], all[r] = total;
-#pragma unroll
-            for (int j = 0; j < kTiles; ++j) out[j][2 * r] = acc[j][2 * r], out[j][2 * r + 1] = acc[j][2 * r + 1];
           } else {
             const Join join(high[r], m[r], a.scale);
             all[r] = join(all[r], total);
-#pragma unroll
-            for (int j = 0; j < kTiles; ++j) {
-              out[j][2 * r] = join(out[j][2 * r], acc[j][2 * r]);
-              out[j][2 * r + 1] = join(out[j][2 * r + 1], acc[j][2 * r + 1]);
-            }
+            before[r] = join.before, after[r] = join.after;
           }
           m[r] = -INFINITY, l[r] = 0.f;
         }
+        if (a.partial || !a.segment) {
+          out = acc;
+        } else {
+          out.spread(before, old), out.spread(after, now);
 #pragma unroll
-        for (int j = 0; j < kTiles; ++j) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.f;
+          for (int j = 0; j < sizeof(out.v) / sizeof(out.v[0]); ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              const int row = out.kTurned ? e % 2 : e / 2;
+              out.v[j][e] = Join(old[row], now[row])(out.v[j][e], acc.v[j][e]);
+            }
+        }
+        acc.clear();
       }
     }
 
+    const int row0 = it.row_tile * kDecodeRows, column0 = warp * kTiles * 8;
+    if (a.partial) {
+      float* const to = a.partial + ((int64_t(it.sequence) * a.segments + it.split) * a.hk * a.group + it.head * a.group) * (DV + 2);
+      if (warp == 0 && t == 0)
 #pragma unroll
-    for (int r = 0; r < R; ++r) {
-      const int row = it.row_tile * kDecodeRows + g + 8 * r;
-      if (row >= a.group) continue;
-      const int64_t q_head = it.head * a.group + row;
-      const int column = warp * kTiles * 8 + t * 2;
-      if (a.partial) {
-        float* to = a.partial + ((int64_t(it.sequence) * a.segments + it.split) * a.hk * a.group + q_head) * (DV + 2);
-        if (warp == 0 && t == 0) to[DV] = high[r], to[DV + 1] = all[r];
+        for (int r = 0; r < R; ++r) {
+          const int row = row0 + g + 8 * r;
+          if (row < a.group) to[row * (DV + 2) + DV] = high[r], to[row * (DV + 2) + DV + 1] = all[r];
+        }
+      out.pairs([&](int row, int column, float x, float y) {
+        if (row0 + row < a.group)
+          *reinterpret_cast<float2*>(to + (row0 + row) * (DV + 2) + column0 + column) = make_float2(x, y);
+      });
+    } else {
+      float factors[R], factor[2];
 #pragma unroll
-        for (int j = 0; j < kTiles; ++j)
-          *reinterpret_cast<float2*>(to + column + j * 8) = make_float2(out[j][2 * r], out[j][2 * r + 1]);
-      } else {
-        const Final final(high[r], all[r], a.scale);
-        T* to = static_cast<T*>(a.out) + (int64_t(it.token) * a.hk * a.group + q_head) * DV + column;
-#pragma unroll
-        for (int j = 0; j < kTiles; ++j)
-          *reinterpret_cast<uint32_t*>(to + j * 8) = pack<T>(final(out[j][2 * r]), final(out[j][2 * r + 1]));
-      }
+      for (int r = 0; r < R; ++r) factors[r] = Final(high[r], all[r], a.scale).factor;
+      out.spread(factors, factor);
+      out.each([&](float& x, int row) { x = Final::apply(x, factor[row]); });
+      T* const to = static_cast<T*>(a.out) + (int64_t(it.token) * a.hk * a.group + it.head * a.group) * DV;
+      out.pairs([&](int row, int column, float x, float y) {
+        if (row0 + row < a.group)
+          *reinterpret_cast<uint32_t*>(to + (row0 + row) * DV + column0 + column) = pack<T>(x, y);
+      });
     }
     if (a.ready) {
       __threadfence();

@@ -1,4 +1,4 @@
-// Draws from a tile of logits in the registers that it was made in: 64 rows by 256 tokens a warpgroup.
+// Draws from a tile of logits in the registers that it was made in: 64 rows by 128 or 256 tokens a warpgroup.
 //
 // A thread holds pairs of columns that are eight apart, of two rows; the four lanes of a quad hold a row. It takes a block
 // of the log-sum-exp of one row at a time: 32 logits, which it keeps in shared memory of its own, so that loops over them
@@ -26,9 +26,10 @@ struct ManyEpilogue {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   static constexpr float kNegative = -__builtin_huge_valf();
 
-  __device__ __forceinline__ void begin(float (&d)[128], int, int) const {
+  template <int N>
+  __device__ __forceinline__ void begin(float (&d)[N], int, int) const {
 #pragma unroll
-    for (int i = 0; i < 128; ++i) d[i] = 0.0f;
+    for (int i = 0; i < N; ++i) d[i] = 0.0f;
   }
 
   // This thread's logits: pair g of columns lies at [g * 128].
@@ -236,8 +237,8 @@ struct ManyEpilogue {
   }
 
   // Part PART of a tile, a block of a row, to shared memory; its extremes. NaN are passed over in `most`, not in `least`.
-  template <int PART>
-  static __device__ __forceinline__ void move(const float (&d)[128], float2* x, float& most, float& least) {
+  template <int PART, int N>
+  static __device__ __forceinline__ void move(const float (&d)[N], float2* x, float& most, float& least) {
     float high[4], low[4];
 #pragma unroll
     for (int g = 0; g < 16; ++g) {
@@ -260,7 +261,8 @@ struct ManyEpilogue {
     for (int k = 1; k < 4; ++k) asm("min.NaN.f32 %0, %0, %1;" : "+f"(least) : "f"(low[k]));
   }
 
-  __device__ __forceinline__ void end(float (&d)[128], int row, int column, State& state) const {
+  template <int N>
+  __device__ __forceinline__ void end(float (&d)[N], int row, int column, State& state) const {
     if (state.row != row) {
       state.best[0] = state.best[1] = __longlong_as_double(0xfff0000000000000ll);
       state.row = row;
@@ -268,17 +270,15 @@ struct ManyEpilogue {
     const int first = column - threadIdx.x % 4 * 2;
     float2* const x = logits();
 #pragma unroll 1
-    for (int part = 0; part < 4; ++part) {
+    for (int part = 0; part < N / 32; ++part) {
       if (row - int(threadIdx.x % 32 / 4) + part % 2 * 8 >= a.rows) continue;  // of all eight rows of the warp
       float most, least;
       if (part == 0)
         move<0>(d, x, most, least);
       else if (part == 1)
         move<1>(d, x, most, least);
-      else if (part == 2)
-        move<2>(d, x, most, least);
-      else
-        move<3>(d, x, most, least);
+      else if constexpr (N > 64)
+        part == 2 ? move<2>(d, x, most, least) : move<3>(d, x, most, least);
       double known = part % 2 ? state.best[1] : state.best[0];
       block(row + part % 2 * 8, first + part / 2 * kDrawBlock, most, least, known);
       (part % 2 ? state.best[1] : state.best[0]) = known;

@@ -1,4 +1,4 @@
-// The product behind many draws: tiles of 64 rows of hidden by 256 tokens, which two warpgroups of a block take in turns, so
+// The product behind many draws: tiles of 64 rows of hidden by 128 tokens, which two warpgroups of a block take in turns, so
 // that one multiplies while the other draws from what it has multiplied.
 //
 // One thread keeps a ring of stages in flight with the bulk tensor copy engine, of one tile after the other. A cluster's
@@ -11,10 +11,23 @@
 
 namespace vx::sm90 {
 
-constexpr int kOverlapDepth = 64, kOverlapStages = 4, kOverlapThreads = 384;
-constexpr int kOverlapRows = 64 * kOverlapDepth * 2, kOverlapStage = 5 * kOverlapRows;  // bytes: of 64 rows; of a stage
+constexpr int kOverlapDepth = 64, kOverlapTokens = 128, kOverlapStages = 8, kOverlapThreads = 384;
+constexpr int kOverlapBox = 64 * kOverlapDepth * 2;  // bytes of 64 rows, of hidden or of the weight
+constexpr int kOverlapBoxes = kOverlapTokens / 64, kOverlapStage = (1 + kOverlapBoxes) * kOverlapBox;
 constexpr int kOverlapShared = kOverlapStages * kOverlapStage + 1024;
 static_assert((kOverlapStages & (kOverlapStages - 1)) == 0);
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// d += 64 rows by 128 tokens, 16 of k.
+__device__ __forceinline__ void multiply_128(float (&d)[64], uint64_t a, uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" VX_TEN() VX_TEN(1) VX_TEN(2) VX_TEN(3)
+                   VX_TEN(4) VX_TEN(5) "%60,%61,%62,%63}, %64, %65, 1, 1, 1, 0, 0;"
+               : VX_A16(0), VX_A16(16), VX_A16(32), VX_A16(48)
+               : "l"(a), "l"(b));
+}
+
+#endif
 
 template <int CLUSTER, class Epilogue>
 __global__ void __launch_bounds__(kOverlapThreads, 1)
@@ -24,7 +37,7 @@ __global__ void __launch_bounds__(kOverlapThreads, 1)
   extern __shared__ uint8_t memory[];
   __shared__ __align__(8) uint64_t barriers[2 * kOverlapStages + 2];
   const int rank = cluster_rank(), clusters = gridDim.x / CLUSTER;
-  const int groups = (m + 64 * CLUSTER - 1) / (64 * CLUSTER), turns = groups * ((n + 255) / 256);
+  const int groups = (m + 64 * CLUSTER - 1) / (64 * CLUSTER), turns = groups * ((n + kOverlapTokens - 1) / kOverlapTokens);
   const int steps = (k + kOverlapDepth - 1) / kOverlapDepth;
   const uint32_t ring = (shared_address(memory) + 1023) & ~1023u;
   const uint32_t full = shared_address(barriers), empty = full + 8 * kOverlapStages, next = empty + 8 * kOverlapStages;
@@ -46,19 +59,19 @@ __global__ void __launch_bounds__(kOverlapThreads, 1)
       int slot = 0;
       uint32_t phase = 1;
       for (int turn = blockIdx.x / CLUSTER; turn < turns; turn += clusters) {
-        const int m0 = (turn % groups * CLUSTER + rank) * 64, n0 = turn / groups * 256;
+        const int m0 = (turn % groups * CLUSTER + rank) * 64, n0 = turn / groups * kOverlapTokens;
         for (int step = 0; step < steps; ++step) {
           barrier_wait(empty + 8 * slot, phase);  // passes at once in the first round
           barrier_expect(full + 8 * slot, kOverlapStage);
           const uint32_t to = ring + slot * kOverlapStage;
           copy_box(to, &rows_map, full + 8 * slot, step * kOverlapDepth, m0, 0);
 #pragma unroll
-          for (int i = 0; i < 4 / CLUSTER; ++i) {
-            const int box = rank * (4 / CLUSTER) + i;
+          for (int i = 0; i < kOverlapBoxes / CLUSTER; ++i) {
+            const int box = rank * (kOverlapBoxes / CLUSTER) + i;
             if constexpr (CLUSTER == 1)
-              copy_box(to + (1 + box) * kOverlapRows, &weight_map, full + 8 * slot, step * kOverlapDepth, n0 + 64 * box, 0);
+              copy_box(to + (1 + box) * kOverlapBox, &weight_map, full + 8 * slot, step * kOverlapDepth, n0 + 64 * box, 0);
             else
-              copy_box_to((1 << CLUSTER) - 1, to + (1 + box) * kOverlapRows, &weight_map, full + 8 * slot,
+              copy_box_to((1 << CLUSTER) - 1, to + (1 + box) * kOverlapBox, &weight_map, full + 8 * slot,
                           step * kOverlapDepth, n0 + 64 * box, 0);
           }
           if (++slot == kOverlapStages) slot = 0, phase ^= 1;
@@ -70,14 +83,14 @@ __global__ void __launch_bounds__(kOverlapThreads, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int mine = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1, thread = threadIdx.x % 128;
     const int row_in = thread / 32 * 16 + thread % 32 / 4, column_in = thread % 4 * 2;
-    float d[128];
+    float d[kOverlapTokens / 2];
     typename Epilogue::State state;
     uint32_t taken = mine;  // tiles of this block so far, the other's among them
     for (int turn = blockIdx.x / CLUSTER + mine * clusters; turn < turns; turn += 2 * clusters, taken += 2) {
-      const int row = (turn % groups * CLUSTER + rank) * 64 + row_in, column = turn / groups * 256 + column_in;
+      const int row = (turn % groups * CLUSTER + rank) * 64 + row_in, column = turn / groups * kOverlapTokens + column_in;
       epilogue.begin(d, row, column);
 #pragma unroll
-      for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
+      for (int i = 0; i < kOverlapTokens / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
       // All stages of the tile before have come: only then does a parity tell a stage's round from the one before.
       if (taken) barrier_wait(next + 8 * mine, (taken - 1) / 2 & 1);
       const uint32_t first = taken * uint32_t(steps);
@@ -89,8 +102,7 @@ __global__ void __launch_bounds__(kOverlapThreads, 1)
         wgmma_begin();
 #pragma unroll
         for (int i = 0; i < kOverlapDepth / 16; ++i)  // order: K ascending; products of one accumulator run in issue order
-          multiply_256<__nv_bfloat16, false, false>(d, operand(stage + 32 * i),
-                                                    operand(stage + kOverlapRows + 32 * i));
+          multiply_128(d, operand(stage + 32 * i), operand(stage + kOverlapBox + 32 * i));
         wgmma_commit();
         if (step + 1 == steps && thread == 0) barrier_arrive(next + 8 * (1 - mine));
         wgmma_wait<1>();  // the stage before this one has been read
@@ -100,7 +112,7 @@ __global__ void __launch_bounds__(kOverlapThreads, 1)
       wgmma_wait<0>();
       if (before >= 0 && thread < CLUSTER) barrier_arrive_at(empty + 8 * before, thread);
 #pragma unroll
-      for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
+      for (int i = 0; i < kOverlapTokens / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
       epilogue.end(d, row, column, state);
     }
   }
@@ -132,7 +144,7 @@ cudaError_t overlapped(const CUtensorMap& rows, const CUtensorMap& weight, int m
     if (clusters < 1) return cudaErrorInvalidConfiguration;
     known[device & 63].store(clusters);
   }
-  const int turns = (m + 64 * CLUSTER - 1) / (64 * CLUSTER) * ((n + 255) / 256);
+  const int turns = (m + 64 * CLUSTER - 1) / (64 * CLUSTER) * ((n + kOverlapTokens - 1) / kOverlapTokens);
   config.gridDim = dim3(std::min(clusters, turns) * CLUSTER);
   return cudaLaunchKernelEx(&config, kernel, rows, weight, m, n, k, epilogue);
 }

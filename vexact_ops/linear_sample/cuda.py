@@ -5,8 +5,8 @@ Admitted byte for byte against the Triton kernels (contract: verify, then trust)
 the Triton sampler: same bits.
 
 Up to 8 rows the weight is streamed as `linear` streams it for few rows, and a tile of it is one block of the
-log-sum-exp. More take tiles of 64 rows by 256 tokens, where one warpgroup multiplies while the other draws; beyond 128
-rows tiles of 128, which ask less of the caches.
+log-sum-exp. More take tiles of 64 rows by 128 tokens, where one warpgroup multiplies while the other draws; beyond 128
+rows tiles of 128 by 256, which ask less of the caches.
 """
 
 import functools
@@ -103,7 +103,7 @@ def _draws(device: torch.device, width: int, rows: int) -> Proposal:
         boxes, ring, ahead, lead, share = FEW[rows]
         name = f"wgmma 128x{rows}x{64 * boxes} ring {ring} ahead {ahead} lead {lead} persistent {share}"
     elif rows in OVERLAPPED:
-        name = f"wgmma 64x256x64 ring 4 in turns, clusters of {OVERLAPPED[rows]}"
+        name = f"wgmma 64x128x64 ring 8 in turns, clusters of {OVERLAPPED[rows]}"
     candidate = digest.of_files(
         __file__, native=" ".join(f"{digest.of_extension(room, 'cuda')}" for room in ("linear_sample", "linear"))
     )
