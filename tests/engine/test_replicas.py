@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from engine_models import bits, build, byte_tokenizer, prompts
@@ -389,12 +390,12 @@ def test_one_dies_or_fails_while_weights_come(path, new, monkeypatch):
         front, send = replicas._front, replicas._send_bucket
         turns = iter(range(100))
 
-        def lose(writing, memory, entries, used):
+        def lose(writing, memory, parts, used):
             if next(turns) == 1 and 1 in writing:
-                bad = [type(e)(e.name + "x", e.dtype, e.shape, e.offset) for e in entries]
+                bad = [msgspec.structs.replace(part, name=part.name + "x") for part in parts]
                 futures = send({1: writing[1]}, memory, bad, used)
-                return futures | send({i: r for i, r in writing.items() if i != 1}, memory, entries, used)
-            return send(writing, memory, entries, used)
+                return futures | send({i: r for i, r in writing.items() if i != 1}, memory, parts, used)
+            return send(writing, memory, parts, used)
 
         replicas._send_bucket = lose
         running = pool.submit(replicas.generate, PROMPTS, LONG)

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from ..engine import Engine
 from ..outputs import Increment, Ticket
 from ..request import Completion
+from ..weights import messages as weights
 from ..weights.buffers import values
 from ..weights.intake import Intake
 from ..weights.session import WeightUpdate
@@ -221,7 +222,7 @@ class Host:
             memory = torch.frombuffer(bytearray(bucket.payload), dtype=torch.uint8)
         else:
             memory = self._memories[bucket.memory]
-        self._update.write(_tensors(memory, bucket.entries))
+        self._update.write(values(weights.Bucket(0, bucket.parts), memory))
 
     # Out
 
@@ -271,14 +272,3 @@ def facts(engine: Engine) -> dict[str, Any]:
         "device": str(engine.device),
         "dtype": str(engine.dtype).removeprefix("torch."),
     }
-
-
-def _tensors(memory: Tensor, entries: Iterable[m.Entry]) -> list[tuple[str, Tensor]]:
-    found = []
-    for entry in entries:
-        dtype, count = getattr(torch, entry.dtype), 1
-        for size in entry.shape:
-            count *= size
-        part = memory[entry.offset : entry.offset + count * dtype.itemsize]
-        found.append((entry.name, part.view(dtype).view(entry.shape)))
-    return found

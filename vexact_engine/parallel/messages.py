@@ -54,20 +54,11 @@ class Memory(msgspec.Struct, tag=3, array_like=True):
     size: int
 
 
-class Entry(msgspec.Struct, array_like=True):
-    """Where a tensor lies in a bucket."""
-
-    name: str
-    dtype: str
-    shape: list[int]
-    offset: int
-
-
 class Bucket(msgspec.Struct, tag=4, array_like=True):
     """Weights of the update that is under way; an Answer comes once they are written. They lie in a Memory, or here."""
 
     key: int
-    entries: list[Entry]
+    parts: list[weights.Part]
     memory: int | None = None
     payload: bytes | None = None
 

@@ -26,8 +26,10 @@ from ..request import Completion, check_name, check_params, encoded, refused, sp
 from ..runner.sleep import TAGS, check_level, named_tags
 from ..text import Text
 from ..weights.load import as_dtype, load_tokenizer
+from ..weights.messages import Part, dtype_name
+from ..weights.packing import pack
 from . import messages as m
-from .buckets import SharedMemory, dtype_name, pack, size_of
+from .buckets import SharedMemory, size_of
 from .fleet import FleetUpdate
 from .front import Front, add_counts
 from .jobs import Call, Channel, Job, Replica
@@ -358,9 +360,9 @@ class Replicas:
 
         turn, left = 0, dict(specs)
         try:
-            for used, entries in pack(_checked(pairs, specs, left), buffers()):
+            for filled, parts in pack(_checked(pairs, specs, left), buffers()):
                 at = turn % len(memories)
-                waiting[at] = self._send_bucket(update.writing, memories[at], entries, used)
+                waiting[at] = self._send_bucket(update.writing, memories[at], parts, len(filled))
                 turn += 1
             for answers in waiting:
                 update.heard(answers)
@@ -388,16 +390,16 @@ class Replicas:
         return self._memories
 
     def _send_bucket(
-        self, writing: Mapping[int, Replica], memory: SharedMemory, entries: list[m.Entry], used: int
+        self, writing: Mapping[int, Replica], memory: SharedMemory, parts: list[Part], used: int
     ) -> dict[int, Future]:
         futures, payload = {}, None
         for index, replica in writing.items():
             channel = replica.channel
             if channel is not None and not channel.shares_memory:
                 payload = memory.bytes[:used].numpy().tobytes() if payload is None else payload
-                bucket = functools.partial(m.Bucket, entries=entries, payload=payload)
+                bucket = functools.partial(m.Bucket, parts=parts, payload=payload)
             else:
-                bucket = functools.partial(m.Bucket, entries=entries, memory=memory.key)
+                bucket = functools.partial(m.Bucket, parts=parts, memory=memory.key)
                 known = self._knows.setdefault((index, replica.starts), set())
                 if channel is not None and memory.key not in known:
                     known.add(memory.key)
