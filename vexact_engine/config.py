@@ -92,6 +92,7 @@ class SamplingParams:
     num_top_logprobs   report the log-probabilities of this many of the likeliest tokens at each position
     prompt_logprobs    report the log-probabilities of the prompt's own tokens, at temperature 1. All of the prompt is
                        computed then, once for each sample: nothing is taken from the prefix cache
+    num_prompt_top_logprobs   with these, those of this many of the likeliest tokens at each of the prompt's positions
     max_tokens, min_tokens, logprobs   vLLM's names of max_new_tokens, min_new_tokens and num_top_logprobs, which may be
                        given instead
     """
@@ -109,6 +110,7 @@ class SamplingParams:
     ignore_eos: bool = False
     num_top_logprobs: int = 0
     prompt_logprobs: bool = False
+    num_prompt_top_logprobs: int = 0
     if TYPE_CHECKING:  # vLLM's names, for type checkers: no fields
         max_tokens: InitVar[int | None] = None
         min_tokens: InitVar[int | None] = None
@@ -129,6 +131,9 @@ class SamplingParams:
         _set_real(self, "min_p", lambda p: 0 <= p <= 1, "a number from 0 to 1")
         _check_bool(self, "ignore_eos")
         _check_bool(self, "prompt_logprobs")
+        _set_int(self, "num_prompt_top_logprobs", 0)
+        if self.num_prompt_top_logprobs and not self.prompt_logprobs:
+            raise _value_error(self, "num_prompt_top_logprobs", "0, or prompt_logprobs=True with it")
         if isinstance(self.stop_token_ids, (str, bytes)) or not isinstance(self.stop_token_ids, Iterable):
             raise _type_error(self, "stop_token_ids", "token ids")
         ids = tuple(_as_int(self, "stop_token_ids", i, "token ids") for i in self.stop_token_ids)

@@ -286,8 +286,8 @@ class Engine:
                  either of the others
         mode     what becomes of requests under way, as in pause(). With "keep" those whose keys and values are gone
                  are computed anew from their tokens: not a bit of them is another one
-        returns  bytes given back, by tag: on a GPU the memory that this process holds less than before, the host's for
-                 a CPU. What is asleep already gives nothing
+        returns  bytes given back, by tag: on a GPU the memory that this process (or those of all its stages) holds less
+                 than before, the host's for a CPU. What is asleep already gives nothing
 
         Requests that come meanwhile wait. Nobody may touch `engine.model` while its weights are asleep: their tensors
         are there, their memory is not, and reading them ends the process. close() gives weights back that were kept,

@@ -16,6 +16,7 @@ class Increment:
     token_ids, logprobs, raw_logprobs   the new tokens and theirs
     top_logprobs     for each new token what Completion.top_logprobs has, if `num_top_logprobs` asked for it
     prompt_logprobs  what Completion.prompt_logprobs has, if that was asked for; with the first increment alone
+    prompt_top_logprobs   the same of Completion.prompt_top_logprobs
     text             the new text. It may lag behind the tokens, while a character is incomplete or could be the
                      beginning of a stop string; what is left comes with the last increment
     completion       everything, on the last increment of this sample; None before
@@ -30,6 +31,7 @@ class Increment:
     completion: Completion | None = None
     top_logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[dict[int, float] | None] | None = None
 
     @property
     def finish_reason(self) -> str | None:
@@ -181,6 +183,7 @@ class Ticket:
             certain = sample.detokenizer.text
             text = certain[sample.sent_text : len(certain) - held_back(certain, sequence.params.stop)]
         sample.sent_text += len(text)
+        scored, tops = sequence.prompt_logprobs, sequence.prompt_top_logprobs
         return Increment(
             request_id=self.request.id,
             index=sequence.index,
@@ -190,5 +193,6 @@ class Ticket:
             text=text,
             completion=completion,
             top_logprobs=None if sequence.top_logprobs is None else sequence.top_logprobs[first:],
-            prompt_logprobs=None if sequence.prompt_logprobs is None or first else list(sequence.prompt_logprobs),
+            prompt_logprobs=None if scored is None or first else list(scored),
+            prompt_top_logprobs=None if tops is None or first else list(tops),
         )

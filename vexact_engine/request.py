@@ -85,6 +85,8 @@ class Completion:
     top_logprobs      for each token {id: log-probability} of the likeliest ids, if `num_top_logprobs` asked for them
     prompt_logprobs   of each of the prompt's tokens at temperature 1, if `prompt_logprobs` asked for them: None for the
                       first, which follows nothing, and for those that were not come to
+    prompt_top_logprobs   at the same places {id: log-probability} of the likeliest ids, if `num_prompt_top_logprobs`
+                      asked for them
     error             why, where finish_reason is "error", or "length" for want of cache
     request_id, index the request, and which of its samples this is
     seed              the request's seed, drawn where none was given: with it the same tokens come again
@@ -108,6 +110,7 @@ class Completion:
     weight_versions: list[int] = field(default_factory=list)
     metrics: Metrics | None = None
     prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[dict[int, float] | None] | None = None
 
     def __repr__(self) -> str:
         """One line: the lists are as long as the text."""
@@ -220,6 +223,7 @@ class Sequence:
         "params",
         "preemptions",
         "prompt_logprobs",
+        "prompt_top_logprobs",
         "raw_logprobs",
         "request",
         "seed",
@@ -242,6 +246,7 @@ class Sequence:
         self.logprobs, self.raw_logprobs, self.weight_versions = [], [], []
         self.top_logprobs = [] if self.params.num_top_logprobs else None
         self.prompt_logprobs = [None] * self.num_prompt if self.params.prompt_logprobs else None
+        self.prompt_top_logprobs = [None] * self.num_prompt if self.params.num_prompt_top_logprobs else None
         self.state = State.WAITING
         self.slot = None
         self.last_step = -(1 << 62)
@@ -303,6 +308,7 @@ class Sequence:
             weight_version=self.weight_versions[-1] if self.weight_versions else weight_version,
             top_logprobs=None if self.top_logprobs is None else list(self.top_logprobs),
             prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
+            prompt_top_logprobs=None if self.prompt_top_logprobs is None else list(self.prompt_top_logprobs),
             error=self.error,
             request_id=self.request.id,
             index=self.index,
@@ -355,8 +361,9 @@ def check_name(method: str, request_id: str) -> None:
 def check_params(params, vocab_size: int) -> None:
     if not isinstance(params, SamplingParams):
         raise TypeError(f"params is a {type(params).__name__}, expected SamplingParams")
-    if params.num_top_logprobs > vocab_size:
-        raise ValueError(f"num_top_logprobs is {params.num_top_logprobs}, expected at most {vocab_size}")
+    for name in ("num_top_logprobs", "num_prompt_top_logprobs"):
+        if getattr(params, name) > vocab_size:
+            raise ValueError(f"{name} is {getattr(params, name)}, expected at most {vocab_size}")
 
 
 def encoded(prompt, text):

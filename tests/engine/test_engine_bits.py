@@ -351,6 +351,41 @@ def test_prompt_logprobs_are_the_trainers(device, dtype, family, config):
                 assert torch.tensor(others, dtype=torch.float32).view(torch.int32).tolist() == rows[i]
 
 
+@each_device
+@pytest.mark.parametrize("config", [ROOMY, replace(ROOMY, num_pages=14, page_size=4, max_num_batched_tokens=11)])
+def test_the_likeliest_tokens_of_a_prompt_are_those_of_its_beginnings(device, dtype, config):
+    """Asked for at once they are what a draw behind each beginning comes with; beside others that want fewer."""
+    alone = SamplingParams(max_new_tokens=1, num_top_logprobs=5)
+    counts = [(i + 2) % 4 for i in range(len(PROMPTS))]
+    each = [{"prompt_logprobs": i > 0, "num_prompt_top_logprobs": n * (i > 0)} for i, n in enumerate(counts)]
+    counts[0], params = 0, [replace(p, **asked) for p, asked in zip(PARAMS, each)]
+    with Engine.from_pretrained(build("Llama", dtype, device=device), device=device, config=config) as engine:
+        done = [c for c in engine.generate(PROMPTS, params) if not c.index]
+        check_idle(engine)
+        for completion, count in zip(done, counts):
+            ids = completion.prompt_ids
+            if not count:
+                assert completion.prompt_top_logprobs is None
+                continue
+            behind = engine.generate([ids[:end] for end in range(1, len(ids))], alone)
+            expected = [dict(list(one.top_logprobs[0].items())[:count]) for one in behind]
+            assert completion.prompt_top_logprobs == [None, *expected]
+            for token, value, top in zip(ids[1:], completion.prompt_logprobs[1:], completion.prompt_top_logprobs[1:]):
+                assert top.get(token, value) == value
+    for wrong in ({"num_prompt_top_logprobs": 2}, {"num_prompt_top_logprobs": -1, "prompt_logprobs": True}):
+        with pytest.raises(ValueError, match="num_prompt_top_logprobs is"):
+            SamplingParams(**wrong)
+
+
+def test_likeliest_tokens_beyond_the_vocabulary_are_refused():
+    with Engine.from_pretrained(build("Llama"), config=ROOMY) as engine:
+        params = SamplingParams(max_new_tokens=1, prompt_logprobs=True, num_prompt_top_logprobs=VOCAB + 1)
+        (refused,) = engine.generate([[3, 4]], params)
+        assert f"num_prompt_top_logprobs is {VOCAB + 1}, expected at most {VOCAB}" in refused.error
+        (whole,) = engine.generate([[3, 4]], replace(params, num_prompt_top_logprobs=VOCAB))
+        assert len(whole.prompt_top_logprobs[1]) == VOCAB
+
+
 def test_prompt_logprobs_of_one_that_does_not_begin():
     with Engine.from_pretrained(build("Llama"), config=ROOMY) as engine:
         (refused,) = engine.generate([[VOCAB]], SamplingParams(prompt_logprobs=True))

@@ -15,8 +15,9 @@ import torch
 from engine_models import bits, build, check_idle, prompts
 
 import vexact_ops as vx
-from vexact_engine import Engine, EngineConfig, SamplingParams, StageDied, WeightsTorn
+from vexact_engine import Engine, EngineAsleep, EngineConfig, SamplingParams, StageDied, WeightsMissing, WeightsTorn
 from vexact_engine.parallel.pipeline import cut
+from vexact_engine.runner.sleep import TAGS
 from vexact_engine.weights.load import load_in_stages
 from vexact_engine.weights.partial import Origin, fill, skeleton
 from vexact_engine.weights.random import load_random
@@ -33,7 +34,7 @@ MIXED = [
     replace(PARAMS, temperature=0.7, top_k=5, n=3),
     replace(PARAMS, top_p=0.8, min_p=0.01, seed=9),
     replace(PARAMS, num_top_logprobs=3, n=2),
-    replace(PARAMS, prompt_logprobs=True),
+    replace(PARAMS, prompt_logprobs=True, num_prompt_top_logprobs=2),
     replace(PARAMS, max_new_tokens=1),
     replace(PARAMS, max_new_tokens=40, stop_token_ids=(7, 8, 9, 10)),
     replace(PARAMS, ignore_eos=False),
@@ -42,7 +43,8 @@ LAYERS = {"Qwen3": 3, "Qwen3Moe": 2}
 
 
 def outcome(completion):
-    return bits(completion), completion.top_logprobs, completion.prompt_logprobs
+    c = completion
+    return bits(c), c.top_logprobs, c.prompt_logprobs, c.prompt_top_logprobs
 
 
 def ask(engine):
@@ -113,7 +115,7 @@ def test_each_stage_has_its_layers_alone(saved, staged):
     assert [*itertools.chain(*worker.layers)] == list(range(count))
     assert [pid for pid, *_ in numbers] == pids(staged) and os.getpid() not in pids(staged)
     shape = staged.model.config
-    page = 2 * 4 * shape.num_key_value_heads * shape.head_dim
+    page = 2 * 2 * 4 * shape.num_key_value_heads * shape.head_dim
     assert [held for *_, held in numbers] == [40 * page * len(layers) for layers in worker.layers]
     every = {id(p): p.nbytes for p in staged.model.parameters()}
     assert sum(worker.held) == sum(every.values())  # tied ones aside, nothing is there twice
@@ -292,7 +294,73 @@ def test_what_cannot_be_cut(tmp_path):
         load_in_stages(tmp_path)
 
 
-def test_an_engine_in_stages_cannot_sleep_yet(staged):
-    with pytest.raises(NotImplementedError, match="cannot sleep yet"):
-        staged.sleep()
-    assert staged.state == "running" and staged.generate(PROMPTS[:1], PARAMS)[0].error is None
+# Sleep
+
+
+def test_stages_give_their_memory_back_and_nothing_changes(saved, staged):
+    """All of them, while requests are under way; and what a stage has not cannot be given back by it."""
+    staged.update_weights(state_of(saved[0]), numerics=staged.numerics())
+    cache = sum(held for *_, held in staged._worker.numbers())
+    with ThreadPoolExecutor(1) as pool:
+        steps = staged.stats.steps
+        running = pool.submit(ask, staged)
+        until(lambda: staged.stats.steps > steps + 5)
+        try:
+            given = staged.sleep()
+            assert given == {"weights": 0, "kv_cache": cache, "graphs": 0}  # a CPU's weights stay where they are
+            assert staged.state == "asleep" and staged.asleep == TAGS
+            assert sum(held for *_, held in staged._worker.numbers()) == 0
+            assert staged.sleep() == dict.fromkeys(TAGS, 0) and not running.done()
+            with pytest.raises(EngineAsleep, match=r'wake_up\(\["weights"\]\) comes first'):
+                staged.update_weights(state_of(saved[0]), numerics=staged.numerics())
+            assert staged.wake_up(["weights"]) == {"weights": 0} and staged.asleep == ("kv_cache", "graphs")
+        finally:
+            taken = staged.wake_up()
+        assert taken["kv_cache"] == cache and staged.state == "running"
+        assert running.result(60) == saved[1]
+    assert sum(held for *_, held in staged._worker.numbers()) == cache
+    check_idle(staged)
+
+
+def test_weights_that_stages_have_dropped_come_by_an_update(saved, staged):
+    held = sum(tensor.nbytes for tensor in {id(p): p for p in staged.model.parameters()}.values())
+    assert staged.sleep(level=2)["weights"] >= held
+    staged.wake_up()
+    with pytest.raises(WeightsMissing, match=r"sleep\(level=2\) has dropped the weights"):
+        staged.generate(PROMPTS[:1], PARAMS)
+    state = state_of(saved[0])
+    staged.update_weights(iter(state.items()), numerics=staged.numerics(), specs=state)
+    assert ask(staged) == saved[1]
+    staged.sleep(tags=["kv_cache"])
+    staged.update_weights(state, numerics=staged.numerics())
+    staged.wake_up(["kv_cache"])
+    assert ask(staged) == saved[1]
+    check_idle(staged)
+
+
+@ONE
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_stage_that_dies_asleep_is_made_anew_and_sleeps(saved, when):
+    with Engine.from_pretrained(saved[0], device="cpu", config=STAGED) as engine:
+        assert ask(engine) == saved[1]
+        last = engine._worker._stages[1].process
+        if when == "meanwhile":
+            engine.sleep()
+        last.kill()
+        until(lambda: last.poll() is not None)
+        if when == "before":
+            with pytest.raises(StageDied):
+                engine.sleep()  # the engine has not heard of it yet
+            assert engine.state == "running"
+            engine.sleep()
+            assert engine.asleep == TAGS
+        else:
+            with pytest.raises(StageDied):
+                engine.wake_up(["weights"])
+            assert engine.state == "asleep"
+            engine.wake_up(["weights"])
+            assert engine.asleep == ("kv_cache", "graphs")
+        assert sum(held for *_, held in engine._worker.numbers()) == 0
+        engine.wake_up()
+        assert ask(engine) == saved[1] and engine.weight_version == 0
+        check_idle(engine)

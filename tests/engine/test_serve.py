@@ -4,6 +4,7 @@ import asyncio
 import random
 import socket
 import time
+from dataclasses import replace
 
 import pytest
 import serving
@@ -302,6 +303,28 @@ def test_log_probabilities_of_the_prompt(engine, ask):
         assert choice.logprobs.token_logprobs == expected[2 * at].prompt_logprobs
         (mine,) = (piece.choices[0] for piece in pieces[:-1] if piece.choices[0].index == at)
         assert (mine.text, mine.logprobs, mine.finish_reason) == (choice.text, choice.logprobs, "length")
+
+
+def test_the_likeliest_tokens_of_the_prompt(engine, ask):
+    """In both forms at once, each as many as it asks for; the prompt's own token is always there."""
+    params = SamplingParams(max_new_tokens=2, seed=1, ignore_eos=True, prompt_logprobs=True, num_prompt_top_logprobs=3)
+    (done,) = engine.generate(["hello"], replace(params, num_top_logprobs=3))
+    options = dict(model="tiny", prompt="hello", max_tokens=2, seed=1, echo=True, logprobs=3)
+    options["extra_body"] = {"ignore_eos": True, "prompt_logprobs": 1, "return_tokens_as_token_ids": True}
+    (choice,) = ask.completions.create(**options).choices
+    assert choice.prompt_logprobs[0] is None and choice.logprobs.top_logprobs[0] is None
+    for at in range(1, 5):
+        own, top = done.prompt_ids[at], done.prompt_top_logprobs[at]
+        first = next(iter(top))
+        told = {int(token): one["logprob"] for token, one in choice.prompt_logprobs[at].items()}
+        assert told == {own: done.prompt_logprobs[at], first: top[first]} and next(iter(told)) == own
+        named = {f"token_id:{token}": value for token, value in (top | {own: done.prompt_logprobs[at]}).items()}
+        assert choice.logprobs.top_logprobs[at] == named
+    assert len(choice.logprobs.top_logprobs) == 5 + 2
+    pieces = [piece.choices[0] for piece in ask.completions.create(**options, stream=True)]
+    assert pieces[0].prompt_logprobs == choice.prompt_logprobs
+    told = [top for one in pieces if one.logprobs for top in one.logprobs.top_logprobs]
+    assert told == choice.logprobs.top_logprobs
 
 
 @pytest.mark.parametrize("asked", [True, 0])

@@ -89,7 +89,8 @@ BAD_BOTH = [
     ({"guided_json": {}}, "guided_json", "not served"),
     ({"suffix": "end"}, "suffix", "not served"),
     ({"store": True}, "store", "not served"),
-    ({"prompt_logprobs": 2}, "prompt_logprobs", "expected true or 0"),
+    ({"prompt_logprobs": 6}, "prompt_logprobs", "got 6, expected true, or 0 to 5"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs", "got -1, expected true, or 0 to 5"),
     ({"prompt_logprobs": "yes"}, "prompt_logprobs", "boolean"),
     ({"temprature": 1}, "temprature", "no such field"),
     ({"model": "gpt-4"}, "model", "expected tiny"),
@@ -113,7 +114,6 @@ BAD_TEXT = [
     ({"logprobs": 6}, "logprobs", "expected 0 to 5"),
     ({"logprobs": -1}, "logprobs", "expected 0 to 5"),
     ({"logprobs": True}, "logprobs", "integer"),
-    ({"logprobs": 1, "echo": True}, "logprobs", "with echo, 0"),
 ]
 BAD_CHAT = [
     ({"messages": []}, "messages", "there are none"),

@@ -80,6 +80,7 @@ def make_request(i, length):
         min_p=0.1 * (i % 3),
         num_top_logprobs=i % 3,
         prompt_logprobs=i % 4 == 1,
+        num_prompt_top_logprobs=3 * (i % 8 == 1),
     )
     return Request([3 + (i // 3 + t) % 4 for t in range(length)], params)
 

@@ -111,7 +111,6 @@ def test_as_an_entry_point(tmp_path):
         ("+rollout.engine_kwargs.vexact.kv_segment=-1", "EngineConfig: kv_segment is -1"),
         ("+rollout.engine_kwargs.vexact.pipeline_parallel_size=2", "unknown: pipeline_parallel_size"),
         ("rollout.max_num_seqs=0", "EngineConfig: max_num_seqs is 0"),
-        ("rollout.pipeline_model_parallel_size=2", "free_cache_engine: set it to False"),
     ],
 )
 def test_options_that_are_refused(path, override, said):
@@ -183,8 +182,8 @@ def test_lengths(running):
         ({"best_of": 2}, "got best_of: there is no such parameter"),
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"top_p": 0.0}, "top_p is 0.0"),
-        ({"prompt_logprobs": 1000, "max_tokens": 1}, "num_top_logprobs is 1000"),
-        ({"prompt_logprobs": -1}, "num_top_logprobs is -1"),
+        ({"prompt_logprobs": 1000, "max_tokens": 1}, "num_prompt_top_logprobs is 1000"),
+        ({"prompt_logprobs": -1}, "num_prompt_top_logprobs is -1"),
     ],
 )
 def test_calls_that_are_refused(running, params, said):
@@ -388,11 +387,11 @@ def test_nobody_sleeps_without_free_cache_engine(path):
         assert running.server.engine.asleep == ()
 
 
-STAGES = [f"actor_rollout_ref.rollout.{name}" for name in ("pipeline_model_parallel_size=2", "free_cache_engine=false")]
+STAGES = ["actor_rollout_ref.rollout.pipeline_model_parallel_size=2"]
 
 
 def test_stages(path):
-    """Two processes hold half the layers each: the same answers, and an update comes to both."""
+    """Two processes hold half the layers each: the same answers, they sleep, and an update comes to both."""
     from vexact_engine import WeightSender
 
     params = SamplingParams(max_new_tokens=16, seed=3, ignore_eos=True)
@@ -403,13 +402,16 @@ def test_stages(path):
         new = weights(path, 5)
 
         async def go():
-            await server.sleep()  # it does not: free_cache_engine is off
+            await server.sleep()
+            assert server.engine.asleep == ("weights", "kv_cache", "graphs")
+            await server.wake_up(tags=["weights"])
             received = asyncio.ensure_future(server.receive_weights())
             with WeightSender(
                 server.get_weights_address(), numerics=server.engine.numerics(), bucket_bytes=1 << 16
             ) as sender:
                 await asyncio.to_thread(sender.send, new.state_dict())
                 await received
+            await server.wake_up(tags=["kv_cache"])
 
         running.call(go())
         found = running.generate(seed=3)

@@ -91,6 +91,7 @@ class Sampled:
 
     prompt_logprobs   where any chunk's request wants them, one list for each of plan.chunks: of the prompt's tokens
                       that follow the chunk's first, second, .. token
+    prompt_top_logprobs   the same of the likeliest tokens there; None of a chunk whose request does not want them
     """
 
     token_ids: list[int]
@@ -98,6 +99,7 @@ class Sampled:
     raw_logprobs: list[float]
     top_logprobs: list[dict[int, float] | None] | None = None
     prompt_logprobs: list[list[float]] | None = None
+    prompt_top_logprobs: list[list[dict[int, float]] | None] | None = None
 
 
 @dataclass(slots=True)
@@ -488,9 +490,13 @@ class Scheduler:
             raise ValueError("commit: sampled.top_logprobs is None, expected it: a request in the plan asked for it")
         self._in_flight.popleft()
         if sampled.prompt_logprobs is not None:
-            for chunk, values in zip(plan.chunks, sampled.prompt_logprobs, strict=True):
+            tops = sampled.prompt_top_logprobs or [None] * len(plan.chunks)
+            for chunk, values, top in zip(plan.chunks, sampled.prompt_logprobs, tops, strict=True):
                 if values and not chunk.sequence.finished:
-                    chunk.sequence.prompt_logprobs[chunk.start + 1 : chunk.start + 1 + len(values)] = values
+                    where = slice(chunk.start + 1, chunk.start + 1 + len(values))
+                    chunk.sequence.prompt_logprobs[where] = values
+                    if top is not None:
+                        chunk.sequence.prompt_top_logprobs[where] = top
 
         grown, row, now = [], 0, time.monotonic()
         size, version, finished = self.pool.page_size, plan.weight_version, State.FINISHED

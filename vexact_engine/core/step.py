@@ -20,7 +20,8 @@ from .scheduler import PLACEHOLDER, StepPlan
 _INT64_MAX = 2**63 - 1
 _FP32_TINY = float(np.finfo(np.float32).tiny)  # a top_p that fp32 would round to zero keeps the likeliest token too
 
-# Who a slot is given to. Drawn with these; `top` likeliest tokens are wanted beside each draw.
+# Who a slot is given to. Drawn with these; `top` likeliest tokens are wanted beside each draw, and `prompt_top` beside
+# each target.
 OCCUPANT = np.dtype(
     [
         ("slot", np.int32),
@@ -30,7 +31,7 @@ OCCUPANT = np.dtype(
         ("temperature", np.float32),
         ("top_p", np.float32),
         ("min_p", np.float32),
-        ("unused", np.int32),
+        ("prompt_top", np.int32),
     ]
 )
 # Pages of a slot, `count` from its `first` on.
@@ -47,7 +48,7 @@ _PARTS = {
     "token_ids": np.dtype(np.int32),
     "targets": np.dtype(np.int32),
 }
-_MAGIC = 0x31504554535856  # "VXSTEP1"
+_MAGIC = 0x32504554535856  # "VXSTEP2"
 
 
 @dataclass(slots=True, eq=False)
@@ -138,7 +139,7 @@ class Encoder:
 def _occupant(slot: int, sequence: Sequence) -> tuple:
     p = sequence.params
     top_k, top_p = min(p.top_k, _INT64_MAX), max(p.top_p, _FP32_TINY)
-    return slot, p.num_top_logprobs, sequence.seed, top_k, p.temperature, top_p, p.min_p, 0
+    return slot, p.num_top_logprobs, sequence.seed, top_k, p.temperature, top_p, p.min_p, p.num_prompt_top_logprobs
 
 
 class Rows:

@@ -33,8 +33,9 @@ import vexact_ops as vx
 from ..config import EngineConfig
 from ..core.scheduler import Sampled, StepPlan
 from ..core.step import Encoder
-from ..errors import HandoverFailed, StageDied, WeightsTorn
+from ..errors import EngineAsleep, HandoverFailed, StageDied, WeightsTorn
 from ..progress import bar
+from ..runner.sleep import ASLEEP
 from ..weights.load import Loaded
 from ..weights.session import written
 from ..weights.update import Piece, Spec, Update, plan_update
@@ -166,9 +167,8 @@ class PipelineWorker:
     numerics   what fixes the bits; all stages have the same
     dead       why the stages cannot be used, "" while they can
     drawn      what has come back and was not taken yet, by the number of its step
+    asleep     what of the stages' memory has been given back, and at which level; of one of them is enough
     """
-
-    asleep: Mapping[str, int] = {}
 
     def __init__(self, loaded: Loaded, config: EngineConfig, backend: str | None = None):
         self.model, self._origin, self._device, self._backend = loaded.model, loaded.origin, loaded.device, backend
@@ -185,6 +185,7 @@ class PipelineWorker:
         self._stages: list[_Stage] = []
         self.drawn: dict[int, Sampled] = {}
         self.dead, self._updated, self._lost = "", False, ""
+        self.asleep: dict[str, int] = {}
         self._start()
 
     # Stages
@@ -299,6 +300,9 @@ class PipelineWorker:
         if self._updated:
             self._lost = f"Engine: {self.dead}, and with it weights that came by an update: update them again"
         self._start()
+        asleep = self.asleep
+        for level in set(asleep.values()):  # as those did that they take the place of
+            self._moved(self.ask("sleep", level, [tag for tag, at in asleep.items() if at == level]))
 
     def fence(self) -> Callable[[], None]:
         return lambda: None
@@ -306,6 +310,7 @@ class PipelineWorker:
     # Weights
 
     def plan(self, named_tensors) -> list[tuple[str, Tensor]]:
+        self._check_awake()
         pairs = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
         plan_update(self.model, pairs)  # that they fit
         return pairs
@@ -317,6 +322,8 @@ class PipelineWorker:
     takes_aside = False
 
     def begin(self, specs: Mapping | None, staging: "_Staging | None" = None) -> "_UpdateOfStages":
+        if staging is None:
+            self._check_awake()
         if self.dead:
             self._restart()
         return _UpdateOfStages(self, specs, staging)
@@ -337,6 +344,7 @@ class PipelineWorker:
         return written
 
     def commit(self, update: "_UpdateOfStages", tear: Callable[[], None]) -> None:
+        self._check_awake()
         tear()
         self.touched()
         self.ask("commit")
@@ -390,16 +398,40 @@ class PipelineWorker:
 
     settle = wait
 
-    def sleep(self, level: int, tags) -> dict[str, int]:
-        raise NotImplementedError("sleep: an engine with pipeline_parallel_size above 1 cannot sleep yet")
+    # Sleep. Stages that are made anew meanwhile sleep as the others did
 
-    def wake_up(self, tags) -> dict[str, int]:
-        return {}
+    def sleep(self, level: int, tags: Iterable[str]) -> dict[str, int]:
+        """Bytes given back, by tag, of all stages together."""
+        if self.dead:
+            self._restart()
+        return self._moved(self.ask("sleep", level, list(tags)))
+
+    def wake_up(self, tags: Iterable[str]) -> dict[str, int]:
+        """Bytes taken again. MemoryError where a stage has no room: what it lacks sleeps on, and the others have it."""
+        if self.dead:
+            self._restart()
+        return self._moved(self.ask("wake_up", list(tags)))
+
+    def _moved(self, answers: list[tuple]) -> dict[str, int]:
+        total, self.asleep = {}, {}
+        for _, moved, asleep, _ in answers:
+            for tag, count in moved.items():
+                total[tag] = total.get(tag, 0) + count
+            for tag, level in asleep.items():
+                self.asleep[tag] = max(level, self.asleep.get(tag, 0))
+        for rank, (*_, why) in enumerate(answers):
+            if why is not None:
+                raise MemoryError(f"{why} (stage {rank})")
+        return total
+
+    def _check_awake(self) -> None:
+        if "weights" in self.asleep:
+            raise EngineAsleep(ASLEEP)
 
     # The end
 
     def numbers(self) -> list[tuple[int, int, int]]:
-        """Of each stage: its process, how many layers it has, and the bytes of their keys."""
+        """Of each stage: its process, how many layers it has, and the bytes of their caches."""
         self._tell(self._stages, pickle.dumps(("numbers",)))
         return [self._answer(stage)[1:] for stage in self._stages]
 

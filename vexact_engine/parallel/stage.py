@@ -25,6 +25,7 @@ import vexact_ops as vx
 from ..config import EngineConfig
 from ..core.step import Step
 from ..errors import HandoverFailed
+from ..runner.sleep import Memory
 from ..weights.partial import Origin, fill, skeleton
 from ..weights.update import Places, Update
 
@@ -112,6 +113,7 @@ class Stage:
         self._copy: tuple[str | None, Places] | None = None  # of the weights' memory, and where that lies
         self._update: Update | None = None
         self._memories: Memories | None = None
+        self._memory = Memory(self.runner)
         self.send("ready", self.runner.config, self.runner.path, numerics, held)
 
     def _report(self) -> None:
@@ -193,6 +195,24 @@ class Stage:
             self._memories.close()
         self.send("done")
 
+    # Sleep
+
+    def _do_sleep(self, level: int, tags: list[str]) -> None:
+        self.runner.settle()
+        self._move(lambda: self._memory.sleep(level, tags))
+
+    def _do_wake_up(self, tags: list[str]) -> None:
+        self._move(lambda: self._memory.wake_up(tags))
+
+    def _move(self, move: Callable[[], dict[str, int]]) -> None:
+        """Where there is no room, here or on the host, what was moved before that is."""
+        moved, why = {}, None
+        try:
+            moved = move()
+        except (MemoryError, RuntimeError) as error:  # torch's own is a RuntimeError
+            why = str(error)
+        self.send("done", moved, self._memory.asleep, why)
+
     def _try(self, function: Callable[[], None]) -> None:
         try:
             function()
@@ -203,8 +223,9 @@ class Stage:
 
     def _do_numbers(self) -> None:
         """For whoever wants to know what a stage holds."""
-        caches = sum(c.nbytes for c in {id(c): c for c in self.runner.buffers.caches[0]}.values())
-        self.send("done", os.getpid(), len(self.runner.layers), caches)
+        caches = (cache.untyped_storage() for part in self.runner.buffers.caches for cache in part)
+        held = {storage._cdata: storage.nbytes() for storage in caches}
+        self.send("done", os.getpid(), len(self.runner.layers), sum(held.values()))
 
 
 def main() -> None:

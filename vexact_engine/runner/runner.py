@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _PADDING, _PADDING_OF_CHUNKS = 0.04, 0.1  # share of its time that padding a step to the next size may cost
 _MOST_GRAPHS = 128  # that room is left for
+_LIKELIEST_ROWS = 64  # whose logits are there at once: what it takes is not reckoned with at the start
 _HIDDEN = 1.25  # a forward whose kernels take that much longer than the host takes to launch them needs no graph
 
 
@@ -56,41 +57,72 @@ class Pending:
             host.event.synchronize()
         ids, logprobs, raw = self._buffers.read(host, self._draws, self._count)
         self._buffers.give_back(host)
-        return Sampled(ids, logprobs, raw, self._top and self._top.read(), self._scores and self._scores.read())
+        scores, tops = self._scores.read() if self._scores else (None, None)
+        return Sampled(ids, logprobs, raw, self._top and self._top.read(), scores, tops)
+
+
+class _Likeliest:
+    """The likeliest ids of some rows at temperature 1, on their way to the host.
+
+    counts   for each row of `hidden` how many
+    """
+
+    def __init__(self, handle, hidden: Tensor, counts: np.ndarray):
+        self._counts, self._found = counts, []
+        most = int(counts.max())
+        for begin in range(0, len(counts), _LIKELIEST_ROWS):
+            logits = handle.logits(hidden[begin : begin + _LIKELIEST_ROWS])
+            found = vx.log_softmax(logits).topk(min(most, logits.shape[1]), dim=1)
+            self._found.append([_to_host(part) for part in found])
+
+    def read(self) -> list[dict[int, float]]:
+        rows = (row for values, ids in self._found for row in zip(ids.tolist(), values.tolist()))
+        return [dict(zip(ids[:count], values)) for (ids, values), count in zip(rows, self._counts.tolist())]
 
 
 class _Top:
-    """The likeliest ids at temperature 1, on their way to the host."""
+    """The likeliest ids beside each draw."""
 
     def __init__(self, handle, hidden: Tensor, counts: np.ndarray):
-        self._counts = counts
-        self._wanted = np.flatnonzero(counts)
-        logits = handle.logits(hidden.index_select(0, send(self._wanted, hidden.device)))
-        most = min(int(counts.max()), logits.shape[1])
-        self._found = [_to_host(part) for part in vx.log_softmax(logits).topk(most, dim=1)]
+        self._draws, self._wanted = len(counts), np.flatnonzero(counts)
+        rows = hidden.index_select(0, send(self._wanted, hidden.device))
+        self._likeliest = _Likeliest(handle, rows, counts[self._wanted])
 
     def read(self) -> list[dict[int, float] | None]:
-        found: list[dict[int, float] | None] = [None] * len(self._counts)
-        values, ids = (part.tolist() for part in self._found)
-        for row, row_ids, row_values in zip(self._wanted.tolist(), ids, values):
-            found[row] = dict(zip(row_ids[: self._counts[row]], row_values))
+        found: list[dict[int, float] | None] = [None] * self._draws
+        for row, top in zip(self._wanted.tolist(), self._likeliest.read()):
+            found[row] = top
         return found
 
 
 class _Scores:
-    """Log-probabilities of the prompts' own tokens, on their way to the host."""
+    """Log-probabilities of the prompts' own tokens, on their way to the host, and the likeliest ids at their places.
 
-    def __init__(self, handle, hidden: Tensor, step: Step):
+    tops   for each chunk how many of those
+    """
+
+    def __init__(self, handle, hidden: Tensor, step: Step, tops: np.ndarray):
         self._counts = step.chunks["scored"].astype(np.int64)
         before = np.cumsum(step.chunks["length"]) - step.chunks["length"]
         wanted = np.repeat(before - (np.cumsum(self._counts) - self._counts), self._counts)
         rows, target = (
             send(x, hidden.device) for x in (wanted + np.arange(len(wanted)), step.targets.astype(np.int64))
         )
-        self._found = _to_host(handle.score(hidden.index_select(0, rows), target))
+        scored = hidden.index_select(0, rows)
+        self._found = _to_host(handle.score(scored, target))
+        self._tops, each = tops, np.repeat(tops, self._counts)
+        self._likeliest = None
+        if each.any():
+            rows = send(np.flatnonzero(each), hidden.device)
+            self._likeliest = _Likeliest(handle, scored.index_select(0, rows), each[each > 0])
 
-    def read(self) -> list[list[float]]:
-        return [part.tolist() for part in np.split(self._found.numpy(), np.cumsum(self._counts)[:-1])]
+    def read(self) -> tuple[list[list[float]], list[list[dict[int, float]] | None] | None]:
+        values = [part.tolist() for part in np.split(self._found.numpy(), np.cumsum(self._counts)[:-1])]
+        if self._likeliest is None:
+            return values, None
+        tops = iter(self._likeliest.read())
+        counts = zip(self._tops.tolist(), self._counts.tolist())
+        return values, [[next(tops) for _ in range(count)] if top else None for top, count in counts]
 
 
 def _to_host(x: Tensor) -> Tensor:
@@ -207,7 +239,8 @@ class Runner:
         else:
             hidden = self._compute(body)
             if scored:
-                scores = _Scores(self.handle, hidden, step)
+                tops = buffers.rows.occupants["prompt_top"][step.chunks["slot"]]
+                scores = _Scores(self.handle, hidden, step, tops)
         if draw:
             draw.replay()
         elif head and not (forward and forward.head):

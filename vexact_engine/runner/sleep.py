@@ -5,12 +5,17 @@ stay the objects that they are, whoever holds them. Only their addresses are oth
 storage is empty ends the process: nobody may touch the engine's model while its weights are asleep.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from .runner import Runner
+
 TAGS = ("weights", "kv_cache", "graphs")
+ASLEEP = 'update_weights: the weights are asleep: wake_up(["weights"]) comes first'
 _SLAB = 256 << 20  # bytes of host memory at once: torch rounds pinned memory up to a power of two
 
 
@@ -125,15 +130,14 @@ def own(tensors: Iterable[Tensor]) -> bool:
 
 
 class Memory:
-    """The memory of a model and its caches, by tag, and which of it is asleep. Used in the engine's thread, with
-    nothing under way on the device.
+    """The memory of a runner, by tag, and which of it is asleep: its model's, of which a stage has some layers, and its
+    caches'. Used in the runner's thread, with nothing under way on the device.
 
     asleep   tag -> the level that it sleeps at
     """
 
-    def __init__(self, model: torch.nn.Module, caches: Iterable[Tensor], release_graphs: Callable[[], None]):
-        self._model, self._caches, self._release_graphs = model, list(caches), release_graphs
-        self._device = next(model.parameters()).device
+    def __init__(self, runner: "Runner"):
+        self._runner, self._device = runner, runner.device
         # What "host memory" means to a CPU: there is nothing to be moved.
         self._on_host = self._device.type == "cpu"
         self._asleep: dict[str, tuple[int, list[Storages]]] = {}
@@ -166,7 +170,7 @@ class Memory:
 
     def wake_up(self, tags: Iterable[str]) -> dict[str, int]:
         """Bytes taken again, by tag. MemoryError where there is no room: that tag sleeps on. Graphs come with the last
-        of the others."""
+        of the others, and are made then."""
         taken = {}
         woken = self._asleep.keys() & tags
         if woken and self._asleep.keys() - woken <= {"graphs"}:
@@ -185,27 +189,37 @@ class Memory:
                 raise MemoryError(f"wake_up: no memory for {tag}, which takes {known >> 20} MiB: {error}") from error
             del self._asleep[tag]
             taken[tag] = known if before is None else self.held() - before
+        if taken and not self._asleep:
+            before = self.held()
+            try:
+                self._runner.capture()
+            except torch.OutOfMemoryError as error:
+                self.sleep(1, ["graphs"])
+                raise MemoryError(f"wake_up: no memory for graphs: {error}") from error
+            if before is not None:
+                taken["graphs"] = self.held() - before
         return taken
 
     def _sleep_weights(self, level: int) -> list[Storages]:
         """At level 2 what an update need not bring, buffers, is kept all the same."""
         if not self.will_empty_weights(level, ["weights"]):
             return []
-        buffers = {b.untyped_storage()._cdata for b in self._model.buffers()}
-        parameters = [p for p in self._model.parameters() if p.untyped_storage()._cdata not in buffers]
-        parts = [Storages(parameters), Storages(self._model.buffers())]
+        model = self._runner.model
+        buffers = [b for b in model.buffers() if not b.is_meta]
+        kept = {b.untyped_storage()._cdata for b in buffers}
+        parameters = [p for p in model.parameters() if not p.is_meta and p.untyped_storage()._cdata not in kept]
+        parts = [Storages(parameters), Storages(buffers)]
         parts[0].give_back(keep=level == 1)
         parts[1].give_back(keep=True)
         return parts
 
     def _sleep_kv_cache(self, level: int) -> list[Storages]:
-        caches = Storages(self._caches)
+        caches = Storages(cache for part in self._runner.buffers.caches for cache in part)
         caches.give_back(keep=False)
         return [caches]
 
     def _sleep_graphs(self, level: int) -> list[Storages]:
-        """Made again they are by their owner, who knows when all has its memory."""
-        self._release_graphs()
+        self._runner.release()
         return []
 
     def held(self) -> int | None:

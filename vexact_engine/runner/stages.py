@@ -117,20 +117,31 @@ class StageRunner(Runner):
         if self.draws:
             super()._draw(head)
 
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """All that was launched is through, and nothing is under way between stages: called on all of them."""
+        self._take_back(len(self._owed))
+        self.link.finish()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def _receive(self, step: Step) -> None:
         if self.first:
-            self._take_back(step)
+            self._take_back(self._due(step))
         else:
             self.link.receive(self._given[: len(step.token_ids)])
 
-    def _take_back(self, step: Step) -> None:
-        """Ids that this step needs, and those that must have come by now."""
+    def _due(self, step: Step) -> int:
+        """How many steps' ids this step needs, or must have come by now."""
         owners = np.repeat(step.chunks["slot"], step.chunks["length"])
         needed, last = owners[step.token_ids < 0], 0
         for count, (number, slots) in enumerate(self._owed, 1):
             if number <= step.number - self._ahead or np.isin(needed, slots).any():
                 last = count
-        for _ in range(last):
+        return last
+
+    def _take_back(self, steps: int) -> None:
+        for _ in range(steps):
             _, slots = self._owed.popleft()
             ids = torch.empty(len(slots), dtype=torch.int64, device=self.device)
             self.link.take_back(ids)

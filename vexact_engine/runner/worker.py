@@ -20,7 +20,7 @@ from ..errors import EngineAsleep, HandoverFailed, ModelInUse, WeightsTorn
 from ..weights.update import Places, Update, apply_update, plan_update
 from ..weights.watch import Watch
 from .runner import Pending, Runner
-from .sleep import Memory, own
+from .sleep import ASLEEP, Memory, own
 
 if TYPE_CHECKING:  # they need msgspec
     from ..weights.buffers import Memories
@@ -77,8 +77,7 @@ class Worker:
             self._runner = Runner(model, self._handle, config, self.device)
             self.config = self._runner.config
             self.numerics = vx.numerics(self.device, kv_segment=config.kv_segment, latent_attention=latent or None)
-            caches = (cache for part in self._runner.buffers.caches for cache in part)
-            self._memory = Memory(model, caches, self._runner.release)
+            self._memory = Memory(self._runner)
             self._memories: Memories | None = None  # of another process, that weights come in
             self._watch, self._missed = Watch(model), ""
             self._places = Places.of(model)
@@ -201,7 +200,7 @@ class Worker:
     def _make_ready(self) -> None:
         """To be written into."""
         if "weights" in self.asleep:
-            raise EngineAsleep('update_weights: the weights are asleep: wake_up(["weights"]) comes first')
+            raise EngineAsleep(ASLEEP)
         if self._changed() == "replaced":
             self._rejoin()
             self._note()
@@ -237,17 +236,7 @@ class Worker:
     def wake_up(self, tags: Iterable[str]) -> dict[str, int]:
         """Bytes taken again, by tag. Graphs are made again once nothing is asleep any more. MemoryError where there is
         no room."""
-        taken = self._aside(lambda: self._memory.wake_up(tags))
-        if taken and not self.asleep:
-            before = self._memory.held()
-            try:
-                self._runner.capture()
-            except torch.OutOfMemoryError as error:
-                self._memory.sleep(1, ["graphs"])
-                raise MemoryError(f"wake_up: no memory for graphs: {error}") from error
-            if before is not None:
-                taken["graphs"] = self._memory.held() - before
-        return taken
+        return self._aside(lambda: self._memory.wake_up(tags))
 
     def _aside(self, move: Callable[[], dict[str, int]]) -> dict[str, int]:
         """Addresses change: that is nobody else's doing. What somebody else did before is not forgotten."""

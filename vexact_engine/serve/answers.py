@@ -6,6 +6,7 @@ which `weight_version` gave its last token, and its `stop_reason`: the token id 
 """
 
 import codecs
+import itertools
 import json
 import math
 import time
@@ -29,14 +30,15 @@ class Job:
 
 @dataclass
 class Wanted:
-    """What a request wants to be told. top: of the likeliest tokens at each position; None: no log-probabilities."""
+    """What a request wants to be told. top: of the likeliest tokens at each position; None: no log-probabilities. So
+    of_prompt, at the prompt's positions."""
 
     top: int | None = None
     token_ids: bool = False
     rollout: bool = False
     names_are_ids: bool = False
     usage: bool = False  # in a stream
-    of_prompt: bool = False
+    of_prompt: int | None = None
     prompt_alone: bool = False  # the one token that had to be generated is not told
 
 
@@ -88,7 +90,7 @@ class Answers:
         choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
         kind = "chat.completion" if self.chat else "text_completion"
         answer = {**self.head, "object": kind, "choices": choices, "usage": self.usage(completions)}
-        if self.chat and self.wanted.of_prompt:  # where vLLM has it
+        if self.chat and self.wanted.of_prompt is not None:  # where vLLM has it
             answer["prompt_logprobs"] = choices[0].pop("prompt_logprobs")
         return answer
 
@@ -108,11 +110,10 @@ class Answers:
             choice["text"] = (job.echo or "") + done.text
         choice["logprobs"] = None
         if wanted.top is not None:
-            echoed = None if job.echo is None else done.prompt_logprobs
-            choice["logprobs"] = self._logprobs(index, done, _Offsets(self.tokens), echoed)
+            choice["logprobs"] = self._logprobs(index, done, _Offsets(self.tokens), job.echo is not None)
         choice |= self._end(done)
-        if wanted.of_prompt:
-            choice["prompt_logprobs"] = self._of_prompt(done.prompt_ids, done.prompt_logprobs)
+        if wanted.of_prompt is not None:
+            choice["prompt_logprobs"] = self._of_prompt(done.prompt_ids, done)
         if wanted.token_ids:
             choice |= {"token_ids": done.token_ids, "prompt_token_ids": done.prompt_ids}
         if wanted.rollout:
@@ -155,7 +156,7 @@ class Answers:
         done = news.completion and self._told_of(news.completion)
         if wanted.prompt_alone:
             news = replace(news, token_ids=[], logprobs=[], raw_logprobs=[], top_logprobs=None, text="")
-        told_all = wanted.top is not None or wanted.token_ids or wanted.rollout or wanted.of_prompt
+        told_all = wanted.top is not None or wanted.token_ids or wanted.rollout or wanted.of_prompt is not None
         if not (news.text or done or told_all):
             return None
         choice: dict[str, Any] = {"index": index}
@@ -165,12 +166,12 @@ class Answers:
         else:
             choice["text"] = text if told.begun else (job.echo or "") + text
         choice["logprobs"] = None
-        echoed = None if told.begun or job.echo is None or wanted.top is None else news.prompt_logprobs
+        echoed = not told.begun and job.echo is not None and news.prompt_logprobs is not None
         if wanted.top is not None and (news.token_ids or echoed):
             choice["logprobs"] = self._logprobs(index, news, told.offsets, echoed)
         choice |= self._end(done) if done else {"finish_reason": None}
-        if wanted.of_prompt and not told.begun:
-            choice["prompt_logprobs"] = self._of_prompt(job.prompt_ids, news.prompt_logprobs)
+        if wanted.of_prompt is not None and not told.begun:
+            choice["prompt_logprobs"] = self._of_prompt(job.prompt_ids, news)
         if wanted.token_ids:
             choice["token_ids"] = news.token_ids
             if not told.begun:
@@ -204,23 +205,28 @@ class Answers:
 
     # Log-probabilities
 
-    def _logprobs(
-        self, index: int, of: Completion | Increment, offsets: _Offsets, echoed: list[float | None] | None
-    ) -> dict:
+    def _logprobs(self, index: int, of: Completion | Increment, offsets: _Offsets, echoed: bool) -> dict:
         ids, values = of.token_ids, of.raw_logprobs
         tops = of.top_logprobs or [{}] * len(ids)
         if self.chat:
             return self._of_chat(ids, values, tops)
-        if echoed is not None:
+        if echoed:
             before = self.jobs[index // self.n].prompt_ids
-            ids, values, tops = before + ids, [*echoed, *values], [{}] * len(before) + tops
+            ids, values = before + ids, [*(of.prompt_logprobs or ()), *values]
+            tops = [*(of.prompt_top_logprobs or [{}] * len(before)), *tops]
         return self._of_text(ids, values, tops, offsets.of(ids))
 
-    def _of_prompt(self, ids: list[int], values: list[float | None] | None) -> list[dict | None]:
-        """As vLLM has it, for the prompt's tokens themselves."""
+    def _of_prompt(self, ids: list[int], of: Completion | Increment) -> list[dict | None]:
+        """As vLLM has it: at each place the prompt's own token, and the likeliest."""
+
+        def one(token: int, value: float) -> dict:
+            return {"logprob": _number(value), "decoded_token": self._name(token)[0]}
+
+        values, most = of.prompt_logprobs or [], self.wanted.of_prompt
+        tops = of.prompt_top_logprobs or [None] * len(values)
         return [
-            None if value is None else {str(token): {"logprob": _number(value), "decoded_token": self._name(token)[0]}}
-            for token, value in zip(ids, values or ())
+            None if value is None else {str(t): one(t, v) for t, v in {token: value, **_first(top, most)}.items()}
+            for token, value, top in zip(ids, values, tops)
         ]
 
     def _of_chat(self, ids, values, tops) -> dict:
@@ -246,9 +252,9 @@ class Answers:
             found["top_logprobs"] = []
             for token, value, top in zip(ids, values, tops):
                 named: dict[str, float | None] = {}
-                for other, its in (*top.items(), (token, value)):  # the drawn one is always there
+                for other, its in (*_first(top, self.wanted.top).items(), (token, value)):  # its own is always there
                     named.setdefault(self._name(other)[0], _number(its))
-                found["top_logprobs"].append(named)
+                found["top_logprobs"].append(None if value is None else named)
         return found
 
     def _name(self, token: int) -> tuple[str, list[int] | None]:
@@ -262,6 +268,11 @@ def event(value: dict) -> bytes:
 
 def as_json(value: dict) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _first(top: dict[int, float] | None, count: int | None) -> dict[int, float]:
+    """The likeliest of the likeliest."""
+    return {} if not top else dict(itertools.islice(top.items(), count))
 
 
 def _number(value: float | None) -> float | None:

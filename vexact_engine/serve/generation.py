@@ -109,7 +109,8 @@ class Generation(Response):
         of_prompt = self._of_prompt(asked)
         echoed = bool(not self.chat and asked.echo and top is not None)
         alone = not self.chat and bool(asked.echo) and asked.max_tokens == 0
-        params = [sampling(asked, self._max_tokens(asked, job), top or 0, of_prompt or echoed) for job in jobs]
+        tops = max(of_prompt or 0, top if echoed else 0) if of_prompt is not None or echoed else None
+        params = [sampling(asked, self._max_tokens(asked, job), top or 0, tops) for job in jobs]
         if asked.stream_options is not None and not asked.stream:
             raise APIError(400, "stream_options: expected stream true with it", param="stream_options")
         wanted = Wanted(
@@ -137,16 +138,15 @@ class Generation(Response):
             raise APIError(400, f"{name}: got {top}, expected 0 to {most}", param=name)
         return top
 
-    def _of_prompt(self, asked) -> bool:
-        given = asked.prompt_logprobs
+    def _of_prompt(self, asked) -> int | None:
+        """How many of the likeliest tokens at each of the prompt's positions, beside its own; None: not even those."""
+        given, most = asked.prompt_logprobs, self.service.settings.max_logprobs
         if given is None or isinstance(given, bool):
-            return bool(given)
-        if given != 0:
-            message = (
-                "prompt_logprobs: expected true or 0: the likeliest tokens at the prompt's positions are not served"
-            )
-            raise APIError(400, message, param="prompt_logprobs", code="unsupported_parameter")
-        return True
+            return 0 if given else None
+        if not 0 <= given <= most:
+            message = f"prompt_logprobs: got {given}, expected true, or 0 to {most}"
+            raise APIError(400, message, param="prompt_logprobs")
+        return given
 
     async def _chat_job(self, asked: ChatRequest) -> Job:
         go_on = bool(asked.continue_final_message)
@@ -173,9 +173,6 @@ class Generation(Response):
             else:
                 raise APIError(400, "prompt: expected texts or lists of token ids in the list", param="prompt")
             jobs.append(self._checked(job, "prompt"))
-        if asked.echo and asked.logprobs:
-            message = "logprobs: with echo, 0: the likeliest tokens at the prompt's positions are not served"
-            raise APIError(400, message, param="logprobs", code="unsupported_parameter")
         return jobs
 
     def _checked(self, job: Job, param: str) -> Job:
@@ -373,4 +370,5 @@ def joined(one: Increment, next_one: Increment) -> Increment:
         completion=next_one.completion,
         top_logprobs=one.top_logprobs + next_one.top_logprobs if both else None,
         prompt_logprobs=one.prompt_logprobs,
+        prompt_top_logprobs=one.prompt_top_logprobs,
     )

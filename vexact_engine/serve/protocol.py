@@ -6,10 +6,10 @@ refused by name as well. Nothing that was asked for is left out in silence.
 
 Beyond OpenAI's fields, as vLLM calls them: top_k, min_p, min_tokens, stop_token_ids, ignore_eos, return_token_ids,
 return_tokens_as_token_ids, and for chats add_generation_prompt, continue_final_message, chat_template_kwargs.
-`prompt_logprobs` (true, or 0 as vLLM's) asks for those of the prompt's own tokens; with `echo`, `logprobs` 0 does, and
-`max_tokens` 0 asks for nothing else. Our own: `return_rollout` puts {"token_ids", "logprobs", "raw_logprobs",
-"weight_versions", "seed"} beside each choice's text, what a trainer needs: every log-probability as the engine's own
-fp32 number, at the sampling temperature and at 1.
+`prompt_logprobs` (true, or 0 as vLLM's) asks for those of the prompt's own tokens, a number above 0 for the likeliest
+at each of its positions too; with `echo`, `logprobs` does, and `max_tokens` 0 asks for nothing else. Our own:
+`return_rollout` puts {"token_ids", "logprobs", "raw_logprobs", "weight_versions", "seed"} beside each choice's text,
+what a trainer needs: every log-probability as the engine's own fp32 number, at the sampling temperature and at 1.
 """
 
 from typing import Any
@@ -160,8 +160,11 @@ def check_neutral(name: str, value: Any, neutral: tuple) -> None:
 _NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "num_top_logprobs": "logprobs"}
 
 
-def sampling(request: _Sampled, max_new_tokens: int, top_logprobs: int, of_prompt: bool) -> SamplingParams:
-    """The engine's parameters, with OpenAI's defaults. What the engine refuses is a 400 that names the field."""
+def sampling(request: _Sampled, max_new_tokens: int, top_logprobs: int, of_prompt: int | None) -> SamplingParams:
+    """The engine's parameters, with OpenAI's defaults. What the engine refuses is a 400 that names the field.
+
+    of_prompt   how many of the likeliest tokens at each of the prompt's positions; None: no log-probabilities of it
+    """
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if len(stop) > MAX_STOPS:
         raise APIError(400, f"stop: got {len(stop)} strings, expected at most {MAX_STOPS}", param="stop")
@@ -184,7 +187,8 @@ def sampling(request: _Sampled, max_new_tokens: int, top_logprobs: int, of_promp
             stop=stop,
             max_new_tokens=max_new_tokens,
             num_top_logprobs=top_logprobs,
-            prompt_logprobs=of_prompt,
+            prompt_logprobs=of_prompt is not None,
+            num_prompt_top_logprobs=of_prompt or 0,
         )
     except (TypeError, ValueError) as error:
         name, _, rest = str(error).removeprefix("SamplingParams: ").partition(" ")

@@ -58,8 +58,6 @@ def engine_options(config: RolloutConfig) -> tuple[EngineConfig, dict[str, Any]]
     for name, (only, why) in _ONLY.items():
         if (got := getattr(config, name)) != only:
             raise ValueError(f"vexact: rollout.{name}: got {got!r}, expected {only!r}: {why}. Set it to {only}")
-    if config.pipeline_model_parallel_size > 1 and config.free_cache_engine:
-        raise ValueError("vexact: rollout.free_cache_engine: set it to False: an engine of several stages cannot sleep")
     given = dict((config.engine_kwargs or {}).get("vexact") or {})
     handover = {name: given.pop(name, default) for name, default in (("handover", "in_place"), ("timeout", 60.0))}
     known = {field.name for field in fields(EngineConfig)} - {"pipeline_parallel_size"}  # verl has a name for that
@@ -129,7 +127,7 @@ class Server:
 
         sampling_params  vLLM's names. Without a seed each call has its own; with full_determinism it follows from
                          rollout.seed, request_id and global_steps. prompt_logprobs is what verl's teacher asks for: of
-                         the token after each of the prompt's (0), or the K likeliest there, at many times the cost
+                         the token after each of the prompt's (0), or the K likeliest there
         returns          log_probs of the whole distribution at the request's temperature, before top-k and top-p: what
                          the trainer recomputes. A call that is aborted returns what it has
         raises           ValueError, TypeError: what is wrong with this call
@@ -139,7 +137,9 @@ class Server:
                 raise ValueError(f"vexact: {name}_data: got some, expected none: prompts are tokens alone")
         ids, asked = normalize_token_ids(prompt_ids), dict(sampling_params)
         wants_logprobs, teaches = bool(asked.pop("logprobs", False)), asked.pop("prompt_logprobs", None)
-        params = replace(self._params(asked, len(ids), request_id), prompt_logprobs=teaches == 0)
+        params = self._params(asked, len(ids), request_id)
+        if teaches is not None:
+            params = replace(params, prompt_logprobs=True, num_prompt_top_logprobs=teaches)
         while self._shut and not self._rejecting:
             await self._turned.wait()
         if self._shut:
@@ -148,12 +148,8 @@ class Server:
         extra = self._stamp(done.weight_versions) | {"num_cached_tokens": done.metrics.cached_tokens}
         aborted = done.finish_reason == "abort"
         if teaches is not None and not aborted:
-            tops = [{token: value} for token, value in zip(ids, done.prompt_logprobs or ())][1:]
-            if teaches:  # the engine knows these of tokens that it draws: one behind each of the prompt's
-                one = SamplingParams(max_new_tokens=1, num_top_logprobs=teaches)
-                behind = await self._run([ids[:end] for end in range(1, len(ids))], one, request_id)
-                aborted = any(sample.finish_reason == "abort" for sample in behind)
-                tops = [top for sample in behind for top in sample.top_logprobs]
+            tops = done.prompt_top_logprobs or [{token: value} for token, value in zip(ids, done.prompt_logprobs)]
+            tops = tops[1:]
             extra["prompt_ids"] = [*(list(top) for top in tops), [0] * max(teaches, 1)]
             extra["prompt_logprobs"] = [*(list(top.values()) for top in tops), [0.0] * max(teaches, 1)]
         return TokenOutput(
