@@ -18,6 +18,7 @@
 #include "linear/product.h"
 #include "linear/sm90_resume.cuh"
 #include "linear/sm90_skinny.cuh"
+#include "linear/tiled.h"
 
 namespace vx {
 namespace {
@@ -108,6 +109,16 @@ struct Skinny : Kernel {
   }
 };
 
+// Tiles of the weight by tiles of x, for more rows.
+struct Tiled : Kernel {
+  Tiling tiling;
+  explicit Tiled(const Tiling& tiling) : tiling(tiling) {
+    STD_TORCH_CHECK(tiling_exists(tiling), "linear: no kernel has tiles of ", 64 * tiling.groups, "x", tiling.tokens, ", ",
+                    tiling.stages, " stages and clusters of ", tiling.cluster);
+  }
+  bool run(const Product& p, cudaStream_t stream) override { return run_tiled(p, tiling, stream); }
+};
+
 // Sums that go on from the fp32 values in out; `group` pairs of tiles of rows share what lies in the L2 cache.
 struct Resumed : Kernel {
   int group;
@@ -150,6 +161,11 @@ std::unique_ptr<Kernel> make_kernel(const std::string& name) {
   if (sscanf(name.c_str(), "wgmma %dx%dx%d ring %d ahead %d lead %d persistent %d", &rows, &tokens, &depth, &stages, &ahead,
              &lead, &per_sm) >= 6)
     return std::make_unique<Skinny>(rows, tokens, depth / sm90::kBoxK, stages, ahead, lead, per_sm);
+  Tiling t{};
+  if (sscanf(name.c_str(), "wgmma tile %dx%d cluster %d ring %d", &rows, &t.tokens, &t.cluster, &t.stages) == 4) {
+    t.groups = rows % 64 ? 0 : rows / 64;
+    return std::make_unique<Tiled>(t);
+  }
   int group;
   if (sscanf(name.c_str(), "wgmma 128x256x64 resumed group %d", &group) == 1) return std::make_unique<Resumed>(group);
   lt::Algorithm algorithm;

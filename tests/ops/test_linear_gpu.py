@@ -130,6 +130,46 @@ def test_admission_takes_another_tile_and_refuses_another_order(
 
 
 @ON_SM90
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_every_tile_has_the_triton_kernels_bits(dtype):
+    """Of tiles of every size, in clusters and alone, on what admission verifies on; sizes that no tile divides."""
+    from vexact_ops.linear import cuda
+
+    for n, k, m, bias in ((968, 392, 333, True), (1024, 1024, 264, False)):
+        product = cuda.Product(torch.device("cuda", 0), dtype, dtype, m, n, k, bias=bias)
+        cases = product.cases()
+        expected = [product.canonical(*case) for case in cases]
+        for groups, most in ((1, 256), (3, 192)):
+            for tokens in range(64, most + 1, 16):
+                for cluster in (1, 2):
+                    ring = 2 + tokens // 16 % 3
+                    name = f"wgmma tile {64 * groups}x{tokens} cluster {cluster} ring {ring}"
+                    run = cuda.candidate(name).run
+                    for case, want in zip(cases, expected):
+                        assert_bitwise(run(*case), want, f"{name}, {len(want)} rows")
+
+
+def test_tiles_fill_the_multiprocessors_once():
+    from vexact_ops.linear import cuda
+
+    assert cuda.tiled_names(256, 4096, 4096)[0] == "wgmma tile 64x128 cluster 1 ring 9"
+    for m, n, k in ((72, 1024, 1024), (256, 4096, 4096), (184, 19456, 2560), (752, 576, 576), (1024, 4096, 4096)):
+        names = cuda.tiled_names(m, n, k)
+        assert 0 < len(names) <= 12 and len(set(names)) == len(names)
+        for name in names:
+            rows, tokens = map(int, name.split()[2].split("x"))
+            assert -(-m // tokens) * -(-n // rows) <= 132, name
+            if native.built_with_cuda():
+                assert native.ops().linear_kernel(name) > 0
+    assert cuda.tiled_names(1024, 151936, 4096) == ()
+    if native.built_with_cuda():
+        for wrong in ("60x64 cluster 1 ring 4", "64x72 cluster 1 ring 4", "128x64 cluster 1 ring 4",
+                      "64x64 cluster 3 ring 4", "64x64 cluster 1 ring 99", "192x208 cluster 1 ring 2"):  # fmt: skip
+            with pytest.raises(RuntimeError, match="no kernel has tiles"):
+                native.ops().linear_kernel(f"wgmma tile {wrong}")
+
+
+@ON_SM90
 def test_a_split_reduction_is_refused(tmp_path, monkeypatch):
     from vexact_ops._core.admit import Candidate, Proposal, admitted
     from vexact_ops.linear import cuda
@@ -219,7 +259,8 @@ def test_a_chained_kernel_reads_what_has_just_been_written():
     from vexact_ops.linear import cuda
 
     make = functools.partial(torch.empty, dtype=torch.bfloat16, device="cuda")
-    names = cuda.skinny_names(16, 1024, 1024)
+    names = [*cuda.skinny_names(16, 1024, 1024), *cuda.tiled_names(80, 1024, 1024), *cuda.tiled_names(256, 4096, 1024)]
+    assert any("tile" in name for name in names) and any("cluster 2" in name for name in names)
     numbers = [cuda._ops()[0].linear_kernel(name) for name in names]
     g = torch.Generator("cuda").manual_seed(0)
     inputs = [

@@ -31,6 +31,7 @@ TRITON = "triton"  # the canonical kernel
 RESUMED = [f"wgmma 128x256x64 resumed group {group}" for group in (4, 8, 16)]
 SMALL = 100_000  # elements of a weight: below, no kernel is worth the time to verify it
 FEW = 64  # rows that our kernels for few rows take
+LARGE = 5e10  # multiplications from which on it pays to try more of cublasLt's kernels: some 150 us
 SHARED_BYTES = 226 * 1024  # of one SM90 multiprocessor, for one or several blocks
 FROM_THE_START = 1000  # stages left to load when the next kernel may start: more than there are
 # what linear_matmul takes for a kernel, and what it returns
@@ -201,9 +202,12 @@ class Product:
             best = replace(self, top=LARGEST).decision().chosen.name
             return [] if best == TRITON else [best]
         names = []
-        if self.a_k and self.b_k and not self.resume and self.top <= FEW:
+        if self.a_k and self.b_k and not self.resume and self.top <= 1024:
             processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-            names += skinny_names(self.top, self.n, self.k, processors)
+            if self.top <= FEW:
+                names += skinny_names(self.top, self.n, self.k, processors)
+            elif self.out_aligned and self.out_dtype == self.dtype:
+                names += tiled_names(self.m, self.n, self.k, processors)
         if self.resume and (self.a_k or not self.b_k) and self.n % 2 == 0:
             names += RESUMED
         # a sum that is resumed, and a bias before an fp32 result, are not what cublasLt computes
@@ -213,12 +217,17 @@ class Product:
 
     def cublaslt_names(self, most: int) -> list[str]:
         """What cublasLt proposes at just this size, its favourite first; and at an odd size of the class, where it
-        thinks of others: they come out up to 5 % faster, at either."""
+        thinks of others: they come out up to 5 % faster, at either. Of a large product it is asked for parts of the
+        rows too: a head over 535 rows is 9 % faster by what it proposes for 128."""
         if not cublaslt_version()[0]:
             return []
         found = self._proposed(self.m, most)
         if self.a_k and self.m == self.top <= 1024 and self.m > FEW:
             found += self._proposed(self.m - 3, most - 2)
+            if self.m * self.n * self.k > LARGE:
+                parts = {-(-self.m // parts) for parts in range(2, 9)} | {self.m - 40, self.m + 48, 2 * self.m}
+                for rows in sorted({128, 256, 384, 512, *parts}):
+                    found += self._proposed(rows, 5) if rows > FEW else []
         return list(dict.fromkeys(found))
 
     def _proposed(self, m: int, most: int) -> list[str]:
@@ -293,8 +302,12 @@ class Product:
 
     def race(self, candidates: list[Candidate], case: tuple) -> list[float | Exception]:
         """As in a model, where the cache has forgotten a weight by the time it comes up again; and for long enough to
-        show what kernels do to the next ones, which overlap them."""
+        show what kernels do to the next ones, which overlap them. Values are a model's too: what they cost in power
+        decides the clock under large products, and with operands that cancel others win, by some per cent."""
         a, b, b_t, bias, out = case
+        g = torch.Generator(self.device).manual_seed(0)
+        a.normal_(generator=g)  # verified is what had to be
+        b.normal_(std=self.k**-0.5, generator=g)
         size = sum(t.numel() * t.element_size() for t in (a, b, out))
         sets = [(a, b, out)]
         sets += [(a.clone(), b.clone(), _copy(out)) for _ in range(int(min(7, 60e6 / size)))]
@@ -308,7 +321,7 @@ class Product:
             else:
                 number = _ops()[0].linear_kernel(one.name)
                 calls.append([functools.partial(run, x, w, b_t, bias, y, self.resume, number) for x, w, y in sets])
-        return race_on_gpu(calls, rounds=2, finalists=3, final=5)
+        return race_on_gpu(calls, rounds=3, finalists=5, final=9)
 
 
 KINDS = 24  # rows that hold every kind of special row, with ordinary ones between them
@@ -356,6 +369,34 @@ def cublaslt_version() -> tuple[int, str | None]:
         return native.ops().linear_cublaslt_version(":".join(paths)), None
     except RuntimeError as error:
         return 0, str(error).splitlines()[0]
+
+
+@functools.cache
+def tiled_names(m: int, n: int, k: int, processors: int = 132) -> tuple[str, ...]:
+    """Our kernels for m rows of x and an (n, k) weight where one tile a multiprocessor is all there is to do: those
+    that should be the fastest, by what bounds them. A step of 64 along k takes as many clocks as wgmma needs, or as
+    shared memory needs to be written and read once by wgmma, 128 bytes a clock.
+
+    A name says how many rows of the weight and of x a tile has, how many blocks have the weight's in common, and how
+    many stages there are.
+    """
+    timed = []
+    for groups, most in ((1, 256), (3, 192)):
+        for tokens in range(64, most + 1, 16):
+            across, down = -(-m // tokens), -(-n // (64 * groups))
+            narrowest = tokens == 64 or -(-m // (tokens - 16)) > across
+            if narrowest and across * down <= processors:
+                step = max(2 * groups * tokens, 128 * groups + tokens + groups * tokens)
+                timed.append((step, groups, tokens, across))
+    found = []
+    for _, groups, tokens, across in sorted(timed)[:3]:
+        stage = (64 * groups + tokens) * 128
+        rings = [min(16, (SHARED_BYTES - 1024) // stage)]
+        if groups == 1 and tokens <= 128 and k <= 1536:  # short sums: the next kernel's blocks find room beside these
+            rings.append((SHARED_BYTES // 2 - 2048) // stage)
+        for cluster in (1, 2) if across % 2 == 0 else (1,):
+            found += [f"wgmma tile {64 * groups}x{tokens} cluster {cluster} ring {ring}" for ring in rings]
+    return tuple(found)
 
 
 @functools.cache
