@@ -2,19 +2,22 @@
 
 import argparse
 import csv
+import importlib.util
 import io
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from vexact_engine.extras import pip_line
 from vexact_engine.proof.machine import commit, made_by
 
 from . import harness
 
 
 def check(args: argparse.Namespace) -> None:
-    """Before minutes of work, not after: what is kept is of a commit and can be written."""
+    """Before minutes of work, not after: what is kept is of a commit and can be written, what is drawn can be drawn."""
+    _check_charts("--plot", args.plot)
     for name in ("json", "csv", "lines"):
         path = getattr(args, name)
         if path is not None and str(path) != "-" and (Path(path).is_dir() or not Path(path).parent.is_dir()):
@@ -35,8 +38,15 @@ def _check_tree(what: str) -> None:
         raise ValueError(f"{what}: records are kept in a source tree, expected one: --lines FILE writes them anywhere")
 
 
+def _check_charts(what: str, asked: object) -> None:
+    if asked and importlib.util.find_spec("matplotlib") is None:
+        raise RuntimeError(f"{what}: charts are drawn by matplotlib, which is not installed. Run: {pip_line('report')}")
+
+
 def check_report(args: argparse.Namespace) -> None:
     _check_tree("report")
+    _check_charts("report: --readme", args.readme)
+    _check_charts("report: --plot", args.plot)
 
 
 def files(args: argparse.Namespace) -> list[Path]:

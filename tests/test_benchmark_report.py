@@ -149,6 +149,13 @@ def test_matplotlib_is_imported_where_a_chart_is_drawn_alone():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+def test_a_chart_without_matplotlib_is_refused_before_the_work(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for argv in (["mean", "--device", "cpu", "--plot"], ["report", "--readme"], ["report", "--plot"]):
+        with pytest.raises(RuntimeError, match=r"matplotlib, which is not installed. Run: pip install .*\[report\]"):
+            __main__.main(argv)
+
+
 def test_kernels_of_kept_records_name_a_commit():
     for name in ("h200", "engine", "verify"):
         for record in records.kept()[name]:

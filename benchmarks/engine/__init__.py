@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from ..harness import ceilings, environment
+from ..harness import ceilings, environment, quantile
 from . import peers, roof, timing, trace, workloads
 from .proof import prove
 
@@ -298,9 +298,12 @@ def _over_roof(steady: list[tuple[float, int, int]], size: roof.Sizes, bandwidth
     _, sequences, context = (sum(column) / len(steady) for column in zip(*steady))
     touched_by_chance = size.touched(round(sequences))
     least = size.step(round(sequences), context, touched) / bandwidth * 1e3
-    step = timing.median_ms([seconds for seconds, _, _ in steady])
+    times = [seconds for seconds, _, _ in steady]
+    step = timing.median_ms(times)
     found = {
         "step_ms": step,
+        "step_p10_ms": round(1e3 * quantile(times, 0.1), 4),
+        "step_p90_ms": round(1e3 * quantile(times, 0.9), 4),
         "roof_ms": round(least, 4),
         "step_over_roof": round(step / least, 3),
         "decode_steps": len(steady),

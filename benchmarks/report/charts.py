@@ -131,9 +131,18 @@ def _memory(name: str, machine: str, records: list[dict]) -> list[Chart]:
 
 
 ENGINE = {
-    "throughput": ("output tokens per second", "tokens/s", lambda r: r["tokens_per_s"]),
-    "step": ("a decode step over its roof", "x roof", lambda r: r.get("step_over_roof")),
+    "throughput": ("output tokens per second", "tokens/s", lambda r: [r["tokens_per_s"]] * 3),
+    "step": ("a decode step over its roof", "x roof", lambda r: _over_roof(r)),
 }
+
+
+def _over_roof(record: dict) -> list[float] | None:
+    """Median, p10 and p90."""
+    if not record.get("step_over_roof"):
+        return None
+    spread = [record.get(key, record["step_ms"]) for key in ("step_p10_ms", "step_p90_ms")]
+    least = record["step_ms"] / record["step_over_roof"]
+    return [record["step_over_roof"], *(float(f"{step / least:.4g}") for step in spread)]
 
 
 def _engine(name: str, machine: str, records: list[dict]) -> list[Chart]:
@@ -145,9 +154,7 @@ def _engine(name: str, machine: str, records: list[dict]) -> list[Chart]:
             sent = re.sub(r"^\d+ x |, \d+ at a time$", "", r["workload"])
             if value(r) is not None:
                 latent = " latent" * bool(r.get("latent"))
-                panels[f"{r['model']}{latent}, {sent}, {r['dtype']}"][r["backend"]].append(
-                    [r["batch"], *[value(r)] * 3]
-                )
+                panels[f"{r['model']}{latent}, {sent}, {r['dtype']}"][r["backend"]].append([r["batch"], *value(r)])
         shown = [
             {"title": title, "lines": {who: sorted(line) for who, line in lines.items()}, "roof": []}
             for title, lines in sorted(panels.items())

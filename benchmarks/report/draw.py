@@ -22,23 +22,25 @@ STYLE = {
 
 def draw(charts: list[Chart], folder: Path) -> list[Path]:
     """Write each chart below the folder."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib import rc_context
 
     written = []
-    with plt.rc_context(STYLE):
+    with rc_context(STYLE):
         for chart in charts:
             path = folder / chart.path
             path.parent.mkdir(parents=True, exist_ok=True)
-            figure = {"bars": _bars, "lines": _lines, "summary": _summary}[chart.sort](plt, chart)
+            figure = {"bars": _bars, "lines": _lines, "summary": _summary}[chart.sort](chart)
             named = {"Title": chart.title, "Description": f"numbers {chart.digest()}"}
             figure.savefig(path, format="svg", metadata=named | {"Date": None, "Creator": "vexact bench report"})
-            plt.close(figure)
             path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
             written.append(path)
     return written
+
+
+def _figure(width: float, height: float):
+    from matplotlib.figure import Figure  # not pyplot: it holds global state and may open a window
+
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _legend(figure, names: list[str], extra: tuple = ()) -> None:
@@ -51,13 +53,12 @@ def _legend(figure, names: list[str], extra: tuple = ()) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)))
 
 
-def _bars(plt, chart: Chart):
+def _bars(chart: Chart):
     bars = chart.data["bars"]
     groups = list(dict.fromkeys(bar["group"] for bar in bars))
     peers = list(dict.fromkeys(bar["peer"] for bar in bars))
-    figure, axes = plt.subplots(
-        figsize=(max(5.0, 0.36 * len(bars) + 0.4 * len(groups) + 1.2), 3.2), layout="constrained"
-    )
+    figure = _figure(max(5.0, 0.36 * len(bars) + 0.4 * len(groups) + 1.2), 3.2)
+    axes = figure.subplots()
     at, ticks = 0.0, []
     for group in groups:
         members = [bar for bar in bars if bar["group"] == group]
@@ -81,13 +82,14 @@ def _bars(plt, chart: Chart):
     return figure
 
 
-def _lines(plt, chart: Chart):
+def _lines(chart: Chart):
+    from matplotlib.lines import Line2D
+
     panels = chart.data["panels"]
     across = min(4, len(panels))
     down = -(-len(panels) // across)
-    figure, grid = plt.subplots(
-        down, across, figsize=(max(4.6, 2.9 * across), 2.5 * down + 0.7), squeeze=False, layout="constrained"
-    )
+    figure = _figure(max(4.6, 2.9 * across), 2.5 * down + 0.7)
+    grid = figure.subplots(down, across, squeeze=False)
     for axes in grid.flat[len(panels) :]:
         axes.axis("off")
     y = chart.data["y"]
@@ -112,7 +114,7 @@ def _lines(plt, chart: Chart):
         axes.tick_params(labelsize=6, which="both")
         axes.grid()
     figure.suptitle(chart.title, fontsize=9)
-    roof = plt.Line2D([], [], color="black", linewidth=0.8, linestyle="dotted", label="roof")
+    roof = Line2D([], [], color="black", linewidth=0.8, linestyle="dotted", label="roof")
     roofed = y == "x roof" or any(panel["roof"] for panel in panels)
     _legend(figure, sorted({b for panel in panels for b in panel["lines"]}), (roof,) if roofed else ())
     return figure
@@ -153,10 +155,9 @@ def _mib(value: float) -> str:
 UNITS = {"us": _time, "MiB": _mib, "tokens/s": _count}
 
 
-def _summary(plt, chart: Chart):
-    figure, (bits, steps, kernels) = plt.subplots(
-        1, 3, figsize=(11.5, 3.6), layout="constrained", width_ratios=(0.8, 1.5, 1.7)
-    )
+def _summary(chart: Chart):
+    figure = _figure(11.5, 3.6)
+    bits, steps, kernels = figure.subplots(1, 3, width_ratios=(0.8, 1.5, 1.7))
     _bits(bits, chart.data["bits"])
     _steps(steps, chart.data["steps"])
     _kernels(kernels, chart.data["kernels"])
