@@ -1,6 +1,7 @@
 """Draws charts as small SVG files, the same bytes for the same numbers and the same matplotlib."""
 
 import math
+import textwrap
 from pathlib import Path
 
 from ..peers import PEERS, about
@@ -68,7 +69,7 @@ def _bars(chart: Chart):
             axes.plot([x, x], [bar["least"], bar["most"]], color="black", linewidth=0.6)
             axes.plot([x, x], [bar["p10"], bar["p90"]], color="black", linewidth=2.2)
             axes.text(x, bar["most"], f"{bar['ratio']:.2f}", ha="center", va="bottom", fontsize=6)
-        ticks.append((at + (len(members) - 1) / 2, group.replace(" ", "\n", 1) if len(group) > 12 else group))
+        ticks.append((at + (len(members) - 1) / 2, textwrap.fill(group, 14)))
         at += len(members) + 0.7
     axes.axhline(1.0, color="black", linewidth=0.8, linestyle="dashed")
     axes.set_xticks(*zip(*ticks))
@@ -127,7 +128,7 @@ def _log_axis(axis, values: list[float], text, base: int = 2) -> None:
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     if base == 2:
         ticks = sorted(set(values))
-        ticks = ticks[:: max(1, math.ceil(len(ticks) / 5))]
+        ticks = ticks[:: -max(1, math.ceil(len(ticks) / 5))]  # the last one always
     else:
         low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
         step = max(1, math.ceil((high - low) / 5))
