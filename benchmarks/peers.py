@@ -32,9 +32,9 @@ class Peer:
 
 _INVARIANT = "equal over batches, in one process"
 PEERS = {
-    "torch": Peer("PyTorch", "#8c8c8c", "torch", "nothing: cuBLAS and SDPA choose by the batch's size"),
-    "torch-fused": Peer("PyTorch, fused op", "#bdbdbd", "torch", "nothing"),
-    "hf-loop": Peer("Hugging Face's loop over experts", "#5f5f5f", "", "nothing"),
+    "torch": Peer("PyTorch", "#8c8c8c", "torch", "repeatable on request; a slice may differ from its batch"),
+    "torch-fused": Peer("PyTorch, fused op", "#bdbdbd", "torch", "as PyTorch"),
+    "hf-loop": Peer("Hugging Face's loop over experts", "#5f5f5f", "", "as PyTorch"),
     "batch_invariant_ops": Peer(
         "batch_invariant_ops",
         "#d55e00",
@@ -52,11 +52,11 @@ PEERS = {
         "flash-attn-4",
         "#0072b2",
         "flash-attn-4",
-        "a deterministic backward on request; over batches nothing (timed with its splits off)",
+        "a deterministic backward on request; over batches no statement (timed with its splits off)",
         "https://github.com/Dao-AILab/flash-attention",
     ),
-    "quack": Peer("quack", "#009e73", "quack-kernels", "nothing", "https://github.com/Dao-AILab/quack"),
-    "liger": Peer("Liger", "#cc79a7", "liger-kernel", "nothing", "https://github.com/linkedin/Liger-Kernel"),
+    "quack": Peer("quack", "#009e73", "quack-kernels", "no statement", "https://github.com/Dao-AILab/quack"),
+    "liger": Peer("Liger", "#cc79a7", "liger-kernel", "no statement", "https://github.com/linkedin/Liger-Kernel"),
     "flashinfer": Peer(
         "FlashInfer",
         "#e6ab02",
@@ -64,15 +64,15 @@ PEERS = {
         "options that fix the splits of attention",
         "https://github.com/flashinfer-ai/flashinfer",
     ),
-    "vllm": Peer("vLLM", "#56b4e9", "vllm", "nothing", "https://github.com/vllm-project/vllm"),
+    "vllm": Peer("vLLM", "#56b4e9", "vllm", "no statement", "https://github.com/vllm-project/vllm"),
     "vllm batch-invariant": Peer(
         "vLLM, batch-invariant mode",
         "#0b559f",
         "vllm",
-        "equal over batches; nothing of a trainer",
+        "equal over batches; no statement about a trainer",
         "https://github.com/vllm-project/vllm",
     ),
-    "transformers": Peer("Hugging Face generate", "#5f5f5f", "transformers", "nothing"),
+    "transformers": Peer("Hugging Face generate", "#5f5f5f", "transformers", "no statement"),
 }
 OURS = Peer("vexact", "#222222", "vexact", "the log-probabilities of rollout and trainer are the same floats")
 
