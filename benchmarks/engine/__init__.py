@@ -4,6 +4,7 @@ step over its roof, how long the GPU stands idle; and afterwards whether the tra
 python -m benchmarks engine --shape qwen3-1.7b --batch 1,64,256 --prompt 512 --new 512
 python -m benchmarks engine --model DIR --workload sharegpt,mix --requests 100,1000 --concurrency 8,64,256 --plot
 python -m benchmarks engine --shape qwen3-8b --profile traces
+python -m benchmarks engine --shape qwen3-8b --batch 256 --engine pipeline_parallel_size=2 --sleep
 python -m benchmarks engine --device cpu
 """
 
@@ -51,6 +52,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, default=0, help="of lengths, prompts and arrivals")
     group.add_argument("--engine", default="", metavar="KEY=VALUE,...", help="fields of EngineConfig")
     group.add_argument("--profile", type=Path, metavar="FOLDER", help="a Chrome trace and a table of where a step goes")
+    group.add_argument("--sleep", action="store_true", help="put the engine to sleep afterwards: seconds, and memory")
     group.add_argument("--no-verify", action="store_true", help="do not compare with the trainer's forward afterwards")
     group.add_argument(
         "--peer-seconds", type=float, default=60, help="generate fewer tokens where a peer would take longer"
@@ -92,6 +94,8 @@ def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(f"--engine: {error}")
     if args.latent:
         args.config = replace(args.config, latent_attention=True)
+    if args.profile is not None and args.config.pipeline_parallel_size > 1:
+        parser.error("--profile: an engine in stages computes in other processes, expected pipeline_parallel_size=1")
 
 
 def _config(text: str):
@@ -126,18 +130,20 @@ def _sources(args: argparse.Namespace) -> list[str]:
     return [SMOLLM2] if args.device == "cpu" and not args.shape_given else args.shape.split(",")
 
 
-def load(args: argparse.Namespace, source: str, dtype: str):
-    """(Loaded, what it is called, where its weights are from)."""
+def load(args: argparse.Namespace, source: str, dtype: str, stages: int = 1):
+    """(Loaded, what it is called, where its weights are from). For several stages it is loaded by them."""
     from vexact_engine.weights.fetch import fetch_smollm2
-    from vexact_engine.weights.load import load
+    from vexact_engine.weights.load import load, load_in_stages
     from vexact_engine.weights.random import load_random
 
+    read = load_in_stages if stages > 1 else load
     if source == SMOLLM2:
-        return load(fetch_smollm2(), device=args.device, dtype=dtype), "smollm2-135m-instruct", "of the model"
+        return read(fetch_smollm2(), device=args.device, dtype=dtype), "smollm2-135m-instruct", "of the model"
     if args.model:
-        return load(source, device=args.device, dtype=dtype), Path(source).name, "of the model"
+        return read(source, device=args.device, dtype=dtype), Path(source).name, "of the model"
     cut = "" if args.layers is None else f" {args.layers} layer{'s' * (args.layers != 1)}"
-    return load_random(source, device=args.device, dtype=dtype, layers=args.layers), source + cut, "random"
+    made = load_random(source, device=args.device, dtype=dtype, layers=args.layers, whole=stages == 1)
+    return made, source + cut, "random"
 
 
 def _model(args: argparse.Namespace, source: str, dtype: str) -> Iterator[dict]:
@@ -149,7 +155,8 @@ def _model(args: argparse.Namespace, source: str, dtype: str) -> Iterator[dict]:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
-    loaded, name, weights = load(args, source, dtype)
+    stages = args.config.pipeline_parallel_size
+    loaded, name, weights = load(args, source, dtype, stages)
     if on_gpu:
         torch.cuda.synchronize()
     load_s = time.perf_counter() - began
@@ -166,6 +173,7 @@ def _model(args: argparse.Namespace, source: str, dtype: str) -> Iterator[dict]:
         "dtype": dtype,
         "layers": args.layers,
         "latent": args.config.latent_attention,
+        "pipeline_parallel_size": stages,
     }
     began = time.perf_counter()
     engine = Engine(loaded, args.config)
@@ -179,22 +187,30 @@ def _model(args: argparse.Namespace, source: str, dtype: str) -> Iterator[dict]:
             records.append(_record(about, engine, workload, runs[-1], bandwidth))
             if args.profile is not None:
                 records[-1] |= _profiled(args, engine, workload, records[-1]["case"])
+        if args.sleep:
+            records[-1]["sleep"] = _sleeps(engine, runs[-1])
     finally:
         engine.close()
     del engine
     peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    about = {"peak_gib": round(peak / 2**30, 2), "device": args.device, **environment(args.device)}
+    about = {
+        "peak_gib": round(peak / 2**30, 2) if stages == 1 else None,
+        "device": args.device,
+        **environment(args.device),
+    }
     _free(on_gpu)
     for record, done in zip(records, runs):  # should what follows fail, the times are known all the same
-        steady = _over_roof(done.decode_steps(_steady_batch(record)), size, bandwidth, None)
+        steady = _over_roof(record, done, size, bandwidth, None)
         print(f"measured, to be verified: {json.dumps(record | steady | about)}", file=sys.stderr, flush=True)
+    if stages > 1 and not args.no_verify:
+        loaded = load(args, source, dtype)[0]  # by one process
     for record, done in zip(records, runs):
         touched = None
         if not args.no_verify:
             proof = prove(loaded.model, done, args.config, size, batch=_steady_batch(record), seed=args.seed)
             touched = proof.touched
             record |= proof.figures()
-        record |= _over_roof(done.decode_steps(_steady_batch(record)), size, bandwidth, touched)
+        record |= _over_roof(record, done, size, bandwidth, touched)
         yield {key: value for key, value in record.items() if key[0] != "_"} | about
     del loaded, runs, done
     _free(on_gpu)
@@ -245,15 +261,42 @@ def _warm_up(engine, asked: list[workloads.Workload]) -> None:
         timing.measure(engine, workloads.fixed(batch, 8, 4, engine.vocab_size, seed=1 << 20))
 
 
+def _sleeps(engine, done: timing.Run) -> list[dict]:
+    """Of sleeps of each kind (for the first, memory of the host has to be pinned yet): seconds, GiB given back, and how
+    many numbers of some of the same requests are others afterwards. At the end the weights are gone."""
+    prompts, found = [c.prompt_ids for c in done.completions[:16]], []
+    from vexact_engine import SamplingParams
+
+    few = [SamplingParams(max_new_tokens=8, seed=i, ignore_eos=True) for i in range(len(prompts))]
+    expected = [(c.token_ids, c.logprobs) for c in engine.generate(prompts, few)]
+    for level, tags in ((1, None), (1, None), (1, ["kv_cache"]), (2, None)):
+        began = time.perf_counter()
+        given = engine.sleep(level, tags)
+        slept = time.perf_counter()
+        engine.wake_up()
+        woken = time.perf_counter()
+        found.append(
+            {"level": level, "tags": tags, "sleep_s": round(slept - began, 3), "wake_s": round(woken - slept, 3)}
+        )
+        found[-1]["given_gib"] = {tag: round(count / 2**30, 2) for tag, count in given.items()}
+        if level == 1:
+            again = [(c.token_ids, c.logprobs) for c in engine.generate(prompts, few)]
+            pairs = [pair for a, b in zip(again, expected) for column in zip(a, b) for pair in zip(*column)]
+            found[-1]["differ"] = sum(a != b for a, b in pairs)
+    return found
+
+
 def _record(about: dict, engine, workload: workloads.Workload, done: timing.Run, bandwidth: float) -> dict:
-    count = len(workload.jobs)
+    count, stages = len(workload.jobs), about["pipeline_parallel_size"]
+    in_stages = f", {stages} pipeline stages" if stages > 1 else ""
     alike = workload.rate is None and len({job.new for job in workload.jobs}) == 1
     return {
         "room": "engine",
-        "case": f"{about['model']}{' latent' * about['latent']} {workload.name} {about['dtype']}",
+        "case": f"{about['model']}{' latent' * about['latent']} {workload.name} {about['dtype']}{in_stages}",
         "backend": "vexact",
         **about,
         **_asked(workload),
+        "workload": workload.name + in_stages,
         "batch": min(workload.batch, engine.config.max_num_seqs),
         "seconds": round(done.seconds, 4),
         "requests_per_s": round(count / done.seconds, 3),
@@ -287,18 +330,20 @@ def _asked(workload: workloads.Workload) -> dict:
 
 
 def _steady_batch(record: dict) -> int | None:
-    """Where all requests run from the first to the last step, a decode step is one of all of them."""
-    return record["batch"] if record["_alike"] else None
+    """Where all requests run from the first to the last step, a decode step is one of all of them, or their share."""
+    return -(-record["batch"] // record["pipeline_parallel_size"]) if record["_alike"] else None
 
 
-def _over_roof(steady: list[tuple[float, int, int]], size: roof.Sizes, bandwidth: float, touched: float | None) -> dict:
-    """The median decode step, and the time that bandwidth allows for what such steps read on the mean."""
+def _over_roof(record: dict, done: timing.Run, size: roof.Sizes, bandwidth: float, touched: float | None) -> dict:
+    """The median decode step, and the time that bandwidth allows for what such steps read on the mean. In stages a step
+    is of as many plans as there are stages, each with its share of the sequences: a token for all of them."""
+    stages, steady = record["pipeline_parallel_size"], done.decode_steps(_steady_batch(record))
     if not steady:
         return {"step_ms": None, "roof_ms": None}
     _, sequences, context = (sum(column) / len(steady) for column in zip(*steady))
     touched_by_chance = size.touched(round(sequences))
     least = size.step(round(sequences), context, touched) / bandwidth * 1e3
-    times = [seconds for seconds, _, _ in steady]
+    times = [stages * seconds for seconds, _, _ in steady]
     step = timing.median_ms(times)
     found = {
         "step_ms": step,
