@@ -310,7 +310,10 @@ def test_the_command(capsys, tmp_path):
         "def twisted(model):\n"
         "    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda m, a, out: out * (1 + 2**-7))\n"
         "    return model\n"
+        "def number(model):\n"
+        "    return 3\n"
     )
+    (tmp_path / "broken.py").write_text("def f(:\n")
 
     fixed = ["--model", str(tmp_path / "m"), "--num-prompts", "2"]
 
@@ -330,7 +333,9 @@ def test_the_command(capsys, tmp_path):
         (["stokc"], "STACK_A: got 'stokc', expected stock, patched, engine or FILE.py:NAME"),
         (["stock", "stock:pad=top"], "STACK_B: pad: got 'top', expected left or right"),
         (["stock:batch=0"], "STACK_A: batch: got 0, expected a whole number of 1 or more"),
-        (["stock:what=1"], "STACK_A: "),
+        (["stock:what=1"], "STACK_A: stock has no option 'what', expected batch, pad, chunk"),
+        (["stock", f"{tmp_path}/broken.py:f"], "broken.py fails: SyntaxError"),
+        (["stock", f"{tmp_path}/mine.py:number"], "STACK_B: got int, expected a torch.nn.Module"),
         (["stock", "nowhere.py:f"], "STACK_B: nowhere.py: No such file"),
         (["stock", f"{tmp_path}/mine.py:none"], "has no none"),
         (["--layers", "1"], "--layers: expected --config with it"),

@@ -180,7 +180,7 @@ def test_verify_reports_a_long_prompt_and_goes_on(capsys, model, tmp_path):
         (["verify", "--model", "MODEL", "--kv-segment", "7"], "--kv-segment: got 7, expected None or a multiple of"),
         (
             ["verify", "--model", "MODEL", "--dtype", "fp16", "--device", "cpu"],
-            "--dtype: got 'float16', expected one of",
+            "--dtype: got 'float16', expected one of bfloat16, float32 on a CPU",
         ),
         (
             ["verify", "--model", "MODEL", "--warm", "--no-prefix-cache"],
@@ -200,7 +200,8 @@ def test_verify_reports_a_long_prompt_and_goes_on(capsys, model, tmp_path):
             "--gpu-memory-utilization: expected a GPU with it",
         ),
         (["serve", "MODEL", "--max-restarts", "1"], "--max-restarts: expected --replicas with it"),
-        (["serve", "MODEL", "--port", "70000"], "--port: got 70000, expected"),
+        (["serve", "MODEL", "--port", "70000"], "--port: got 70000, expected a number from 0"),
+        (["demo", "--plot", "/nowhere/d.svg"], "/nowhere/d.svg: cannot be written"),
         (["chat", "/nowhere"], "MODEL: '/nowhere': no such file or directory"),
         (["doctor", "--rows", "8"], "--rows: expected --admit with it"),
         (["doctor", "--admit", "--shapes", "8x8", "--device", "cpu"], "--device: not together with --admit"),
@@ -233,6 +234,7 @@ def test_bad_input_is_one_line_and_exit_2(capsys, model, tmp_path, argv, message
         ["demo", "--seed", str(2**64)],
         ["generate", "--model", "m", "--seed", "-1", "x"],
         ["verify", "--model", "m", "--top-k", "-5"],
+        ["verify", "--model", "m", "--plot", "m.txt"],
         ["verify", "--model", "m", "--batch-size", "3"],  # no abbreviations
     ],
 )
@@ -290,6 +292,8 @@ def test_doctor_without_the_gpu_it_was_to_check_says_nothing_else(capsys, monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, out, err = run(capsys, "doctor", "--device", "cuda")
     assert (code, out) == (2, "") and err == "vexact doctor: --device: got 'cuda', but torch sees 0 CUDA devices\n"
+    code, out, err = run(capsys, "doctor", "--admit", "--shapes", "8x8")
+    assert (code, out) == (2, "") and err.startswith("vexact doctor: --admit: kernels are verified on the GPU that")
 
 
 def test_a_mistyped_path_is_answered_at_once(capsys, monkeypatch, tmp_path):

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import importlib.util
+import inspect
 
 from . import options
 
@@ -32,14 +33,7 @@ def add_bisect(commands) -> None:
     bisect.add_argument("b", metavar="STACK_B", nargs="?", default="stock", help="(stock: all in one padded batch)")
     options.model(bisect, or_config=True)
     bisect.add_argument("--layers", type=options.positive, metavar="N", help="--config: the first N layers alone (all)")
-    source = bisect.add_argument_group("prompts (random token ids, unless a file is given)")
-    source.add_argument("--prompts", metavar="FILE", help=".txt (a prompt a line), .jsonl, or .json as ShareGPT has it")
-    source.add_argument("--limit", type=options.positive, metavar="N", help="no more than N prompts of the file (8)")
-    source.add_argument("--num-prompts", type=options.positive, default=4, metavar="N", help="how many random ones (4)")
-    source.add_argument(
-        "--lengths", type=options.lengths, default=[16, 33, 7, 70], metavar="N,N",
-        help="of random ones, in turn (16,33,7,70)",
-    )  # fmt: skip
+    source = options.prompts(bisect, 4, [16, 33, 7, 70], limit="8")
     options.seed_option(source)
     options.outputs(bisect)
 
@@ -47,18 +41,14 @@ def add_bisect(commands) -> None:
 def run_bisect(args) -> int:
     options.check_writable(args.json, args.html)
     options.expect_with(args, args.config is not None, "--config", "--layers")
-    if args.prompts is None:
-        options.expect_with(args, False, "--prompts", "--limit")
-    else:
-        options.expect_without(args, "--prompts", "--num-prompts", "--lengths")
+    options.check_prompts(args)
+    options.check_config(args)
     parsed = [_parse(flag, text) for flag, text in (("STACK_A", args.a), ("STACK_B", args.b))]
     from ..proof import bisect_report
     from ..proof.bisect import bisect
-    from ..proof.prompts import encode, read_prompts, synthetic_prompts
-    from ..weights.random import CONFIGS, load_random
+    from ..proof.prompts import encode, read_prompts
+    from ..weights.random import load_random
 
-    if args.config is not None and args.config not in CONFIGS:
-        raise ValueError(f"--config: got {args.config!r}, expected one of {', '.join(CONFIGS)}")
     prompts = read_prompts(args.prompts, args.limit or 8) if args.prompts else None
     device = options.device(args.device)
     with options.progress(args) as progress:
@@ -68,8 +58,7 @@ def run_bisect(args) -> int:
         else:
             loaded = options.load(args, device)
         if prompts is None:
-            size = loaded.model.get_input_embeddings().weight.shape[0]
-            prompts = synthetic_prompts(args.num_prompts, args.lengths, size, args.seed)
+            prompts = options.random_prompts(args, loaded.model)
         stacks = [_stack(flag, *each, loaded.model) for flag, each in zip(("STACK_A", "STACK_B"), parsed)]
         found = bisect(*stacks, encode(prompts, loaded.tokenizer), progress=progress)
     found.command = args.line
@@ -100,6 +89,9 @@ def _stack(flag: str, kind: str, chosen: dict, model):
     from ..proof import stacks
 
     if kind in stacks.KINDS:
+        known = [name for name in inspect.signature(stacks.KINDS[kind]).parameters if name not in ("model", "name")]
+        if unknown := sorted(set(chosen) - set(known)):
+            raise ValueError(f"{flag}: {kind} has no option {unknown[0]!r}, expected {', '.join(known)}")
         with _named(flag):
             return stacks.KINDS[kind](model, **chosen)
     path, _, name = kind.rpartition(":")
@@ -109,10 +101,15 @@ def _stack(flag: str, kind: str, chosen: dict, model):
         spec.loader.exec_module(made)
     except OSError as error:
         raise ValueError(f"{flag}: {path}: {error.strerror}") from None
+    except Exception as error:
+        raise ValueError(f"{flag}: {path} fails: {type(error).__name__}: {error}") from error
     if not hasattr(made, name):
         raise ValueError(f"{flag}: {path} has no {name}")
     own = getattr(made, name)(copy.deepcopy(model))
-    return own if isinstance(own, stacks.Stack) else stacks.own(own, name=kind)
+    if isinstance(own, stacks.Stack):
+        return own
+    with _named(flag):
+        return stacks.own(own, name=kind)
 
 
 @contextlib.contextmanager

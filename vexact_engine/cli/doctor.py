@@ -84,7 +84,11 @@ def _admit(args) -> int:
 
     from ..proof import doctor
 
-    options.device("cuda")
+    try:
+        options.device("cuda")
+    except ValueError:
+        text = "--admit: kernels are verified on the GPU that they are for, and torch sees none here"
+        raise ValueError(text) from None
     found = vx.admit(
         doctor.needs(args.model, args.shapes or ()),
         rows=args.rows,

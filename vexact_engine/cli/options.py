@@ -63,6 +63,18 @@ def chat(parser, default):
     )
 
 
+def prompts(parser, number: int, lengths_of: list[int], limit: str):
+    """Where prompts come from; `limit` is the default of --limit, in words."""
+    source = parser.add_argument_group("prompts (random token ids, unless a file is given)")
+    source.add_argument("--prompts", metavar="FILE", help=".txt (a prompt a line), .jsonl, or .json as ShareGPT has it")
+    source.add_argument("--limit", type=positive, metavar="N", help=f"no more than N prompts of the file ({limit})")
+    text = f"how many random ones ({number})"
+    source.add_argument("--num-prompts", type=positive, default=number, metavar="N", help=text)
+    text = f"of random ones, in turn ({','.join(map(str, lengths_of))})"
+    source.add_argument("--lengths", type=lengths, default=lengths_of, metavar="N,N", help=text)
+    return source
+
+
 def sampling(parser, max_new_tokens):
     group = parser.add_argument_group("sampling")
     group.add_argument(
@@ -207,6 +219,28 @@ def progress(args, lines=True):
     from ..progress import bar
 
     return bar(False if args.quiet else None, lines=lines)
+
+
+def check_prompts(args, *of_a_file: str) -> None:
+    """What `prompts` has added, and options that mean something for a file's prompts alone."""
+    if args.prompts is None:
+        expect_with(args, False, "--prompts", "--limit", *of_a_file)
+    else:
+        expect_without(args, "--prompts", "--num-prompts", "--lengths")
+
+
+def check_config(args) -> None:
+    from ..weights.random import CONFIGS
+
+    if args.config is not None and args.config not in CONFIGS:
+        raise ValueError(f"--config: got {args.config!r}, expected one of {', '.join(CONFIGS)}")
+
+
+def random_prompts(args, model) -> list:
+    """Those of --num-prompts and --lengths, for a model's vocabulary."""
+    from ..proof.prompts import synthetic_prompts
+
+    return synthetic_prompts(args.num_prompts, args.lengths, model.get_input_embeddings().weight.shape[0], args.seed)
 
 
 def check_engine(args, device) -> None:

@@ -35,14 +35,7 @@ def add_verify(commands) -> None:
         ),
     )
     options.model(verify, or_config=True)
-    source = verify.add_argument_group("prompts (random token ids, unless a file is given)")
-    source.add_argument("--prompts", metavar="FILE", help=".txt (a prompt a line), .jsonl, or .json as ShareGPT has it")
-    source.add_argument("--limit", type=options.positive, metavar="N", help="no more than N prompts of the file (all)")
-    source.add_argument("--num-prompts", type=options.positive, default=8, metavar="N", help="how many random ones (8)")
-    source.add_argument(
-        "--lengths", type=options.lengths, default=[16, 64, 33, 200], metavar="N,N",
-        help="of random ones, in turn (16,64,33,200)",
-    )  # fmt: skip
+    source = options.prompts(verify, 8, [16, 64, 33, 200], limit="all")
     options.chat(source, "no template for plain text")
     options.sampling(verify, max_new_tokens=64)
     verify.add_argument("--samples", type=options.positive, default=1, metavar="N", help="answers per prompt (1)")
@@ -102,19 +95,15 @@ def _plot(parser) -> None:
 def run_verify(args) -> int:
     options.check_writable(args.json, args.html, args.plot)
     options.expect_with(args, args.stock, "--stock", "--stock-prompts")
-    if args.prompts is None:
-        options.expect_with(args, False, "--prompts", "--limit", "--chat")
-    else:
-        options.expect_without(args, "--prompts", "--num-prompts", "--lengths")
+    options.check_prompts(args, "--chat")
+    options.check_config(args)
     random_weights = bool(args.config or args.random_weights)
     options.expect_with(args, random_weights, "--config or --random-weights", "--layers")
     from ..config import EngineConfig, SamplingParams
-    from ..proof.prompts import read_prompts, synthetic_prompts
+    from ..proof.prompts import read_prompts
     from ..proof.verify import verify
-    from ..weights.random import CONFIGS, load_random
+    from ..weights.random import load_random
 
-    if args.config is not None and args.config not in CONFIGS:
-        raise ValueError(f"--config: got {args.config!r}, expected one of {', '.join(CONFIGS)}")
     params = SamplingParams(**options.sampling_of(args), n=args.samples)
     config = EngineConfig(**options.engine_of(args))
     prompts = read_prompts(args.prompts, args.limit) if args.prompts else None  # before the model: it is quicker
@@ -128,8 +117,7 @@ def run_verify(args) -> int:
         else:
             loaded = options.load(args, device)
         if prompts is None:
-            size = loaded.model.get_input_embeddings().weight.shape[0]
-            prompts = synthetic_prompts(args.num_prompts, args.lengths, size, args.seed)
+            prompts = options.random_prompts(args, loaded.model)
         verification = verify(
             loaded,
             prompts,

@@ -72,7 +72,9 @@ def stock(
 
 def own(model: nn.Module, name: str = "own", **options: Any) -> Stack:
     """A model of one's own, called as Hugging Face's are: model(input_ids=, attention_mask=, position_ids=, ...), with
-    logits in what it returns or as what it returns. Options as in `stock`."""
+    logits in what it returns or as what it returns. Options as in `stock`. TypeError where it is no torch.nn.Module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"stack: got {type(model).__name__}, expected a torch.nn.Module")
     return stock(model, name=_named(name, options, {}), **options)
 
 

@@ -58,7 +58,9 @@ class Settings:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"Settings: {name} is {value!r}, expected an integer")
-            if value < low or (name == "port" and value > 65535):
+            if name == "port" and not 0 <= value <= 65535:
+                raise ValueError(f"Settings: port is {value}, expected a number from 0 (one that is free) to 65535")
+            if value < low:
                 raise ValueError(f"Settings: {name} is {value}, expected {low} or more")
         for name in ("request_timeout", "body_timeout", "drain_seconds"):
             value = getattr(self, name)

@@ -146,7 +146,8 @@ def as_dtype(dtype: str | torch.dtype, device: str | torch.device = "cpu") -> to
     """A dtype that the device serves, by name or as itself. TypeError for anything else."""
     found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if found not in served(device).values():
-        raise TypeError(f"weights: dtype: got {dtype!r}, expected one of {sorted(served(device))}")
+        names, where = ", ".join(sorted(served(device))), torch.device(device).type.replace("cuda", "GPU").upper()
+        raise TypeError(f"weights: dtype: got {dtype!r}, expected one of {names} on a {where}")
     return found
 
 
