@@ -12,7 +12,8 @@ from . import engine, handover, peers, rollout, training
 from .shapes import SHAPES, Shape, free
 
 ROOMS = sorted(path.stem for path in (Path(__file__).parent / "ops").glob("*.py") if path.stem != "__init__")
-PROGRAMS = ("admit", "engine", "handover", "memory", "rollout", "training", "verify")  # whole ones, not kernels
+# whole ones, not kernels
+PROGRAMS = ("admit", "engine", "handover", "imports", "memory", "rollout", "training", "verify")
 DTYPES = ("float32", "bfloat16", "float16")
 FREE = ("n", "k", "experts", "top_k", "heads", "kv_heads", "head_dim")
 DEFAULTS = {
