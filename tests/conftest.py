@@ -4,6 +4,7 @@ import fcntl
 import os
 import random
 import signal
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,3 +148,12 @@ def pytest_collection_modifyitems(items):
 
     items[:] = [item for item in items if is_case(item)]
     on_gpu.mark(items)
+
+
+@pytest.fixture
+def sockets(monkeypatch):
+    """The folder of a hand-over's sockets: one of their own, that is empty again at the end."""
+    with tempfile.TemporaryDirectory() as folder:  # a short name: sockets have at most 107 characters
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder) / "vexact"
+        assert not list(Path(folder, "vexact").glob("*")), "a socket was left behind"
