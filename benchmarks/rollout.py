@@ -205,15 +205,19 @@ def _measure_weights(args: argparse.Namespace, shape: str, folder: Path, variabl
         gathering = [trainers.gather()[0] for _ in range(3)]
     gbps = [size / s / 1e9 for s in seconds[1:]]
     return {
-        "room": "rollout",
-        "case": f"{shape}{'' if args.layers is None else f' {args.layers} layers'} of float32 by update_weights",
-        "gbps": round(statistics.median(gbps), 1),
-        "worst_gbps": round(min(gbps), 1),
-        "ms": round(1e3 * statistics.median(seconds[1:]), 1),
-        "ms_first": round(1e3 * seconds[0], 1),
-        "ms_gathering_alone": round(1e3 * min(gathering), 1),
-        "ms_with_waking_up": round(1e3 * statistics.median(outer[1:]), 1),
-        "gib": round(size / 2**30, 3),
+        "room": "handover",
+        "case": f"{shape}{'' if args.layers is None else f' {args.layers} layers'} of float32 by verl's update_weights",
+        "backend": "vexact",
+        "ours": round(statistics.median(gbps), 2),
+        "unit": "GB/s",
+        "best": round(max(gbps), 2),
+        "worst": round(min(gbps), 2),
         "updates": len(gbps),
+        "gib": round(size / 2**30, 3),
+        "ms": round(1e3 * statistics.median(seconds[1:]), 3),
+        "first_ms": round(1e3 * seconds[0], 1),
+        "gathering_ms": round(1e3 * min(gathering), 1),
+        "with_waking_up_ms": round(1e3 * statistics.median(outer[1:]), 1),
+        "device": args.device,
         **environment(args.device),
     }

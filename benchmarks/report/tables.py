@@ -143,9 +143,13 @@ def handover_table(records: Iterable[dict]) -> str:
     heads = ["weights of a trainer", "GiB", "ms", "GB/s", "of a copy", "engine stands still, ms", "grown"]
     rows = []
     for r in records:
-        grown = ", ".join(f"{name} {count:+}" for name, count in r["grown"].items() if count > 0) or "nothing"
-        cells = [r["case"], f"{r['gib']:.1f}", f"{r['ms']:.1f}", f"{r['ours']:.0f}", f"{r['ratio']:.0%}"]
-        cells += [f"{max(r['stall_ms']):.0f} (a step: {r['step_ms']:.1f})", f"{grown} in {r['updates']} updates"]
+        cells = [r["case"], f"{r['gib']:.1f}", f"{r['ms']:.1f}", f"{r['ours']:.0f}"]
+        if "ratio" in r:  # without verl
+            grown = ", ".join(f"{name} {count:+}" for name, count in r["grown"].items() if count > 0) or "nothing"
+            cells += [f"{r['ratio']:.0%}", f"{max(r['stall_ms']):.0f} (a step: {r['step_ms']:.1f})"]
+            cells += [f"{grown} in {r['updates']} updates"]
+        else:
+            cells += ["", "", f"of it gathering: {r['gathering_ms']:.1f} ms"]
         rows.append(cells)
     return markdown(heads, rows)
 
