@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -243,6 +244,21 @@ def test_weights_as_they_were_made_come_back_by_themselves(saved):
         assert ask(engine) == saved[1] and engine.weight_version == 0
         before = [*before, *pids(engine)]
     assert all(map(is_gone, before))
+
+
+@ONE
+def test_stages_that_cannot_be_made_anew_are_tried_again_with_the_next_request(saved, tmp_path):
+    path = shutil.copytree(saved[0], tmp_path / "model")
+    with Engine.from_pretrained(path, device="cpu", config=STAGED) as engine:
+        engine._worker._stages[0].process.kill()
+        weights = path / "model.safetensors"
+        weights.rename(tmp_path / "away")
+        for _ in range(2):
+            with pytest.raises((StageDied, RuntimeError), match=r"stage \d has (died|failed)"):
+                engine.generate(PROMPTS[:1], PARAMS)
+        (tmp_path / "away").rename(weights)
+        assert ask(engine) == saved[1]
+        check_idle(engine)
 
 
 @ONE

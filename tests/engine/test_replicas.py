@@ -342,6 +342,37 @@ def test_one_that_dies_is_named_and_its_requests_go_on_elsewhere(path, one, capl
             replicas.pause()
 
 
+def test_replicas_of_stages(path, one):
+    """Each in two processes of its own beside its own: the same bits, asleep for a while, and none is left of one that
+    is killed."""
+    config = replace(CONFIG, pipeline_parallel_size=2)
+    expected, long = [[bits(c) for c in one.generate(PROMPTS, params)] for params in (PARAMS, LONG)]
+    with Replicas.from_pretrained(path, replicas=2, config=config) as replicas, ThreadPoolExecutor(1) as pool:
+        assert [bits(c) for c in replicas.generate(PROMPTS, PARAMS)] == expected
+        assert replicas.sleep()["kv_cache"] > 0 and replicas.state == "asleep"
+        replicas.wake_up()
+        stages = children_of(replicas.replicas[0].pid)
+        assert len(stages) == 2
+        running = pool.submit(replicas.generate, PROMPTS, LONG)
+        until(lambda: replicas.replicas[0].requests)
+        kill(replicas, 0)
+        assert [bits(c) for c in running.result(300)] == long
+        until(lambda: not any(map(alive, stages)))
+
+
+def children_of(pid):
+    return [
+        int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in (task / "children").read_text().split()
+    ]
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def test_one_is_started_again_in_its_place(path, one, new, caplog):
     with Replicas.from_pretrained(path, replicas=1, config=CONFIG, max_restarts=2) as replicas:
         expected = [bits(c) for c in one.generate(PROMPTS[:3], LONG)]

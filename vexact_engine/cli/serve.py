@@ -28,7 +28,7 @@ def add_serve(commands) -> None:
         "--replicas",
         type=options.positive,
         metavar="N",
-        help="engines in processes of their own, each with a GPU (none: one, in this process)",
+        help="engines in processes of their own, each with a GPU, or one a stage (none: one, in this process)",
     )
     replicas.add_argument(
         "--max-restarts", type=options.count, default=0, metavar="N", help="of those that died, all together (0)"
@@ -90,8 +90,6 @@ def run_serve(args) -> int:
         allow_origins=tuple(args.allow_origin),
     )
     config = EngineConfig(**options.engine_of(args), pipeline_parallel_size=args.pipeline_parallel_size)
-    if args.replicas is not None and config.pipeline_parallel_size > 1:
-        raise ValueError("--pipeline-parallel-size: not together with --replicas yet")
     options.expect_with(args, args.replicas is not None, "--replicas", "--max-restarts")
     device = options.device(args.device)
     options.check_engine(args, device)

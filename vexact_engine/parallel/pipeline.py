@@ -212,14 +212,14 @@ class PipelineWorker:
                     progress("stages", len(ready), count, "")
                     ready.append(self._answer(stage))
             except BaseException as error:
-                self._kill()
+                self._bury(self.dead or f"the stages could not be made: {error!r}")
                 if isinstance(error, StageDied):
                     raise RuntimeError(f"Engine: pipeline: {error}") from None
                 raise
         configs, paths, numerics, held = zip(*(answer[1:] for answer in ready))
         if any(other != numerics[0] for other in numerics):
-            self._kill()
-            raise RuntimeError("Engine: pipeline: the stages' numerics differ: their bits could, too")
+            self._bury("the stages' numerics differ: their bits could, too")
+            raise RuntimeError(f"Engine: pipeline: {self.dead}")
         self.config, self.numerics, self.held = configs[0], numerics[0], held
         self.path = paths[0] if len(set(paths)) == 1 else "; ".join(f"stage {i}: {p}" for i, p in enumerate(paths))
 
