@@ -66,6 +66,17 @@ def test_a_prompt_that_is_opened_shows_the_bits_of_every_token(shown):
     assert rows[3][3:5] == ["-Infinity", "-Infinity"]
 
 
+def test_all_that_was_checked_is_on_the_page(shown):
+    page, path, found = shown
+    page.open(path)
+    text = " ".join(page.run("document.body.innerText").split())
+    for said in (found.title, "from a warm prefix cache", "gradients", "all finite", "stock Hugging Face"):
+        assert said.lower() in text.lower(), said
+    assert found.date[:10] in text and f"{found.batches[0].batch_size}" in text and "96 of their tokens" in text
+    for said in ("page_size", "contract", "<2.x>", "a_long_name"):  # settings, fingerprint, versions
+        assert said in page.run("document.body.textContent"), said
+
+
 def test_the_filter_finds_words_and_differences(shown):
     page, path, _ = shown
     page.open(path)

@@ -98,6 +98,15 @@ def test_an_exception_inside_the_block_undoes_the_patch():
     assert traces(model) == before
 
 
+def test_a_backend_that_is_not_here_is_no_fault_of_the_model_s():
+    model = tiny("llama")
+    before = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
+    with vx.use_backend("cuda"), pytest.raises(vx.BackendUnavailable, match="backend 'cuda'"):
+        vx.patch.hf(model)
+    assert {name: module.__dict__.get("forward") for name, module in model.named_modules()} == before
+    vx.patch.hf(model).undo()
+
+
 def test_other_options_and_parts_are_refused_while_patched():
     model = tiny("llama")
     with vx.patch.hf(model):

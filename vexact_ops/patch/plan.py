@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from .._core.backend import BackendUnavailable
 from . import audit, forwards, lora, mixture, pieces, slots
 from . import latent as latent_form
 from .pieces import NotCovered
@@ -157,6 +158,8 @@ def check_runs(patch: "Patch") -> None:
     patch.seen = []
     try:
         found = audit.run(patch.model, {id(m): path for path, m in modules.items()}, _small_call)
+    except BackendUnavailable:  # no fault of the model's
+        raise
     except Exception as error:
         path = _blame(error, {id(m): path for path, m in modules.items()})
         known = isinstance(error, NotCovered)
