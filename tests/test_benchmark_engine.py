@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import __main__, harness, report
 from benchmarks.engine import peer, peers, roof, timing, trace, workloads
+from benchmarks.report import compare, tables
 from vexact_engine import EngineConfig
 from vexact_engine.weights import random
 
@@ -81,6 +82,9 @@ def test_in_stages(model, tmp_path):
     assert [one.get("differ") for one in found["sleep"]] == [0, 0, 0, None]
     for one in found["sleep"]:
         assert one["sleep_s"] >= 0 and one["wake_s"] >= 0 and one["given_gib"]["graphs"] == 0
+    assert tables.sleep_table([found]).count(", 2 stages | 1 |") == 3 and not compare.steps(
+        {"engine": [found], "h200": []}
+    )
 
 
 def test_all_workloads(model, conversations, tmp_path, capsys):

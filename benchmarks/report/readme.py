@@ -43,6 +43,7 @@ def _sorted_out(records: list[dict]) -> list[tuple[Callable, list[dict]]]:
     special = {
         tables.verify_table: lambda r: r["room"] == "verify",
         tables.engine_table: lambda r: r["room"] == "engine" and "workload" in r,
+        tables.sleep_table: lambda r: "sleep" in r,
         tables.soak_table: lambda r: r["room"] == "soak",
         tables.handover_table: lambda r: r["room"] == "handover",
         tables.spread_table: lambda r: "geomean_to_stock" in r,

@@ -114,6 +114,26 @@ def engine_table(records: Iterable[dict]) -> str:
     return markdown(heads, rows)
 
 
+def sleep_table(records: Iterable[dict]) -> str:
+    """How long an engine takes to give its memory back and to take it again, and what it computes differently then. For
+    the first sleep of level 1 memory of the host has to be pinned."""
+    heads = ["engine", "level", "of", "falls asleep, s", "wakes up, s", "given back, GiB", "differ"]
+    rows = []
+    for r in records:
+        replicas = f", {r['replicas']} replicas" if r.get("replicas") else ""
+        stages = f", {r['pipeline_parallel_size']} stages" if r.get("pipeline_parallel_size", 1) > 1 else ""
+        for one in r["sleep"]:
+            given = ", ".join(f"{tag} {count:,.2f}" for tag, count in one["given_gib"].items())
+            cells = [
+                f"{r['model']} {r['dtype']}{replicas}{stages}",
+                str(one["level"]),
+                ", ".join(one["tags"] or ["all"]),
+            ]
+            cells += [_figure(one["sleep_s"]), _figure(one["wake_s"]), given]
+            rows.append([*cells, str(one["differ"]) if "differ" in one else "not asked: weights are gone"])
+    return markdown(heads, rows)
+
+
 def soak_table(records: Iterable[dict]) -> str:
     """What random use of the engine has brought to light."""
     heads = ["on", "minutes", "engines", "steps", "preemptions", "updates", "sleeps", "aborted", "tokens checked"]
