@@ -473,21 +473,6 @@ def test_control_wants_a_key_that_is_set(http):
         check_error(http.post(path, json={}), 403, "start the server with an API key")
 
 
-def test_a_wake_up_that_finds_no_room_says_so(engine, monkeypatch):
-    def full(tags):
-        raise MemoryError("wake_up: no memory for kv_cache, which takes 5 MiB: CUDA out of memory")
-
-    with serving.serve(engine, api_keys=(KEY,)) as server, serving.client(server, KEY) as http:
-        http.post("/sleep", json={"tags": ["kv_cache"]})
-        with monkeypatch.context() as patch:
-            patch.setattr(engine._worker, "wake_up", full)
-            answer = http.post("/wake_up", json={})
-            check_error(answer, 503, "no memory for kv_cache, which takes 5 MiB")
-            assert answer.headers["retry-after"] == "5"
-        assert http.get("/health").json() == {"status": "asleep"}
-        assert http.post("/wake_up", json={}).json()["state"] == "running"
-
-
 def test_pause_resume_reset_sleep_and_abort(engine):
     with serving.serve(engine, api_keys=(KEY,)) as server, serving.client(server, KEY) as http:
         assert http.post("/pause", json={"mode": "keep"}).json()["state"] == "paused"

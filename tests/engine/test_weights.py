@@ -11,6 +11,7 @@ from engine_models import VOCAB, build, byte_tokenizer
 from vexact_engine.weights import fetch
 from vexact_engine.weights.load import default_device
 from vexact_engine.weights.load import load as load_somewhere
+from vexact_engine.weights.random import load_random, own_generators
 from vexact_engine.weights.update import apply_update, plan_update
 
 load = functools.partial(load_somewhere, device="cpu")
@@ -311,3 +312,15 @@ def test_without_a_device_a_model_stays_and_a_path_goes_to_the_gpu_if_there_is_o
     assert default_device(tmp_path) == torch.device("cuda")
     assert default_device(model) == torch.device("cpu")
     assert load_somewhere(model).model is model
+
+
+def test_random_weights_are_of_their_seed_and_take_nobody_s_numbers():
+    before = torch.get_rng_state()
+    first, again, other = (load_random("smollm2-135m", seed=seed, layers=1).model.state_dict() for seed in (3, 3, 4))
+    assert torch.equal(torch.get_rng_state(), before)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert all(torch.equal(value, again[key]) for key, value in first.items()) and not first[name].equal(other[name])
+    torch.manual_seed(3)
+    drawn = torch.randn(4, dtype=torch.float32)
+    with own_generators("cpu", 3):
+        assert torch.equal(torch.randn(4, dtype=torch.float32), drawn)  # as torch.manual_seed has it

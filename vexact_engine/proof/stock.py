@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ..progress import Progress, quiet
+from ..weights.random import own_generators
 from .compare import Sample, Side
 
 
@@ -39,8 +40,7 @@ def run_stock(
     _cast(model, getattr(torch, dtype))
     samples, seconds = [], {}
     try:
-        with torch.no_grad(), torch.random.fork_rng(), _attention(model, "sdpa"):
-            torch.manual_seed(seed)
+        with torch.no_grad(), own_generators(model.device, seed), _attention(model, "sdpa"):
             begin = time.perf_counter()
             for start in range(0, len(prompt_ids), batch_size):
                 progress(f"stock {dtype}: rollout", start, len(prompt_ids))

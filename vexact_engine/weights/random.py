@@ -1,7 +1,9 @@
 """Models of true dimensions with random weights, made on their device: nothing is fetched."""
 
+import contextlib
 import copy
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -222,10 +224,26 @@ def unfilled(config, dtype: str, device: torch.device | str = "cpu", generation_
         names = made()
     if names.state_dict().keys() - dict(names.named_parameters(remove_duplicate=False)).keys():
         return None
-    with torch.random.fork_rng(), torch.device(device):
+    with own_generators(device), torch.device(device):
         model = made()
     model.generation_config = generation_config or model.generation_config
     return model
+
+
+@contextlib.contextmanager
+def own_generators(device: torch.device | str, seed: int | None = None) -> Iterator[None]:
+    """What is drawn on the host and on this device is nobody else's, and of this seed. Other devices are not touched:
+    torch would make a context of its own on each that the process sees."""
+    device = torch.device(device)
+    cuda = device if device.type == "cuda" else None
+    with contextlib.nullcontext() if cuda is None else torch.cuda.device(cuda):
+        devices = [] if cuda is None else [torch.cuda.current_device()]
+        with torch.random.fork_rng(devices):
+            if seed is not None:
+                torch.default_generator.manual_seed(seed)
+                if cuda is not None:
+                    torch.cuda.manual_seed(seed)
+            yield
 
 
 def config_of(source: str, layers: int | None = None):
@@ -241,8 +259,7 @@ def config_of(source: str, layers: int | None = None):
 def _made(config, dtype: torch.dtype, device: torch.device | str, seed: int) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
-    with torch.random.fork_rng(), torch.device(device):
-        torch.manual_seed(seed)
+    with own_generators(device, seed), torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms begin at 1 and biases at 0, where a mistake with either cannot show
