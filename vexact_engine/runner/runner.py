@@ -31,7 +31,7 @@ from .forward import forward
 
 log = logging.getLogger(__name__)
 
-_PADDING, _PADDING_OF_CHUNKS = 0.04, 0.1  # share of its time that padding a step to the next size may cost
+_PADDING, _PADDING_OF_CHUNKS = 0.02, 0.1  # share of its time that padding a step to the next size may cost
 _MOST_GRAPHS = 128  # that room is left for
 _LIKELIEST_ROWS = 64  # whose logits are there at once: what it takes is not reckoned with at the start
 _HIDDEN = 1.25  # a forward whose kernels take that much longer than the host takes to launch them needs no graph

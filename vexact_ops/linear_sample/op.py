@@ -55,9 +55,11 @@ def linear_sample(
     cap = 0.0 if softcap is None else check.number(op, "softcap", softcap, above=0.0)
     backend = ROOM.resolve(hidden.device, backend)
     check.served(op, "hidden", hidden.dtype, backend)
-    params: tuple[Tensor | None, ...] = columns(op, hidden, seeds, positions, temperature, top_k, top_p, min_p)
-    if not any(isinstance(cut, Tensor) for cut in (top_k, top_p, min_p)) and (top_k, top_p, min_p) == (0, 1.0, 0.0):
-        params = *params[:3], None, None, None
+    cuts = top_k, top_p, min_p
+    if type(top_k) is int and all(type(cut) in (int, float) for cut in cuts) and cuts == (0, 1.0, 0.0):
+        params = *columns(op, hidden, seeds, positions, temperature), None, None, None
+    else:
+        params = columns(op, hidden, seeds, positions, temperature, *cuts)
     return _linear_sample(hidden.detach(), weight.detach(), *params, cap, backend)
 
 

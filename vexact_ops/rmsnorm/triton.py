@@ -47,6 +47,7 @@ def _fwd_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = (row < rows)[:, None]
     lanes = tl.zeros([ROWS, BLOCK], tl.float32)
+    w = _weight(weight, 0, GEMMA, N, BLOCK)  # asked for with the row: behind the sum it would be waited for again
     for start in tl.static_range(0, N, BLOCK):
         h = _load(x, row, x_stride, start, live, N, BLOCK)
         if RESIDUAL:
@@ -62,10 +63,11 @@ def _fwd_kernel(
             if RESIDUAL:
                 h += _load(residual, row, residual_stride, start, live, N, BLOCK)
                 h = h.to(x.dtype.element_ty).to(tl.float32)
+            w = _weight(weight, start, GEMMA, N, BLOCK)
         normed = h * scale
         if not GEMMA:
             normed = normed.to(x.dtype.element_ty).to(tl.float32)
-        _store(y, normed * _weight(weight, start, GEMMA, N, BLOCK), row, start, live, N, BLOCK)
+        _store(y, normed * w, row, start, live, N, BLOCK)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -39,6 +39,13 @@ def _normed(h, scale, weight, GEMMA: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _pair(HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr):
+    """(1, PAIRS) where in a head the two elements lie that are rotated together."""
+    i = tl.arange(0, PAIRS)[None, :]
+    return (2 * i, 2 * i + 1) if INTERLEAVED else (i, i + HALF)
+
+
+@triton.jit
 def _rotate(
     x, y, y_head, wanted, angles, token, first, heads, token_stride, head_stride, weight, eps,
     D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSE: tl.constexpr,
@@ -52,24 +59,22 @@ def _rotate(
     x_at = x + token * token_stride + head.to(tl.int64)[:, None] * head_stride
     y_at = y + head.to(tl.int64)[:, None] * y_head
     if NORM:
+        if HALF > 0:  # asked for with the head: behind its sum it would be waited for again
+            a, b = _pair(HALF, INTERLEAVED, PAIRS)
+            w1 = tl.load(weight + a, mask=tl.arange(0, PAIRS)[None, :] < HALF, other=0.0)
+            w2 = tl.load(weight + b, mask=tl.arange(0, PAIRS)[None, :] < HALF, other=0.0)
         column = tl.arange(0, WHOLE_HEAD)[None, :]
         h = tl.load(x_at + column, mask=live & (column < D), other=0.0).to(tl.float32)
         # order: that of rmsnorm's kernel, where a row is a head: the squares in a tree
         scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tree_sum(h * h), float(D)) + eps))
     if HALF > 0:
-        i = tl.arange(0, PAIRS)
-        inside = live & (i < HALF)[None, :]
-        a = i[None, :]
-        b = a + HALF
-        if INTERLEAVED:
-            a = 2 * i[None, :]
-            b = a + 1
+        inside = live & (tl.arange(0, PAIRS) < HALF)[None, :]
+        a, b = _pair(HALF, INTERLEAVED, PAIRS)
         x1 = tl.load(x_at + a, mask=inside, other=0.0).to(tl.float32)
         x2 = tl.load(x_at + b, mask=inside, other=0.0).to(tl.float32)
         if NORM:
-            real = (i < HALF)[None, :]
-            x1 = _normed(x1, scale, tl.load(weight + a, mask=real, other=0.0), GEMMA, x.dtype.element_ty)
-            x2 = _normed(x2, scale, tl.load(weight + b, mask=real, other=0.0), GEMMA, x.dtype.element_ty)
+            x1 = _normed(x1, scale, w1, GEMMA, x.dtype.element_ty)
+            x2 = _normed(x2, scale, w2, GEMMA, x.dtype.element_ty)
         # order: fma(own, cos, other * sin): the second product is rounded to fp32, the sum once more
         if TRANSPOSE:
             y1 = tl.fma(x1, tl.broadcast_to(c1, x1.shape), x2 * s2)

@@ -15,7 +15,9 @@ def _tile(x: Tensor, rows: int) -> dict:
     """An element depends on its inputs alone, so the tile may look at the rows: few want many threads."""
     if rows >= 1024:
         return {"BLOCK": 1024, "num_warps": 1, "PDL": False}
-    return {"BLOCK": 1024 if rows >= 64 else 512, "num_warps": 8, **early(x)}
+    if rows < 64:
+        return {"BLOCK": 512, "num_warps": 8, **early(x)}
+    return {"BLOCK": 1024, "num_warps": 4 if x.shape[1] > 8192 else 8, **early(x)}
 
 
 @triton.jit
