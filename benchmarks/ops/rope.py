@@ -36,7 +36,8 @@ def _liger():
     from liger_kernel.ops.rope import LigerRopeFunction
 
     def run(q, k, cos, sin):  # it takes (batch, heads, tokens, D)
-        return LigerRopeFunction.apply(q[None].transpose(1, 2), k[None].transpose(1, 2), cos[None], sin[None])
+        turned = LigerRopeFunction.apply(q[None].transpose(1, 2), k[None].transpose(1, 2), cos[None], sin[None])
+        return tuple(t.transpose(1, 2)[0] for t in turned)
 
     return run
 
