@@ -109,8 +109,10 @@ def engine_table(records: Iterable[dict]) -> str:
             cells.append(f"{_figure(r[name]['p50'])} / {_figure(r[name]['p99'])}" if r.get(name) else "")
         cells.append(f"{r['gpu_idle']:.1%}" if r.get("gpu_idle") is not None else "")
         cells.append(_figure(r["start_s"]) if ours else "")
-        cells.append(f"{r['verify_mismatched']} of {r['verify_tokens']}" if "verify_tokens" in r else "")
-        rows.append(cells)
+        differ = f"{r['verify_mismatched']} of {r['verify_tokens']}" if "verify_tokens" in r else ""
+        if "compared_tokens" in r:
+            differ = f"{r['compared_differ']} of {r['compared_tokens']}, from one GPU's"
+        rows.append([*cells, differ])
     return markdown(heads, rows)
 
 
