@@ -351,6 +351,30 @@ def test_fifty_updates_leave_nothing(sockets):
     assert files()[1] == 0
 
 
+def test_a_receiver_closes_whatever_lies_in_its_socket(sockets):
+    with handover(build("Qwen3")) as (_engine, receiver, _start, out):
+        out._connect()
+        out._socket.send(b"\x80\x04K\x07.")
+        assert receiver._socket.poll(5000)
+        receiver.close()
+        assert receiver._socket.closed
+
+
+def test_a_sender_comes_again_after_another_process(sockets, monkeypatch):
+    """Its memory was let go of meanwhile, as it hears sooner or later."""
+    model = build("Qwen3")
+    new = other(model)
+    with handover(model) as (_engine, receiver, start, out):
+        result = start()
+        assert out.send(model.state_dict()) == 1 == result()
+        receiver._let_go()
+        assert out._socket.poll(5000)
+        result = start()
+        with monkeypatch.context() as patched:
+            patched.setattr(out, "_connect", lambda: None)  # that is still to be read
+            assert out.send(new.state_dict()) == 2 == result()
+
+
 @pytest.mark.parametrize("listens", ["receiving", "in a hand-over", "closed", "idle"])
 def test_buckets_are_given_back_once_the_receiver_has_let_go(listens, sockets, monkeypatch, caplog):
     """As those on a GPU are; a receiver that nobody asks to listen is waited for until a limit."""

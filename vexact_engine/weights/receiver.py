@@ -149,7 +149,8 @@ class WeightReceiver:
             self._closed = True
             with self._using:  # a socket that is closed under the thread that uses it ends the process
                 while self._socket.poll(0):
-                    self._hear(*self._socket.recv_multipart())
+                    with contextlib.suppress(HandoverFailed):  # what is no message
+                        self._hear(*self._socket.recv_multipart())
                 self._say_goodbye()
                 self._let_go()
                 self._socket.close()

@@ -137,9 +137,10 @@ class WeightSender:
         self._socket.send(m.encode(message))
 
     def _answer(self, what: str, *kinds: type):
-        peer = self._receiver
-        protocol.wait(self._poller, peer, self.timeout, what)
-        message = m.decode(self._socket.recv(), "the receiver" if peer is None else peer.name)
+        peer, message = self._receiver, m.Gone()
+        while isinstance(message, m.Gone):  # it let go when another sender came: it opens again what it is offered
+            protocol.wait(self._poller, peer, self.timeout, what)
+            message = m.decode(self._socket.recv(), "the receiver" if peer is None else peer.name)
         if isinstance(message, m.Refused | m.Failed):
             raise HandoverFailed(message.reason)
         if not isinstance(message, kinds):
