@@ -8,6 +8,8 @@ hardware's exponential to the base two, with scores and log-sum-exp in that base
 One file because forward and backward share how a tile finds its rows and what a score is.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -86,19 +88,80 @@ def _extent(offsets, sequence, limit):
     return begin, tl.maximum(tl.minimum(tl.load(offsets + sequence + 1), limit) - begin, 0)
 
 
+class Strides(NamedTuple):
+    """Of a forward's tensors. Without pages k_page and v_page are 0."""
+
+    q_row: int
+    q_head: int
+    k_page: int
+    k_row: int
+    k_head: int
+    v_page: int
+    v_row: int
+    v_head: int
+
+
+class RowStrides(NamedTuple):
+    """Of a backward's tensors, which has no pages."""
+
+    q_row: int
+    q_head: int
+    k_row: int
+    k_head: int
+    v_row: int
+    v_head: int
+
+
+class Queries(NamedTuple):
+    """A tile's rows, or where wide ones begin; which there are; and their places among the keys."""
+
+    x: Any
+    live: Any
+    place: Any
+
+
+class Keys(NamedTuple):
+    """One head's keys and values of a sequence: rows from `begin` on, or in the pages of a table."""
+
+    k: Any
+    v: Any
+    begin: Any
+    table: Any
+    pages: Any
+    page_size: Any
+    strides: Strides
+
+
+class Span(NamedTuple):
+    """Keys of [lo, hi); every row sees those from whole_from to whole_to; those before `left` have left every row's
+    window."""
+
+    lo: Any
+    hi: Any
+    whole_from: Any
+    whole_to: Any
+    left: Any
+
+
+class Scoring(NamedTuple):
+    scale: Any
+    softcap: Any
+    window: Any
+
+
 @triton.jit
-def _locate(j, live, begin, table, pages, page_size, k_page, k_row, v_page, v_row, PAGED: tl.constexpr):
+def _locate(j, live, keys, PAGED: tl.constexpr):
     """Offsets of keys and values of these places, and which of them are there."""
     if PAGED:
-        page = tl.load(table + j // page_size, mask=live, other=0).to(tl.int64)
-        live = live & (page >= 0) & (page < pages)
-        inside = (j % page_size).to(tl.int64)
-        k_at = page * k_page + inside * k_row
-        v_at = page * v_page + inside * v_row
+        page = tl.load(keys.table + j // keys.page_size, mask=live, other=0).to(tl.int64)
+        live = live & (page >= 0) & (page < keys.pages)
+        inside = (j % keys.page_size).to(tl.int64)
+        k_at = page * keys.strides.k_page + inside * keys.strides.k_row
+        v_at = page * keys.strides.v_page + inside * keys.strides.v_row
     else:
-        row = (begin + j).to(tl.int64)
-        k_at = row * k_row
-        v_at = row * v_row
+        row = (keys.begin + j).to(tl.int64)
+        k_at = row * keys.strides.k_row
+        v_at = row * keys.strides.v_row
     return k_at, v_at, live
 
 
@@ -123,18 +186,19 @@ def _unseen_values(p, seen, v, acc):
 
 @triton.jit
 def _blocks(
-    m, norm, acc, odd, q, live_q, lo, hi, whole_from, whole_to, place, k, v, begin, table, pages, page_size,
-    k_page, k_row, v_page, v_row, scale, softcap, window, left,
+    m, norm, acc, nonfinite, queries, keys, span, scoring,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, PAGED: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, BASE_2: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """The running maximum, sum and output after the keys of [lo, hi), and whether a value was not finite that some row
-    may not see: every row sees those from whole_from to whole_to. q: the queries, or where wide ones begin. Values of
-    keys before `left` have left every row's window and are not read: 0 times NaN is NaN."""
+    """The running maximum, sum and output after the keys of a span, and whether a value was not finite that some row
+    may not see. Values of keys before `left` are not read: 0 times NaN is NaN."""
+    lo, hi, whole_from, whole_to, left = span
+    q, live_q, place = queries
+    k, v = keys.k, keys.v
     d, dv = tl.arange(0, DP), tl.arange(0, DVP)
     for k0 in range(lo, hi, _KEYS):  # order: keys ascending in blocks of 64
         j = k0 + tl.arange(0, _KEYS)
-        k_at, v_at, live = _locate(j, j < hi, begin, table, pages, page_size, k_page, k_row, v_page, v_row, PAGED)
+        k_at, v_at, live = _locate(j, j < hi, keys, PAGED)
         if DP > 256:
             s = tl.zeros([q.shape[0], _KEYS], tl.float32)
             for d0 in range(0, D, 64):  # order: D ascending, one accumulator
@@ -148,12 +212,12 @@ def _blocks(
             else:
                 kt = tl.load(k + k_at[None, :] + d[:, None], mask=live[None, :] & (d < D)[:, None], other=0.0)
             s = tl.dot(q, kt, input_precision="ieee")  # order: D ascending, one accumulator
-        z, _ = _score(s, scale, softcap, CAP, BASE_2)
+        z, _ = _score(s, scoring.scale, scoring.softcap, CAP, BASE_2)
         seen = (j < hi)[None, :]
         if CAUSAL:
             seen = seen & (j[None, :] <= place[:, None])
         if WINDOW:
-            seen = seen & (j[None, :] > place[:, None] - window)
+            seen = seen & (j[None, :] > place[:, None] - scoring.window)
         z = tl.where(seen, z, float("-inf"))
         high = tl.maximum(m, tl.max(z, axis=1))
         base = _finite_or_zero(high)
@@ -175,16 +239,16 @@ def _blocks(
             acc = tl.dot(p, values, acc, input_precision="ieee")  # order: keys ascending, one accumulator
             if (whole_to < k0 + _KEYS) | (k0 < whole_from):
                 size = tl.abs(values.to(tl.float32))
-                odd = tl.maximum(odd, tl.max(tl.max(tl.where(size < float("inf"), 0, 1), axis=1), axis=0))
-    return m, norm, acc, odd
+                nonfinite = tl.maximum(nonfinite, tl.max(tl.max(tl.where(size < float("inf"), 0, 1), axis=1), axis=0))
+    return m, norm, acc, nonfinite
 
 
 @triton.jit(
     do_not_specialize=[*PER_CALL, "pages", "page_size", "table_row", "segment"], do_not_specialize_on_alignment=INDICES
 )
 def _fwd_kernel(
-    q, k, v, out, lse, sinks, odd_tiles, offsets_q, offsets_k, table, tokens, keys, sequences, pages, page_size,
-    table_row, q_row, q_head, k_page, k_row, k_head, v_page, v_row, v_head, scale, softcap, window, segment,
+    q, k, v, out, lse, sinks, nonfinite_tiles, offsets_q, offsets_k, table, tokens, keys, sequences, pages, page_size,
+    table_row, strides, scale, softcap, window, segment,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr,
     SEQUENCES: tl.constexpr, PAGED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     SINKS: tl.constexpr, SEGMENT: tl.constexpr, BASE_2: tl.constexpr, LSE: tl.constexpr, CAREFUL: tl.constexpr,
@@ -192,10 +256,10 @@ def _fwd_kernel(
     """offsets_k: cumulative, as offsets_q; with PAGED, the lengths themselves. A first launch notes the tiles where a
     value that is not finite may have reached a row that does not see it; a CAREFUL one makes those again."""
     sequence, q_begin, q_len, number = _find(offsets_q, tokens, sequences, tl.program_id(0), GROUP, TILE, SEQUENCES)
-    odd_tiles += tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    nonfinite_tiles += tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     wanted = sequence < sequences
     if CAREFUL:
-        wanted = wanted & (tl.load(odd_tiles) > 0)
+        wanted = wanted & (tl.load(nonfinite_tiles) > 0)
     if wanted:
         if PAGED:
             begin, k_len = 0, tl.minimum(tl.load(offsets_k + sequence), keys)
@@ -211,12 +275,13 @@ def _fwd_kernel(
         place = k_len - q_len + position
         d, dv = tl.arange(0, DP), tl.arange(0, DVP)
         if DP > 256:  # fetched part by part, with each block of keys
-            x = q + token * q_row + head * q_head
+            x = q + token * strides.q_row + head * strides.q_head
         else:
             inside = live[:, None] & (d < D)[None, :]
-            x = tl.load(q + token[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=inside, other=0.0)
-        k += kv_head * k_head
-        v += kv_head * v_head
+            at = q + token[:, None] * strides.q_row + head[:, None] * strides.q_head
+            x = tl.load(at + d[None, :], mask=inside, other=0.0)
+        k += kv_head * strides.k_head
+        v += kv_head * strides.v_head
 
         place_first = k_len - q_len + number * TILE // GROUP
         place_last = k_len - q_len + tl.minimum((number * TILE + TILE - 1) // GROUP, q_len - 1)
@@ -233,15 +298,16 @@ def _fwd_kernel(
         m = tl.full([TILE], float("-inf"), tl.float32)
         norm = tl.zeros([TILE], tl.float32)
         acc = tl.zeros([TILE, DVP], tl.float32)
-        odd = tl.full([], 0, tl.int32)
+        nonfinite = tl.full([], 0, tl.int32)
+        queries, scoring = Queries(x, live, place), Scoring(scale, softcap, window)
+        seen_keys = Keys(k, v, begin, table, pages, page_size, strides)
         if SEGMENT:
             high, total, sum_acc = m, norm, acc
             for start in range(lo // segment * segment, hi, segment):
-                m, norm, acc, odd = _blocks(
+                m, norm, acc, nonfinite = _blocks(
                     tl.full([TILE], float("-inf"), tl.float32), tl.zeros([TILE], tl.float32),
-                    tl.zeros([TILE, DVP], tl.float32), odd, x, live, tl.maximum(lo, start),
-                    tl.minimum(hi, start + segment), whole_from, whole_to, place, k, v, begin, table, pages, page_size,
-                    k_page, k_row, v_page, v_row, scale, softcap, window, left,
+                    tl.zeros([TILE, DVP], tl.float32), nonfinite, queries, seen_keys,
+                    Span(tl.maximum(lo, start), tl.minimum(hi, start + segment), whole_from, whole_to, left), scoring,
                     D, DV, DP, DVP, PAGED, CAUSAL, WINDOW, CAP, BASE_2, CAREFUL,
                 )  # fmt: skip
                 top = tl.maximum(high, m)
@@ -251,13 +317,12 @@ def _fwd_kernel(
                 sum_acc = tl.fma(sum_acc, tl.broadcast_to(before[:, None], acc.shape), acc * after[:, None])
             m, norm, acc = high, total, sum_acc
         else:
-            m, norm, acc, odd = _blocks(
-                m, norm, acc, odd, x, live, lo, hi, whole_from, whole_to, place, k, v, begin, table, pages, page_size,
-                k_page, k_row, v_page, v_row, scale, softcap, window, left,
+            m, norm, acc, nonfinite = _blocks(
+                m, norm, acc, nonfinite, queries, seen_keys, Span(lo, hi, whole_from, whole_to, left), scoring,
                 D, DV, DP, DVP, PAGED, CAUSAL, WINDOW, CAP, BASE_2, CAREFUL,
             )  # fmt: skip
         if not CAREFUL:
-            tl.store(odd_tiles, odd.to(tl.int8))
+            tl.store(nonfinite_tiles, nonfinite.to(tl.int8))
 
         any_key = k_len > 0
         if CAUSAL:
@@ -340,8 +405,8 @@ def _any_nan(x):
 
 @triton.jit(do_not_specialize=PER_CALL, do_not_specialize_on_alignment=INDICES)
 def _dq_kernel(
-    q, k, v, dout, lse, delta, dq, odd_tiles, offsets_q, offsets_k, tokens, keys, sequences,
-    q_row, q_head, k_row, k_head, v_row, v_head, scale, plain_scale, softcap, window,
+    q, k, v, dout, lse, delta, dq, nonfinite_tiles, offsets_q, offsets_k, tokens, keys, sequences,
+    strides, scale, plain_scale, softcap, window,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr,
     SEQUENCES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, BASE_2: tl.constexpr,
     KEYS: tl.constexpr, DX: tl.constexpr, CAREFUL: tl.constexpr,
@@ -349,10 +414,10 @@ def _dq_kernel(
     """A first launch notes the tiles that have NaN: a value that is not finite may have spread to what does not see it;
     a CAREFUL one makes those again. Wide heads come in two parts, of DP and DX columns."""
     sequence, q_begin, q_len, number = _find(offsets_q, tokens, sequences, tl.program_id(0), GROUP, TILE, SEQUENCES)
-    odd_tiles += tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    nonfinite_tiles += tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     wanted = sequence < sequences
     if CAREFUL:
-        wanted = wanted & (tl.load(odd_tiles) > 0)
+        wanted = wanted & (tl.load(nonfinite_tiles) > 0)
     if wanted:
         begin, k_len = _extent(offsets_k, sequence, keys)
         kv_head = tl.program_id(1).to(tl.int64)
@@ -365,17 +430,21 @@ def _dq_kernel(
         d, dv = tl.arange(0, DP), tl.arange(0, DVP)
         at = token * tl.num_programs(1) * GROUP + head
         inside_d, inside_dv = live[:, None] & (d < D)[None, :], live[:, None] & (dv < DV)[None, :]
-        x = tl.load(q + token[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=inside_d, other=0.0)
+        x = tl.load(
+            q + token[:, None] * strides.q_row + head[:, None] * strides.q_head + d[None, :], mask=inside_d, other=0.0
+        )
         if DX:
             d2 = DP + tl.arange(0, DX)
             more = live[:, None] & (d2 < D)[None, :]
-            x2 = tl.load(q + token[:, None] * q_row + head[:, None] * q_head + d2[None, :], mask=more, other=0.0)
+            x2 = tl.load(
+                q + token[:, None] * strides.q_row + head[:, None] * strides.q_head + d2[None, :], mask=more, other=0.0
+            )
             acc2 = tl.zeros([TILE, DX], tl.float32)
         do = tl.load(dout + at[:, None] * DV + dv[None, :], mask=inside_dv, other=0.0)
         row_lse = tl.load(lse + at, mask=live, other=float("inf"))[:, None]
         row_delta = tl.load(delta + at, mask=live, other=0.0)[:, None]
-        k += kv_head * k_head
-        v += kv_head * v_head
+        k += kv_head * strides.k_head
+        v += kv_head * strides.v_head
         lo, hi = 0, k_len
         if CAUSAL:
             last = k_len - q_len + tl.minimum((number * TILE + TILE - 1) // GROUP, q_len - 1)
@@ -386,8 +455,8 @@ def _dq_kernel(
         for k0 in range(lo, hi, KEYS):  # order: keys ascending, one accumulator
             j = k0 + tl.arange(0, KEYS)
             there = j < hi
-            at_k = (begin + j).to(tl.int64) * k_row
-            at_v = (begin + j).to(tl.int64) * v_row
+            at_k = (begin + j).to(tl.int64) * strides.k_row
+            at_v = (begin + j).to(tl.int64) * strides.v_row
             rows = tl.load(k + at_k[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
             vt = tl.load(v + at_v[None, :] + dv[:, None], mask=there[None, :] & (dv < DV)[:, None], other=0.0)
             s = tl.dot(x, tl.trans(rows), input_precision="ieee")
@@ -404,20 +473,20 @@ def _dq_kernel(
             acc = _seen_product(ds.to(rows.dtype), seen, rows, acc, CAREFUL)
             if DX:
                 acc2 = _seen_product(ds.to(rows.dtype), seen, rows2, acc2, CAREFUL)
-        odd = _any_nan(acc)
+        nonfinite = _any_nan(acc)
         if DX:
-            odd = tl.maximum(odd, _any_nan(acc2))
+            nonfinite = tl.maximum(nonfinite, _any_nan(acc2))
             tl.store(dq + at[:, None] * D + d2[None, :], (acc2 * plain_scale).to(dq.dtype.element_ty), mask=more)
         if not CAREFUL:
-            tl.store(odd_tiles, odd)
+            tl.store(nonfinite_tiles, nonfinite)
         y = (acc * plain_scale).to(dq.dtype.element_ty)
         tl.store(dq + at[:, None] * D + d[None, :], y, mask=inside_d)
 
 
 @triton.jit(do_not_specialize=PER_CALL, do_not_specialize_on_alignment=INDICES)
 def _dkv_kernel(
-    q, k, v, dout, lse, delta, dk, dv_out, odd_tiles, offsets_q, offsets_k, tokens, keys, sequences,
-    q_row, q_head, k_row, k_head, v_row, v_head, scale, plain_scale, softcap, window,
+    q, k, v, dout, lse, delta, dk, dv_out, nonfinite_tiles, offsets_q, offsets_k, tokens, keys, sequences,
+    strides, scale, plain_scale, softcap, window,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr,
     SEQUENCES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, BASE_2: tl.constexpr,
     KEYS: tl.constexpr, DX: tl.constexpr, CAREFUL: tl.constexpr,
@@ -425,10 +494,10 @@ def _dkv_kernel(
     """A first launch notes the tiles that have NaN: a value that is not finite may have spread to what does not see it;
     a CAREFUL one makes those again."""
     sequence, begin, k_len, number = _find(offsets_k, keys, sequences, tl.program_id(0), 1, KEYS, SEQUENCES)
-    odd_tiles += tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    nonfinite_tiles += tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     wanted = sequence < sequences
     if CAREFUL:
-        wanted = wanted & (tl.load(odd_tiles) > 0)
+        wanted = wanted & (tl.load(nonfinite_tiles) > 0)
     if wanted:
         q_begin, q_len = _extent(offsets_q, sequence, tokens)
         kv_head = tl.program_id(1).to(tl.int64)
@@ -437,12 +506,18 @@ def _dkv_kernel(
         key = (begin + j).to(tl.int64)
         d, dv = tl.arange(0, DP), tl.arange(0, DVP)
         inside_d, inside_dv = there[:, None] & (d < D)[None, :], there[:, None] & (dv < DV)[None, :]
-        rows = tl.load(k + kv_head * k_head + key[:, None] * k_row + d[None, :], mask=inside_d, other=0.0)
-        values = tl.load(v + kv_head * v_head + key[:, None] * v_row + dv[None, :], mask=inside_dv, other=0.0)
+        rows = tl.load(
+            k + kv_head * strides.k_head + key[:, None] * strides.k_row + d[None, :], mask=inside_d, other=0.0
+        )
+        values = tl.load(
+            v + kv_head * strides.v_head + key[:, None] * strides.v_row + dv[None, :], mask=inside_dv, other=0.0
+        )
         if DX:
             d2 = DP + tl.arange(0, DX)
             more = there[:, None] & (d2 < D)[None, :]
-            rows2 = tl.load(k + kv_head * k_head + key[:, None] * k_row + d2[None, :], mask=more, other=0.0)
+            rows2 = tl.load(
+                k + kv_head * strides.k_head + key[:, None] * strides.k_row + d2[None, :], mask=more, other=0.0
+            )
             dk2_acc = tl.zeros([KEYS, DX], tl.float32)
         before = k_len - q_len  # keys before the first query's own place
         lo, hi = 0, q_len * GROUP
@@ -461,7 +536,7 @@ def _dkv_kernel(
             place = before + position
             at = token * tl.num_programs(1) * GROUP + head
             x = tl.load(
-                q + token[:, None] * q_row + head[:, None] * q_head + d[None, :],
+                q + token[:, None] * strides.q_row + head[:, None] * strides.q_head + d[None, :],
                 mask=live[:, None] & (d < D)[None, :], other=0.0,
             )  # fmt: skip
             do = tl.load(dout + at[:, None] * DV + dv[None, :], mask=live[:, None] & (dv < DV)[None, :], other=0.0)
@@ -470,7 +545,7 @@ def _dkv_kernel(
             s = tl.dot(rows, tl.trans(x), input_precision="ieee")
             if DX:
                 x2 = tl.load(
-                    q + token[:, None] * q_row + head[:, None] * q_head + d2[None, :],
+                    q + token[:, None] * strides.q_row + head[:, None] * strides.q_head + d2[None, :],
                     mask=live[:, None] & (d2 < D)[None, :], other=0.0,
                 )  # fmt: skip
                 s = tl.dot(rows2, tl.trans(x2), s, input_precision="ieee")
@@ -486,12 +561,12 @@ def _dkv_kernel(
             if DX:
                 dk2_acc = _seen_product(ds.to(x.dtype), seen, x2, dk2_acc, CAREFUL)
         at = key * tl.num_programs(1) + kv_head
-        odd = tl.maximum(_any_nan(dk_acc), _any_nan(dv_acc))
+        nonfinite = tl.maximum(_any_nan(dk_acc), _any_nan(dv_acc))
         if DX:
-            odd = tl.maximum(odd, _any_nan(dk2_acc))
+            nonfinite = tl.maximum(nonfinite, _any_nan(dk2_acc))
             tl.store(dk + at[:, None] * D + d2[None, :], (dk2_acc * plain_scale).to(dk.dtype.element_ty), mask=more)
         if not CAREFUL:
-            tl.store(odd_tiles, odd)
+            tl.store(nonfinite_tiles, nonfinite)
         y = (dk_acc * plain_scale).to(dk.dtype.element_ty)
         tl.store(dk + at[:, None] * D + d[None, :], y, mask=inside_d)
         tl.store(dv_out + at[:, None] * DV + dv[None, :], dv_acc.to(dv_out.dtype.element_ty), mask=inside_dv)
@@ -536,13 +611,13 @@ def _forward(
     if tokens == 0 or sequences == 0:
         return out
     tiles = _tiles(tokens, constants["GROUP"], constants["TILE"], sequences)
-    odd_tiles = torch.empty(tiles * hk, dtype=torch.int8, device=q.device)
+    nonfinite_tiles = torch.empty(tiles * hk, dtype=torch.int8, device=q.device)
     with on(q):
         for careful in (False, True) if causal and longest > 1 else (False,):
             _fwd_kernel[(tiles, hk)](
-                q, k, v, out, out if lse is None else lse, out if sinks is None else sinks, odd_tiles, offsets_q,
+                q, k, v, out, out if lse is None else lse, out if sinks is None else sinks, nonfinite_tiles, offsets_q,
                 offsets_k, offsets_q if table is None else table, tokens, keys, sequences, pages, page_size,
-                0 if table is None else table.stride(0), q.stride(0), q.stride(1), *strides,
+                0 if table is None else table.stride(0), Strides(q.stride(0), q.stride(1), *strides),
                 scale, softcap or 0.0, window or 0, segment or 0, SEQUENCES=chunk(sequences, SEQUENCES),
                 PAGED=table is not None, CAUSAL=causal, WINDOW=window is not None, SINKS=sinks is not None,
                 SEGMENT=segment is not None, LSE=lse is not None, CAREFUL=careful, **constants,
@@ -590,7 +665,7 @@ def varlen_bwd(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, sinks, scale, 
         if common["DP"] > 256 and first < q.shape[2]:
             common |= {"DP": first, "DX": block(q.shape[2] - first, "attention: head dim")}
     numbers = score_scale, scale, softcap or 0.0, window or 0
-    strides = q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)
+    strides = RowStrides(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1))
     metadata = cu_seqlens, offsets_k, tokens, keys, sequences
     dsinks = None if sinks is None else torch.zeros_like(sinks)
     with on(q):
@@ -600,18 +675,19 @@ def varlen_bwd(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, sinks, scale, 
                 out, dout, delta, rows, DV=dv, DVP=constants["DVP"], ROWS=height, num_warps=4, **OPTIONS
             )
             tiles = _tiles(tokens, group, tile, sequences)
-            odd_tiles = torch.empty(tiles * hk, dtype=torch.int8, device=q.device)
+            nonfinite_tiles = torch.empty(tiles * hk, dtype=torch.int8, device=q.device)
             for careful in (False, True):
                 _dq_kernel[(tiles, hk)](
-                    q, k, v, dout, lse, delta, dq, odd_tiles, *metadata, *strides, *numbers, CAREFUL=careful, **common
-                )
+                    q, k, v, dout, lse, delta, dq, nonfinite_tiles, *metadata, strides, *numbers, CAREFUL=careful,
+                    **common,
+                )  # fmt: skip
         if keys:
             tiles = _tiles(keys, 1, common["KEYS"], sequences)
-            odd_tiles = torch.empty(tiles * hk, dtype=torch.int8, device=q.device)
+            nonfinite_tiles = torch.empty(tiles * hk, dtype=torch.int8, device=q.device)
             for careful in (False, True):
                 _dkv_kernel[(tiles, hk)](
-                    q, k, v, dout, lse, delta, dk, dv_out, odd_tiles, *metadata, *strides, *numbers, CAREFUL=careful,
-                    **common,
+                    q, k, v, dout, lse, delta, dk, dv_out, nonfinite_tiles, *metadata, strides, *numbers,
+                    CAREFUL=careful, **common,
                 )  # fmt: skip
         if sinks is not None and rows:
             parts = torch.empty_like(lse)
