@@ -216,6 +216,8 @@ def peers() -> str:
     ours = span(of_steps("vexact", "vllm", 256), ".2f")
     many, one = (span(of_steps(invariant, "vllm", n), form) for n, form in ((256, ".2f"), (1, ".1f")))
     product = f"{best['geomean_to_stock']:.2f}"
+    sizes = [int(re.search(r"T=(\d+)", c)[1]) for r, c, b in kernels if (r, b) == ("linear_cross_entropy", "liger")]
+    lengths = span(sizes, ",")
     costs = {
         "VeXact": f"a step at 256 sequences takes **{ours}** of vLLM's time, `linear` **{product}** of torch's",
         "vLLM, batch-invariant": f"a step takes **{many}** times its default at 256 sequences, **{one}** at one",
@@ -223,7 +225,8 @@ def peers() -> str:
         "SGLang, deterministic": "on average [34 % slower](https://lmsys.org/blog/2025-09-22-sglang-deterministic/)",
         "slime, true on-policy": 'an "acceptable slowdown" of the rollout',
         "batch_invariant_ops": f"products take **{products}** times torch's{stand_in}",
-        "Liger": f"its loss, forward and backward, takes **{loss[0]}** of torch's time, **{loss[1]}** of ours",
+        "Liger": f"its loss, {lengths} tokens forward and backward, takes **{loss[0]}** of torch's time, "
+        f"**{loss[1]}** of ours",
     }
     rows = ["| | gives | costs |", "| --- | --- | --- |"]
     for name in gives:
