@@ -24,7 +24,7 @@ def pair(room, case, us, over=None, alone=True, **peers):
 
 
 def test_bars_are_means_over_cases_with_their_spread():
-    some = pair("linear", "a M=1 bf16", 4.0, {"torch": [0.4, 0.5, 0.6]}, torch=8.0, quack=2.0)
+    some = pair("linear", "a M=1 bf16", 4.0, {"torch": [0.4, 0.5, 0.6], "quack": [2, 2, 2]}, torch=8.0, quack=2.0)
     some += pair("linear", "b M=1 bf16", 4.0, {"torch": [1.6, 2.0, 2.4]}, torch=2.0)
     some += pair("linear", "b M=8192 bf16", 3.0, {"torch": [1.0, 1.0, 1.0]}, torch=3.0)
     some += pair("linear", "old M=16 bf16", 3.0, None, torch=1.0)  # measured before spreads were
@@ -36,6 +36,18 @@ def test_bars_are_means_over_cases_with_their_spread():
     assert (first["p10"], first["ratio"], first["p90"]) == (0.8, 1.0, 1.2)
     assert (first["least"], first["most"], first["cases"]) == (0.5, 2.0, 2)
     assert bars["1 row", "quack"]["ratio"] == 2.0
+
+
+def test_times_of_two_runs_are_not_compared():
+    some = pair("linear", "a M=1 bf16", 4.0, {"torch": [0.4, 0.5, 0.6]}, torch=8.0, gone=2.0)
+    assert set(records.by_case(some)["linear", "a M=1 bf16"]) == {"vexact", "torch"}
+    assert "gone" in records.by_case(pair("linear", "a M=1 bf16", 4.0, gone=2.0))["linear", "a M=1 bf16"]
+
+
+def test_a_bar_chart_of_a_long_sweep_shows_some_of_it():
+    some = [r for n in range(12) for r in pair("mean", f"m R={1 << n} bf16", 1.0, {"torch": [1, 1, 1]}, torch=1.0)]
+    (bars,) = (c.data["bars"] for c in charts.of({"gpu": some}) if c.sort == "bars")
+    assert len(bars) == charts.GROUPS and (bars[0]["group"], bars[-1]["group"]) == ("1 row", "2,048 rows")
 
 
 def test_cases_are_grouped_by_what_they_do():
@@ -111,7 +123,8 @@ def test_a_chart_of_other_numbers_is_noticed(tmp_path, monkeypatch):
 
 
 def test_the_comparison_says_what_was_seen():
-    gpu = pair("linear", "a M=1 bf16", 4.0, {"torch": [0.4, 0.5, 0.6]}, torch=8.0, batch_invariant_ops=16.0)
+    over = {"torch": [0.4, 0.5, 0.6], "batch_invariant_ops": [0.2, 0.25, 0.3]}
+    gpu = pair("linear", "a M=1 bf16", 4.0, over, torch=8.0, batch_invariant_ops=16.0)
     gpu += pair("linear", "a M=8 bf16", 4.0, alone=False, torch=8.0)
     steps = {"room": "engine", "model": "m", "latent": False, "batch": 1, "version": "9"}
     engine = [steps | {"backend": b, "step_ms": t} for b, t in (("vllm", 2.0), ("vllm batch-invariant", 6.0))]

@@ -14,6 +14,7 @@ from .records import axis, by_case, geomean, kept, kind, natural, peers_of, rati
 
 PLOTS = ROOT / "benchmarks" / "plots"
 PANELS = 4  # of a sweep, at most
+GROUPS = 7  # of bars, at most
 SWEPT = 4  # points, at least, that make a line
 BY_KIND = {"attention", "fused_moe", "linear_cross_entropy"}  # whose cases differ more by what they do than by rows
 
@@ -62,7 +63,7 @@ def _bars(name: str, machine: str, room: str, cases: dict) -> list[Chart]:
     for case, by in mine.items():
         groups[_group(room, case)].append(by)
     bars = []
-    for group in sorted(groups, key=lambda label: natural(label.replace(",", ""))):
+    for group in _few(sorted(groups, key=lambda label: natural(label.replace(",", "")))):
         for peer in peers_of(groups[group]):
             found = [r for r in (ratios(by, peer) for by in groups[group]) if r is not None]
             low, middle, high = (float(f"{geomean(r[i] for r in found):.4g}") for i in range(3))
@@ -74,6 +75,13 @@ def _bars(name: str, machine: str, room: str, cases: dict) -> list[Chart]:
     first = next(iter(mine.values()))["vexact"]
     title = f"{room}: time of vexact over that of its peers, {machine}"
     return [Chart(f"{name}/{room}.svg", "bars", title, {"bars": bars, "rounds": first.get("rounds")})]
+
+
+def _few(groups: list[str]) -> list[str]:
+    """The first, the last, and some between: a sweep has more row counts than a bar chart shows."""
+    if len(groups) <= GROUPS:
+        return groups
+    return [groups[round(i * (len(groups) - 1) / (GROUPS - 1))] for i in range(GROUPS)]
 
 
 def _group(room: str, case: str) -> str:

@@ -58,7 +58,7 @@ def _bars(chart: Chart):
     bars = chart.data["bars"]
     groups = list(dict.fromkeys(bar["group"] for bar in bars))
     peers = list(dict.fromkeys(bar["peer"] for bar in bars))
-    figure = _figure(max(5.0, 0.36 * len(bars) + 0.4 * len(groups) + 1.2), 3.2)
+    figure = _figure(max(6.0, 0.36 * len(bars) + 0.4 * len(groups) + 1.2), 3.2)
     axes = figure.subplots()
     at, ticks = 0.0, []
     for group in groups:
@@ -68,13 +68,13 @@ def _bars(chart: Chart):
             axes.bar(x, bar["ratio"], 0.9, color=about(bar["peer"]).color)
             axes.plot([x, x], [bar["least"], bar["most"]], color="black", linewidth=0.6)
             axes.plot([x, x], [bar["p10"], bar["p90"]], color="black", linewidth=2.2)
-            axes.text(x, bar["most"], f"{bar['ratio']:.2f}", ha="center", va="bottom", fontsize=6)
+            axes.text(x, max(bar["most"], bar["p90"]), f"{bar['ratio']:.2f}", ha="center", va="bottom", fontsize=6)
         ticks.append((at + (len(members) - 1) / 2, textwrap.fill(group, 14)))
         at += len(members) + 0.7
     axes.axhline(1.0, color="black", linewidth=0.8, linestyle="dashed")
     axes.set_xticks(*zip(*ticks))
     axes.tick_params(axis="x", length=0)
-    axes.set_ylim(0, 1.12 * max(1.0, *(bar["most"] for bar in bars)))
+    axes.set_ylim(0, 1.12 * max(1.0, *(max(bar["most"], bar["p90"]) for bar in bars)))
     axes.set_ylabel("vexact's time / the peer's\n(below 1: vexact is faster)")
     axes.grid(axis="y")
     rounds = f"thick: p10 to p90 of {chart.data['rounds']} rounds; " if chart.data["rounds"] else ""
