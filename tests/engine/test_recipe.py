@@ -19,11 +19,11 @@ from engine_models import build, byte_tokenizer
 pytest.importorskip("zmq", reason="pyzmq is not installed")
 
 from vexact_engine import cli
+from vexact_engine.errors import ReplicaDied
 from vexact_engine.proof.compare import compare
 from vexact_engine.recipes import grpo, report, tasks
-from vexact_engine.recipes.launch import launch
+from vexact_engine.recipes.launch import ProcessDied, launch
 from vexact_engine.recipes.options import Options
-from vexact_engine.recipes.rollout import ProcessDied
 from vexact_engine.recipes.trainer import Trainer, policy_loss
 
 ROOT = Path(__file__).parents[2]
@@ -303,31 +303,36 @@ def test_what_was_not_compared_is_not_equal():
 # Processes that die
 
 
-def kill(name):
-    (process,) = [p for p in multiprocessing.active_children() if p.name == name]
-    os.kill(process.pid, signal.SIGKILL)
+def engines(pid):
+    return [p for p in descendants(pid) if b"vexact_engine.parallel.process" in Path(f"/proc/{p}/cmdline").read_bytes()]
 
 
-def killing(name, seen):
+def trainers(pid):
+    return [p.pid for p in multiprocessing.active_children() if p.name == "vexact-trainer-1"]
+
+
+def killing(whose, seen):
     def tell(kind, *values):
         if kind == "step":
             seen.update(descendants(os.getpid()))
-            kill(name)
+            (pid,) = whose(os.getpid())
+            os.kill(pid, signal.SIGKILL)
 
     return tell
 
 
 def test_an_engine_that_dies_is_named(models):
     seen = set()
-    with pytest.raises(ProcessDied, match=r"the engine's process \(\d+\) was killed by SIGKILL"):
-        launch(options(models("Qwen3"), steps=50), report=killing("vexact-rollout", seen))
+    with pytest.raises(ReplicaDied, match=r"replica 0 .*was killed by SIGKILL"):
+        launch(options(models("Qwen3"), steps=50), report=killing(engines, seen))
+    assert len(seen) == 1
     wait_until_dead(seen)
 
 
 def test_a_trainer_that_dies_is_named_and_takes_all_with_it(models):
     seen = set()
     with pytest.raises(ProcessDied, match=r"trainer 1 \(process \d+\) was killed by SIGKILL"):
-        launch(options(models("Qwen3"), ranks=2, steps=50), report=killing("vexact-trainer-1", seen))
+        launch(options(models("Qwen3"), ranks=2, steps=50), report=killing(trainers, seen))
     assert len(seen) == 3  # two trainers, and the first one's engine
     wait_until_dead(seen)
 
@@ -349,7 +354,7 @@ def test_the_end_of_the_command_is_the_end_of_all(models, number, code, ranks):
 
 
 def test_an_engine_that_cannot_be_made_says_why(models):
-    with pytest.raises(RuntimeError, match="the engine's process: ValueError: EngineConfig: max_num_seqs"):
+    with pytest.raises(ValueError, match="replica 0 .*: Options: prompts is 0"):
         broken = options(models("Qwen3"))
         object.__setattr__(broken, "prompts", 0)
         launch(broken)

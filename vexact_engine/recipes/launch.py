@@ -15,13 +15,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..errors import PeerLost
+from ..errors import HandoverFailed, ReplicaDied
 from ..weights.fetch import fetch_smollm2
 from .grpo import ALIGNED, STOCK, Report, Run, run
 from .options import SMOLLM2, Options
-from .rollout import ProcessDied, how
 
-_KNOWN = {c.__name__: c for c in (ValueError, TypeError, OSError, ModuleNotFoundError, ProcessDied, PeerLost)}
+
+class ProcessDied(RuntimeError):
+    """A trainer's process has ended before its time."""
+
+
+_KNOWN = (ValueError, TypeError, OSError, ModuleNotFoundError, ReplicaDied, HandoverFailed)
+_KNOWN = {known.__name__: known for known in _KNOWN}
 _LAST_WORDS = 3.0  # seconds in which one who has failed for another's end may be told from that one
 
 
@@ -30,8 +35,8 @@ def launch(options: Options, *, unaligned: bool = False, report: Report = lambda
 
     report    see grpo.Report
     returns   side -> its Run. In a process that torchrun has started as another rank than 0 they are empty
-    raises    ProcessDied where an engine or a trainer has ended before its time; what one of them has raised. All
-              others are ended then
+    raises    ProcessDied, ReplicaDied where a trainer, or the engine, has ended before its time; what one of them has
+              raised. All others are ended then
     """
     sides = [ALIGNED, STOCK] if unaligned else [ALIGNED]
     if options.model == SMOLLM2:
@@ -107,8 +112,11 @@ def _watch(processes: list, ends: list[Connection], report: Report) -> dict[str,
                 del listening[number]
                 processes[number].join()
                 if processes[number].exitcode:
-                    ended = how(processes[number].exitcode)
-                    raise ProcessDied(f"trainer {number} (process {processes[number].pid}) {ended}") from None
+                    process, code = processes[number], processes[number].exitcode
+                    ended = (
+                        f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+                    )
+                    raise ProcessDied(f"trainer {number} (process {process.pid}) {ended}") from None
                 continue
             if kind == "failed":
                 failed.append(values)
