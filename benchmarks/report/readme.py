@@ -46,6 +46,7 @@ def _sorted_out(records: list[dict]) -> list[tuple[Callable, list[dict]]]:
         tables.sleep_table: lambda r: "sleep" in r,
         tables.soak_table: lambda r: r["room"] == "soak",
         tables.handover_table: lambda r: r["room"] == "handover",
+        tables.training_table: lambda r: r["room"] == "training",
         tables.spread_table: lambda r: "geomean_to_stock" in r,
     }
     found = {make: [r for r in records if of(r)] for make, of in special.items()}

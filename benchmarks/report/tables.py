@@ -176,6 +176,17 @@ def handover_table(records: Iterable[dict]) -> str:
     return markdown(heads, rows)
 
 
+def training_table(records: Iterable[dict]) -> str:
+    """A training step of the trainer's own kernels beside aligned ones; GiB are on top of weights and optimizer."""
+    heads = ["a training step", "its own kernels", "ms", "GiB", "vexact, ms", "GiB", "time", "log-probabilities equal"]
+    rows = []
+    for r in records:
+        gib = [f"{r['gib'][who]:.1f}" if r["gib"] else "" for who in ("stock", "ours")]
+        times = [f"{r['stock']:.1f}", gib[0], f"{r['ours']:.1f}", gib[1], f"{r['ratio']:.2f} x"]
+        rows.append([r["case"], r["kernels"], *times, r["bits"]])
+    return markdown(heads, rows)
+
+
 def program_table(records: Iterable[dict]) -> str:
     """The whole-program records (engine, memory)."""
     heads = ["program", "case", "ours", "stock", "unit", "ours / stock", "others"]

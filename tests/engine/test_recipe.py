@@ -354,7 +354,7 @@ def test_the_end_of_the_command_is_the_end_of_all(models, number, code, ranks):
 
 
 def test_an_engine_that_cannot_be_made_says_why(models):
-    with pytest.raises(ValueError, match="replica 0 .*: Options: prompts is 0"):
+    with pytest.raises(ValueError, match=r"replica 0 .*: Options: prompts is 0"):
         broken = options(models("Qwen3"))
         object.__setattr__(broken, "prompts", 0)
         launch(broken)
