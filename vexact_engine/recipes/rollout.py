@@ -55,6 +55,7 @@ class Rollout:
     def close(self) -> None:
         """Again does nothing."""
         if self._sender is not None:
+            self._receiving.submit(self._receiver.receive)  # who listens hears that it has to let go of the buckets
             self._sender.close()
         self._receiver.close()
         self._receiving.shutdown()
