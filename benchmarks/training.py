@@ -192,7 +192,9 @@ class _Fsdp2:
                 model = self._shard(self._build(weights, attention))
                 self.rl(model, batch).backward()
                 model.zero_grad(set_to_none=True)
-                return model, f"{attention}, {model.config._experts_implementation or 'eager'} experts, torch"
+                mixture = getattr(model.config, "num_experts_per_tok", None)
+                experts = f", {model.config._experts_implementation or 'eager'} experts" if mixture else ""
+                return model, f"{attention}{experts}, torch"
             except Exception as error:
                 refused.append(f"{attention}: {type(error).__name__}: {error}")
             model = None

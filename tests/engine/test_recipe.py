@@ -188,6 +188,23 @@ def test_without_reasoning_gym_the_error_says_what_to_run(monkeypatch):
         task(None, tokenizer=byte_tokenizer())
 
 
+@pytest.mark.parametrize("more", [[], ["--task", "chain_sum", "--model", "qwen3-0.6b"]], ids=["smollm2", "named"])
+def test_that_it_is_missing_is_said_before_a_model_is_fetched(more, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    monkeypatch.setattr(
+        "vexact_engine.recipes.launch.fetch_smollm2", lambda: pytest.fail("the model was fetched first")
+    )
+    monkeypatch.setattr("vexact_engine.recipes.launch.run", lambda *_: pytest.fail("the run began"))
+    assert cli.main(["recipe", "grpo", *more]) != 0
+    assert "not installed: reasoning_gym. Run: pip install" in capsys.readouterr().err
+
+
+def test_a_plot_of_no_known_kind_is_refused_at_once(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["recipe", "grpo", "--plot", "grpo.txt"])
+    assert "--plot: got 'grpo.txt', expected a name that ends in .svg, .png or .pdf" in capsys.readouterr().err
+
+
 def test_reasoning_gym():
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (extra recipe)")
     made = task(None, tokenizer=byte_tokenizer())

@@ -60,7 +60,7 @@ def add_recipe(commands) -> None:
     )
     recipe.add_argument("--unaligned", action="store_true", help="train once more, on the stock stack, for contrast")
     options.json_file(recipe, "every figure")
-    recipe.add_argument("--plot", metavar="FILE", help="draw them (.png, .svg, .pdf)")
+    recipe.add_argument("--plot", type=options.picture, metavar="FILE", help="draw them (.png, .svg, .pdf)")
 
 
 def run_recipe(args) -> int:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ..errors import HandoverFailed, ReplicaDied
 from ..weights.fetch import fetch_smollm2
+from . import tasks
 from .grpo import ALIGNED, STOCK, Report, Run, run
 from .options import SMOLLM2, Options
 
@@ -35,10 +36,14 @@ def launch(options: Options, *, unaligned: bool = False, report: Report = lambda
 
     report    see grpo.Report
     returns   side -> its Run. In a process that torchrun has started as another rank than 0 they are empty
-    raises    ProcessDied, ReplicaDied where a trainer, or the engine, has ended before its time; what one of them has
+    raises    ModuleNotFoundError without reasoning-gym, where the task is of it
+              ProcessDied, ReplicaDied where a trainer, or the engine, has ended before its time; what one of them has
               raised. All others are ended then
     """
     sides = [ALIGNED, STOCK] if unaligned else [ALIGNED]
+    task = options.task or (tasks.DEFAULT if options.model == SMOLLM2 else tasks.EVENS)
+    if task != tasks.EVENS:
+        tasks.reasoning_gym(task)  # before a model is fetched and loaded for it
     if options.model == SMOLLM2:
         fetch_smollm2()  # once, before every process asks for it
     if dist.is_torchelastic_launched():

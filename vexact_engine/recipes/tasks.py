@@ -7,6 +7,7 @@ import importlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Protocol
 
 from ..extras import pip_line
@@ -48,15 +49,20 @@ def make(name: str | None, options: dict, *, tokenizer: Any, vocab_size: int, se
     return Evens(vocab_size, seed)
 
 
+def reasoning_gym(task: str) -> ModuleType:
+    """The package that `task` is of; ModuleNotFoundError with the pip line where it is not installed."""
+    try:
+        return importlib.import_module("reasoning_gym")
+    except ModuleNotFoundError as error:
+        line = pip_line("recipe")
+        raise ModuleNotFoundError(f"recipe: task {task!r}: not installed: {error.name}. Run: {line}") from error
+
+
 class ReasoningGym:
     """One of reasoning-gym's datasets: questions are made, answers judged by its own rules."""
 
     def __init__(self, name: str, options: dict, tokenizer: Any, seed: int, size: int):
-        try:
-            gym = importlib.import_module("reasoning_gym")
-        except ModuleNotFoundError as error:
-            line = pip_line("recipe")
-            raise ModuleNotFoundError(f"recipe: task {name!r}: not installed: {error.name}. Run: {line}") from error
+        gym = reasoning_gym(name)
         if tokenizer is None:
             raise ValueError(f"recipe: task: got {name!r} for a model without a tokenizer, expected {EVENS!r}")
         known = importlib.import_module("reasoning_gym.factory").DATASETS
