@@ -8,6 +8,8 @@ import vexact_ops as vx
 
 NOT_OPS = {
     "admit",
+    "different",
+    "same_bits",
     "explain",
     "current_backend",
     "numerics",

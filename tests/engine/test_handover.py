@@ -380,7 +380,7 @@ def test_buckets_are_given_back_once_the_receiver_has_let_go(listens, sockets, m
     """As those on a GPU are; a receiver that nobody asks to listen is waited for until a limit."""
     monkeypatch.setattr("vexact_engine.weights.sender.CUDA", buffers.HOST)
     monkeypatch.setattr("vexact_engine.weights.sender._GOODBYE", 0.5 if listens == "idle" else 20.0)
-    model, order = build("Qwen3"), []
+    model, order, said = build("Qwen3"), [], threading.Event()
     let_go, close = WeightReceiver._let_go, buffers.Buffers.close
     monkeypatch.setattr(WeightReceiver, "_let_go", lambda self: (let_go(self), order.append("let go")))
     monkeypatch.setattr(buffers.Buffers, "close", lambda self: (close(self), order.append("freed")))
@@ -389,6 +389,7 @@ def test_buckets_are_given_back_once_the_receiver_has_let_go(listens, sockets, m
         for number, item in enumerate(model.state_dict().items()):
             if number == 3:
                 closer.start()
+                assert said.wait(20)
             yield item
 
     with handover(model) as (_, receiver, start, out), sender(receiver) as second:
@@ -401,7 +402,8 @@ def test_buckets_are_given_back_once_the_receiver_has_let_go(listens, sockets, m
             out.close()
             assert second.send(model.state_dict()) == 2 == result()
         elif listens == "in a hand-over":
-            result = start()
+            result, wait = start(), out._await_gone
+            monkeypatch.setattr(out, "_await_gone", lambda: (said.set(), wait()))
             assert second.send(give()) == 2 == result()
             closer.join(20)
             assert not closer.is_alive()

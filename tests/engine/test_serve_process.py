@@ -67,7 +67,9 @@ def test_it_serves_what_the_engine_gives_and_ends_with_0_on_sigterm(model, stage
         assert httpx.get(server.url + "/v1/models").status_code == 401
         names = [m["id"] for m in httpx.get(server.url + "/v1/models", headers=headers).json()["data"]]
         assert names == ["tiny-model", model]
-        answer = httpx.post(server.url + "/v1/completions", json=BODY | {"return_rollout": True}, headers=headers)
+        answer = httpx.post(
+            server.url + "/v1/completions", json=BODY | {"return_rollout": True}, headers=headers, timeout=60
+        )
         (choice,) = answer.json()["choices"]
         assert choice["text"] == done.text and choice["rollout"]["logprobs"] == done.logprobs
         code, said = server.end()

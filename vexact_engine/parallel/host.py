@@ -45,6 +45,8 @@ class Host:
         self._intakes: dict[tuple[str, str | None], Intake] = {}
         self._taking: Intake | None = None
         self._memories: dict[int, Tensor] = {}
+        self._buckets: deque[m.Bucket] = deque()
+        self._writing = threading.Lock()
         self._writer = threading.Thread(target=self._write, name="vexact-replica-out", daemon=True)
         self._writer.start()
         self._post(lambda: m.Ready(facts(engine)))
@@ -57,7 +59,8 @@ class Host:
             if ticket is not None:
                 self.engine.withdraw(ticket)
         elif isinstance(message, m.Bucket):
-            self._answer(message.key, lambda: self._write_bucket(message))
+            self._buckets.append(message)
+            self._start(self._write_bucket)
         elif isinstance(message, m.Open):
             self._answer(message.key, lambda: self._taking.open(message.offer))
         elif isinstance(message, m.Take):
@@ -125,14 +128,17 @@ class Host:
     # What the front has done, by name
 
     def _answer(self, key: int, function: Callable[[], Any]) -> None:
-        def work() -> None:
-            try:
-                answer = m.Answer(key, function())
-            except Exception as error:
-                answer = m.Answer(key, failure=m.failure(error))
-            self._post(lambda: answer)
+        self._start(lambda: self._call(key, function))
 
+    def _start(self, work: Callable[[], None]) -> None:
         threading.Thread(target=work, name="vexact-replica-call", daemon=True).start()
+
+    def _call(self, key: int, function: Callable[[], Any]) -> None:
+        try:
+            answer = m.Answer(key, function())
+        except Exception as error:
+            answer = m.Answer(key, failure=m.failure(error))
+        self._post(lambda: answer)
 
     def do_pause(self, mode: str) -> None:
         self.engine.pause(mode)
@@ -217,12 +223,18 @@ class Host:
             memory = torch.frombuffer(bytearray(message.payload), dtype=torch.uint8)
             self._taking.write(values(message.bucket, memory))
 
-    def _write_bucket(self, bucket: m.Bucket) -> None:
-        if bucket.memory is None:
-            memory = torch.frombuffer(bytearray(bucket.payload), dtype=torch.uint8)
-        else:
-            memory = self._memories[bucket.memory]
-        self._update.write(values(weights.Bucket(0, bucket.parts), memory))
+    def _write_bucket(self) -> None:
+        """The oldest that has come, whichever thread this is: the pieces of a tensor follow each other."""
+        with self._writing:
+            bucket = self._buckets.popleft()
+            self._call(
+                bucket.key, lambda: self._update.write(values(weights.Bucket(0, bucket.parts), self._of(bucket)))
+            )
+
+    def _of(self, bucket: m.Bucket) -> Tensor:
+        if bucket.memory is not None:
+            return self._memories[bucket.memory]
+        return torch.frombuffer(bytearray(bucket.payload), dtype=torch.uint8)
 
     # Out
 
