@@ -268,6 +268,26 @@ def test_a_stream_of_weights_that_breaks_off(monkeypatch, old, new, when):
         assert ask(engine) == new
 
 
+def test_a_bucket_that_comes_behind_the_end_of_its_update(old):
+    """Another thread gives up while this one's bucket is on its way to the engine's: it must not begin anew what nobody
+    ends any more."""
+    state = build("Llama", seed=1).state_dict()
+    with Engine.from_pretrained(build("Llama"), config=CONFIG) as engine, ThreadPoolExecutor() as pool:
+        update = engine.begin_update(numerics=engine.numerics(), specs=specs_of(state))
+        loop, busy, go = engine._loop, threading.Event(), threading.Event()
+        held = pool.submit(loop.call, lambda: (busy.set() is None, go.wait(60)))
+        assert busy.wait(60)
+        for function in (update.abandon, lambda: update.write(list(state.items())[:1])):
+            before, late = len(loop._inbox), pool.submit(function)
+            while len(loop._inbox) == before:
+                time.sleep(0.001)
+        go.set()
+        assert all(held.result())
+        with pytest.raises(RuntimeError, match="WeightUpdate: it has ended"):
+            late.result(60)
+        assert ask(engine) == old and engine.weight_version == 0
+
+
 @pytest.mark.parametrize(
     "spoil, error",
     [

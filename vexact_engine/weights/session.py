@@ -73,6 +73,7 @@ class WeightUpdate:
         self._staged = staging is not None
         lock.acquire()
         self._open = True
+        self._over = False  # as the engine's thread sees it: what another thread still has to write comes too late
         try:
             self._update = loop.call(lambda: worker.begin(specs, staging))
         except BaseException:
@@ -135,7 +136,7 @@ class WeightUpdate:
         return function() if self._worker.takes_aside else self._loop.call(function)
 
     def _check(self) -> None:
-        if not self._open:
+        if not self._open or self._over:
             raise RuntimeError("WeightUpdate: it has ended: begin another one")
 
     def _close(self) -> None:
@@ -159,6 +160,7 @@ class WeightUpdate:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
+        self._check()
         self._loop.updating = True
         try:
             yield
@@ -169,7 +171,7 @@ class WeightUpdate:
         self._update.finish()
         if self._staged:
             self._worker.commit(self._update, self._tear)
-        self._loop.updating = False
+        self._loop.updating, self._over = False, True
         self._worker.settle()
         return self._renewed()
 
@@ -177,7 +179,7 @@ class WeightUpdate:
         self._loop.torn = TORN
 
     def _give_up(self) -> None:
-        self._loop.updating = False
+        self._loop.updating, self._over = False, True
 
 
 def check_numerics(given: Mapping[str, object] | None, own: Mapping, device: str) -> None:
