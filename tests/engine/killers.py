@@ -1,5 +1,7 @@
-"""A replica for test_replicas.py whose engine ends the process when it is asked for the token 66."""
+"""A replica for test_replicas.py whose engine ends the process when it is asked for the token 66, and says at 67 what
+its garbage collector leaves alone."""
 
+import gc
 import os
 
 
@@ -14,6 +16,8 @@ def make():
     def deadly(prompt, *args, **options):
         if 66 in prompt:
             os._exit(3)
+        if 67 in prompt:
+            raise ValueError(f"{gc.get_freeze_count()} objects are frozen")
         return submit(prompt, *args, **options)
 
     engine.submit = deadly

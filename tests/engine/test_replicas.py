@@ -452,6 +452,8 @@ def test_a_request_that_kills_is_given_up():
             replicas.generate([[66] * 4], PARAMS, request_ids=["bad"])
         assert [r.alive for r in replicas.replicas].count(True) == 1
         assert replicas.generate([[5] * 4], PARAMS)[0].finish_reason == "length"
+        with pytest.raises(ValueError, match=r"\b\d{5,} objects are frozen"):  # no collection holds its engine up
+            replicas.generate([[67] * 4], PARAMS)
 
 
 def _path():

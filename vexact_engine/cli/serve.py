@@ -69,6 +69,7 @@ def add_serve(commands) -> None:
 
 def run_serve(args) -> int:
     from ..config import EngineConfig
+    from ..core import garbage
     from ..serve.server import Server
     from ..serve.settings import Settings
 
@@ -101,6 +102,7 @@ def run_serve(args) -> int:
             with options.progress(args) as progress:
                 progress("load", 0, 1)
                 engine = _engine(args, device, config)
+                garbage.freeze()
 
             def ready() -> None:
                 print(f"vexact serve: {engine.name} at {server.url}/v1", flush=True)

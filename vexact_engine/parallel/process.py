@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from ..core import garbage
 from . import messages as m
 
 _LOOK = 1.0  # seconds between two looks at who the parent is
@@ -219,6 +220,7 @@ def main(descriptor: int, parent: int) -> None:
         engine = getattr(importlib.import_module(module), name)(**order["arguments"])
         from .host import Host
 
+        garbage.freeze()
         host = Host(engine, send, lambda: end(1))
     except BaseException as error:
         send(m.encode([m.Failed(m.failure(error))]))

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from ..core import garbage
 from . import messages as m
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ def _actor_class():
 
                 module, name = make.split(":")
                 engine = getattr(importlib.import_module(module), name)(**arguments)
+                garbage.freeze()
                 self._host = Host(engine, self._out.put, lambda: self._out.put(None))
             except Exception as error:
                 self._out.put(m.encode([m.Failed(m.failure(error))]))

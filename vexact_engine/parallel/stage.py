@@ -5,7 +5,6 @@ ends, the kernel closes it, and the stage is gone a moment later.
 """
 
 import contextlib
-import gc
 import os
 import pickle
 import sys
@@ -23,6 +22,7 @@ import torch.distributed as dist
 import vexact_ops as vx
 
 from ..config import EngineConfig
+from ..core import garbage
 from ..core.step import Step
 from ..errors import HandoverFailed
 from ..runner.sleep import Memory
@@ -77,8 +77,7 @@ class Stage:
         with contextlib.ExitStack() as stack:
             self._make(assignment, stack)
             threading.Thread(target=self._report, daemon=True).start()
-            gc.collect()
-            gc.freeze()  # this process is ours: what is there by now stays, and no collection need look at it
+            garbage.freeze()
             while True:
                 kind, *values = pickle.loads(self._inbox.get())
                 if kind == "close":
