@@ -34,6 +34,11 @@ def options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
     group.add_argument("--trainer", default="veomni,fsdp2", help=f"comma-separated, of: {', '.join(TRAINERS)}")
     group.add_argument("--objective", default="rl,sft", help=f"comma-separated, of: {', '.join(OBJECTIVES)}")
+    group.add_argument(
+        "--experts",
+        default="fused_quack,fused_triton,eager",
+        help="VeOmni's own for a mixture, in the order in which they are tried; fused_quack tunes itself for minutes",
+    )
     group.add_argument("--tokens", type=int, default=8192, help="of a step, in eight packed sequences")
 
 
@@ -123,18 +128,20 @@ class _VeOmni:
 
     def stock(self, weights: dict, batch: _Packed) -> tuple[nn.Module, str]:
         """On the first of VeOmni's kernels, fastest first, that run here."""
-        fast = dict.fromkeys(self.veomni.fields, "liger_kernel")
-        eager = dict.fromkeys(self.veomni.fields, "eager")
+        mixture = getattr(self.config, "num_experts_per_tok", None)
+        asked = self.args.experts.split(",") if mixture else ("fused_triton", "eager")
         refused = []
         for attention in ("flash_attention_4", "flash_attention_3", "flash_attention_2", "sdpa"):
-            for moe, rest in (("fused_quack", fast), ("fused_triton", fast), ("eager", eager)):
+            for moe in asked:
+                rest = dict.fromkeys(self.veomni.fields, "eager" if moe == "eager" else "liger_kernel")
                 chosen = {**rest, "attn_implementation": attention, "moe_implementation": moe}
                 try:
                     model = self._build(chosen)
                     model.load_state_dict(weights)
                     self.rl(model, batch).backward()
                     model.zero_grad(set_to_none=True)
-                    return model, f"{attention}, {moe}, {chosen['rms_norm_implementation']}"
+                    experts = f", {moe}" if mixture else ""
+                    return model, f"{attention}{experts}, {chosen['rms_norm_implementation']}"
                 except Exception as error:
                     refused.append(f"{attention}, {moe}: {type(error).__name__}")
                     model = None

@@ -49,15 +49,13 @@ def trained(request, models, tmp_path_factory):
     many of them side by side as there is room for: a run is its processes' start, and those wait for one another."""
     from vexact_engine.runner.memory import available_bytes
 
-    from .ppo import run
+    from .ppo import run, selected
 
-    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    cases = dict.fromkeys(item.callspec.params["case"] for item in here)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     room = min(cores // request.module.CORES_PER_RUN, available_bytes() // RUN_BYTES)
     folder, begun = tmp_path_factory.mktemp("ppo"), {}
     with ThreadPoolExecutor(max(1, room)) as pool:
-        for case in cases:
+        for case in selected(request):
             begun[case] = pool.submit(run, case, models(case.family), folder / str(case), SECONDS)
         yield lambda case: begun[case].result()
         for later in begun.values():

@@ -55,6 +55,12 @@ class Run:
     seconds: float
 
 
+def selected(request) -> list[Case]:
+    """Of the module that a fixture is made for: the cases of the tests that run, each once."""
+    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    return list(dict.fromkeys(item.callspec.params["case"] for item in here))
+
+
 def overrides(case: Case, model: Path, prompts: Path, folder: Path) -> list[str]:
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     external = ["trainers.recorder", *(["vexact_engine.verl.actor"] if case.vendor else [])]

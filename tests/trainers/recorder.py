@@ -3,6 +3,7 @@
 `steps.jsonl` has, for each batch that was trained on, its samples with the log-probabilities of the rollout and those
 that the trainer computed for it again; `training.<pid>.jsonl` those of the training forward itself, which the policy
 loss "recorded" sees (named by actor.policy_loss.loss_mode; for the rest it is verl's vanilla). Neither changes a thing.
+A synchronous trainer looks ten times a second whether its samples are there, instead of every two seconds.
 
 As a program it is verl's `python -m verl.trainer.main_ppo` with the former: python -m trainers.recorder OVERRIDES
 """
@@ -64,6 +65,16 @@ def record_steps() -> None:
         return batch
 
     PPOTrainer._compute_old_log_prob = recording
+    build = PPOTrainer._build_replay_buffer
+
+    @functools.wraps(build)
+    def impatient(self):
+        buffer = build(self)
+        if self.config.trainer.v1.trainer_mode == "sync":
+            buffer.poll_interval = 0.1
+        return buffer
+
+    PPOTrainer._build_replay_buffer = impatient
 
 
 def main() -> None:

@@ -3,26 +3,29 @@
     pytest tests/trainers/test_main_ppo_gpu.py --junitxml=FILE    # which has the tokens compared and the seconds
 
 On two GPUs where there are two (NCCL between the trainers, a replica on each), else on one; what is selected runs side
-by side on them. VEXACT_TRAINERS_SECONDS is what one run may take, its start included.
+by side on them, as many as there are CORES_PER_RUN for. VEXACT_TRAINERS_SECONDS is what one run may take, its start
+included.
 """
 
-from pathlib import Path
+import contextlib
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from .models import FAMILIES, TRUE_LAYERS, make_model
-from .ppo import Case, check
+from .environment import environment
+from .models import FAMILIES
+from .ppo import Case, check, selected
+from .warm import ENGINE, RESPONSE
 
 RANKS = min(2, max(1, torch.cuda.device_count()))
-CORES_PER_RUN = 4
+CORES_PER_RUN = 8
 SETTINGS = (
-    "data.max_response_length=64",
+    f"data.max_response_length={RESPONSE}",
     "actor_rollout_ref.rollout.ignore_eos=True",
-    "actor_rollout_ref.rollout.max_num_seqs=8",
-    "actor_rollout_ref.rollout.max_num_batched_tokens=512",
-    # others are on the same GPU
-    "+actor_rollout_ref.rollout.engine_kwargs.vexact.num_pages=128",
+    *(f"+actor_rollout_ref.rollout.engine_kwargs.vexact.{name}={value}" for name, value in ENGINE.items()),
 )
 # VeOmni shards nothing on one rank, where its weights are in bf16 without masters
 ONE_RANK = ("actor_rollout_ref.actor.veomni.mixed_precision=False", "actor_rollout_ref.actor.veomni.init_device=cuda")
@@ -42,16 +45,26 @@ STOCK = _case("qwen3", vendor=None)
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """As conftest.py's, of other sizes."""
-    folder, made = tmp_path_factory.mktemp("models"), {}
+def models(request, tmp_path_factory):
+    """As conftest.py's, of other sizes; the kernels that they need are compiled and verified then."""
+    folder, begun = tmp_path_factory.mktemp("models"), {}
+    with contextlib.ExitStack() as stack:
+        for number, family in enumerate(dict.fromkeys(case.family for case in selected(request))):
+            command = [sys.executable, "-W", "ignore", "-m", "trainers.warm", folder / family]
+            env = {**os.environ, **environment(device="cuda"), "CUDA_VISIBLE_DEVICES": _device(number)}
+            log = stack.enter_context(open(folder / f"{family}.txt", "w"))
+            begun[family] = stack.enter_context(subprocess.Popen(command, stdout=log, stderr=log, env=env))
+            stack.callback(begun[family].kill)
+        for family, process in begun.items():
+            assert process.wait(300) == 0, f"{family}: {(folder / f'{family}.txt').read_text()[-4000:]}"
+    return lambda family: folder / family
 
-    def model(family: str) -> Path:
-        if family not in made:
-            made[family] = make_model(family, folder / family, sizes=TRUE_LAYERS[family])
-        return made[family]
 
-    return model
+def _device(number: int) -> str:
+    """One of those that are visible here."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = given if given != [""] else [str(i) for i in range(torch.cuda.device_count())]
+    return names[number % len(names)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

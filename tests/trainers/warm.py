@@ -1,0 +1,60 @@
+"""A model with layers of true dimensions, and what each of its runs on a GPU would compile and verify, done once.
+
+python -m trainers.warm FOLDER/FAMILY    # the folder is made
+
+A run has four processes on its GPUs, and several runs go side by side: each would find the same kernels for itself.
+Here one process does what they will do, a training step and an engine with its graphs; verdicts and compiled kernels
+are then on disk. Nothing of it is needed: a run without it takes longer.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from .models import TRUE_LAYERS, make_model
+
+ENGINE = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "num_pages": 128}  # others are on the same GPU
+RESPONSE = 64
+LENGTHS = (97, 101)  # of a micro-batch of two: a prompt of these tests, and a response
+
+
+def step(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    import vexact_ops as vx
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda()
+    ids = torch.randint(3, model.config.vocab_size, (1, sum(LENGTHS)), device="cuda")
+    cu = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).int()
+    with vx.patch.hf(model.train()) as handle:
+        with torch.no_grad():
+            handle.logprobs(ids, cu_seqlens=cu, return_entropy=True)
+        handle.logprobs(ids, cu_seqlens=cu).mean().backward()
+    torch.cuda.synchronize()
+
+
+def rollout(folder: Path) -> None:
+    from vexact_engine import Engine, EngineConfig, SamplingParams
+
+    with Engine.from_pretrained(str(folder), device="cuda", config=EngineConfig(**ENGINE)) as engine:
+        prompts = [[3 + i] * (30 + i) for i in range(ENGINE["max_num_seqs"])]
+        engine.generate(prompts, SamplingParams(max_new_tokens=RESPONSE, ignore_eos=True))
+
+
+def model(folder: Path) -> None:
+    make_model(folder.name, folder, sizes=TRUE_LAYERS[folder.name])
+
+
+def main() -> None:
+    for part in (model, step, rollout):
+        begun = time.monotonic()
+        part(Path(sys.argv[1]))
+        torch.cuda.empty_cache()
+        sys.stdout.write(f"{part.__name__}: {time.monotonic() - begun:.1f} s\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
