@@ -219,6 +219,24 @@ def test_weights_that_two_layers_share_are_not_moved_from_under_one():
         assert_bitwise(run([(whole, fused)], handle.describe(), torch.bfloat16, seqs), trained(model, seqs))
 
 
+@pytest.mark.parametrize("tied", ["weights", "biases"])
+def test_projections_that_share_a_parameter_are_products_of_their_own(tied):
+    """One parameter cannot lie in two places of a joined weight."""
+    model, seqs = model_of("qwen2"), sequences((11, 3, 9))
+    for layer in model.model.layers:
+        if tied == "weights":
+            layer.mlp.up_proj.weight = layer.mlp.gate_proj.weight
+        else:
+            layer.self_attn.k_proj.bias = layer.self_attn.v_proj.bias
+    with vx.patch.hf(model) as handle:
+        fused, how = forward(handle)
+        assert how == "fused"
+        with torch.no_grad():
+            model.model.layers[0].mlp.gate_proj.weight.mul_(-0.5)
+            model.model.layers[0].self_attn.v_proj.bias.add_(0.5)
+        assert_bitwise(run([(range(2), fused)], handle.describe(), torch.bfloat16, seqs), trained(model, seqs))
+
+
 def test_projections_that_differ_in_kind_are_products_of_their_own():
     model, seqs = model_of("llama"), sequences((11, 3, 9))
     for layer in model.model.layers:

@@ -91,6 +91,31 @@ def test_nested_patches_undo_in_any_order():
         assert_bitwise(alone(model, seqs), stock)
 
 
+@pytest.mark.parametrize("share", ["layer", "mlp", "norm"])
+def test_a_module_that_stands_in_two_places_keeps_its_weights(share):
+    """As in decoders whose layers are run several times. Trying it on fake tensors once left them in the model."""
+    model = tiny("llama")
+    first, second = model.model.layers[:2]
+    if share == "layer":
+        model.model.layers[0] = second
+    elif share == "mlp":
+        first.mlp = second.mlp
+    else:
+        first.input_layernorm = model.model.norm
+    before = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
+    expected = model(sequences()[0][None], use_cache=False).logits
+    with vx.patch.hf(model) as handle:
+        handle.describe()
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            assert tensor is before[name][0], name
+            assert_bitwise(tensor, before[name][1], name)
+        got = [model(seq[None], use_cache=False).logits for seq in sequences()[:2]]
+        assert torch.allclose(got[0], expected, atol=1e-4)
+        packed = torch.cat(sequences()[:2])[None]
+        places = torch.cat([torch.arange(len(seq)) for seq in sequences()[:2]])[None]
+        assert_bitwise(model(packed, position_ids=places, use_cache=False).logits, torch.cat(got, 1))
+
+
 def test_an_exception_inside_the_block_undoes_the_patch():
     model, before = tiny("llama"), traces(tiny("llama"))
     with pytest.raises(KeyError, match="mine"), vx.patch.hf(model):

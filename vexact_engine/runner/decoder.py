@@ -66,7 +66,7 @@ class Weights:
         """Weight and bias of one product that has the columns of all of them; None where they cannot be one."""
         names = [linear.weight for linear in linears]
         biases = [linear.bias for linear in linears]
-        if len(set(names)) == 1:  # parts of one, one after another
+        if len(set(names)) == 1 and linears[0].rows is not None:  # parts of one, one after another
             at = linears[0].rows[0]
             for linear in linears:
                 if linear.rows != (at, at + linear.features):
@@ -74,10 +74,11 @@ class Weights:
                 at += linear.features
             first = linears[0]
             return self.rows(d.Linear(first.weight, first.bias, 0, first.inputs, (first.rows[0], at)))
-        whole = all(linear.rows is None for linear in linears) and len(set(names)) == len(names)
+        whole = all(linear.rows is None for linear in linears)
         alike = len({b is None for b in biases}) == 1 and len({self._tensors[n].dtype for n in names}) == 1
         used = {*names, *biases} - {None}
-        if not whole or not alike or self._read & used:
+        tied = len(used) < len([*names, *biases]) - biases.count(None)  # the same parameter twice
+        if not whole or not alike or tied or self._read & used:
             return None
         self._read |= used
         weight = join([self._tensors[name] for name in names])

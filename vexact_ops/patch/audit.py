@@ -85,20 +85,34 @@ def run(model: nn.Module, names: dict[int, str], call) -> dict[str, set[str]]:
                 module.training = training
             with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
                 caller = Caller(model, call)
-                tensors = {**dict(caller.named_parameters()), **dict(caller.named_buffers())}
-                real = (t.device for t in tensors.values() if t.device.type != "meta")
-                device = next(real, torch.device("cpu"))
-                swapped = {name: fake_copy(t.detach(), fake, device) for name, t in tensors.items()}
+                fakes, device = fake_copies(caller, fake)
                 ids = torch.zeros(2, 3, dtype=torch.int64, device=device)
                 watch = Watch(names)
                 with watch, unhooked(model):
-                    torch.func.functional_call(caller, swapped, (ids,))
+                    torch.func.functional_call(caller, fakes, (ids,), tie_weights=False)
             for name, operations in watch.found.items():
                 found.setdefault(name, set()).update(operations)
     finally:
         for module, training in flags:
             module.training = training
     return found
+
+
+def fake_copies(model: nn.Module, fake: FakeTensorMode) -> tuple[dict[str, Tensor], torch.device]:
+    """A fake one for each parameter and buffer, by name, and where they are; of tied tensors it is the same.
+
+    Each place in a module stands there once, under its first name, for functional_call(..., tie_weights=False): given
+    both names of a module that stands in two places (a layer that is run twice), it would put back what it had put in
+    itself, and the model would be left with fake weights.
+    """
+    places = {}
+    for path, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                places[f"{path}.{name}"] = tensor
+    device = next((t.device for t in places.values() if t.device.type != "meta"), torch.device("cpu"))
+    made = {id(t): fake_copy(t.detach(), fake, device) for t in places.values()}
+    return {name: made[id(t)] for name, t in places.items()}, device
 
 
 def fake_copy(tensor: Tensor, fake: FakeTensorMode, device: torch.device) -> Tensor:

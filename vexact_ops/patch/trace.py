@@ -143,17 +143,16 @@ def hidden_states(model: torch.nn.Module, base: torch.nn.Module) -> Value:
     # Not in inference mode, where composite operations come to the recorder as one.
     with torch.inference_mode(False), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
         caller = audit.Caller(model, lambda model, ids: base(input_ids=ids, use_cache=False))
-        tensors = {**dict(caller.named_parameters()), **dict(caller.named_buffers())}
-        device = next((t.device for t in tensors.values() if t.device.type != "meta"), torch.device("cpu"))
-        swapped = {name: audit.fake_copy(t.detach(), fake, device) for name, t in tensors.items()}
+        fakes, device = audit.fake_copies(caller, fake)
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
-        recorder = _Recorder({name.removeprefix("model."): tensor for name, tensor in swapped.items()})
+        first = {id(tensor): name for name, tensor in reversed(fakes.items())}
+        recorder = _Recorder({n.removeprefix("model."): t for n, t in fakes.items() if first[id(t)] == n})
         flags = [(module, module.training) for module in model.modules()]
         try:
             for module, _ in flags:
                 module.training = False
             with recorder, audit.unhooked(model):
-                out = torch.func.functional_call(caller, swapped, (ids,))
+                out = torch.func.functional_call(caller, fakes, (ids,), tie_weights=False)
         finally:
             for module, training in flags:
                 module.training = training
