@@ -35,7 +35,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--trainer", default="veomni,fsdp2", help=f"comma-separated, of: {', '.join(TRAINERS)}")
     group.add_argument("--objective", default="rl,sft", help=f"comma-separated, of: {', '.join(OBJECTIVES)}")
     group.add_argument(
-        "--experts",
+        "--moe-implementation",
         default="fused_quack,fused_triton,eager",
         help="VeOmni's own for a mixture, in the order in which they are tried; fused_quack tunes itself for minutes",
     )
@@ -129,7 +129,7 @@ class _VeOmni:
     def stock(self, weights: dict, batch: _Packed) -> tuple[nn.Module, str]:
         """On the first of VeOmni's kernels, fastest first, that run here."""
         mixture = getattr(self.config, "num_experts_per_tok", None)
-        asked = self.args.experts.split(",") if mixture else ("fused_triton", "eager")
+        asked = self.args.moe_implementation.split(",") if mixture else ("fused_triton", "eager")
         refused = []
         for attention in ("flash_attention_4", "flash_attention_3", "flash_attention_2", "sdpa"):
             for moe in asked:

@@ -354,9 +354,9 @@ def test_row_counts_drawn_at_random(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(options, "drawn", lambda text: [3, 5])
     shapes = ["--shape", "smollm2-135m,qwen3-0.6b"]
     assert run("--rows", "random:2", "--save", "--lines", str(tmp_path / "all.jsonl"), *shapes) == 0
-    assert "mean all shapes rows random:2: time / stock over 4 cases: geometric mean" in capsys.readouterr().out
+    assert "mean 2 shapes rows random:2: time / stock over 4 cases: geometric mean" in capsys.readouterr().out
     saved = report.load(tmp_path / "saved.jsonl")
-    assert [r["case"] for r in saved] == [f"{s} rows random:2" for s in (*shapes[1].split(","), "all shapes")]
+    assert [r["case"] for r in saved] == [f"{s} rows random:2" for s in (*shapes[1].split(","), "2 shapes")]
     every = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
     ratios = [r["ratio_to_stock"] for r in every if r.get("us") and r["backend"] == "vexact"]
     assert len(ratios) == saved[-1]["cases"] == 4
@@ -364,6 +364,10 @@ def test_row_counts_drawn_at_random(tmp_path, monkeypatch, capsys):
     assert saved[-1]["p95_to_stock"] == saved[-1]["worst"][0][2] == max(ratios)
     assert report.percentile([float(i) for i in range(1, 101)], 0.95) == 95.0
     assert len(report.spread_table(saved).splitlines()) == 5
+    together = report.over_shapes(saved, "mean")  # of runs of some shapes each, too
+    assert together["case"] == saved[-1]["case"] and together["cases"] == 4
+    assert together["geomean_to_stock"] == pytest.approx(saved[-1]["geomean_to_stock"], abs=1e-3)
+    assert together["p95_to_stock"] == together["worst_to_stock"] == saved[-1]["p95_to_stock"]
 
 
 @pytest.mark.parametrize(

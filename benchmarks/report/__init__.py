@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from . import charts, compare, readme, tables
-from .records import kept, load, percentile, series, spreads
+from .records import kept, load, over_shapes, percentile, series, spreads
 from .tables import engine_table, soak_table, spread_line, spread_table, summary, table, verify_table
 
 READMES, headlines = readme.READMES, readme.headlines
@@ -20,6 +20,7 @@ __all__ = [
     "headlines",
     "load",
     "main",
+    "over_shapes",
     "percentile",
     "plot",
     "readme",

@@ -111,7 +111,7 @@ def spreads(records: Iterable[dict], room: str, drawn: str) -> list[dict]:
     by_shape: dict[str, list[dict]] = defaultdict(list)
     for record in ours:
         by_shape[record["case"].split()[0]].append(record)
-    groups = {**by_shape, "all shapes": ours} if len(by_shape) > 1 else by_shape
+    groups = {**by_shape, f"{len(by_shape)} shapes": ours} if len(by_shape) > 1 else by_shape
     about = ("device", "gpu", "cpu", "torch", "triton", "commit", "date")
     found = []
     for name, members in groups.items():
@@ -132,3 +132,22 @@ def spreads(records: Iterable[dict], room: str, drawn: str) -> list[dict]:
             }
         )
     return found
+
+
+def over_shapes(records: Iterable[dict], room: str) -> dict:
+    """What the kept spreads of a room say of all its shapes together, of the rows that most cases were drawn for: runs
+    of some shapes each are one. `p95_to_stock` is that of the shape where it is highest: of all cases together it
+    is no higher."""
+    drawn: dict[str, list[dict]] = defaultdict(list)
+    for record in records:
+        if record["room"] == room and "geomean_to_stock" in record and record["case"].split()[0] in SHAPES:
+            drawn[record["case"].partition(" rows ")[2]].append(record)
+    rows, shapes = max(drawn.items(), key=lambda item: sum(r["cases"] for r in item[1]))
+    cases = sum(r["cases"] for r in shapes)
+    return {
+        "case": f"{len(shapes)} shapes rows {rows}",
+        "cases": cases,
+        "geomean_to_stock": math.exp(sum(r["cases"] * math.log(r["geomean_to_stock"]) for r in shapes) / cases),
+        "p95_to_stock": max(r["p95_to_stock"] for r in shapes),
+        "worst_to_stock": max(r["worst"][0][2] for r in shapes),
+    }
