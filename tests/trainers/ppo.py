@@ -1,8 +1,10 @@
 """One run of verl's main_ppo, on this machine alone, and what it left: metrics, and every log-probability's bits."""
 
+import datetime
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -176,6 +178,46 @@ def run(case: Case, model: Path, folder: Path, timeout: float = 900) -> Run:
     training = [record for path in sorted(folder.glob("training.*.jsonl")) for record in lines(path)]
     took = time.monotonic() - begun
     return Run(case, folder, metrics_in(folder), lines(folder / "steps.jsonl"), training, took)
+
+
+def compared(samples: list[dict]) -> tuple[int, int]:
+    """How many tokens have log-probabilities of rollout and trainer, and how many of them differ in bits."""
+    pairs = [pair for s in samples for pair in zip(s["rollout_log_probs"], s["old_log_probs"], strict=True)]
+    return len(pairs), sum(a != b for a, b in pairs)
+
+
+def keep(ran: Run, file: str) -> None:
+    """Appends what came out, as a line of JSON: benchmarks/results/main_ppo.jsonl has some."""
+    import torch
+    import transformers
+
+    from vexact_engine.proof.machine import commit
+    from vexact_engine.verl import SERVED
+
+    case = ran.case
+    tokens, mismatched = compared([sample for step in ran.steps for sample in step["samples"]])
+    record = {
+        "room": "main_ppo",
+        "case": f"{case.family} {case.engine}",
+        "backend": case.vendor or "verl",
+        "ranks": case.ranks,
+        "steps": len(ran.steps),
+        "tokens": tokens,
+        "mismatched": mismatched,
+        "probs_diff_max": max(step["training/rollout_probs_diff_max"] for step in ran.metrics),
+        "kl": max((step["rollout_corr/kl"] for step in ran.metrics), key=abs),
+        "step_s": round(statistics.median(step["timing_s/step"] for step in ran.metrics), 2),
+        "seconds": round(ran.seconds),
+        "device": case.device,
+        "gpu": torch.cuda.get_device_name() if case.device == "cuda" else None,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        **SERVED,
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+    }
+    with open(file, "a") as lines:
+        lines.write(json.dumps(record) + "\n")
 
 
 def check_step(samples: list[dict], version: int) -> int:

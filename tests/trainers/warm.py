@@ -3,8 +3,8 @@
 python -m trainers.warm FOLDER/FAMILY    # the folder is made
 
 A run has four processes on its GPUs, and several runs go side by side: each would find the same kernels for itself.
-Here one process does what they will do, a training step and an engine with its graphs; verdicts and compiled kernels
-are then on disk. Nothing of it is needed: a run without it takes longer.
+Here one process does what they will do, a training step and an engine with its graphs, while they still begin; verdicts
+and compiled kernels are then on disk. Nothing of it is needed: runs without it take longer.
 """
 
 import sys
@@ -44,7 +44,8 @@ def rollout(folder: Path) -> None:
 
 
 def model(folder: Path) -> None:
-    make_model(folder.name, folder, sizes=TRUE_LAYERS[folder.name])
+    made = make_model(folder.name, folder.with_suffix(".part"), sizes=TRUE_LAYERS[folder.name])
+    made.rename(folder)  # all of it is there at once
 
 
 def main() -> None:
