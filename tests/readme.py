@@ -164,6 +164,14 @@ def verified() -> str:
             groups.setdefault((machine, record["commit"]), []).append(name)
     for (machine, commit), names in groups.items():
         rows.append(f"| `vexact verify`, true sizes: {', '.join(names)} | {machine} | {commit} |")
+    runs: dict[tuple, list[str]] = {}
+    for record in {(r["case"], r["backend"]): r for r in _records("main_ppo")}.values():
+        if record["backend"] == "vexact" and not record["mismatched"]:
+            of = tuple(record[name] for name in ("gpu", "ranks", "steps", "tokens", "commit"))
+            runs.setdefault(of, []).append(" under ".join(record["case"].split()))
+    for (machine, ranks, steps, tokens, commit), names in runs.items():
+        what = f"verl's `main_ppo`, {steps} steps, {ranks} ranks, layers of true sizes, {tokens:,} tokens each"
+        rows.append(f"| {what}: {', '.join(names)} | {machine.removeprefix('NVIDIA ')} | {commit} |")
     return "\n".join(rows)
 
 
