@@ -4,12 +4,21 @@ Which tile belongs to which expert is found by the tiles themselves, from the of
 that any spread of the rows can need: nothing waits for the offsets' values, and one CUDA graph serves every spread.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .._core.triton import OPTIONS, on
 from ..linear.triton import TILES, accumulate
+
+
+class Strides(NamedTuple):
+    a_row: int
+    b_expert: int
+    b_row: int
+    b_col: int
 
 
 @triton.jit
@@ -32,7 +41,7 @@ def tile_rows(offsets, tile, R, E, BM: tl.constexpr, EP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["R", "tiles_m"], do_not_specialize_on_alignment=["offsets", "order"])
 def _rows_kernel(
-    a, b, c, offsets, order, R, N, K, E, top_k, tiles_m, a_row, b_expert, b_row, b_col,
+    a, b, c, offsets, order, R, N, K, E, top_k, tiles_m, strides,
     GATHER: tl.constexpr, EVEN_K: tl.constexpr, EP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -54,8 +63,10 @@ def _rows_kernel(
         M = end
     depth = tl.where(expert < E, K, 0)
     acc = tl.zeros([BM, BN], tl.float32)
-    weight = b + tl.minimum(expert, E - 1).to(tl.int64) * b_expert
-    acc = accumulate(acc, a, weight, source, n, M, N, depth, a_row, 1, b_row, b_col, False, EVEN_K, BK)
+    weight = b + tl.minimum(expert, E - 1).to(tl.int64) * strides.b_expert
+    acc = accumulate(
+        acc, a, weight, source, n, M, N, depth, strides.a_row, 1, strides.b_row, strides.b_col, False, EVEN_K, BK
+    )
     inside = (m < end)[:, None] & (n < N)[None, :]
     tl.store(c + m[:, None] * N + n[None, :], acc.to(c.dtype.element_ty), mask=inside)
 
@@ -103,7 +114,7 @@ def _rows(a: Tensor, b: Tensor, offsets: Tensor, order: Tensor | None, top_k: in
     with on(a):
         _rows_kernel[(tiles * triton.cdiv(columns, tile["BN"]),)](
             a, b, out, offsets, offsets if order is None else order, rows, columns, depth, experts, top_k, tiles,
-            a.stride(0), *b.stride(), GATHER=order is not None, EVEN_K=depth % tile["BK"] == 0,
+            Strides(a.stride(0), *b.stride()), GATHER=order is not None, EVEN_K=depth % tile["BK"] == 0,
             EP=triton.next_power_of_2(experts + 1), **tile, **OPTIONS,
         )  # fmt: skip
     return out

@@ -1,5 +1,7 @@
 """The Triton kernels: the CPU kernels' arithmetic, operation for operation, so that both classes have the same bits."""
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +13,56 @@ TWO_OVER_PI = tl.constexpr(float.fromhex("0x1.45f306dc9c883p-1"))
 HALF_PI = tl.constexpr(float.fromhex("0x1.921fb54442d18p+0"))
 HALF_PI_REST = tl.constexpr(float.fromhex("0x1.1a62633145c07p-54"))
 MANY = 1024  # tokens of which a program each keeps a GPU busy
+
+
+class Strides(NamedTuple):
+    q_token: int
+    q_head: int
+    k_token: int
+    k_head: int
+    cos: int
+    sin: int
+
+
+class StoreStrides(NamedTuple):
+    """Of what is rotated and stored."""
+
+    q_token: int
+    q_head: int
+    k_token: int
+    k_head: int
+    v_token: int
+    v_head: int
+    cos: int
+    sin: int
+
+
+class CacheStrides(NamedTuple):
+    k_page: int
+    k_row: int
+    k_head: int
+    v_page: int
+    v_row: int
+    v_head: int
+
+
+class Norm(NamedTuple):
+    """What heads are normalised with before they are rotated; weights are None where they are not."""
+
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
+
+
+class Heads(NamedTuple):
+    """The heads of all tokens in x, and those of one token in y."""
+
+    x: Any
+    x_token: Any
+    x_head: Any
+    y: Any
+    y_head: Any
+    count: Any
 
 
 @triton.jit
@@ -47,17 +99,18 @@ def _pair(HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def _rotate(
-    x, y, y_head, wanted, angles, token, first, heads, token_stride, head_stride, weight, eps,
+    heads, first, wanted, token, angles, weight, eps,
     D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSE: tl.constexpr,
     HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, NORM: tl.constexpr, GEMMA: tl.constexpr,
     WHOLE_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """The heads of a token from `first` on, written to y (its first head) if wanted; normalised before, with NORM."""
+    """HEADS heads of a token from `first` on, if wanted; normalised before, with NORM."""
     c1, c2, s1, s2 = angles
+    x, y = heads.x, heads.y
     head = first + tl.arange(0, HEADS)
-    live = (head < heads)[:, None] & wanted
-    x_at = x + token * token_stride + head.to(tl.int64)[:, None] * head_stride
-    y_at = y + head.to(tl.int64)[:, None] * y_head
+    live = (head < heads.count)[:, None] & wanted
+    x_at = x + token * heads.x_token + head.to(tl.int64)[:, None] * heads.x_head
+    y_at = y + head.to(tl.int64)[:, None] * heads.y_head
     if NORM:
         if HALF > 0:  # asked for with the head: behind its sum it would be waited for again
             a, b = _pair(HALF, INTERLEAVED, PAIRS)
@@ -96,100 +149,95 @@ def _rotate(
 
 @triton.jit(do_not_specialize=["q_heads", "k_heads"])
 def _rope_kernel(
-    q, k, cos, sin, q_out, k_out, q_heads, k_heads, q_blocks, k_blocks, q_token, q_head, k_token, k_head,
-    cos_stride, sin_stride,
+    q, k, cos, sin, q_out, k_out, q_heads, k_heads, q_blocks, k_blocks, strides,
     D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSE: tl.constexpr, Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    angles = _angles(cos, sin, token, cos_stride, sin_stride, HALF, PAIRS)
-    q_out += token * q_heads * D
-    k_out += token * k_heads * D
+    angles = _angles(cos, sin, token, strides.cos, strides.sin, HALF, PAIRS)
+    queries = Heads(q, strides.q_token, strides.q_head, q_out + token * q_heads * D, D, q_heads)
+    keys = Heads(k, strides.k_token, strides.k_head, k_out + token * k_heads * D, D, k_heads)
     if WHOLE:
         for i in range(0, k_blocks):
             _rotate(
-                k, k_out, D, True, angles, token, i * K_HEADS, k_heads, k_token, k_head, None, 0.0,
+                keys, i * K_HEADS, True, token, angles, None, 0.0,
                 D, HALF, INTERLEAVED, TRANSPOSE, K_HEADS, PAIRS, REST, False, False, 1,
             )  # fmt: skip
         for i in range(0, q_blocks):
             _rotate(
-                q, q_out, D, True, angles, token, i * Q_HEADS, q_heads, q_token, q_head, None, 0.0,
+                queries, i * Q_HEADS, True, token, angles, None, 0.0,
                 D, HALF, INTERLEAVED, TRANSPOSE, Q_HEADS, PAIRS, REST, False, False, 1,
             )  # fmt: skip
     elif part < q_blocks:
         _rotate(
-            q, q_out, D, True, angles, token, part * Q_HEADS, q_heads, q_token, q_head, None, 0.0,
+            queries, part * Q_HEADS, True, token, angles, None, 0.0,
             D, HALF, INTERLEAVED, TRANSPOSE, Q_HEADS, PAIRS, REST, False, False, 1,
         )  # fmt: skip
     else:
         _rotate(
-            k, k_out, D, True, angles, token, (part - q_blocks) * K_HEADS, k_heads, k_token, k_head, None, 0.0,
+            keys, (part - q_blocks) * K_HEADS, True, token, angles, None, 0.0,
             D, HALF, INTERLEAVED, TRANSPOSE, K_HEADS, PAIRS, REST, False, False, 1,
         )  # fmt: skip
 
 
 @triton.jit
-def _copy_heads(
-    v, v_cache, wanted, token, first, heads, token_stride, head_stride, cache_head,
-    DV: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+def _copy(heads, first, wanted, token, DV: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    """HEADS heads of a token from `first` on, if wanted."""
     head = first + tl.arange(0, HEADS)
     column = tl.arange(0, WIDTH)[None, :]
-    live = (head < heads)[:, None] & wanted & (column < DV)
+    live = (head < heads.count)[:, None] & wanted & (column < DV)
     head = head.to(tl.int64)[:, None]
-    value = tl.load(v + token * token_stride + head * head_stride + column, mask=live)
-    tl.store(v_cache + head * cache_head + column, value, mask=live)
+    value = tl.load(heads.x + token * heads.x_token + head * heads.x_head + column, mask=live)
+    tl.store(heads.y + head * heads.y_head + column, value, mask=live)
 
 
 @triton.jit(do_not_specialize=["size", "page_size", "q_heads", "k_heads"], do_not_specialize_on_alignment=["slots"])
 def _rope_kv_store_kernel(
     q, k, v, cos, sin, q_out, k_cache, v_cache, slots, size, page_size, q_heads, k_heads, q_blocks, k_blocks,
-    q_token, q_head, k_token, k_head, v_token, v_head, cos_stride, sin_stride,
-    k_page, k_row, k_cache_head, v_page, v_row, v_cache_head, q_weight, k_weight, eps,
+    strides, cache_strides, norm,
     D: tl.constexpr, DV: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
     NORM: tl.constexpr, GEMMA: tl.constexpr, WHOLE_HEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    angles = _angles(cos, sin, token, cos_stride, sin_stride, HALF, PAIRS)
+    angles = _angles(cos, sin, token, strides.cos, strides.sin, HALF, PAIRS)
     slot = tl.load(slots + token)
     wanted = (slot >= 0) & (slot < size)
     slot = tl.where(wanted, slot, 0)
     page = slot // page_size
     row = slot - page * page_size
     q_out += token * q_heads * D
-    k_cache += page * k_page + row * k_row
-    v_cache += page * v_page + row * v_row
+    k_cache += page * cache_strides.k_page + row * cache_strides.k_row
+    v_cache += page * cache_strides.v_page + row * cache_strides.v_row
+    queries = Heads(q, strides.q_token, strides.q_head, q_out, D, q_heads)
+    keys = Heads(k, strides.k_token, strides.k_head, k_cache, cache_strides.k_head, k_heads)
+    values = Heads(v, strides.v_token, strides.v_head, v_cache, cache_strides.v_head, k_heads)
     if WHOLE:
         for i in range(0, k_blocks):
-            _copy_heads(
-                v, v_cache, wanted, token, i * K_HEADS, k_heads, v_token, v_head, v_cache_head, DV, K_HEADS, WIDTH
-            )
+            _copy(values, i * K_HEADS, wanted, token, DV, K_HEADS, WIDTH)
             _rotate(
-                k, k_cache, k_cache_head, wanted, angles, token, i * K_HEADS, k_heads, k_token, k_head, k_weight, eps,
+                keys, i * K_HEADS, wanted, token, angles, norm.k_weight, norm.eps,
                 D, HALF, INTERLEAVED, False, K_HEADS, PAIRS, REST, NORM, GEMMA, WHOLE_HEAD,
             )  # fmt: skip
         for i in range(0, q_blocks):
             _rotate(
-                q, q_out, D, True, angles, token, i * Q_HEADS, q_heads, q_token, q_head, q_weight, eps,
+                queries, i * Q_HEADS, True, token, angles, norm.q_weight, norm.eps,
                 D, HALF, INTERLEAVED, False, Q_HEADS, PAIRS, REST, NORM, GEMMA, WHOLE_HEAD,
             )  # fmt: skip
     elif part < q_blocks:
         _rotate(
-            q, q_out, D, True, angles, token, part * Q_HEADS, q_heads, q_token, q_head, q_weight, eps,
+            queries, part * Q_HEADS, True, token, angles, norm.q_weight, norm.eps,
             D, HALF, INTERLEAVED, False, Q_HEADS, PAIRS, REST, NORM, GEMMA, WHOLE_HEAD,
         )  # fmt: skip
     elif part < q_blocks + k_blocks:
         _rotate(
-            k, k_cache, k_cache_head, wanted, angles, token, (part - q_blocks) * K_HEADS, k_heads, k_token, k_head,
-            k_weight, eps,
+            keys, (part - q_blocks) * K_HEADS, wanted, token, angles, norm.k_weight, norm.eps,
             D, HALF, INTERLEAVED, False, K_HEADS, PAIRS, REST, NORM, GEMMA, WHOLE_HEAD,
         )  # fmt: skip
     else:
-        first = (part - q_blocks - k_blocks) * K_HEADS
-        _copy_heads(v, v_cache, wanted, token, first, k_heads, v_token, v_head, v_cache_head, DV, K_HEADS, WIDTH)
+        _copy(values, (part - q_blocks - k_blocks) * K_HEADS, wanted, token, DV, K_HEADS, WIDTH)
 
 
 @triton.jit
@@ -264,8 +312,9 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, tran
         with on(q):
             _rope_kernel[grid](
                 q, k, cos, sin, q_out, k_out, q_heads, k_heads, triton.cdiv(q_heads, tile["Q_HEADS"]),
-                triton.cdiv(k_heads, tile["K_HEADS"]), q.stride(0), q.stride(1), k.stride(0), k.stride(1),
-                cos.stride(0), sin.stride(0), D=dim, HALF=half, INTERLEAVED=interleaved, TRANSPOSE=transpose,
+                triton.cdiv(k_heads, tile["K_HEADS"]),
+                Strides(*q.stride()[:2], *k.stride()[:2], cos.stride(0), sin.stride(0)),
+                D=dim, HALF=half, INTERLEAVED=interleaved, TRANSPOSE=transpose,
                 REST=block(dim - 2 * half, "rope: head dim beyond the rotary one"), **tile, **early(q),
             )  # fmt: skip
     return q_out, k_out
@@ -284,10 +333,10 @@ def rope_kv_store(
         with on(q):
             _rope_kv_store_kernel[grid](
                 q, k, v, cos, sin, q_out, k_cache, v_cache, slots, pages * page_size, page_size, q_heads, k_heads,
-                triton.cdiv(q_heads, tile["Q_HEADS"]), triton.cdiv(k_heads, tile["K_HEADS"]), q.stride(0),
-                q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), cos.stride(0), sin.stride(0),
-                *k_cache.stride()[:3], *v_cache.stride()[:3], q_weight, k_weight, eps, D=dim, DV=width, HALF=half,
-                INTERLEAVED=interleaved, NORM=q_weight is not None, GEMMA=gemma,
+                triton.cdiv(q_heads, tile["Q_HEADS"]), triton.cdiv(k_heads, tile["K_HEADS"]),
+                StoreStrides(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0)),
+                CacheStrides(*k_cache.stride()[:3], *v_cache.stride()[:3]), Norm(q_weight, k_weight, eps),
+                D=dim, DV=width, HALF=half, INTERLEAVED=interleaved, NORM=q_weight is not None, GEMMA=gemma,
                 WHOLE_HEAD=block(dim, "rope_kv_store: head dim"),
                 REST=block(dim - 2 * half, "rope_kv_store: head dim beyond the rotary one"),
                 WIDTH=block(width, "rope_kv_store: head dim of v"), **tile, **early(q),

@@ -5,6 +5,8 @@ the log-probabilities have that of log_softmax on a GPU. Twelve launches, no loo
 a row's parameters do not ask for end at once.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -27,6 +29,15 @@ _SUMS = tl.constexpr(SUMS)
 _COUNTS = tl.constexpr(5120)
 _TOTAL = tl.constexpr(6144)
 _NOTHING = tl.constexpr(0x00800000 << 31)  # the place that only -inf (and NaN) come after
+
+
+class Search(NamedTuple):
+    """What a search for rows' cuts knows and finds: where it begins and what it has cut; its sums and its digits."""
+
+    bounds: Tensor
+    cuts: Tensor
+    sums: Tensor
+    states: Tensor
 
 
 @triton.jit
@@ -206,7 +217,7 @@ def _wanted(temperature, greedy, top_k, top_p, row, n, BY_MASS: tl.constexpr):
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=COLUMNS)
 def _digits_kernel(
-    logits, parts, lse, greedy, temperature, top_k, top_p, min_p, bounds, cuts, sums, states, n, blocks, stride, tiles,
+    logits, parts, lse, greedy, temperature, top_k, top_p, min_p, search, n, blocks, stride, tiles,
     LEVEL: tl.constexpr, BY_MASS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Adds up the weights of the tokens whose keys begin with the digits found so far, by the next digit: 11, 11 and 10
@@ -215,13 +226,13 @@ def _digits_kernel(
     row = tl.program_id(0).to(tl.int64)
     if _wanted(temperature, greedy, top_k, top_p, row, n, BY_MASS):
         kind: tl.constexpr = 1 if BY_MASS else 0
-        sums += (2 * row + kind) * _SUMS
-        states += (2 * row + kind) * 4
+        sums = search.sums + (2 * row + kind) * _SUMS
+        states = search.states + (2 * row + kind) * 4
         t = tl.load(temperature + row)
         place = tl.full([], _NOTHING, tl.int64)
         if BY_MASS:
-            place = tl.load(cuts + 2 * row)
-        low = tl.maximum(tl.load(bounds + 2 * row + kind), place >> 31)
+            place = tl.load(search.cuts + 2 * row)
+        low = tl.maximum(tl.load(search.bounds + 2 * row + kind), place >> 31)
         prefix = tl.zeros([], tl.int64)
         if LEVEL == 1:
             if BY_MASS:
@@ -563,6 +574,7 @@ def sample(
     greedy, best = new(rows, dtype=torch.int64), new(rows, tiles, dtype=torch.int32)
     bounds, cuts = new(rows, 2, dtype=torch.int64), new(rows, 2, dtype=torch.int64)
     sums, states = new(rows, 2, SUMS, dtype=torch.int64), new(rows, 2, 4, dtype=torch.int64)
+    found = Search(bounds, cuts, sums, states)
     search = min(searched, max(1, int(PROGRAMS / rows**0.5)))
     options = {**OPTIONS, **early(logits)}
     with on(logits):
@@ -576,8 +588,8 @@ def sample(
         for by_mass in (False, True):
             for level in range(3):
                 _digits_kernel[(rows, search)](
-                    logits, parts, lse, greedy, temperature, top_k, top_p, min_p, bounds, cuts, sums, states, n,
-                    blocks, stride, searched, LEVEL=level, BY_MASS=by_mass, TILE=SEARCH, num_warps=4, **options,
+                    logits, parts, lse, greedy, temperature, top_k, top_p, min_p, found, n, blocks, stride,
+                    searched, LEVEL=level, BY_MASS=by_mass, TILE=SEARCH, num_warps=4, **options,
                 )  # fmt: skip
             _cut_kernel[(rows,)](
                 logits, greedy, temperature, top_k, top_p, cuts, sums, states, n, stride, BY_MASS=by_mass, TILE=2048,
