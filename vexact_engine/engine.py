@@ -544,7 +544,7 @@ def _complete(config: EngineConfig, loaded: Loaded) -> EngineConfig:
     return replace(config, max_model_len=wanted if wanted is not None else made_for)
 
 
-def _make(loaded: Loaded, config, vocab_size: int, has_text: bool, backend, text_tail) -> tuple[Scheduler, Worker]:
+def _make(loaded: Loaded, config, vocab_size: int, has_text: bool, backend, find_stop) -> tuple[Scheduler, Worker]:
     """In the engine's thread, and without a reference to the engine: it ends when nobody has one."""
     if loaded.origin is None:
         worker = Worker(loaded.model, config, backend)
@@ -555,7 +555,7 @@ def _make(loaded: Loaded, config, vocab_size: int, has_text: bool, backend, text
             worker.config,
             eos_token_ids=loaded.eos_token_ids,
             vocab_size=vocab_size,
-            text_tail=text_tail if has_text else None,
+            find_stop=find_stop if has_text else None,
         )
     except BaseException:
         worker.close()

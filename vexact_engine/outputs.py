@@ -5,7 +5,7 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 from .request import Begun, Completion, Request, Sequence
-from .text import Detokenizer, Text, held_back
+from .text import Detokenizer, Stops, Text
 
 
 @dataclass(slots=True)
@@ -74,13 +74,13 @@ class Call:
 class _Sample:
     """Text and delivery of one sequence."""
 
-    __slots__ = ("detokenizer", "done", "sent_text", "sent_tokens", "tail")
+    __slots__ = ("detokenizer", "done", "sent_text", "sent_tokens", "stops")
 
-    def __init__(self, text: Text | None):
+    def __init__(self, text: Text | None, stops: Several[str]):
         self.detokenizer = None if text is None else Detokenizer(text)
         self.sent_text = self.sent_tokens = 0
         self.done = False
-        self.tail = 0  # where the text begins that stop strings were last looked for in
+        self.stops = Stops(stops)
 
 
 class Ticket:
@@ -102,7 +102,7 @@ class Ticket:
     ):
         self.request, self.text, self.call, self.listen = request, text, call, listen
         self.completions: list[Completion | None] = [None] * len(request.sequences)
-        self.samples = [_Sample(text) for _ in request.sequences]
+        self.samples = [_Sample(text, request.params.stop) for _ in request.sequences]
         self.left = request.unfinished
         self.done = False
         self.error: BaseException | None = None
@@ -112,20 +112,20 @@ class Ticket:
             if sample.detokenizer is not None:  # one by one, as it was: what of it is certain may depend on that
                 for count in range(len(had.token_ids)):
                     sample.detokenizer.update(had.token_ids[: count + 1])
+                sample.stops.update(sample.detokenizer.text)
 
     def result(self) -> list[Completion]:
         if self.error is not None:
             raise self.error
         return self.completions
 
-    def tail(self, sequence: Sequence) -> str:
-        """What the newest token added, and as much before it as a stop string may begin with."""
+    def find_stop(self, sequence: Sequence) -> str | None:
+        """After each token of a sequence with stop strings: the one that it made whole."""
         sample = self.samples[sequence.index]
         # A character that is still incomplete is not there yet, and no stop string is looked for in it.
-        new = sample.detokenizer.update(sequence.tokens, sequence.num_prompt)
-        text = sample.detokenizer.text
-        sample.tail = max(0, len(text) - len(new) - max(map(len, sequence.params.stop)) + 1)
-        return text[sample.tail :]
+        sample.detokenizer.update(sequence.tokens, sequence.num_prompt)
+        sample.stops.update(sample.detokenizer.text)
+        return None if sample.stops.found is None else sample.stops.found[0]
 
     def deliver(self, sequence: Sequence, weight_version: int) -> None:
         """Take what has come of one sample, and its end if this is it."""
@@ -169,7 +169,7 @@ class Ticket:
             sequence.error = sequence.error or f"text: the tokens could not be decoded: {error!r}"
             return ""
         if isinstance(sequence.stop_reason, str):
-            text = text[: text.index(sequence.stop_reason, sample.tail)]
+            text = text[: sample.stops.found[1]]
         return text
 
     def _increment(self, sequence: Sequence, sample: _Sample, completion: Completion | None) -> Increment:
@@ -181,7 +181,7 @@ class Ticket:
             if not sequence.params.stop:
                 sample.detokenizer.update(sequence.tokens, sequence.num_prompt)
             certain = sample.detokenizer.text
-            text = certain[sample.sent_text : len(certain) - held_back(certain, sequence.params.stop)]
+            text = certain[sample.sent_text : len(certain) - sample.stops.held]
         sample.sent_text += len(text)
         scored, tops = sequence.prompt_logprobs, sequence.prompt_top_logprobs
         return Increment(

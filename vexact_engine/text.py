@@ -154,12 +154,65 @@ class Detokenizer:
             self._taken = len(self.source.decode(self._window))
 
 
-def held_back(text: str, stops: tuple[str, ...]) -> int:
-    """How many characters at the end of `text` could be the beginning of a stop string."""
-    most = 0
-    for stop in stops:
-        for size in range(min(len(stop) - 1, len(text)), most, -1):
-            if text.endswith(stop[:size]):
-                most = size
-                break
-    return most
+class Stops:
+    """Stop strings in a growing text. Each character of it is looked at a few times at most, however long they are
+    (Knuth, Morris and Pratt), and a string that was whole before is none later.
+
+    found   the one that the newest text made whole, and where in all of the text it begins: of several the one that
+            begins first, of those the one named first; None: none
+    held    how many characters at the end of the text may be the beginning of one
+    """
+
+    __slots__ = ("_seen", "_strings", "found", "held")
+
+    def __init__(self, strings: Sequence[str]):
+        self._strings = [_Stop(string) for string in strings]
+        self._seen = self.held = 0
+        self.found: tuple[str, int] | None = None
+
+    def update(self, text: str) -> None:
+        """All of the text so far."""
+        new, before = text[self._seen :], self._seen
+        self._seen, self.found, self.held = len(text), None, 0
+        for stop in self._strings:
+            end = stop.advance(new)
+            if end is not None:
+                begin = before + end - len(stop.string)
+                if self.found is None or begin < self.found[1]:
+                    self.found = stop.string, begin
+            self.held = max(self.held, stop.held)
+
+
+class _Stop:
+    """One of them: `size` is how much of it the text ends with; falls[i], how much it ends with where the string's
+    next character after i + 1 of them does not come. They are found as far as a text has got."""
+
+    __slots__ = ("falls", "size", "string")
+
+    def __init__(self, string: str):
+        self.string, self.size, self.falls = string, 0, [0]
+
+    @property
+    def held(self) -> int:
+        return self.size if self.size < len(self.string) else self.falls[-1]
+
+    def advance(self, new: str) -> int | None:
+        """Where in `new` the first whole one ends."""
+        string, size, falls = self.string, self.size, self.falls
+        if not size and string[0] not in new:
+            return None
+        end = None
+        for at, letter in enumerate(new, 1):
+            size = self._grown(size, letter)
+            if size > len(falls):
+                falls.append(self._grown(falls[-1], letter))
+            if size == len(string) and end is None:
+                end = at
+        self.size = size
+        return end
+
+    def _grown(self, size: int, letter: str) -> int:
+        string, falls = self.string, self.falls
+        while size and (size == len(string) or string[size] != letter):
+            size = falls[size - 1]
+        return size + (string[size] == letter)

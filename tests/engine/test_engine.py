@@ -254,6 +254,8 @@ def test_a_stop_string_before_the_least_tokens_is_text_like_any_other(talking):
     assert done.text == text[: text.index(stop, text.index(stop) + 1)] and stop in done.text
     news = asyncio.run(collect(talking, "a b", least))
     assert "".join(i.text for i in news) == done.text
+    beside = talking.generate(["a b"], replace(least, stop=(stop, "never" * 20)))[0]
+    assert beside.text == done.text, "a longer one beside it changes nothing"
     check_idle(talking)
 
 

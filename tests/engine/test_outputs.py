@@ -5,7 +5,7 @@ from engine_models import byte_tokenizer, fallback_tokenizer
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vexact_engine.text import Detokenizer, Text, held_back
+from vexact_engine.text import Detokenizer, Stops, Text, _Stop
 
 TOKENIZER = byte_tokenizer()
 TEXT = Text(TOKENIZER)
@@ -37,12 +37,52 @@ def test_special_tokens_have_no_text():
     assert pieces([1, a, 2, 2, b, 2]) == ["", "a", "", "", "b", "", ""]
 
 
-def test_what_could_be_a_stop_string_is_held_back():
-    assert held_back("abc", ("cde",)) == 1
-    assert held_back("abcd", ("cde", "bcdx")) == 3
-    assert held_back("abcde", ("cde",)) == 0
-    assert held_back("", ("x",)) == 0
-    assert held_back("aaa", ("aaaa",)) == 3
+def held_back(text, stops):
+    """As it is said, in quadratic time."""
+    sizes = [size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])]
+    return max(sizes, default=0)
+
+
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=3),
+    st.lists(st.text("abc", max_size=5), max_size=6),
+)
+@example(["cde", "bcdx"], ["abcd"])
+@example(["cde"], ["abcde"])
+@example(["aaaa"], ["a", "aa"])
+@example(["b", "ab", "a"], ["..", "ab"])
+@example(["a", "bbbbb"], ["a", "bb"])
+def test_stop_strings_are_found_where_they_end_and_held_back_before(strings, parts):
+    stops, text = Stops(strings), ""
+    for part in parts:
+        before, text = len(text), text + part
+        stops.update(text)
+        # What ends in the new part, of each string the first: a string that was whole before is none later.
+        ends = (
+            (at + len(s), at, i) for i, s in enumerate(strings) for at in range(len(text)) if text.startswith(s, at)
+        )
+        first = {i: at for end, at, i in sorted(ends, reverse=True) if end > before}
+        found = min(((at, i) for i, at in first.items()), default=None)
+        assert stops.found == (None if found is None else (strings[found[1]], found[0]))
+        assert stops.held == held_back(text, strings)
+
+
+def test_a_long_stop_string_costs_no_more_than_a_short_one(monkeypatch):
+    """Its beginnings used to be compared one by one with each token: a thousandth of this took as long."""
+    looked = 0
+    grown = _Stop._grown
+
+    def counted(stop, size, letter):
+        nonlocal looked
+        looked += 1
+        return grown(stop, size, letter)
+
+    monkeypatch.setattr(_Stop, "_grown", counted)
+    stops, text = Stops(["ab" * 100_000 + "c"]), ""
+    for _ in range(2_000):
+        text += "abababax"
+        stops.update(text)
+    assert stops.held == 0 and looked <= 2 * len(text)
 
 
 # Tokenizers that fall back to bytes: one token a byte, and a run of them is valid as a whole or not at all

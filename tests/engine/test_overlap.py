@@ -117,8 +117,8 @@ class Bench:
     """A loop over a toy."""
 
     def __init__(self, depth, delay=0.0, **options):
-        def build(tail):
-            scheduler, _ = make(text_tail=tail, **options)
+        def build(find_stop):
+            scheduler, _ = make(find_stop=find_stop, **options)
             return scheduler, Device(scheduler.config, depth, delay)
 
         self.loop = Loop(build)

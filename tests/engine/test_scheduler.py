@@ -345,23 +345,19 @@ def test_nothing_stops_a_sample_before_it_has_its_least_tokens(least):
         assert (done.token_ids, done.finish_reason) == (expected, reason)
 
 
-def test_a_stop_string_that_was_whole_before_is_none_later():
+def test_a_stop_string_before_the_least_tokens_is_passed_over():
     read = []
 
-    def tail(sequence):
+    def find(sequence):
         read.append(len(sequence.generated))
-        return f"<{sequence.generated[-1]}>"
+        return string if f"<{sequence.generated[-1]}>" == string else None
 
     free = first_tokens(12)
     least = next(at for at, token in enumerate(free, 1) if token in free[: at - 1])  # a token that was drawn before
-    done = run_one({"stop": [f"<{free[least - 1]}>"], "min_new_tokens": least}, text_tail=tail)
-    assert (done.token_ids, done.stop_reason) == (free[:least], f"<{free[least - 1]}>")
+    string = f"<{free[least - 1]}>"
+    done = run_one({"stop": [string], "min_new_tokens": least}, find_stop=find)
+    assert (done.token_ids, done.stop_reason) == (free[:least], string)
     assert read == list(range(1, least + 1)), "the text grows with every token all the same"
-
-
-def test_the_stop_string_that_comes_first_in_the_text_ends_it():
-    done = run_one({"stop": ["b", "ab", "a"]}, text_tail=lambda sequence: "..ab")
-    assert done.stop_reason == "ab", "of two that begin in one place the one named first"
 
 
 def test_max_model_len_ends_it():
@@ -369,32 +365,29 @@ def test_max_model_len_ends_it():
     assert (len(done.token_ids), done.finish_reason, done.error) == (4, "length", None)
 
 
-def test_stop_strings_are_looked_for_in_the_tail():
+def test_stop_strings_are_looked_for_after_every_token():
     asked = []
 
-    def tail(sequence):
+    def find(sequence):
         asked.append(len(sequence.generated))
-        return "".join(map(str, sequence.generated[-3:]))
+        return string if sequence.generated[-2:] == free[4:6] else None
 
-    free = first_tokens(12)
-    string = f"{free[4]}{free[5]}"
-    text = "".join(map(str, free))
-    length = text.index(string) + 2
-    done = run_one({"stop": ["never", string]}, text_tail=tail)
+    free, string = first_tokens(12), "two tokens"
+    length = next(at for at in range(2, 13) if free[at - 2 : at] == free[4:6])
+    done = run_one({"stop": ["never", string]}, find_stop=find)
     assert (done.token_ids, done.finish_reason, done.stop_reason) == (free[:length], "stop", string)
     assert asked == list(range(1, length + 1))
     asked.clear()
-    run_one({}, text_tail=tail)
+    run_one({}, find_stop=find)
     assert asked == [], "no stop strings, no text"
 
 
 def test_a_text_that_cannot_be_decoded_ends_its_own_sequence_only():
-    def tail(sequence):
+    def find(sequence):
         if sequence.request.id == "bad" and len(sequence.generated) == 3:
             raise UnicodeError("no such text")
-        return ""
 
-    scheduler, model = make(text_tail=tail)
+    scheduler, model = make(find_stop=find)
     bad, good = request([1], "bad", stop="x"), request([1], "good", stop="x")
     scheduler.add(bad)
     scheduler.add(good)

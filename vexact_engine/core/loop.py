@@ -102,7 +102,7 @@ class _Command(NamedTuple):
 class Loop:
     """One thread, from the constructor to `close`.
 
-    make        called in the thread: the scheduler (given a function for its `text_tail`) and the worker. What it
+    make        called in the thread: the scheduler (given a function for its `find_stop`) and the worker. What it
                 raises, the constructor raises
     scheduler, worker   theirs; to be read from other threads, and called in `call`
     updating    set while weights are written piece by piece: no step runs
@@ -112,7 +112,7 @@ class Loop:
     torn        why the weights are in no defined state: requests end with WeightsTorn
     """
 
-    def __init__(self, make: Callable[[Callable[[Sample], str]], tuple[Scheduler, Worker]]):
+    def __init__(self, make: Callable[[Callable[[Sample], str | None]], tuple[Scheduler, Worker]]):
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._inbox: deque[_Command] = deque()
@@ -292,7 +292,7 @@ class Loop:
 
     def _main(self, make: Callable, made: Future) -> None:
         try:
-            self.scheduler, self.worker = make(self._text_tail)
+            self.scheduler, self.worker = make(self._find_stop)
         except BaseException as error:
             self._closing = True
             made.set_exception(error)
@@ -503,8 +503,8 @@ class Loop:
             ticket.fail(error)
             self._forget(ticket)
 
-    def _text_tail(self, sample: Sample) -> str:
-        return self._tickets[sample.request].tail(sample)
+    def _find_stop(self, sample: Sample) -> str | None:
+        return self._tickets[sample.request].find_stop(sample)
 
     # Out
 

@@ -123,9 +123,8 @@ class Scheduler:
     config          `num_pages` must be set; `max_model_len` None means no limit but the cache's
     eos_token_ids   the model's end-of-sequence ids
     vocab_size      to refuse ids outside it; None: no check
-    text_tail       sequence -> the end of its generated text, called after each token of a sequence with stop strings.
-                    It must hold what the newest token added and as much before that as may be the beginning of a
-                    stop string, and none that was whole before. Without it stop strings are refused
+    find_stop       sequence -> the stop string that its newest token made whole, or None; called after each token of a
+                    sequence with stop strings. Without it they are refused
     """
 
     def __init__(
@@ -134,7 +133,7 @@ class Scheduler:
         *,
         eos_token_ids: Iterable[int] = (),
         vocab_size: int | None = None,
-        text_tail: Callable[[Sequence], str] | None = None,
+        find_stop: Callable[[Sequence], str | None] | None = None,
     ):
         if config.num_pages is None:
             raise ValueError("Scheduler: config.num_pages is None, expected the number of pages that the cache has")
@@ -142,7 +141,7 @@ class Scheduler:
         self.pool = PagePool(config.num_pages, config.page_size, config.enable_prefix_cache)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.vocab_size = vocab_size
-        self.text_tail = text_tail
+        self.find_stop = find_stop
         self.stats = Stats()
         self.weight_version = 0
         self.requests: dict[Request, None] = {}  # the unfinished ones, in the order of arrival
@@ -182,7 +181,7 @@ class Scheduler:
                 f"{name}: prompt_ids has {len(prompt)} tokens, expected at most {capacity}: the KV cache has "
                 f"{config.num_pages} pages of {config.page_size} tokens"
             )
-        if request.params.stop and self.text_tail is None:
+        if request.params.stop and self.find_stop is None:
             raise ValueError(f"{name}: stop has strings, expected none: there is no tokenizer to find them with")
         self.requests[request] = None
         params = request.params
@@ -554,10 +553,9 @@ class Scheduler:
             sequence.num_known += 1
 
     def _find_stop(self, sequence, may_stop):
-        """The stop string that the text gets to first. What a sample has before it may stop is read and passed over."""
+        """What a sample has before it may stop is read and passed over."""
         try:
-            tail = self.text_tail(sequence)
+            found = self.find_stop(sequence)
         except Exception as error:  # one text that cannot be decoded must not take the others with it
             return "error", None, f"stop: the text could not be decoded: {error!r}"
-        found = [string for string in sequence.params.stop if string in tail] if may_stop else []
-        return ("stop", min(found, key=tail.find)) if found else None
+        return ("stop", found) if found is not None and may_stop else None
