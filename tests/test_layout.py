@@ -213,6 +213,7 @@ def test_environment_variables_have_our_prefix():
         "UV_DEFAULT_INDEX",
         "UV_INDEX_URL",
         "VERL_ENGINE_VENDOR",  # which of its registered engines verl takes
+        "LD_PRELOAD",  # the loader's: whether torch_memory_saver stands before CUDA, and that children start so
     }
     pattern = re.compile(r"""environ(?:\.get\(|\[)\s*["'](\w+)["']""")
     for path in SOURCES:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 # Positive temperatures outside this range overflow or flatten fp32 logits, and then the distribution means nothing.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5
+SLEEP_BACKENDS = ("auto", "storages", "memory_saver")
 MAX_SAMPLES = 4096  # of one prompt: each holds a copy of its ids
 
 
@@ -38,6 +39,10 @@ class EngineConfig:
     enforce_eager            no CUDA graphs
     async_scheduling         plan, launch and deliver while the device computes another step; None: on a GPU, where the
                              two run side by side
+    sleep_backend            how sleep() gives memory of a GPU back: "memory_saver", by torch_memory_saver, where
+                             addresses and so CUDA graphs stay, in a process that was started with its library;
+                             "storages", by emptying tensors' storages; "auto": the first where it can be used.
+                             Engine.sleep_backend says which it is
     pipeline_parallel_size   stages that the layers are cut into, each in a process of its own and on a GPU of its own
     show_progress            a progress bar; None: on a terminal only
     """
@@ -54,6 +59,7 @@ class EngineConfig:
     reserve: float | None = None
     enforce_eager: bool = False
     async_scheduling: bool | None = None
+    sleep_backend: str = "auto"
     pipeline_parallel_size: int = 1
     show_progress: bool | None = None
 
@@ -70,6 +76,10 @@ class EngineConfig:
         _check_bool(self, "latent_attention")
         _check_bool(self, "enforce_eager")
         _check_bool(self, "async_scheduling", optional=True)
+        if not isinstance(self.sleep_backend, str):
+            raise _type_error(self, "sleep_backend", f"one of {', '.join(SLEEP_BACKENDS)}")
+        if self.sleep_backend not in SLEEP_BACKENDS:
+            raise _value_error(self, "sleep_backend", f"one of {', '.join(SLEEP_BACKENDS)}")
         _check_bool(self, "show_progress", optional=True)
 
 

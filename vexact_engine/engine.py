@@ -60,6 +60,8 @@ class Engine:
     stats                      counts since the start, live: steps, tokens, preemptions, ...
     weight_version             0, and one more after every update
     path                       how hidden states are computed: "fused", or "patched: " and why; never a matter of bits
+    sleep_backend              how memory is given back: "memory_saver: " and the version, or "storages", with the
+                               reason where EngineConfig.sleep_backend did not ask for that
     """
 
     def __init__(self, loaded: Loaded, config: EngineConfig | None = None) -> None:
@@ -89,6 +91,7 @@ class Engine:
         self._loop = Loop(made)
         self._scheduler, self._worker = self._loop.scheduler, self._loop.worker
         self.config, self._path = self._worker.config, self._worker.path
+        self._sleep_backend = self._worker.sleep_backend
         self._updates = threading.Lock()  # held by whoever updates the weights
         self._end = weakref.finalize(self, drop, self._loop)
         self._end.atexit = False  # the loop sees to that itself
@@ -282,8 +285,8 @@ class Engine:
 
         level    1: the weights wait in host memory (those of a CPU stay where they are); 2: they are dropped, and come
                  by update_weights. Buffers, which an update need not bring, are kept
-        tags     "weights", "kv_cache", "graphs", or None for all. CUDA graphs have addresses in them: they go with
-                 either of the others
+        tags     "weights", "kv_cache", "graphs", or None for all. CUDA graphs have addresses in them: where these
+                 change (see `sleep_backend`) they go with either of the others, and are made again
         mode     what becomes of requests under way, as in pause(). With "keep" those whose keys and values are gone
                  are computed anew from their tokens: not a bit of them is another one
         returns  bytes given back, by tag: on a GPU the memory that this process (or those of all its stages) holds less
@@ -460,6 +463,10 @@ class Engine:
     @property
     def path(self) -> str:
         return self._path
+
+    @property
+    def sleep_backend(self) -> str:
+        return self._sleep_backend
 
     @property
     def closed(self) -> bool:

@@ -40,7 +40,7 @@ PARAMS = [
 def recording(monkeypatch):
     """Steps are padded to sizes that are chosen as on a GPU. Returns how often a recording was used."""
     used = {"decode": 0, "decode_cut": 0, "mixed": 0, "heads": 0, "heads_cut": 0}
-    monkeypatch.setattr(graphs, "recorder", lambda device: graphs.HostRecorder())
+    monkeypatch.setattr(graphs, "recorder", lambda *_: graphs.HostRecorder())
     for name in ("_PADDING", "_PADDING_OF_CHUNKS"):
         monkeypatch.setattr(f"vexact_engine.runner.runner.{name}", -1.0)  # every size is split
     monkeypatch.setattr("vexact_engine.runner.runner._HIDDEN", 1e9)
@@ -238,7 +238,7 @@ def test_new_addresses_are_captured_anew(way, recording):
 
 def test_a_forward_that_cannot_be_recorded(monkeypatch, caplog):
     expected, _ = outcomes("Qwen3", CONFIG)
-    monkeypatch.setattr(graphs, "recorder", lambda device: graphs.HostRecorder())
+    monkeypatch.setattr(graphs, "recorder", lambda *_: graphs.HostRecorder())
 
     def refuse(self, run):
         raise RuntimeError("operation not permitted when stream is capturing")

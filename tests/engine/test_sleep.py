@@ -10,6 +10,7 @@ import torch
 from engine_models import bits, build, check_idle, prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paused import stand_in
 
 from vexact_engine import Engine, EngineAsleep, EngineClosed, EngineConfig, SamplingParams, WeightsMissing
 from vexact_engine.runner import sleep as sleep_module
@@ -42,12 +43,23 @@ def new():
         return ask(engine), ask(engine, LONG)
 
 
-@pytest.fixture(params=["stays", "moves"])
+KINDS = ["stays", "moves", "paused"]
+
+
+def made_as(kind, patch):
+    """On a CPU weights are in host memory already; "moves" treats it as a GPU, whose weights are moved there, and
+    "paused" as one whose memory is paused, by a stand-in for torch_memory_saver."""
+    if kind == "paused":
+        stand_in(patch)
+    engine = made()
+    engine._worker._memory._on_host = kind == "stays"
+    patch.setattr(Memory, "held", lambda self: None)
+    return engine
+
+
+@pytest.fixture(params=KINDS)
 def engine(request, monkeypatch):
-    """On a CPU weights are in host memory already; "moves" treats it as a GPU, whose weights are moved there."""
-    with made() as engine:
-        engine._worker._memory._on_host = request.param == "stays"
-        monkeypatch.setattr(Memory, "held", lambda self: None)
+    with made_as(request.param, monkeypatch) as engine:
         yield engine
         if not engine.asleep:
             check_idle(engine)
@@ -58,6 +70,9 @@ def weights_of(seed=1, family="Llama"):
 
 
 def sizes(engine):
+    regions = engine._worker._runner.regions
+    if regions and regions["weights"].paused:
+        return 0
     return sum({p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in engine.model.parameters()}.values())
 
 
@@ -409,14 +424,12 @@ ACTIONS = st.one_of(
 )
 
 
-@given(st.lists(ACTIONS, max_size=12), st.booleans())
-@settings(max_examples=15)
-def test_any_order_of_sleeps_wakes_updates_and_requests(old, new, actions, moves):
+@given(st.lists(ACTIONS, max_size=12), st.sampled_from(KINDS))
+@settings(max_examples=20)
+def test_any_order_of_sleeps_wakes_updates_and_requests(old, new, actions, kind):
     """What is asked while everything is there has the bits of its weights; requests that live through all of it have
     those of one set of weights for each of their versions' tokens, and all end."""
-    with made() as engine, ThreadPoolExecutor() as pool, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Memory, "held", lambda self: None)
-        engine._worker._memory._on_host = not moves
+    with pytest.MonkeyPatch.context() as patch, made_as(kind, patch) as engine, ThreadPoolExecutor() as pool:
         current, dropped = 0, False
         lives = pool.submit(engine.generate, PROMPTS, LONG)
         while not engine.stats.steps:

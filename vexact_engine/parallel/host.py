@@ -280,6 +280,7 @@ def facts(engine: Engine) -> dict[str, Any]:
         "vocab_size": engine.vocab_size,
         "numerics": engine.numerics(),
         "path": engine.path,
+        "sleep_backend": engine.sleep_backend,
         "name": engine.name,
         "device": str(engine.device),
         "dtype": str(engine.dtype).removeprefix("torch."),

@@ -35,6 +35,7 @@ from ..core.scheduler import Sampled, StepPlan
 from ..core.step import Encoder
 from ..errors import EngineAsleep, HandoverFailed, StageDied, WeightsTorn
 from ..progress import bar
+from ..runner import saver
 from ..runner.sleep import ASLEEP
 from ..weights.load import Loaded
 from ..weights.session import written
@@ -127,11 +128,11 @@ class _Pending:
 class _Stage:
     """A stage's process, as the engine sees it."""
 
-    def __init__(self, rank: int):
+    def __init__(self, rank: int, variables: Mapping[str, str]):
         self.rank, self.told = rank, []
         ours, theirs = socket.socketpair()
         self.connection = Connection(ours.detach())
-        environment = dict(os.environ)
+        environment = {**os.environ, **variables}
         environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all of them are on this machine
         environment.setdefault("NCCL_MAX_P2P_NCHANNELS", "4")  # hidden states are small; the SMs are wanted elsewhere
@@ -164,6 +165,7 @@ class PipelineWorker:
 
     config     as given, with num_pages filled in: what all stages have room for
     layers     of each stage
+    sleep_backend   how they give memory back
     numerics   what fixes the bits; all stages have the same
     dead       why the stages cannot be used, "" while they can
     drawn      what has come back and was not taken yet, by the number of its step
@@ -200,7 +202,7 @@ class PipelineWorker:
                     device = self._device.type
                     if device == "cuda":
                         device = f"cuda:{(self._device.index or 0) + rank}"
-                    stage = _Stage(rank)
+                    stage = _Stage(rank, saver.environment(self.config.sleep_backend, self._device.type))
                     self._stages.append(stage)
                     assignment = Assignment(
                         rank, self.layers, device, self._origin, self.config, self._backend,
@@ -216,12 +218,12 @@ class PipelineWorker:
                 if isinstance(error, StageDied):
                     raise RuntimeError(f"Engine: pipeline: {error}") from None
                 raise
-        configs, paths, numerics, held = zip(*(answer[1:] for answer in ready))
+        configs, paths, numerics, held, sleeps = zip(*(answer[1:] for answer in ready))
         if any(other != numerics[0] for other in numerics):
             self._bury("the stages' numerics differ: their bits could, too")
             raise RuntimeError(f"Engine: pipeline: {self.dead}")
         self.config, self.numerics, self.held = configs[0], numerics[0], held
-        self.path = paths[0] if len(set(paths)) == 1 else "; ".join(f"stage {i}: {p}" for i, p in enumerate(paths))
+        self.path, self.sleep_backend = _said(paths), _said(sleeps)
 
     def _kill(self) -> None:
         for stage in self._stages:
@@ -489,6 +491,11 @@ class _UpdateOfStages(Update):
         super().finish()
         if not self._staged:
             self._worker.whole()
+
+
+def _said(words: Sequence[str]) -> str:
+    """By all stages."""
+    return words[0] if len(set(words)) == 1 else "; ".join(f"stage {i}: {said}" for i, said in enumerate(words))
 
 
 def _how(process: subprocess.Popen) -> str:

@@ -23,6 +23,7 @@ from ..errors import ReplicaDied, RequestError
 from ..outputs import Increment, Load
 from ..progress import bar, quiet
 from ..request import Completion, check_name, check_params, encoded, refused, spread, token_ids
+from ..runner import saver
 from ..runner.sleep import TAGS, check_level, named_tags
 from ..text import Text
 from ..weights.load import as_dtype, load_tokenizer
@@ -119,6 +120,7 @@ class Replicas:
         facts = self._front.replicas[0].facts
         self.config, self.name = EngineConfig(**facts["config"]), facts["name"]
         self.vocab_size, self.path = facts["vocab_size"], facts["path"]
+        self.sleep_backend = facts["sleep_backend"]  # of the first
         self.device, self.dtype = torch.device(facts["device"]), getattr(torch, facts["dtype"])
         self._numerics = facts["numerics"]
         self._memories: list[SharedMemory] = []
@@ -153,6 +155,8 @@ class Replicas:
             raise TypeError(f"Replicas: path: got a {type(path).__name__}, expected a path or a name on the Hub")
         stages = 1 if config is None else config.pipeline_parallel_size
         environments, threads = ([{}] * replicas, None) if ray else _places(device, replicas, stages)
+        preload = saver.environment(EngineConfig().sleep_backend if config is None else config.sleep_backend, device)
+        environments = [variables | preload for variables in environments]
         if ray and device not in ("cpu", "cuda"):
             raise ValueError(f'Replicas: device: got {device!r}, expected "cpu" or "cuda"')
         ray_options = [{"num_cpus": stages, "num_gpus": stages * (device == "cuda")}] * replicas if ray else None

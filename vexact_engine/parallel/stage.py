@@ -113,7 +113,7 @@ class Stage:
         self._update: Update | None = None
         self._memories: Memories | None = None
         self._memory = Memory(self.runner)
-        self.send("ready", self.runner.config, self.runner.path, numerics, held)
+        self.send("ready", self.runner.config, self.runner.path, numerics, held, self.runner.sleep_backend)
 
     def _report(self) -> None:
         while True:

@@ -17,10 +17,11 @@ import vexact_ops as vx
 from vexact_ops.patch.admit import Matrix, Needs, needs_of
 from vexact_ops.testing import assert_bitwise, cancelling, check_grouped, check_repeatable, check_rows, tricky
 
+from ..runner import saver
 from ..weights.hub import check_name
 from .machine import environment
 
-PACKAGES = ("transformers", "safetensors", "gguf", "triton", "numpy")
+PACKAGES = ("transformers", "safetensors", "gguf", "triton", "numpy", saver.PACKAGE)
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,10 @@ def describe() -> dict[str, str]:
         rows[f"gpu {index}"] = (
             f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.total_memory / 2**30:.0f} GiB"
         )
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        why = saver.unusable(torch.device("cuda", torch.cuda.current_device()))
+        rows["sleep"] = f"storages: {why}" if why else "memory_saver"
+    else:
         rows["gpu"] = "none visible"
     return rows
 

@@ -10,13 +10,16 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 import vexact_ops as vx
 
 from .buffers import Body, Head
+
+if TYPE_CHECKING:
+    from .saver import Region
 
 Run = Callable[[], None]
 _REPLAYS = 3  # that a time is the least of; the first one is of a graph that is not on the device yet
@@ -39,11 +42,19 @@ class Recorder(Protocol):
 
 class CudaRecorder:
     """CUDA graphs on the current stream, which must not be the default one. They share their memory: they are replayed
-    one after another, and leave what others need in memory of the buffers."""
+    one after another, and leave what others need in memory of the buffers.
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    region   that this memory is to lie in
+    """
+
+    def __init__(self, device: torch.device, region: "Region | None" = None):
+        self.device, self._region = device, region
+        self._begin()
+
+    def _begin(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        if self._region is not None:
+            self._region.start(self._pool)
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -58,7 +69,7 @@ class CudaRecorder:
                 gc.enable()
 
     def record(self, run: Run) -> Run:
-        return vx.cuda_graph(run, pool=self._pool)
+        return vx.cuda_graph(run if self._region is None else self._region.recording(run), pool=self._pool)
 
     def seconds(self, run: Run) -> float:
         times = []
@@ -73,7 +84,7 @@ class CudaRecorder:
 
     def release(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()
-        self._pool = torch.cuda.graph_pool_handle()
+        self._begin()
         torch.cuda.empty_cache()
 
 
@@ -95,9 +106,9 @@ class HostRecorder:
         pass
 
 
-def recorder(device: torch.device) -> Recorder | None:
+def recorder(device: torch.device, region: "Region | None" = None) -> Recorder | None:
     """What records on this device; None where nothing is."""
-    return CudaRecorder(device) if device.type == "cuda" else None
+    return CudaRecorder(device, region) if device.type == "cuda" else None
 
 
 class Recorded(NamedTuple):

@@ -24,10 +24,11 @@ from ..config import EngineConfig
 from ..core.scheduler import Sampled
 from ..core.step import Step
 from ..progress import Progress, bar
-from . import graphs, memory, shapes
+from . import graphs, memory, saver, shapes
 from .batch import Caches
 from .buffers import Body, Buffers, Head, Host, Work, send
-from .forward import forward
+from .forward import Forward, forward
+from .sleep import parted
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +140,9 @@ class Runner:
     config   as given; in it, num_pages is filled in where it is None
     path     how hidden states are computed: "fused", or "patched: " and why
     eager    why there are no CUDA graphs, "" where there are
+    regions  of memory that is paused while it sleeps: "weights", "buffers", "kv_cache", "graphs". None where storages
+             are emptied instead; `sleep_backend` says which, and why
+    captured  whether there are graphs now
     """
 
     draws = True  # a stage of a pipeline that is not the last one draws nothing
@@ -152,7 +156,10 @@ class Runner:
         self._slots = min(config.max_num_seqs, self._tokens)  # no more run at once
         self._random = np.random.default_rng(0)
         self._hidden: Tensor | None = None  # of the rows that are drawn after
-        self._recorder = None if config.enforce_eager else graphs.recorder(device)
+        found, self.sleep_backend = saver.choose(config.sleep_backend, device)
+        names = ("weights", "buffers", "kv_cache", "graphs") if found else ()
+        self.regions = {name: found.region(name) for name in names}
+        self._recorder = None if config.enforce_eager else graphs.recorder(device, self.regions.get("graphs"))
         self.eager = "" if self._recorder else "enforce_eager" if config.enforce_eager else "no GPU"
         self._chosen: dict[str, list[int]] = {}  # sizes, once they have been measured
         self.make_forward()
@@ -180,7 +187,8 @@ class Runner:
             self.config = replace(config, num_pages=self._agree(count))
         # Nobody's bits depend on what has not been stored, and on a CPU untouched memory is never taken; on a GPU it is
         # zeroed, as attention is faster where what lies behind a sequence's last key is finite.
-        self.buffers.caches = self._caches(self.config.num_pages, self.shape.layers)
+        with self.regions["kv_cache"].allocating() if self.regions else contextlib.nullcontext():
+            self.buffers.caches = self._caches(self.config.num_pages, self.shape.layers)
         self.capture(progress)
 
     # What a stage of a pipeline does otherwise (stages.py)
@@ -202,7 +210,20 @@ class Runner:
     def make_forward(self) -> None:
         """Of the tensors that the model holds now. Graphs of others are no longer used: `capture` makes new ones."""
         self.release()
-        self.forward, self.path = forward(self.handle)
+        self.forward, self.path = self._forward()
+        if self.strays():
+            del self.forward  # it holds the memory that they leave
+            for name, tensors in zip(("weights", "buffers"), parted(self.model)):
+                self.regions[name].take_in(tensors)
+            self.forward, self.path = self._forward()
+
+    def strays(self) -> bool:
+        """Whether some weights are to lie in regions, and lie elsewhere."""
+        pairs = zip(("weights", "buffers"), parted(self.model)) if self.regions else ()
+        return any(self.regions[name].strays(tensors) for name, tensors in pairs)
+
+    def _forward(self) -> tuple[Forward, str]:
+        return forward(self.handle)
 
     def _caches(self, pages: int, layers: int) -> Caches:
         """Those of the keys and those of the values, for some layers."""
@@ -292,6 +313,7 @@ class Runner:
     def release(self) -> None:
         """Give back the graphs and their memory; steps are computed call by call until `capture`."""
         self._mixed = self._decode = self._decode_cut = self._heads = self._heads_cut = graphs.Ladder()
+        self.captured = False
         if self._recorder:
             self._recorder.release()
 
@@ -304,6 +326,7 @@ class Runner:
         begin = time.perf_counter()
         with bar(self.config.show_progress) if progress is None else contextlib.nullcontext(progress) as shown:
             self._record(shown)
+        self.captured = not self.eager
         if not self.eager:
             sizes = {name: f"{len(found)} up to {max(found, default=0)} rows" for name, found in self._chosen.items()}
             log.info("CUDA graphs: %s, in %.1f s", sizes, time.perf_counter() - begin)

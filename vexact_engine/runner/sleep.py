@@ -1,8 +1,10 @@
 """Memory that an engine gives back while it sleeps, and takes again when it wakes.
 
 A tensor's storage is emptied and filled again, so that the tensor and all its views (q, k and v of a joined weight)
-stay the objects that they are, whoever holds them. Only their addresses are others afterwards. Reading a tensor whose
-storage is empty ends the process: nobody may touch the engine's model while its weights are asleep.
+stay the objects that they are, whoever holds them. Only their addresses are others afterwards. Where torch_memory_saver
+can be used (saver.py) storages stay as they are, and the memory behind their addresses goes and comes: CUDA graphs
+outlive that. Reading a tensor whose memory is not there ends the process: nobody may touch the engine's model while its
+weights are asleep.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,6 +15,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from .runner import Runner
+    from .saver import Region
 
 TAGS = ("weights", "kv_cache", "graphs")
 ASLEEP = 'update_weights: the weights are asleep: wake_up(["weights"]) comes first'
@@ -40,16 +43,17 @@ def check_level(level: int) -> None:
 class Storages:
     """The memory of some tensors, each storage once. They lie on one device.
 
-    nbytes   that they have while they are not asleep
+    region   that all of their memory lies in, and nothing else: it is paused, and storages are not emptied
+    nbytes   that they have while they are not asleep; without tensors, the region
     """
 
-    def __init__(self, tensors: Iterable[Tensor]):
+    def __init__(self, tensors: Iterable[Tensor] = (), region: "Region | None" = None):
         found = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
         self._storages = [storage for storage in found.values() if storage.nbytes()]
         self._sizes = [storage.nbytes() for storage in self._storages]
         self._host: list[Tensor] | None = None  # slabs with the bytes of all of them, one after the other
-        self._empty = False
-        self.nbytes = sum(self._sizes)
+        self._empty, self._region = False, region
+        self.nbytes = sum(self._sizes) if self._sizes or region is None else region.nbytes
 
     def give_back(self, keep: bool) -> None:
         """Empty them. With `keep` their bytes wait in host memory, pinned where a GPU copies them."""
@@ -58,8 +62,11 @@ class Storages:
             for part, slab in self._parts(self._host):
                 slab.copy_(part, non_blocking=True)
             self._wait()
-        for storage in self._storages:
-            storage.resize_(0)
+        if self._region is not None:
+            self._region.pause()
+        else:
+            for storage in self._storages:
+                storage.resize_(0)
         self._empty = True
 
     def forget(self) -> None:
@@ -71,13 +78,10 @@ class Storages:
         get it, or none where there is not enough, and what was kept stays. Again does nothing."""
         if not self._empty:
             return
-        try:
-            for storage, size in zip(self._storages, self._sizes):
-                storage.resize_(size)
-        except BaseException:
-            for storage in self._storages:
-                storage.resize_(0)
-            raise
+        if self._region is not None:
+            self._region.resume()
+        else:
+            self._resize()
         self._empty = False
         if self._host is not None:
             for part, slab in self._parts(self._host):
@@ -87,6 +91,15 @@ class Storages:
         elif zero:
             for storage in self._storages:
                 _bytes(storage, 0, storage.nbytes()).zero_()
+
+    def _resize(self) -> None:
+        try:
+            for storage, size in zip(self._storages, self._sizes):
+                storage.resize_(size)
+        except BaseException:
+            for storage in self._storages:
+                storage.resize_(0)
+            raise
 
     def _slabs(self) -> list[Tensor]:
         pinned = self._storages[0].device.type == "cuda"
@@ -129,6 +142,15 @@ def own(tensors: Iterable[Tensor]) -> bool:
     return bool(moved)
 
 
+def parted(model: torch.nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters, and what an update need not bring: buffers, with parameters that share their memory."""
+    buffers = [b for b in model.buffers() if not b.is_meta]
+    kept = {b.untyped_storage()._cdata for b in buffers}
+    parameters = [p for p in model.parameters() if not p.is_meta]
+    shared = [p for p in parameters if p.untyped_storage()._cdata in kept]
+    return [p for p in parameters if p.untyped_storage()._cdata not in kept], buffers + shared
+
+
 class Memory:
     """The memory of a runner, by tag, and which of it is asleep: its model's, of which a stage has some layers, and its
     caches'. Used in the runner's thread, with nothing under way on the device.
@@ -149,11 +171,20 @@ class Memory:
     def will_empty_weights(self, level: int, tags: Iterable[str]) -> bool:
         return "weights" in tags and not self._asleep.get("weights", (0, []))[1] and not (level == 1 and self._on_host)
 
+    def unsettled(self) -> bool:
+        """Whether some weights lie in memory that cannot be given back as it is: the forward has to be made again, of
+        where they lie then."""
+        if self._runner.regions:
+            return self._runner.strays()
+        return own([*self._runner.model.parameters(), *self._runner.model.buffers()])
+
     def sleep(self, level: int, tags: Iterable[str]) -> dict[str, int]:
         """Bytes given back, by tag. What is asleep already stays so, but for weights that were kept and are dropped.
-        Graphs have addresses of the others in them, and go with them, before them."""
-        given = {}
-        for tag in ["graphs", *(tag for tag in TAGS if tag in tags and tag != "graphs")] if tags else []:
+        Graphs have addresses of the others in them: where those change they go with them, before them."""
+        given, chosen = {}, [tag for tag in TAGS if tag in tags and tag != "graphs"]
+        if "graphs" in tags or (chosen and not self._graphs_stay):
+            chosen = ["graphs", *chosen]
+        for tag in chosen:
             before = self.held()
             if tag not in self._asleep:
                 parts = getattr(self, f"_sleep_{tag}")(level)
@@ -170,7 +201,7 @@ class Memory:
 
     def wake_up(self, tags: Iterable[str]) -> dict[str, int]:
         """Bytes taken again, by tag. MemoryError where there is no room: that tag sleeps on. Graphs come with the last
-        of the others, and are made then."""
+        of the others, and are made then where they are gone."""
         taken = {}
         woken = self._asleep.keys() & tags
         if woken and self._asleep.keys() - woken <= {"graphs"}:
@@ -189,7 +220,7 @@ class Memory:
                 raise MemoryError(f"wake_up: no memory for {tag}, which takes {known >> 20} MiB: {error}") from error
             del self._asleep[tag]
             taken[tag] = known if before is None else self.held() - before
-        if taken and not self._asleep:
+        if taken and not self._asleep and not self._runner.captured:
             before = self.held()
             try:
                 self._runner.capture()
@@ -204,27 +235,37 @@ class Memory:
         """At level 2 what an update need not bring, buffers, is kept all the same."""
         if not self.will_empty_weights(level, ["weights"]):
             return []
-        model = self._runner.model
-        buffers = [b for b in model.buffers() if not b.is_meta]
-        kept = {b.untyped_storage()._cdata for b in buffers}
-        parameters = [p for p in model.parameters() if not p.is_meta and p.untyped_storage()._cdata not in kept]
-        parts = [Storages(parameters), Storages(buffers)]
+        regions = self._runner.regions
+        weights, buffers = parted(self._runner.model)
+        parts = [Storages(weights, regions.get("weights")), Storages(buffers, regions.get("buffers"))]
         parts[0].give_back(keep=level == 1)
         parts[1].give_back(keep=True)
         return parts
 
     def _sleep_kv_cache(self, level: int) -> list[Storages]:
-        caches = Storages(cache for part in self._runner.buffers.caches for cache in part)
-        caches.give_back(keep=False)
-        return [caches]
+        caches = (cache for part in self._runner.buffers.caches for cache in part)
+        part = Storages(caches, self._runner.regions.get("kv_cache"))
+        part.give_back(keep=False)
+        return [part]
 
     def _sleep_graphs(self, level: int) -> list[Storages]:
-        self._runner.release()
-        return []
+        if not self._graphs_stay:
+            self._runner.release()
+            return []
+        part = Storages(region=self._runner.regions["graphs"])
+        part.give_back(keep=False)
+        return [part]
+
+    @property
+    def _graphs_stay(self) -> bool:
+        """Whether what is recorded holds as it is, wherever memory goes and comes."""
+        return bool(self._runner.regions) and self._runner.captured
 
     def held(self) -> int | None:
-        """Bytes of the device that this process holds, as torch counts; nobody does for a CPU."""
+        """Bytes of the device that this process holds, as torch counts, which knows nothing of regions that are paused;
+        nobody does for a CPU."""
         if self._on_host:
             return None
         torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved(self._device)
+        paused = sum(region.nbytes for region in self._runner.regions.values() if region.paused)
+        return torch.cuda.memory_reserved(self._device) - paused

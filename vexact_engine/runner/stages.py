@@ -16,7 +16,7 @@ from torch import Tensor
 from ..config import EngineConfig
 from ..core.step import Step
 from .buffers import Body, Work, send
-from .forward import forward
+from .forward import Forward, forward
 from .runner import Runner
 from .shapes import CacheShape, decoder_config
 
@@ -91,9 +91,8 @@ class StageRunner(Runner):
         self._made = None if self.draws else torch.zeros(shape, dtype=first.dtype, device=device)
         super().__init__(model, handle, config, device)
 
-    def make_forward(self) -> None:
-        self.release()
-        self.forward, self.path = forward(self.handle, self.layers)
+    def _forward(self) -> tuple[Forward, str]:
+        return forward(self.handle, self.layers)
 
     def _cache_shape(self, whole: CacheShape) -> CacheShape:
         return whole._replace(layers=len(self.layers))

@@ -20,7 +20,7 @@ from ..errors import EngineAsleep, HandoverFailed, ModelInUse, WeightsTorn
 from ..weights.update import Places, Update, apply_update, plan_update
 from ..weights.watch import Watch
 from .runner import Pending, Runner
-from .sleep import ASLEEP, Memory, own
+from .sleep import ASLEEP, Memory
 
 if TYPE_CHECKING:  # they need msgspec
     from ..weights.buffers import Memories
@@ -91,6 +91,10 @@ class Worker:
     @property
     def path(self) -> str:
         return self._runner.path
+
+    @property
+    def sleep_backend(self) -> str:
+        return self._runner.sleep_backend
 
     def launch(self, plan: StepPlan) -> Pending:
         """Begin to compute a plan, behind those launched before. At once after `schedule`."""
@@ -227,7 +231,7 @@ class Worker:
         self.wait()
 
         def move() -> dict[str, int]:
-            if self._memory.will_empty_weights(level, tags) and own([*self.model.parameters(), *self.model.buffers()]):
+            if self._memory.will_empty_weights(level, tags) and self._memory.unsettled():
                 self._make_forward()  # views of weights, which it may have, show what these have left
             return self._memory.sleep(level, tags)
 

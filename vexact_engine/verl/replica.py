@@ -9,9 +9,10 @@ check_versions()
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.plugin.platform import get_platform
-from verl.utils.device import get_resource_name
+from verl.utils.device import get_device_name, get_resource_name
 from verl.workers.rollout.replica import RolloutReplica
 
+from ..runner import saver
 from .server import Server, engine_options, server_name
 
 
@@ -20,19 +21,22 @@ class Replica(RolloutReplica):
 
     async def launch_servers(self) -> None:
         """One, on the GPUs of the replica's workers. Again: in the place of one that has died."""
-        engine_options(self.config)
+        sleeps = engine_options(self.config)[0].sleep_backend
         if self.nnodes > 1:
             got = f"got {self.world_size}, expected at most {self.gpus_per_node}"
             raise ValueError(f"vexact: rollout.pipeline_model_parallel_size: {got}: a replica is on one host")
 
-        def place(worker) -> tuple[str, str]:
+        def place(worker) -> tuple[str, str, dict[str, str]]:
+            """Where the server is to be: what it is started with is of that machine."""
             context = ray.get_runtime_context()
-            return context.get_node_id(), context.get_accelerator_ids()[get_resource_name()][0]
+            device = context.get_accelerator_ids()[get_resource_name()][0]
+            return context.get_node_id(), device, saver.environment(sleeps, get_device_name())
 
-        nodes, devices = zip(*await asyncio.gather(*(worker.__ray_call__.remote(place) for worker in self.workers)))
+        places = await asyncio.gather(*(worker.__ray_call__.remote(place) for worker in self.workers))
+        nodes, devices, preloads = zip(*places)
         platform = get_platform()
         variables = {name: "1" for name in platform.ray_noset_envvars()} | platform.rollout_env_vars()
-        variables[platform.visible_devices_envvar()] = ",".join(devices)
+        variables |= preloads[0] | {platform.visible_devices_envvar(): ",".join(devices)}
         kind = "reward_" if self.is_reward_model else "teacher_" if self.is_teacher_model else ""
         options = {
             "name": server_name(self.replica_rank, kind, self.name_suffix),
