@@ -2,6 +2,7 @@
 again, and that whatever dies is named and leaves nothing behind."""
 
 import contextlib
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -170,6 +171,13 @@ def test_wrong_options_are_named(changes, text):
 
 def task(name, given=None, tokenizer=None, seed=0):
     return tasks.make(name, given or {}, tokenizer=tokenizer, vocab_size=160, seed=seed, size=20)
+
+
+def test_the_commands_defaults_are_those_of_options():
+    given = vars(cli._parser()[0].parse_args(["recipe", "grpo"]))
+    for field in dataclasses.fields(Options):
+        if field.name not in ("device", "task_options"):  # which the command finds for itself
+            assert given[field.name] == field.default, field.name
 
 
 def test_evens():

@@ -64,6 +64,15 @@ def write_descriptor(ours: socket.socket, descriptor: int) -> None:
     socket.send_fds(ours, [b"d"], [descriptor])
 
 
+def how_ended(code: int) -> str:
+    """A process, by what waiting for it gave."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"
+
+
 # In the front
 
 
@@ -125,11 +134,7 @@ class ProcessChannel:
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
-        if code >= 0:
-            return f"ended with exit code {code}"
-        with contextlib.suppress(ValueError):
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"was killed by signal {-code}"
+        return how_ended(code)
 
     def kill(self) -> None:
         self._process.kill()

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import HandoverFailed, ReplicaDied
+from ..parallel.process import how_ended
 from ..weights.fetch import fetch_smollm2
 from . import tasks
 from .grpo import ALIGNED, STOCK, Report, Run, run
@@ -116,12 +117,9 @@ def _watch(processes: list, ends: list[Connection], report: Report) -> dict[str,
             except (EOFError, OSError):
                 del listening[number]
                 processes[number].join()
-                if processes[number].exitcode:
-                    process, code = processes[number], processes[number].exitcode
-                    ended = (
-                        f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
-                    )
-                    raise ProcessDied(f"trainer {number} (process {process.pid}) {ended}") from None
+                if code := processes[number].exitcode:
+                    ended = f"trainer {number} (process {processes[number].pid}) {how_ended(code)}"
+                    raise ProcessDied(ended) from None
                 continue
             if kind == "failed":
                 failed.append(values)
