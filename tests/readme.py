@@ -142,6 +142,15 @@ def _records(name: str) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+_NAMES = {
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE",
+    "deepseek_v3": "DeepSeek-V3",
+    "fsdp2": "FSDP2",
+    "veomni": "VeOmni",
+}
+
+
 def verified() -> str:
     """A table: what was seen to be equal, how, on what, at which commit; from tests and kept records."""
     golden = json.loads((ROOT / "tests" / "golden.json").read_text())
@@ -164,14 +173,16 @@ def verified() -> str:
             groups.setdefault((machine, record["commit"]), []).append(name)
     for (machine, commit), names in groups.items():
         rows.append(f"| `vexact verify`, true sizes: {', '.join(names)} | {machine} | {commit} |")
-    runs: dict[tuple, list[str]] = {}
+    runs: dict[tuple, dict[str, list[str]]] = {}
     for record in {(r["case"], r["backend"]): r for r in _records("main_ppo")}.values():
         if record["backend"] == "vexact" and not record["mismatched"]:
             of = tuple(record[name] for name in ("gpu", "ranks", "steps", "tokens", "commit"))
-            runs.setdefault(of, []).append(" under ".join(record["case"].split()))
-    for (machine, ranks, steps, tokens, commit), names in runs.items():
-        what = f"verl's `main_ppo`, {steps} steps, {ranks} ranks, layers of true sizes, {tokens:,} tokens each"
-        rows.append(f"| {what}: {', '.join(names)} | {machine.removeprefix('NVIDIA ')} | {commit} |")
+            family, engine = (_NAMES[name] for name in record["case"].split())
+            runs.setdefault(of, {}).setdefault(engine, []).append(family)
+    for (machine, ranks, steps, tokens, commit), engines in runs.items():
+        what = f"verl's `main_ppo`, {steps} steps on {ranks} GPUs, layers of true sizes, {tokens:,} tokens each"
+        names = "; ".join(f"{engine}: {', '.join(families)}" for engine, families in engines.items())
+        rows.append(f"| {what}: {names} | {machine.removeprefix('NVIDIA ')} | {commit} |")
     return "\n".join(rows)
 
 
