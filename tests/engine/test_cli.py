@@ -156,7 +156,7 @@ def test_verify_reports_a_long_prompt_and_goes_on(capsys, model, tmp_path):
     code, out, err = run(
         capsys, "verify", "--model", model, "--prompts", tmp_path / "p.txt", "--max-new-tokens", 3, "--ignore-eos"
     )
-    assert code == 0 and "0 of 3 log" in out
+    assert code == 1 and "NOT VERIFIED: 1 of 2 prompts was not verified: " in out and "0 of 3 log" in out
     assert err.startswith(f"vexact verify: {tmp_path / 'p.txt'}:2: ") and "499 tokens" in err and err.count("\n") == 1
 
 
@@ -280,6 +280,26 @@ def test_a_warm_cache_that_kept_nothing_is_a_failure_and_not_the_loss_of_the_run
     code, out, _ = run(capsys, "verify", "--model", model, *options, *few)
     assert code == 1 and "NOT EQUAL: warm cache: none of the prompts was in it any more" in out
     assert "vexact engine -> patched HF, packed" in out
+
+
+def test_prompts_that_were_refused_do_not_pass(capsys, model, tmp_path):
+    """Equal bits of the others say nothing of them: the exit code, the verdict, the JSON and the page do."""
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hello"}\n' + json.dumps({"prompt": "x" * 400}) + "\n")
+    files = ["--json", tmp_path / "v.json", "--html", tmp_path / "v.html"]
+    options = ["--prompts", tmp_path / "p.jsonl", "--max-new-tokens", 4, "--ignore-eos"]
+    code, out, err = run(capsys, "verify", "--model", model, *options, *files)
+    record, page = json.loads((tmp_path / "v.json").read_text()), (tmp_path / "v.html").read_text()
+    (error,) = record["errors"]
+    said = f"1 of 2 prompts was not verified: {error}"
+    verdict = f"NOT VERIFIED: {said}. Of the others, 0 of 4 log-probabilities differ (max |diff| 0.0, KL 0.0)"
+    assert code == 1 and verdict in out.splitlines() and err == f"vexact verify: {error}\n"
+    assert (record["equal"], record["failures"], record["verdict"]) == (False, [said], verdict)
+    assert (record["prompts"], record["unverified"], record["aligned"]["mismatched_tokens"]) == (2, 1, 0)
+    assert 'class="card verdict differ"' in page and 'verdict equal"' not in page and "1 of 2 prompts was not" in page
+    assert '<td>every prompt is verified</td><td class="bad">FAILS</td>' in page
+    code, out, err = run(capsys, "verify", "--model", model, *options, "--limit", 1, *files)
+    record, page = json.loads((tmp_path / "v.json").read_text()), (tmp_path / "v.html").read_text()
+    assert (code, err, record["equal"], record["unverified"]) == (0, "", True, 0) and 'verdict equal"' in page
 
 
 def test_the_demo_refuses_a_dtype_before_it_fetches_anything(capsys, monkeypatch):

@@ -111,11 +111,26 @@ def test_a_prompt_at_fault_is_reported_and_the_others_go_on():
     bad = [Prompt("long", token_ids=(5,) * 300), Prompt("unknown", token_ids=(VOCAB,))]
     mixed = [bad[0], *prompts(2), bad[1]]
     found = verify(build("Llama"), mixed, SamplingParams(max_new_tokens=4, ignore_eos=True), config=TIGHT)
-    assert found.equal and found.comparison.tokens == 8
+    assert found.comparison.equal and found.comparison.tokens == 8
     assert [error.split(":")[0] for error in found.errors] == ["long", "unknown"]
     assert "300" in found.errors[0] and str(VOCAB) in found.errors[1]
+    (said,) = found.failures  # the others' bits say nothing of these
+    assert said == f"2 of 4 prompts were not verified: {found.errors[0]}; {found.errors[1]}" and not found.equal
+    assert found.verdict() == f"NOT VERIFIED: {said}. Of the others, {found.comparison.verdict()}"
     with pytest.raises(VerifyError, match=r"no token was generated.*300"):
         verify(build("Llama"), bad[:1], config=TIGHT)
+
+
+def test_of_several_answers_to_a_prompt_at_fault_one_is_named():
+    bad = [Prompt(f"long{i}", token_ids=(5,) * (300 + i)) for i in range(5)]
+    params = SamplingParams(max_new_tokens=2, ignore_eos=True, n=2)
+    found = verify(build("Llama"), [*bad, *prompts(1)], params, config=TIGHT)
+    (said,) = found.failures
+    assert said.startswith("5 of 6 prompts were not verified: long0: ") and said.endswith("; and 2 more")
+    assert [error.split(":")[0] for error in found.errors] == [f"long{i}" for i in range(5)]
+    rescore(build("Llama", seed=1), [s for s in found.aligned.samples if s.token_ids])
+    assert len(found.failures) == 2
+    assert found.verdict().startswith("NOT EQUAL: rollout against training: ") and said in found.verdict()
 
 
 def test_texts_come_with_a_tokenizer():

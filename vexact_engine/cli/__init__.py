@@ -1,8 +1,8 @@
 """The command `vexact`: demo, verify, bisect, generate, chat, serve, doctor, bench, recipe.
 
-Exit codes: 0 equal or done, 1 something differs or a check failed, 2 usage or environment, 130 Ctrl-C. Results go to
-standard output, or to standard error where `--json -` gives a document to standard output; progress (a bar on a
-terminal, plain lines elsewhere) and errors, one line each, go to standard error.
+Exit codes: 0 equal or done, 1 something differs, a check failed or a prompt was not verified, 2 usage or environment,
+130 Ctrl-C. Results go to standard output, or to standard error where `--json -` gives a document to standard output;
+progress (a bar on a terminal, plain lines elsewhere) and errors, one line each, go to standard error.
 """
 
 import argparse

@@ -125,6 +125,10 @@ def _explain(v: Verification) -> str:
         return f"{rollout}: both report the same 32 bits for each of them."
     if not v.comparison.tokens:
         return "Nothing was generated, so nothing was compared."
+    if v.comparison.equal and len(v.failures) == 1 and v.unverified:
+        return (
+            f"The others' {v.comparison.tokens} log-probabilities are equal. Nothing of that holds for these prompts."
+        )
     if v.comparison.equal:
         return f"{rollout}: these {v.comparison.tokens} log-probabilities are equal. What is named above is not."
     return f"{rollout}, and the two do not agree: policy-gradient ratios are not 1 on this machine."
@@ -176,6 +180,10 @@ def _checks_table(v: Verification) -> str:
     """A row for everything that the verdict rests on."""
     c = v.comparison
     rows = [("rollout against training", c.equal, f"{c.mismatched_tokens} of {c.tokens} log-probabilities differ")]
+    if v.unverified:
+        rows.append(
+            ("every prompt is verified", False, f"{v.unverified} of {v.prompts} are not: {'; '.join(v.errors)}")
+        )
     if v.shown is not None:
         c = v.shown.comparison
         rows.append(("greedy answers", c.equal, f"{c.mismatched_tokens} of {c.tokens} log-probabilities differ"))

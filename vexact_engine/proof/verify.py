@@ -130,8 +130,29 @@ class Verification:
 
     @property
     def failures(self) -> list[str]:
-        """What is not as it should be, each by name. Empty: every compared log-probability has the same bits, at every
-        batch size and with a warm cache; each of these compared at least one; and gradients are finite."""
+        """What is not as it should be, each by name. Empty: every prompt was answered, and every log-probability has
+        the same bits, at every batch size and with a warm cache; each of these compared at least one; and gradients
+        are finite."""
+        return self._differing + ([self._refusal] if self.unverified else [])
+
+    @property
+    def unverified(self) -> int:
+        """Prompts that were at fault, so that nothing, or not all, is known of their answers."""
+        return len({sample.source for sample in self.aligned.samples if sample.error})
+
+    @property
+    def prompts(self) -> int:
+        return len({sample.source for sample in self.aligned.samples})
+
+    @property
+    def _refusal(self) -> str:
+        count, named = self.unverified, self.errors[:3]
+        more = [f"and {len(self.errors) - len(named)} more"] if len(self.errors) > len(named) else []
+        was = "prompt was" if self.prompts == 1 else "prompts was" if count == 1 else "prompts were"
+        return f"{count} of {self.prompts} {was} not verified: {'; '.join(named + more)}"
+
+    @property
+    def _differing(self) -> list[str]:
         found = []
         if not self.comparison.tokens:
             found.append("nothing was generated, so nothing was compared")
@@ -158,9 +179,13 @@ class Verification:
         return not self.failures
 
     def verdict(self) -> str:
-        """The line that says it, whatever it is: "0 of 812 log-probabilities differ (max |diff| 0.0, KL 0.0)", or "NOT
-        EQUAL: " and all that failed."""
-        return self.comparison.verdict() if self.equal else f"NOT EQUAL: {'; '.join(self.failures)}"
+        """The line that says it, whatever it is: "0 of 812 log-probabilities differ (max |diff| 0.0, KL 0.0)"; "NOT
+        EQUAL: " and all that failed; or "NOT VERIFIED: " and which prompts, where all others are equal."""
+        if self.equal:
+            return self.comparison.verdict()
+        if self._differing:
+            return f"NOT EQUAL: {'; '.join(self.failures)}"
+        return f"NOT VERIFIED: {self._refusal}. Of the others, {self.comparison.verdict()}"
 
     def __repr__(self) -> str:
         return f"<Verification of {self.model}, {self.dtype} on {self.device}: {self.verdict()}>"
@@ -186,7 +211,8 @@ class Verification:
                 "model": self.model,
                 "dtype": self.dtype,
                 "device": self.device,
-                "prompts": len({sample.source for sample in self.aligned.samples}),
+                "prompts": self.prompts,
+                "unverified": self.unverified,
                 "seconds": round(self.seconds, 2),
                 "numerics": self.numerics,
                 "timings": {"aligned": self.aligned.seconds} | {f"stock {s.dtype}": s.seconds for s in self.stock},
@@ -227,7 +253,8 @@ def verify(
 
     source         a Loaded model, or what weights.load.load takes: a path, a Hub name, a Hugging Face causal LM.
                    `device` and `dtype` are for loading. The model is left as it was: unpatched
-    prompts        a prompt that is itself at fault (too long, an unknown id) is reported and the others go on
+    prompts        a prompt that is itself at fault (too long, an unknown id) is reported and the others go on; the
+                   verdict is not "equal" then
     params         one for all prompts or one for each; where the seed is None, prompt i gets `seed` + i
     stock          dtypes in which the stock stack answers the same question. `stock_prompts` limits how many prompts,
                    and `stock_new_tokens` their answers' length, which is the longest one's otherwise
@@ -320,7 +347,7 @@ def verify(
         numerics=vx.numerics(device, kv_segment=config.kv_segment, latent_attention=config.latent_attention or None),
         environment=environment(device),
         seconds=time.perf_counter() - begin,
-        errors=[f"{sample.source}: {sample.error}" for sample in samples if sample.error],
+        errors=list(dict.fromkeys(f"{sample.source}: {sample.error}" for sample in samples if sample.error)),
         batches=batches,
         warm=warmed,
         shown=Side("greedy", dtype, shown) if show else None,
