@@ -48,6 +48,17 @@ def test_a_gpu_has_the_bits_of_a_cpu(device, backend, dtype, activation, n, rows
     assert_bitwise(run(device, backend), run("cpu", "cpu"))
 
 
+@pytest.mark.parametrize("device,backend", room_backends("silu_mul", "triton"))
+def test_a_reciprocal_is_the_nearest_there_is(device, backend):
+    from reciprocals import reciprocals
+
+    bits = torch.arange(0x3F800000, 0x40000001, dtype=torch.int32)  # of all numbers from 1 to 2
+    d = bits.view(torch.float32)
+    y, block = torch.empty_like(d, device=device), 1024 if device == "cuda" else 1 << 20
+    reciprocals[(-(-len(d) // block),)](d.to(device), y, len(d), BLOCK=block)
+    assert_bitwise(y.cpu(), 1 / d)
+
+
 @BACKENDS
 @DTYPES
 @ACTIVATIONS

@@ -9,6 +9,9 @@ from .._core.triton import OPTIONS, begin, early, exp_down, on
 SLOPE = tl.constexpr(1.5957691216)  # 2 sqrt(2 / pi): tanh(u / 2) = 2 sigmoid(u) - 1
 CUBIC = tl.constexpr(0.044715)
 THREE_CUBIC = tl.constexpr(0.13414499163627625)  # the fp32 product
+# 1 / d = FIRST d^2 - SECOND d + THIRD within 1 % from 1 to 2; the fp32 number behind -2, and 1 / 2 as that has it
+FIRST, SECOND, THIRD = tl.constexpr(32 / 99), tl.constexpr(144 / 99), tl.constexpr(210 / 99)
+LAST, HALF = tl.constexpr(-2 + 2**-23), tl.constexpr(0.5 + 2**-24)
 
 
 def _tile(x: Tensor, rows: int) -> dict:
@@ -21,13 +24,23 @@ def _tile(x: Tensor, rows: int) -> dict:
 
 
 @triton.jit
+def reciprocal(minus):
+    """1 / d, correctly rounded, of -d where d is from 1 to 2, or NaN. tl.div_rn has the same bits and a branch for each
+    element, so that none is begun before the one before it is done."""
+    y = tl.fma(tl.fma(minus, FIRST, SECOND), minus, THIRD)  # within 1 %; each step of Newton's squares that
+    for _ in tl.static_range(3):
+        y = tl.fma(tl.fma(minus, y, 1.0), y, y)
+    return tl.where(minus == LAST, HALF, y)  # of all d there are, the last step is wrong for the one before 2
+
+
+@triton.jit
 def sigmoid(g, GELU: tl.constexpr):
     """sigmoid(z) and 1 - sigmoid(z), neither by cancellation; z is g, or gelu_tanh's argument twice."""
     z = g
     if GELU:
         z = (g * SLOPE) * tl.fma(g * g, CUBIC, 1.0)
     q = exp_down(tl.abs(z) * -1.0)
-    large = tl.div_rn(1.0, 1.0 + q)
+    large = reciprocal(-1.0 - q)
     small = q * large
     return tl.where(z > 0.0, large, small), tl.where(z > 0.0, small, large)
 
