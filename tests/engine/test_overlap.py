@@ -15,7 +15,7 @@ import pytest
 from toy import VOCAB, ToyModel, expected, make
 
 from vexact_engine.config import SamplingParams
-from vexact_engine.core.loop import Loop
+from vexact_engine.core.loop import Loop, _size
 from vexact_engine.errors import EngineClosed, StepFailed, WeightsTorn
 from vexact_engine.outputs import Call, Ticket
 from vexact_engine.request import Request, State
@@ -525,12 +525,23 @@ def test_a_sleep_that_was_too_long_is_not_repeated():
         def ready(self):
             return now[0] >= self.end
 
-    loop._changed, loop._closing, loop._inbox, loop._mail, loop._typical = Changed(), False, deque(), {}, 0.0
+    loop._changed, loop._closing, loop._inbox, loop._mail, loop._typical = Changed(), False, deque(), {}, {}
     late = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vexact_engine.core.loop.time.perf_counter", lambda: now[0])
         for seconds in [0.04] * 20 + [0.003, 0.0] * 3 + [0.003] * 20:
             step = Step(seconds)
-            loop._await(step)
+            loop._await(step, size=64)
             late.append(now[0] - step.end)
-    assert max(late[21:]) < 0.001, late
+        assert late[20] > 0.02 and max(late[21:]) < 0.001, late
+        for tokens, seconds in [(2048, 0.04), (64, 0.003)] * 20:  # what takes long for its size is no measure of others
+            step = Step(seconds)
+            loop._await(step, _size(tokens))
+            late.append(now[0] - step.end)
+    assert max(late[-30::2]) < 0.004 and max(late[-29::2]) < 0.001, late
+
+
+def test_plans_of_about_one_size():
+    sizes = [_size(tokens) for tokens in range(1, 4097)]
+    assert sizes == sorted(sizes) and all(size <= n < 1.25 * size or n < 8 for n, size in enumerate(sizes, 1))
+    assert len(set(sizes)) < 50

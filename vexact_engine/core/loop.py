@@ -118,7 +118,7 @@ class Loop:
         self._inbox: deque[_Command] = deque()
         self._deferred: list[tuple[Callable[[], bool], _Command]] = []
         self._pending: deque[tuple[StepPlan, Pending]] = deque()  # in flight
-        self._typical = 0.0  # seconds that such a wait took lately
+        self._typical: dict[int, float] = {}  # a plan's size -> seconds that the wait for such a one took lately
         self._closing = False
         self._fault: BaseException | None = None  # of our own: the thread has ended with it
         self._tickets: dict[Request, Ticket] = {}  # of requests that are not done
@@ -385,7 +385,7 @@ class Loop:
         request, for nobody can say whose fault it is; the engine can be used again."""
         scheduler = self.scheduler
         plan, pending = self._pending[0]
-        self._await(pending)
+        self._await(pending, _size(plan.num_tokens))
         self._pending.popleft()
         try:
             sampled = pending.wait()
@@ -405,16 +405,16 @@ class Loop:
             if sample.state is finished or sample.request in listened:
                 self._deliver(sample)
 
-    def _await(self, pending: Pending) -> None:
+    def _await(self, pending: Pending, size: int) -> None:
         """Until it is ready, let requests come and go. The thread sleeps for most of the time that such a wait took
-        lately, and looks a few times more: there is another plan behind this one for the device. Where a plan is ready
-        at once, the sleep before may have been too long, so that the device was through with both: then it is none,
-        and grows again."""
+        lately for plans of this size, and looks a few times more: there is another plan behind this one for the device.
+        Where a plan is ready at once, the sleep before may have been too long, so that the device was through with
+        both: then it is none, and grows again."""
         if _is_ready(pending):
-            self._typical = 0.0
+            self._typical[size] = 0.0
             return
-        begin = time.perf_counter()
-        pause, taken = 0.75 * self._typical, 0.0
+        begin, typical = time.perf_counter(), self._typical.get(size, 0.0)
+        pause, taken = 0.75 * typical, 0.0
         while not _is_ready(pending):
             with self._changed:
                 if self._closing or (self._inbox and self._inbox[0].alone):
@@ -425,8 +425,8 @@ class Loop:
                 self._inbox.popleft().run()
             self._flush()
             taken = time.perf_counter() - begin
-            pause = min(max(_SHORTEST_PAUSE, self._typical / 16, taken / 16), _LONGEST_PAUSE)
-        self._typical = min(taken, self._typical + (min(taken, _LONGEST_WAIT) - self._typical) / 4)
+            pause = min(max(_SHORTEST_PAUSE, typical / 16, taken / 16), _LONGEST_PAUSE)
+        self._typical[size] = min(taken, typical + (min(taken, _LONGEST_WAIT) - typical) / 4)
 
     def _abandon(self) -> None:
         """Wait for the plans in flight; what they draw is nobody's."""
@@ -544,6 +544,12 @@ class Loop:
         self._tickets.clear()
         self._listened.clear()
         self.worker = None
+
+
+def _size(tokens: int) -> int:
+    """To a quarter of a power of two: what plans of about so many tokens have in common."""
+    low = max(0, tokens.bit_length() - 3)
+    return tokens >> low << low
 
 
 def _is_ready(pending: Pending) -> bool:
