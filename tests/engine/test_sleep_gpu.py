@@ -218,6 +218,25 @@ def test_two_engines_sleep_apart(saved):
         assert (ask(one), ask(other)) == expected
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_weights_come_from_another_gpu(saved):
+    """What they are written into is mapped for the engine's own alone."""
+    with Engine.from_pretrained(build("Qwen3", seed=1, device="cuda"), device="cuda", config=saved) as engine:
+        new = ask(engine)
+    with Engine.from_pretrained(build("Qwen3", device="cuda"), device="cuda", config=saved) as engine:
+        state = build("Qwen3", seed=1, device="cuda:1").state_dict()
+        assert ask(engine) != new
+        engine.sleep(level=2)
+        engine.wake_up(["weights"])
+        engine.update_weights(state, numerics=engine.numerics())
+        engine.wake_up()
+        assert ask(engine) == new
+        engine.update_weights(iter(state.items()), specs=state, numerics=engine.numerics())
+        assert ask(engine) == new
+        there = {name: value.to("cuda:1") for name, value in engine.model.state_dict().items()}
+        assert all(torch.equal(there[name], value) for name, value in state.items())
+
+
 def test_a_replica_is_started_with_it(tmp_path):
     """Wherever its front was started: the variables are its own."""
     if not saver.environment("memory_saver", "cuda") and saver.unusable(torch.device("cuda")):

@@ -109,7 +109,7 @@ def apply_update(plan: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Copy, in place: whoever holds a view of a parameter sees the new values."""
     for target, source in plan:
         if source is not target:
-            target.copy_(source)
+            target.copy_(_near(source, target))
 
 
 class Piece(NamedTuple):
@@ -163,7 +163,7 @@ class Update:
             if not foreign and _memory(source) in self._own and not _is(source, target):
                 raise ValueError(f"update_weights: {given} is memory of the model that is updated: give a copy")
             if not first:
-                target.copy_(source)
+                target.copy_(_near(source, target))
             elif not same_bits(target.detach(), source.detach()):
                 raise ValueError(f"update_weights: {first} and {given} are tied, but hold different values")
 
@@ -294,6 +294,13 @@ def _spec(name: str, given) -> Spec:
     else:
         raise TypeError(f"update_weights: specs: {name} is {_kind(given)}, expected (shape, dtype)")
     return Spec(tuple(shape), dtype)
+
+
+def _near(source: Tensor, target: Tensor) -> Tensor:
+    """The source, or a copy on the target's GPU where it is on another one: what the target lies in may be mapped for
+    its own GPU alone (runner/saver.py), and torch copies from the source's side."""
+    apart = source.is_cuda and target.is_cuda and source.device != target.device
+    return source.to(target.device) if apart else source
 
 
 def _memory(tensor: Tensor) -> tuple:
