@@ -118,6 +118,7 @@ class Loop:
         self._inbox: deque[_Command] = deque()
         self._deferred: list[tuple[Callable[[], bool], _Command]] = []
         self._pending: deque[tuple[StepPlan, Pending]] = deque()  # in flight
+        self._alone = threading.RLock()  # held by whoever does what wants nothing in flight
         self._typical: dict[int, float] = {}  # a plan's size -> seconds that the wait for such a one took lately
         self._closing = False
         self._fault: BaseException | None = None  # of our own: the thread has ended with it
@@ -200,6 +201,14 @@ class Loop:
         else:
             self._post(command._replace(run=lambda: self._deferred.append((when, command)), alone=False))
         return answer.result()
+
+    def beside(self, function: Callable[[], object], when: Callable[[], bool]):
+        """`call`, but that it is done in the caller's thread while weights are written: no step runs then."""
+        with self._alone:
+            if self.updating:
+                self.check_open()
+                return function()
+        return self.call(function, when)
 
     def pause(self, mode: str) -> None:
         """Returns once nothing is computed any more; see Engine.pause."""
@@ -326,9 +335,12 @@ class Loop:
         return self.scheduler.has_unfinished and not stopped
 
     def _do(self, command: _Command) -> None:
-        if command.alone:
-            self._finish_pending()
-        command.run()
+        if not command.alone:
+            command.run()
+            return
+        self._finish_pending()
+        with self._alone:
+            command.run()
 
     def _do_deferred(self) -> None:
         waiting, self._deferred = self._deferred, []
@@ -538,7 +550,8 @@ class Loop:
         self._deferred.clear()
         self._flush()
         try:
-            self.worker.close()
+            with self._alone:
+                self.worker.close()
         except Exception as failure:
             self.close_error = failure
         self._tickets.clear()

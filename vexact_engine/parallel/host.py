@@ -218,7 +218,7 @@ class Host:
 
     def _take(self, message: m.Take) -> None:
         if message.payload is None:
-            self._taking.take(message.bucket)()
+            self._taking.take(message.bucket).wait()
         else:
             memory = torch.frombuffer(bytearray(message.payload), dtype=torch.uint8)
             self._taking.write(values(message.bucket, memory))

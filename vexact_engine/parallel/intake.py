@@ -11,7 +11,7 @@ from ..errors import HandoverFailed
 from ..weights.buffers import Memories
 from ..weights.intake import check_mode
 from ..weights.messages import Bucket, Offer
-from ..weights.session import check_numerics, written
+from ..weights.session import READ, Reading, check_numerics
 from . import messages as m
 from .fleet import FleetUpdate
 from .front import Front
@@ -76,13 +76,13 @@ class FleetIntake:
             self._here = self._here or Memories(torch.device("cpu"))
             self._here.open(offer)
 
-    def take(self, bucket: Bucket) -> Callable[[], None]:
+    def take(self, bucket: Bucket) -> Reading:
         payload = self._here.bytes(bucket) if self._remote & self._update.writing.keys() else None
         far = self._remote
         self._update.take(
             self._each(lambda i: functools.partial(m.Take, bucket=bucket, payload=payload if i in far else None))
         )
-        return written
+        return READ
 
     def _each(self, message: Callable[[int], Callable[[int], m.ToReplica]]) -> dict[int, Any]:
         """What those answer that take part."""

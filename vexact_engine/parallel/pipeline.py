@@ -38,7 +38,7 @@ from ..progress import bar
 from ..runner import saver
 from ..runner.sleep import ASLEEP
 from ..weights.load import Loaded
-from ..weights.session import written
+from ..weights.session import READ, Reading
 from ..weights.update import Piece, Spec, Update, plan_update
 from .stage import Assignment
 
@@ -340,10 +340,10 @@ class PipelineWorker:
         """Memory of another process, in each stage."""
         self.ask("open", offer)
 
-    def take(self, update: "_UpdateOfStages", bucket) -> Callable[[], None]:
+    def take(self, update: "_UpdateOfStages", bucket, staged: bool) -> Reading:
         """Each stage takes what it holds of a bucket in that memory."""
         update.take(bucket)
-        return written
+        return READ
 
     def commit(self, update: "_UpdateOfStages", tear: Callable[[], None]) -> None:
         self._check_awake()

@@ -27,6 +27,7 @@ from ..core.step import Step
 from ..errors import HandoverFailed
 from ..runner.sleep import Memory
 from ..weights.partial import Origin, fill, skeleton
+from ..weights.threads import half_the_threads
 from ..weights.update import Places, Update
 
 if TYPE_CHECKING:  # it needs msgspec
@@ -170,8 +171,9 @@ class Stage:
 
     def _do_take(self, bucket) -> None:
         def take() -> None:
-            self._put(self._memories.values(bucket))
-            self._memories.fence()()
+            with half_the_threads():
+                self._put(self._memories.values(bucket))
+            self._memories.fence().wait()
 
         self._try(take)
 

@@ -17,6 +17,8 @@ from ..config import EngineConfig
 from ..core.scheduler import StepPlan
 from ..core.step import Encoder
 from ..errors import EngineAsleep, HandoverFailed, ModelInUse, WeightsTorn
+from ..weights.session import Reading
+from ..weights.threads import half_the_threads
 from ..weights.update import Places, Update, apply_update, plan_update
 from ..weights.watch import Watch
 from .runner import Pending, Runner
@@ -182,20 +184,23 @@ class Worker:
         apply_update(plan.values())
 
     def open(self, offer: "Offer") -> None:
-        """Memory that `take` finds its buckets in; in any thread, and so are `take` into a copy and `let_go`."""
+        """Memory that `take` finds its buckets in; in any thread, and so are `take` and `let_go`."""
         from ..weights.buffers import Memories
 
         if self._memories is None:
             self._memories = Memories(self.device)
         self._memories.open(offer)
 
-    def take(self, update: Update, bucket: "Bucket") -> Callable[[], None]:
-        """Begins to write what lies in a bucket: it may be filled again once the function returned, which any thread
-        may call, comes back."""
+    def take(self, update: Update, bucket: "Bucket", staged: bool) -> Reading:
+        """Begins to write what lies in a bucket: it may be filled again once that is done. Into a copy it is in the
+        thread's own stream, beside the engine's."""
         if self._memories is None:
             raise HandoverFailed("weights: a bucket came before the memory that it lies in")
-        update.write(self._memories.values(bucket), foreign=True)
-        return self._memories.fence()
+        beside = staged or self.stream is None
+        with contextlib.nullcontext() if beside else torch.cuda.stream(self.stream):
+            with half_the_threads():
+                update.write(self._memories.values(bucket), foreign=True)
+            return self._memories.fence()
 
     def let_go(self) -> None:
         if self._memories is not None:

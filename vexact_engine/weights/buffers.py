@@ -13,13 +13,14 @@ import mmap
 import os
 import secrets
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from ..errors import HandoverFailed
 from . import messages as m
+from .session import READ, Reading
 from .update import Piece
 
 HOST, CUDA = "shared memory", "CUDA IPC"
@@ -158,16 +159,10 @@ class Memories:
         self.values(bucket)
         return self._now[bucket.buffer][: _used(bucket)].cpu().numpy().tobytes()
 
-    def fence(self) -> Callable[[], None]:
-        """The function returned waits until what this thread has given the device to read from them is done."""
+    def fence(self) -> Reading:
+        """Done once what this thread has given the device to read from them is."""
         devices = {memory.device for memory in self._now if memory.is_cuda}
-        events = [torch.cuda.current_stream(device).record_event() for device in devices]
-
-        def wait() -> None:
-            for event in events:
-                event.synchronize()
-
-        return wait
+        return Reading([torch.cuda.current_stream(device).record_event() for device in devices]) if devices else READ
 
     def close(self) -> None:
         self._now = []

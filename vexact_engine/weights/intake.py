@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import messages as m
 from .buffers import gpu_name
-from .session import Loop, WeightUpdate, Worker
+from .session import Loop, Reading, WeightUpdate, Worker
 from .update import Piece, Places
 
 MODES = ("in_place", "staged")
@@ -59,8 +59,8 @@ class Intake:
     def open(self, offer: m.Offer) -> None:
         self._update.open(offer)
 
-    def take(self, bucket: m.Bucket) -> Callable[[], None]:
-        """Begins to; the bucket may be filled again once the function returned comes back."""
+    def take(self, bucket: m.Bucket) -> Reading:
+        """Begins to; the bucket may be filled again once that is done."""
         return self._update.take(bucket)
 
     def write(self, pairs: Iterable[tuple[str, Tensor | Piece]]) -> None:

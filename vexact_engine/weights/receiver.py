@@ -4,7 +4,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from ..errors import HandoverFailed, PeerLost, UpdateIncomplete
 from . import messages as m
 from . import protocol
 from .intake import MODES, check_mode
+from .session import Reading
 
 __all__ = ["MODES", "WeightReceiver"]
 
@@ -30,7 +31,7 @@ class Intake(Protocol):
     def manifest(self) -> dict[str, tuple[tuple[int, ...], str]]: ...
     def begin(self, numerics: Mapping[str, object]) -> None: ...
     def open(self, offer: m.Offer) -> None: ...
-    def take(self, bucket: m.Bucket) -> Callable[[], None]: ...
+    def take(self, bucket: m.Bucket) -> Reading: ...
     def finish(self) -> int: ...
     def abandon(self) -> bool: ...
     def let_go(self) -> None: ...
@@ -80,7 +81,7 @@ class WeightReceiver:
         self._owner: m.Peer | None = None  # whose memory it is that is open here
         self._leaving: list[tuple[bytes, m.Peer]] = []  # who has said that it ends
         self._owner_at = b""  # the socket that it was last heard at
-        self._taken: deque[tuple[int, Callable[[], None]]] = deque()  # buckets that are being read: until when
+        self._taken: deque[tuple[int, Reading]] = deque()  # buckets that are being read
         self._using, self._ending = threading.Lock(), threading.Lock()
         self._closed = False
 
@@ -131,8 +132,8 @@ class WeightReceiver:
     def _give_up(self, error: BaseException) -> str:
         """What to tell: why, and what the engine has now."""
         with contextlib.suppress(RuntimeError):  # of the device: whoever asks it next is told
-            for _, wait in self._taken:
-                wait()
+            for _, reading in self._taken:
+                reading.wait()
         self._taken.clear()
         begun = self._intake.abandon()
         if isinstance(error, UpdateIncomplete):
@@ -197,9 +198,10 @@ class WeightReceiver:
             self._post(by, m.Gone())
 
     def _next(self, sender: bytes, peer: m.Peer) -> m.Message:
-        """While nothing comes, buckets that have been taken are acknowledged."""
+        """Before it, buckets that have been read are acknowledged: who fills them does so while the next one is taken.
+        While nothing comes, those that still are."""
         while True:
-            while self._taken and not self._socket.poll(0):
+            while self._taken and (self._taken[0][1].done or not self._socket.poll(0)):
                 self._acknowledge(sender)
             protocol.wait(self._poller, peer, self.timeout, "the next message", lambda: self._closed)
             by, data = self._socket.recv_multipart()
@@ -236,8 +238,8 @@ class WeightReceiver:
             raise HandoverFailed(f"weights: the sender said {type(message).__name__} in the middle of a hand-over")
 
     def _acknowledge(self, sender: bytes) -> None:
-        buffer, wait = self._taken.popleft()
-        wait()
+        buffer, reading = self._taken.popleft()
+        reading.wait()
         self._post(sender, m.Ack(buffer))
 
     def _let_go(self) -> None:

@@ -14,13 +14,14 @@ from ..errors import HandoverFailed, PeerLost
 from . import messages as m
 from . import protocol
 from .buffers import CUDA, HOST, Buffers, checksum, gpu_name, gpu_named
+from .threads import half_the_threads
 
 log = logging.getLogger(__name__)
 
 _ALIGN = 16  # bytes
-_IN_FLIGHT = 2
+_HALVES = 4  # of two buckets: one half is filled and one is read, and what both ends say of the others costs no time
 _GOODBYE = 5.0  # seconds that `close` waits for a receiver that does not listen
-_CACHED = 16 << 20  # bytes of a bucket from CPU to CPU: what was written is read while the cache has it
+_CACHED = 8 << 20  # bytes of a bucket from CPU to CPU: what was written is read while the cache has it
 
 
 class WeightSender:
@@ -30,8 +31,8 @@ class WeightSender:
     address       the receiver's
     numerics      what fixes this trainer's bits: vexact_ops.numerics(device, **options). The receiver refuses another
                   fingerprint than its engine's
-    bucket_bytes  of each of the two buckets that tensors travel in; larger tensors go in pieces.
-                  16 MiB at most between CPUs
+    bucket_bytes  of each of the two buckets that tensors travel in, half by half; larger tensors go in pieces.
+                  8 MiB at most between CPUs
     transport     "auto": CUDA IPC where both ends compute on a GPU, shared memory otherwise, and with a warning where
                   the receiver cannot open a GPU's memory; "cuda_ipc" or "shared_memory": that alone
     checksum      of every bucket, compared by the receiver
@@ -193,7 +194,7 @@ class WeightSender:
             held = None
         try:
             size = self.bucket_bytes if device.type == "cuda" else min(self.bucket_bytes, _CACHED)
-            held = held or Buffers(kind, size, _IN_FLIGHT, device)
+            held = held or Buffers(kind, size * 2 // _HALVES // _ALIGN * _ALIGN, _HALVES, device)
         except HandoverFailed as error:
             if kind == HOST:
                 raise
@@ -253,7 +254,8 @@ class _Session:
                 continue
             count = min(room, total - start)
             into = self.buffers.part(self.filling, self.used, count, dtype)
-            into.copy_(flat if count == total else flat[start : start + count], non_blocking=tensor.is_cuda)
+            with half_the_threads():
+                into.copy_(flat if count == total else flat[start : start + count], non_blocking=tensor.is_cuda)
             self.parts.append(m.Part(name, shape, kind, start, count, self.used))
             start += count
             self.used += -(-count * size // _ALIGN) * _ALIGN
@@ -278,7 +280,7 @@ class _Session:
 
     def _begin(self) -> None:
         while not self.free:
-            if self.filled:
+            if self.filled and not self.sender._socket.poll(0):
                 self._post_filled(1)
             else:
                 self.free.append(self.sender._answer("an acknowledgement", m.Ack).buffer)

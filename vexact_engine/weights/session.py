@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,17 +28,18 @@ class Loop(Protocol):
     @property
     def closed(self) -> bool: ...
     def call(self, function: Callable[[], object], when: Callable[[], bool] | None = None) -> Any: ...
+    def beside(self, function: Callable[[], object], when: Callable[[], bool]) -> Any: ...
     def may_change_weights(self) -> bool: ...
 
 
 class Worker(Protocol):
     """What of the engine's worker is needed; see runner/worker.py."""
 
-    takes_aside: bool  # what goes to a copy is taken in the thread that it comes in, while steps run
+    takes_aside: bool  # what lies in a bucket is taken in the thread that it comes in; to a copy while steps run
 
     def begin(self, specs: Mapping | None, staging: Any = None) -> Update: ...
     def open(self, offer: "m.Offer") -> None: ...
-    def take(self, update: Update, bucket: "m.Bucket") -> Callable[[], None]: ...
+    def take(self, update: Update, bucket: "m.Bucket", staged: bool) -> "Reading": ...
     def commit(self, update: Update, tear: Callable[[], None]) -> None: ...
     def stage(self, device: torch.device | str | None) -> Any: ...
     def let_go(self) -> None: ...
@@ -47,8 +48,25 @@ class Worker(Protocol):
     def settle(self) -> None: ...
 
 
-def written() -> None:
-    """What `take` returns where it has waited."""
+class Reading:
+    """What `take` returns: of a bucket that may be filled again once it is done.
+
+    events   of devices, that have come by then
+    """
+
+    def __init__(self, events: Sequence[torch.cuda.Event] = ()):
+        self._events = events
+
+    @property
+    def done(self) -> bool:
+        return all(event.query() for event in self._events)
+
+    def wait(self) -> None:
+        for event in self._events:
+            event.synchronize()
+
+
+READ = Reading()
 
 
 class WeightUpdate:
@@ -103,13 +121,14 @@ class WeightUpdate:
         self._check()
         self._beside(lambda: self._worker.open(offer))
 
-    def take(self, bucket: "m.Bucket") -> Callable[[], None]:
-        """`write` of what lies there, but that it may be reused once the function returned comes back. HandoverFailed
-        where it is not what was sent."""
+    def take(self, bucket: "m.Bucket") -> Reading:
+        """`write` of what lies there, but that it may be reused once that is done. HandoverFailed where it is not what
+        was sent."""
         self._check()
         if self._staged:
-            return self._beside(lambda: self._worker.take(self._update, bucket))
-        return self._loop.call(lambda: self._take(bucket), when=self._may_write)
+            return self._beside(lambda: self._worker.take(self._update, bucket, staged=True))
+        call = self._loop.beside if self._worker.takes_aside else self._loop.call
+        return call(lambda: self._take(bucket), self._may_write)
 
     def finish(self) -> int:
         """All has come. Returns the new weight_version. ValueError where something is missing."""
@@ -146,7 +165,7 @@ class WeightUpdate:
     def _may_write(self) -> bool:
         return self._loop.updating or self._loop.may_change_weights()
 
-    # In the engine's thread
+    # In the engine's thread, or while that waits
 
     def _write(self, bucket, ready: Callable[[], None]) -> None:
         ready()
@@ -154,9 +173,9 @@ class WeightUpdate:
             self._update.write(bucket)
         self._worker.wait()
 
-    def _take(self, bucket: "m.Bucket") -> Callable[[], None]:
+    def _take(self, bucket: "m.Bucket") -> Reading:
         with self._writing():
-            return self._worker.take(self._update, bucket)
+            return self._worker.take(self._update, bucket, staged=False)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
