@@ -43,9 +43,7 @@ def run(args: argparse.Namespace) -> Iterator[dict]:
     sys.path.insert(0, str(ROOT / "tests"))
     from trainers.environment import environment as variables
 
-    variables = variables(None)
-    if args.device == "cuda":
-        variables |= {"VERL_PLATFORM": "", "VERL_USE_EXTERNAL_MODULES": "vexact_engine.verl.register"}
+    variables = variables(None, args.device)
     os.environ.update(variables)
     with tempfile.TemporaryDirectory(prefix="vx-", dir="/tmp") as folder:  # short: Ray's sockets are in it
         if not args.weights:
@@ -174,6 +172,7 @@ def _measure_weights(args: argparse.Namespace, shape: str, folder: Path, variabl
         model,
         "actor_rollout_ref.rollout.n_gpus_per_node=1",
         "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=2048",
+        "actor_rollout_ref.rollout.enforce_eager=true",  # nothing is computed, and graphs would be made at each update
     )
     with _cluster(folder, variables, num_gpus=1):
         trainer = RayClassWithInitArgs(ray.remote(Trainer), whole.actor_rollout_ref, shape, args.layers)

@@ -6,6 +6,7 @@ import os
 import resource
 import socket
 import struct
+import sys
 import tempfile
 import threading
 import time
@@ -28,6 +29,9 @@ from vexact_engine import (
 )
 from vexact_engine.weights import buffers, messages, protocol
 from vexact_engine.weights.experts import per_expert
+from vexact_engine.weights.session import WeightUpdate
+from vexact_engine.weights.threads import half_the_threads
+from vexact_engine.weights.update import Update
 
 
 @contextlib.contextmanager
@@ -330,6 +334,125 @@ def test_the_checksum_sees_words_that_change_and_words_that_change_places():
     swapped = words.clone()
     swapped[[3, 9]] = words[[9, 3]]
     assert buffers.checksum(swapped.view(torch.uint8)) != total
+
+
+def test_a_bucket_is_given_back_before_another_that_lies_there_is_read(sockets, monkeypatch):
+    """Two that were filled were both read before the first was acknowledged: filling and reading took turns."""
+    said, take, post = [], WeightReceiver._take, WeightReceiver._post
+
+    def wait_and_take(self, sender, message):
+        if isinstance(message, messages.Bucket):
+            said.append(("taken", message.buffer))
+            assert self._socket.poll(20_000)  # another bucket, or the end
+        take(self, sender, message)
+
+    def note(self, to, message):
+        if isinstance(message, messages.Ack):
+            said.append(("given back", message.buffer))
+        post(self, to, message)
+
+    monkeypatch.setattr(WeightReceiver, "_take", wait_and_take)
+    monkeypatch.setattr(WeightReceiver, "_post", note)
+    model = build("Qwen3")
+    with handover(model, bucket_bytes=16384) as (_engine, _receiver, start, out):
+        result = start()
+        assert out.send(model.state_dict()) == 1 == result()
+    buckets = [buffer for what, buffer in said if what == "taken"]
+    assert len(buckets) > 4
+    assert said == [(what, buffer) for buffer in buckets for what in ("taken", "given back")]
+
+
+@MODES
+def test_nothing_else_is_done_in_the_engine_s_thread_while_a_bucket_is_written(mode, sockets, monkeypatch):
+    """It is written in the thread that it came in. What others want done meanwhile waits for that."""
+    model, order, asked = build("Qwen3"), [], []
+    new = other(model)
+    with handover(model, mode, bucket_bytes=65536) as (engine, _receiver, start, out):
+        loop, write = engine._loop, Update.write
+
+        def ask():
+            loop.call(lambda: order.append("called"))
+
+        def busy_write(self, *args, **options):
+            if threading.current_thread() is not loop._thread and not asked:
+                asked.append(threading.Thread(target=ask))
+                asked[0].start()
+                deadline = time.monotonic() + 20
+                while not order and time.monotonic() < deadline and not waits_for(loop):
+                    time.sleep(0.001)
+                order.append("written")
+            write(self, *args, **options)
+
+        def waits_for(loop):  # it has been taken out of the inbox, and its thread waits
+            return asked[0].is_alive() and not loop._inbox and _in_thread(loop._thread, "_do")
+
+        monkeypatch.setattr(Update, "write", busy_write)
+        result = start()
+        assert out.send(new.state_dict()) == 1 == result()
+        asked[0].join(20)
+    assert order == ["written", "called"]
+
+
+def _in_thread(thread, function):
+    frame = sys._current_frames().get(thread.ident)
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    return frame is not None
+
+
+def test_a_bucket_that_comes_when_its_update_has_been_given_up(sockets, monkeypatch):
+    """Between the question whether it is open and the writing: into weights that somebody else may have by then."""
+    model = build("Qwen3")
+    new, first = other(model), {name: value.clone() for name, value in model.state_dict().items()}
+    with handover(model, bucket_bytes=4096) as (engine, _receiver, start, out):
+        old, loop, seen = texts(engine), engine._loop, []
+        beside = loop.beside
+
+        def late(function, when=None):
+            if when is not None and loop.updating and not seen:
+                seen.append(given_up)
+                given_up.abandon()
+                assert not loop.updating
+            return beside(function, when)
+
+        init = WeightUpdate.__init__
+
+        def note(self, *args, **options):
+            nonlocal given_up
+            init(self, *args, **options)
+            given_up = self
+
+        given_up = None
+        monkeypatch.setattr(WeightUpdate, "__init__", note)
+        monkeypatch.setattr(loop, "beside", late)
+        result = start()
+        with pytest.raises(HandoverFailed):
+            out.send(new.state_dict())
+        with pytest.raises(RuntimeError, match="WeightUpdate: it has ended"):
+            result()
+        assert seen and not loop.updating and not engine._updates.locked()
+        result = start()
+        assert out.send(first) == 1 == result()
+        assert texts(engine) == old
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_copies_take_half_of_a_thread_s_threads(threads):
+    def ask():
+        seen.append(torch.get_num_threads())
+
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(threads)
+    try:
+        with pytest.raises(KeyError), half_the_threads():
+            assert torch.get_num_threads() == max(1, threads // 2)
+            other_thread = threading.Thread(target=ask)
+            other_thread.start()
+            other_thread.join()
+            raise KeyError
+        assert torch.get_num_threads() == threads and seen == [threads]
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_fifty_updates_leave_nothing(sockets):

@@ -10,7 +10,7 @@ import torch
 from engine_models import bits, build, check_idle, prompts
 
 import vexact_ops as vx
-from vexact_engine import Engine, EngineConfig, ModelInUse, SamplingParams, WeightsTorn
+from vexact_engine import Engine, EngineClosed, EngineConfig, ModelInUse, SamplingParams, WeightsTorn
 from vexact_engine import engine as engine_module
 from vexact_engine.runner.decoder import join
 
@@ -286,6 +286,54 @@ def test_a_bucket_that_comes_behind_the_end_of_its_update(old):
         with pytest.raises(RuntimeError, match="WeightUpdate: it has ended"):
             late.result(60)
         assert ask(engine) == old and engine.weight_version == 0
+
+
+def test_an_update_that_is_given_up_while_its_engine_closes_keeps_nobody_waiting(monkeypatch):
+    """Whoever waits for its end to begin another is told that the engine is closed."""
+    state = build("Llama").state_dict()
+    engine = Engine.from_pretrained(build("Llama"), config=CONFIG)
+    update = engine.begin_update(numerics=engine.numerics(), specs=specs_of(state))
+    with ThreadPoolExecutor() as pool:
+        check = engine._loop.check_open
+        came = threading.Event()
+        monkeypatch.setattr(engine._loop, "check_open", lambda: came.set() if not came.is_set() else check())
+        second = pool.submit(engine.begin_update, numerics=engine.numerics(), specs=specs_of(state))
+        assert came.wait(60)
+        engine.close()
+        with monkeypatch.context() as patched:
+            patched.setattr(type(engine._loop), "closed", property(lambda self: False))  # asked before it was
+            update.abandon()
+        with pytest.raises(EngineClosed):
+            second.result(60)
+    update.abandon()
+    assert not engine._updates.locked()
+
+
+def test_one_end_of_an_update_is_the_end(old):
+    """Given up in another thread while it is finished: the lock that is let go of then may be another update's."""
+    state = build("Llama", seed=1).state_dict()
+    with Engine.from_pretrained(build("Llama"), config=CONFIG) as engine, ThreadPoolExecutor() as pool:
+        update = engine.begin_update(numerics=engine.numerics(), specs=specs_of(state))
+        update.write(list(state.items()))
+        loop, busy, go = engine._loop, threading.Event(), threading.Event()
+        held, late = pool.submit(loop.call, lambda: (busy.set() is None, go.wait(60))), []
+        assert busy.wait(60)
+        for function in (update.finish, update.abandon):
+            before = len(loop._inbox)
+            late.append(pool.submit(function))
+            while len(loop._inbox) == before:
+                time.sleep(0.001)
+        go.set()
+        assert all(held.result())
+        with pytest.raises(RuntimeError, match="WeightUpdate: it has ended"):  # it was to wait for a step
+            late[0].result(60)
+        late[1].result(60)
+        assert engine.weight_version == 0
+        with engine.begin_update(numerics=engine.numerics(), specs=specs_of(state)) as another:
+            another.write(list(state.items())[:1])
+            update.abandon()
+            assert engine._updates.locked() and loop.updating
+        assert not engine._updates.locked()
 
 
 @pytest.mark.parametrize(

@@ -202,10 +202,11 @@ class Loop:
             self._post(command._replace(run=lambda: self._deferred.append((when, command)), alone=False))
         return answer.result()
 
-    def beside(self, function: Callable[[], object], when: Callable[[], bool]):
-        """`call`, but that it is done in the caller's thread while weights are written: no step runs then."""
+    def beside(self, function: Callable[[], object], when: Callable[[], bool] | None = None):
+        """`call` in the caller's thread, while no other `call` is done. Without `when` steps go on beside it; with it
+        they must not, and it is done there while weights are written, for no step runs then."""
         with self._alone:
-            if self.updating:
+            if when is None or self.updating:
                 self.check_open()
                 return function()
         return self.call(function, when)

@@ -98,9 +98,10 @@ class FleetIntake:
         update, self._update = self._update, None
         if update is None:
             return False
-        begun = update.give_up()
-        self._end()
-        return begun
+        try:
+            return update.give_up()
+        finally:
+            self._end()
 
     def _end(self) -> None:
         self._update = None

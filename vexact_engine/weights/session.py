@@ -11,6 +11,7 @@ from torch import Tensor
 
 import vexact_ops as vx
 
+from ..errors import EngineClosed
 from .update import Piece, Update
 
 if TYPE_CHECKING:  # it needs msgspec
@@ -28,7 +29,7 @@ class Loop(Protocol):
     @property
     def closed(self) -> bool: ...
     def call(self, function: Callable[[], object], when: Callable[[], bool] | None = None) -> Any: ...
-    def beside(self, function: Callable[[], object], when: Callable[[], bool]) -> Any: ...
+    def beside(self, function: Callable[[], object], when: Callable[[], bool] | None = None) -> Any: ...
     def may_change_weights(self) -> bool: ...
 
 
@@ -90,12 +91,11 @@ class WeightUpdate:
         self._loop, self._worker, self._renewed, self._lock = loop, worker, renewed, lock
         self._staged = staging is not None
         lock.acquire()
-        self._open = True
         self._over = False  # as the engine's thread sees it: what another thread still has to write comes too late
         try:
             self._update = loop.call(lambda: worker.begin(specs, staging))
         except BaseException:
-            self._close()
+            lock.release()
             raise
 
     @property
@@ -133,16 +133,15 @@ class WeightUpdate:
     def finish(self) -> int:
         """All has come. Returns the new weight_version. ValueError where something is missing."""
         self._check()
-        version = self._loop.call(self._finish, when=self._may_write)
-        self._close()
-        return version
+        return self._loop.call(self._finish, when=self._may_write)
 
     def abandon(self) -> None:
         """Nothing more will come. Does nothing after finish() or again."""
-        if self._open:
-            if not self._loop.closed:
-                self._loop.call(self._give_up)
-            self._close()
+        if not self._over:
+            try:
+                self._loop.call(self._end)
+            except EngineClosed:  # others wait for their turn, and are told so
+                self._end()
 
     def __enter__(self) -> "WeightUpdate":
         return self
@@ -152,15 +151,11 @@ class WeightUpdate:
 
     def _beside(self, function: Callable[[], object]) -> Any:
         """In this thread where the worker can, between two steps where it cannot."""
-        return function() if self._worker.takes_aside else self._loop.call(function)
+        return self._loop.beside(function) if self._worker.takes_aside else self._loop.call(function)
 
     def _check(self) -> None:
-        if not self._open or self._over:
+        if self._over:
             raise RuntimeError("WeightUpdate: it has ended: begin another one")
-
-    def _close(self) -> None:
-        self._open = False
-        self._lock.release()
 
     def _may_write(self) -> bool:
         return self._loop.updating or self._loop.may_change_weights()
@@ -187,18 +182,22 @@ class WeightUpdate:
             self._loop.torn = TORN if self._update.begun else self._loop.torn
 
     def _finish(self) -> int:
+        self._check()
         self._update.finish()
         if self._staged:
             self._worker.commit(self._update, self._tear)
-        self._loop.updating, self._over = False, True
         self._worker.settle()
-        return self._renewed()
+        version = self._renewed()
+        self._end()
+        return version
 
     def _tear(self) -> None:
         self._loop.torn = TORN
 
-    def _give_up(self) -> None:
-        self._loop.updating, self._over = False, True
+    def _end(self) -> None:
+        if not self._over:
+            self._loop.updating, self._over = False, True
+            self._lock.release()
 
 
 def check_numerics(given: Mapping[str, object] | None, own: Mapping, device: str) -> None:
