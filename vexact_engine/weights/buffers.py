@@ -161,7 +161,7 @@ class Memories:
 
     def fence(self) -> Reading:
         """Done once what this thread has given the device to read from them is."""
-        devices = {memory.device for memory in self._now if memory.is_cuda}
+        devices = {device for device in (self.device, *(t.device for t in self._now)) if device.type == "cuda"}
         return Reading([torch.cuda.current_stream(device).record_event() for device in devices]) if devices else READ
 
     def close(self) -> None:
