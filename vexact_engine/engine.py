@@ -33,7 +33,7 @@ from .runner.worker import Worker
 from .text import Text, chat_ids
 from .weights.load import Loaded, load, load_in_stages
 from .weights.session import TORN, WeightUpdate, check_numerics
-from .weights.update import targets
+from .weights.update import pairs_of, targets
 
 if TYPE_CHECKING:  # it needs msgspec
     from .weights.intake import Intake
@@ -385,7 +385,7 @@ class Engine:
                         (the caches may). EngineClosed
         """
         loop, worker = self._loop, self._worker
-        pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+        pairs = pairs_of(named_tensors)
         if specs is not None:
             with self.begin_update(numerics=numerics, specs=specs, keep_cache=keep_cache) as pieces:
                 for bucket in _buckets(pairs):

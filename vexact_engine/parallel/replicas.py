@@ -29,6 +29,7 @@ from ..text import Text
 from ..weights.load import as_dtype, load_tokenizer
 from ..weights.messages import Part, dtype_name
 from ..weights.packing import pack
+from ..weights.update import pairs_of
 from . import messages as m
 from .buckets import SharedMemory, size_of
 from .fleet import FleetUpdate
@@ -328,7 +329,7 @@ class Replicas:
                   way: those get no requests until the next update, and what they had goes on at the others. What breaks
                   off for all (the iterator raises) leaves all torn: requests end with WeightsTorn until the next one
         """
-        pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+        pairs = pairs_of(named_tensors)
         if specs is None:
             pairs = list(pairs)
             for name, tensor in pairs:

@@ -7,7 +7,7 @@ so that the new weights never lie in memory as a whole beside the old ones.
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +20,24 @@ from .experts import aliases, expert_views
 from .load import some
 
 log = logging.getLogger(__name__)
+
+
+def pairs_of(given: object, op: str = "update_weights") -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors, of a mapping or of an iterable that may make each as it is asked for. TypeError at once for
+    what is neither, and in its turn for what is no pair."""
+    if isinstance(given, Tensor | str | bytes) or not isinstance(given, Iterable):
+        kind = type(given).__name__
+        raise TypeError(f"{op}: named_tensors: got a {kind}, expected a mapping of names to tensors, or pairs of them")
+    return _pairs(given.items() if isinstance(given, Mapping) else given, op)
+
+
+def _pairs(given: Iterable, op: str) -> Iterator[tuple[str, Tensor]]:
+    for pair in given:
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+            what = f"{len(pair)} of them" if isinstance(pair, tuple | list) else f"a {type(pair).__name__}"
+            raise TypeError(f"{op}: named_tensors: got {what} for a name and a tensor")
+        name, tensor = pair
+        yield name, tensor
 
 
 class Spec(NamedTuple):
@@ -91,7 +109,7 @@ def plan_update(
                     tensors, under other names too
     raises          ValueError: missing, unknown, repeated or misshapen; TypeError: no tensor, or another dtype
     """
-    pairs = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
+    pairs = list(pairs_of(named_tensors))
     places = Places.of(model)
     given = _unrepeated(places, pairs)
     wanted = _targets_of(places, given)
