@@ -260,6 +260,24 @@ def test_decoding_that_cuts_keys_otherwise_is_told(model):
     assert found.module.endswith("self_attn") and found.cause.name in (causes.SPLITS, causes.BATCH)
 
 
+@pytest.mark.parametrize("path", ["lm_head", "model.norm", f"{LAYER}.mlp.act_fn", f"{LAYER}.self_attn"])
+def test_what_is_no_matter_of_rounding_is_not_called_one(model, path):
+    """A number that one side adds was said to be another order of the sum."""
+    theirs = copy.deepcopy(model)
+    module, plain = theirs.get_submodule(path), type(theirs.get_submodule(path)).forward
+
+    def more(self, *args, **kwargs):
+        out = plain(self, *args, **kwargs)
+        whole = out[0] if isinstance(out, tuple) else out
+        whole = whole + (2.0 * (torch.arange(whole.shape[-1]) == 3)).to(whole.dtype)
+        return (whole, *out[1:]) if isinstance(out, tuple) else whole
+
+    module.forward = more.__get__(module)
+    found = bisect(stacks.stock(model), stacks.own(theirs), SEQUENCES)
+    assert found.module == path and {e.feature for e in found.first} == {3}
+    assert found.cause.name == causes.OTHER and found.cause.why.startswith("they differ by 2")
+
+
 def test_what_is_not_repeatable_is_told(model):
     counted = iter(range(1000))
     theirs = planted(model, f"{LAYER}.mlp.up_proj", lambda x: x * (1 + 2**-7 * (1 + next(counted) % 5)))

@@ -386,7 +386,7 @@ def test_a_refused_update_changes_nothing(engine):
         assert part in str(refusal.value)
     assert str(refusal.value).count(": got ") == 3, "what is equal is not in it"
     for bad in (None, 5, "model.safetensors", given[norm], ["lm_head"], [(norm,)], [(norm, given[norm], 1)]):
-        with pytest.raises(TypeError, match="^update_weights: named_tensors: got"):
+        with pytest.raises(TypeError, match=r"^update_weights: named_tensors: got"):
             engine.update_weights(bad, numerics=engine.numerics())
     for wrong in ({}, {"numerics": None}, {"numerics": "the same"}):
         with pytest.raises(TypeError, match=r'numerics=vexact_ops.numerics\("cpu"\), called in its process'):

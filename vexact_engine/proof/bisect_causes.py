@@ -17,12 +17,13 @@ from torch.nn import functional
 
 import vexact_ops as vx
 
-from .bisect import Bisection, Cause, Key, Trace, differs_at, trace
+from .bisect import Bisection, Cause, Entry, Key, Trace, differs_at, trace
 from .stacks import Stack
 
 WEIGHTS, CAST, REPEAT = "weights", "cast", "not repeatable"
 BATCH, PADDING, SPLITS = "batch size", "padding", "attention splits"
-SPLIT_K, ROUNDING, ORDER, UNKNOWN = "split-K", "fused rounding", "order of summation", "unknown"
+SPLIT_K, ROUNDING, ORDER, OTHER = "split-K", "fused rounding", "order of summation", "another computation"
+UNKNOWN = "unknown"
 PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 
 _ATTENTION = re.compile(r"attention|softmax|scaled_dot_product")
@@ -58,15 +59,41 @@ def cause(
     ):
         if said is not None:
             return said
-    ran = f"a ran {_list(found.ops_a)}; b ran {_list(found.ops_b)}"
+    ran = f"a ran {_list(found.ops_a)}; b ran {_list(found.ops_b)}{_only(found)}"
+    if far := _too_far(entries):
+        return Cause(OTHER, f"they differ by {far}: no order and no place of a rounding makes so much of it: {ran}")
     if found.ops_a != found.ops_b and any(_ATTENTION.search(op) for op in (*found.ops_a, *found.ops_b)):
         return Cause(SPLITS, f"attention cuts and merges its keys otherwise: {ran}")
     reduces = any(_REDUCES.search(op) for op in (*found.ops_a, *found.ops_b))
     if not reduces and found.ops_a and found.ops_b and found.ops_a != found.ops_b:
-        return Cause(ROUNDING, f"nothing is summed, so the two can only round at other places: {ran}")
+        return Cause(ROUNDING, f"nothing is summed, and they differ by what other places of a rounding can make: {ran}")
     if reduces and found.ops_a != found.ops_b:
-        return Cause(ORDER, f"another kernel sums in another order: {ran}")
+        return Cause(ORDER, f"they differ by what another order of a sum can make: {ran}")
     return Cause(UNKNOWN, f"no experiment gives these bits: {ran}")
+
+
+def _too_far(entries: Sequence[Entry]) -> str:
+    """By how much, where it is more than roundings can be: a few of the dtype's in what was rounded to 16 bits, and in
+    float32, whose sums may cancel, a share of their row's largest value; "" otherwise."""
+    dtype = entries[0].dtype
+    if not dtype.is_floating_point or entries[0].values.shape != entries[1].values.shape:
+        return ""
+    x, y = (e.values.double() for e in entries)
+    x, y = (torch.where(x.isfinite() & y.isfinite(), t, 0.0) for t in (x, y))
+    room = torch.finfo(dtype).eps * (8 if dtype.itemsize == 2 else 2**12)
+    gap, largest = (x - y).abs(), torch.maximum(x.abs(), y.abs()).amax(1, keepdim=True)
+    far = gap - room * largest
+    at = int(far.argmax())
+    if far.flatten()[at] <= 0:
+        return ""
+    return f"{gap.flatten()[at]:.3g} in a row of values up to {largest[at // x.shape[1], 0]:.3g}"
+
+
+def _only(found: Bisection) -> str:
+    """Ops that one side has beside those of the other."""
+    a, b = found.ops_a, found.ops_b
+    more = ((name, [op for op in mine if op not in theirs]) for name, mine, theirs in (("a", a, b), ("b", b, a)))
+    return "".join(f"; {name} alone {_list(ops)}" for name, ops in more if ops and set(a) & set(b))
 
 
 def _list(ops: Sequence[str]) -> str:
