@@ -237,10 +237,14 @@ def test_weights_come_from_another_gpu(saved):
         assert all(torch.equal(there[name], value) for name, value in state.items())
 
 
-def test_a_replica_is_started_with_it(tmp_path):
-    """Wherever its front was started: the variables are its own."""
-    if not saver.environment("memory_saver", "cuda") and saver.unusable(torch.device("cuda")):
-        pytest.skip(saver.unusable(torch.device("cuda")))
+@pytest.fixture
+def startable():
+    """Wherever this process was started, its children can be started with it."""
+    if not saver.environment("memory_saver", "cuda") and (why := saver.unusable(torch.device("cuda"))):
+        pytest.skip(why)
+
+
+def test_a_replica_is_started_with_it(tmp_path, startable):
     build("Qwen3").save_pretrained(tmp_path)
     config = replace(CONFIG, sleep_backend="memory_saver")
     with Replicas.from_pretrained(tmp_path, replicas=1, device="cuda", config=config) as replicas:
@@ -251,13 +255,31 @@ def test_a_replica_is_started_with_it(tmp_path):
         assert ask(replicas) == expected
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_stages_are_started_with_it(tmp_path, startable):
+    build("Qwen3", num_hidden_layers=4).save_pretrained(tmp_path)
+    state = build("Qwen3", num_hidden_layers=4).state_dict()
+    config = replace(CONFIG, sleep_backend="memory_saver", pipeline_parallel_size=2)
+    with Engine.from_pretrained(tmp_path, device="cuda", config=config) as engine:
+        assert engine.sleep_backend.startswith("memory_saver: ")
+        expected = ask(engine)
+        for level, tags in ((1, TAGS), (1, ("weights", "kv_cache")), (2, TAGS)):
+            given = engine.sleep(level, tags=tags)
+            assert given.keys() == set(tags) and all(given.values()) and engine.asleep == tags
+            engine.wake_up(["weights"])
+            if level == 2:
+                engine.update_weights(state, numerics=engine.numerics())
+            engine.wake_up()
+            assert ask(engine) == expected
+
+
 def test_all_of_this_where_the_process_is_started_with_it():
     """Those above that this process skips."""
     variables = saver.environment("memory_saver", "cuda")
     if not variables:
         pytest.skip(saver.unusable(torch.device("cuda")) or "this process is one that is started with it")
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-n0", __file__]
-    command += ["-k", "not storages and not replica"]
+    command = [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", "-n0", __file__]
+    command += ["-k", "not storages and not started"]
     done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and " passed" in done.stdout, f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
     assert "memory_saver" not in done.stdout.split("short test summary")[-1], done.stdout[-2000:]
