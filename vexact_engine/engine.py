@@ -291,6 +291,8 @@ class Engine:
                  are computed anew from their tokens: not a bit of them is another one
         returns  bytes given back, by tag: on a GPU the memory that this process (or those of all its stages) holds less
                  than before, the host's for a CPU. What is asleep already gives nothing
+        raises   RuntimeError or MemoryError where the host has no memory for what level 1 keeps: the weights stay, what
+                 fell asleep before them is in `asleep`, and wake_up() goes on
 
         Requests that come meanwhile wait. Nobody may touch `engine.model` while its weights are asleep: their tensors
         are there, their memory is not, and reading them ends the process. close() gives weights back that were kept,

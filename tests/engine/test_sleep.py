@@ -343,6 +343,30 @@ def test_where_there_is_no_room_it_sleeps_on_and_can_be_woken_later(engine, old,
     assert ask(engine) == old[0]
 
 
+def test_without_host_memory_for_the_weights_they_stay(engine, old, monkeypatch):
+    """Buffers and weights, whichever of them finds none."""
+    moves, real = not engine._worker._memory._on_host, Storages._slabs
+    for failing in (1, 2):
+        calls = []
+
+        def slabs(self, calls=calls, failing=failing):
+            calls.append(self)
+            if len(calls) == failing:
+                raise RuntimeError("CUDA error: out of host memory")
+            return real(self)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Storages, "_slabs", slabs)
+            if not moves:
+                assert engine.sleep()["weights"] == 0 and not calls
+            else:
+                with pytest.raises(RuntimeError, match="out of host memory"):
+                    engine.sleep()
+                assert "weights" not in engine.asleep and sizes(engine) > 0
+        engine.wake_up()
+        assert ask(engine) == old[0]
+
+
 def test_graphs_that_find_no_room_sleep_on(engine, old, monkeypatch):
     runner = engine._worker._runner
     engine.sleep()

@@ -232,14 +232,19 @@ class Memory:
         return taken
 
     def _sleep_weights(self, level: int) -> list[Storages]:
-        """At level 2 what an update need not bring, buffers, is kept all the same."""
+        """At level 2 what an update need not bring, buffers, is kept all the same. All of them go or, where the host has
+        no memory for what is kept, none."""
         if not self.will_empty_weights(level, ["weights"]):
             return []
         regions = self._runner.regions
         weights, buffers = parted(self._runner.model)
         parts = [Storages(weights, regions.get("weights")), Storages(buffers, regions.get("buffers"))]
-        parts[0].give_back(keep=level == 1)
-        parts[1].give_back(keep=True)
+        try:
+            parts[1].give_back(keep=True)
+            parts[0].give_back(keep=level == 1)
+        except BaseException:
+            parts[1].take()
+            raise
         return parts
 
     def _sleep_kv_cache(self, level: int) -> list[Storages]:
