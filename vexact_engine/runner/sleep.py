@@ -232,8 +232,8 @@ class Memory:
         return taken
 
     def _sleep_weights(self, level: int) -> list[Storages]:
-        """At level 2 what an update need not bring, buffers, is kept all the same. All of them go or, where the host has
-        no memory for what is kept, none."""
+        """At level 2 what an update need not bring, buffers, is kept all the same. All of them go, or none: where the
+        host has no memory for what is kept."""
         if not self.will_empty_weights(level, ["weights"]):
             return []
         regions = self._runner.regions
