@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, GenerationConfig
 
 import vexact_ops as vx
+from vexact_ops.patch.batch import positions_of
 from vexact_ops.testing import assert_bitwise, check_repeatable
 
 KINDS = pytest.mark.parametrize("device,dtype", devices())
@@ -421,8 +422,19 @@ def test_bad_batches_are_named():
             model(row, cu_seq_lens_q=cu, past_key_values=DynamicCache())
         with pytest.raises(ValueError, match="cu_seq_lens_k: got other lengths"):
             model(row, cu_seq_lens_q=cu, cu_seq_lens_k=cu[:-1])
-        with pytest.raises(ValueError, match="cu_seqlens"):
-            model(row, cu_seq_lens_q=cu + 1, use_cache=False)
+        for wrong in (cu + 1, cu[:-1], cu[1:], cu.flip(0), cu * 2, cu[:0]):
+            with pytest.raises(ValueError, match=r"^cu_seq_lens_q: got"):
+                model(row, cu_seq_lens_q=wrong, use_cache=False)
+            with pytest.raises(ValueError, match=r"^logprobs: cu_seqlens: got"):
+                handle.logprobs(row, cu_seqlens=wrong)
+        for wrong in (cu.float(), cu[None]):
+            with pytest.raises(ValueError, match=r"expected \(N \+ 1,\) int32 or int64"):
+                handle.logprobs(row, cu_seqlens=wrong)
+        for wrong, error in (([5, 6], TypeError), (row.float(), TypeError), (row[:, :0], ValueError)):
+            with pytest.raises(error, match=r"^logprobs: input_ids: got"):
+                handle.logprobs(wrong)
+        with pytest.raises(TypeError, match=r"^logprobs: cu_seqlens: got a list"):
+            handle.logprobs(row, cu_seqlens=cu.tolist())
         with pytest.raises(ValueError, match="vexact_paged: expected one row"):
             model(row, vexact_paged=object())
         with pytest.raises(ValueError, match=r"position_ids: got shape \(1, 3\)"):
@@ -521,3 +533,13 @@ def test_a_report_is_a_table_in_a_notebook():
     with vx.patch.hf(tiny("llama")) as handle:
         html = handle.report()._repr_html_()
     assert html.count("<tr>") == len(str(handle.report()).splitlines()) > 8 and "<td>rmsnorm</td>" in html
+
+
+@pytest.mark.parametrize(
+    "wrong", [[0, 2, 9], [3, 5], [0, 4, 2, 5], [0, 0], [0], [0, 2**31 - 1], [-(2**31), -7]], ids=str
+)
+def test_positions_of_offsets_that_nobody_looked_at_touch_no_other_memory(wrong):
+    """On a GPU they are not looked at, and what repeated each start as often as they say wrote behind its buffer."""
+    assert positions_of(torch.tensor(wrong, dtype=torch.int32), 5).shape == (1, 5)
+    right = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    assert positions_of(right, 5).tolist() == [[0, 1, 0, 1, 2]] and positions_of(right, 5).dtype == torch.int64

@@ -155,11 +155,29 @@ def packed(cu_seqlens: Tensor, length: int, max_seqlen: int | None, **options) -
     return Layout(cu, int(max_seqlen), None, length, None, None, **options)
 
 
+def check_cu(name: str, cu_seqlens: Tensor, tokens: int, look: bool = True) -> None:
+    """That these are where sequences begin in a row of so many tokens, and its end. Without `look` the values are read
+    where they lie in the host's memory alone: for a GPU's it would have to wait."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"{name}: got a {type(cu_seqlens).__name__}, expected a tensor")
+    if cu_seqlens.dim() != 1 or not len(cu_seqlens) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        got = f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
+        raise ValueError(f"{name}: got {got}, expected (N + 1,) int32 or int64")
+    here = type(cu_seqlens) is Tensor and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
+    if not look and not here:
+        return
+    ends = cu_seqlens.tolist()
+    if ends[0] != 0 or ends[-1] != tokens or ends != sorted(ends):
+        got = ends if len(ends) <= 8 else f"[{', '.join(map(str, ends[:4]))}, ..., {ends[-1]}]"
+        raise ValueError(f"{name}: got {got}, expected an ascent from 0 to the {tokens} tokens of the row")
+
+
 def positions_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """(1, tokens): each sequence counts from 0."""
-    counts = cu_seqlens.diff()
-    starts = torch.repeat_interleave(cu_seqlens[:-1], counts, output_size=tokens)
-    return (torch.arange(tokens, device=cu_seqlens.device) - starts)[None]
+    """(1, tokens): each sequence counts from 0. Whatever the numbers are, no memory but theirs is touched: of a GPU's
+    nobody has looked at them (repeat_interleave trusts them)."""
+    place = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    owner = torch.searchsorted(cu_seqlens[1:].contiguous(), place, right=True).clamp(max=max(len(cu_seqlens) - 2, 0))
+    return (place - cu_seqlens[owner])[None].long()
 
 
 def restarts(position_ids: Tensor, batch: int, length: int) -> Tensor | None:

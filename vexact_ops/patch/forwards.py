@@ -70,6 +70,7 @@ def base_forward(
         alone = "cu_seq_lens_q"
         if attention_mask is not None or size[0] != 1:
             raise ValueError("cu_seq_lens_q: expected one packed row and no attention_mask")
+        batch.check_cu("cu_seq_lens_q", cu_seq_lens_q, size[1], look=False)
         if cu_seq_lens_k is not None and not torch.equal(cu_seq_lens_k, cu_seq_lens_q):
             raise ValueError("cu_seq_lens_k: got other lengths than cu_seq_lens_q, expected the same")
         layout = batch.packed(cu_seq_lens_q, size[1], max_length_q, **options)

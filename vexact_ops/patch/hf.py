@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..attention.op import KEY_BLOCK
 from ..attention.op import ROOM as ATTENTION
 from . import forwards, lora, plan
-from .batch import Score
+from .batch import Score, check_cu
 from .description import Decoder
 from .stage import Stage
 from .state import LOCK, Patch, Report
@@ -156,8 +156,12 @@ class Handle:
         patch = self._patch
         if patch.head is None:
             raise ValueError(f"logprobs: {type(patch.model).__name__} has no output layer")
-        if input_ids.dim() not in (1, 2):
-            raise ValueError(f"logprobs: input_ids: got shape {tuple(input_ids.shape)}, expected (B, S) or (T,)")
+        if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int32, torch.int64):
+            got = f"dtype {input_ids.dtype}" if isinstance(input_ids, Tensor) else f"a {type(input_ids).__name__}"
+            raise TypeError(f"logprobs: input_ids: got {got}, expected token ids, int32 or int64")
+        if input_ids.dim() not in (1, 2) or not input_ids.numel():
+            got = tuple(input_ids.shape)
+            raise ValueError(f"logprobs: input_ids: got shape {got}, expected (B, S) or (T,) with at least one token")
         if cu_seqlens is not None and attention_mask is not None:
             raise ValueError("logprobs: attention_mask: got one next to cu_seqlens, expected one of them")
         ids = input_ids if input_ids.dim() == 2 else input_ids[None]
@@ -168,6 +172,7 @@ class Handle:
         if attention_mask is not None:
             follows[:, :-1] = (attention_mask[:, 1:] != 0) & (attention_mask[:, :-1] != 0)
         elif cu_seqlens is not None:
+            check_cu("logprobs: cu_seqlens", cu_seqlens, ids.numel())
             ends = cu_seqlens[1:].long() - 1
             follows[0, ends[cu_seqlens.diff() > 0]] = False
         elif position_ids is not None:
