@@ -486,6 +486,7 @@ def test_pause_resume_reset_sleep_and_abort(engine):
         assert http.post("/reset_prefix_cache", json={}).status_code == 200
         given = http.post("/sleep", json={"level": 1}).json()
         assert given["state"] == "asleep" and set(given["bytes"]) >= {"weights", "kv_cache"}
+        assert given["backend"] == "storages: it is for GPUs"
         assert http.post("/wake_up", json={}).json()["state"] == "running"
         assert http.post(TEXT, json=body).json()["choices"][0]["text"] == text
 

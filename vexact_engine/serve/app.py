@@ -267,7 +267,7 @@ def _add_control(app: FastAPI, service: Service) -> None:
     async def sleep(request: Request) -> Response:
         """{"level": 1 | 2, "tags": ["weights", "kv_cache", "graphs"], "mode": ...}: see Engine.sleep."""
         given = await options(request, level=(1, int), tags=(None, list), mode=("keep", str))
-        return state(bytes=await do(engine.sleep, **given))
+        return state(bytes=await do(engine.sleep, **given), backend=engine.sleep_backend)
 
     @app.post("/wake_up", response_class=Response)
     async def wake_up(request: Request) -> Response:
