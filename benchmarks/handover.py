@@ -6,8 +6,10 @@ python -m benchmarks handover --shape qwen3-8b --resident bfloat16,float32 --mod
 python -m benchmarks handover --trainer-device cuda:1
 python -m benchmarks handover --device cpu --shape smollm2-135m
 
-What is counted are the bytes that arrive, in the engine's dtype; `stock` is one copy of as many bytes by one of the two
-processes (on a GPU the device's own, from one GPU to the other between two), one after each hand-over. Bits come first:
+What is counted are the bytes that arrive, in the engine's dtype, while the engine has nothing to do, and the trainer
+nothing else; `decoding` is the same while it has a request, on the same cores or the same GPU: then a set waits for the
+end of a step before its first bucket is written. `stock` is one large copy by one of the two processes, with all its
+threads (on a GPU the device's own, from one GPU to the other between two), one after each hand-over. Bits come first:
 every tensor is compared with what the trainer holds, rounded, after the first hand-over.
 """
 
@@ -134,7 +136,7 @@ class _Pair:
             before = self._held()
             seconds, copies = zip(*((self._hand_over(receiver), self._copy()) for _ in range(updates)))
             after = self._held()
-            stalls, step = self._stalls(receiver)
+            stalls, step, decoding = self._stalls(receiver)
         self._tell("close")
         gbps = [self._size / s / 1e9 for s in seconds]
         copy = statistics.median(copies)
@@ -152,6 +154,7 @@ class _Pair:
             "best": round(max(gbps), 2),
             "worst": round(min(gbps), 2),
             "best_copy": round(max(copies), 2),
+            "decoding": round(self._size / statistics.median(decoding) / 1e9, 2),
             "updates": updates,
             "gib": round(self._size / 2**30, 3),
             "ms": round(1e3 * statistics.median(seconds), 3),
@@ -172,8 +175,9 @@ class _Pair:
             raise answer
         return answer
 
-    def _stalls(self, receiver) -> tuple[list[float], float]:
-        """The longest time between two tokens of a request around each of some updates, and the usual one."""
+    def _stalls(self, receiver) -> tuple[list[float], float, list[float]]:
+        """The longest time between two tokens of a request around each of some updates, and the usual one; and how long
+        these updates took."""
         from vexact_engine import SamplingParams
 
         times, done = [], threading.Event()
@@ -181,14 +185,14 @@ class _Pair:
         ticket = self._engine.submit(
             list(range(16)), params, notify=done.set, listen=lambda _: times.append(time.perf_counter())
         )
-        found = []
+        found, seconds = [], []
         try:
             while len(times) < 16:
                 time.sleep(0.01)
             steps = [b - a for a, b in itertools.pairwise(times[4:])]
             for _ in range(_STALLS):
                 begin = len(times) - 1
-                self._hand_over(receiver)
+                seconds.append(self._hand_over(receiver))
                 came = len(times)
                 while len(times) < came + 8 and not done.is_set():
                     time.sleep(0.01)
@@ -196,7 +200,7 @@ class _Pair:
                 found.append(max(b - a for a, b in itertools.pairwise(window)))
         finally:
             self._engine.withdraw(ticket)
-        return found, statistics.median(steps)
+        return found, statistics.median(steps), seconds
 
     def _held(self) -> dict[str, int]:
         """Bytes and files of both processes."""

@@ -162,16 +162,18 @@ def _figure(value: float | None) -> str:
 
 def handover_table(records: Iterable[dict]) -> str:
     """How fast weights come to an engine in another process, and how long that stands still."""
-    heads = ["weights of a trainer", "GiB", "ms", "GB/s", "of a copy", "engine stands still, ms", "grown"]
+    heads = ["weights of a trainer", "GiB", "ms", "GB/s", "of a copy", "while it decodes", "engine stands still, ms"]
+    heads += ["grown"]
     rows = []
     for r in records:
-        cells = [r["case"], f"{r['gib']:.1f}", f"{r['ms']:.1f}", f"{r['ours']:.0f}"]
+        cells = [r["case"], f"{r['gib']:.1f}", f"{r['ms']:.1f}", f"{r['ours']:.3g}"]
         if "ratio" in r:  # without verl
             grown = ", ".join(f"{name} {count:+}" for name, count in r["grown"].items() if count > 0) or "nothing"
-            cells += [f"{r['ratio']:.0%}", f"{max(r['stall_ms']):.0f} (a step: {r['step_ms']:.1f})"]
+            decoding = f"{r['decoding']:.3g} GB/s" if "decoding" in r else ""
+            cells += [f"{r['ratio']:.0%}", decoding, f"{max(r['stall_ms']):.0f} (a step: {r['step_ms']:.1f})"]
             cells += [f"{grown} in {r['updates']} updates"]
         else:
-            cells += ["", "", f"of it gathering: {r['gathering_ms']:.1f} ms"]
+            cells += ["", "", "", f"of it gathering: {r['gathering_ms']:.1f} ms"]
         rows.append(cells)
     return markdown(heads, rows)
 

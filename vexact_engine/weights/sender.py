@@ -242,7 +242,8 @@ class _Session:
             self.tensors, self.size = self.buffers.tensors, self.buffers.size
         if tensor.is_cuda:
             self.gpus.add(tensor.device)
-        self._post_filled()
+        if self.filled:
+            self._post_filled()
         flat, start, size = tensor.detach().reshape(-1), 0, dtype.itemsize
         total, kind = flat.numel(), m.dtype_name(dtype)
         while start < total:
