@@ -9,8 +9,9 @@ python -m benchmarks handover --device cpu --shape smollm2-135m
 What is counted are the bytes that arrive, in the engine's dtype, while the engine has nothing to do, and the trainer
 nothing else; `decoding` is the same while it has a request, on the same cores or the same GPU: then a set waits for the
 end of a step before its first bucket is written. `stock` is one large copy by one of the two processes, with all its
-threads (on a GPU the device's own, from one GPU to the other between two), one after each hand-over. Bits come first:
-every tensor is compared with what the trainer holds, rounded, after the first hand-over.
+threads (on a GPU the device's own, from one GPU to the other between two), one after each hand-over; on a CPU `memcpy`
+is the same by one thread, as the function of that name has it. Bits come first: every tensor is compared with what the
+trainer holds, rounded, after the first hand-over.
 """
 
 import argparse
@@ -121,6 +122,17 @@ class _Pair:
         wait()
         return len(self._source) / (time.perf_counter() - begin) / 1e9
 
+    def _memcpy(self) -> float:
+        """The same by one thread, on a CPU."""
+        if self._args.device != "cpu":
+            return 0.0
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return self._copy()
+        finally:
+            torch.set_num_threads(threads)
+
     def measure(self, case: Case, updates: int) -> dict:
         from vexact_engine import WeightReceiver
 
@@ -134,7 +146,8 @@ class _Pair:
             if differ:
                 raise AssertionError(f"handover: {case}: {len(differ)} tensors differ, {differ[0]} first")
             before = self._held()
-            seconds, copies = zip(*((self._hand_over(receiver), self._copy()) for _ in range(updates)))
+            rounds = [(self._hand_over(receiver), self._copy(), self._memcpy()) for _ in range(updates)]
+            seconds, copies, alone = zip(*rounds)
             after = self._held()
             stalls, step, decoding = self._stalls(receiver)
         self._tell("close")
@@ -154,6 +167,7 @@ class _Pair:
             "best": round(max(gbps), 2),
             "worst": round(min(gbps), 2),
             "best_copy": round(max(copies), 2),
+            **({"memcpy": round(statistics.median(alone), 2)} if device == "cpu" else {}),
             "decoding": round(self._size / statistics.median(decoding) / 1e9, 2),
             "updates": updates,
             "gib": round(self._size / 2**30, 3),

@@ -170,7 +170,8 @@ def handover_table(records: Iterable[dict]) -> str:
         if "ratio" in r:  # without verl
             grown = ", ".join(f"{name} {count:+}" for name, count in r["grown"].items() if count > 0) or "nothing"
             decoding = f"{r['decoding']:.3g} GB/s" if "decoding" in r else ""
-            cells += [f"{r['ratio']:.0%}", decoding, f"{max(r['stall_ms']):.0f} (a step: {r['step_ms']:.1f})"]
+            ratio = f"{r['ratio']:.0%}" + (f"; {r['ours'] / r['memcpy']:.0%} of one thread's" if "memcpy" in r else "")
+            cells += [ratio, decoding, f"{max(r['stall_ms']):.0f} (a step: {r['step_ms']:.1f})"]
             cells += [f"{grown} in {r['updates']} updates"]
         else:
             cells += ["", "", "", f"of it gathering: {r['gathering_ms']:.1f} ms"]
