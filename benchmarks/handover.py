@@ -135,8 +135,10 @@ class _Pair:
 
     def measure(self, case: Case, updates: int) -> dict:
         from vexact_engine import WeightReceiver
+        from vexact_engine.weights.sender import CACHED
 
         engine, device = self._engine, self._args.device
+        bucket = case.bucket if self._trainer_device != "cpu" else min(case.bucket, CACHED)
         with WeightReceiver(engine, mode=case.mode) as receiver:
             wanted = self._tell("open", case, receiver.address, engine.numerics())
             seconds = [self._hand_over(receiver) for _ in range(WARM)]
@@ -158,7 +160,7 @@ class _Pair:
         layers = "" if self._args.layers is None else f" {self._args.layers} layers"
         return {
             "room": "handover",
-            "case": f"{self._shape}{layers} of {case.resident}{where} {case.mode}, {kind}, {case.bucket >> 20} MiB",
+            "case": f"{self._shape}{layers} of {case.resident}{where} {case.mode}, {kind}, {bucket >> 20} MiB",
             "backend": "vexact",
             "ours": round(statistics.median(gbps), 2),
             "stock": round(copy, 2),

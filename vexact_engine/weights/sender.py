@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 _ALIGN = 16  # bytes
 _HALVES = 4  # of two buckets: one half is filled and one is read, and what both ends say of the others costs no time
 _GOODBYE = 5.0  # seconds that `close` waits for a receiver that does not listen
-_CACHED = 8 << 20  # bytes of a bucket from CPU to CPU: what was written is read while the cache has it
+CACHED = 8 << 20  # bytes of a bucket from CPU to CPU: what was written is read while the cache has it
 
 
 class WeightSender:
@@ -193,7 +193,7 @@ class WeightSender:
             held.close()
             held = None
         try:
-            size = self.bucket_bytes if device.type == "cuda" else min(self.bucket_bytes, _CACHED)
+            size = self.bucket_bytes if device.type == "cuda" else min(self.bucket_bytes, CACHED)
             held = held or Buffers(kind, size * 2 // _HALVES // _ALIGN * _ALIGN, _HALVES, device)
         except HandoverFailed as error:
             if kind == HOST:
