@@ -76,11 +76,11 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("softcap_bwd(Tensor dy, Tensor x, float cap, Tensor(a!) dx) -> ()");
   m.def("token_sum(Tensor x, Tensor(a!) out) -> ()");
   // on SM90: the sums of blocks of logits, or their gradients, and the products with those; (pieces, T, piece) bf16 hold them
-  m.def("head_blocks(Tensor hidden, Tensor weight, Tensor target, Tensor temperature, float softcap, int first, int columns, Tensor? live, int live_from, Tensor(a!)? parts, Tensor(b!)? own, Tensor(c!)? kept) -> ()");
+  m.def("head_blocks(Tensor hidden, Tensor weight, Tensor target, Tensor temperature, float softcap, int first, int columns, Tensor? live, int live_from, Tensor(a!)? parts, Tensor(b!)? target_logit, Tensor(c!)? kept) -> ()");
   m.def("head_gradients(Tensor hidden, Tensor weight, Tensor target, Tensor temperature, float softcap, int first, int columns, Tensor? live, Tensor lse, Tensor dlogprob, Tensor? dentropy, Tensor? entropy, Tensor(a!) d) -> ()");
   m.def("head_unit_gradients(Tensor(a!) kept, Tensor parts, Tensor lse, Tensor logprob, Tensor target, Tensor? live, int first, int columns) -> ()");
   m.def("head_dhidden(Tensor d, Tensor weight, Tensor? start, Tensor? scale, Tensor? live, Tensor(a!) out) -> ()");
-  m.def("head_dweight(Tensor d, Tensor hidden, Tensor? scale, Tensor? live, Tensor(a!) out) -> ()");
+  m.def("head_dweight(Tensor d, Tensor hidden, Tensor? scale, Tensor? factor, Tensor? live, Tensor(a!) out) -> ()");
 
   // attention: false, with nothing written, where offsets, lengths or pages are out of range
   m.def("attention_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor cu_seqlens_k, int max_seqlen, Tensor? sinks, float scale, float softcap, int window, int segment, bool causal, Tensor(a!) out, Tensor(b!) lse) -> bool");

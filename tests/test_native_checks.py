@@ -83,7 +83,7 @@ def cases(t, device):
                 "head_gradients": ((*head, live, f(3, 2), f(3), None, None, d), {}),
                 "head_unit_gradients": ((d.clone(), f(3, 2, 2), f(3, 2), f(3), target, live, 0, 256), {}),
                 "head_dhidden": ((d, x(256, 64), f(3, 64), f(1), live, f(3, 64)), {5: {BF16}}),
-                "head_dweight": ((d, x(3, 64), f(1), live, x(256, 64)), {}),
+                "head_dweight": ((d, x(3, 64), f(1), f(1), live, x(256, 64)), {}),
             }
         return found | moe | {"moe_scatter": ((x(3, 8), order, x(6, 8)), {})}
     q, k, v, o = x(9, 4, 16), x(9, 2, 16), x(9, 2, 8), x(9, 4, 8)

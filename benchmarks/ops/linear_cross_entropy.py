@@ -98,7 +98,6 @@ def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) ->
                 alone(rows_of),
                 bytes=size if times == 1 else 2 * size,
                 flops=times * product,
-                captured="loss" not in label,  # it asks whether any token is ignored
                 # of a loss no row is seen, and its gradient is one over the number of tokens
                 alone=None if "loss" in label else row_alone(0, 2, results=1),
                 reference=_log_probabilities if label == "logprobs fwd" and count * shape.V <= 2**31 else None,

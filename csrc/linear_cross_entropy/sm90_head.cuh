@@ -68,13 +68,13 @@ __device__ __forceinline__ void store_row(const float (&d)[128], __nv_bfloat16* 
 
 #endif
 
-// Where bf16 of the size of the logits are kept: pieces of `piece` columns of the vocabulary, each (tokens, piece).
-struct Pieces {
+// Where bf16 of the size of the logits are kept: chunks of `chunk` columns of the vocabulary, each (tokens, chunk).
+struct Chunks {
   __nv_bfloat16* data;
-  int64_t piece_stride;  // elements from a piece to the next
-  int piece;             // a multiple of 256
+  int64_t chunk_stride;  // elements from a chunk to the next
+  int chunk;             // a multiple of 256
   __device__ __forceinline__ __nv_bfloat16* at(int row, int column) const {
-    return data + column / piece * piece_stride + int64_t(row) * piece + column % piece;
+    return data + column / chunk * chunk_stride + int64_t(row) * chunk + column % chunk;
   }
 };
 
@@ -86,12 +86,12 @@ struct HeadArgs {
   int tokens, columns, first, vocabulary;  // this launch makes `columns` logits from `first` on
 };
 
-// parts (tokens, 2 or 3, blocks), own (tokens): as the Triton kernel writes them. KEEP: e^(z - its block's largest), too.
+// parts (tokens, 2 or 3, blocks), target_logit (tokens): as the Triton kernel writes them. KEEP: e^(z - its block's largest), too.
 template <bool ENTROPY, bool KEEP>
 struct BlocksEpilogue {
   HeadArgs a;
-  float *parts, *own;
-  Pieces kept;
+  float *parts, *target_logit;
+  Chunks kept;
   int blocks;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -111,12 +111,12 @@ struct BlocksEpilogue {
         x = a.cap * tanh_in_order(__fdiv_rn(x, a.cap));
       }
     }
-    const int64_t wanted = live && own ? a.target[row] : -1;
+    const int64_t wanted = live && target_logit ? a.target[row] : -1;
     if (wanted >= a.first + column - 2 * lane && wanted < min(a.vocabulary, a.first + column - 2 * lane + 256)) {
       const int at = int(wanted) - a.first - column;
 #pragma unroll
       for (int i = 0; i < 64; ++i)
-        if (at == i / 2 * 8 + i % 2) own[row] = d[i / 2 * 4 + 2 * H + i % 2];
+        if (at == i / 2 * 8 + i % 2) target_logit[row] = d[i / 2 * 4 + 2 * H + i % 2];
     }
     const float t = live ? a.temperature[int64_t(row) * a.t_stride] : 1.0f;
     if (t != 1.0f) {
@@ -159,7 +159,7 @@ struct BlocksEpilogue {
         if (ENTROPY && lane == 2) to[2 * int64_t(blocks)] = moved;
       }
     }
-    if constexpr (KEEP) store_row<H>(d, kept.at(row, column - 2 * lane), kept.piece - (column - 2 * lane) % kept.piece, live);
+    if constexpr (KEEP) store_row<H>(d, kept.at(row, column - 2 * lane), kept.chunk - (column - 2 * lane) % kept.chunk, live);
   }
 
   __device__ __forceinline__ void end(float (&d)[128], int row, int column) const {
@@ -174,7 +174,7 @@ template <bool ENTROPY>
 struct GradientEpilogue {
   HeadArgs a;
   const float *lse, *dlogprob, *dentropy, *entropy;
-  Pieces d_out;
+  Chunks d_out;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   __device__ __forceinline__ void begin(float (&d)[128], int, int) const {
@@ -214,7 +214,7 @@ struct GradientEpilogue {
       for (int i = 0; i < 64; ++i)
         if (column + i / 2 * 8 + i % 2 >= a.columns) d[i / 2 * 4 + 2 * H + i % 2] = 0.0f;
     }
-    store_row<H>(d, d_out.at(row, column - 2 * lane), d_out.piece - (column - 2 * lane) % d_out.piece, live);
+    store_row<H>(d, d_out.at(row, column - 2 * lane), d_out.chunk - (column - 2 * lane) % d_out.chunk, live);
   }
 
   __device__ __forceinline__ void end(float (&d)[128], int row, int column) const {
@@ -233,13 +233,14 @@ struct GradientEpilogue {
 #endif
 };
 
-// The product itself: RESUME, on top of the fp32 in `start`; times *scale, if any; as fp32 or rounded to bf16.
+// The product itself: RESUME, on top of the fp32 in `start`; times *scale, if any; as fp32 or rounded to bf16, and then
+// times *factor, if any, and rounded again.
 template <class Out, bool RESUME>
 struct ProductEpilogue {
   const float* start;
   Out* out;
   int rows, columns;  // `out` and `start` are contiguous
-  const float* scale;
+  const float *scale, *factor;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   __device__ __forceinline__ void begin(float (&d)[128], int row, int column) const {
@@ -275,6 +276,11 @@ struct ProductEpilogue {
             *reinterpret_cast<float2*>(out + int64_t(row + 8 * h) * columns + column + 8 * j) =
                 make_float2(d[4 * j + 2 * h], d[4 * j + 2 * h + 1]);
     } else {
+      if (factor) {
+        const float by = *factor;
+#pragma unroll
+        for (int i = 0; i < 128; ++i) d[i] = widen(__float2bfloat16_rn(d[i])) * by;
+      }
       const int lane = threadIdx.x % 4, first = column - 2 * lane;
       store_row<0>(d, out + int64_t(row) * columns + first, columns - first, row < rows);
       store_row<1>(d, out + int64_t(row + 8) * columns + first, columns - first, row + 8 < rows);
@@ -288,7 +294,7 @@ struct ProductEpilogue {
 // Zeros from row *live on, if that is given.
 constexpr int kUnitRows = 4;  // of a thread, so that as many loads are in flight
 __global__ void __launch_bounds__(256)
-    unit_gradients_kernel(Pieces kept, const float* parts, const float* lse, const float* logprob, const int64_t* target,
+    unit_gradients_kernel(Chunks kept, const float* parts, const float* lse, const float* logprob, const int64_t* target,
                           const int64_t* live, int tokens, int columns, int first, int blocks) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   const int row0 = blockIdx.x * kUnitRows, column = (blockIdx.y * 256 + threadIdx.x) * 8;
@@ -299,13 +305,13 @@ __global__ void __launch_bounds__(256)
   uint4 v[kUnitRows];
 #pragma unroll
   for (int i = 0; i < kUnitRows; ++i)
-    if (row0 + i < tokens) v[i] = __ldcs(reinterpret_cast<const uint4*>(place + i * kept.piece));
+    if (row0 + i < tokens) v[i] = __ldcs(reinterpret_cast<const uint4*>(place + i * kept.chunk));
 #pragma unroll
   for (int i = 0; i < kUnitRows; ++i) {
     const int64_t row = row0 + i;
     if (row >= tokens) return;
     if (row >= counting) {
-      __stcs(reinterpret_cast<uint4*>(place + i * kept.piece), make_uint4(0, 0, 0, 0));
+      __stcs(reinterpret_cast<uint4*>(place + i * kept.chunk), make_uint4(0, 0, 0, 0));
       continue;
     }
     const float factor = exp_of_negative((parts[row * 2 * blocks + block] - lse[2 * row]) - lse[2 * row + 1]);
@@ -315,12 +321,12 @@ __global__ void __launch_bounds__(256)
     for (int j = 0; j < 8; ++j) p[j] = __uint_as_float(j % 2 ? packed[j / 2] & 0xffff0000 : packed[j / 2] << 16) * factor;
     const int64_t wanted = target[row] - first - column;
     if (wanted >= 0 && wanted < 8 && column + wanted < columns) {
-      const float own = exp_of_negative(logprob[row]) - 1.0f;
+      const float of_target = exp_of_negative(logprob[row]) - 1.0f;
 #pragma unroll
       for (int j = 0; j < 8; ++j)
-        if (wanted == j) p[j] = own;
+        if (wanted == j) p[j] = of_target;
     }
-    __stcs(reinterpret_cast<uint4*>(place + i * kept.piece),
+    __stcs(reinterpret_cast<uint4*>(place + i * kept.chunk),
            make_uint4(pack(p[0], p[1]), pack(p[2], p[3]), pack(p[4], p[5]), pack(p[6], p[7])));
   }
 #endif

@@ -154,19 +154,22 @@ def test_repeatable(device, backend, dtype):
     )
 
 
-PIECES = {  # how much of the logits a backend holds at once, by the names that its module has for that
+CHUNKS = {  # how much of the logits a backend holds at once, by the names that its module has for that
     "cpu": [{"FWD_TOKENS": a, "BWD_TOKENS": b, "BWD_VOCABULARY": c} for a, b, c in ((16, 32, 512), (7, 33, 1024))],
     "triton": [{"FWD_TOKENS": a, "BWD_TOKENS": b, "BWD_VOCABULARY": c} for a, b, c in ((16, 64, 512), (7, 128, 1024))],
-    "cuda": [{"FWD_TOKENS": 16, "PIECE": 256, "KEPT_BYTES": b} for b in (1, 3 * 130 * 256 * 2, 1 << 30)],
+    "cuda": [{"FWD_TOKENS": 16, "CHUNK": 256, "KEPT_BYTES": b} for b in (1, 3 * 130 * 256 * 2, 1 << 30)],
 }
 
 
 @BACKENDS
 @DTYPES
-@pytest.mark.parametrize("ignored", [False, True], ids=["all", "some"])
-def test_the_pieces_do_not_show(device, backend, dtype, ignored, monkeypatch):
-    """However logits are cut to bound memory, kept or made again: values, and all gradients, have the same bits."""
-    hidden, weight, target, temperature = make(130, 1300, 24, dtype, device, 0)
+@pytest.mark.parametrize(
+    "ignored,width", [(False, 24), (True, 24), (True, 136)], ids=["all", "some", "some-few-tokens"]
+)
+def test_the_chunks_do_not_show(device, backend, dtype, ignored, width, monkeypatch):
+    """However logits are cut to bound memory, kept or made again, until the backward where tokens are fewer than the
+    width: values, and all gradients, have the same bits."""
+    hidden, weight, target, temperature = make(130, 1300, width, dtype, device, 0)
     up = tricky(2, 130, seed=1, device=device)
     module = importlib.import_module(f"vexact_ops.linear_cross_entropy.{backend}")
 
@@ -182,32 +185,55 @@ def test_the_pieces_do_not_show(device, backend, dtype, ignored, monkeypatch):
         return *gradients(head, hidden, weight, *up), *gradients(loss, hidden, weight, up[0, 0])
 
     whole = everything()
-    for sizes in PIECES[backend]:
+    for sizes in CHUNKS[backend]:
         for name, size in sizes.items():
             monkeypatch.setattr(module, name, size)
         assert_bitwise(everything(), whole, f"results with {sizes}")
 
 
+@pytest.mark.parametrize("device,backend", room_backends("linear_cross_entropy", "cuda"))
+def test_however_many_tokens_there_are_a_row_has_the_same_bits(device, backend):
+    """Kernels are chosen by their number: each is used here, on the same first rows."""
+    hidden, weight, target, temperature = make(1100, 1300, 512, torch.bfloat16, device, 0)
+    up = tricky(2, 1100, seed=1, device=device)
+
+    def head(hidden, weight, count):
+        kwargs = {"temperature": temperature[:count], "return_entropy": True, "backend": backend}
+        return vx.linear_logprobs(hidden, weight, target[:count], **kwargs)
+
+    def loss(hidden, weight, count):
+        return vx.linear_cross_entropy(hidden, weight, target[:count], reduction="sum", backend=backend)
+
+    def rows(count):
+        *outputs, dhidden, _ = gradients(functools.partial(head, count=count), hidden[:count], weight, *up[:, :count])
+        of_loss = gradients(functools.partial(loss, count=count), hidden[:count], weight, up[0, 0])[1]
+        return *outputs, dhidden, of_loss
+
+    whole = rows(1100)
+    for count in (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 513, 1024, 1025):
+        assert_bitwise(rows(count), tuple(r[:count] for r in whole), f"the first {count} tokens")
+
+
 @pytest.mark.parametrize(
     "tokens,width,vocabulary", [(8192, 4096, 151936), (300, 64, 5000), (64, 512, 5000), (9, 8, 40)]
 )
-@pytest.mark.parametrize("piece", [256, 2048])
+@pytest.mark.parametrize("chunk", [256, 2048])
 @pytest.mark.parametrize("beside", [1, 3, 40])
-def test_no_gradient_of_logits_is_overwritten_before_it_is_read(tokens, width, vocabulary, piece, beside):
+def test_no_gradient_of_logits_is_overwritten_before_it_is_read(tokens, width, vocabulary, chunk, beside):
     """Where the fast loss keeps them inside of the gradient of the weight, by simulation: extents in elements."""
     pytest.importorskip("triton")
-    from vexact_ops.linear_cross_entropy.cuda import _layout, _turns
+    from vexact_ops.linear_cross_entropy.cuda import _layout, _steps
 
-    inside, apart, others = _layout(tokens, width, vocabulary, piece, beside)
-    assert inside >= 0 and 1 <= others <= beside and (inside + others - 1) * piece < vocabulary
-    held = [(piece * width + j * apart, piece * width + j * apart + tokens * piece) for j in range(inside)]
+    inside, apart, others = _layout(tokens, width, vocabulary, chunk, beside)
+    assert inside >= 0 and 1 <= others <= beside and (inside + others - 1) * chunk < vocabulary
+    held = [(chunk * width + j * apart, chunk * width + j * apart + tokens * chunk) for j in range(inside)]
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(held))
     assert not held or held[-1][1] <= vocabulary * width
-    turns = _turns(0, inside, width, piece, apart)
-    assert [j for first, end in turns for j in range(first, end)] == list(range(inside))
-    for first, end in turns:
-        assert all(begin >= end * piece * width for begin, _ in held[first:])
-    if (tokens, width, vocabulary, piece, beside) == (8192, 4096, 151936, 2048, 40):
+    steps = _steps(0, inside, width, chunk, apart)
+    assert [j for first, end in steps for j in range(first, end)] == list(range(inside))
+    for first, end in steps:
+        assert all(begin >= end * chunk * width for begin, _ in held[first:])
+    if (tokens, width, vocabulary, chunk, beside) == (8192, 4096, 151936, 2048, 40):
         assert inside + others == 75  # nothing of the head of an 8B model is made twice
 
 
@@ -304,7 +330,7 @@ def test_gradient_rows_of_the_loss_stand_alone(device, backend, dtype, v, tokens
 
     with pytest.MonkeyPatch.context() as patch:
         if backend == "cuda":
-            patch.setattr(module, "PIECE", 256)
+            patch.setattr(module, "CHUNK", 256)
             patch.setattr(module, "KEPT_BYTES", 4 * 2 * 256 * 2)  # two pieces of four tokens, four of two
         check_rows(dhidden, hidden, torch.arange(tokens, device=device), seed=seed)
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from .._core import native
 
-# The pieces that logits are made in. They bound the memory beyond the gradients; no bit depends on them.
+# The chunks that logits are made in. They bound the memory beyond the gradients; no bit depends on them.
 FWD_TOKENS = 4096  # whose block sums are held at once: 12 bytes for every 512 logits
-BWD_TOKENS, BWD_VOCABULARY = 2048, 1024  # of one piece of dlogits: 8 MiB; fewer tokens take more of the vocabulary
+BWD_TOKENS, BWD_VOCABULARY = 2048, 1024  # of one chunk of dlogits: 8 MiB; fewer tokens take more of the vocabulary
 LSE_BLOCK = 512
 _fp32 = functools.partial(torch.empty, dtype=torch.float32)  # whatever torch's default is at the time
 
@@ -50,10 +50,10 @@ def linear_logprobs_bwd(
     dhidden = _fp32(tokens, width) if need_dhidden else None
     dweight = torch.empty(weight.shape, dtype=weight.dtype) if need_dweight else None
     rows = min(tokens, BWD_TOKENS)
-    piece = min(vocabulary, BWD_TOKENS // rows * BWD_VOCABULARY)
-    workspace = _fp32(rows, piece)
+    chunk = min(vocabulary, BWD_TOKENS // rows * BWD_VOCABULARY)
+    workspace = _fp32(rows, chunk)
     own_sums = need_dweight and weight.dtype != torch.float32 and tokens > BWD_TOKENS
-    sums = _fp32(piece, width) if own_sums else None
+    sums = _fp32(chunk, width) if own_sums else None
     args = dlogprob, dentropy, hidden, weight, target, temperature, softcap, entropy, lse
     native.ops().linear_logprobs_bwd(*args, workspace, sums, dhidden, dweight)
     return dhidden.to(hidden.dtype) if need_dhidden else None, dweight
@@ -71,8 +71,9 @@ def softcap_bwd(dy: Tensor, x: Tensor, cap: float) -> Tensor:
     return dx
 
 
-def token_sum(x: Tensor) -> Tensor:
-    """The sum of (T,) fp32 as fp64, tokens ascending."""
+def loss_of(logprob: Tensor, count: int | None) -> Tensor:
+    """Minus the sum of (T,) fp32, over count where there is one: in fp64, tokens ascending, rounded once."""
     total = torch.empty((), dtype=torch.float64)
-    native.ops().token_sum(x, total)
-    return total
+    native.ops().token_sum(logprob, total)
+    with native.default_float_mode():
+        return (-total if count is None else -total / count).float()

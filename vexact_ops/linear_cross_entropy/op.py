@@ -1,6 +1,5 @@
 """The head of a language model: logits, log-probabilities and the loss, with no T x V logits in training."""
 
-import contextlib
 from typing import Literal, overload
 
 import torch
@@ -141,7 +140,8 @@ def linear_cross_entropy(
     grad          as linear_logprobs. On a GPU, of "mean" and "sum" in bf16 without softcap: a probability is e^(z - its
                   block's largest z), rounded to bf16, times e^(that largest - lse), but the target's is not rounded;
                   what the loss is multiplied with comes last. So they can be made with the forward, from the same
-                  logits, and the fast kernels do that where a gradient is wanted (and keep it until the backward).
+                  logits, and the fast kernels do that where a gradient is wanted (and keep it until the backward; of
+                  few tokens, what the gradient of weight is made of).
                   A loss that only is looked at belongs under torch.no_grad(): that is the forward alone
     raises        as linear_logprobs, and ValueError on reduction (on a GPU a target outside the vocabulary that is not
                   ignored makes the loss NaN)
@@ -279,8 +279,8 @@ class _Kept:
         self.given, self.ignored, self.backend = target, ignored, backend
         self.place = self.last = self.live = None
         if backend != "cpu":
-            self.last = (target != ignored).cumsum(0)
-            self.count = self.live = self.last[-1].clone() if target.shape[0] else self.last.new_zeros(())
+            self.last, self.live, self.share = ROOM.module(backend).count(target, ignored)
+            self.count = self.live
             return
         out = target == ignored
         if bool(out.any()):
@@ -300,7 +300,7 @@ class _Kept:
 
     def scale(self, reduction: str) -> Tensor | None:
         """What the gradient of every token's loss is multiplied with, on a GPU."""
-        return (1.0 / self.count.clamp(min=1).double()).float() if reduction == "mean" else None
+        return self.share if reduction == "mean" else None
 
     def rows(self, x: Tensor) -> Tensor:
         """Of all tokens' x those of the kept ones, and zeros."""
@@ -335,7 +335,7 @@ def _unit(dtype: torch.dtype, reduction: str, softcap: float, backend: str) -> b
 def _loss(hidden, weight, target, reduction, ignore_index, softcap, want_dhidden, want_dweight, backend):
     module, kept = ROOM.module(backend), _Kept(target, ignore_index, backend)
     kept_hidden, kept_target = kept.tokens(hidden, weight.shape[0])
-    dhidden, dweight = hidden.new_empty(0, dtype=torch.float32), weight.new_empty(0)
+    dhidden, dweight = hidden.new_empty(0, dtype=torch.float32), weight.new_empty(0)  # or what it is made of
     live = () if backend == "cpu" else (kept.live,)
     if want_dhidden or want_dweight:
         wanted = want_dhidden, want_dweight
@@ -349,9 +349,7 @@ def _loss(hidden, weight, target, reduction, ignore_index, softcap, want_dhidden
     if reduction == "none":
         loss = kept.among(-logprob)
     else:
-        total = -module.token_sum(logprob)
-        with native.default_float_mode() if backend == "cpu" else contextlib.nullcontext():
-            loss = (total / kept.count if reduction == "mean" else total).float()
+        loss = module.loss_of(logprob, kept.count if reduction == "mean" else None)
     if kept.place is not None:
         lse = kept.among(lse)
     return loss, lse, dhidden, dweight
@@ -363,7 +361,8 @@ def _loss_fake(hidden, weight, target, reduction, ignore_index, softcap, want_dh
 
     tokens = hidden.shape[0]
     loss = new(tokens) if reduction == "none" else new()
-    dweight = weight.new_empty(weight.shape if want_dweight else (0,))
+    kept = want_dweight and ROOM.module(backend).kept_shape(hidden, weight)
+    dweight = weight.new_empty(kept or (weight.shape if want_dweight else (0,)))
     return loss, new(tokens, 2), new(*hidden.shape) if want_dhidden else new(0), dweight
 
 
@@ -392,8 +391,10 @@ def _loss_bwd(
     unit = _unit(dtype, reduction, softcap, backend)
     kept = _Kept(target, ignore_index, backend)
     live = () if backend == "cpu" else (kept.live,)
-    if not made:
+    unfinished = unit and made and need_dweight and dweight.dim() == 3
+    if not made or unfinished:
         kept_hidden, kept_target = kept.tokens(hidden, weight.shape[0])
+    if not made:
         lse = lse if kept.place is None else lse[kept.place]
     if unit and not made:
         args = kept_hidden, weight, kept_target, lse, kept.scale(reduction), *need
@@ -411,7 +412,10 @@ def _loss_bwd(
         dhidden = kept.among(dhidden) if need_dhidden else None
     if unit:
         dhidden = kept.scaled_among(dhidden, dloss, dtype) if need_dhidden else None
-        dweight = module.scaled(dweight, dloss, dtype) if need_dweight else None
+        if unfinished:
+            dweight = module.unit_dweight(dweight, kept_hidden, weight, kept.scale(reduction), dloss, kept.live)
+        else:
+            dweight = module.scaled(dweight, dloss, dtype) if need_dweight else None
     return tuple(g if needed else hidden.new_empty(0) for g, needed in zip((dhidden, dweight), need))
 
 

@@ -1,8 +1,10 @@
 """The Triton kernels: tiles of logits as `linear` makes them, reduced where they are made, in the order of log_softmax.
 
-Backward, logits are made again, a piece of the vocabulary at a time, and turned into their gradients, which are kept in
+Backward, logits are made again, a chunk of the vocabulary at a time, and turned into their gradients, which are kept in
 the inputs' dtype (fp32 and fp16 inputs: in fp32) for the two products with them.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,17 +15,30 @@ from .._core.triton import OPTIONS, exp, log, on, tanh, tree_sum
 from ..linear.triton import accumulate, matmul, place
 from ..log_softmax.triton import LSE_BLOCK, join_blocks, joined, load_blocks, log_prob, origin, reduce_blocks
 
-# The pieces that logits are made in. They bound the memory beyond the gradients; no bit depends on them.
+# The chunks that logits are made in. They bound the memory beyond the gradients; no bit depends on them.
 FWD_TOKENS = 16384  # whose block sums are held at once: 8 or 12 bytes for every 128 logits
-BWD_TOKENS, BWD_VOCABULARY = 8192, 16384  # of one piece of dlogits: 256 MiB in bf16
+BWD_TOKENS, BWD_VOCABULARY = 8192, 16384  # of one chunk of dlogits: 256 MiB in bf16
 # A number for each token: kernels are not compiled anew for the boundaries that these begin on.
-COLUMNS = "target", "temperature", "dlogprob", "dentropy", "entropy", "lse", "count", "own"
+COLUMNS = "target", "temperature", "dlogprob", "dentropy", "entropy", "lse", "count", "target_logit"
 
 # A tile's columns are one block of the log-sum-exp.
 TILES = {
     2: {"BM": 128, "BN": LSE_BLOCK, "BK": 64, "num_warps": 8, "num_stages": 4},
     4: {"BM": 64, "BN": LSE_BLOCK, "BK": 32, "num_warps": 8, "num_stages": 2},
 }
+
+
+class Strides(NamedTuple):
+    """Of rows."""
+
+    hidden: int
+    weight: int
+
+
+class GradientStrides(NamedTuple):
+    hidden: int
+    weight: int
+    d: int
 
 
 @triton.jit
@@ -39,20 +54,20 @@ def _at(x, t):
 
 @triton.jit(do_not_specialize=["tokens", "V", "blocks"], do_not_specialize_on_alignment=COLUMNS)
 def _blocks_kernel(
-    hidden, weight, target, temperature, cap, parts, own, tokens, V, K, hidden_row, weight_row, blocks,
+    hidden, weight, target, temperature, cap, parts, target_logit, tokens, V, K, strides, blocks,
     ONE_T: tl.constexpr, CAP: tl.constexpr, ENTROPY: tl.constexpr, EVEN_K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """A block's largest z and sums for a tile of tokens, and the logit of every target that lies in it."""
     m, n = place(tokens, V, BM, BN)
     x = tl.zeros([BM, BN], tl.float32)
-    x = accumulate(x, hidden, weight, m, n, tokens, V, K, hidden_row, 1, 1, weight_row, False, EVEN_K, BK)
+    x = accumulate(x, hidden, weight, m, n, tokens, V, K, strides.hidden, 1, 1, strides.weight, False, EVEN_K, BK)
     if CAP:
         x = _capped(x, cap)
     live = m < tokens
-    own_at = tl.broadcast_to((own + m)[:, None], x.shape)
+    target_at = tl.broadcast_to((target_logit + m)[:, None], x.shape)
     wanted = tl.load(target + m, mask=live, other=-1)
-    tl.store(own_at, x, mask=(live & (wanted < V))[:, None] & (wanted[:, None] == n[None, :]))
+    tl.store(target_at, x, mask=(live & (wanted < V))[:, None] & (wanted[:, None] == n[None, :]))
     if ONE_T:
         t = tl.load(temperature)
         if t != 1.0:
@@ -83,7 +98,7 @@ def _moved(parts, top, start, blocks, BLOCKS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["V", "blocks", "first"], do_not_specialize_on_alignment=COLUMNS)
 def _tokens_kernel(
-    parts, own, target, temperature, count, logprob, entropy, lse, V, blocks, first,
+    parts, target_logit, target, temperature, count, logprob, entropy, lse, V, blocks, first,
     ONE_T: tl.constexpr, ENTROPY: tl.constexpr, COUNT: tl.constexpr, BLOCKS: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """Of tokens from `first` on; zeros for those that are not live."""
@@ -98,7 +113,7 @@ def _tokens_kernel(
     tl.store(lse + 2 * token + one, tl.where(counts, top, 0.0))
     tl.store(lse + 2 * token + 1 + one, tl.where(counts, log_sum, 0.0))
     wanted = tl.load(target + token + one)
-    x = tl.load(own + token + one, mask=(wanted >= 0) & (wanted < V), other=float("nan"))
+    x = tl.load(target_logit + token + one, mask=(wanted >= 0) & (wanted < V), other=float("nan"))
     z = tl.div_rn(x, tl.load(temperature + (0 if ONE_T else token)) + one.to(tl.float32))
     tl.store(logprob + token + one, tl.where(counts, log_prob(z, top, log_sum), 0.0))
     if ENTROPY:
@@ -112,14 +127,14 @@ def _tokens_kernel(
 @triton.jit(do_not_specialize=["tokens", "first"], do_not_specialize_on_alignment=COLUMNS)
 def _dlogits_kernel(
     hidden, weight, target, temperature, cap, lse, dlogprob, dentropy, entropy, d,
-    tokens, V, K, hidden_row, weight_row, d_row, first,
+    tokens, V, K, strides, first,
     ONE_T: tl.constexpr, CAP: tl.constexpr, ENTROPY: tl.constexpr, EVEN_K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a tile of logits; V of the vocabulary, from `first` on."""
     m, n = place(tokens, V, BM, BN)
     x = tl.zeros([BM, BN], tl.float32)
-    x = accumulate(x, hidden, weight, m, n, tokens, V, K, hidden_row, 1, 1, weight_row, False, EVEN_K, BK)
+    x = accumulate(x, hidden, weight, m, n, tokens, V, K, strides.hidden, 1, 1, strides.weight, False, EVEN_K, BK)
     live = m < tokens
     if CAP:
         th = tanh(tl.div_rn(x, tl.zeros_like(x) + cap))
@@ -153,12 +168,12 @@ def _dlogits_kernel(
     if CAP:
         out *= slope
     inside = live[:, None] & (n < V)[None, :]
-    tl.store(d + m[:, None] * d_row + n[None, :], out.to(d.dtype.element_ty), mask=inside)
+    tl.store(d + m[:, None] * strides.d + n[None, :], out.to(d.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "first", "first_token"], do_not_specialize_on_alignment=COLUMNS)
 def _unit_dlogits_kernel(
-    hidden, weight, target, lse, count, d, tokens, V, K, hidden_row, weight_row, d_row, first, first_token,
+    hidden, weight, target, lse, count, d, tokens, V, K, strides, first, first_token,
     COUNT: tl.constexpr, EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """The gradients of -log p[target] of a tile of logits, p - [target]: p is e^(z - its block's largest z), rounded to
@@ -166,7 +181,7 @@ def _unit_dlogits_kernel(
     Zeros for tokens that are not live."""
     m, n = place(tokens, V, BM, BN)
     x = tl.zeros([BM, BN], tl.float32)
-    x = accumulate(x, hidden, weight, m, n, tokens, V, K, hidden_row, 1, 1, weight_row, False, EVEN_K, BK)
+    x = accumulate(x, hidden, weight, m, n, tokens, V, K, strides.hidden, 1, 1, strides.weight, False, EVEN_K, BK)
     live = m < tokens
     z = tl.where((n < V)[None, :], x, float("-inf"))
     largest = tl.max(z, axis=1, keep_dims=True) + 0.0  # as reduce_blocks has it
@@ -178,7 +193,7 @@ def _unit_dlogits_kernel(
     out = tl.where(wanted == n[None, :], exp(log_prob(z, top, log_sum)) - 1.0, p)
     if COUNT:
         out = tl.where((first_token + m < tl.load(count))[:, None], out, 0.0)
-    tl.store(d + m[:, None] * d_row + n[None, :], out.to(d.dtype.element_ty), mask=live[:, None] & (n < V)[None, :])
+    tl.store(d + m[:, None] * strides.d + n[None, :], out.to(d.dtype.element_ty), mask=live[:, None] & (n < V)[None, :])
 
 
 @triton.jit
@@ -186,6 +201,21 @@ def _scaled_kernel(x, factor, y, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32) * tl.load(factor)
     tl.store(y + at, v.to(y.dtype.element_ty), mask=at < n)
+
+
+@triton.jit(do_not_specialize=["ignored", "tokens"], do_not_specialize_on_alignment=COLUMNS)
+def _count_kernel(target, last, live, share, ignored, tokens, BLOCK: tl.constexpr):
+    """How many tokens up to each are not ignored, how many that is in all, and one over that (of none, 1)."""
+    one = tl.arange(0, 1)
+    total = tl.zeros([1], tl.int64)
+    for start in range(0, tokens, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < tokens
+        counts = (inside & (tl.load(target + at, mask=inside, other=0) != ignored)).to(tl.int64)
+        tl.store(last + at, total + tl.cumsum(counts, 0), mask=inside)
+        total += tl.sum(counts, axis=0)
+    tl.store(live + one, total)
+    tl.store(share + one, (1.0 / tl.maximum(total, 1).to(tl.float64)).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["ignored", "tokens"], do_not_specialize_on_alignment=COLUMNS)
@@ -230,12 +260,17 @@ def _softcap_kernel(x, dy, y, n, x_row, dy_row, cap, BACKWARD: tl.constexpr, BLO
 
 
 @triton.jit(do_not_specialize=["n"])
-def _token_sum_kernel(x, out, n, BLOCK: tl.constexpr):
+def _loss_kernel(logprob, count, loss, n, MEAN: tl.constexpr, BLOCK: tl.constexpr):
     lanes = tl.zeros([1, BLOCK], tl.float64)
     for start in range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK)[None, :]
-        lanes += tl.load(x + at, mask=at < n, other=0.0).to(tl.float64)  # order: lane by lane, ascending; then a tree
-    tl.store(out + tl.arange(0, 1)[None, :], tree_sum(lanes))
+        x = tl.load(logprob + at, mask=at < n, other=0.0).to(tl.float64)
+        lanes += x  # order: lane by lane, ascending; then a tree
+    one = tl.arange(0, 1)[None, :]
+    total = tree_sum(lanes) * -1.0
+    if MEAN:
+        total = total / tl.load(count + one).to(tl.float64)
+    tl.store(loss + one, total.to(tl.float32))
 
 
 def _head(hidden: Tensor, weight: Tensor, temperature: Tensor, softcap: float) -> dict:
@@ -248,13 +283,15 @@ def _grid(tokens: int, columns: int, tile: dict) -> tuple[int]:
     return (triton.cdiv(tokens, tile["BM"]) * triton.cdiv(columns, tile["BN"]),)
 
 
-def reduce_tokens(parts, own, target, temperature, vocabulary, logprob, entropy, lse, live=None, first=0) -> None:
+def reduce_tokens(
+    parts, target_logit, target, temperature, vocabulary, logprob, entropy, lse, live=None, first=0
+) -> None:
     """Log-probabilities, entropies (or None) and log-sum-exps of tokens, from `first` on, from the sums of their
     blocks; zeros from the live-th token on, where that is given."""
     blocks = triton.cdiv(vocabulary, LSE_BLOCK)
     with on(parts):
         _tokens_kernel[(logprob.shape[0],)](
-            parts, own, target, temperature, target if live is None else live, logprob,
+            parts, target_logit, target, temperature, target if live is None else live, logprob,
             logprob if entropy is None else entropy, lse, vocabulary, blocks, first, ONE_T=temperature.shape[0] == 1,
             ENTROPY=entropy is not None, COUNT=live is not None, **joined(blocks), num_warps=4, **OPTIONS,
         )  # fmt: skip
@@ -278,19 +315,19 @@ def linear_logprobs_fwd(
     logprob, lse = new(tokens), new(tokens, 2)
     entropy = new(tokens) if want_entropy else None
     blocks, tile = triton.cdiv(vocabulary, LSE_BLOCK), _head(hidden, weight, temperature, softcap)
-    parts, own = new(min(tokens, FWD_TOKENS), 3 if want_entropy else 2, blocks), new(min(tokens, FWD_TOKENS))
+    parts, target_logit = new(min(tokens, FWD_TOKENS), 3 if want_entropy else 2, blocks), new(min(tokens, FWD_TOKENS))
     for first in range(0, tokens, FWD_TOKENS):
-        piece = slice(first, first + FWD_TOKENS)
-        rows, ids = hidden[piece], target[piece]
-        temperatures = temperature if tile["ONE_T"] else temperature[piece]
+        chunk = slice(first, first + FWD_TOKENS)
+        rows, ids = hidden[chunk], target[chunk]
+        temperatures = temperature if tile["ONE_T"] else temperature[chunk]
         count = rows.shape[0]
         with on(hidden):
             _blocks_kernel[_grid(count, vocabulary, tile)](
-                rows, weight, ids, temperatures, softcap, parts, own, count, vocabulary, width, hidden.stride(0),
-                weight.stride(0), blocks, ENTROPY=want_entropy, **tile,
+                rows, weight, ids, temperatures, softcap, parts, target_logit, count, vocabulary, width,
+                Strides(hidden.stride(0), weight.stride(0)), blocks, ENTROPY=want_entropy, **tile,
             )  # fmt: skip
-        results = logprob[piece], None if entropy is None else entropy[piece], lse[piece]
-        reduce_tokens(parts, own, ids, temperatures, vocabulary, *results, live, first)
+        results = logprob[chunk], None if entropy is None else entropy[chunk], lse[chunk]
+        reduce_tokens(parts, target_logit, ids, temperatures, vocabulary, *results, live, first)
     return logprob, entropy, lse
 
 
@@ -311,17 +348,29 @@ def linear_logprobs_bwd(
     """From the live-th token on, where that is given, hidden, dlogprob and lse hold zeros."""
     tile = _head(hidden, weight, temperature, softcap)
 
-    def dlogits(piece: slice, low: int, w: Tensor, d: Tensor) -> None:
-        rows = hidden[piece]
+    def dlogits(chunk: slice, low: int, w: Tensor, d: Tensor) -> None:
+        rows = hidden[chunk]
         _dlogits_kernel[_grid(*d.shape, tile)](
-            rows, w, target[piece], temperature if tile["ONE_T"] else temperature[piece], softcap, lse[piece],
-            dlogprob[piece], dlogprob if dentropy is None else dentropy[piece],
-            dlogprob if dentropy is None else entropy[piece], d, *d.shape, hidden.shape[1],
-            hidden.stride(0), weight.stride(0), d.stride(0), low, ENTROPY=dentropy is not None, **tile,
+            rows, w, target[chunk], temperature if tile["ONE_T"] else temperature[chunk], softcap, lse[chunk],
+            dlogprob[chunk], dlogprob if dentropy is None else dentropy[chunk],
+            dlogprob if dentropy is None else entropy[chunk], d, *d.shape, hidden.shape[1],
+            GradientStrides(hidden.stride(0), weight.stride(0), d.stride(0)), low, ENTROPY=dentropy is not None, **tile,
         )  # fmt: skip
 
     dhidden, dweight = _products(dlogits, hidden, weight, None, need_dhidden, need_dweight)
     return dhidden.to(hidden.dtype) if need_dhidden else None, dweight
+
+
+def _unit_tile(hidden: Tensor, live: Tensor | None) -> dict:
+    return {**TILES[2], **OPTIONS, "EVEN_K": hidden.shape[1] % TILES[2]["BK"] == 0, "COUNT": live is not None}
+
+
+def _unit_dlogits(hidden, w, target, lse, live, d, low: int, first: int, tile: dict) -> None:
+    with on(hidden):
+        _unit_dlogits_kernel[_grid(*d.shape, tile)](
+            hidden, w, target, lse, target if live is None else live, d, *d.shape, hidden.shape[1],
+            GradientStrides(hidden.stride(0), w.stride(0), d.stride(0)), low, first, **tile,
+        )  # fmt: skip
 
 
 def unit_gradients(
@@ -336,19 +385,37 @@ def unit_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of the sum of -scale * log p[target] over the live tokens, before what the loss is multiplied with
     is known: dhidden in fp32, dweight in weight's dtype. bf16, no softcap, a temperature of 1; scale () fp32."""
-    tile = {**TILES[2], **OPTIONS, "EVEN_K": hidden.shape[1] % TILES[2]["BK"] == 0, "COUNT": live is not None}
+    tile = _unit_tile(hidden, live)
 
-    def dlogits(piece: slice, low: int, w: Tensor, d: Tensor) -> None:
-        _unit_dlogits_kernel[_grid(*d.shape, tile)](
-            hidden[piece], w, target[piece], lse[piece], target if live is None else live, d, *d.shape,
-            hidden.shape[1], hidden.stride(0), weight.stride(0), d.stride(0), low, piece.start, **tile,
-        )  # fmt: skip
+    def dlogits(chunk: slice, low: int, w: Tensor, d: Tensor) -> None:
+        _unit_dlogits(hidden[chunk], w, target[chunk], lse[chunk], live, d, low, chunk.start, tile)
 
     return _products(dlogits, hidden, weight, scale, need_dhidden, need_dweight)
 
 
+def unit_dlogits(hidden: Tensor, weight: Tensor, target: Tensor, lse: Tensor, live: Tensor | None, d: Tensor) -> None:
+    """unit_gradients' gradients of logits into d (chunks, T, columns of the vocabulary in each) bf16."""
+    tile = _unit_tile(hidden, live)
+    for number in range(d.shape[0] if hidden.shape[0] else 0):
+        low = number * d.shape[2]
+        w = weight[low : low + d.shape[2]]
+        _unit_dlogits(hidden, w, target, lse, live, d[number, :, : w.shape[0]], low, 0, tile)
+
+
+def unit_dweight(d: Tensor, hidden: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    """unit_gradients' dweight from what unit_dlogits has made."""
+    columns = d.shape[2]
+    dweight = (torch.empty if hidden.shape[0] else torch.zeros)(weight.shape, dtype=weight.dtype, device=weight.device)
+    sums = torch.empty(min(columns, weight.shape[0]), weight.shape[1], dtype=torch.float32, device=weight.device)
+    for number in range(d.shape[0] if hidden.shape[0] else 0):
+        out = dweight[number * columns : (number + 1) * columns]
+        made = matmul(d[number, :, : out.shape[0]].t(), hidden, sums[: out.shape[0]])  # order: tokens ascending
+        out.copy_(made if scale is None else made.mul_(scale))
+    return dweight
+
+
 def _products(dlogits, hidden: Tensor, weight: Tensor, scale: Tensor | None, need_dhidden: bool, need_dweight: bool):
-    """The products with dlogits, which come in pieces: (T, H) fp32, (V, H) as weight, each times scale, if any."""
+    """The products with dlogits, which come in chunks: (T, H) fp32, (V, H) as weight, each times scale, if any."""
     (tokens, width), vocabulary = hidden.shape, weight.shape[0]
     device = hidden.device
     new = torch.empty if tokens else torch.zeros
@@ -359,21 +426,21 @@ def _products(dlogits, hidden: Tensor, weight: Tensor, scale: Tensor | None, nee
     columns = min(vocabulary, BWD_VOCABULARY)
     kept = hidden.dtype if hidden.dtype == torch.bfloat16 else torch.float32  # fp16 would lose small probabilities
     room = torch.empty(min(tokens, BWD_TOKENS), columns, dtype=kept, device=device)
-    pieces = need_dweight and (tokens > BWD_TOKENS or scale is not None)
-    sums = torch.empty(columns, width, dtype=torch.float32, device=device) if pieces else None
+    chunks = need_dweight and (tokens > BWD_TOKENS or scale is not None)
+    sums = torch.empty(columns, width, dtype=torch.float32, device=device) if chunks else None
     for low in range(0, vocabulary, columns):
         w = weight[low : low + columns]
         for first in range(0, tokens, BWD_TOKENS):
-            piece = slice(first, first + BWD_TOKENS)
-            rows = hidden[piece]
+            chunk = slice(first, first + BWD_TOKENS)
+            rows = hidden[chunk]
             d = room[: rows.shape[0], : w.shape[0]]
             with on(hidden):
-                dlogits(piece, low, w, d)
-            if need_dhidden:  # order: the vocabulary ascending, continued from piece to piece
-                matmul(d, w, dhidden[piece], resume=low > 0)
-            if need_dweight:  # order: tokens ascending, continued from piece to piece; rounded once
+                dlogits(chunk, low, w, d)
+            if need_dhidden:  # order: the vocabulary ascending, continued from chunk to chunk
+                matmul(d, w, dhidden[chunk], resume=low > 0)
+            if need_dweight:  # order: tokens ascending, continued from chunk to chunk; rounded once
                 target_rows = dweight[low : low + columns]
-                if not pieces:
+                if not chunks:
                     matmul(d.t(), rows, target_rows)
                 else:
                     matmul(d.t(), rows, sums[: w.shape[0]], resume=first > 0)
@@ -439,9 +506,25 @@ def softcap_bwd(dy: Tensor, x: Tensor, cap: float) -> Tensor:
     return _softcap(x, dy, cap)
 
 
-def token_sum(x: Tensor) -> Tensor:
-    """The sum of (T,) fp32 as fp64, in one order."""
-    total = torch.empty((), dtype=torch.float64, device=x.device)
-    with on(x):
-        _token_sum_kernel[(1,)](x, total, x.shape[0], BLOCK=2048, num_warps=8, **OPTIONS)
-    return total
+def count(target: Tensor, ignored: int) -> tuple[Tensor, Tensor, Tensor]:
+    """How many of (T,) ids up to each are not `ignored`, (T,) int64; how many that is in all, () int64; and one over
+    that, () fp32, 1 of none."""
+    last = torch.empty(target.shape, dtype=torch.int64, device=target.device)
+    live = torch.empty((), dtype=torch.int64, device=target.device)
+    share = torch.empty((), dtype=torch.float32, device=target.device)
+    with on(target):
+        _count_kernel[(1,)](
+            target, last, live, share, ignored, target.shape[0], BLOCK=2048, num_warps=8, **OPTIONS
+        )  # fmt: skip
+    return last, live, share
+
+
+def loss_of(logprob: Tensor, count: Tensor | None) -> Tensor:
+    """Minus the sum of (T,) fp32, over count () int64 where there is one: in fp64 and in one order, rounded once."""
+    loss = torch.empty((), dtype=torch.float32, device=logprob.device)
+    with on(logprob):
+        _loss_kernel[(1,)](
+            logprob, logprob if count is None else count, loss, logprob.shape[0], MEAN=count is not None, BLOCK=2048,
+            num_warps=8, **OPTIONS,
+        )  # fmt: skip
+    return loss
