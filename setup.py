@@ -77,7 +77,7 @@ SECONDS = {
     "csrc/attention/cuda.cu": 120,
     "csrc/attention/latent.cu": 55,
     "csrc/grouped_linear/cuda.cu": 40,
-    "csrc/grouped_linear/few.cu": 25,
+    "csrc/grouped_linear/small_m.cu": 25,
     "csrc/linear/cuda.cu": 30,
     "csrc/linear/tiled.cu": 20,
     "csrc/linear_cross_entropy/cuda.cu": 40,

@@ -36,8 +36,8 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("grouped_sums(Tensor dy, Tensor x, Tensor offsets, int units, int stages, Tensor(a!) out) -> ()");
   m.def("grouped_tail(Tensor offsets, Tensor(a!) out) -> ()");
   // few rows per expert on SM90: false, with nothing written, where it does not take these tensors; values of offsets and order are safe
-  m.def("grouped_few(Tensor x, Tensor weight, Tensor offsets, Tensor? order, int top_k, int activation, int groups, int boxes, int blocks, int percent, int piece, Tensor(a!) out) -> bool");
-  m.def("grouped_few_lent(Tensor on) -> int");
+  m.def("grouped_small_m(Tensor x, Tensor weight, Tensor offsets, Tensor? order, int top_k, int activation, int groups, int boxes, int blocks, int percent, int piece, Tensor(a!) out) -> bool");
+  m.def("grouped_small_m_lent(Tensor on) -> int");
 
   // moe_route
   m.def("moe_route_fwd(Tensor logits, int top_k, bool sigmoid, bool normalize, int groups, int top_groups, Tensor? bias, float scale, Tensor(a!) weights, Tensor(b!) ids) -> ()");

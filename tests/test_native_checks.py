@@ -173,8 +173,8 @@ ELSEWHERE |= {
     "grouped_product",
     "grouped_sums",
     "grouped_tail",
-    "grouped_few",
-    "grouped_few_lent",
+    "grouped_small_m",
+    "grouped_small_m_lent",
 }
 ELSEWHERE |= {"attention_latent_varlen", "attention_latent_paged"}
 

@@ -34,10 +34,10 @@ class Browser:
         self.to, self.answers = os.fdopen(ours, "wb", 0), os.fdopen(theirs, "rb", 0)
         self.count, self.rest, self.session = 0, b"", None
         self.errors: list = []
-        target = self.tell("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self.tell("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        self.session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
-            self.tell(f"{domain}.enable")
+            self.send(f"{domain}.enable")
         return self
 
     def __exit__(self, *exception) -> None:
@@ -47,7 +47,7 @@ class Browser:
         self.answers.close()
         self.profile.cleanup()
 
-    def tell(self, method: str, **params) -> dict:
+    def send(self, method: str, **params) -> dict:
         self.count += 1
         message = {"id": self.count, "method": method, "params": params}
         if self.session is not None:
@@ -78,15 +78,15 @@ class Browser:
         """A file as a window of that width shows it. `asked` are the addresses that it was fetched from."""
         self.asked: list[str] = []
         sizes = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
-        self.tell("Emulation.setDeviceMetricsOverride", **sizes)
+        self.send("Emulation.setDeviceMetricsOverride", **sizes)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.tell("Emulation.setEmulatedMedia", features=[scheme])
-        self.tell("Page.navigate", url=path.as_uri())
+        self.send("Emulation.setEmulatedMedia", features=[scheme])
+        self.send("Page.navigate", url=path.as_uri())
         while self.run("location.href") != path.as_uri() or self.run("document.readyState") != "complete":
             pass
 
     def run(self, script: str):
-        found = self.tell("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        found = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in found:
             raise RuntimeError(json.dumps(found["exceptionDetails"])[:500])
         return found["result"].get("value")
@@ -94,4 +94,4 @@ class Browser:
     def picture(self, path: Path) -> None:
         import base64
 
-        path.write_bytes(base64.b64decode(self.tell("Page.captureScreenshot", captureBeyondViewport=True)["data"]))
+        path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", captureBeyondViewport=True)["data"]))

@@ -36,7 +36,7 @@ def mixture():
     return build("Qwen3Moe").eval()
 
 
-def nudge(tensor):
+def perturb(tensor):
     """One bit of one element of one token, the fifth of the second sequence, in a batch of all or alone."""
     tensor, length = tensor.clone(), LENGTHS[1]
     places = {(4, length): (1, 4), (1, length): (0, 4)}
@@ -110,7 +110,7 @@ IDS = [f"{path.removeprefix('model.')}-{where}" for path, where, _ in PLACES]
 
 @pytest.mark.parametrize("path,where,module", PLACES, ids=IDS)
 def test_a_bit_planted_in_a_module_is_found_there(model, path, where, module):
-    found = bisect(stacks.stock(model), stacks.own(planted(model, path, nudge, where)), SEQUENCES)
+    found = bisect(stacks.stock(model), stacks.own(planted(model, path, perturb, where)), SEQUENCES)
     assert not found.equal and found.module == module, found
     (element,) = found.first
     assert (element.sequence, element.position, found.tokens, found.elements) == (1, 4, 1, 1)
@@ -120,7 +120,7 @@ def test_a_bit_planted_in_a_module_is_found_there(model, path, where, module):
 
 @pytest.mark.parametrize("path", [f"{LAYER}.mlp.gate", f"{LAYER}.mlp.experts", f"{LAYER}.mlp", "model.rotary_emb"])
 def test_a_bit_planted_in_a_mixture_or_in_the_angles_is_found(mixture, path):
-    found = bisect(stacks.stock(mixture), stacks.own(planted(mixture, path, nudge)), SEQUENCES)
+    found = bisect(stacks.stock(mixture), stacks.own(planted(mixture, path, perturb)), SEQUENCES)
     assert found.module == path and found.tokens == 1 and found.first[0].position == 4, found
 
 
@@ -306,7 +306,7 @@ def with_aligned_linears(model):
 
 def test_it_is_said_on_a_terminal_and_on_a_page(model):
     found = bisect(
-        stacks.stock(model), stacks.own(planted(model, f"{LAYER}.mlp.up_proj", nudge), name="<mine>"), SEQUENCES
+        stacks.stock(model), stacks.own(planted(model, f"{LAYER}.mlp.up_proj", perturb), name="<mine>"), SEQUENCES
     )
     text = "\n".join(lines(found))
     assert lines(found)[-1] == found.verdict() == f"they part in {LAYER}.mlp.up_proj (Linear): unknown"

@@ -337,13 +337,13 @@ def trainers(pid):
 
 
 def killing(whose, seen):
-    def tell(kind, *values):
+    def watch(kind, *values):
         if kind == "step":
             seen.update(descendants(os.getpid()))
             (pid,) = whose(os.getpid())
             os.kill(pid, signal.SIGKILL)
 
-    return tell
+    return watch
 
 
 def test_an_engine_that_dies_is_named(models):

@@ -356,8 +356,8 @@ def test_no_rows_after_some_rows():
 def test_counters_of_captured_launches_go_back_with_their_graph():
     x, w = experts_that_cancel(40, 512, 256, 4, 0, torch.bfloat16, "cuda")
     offsets = offsets_of(next(spreads(40, 4, 0))[1], 4, "cuda")
-    expected = few(x, w, offsets)
-    lent = native.ops().grouped_few_lent
+    expected = small_m(x, w, offsets)
+    lent = native.ops().grouped_small_m_lent
     before = lent(x)
     for _ in range(2):
         graphs = []
@@ -366,7 +366,7 @@ def test_counters_of_captured_launches_go_back_with_their_graph():
             with torch.cuda.graph(graphs[-1]):
                 for _ in range(10):
                     out = torch.empty_like(expected)
-                    assert native.ops().grouped_few(x, w, offsets, None, 1, -1, *SHAPES_OF_FEW[2], out)
+                    assert native.ops().grouped_small_m(x, w, offsets, None, 1, -1, *SMALL_M[2], out)
         assert lent(x) == before + 50
         for graph in graphs:
             graph.replay()
@@ -400,21 +400,21 @@ def test_explain_names_the_kernel_that_runs():
 
 
 # warpgroups, boxes of k in a stage, blocks on a multiprocessor, per cent in equal shares, units in a piece of a matrix
-SHAPES_OF_FEW = [(1, 2, 2, 80, 1), (1, 4, 1, 100, 2), (2, 2, 1, 50, 2), (2, 2, 2, 20, 1), (4, 2, 1, 0, 8)]
+SMALL_M = [(1, 2, 2, 80, 1), (1, 4, 1, 100, 2), (2, 2, 1, 50, 2), (2, 2, 2, 20, 1), (4, 2, 1, 0, 8)]
 ACTIVATIONS = [-1, 0, 1]  # none, silu, gelu_tanh
 
 
-def few(x, w, offsets, order=None, top_k=1, activation=-1, shape=SHAPES_OF_FEW[2]):
+def small_m(x, w, offsets, order=None, top_k=1, activation=-1, shape=SMALL_M[2]):
     """The kernel itself, between guards: what it writes outside of its result would show."""
     rows, n = x.shape[0] if order is None else order.shape[0], w.shape[1] // (1 if activation < 0 else 2)
     guarded = torch.full((rows + 2, n), float("nan"), dtype=x.dtype, device=x.device)
-    run = native.ops().grouped_few
+    run = native.ops().grouped_small_m
     assert run(x, w, offsets, order, top_k, activation, *shape, guarded[1:-1]), "it does not take these tensors"
     assert guarded[0].isnan().all() and guarded[-1].isnan().all(), "written outside of the rows"
     return guarded[1:-1]
 
 
-def canonical_few(x, w, offsets, order=None, top_k=1, activation=-1):
+def canonical_small_m(x, w, offsets, order=None, top_k=1, activation=-1):
     from vexact_ops.grouped_linear.triton import grouped_linear_fwd
 
     y = grouped_linear_fwd(x, w, offsets, order, top_k)
@@ -440,10 +440,10 @@ def test_few_rows_have_the_bits_of_the_canonical_kernel(dtype, rows, experts, n,
     x, w = (torch.nn.functional.pad(t, (0, -k % 8), value=float("nan"))[..., :k] for t in (x, w))
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).to("cuda", torch.int32)
     through = (order, 3) if gathered else (None, 1)
-    for shape, (name, assigned) in zip(SHAPES_OF_FEW, spreads(rows, experts, seed)):
+    for shape, (name, assigned) in zip(SMALL_M, spreads(rows, experts, seed)):
         offsets = offsets_of(assigned, experts, "cuda")
-        expected = canonical_few(x, w, offsets, *through, activation)
-        assert_bitwise(few(x, w, offsets, *through, activation, shape), expected, f"{name}, shape {shape}")
+        expected = canonical_small_m(x, w, offsets, *through, activation)
+        assert_bitwise(small_m(x, w, offsets, *through, activation, shape), expected, f"{name}, shape {shape}")
 
 
 @HOPPER
@@ -453,9 +453,11 @@ def test_few_rows_of_whole_layers(activation):
     w = w.repeat(32, 1, 1)
     for name, assigned in spreads(40, 128, 1):
         offsets = offsets_of(assigned, 128, "cuda")
-        for shape in SHAPES_OF_FEW:
-            expected = canonical_few(x, w, offsets, activation=activation)
-            assert_bitwise(few(x, w, offsets, activation=activation, shape=shape), expected, f"{name}, shape {shape}")
+        for shape in SMALL_M:
+            expected = canonical_small_m(x, w, offsets, activation=activation)
+            assert_bitwise(
+                small_m(x, w, offsets, activation=activation, shape=shape), expected, f"{name}, shape {shape}"
+            )
 
 
 @HOPPER
@@ -466,10 +468,12 @@ def test_few_rows_and_offsets_of_any_value(activation, values, seed):
     g = torch.Generator().manual_seed(seed)
     order = torch.randint(-(2**31), 2**31 - 1, (50,), generator=g).to("cuda", torch.int32)
     offsets = torch.tensor(values, dtype=torch.int32, device="cuda")
-    for shape in SHAPES_OF_FEW:
-        few(x, w, offsets, order, 4, activation, shape)
+    for shape in SMALL_M:
+        small_m(x, w, offsets, order, 4, activation, shape)
     if values == sorted(values):
-        assert_bitwise(few(x, w, offsets, None, 1, activation), canonical_few(x, w, offsets, None, 1, activation))
+        assert_bitwise(
+            small_m(x, w, offsets, None, 1, activation), canonical_small_m(x, w, offsets, None, 1, activation)
+        )
 
 
 @HOPPER
@@ -478,14 +482,14 @@ def test_few_rows_behind_the_last_expert_are_zero():
     offsets = torch.tensor([0, 3, 3, 20, 21, 29], dtype=torch.int32, device="cuda")
     x[29:] = float("nan")
     for activation in ACTIVATIONS:
-        y = few(x, w, offsets, activation=activation)
-        assert_bitwise(y, canonical_few(x, w, offsets, activation=activation))
+        y = small_m(x, w, offsets, activation=activation)
+        assert_bitwise(y, canonical_small_m(x, w, offsets, activation=activation))
         assert_bitwise(y[29:], torch.zeros_like(y[29:]))
 
 
 @HOPPER
 def test_few_rows_refuse_what_the_kernel_cannot_read():
-    run, offsets = native.ops().grouped_few, torch.tensor([0, 2, 4], dtype=torch.int32, device="cuda")
+    run, offsets = native.ops().grouped_small_m, torch.tensor([0, 2, 4], dtype=torch.int32, device="cuda")
     x, w = (torch.zeros(s, dtype=torch.bfloat16, device="cuda") for s in ((4, 64), (2, 48, 64)))
     out = torch.full((4, 48), 7.0, dtype=torch.bfloat16, device="cuda")
     bad = {
@@ -495,7 +499,7 @@ def test_few_rows_refuse_what_the_kernel_cannot_read():
         "one matrix for all": (x, w[:1].expand(2, -1, -1), out),
     }
     for name, (a, b, y) in bad.items():
-        assert not run(a, b, offsets, None, 1, -1, *SHAPES_OF_FEW[0], y), name
+        assert not run(a, b, offsets, None, 1, -1, *SMALL_M[0], y), name
         assert (y == 7).all(), f"{name}: something was written"
     with pytest.raises(RuntimeError, match="no kernel of 3 groups"):
         run(x, w, offsets, None, 1, -1, 3, 1, 1, 100, 1, out)

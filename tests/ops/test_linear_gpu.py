@@ -219,10 +219,10 @@ def test_matmul_reads_any_strides(layout, resume):
         wide = torch.full((b.shape[0] + 3, b.shape[1] + 24), float("nan"), dtype=b.dtype, device="cuda")
         view = wide[3:, 8:-16]
         view.copy_(b)
-        odd = torch.stack([a, a * 0], -1)[..., 0]
+        strided = torch.stack([a, a * 0], -1)[..., 0]
         room = torch.randn(a.shape[0], b.shape[1] + 8, device="cuda")
         expected = triton.matmul(a, b, room[:, :-8].clone(), resume=resume)
-        for x in (a, a.contiguous(), a.t().contiguous().t(), odd):
+        for x in (a, a.contiguous(), a.t().contiguous().t(), strided):
             for y in (b, view, b.contiguous(), b.t().contiguous().t()):
                 out = room.clone()
                 cuda.matmul(x, y, out[:, :-8], resume=resume)

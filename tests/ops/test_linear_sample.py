@@ -196,9 +196,9 @@ def test_strides_and_alignments_do_not_show(device, backend):
     expected = vx.linear_sample(hidden, weight, seeds, positions, backend=backend)
     for offset, apart in ((1, 65), (3, 80), (8, 72)):
         wide = torch.zeros(20 * apart + 8, dtype=hidden.dtype, device=device)
-        odd = wide.as_strided((20, 64), (apart, 1), offset)
-        odd.copy_(hidden)
-        assert_bitwise(vx.linear_sample(odd, weight, seeds, positions, backend=backend), expected)
+        strided = wide.as_strided((20, 64), (apart, 1), offset)
+        strided.copy_(hidden)
+        assert_bitwise(vx.linear_sample(strided, weight, seeds, positions, backend=backend), expected)
     across = weight.t().contiguous().t()
     assert_bitwise(vx.linear_sample(hidden, across, seeds, positions, backend=backend), expected)
 

@@ -44,7 +44,7 @@ class FleetUpdate:
             self._front.leave_out([index])
             replica = self.writing.pop(index)
             if not isinstance(error, ReplicaDied):  # its successor, if it has one, has begun nothing
-                self._tell({index: replica})
+                self._give_up({index: replica})
 
     def finish(self) -> int:
         """All has come. UpdateIncomplete where some have it and others failed, but for those that died."""
@@ -61,9 +61,9 @@ class FleetUpdate:
 
     def give_up(self) -> bool:
         """Nothing more comes. Whether what some had before is gone."""
-        return self._tell(self.writing)
+        return self._give_up(self.writing)
 
-    def _tell(self, replicas: Mapping[int, Replica]) -> bool:
+    def _give_up(self, replicas: Mapping[int, Replica]) -> bool:
         if not replicas or self._front.closed:
             return False
         answers = self._front.ask("give_up_update", list(replicas.values()))

@@ -129,7 +129,7 @@ class _Stage:
     """A stage's process, as the engine sees it."""
 
     def __init__(self, rank: int, variables: Mapping[str, str]):
-        self.rank, self.told = rank, []
+        self.rank, self.answers = rank, []
         ours, theirs = socket.socketpair()
         self.connection = Connection(ours.detach())
         environment = {**os.environ, **variables}
@@ -250,7 +250,7 @@ class PipelineWorker:
                 self._bury(f"stage {stage.rank} has failed: {answer[1]}")
                 return
             else:
-                stage.told.append(answer)
+                stage.answers.append(answer)
 
     def _bury(self, why: str) -> None:
         """One has died: the others wait for it, and for ever."""
@@ -258,21 +258,21 @@ class PipelineWorker:
         self._kill()
 
     def _answer(self, stage: _Stage) -> tuple:
-        while not stage.told:
+        while not stage.answers:
             if self.dead:
                 raise StageDied(self.dead)
             self.listen(None)
-        return stage.told.pop(0)
+        return stage.answers.pop(0)
 
     # Steps
 
     def launch(self, plan: StepPlan) -> _Pending:
         step = self._encoder.encode(plan)
         message = pickle.dumps(("step", step.to_bytes()), protocol=5)
-        self._tell(self._stages, message)
+        self._send(self._stages, message)
         return _Pending(self, step.number)
 
-    def _tell(self, stages: Iterable[_Stage], message: bytes) -> None:
+    def _send(self, stages: Iterable[_Stage], message: bytes) -> None:
         if self.dead:
             raise StageDied(self.dead)
         for stage in stages:
@@ -358,7 +358,7 @@ class PipelineWorker:
 
     def ask(self, *message) -> list[tuple]:
         """What each stage answers; HandoverFailed with the first that refuses."""
-        self._tell(self._stages, pickle.dumps(message, protocol=5))
+        self._send(self._stages, pickle.dumps(message, protocol=5))
         answers = [self._answer(stage) for stage in self._stages]
         refusals = (answer[1] for answer in answers if answer[0] == "refused")
         if (why := next(refusals, None)) is not None:
@@ -381,7 +381,7 @@ class PipelineWorker:
         bucket, size = [], 0
 
         def flush() -> None:
-            self._tell(self._stages, pickle.dumps(("write", bucket), protocol=5))
+            self._send(self._stages, pickle.dumps(("write", bucket), protocol=5))
             for stage in self._stages:
                 self._answer(stage)
 
@@ -434,7 +434,7 @@ class PipelineWorker:
 
     def numbers(self) -> list[tuple[int, int, int]]:
         """Of each stage: its process, how many layers it has, and the bytes of their caches."""
-        self._tell(self._stages, pickle.dumps(("numbers",)))
+        self._send(self._stages, pickle.dumps(("numbers",)))
         return [self._answer(stage)[1:] for stage in self._stages]
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ class Wanted:
 
 
 @dataclass
-class _Told:
+class _Delivered:
     """What a stream has said of one choice."""
 
     offsets: "_Offsets"
@@ -81,12 +81,12 @@ class Answers:
     ):
         self.chat, self.jobs, self.n, self.wanted, self.tokens = chat, jobs, n, wanted, tokens
         self.head = {"id": name, "created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
-        self._told = [_Told(_Offsets(tokens)) for _ in range(len(jobs) * n)]
+        self._delivered = [_Delivered(_Offsets(tokens)) for _ in range(len(jobs) * n)]
 
     # Whole
 
     def whole(self, completions: list[Completion]) -> dict:
-        completions = [self._told_of(completion) for completion in completions]
+        completions = [self._shown(completion) for completion in completions]
         choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
         kind = "chat.completion" if self.chat else "text_completion"
         answer = {**self.head, "object": kind, "choices": choices, "usage": self.usage(completions)}
@@ -94,7 +94,7 @@ class Answers:
             answer["prompt_logprobs"] = choices[0].pop("prompt_logprobs")
         return answer
 
-    def _told_of(self, done: Completion) -> Completion:
+    def _shown(self, done: Completion) -> Completion:
         """A prompt that was to be scored and no more comes with no token."""
         if not self.wanted.prompt_alone:
             return done
@@ -152,29 +152,29 @@ class Answers:
 
     def piece(self, index: int, news: Increment) -> bytes | None:
         """An event; None where there is nothing to say yet."""
-        wanted, told, job = self.wanted, self._told[index], self.jobs[index // self.n]
-        done = news.completion and self._told_of(news.completion)
+        wanted, delivered, job = self.wanted, self._delivered[index], self.jobs[index // self.n]
+        done = news.completion and self._shown(news.completion)
         if wanted.prompt_alone:
             news = replace(news, token_ids=[], logprobs=[], raw_logprobs=[], top_logprobs=None, text="")
-        told_all = wanted.top is not None or wanted.token_ids or wanted.rollout or wanted.of_prompt is not None
-        if not (news.text or done or told_all):
+        all_of_it = wanted.top is not None or wanted.token_ids or wanted.rollout or wanted.of_prompt is not None
+        if not (news.text or done or all_of_it):
             return None
         choice: dict[str, Any] = {"index": index}
         text = news.text
         if self.chat:
             choice["delta"] = {"content": text} if text or not done else {}
         else:
-            choice["text"] = text if told.begun else (job.echo or "") + text
+            choice["text"] = text if delivered.begun else (job.echo or "") + text
         choice["logprobs"] = None
-        echoed = not told.begun and job.echo is not None and news.prompt_logprobs is not None
+        echoed = not delivered.begun and job.echo is not None and news.prompt_logprobs is not None
         if wanted.top is not None and (news.token_ids or echoed):
-            choice["logprobs"] = self._logprobs(index, news, told.offsets, echoed)
+            choice["logprobs"] = self._logprobs(index, news, delivered.offsets, echoed)
         choice |= self._end(done) if done else {"finish_reason": None}
-        if wanted.of_prompt is not None and not told.begun:
+        if wanted.of_prompt is not None and not delivered.begun:
             choice["prompt_logprobs"] = self._of_prompt(job.prompt_ids, news)
         if wanted.token_ids:
             choice["token_ids"] = news.token_ids
-            if not told.begun:
+            if not delivered.begun:
                 choice["prompt_token_ids"] = job.prompt_ids
         if wanted.rollout:
             choice["rollout"] = {
@@ -184,7 +184,7 @@ class Answers:
             }
             if done:
                 choice["rollout"] |= {"weight_versions": done.weight_versions, "seed": done.seed}
-        told.begun = True
+        delivered.begun = True
         return self._event([choice])
 
     def beginning(self) -> list[bytes]:
@@ -192,11 +192,11 @@ class Answers:
         if not self.chat:
             return []
         first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return [self._event([{"index": index, **first}]) for index in range(len(self._told))]
+        return [self._event([{"index": index, **first}]) for index in range(len(self._delivered))]
 
     def ending(self, completions: list[Completion]) -> list[bytes]:
-        told = [self._told_of(completion) for completion in completions]
-        events = [self._event([], self.usage(told))] if self.wanted.usage else []
+        shown = [self._shown(completion) for completion in completions]
+        events = [self._event([], self.usage(shown))] if self.wanted.usage else []
         return [*events, b"data: [DONE]\n\n"]
 
     def _event(self, choices: list[dict], usage: dict | None = None) -> bytes:

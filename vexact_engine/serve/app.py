@@ -332,8 +332,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
 def _error(error: Exception, name: str) -> Response:
     if isinstance(error, HTTPException):  # no such path or method
         error = APIError(error.status_code, f"{error.detail}".lower(), code="not_found")
-    told = as_api_error(error, name)
-    return Response(as_json(told.body()), told.status, told.headers, "application/json")
+    failure = as_api_error(error, name)
+    return Response(as_json(failure.body()), failure.status, failure.headers, "application/json")
 
 
 def _answer(value: dict, status: int = 200) -> Response:

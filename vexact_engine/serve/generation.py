@@ -73,10 +73,10 @@ class Generation(Response):
             self.outcome = "cancelled"
             raise
         except Exception as error:
-            told = as_api_error(error, self.request_id)
-            self.outcome = {429: "refused", 503: "unavailable", 504: "timeout"}.get(told.status, "")
-            self.outcome = self.outcome or ("bad_request" if told.status < 500 else "error")
-            await self._send_error(send, told)
+            failure = as_api_error(error, self.request_id)
+            self.outcome = {429: "refused", 503: "unavailable", 504: "timeout"}.get(failure.status, "")
+            self.outcome = self.outcome or ("bad_request" if failure.status < 500 else "error")
+            await self._send_error(send, failure)
         finally:
             service.metrics.requests.labels(endpoint, self.outcome).inc()
             service.metrics.note(prompt_tokens if self.completions else 0, self.completions)
@@ -275,11 +275,11 @@ class Generation(Response):
         await self._begin(send, status, "application/json", headers)
         await send({"type": "http.response.body", "body": body})
 
-    async def _send_error(self, send, told: APIError) -> None:
+    async def _send_error(self, send, failure: APIError) -> None:
         if not self._sending:
-            await self._send(send, told.status, as_json(told.body()), told.headers)
+            await self._send(send, failure.status, as_json(failure.body()), failure.headers)
         else:  # a stream's status is out already: the error is its last event
-            await _send_all(send, [event(told.body()), b"data: [DONE]\n\n"])
+            await _send_all(send, [event(failure.body()), b"data: [DONE]\n\n"])
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -99,12 +99,12 @@ def varlen_fwd(q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, sinks, scale, caus
 
 def _fast_varlen(q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window, segment, out, lse) -> Tensor:
     """flash-attn-4's kernel, and ours where it met what is not finite; it is not 0 in what is returned then."""
-    at, at_k, odd = _plan(cu_seqlens, cu_seqlens_k, q.shape[0], k.shape[0])
-    numbers = scale, causal, window, segment, out, lse, odd
+    at, at_k, nonfinite = _plan(cu_seqlens, cu_seqlens_k, q.shape[0], k.shape[0])
+    numbers = scale, causal, window, segment, out, lse, nonfinite
     with torch.cuda.device(q.device):
         _cute().forward(q, k, v, at, at_k, *numbers)
     ours(q, k, v, at, at_k, *numbers)  # does nothing but where a value is not finite
-    return odd
+    return nonfinite
 
 
 @functools.cache
@@ -156,7 +156,7 @@ def paged_fwd(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_
     q, k_cache, v_cache = _aligned(q), _aligned(k_cache), _aligned(v_cache)
     dv, capacity = v_cache.shape[3], block_table.shape[1] * k_cache.shape[1]
     out = torch.empty(*q.shape[:2], dv, dtype=q.dtype, device=q.device)
-    partial = odd = None
+    partial = nonfinite = None
     if kv_segment is not None and kv_segment < capacity:
         sequences = len(context_lens)
         values = sequences * -(-capacity // kv_segment) * q.shape[1] * (dv + 3)
@@ -168,11 +168,11 @@ def paged_fwd(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_
         return out
     long = _is_long(q, capacity) and max_seqlen_q >= LONG_CHUNK and block_table.stride(1) == 1
     if long and _fast_paged(q, k_cache, v_cache, capacity, window, kv_segment):
-        odd = _fast_prefill(
+        nonfinite = _fast_prefill(
             q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale, window, kv_segment, out
         )
-    # single queries; with odd, the others only where a value is not finite
-    ours_paged(q, k_cache, v_cache, *step, scale, window, kv_segment, out, partial, odd)
+    # single queries; with nonfinite, the others only where a value is not finite
+    ours_paged(q, k_cache, v_cache, *step, scale, window, kv_segment, out, partial, nonfinite)
     return out
 
 
@@ -181,10 +181,10 @@ def _fast_prefill(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, 
     count, capacity = len(context_lens), block_table.shape[1] * k_cache.shape[1]
     plan = torch.empty(4 + 3 * count, dtype=torch.int32, device=q.device)
     native.ops().attention_paged_plan(cu_seqlens_q, context_lens, q.shape[0], capacity, plan)
-    odd, *step = plan[:1], *plan[4:].view(3, count)
+    nonfinite, *step = plan[:1], *plan[4:].view(3, count)
     with torch.cuda.device(q.device):
-        _cute().paged_forward(q, k_cache, v_cache, *step, block_table, scale, window, segment, out, odd)
-    return odd
+        _cute().paged_forward(q, k_cache, v_cache, *step, block_table, scale, window, segment, out, nonfinite)
+    return nonfinite
 
 
 def ours_paged(
@@ -361,10 +361,10 @@ def _paged(device: torch.device, dtype: torch.dtype, shape: Shape, segment: int 
         def call(q, k, v, table, lens, cu, finite):
             out = torch.empty(*q.shape[:2], v.shape[3], dtype=q.dtype, device=q.device)
             options = shape.scale, shape.window, segment
-            odd = _fast_prefill(q, k, v, table, lens, cu, *options, out) if fast else None
-            if finite and odd is not None and odd.item():
+            nonfinite = _fast_prefill(q, k, v, table, lens, cu, *options, out) if fast else None
+            if finite and nonfinite is not None and nonfinite.item():
                 raise RuntimeError("it met what is not finite where all is")
-            ours_paged(q, k, v, table, lens, cu, q.shape[0], *options, out, None, odd)
+            ours_paged(q, k, v, table, lens, cu, q.shape[0], *options, out, None, nonfinite)
             return out
 
         return call

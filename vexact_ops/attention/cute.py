@@ -503,7 +503,9 @@ def _kernel(make, q: Tensor, heads_k: int, dv: int, causal: bool, window: int | 
     )  # fmt: skip
 
 
-def _compile(q: Tensor, k: Tensor, v: Tensor, offsets: tuple, out: Tensor, lse: Tensor, odd: Tensor, options: tuple):
+def _compile(
+    q: Tensor, k: Tensor, v: Tensor, offsets: tuple, out: Tensor, lse: Tensor, nonfinite: Tensor, options: tuple
+):
     causal, window, segment = options
     kernel = _kernel(Forward, q, k.shape[1], v.shape[2], causal, window, segment)
     tensors = [to_cute_tensor(t) for t in (q, k, v, out)]
@@ -511,29 +513,46 @@ def _compile(q: Tensor, k: Tensor, v: Tensor, offsets: tuple, out: Tensor, lse: 
     reach = _reach(window)
     return cute.compile(
         kernel, *tensors, to_cute_tensor(lse, assumed_align=4), 1.0, *offsets, None, None, None, *reach, None, None,
-        AuxData((to_cute_aux_tensor(odd),), None), None, None,
+        AuxData((to_cute_aux_tensor(nonfinite),), None), None, None,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options="--enable-tvm-ffi",
     )  # fmt: skip
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor, scale: float, causal: bool,
-    window: int | None, segment: int | None, out: Tensor, lse: Tensor, odd: Tensor,
+    window: int | None, segment: int | None, out: Tensor, lse: Tensor, nonfinite: Tensor,
 ) -> None:  # fmt: skip
-    """Writes out (T, Hq, Dv), lse (Hq, T) and, where some output is NaN, 1 into odd (1,) int32, which holds 0."""
+    """Writes out (T, Hq, Dv), lse (Hq, T) and, where some output is NaN, 1 into nonfinite (1,) int32, which holds 0."""
     group = q.shape[1] // k.shape[1]
     key = q.dtype, group, q.shape[2], v.shape[2], causal, window is None, segment
 
     def make():
-        return _compile(q, k, v, (cu_seqlens, cu_seqlens_k), out, lse, odd, (causal, window, segment))
+        return _compile(q, k, v, (cu_seqlens, cu_seqlens_k), out, lse, nonfinite, (causal, window, segment))
 
     kernel = cute_objects.kernel("forward", q.device, key, make, versions)
     reach = _reach(window)
     offsets = cu_seqlens, cu_seqlens_k
-    kernel(q, k, v, out, lse, scale, *offsets, None, None, None, *reach, None, None, AuxData((odd,), None), None, None)
+    kernel(
+        q,
+        k,
+        v,
+        out,
+        lse,
+        scale,
+        *offsets,
+        None,
+        None,
+        None,
+        *reach,
+        None,
+        None,
+        AuxData((nonfinite,), None),
+        None,
+        None,
+    )
 
 
-def _compile_paged(q: Tensor, k: Tensor, v: Tensor, step: tuple, out: Tensor, odd: Tensor, options: tuple):
+def _compile_paged(q: Tensor, k: Tensor, v: Tensor, step: tuple, out: Tensor, nonfinite: Tensor, options: tuple):
     window, segment = options
     kernel = _kernel(PagedForward, q, k.shape[2], v.shape[3], True, window, segment, page_size=k.shape[1])
     at, used_q, used_k, table = step
@@ -541,26 +560,26 @@ def _compile_paged(q: Tensor, k: Tensor, v: Tensor, step: tuple, out: Tensor, od
     return cute.compile(
         kernel, *[to_cute_tensor(t) for t in (q, k, v, out)], 1.0, *vectors,
         to_cute_tensor(table, assumed_align=4, leading_dim=1), *_reach(window),
-        AuxData((to_cute_aux_tensor(odd),), None), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        AuxData((to_cute_aux_tensor(nonfinite),), None), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options="--enable-tvm-ffi",
     )  # fmt: skip
 
 
 def paged_forward(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, at: Tensor, used_q: Tensor, used_k: Tensor, block_table: Tensor,
-    scale: float, window: int | None, segment: int | None, out: Tensor, odd: Tensor,
+    scale: float, window: int | None, segment: int | None, out: Tensor, nonfinite: Tensor,
 ) -> None:  # fmt: skip
-    """Writes the rows of out (T, Hq, Dv) from at[b] to at[b] + used_q[b], the last queries of used_k[b] keys; odd as in
-    `forward`."""
+    """Writes the rows of out (T, Hq, Dv) from at[b] to at[b] + used_q[b], the last queries of used_k[b] keys;
+    nonfinite as in `forward`."""
     group = q.shape[1] // k_cache.shape[2]
     key = q.dtype, group, q.shape[2], v_cache.shape[3], window is None, segment, k_cache.shape[1]
     step = at, used_q, used_k, block_table
 
     def make():
-        return _compile_paged(q, k_cache, v_cache, step, out, odd, (window, segment))
+        return _compile_paged(q, k_cache, v_cache, step, out, nonfinite, (window, segment))
 
     kernel = cute_objects.kernel("paged", q.device, key, make, versions)
-    kernel(q, k_cache, v_cache, out, scale, *step, *_reach(window), AuxData((odd,), None))
+    kernel(q, k_cache, v_cache, out, scale, *step, *_reach(window), AuxData((nonfinite,), None))
 
 
 def backward(

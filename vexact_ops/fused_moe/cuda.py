@@ -24,7 +24,7 @@ from ..grouped_linear.cuda import (
 from . import triton
 
 EXPERTS = 512  # the most that the plan's kernel counts
-FEW = 64  # rows for each expert: up to here the fastest products read rows through the order by themselves
+SMALL_M = 64  # rows for each expert: up to here the fastest products read rows through the order by themselves
 
 
 @functools.lru_cache(4096)
@@ -245,7 +245,7 @@ def admit(
     device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
     slots = tokens * top_k
     found = [_planning(device, experts)] if experts <= EXPERTS else []
-    apart = dtype == torch.bfloat16 and hidden % 8 == 0 and slots > FEW * experts
+    apart = dtype == torch.bfloat16 and hidden % 8 == 0 and slots > SMALL_M * experts
     if apart:
         found.append(_rows(device, dtype, hidden, top_k))
     found.append(_combining(device, dtype, hidden, top_k))
@@ -325,8 +325,8 @@ def _apart(x: Tensor, offsets: Tensor, order: Tensor, position: Tensor) -> Tenso
 
 
 def _reads_through(x: Tensor, slots: int, experts: int) -> bool:
-    few = slots <= FEW * experts
-    return few or x.dtype != torch.bfloat16 or x.shape[1] % 8 != 0 or x.stride(0) % 8 != 0 or x.data_ptr() % 16 != 0
+    small = slots <= SMALL_M * experts
+    return small or x.dtype != torch.bfloat16 or x.shape[1] % 8 != 0 or x.stride(0) % 8 != 0 or x.data_ptr() % 16 != 0
 
 
 def fused_moe_fwd(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, gelu: bool, keep: bool):

@@ -182,22 +182,22 @@ def _own_dweight(ring: tuple[int, int], dy, x, offsets, order=None, top_k=1, *, 
 # Kernels for few rows per expert: multiplying warpgroups, boxes of 64 k in a stage, blocks on a multiprocessor, per
 # cent of the pieces in equal shares, units of 32 rows of a weight in a piece. Equal shares alone are for a token or
 # two: with more to do, how fast they are depends on where the weights lie.
-FEW = ((2, 2, 1, 50, 4), (1, 2, 2, 50, 2), (4, 2, 1, 50, 4))
-FEWEST = ((1, 2, 2, 100, 2), (2, 2, 1, 100, 4))
+SMALL_M = ((2, 2, 1, 50, 4), (1, 2, 2, 50, 2), (4, 2, 1, 50, 4))
+SMALLEST_M = ((1, 2, 2, 100, 2), (2, 2, 1, 100, 4))
 
 
-def _few(shape: tuple, x, weight, offsets, order=None, top_k=1, *, activation: int = -1):
+def _small_m(shape: tuple, x, weight, offsets, order=None, top_k=1, *, activation: int = -1):
     rows, n = x.shape[0] if order is None else order.shape[0], weight.shape[1]
     out = x.new_empty(rows, n if activation < 0 else n // 2)
-    if not native.ops().grouped_few(x, weight, offsets, order, top_k, activation, *shape, out):
+    if not native.ops().grouped_small_m(x, weight, offsets, order, top_k, activation, *shape, out):
         raise RuntimeError("does not take this product")
     return out
 
 
-def _few_gate_up(shape: tuple, x, gate_up, offsets, order, top_k, gelu, keep):
+def _small_m_gate_up(shape: tuple, x, gate_up, offsets, order, top_k, gelu, keep):
     if keep:
-        return _triton_gate_up(x, gate_up, offsets, order, top_k, gelu, keep, functools.partial(_few, shape))
-    return None, _few(shape, x, gate_up, offsets, order, top_k, activation=int(gelu))
+        return _triton_gate_up(x, gate_up, offsets, order, top_k, gelu, keep, functools.partial(_small_m, shape))
+    return None, _small_m(shape, x, gate_up, offsets, order, top_k, activation=int(gelu))
 
 
 def _names(kind: str) -> dict[str, Callable]:
@@ -223,13 +223,14 @@ def _names(kind: str) -> dict[str, Callable]:
     return found
 
 
-def _few_names(kind: str, rows: int) -> dict[str, Callable]:
+def _small_m_names(kind: str, rows: int) -> dict[str, Callable]:
     """The candidates for few rows per expert, which take fp16 too."""
-    run = {"fwd": _few, "gate_up": _few_gate_up}.get(kind)
+    run = {"fwd": _small_m, "gate_up": _small_m_gate_up}.get(kind)
+    shapes = () if run is None else SMALLEST_M + SMALL_M if rows <= 16 else SMALL_M
     return {
         f"wgmma {64 * groups}x64x{64 * pieces} few rows, blocks {blocks}, shares {share} %, pieces {piece}":
         functools.partial(run, (groups, pieces, blocks, share, piece))
-        for groups, pieces, blocks, share, piece in (() if run is None else FEWEST + FEW if rows <= 16 else FEW)
+        for groups, pieces, blocks, share, piece in shapes
     }  # fmt: skip
 
 
@@ -369,7 +370,7 @@ class Product:
     def known(self) -> dict[str, Callable]:
         """The kernels that are proposed, by name."""
         found = _names(self.what) if self.dtype == torch.bfloat16 else {}
-        return found | _few_names(self.what, self.bucket) if self.bucket <= 64 * self.experts else found
+        return found | _small_m_names(self.what, self.bucket) if self.bucket <= 64 * self.experts else found
 
     def proposal(self) -> Proposal:
         source = digest.canonical("grouped_linear")
@@ -418,19 +419,19 @@ class Product:
     def cases(self) -> list[tuple]:
         """Operands that cancel along the reduction to almost nothing: one row; the fewest of the bucket, of every kind
         of special rows too; and the most, spread at random."""
-        few = self.fewest
-        rows = [(1, 1), (few, 1), (few, 2), (self.bucket, 0)]
+        fewest = self.fewest
+        rows = [(1, 1), (fewest, 1), (fewest, 2), (self.bucket, 0)]
         if self.what == "dweight":
-            dy, *others = self.sums(few, self.spread(few, 1))
+            dy, *others = self.sums(fewest, self.spread(fewest, 1))
             dy.t()[:KINDS] = special_rows(dy.t()[:KINDS], seed=self.n)
             return [(dy, *others), *(self.sums(count, self.spread(count, way)) for count, way in rows)]
         x, weight = self.operands(self.bucket)
         found = []
-        for first in range(0, KINDS, few):
+        for first in range(0, KINDS, fewest):
             rounds = -(-KINDS // x.shape[0])
             special = special_rows(x.repeat(rounds, 1)[:KINDS], seed=self.n)
-            which = torch.arange(first, first + few, device=self.device) % KINDS
-            x_rows = (special, weight, self.spread(few, 1))
+            which = torch.arange(first, first + fewest, device=self.device) % KINDS
+            x_rows = (special, weight, self.spread(fewest, 1))
             if self.top_k:
                 found.append((*x_rows, (which * self.top_k).to(torch.int32), self.top_k))
             else:

@@ -30,7 +30,7 @@ LARGEST = 8192  # larger classes verify the choice of this one
 TRITON = "triton"  # the canonical kernel
 RESUMED = [f"wgmma 128x256x64 resumed group {group}" for group in (4, 8, 16)]
 SMALL = 100_000  # elements of a weight: below, no kernel is worth the time to verify it
-FEW = 64  # rows that our kernels for few rows take
+SMALL_M = 64  # rows that our kernels for few rows take
 LARGE = 5e10  # multiplications from which on it pays to try more of cublasLt's kernels: some 150 us
 SHARED_BYTES = 226 * 1024  # of one SM90 multiprocessor, for one or several blocks
 FROM_THE_START = 1000  # stages left to load when the next kernel may start: more than there are
@@ -204,7 +204,7 @@ class Product:
         names = []
         if self.a_k and self.b_k and not self.resume and self.top <= 1024:
             processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-            if self.top <= FEW:
+            if self.top <= SMALL_M:
                 names += skinny_names(self.top, self.n, self.k, processors)
             elif self.out_aligned and self.out_dtype == self.dtype:
                 names += tiled_names(self.m, self.n, self.k, processors)
@@ -222,12 +222,12 @@ class Product:
         if not cublaslt_version()[0]:
             return []
         found = self._proposed(self.m, most)
-        if self.a_k and self.m == self.top <= 1024 and self.m > FEW:
+        if self.a_k and self.m == self.top <= 1024 and self.m > SMALL_M:
             found += self._proposed(self.m - 3, most - 2)
             if self.m * self.n * self.k > LARGE:
                 parts = {-(-self.m // parts) for parts in range(2, 9)} | {self.m - 40, self.m + 48, 2 * self.m}
                 for rows in sorted({128, 256, 384, 512, *parts}):
-                    found += self._proposed(rows, 5) if rows > FEW else []
+                    found += self._proposed(rows, 5) if rows > SMALL_M else []
         return list(dict.fromkeys(found))
 
     def _proposed(self, m: int, most: int) -> list[str]:
@@ -401,8 +401,8 @@ def tiled_names(m: int, n: int, k: int, processors: int = 132) -> tuple[str, ...
 
 @functools.cache
 def skinny_names(top: int, n: int, k: int, processors: int = 132) -> tuple[str, ...]:
-    """Our kernels for up to `top` rows of x (at most FEW) and an (n, k) weight: of all that there could be those that
-    were the fastest, or within some per cent of it, for some matrix of the models that we have measured.
+    """Our kernels for up to `top` rows of x (at most SMALL_M) and an (n, k) weight: of all that there could be those
+    that were the fastest, or within some per cent of it, for some matrix of the models that we have measured.
 
     A name says how many rows of the weight, rows of x and k a stage of the ring holds, and how many stages there are;
     how many of them are asked for before the kernel before has ended; how many are left to load when the kernel after

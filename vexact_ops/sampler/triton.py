@@ -536,9 +536,9 @@ def _finish_kernel(
     x = tl.load(logits + tl.maximum(token, 0))
     z = tl.div_rn(x, tl.where(t == 0.0, 1.0, t))
     raw = log_prob(x, tl.load(lse + 4 * row), tl.load(lse + 4 * row + 1))
-    own = log_prob(z, tl.load(lse + 4 * row + 2), tl.load(lse + 4 * row + 3))
+    logprob = log_prob(z, tl.load(lse + 4 * row + 2), tl.load(lse + 4 * row + 3))
     tl.store(ids + row, token)
-    tl.store(logprobs + row, tl.where(known, own, float("nan")))
+    tl.store(logprobs + row, tl.where(known, logprob, float("nan")))
     tl.store(raw_logprobs + row, tl.where(known, raw, float("nan")))
 
 

@@ -17,7 +17,7 @@
 
 namespace vx::sm90 {
 
-struct FewArgs {
+struct SmallMArgs {
   const void* x;       // rows x_ld apart, on 16-byte boundaries
   int64_t x_ld;
   int sources;         // rows of x
@@ -32,34 +32,34 @@ struct FewArgs {
   int percent, piece;  // of the pieces that are in equal shares; units in a piece
 };
 
-constexpr int kFewUnit = 32;       // rows of the weight that one copy brings
-constexpr int kFewRows = 64;       // rows of x that are multiplied at a time
-constexpr int kFewLoaders = 64;    // threads that copy x
-constexpr int kFewMaxStages = 16;
-constexpr int kFewMail = 4;
+constexpr int kSmallMUnit = 32;       // rows of the weight that one copy brings
+constexpr int kSmallMRows = 64;       // rows of x that are multiplied at a time
+constexpr int kSmallMLoaders = 64;    // threads that copy x
+constexpr int kSmallMMaxStages = 16;
+constexpr int kSmallMMail = 4;
 
-__host__ __device__ constexpr int few_threads(int groups) { return 128 * groups + 32 + kFewLoaders; }
-__host__ __device__ constexpr int few_stage(int groups, int boxes) { return boxes * (groups * 8192 + kFewRows * 128); }
-__host__ __device__ constexpr int few_table(int experts) { return (3 * (experts + 1) * 4 + 1023) / 1024 * 1024; }
+__host__ __device__ constexpr int small_m_threads(int groups) { return 128 * groups + 32 + kSmallMLoaders; }
+__host__ __device__ constexpr int small_m_stage(int groups, int boxes) { return boxes * (groups * 8192 + kSmallMRows * 128); }
+__host__ __device__ constexpr int small_m_table(int experts) { return (3 * (experts + 1) * 4 + 1023) / 1024 * 1024; }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// What a block does at a time: units of one expert's weight by up to kFewRows rows of x, so many boxes of k to a stage.
+// What a block does at a time: units of one expert's weight by up to kSmallMRows rows of x, so many boxes of k to a stage.
 // No units: there is no more to do.
-struct FewTurn {
+struct SmallMTurn {
   int expert, row, rows, unit, units, boxes;
 };
 
 // Bytes of a box of x.
-__device__ __forceinline__ int few_x_box(int rows) { return (rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64) * 128; }
+__device__ __forceinline__ int small_m_x_box(int rows) { return (rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64) * 128; }
 
 // The turns of a stretch of pieces, the pieces of all experts' tiles of rows counted through.
-struct FewWalk {
+struct SmallMWalk {
   const int *tiles, *first, *count;  // of the experts: tiles of rows before it, its first row, its rows
   int experts, units_each, pieces_each, piece, most;  // units and pieces of a matrix, units of a piece, pieces of a turn
   int64_t at, end;
 
-  __device__ __forceinline__ bool next(FewTurn& turn) {
+  __device__ __forceinline__ bool next(SmallMTurn& turn) {
     if (at >= end) return false;
     const int group = int(at / pieces_each), first_piece = int(at - int64_t(group) * pieces_each);
     int low = 0, high = experts;  // tiles[low] <= group < tiles[high]
@@ -67,10 +67,10 @@ struct FewWalk {
       const int middle = (low + high) / 2;
       (tiles[middle] <= group ? low : high) = middle;
     }
-    const int tile = (group - tiles[low]) * kFewRows;
+    const int tile = (group - tiles[low]) * kSmallMRows;
     turn.expert = low;
     turn.row = first[low] + tile;
-    turn.rows = min(count[low] - tile, kFewRows);
+    turn.rows = min(count[low] - tile, kSmallMRows);
     const int pieces = int(min(int64_t(min(most, pieces_each - first_piece)), end - at));
     turn.unit = first_piece * piece;
     turn.units = min(pieces * piece, units_each - turn.unit);
@@ -80,19 +80,19 @@ struct FewWalk {
 };
 
 // Turns on their way from the thread that finds them to the others.
-struct FewMail {
-  FewTurn* turns;
+struct SmallMMail {
+  SmallMTurn* turns;
   uint32_t full, empty;
   int slot = 0;
   uint32_t phase = 0;
 
-  __device__ __forceinline__ void post(const FewTurn& turn) {
+  __device__ __forceinline__ void post(const SmallMTurn& turn) {
     barrier_wait(empty + 8 * slot, phase ^ 1);
     turns[slot] = turn;
     barrier_arrive(full + 8 * slot);
     step();
   }
-  __device__ __forceinline__ bool get(FewTurn& turn) {
+  __device__ __forceinline__ bool get(SmallMTurn& turn) {
     barrier_wait(full + 8 * slot, phase);
     turn = turns[slot];
     turn.rows = __reduce_max_sync(~0u, turn.rows), turn.units = __reduce_max_sync(~0u, turn.units);
@@ -103,12 +103,12 @@ struct FewMail {
     return turn.units > 0;
   }
   __device__ __forceinline__ void step() {
-    if (++slot == kFewMail) slot = 0, phase ^= 1;
+    if (++slot == kSmallMMail) slot = 0, phase ^= 1;
   }
 };
 
 template <bool PAIRED>
-__device__ __forceinline__ void few_copy(uint32_t to, const CUtensorMap* map, uint32_t barrier, int k, int unit, int expert,
+__device__ __forceinline__ void small_m_copy(uint32_t to, const CUtensorMap* map, uint32_t barrier, int k, int unit, int expert,
                                          uint64_t policy) {
   if constexpr (PAIRED)
     asm volatile(
@@ -120,18 +120,18 @@ __device__ __forceinline__ void few_copy(uint32_t to, const CUtensorMap* map, ui
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
         " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
-        "l"(map), "r"(barrier), "r"(k), "r"(kFewUnit * unit), "r"(expert), "l"(policy)
+        "l"(map), "r"(barrier), "r"(k), "r"(kSmallMUnit * unit), "r"(expert), "l"(policy)
         : "memory");
 }
 
-struct FewRing {
+struct SmallMRing {
   uint32_t base, full, empty, stage, x_at;  // bytes of a stage, where x lies in it
   int stages;
 };
 
 // One turn of a warpgroup, up to TOKENS rows of x.
 template <class T, bool PAIRED, int GROUPS, int BOXES, int TOKENS>
-__device__ __forceinline__ void few_turn(const FewArgs& a, const FewRing& r, const FewTurn& turn, int group, int boxes,
+__device__ __forceinline__ void small_m_turn(const SmallMArgs& a, const SmallMRing& r, const SmallMTurn& turn, int group, int boxes,
                                          int& slot, uint32_t& phase) {
   const bool live = 2 * group < turn.units;
   const int thread = threadIdx.x % 128;
@@ -183,7 +183,7 @@ __device__ __forceinline__ void few_turn(const FewArgs& a, const FewRing& r, con
   T* const out = static_cast<T*>(a.out) + int64_t(turn.row) * a.n;
 #pragma unroll
   for (int h = 0; h < (PAIRED ? 1 : 2); ++h) {
-    const int n = turn.unit * (PAIRED ? kFewUnit / 2 : kFewUnit) + slab * (PAIRED ? 8 : 16) + lane / 4 + 8 * h;
+    const int n = turn.unit * (PAIRED ? kSmallMUnit / 2 : kSmallMUnit) + slab * (PAIRED ? 8 : 16) + lane / 4 + 8 * h;
     if (n >= a.n) continue;
 #pragma unroll
     for (int j = 0; j < TOKENS / 8; ++j)
@@ -208,29 +208,29 @@ __device__ __forceinline__ void few_turn(const FewArgs& a, const FewRing& r, con
 
 // T bf16 | fp16. GROUPS warpgroups; BOXES 64-wide pieces of K per stage.
 template <class T, bool PAIRED, int GROUPS, int BOXES>
-__global__ void __launch_bounds__(few_threads(GROUPS))
-    few_kernel(const __grid_constant__ CUtensorMap weight_map, const FewArgs a) {
+__global__ void __launch_bounds__(small_m_threads(GROUPS))
+    small_m_kernel(const __grid_constant__ CUtensorMap weight_map, const SmallMArgs a) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ uint8_t memory[];
-  __shared__ __align__(8) uint64_t barriers[2 * kFewMaxStages + 2 * kFewMail];
-  __shared__ FewTurn turns[kFewMail];
+  __shared__ __align__(8) uint64_t barriers[2 * kSmallMMaxStages + 2 * kSmallMMail];
+  __shared__ SmallMTurn turns[kSmallMMail];
   __shared__ int most_rows, behind, sums[32];
   int* const tiles = reinterpret_cast<int*>(memory);
   int *const first = tiles + a.experts + 1, *const count = first + a.experts + 1;
-  constexpr int kThreadsHere = few_threads(GROUPS), kConsumers = 128 * GROUPS, kWarps = kThreadsHere / 32;
+  constexpr int kThreadsHere = small_m_threads(GROUPS), kConsumers = 128 * GROUPS, kWarps = kThreadsHere / 32;
 
-  FewRing r;
-  r.base = (shared_address(memory) + few_table(a.experts) + 1023) & ~1023u;
-  r.full = shared_address(barriers), r.empty = r.full + 8 * kFewMaxStages;
-  FewMail mail{turns, r.empty + 8 * kFewMaxStages, r.empty + 8 * kFewMaxStages + 8 * kFewMail};
+  SmallMRing r;
+  r.base = (shared_address(memory) + small_m_table(a.experts) + 1023) & ~1023u;
+  r.full = shared_address(barriers), r.empty = r.full + 8 * kSmallMMaxStages;
+  SmallMMail mail{turns, r.empty + 8 * kSmallMMaxStages, r.empty + 8 * kSmallMMaxStages + 8 * kSmallMMail};
   if (threadIdx.x == kConsumers) {
-    for (int i = 0; i < kFewMaxStages; ++i) {
-      barrier_init(r.full + 8 * i, 1 + kFewLoaders);
+    for (int i = 0; i < kSmallMMaxStages; ++i) {
+      barrier_init(r.full + 8 * i, 1 + kSmallMLoaders);
       barrier_init(r.empty + 8 * i, GROUPS);
     }
-    for (int i = 0; i < kFewMail; ++i) {
+    for (int i = 0; i < kSmallMMail; ++i) {
       barrier_init(mail.full + 8 * i, 1);
-      barrier_init(mail.empty + 8 * i, (kConsumers + kFewLoaders) / 32);
+      barrier_init(mail.empty + 8 * i, (kConsumers + kSmallMLoaders) / 32);
     }
     barrier_init_fence();
     prefetch_map(&weight_map);
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(few_threads(GROUPS))
       first[e] = begin, count[e] = rows;
       if (e == a.experts - 1) behind = max(end, 0);
     }
-    const int mine = (rows + kFewRows - 1) / kFewRows;
+    const int mine = (rows + kSmallMRows - 1) / kSmallMRows;
     int sum = mine;
 #pragma unroll
     for (int i = 1; i < 32; i *= 2) {
@@ -273,13 +273,13 @@ __global__ void __launch_bounds__(few_threads(GROUPS))
 
   // Fewer units leave room for more of k in a stage: what is in flight decides what bandwidth a block gets.
   constexpr int kMostBoxes = 2 * GROUPS * BOXES;
-  const int most = __reduce_max_sync(~0u, few_x_box(most_rows));  // the same in all threads, for the compiler to see
+  const int most = __reduce_max_sync(~0u, small_m_x_box(most_rows));  // the same in all threads, for the compiler to see
   const int x_area = min(kMostBoxes * most, max(BOXES * most, 8192));
   r.x_at = BOXES * GROUPS * 8192;
   r.stage = r.x_at + x_area;
-  r.stages = min(kFewMaxStages, int(a.ring / r.stage));
+  r.stages = min(kSmallMMaxStages, int(a.ring / r.stage));
   const int boxes = (a.k + kBoxK - 1) / kBoxK;
-  FewTurn turn;
+  SmallMTurn turn;
   int slot = 0;
 
   if (threadIdx.x >= kConsumers + 32) {
@@ -289,9 +289,9 @@ __global__ void __launch_bounds__(few_threads(GROUPS))
     int posted = 0, done = 0;
     uint32_t phase = 1;
     while (mail.get(turn)) {
-      const char* from[kFewRows / 8];
+      const char* from[kSmallMRows / 8];
 #pragma unroll
-      for (int i = 0; i < kFewRows / 8; ++i) {
+      for (int i = 0; i < kSmallMRows / 8; ++i) {
         const int row = row0 + 8 * i;
         int source = 0;
         if (row < turn.rows) {
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(few_threads(GROUPS))
         }
         from[i] = static_cast<const char*>(a.x) + int64_t(source) * a.x_ld * 2 + chunk * 16;
       }
-      const int x_box = few_x_box(turn.rows);
+      const int x_box = small_m_x_box(turn.rows);
       for (int box = 0; box < boxes; box += turn.boxes) {
         barrier_wait(r.empty + 8 * slot, phase);
         uint32_t to = r.base + slot * r.stage + r.x_at + to0;
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(few_threads(GROUPS))
         for (int b = box; b < min(box + turn.boxes, boxes); ++b, to += x_box) {
           const int k = b * kBoxK, bytes = min(max(2 * (a.k - k) - 16 * chunk, 0), 16);
 #pragma unroll
-          for (int i = 0; i < kFewRows / 8; ++i)
+          for (int i = 0; i < kSmallMRows / 8; ++i)
             if (row0 + 8 * i < turn.rows)
               asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + i * 1024),
                            "l"(from[i] + (bytes ? k * 2 : 0)), "r"(bytes)
@@ -344,10 +344,10 @@ __global__ void __launch_bounds__(few_threads(GROUPS))
       uint64_t once, keep;  // a weight that one tile of rows needs passes through the L2 cache
       asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
       asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(keep));
-      const int units_each = (a.n * (PAIRED ? 2 : 1) + kFewUnit - 1) / kFewUnit;
+      const int units_each = (a.n * (PAIRED ? 2 : 1) + kSmallMUnit - 1) / kSmallMUnit;
       const int pieces_each = (units_each + a.piece - 1) / a.piece;
       const int whole = 2 * GROUPS / a.piece;  // pieces that fill the tile
-      FewWalk walk{tiles, first, count, a.experts, units_each, pieces_each, a.piece, whole, 0, 0};
+      SmallMWalk walk{tiles, first, count, a.experts, units_each, pieces_each, a.piece, whole, 0, 0};
       const int64_t total = int64_t(before) * pieces_each;
       // What is not shared out beforehand goes to those who are done first, for not all get the same bandwidth: whole
       // tiles, and single pieces at the end.
@@ -372,9 +372,9 @@ __global__ void __launch_bounds__(few_threads(GROUPS))
           taken = atomicAdd(a.counter, 1);
           continue;
         }
-        turn.boxes = min(kMostBoxes / turn.units, x_area / few_x_box(turn.rows));
+        turn.boxes = min(kMostBoxes / turn.units, x_area / small_m_x_box(turn.rows));
         mail.post(turn);
-        const uint64_t policy = count[turn.expert] <= kFewRows ? once : keep;
+        const uint64_t policy = count[turn.expert] <= kSmallMRows ? once : keep;
         for (int box = 0; box < boxes; box += turn.boxes) {
           barrier_wait(r.empty + 8 * slot, phase);  // passes at once in the first round
           const int last = min(box + turn.boxes, boxes);
@@ -382,7 +382,7 @@ __global__ void __launch_bounds__(few_threads(GROUPS))
           uint32_t to = r.base + slot * r.stage;
           for (int b = box; b < last; ++b)
             for (int u = 0; u < turn.units; ++u, to += 4096)
-              few_copy<PAIRED>(to, &weight_map, r.full + 8 * slot, b * kBoxK, turn.unit + u, turn.expert, policy);
+              small_m_copy<PAIRED>(to, &weight_map, r.full + 8 * slot, b * kBoxK, turn.unit + u, turn.expert, policy);
           if (++slot == r.stages) slot = 0, phase ^= 1;
         }
       }
@@ -394,13 +394,13 @@ __global__ void __launch_bounds__(few_threads(GROUPS))
     uint32_t phase = 0;
     while (mail.get(turn)) {
       if (turn.rows <= 8)
-        few_turn<T, PAIRED, GROUPS, BOXES, 8>(a, r, turn, group, boxes, slot, phase);
+        small_m_turn<T, PAIRED, GROUPS, BOXES, 8>(a, r, turn, group, boxes, slot, phase);
       else if (turn.rows <= 16)
-        few_turn<T, PAIRED, GROUPS, BOXES, 16>(a, r, turn, group, boxes, slot, phase);
+        small_m_turn<T, PAIRED, GROUPS, BOXES, 16>(a, r, turn, group, boxes, slot, phase);
       else if (turn.rows <= 32)
-        few_turn<T, PAIRED, GROUPS, BOXES, 32>(a, r, turn, group, boxes, slot, phase);
+        small_m_turn<T, PAIRED, GROUPS, BOXES, 32>(a, r, turn, group, boxes, slot, phase);
       else
-        few_turn<T, PAIRED, GROUPS, BOXES, 64>(a, r, turn, group, boxes, slot, phase);
+        small_m_turn<T, PAIRED, GROUPS, BOXES, 64>(a, r, turn, group, boxes, slot, phase);
     }
     const int64_t end = int64_t(a.rows) * a.n;  // rows behind the last expert
     int64_t i = int64_t(behind) * a.n + blockIdx.x * kConsumers + threadIdx.x;
@@ -410,7 +410,7 @@ __global__ void __launch_bounds__(few_threads(GROUPS))
 }
 
 // (E, rows, k) with k contiguous. Paired, rows is twice a multiple of eight.
-inline bool few_map(CUtensorMap* map, bool is_bf16, bool paired, const void* weight, int64_t experts, int64_t rows,
+inline bool small_m_map(CUtensorMap* map, bool is_bf16, bool paired, const void* weight, int64_t experts, int64_t rows,
                     int64_t k, int64_t expert_ld, int64_t ld) {
   const EncodeTiled encode = encode_tiled();
   const auto type = is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
@@ -421,13 +421,13 @@ inline bool few_map(CUtensorMap* map, bool is_bf16, bool paired, const void* wei
     const cuuint64_t sizes[5] = {cuuint64_t(k), 8, 2, cuuint64_t(rows / 16), cuuint64_t(experts)};
     const cuuint64_t strides[4] = {cuuint64_t(ld) * 2, cuuint64_t(rows) * ld, cuuint64_t(ld) * 16,
                                    cuuint64_t(expert_ld) * 2};
-    const cuuint32_t box[5] = {kBoxK, 8, 2, kFewUnit / 16, 1};
+    const cuuint32_t box[5] = {kBoxK, 8, 2, kSmallMUnit / 16, 1};
     done = encode(map, type, 5, const_cast<void*>(weight), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   } else {
     const cuuint64_t sizes[3] = {cuuint64_t(k), cuuint64_t(rows), cuuint64_t(experts)};
     const cuuint64_t strides[2] = {cuuint64_t(ld) * 2, cuuint64_t(expert_ld) * 2};
-    const cuuint32_t box[3] = {kBoxK, kFewUnit, 1};
+    const cuuint32_t box[3] = {kBoxK, kSmallMUnit, 1};
     done = encode(map, type, 3, const_cast<void*>(weight), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   }
