@@ -76,7 +76,8 @@ def test_a_loaded_model_is_taken_as_it_is():
     with pytest.raises(TypeError, match=r"given LlamaForCausalLM has torch.float32, expected torch.bfloat16"):
         load(model, dtype="bfloat16")
     model.lm_head.weight.data = model.lm_head.weight.data.half()
-    with pytest.raises(TypeError, match=r"has torch.float16 and torch.float32"):
+    mixed = r"has torch.float16 and torch.float32, expected torch.bfloat16 or torch.float32 alone: convert it first"
+    with pytest.raises(TypeError, match=mixed):
         load(model)
     with pytest.raises(TypeError, match="got a Linear, expected a path"):
         load(torch.nn.Linear(2, 2))

@@ -42,6 +42,8 @@ def fuse(handle, layers: range | None, patched: Forward) -> tuple[Forward | None
         described = handle.describe()
     except vx.patch.NotDescribed as reason:
         return None, str(reason)
+    if not described.layers:
+        raise ValueError(f"Engine: model: the {type(handle.model).__name__} has no layers, expected at least one")
     layers = range(len(described.layers)) if layers is None else layers
     fused = Decoder(Weights(handle.model), described, layers)
     if not _same_bits(handle, described, layers, fused, patched):

@@ -38,7 +38,11 @@ def cache_shape(model: torch.nn.Module, *, latent: bool = False) -> CacheShape:
 
 
 def vocab_size(model: torch.nn.Module) -> int:
-    return model.get_input_embeddings().weight.shape[0]
+    embedding = model.get_input_embeddings()
+    if not isinstance(embedding, torch.nn.Embedding):
+        got = type(embedding).__name__
+        raise TypeError(f"Engine: model: the embedding of the {type(model).__name__} is a {got}, expected an Embedding")
+    return embedding.weight.shape[0]
 
 
 def max_positions(model: torch.nn.Module) -> int | None:

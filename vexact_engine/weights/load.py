@@ -158,7 +158,8 @@ def _accept(model: torch.nn.Module, device: str | torch.device, dtype: torch.dty
     dtypes = {p.dtype for p in model.parameters()}
     expected = {dtype} if dtype is not None else set(served(device).values())
     if len(dtypes) != 1 or not dtypes <= expected:
-        got, want = (" and ".join(sorted(map(str, kinds))) for kinds in (dtypes, expected))
+        got, want = (sorted(map(str, kinds)) for kinds in (dtypes, expected))
+        got, want = " and ".join(got), " or ".join(want) + (" alone" if len(dtypes) > 1 else "")
         raise TypeError(f"weights: dtype: the given {name} has {got}, expected {want}: convert it first")
     places, device = {p.device.type for p in model.parameters()}, torch.device(device)
     if places != {device.type}:
