@@ -483,6 +483,17 @@ def test_a_receiver_closes_whatever_lies_in_its_socket(sockets):
         assert receiver._socket.closed
 
 
+def test_a_receiver_whose_engine_closes_at_that_moment_leaves_nothing(sockets, monkeypatch):
+    model = build("Qwen3")
+    with handover(model) as (engine, receiver, start, out):
+        result = start()
+        assert out.send(model.state_dict()) == 1 == result()
+        engine.close()
+        monkeypatch.setattr(type(engine._loop), "closed", property(lambda self: False))  # asked before it was
+        receiver.close()
+        assert receiver._socket.closed
+
+
 def test_a_sender_comes_again_after_another_process(sockets, monkeypatch):
     """Its memory was let go of meanwhile, as it hears sooner or later."""
     model = build("Qwen3")

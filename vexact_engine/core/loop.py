@@ -205,6 +205,7 @@ class Loop:
     def beside(self, function: Callable[[], object], when: Callable[[], bool] | None = None):
         """`call` in the caller's thread, while no other `call` is done. Without `when` steps go on beside it; with it
         they must not, and it is done there while weights are written, for no step runs then."""
+        self.check_open()  # in a fork nobody lets go of the lock
         with self._alone:
             if when is None or self.updating:
                 self.check_open()

@@ -1,5 +1,6 @@
 """Where weights go that come from another process: into all replicas."""
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Mapping
@@ -7,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import HandoverFailed
+from ..errors import EngineClosed, HandoverFailed
 from ..weights.buffers import Memories
 from ..weights.intake import check_mode
 from ..weights.messages import Bucket, Offer
@@ -100,6 +101,8 @@ class FleetIntake:
             return False
         try:
             return update.give_up()
+        except EngineClosed:
+            return False
         finally:
             self._end()
 
@@ -111,5 +114,5 @@ class FleetIntake:
     def let_go(self) -> None:
         if self._here is not None:
             self._here.close()
-        if not self._front.closed:
+        with contextlib.suppress(EngineClosed):
             self._front.ask("let_go")

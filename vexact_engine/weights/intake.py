@@ -1,10 +1,12 @@
 """Where weights go that come from another process: into one engine, in either of two ways."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
+from ..errors import EngineClosed
 from . import messages as m
 from .buffers import gpu_name
 from .session import Loop, Reading, WeightUpdate, Worker
@@ -83,7 +85,7 @@ class Intake:
 
     def let_go(self) -> None:
         """Of the sender's memory."""
-        if not self._loop.closed:
+        with contextlib.suppress(EngineClosed):  # then it has
             self._loop.call(self._worker.let_go)
 
 
