@@ -94,7 +94,7 @@ class _Pair:
         self._engine = Engine(loaded, config)
         shapes = {name: (tuple(p.shape), p.dtype) for name, p in loaded.model.named_parameters()}
         self._size = sum(p.nbytes for p in loaded.model.parameters())
-        self._tell("hold", shapes, self._trainer_device)
+        self._ask("hold", shapes, self._trainer_device)
         large = 1 << (30 if args.device == "cuda" else 28)
         self._source = torch.ones(large, dtype=torch.uint8, device=self._trainer_device)
         self._target = torch.empty_like(self._source, device=args.device)
@@ -106,7 +106,7 @@ class _Pair:
         self._engine.close()
         gc.collect()
 
-    def _tell(self, *what):
+    def _ask(self, *what):
         self._pipe.send(what)
         answer = self._pipe.recv()
         if isinstance(answer, BaseException):
@@ -140,7 +140,7 @@ class _Pair:
         engine, device = self._engine, self._args.device
         bucket = case.bucket if self._trainer_device != "cpu" else min(case.bucket, CACHED)
         with WeightReceiver(engine, mode=case.mode) as receiver:
-            wanted = self._tell("open", case, receiver.address, engine.numerics())
+            wanted = self._ask("open", case, receiver.address, engine.numerics())
             seconds = [self._hand_over(receiver) for _ in range(WARM)]
             first = seconds[0]
             found = {name: _digest(p) for name, p in engine.model.named_parameters()}
@@ -152,7 +152,7 @@ class _Pair:
             seconds, copies, alone = zip(*rounds)
             after = self._held()
             stalls, step, decoding = self._stalls(receiver)
-        self._tell("close")
+        self._ask("close")
         gbps = [self._size / s / 1e9 for s in seconds]
         copy = statistics.median(copies)
         kind = {"cuda_ipc": "CUDA IPC", "shared_memory": "shared memory"}[case.transport]
@@ -222,7 +222,7 @@ class _Pair:
         """Bytes and files of both processes."""
         if self._args.device == "cuda":
             torch.cuda.synchronize()
-        theirs = self._tell("held")
+        theirs = self._ask("held")
         free = {} if self._args.device != "cuda" else {"gpu_bytes": -torch.cuda.mem_get_info()[0]}
         named = os.statvfs("/dev/shm")
         return (

@@ -89,7 +89,7 @@ class Broadcast(CheckpointEngine):
         self._store = dist.PrefixStore(name, self._store)
         kind = dist.ProcessGroupGloo if self.device == "cpu" else dist.ProcessGroupNCCL  # its limit ends the process
         self._group = kind(dist.PrefixStore("group", self._store), rank, len(members), timeout=2 * self.timeout)
-        self._rank, self._members, self._index, self._told = rank, members, 0, []
+        self._rank, self._members, self._index, self._announced = rank, members, 0, []
 
     def finalize(self) -> None: ...  # the group is kept
 
@@ -111,23 +111,23 @@ class Broadcast(CheckpointEngine):
         buffers = [torch.empty(self.bucket_size, dtype=torch.uint8, device=self.device) for _ in range(2)]
         works: list[dist.Work] = []
         for memory, parts in pack(items, itertools.cycle(buffers)):
-            self._tell(Bucket(tuple(parts), len(memory)))
+            self._announce(Bucket(tuple(parts), len(memory)))
             works.append(self._group.broadcast(memory, 0))
             if len(works) > 1:
                 works[-2].wait()  # what is filled next is what it reads
         if works:
             works[-1].wait()
-        self._tell(Bucket())
+        self._announce(Bucket())
 
-    def _tell(self, bucket: Bucket) -> None:
-        """Once all are there. What they were told before is forgotten then."""
+    def _announce(self, bucket: Bucket) -> None:
+        """Once all are there. What was announced before is forgotten then."""
         others = [f"{self._index}/{rank}" for rank in range(1, len(self._members))]
         for rank, key in enumerate(others):
             self._patiently(self._store.wait, [key], f"rollout worker {rank} of {len(others)}")
-        for key in self._told:
+        for key in self._announced:
             self._store.delete_key(key)
         self._store.set(str(self._index), msgspec.msgpack.encode(bucket))
-        self._told, self._index = [str(self._index), *others], self._index + 1
+        self._announced, self._index = [str(self._index), *others], self._index + 1
 
     def _patiently(self, ask: Callable, what: Any, who: str) -> Any:
         try:
