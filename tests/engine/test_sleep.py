@@ -10,9 +10,10 @@ import torch
 from engine_models import bits, build, check_idle, prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paused import stand_in
+from paused import Recorder, stand_in
 
 from vexact_engine import Engine, EngineAsleep, EngineClosed, EngineConfig, SamplingParams, WeightsMissing
+from vexact_engine.runner import graphs
 from vexact_engine.runner import sleep as sleep_module
 from vexact_engine.runner.sleep import TAGS, Memory, Storages, own
 
@@ -48,9 +49,12 @@ KINDS = ["stays", "moves", "paused"]
 
 def made_as(kind, patch):
     """On a CPU weights are in host memory already; "moves" treats it as a GPU, whose weights are moved there, and
-    "paused" as one whose memory is paused, by a stand-in for torch_memory_saver."""
-    if kind == "paused":
+    "paused" as one whose memory is paused, by a stand-in for torch_memory_saver; "graphs" has what stands for graphs
+    too, which are kept."""
+    if kind in ("paused", "graphs"):
         stand_in(patch)
+    if kind == "graphs":
+        patch.setattr(graphs, "recorder", Recorder)
     engine = made()
     engine._worker._memory._on_host = kind == "stays"
     patch.setattr(Memory, "held", lambda self: None)
@@ -448,7 +452,7 @@ ACTIONS = st.one_of(
 )
 
 
-@given(st.lists(ACTIONS, max_size=12), st.sampled_from(KINDS))
+@given(st.lists(ACTIONS, max_size=12), st.sampled_from([*KINDS, "graphs"]))
 @settings(max_examples=20)
 def test_any_order_of_sleeps_wakes_updates_and_requests(old, new, actions, kind):
     """What is asked while everything is there has the bits of its weights; requests that live through all of it have
