@@ -12,6 +12,7 @@ the trainer's log-probabilities of the same tokens must be its own in bytes.
 
 import argparse
 import contextlib
+import copy
 import gc
 import statistics
 from collections.abc import Callable, Iterator
@@ -96,7 +97,8 @@ class _VeOmni:
     def __init__(self, args, config):
         from veomni.distributed.parallel_state import init_parallel_state
 
-        self.args, self.config = args, config
+        self.args, self.config = args, copy.deepcopy(config)
+        self.config._experts_implementation = None  # transformers' own, which VeOmni's classes refuse
         self.veomni = vx.patch.veomni()
         init_parallel_state(dp_size=1, dp_mode="fsdp2")
 
