@@ -63,6 +63,18 @@ def test_a_model_has_one_engine(old):
     assert [p.data_ptr() for p in model.parameters()] == places  # joined already: nothing moved
 
 
+def test_a_model_without_layers_or_with_an_embedding_of_another_kind_is_refused():
+    model = build("Llama")
+    model.model.layers = torch.nn.ModuleList()
+    with pytest.raises(ValueError, match="the LlamaForCausalLM has no layers, expected at least one"):
+        Engine.from_pretrained(model, config=CONFIG)
+    model = build("Llama")
+    model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens)
+    with pytest.raises(TypeError, match="the embedding of the LlamaForCausalLM is a Sequential, expected an Embedding"):
+        Engine.from_pretrained(model, config=CONFIG)
+    assert not hasattr(model, "_vexact")
+
+
 def test_join_keeps_what_is_joined():
     parts = [torch.nn.Parameter(torch.randn(n, 4, dtype=torch.float32)) for n in (3, 1, 2)]
     before = torch.cat([p.detach() for p in parts])
@@ -168,6 +180,15 @@ def test_weights_of_another_kind_are_not_computed_with(old):
 
 
 # Updates
+
+
+def test_what_is_no_pair_of_a_name_and_a_tensor_is_said_to_be_none():
+    with Engine.from_pretrained(build("Llama"), config=CONFIG) as engine:
+        norm = torch.ones(48)
+        for bad in (None, 5, "model.safetensors", norm, ["lm_head"], [("norm",)], [("norm", norm, 1)]):
+            with pytest.raises(TypeError, match=r"^update_weights: named_tensors: got"):
+                engine.update_weights(bad, numerics=engine.numerics())
+        assert engine.weight_version == 0
 
 
 def test_named_parameters_are_enough_where_there_are_buffers(caplog):

@@ -315,6 +315,53 @@ def test_a_router_of_other_experts_is_refused(rows):
         vx.patch.hf(model)
 
 
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("qwen3_moe", {"top_k": 1}),
+        ("qwen3_moe", {"norm_topk_prob": False}),
+        ("deepseek_v3", {"routed_scaling_factor": 9.0}),
+        ("gemma2", {"final_logit_softcapping": 2.0}),
+    ],
+    ids=str,
+)
+def test_a_number_that_is_set_after_the_patch_is_noticed(name, change):
+    """As it is where the model's own code reads it: it was taken at the time of the patch, for good."""
+    ids = sequences()[0][None]
+
+    def changed(model, numbers):
+        holders = [model.config] if name == "gemma2" else [m for m in model.modules() if mixture.is_router(m)]
+        before = {n: getattr(holders[0], n) for n in numbers}
+        for holder in holders:
+            for number, value in numbers.items():
+                setattr(holder, number, value)
+        return before
+
+    first, other = with_bias(tiny(name)), with_bias(tiny(name))
+    with vx.patch.hf(first), torch.no_grad():
+        old = first(ids).logits
+        before = changed(first, change)
+        new = first(ids).logits
+        changed(other, change)
+        with vx.patch.hf(other):
+            assert_bitwise(new, other(ids).logits)
+        assert not vx.same_bits(new, old)
+        changed(first, before)
+        assert_bitwise(first(ids).logits, old)
+
+
+def test_a_number_that_no_aligned_op_knows_is_refused_until_it_is_put_back():
+    model, ids = tiny("llama"), sequences()[0][None]
+    with vx.patch.hf(model):
+        old = model(ids).logits
+        model.config.final_logit_softcapping = 2.0
+        for _ in range(2):
+            with pytest.raises(ValueError, match="does something to the logits"):
+                model(ids)
+        del model.config.final_logit_softcapping
+        assert_bitwise(model(ids).logits, old)
+
+
 def test_the_load_balancing_loss_cannot_be_asked_for():
     model = tiny("qwen3_moe")
     with vx.patch.hf(model), pytest.raises(ValueError, match="output_router_logits: got True"):

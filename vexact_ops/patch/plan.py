@@ -75,6 +75,17 @@ def find(patch: "Patch") -> None:
         patch.refuse("", model, "latent: no attention of it is latent")
 
 
+def numbers(patch: "Patch") -> tuple[list[dict], list[str], list]:
+    """Where numbers stand that forwards have from the time of the patch, their names, and what they were: those of
+    routers (top_k, routed_scaling_factor), and the config's that say what becomes of the logits."""
+    holders = [(vars(patch.model.config), name) for name in ("logits_scaling", "final_logit_softcapping")]
+    for module in patch.model.modules():
+        if "_vexact" in module.__dict__ and (mixture.is_router(module) or mixture.chooses(module)):
+            own = (name for name, value in vars(module).items() if isinstance(value, int | float))
+            holders += [(vars(module), name) for name in own if name != "training" and not name.startswith("_")]
+    return [h for h, _ in holders], [n for _, n in holders], [h.get(n) for h, n in holders]
+
+
 def _place(patch: "Patch", path: str, module: nn.Module) -> None:
     cls = pieces.class_of(module)
     if "forward" in module.__dict__:
