@@ -106,19 +106,48 @@ def _places(part: Body | Head) -> tuple[dict[str, tuple[int, type, int]], int]:
 
 
 class Host:
-    """Memory of the host that a step goes through, in and out; its own until the device is through with it."""
+    """Memory of the host that a step goes through, in and out; its own until the device is through with it.
 
-    def __init__(self, size: int, draws: int, pinned: bool):
-        self.tensor = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
-        self.bytes = self.tensor.numpy()
-        self.drawn = torch.zeros(4 * draws, dtype=torch.int32, pin_memory=pinned)
-        self.numbers = self.drawn.numpy()
+    words, drawn   that memory as the device has it
+    """
+
+    def __init__(self, size: int, draws: int, device: torch.device):
+        pinned = device.type == "cuda"
+        words = torch.zeros(size // 8, dtype=torch.int64, pin_memory=pinned)
+        drawn = torch.zeros(4 * draws, dtype=torch.int32, pin_memory=pinned)
+        self.bytes, self.numbers = words.view(torch.uint8).numpy(), drawn.numpy()
+        self.words, self.drawn = (_Pinned(part).on(device) if pinned else part for part in (words, drawn))
         self.event = torch.cuda.Event() if pinned else None
 
     def columns(self, part: Body | Head, middle: int) -> dict[str, np.ndarray]:
         places, size = _places(part)
         first = middle if isinstance(part, Body) else middle - size
         return {name: np.ndarray(count, kind, self.bytes, first + at) for name, (at, kind, count) in places.items()}
+
+
+class _Pinned:
+    """Memory of the host that kernels of a GPU read and write where it lies."""
+
+    def __init__(self, tensor: Tensor):
+        self._tensor = tensor
+        shape, kind = tuple(tensor.shape), f"<i{tensor.itemsize}"
+        self.__cuda_array_interface__ = {
+            "shape": shape, "typestr": kind, "data": (tensor.data_ptr(), False), "version": 2,
+        }  # fmt: skip
+
+    def on(self, device: torch.device) -> Tensor:
+        """A tensor of that device, which keeps the memory; the host's own where torch takes it for another GPU's, as it
+        does with memory that was pinned for that one first."""
+        found = torch.as_tensor(self, dtype=self._tensor.dtype, device=device)
+        return found if found.data_ptr() == self._tensor.data_ptr() else self._tensor
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    """By a kernel where that can be: the copy engine makes the kernels before and behind it wait."""
+    if source.device == target.device:
+        torch.bitwise_or(source, 0, out=target)
+    else:
+        target.copy_(source, non_blocking=True)
 
 
 def send(values: np.ndarray, device: torch.device) -> Tensor:
@@ -143,12 +172,13 @@ class Buffers:
         most = Body(tokens, tokens + slots + 1, tokens, tokens, tokens, max_pages)
         last = -(-8 * (slots + 1) // _LINE) * _LINE
         self.middle = last + _places(Head(tokens, plain=False))[1]
-        size = self.middle + _places(most)[1] + _MOST_PAGES * 12 + _LINE
-        self._size, self._draws = size, tokens
+        size = self.middle + _places(most)[1]
+        self._size, self._draws = size + _MOST_PAGES * 12, tokens
         self.memory = torch.zeros(size, dtype=torch.uint8, device=device)
-        self.words = self.memory[: size // 8 * 8].view(torch.int64)
+        self.words = self.memory.view(torch.int64)
         self.last = self.words[: slots + 1]
         self.drawn = torch.zeros(4 * tokens, dtype=torch.int32, device=device)
+        self._hosts: list[Host] = []  # all there are: a step that fails loses its own, which kernels may still read
         self._free: list[Host] = []
 
     @property
@@ -175,7 +205,10 @@ class Buffers:
         step   None: padding alone, to rehearse and to time
         ids    count -> token ids for the padding
         """
-        host = self._free.pop() if self._free else Host(self._size, self._draws, self.device.type == "cuda")
+        if not self._free:
+            self._free.append(Host(self._size, self._draws, self.device))
+            self._hosts += self._free
+        host = self._free.pop()
         first, end = self.middle, self.middle + _places(body)[1]
         to = host.columns(body, self.middle)
         if step is None:
@@ -231,18 +264,17 @@ class Buffers:
             warm = 0.0 if step is not None else 1.0  # greedy rows cost less than others, which are to be timed
             for name, padding in (("top_k", 0), ("temperature", warm), ("top_p", 1.0), ("min_p", 0.0)):
                 to[name][:draws], to[name][draws:] = occupants[name], padding
+        _copy(host.words[first // 8 : end // 8], self.words[first // 8 : end // 8])
         pages = step.page_ids if step is not None else ()
-        more = len(pages) > _MOST_PAGES
-        if len(pages) and not more:
-            where, end = end, end + 8 * len(pages)
-            host.bytes[where:end].view(np.int64)[:] = self._new
-            numbers, end = end, end + 4 * len(pages)
-            host.bytes[numbers:end].view(np.int32)[:] = pages
-        self.memory[first:end].copy_(host.tensor[first:end], non_blocking=True)
-        if more:
+        if len(pages) > _MOST_PAGES:
             self._put_pages(*(send(part, self.device) for part in (self._new, pages)))
         elif len(pages):
-            self._put_pages(self.memory[where:numbers].view(torch.int64), self.memory[numbers:end].view(torch.int32))
+            numbers = end + 8 * len(pages)
+            host.bytes[end:numbers].view(np.int64)[:] = self._new
+            host.bytes[numbers : numbers + 4 * len(pages)].view(np.int32)[:] = pages
+            there = host.words.view(torch.int32)[numbers // 4 : numbers // 4 + len(pages)]
+            parts = host.words[end // 8 : numbers // 8], there
+            self._put_pages(*(part.to(self.device, non_blocking=True) for part in parts))
         return host
 
     def _put_pages(self, where: Tensor, pages: Tensor) -> None:
@@ -287,7 +319,7 @@ class Buffers:
     def fetch(self, host: Host, draws: int) -> None:
         """Begin to copy what was drawn."""
         if draws:
-            host.drawn[: 4 * draws].copy_(self.drawn[: 4 * draws], non_blocking=True)
+            _copy(self.drawn[: 4 * draws], host.drawn[: 4 * draws])
         if host.event is not None:
             host.event.record()
 
