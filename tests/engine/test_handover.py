@@ -1,4 +1,8 @@
-"""Weights from a trainer's process to an engine's: names and dtypes as they come, and each way in which it can fail."""
+"""Weights from a trainer's process to an engine's: names and dtypes as they come, and each way in which it can fail.
+
+More than 600 lines in one file because all of them take one trainer's process, one engine's and the faults between
+them, and because files of tests are what is given to processes: sessions and their sockets are made once.
+"""
 
 import asyncio
 import contextlib

@@ -3,6 +3,8 @@
 Truncation and draw are made of correctly rounded fp32 operations, maxima and sums of integers, so they have no order;
 the log-probabilities have that of log_softmax on a GPU. Twelve launches, no look at a value by the host: those that
 a row's parameters do not ask for end at once.
+
+More than 600 lines in one file because a draw is all of its launches, and each reads what the one before it wrote.
 """
 
 from typing import NamedTuple
