@@ -361,6 +361,7 @@ def test_a_bucket_is_given_back_before_another_that_lies_there_is_read(sockets, 
     with handover(model, bucket_bytes=16384) as (_engine, _receiver, start, out):
         result = start()
         assert out.send(model.state_dict()) == 1 == result()
+        assert sum(bucket.nbytes for bucket in out._buffers[buffers.HOST].tensors) == 2 * 16384
     buckets = [buffer for what, buffer in said if what == "taken"]
     assert len(buckets) > 4
     assert said == [(what, buffer) for buffer in buckets for what in ("taken", "given back")]

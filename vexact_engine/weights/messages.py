@@ -5,7 +5,7 @@
                                  <- Welcome (manifest), or Refused (why, with both values)
     Offer (memory to open)       ->
                                  <- Opened, or Unopened (why): the next kind of memory is offered
-    Bucket (what lies in it)     ->      two under way
+    Bucket (what lies in it)     ->      four under way
                                  <- Ack (may be filled again)
     Finish                       ->
                                  <- Done (weight_version), or Failed (why, and what the engine has now)
