@@ -276,10 +276,14 @@ struct ProductEpilogue {
             *reinterpret_cast<float2*>(out + int64_t(row + 8 * h) * columns + column + 8 * j) =
                 make_float2(d[4 * j + 2 * h], d[4 * j + 2 * h + 1]);
     } else {
-      if (factor) {
-        const float by = *factor;
+      const float by = factor ? *factor : 1.0f;
+      if (by != 1.0f) {  // times 1 nothing would change
 #pragma unroll
-        for (int i = 0; i < 128; ++i) d[i] = widen(__float2bfloat16_rn(d[i])) * by;
+        for (int i = 0; i < 128; i += 2) {
+          const uint32_t both = pack(d[i], d[i + 1]);
+          d[i] = __uint_as_float(both << 16) * by;
+          d[i + 1] = __uint_as_float(both & 0xffff0000) * by;
+        }
       }
       const int lane = threadIdx.x % 4, first = column - 2 * lane;
       store_row<0>(d, out + int64_t(row) * columns + first, columns - first, row < rows);

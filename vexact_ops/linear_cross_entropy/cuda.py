@@ -92,7 +92,10 @@ def loss_with_gradients(
     kept_shape, instead of dweight what unit_dweight makes it of."""
     run = _loss_with_gradients if _fast(hidden, weight) else _canonical_loss
     keep = need_dweight and kept_shape(hidden, weight) is not None
-    return run(hidden, weight, target, scale, need_dhidden, need_dweight, live, keep)
+    made = run(hidden, weight, target, scale, need_dhidden, need_dweight, live, keep)
+    if keep and weight.shape[0] % CHUNK:
+        made[3][-1, :, weight.shape[0] % CHUNK :].zero_()  # an operator's output: all of it is known
+    return made
 
 
 def kept_shape(hidden: Tensor, weight: Tensor) -> tuple[int, int, int] | None:
