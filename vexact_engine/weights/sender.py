@@ -19,7 +19,7 @@ from .threads import half_the_threads
 log = logging.getLogger(__name__)
 
 _ALIGN = 16  # bytes
-_HALVES = 4  # of two buckets: one half is filled and one is read, and what both ends say of the others costs no time
+_HALVES = 4  # of two buckets: while one is filled and one read, messages of the others are on their way
 _GOODBYE = 5.0  # seconds that `close` waits for a receiver that does not listen
 CACHED = 8 << 20  # bytes of a bucket from CPU to CPU: what was written is read while the cache has it
 
