@@ -6,7 +6,9 @@ the Triton sampler: same bits.
 
 Up to 8 rows the weight is streamed as `linear` streams it for few rows, and a tile of it is one block of the
 log-sum-exp. More take tiles of 64 rows by 128 tokens, where one warpgroup multiplies while the other draws; beyond 128
-rows tiles of 128 by 256, which ask less of the caches.
+rows tiles of 128 by 256, which ask less of the caches. There drawing is not hidden: a warpgroup of its own, which drew
+from the tile before, held up the two that multiplied for as long as it drew (256 rows, H = 2,048, on an H200: 492 us
+for 382, the product alone 237; the same without the drawing took 1.04 times the product).
 """
 
 import functools

@@ -93,7 +93,7 @@ def join(parts: Tensor, entries: Tensor, tokens: Tensor, temperature: Tensor) ->
     logprobs, raw_logprobs = (torch.empty(rows, dtype=torch.float32, device=tokens.device) for _ in range(2))
     with on(parts):
         _join_kernel[(rows,)](
-            parts, entries, tokens, temperature, ids, logprobs, raw_logprobs, blocks, **joined(blocks), num_warps=8,
+            parts, entries, tokens, temperature, ids, logprobs, raw_logprobs, blocks, **joined(blocks), num_warps=16,
             **OPTIONS, **early(parts),
         )  # fmt: skip
     return ids, logprobs, raw_logprobs
