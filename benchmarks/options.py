@@ -94,6 +94,10 @@ def parse(argv: list[str] | None, prog: str, text: str) -> argparse.Namespace:
         parser.error("--device cuda: torch sees no CUDA device")
     if args.readme and args.what != "report":
         parser.error(f"--readme: expected 'report', not {args.what!r}: a run keeps its records with --save")
+    if args.what == "report":
+        for name in ("json", "csv", "lines", "save"):
+            if getattr(args, name):
+                parser.error(f"--{name}: expected a run: report measures nothing, and has no records to write")
     if args.json == "-" and args.csv == "-":
         parser.error("--csv: standard output takes one document, and --json - has it")
     args.shape_given, args.rows_given = args.shape is not None, args.rows is not None

@@ -259,6 +259,8 @@ def test_every_room_takes_a_free_shape():
         ("linear --lengths 8", "--lengths: expected attention"),
         ("attention --lengths 8..4", "--lengths: got '8..4'"),
         ("mean --readme", "--readme: expected 'report'"),
+        ("report --json out.json", "--json: expected a run: report measures nothing"),
+        ("report --save", "--save: expected a run"),
         ("mean --json - --csv -", "--csv: standard output takes one document"),
         ("mean --peer-path nowhere", "--peer-path: got 'nowhere'"),
     ],
