@@ -97,18 +97,18 @@ __device__ __forceinline__ void copy_pages(uint32_t to, const CUtensorMap& map, 
       : "memory");
 }
 
-// The same on its way into the L2 cache. It has no value yet, so nobody needs to have written it.
-__device__ __forceinline__ void prefetch_pages(const CUtensorMap& map, int row, int head, int page) {
-  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %1, %3, %4}];" ::"l"(&map), "r"(0), "r"(row),
-               "r"(head), "r"(page));
-}
+__device__ __forceinline__ void prefetch(const void* x) { asm volatile("prefetch.global.L2 [%0];" ::"l"(x)); }
 
-// Where sequences and pages lie is read before this, while the kernel before comes to its end: none of those that let this
-// one start before they have ended writes such numbers. Queries, keys and values they do write.
-__device__ __forceinline__ void wait_for_what_is_read() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  sm90::wait_for_kernel_before();
-#endif
+// What the first item looks at first, on its way into the L2 cache: 1,024 pages from where they probably begin. Nothing
+// has a value yet, so nobody needs to have written it.
+__device__ __forceinline__ void prefetch_places(const Args& a, int heads) {
+  const int lane = threadIdx.x % 32, which = blockIdx.x / heads;
+  const bool split = a.partial && a.sequences == 1;
+  const int sequence = split ? 0 : which;
+  if (sequence >= a.sequences) return;
+  const int slot = (split ? which * (a.segment / a.page_size) : 0) + lane * 32;
+  if (slot < a.keys / a.page_size) prefetch(a.table + sequence * a.table_row + slot);
+  if (lane == 0) prefetch(a.q_at + sequence), prefetch(a.k_at + sequence);
 }
 
 __device__ __forceinline__ void arrive_for_warp(uint32_t bar) {
@@ -134,8 +134,6 @@ __device__ __forceinline__ void fetch(const Args& a, Shared& s, const CUtensorMa
       return {table[slot], key - slot * a.page_size};
     };
     int2 at{-1, 0}, next = look_up(0);
-    if (item == int(blockIdx.x) && next.x >= 0 && lane >> shift < 2) prefetch_pages(map, next.y, it.head, next.x);
-    wait_for_what_is_read();
     for (int n = 0; n < it.blocks; ++n, unit += 2) {
       if ((n & (each - 1)) == 0) {
         at = next;
@@ -159,7 +157,6 @@ __device__ __forceinline__ void score(const Args& a, Shared& s, int warp, int it
   uint32_t unit = 0, done = 0;
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     const Item it(a, s.until, item, heads);
-    wait_for_what_is_read();
     if (it.blocks == 0) continue;
     // the query's fragments; rows beyond the group are zeros, and nothing of theirs is stored
     uint32_t qf[D / 16][4];
@@ -440,12 +437,13 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   const int heads = a.hk * ((a.group + kDecodeRows - 1) / kDecodeRows);
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  if (warp == 8) prefetch_places(a, heads);
   if (tid == 0) sm90::prefetch_map(&k_map), sm90::prefetch_map(&v_map);
+  sm90::wait_for_kernel_before();
 #endif
   __syncthreads();
   const int items = (a.partial ? count_segments(a, s.until) : a.sequences) * heads;
   if (warp < 4) {
-    wait_for_what_is_read();
     if (a.ready) {  // nothing is ready yet; only then may who waits for it begin
       if (tid == 0) {
         for (int item = blockIdx.x; item < items; item += gridDim.x) *Item(a, s.until, item, heads).ready(a) = 0;
