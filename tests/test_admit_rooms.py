@@ -65,7 +65,8 @@ def logprobs_bwd(dlogprob, dentropy, hidden, weight, target, temperature, softca
     return tuple(g.to(hidden.dtype) for g in grads)
 
 
-def loss(hidden, weight, target, scale, need_dhidden, need_dweight, live):
+def loss(hidden, weight, target, scale, need_dhidden, need_dweight, live, keep=False):
+    """`keep` or not: here the gradient of weight can wait as it is."""
     one, up = torch.ones(1), torch.ones(hidden.shape[0]) * scale
     logprob, _, lse = logprobs(hidden, weight, target, one, 0.0, False)
     return logprob, lse, *logprobs_bwd(up, None, hidden, weight, target, one, 0.0, None, lse)
@@ -74,7 +75,11 @@ def loss(hidden, weight, target, scale, need_dhidden, need_dweight, live):
 def head(*case):
     from vexact_ops.linear_cross_entropy import cuda
 
-    return cuda._everything(logprobs, logprobs_bwd, loss, False, *case)
+    return cuda._everything(logprobs, logprobs_bwd, loss, from_kept, False, *case)
+
+
+def from_kept(dweight, hidden, weight, scale, factor, live):
+    return (dweight.float() * factor).to(dweight.dtype)
 
 
 def attention(q, k, v, cu, finite):

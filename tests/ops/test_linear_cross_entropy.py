@@ -364,7 +364,11 @@ def test_the_gradient_of_a_sure_token_is_not_the_rounding_of_1(device, backend, 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("width", [64, 1000, 4096])
-@pytest.mark.parametrize("tokens,vocabulary", [(1, 300), (129, 2500), (600, 9000)], ids=str)
+@pytest.mark.parametrize(
+    "tokens,vocabulary",
+    [(1, 300), (129, 2500), (600, 9000), (50, 70000), (90, 70000)],  # of many columns each block has several tiles
+    ids=str,
+)
 def test_fast_kernels_are_admitted_and_have_the_canonical_bytes(width, tokens, vocabulary):
     from vexact_ops.linear_cross_entropy import cuda
 

@@ -447,7 +447,9 @@ def _everything(
     results += [logprob, lse, dhidden[:counting], dweight]
     if kept_shape(hidden, weight) is not None:
         d = loss(*kept, scale, False, True, live, keep=True, **options)[3]
-        results.append(from_kept(d, kept[0], weight, scale, up[0][0], live))
+        results += [
+            from_kept(d, kept[0], weight, scale, factor, live) for factor in (up[0][0], one[0])
+        ]  # 1 has a way of its own
     return results
 
 
