@@ -520,8 +520,14 @@ def test_buckets_are_given_back_once_the_receiver_has_let_go(listens, sockets, m
     monkeypatch.setattr("vexact_engine.weights.sender.CUDA", buffers.HOST)
     monkeypatch.setattr("vexact_engine.weights.sender._GOODBYE", 0.5 if listens == "idle" else 20.0)
     model, order, said = build("Qwen3"), [], threading.Event()
-    let_go, close = WeightReceiver._let_go, buffers.Buffers.close
-    monkeypatch.setattr(WeightReceiver, "_let_go", lambda self: (let_go(self), order.append("let go")))
+    post, close = WeightReceiver._post, buffers.Buffers.close
+
+    def noted(self, to, message):  # before the sender hears of it
+        if isinstance(message, messages.Gone) and "let go" not in order:
+            order.append("let go")
+        post(self, to, message)
+
+    monkeypatch.setattr(WeightReceiver, "_post", noted)
     monkeypatch.setattr(buffers.Buffers, "close", lambda self: (close(self), order.append("freed")))
 
     def give():

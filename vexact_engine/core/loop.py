@@ -119,6 +119,7 @@ class Loop:
         self._deferred: list[tuple[Callable[[], bool], _Command]] = []
         self._pending: deque[tuple[StepPlan, Pending]] = deque()  # in flight
         self._alone = threading.RLock()  # held by whoever does what wants nothing in flight
+        self._aside: int | None = None  # the thread that is in `beside`
         self._typical: dict[int, float] = {}  # a plan's size -> seconds that the wait for such a one took lately
         self._closing = False
         self._fault: BaseException | None = None  # of our own: the thread has ended with it
@@ -209,7 +210,11 @@ class Loop:
         with self._alone:
             if when is None or self.updating:
                 self.check_open()
-                return function()
+                self._aside = threading.get_ident()
+                try:
+                    return function()
+                finally:
+                    self._aside = None
         return self.call(function, when)
 
     def pause(self, mode: str) -> None:
@@ -277,13 +282,14 @@ class Loop:
         return stopped or self.scheduler.has_progressed
 
     def close(self, timeout: float | None = None) -> None:
-        """Abort what runs, end the thread and with it what it owns. Again, or in a fork, it does nothing."""
+        """Abort what runs, end the thread and with it what it owns. Again, or in a fork, it does nothing. In a signal's
+        handler that came in the midst of `beside`, the thread ends once that is through: it waits for it."""
         if os.getpid() != self._pid:
             return
         with self._changed:
             self._closing = True
             self._changed.notify()
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread and threading.get_ident() != self._aside:
             self._thread.join(timeout)
 
     def _post(self, command: _Command, quietly: bool = False) -> None:
@@ -340,17 +346,28 @@ class Loop:
         if not command.alone:
             command.run()
             return
-        self._finish_pending()
+        try:
+            self._finish_pending()
+        except BaseException:  # the thread ends, and refuses what is in the inbox
+            with self._changed:
+                self._inbox.appendleft(command)
+            raise
         with self._alone:
             command.run()
 
     def _do_deferred(self) -> None:
-        waiting, self._deferred = self._deferred, []
-        for when, command in waiting:
-            if when():
-                self._do(command)
-            else:
-                self._deferred.append((when, command))
+        waiting, self._deferred = deque(self._deferred), []
+        try:
+            while waiting:
+                when, command = waiting[0]
+                now = when()
+                waiting.popleft()
+                if now:
+                    self._do(command)
+                else:
+                    self._deferred.append((when, command))
+        finally:
+            self._deferred += waiting
 
     def _advance(self) -> None:
         """Launch what can be, and take in the oldest plan in flight."""

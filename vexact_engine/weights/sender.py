@@ -227,7 +227,9 @@ class _Session:
         sender._receiver, self.welcome = welcome.peer, welcome
         self.manifest = {n: (tuple(shape), m.dtype_of(d)) for n, (shape, d) in welcome.manifest.items()}
         self.sent: set[str] = set()
-        self.gpus: set[torch.device] = set()  # that tensors have come from
+        self.streams: set[torch.cuda.Stream] = (
+            set()
+        )  # that what is in the bucket was copied in: the caller's may change
         self.buffers: Buffers | None = None
         self.free: deque[int] = deque()
         self.filled: deque[tuple[m.Bucket, list[torch.cuda.Event]]] = deque()  # not posted yet: what fills them
@@ -240,8 +242,6 @@ class _Session:
             self.buffers = self.sender._open(tensor.device, self.welcome)
             self.free.extend(range(len(self.buffers.tensors)))
             self.tensors, self.size = self.buffers.tensors, self.buffers.size
-        if tensor.is_cuda:
-            self.gpus.add(tensor.device)
         if self.filled:
             self._post_filled()
         flat, start, size = tensor.detach().reshape(-1), 0, dtype.itemsize
@@ -257,6 +257,9 @@ class _Session:
             into = self.buffers.part(self.filling, self.used, count, dtype)
             with half_the_threads():
                 into.copy_(flat if count == total else flat[start : start + count], non_blocking=tensor.is_cuda)
+            for device in {tensor.device, into.device}:
+                if device.type == "cuda":
+                    self.streams.add(torch.cuda.current_stream(device))
             self.parts.append(m.Part(name, shape, kind, start, count, self.used))
             start += count
             self.used += -(-count * size // _ALIGN) * _ALIGN
@@ -290,9 +293,12 @@ class _Session:
     def _flush(self) -> None:
         if self.filling is None:
             return
-        total = checksum(self.tensors[self.filling][: self.used]) if self.sender.checksum else None
-        gpus = self.gpus | {t.device for t in self.tensors if t.is_cuda}
-        events = [torch.cuda.current_stream(gpu).record_event() for gpu in gpus]
+        events, total = [stream.record_event() for stream in self.streams], None
+        self.streams.clear()
+        if self.sender.checksum:
+            for event in events:
+                event.synchronize()
+            total = checksum(self.tensors[self.filling][: self.used])
         self.filled.append((m.Bucket(self.filling, self.parts, total), events))
         self.filling = None
         self._post_filled()

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import vexact_ops as vx
 
-from ..errors import EngineClosed
 from .update import Piece, Update
 
 if TYPE_CHECKING:  # it needs msgspec
@@ -110,7 +109,7 @@ class WeightUpdate:
         self._check()
         bucket = list(bucket)
         if self._staged:
-            self._beside(lambda: self._update.write(bucket))
+            self._stage(lambda: self._update.write(bucket))
         else:
             self._loop.call(functools.partial(self._write, bucket, self._worker.fence()), when=self._may_write)
 
@@ -124,7 +123,7 @@ class WeightUpdate:
         was sent."""
         self._check()
         if self._staged:
-            return self._beside(lambda: self._worker.take(self._update, bucket, staged=True))
+            return self._stage(lambda: self._worker.take(self._update, bucket, staged=True))
         call = self._loop.beside if self._worker.takes_aside else self._loop.call
         return call(lambda: self._take(bucket), self._may_write)
 
@@ -138,8 +137,10 @@ class WeightUpdate:
         if not self._over:
             try:
                 self._loop.call(self._end)
-            except EngineClosed:  # others wait for their turn, and are told so
-                self._end()
+            except Exception:
+                if not self._loop.closed:
+                    raise
+                self._end()  # others wait for their turn, and are told so
 
     def __enter__(self) -> "WeightUpdate":
         return self
@@ -150,6 +151,15 @@ class WeightUpdate:
     def _beside(self, function: Callable[[], object]) -> Any:
         """In this thread where the worker can, between two steps where it cannot."""
         return self._loop.beside(function) if self._worker.takes_aside else self._loop.call(function)
+
+    def _stage(self, function: Callable[[], object]) -> Any:
+        """Unless this update has ended while it waited for its turn: the copy may be another one's."""
+
+        def stage():
+            self._check()
+            return function()
+
+        return self._beside(stage)
 
     def _check(self) -> None:
         if self._over:

@@ -18,8 +18,8 @@ def half_the_threads() -> Iterator[None]:
     if threads == 1 or (choose := _omp_set_num_threads()) is None:
         yield
         return
-    choose(threads // 2)
     try:
+        choose(threads // 2)
         yield
     finally:
         choose(threads)
