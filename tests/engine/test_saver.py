@@ -62,7 +62,7 @@ def test_on_a_cpu_storages_are_emptied_and_the_saver_is_refused():
     "name,value,message",
     [
         ("find_spec", lambda name: None, "torch_memory_saver is not installed. Run: pip install"),
-        ("_version", lambda: "0.0.8", "torch_memory_saver is 0.0.8, expected 0.0.9 or later"),
+        ("_version", lambda: "0.0.9", "torch_memory_saver is 0.0.9, expected 0.0.10 or later"),
         ("_everything", lambda: SimpleNamespace(), f"was started without its library. Start it with LD_PRELOAD={PATH}"),
         ("_everything", lambda: SimpleNamespace(tms_pause=None), "its library lacks tms_resume, tms_set_current_tag, "),
         ("_path", lambda: Path("/other.so"), f"LD_PRELOAD names {PATH}, expected /other.so alone"),

@@ -11,6 +11,7 @@ can be computed from numbers on the host is computed there, by NumPy for all tok
 the device alone is gathered from the last tokens, and pages from the page table, which lies beside the buffer.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -178,7 +179,7 @@ class Buffers:
         self.words = self.memory.view(torch.int64)
         self.last = self.words[: slots + 1]
         self.drawn = torch.zeros(4 * tokens, dtype=torch.int32, device=device)
-        self._hosts: list[Host] = []  # all there are: a step that fails loses its own, which kernels may still read
+        self._hosts: list[Host] = []  # all there are: one that is lost with its step may still be read by kernels
         self._free: list[Host] = []
 
     @property
@@ -331,6 +332,17 @@ class Buffers:
 
     def give_back(self, host: Host) -> None:
         self._free.append(host)
+
+    @contextlib.contextmanager
+    def kept(self, host: Host) -> Iterator[None]:
+        """Of a step that fails meanwhile, the next one has it, once the device is through with it."""
+        try:
+            yield
+        except BaseException:
+            if host.event is not None:
+                torch.cuda.current_stream(self.device).synchronize()
+            self.give_back(host)
+            raise
 
 
 _TORCH = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float32}

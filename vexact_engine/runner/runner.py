@@ -253,26 +253,27 @@ class Runner:
         recorded = draw or forward
         head = (recorded and recorded.head) or (Head(work.draws, work.plain) if work.draws else None)
         host = buffers.send(step, body, head)
-        self._receive(step)
-        top = scores = None
-        if forward:
-            forward.replay()
-        else:
-            hidden = self._compute(body)
-            if scored:
-                tops = buffers.rows.occupants["prompt_top"][step.chunks["slot"]]
-                scores = _Scores(self.handle, hidden, step, tops)
-        if draw:
-            draw.replay()
-        elif head and not (forward and forward.head):
-            self._draw(head)
-        if work.top and self.draws:
-            slots = step.chunks["slot"][step.chunks["draws"] > 0]
-            top = _Top(self.handle, self._hidden, buffers.rows.occupants["top"][slots])
-        self._hand_on(step, work)
-        draws = head.draws if head else 0
-        buffers.fetch(host, draws)
-        return Pending(buffers, host, draws, work.draws, top, scores)
+        with buffers.kept(host):
+            self._receive(step)
+            top = scores = None
+            if forward:
+                forward.replay()
+            else:
+                hidden = self._compute(body)
+                if scored:
+                    tops = buffers.rows.occupants["prompt_top"][step.chunks["slot"]]
+                    scores = _Scores(self.handle, hidden, step, tops)
+            if draw:
+                draw.replay()
+            elif head and not (forward and forward.head):
+                self._draw(head)
+            if work.top and self.draws:
+                slots = step.chunks["slot"][step.chunks["draws"] > 0]
+                top = _Top(self.handle, self._hidden, buffers.rows.occupants["top"][slots])
+            self._hand_on(step, work)
+            draws = head.draws if head else 0
+            buffers.fetch(host, draws)
+            return Pending(buffers, host, draws, work.draws, top, scores)
 
     def _body(self, work: Work) -> Body:
         """Without padding."""

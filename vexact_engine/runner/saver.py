@@ -32,7 +32,7 @@ import vexact_ops as vx
 from ..extras import pip_line
 
 PACKAGE = "torch_memory_saver"
-_LEAST = (0, 0, 9)  # has libraries for CUDA 12 and 13
+_LEAST = (0, 0, 10)  # may free memory that is paused, which ended the process before
 _CALLS = ("tms_pause", "tms_resume", "tms_set_current_tag", "tms_set_interesting_region", "tms_set_enable_cpu_backup")
 _PROBE = 32 << 20
 _SPARE = 16 << 20  # bytes that CUDA may want for itself where memory is mapped
@@ -219,7 +219,10 @@ class Saver:
             before = self.cuda.free()
             region.pause()
             gained = max(gained, self.cuda.free() - before)
-            region.resume()
+            try:
+                region.resume()
+            except torch.OutOfMemoryError as error:
+                return f"others took its memory while it was tried: {error}"
         data.fill_(2)
         if gained < _PROBE // 2:
             return f"a region of {_PROBE >> 20} MiB was paused, and {gained >> 20} MiB of the device were free for it"

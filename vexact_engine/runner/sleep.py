@@ -243,7 +243,11 @@ class Memory:
             parts[1].give_back(keep=True)
             parts[0].give_back(keep=level == 1)
         except BaseException:
-            parts[1].take()
+            try:
+                parts[1].take()
+            except BaseException:  # others took the room meanwhile: asleep, so that waking up tries again
+                self._asleep["weights"] = level, parts
+                raise
             raise
         return parts
 
