@@ -231,7 +231,8 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None, 
 
     Modules that are put in or taken out after the patch are noticed by the next forward, which covers them too or
     raises UnsupportedModule naming them; so are numbers that are set later, of
-    routers and the config's for the logits (but by a forward that torch.compile has compiled). So PEFT may come before or after: LoRA on linear layers is covered (several
+    routers and the config's for the logits (but by a forward that torch.compile has compiled). So PEFT may come before
+    or after: LoRA on linear layers is covered (several
     adapters, disabled, merged, adapter_names; rank-stabilised; modules_to_save where PEFT came first). Its sum is
     base(x) + scaling * B(A(x)), adapter by adapter in their active order, A and B in their own dtype, rounded once to
     the base layer's. Merged weights are rounded ones: other bits than the unmerged sum. Refused by name: DoRA and other
