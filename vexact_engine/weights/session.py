@@ -11,6 +11,7 @@ from torch import Tensor
 
 import vexact_ops as vx
 
+from ..errors import EngineClosed
 from .update import Piece, Update
 
 if TYPE_CHECKING:  # it needs msgspec
@@ -137,8 +138,8 @@ class WeightUpdate:
         if not self._over:
             try:
                 self._loop.call(self._end)
-            except Exception:
-                if not self._loop.closed:
+            except Exception as error:
+                if not (isinstance(error, EngineClosed) or self._loop.closed):
                     raise
                 self._end()  # others wait for their turn, and are told so
 
