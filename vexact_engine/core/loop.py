@@ -4,6 +4,7 @@ Fronts run in the callers' threads. They hand requests over (`submit`), take the
 done between two steps (`call`); what they wait for comes to them through tickets. Everything is known by the object: a
 request's name is looked up in one place, `abort_named`. So nobody needs a lock but for the inbox, nobody's torch state
 takes part in another's step, and an interrupt, which Python gives to the main thread, can only meet a front that waits.
+More than 600 lines in one file because all of them are about one thread and the locks that it shares with the fronts.
 
 One turn of the loop: do what the inbox holds; schedule and launch until `Worker.depth` plans are in flight; wait for
 the oldest, commit and deliver it. With a depth of 2 or more all of the host's work for a step (text, stop strings,
