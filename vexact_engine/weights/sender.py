@@ -227,9 +227,7 @@ class _Session:
         sender._receiver, self.welcome = welcome.peer, welcome
         self.manifest = {n: (tuple(shape), m.dtype_of(d)) for n, (shape, d) in welcome.manifest.items()}
         self.sent: set[str] = set()
-        self.streams: set[torch.cuda.Stream] = (
-            set()
-        )  # that what is in the bucket was copied in: the caller's may change
+        self.streams: set[torch.cuda.Stream] = set()  # that fill the bucket: the caller's may change
         self.buffers: Buffers | None = None
         self.free: deque[int] = deque()
         self.filled: deque[tuple[m.Bucket, list[torch.cuda.Event]]] = deque()  # not posted yet: what fills them
