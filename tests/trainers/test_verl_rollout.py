@@ -222,15 +222,19 @@ def test_what_a_teacher_asks_for(running, path, k):
     assert any(ids[i + 1] in tokens for i, tokens in enumerate(given["prompt_ids"][:-1]))
 
 
-async def begun(server, count, length=200, **params):
-    """Calls that are being computed."""
+LONG = 250  # tokens, as many as fit: far from drawn when somebody aborts after the first
+
+
+async def begun(server, count):
+    """Calls that are being computed: each has drawn a token, and has most of its tokens before it."""
     calls = [
-        asyncio.ensure_future(server.generate(PROMPT, {**VERLS, "max_tokens": length, **params}, f"r{i}"))
-        for i in range(count)
+        asyncio.ensure_future(server.generate(PROMPT, {**VERLS, "max_tokens": LONG}, f"r{i}")) for i in range(count)
     ]
-    before = server.engine.stats.steps
-    while server.engine.stats.steps < before + 3:
+    drawn = []
+    while len(drawn) < count or not all(drawn):
+        assert not any(call.done() for call in calls)
         await asyncio.sleep(0.001)
+        drawn = [len(sequence.tokens) - sequence.num_prompt for sequence in list(server.engine._scheduler.running)]
     return calls
 
 
@@ -251,7 +255,7 @@ def test_aborted_calls_return_what_they_have(running):
     counted, early, late = running.call(go())
     assert counted["aborted_count"] == 3 and sorted(counted["request_ids"]) == ["r0", "r1", "r2"]
     for output in early:
-        assert output.stop_reason == "aborted" and 0 < len(output.token_ids) < 200
+        assert output.stop_reason == "aborted" and 0 < len(output.token_ids) < LONG
         assert len(output.log_probs) == len(output.token_ids) == len(output.extra_fields["weight_versions"])
     assert all(output.stop_reason == "completed" and len(output.token_ids) == 16 for output in late)
 
@@ -278,7 +282,7 @@ def test_one_call_is_aborted(running):
     server = running.server
 
     async def go():
-        calls = await begun(server, 3, length=100)
+        calls = await begun(server, 3)
         said = await server.abort_request("r1"), await server.abort_request("nobody")
         return said, [await call for call in calls]
 
@@ -293,19 +297,19 @@ def test_full_determinism(path):
     found = []
     for seed in (42, 42, 43):
         with Running(path, on, f"actor_rollout_ref.rollout.seed={seed}") as running:
-            whole = [running.generate(request_id=f"det-{i}", max_tokens=100).token_ids for i in range(3)]
+            whole = [running.generate(request_id=f"det-{i}", max_tokens=LONG).token_ids for i in range(3)]
             server = running.server
 
             async def go(server=server):
-                calls = await begun(server, 1, length=100)
+                calls = await begun(server, 1)
                 await server.abort_all_requests()
                 had = (await calls[0]).token_ids
                 await server.resume_generation()
-                rest = {**VERLS, "max_tokens": 100 - len(had)}
+                rest = {**VERLS, "max_tokens": LONG - len(had)}
                 return had + (await server.generate(PROMPT + had, rest, "r0")).token_ids
 
             pieces = running.call(go())
-            assert pieces == running.generate(request_id="r0", max_tokens=100).token_ids
+            assert pieces == running.generate(request_id="r0", max_tokens=LONG).token_ids
             found.append(whole)
     assert found[0] == found[1] != found[2]
     assert len(set(map(tuple, found[0]))) == 3
