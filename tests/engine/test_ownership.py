@@ -179,6 +179,58 @@ def test_weights_of_another_kind_are_not_computed_with(old):
         assert ask(engine) == old
 
 
+# Numbers
+
+
+def place(model, path):
+    for name in path.split("."):
+        model = model[int(name)] if name.isdigit() else getattr(model, name)
+    return model
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["at-once", "after-a-forward"])
+@pytest.mark.parametrize(
+    "family, path, name, value",
+    [
+        ("Qwen3Moe", "model.layers.1.mlp.gate", "top_k", 1),
+        ("Gemma2", "config", "final_logit_softcapping", 0.5),
+        ("Gemma2", "model.layers.0.self_attn", "attn_logit_softcapping", 0.5),
+        ("Llama", "model.norm", "variance_epsilon", 1.0),
+        ("Llama", "model.layers.1.self_attn", "scaling", 2.0),
+        ("Llama", "model.rotary_emb", "attention_scaling", 1.5),
+    ],
+)
+def test_a_number_that_others_set_is_the_number(family, path, name, value, trains):
+    """A trainer's forward through the same model has it from then on; the engine's is made of what was found before."""
+    model, other = build(family), build(family)
+    setattr(place(other, path), name, value)
+    with Engine.from_pretrained(other, config=CONFIG) as engine:
+        expected = ask(engine)
+    with Engine.from_pretrained(model, config=CONFIG) as engine:
+        first, before = ask(engine), getattr(place(model, path), name)
+        setattr(place(model, path), name, value)
+        if trains:
+            with torch.no_grad():
+                model(torch.tensor([PROMPTS[0]]))
+        assert ask(engine) == expected != first
+        assert engine.weight_version == 1
+        setattr(place(model, path), name, before)
+        assert ask(engine) == first
+
+
+def test_a_number_that_nothing_aligned_has_is_refused_until_it_is_put_back(old):
+    model = build("Llama")
+    with Engine.from_pretrained(model, config=CONFIG) as engine:
+        model.model.layers[0].self_attn.attention_dropout = 0.1
+        for _ in range(2):
+            with pytest.raises(vx.patch.UnsupportedModule, match=r"attention_dropout is 0\.1"):
+                ask(engine)
+        model.model.layers[0].self_attn.attention_dropout = 0.0
+        assert ask(engine) == old
+        model.model.layers[0].self_attn.attention_dropout = 0.1
+    assert not hasattr(model, "_vexact")
+
+
 # Updates
 
 

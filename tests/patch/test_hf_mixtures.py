@@ -363,9 +363,21 @@ def test_a_number_that_no_aligned_op_knows_is_refused_until_it_is_put_back():
 
 
 def test_the_load_balancing_loss_cannot_be_asked_for():
-    model = tiny("qwen3_moe")
-    with vx.patch.hf(model), pytest.raises(ValueError, match="output_router_logits: got True"):
-        model(torch.zeros(1, 3, dtype=torch.int64), output_router_logits=True)
+    model, ids = tiny("qwen3_moe"), torch.zeros(1, 3, dtype=torch.int64)
+    with vx.patch.hf(model):
+        with pytest.raises(ValueError, match="output_router_logits: got True"):
+            model(ids, output_router_logits=True)
+        model.config.output_router_logits = True
+        with pytest.raises(vx.patch.UnsupportedModule, match="output_router_logits asks for a load balancing loss"):
+            model(ids, labels=ids)
+
+
+def test_noise_that_is_added_later_is_refused():
+    model, ids = tiny("mixtral"), torch.zeros(1, 3, dtype=torch.int64)
+    with vx.patch.hf(model):
+        model.model.layers[0].mlp.jitter_noise = 0.1
+        with pytest.raises(vx.patch.UnsupportedModule, match=r"aten\.uniform"):
+            model(ids)
 
 
 def test_a_layer_without_experts():

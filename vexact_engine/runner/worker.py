@@ -82,6 +82,7 @@ class Worker:
             self._memory = Memory(self._runner)
             self._memories: Memories | None = None  # of another process, that weights come in
             self._watch, self._missed = Watch(model), ""
+            self._revision = self._handle.revision()
             self._places = Places.of(model)
             self._encoder = Encoder()
             asked = config.async_scheduling
@@ -113,14 +114,15 @@ class Worker:
     # Weights
 
     def changed(self) -> bool:
-        """Whether somebody else has changed the weights."""
+        """Whether somebody else has changed the weights, or the model that they are in."""
         return bool(self._changed())
 
     def renew(self) -> bool:
         """What stands there now is the weights. What was replaced is made part of the forward again. For when nothing
         is in flight.
 
-        raises   WeightsTorn where that cannot be computed with
+        raises   WeightsTorn where that cannot be computed with; UnsupportedModule where no aligned op covers the model
+                 any more
         """
         what = self._changed()
         log.warning("weights: %s by somebody else: what was computed with the old ones is forgotten", what)
@@ -130,14 +132,22 @@ class Worker:
         return True
 
     def _changed(self) -> str:
-        found = self._watch.changed(), self._missed
+        found = self._watch.changed(), self._missed, "" if self._is_covered() else "replaced"
         return "replaced" if "replaced" in found else "written" if "written" in found else ""
+
+    def _is_covered(self) -> bool:
+        """Whether modules, and their numbers, are those that the forward was made of."""
+        try:
+            return self._handle.revision() == self._revision
+        except vx.patch.UnsupportedModule:  # as the next forward says
+            return False
 
     def _note(self) -> None:
         self._watch.note_written()
         self._missed = ""
 
     def _rejoin(self) -> None:
+        revision = self._handle.revision()
         for name, tensor in self.model.named_parameters():
             if (tensor.device, tensor.dtype) != (self.device, self.dtype):
                 raise WeightsTorn(
@@ -145,6 +155,7 @@ class Worker:
                     f"{self.dtype} on {self.device}"
                 )
         self._make_forward()
+        self._revision = revision
         if not self.asleep:
             self._runner.capture()
 

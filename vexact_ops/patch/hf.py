@@ -44,6 +44,15 @@ class Handle:
         """kv_segment and latent, as given to `hf`."""
         return dict(self._patch.options)
 
+    def revision(self) -> int:
+        """Another number than before where modules, or numbers of theirs or of the config, have been changed since: for
+        whoever keeps what was made of `describe`, or has captured a forward. What has changed is covered first.
+
+        raises  UnsupportedModule as `hf`, until it is put back; RuntimeError after undo()
+        """
+        self._check()
+        return self._patch.builds
+
     def report(self) -> Report:
         """A row for every module: what computes it now, or why it may stay as it is. str() makes a table of it."""
         return self._patch.report
@@ -199,6 +208,7 @@ class Handle:
     def _check(self) -> None:
         if not self._active:
             raise RuntimeError("this patch has been undone")
+        self._patch.check()
 
 
 def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None, latent: bool = False) -> Handle:
@@ -230,13 +240,13 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None, 
     attention, in a paged cache too. A load balancing loss is refused.
 
     Modules that are put in or taken out after the patch are noticed by the next forward, which covers them too or
-    raises UnsupportedModule naming them; so are numbers that are set later, of
-    routers and the config's for the logits (but by a forward that torch.compile has compiled). So PEFT may come before
-    or after: LoRA on linear layers is covered (several
-    adapters, disabled, merged, adapter_names; rank-stabilised; modules_to_save where PEFT came first). Its sum is
-    base(x) + scaling * B(A(x)), adapter by adapter in their active order, A and B in their own dtype, rounded once to
-    the base layer's. Merged weights are rounded ones: other bits than the unmerged sum. Refused by name: DoRA and other
-    forms of LoRA, dropout above 0, LoRA of embeddings, experts or the output layer, other methods of PEFT.
+    raises UnsupportedModule naming them; so are numbers of modules (top_k, an epsilon, a window) and of the config that
+    are set later, but by a forward that torch.compile has compiled. So PEFT may come before or after: LoRA on linear
+    layers is covered (several adapters, disabled, merged, adapter_names; rank-stabilised; modules_to_save where PEFT
+    came first). Its sum is base(x) + scaling * B(A(x)), adapter by adapter in their active order, A and B in their own
+    dtype, rounded once to the base layer's. Merged weights are rounded ones: other bits than the unmerged sum. Refused
+    by name: DoRA and other forms of LoRA, dropout above 0, LoRA of embeddings, experts or the output layer, other
+    methods of PEFT.
 
     Not while another thread runs the same model; different models may be patched and used in different threads. Patch
     before torch.compile; FSDP2 may come before or after, and weights may be on meta still. Gradient checkpointing,

@@ -75,14 +75,21 @@ def find(patch: "Patch") -> None:
         patch.refuse("", model, "latent: no attention of it is latent")
 
 
+_OF_NO_BIT = {"training", "gradient_checkpointing", "name_or_path", "in_features", "out_features"}
+
+
 def numbers(patch: "Patch") -> tuple[list[dict], list[str], list]:
-    """Where numbers stand that forwards have from the time of the patch, their names, and what they were: those of
-    routers (top_k, routed_scaling_factor), and the config's that say what becomes of the logits."""
-    holders = [(vars(patch.model.config), name) for name in ("logits_scaling", "final_logit_softcapping")]
-    for module in patch.model.modules():
-        if "_vexact" in module.__dict__ and (mixture.is_router(module) or mixture.chooses(module)):
-            own = (name for name, value in vars(module).items() if isinstance(value, int | float))
-            holders += [(vars(module), name) for name in own if name != "training" and not name.startswith("_")]
+    """Where numbers stand that a forward, or who has read its description, may have from the time of the patch, their
+    names, and what they were: those of the decoder's modules (an epsilon, a window, top_k) and of its config."""
+    holders = []
+    for config in {id(part.config): part.config for part in (patch.model, patch.base)}.values():
+        names = {"logits_scaling", "final_logit_softcapping", "output_router_logits"}
+        names |= {n for n, v in vars(config).items() if type(v) in (int, float) and not n.endswith("_token_id")}
+        holders += [(vars(config), name) for name in sorted(names) if not name.startswith("_")]
+    for module in patch.base.modules():
+        if not lora.is_peft(module):
+            own = (name for name, value in vars(module).items() if value is None or isinstance(value, int | float))
+            holders += [(vars(module), n) for n in own if n not in _OF_NO_BIT and not n.startswith("_")]
     return [h for h, _ in holders], [n for _, n in holders], [h.get(n) for h, n in holders]
 
 

@@ -64,6 +64,7 @@ class Patch:
 
     def __init__(self, model: nn.Module, options: dict, strict: bool):
         self.model, self.options, self.strict, self.handles = model, options, strict, 0
+        self.builds = 0
         self.clear()
 
     def clear(self) -> None:
@@ -96,10 +97,11 @@ class Patch:
         parents = [c for c in children if c]
         self.tree = parents, [tuple(c.values()) for c in parents], [c for c in children if not c]
         self.numbers = plan.numbers(self)
+        self.builds += 1
 
     def changed(self) -> bool:
         """A module of the tree has other children than when it was patched, or a number another value that was read
-        then. 18 us for the 727 of 48 layers."""
+        then. 50 us for the 727 of 48 layers."""
         parents, children, leaves = self.tree
         holders, names, values = self.numbers
         others = [tuple(c.values()) for c in parents] != children or any(leaves)
