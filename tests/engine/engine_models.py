@@ -1,7 +1,9 @@
 """Small random models of several families and a byte-level tokenizer. Nothing is fetched."""
 
+import contextlib
 import copy
 import functools
+import threading
 import time
 from random import Random
 
@@ -147,6 +149,39 @@ def make_late(engine, seconds=0.002) -> None:
     assert engine.config.async_scheduling and engine._worker.depth == 2
     launch, random = engine._worker.launch, Random(0)
     engine._worker.launch = lambda plan: Late(launch(plan), random.random() * seconds)
+
+
+def until(condition, seconds=120) -> None:
+    """Returns once it holds. The limit is for what never comes: a machine that does other things too may be slow."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it does not come to that"
+        time.sleep(0.001)
+
+
+@contextlib.contextmanager
+def held(engine, step, asked=True):
+    """Holds the engine before its n-th step from now until somebody wants something of its thread, or its end (not so
+    unless `asked`), or `go` is set: who asks comes in the midst of what runs, however slow. Gives events: reached, go.
+    """
+    loop, worker, count = engine._loop, engine._worker, iter(range(1, 1 << 30))
+    reached, go, launch, own = threading.Event(), threading.Event(), worker.launch, "launch" in vars(worker)
+
+    def gated(plan):
+        if next(count) == step:
+            reached.set()
+            until(lambda: go.is_set() or (asked and loop._inbox) or loop._closing)
+        return launch(plan)
+
+    worker.launch = gated
+    try:
+        yield reached, go
+    finally:
+        go.set()
+        if own:
+            worker.launch = launch
+        else:
+            del worker.launch
 
 
 def check_idle(engine) -> None:

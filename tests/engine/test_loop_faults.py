@@ -6,26 +6,28 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from engine_models import build, prompts
+from engine_models import build, prompts, until
 
 from vexact_engine import Engine, EngineConfig, SamplingParams
 from vexact_engine.core.loop import Loop
 from vexact_engine.errors import EngineClosed, StepFailed
 from vexact_engine.weights.session import WeightUpdate
 
-WAIT = 30  # seconds, for what takes none
+WAIT = 120  # seconds, for what takes none
 
 
 class Scheduler:
-    """Always has a step to run once `has_unfinished` is set; its `commit` fails at the time it is told."""
+    """Always has a step to run once `has_unfinished` is set, which is through once `over` is; its `commit` fails at the
+    time it is told."""
 
     weight_version = 0
 
     def __init__(self, fails: int = 0):
         self.has_unfinished, self.commits, self.fails = False, 0, fails
+        self.over = threading.Event()
 
     def schedule(self, lookahead):
-        return SimpleNamespace(num_tokens=1)
+        return SimpleNamespace(num_tokens=1, over=self.over)
 
     def commit(self, plan, sampled):
         self.commits += 1
@@ -35,15 +37,14 @@ class Scheduler:
 
 
 class Pending:
-    def __init__(self):
-        self.end = time.monotonic() + 0.2
+    def __init__(self, over):
+        self.over = over
 
     def ready(self):
-        return time.monotonic() > self.end
+        return self.over.is_set()
 
     def wait(self):
-        while not self.ready():
-            time.sleep(0.01)
+        assert self.over.wait(WAIT)
         return SimpleNamespace(token_ids=[])
 
 
@@ -54,7 +55,7 @@ class Worker:
         return False
 
     def launch(self, plan):
-        return Pending()
+        return Pending(plan.over)
 
     def begin(self, specs, staging):
         return SimpleNamespace(begun=False)
@@ -71,8 +72,24 @@ def loop_of(fails=0):
     return Loop(lambda find_stop: (scheduler, Worker())), scheduler
 
 
-def within(function):
-    """What it comes to in a thread of its own, which must end."""
+def computes(loop, scheduler):
+    """Returns once two plans are in flight."""
+    loop.call(lambda: setattr(scheduler, "has_unfinished", True))
+    until(lambda: len(loop._pending) == 2)
+
+
+def asked_meanwhile(loop, scheduler):
+    """The plans are through once somebody has asked for something."""
+
+    def once():
+        until(lambda: loop._inbox)
+        scheduler.over.set()
+
+    return once
+
+
+def within(function, once=lambda: None):
+    """What it comes to in a thread of its own, which must end; `once` is called meanwhile."""
     found = []
 
     def run():
@@ -83,6 +100,7 @@ def within(function):
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
+    once()
     thread.join(WAIT)
     assert not thread.is_alive(), "it hangs"
     return found[0]
@@ -91,9 +109,8 @@ def within(function):
 def test_a_command_is_told_where_what_it_waits_for_fails():
     """The second plan in flight is taken in for the command's sake, and its commit fails."""
     loop, scheduler = loop_of(fails=2)
-    loop.call(lambda: setattr(scheduler, "has_unfinished", True))
-    time.sleep(0.1)
-    found = within(lambda: loop.call(lambda: 1))
+    computes(loop, scheduler)
+    found = within(lambda: loop.call(lambda: 1), once=asked_meanwhile(loop, scheduler))
     assert isinstance(found, ValueError | EngineClosed), found
     assert loop.closed
     loop.close()
@@ -103,9 +120,8 @@ def test_an_update_that_is_given_up_while_the_engine_fails_lets_go_of_its_lock()
     loop, scheduler = loop_of(fails=1)
     lock = threading.Lock()
     update = WeightUpdate(loop, loop.worker, lock, lambda: 1, None)
-    loop.call(lambda: setattr(scheduler, "has_unfinished", True))
-    time.sleep(0.05)
-    assert within(update.abandon) is None
+    computes(loop, scheduler)
+    assert within(update.abandon, once=asked_meanwhile(loop, scheduler)) is None
     assert loop.closed and not lock.locked()
     loop.close()
 
@@ -125,8 +141,8 @@ def test_a_staged_bucket_that_waited_behind_the_end_of_its_update_is_refused():
     holder = threading.Thread(target=lambda: loop.call(hold), daemon=True)
     holder.start()
     assert held.wait(WAIT)
-    late = threading.Timer(0.3, go.set)  # the bucket is past its first look by then, and waits for its turn
-    late.start()
+    look = update._check
+    update._check = lambda: (look(), go.set())  # the update ends once the bucket is past its first look
     found = within(lambda: update.take("b"))
     assert isinstance(found, RuntimeError) and "it has ended" in str(found), found
     holder.join(WAIT)
@@ -145,17 +161,14 @@ def test_closing_in_a_signal_that_comes_while_a_bucket_is_taken_does_not_wait_fo
         closed.append(time.monotonic() - begin)
 
     def slow():
-        end = time.monotonic() + 0.5
-        while time.monotonic() < end:
-            time.sleep(0.01)
+        signal.raise_signal(signal.SIGALRM)
+        until(lambda: closed)
         return "taken"
 
     before = signal.signal(signal.SIGALRM, handler)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
         assert loop.beside(slow, lambda: True) == "taken"
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert closed and closed[0] < WAIT / 2
     loop.close(WAIT)
