@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vexact_ops as vx
+from vexact_ops.linear_cross_entropy import op
 from vexact_ops.linear_cross_entropy.reference import (
     linear_cross_entropy_ref,
     linear_logits_ref,
@@ -595,6 +596,29 @@ def test_compiled_in_one_graph_it_has_the_same_bits():
     target[0] = 60
     with pytest.raises(ValueError, match="target: got id 60"):
         compiled(hidden, weight, target)
+
+
+@pytest.mark.parametrize("tokens", ["known", "dynamic", "of a mask"])
+def test_it_is_traced_for_tokens_that_only_the_data_counts(tokens, monkeypatch):
+    """On a GPU it may be made with its gradients, in a form that depends on the number of tokens: with none known, not.
+    What is traced here never runs."""
+    monkeypatch.setattr(op.ROOM, "resolve", lambda device, asked: "cuda")
+    hidden, weight = (torch.zeros(n, 16).bfloat16().requires_grad_() for n in (40, 50))
+    target, calls = torch.arange(40), []
+
+    def loss(hidden, weight, target):
+        at = (target % 3 != 0).nonzero()[:, 0] if tokens == "of a mask" else slice(None)
+        return vx.linear_cross_entropy(hidden[at], weight, target[at])
+
+    def traced(module, inputs):
+        calls.extend(n.args for n in module.graph.nodes if "linear_cross_entropy" in str(n.target))
+        return lambda *given: (torch.zeros(()),)
+
+    compiled = torch.compile(loss, fullgraph=True, backend=traced, dynamic=tokens == "dynamic")
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled(hidden, weight, target)
+    (args,) = calls
+    assert args[6:8] == ((False, False) if tokens == "of a mask" else (True, True))
 
 
 def test_bad_arguments_are_named():

@@ -159,9 +159,10 @@ def linear_cross_entropy(
     softcap, backend = _softcap(op, softcap), ROOM.resolve(hidden.device, backend)
     check.served(op, "hidden", hidden.dtype, backend)
     wanted = tuple(torch.is_grad_enabled() and t.requires_grad for t in (hidden, weight))
-    if backend != "cuda" or not _unit(hidden.dtype, reduction, softcap, backend):
+    rows = check.rows(hidden)
+    if backend != "cuda" or not _unit(hidden.dtype, reduction, softcap, backend) or _is_open(rows.shape[0]):
         wanted = False, False
-    args = check.rows(hidden), check.rows(weight), target.reshape(-1), reduction, ignore_index, softcap, *wanted
+    args = rows, check.rows(weight), target.reshape(-1), reduction, ignore_index, softcap, *wanted
     loss = _linear_cross_entropy(*args, backend)[0]
     return loss.view(target.shape) if reduction == "none" else loss
 
@@ -330,6 +331,16 @@ class _Kept:
 def _unit(dtype: torch.dtype, reduction: str, softcap: float, backend: str) -> bool:
     """Gradients are made first and multiplied with that of the loss afterwards."""
     return backend != "cpu" and dtype == torch.bfloat16 and reduction != "none" and not softcap
+
+
+def _is_open(tokens: int) -> bool:
+    """Compiled for a number of tokens that only the data knows (those that a mask picks): nobody can say what would be
+    kept of them."""
+    if isinstance(tokens, int) and not torch.compiler.is_compiling():
+        return False
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
+
+    return guard_or_true(tokens > 1) != guard_or_false(tokens > 1)
 
 
 def _loss(hidden, weight, target, reduction, ignore_index, softcap, want_dhidden, want_dweight, backend):
