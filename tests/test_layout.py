@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import sanitize
 
 ROOT = Path(__file__).parent.parent
 TOP = {
@@ -83,6 +84,19 @@ def test_a_room_has_one_name_everywhere(room):
     assert (ROOT / "tests" / "ops" / f"test_{room}.py").exists()
     assert (ROOT / "benchmarks" / "ops" / f"{room}.py").exists()
     assert f'\n    "{room}": ' in (ROOT / "tests" / "sanitize.py").read_text()
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_what_the_sanitizer_selects_is_there(room):
+    """A test that was renamed would be left out, and the rest be clean."""
+    nodes = [node for path in sanitize.files(room) for node in ast.walk(ast.parse(path.read_text()))]
+    names = {node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+    ids = {str(node.value) for node in nodes if isinstance(node, ast.Constant)} | {"cuda", "torch"}
+    ids = {part for text in ids if " " not in text for part in text.split("-")}
+    for cases in sanitize.CASES[room]:
+        words = set(re.findall(r"\w+", cases)) - {"and", "or", "not"} - ids
+        missing = {word for word in words if not any(word in name for name in names)}
+        assert not missing, f"tests/sanitize.py: {room}: no test has {', '.join(sorted(missing))} in its name"
 
 
 def test_no_room_without_an_op():
