@@ -565,6 +565,7 @@ def _make(loaded: Loaded, config, vocab_size: int, has_text: bool, backend, find
             eos_token_ids=loaded.eos_token_ids,
             vocab_size=vocab_size,
             find_stop=find_stop if has_text else None,
+            wave=worker.wave,
         )
     except BaseException:
         worker.close()

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, SamplingParams
+from vexact_engine.core import scheduler
 from vexact_engine.runner import forward
+from vexact_engine.runner.runner import Runner
 
 GPU = torch.cuda.is_available()
 MODELS = [
@@ -89,6 +91,22 @@ def test_a_warm_prefix_cache(device, family, dtype):
 def test_preemption(device, family, dtype):
     stats = check_together(device, family, dtype, num_pages=22, page_size=3)
     assert stats.preemptions > 0
+
+
+@each_model
+def test_decodes_in_another_order_than_they_came(device, family, dtype, monkeypatch):
+    """As on a GPU that has fewer multiprocessors than these have keys to attend to."""
+    changed, level = [], scheduler.level
+
+    def noted(chunks, wave):
+        ordered = level(chunks, wave)
+        changed.append(ordered != chunks)
+        return ordered
+
+    monkeypatch.setattr(Runner, "wave", lambda runner: 2)
+    monkeypatch.setattr(scheduler, "level", noted)
+    check_together(device, family, dtype)
+    assert any(changed)
 
 
 @each_device

@@ -23,9 +23,12 @@ prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
     st.booleans(),
     st.booleans(),
     st.integers(1, 4),
+    st.sampled_from([None, 1, 2, 3]),
 )
 @settings(max_examples=2 * settings.default.max_examples)
-def test_tokens_do_not_depend_on_the_schedule(wanted, page_size, spare, budget, max_num_seqs, cache, lookahead, stages):
+def test_tokens_do_not_depend_on_the_schedule(
+    wanted, page_size, spare, budget, max_num_seqs, cache, lookahead, stages, wave
+):
     longest = max(len(prompt) + new for prompt, new, _ in wanted)
     scheduler, model = make(
         num_pages=-(-longest // page_size) + spare,
@@ -34,6 +37,7 @@ def test_tokens_do_not_depend_on_the_schedule(wanted, page_size, spare, budget, 
         max_num_seqs=max_num_seqs,
         enable_prefix_cache=cache,
         pipeline_parallel_size=stages,
+        wave=wave,
     )
     requests = [request(prompt, max_new_tokens=new, n=n, seed=i) for i, (prompt, new, n) in enumerate(wanted)]
     for one in requests:

@@ -25,6 +25,7 @@ from bisect import bisect, insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from ..config import EngineConfig
 from ..request import Request, Sequence, State
@@ -125,6 +126,8 @@ class Scheduler:
     vocab_size      to refuse ids outside it; None: no check
     find_stop       sequence -> the stop string that its newest token made whole, or None; called after each token of a
                     sequence with stop strings. Without it they are refused
+    wave            of how many decodes the device begins attention at once, the next ones each behind one of those;
+                    they come in an order in which all end at about one time. None: in the order of arrival
     """
 
     def __init__(
@@ -134,6 +137,7 @@ class Scheduler:
         eos_token_ids: Iterable[int] = (),
         vocab_size: int | None = None,
         find_stop: Callable[[Sequence], str | None] | None = None,
+        wave: int | None = None,
     ):
         if config.num_pages is None:
             raise ValueError("Scheduler: config.num_pages is None, expected the number of pages that the cache has")
@@ -142,6 +146,7 @@ class Scheduler:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.vocab_size = vocab_size
         self.find_stop = find_stop
+        self.wave = wave
         self.stats = Stats()
         self.weight_version = 0
         self.requests: dict[Request, None] = {}  # the unfinished ones, in the order of arrival
@@ -324,6 +329,8 @@ class Scheduler:
             told += start < sequence.num_prompt
             chunks.append(Chunk(sequence, start, end, True, sequence.pages, sequence.epoch, sequence.slot))
         num_decodes = len(chunks)
+        if self.wave is not None and num_decodes > self.wave:
+            chunks[:] = level(chunks, self.wave)
         budget -= num_decodes
         self.stats.chunks += num_decodes
         self.stats.decode_tokens += num_decodes - told
@@ -559,3 +566,15 @@ class Scheduler:
         except Exception as error:  # one text that cannot be decoded must not take the others with it
             return "error", None, f"stop: the text could not be decoded: {error!r}"
         return ("stop", found) if found is not None and may_stop else None
+
+
+def level(chunks: list[Chunk], wave: int) -> list[Chunk]:
+    """Decodes in an order for a device that computes attention of `wave` of them at once, and of one that stands `wave`
+    places behind another after it: the longest come first, but every other wave begins with its shortest, so that what
+    follows the most is the least."""
+    ordered = sorted(chunks, key=attrgetter("end"), reverse=True)
+    found = []
+    for number, begin in enumerate(range(0, len(ordered), wave)):
+        part = ordered[begin : begin + wave]
+        found += part if number % 2 else part[::-1]
+    return found

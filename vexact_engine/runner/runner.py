@@ -191,6 +191,14 @@ class Runner:
             self.buffers.caches = self._caches(self.config.num_pages, self.shape.layers)
         self.capture(progress)
 
+    def wave(self) -> int | None:
+        """Of how many single tokens attention begins at once: on an H200 its kernel has a block on each multiprocessor,
+        which takes one sequence's keys of a head, then those as many blocks further. None where that is not so."""
+        if self.device.type != "cuda" or self.config.kv_segment is not None or self.shape.shared:
+            return None
+        count = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return max(1, count // self.shape.heads)
+
     # What a stage of a pipeline does otherwise (stages.py)
 
     def _cache_shape(self, whole: shapes.CacheShape) -> shapes.CacheShape:
