@@ -142,6 +142,28 @@ def test_mixtures_and_biases_are_equal_in_the_engine_and_in_training(mixture):
         assert found.equal and found.compared > 50, found
 
 
+def test_logits_that_cannot_be_compared_are_not_said_to_be_equal(model):
+    """All that is compared is equal: but for one model's logits, which are of the last tokens alone, or of others."""
+
+    class Last(torch.nn.Module):
+        def __init__(self, most):
+            super().__init__()
+            self.model, self.lm_head, self.most = model.model, model.lm_head, most
+
+        def forward(self, **given):
+            logits = model(**given).logits
+            return logits[:, -1:] if self.most is None else logits[..., : self.most]
+
+    for most, said in (
+        (None, "those of b have a row for 0 of 49 tokens"),
+        (99, f"of a have {VOCAB} columns, those of b 99"),
+    ):
+        found = bisect(stacks.stock(model), stacks.own(Last(most)), SEQUENCES)
+        assert found.compared > 50 and found.module is None and not found.equal, found
+        assert said in found.verdict() and "no difference" not in found.verdict()
+        assert found.verdict() in lines(found) and not found.to_json()["equal"]
+
+
 # Known causes
 
 FIRST = "model.layers.0.input_layernorm"  # what comes after it may depend on the batch by itself, in a stock model

@@ -253,6 +253,7 @@ class Bisection:
     tokens          of all, those at which it differs; `elements` are how many, `first` the first ones
     cause           see bisect_causes.py
     later           modules behind it that differ too
+    unseen          why the logits were not compared for every token, "" where they were: nothing is equal then
     """
 
     a: str
@@ -274,18 +275,21 @@ class Bisection:
     first: tuple[Element, ...] = ()
     cause: Cause | None = None
     later: tuple[str, ...] = ()
+    unseen: str = ""
     environment: dict = field(default_factory=dict)
     date: str = field(default_factory=now)
     command: str | None = None
 
     @property
     def equal(self) -> bool:
-        return self.compared > 0 and self.module is None
+        return self.compared > 0 and self.module is None and not self.unseen
 
     def verdict(self) -> str:
         """The line that says it."""
         if not self.compared:
             return "nothing was compared: the two have no module of one name"
+        if self.module is None and self.unseen:
+            return f"{self.compared} tensors are equal, but the logits could not be compared: {self.unseen}"
         if self.module is None:
             return f"no difference: {self.compared} tensors of {self.tokens_in_all} tokens are equal, bit for bit"
         cause = f": {self.cause.name}" if self.cause else ""
@@ -334,7 +338,8 @@ def bisect(
         b.name,
         len(sequences),
         sum(map(len, sequences)),
-        compared=sum(bool((of_a.entries[k].present & of_b.entries[k].present).any()) for k in shared),
+        compared=sum(_is_compared(of_a.entries[key], of_b.entries[key]) for key in shared),
+        unseen=_unseen(of_a, of_b, sum(map(len, sequences))),
         environment=environment(a.device),
     )
     if not differing:
@@ -363,6 +368,16 @@ def bisect(
     return found
 
 
+def _unseen(a: Trace, b: Trace, tokens: int) -> str:
+    """Why the logits of the two cannot be compared for every token; "" where they can."""
+    x, y = found = [t.entries.get(Key(LOGITS, 0, "out")) for t in (a, b)]
+    for name, entry in zip("ab", found):
+        count = 0 if entry is None else int(entry.present.sum())
+        if count < tokens:
+            return f"those of {name} have a row for {count} of {tokens} tokens"
+    return "" if x.width == y.width else f"those of a have {x.width} columns, those of b {y.width}"
+
+
 def _same_code(a: Trace, b: Trace, key: Key) -> bool:
     """Whether a tensor is the same one in both: an op is known by its name and count, if those around it are alike."""
     if key.kind != "op":
@@ -376,6 +391,10 @@ def differs_at(a: Trace, b: Trace, key: Key) -> Tensor:
     if key not in a.entries or key not in b.entries:
         return torch.zeros(1, dtype=torch.bool)
     return _differs(a.entries[key], b.entries[key])
+
+
+def _is_compared(a: Entry, b: Entry) -> bool:
+    return a.width == b.width and bool((a.present & b.present).any())
 
 
 def _differs(a: Entry, b: Entry) -> Tensor:
