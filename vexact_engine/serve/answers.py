@@ -267,7 +267,8 @@ def event(value: dict) -> bytes:
 
 
 def as_json(value: dict) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode(errors="replace")  # half a character may stand in the name of a field that is refused
 
 
 def _first(top: dict[int, float] | None, count: int | None) -> dict[int, float]:

@@ -169,10 +169,12 @@ class Generation(Response):
             if isinstance(one, str):
                 job = Job(await self.service.in_thread(self.service.tokens.encode, one), one if asked.echo else None)
             elif isinstance(one, list) and _is_ids(one):
-                job = Job(one, self.service.tokens.decode(one) if asked.echo else None)
+                job = Job(one)
             else:
                 raise APIError(400, "prompt: expected texts or lists of token ids in the list", param="prompt")
             jobs.append(self._checked(job, "prompt"))
+            if asked.echo and job.echo is None:  # ids that are none, or too many, are not decoded
+                job.echo = await self.service.in_thread(self.service.tokens.decode, one)
         return jobs
 
     def _checked(self, job: Job, param: str) -> Job:
