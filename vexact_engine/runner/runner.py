@@ -27,6 +27,7 @@ from ..progress import Progress, bar
 from . import graphs, memory, saver, shapes
 from .batch import Caches
 from .buffers import Body, Buffers, Head, Host, Work, send
+from .decoder import Decoder, Weights
 from .forward import Forward, forward
 from .sleep import parted
 
@@ -224,6 +225,13 @@ class Runner:
             for name, tensors in zip(("weights", "buffers"), parted(self.model)):
                 self.regions[name].take_in(tensors)
             self.forward, self.path = self._forward()
+
+    def follow(self) -> None:
+        """The model's tensors lie elsewhere, each one laid out as before: the same forward, of them. No graph may have
+        been made of the others, and bits that were compared need not be again."""
+        if self.path == "fused":
+            described = self.handle.describe()
+            self.forward = Decoder(Weights(self.model), described, range(len(described.layers)))
 
     def strays(self) -> bool:
         """Whether some weights are to lie in regions, and lie elsewhere."""

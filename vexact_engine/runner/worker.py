@@ -186,15 +186,19 @@ class Worker:
         return Update(self._places, specs)
 
     def commit(self, update: Update, tear: Callable[[], None]) -> None:
-        """What came into a copy is put in place. `tear` is called before anything is written."""
+        """What came into a copy is put in place: on a CPU the two exchange their memory. `tear` is called before
+        anything is written."""
         self._make_ready()
-        targets = self._places.targets
-        plan = {id(targets[name]): (targets[name], value) for name, value in update.came().items()}
+        targets, came = self._places.targets, update.came()
+        plan = {id(targets[name]): (targets[name], value) for name, value in came.items()}
         for target, value in plan.values():
             if (target.shape, target.dtype) != (value.shape, value.dtype):
                 raise ValueError("update_weights: the model has other tensors than when its copy was made")
         tear()
-        apply_update(plan.values())
+        if self._places.exchange(update.places, came, self.model):
+            self._runner.follow()
+        else:
+            apply_update(plan.values())
 
     def open(self, offer: "Offer") -> None:
         """Memory that `take` finds its buckets in; in any thread, and so are `take` and `let_go`."""

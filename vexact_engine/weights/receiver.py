@@ -53,7 +53,8 @@ class WeightReceiver:
               "staged": the set waits in a second copy, and is put in place between two steps once it is whole; whatever
               fails leaves the old weights running
     staging   where that copy lies: the engine's device, or "cpu" (pinned where the engine computes on a GPU). It is
-              taken now and kept
+              taken now and kept. On a CPU it is put in place by exchange: parameters have its memory then, and it has
+              theirs for the next set; a view of a parameter that somebody took before sees the old values
     timeout   seconds that any one message of a hand-over may take; a sender that has died is noticed at once
     """
 

@@ -77,23 +77,51 @@ class Places:
 
     def copy(self, device: torch.device | str) -> "Places":
         """The same names, tied where these are, in memory of their own that holds nothing yet; pinned where it is the
-        host's and these are a GPU's."""
+        host's and these are a GPU's. From host to host it is laid out as theirs is: see `exchange`."""
         made: dict[int, Tensor] = {}
-        for target in self.targets.values():
-            if id(target) not in made:
+        distinct = {id(target): target for target in self.targets.values()}
+        laid = _Laid(distinct.values()) if torch.device(device).type == "cpu" else None
+        for key, target in distinct.items():
+            if laid is not None and laid.knows(target):
+                copied = laid.copy(target)
+            else:
                 pin = torch.device(device).type == "cpu" and target.is_cuda
                 copied = torch.empty(target.shape, dtype=target.dtype, device=device, pin_memory=pin)
-                if isinstance(target, torch.nn.Parameter):  # a buffer may be left out of an update
-                    copied = torch.nn.Parameter(copied, requires_grad=False)
-                made[id(target)] = copied
+            if isinstance(target, torch.nn.Parameter):  # a buffer may be left out of an update
+                copied = torch.nn.Parameter(copied, requires_grad=False)
+            made[key] = copied
         views = {}
         for name, (stacked, view) in self.views.items():
-            whole, offset = self.targets[stacked], view.storage_offset() - self.targets[stacked].storage_offset()
-            views[name] = stacked, made[id(whole)].as_strided(view.shape, view.stride(), offset)
+            whole, copied = self.targets[stacked], made[id(self.targets[stacked])]
+            offset = view.storage_offset() - whole.storage_offset() + copied.storage_offset()
+            views[name] = stacked, copied.as_strided(view.shape, view.stride(), offset)
         return Places({name: made[id(t)] for name, t in self.targets.items()}, views, self.old)
 
     def memory(self) -> set[tuple]:
         return {_memory(tensor) for tensor in self.targets.values()}
+
+    @torch.no_grad()
+    def exchange(self, copy: "Places", names: Iterable[str], model: torch.nn.Module) -> bool:
+        """Tensors of these names, and all views of them here, have the memory that they have in a copy, and the copy
+        has theirs: nothing is copied. Who holds another view of one sees what it was.
+
+        returns   False, and nothing is done, where somebody else may count on the memory being the same: the device of
+                  one is not the host, it is shared with other processes, or with tensors that keep theirs
+        """
+        own = {id(self.targets[name]): (self.targets[name], copy.targets[name]) for name in names}
+        for pair in own.values():
+            if any(t.device.type != "cpu" or t.is_shared() or t.is_inference() for t in pair):
+                return False
+            if not all(t.is_contiguous() for t in pair):
+                return False
+        moving = {_memory(target) for target, _ in own.values()}
+        rest = (t for t in (*model.parameters(), *model.buffers()) if id(t) not in own)
+        if any(_memory(tensor) in moving for tensor in rest):
+            return False
+        views = [(view, copy.views[name][1]) for name, (_, view) in self.views.items() if _memory(view) in moving]
+        for one, other in (*own.values(), *views):
+            one.data, other.data = other.data, one.data
+        return True
 
 
 def plan_update(
@@ -147,7 +175,7 @@ class Update:
     """
 
     def __init__(self, places: Places | torch.nn.Module, specs: Mapping[str, Spec] | None = None):
-        self._places = places = places if isinstance(places, Places) else Places.of(places)
+        self.places = places = places if isinstance(places, Places) else Places.of(places)
         self._own: set[tuple] | None = None
         self._stacked = {name: stacked for name, (stacked, _) in places.views.items()}
         self._announced: set[str] | None = None
@@ -171,7 +199,7 @@ class Update:
         """Raises ValueError or TypeError for a tensor that does not fit, came before, was not announced where all have
         to be, or is memory of the model itself, unless all is known to be `foreign`. Pieces of one come in order."""
         if self._own is None and not foreign:
-            self._own = self._places.memory()
+            self._own = self.places.memory()
         for given, value in bucket:
             target, first = self.note(given, value)
             source = value
@@ -187,7 +215,7 @@ class Update:
 
     def note(self, given: str, value: "Tensor | Spec | Piece") -> tuple[Tensor, str]:
         """That it comes, as `write` checks it: where it goes, and the name that has brought the same memory before."""
-        name = self._places.old.get(given, given)
+        name = self.places.old.get(given, given)
         target = self._target(given, name, value)
         kind = value.values if isinstance(value, Piece) else value
         self._came[name] = self._came.get(name, 0) + math.prod(kind.shape)
@@ -197,7 +225,7 @@ class Update:
         return target, "" if first == name else first
 
     def knows(self, given: str) -> bool:
-        return self._places.old.get(given, given) in self._targets
+        return self.places.old.get(given, given) in self._targets
 
     def _target(self, given: str, name: str, value: Tensor | Piece) -> Tensor:
         came = self._came.get(name)
@@ -233,14 +261,14 @@ class Update:
         if cut:
             raise ValueError(f"update_weights: came in part only: {some(cut)}")
         if self._announced is None:
-            _check_names(self._places, self._came.keys())
+            _check_names(self.places, self._came.keys())
         elif left := self._announced - self._came.keys():
             raise ValueError(f"update_weights: announced, but did not come: {some(left)}")
 
     def came(self) -> dict[str, Tensor]:
         """What has been written, by name; of experts that came one by one the stacked tensor."""
         names = dict.fromkeys(self._stacked.get(name, name) for name in self._came)
-        return {name: self._places.targets[name] for name in names}
+        return {name: self.places.targets[name] for name in names}
 
 
 def _unrepeated(places: Places, pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -319,6 +347,30 @@ def _near(source: Tensor, target: Tensor) -> Tensor:
     its own GPU alone (runner/saver.py), and torch copies from the source's side."""
     apart = source.is_cuda and target.is_cuda and source.device != target.device
     return source.to(target.device) if apart else source
+
+
+class _Laid:
+    """Storages for copies of tensors on the host, and in each of them what lies there as it does in theirs."""
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        self._held: dict[int, int] = {}
+        self._stores: dict[int, torch.UntypedStorage] = {}
+        for tensor in tensors:
+            key = tensor.untyped_storage()._cdata
+            self._held[key] = self._held.get(key, 0) + tensor.nbytes
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether it is on the host and its storage has little else in it."""
+        storage = tensor.untyped_storage()
+        whole = storage.nbytes() <= 2 * self._held[storage._cdata]
+        return tensor.device.type == "cpu" and tensor.is_contiguous() and whole
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._stores:
+            self._stores[storage._cdata] = torch.UntypedStorage(storage.nbytes())
+        there = torch.empty(0, dtype=tensor.dtype)
+        return there.set_(self._stores[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _memory(tensor: Tensor) -> tuple:
