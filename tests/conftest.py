@@ -1,6 +1,8 @@
 """Shared by all tests: the Hypothesis profile, and the backends that this machine can test."""
 
+import contextlib
 import fcntl
+import gc
 import os
 import random
 import signal
@@ -152,8 +154,21 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def sockets(monkeypatch):
-    """The folder of a hand-over's sockets: one of their own, that is empty again at the end."""
+    """The folder of a hand-over's sockets: one of their own, that is empty again at the end; and no bucket is mapped
+    or open then that was not before."""
+    before = _buckets()
     with tempfile.TemporaryDirectory() as folder:  # a short name: sockets have at most 107 characters
         monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
         yield Path(folder) / "vexact"
         assert not list(Path(folder, "vexact").glob("*")), "a socket was left behind"
+    gc.collect()  # an exception that was expected may hold a view of one
+    assert _buckets() <= before, "shared memory of a hand-over was left behind"
+
+
+def _buckets() -> int:
+    """Mappings and open files of buckets that this process has."""
+    files = 0
+    for file in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # it is closed by now
+            files += "vexact-weights" in os.readlink(file)
+    return files + Path("/proc/self/maps").read_text().count("vexact-weights")

@@ -155,9 +155,10 @@ def test_a_set_that_is_wrong_is_refused(fault, text, mode, sockets):
             assert texts(engine) == expected("Llama" if fault == "untied" else "Qwen3", new)
 
 
-def test_another_fingerprint_is_refused(sockets):
+@MODES
+def test_another_fingerprint_is_refused(mode, sockets):
     model = build("Qwen3")
-    with Engine.from_pretrained(model, config=CONFIG) as engine, receiving(engine) as (receiver, start):
+    with Engine.from_pretrained(model, config=CONFIG) as engine, receiving(engine, mode) as (receiver, start):
         old = texts(engine)
         with sender(receiver, numerics=vx.numerics("cpu", kv_segment=256)) as out:
             result = start()
@@ -257,6 +258,11 @@ def test_a_sender_that_stalls(mode, sockets):
             out.send(give())
         with pytest.raises(PeerLost, match="did not come within"):
             result()
+        if mode == "staged":
+            assert texts(engine) == old
+        else:
+            with pytest.raises(WeightsTorn):
+                texts(engine)
         result = start()
         assert out.send(model.state_dict()) == 1 == result()
         assert texts(engine) == old

@@ -1,4 +1,4 @@
-"""Weights from a trainer's process to an engine's: either of them killed, and two jobs on one host."""
+"""Weights from a trainer's process to an engine's: either of them killed, one that stalls, and two jobs on one host."""
 
 import multiprocessing
 import os
@@ -26,9 +26,9 @@ def _send_and_hang(address, after):
     WeightSender(address, numerics=vx.numerics("cpu"), bucket_bytes=4096).send(give())
 
 
-def _receive_and_die(address, ready, after):
+def _receive_and_die(address, mode, ready, after):
     engine = Engine.from_pretrained(build("Qwen3"), config=CONFIG)
-    receiver = WeightReceiver(engine, address)
+    receiver = WeightReceiver(engine, address, mode=mode)
     ready.set()
     count, take = [0], receiver._take
 
@@ -65,10 +65,11 @@ def test_a_sender_that_is_killed(mode, sockets):
         assert texts(engine) == old
 
 
-def test_a_receiver_that_is_killed_and_comes_back(sockets):
+@MODES
+def test_a_receiver_that_is_killed_and_comes_back(mode, sockets):
     context, model = multiprocessing.get_context("spawn"), build("Qwen3")
     address, ready = protocol.new_address(), context.Event()
-    process = context.Process(target=_receive_and_die, args=(address, ready, 6))
+    process = context.Process(target=_receive_and_die, args=(address, mode, ready, 6))
     process.start()
     assert ready.wait(60)
     with WeightSender(address, numerics=vx.numerics("cpu"), bucket_bytes=4096, timeout=20) as out:
@@ -76,12 +77,48 @@ def test_a_receiver_that_is_killed_and_comes_back(sockets):
             out.send(model.state_dict())
         process.join()
         with Engine.from_pretrained(model, config=CONFIG) as engine:
-            receiver = WeightReceiver(engine, address)
+            receiver = WeightReceiver(engine, address, mode=mode)
             thread = threading.Thread(target=receiver.receive, args=(20,))
             thread.start()
             assert out.send(model.state_dict()) == 1
             thread.join()
             receiver.close()
+
+
+@MODES
+def test_a_receiver_that_stalls(mode, sockets, monkeypatch):
+    model = build("Qwen3")
+    new = other(model)
+    go_on, buckets = threading.Event(), []
+    with Engine.from_pretrained(model, config=CONFIG) as engine, receiving(engine, mode) as (receiver, start):
+        old, take = texts(engine), receiver._take
+
+        def stall(*args):
+            buckets.append(args)
+            if len(buckets) == 6:
+                go_on.wait(100)
+            take(*args)
+
+        monkeypatch.setattr(receiver, "_take", stall)
+        receiver.timeout = 1.0
+        with sender(receiver, bucket_bytes=4096, timeout=3) as out:
+            result = start()
+            with pytest.raises(
+                PeerLost, match=r"the engine \(process \d+\): an acknowledgement did not come within 3 s"
+            ):
+                out.send(new.state_dict())
+            go_on.set()
+            with pytest.raises(PeerLost, match="did not come within 1 s"):
+                result()
+            if mode == "staged":
+                assert texts(engine) == old
+            else:
+                with pytest.raises(WeightsTorn):
+                    texts(engine)
+            receiver.timeout = out.timeout = 60
+            result = start()
+            assert out.send(new.state_dict()) == 1 == result()
+        assert texts(engine) == expected("Qwen3", new)
 
 
 def _send_one(address, seed, bucket_bytes):
