@@ -1,4 +1,4 @@
-"""The benchmark command line: bits first, then times.
+"""Bits first, then times: every op beside its peers, and whole programs: the engine, memory, the hand-over of weights.
 
 python -m benchmarks linear --device cpu --shape smollm2-135m --rows 1,16,64
 python -m benchmarks linear --n 4096 --k 14336 --rows 1..4096 --refcheck --csv linear.csv
@@ -129,4 +129,8 @@ def _missing(run: Run) -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(BrokenPipeError):
-        raise SystemExit(main())
+        try:
+            raise SystemExit(main())
+        except output.Refused as error:
+            print(f"python -m benchmarks: {error}", file=sys.stderr)
+            raise SystemExit(2) from None

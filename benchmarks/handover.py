@@ -49,14 +49,22 @@ class Case:
 
 def options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("handover")
-    group.add_argument(
-        "--resident", default="bfloat16,float32", help="comma-separated dtypes that the trainer holds its weights in"
+    add = group.add_argument
+    add(
+        "--resident",
+        default="bfloat16,float32",
+        metavar="TYPE,TYPE",
+        help="dtypes that the trainer holds its weights in (bfloat16,float32)",
     )
-    group.add_argument("--mode", default="in_place,staged", help="comma-separated, of: in_place, staged")
-    group.add_argument("--transport", help="comma-separated, of: cuda_ipc, shared_memory; default: the device's own")
-    group.add_argument("--bucket-mib", default="512", help="comma-separated MiB of a bucket")
-    group.add_argument("--trainer-device", help="where the trainer's weights are; default: where the engine's are")
-    group.add_argument("--updates", type=int, default=50, help="of the first case, to see whether memory stays flat")
+    add("--mode", default="in_place,staged", metavar="MODE,MODE", help="of: in_place, staged (both)")
+    add(
+        "--transport",
+        metavar="NAME,NAME",
+        help="of: cuda_ipc, shared_memory (on a GPU the first, else the second)",
+    )
+    add("--bucket-mib", default="512", metavar="N,N", help="MiB of a bucket (512)")
+    add("--trainer-device", metavar="DEVICE", help="where the trainer's weights are (where the engine's are)")
+    add("--updates", type=int, default=50, metavar="N", help="of the first case, to see whether memory stays flat (50)")
 
 
 def run(args: argparse.Namespace) -> Iterator[dict]:

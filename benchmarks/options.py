@@ -12,86 +12,142 @@ from . import engine, handover, peers, rollout, training
 from .shapes import SHAPES, Shape, free
 
 ROOMS = sorted(path.stem for path in (Path(__file__).parent / "ops").glob("*.py") if path.stem != "__init__")
-# whole ones, not kernels
-PROGRAMS = ("admit", "engine", "handover", "imports", "memory", "rollout", "training", "verify")
+# What the programs beside the rooms read, and their own groups of options.
+PROGRAMS = {
+    "admit": {"shape", "dtype"},
+    "engine": {"shape", "dtype", "peers", "peer_path", "model", "layers", "latent"},
+    "handover": {"shape", "repeats", "layers"},
+    "imports": {"repeats"},
+    "memory": {"shape", "dtype", "rows"},
+    "rollout": {"shape", "repeats", "layers"},
+    "training": {"shape", "repeats", "layers"},
+    "verify": {"shape", "dtype", "model", "layers", "latent"},
+}
+OWN = {"engine": engine, "handover": handover, "rollout": rollout, "training": training}
 DTYPES = ("float32", "bfloat16", "float16")
 FREE = ("n", "k", "experts", "top_k", "heads", "kv_heads", "head_dim")
+OF_A_ROOM = {"shape", "dtype", "rows", "case", "peers", "peer_path", "repeats", "eager", "refcheck", "lengths", *FREE}
+OF_ALL = {"what", "device", "json", "csv", "lines", "save", "plot", "readme"}
 DEFAULTS = {
     "cpu": {"shape": "smollm2-135m", "rows": "1,16,64,512", "dtype": "float32,bfloat16"},
     "cuda": {"shape": "qwen3-0.6b,qwen3-1.7b,qwen3-4b,qwen3-8b", "rows": "1,16,256,8192", "dtype": "bfloat16"},
 }
 
 
-def parser_of(prog: str, text: str) -> argparse.ArgumentParser:
-    """The parser; text is what the program says of itself, an empty line, and examples."""
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of 1 or more")
+    return int(text)
+
+
+def parser_of(prog: str, text: str) -> tuple[argparse.ArgumentParser, dict[str, set[str]]]:
+    """The parser, and program -> the options that it reads. text is what the program says of itself, an empty line, and
+    examples."""
     description, examples = text.split("\n\n")[:2]
+    examples = examples.strip().replace("python -m benchmarks", prog).replace("\n", "\n  ")
     parser = argparse.ArgumentParser(
         prog=prog,
+        usage=f"{prog} WHAT [options]",
         description=description,
-        epilog=f"examples:\n{examples.strip().replace('python -m benchmarks', prog)}",
+        epilog=f"examples:\n  {examples}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("what", choices=[*ROOMS, *PROGRAMS, "all", "report"], help="a room, 'all' rooms, a program, or the report")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: the GPU where there is one")
-    add("--shape", help=f"'all', or comma-separated, of: {', '.join(SHAPES)}")
-    add("--dtype", help=f"comma-separated, of: {', '.join(DTYPES)}")
+    what = f"a room: {', '.join(ROOMS)}; all: every room; a program: {', '.join(PROGRAMS)}; or report: what was kept"
+    add("what", choices=[*ROOMS, *PROGRAMS, "all", "report"], metavar="WHAT", help=what)
+    add(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="cpu, cuda, or auto (default): the GPU where there is one",
+    )
+    add("--shape", metavar="NAME,NAME", help=f"'all', or of: {', '.join(SHAPES)} ({_defaults('shape')})")
+    add("--dtype", metavar="TYPE,TYPE", help=f"of: {', '.join(DTYPES)} ({_defaults('dtype')})")
     add(
         "--rows",
-        help="comma-separated row counts; 1..8192 for the powers of two between them; or random:64[:seed], so many "
-        "from 1 to 1,024: how time / stock spreads over them is said at the end, and is what --save keeps",
+        metavar="N,N",
+        help="numbers of rows; 1..8192: the powers of two between them; random:64[:seed]: so many drawn from 1 to "
+        "1,024, of which the spread of time / stock is printed, and kept by --save; memory: tokens of a step "
+        f"({_defaults('rows')}; memory: 4096 on a CPU, 8192 on a GPU)",
     )
-    add("--case", metavar="TEXT", help="only cases whose name has this in it")
-    add("--peers", help="comma-separated, such as torch,quack,liger; default: all that are installed")
-    add("--peer-path", metavar="DIRS", help=f"where else peers may be imported from; default: ${peers.PATH}")
-    add("--repeats", type=int, default=15, help="rounds, of which a record has the median, p10 and p90 (15)")
+    add("--case", metavar="TEXT", help="only cases whose name contains this (all)")
+    add(
+        "--peers",
+        metavar="NAME,NAME",
+        help="whom to measure too, such as torch,quack,liger (all that are installed)",
+    )
+    add("--peer-path", metavar="DIRS", help=f"where else peers may be imported from (${peers.PATH})")
+    add("--repeats", type=positive, default=15, metavar="N", help="rounds; a record has their median, p10, p90 (15)")
     add("--eager", action="store_true", help="no CUDA graphs: host time counts (GPU only)")
     add(
-        "--refcheck", action="store_true", help="also compare with float64; 1 is returned where ours is too far from it"
+        "--refcheck",
+        action="store_true",
+        help="also compare with float64; exit code 1 where ours is too far from it",
     )
     _shapes(parser)
     _outputs(parser)
-    group = parser.add_argument_group("verify and engine")
-    group.add_argument("--model", metavar="DIR", help="a model's own weights instead of a shape's random ones")
-    group.add_argument("--layers", type=int, help="the first so many layers of a shape; default: all")
+    group = parser.add_argument_group("verify, engine, and where weights are random")
+    group.add_argument("--model", metavar="DIR", help="a model's own weights (random ones of --shape)")
+    group.add_argument("--layers", type=positive, metavar="N", help="the first N layers of a shape alone (all)")
     group.add_argument("--latent", action="store_true", help="latent attention (DeepSeek-V3, Moonlight)")
-    for program in (engine, handover, rollout, training):
+    reads = dict(PROGRAMS)
+    for name, program in OWN.items():
+        before = len(parser._actions)
         program.options(parser)
-    return parser
+        reads[name] = PROGRAMS[name] | {action.dest for action in parser._actions[before:]}
+    return parser, reads
+
+
+def _defaults(name: str) -> str:
+    """What stands for an option that is not given, as help says it."""
+    return f"{DEFAULTS['cpu'][name]} on a CPU, {DEFAULTS['cuda'][name]} on a GPU"
 
 
 def _shapes(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("a shape of no model, instead of --shape")
-    group.add_argument("--n", type=int, help="features: of the matrix, the row, the vocabulary, the expert")
-    group.add_argument("--k", type=int, help="reduction: of the matrix; the hidden size")
-    group.add_argument("--experts", type=int)
-    group.add_argument("--top-k", type=int, help="experts of a token")
-    group.add_argument("--heads", type=int, help="of queries")
-    group.add_argument("--kv-heads", type=int)
-    group.add_argument("--head-dim", type=int)
-    group.add_argument("--lengths", help="attention: a sweep over these numbers of keys, such as 512..131072")
+    group = parser.add_argument_group("a shape of no model, instead of --shape: every size that the room has")
+    for name, text in {
+        "n": "features: of the matrix, the row, the vocabulary, the expert",
+        "k": "reduction: of the matrix; the hidden size",
+        "experts": "of a mixture",
+        "top-k": "experts of a token",
+        "heads": "of queries",
+        "kv-heads": "of keys and values",
+        "head-dim": "of each",
+    }.items():
+        group.add_argument(f"--{name}", type=positive, metavar="N", help=f"{text} (the shape's)")
+    group.add_argument(
+        "--lengths", metavar="N,N", help="attention: a sweep over these numbers of keys, such as 512..131072 (none)"
+    )
 
 
 def _outputs(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what is written")
+    group = parser.add_argument_group("what is written (nothing)")
     group.add_argument("--json", metavar="FILE", help="all records as one JSON document; - for standard output")
     group.add_argument("--csv", metavar="FILE", help="a line for each record; - for standard output")
     group.add_argument("--lines", type=Path, metavar="FILE", help="append each record at once, as a line of JSON")
-    group.add_argument("--save", action="store_true", help="append to benchmarks/results/<device>.jsonl; of a commit")
-    group.add_argument("--plot", nargs="?", const=Path("plots"), type=Path, metavar="FOLDER", help="write SVG charts")
+    group.add_argument(
+        "--save", action="store_true", help="append to benchmarks/results/<device>.jsonl; in a checkout without changes"
+    )
+    group.add_argument(
+        "--plot", nargs="?", const=Path("plots"), type=Path, metavar="FOLDER", help="write SVG charts (into plots)"
+    )
     group.add_argument(
         "--readme", action="store_true", help="report: rewrite the README files and charts from the kept records"
     )
 
 
 def parse(argv: list[str] | None, prog: str, text: str) -> argparse.Namespace:
-    parser = parser_of(prog, text)
+    parser, reads = parser_of(prog, text)
     args = parser.parse_args(argv)
+    args.given = _given(parser, argv)
+    _check_read(args, parser, reads)
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device")
+    if args.eager and args.device == "cpu":
+        parser.error("--eager: expected a GPU with it: a CPU has no CUDA graphs to do without")
     if args.readme and args.what != "report":
         parser.error(f"--readme: expected 'report', not {args.what!r}: a run keeps its records with --save")
     if args.what == "report":
@@ -122,6 +178,24 @@ def parse(argv: list[str] | None, prog: str, text: str) -> argparse.Namespace:
     return args
 
 
+def _given(parser: argparse.ArgumentParser, argv: list[str] | None) -> set[str]:
+    """The names of what the command line says itself. Leaves the parser without its defaults."""
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    return set(vars(parser.parse_args(argv)))
+
+
+def _check_read(args: argparse.Namespace, parser: argparse.ArgumentParser, reads: dict[str, set[str]]) -> None:
+    """An option that the room or program does not read is refused, not ignored."""
+    known = reads.get(args.what, set() if args.what == "report" else OF_A_ROOM)
+    if args.what == "rollout":  # two programs in one
+        known = known - ({"calls"} if args.weights else {"shape", "layers"})
+    for action in parser._actions:
+        if action.dest in args.given - known - OF_ALL:
+            with_it = f" with{'' if args.weights else 'out'} --weights" * (args.what == "rollout")
+            parser.error(f"{action.option_strings[0]}: {args.what}{with_it} does not read it")
+
+
 def _check_rows(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     args.rows_text = args.rows
     args.drawn = args.rows if args.rows.startswith("random:") else None
@@ -131,8 +205,8 @@ def _check_rows(args: argparse.Namespace, parser: argparse.ArgumentParser) -> No
         except ValueError:
             also = ", or random:64, random:64:1" if name == "rows" else ""
             parser.error(f"--{name}: got {given!r}, expected positive integers such as 1,16,64, or 1..8192{also}")
-    if args.drawn and args.what not in ROOMS:
-        parser.error(f"--rows: got {args.drawn!r}, expected a room to measure with it, not {args.what!r}")
+    if args.drawn and args.what == "memory":
+        parser.error(f"--rows: got {args.drawn!r}, expected numbers of tokens such as 1024..32768")
     if args.lengths and args.what != "attention":
         parser.error(f"--lengths: expected attention, not {args.what!r}")
 
@@ -144,16 +218,14 @@ def _check_shapes(args: argparse.Namespace, parser: argparse.ArgumentParser) -> 
     if not sizes:
         return
     flag = {name: f"--{name.replace('_', '-')}" for name in FREE}
-    if args.what not in ROOMS:
-        parser.error(f"{flag[next(iter(sizes))]}: expected a room to measure with it, not {args.what!r}")
+    if args.what == "all":
+        parser.error(f"{flag[next(iter(sizes))]}: expected one room, which takes some of these sizes, not all rooms")
     if args.shape_given:
         parser.error(f"{flag[next(iter(sizes))]}: --shape says all sizes already")
     takes = module(args.what).FREE
-    for name, size in sizes.items():
+    for name in sizes:
         if name not in takes:
             parser.error(f"{flag[name]}: {args.what} takes {', '.join(flag[n] for n in takes)}")
-        if size < 1:
-            parser.error(f"{flag[name]}: got {size}, expected 1 or more")
     for name in takes:
         if name not in sizes:
             parser.error(f"{flag[name]}: {args.what} of a free shape needs it")

@@ -15,19 +15,23 @@ from vexact_engine.proof.machine import commit, made_by
 from . import harness
 
 
+class Refused(ValueError):
+    """What was asked for cannot be written, or not here; nothing was measured."""
+
+
 def check(args: argparse.Namespace) -> None:
     """Before minutes of work, not after: what is kept is of a commit and can be written, what is drawn can be drawn."""
     _check_charts("--plot", args.plot)
     for name in ("json", "csv", "lines"):
         path = getattr(args, name)
         if path is not None and str(path) != "-" and (Path(path).is_dir() or not Path(path).parent.is_dir()):
-            raise ValueError(f"--{name}: got {path}, expected a file name in a folder that exists")
+            raise Refused(f"--{name}: got {path}, expected a file name in a folder that exists")
     if args.save:
         _check_tree("--save")
         found = commit()
         if found is None or found.endswith("+"):
             state = "files that were changed since" if found else "no commit"
-            raise ValueError(
+            raise Refused(
                 f"--save: this tree has {state}: a kept record names the commit that it was measured at; "
                 "commit first, or write elsewhere with --lines FILE"
             )
@@ -35,12 +39,12 @@ def check(args: argparse.Namespace) -> None:
 
 def _check_tree(what: str) -> None:
     if not (harness.ROOT / "pyproject.toml").exists():
-        raise ValueError(f"{what}: records are kept in a source tree, expected one: --lines FILE writes them anywhere")
+        raise Refused(f"{what}: records are kept in a source tree, expected one: --lines FILE writes them anywhere")
 
 
 def _check_charts(what: str, asked: object) -> None:
     if asked and importlib.util.find_spec("matplotlib") is None:
-        raise RuntimeError(f"{what}: charts are drawn by matplotlib, which is not installed. Run: {pip_line('report')}")
+        raise Refused(f"{what}: charts are drawn by matplotlib, which is not installed. Run: {pip_line('report')}")
 
 
 def check_report(args: argparse.Namespace) -> None:

@@ -33,8 +33,10 @@ SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty":
 
 def options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("rollout")
-    group.add_argument("--calls", type=int, default=2048, help="at once")
-    group.add_argument("--weights", action="store_true", help="updates of the weights of --shape, and no requests")
+    group.add_argument("--calls", type=int, default=2048, metavar="N", help="requests at once (2048)")
+    group.add_argument(
+        "--weights", action="store_true", help="update the weights of --shape instead of sending requests"
+    )
 
 
 def run(args: argparse.Namespace) -> Iterator[dict]:

@@ -33,14 +33,17 @@ _TEMPERATURE = 0.7
 
 def options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
-    group.add_argument("--trainer", default="veomni,fsdp2", help=f"comma-separated, of: {', '.join(TRAINERS)}")
-    group.add_argument("--objective", default="rl,sft", help=f"comma-separated, of: {', '.join(OBJECTIVES)}")
-    group.add_argument(
+    add = group.add_argument
+    add("--trainer", default="veomni,fsdp2", metavar="NAME,NAME", help=f"of: {', '.join(TRAINERS)} (veomni,fsdp2)")
+    add("--objective", default="rl,sft", metavar="NAME,NAME", help=f"of: {', '.join(OBJECTIVES)} (rl,sft)")
+    add(
         "--moe-implementation",
         default="fused_quack,fused_triton,eager",
-        help="VeOmni's own for a mixture, in the order in which they are tried; fused_quack tunes itself for minutes",
+        metavar="NAME,NAME",
+        help="VeOmni's own kernels for a mixture, in the order in which they are tried; fused_quack tunes itself for "
+        "minutes (fused_quack,fused_triton,eager)",
     )
-    group.add_argument("--tokens", type=int, default=8192, help="of a step, in eight packed sequences")
+    add("--tokens", type=int, default=8192, metavar="N", help="of a step, in eight packed sequences (8192)")
 
 
 def run(args: argparse.Namespace) -> Iterator[dict]:

@@ -4,7 +4,9 @@ import csv
 import dataclasses
 import json
 import math
+import re
 import shlex
+import subprocess
 import sys
 import types
 
@@ -253,9 +255,22 @@ def test_every_room_takes_a_free_shape():
     [
         ("mean --n 8 --k 4", "--k: mean takes --n"),
         ("linear --n 8", "--k: linear of a free shape needs it"),
-        ("linear --n 8 --k 0", "--k: got 0, expected 1 or more"),
+        ("linear --n 8 --k 0", "--k: got '0', expected a whole number of 1 or more"),
+        ("linear --repeats 0", "--repeats: got '0', expected a whole number of 1 or more"),
+        ("linear --prompt 3", "--prompt: linear does not read it"),
+        ("linear --eager --device cpu", "--eager: expected a GPU with it"),
+        ("all --latent", "--latent: all does not read it"),
+        ("all --n 8", "--n: expected one room"),
+        ("engine --refcheck", "--refcheck: engine does not read it"),
+        ("engine --rate 3", "--rate: --workload fixed does not read it"),
+        ("engine --workload mix --batch 3", "--batch: --workload mix does not read it"),
+        ("memory --peers torch", "--peers: memory does not read it"),
+        ("memory --rows random:3", "--rows: got 'random:3', expected numbers of tokens"),
+        ("handover --dtype float32", "--dtype: handover does not read it"),
+        ("rollout --layers 2", "--layers: rollout without --weights does not read it"),
+        ("report --rows 3", "--rows: report does not read it"),
         ("linear --n 8 --k 8 --shape qwen3-8b", "--shape says all sizes already"),
-        ("memory --n 8", "--n: expected a room"),
+        ("memory --n 8", "--n: memory does not read it"),
         ("linear --lengths 8", "--lengths: expected attention"),
         ("attention --lengths 8..4", "--lengths: got '8..4'"),
         ("mean --readme", "--readme: expected 'report'"),
@@ -270,6 +285,24 @@ def test_options_that_do_not_go_together_are_named(text, said, capsys):
     with pytest.raises(SystemExit):
         __main__.main(text.split())
     assert said in capsys.readouterr().err
+
+
+def test_what_the_command_line_says_is_read_is_read():
+    """No name of an option that is not there; and every one has a text with its default, unless it is a switch."""
+    parser, reads = options.parser_of("vexact bench", __main__.__doc__)
+    names = {action.dest for action in parser._actions}
+    assert set().union(*reads.values(), options.OF_A_ROOM, options.OF_ALL) == names - {"help"}
+    for action in parser._actions:
+        assert action.help, action.dest
+        if action.nargs != 0 and action.option_strings and action.dest not in ("json", "csv", "lines"):
+            assert re.search(r"\(.+\)", action.help) and (action.metavar or action.choices), action.dest
+
+
+def test_without_the_command_what_is_refused_is_a_line_too(tmp_path):
+    line = [sys.executable, "-m", "benchmarks", "mean", "--device", "cpu", "--json", str(tmp_path / "no" / "r.json")]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=harness.ROOT, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("python -m benchmarks: --json: got ") and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_a_sweep_over_lengths(tmp_path):

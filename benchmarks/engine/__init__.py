@@ -36,27 +36,33 @@ SMOLLM2 = "smollm2"  # --model: the small real one that is fetched
 
 def options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--workload", help=f"comma-separated, of: {', '.join(WORKLOADS)}; default: fixed, or the file's alone"
+    add = group.add_argument
+    add("--workload", metavar="KIND,KIND", help=f"of: {', '.join(WORKLOADS)} (fixed; with --requests-file that file's)")
+    add("--batch", metavar="N,N", help=f"fixed: numbers of sequences ({_defaults('batch')})")
+    add("--prompt", type=int, metavar="N", help=f"fixed: tokens of a prompt; mix: their median ({_defaults('prompt')})")
+    add("--new", type=int, metavar="N", help=f"fixed: tokens of an answer; mix: their median ({_defaults('new')})")
+    add("--requests", metavar="N,N", help=f"sharegpt, mix: numbers of requests ({_defaults('requests')})")
+    add("--requests-file", type=Path, metavar="FILE", help="a workload that --write-requests has written (none)")
+    add("--write-requests", type=Path, metavar="FILE", help="write the one workload asked for, and stop (run it)")
+    add("--concurrency", metavar="N,N", help="sharegpt, mix: so many requests at a time (all at once)")
+    add("--rate", metavar="R,R", help="sharegpt, mix: requests per second, at random times (all at once)")
+    add("--seed", type=int, default=0, metavar="N", help="of lengths, prompts and arrivals (0)")
+    add("--engine", default="", metavar="KEY=VALUE,...", help="fields of EngineConfig (its defaults)")
+    add("--profile", type=Path, metavar="FOLDER", help="a Chrome trace and a table of where a step goes (none)")
+    add("--sleep", action="store_true", help="put the engine to sleep afterwards: seconds, and memory")
+    add("--no-verify", action="store_true", help="do not compare with the trainer's forward afterwards")
+    add(
+        "--peer-seconds",
+        type=float,
+        default=60,
+        metavar="S",
+        help="where a peer would take longer, it generates fewer tokens (60)",
     )
-    group.add_argument("--batch", help="fixed: comma-separated numbers of sequences")
-    group.add_argument("--prompt", type=int, help="fixed: tokens of a prompt; mix: their median")
-    group.add_argument("--new", type=int, help="fixed: generated tokens of a sequence; mix: their median")
-    group.add_argument("--requests", help="sharegpt, mix: comma-separated numbers of requests")
-    group.add_argument(
-        "--requests-file", type=Path, metavar="FILE", help="a workload that --write-requests has written"
-    )
-    group.add_argument("--write-requests", type=Path, metavar="FILE", help="write the one workload asked for, and stop")
-    group.add_argument("--concurrency", help="sharegpt, mix: comma-separated; so many requests at a time")
-    group.add_argument("--rate", help="sharegpt, mix: comma-separated; requests per second, at random times")
-    group.add_argument("--seed", type=int, default=0, help="of lengths, prompts and arrivals")
-    group.add_argument("--engine", default="", metavar="KEY=VALUE,...", help="fields of EngineConfig")
-    group.add_argument("--profile", type=Path, metavar="FOLDER", help="a Chrome trace and a table of where a step goes")
-    group.add_argument("--sleep", action="store_true", help="put the engine to sleep afterwards: seconds, and memory")
-    group.add_argument("--no-verify", action="store_true", help="do not compare with the trainer's forward afterwards")
-    group.add_argument(
-        "--peer-seconds", type=float, default=60, help="generate fewer tokens where a peer would take longer"
-    )
+
+
+def _defaults(name: str) -> str:
+    """What stands for an option that is not given, as help says it."""
+    return f"{DEFAULTS['cpu'][name]} on a CPU, {DEFAULTS['cuda'][name]} on a GPU"
 
 
 def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -82,6 +88,18 @@ def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     for name in args.workload:
         if name not in WORKLOADS:
             parser.error(f"--workload: got {name!r}, expected one of {', '.join(WORKLOADS)}")
+    drawn = {"sharegpt", "mix"} & set(args.workload)
+    reads = {
+        "batch": "fixed" in args.workload,
+        "prompt": {"fixed", "mix"} & set(args.workload),
+        "new": {"fixed", "mix"} & set(args.workload),
+        "requests": drawn,
+        "concurrency": drawn or args.requests_file is not None,
+        "rate": drawn or args.requests_file is not None,
+    }
+    for name, read in reads.items():
+        if name in args.given and not read:
+            parser.error(f"--{name}: --workload {','.join(args.workload) or 'of a file'} does not read it")
     if args.requests_file is not None and not args.requests_file.is_file():
         parser.error(f"--requests-file: got {args.requests_file}, expected a file that --write-requests has written")
     args.peers_only = None if args.peers is None else [name for name in args.peers.split(",") if name]
