@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import vexact_ops as vx
+from vexact_ops.patch.hf import check_kv_segment
 
 from .config import EngineConfig, SamplingParams
 from .core.loop import Loop, check_pause, drop
@@ -31,7 +32,7 @@ from .runner import shapes
 from .runner.sleep import TAGS, check_level, named_tags
 from .runner.worker import Worker
 from .text import Text, chat_ids
-from .weights.load import Loaded, load, load_in_stages
+from .weights.load import Loaded, default_device, load, load_in_stages
 from .weights.session import TORN, WeightUpdate, check_numerics
 from .weights.update import pairs_of, targets
 
@@ -118,6 +119,8 @@ class Engine:
         raises          FileNotFoundError, ValueError, TypeError: what cannot be loaded and why; UnsupportedModule (a
                         ValueError) naming the modules whose bits could depend on the batch; ModelInUse
         """
+        if config is not None:  # before minutes of loading
+            check_kv_segment(config.kv_segment, default_device(path_or_model) if device is None else device)
         read = load if config is None or config.pipeline_parallel_size == 1 else load_in_stages
         with torch.device("cpu"):  # not the caller's default device
             loaded = read(path_or_model, device=device, dtype=dtype, tokenizer=tokenizer)

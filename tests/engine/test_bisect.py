@@ -373,6 +373,7 @@ def test_the_command(capsys, tmp_path):
         (["stokc"], "STACK_A: got 'stokc', expected stock, patched, engine or FILE.py:NAME"),
         (["stock", "stock:pad=top"], "STACK_B: pad: got 'top', expected left or right"),
         (["stock:batch=0"], "STACK_A: batch: got 0, expected a whole number of 1 or more"),
+        (["patched:kv_segment=7"], "STACK_A: kv_segment: got 7, expected None or a multiple of 64"),
         (["stock:what=1"], "STACK_A: stock has no option 'what', expected batch, pad, chunk"),
         (["stock", f"{tmp_path}/broken.py:f"], "broken.py fails: SyntaxError"),
         (["stock", f"{tmp_path}/mine.py:number"], "STACK_B: got int, expected a torch.nn.Module"),

@@ -160,6 +160,15 @@ def test_verify_reports_a_long_prompt_and_goes_on(capsys, model, tmp_path):
     assert err.startswith(f"vexact verify: {tmp_path / 'p.txt'}:2: ") and "499 tokens" in err and err.count("\n") == 1
 
 
+# Lines whose model nothing can load: what is wrong beside it is said before anybody tries.
+UNREAD = [
+    ["verify", "--model", "EMPTYDIR"],
+    ["verify", "--config", "qwen3-8b"],
+    ["chat", "EMPTYDIR"],
+    ["serve", "EMPTYDIR"],
+]
+
+
 @pytest.mark.parametrize(
     "argv,message",
     [
@@ -177,16 +186,20 @@ def test_verify_reports_a_long_prompt_and_goes_on(capsys, model, tmp_path):
             ["verify", "--model", "MODEL", "--samples", "5000"],
             "--samples: got 5000, expected an integer from 1 to 4096",
         ),
-        (["verify", "--model", "MODEL", "--kv-segment", "7"], "--kv-segment: got 7, expected None or a multiple of"),
+        *(([*line, "--kv-segment", "7"], "--kv-segment: got 7, expected None or a multiple of 64") for line in UNREAD),
         (
             ["verify", "--model", "MODEL", "--dtype", "fp16", "--device", "cpu"],
             "--dtype: got 'float16', expected one of bfloat16, float32 on a CPU",
         ),
-        (
-            ["verify", "--model", "MODEL", "--warm", "--no-prefix-cache"],
-            "--warm: got True, but the configuration has no",
+        *(
+            ([*line, "--warm", "--no-prefix-cache"], "--warm: got True, but the configuration has no")
+            for line in UNREAD[:2]
         ),
-        (["verify", "--model", "MODEL", "--warm", "--lengths", "3,16"], "--warm: no prompt fills a page"),
+        *(([*line, "--warm", "--lengths", "3,16"], "--warm: no prompt fills a page") for line in UNREAD[:2]),
+        (
+            ["verify", "--model", "MODEL", "--prompts", "SHORT", "--warm"],
+            "--warm: no prompt fills a page that the prefix cache could keep: the longest has 5 tokens",
+        ),
         (["verify", "--model", "MODEL", "--stock-prompts", "1"], "--stock-prompts: expected --stock with it"),
         (["verify", "--model", "MODEL", "--limit", "1"], "--limit: expected --prompts with it"),
         (["verify", "--model", "MODEL", "--no-chat"], "--chat: expected --prompts with it"),
@@ -214,8 +227,9 @@ def test_verify_reports_a_long_prompt_and_goes_on(capsys, model, tmp_path):
 def test_bad_input_is_one_line_and_exit_2(capsys, model, tmp_path, argv, message):
     (tmp_path / "bad.jsonl").write_text('"ok"\n{"prompt": \n')
     (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "short.txt").write_text("hello\n")
     (tmp_path / "empty").mkdir()
-    names = {"MODEL": model, "BAD": "bad.jsonl", "EMPTY": "empty.txt", "EMPTYDIR": "empty"}
+    names = {"MODEL": model, "BAD": "bad.jsonl", "EMPTY": "empty.txt", "SHORT": "short.txt", "EMPTYDIR": "empty"}
     argv = [str(tmp_path / names[a]) if a in names and a != "MODEL" else names.get(a, a) for a in argv]
     code, out, err = run(capsys, *argv)
     assert code == 2 and message in err and err.startswith(f"vexact {argv[0]}: ") and err.count("\n") == 1, err

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vexact_engine import Engine
 from vexact_engine.config import EngineConfig, SamplingParams
 from vexact_engine.request import Request, State, derive_seed
 
@@ -164,3 +165,8 @@ def test_the_names_of_vllm_are_taken_beside_ours():
         SamplingParams(max_tokens=0)
     with pytest.raises(TypeError, match="num_top_logprobs is True"):
         SamplingParams(logprobs=True)
+
+
+def test_a_kv_segment_that_no_kernel_has_is_refused_before_anything_is_loaded():
+    with pytest.raises(ValueError, match="kv_segment: got 63, expected None or a multiple of 64"):
+        Engine.from_pretrained("/nowhere", device="cpu", config=EngineConfig(kv_segment=63))

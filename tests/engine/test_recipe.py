@@ -207,6 +207,20 @@ def test_that_it_is_missing_is_said_before_a_model_is_fetched(more, monkeypatch,
     assert "not installed: reasoning_gym. Run: pip install" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "more,said",
+    [
+        (["--model", "/nowhere"], "--model: '/nowhere': no such file or directory"),
+        (["--dtype", "fp16"], "--dtype: got 'float16', expected one of bfloat16, float32 on a CPU"),
+    ],
+    ids=["model", "dtype"],
+)
+def test_what_cannot_be_loaded_is_said_before_anything_is_fetched_or_started(more, said, monkeypatch, capsys):
+    monkeypatch.setattr("vexact_engine.recipes.launch.launch", lambda *_, **__: pytest.fail("the run began"))
+    assert cli.main(["recipe", "grpo", "--device", "cpu", *more]) == 2
+    assert capsys.readouterr().err == f"vexact recipe: {said}\n"
+
+
 def test_a_plot_of_no_known_kind_is_refused_at_once(capsys):
     with pytest.raises(SystemExit):
         cli.main(["recipe", "grpo", "--plot", "grpo.txt"])

@@ -147,6 +147,8 @@ def test_bad_arguments(asked):
         for wrong in (0, -3, [4, 0]):
             with pytest.raises(ValueError, match=f"admit: {name}: got -?[03], expected whole numbers of 1 or more"):
                 vx.admit(QWEN3, **{name: wrong})
+    with pytest.raises(ValueError, match="admit: kv_segment: got 64, expected None or a multiple of 128"):
+        vx.admit(QWEN3, kv_segment=64)
     assert not asked
 
 

@@ -44,6 +44,8 @@ def run_bisect(args) -> int:
     options.check_prompts(args)
     options.check_config(args)
     parsed = [_parse(flag, text) for flag, text in (("STACK_A", args.a), ("STACK_B", args.b))]
+    from vexact_ops.patch.hf import check_kv_segment
+
     from ..proof import bisect_report
     from ..proof.bisect import bisect
     from ..proof.prompts import encode, read_prompts
@@ -51,6 +53,9 @@ def run_bisect(args) -> int:
 
     prompts = read_prompts(args.prompts, args.limit or 8) if args.prompts else None
     device = options.device(args.device)
+    for flag, (_, chosen) in zip(("STACK_A", "STACK_B"), parsed):
+        with _named(flag):
+            check_kv_segment(chosen.get("kv_segment"), device)
     with options.progress(args) as progress:
         progress("load", 0, 1)
         if args.config:
@@ -117,5 +122,5 @@ def _named(flag: str):
     try:
         yield
     except (TypeError, ValueError) as error:
-        text = str(error).removeprefix("stack: ")
+        text = str(error).removeprefix("stack: ").removeprefix("patch.hf: ")
         raise ValueError(f"{flag}: {text.split('() ')[-1]}") from None

@@ -244,6 +244,10 @@ def random_prompts(args, model) -> list:
 
 
 def check_engine(args, device) -> None:
+    """What can be said of the engine's options before a model is loaded."""
+    from vexact_ops.patch.hf import check_kv_segment
+
+    check_kv_segment(args.kv_segment, device)
     if device.type == "cpu":
         expect_with(args, False, "a GPU", "--gpu-memory-utilization")
     if args.num_pages is not None:

@@ -73,6 +73,7 @@ def run_recipe(args) -> int:
     given = {field.name: getattr(args, field.name) for field in fields(Options)}
     given |= {"device": str(options.device(args.device)), "task_options": args.task_options or {}}
     chosen = Options(**given)
+    chosen.check_model()
     out, begun = report.lines(sys.stdout), False
     with options.progress(args, lines=False) as progress:
 

@@ -101,7 +101,7 @@ def run_verify(args) -> int:
     options.expect_with(args, random_weights, "--config or --random-weights", "--layers")
     from ..config import EngineConfig, SamplingParams
     from ..proof.prompts import read_prompts
-    from ..proof.verify import verify
+    from ..proof.verify import check_warm, verify
     from ..weights.random import load_random
 
     params = SamplingParams(**options.sampling_of(args), n=args.samples)
@@ -109,6 +109,9 @@ def run_verify(args) -> int:
     prompts = read_prompts(args.prompts, args.limit) if args.prompts else None  # before the model: it is quicker
     device = options.device(args.device)
     options.check_engine(args, device)
+    if args.warm:  # of a file's prompts only the tokenizer knows how long they are
+        known = args.lengths[: args.num_prompts] if prompts is None else [sys.maxsize]
+        check_warm(config, max(known))
     with options.progress(args) as progress:
         progress("load", 0, 1)
         if random_weights:

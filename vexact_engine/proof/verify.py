@@ -278,16 +278,10 @@ def verify(
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     device = next(model.parameters()).device
     config = config or EngineConfig(show_progress=False)
-    if warm and not config.enable_prefix_cache:
-        raise VerifyError("verify: warm: got True, but the configuration has no prefix cache")
     each = _params(params or SamplingParams(), len(prompts), seed)
     prompt_ids = encode(prompts, tokenizer, chat=chat)
-    longest = max(map(len, prompt_ids), default=0)
-    if warm and longest <= config.page_size:  # its last token is always computed
-        raise VerifyError(
-            f"verify: warm: no prompt fills a page that the prefix cache could keep: the longest has {longest} tokens, "
-            f"expected more than page_size, {config.page_size}"
-        )
+    if warm:
+        check_warm(config, max(map(len, prompt_ids), default=0))
     temperatures = {p.temperature for p in each}
     if len(temperatures) > 1:
         raise VerifyError(f"verify: params: got temperatures {sorted(temperatures)}, expected one for all prompts")
@@ -352,6 +346,17 @@ def verify(
         warm=warmed,
         shown=Side("greedy", dtype, shown) if show else None,
     )
+
+
+def check_warm(config: EngineConfig, longest: int) -> None:
+    """Whether a prefix cache could keep anything of prompts that have `longest` tokens at most. VerifyError if not."""
+    if not config.enable_prefix_cache:
+        raise VerifyError("verify: warm: got True, but the configuration has no prefix cache")
+    if longest <= config.page_size:  # its last token is always computed
+        raise VerifyError(
+            f"verify: warm: no prompt fills a page that the prefix cache could keep: the longest has {longest} tokens, "
+            f"expected more than page_size, {config.page_size}"
+        )
 
 
 def _params(params, count: int, seed: int) -> list[SamplingParams]:

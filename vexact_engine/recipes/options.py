@@ -7,7 +7,8 @@ import torch
 
 from ..config import EngineConfig, _set_int, _set_real, _value_error
 from ..weights.fetch import fetch_smollm2
-from ..weights.load import Loaded, load
+from ..weights.hub import check_name
+from ..weights.load import Loaded, as_dtype, load
 from ..weights.random import CONFIGS, load_random
 
 SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct, as the demo fetches it
@@ -80,6 +81,13 @@ class Options:
                 f"Options: prompts x samples: got {self.prompts} x {self.samples}, expected a multiple of "
                 f"mini_batches x ranks, {shares}: every rank runs as many forwards as every other"
             )
+
+    def check_model(self) -> None:
+        """Before anything is fetched and any process started for it: the device serves the dtype, and the model is one
+        that is known by name, lies here, or is on the Hub. TypeError, FileNotFoundError."""
+        as_dtype(self.dtype, self.device)
+        if self.model != SMOLLM2 and self.model not in CONFIGS:
+            check_name(self.model)
 
     def load(self, dtype: str, device: torch.device) -> Loaded:
         """The model, on its device; no parameter wants a gradient."""

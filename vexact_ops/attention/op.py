@@ -241,6 +241,18 @@ def _count(op: str, arg: str, value) -> int:
     return value
 
 
+def _whole(op: str, arg: str, value) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise TypeError(f"{op}: {arg}: got {type(value).__name__}, expected an int or None")
+
+
+def check_segment(op: str, kv_segment: int | None, block: int) -> None:
+    """kv_segment is None, or a number of keys at which kernels with `block` keys in a block can end a segment."""
+    _whole(op, "kv_segment", kv_segment)
+    if kv_segment is not None and (kv_segment < block or kv_segment % block):
+        raise ValueError(f"{op}: kv_segment: got {kv_segment}, expected None or a multiple of {block}")
+
+
 def _options(op: str, d: int, block: int, scale, window, softcap, kv_segment):
     find = _find_options if torch.compiler.is_compiling() else _known_options
     return find(op, d, block, scale, window, softcap, kv_segment)
@@ -248,13 +260,10 @@ def _options(op: str, d: int, block: int, scale, window, softcap, kv_segment):
 
 def _find_options(op: str, d: int, block: int, scale, window, softcap, kv_segment):
     scale = d**-0.5 if scale is None else check.number(op, "scale", scale)
-    for arg, value in (("window", window), ("kv_segment", kv_segment)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"{op}: {arg}: got {type(value).__name__}, expected an int or None")
+    _whole(op, "window", window)
     if window is not None and window < 1:
         raise ValueError(f"{op}: window: got {window}, expected at least 1")
-    if kv_segment is not None and (kv_segment < block or kv_segment % block):
-        raise ValueError(f"{op}: kv_segment: got {kv_segment}, expected a multiple of {block}")
+    check_segment(op, kv_segment, block)
     softcap = None if softcap is None else check.number(op, "softcap", softcap, above=0.0)
     return scale, window, softcap, kv_segment
 

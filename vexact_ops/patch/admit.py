@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .._core.admit import Decision
+from ..attention.op import KEY_BLOCK, check_segment
 from ..attention.op import ROOM as ATTENTION
 from ..fused_moe.op import ROOM as FUSED_MOE
 from ..linear.op import ROOM as LINEAR
@@ -108,9 +109,10 @@ def admit(
     progress       a bar on a terminal (None), lines where there is none (True), or nothing (False)
     returns        a list of the decisions, each with the kernel, why, and the verdict on every candidate; str() is a
                    table. What has one kernel only is not among them
-    raises         BackendUnavailable without a GPU, TypeError on the model or dtype, ValueError on rows
+    raises         BackendUnavailable without a GPU, TypeError on the model or dtype, ValueError on rows or kv_segment
     """
     ATTENTION.resolve(torch.device(device), "cuda")
+    check_segment("admit", kv_segment, KEY_BLOCK["cuda"])
     needs = model if isinstance(model, Needs) else needs_of(model)
     if dtype is None:
         dtype = _dtype_of(model)

@@ -5,7 +5,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor, nn
 
-from ..attention.op import KEY_BLOCK
+from ..attention.op import KEY_BLOCK, check_segment
 from ..attention.op import ROOM as ATTENTION
 from . import forwards, lora, plan
 from .batch import Score, check_cu
@@ -258,8 +258,9 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None, 
 
     grad        first derivatives in reverse mode; more is refused (see the ops)
     raises      UnsupportedModule (a ValueError) naming every module that is not covered, and why: the model is then
-                as it was; TypeError where it is no transformers model; ValueError where it is no decoder, where a part
-                of it has been patched on its own, where it is patched already with other options, or on kv_segment
+                as it was; TypeError where it is no transformers model, or on kv_segment; ValueError where it is no
+                decoder, where a part of it has been patched on its own, where it is patched already with other
+                options, or on kv_segment
     example
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
@@ -274,10 +275,7 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None, 
     model = lora.base_of(model)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"patch.hf: model: got {type(model).__name__}, expected a transformers PreTrainedModel")
-    if kv_segment is not None:
-        block = _key_block(model)
-        if not isinstance(kv_segment, int) or kv_segment <= 0 or kv_segment % block:
-            raise ValueError(f"patch.hf: kv_segment: got {kv_segment}, expected None or a multiple of {block}")
+    check_kv_segment(kv_segment, next(model.parameters()).device)
     if not isinstance(latent, bool):
         raise TypeError(f"patch.hf: latent: got {type(latent).__name__}, expected a bool")
     options = {"kv_segment": kv_segment, "latent": latent}
@@ -300,9 +298,15 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None, 
         return Handle(patch)
 
 
-def _key_block(model: nn.Module) -> int:
-    """Where attention can end a segment on the model's device."""
-    device = next(model.parameters()).device  # of weights that are still on meta: whatever a GPU here will take
-    if device.type == "meta" and torch.cuda.is_available():
+def check_kv_segment(kv_segment: int | None, device: torch.device | str) -> None:
+    """What patch.hf would refuse, before there is a model: attention's blocks of keys on the device decide.
+
+    raises      TypeError or ValueError on kv_segment; BackendUnavailable
+    """
+    if kv_segment is None:
+        return
+    device = torch.device(device)
+    if device.type == "meta" and torch.cuda.is_available():  # of weights to come: whatever a GPU here will take
         device = torch.device("cuda")
-    return KEY_BLOCK[ATTENTION.resolve(device if device.type == "cuda" else torch.device("cpu"), None)]
+    backend = ATTENTION.resolve(device if device.type == "cuda" else torch.device("cpu"), None)
+    check_segment("patch.hf", kv_segment, KEY_BLOCK[backend])
