@@ -51,7 +51,8 @@ def conversations(monkeypatch):
 def run(tmp_path, *args):
     where = tmp_path / "r.jsonl"
     where.unlink(missing_ok=True)
-    common = ["--device", "cpu", "--prompt", "9", "--new", "6", "--peers", "", "--lines", str(where)]
+    sizes = [] if "--requests-file" in args else ["--prompt", "9", "--new", "6"]
+    common = ["--device", "cpu", *sizes, "--peers", "", "--lines", str(where)]
     assert __main__.main(["engine", *common, *map(str, args)]) == 0
     return report.load(where)
 
