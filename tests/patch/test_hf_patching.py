@@ -132,6 +132,25 @@ def test_a_backend_that_is_not_here_is_no_fault_of_the_model_s():
     vx.patch.hf(model).undo()
 
 
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_what_the_caller_has_set_is_no_matter_for_the_trials(name):
+    """A default device, autocast, inference mode: the small tensors that pieces are tried on are none of theirs."""
+    ids = sequences()[0][None]
+    with vx.patch.hf(tiny(name, torch.bfloat16)) as handle, torch.no_grad():
+        report, described, expected = handle.report(), handle.describe(), handle.model(ids).logits
+    for set_here in (
+        lambda: torch.device("meta"),
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        torch.inference_mode,
+    ):
+        model = tiny(name, torch.bfloat16)
+        with set_here():
+            handle = vx.patch.hf(model)
+            assert (handle.report(), handle.describe()) == (report, described)
+        with torch.no_grad():
+            assert_bitwise(model(ids).logits, expected)
+
+
 def test_other_options_and_parts_are_refused_while_patched():
     model = tiny("llama")
     with vx.patch.hf(model):

@@ -1,11 +1,12 @@
 """All that is changed about one model, and how it is put in, taken out and found again."""
 
+import contextlib
 import logging
 import re
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from html import escape
 
@@ -59,6 +60,16 @@ class _Change:
     name: str = "forward"  # of the method that it stands for
 
 
+@contextlib.contextmanager
+def _apart(model: nn.Module) -> Iterator[None]:
+    """Pieces are tried on small tensors, whatever the caller's default device and autocast are."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.device("cpu"))
+        for kind in {"cpu", next(model.parameters()).device.type} - {"meta"}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
 class Patch:
     """All that is changed about one model, shared by its nested handles. Lives in the `__dict__` of what it changed."""
 
@@ -82,17 +93,18 @@ class Patch:
 
     def build(self) -> None:
         """Find out what becomes of each module, and change them; an error leaves the model as it was."""
-        plan.find(self)
-        if self.strict:
-            plan.refuse_problems(self)
-        self.apply()
-        try:
-            plan.check_runs(self)
+        with _apart(self.model):
+            plan.find(self)
             if self.strict:
                 plan.refuse_problems(self)
-        except BaseException:
-            self.revert()
-            raise
+            self.apply()
+            try:
+                plan.check_runs(self)
+                if self.strict:
+                    plan.refuse_problems(self)
+            except BaseException:
+                self.revert()
+                raise
         children = [module._modules for module in self.model.modules()]
         parents = [c for c in children if c]
         self.tree = parents, [tuple(c.values()) for c in parents], [c for c in children if not c]
@@ -139,7 +151,8 @@ class Patch:
                 name = next((name for name, p in self.model.named_parameters() if p is self.head.weight), None)
                 head = None if name is None else Head(name, self.scale, self.softcap)
             try:
-                self.description = describe(self.model, self.base, head, self.options["kv_segment"])
+                with _apart(self.model):
+                    self.description = describe(self.model, self.base, head, self.options["kv_segment"])
             except NotDescribed as reason:
                 self.description = reason
         if isinstance(self.description, NotDescribed):
