@@ -218,6 +218,25 @@ def test_a_number_that_others_set_is_the_number(family, path, name, value, train
         assert ask(engine) == first
 
 
+@pytest.mark.parametrize("family, name", [("Llama", "rotary_emb.inv_freq"), ("Gemma2", "embed_tokens.embed_scale")])
+def test_a_buffer_that_a_copy_is_computed_with_may_be_written(family, name):
+    """One that is kept in another dtype than it is used in: frequencies that a cast has rounded, Gemma's factor."""
+
+    def made(factor):
+        model = build(family)
+        model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.bfloat16()
+        model.get_buffer(f"model.{name}").mul_(factor)
+        return model
+
+    with Engine.from_pretrained(made(0.5), config=CONFIG) as engine:
+        expected = ask(engine)
+    model = made(1.0)
+    with Engine.from_pretrained(model, config=CONFIG) as engine:
+        assert engine.path == "fused" and ask(engine) != expected
+        model.get_buffer(f"model.{name}").mul_(0.5)
+        assert ask(engine) == expected
+
+
 def test_a_number_that_nothing_aligned_has_is_refused_until_it_is_put_back(old):
     model = build("Llama")
     with Engine.from_pretrained(model, config=CONFIG) as engine:

@@ -47,10 +47,17 @@ class Weights:
     def __init__(self, model: nn.Module):
         self._tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self._read: set[str] = set()  # and so not to be moved any more
+        self.copied: list[tuple[Tensor, int]] = []  # of which copies are computed with, and their versions then
 
     def __getitem__(self, name: str) -> Tensor:
         self._read.add(name)
         return self._tensors[name].detach()
+
+    def cast(self, name: str, dtype: torch.dtype) -> Tensor:
+        tensor = self[name]
+        if tensor.dtype != dtype and not tensor.is_inference():
+            self.copied.append((tensor, tensor._version))
+        return tensor.to(dtype)
 
     def maybe(self, name: str | None) -> Tensor | None:
         return None if name is None else self[name]
@@ -116,7 +123,7 @@ def _factor(weights: Weights, factor: d.Factor | None) -> float | Tensor | None:
     if factor is None:
         return None
     if factor.buffer is not None:
-        return weights[factor.buffer].to(factor.dtype)
+        return weights.cast(factor.buffer, factor.dtype)
     return factor.value if factor.dtype is None else torch.tensor(factor.value, dtype=factor.dtype).item()
 
 
@@ -335,13 +342,19 @@ class Decoder:
         chosen = [described.layers[i] for i in layers]
         self.embedding = weights[described.embedding.weight] if first else None
         self.factor = _factor(weights, described.embedding.factor) if first else None
-        self.rotary = [(weights[r.inv_freq].float(), r.scaling, r.dtype) for r in described.rotary]
+        self.rotary = [(weights.cast(r.inv_freq, torch.float32), r.scaling, r.dtype) for r in described.rotary]
         self.layers = [
             tuple(_Block(weights, block, described.kv_segment) for block in (layer.attention, layer.feed_forward))
             for layer in chosen
         ]
         norm = described.norm
         self.norm = (weights[norm.weight], norm.eps, norm.style) if last else None
+        self._copied = weights.copied
+
+    @property
+    def outdated(self) -> bool:
+        """Whether something has been written since that it computes with a copy of."""
+        return any(tensor._version != version for tensor, version in self._copied)
 
     def __call__(self, batch: Batch, hidden: Tensor | None = None, residual: Tensor | None = None):
         """A stage that is not the first is given the two that the one before it gave.

@@ -128,7 +128,7 @@ class Worker:
         """
         what = self._changed()
         log.warning("weights: %s by somebody else: what was computed with the old ones is forgotten", what)
-        if what == "replaced":
+        if what == "replaced" or getattr(self._runner.forward, "outdated", False):
             self._rejoin()
         self._note()
         return True
