@@ -1,12 +1,15 @@
 """A second copy of the weights on a CPU is put in place by exchanging memory, wherever nobody can tell."""
 
+import itertools
+
 import pytest
 import torch
 from engine_models import build
-from handovers import CONFIG, expected, other, receiving, sender, texts
+from handovers import CONFIG, MODES, expected, other, receiving, sender, texts
 
 from vexact_engine import Engine, HandoverFailed
 from vexact_engine.weights.experts import per_expert
+from vexact_engine.weights.packing import pack, unpack
 from vexact_engine.weights.update import Places
 
 
@@ -98,3 +101,24 @@ def test_tensors_of_a_storage_stay_side_by_side():
     assert found["k"].data_ptr() - found["q"].data_ptr() == 16 * 4
     assert found["q"].untyped_storage().data_ptr() == found["k"].untyped_storage().data_ptr()
     assert found["part"].untyped_storage().nbytes() == found["part"].nbytes
+
+
+@MODES
+def test_tensors_without_an_element_need_not_come(mode, sockets):
+    """DeepSeek-V3 without shared experts has such: no bucket holds anything of them."""
+    model = build("DeepseekV3", n_shared_experts=0)
+    new = other(model)
+    assert sum(not p.numel() for p in model.parameters()) == 6
+    with Engine.from_pretrained(model, config=CONFIG) as engine, receiving(engine, mode) as (receiver, start):
+        with sender(receiver) as one:
+            done = start()
+            assert one.send(new.state_dict()) == done() == 1
+        specs = engine.manifest()
+        values = ((name, value.to(specs[name][1])) for name, value in new.state_dict().items())
+        came = unpack(pack(values, itertools.repeat(torch.empty(1 << 16, dtype=torch.uint8))))
+        assert engine.update_weights(came, numerics=engine.numerics(), specs=specs) == 2
+        with pytest.raises(ValueError, match="announced, but did not come: lm_head"):
+            rest = [
+                (name, value.to(specs[name][1])) for name, value in new.state_dict().items() if name != "lm_head.weight"
+            ]
+            engine.update_weights(rest, numerics=engine.numerics(), specs=specs)

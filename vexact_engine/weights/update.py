@@ -256,13 +256,14 @@ class Update:
         return target
 
     def finish(self) -> None:
-        """Raises ValueError where something is missing."""
+        """Raises ValueError where something is missing. A tensor without an element has nothing to bring."""
         cut = [name for name, count in self._came.items() if count != self._targets[name].numel()]
         if cut:
             raise ValueError(f"update_weights: came in part only: {some(cut)}")
+        empty = {n for n, t in self.places.targets.items() if not t.numel() and n not in self._parts}
         if self._announced is None:
-            _check_names(self.places, self._came.keys())
-        elif left := self._announced - self._came.keys():
+            _check_names(self.places, self._came.keys() | empty)
+        elif left := self._announced - self._came.keys() - empty:
             raise ValueError(f"update_weights: announced, but did not come: {some(left)}")
 
     def came(self) -> dict[str, Tensor]:
