@@ -113,7 +113,7 @@ struct Pair {
   static __device__ __forceinline__ uint32_t each(uint32_t x, F f) {
     return f(x & 0xffffu) | f(x >> 16) << 16;
   }
-  static __device__ __forceinline__ bool odd(uint32_t x) {
+  static __device__ __forceinline__ bool nonfinite(uint32_t x) {
     return (x & kInf) == kInf || ((x >> 16) & kInf) == kInf;
   }
   static __device__ __forceinline__ uint32_t cleaned(uint32_t x) {

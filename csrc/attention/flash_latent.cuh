@@ -27,9 +27,9 @@ __device__ __forceinline__ int latent_at(int row, int chunk) {
   return ((chunk / 8 * 64 + row) * 8 + ((chunk ^ row) & 7)) * 16;
 }
 
-// What a thread block does in one turn; sequence -1 where nothing is left. Tiles of a sequence go from the last to the
-// first; the segments of a sequence with one query are turns of their own where there is room to put them aside.
-struct LatentTurn {
+// What a thread block does at a time; sequence -1 where nothing is left. Tiles of a sequence go from the last to the
+// first; the segments of a sequence with one query are items of their own where there is room to put them aside.
+struct LatentWork {
   int sequence, head, tile, split, q_begin, q_len, k_begin, shift, lo, hi;
   __device__ __forceinline__ int first() const { return lo / kLatentKeys; }
   __device__ __forceinline__ int blocks() const { return hi > lo ? (hi - 1) / kLatentKeys - first() + 1 : 0; }
@@ -40,10 +40,10 @@ __device__ __forceinline__ Extent latent_keys(const Args& a, int sequence) {
   return extent(a.k_at, sequence, a.keys);
 }
 
-__device__ __forceinline__ LatentTurn latent_turn(const Args& a, int64_t item) {
-  LatentTurn turn{};
-  turn.sequence = -1;
-  turn.head = int(item % a.hk);
+__device__ __forceinline__ LatentWork latent_work(const Args& a, int64_t item) {
+  LatentWork work{};
+  work.sequence = -1;
+  work.head = int(item % a.hk);
   const int64_t which = item / a.hk;
   const int lane = threadIdx.x % 32;
   int64_t before = 0;
@@ -64,24 +64,24 @@ __device__ __forceinline__ LatentTurn latent_turn(const Args& a, int64_t item) {
       const int at = __ffs(beyond) - 1;
       const int back = int(before + __shfl_sync(0xffffffffu, until, at) - 1 - which);
       const int parts = __shfl_sync(0xffffffffu, segments, at);
-      turn.sequence = first + at, turn.tile = back / parts, turn.split = back % parts;
+      work.sequence = first + at, work.tile = back / parts, work.split = back % parts;
       break;
     }
     before += __shfl_sync(0xffffffffu, until, 31);
   }
-  if (turn.sequence < 0) return turn;
-  const Extent queries = extent(a.q_at, turn.sequence, a.tokens), keys = latent_keys(a, turn.sequence);
-  turn.q_begin = queries.begin, turn.q_len = queries.length, turn.k_begin = keys.begin;
-  turn.shift = keys.length - queries.length;
-  const int first_row = turn.tile * kLatentRows;
+  if (work.sequence < 0) return work;
+  const Extent queries = extent(a.q_at, work.sequence, a.tokens), keys = latent_keys(a, work.sequence);
+  work.q_begin = queries.begin, work.q_len = queries.length, work.k_begin = keys.begin;
+  work.shift = keys.length - queries.length;
+  const int first_row = work.tile * kLatentRows;
   const int last_position = min((first_row + kLatentRows - 1) / a.group, queries.length - 1);
-  turn.hi = a.causal ? max(min(keys.length, turn.shift + last_position + 1), 0) : keys.length;
-  turn.lo = a.window ? min(max(turn.shift + first_row / a.group + 1 - a.window, 0), turn.hi) : 0;
+  work.hi = a.causal ? max(min(keys.length, work.shift + last_position + 1), 0) : keys.length;
+  work.lo = a.window ? min(max(work.shift + first_row / a.group + 1 - a.window, 0), work.hi) : 0;
   if (a.partial && queries.length == 1) {
-    turn.split += turn.lo / a.segment;
-    turn.lo = max(turn.lo, turn.split * a.segment), turn.hi = min(turn.hi, (turn.split + 1) * a.segment);
+    work.split += work.lo / a.segment;
+    work.lo = max(work.lo, work.split * a.segment), work.hi = min(work.hi, (work.split + 1) * a.segment);
   }
-  return turn;
+  return work;
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -167,20 +167,20 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
   auto k_slot = [](uint32_t u) { return SHARED ? u % 2 : 0u; };
   auto v_slot = [](uint32_t u) { return SHARED ? u % 2 : 1u; };
   auto phase = [](uint32_t u) { return (SHARED ? u / 2 : u) & 1; };
-  uint32_t done = 0;  // blocks of earlier turns
+  uint32_t done = 0;  // blocks of earlier work
 
   if (warp >= kLatentMath / 32) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     for (int64_t item = blockIdx.x; warp == kLatentMath / 32; item += gridDim.x) {
-      const LatentTurn turn = latent_turn(a, item);
-      if (turn.sequence < 0) break;
-      const int blocks = turn.blocks(), last = turn.first() + blocks - 1;
+      const LatentWork work = latent_work(a, item);
+      if (work.sequence < 0) break;
+      const int blocks = work.blocks(), last = work.first() + blocks - 1;
       auto look_up = [&](int n) -> int2 {  // the page of this lane's box of keys
         const int key = (last - n) * kLatentKeys + lane * a.box;
-        if (!BOXES || n >= blocks || lane * a.box >= kLatentKeys || key >= turn.hi || key + a.box <= turn.lo)
+        if (!BOXES || n >= blocks || lane * a.box >= kLatentKeys || key >= work.hi || key + a.box <= work.lo)
           return {-1, 0};
-        if (!a.table) return {0, turn.k_begin + key};
-        return {a.table[turn.sequence * a.table_row + key / a.page_size], key % a.page_size};
+        if (!a.table) return {0, work.k_begin + key};
+        return {a.table[work.sequence * a.table_row + key / a.page_size], key % a.page_size};
       };
       auto fetch = [&](bool values, uint32_t slot, int n, int2 at) {
         const uint32_t to = shared_address(s.slots[slot]), bar = shared_address(&s.full[slot]);
@@ -190,14 +190,14 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
           __syncwarp();
           if (lane * a.box < kLatentKeys)
             for (int i = 0; i < chunks; ++i)
-              copy_box(to + i * kLatentBox + lane * a.box * 128, values ? v_map : k_map, i * 64, at.y, turn.head, at.x,
+              copy_box(to + i * kLatentBox + lane * a.box * 128, values ? v_map : k_map, i * 64, at.y, work.head, at.x,
                        bar);
         } else {
           const char* base = static_cast<const char*>(values ? a.v : a.k);
           const int64_t page = values ? a.v_page : a.k_page, row = values ? a.v_row : a.k_row;
-          const int64_t head = turn.head * (values ? a.v_head : a.k_head);
+          const int64_t head = work.head * (values ? a.v_head : a.k_head);
           for (int key = 0; key < kLatentKeys; ++key) {
-            const int2 from = locate(a, turn.sequence, turn.k_begin, (last - n) * kLatentKeys + key, turn.lo, turn.hi);
+            const int2 from = locate(a, work.sequence, work.k_begin, (last - n) * kLatentKeys + key, work.lo, work.hi);
             const int64_t place = max(from.x, 0) * page + from.y * row + head;
             for (int chunk = lane; chunk < chunks * 8; chunk += 32)
               copy16(to + latent_at(key, chunk), base + (place + chunk * 8) * 2, from.x >= 0);
@@ -227,17 +227,17 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
     const int row0 = warp % 4 * 16 + g;
     float acc[128];
     for (int64_t item = blockIdx.x;; item += gridDim.x) {
-      const LatentTurn turn = latent_turn(a, item);
-      if (turn.sequence < 0) break;
-      const int blocks = turn.blocks(), last = turn.first() + blocks - 1;
-      const int first_row = turn.tile * kLatentRows, first_position = first_row / a.group;
-      const int last_position = min((first_row + kLatentRows - 1) / a.group, turn.q_len - 1);
-      meet<1>();  // the turn before is done with everything shared
+      const LatentWork work = latent_work(a, item);
+      if (work.sequence < 0) break;
+      const int blocks = work.blocks(), last = work.first() + blocks - 1;
+      const int first_row = work.tile * kLatentRows, first_position = first_row / a.group;
+      const int last_position = min((first_row + kLatentRows - 1) / a.group, work.q_len - 1);
+      meet<1>();  // the item before is done with everything shared
       for (int i = tid; i < kLatentRows * (kLatentD / 8); i += kLatentMath) {
         const int row = i / (kLatentD / 8), chunk = i % (kLatentD / 8), position = (first_row + row) / a.group;
-        const bool live = position < turn.q_len;
-        const T* from = static_cast<const T*>(a.q) + int64_t(turn.q_begin + (live ? position : 0)) * a.q_row +
-                        (turn.head * a.group + (first_row + row) % a.group) * a.q_head + chunk * 8;
+        const bool live = position < work.q_len;
+        const T* from = static_cast<const T*>(a.q) + int64_t(work.q_begin + (live ? position : 0)) * a.q_row +
+                        (work.head * a.group + (first_row + row) % a.group) * a.q_head + chunk * 8;
         copy16(shared_address(s.q) + latent_at(row, chunk), from, live);
       }
       asm volatile("cp.async.wait_all;" ::: "memory");
@@ -249,15 +249,15 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = first_row + row0 + 8 * r, position = row / a.group;
-        live[r] = position < turn.q_len;
-        place[r] = turn.shift + position;
-        token[r] = turn.q_begin + position;
-        q_head[r] = turn.head * a.group + row % a.group;
+        live[r] = position < work.q_len;
+        place[r] = work.shift + position;
+        token[r] = work.q_begin + position;
+        q_head[r] = work.head * a.group + row % a.group;
       }
-      const int whole_hi = a.causal ? turn.shift + first_position + 1 : turn.hi;
-      const int whole_lo = a.window ? turn.shift + last_position + 1 - a.window : 0;
+      const int whole_hi = a.causal ? work.shift + first_position + 1 : work.hi;
+      const int whole_lo = a.window ? work.shift + last_position + 1 - a.window : 0;
       auto sees = [&](int r, int key) {
-        return key >= turn.lo && key < turn.hi && (!a.causal || key <= place[r]) && (!a.window || key > place[r] - a.window);
+        return key >= work.lo && key < work.hi && (!a.causal || key <= place[r]) && (!a.window || key > place[r] - a.window);
       };
       float m[2] = {-INFINITY, -INFINITY}, l[2] = {0.f, 0.f}, high[2] = {-INFINITY, -INFINITY}, all[2] = {0.f, 0.f};
       bool segments_before = false;
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
       for (int n = 0; n < blocks; ++n) {  // order: blocks of keys from the last to the first
         const int key0 = (last - n) * kLatentKeys;
         const uint32_t u = done + n;
-        const bool edge = key0 < turn.lo || key0 + kLatentKeys > turn.hi;
+        const bool edge = key0 < work.lo || key0 + kLatentKeys > work.hi;
         const bool ragged = first_position != last_position && (key0 + kLatentKeys > whole_hi || key0 < whole_lo);
         float kept[2];
         if (half == 0) {
@@ -326,17 +326,18 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
 
         uint8_t* values = s.slots[v_slot(u)][0];
         if (ragged || (edge && BOXES)) {  // values there must not reach rows that do not see them
-          bool odd = false;
+          bool nonfinite = false;
           for (int i = tid; i < kLatentKeys * (kLatentV / 8); i += kLatentMath) {
             const int key = key0 + i / (kLatentV / 8);
             uint4& y = *reinterpret_cast<uint4*>(values + latent_at(key - key0, i % (kLatentV / 8)));
-            if (key < turn.lo || key >= turn.hi)
+            if (key < work.lo || key >= work.hi)
               y = uint4{};
             else if (ragged)
-              odd = odd || Pair<T>::odd(y.x) || Pair<T>::odd(y.y) || Pair<T>::odd(y.z) || Pair<T>::odd(y.w);
+              nonfinite = nonfinite || Pair<T>::nonfinite(y.x) || Pair<T>::nonfinite(y.y) ||
+                          Pair<T>::nonfinite(y.z) || Pair<T>::nonfinite(y.w);
           }
           asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-          if (meet_or(odd)) {  // what is not finite acts on those who see it, and leaves before the product
+          if (meet_or(nonfinite)) {  // what is not finite acts on those who see it, and leaves before the product
 #pragma unroll 1
             for (int key = 0; key < kLatentKeys; ++key) {
               float weight[2];
@@ -349,7 +350,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
 #pragma unroll
               for (int j = 0; j < 32; ++j) {
                 const uint32_t pair = *reinterpret_cast<const uint32_t*>(values + latent_at(key, half * 32 + j) + t * 4);
-                if (!Pair<T>::odd(pair)) continue;
+                if (!Pair<T>::nonfinite(pair)) continue;
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                   const uint16_t bits = uint16_t(pair >> (16 * e));
@@ -379,7 +380,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
         sm90::wgmma_wait<0>();
         if (lane == 0) sm90::barrier_arrive(shared_address(&s.empty[v_slot(u)]));
 
-        if (a.segment && !(a.partial && turn.q_len == 1) && (n + 1 == blocks || key0 % a.segment == 0)) {
+        if (a.segment && !(a.partial && work.q_len == 1) && (n + 1 == blocks || key0 % a.segment == 0)) {
           if (half == 0) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
@@ -405,12 +406,12 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
       }
       done += blocks;
 
-      if (a.partial && turn.q_len == 1) {
+      if (a.partial && work.q_len == 1) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const float total = quad_sum(l[r]);
           if (!live[r]) continue;
-          const int64_t place_aside = (int64_t(turn.sequence) * a.segments + turn.split) * a.hk * a.group + q_head[r];
+          const int64_t place_aside = (int64_t(work.sequence) * a.segments + work.split) * a.hk * a.group + q_head[r];
           float* to = a.partial + place_aside * (kLatentV + 2);
           if (half == 0 && t == 0) to[kLatentV] = m[r], to[kLatentV + 1] = total;
 #pragma unroll

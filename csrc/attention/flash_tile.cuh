@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
       }
       barrier_wait(shared_address(&s.v_full[slot]), parity);
       const uint32_t base = shared_address(s.v[slot]);
-      bool odd = false;
+      bool nonfinite = false;
       const bool edge = BOXES && (key0 < lo || key0 + kKeys > hi);  // boxes bring along what nobody sees
       if (ragged || edge) {
         for (int i = tid; i < kKeys * (DV / 8); i += kTileThreads) {
@@ -284,12 +284,13 @@ __global__ void __launch_bounds__(kTileThreads, 1)
           if (key < lo || key >= hi)
             y = uint4{};
           else if (ragged)
-            odd = odd || Pair<T>::odd(y.x) || Pair<T>::odd(y.y) || Pair<T>::odd(y.z) || Pair<T>::odd(y.w);
+            nonfinite = nonfinite || Pair<T>::nonfinite(y.x) || Pair<T>::nonfinite(y.y) ||
+                        Pair<T>::nonfinite(y.z) || Pair<T>::nonfinite(y.w);
         }
         if (BOXES) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        odd = __syncthreads_or(odd);
+        nonfinite = __syncthreads_or(nonfinite);
       }
-      if (!skip && !odd) {
+      if (!skip && !nonfinite) {
 #pragma unroll
         for (int kk = 0; kk < kKeys / 16; ++kk)  // order: keys of a block ascending
 #pragma unroll
@@ -300,7 +301,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
             mma<T>(acc[j + 1], p[kk], b[2], b[3]);
           }
       }
-      if (!skip && odd) {
+      if (!skip && nonfinite) {
         float y[kColumns][4];
         uint32_t weights[kKeys / 16][4];
 #pragma unroll
