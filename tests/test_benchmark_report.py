@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import __main__, harness, report
+from benchmarks import __main__, harness, output, report
 from benchmarks.report import charts, compare, draw, readme, records
 
 ROOT = Path(__file__).parent.parent
@@ -165,7 +165,7 @@ def test_matplotlib_is_imported_where_a_chart_is_drawn_alone():
 def test_a_chart_without_matplotlib_is_refused_before_the_work(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for argv in (["mean", "--device", "cpu", "--plot"], ["report", "--readme"], ["report", "--plot"]):
-        with pytest.raises(RuntimeError, match=r"matplotlib, which is not installed. Run: pip install .*\[report\]"):
+        with pytest.raises(output.Refused, match=r"matplotlib, which is not installed. Run: pip install .*\[report\]"):
             __main__.main(argv)
 
 
