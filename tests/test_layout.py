@@ -200,6 +200,21 @@ def test_no_long_file_without_a_reason():
             assert "one file because" in head, f"{path.relative_to(ROOT)}: {len(lines)} lines, and no reason given"
 
 
+def launches(source: str) -> list[tuple[int, int]]:
+    """(line, arguments without a name) of each launch of a Triton kernel, kernel[grid](...)."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [(call.lineno, len(call.args)) for call in calls if isinstance(call.func, ast.Subscript)]
+
+
+def test_a_kernel_s_arguments_travel_in_groups():
+    """Strides, paging and the like as named tuples, what is compiled in by name."""
+    found = {p: launches(p.read_text()) for p in (ROOT / "vexact_ops").rglob("triton.py")}
+    assert sum(map(len, found.values())) > 20
+    many = [f"{p.relative_to(ROOT)}:{line}: {n}" for p, of in found.items() for line, n in of if n > 24]
+    assert not many, many
+    assert launches("kernel[grid](a, *b, c, D=3)\nother(a, b)") == [(1, 3)]
+
+
 def test_an_order_is_tagged_wherever_a_kernel_reduces():
     for path in (ROOT / "csrc").rglob("cpu_kernels.cpp"):
         text = path.read_text() + "".join(h.read_text() for h in path.parent.glob("*.h"))

@@ -36,12 +36,19 @@ def mixture():
     return build("Qwen3Moe").eval()
 
 
+@pytest.fixture(scope="module")
+def latent():
+    """Latent attention, a dense layer, mixtures with shared experts."""
+    return build("DeepseekV3").eval()
+
+
 def perturb(tensor):
     """One bit of one element of one token, the fifth of the second sequence, in a batch of all or alone."""
     tensor, length = tensor.clone(), LENGTHS[1]
-    places = {(4, length): (1, 4), (1, length): (0, 4)}
+    places = {(4, length): (1, 4), (1, length): (0, 4), (4, 1, length): (1, 0, 4), (1, 1, length): (0, 0, 4)}
     flat = {4 * length: length + 4, length: 4}
-    place = places.get(tuple(tensor.shape[:2]), flat.get(tensor.shape[0]))
+    shapes = [tuple(tensor.shape[:n]) for n in (2, 3)]
+    place = next((places[shape] for shape in shapes if shape in places), flat.get(tensor.shape[0]))
     if place is not None:
         element = tensor[place].reshape(-1)[2:3]
         element.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[element.element_size()]).add_(1)
@@ -122,6 +129,31 @@ def test_a_bit_planted_in_a_module_is_found_there(model, path, where, module):
 def test_a_bit_planted_in_a_mixture_or_in_the_angles_is_found(mixture, path):
     found = bisect(stacks.stock(mixture), stacks.own(planted(mixture, path, perturb)), SEQUENCES)
     assert found.module == path and found.tokens == 1 and found.first[0].position == 4, found
+
+
+LATENT = ["q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"]
+MIXTURE = ["gate", "experts", "shared_experts.up_proj", "shared_experts.down_proj", "shared_experts"]
+
+
+PARTS = ["self_attn", *(f"self_attn.{p}" for p in LATENT), "mlp", *(f"mlp.{p}" for p in MIXTURE)]
+
+
+@pytest.mark.parametrize("path", PARTS)
+def test_a_bit_planted_in_latent_attention_or_beside_shared_experts_is_found(latent, path):
+    found = bisect(stacks.stock(latent), stacks.own(planted(latent, f"{LAYER}.{path}", perturb)), SEQUENCES)
+    (element,) = found.first
+    assert found.module == f"{LAYER}.{path}" and (element.sequence, element.position, found.tokens) == (1, 4, 1), found
+    assert found.cause.name == causes.UNKNOWN
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("where", ["mlp.up_proj", "input_layernorm", "self_attn"])
+def test_on_a_gpu_too(where):
+    gpu = build("Qwen3", device="cuda").eval()
+    found = bisect(stacks.patched(gpu), stacks.engine(gpu, chunk=3), SEQUENCES)
+    assert found.equal and found.compared > 50, found
+    found = bisect(stacks.stock(gpu), stacks.own(planted(gpu, f"{LAYER}.{where}", perturb)), SEQUENCES)
+    assert found.module == f"{LAYER}.{where}" and (found.tokens, found.elements) == (1, 1), found
 
 
 def test_nothing_is_found_where_nothing_is(model):
