@@ -218,6 +218,22 @@ def test_a_number_that_others_set_is_the_number(family, path, name, value, train
         assert ask(engine) == first
 
 
+def test_a_hook_that_others_hang_on_a_module_takes_part(old):
+    """As it does in a trainer's forward through the same model; once it is gone all is as before."""
+    model, other = build("Llama"), build("Llama")
+    hook = other.model.layers[0].register_forward_hook(lambda module, args, out: out * 2)
+    with Engine.from_pretrained(other, config=CONFIG) as engine:
+        expected = ask(engine)
+        hook.remove()
+        assert ask(engine) == old
+    with Engine.from_pretrained(model, config=CONFIG) as engine:
+        assert ask(engine) == old
+        with model.model.layers[0].register_forward_hook(lambda module, args, out: out * 2):
+            assert ask(engine) == expected != old
+        with model.lm_head.register_forward_hook(lambda module, args, out: None):  # it only looks
+            assert ask(engine) == old and engine.weight_version == 2
+
+
 @pytest.mark.parametrize("family, name", [("Llama", "rotary_emb.inv_freq"), ("Gemma2", "embed_tokens.embed_scale")])
 def test_a_buffer_that_a_copy_is_computed_with_may_be_written(family, name):
     """One that is kept in another dtype than it is used in: frequencies that a cast has rounded, Gemma's factor."""
