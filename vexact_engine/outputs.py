@@ -10,7 +10,7 @@ from .text import Detokenizer, Stops, Text
 
 @dataclass(slots=True)
 class Increment:
-    """What `stream` yields: the news of one sample.
+    """What `stream` yields: what one sample has more than at the last time.
 
     index            which of the request's n samples
     token_ids, logprobs, raw_logprobs   the new tokens and theirs

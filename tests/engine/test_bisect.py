@@ -363,13 +363,13 @@ def test_it_is_said_on_a_terminal_and_on_a_page(model):
         stacks.stock(model), stacks.own(planted(model, f"{LAYER}.mlp.up_proj", perturb), name="<mine>"), SEQUENCES
     )
     text = "\n".join(lines(found))
-    assert lines(found)[-1] == found.verdict() == f"they part in {LAYER}.mlp.up_proj (Linear): unknown"
+    assert lines(found)[-1] == found.verdict() == f"first difference in {LAYER}.mlp.up_proj (Linear): unknown"
     element = found.first[0]
     for what in (element.a_bits, element.b_bits, "aten.mm", "1 of 80 elements of 1 tokens"):
         assert what in text, what
     html = render(found)
     assert element.b_bits in html and "&lt;mine&gt;" in html and "<mine>" not in html and "verdict differ" in html
-    assert "they part in" in found._repr_html_() and repr(found).startswith("<Bisection of stock and <mine>:")
+    assert "first difference in" in found._repr_html_() and repr(found).startswith("<Bisection of stock and <mine>:")
     equal = bisect(stacks.stock(model), stacks.stock(model), SEQUENCES)
     assert "verdict equal" in render(equal) and lines(equal)[-1].startswith("no difference: ")
     json.dumps(found.to_json(), allow_nan=False)

@@ -1,4 +1,4 @@
-"""`vexact bisect`: the first module and op in which two ways to run a model part, and why."""
+"""`vexact bisect`: the first module and op whose output differs between two ways to run a model, and why."""
 
 import contextlib
 import copy
@@ -20,7 +20,7 @@ def add_bisect(commands) -> None:
         commands,
         "bisect",
         run_bisect,
-        "where two ways to run a model part: the first module and op, the element, its bits, and why",
+        "find the first difference between two ways to run a model: module, op, element, bits, and why",
         (
             "vexact bisect --model DIR stock:batch=1 stock:pad=left",
             "vexact bisect --model DIR --prompts prompts.jsonl stock:batch=1 stock:batch=1,chunk=1",

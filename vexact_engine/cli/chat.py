@@ -87,12 +87,12 @@ class Conversation:
         self.last = None
 
         async def listen() -> None:
-            async for news in self.engine.stream(ids, params):
-                if news.finish_reason == "error":
-                    raise ValueError(news.completion.error)
-                said.append(news.text)
-                show(news.text)
-                self.last = news.completion
+            async for increment in self.engine.stream(ids, params):
+                if increment.finish_reason == "error":
+                    raise ValueError(increment.completion.error)
+                said.append(increment.text)
+                show(increment.text)
+                self.last = increment.completion
 
         try:
             asyncio.run(listen())

@@ -81,11 +81,11 @@ def _stream(engine, ids, params) -> int:
     import asyncio
 
     async def run() -> int:
-        async for news in engine.stream(ids, params):
-            sys.stdout.write(news.text)
+        async for increment in engine.stream(ids, params):
+            sys.stdout.write(increment.text)
             sys.stdout.flush()
-            if news.finish_reason == "error":
-                raise ValueError(news.completion.error)
+            if increment.finish_reason == "error":
+                raise ValueError(increment.completion.error)
         sys.stdout.write("\n")
         return 0
 

@@ -1,4 +1,4 @@
-"""Where two stacks part: the first module, and in it the first op, whose output differs, and why.
+"""The first difference between two stacks: the first module, and in it the first op, whose output differs, and why.
 
 Both stacks run the same tokens. Of every module, and of every op in it, each token's output is kept as a 64-bit digest
 of its bits, wherever that token lay: in a padded batch, in a packed row, in a chunk or in a decode step. The first
@@ -293,7 +293,7 @@ class Bisection:
         if self.module is None:
             return f"no difference: {self.compared} tensors of {self.tokens_in_all} tokens are equal, bit for bit"
         cause = f": {self.cause.name}" if self.cause else ""
-        return f"they part in {self.module} ({self.cls}){cause}"
+        return f"first difference in {self.module} ({self.cls}){cause}"
 
     def __repr__(self) -> str:
         return f"<Bisection of {self.a} and {self.b}: {self.verdict()}>"
@@ -314,7 +314,7 @@ def bisect(
     *,
     progress: Progress = quiet,
 ) -> Bisection:
-    """Run both stacks on the same tokens and find where they part.
+    """Run both stacks on the same tokens and find the first difference.
 
     a, b        stacks.stock(...), stacks.patched(...), stacks.engine(...), or stacks.own(...): any model whose modules
                 have the same names. They may share one model; each leaves it as it was

@@ -150,37 +150,37 @@ class Answers:
 
     # In pieces
 
-    def piece(self, index: int, news: Increment) -> bytes | None:
+    def piece(self, index: int, increment: Increment) -> bytes | None:
         """An event; None where there is nothing to say yet."""
         wanted, delivered, job = self.wanted, self._delivered[index], self.jobs[index // self.n]
-        done = news.completion and self._shown(news.completion)
+        done = increment.completion and self._shown(increment.completion)
         if wanted.prompt_alone:
-            news = replace(news, token_ids=[], logprobs=[], raw_logprobs=[], top_logprobs=None, text="")
+            increment = replace(increment, token_ids=[], logprobs=[], raw_logprobs=[], top_logprobs=None, text="")
         all_of_it = wanted.top is not None or wanted.token_ids or wanted.rollout or wanted.of_prompt is not None
-        if not (news.text or done or all_of_it):
+        if not (increment.text or done or all_of_it):
             return None
         choice: dict[str, Any] = {"index": index}
-        text = news.text
+        text = increment.text
         if self.chat:
             choice["delta"] = {"content": text} if text or not done else {}
         else:
             choice["text"] = text if delivered.begun else (job.echo or "") + text
         choice["logprobs"] = None
-        echoed = not delivered.begun and job.echo is not None and news.prompt_logprobs is not None
-        if wanted.top is not None and (news.token_ids or echoed):
-            choice["logprobs"] = self._logprobs(index, news, delivered.offsets, echoed)
+        echoed = not delivered.begun and job.echo is not None and increment.prompt_logprobs is not None
+        if wanted.top is not None and (increment.token_ids or echoed):
+            choice["logprobs"] = self._logprobs(index, increment, delivered.offsets, echoed)
         choice |= self._end(done) if done else {"finish_reason": None}
         if wanted.of_prompt is not None and not delivered.begun:
-            choice["prompt_logprobs"] = self._of_prompt(job.prompt_ids, news)
+            choice["prompt_logprobs"] = self._of_prompt(job.prompt_ids, increment)
         if wanted.token_ids:
-            choice["token_ids"] = news.token_ids
+            choice["token_ids"] = increment.token_ids
             if not delivered.begun:
                 choice["prompt_token_ids"] = job.prompt_ids
         if wanted.rollout:
             choice["rollout"] = {
-                "token_ids": news.token_ids,
-                "logprobs": _numbers(news.logprobs),
-                "raw_logprobs": _numbers(news.raw_logprobs),
+                "token_ids": increment.token_ids,
+                "logprobs": _numbers(increment.logprobs),
+                "raw_logprobs": _numbers(increment.raw_logprobs),
             }
             if done:
                 choice["rollout"] |= {"weight_versions": done.weight_versions, "seed": done.seed}
