@@ -2,6 +2,7 @@
 trainer: hybrid replicas of a group of two ranks, and a standalone one beside them. One story, told in order."""
 
 import asyncio
+import gc
 import importlib
 
 import pytest
@@ -86,6 +87,8 @@ def test_weights_arrive_and_tokens_are_the_engines(cluster):
         assert output.extra_fields["global_steps"] == output.extra_fields["min_global_steps"] == 3
     assert len({tuple(output.token_ids) for output in cluster.generate(3, seed=5)}) == 1
     assert len(set(cluster.hybrid.get_addresses())) == 2
+    frozen = [server.__ray_call__.remote(lambda self: gc.get_freeze_count()) for server in servers]
+    assert min(cluster.ray.get(frozen)) > 0, "what an engine is made of is looked through in the midst of calls"
 
 
 def test_a_bad_call_is_an_error_of_that_call(cluster):

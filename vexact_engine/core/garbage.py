@@ -3,9 +3,13 @@
 import gc
 
 
-def freeze() -> None:
+def freeze(alone: bool = True) -> None:
     """What is there by now stays, and no collection looks at it again: one that walks through torch, a model and its
     patch holds every thread for a quarter of a second, in which nobody gets a token. Once the engine stands, in a
-    process that ends with it; a caller's own process is not ours to do this in."""
-    gc.collect()
-    gc.freeze()
+    process that ends with it; a caller's own process is not ours to do this in.
+
+    alone   whether this is such a process: nothing is done otherwise
+    """
+    if alone:
+        gc.collect()
+        gc.freeze()

@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import os
-import secrets
 import threading
 import time
 import weakref
@@ -22,7 +21,7 @@ from ..engine import Prompt
 from ..errors import ReplicaDied, RequestError
 from ..outputs import Increment, Load
 from ..progress import bar, quiet
-from ..request import Completion, check_name, check_params, encoded, refused, spread, token_ids
+from ..request import Completion, check_name, check_params, encoded, fresh, refused, spread, token_ids
 from ..runner import saver
 from ..runner.sleep import TAGS, check_level, named_tags
 from ..text import Text
@@ -497,9 +496,9 @@ class Replicas:
             ids = token_ids(encoded(prompt, self._text))
         except Exception as error:
             return refused([], params, name, error, self.weight_version)
-        name = f"request-{secrets.token_hex(8)}" if name is None else name
+        name = f"request-{fresh():016x}" if name is None else name
         if params.seed is None:
-            params = replace(params, seed=secrets.randbits(64))
+            params = replace(params, seed=fresh())
         return Job(ids, params, name, call, listen)
 
     def _wait(self, done: threading.Event, jobs: list[Job]) -> None:

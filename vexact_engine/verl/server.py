@@ -20,6 +20,7 @@ from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 
 from ..config import EngineConfig, SamplingParams
+from ..core import garbage
 from ..engine import Engine
 from ..errors import WeightsMissing
 from ..request import Completion
@@ -93,6 +94,7 @@ class Server:
         """Makes the engine. Raises what that raises."""
         self.engine, how = await asyncio.to_thread(self._make), self.handover
         self._receiver = WeightReceiver(self.engine, mode=how["handover"], timeout=how["timeout"])
+        garbage.freeze(alone=ray.is_initialized())  # as in an actor
 
     def _make(self) -> Engine:
         given, device, dtype = self.model_config, get_device_name(), self.config.dtype
@@ -148,8 +150,7 @@ class Server:
         extra = self._stamp(done.weight_versions) | {"num_cached_tokens": done.metrics.cached_tokens}
         aborted = done.finish_reason == "abort"
         if teaches is not None and not aborted:
-            tops = done.prompt_top_logprobs or [{token: value} for token, value in zip(ids, done.prompt_logprobs)]
-            tops = tops[1:]
+            _, *tops = done.prompt_top_logprobs or [{token: value} for token, value in zip(ids, done.prompt_logprobs)]
             extra["prompt_ids"] = [*(list(top) for top in tops), [0] * max(teaches, 1)]
             extra["prompt_logprobs"] = [*(list(top.values()) for top in tops), [0.0] * max(teaches, 1)]
         return TokenOutput(
@@ -261,8 +262,7 @@ class Server:
         """Takes one whole set and returns the engine's new weight_version. A call while another waits for a sender
         joins it: whoever made that may be dead."""
         if self._receiving is None or self._receiving.done():
-            taken = asyncio.to_thread(self._receiver.receive, self.handover["timeout"])
-            self._receiving = asyncio.ensure_future(taken)
+            self._receiving = asyncio.ensure_future(asyncio.to_thread(self._receiver.receive, self.handover["timeout"]))
         return await asyncio.shield(self._receiving)
 
     async def set_global_steps(self, global_steps: int) -> None:
