@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_models import VOCAB, bits, build, byte_tokenizer, check_idle, make_late, prompts
+from engine_models import VOCAB, bits, build, byte_tokenizer, check_idle, held, make_late, prompts
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, SamplingParams, StepFailed
@@ -489,17 +489,18 @@ def test_leaving_a_stream_aborts_it(engine):
 
 
 def test_cancelling_aborts(engine):
-    async def main():
+    async def main(reached):
         stream = engine.stream(PROMPTS[0], replace(PARAMS, max_new_tokens=200))
         task = asyncio.create_task(engine.agenerate(PROMPTS, replace(PARAMS, max_new_tokens=200)))
-        async for _ in stream:  # by now the task's requests are in
-            break
+        await anext(stream)  # by now the task's requests are in
+        assert await asyncio.to_thread(reached.wait, 60)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         await stream.aclose()
 
-    asyncio.run(main())
+    with held(engine, 30) as (reached, _):
+        asyncio.run(main(reached))
     check_idle(engine)
 
 
@@ -512,7 +513,8 @@ def test_an_abort_from_elsewhere_ends_a_stream(engine):
                 engine.abort("x")
         return news
 
-    last = asyncio.run(main())[-1].completion
+    with held(engine, 12):
+        last = asyncio.run(main())[-1].completion
     assert last.finish_reason == "abort" and 2 <= len(last.token_ids) < 200
 
 
@@ -535,17 +537,19 @@ def test_new_weights_in_the_middle_of_a_stream():
     other = build("Llama", seed=1).state_dict()
     params = replace(PARAMS, max_new_tokens=40)
 
-    async def main(engine):
+    async def main(engine, reached):
         news = []
         async for increment in engine.stream(PROMPTS[0], params):
             news.append(increment)
             if len(news) == 3:
+                assert await asyncio.to_thread(reached.wait, 60)
                 await asyncio.to_thread(engine.update_weights, other, numerics=vx.numerics("cpu"))
         return news[-1].completion
 
     with Engine.from_pretrained(build("Llama"), config=CONFIG) as engine:
         old = engine.generate([PROMPTS[0]], params)[0]
-        mixed = asyncio.run(main(engine))
+        with held(engine, 12) as (reached, _):
+            mixed = asyncio.run(main(engine, reached))
         known = mixed.weight_versions.index(1)
         assert mixed.weight_versions == [0] * known + [1] * (40 - known) and 3 <= known < 40
         assert mixed.token_ids[:known] == old.token_ids[:known] and mixed.logprobs[:known] == old.logprobs[:known]
@@ -564,14 +568,16 @@ def test_close_ends_everything():
     stock = model(torch.tensor([PROMPTS[0]])).logits
     engine = Engine.from_pretrained(model, config=CONFIG)
 
-    async def main():
+    async def main(reached):
         waiting = asyncio.create_task(engine.agenerate(PROMPTS, replace(PARAMS, max_new_tokens=200)))
-        async for _ in engine.stream(PROMPTS[0], PARAMS):
-            break
+        stream = engine.stream(PROMPTS[0], replace(PARAMS, max_new_tokens=200))
+        await anext(stream)
+        assert await asyncio.to_thread(reached.wait, 60)
         await asyncio.to_thread(engine.close)
         return await waiting
 
-    done = asyncio.run(main())
+    with held(engine, 30) as (reached, _):
+        done = asyncio.run(main(reached))
     assert {c.finish_reason for c in done} == {"abort"}
     assert not engine._loop._thread.is_alive()
     engine.close()

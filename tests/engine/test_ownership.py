@@ -1,13 +1,12 @@
 """The engine owns its weights: whoever else changes them is noticed, refused or waited for, and no bit is of both."""
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
-from engine_models import bits, build, check_idle, prompts
+from engine_models import bits, build, check_idle, prompts, until
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineClosed, EngineConfig, ModelInUse, SamplingParams, WeightsTorn
@@ -387,8 +386,7 @@ def test_a_bucket_that_comes_behind_the_end_of_its_update(old):
         assert busy.wait(60)
         for function in (update.abandon, lambda: update.write(list(state.items())[:1])):
             before, late = len(loop._inbox), pool.submit(function)
-            while len(loop._inbox) == before:
-                time.sleep(0.001)
+            until(lambda before=before: len(loop._inbox) > before)
         go.set()
         assert all(held.result())
         with pytest.raises(RuntimeError, match="WeightUpdate: it has ended"):
@@ -429,8 +427,7 @@ def test_one_end_of_an_update_is_the_end(old):
         for function in (update.finish, update.abandon):
             before = len(loop._inbox)
             late.append(pool.submit(function))
-            while len(loop._inbox) == before:
-                time.sleep(0.001)
+            until(lambda before=before: len(loop._inbox) > before)
         go.set()
         assert all(held.result())
         with pytest.raises(RuntimeError, match="WeightUpdate: it has ended"):  # it was to wait for a step
@@ -478,16 +475,22 @@ def test_updates_without_pause_starve_nobody():
     prompt, config = [5] * 120, replace(CONFIG, max_num_batched_tokens=4)
     with Engine.from_pretrained(build("Llama"), config=config) as engine:
         expected = bits(engine.generate([prompt], PARAMS)[0])
-        stop = threading.Event()
+        stop, loop, launch = threading.Event(), engine._loop, engine._worker.launch
 
         def update():
             while not stop.is_set():
                 engine.update_weights(state, numerics=engine.numerics())
 
+        def behind_an_update(plan):
+            until(lambda: loop._inbox or loop._deferred or stop.is_set())
+            return launch(plan)
+
         with ThreadPoolExecutor() as pool:
             updating = pool.submit(update)
+            until(lambda: engine.weight_version)
+            engine._worker.launch = behind_an_update
             try:
-                done = pool.submit(engine.generate, [prompt], PARAMS).result(timeout=100)
+                done = pool.submit(engine.generate, [prompt], PARAMS).result(timeout=300)
             finally:
                 stop.set()
             updating.result()
@@ -498,17 +501,17 @@ def test_keeping_the_cache_is_declared(new, monkeypatch):
     state = build("Llama", seed=1).state_dict()
     with Engine.from_pretrained(build("Llama"), config=CONFIG) as engine:
         handed = []
+        one = threading.Thread(
+            target=lambda: handed.append(engine.update_weights(state, keep_cache=True, numerics=engine.numerics()))
+        )
 
         def hand_over():
-            one = threading.Thread(
-                target=lambda: handed.append(engine.update_weights(state, keep_cache=True, numerics=engine.numerics()))
-            )
             one.start()
-            while not engine._loop._inbox:
-                time.sleep(0.001)
+            until(lambda: engine._loop._inbox)
 
         after_step(engine, monkeypatch, 20, hand_over)
         mixed = engine.generate(PROMPTS[:1], LONG)[0]
+        one.join(60)
         assert handed == [1]
         assert engine.stats.preemptions == 0 and set(mixed.weight_versions) == {0, 1}
         known = engine.stats.prefix_tokens
@@ -523,8 +526,7 @@ def test_an_update_during_a_pause_is_at_once(old, new):
         engine.pause("keep")
         with ThreadPoolExecutor() as pool:
             waiting = pool.submit(ask, engine)
-            while not engine._loop._names:
-                time.sleep(0.001)
+            until(lambda: engine._loop._names)
             engine.update_weights(build("Llama", seed=1).state_dict(), numerics=engine.numerics())
             assert not waiting.done()
             engine.resume()

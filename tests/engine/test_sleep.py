@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_models import bits, build, check_idle, prompts
+from engine_models import bits, build, check_idle, held, prompts, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paused import Recorder, stand_in
@@ -189,10 +189,9 @@ def test_a_second_sleep_gives_nothing_but_lets_kept_weights_go(engine, new):
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_requests_under_way_go_on_from_their_tokens(engine, old, new, level):
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor() as pool, held(engine, 12) as (reached, _):
         running = pool.submit(engine.generate, PROMPTS, LONG)
-        while engine.stats.decode_tokens < 20:
-            time.sleep(0.001)
+        assert reached.wait(60)
         engine.sleep(level)
         late = pool.submit(engine.generate, PROMPTS, PARAMS)
         steps = engine.stats.steps
@@ -214,10 +213,9 @@ def test_requests_under_way_go_on_from_their_tokens(engine, old, new, level):
 
 
 def test_sleep_waits_for_what_runs_and_holds_what_comes(engine, old):
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor() as pool, held(engine, 12) as (reached, _):
         running = pool.submit(engine.generate, PROMPTS, LONG)
-        while engine.stats.decode_tokens < 20:
-            time.sleep(0.001)
+        assert reached.wait(60)
         engine.sleep(mode="wait")
         assert [bits(c) for c in running.result()] == old[1]
         late = pool.submit(engine.generate, PROMPTS, PARAMS)
@@ -226,10 +224,9 @@ def test_sleep_waits_for_what_runs_and_holds_what_comes(engine, old):
 
 
 def test_sleep_ends_what_runs(engine, old):
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor() as pool, held(engine, 12) as (reached, _):
         running = pool.submit(engine.generate, PROMPTS, LONG)
-        while engine.stats.decode_tokens < 20:
-            time.sleep(0.001)
+        assert reached.wait(60)
         engine.sleep(mode="abort")
         assert {c.finish_reason for c in running.result()} == {"abort"}
         engine.wake_up()
@@ -259,8 +256,7 @@ def test_aborts_reach_sleeping_requests(engine):
     with ThreadPoolExecutor() as pool:
         engine.sleep()
         waiting = pool.submit(engine.generate, PROMPTS[:1], PARAMS, request_ids=["x"])
-        while not engine._loop._names:
-            time.sleep(0.001)
+        until(lambda: engine._loop._names)
         engine.abort("x")
         assert waiting.result()[0].finish_reason == "abort"
         engine.wake_up()
@@ -270,8 +266,7 @@ def test_without_weights_a_request_is_refused_and_one_from_before_waits(engine, 
     with ThreadPoolExecutor() as pool:
         engine.sleep(level=2)
         early = pool.submit(engine.generate, PROMPTS, PARAMS)
-        while not engine._loop._names:
-            time.sleep(0.001)
+        until(lambda: engine._loop._names)
         engine.wake_up()
         with pytest.raises(WeightsMissing, match=r"sleep\(level=2\) has dropped the weights: update them first"):
             engine.generate(PROMPTS, PARAMS)
@@ -397,8 +392,7 @@ def test_close_gives_the_model_back_as_it_was(old):
             patch.setattr(Memory, "held", lambda self: None)
             engine.sleep()
             waiting = pool.submit(engine.generate, PROMPTS, PARAMS)
-            while not engine._loop._names:
-                time.sleep(0.001)
+            until(lambda: engine._loop._names)
             engine.close()
             assert {c.finish_reason for c in waiting.result()} == {"abort"}
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
