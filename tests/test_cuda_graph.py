@@ -32,7 +32,7 @@ def beside(action):
 
     thread = threading.Thread(target=work)
     thread.start()
-    went.wait(30)
+    assert went.wait(300)
     try:
         yield raised
     finally:

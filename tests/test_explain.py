@@ -122,7 +122,7 @@ def logged(code, level, **more):
     env.pop("VEXACT_LOG", None)
     if level is not None:
         env["VEXACT_LOG"] = level
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=600)
 
 
 def test_a_line_for_each_call():

@@ -24,7 +24,7 @@ def of_process(root=ROOT, **env):
     """vx.numerics("cpu") of another process, which runs the package below `root`."""
     code = "import json, vexact_ops as vx; print(json.dumps(vx.numerics('cpu')))"
     env = {**os.environ, "PYTHONPATH": str(root), **env}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=root, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=root, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -41,9 +41,9 @@ def expected(family, new):
 @contextlib.contextmanager
 def receiving(engine, mode="in_place", **options):
     """A receiver, and a function that receives one set in a thread and returns a function for what came of it."""
-    with WeightReceiver(engine, mode=mode, **options) as receiver:
+    with WeightReceiver(engine, mode=mode, **{"timeout": 300, **options}) as receiver:
 
-        def start(timeout=20):
+        def start(timeout=300):
             found = {}
 
             def run():
@@ -56,7 +56,7 @@ def receiving(engine, mode="in_place", **options):
             thread.start()
 
             def result():
-                thread.join(120)
+                thread.join(600)
                 assert not thread.is_alive()
                 if "error" in found:
                     raise found["error"]
@@ -68,4 +68,4 @@ def receiving(engine, mode="in_place", **options):
 
 
 def sender(receiver, **options):
-    return WeightSender(receiver.address, **{"numerics": vx.numerics("cpu"), "timeout": 60, **options})
+    return WeightSender(receiver.address, **{"numerics": vx.numerics("cpu"), "timeout": 300, **options})

@@ -36,7 +36,7 @@ def serve(engine, **settings):
 
 def client(server, key=None, **options):
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    return httpx.Client(base_url=server.url, headers=headers, timeout=60, **options)
+    return httpx.Client(base_url=server.url, headers=headers, timeout=300, **options)
 
 
 def events(text):

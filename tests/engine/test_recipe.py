@@ -61,7 +61,7 @@ def nothing_is_left(monkeypatch):
         monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
         yield
         assert not multiprocessing.active_children()
-        end = time.monotonic() + 60
+        end = time.monotonic() + 300
         while (left := [*Path(folder).rglob("*.sock"), *descendants(os.getpid())]) and time.monotonic() < end:
             time.sleep(0.05)
         assert not left
@@ -86,7 +86,7 @@ def alive(pid):
 
 
 def wait_until_dead(pids):
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while left := [pid for pid in pids if alive(pid)]:
         assert time.monotonic() < end, f"still there: {left}"
         time.sleep(0.05)
@@ -303,9 +303,10 @@ def test_two_ranks_have_the_same_bytes_too(models):
 
 
 def test_under_torchrun(models, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "vexact_engine.cli"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "vexact_engine.cli"]
     done = subprocess.run(
-        [*command, *argv(models("Qwen3"), "--json", "-")], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [*command, *argv(models("Qwen3"), "--json", "-")], cwd=ROOT, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
@@ -388,7 +389,7 @@ def test_the_end_of_the_command_is_the_end_of_all(models, number, code, ranks):
         seen = descendants(process.pid)
         assert len(seen) == (1 if ranks == 1 else 3)
         os.kill(process.pid, number)
-        assert process.wait(60) == code
+        assert process.wait(300) == code
     wait_until_dead(seen)
 
 

@@ -296,7 +296,7 @@ def test_request_ids(http):
 def test_the_log_has_the_id_and_no_word_of_a_prompt(http, caplog):
     caplog.set_level("INFO", "vexact_engine.serve")
     http.post(TEXT, json={"prompt": "a secret"}, headers={"x-request-id": "mine-2"})
-    end = time.monotonic() + 10  # the answer is there before the server's last line about it
+    end = time.monotonic() + 120  # the answer is there before the server's last line about it
     while True:
         lines = [record.getMessage() for record in list(caplog.records) if "mine-2" in record.getMessage()]
         if any('"POST' in line for line in lines) or time.monotonic() > end:
@@ -320,7 +320,7 @@ def slow(engine, monkeypatch):
     honest = getattr(engine._worker, name)
 
     def gated(*given):
-        gate.wait(30)
+        gate.wait(120)
         return honest(*given)
 
     monkeypatch.setattr(engine._worker, name, gated)
@@ -328,7 +328,7 @@ def slow(engine, monkeypatch):
 
 
 def until(condition):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, "it did not come to that"
         time.sleep(0.005)
@@ -346,7 +346,7 @@ class Background:
         self.answer = http.post(path, json=body)
 
     def result(self):
-        self.thread.join(60)
+        self.thread.join(300)
         return self.answer
 
 
@@ -392,7 +392,7 @@ def test_a_client_that_leaves_is_not_worked_for(engine, stream):
     with serving.serve(engine) as server, serving.client(server) as http:
 
         async def leave():
-            async with httpx.AsyncClient(base_url=server.url, timeout=60) as one:
+            async with httpx.AsyncClient(base_url=server.url, timeout=300) as one:
                 body = {"prompt": ["a", "b"], "max_tokens": 190, "n": 2, "ignore_eos": True, "stream": stream}
                 if stream:
                     async with one.stream("POST", TEXT, json=body) as answer:
@@ -563,7 +563,7 @@ def test_at_the_end_requests_under_way_are_answered_and_new_ones_are_not(engine,
         gate.set()
         pieces = serving.events(waiting.result().text)
         assert pieces[-1]["choices"][0]["finish_reason"] in ("length", "stop")
-        ending.join(30)
+        ending.join(300)
         with pytest.raises(httpx.ConnectError):
             httpx.get(server.url + "/health")
     check_idle(engine)

@@ -319,12 +319,12 @@ def test_threads_have_their_own_patch():
     steps, found = [threading.Event() for _ in range(3)], {}
 
     def other():
-        steps[0].wait(30)  # the first thread is patched, this one is not
+        steps[0].wait(300)  # the first thread is patched, this one is not
         found["stock"] = torch.equal(*batched(lambda t: t @ w, x))
         handle = vx.patch.aten()
         found["patched"] = torch.equal(*batched(lambda t: t @ w, x))
         steps[1].set()
-        steps[2].wait(30)  # the first thread has undone its patch
+        steps[2].wait(300)  # the first thread has undone its patch
         found["still patched"] = torch.equal(*batched(lambda t: t @ w, x))
         try:
             mine.undo()
@@ -336,12 +336,12 @@ def test_threads_have_their_own_patch():
     thread.start()
     mine, again = vx.patch.aten(), vx.patch.aten()
     steps[0].set()
-    steps[1].wait(30)
+    steps[1].wait(300)
     again.undo()
     flags = _python_dispatch.is_in_torch_dispatch_mode()
     mine._thread, owner = -1, mine._thread  # as if it were another's, to be refused there
     steps[2].set()
-    thread.join(60)
+    thread.join(300)
     mine._thread = owner
     mine.undo()
     assert found == {
@@ -361,16 +361,16 @@ def test_flags_of_the_process_come_back_in_any_order():
     def other():
         with vx.patch.aten():
             entered.set()
-            leave.wait(30)
+            leave.wait(300)
 
     first = vx.patch.aten()
     thread = threading.Thread(target=other)
     thread.start()
-    entered.wait(30)
+    entered.wait(300)
     first.undo()
     assert _python_dispatch.is_in_torch_dispatch_mode(), "the other thread is still patched"
     leave.set()
-    thread.join(60)
+    thread.join(300)
     assert not _python_dispatch.is_in_torch_dispatch_mode()
 
 
