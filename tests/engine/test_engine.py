@@ -176,10 +176,7 @@ def test_request_ids(engine):
 @pytest.mark.parametrize(
     "config, message",
     [
-        (
-            {"pipeline_parallel_size": 2},
-            "pipeline_parallel_size: got a loaded Llama.*, expected a model directory",
-        ),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: got a loaded Llama.*, expected a model directory"),
         ({"max_model_len": 257}, "max_model_len is 257, expected at most 256: LlamaForCausalLM's own"),
         ({"kv_segment": 63}, "kv_segment: got 63, expected None or a multiple of 64"),
     ],
