@@ -6,14 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from engine_models import bits, build, check_idle, prompts
+from engine_models import bits, build, check_idle, held, prompts, until
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineAsleep, EngineConfig, SamplingParams, StageDied, WeightsMissing, WeightsTorn
@@ -76,13 +75,6 @@ def is_gone(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
         return True
-
-
-def until(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it does not come to that"
-        time.sleep(0.01)
 
 
 # The same bits
@@ -212,14 +204,14 @@ ONE = pytest.mark.parametrize("saved", ["Qwen3"], indirect=True)
 def test_a_stage_that_dies_is_named_and_made_anew(saved, staged, rank):
     staged.update_weights(state_of(saved[0]), numerics=staged.numerics())  # and so: weights that came later
     long = replace(PARAMS, max_new_tokens=110)
-    with ThreadPoolExecutor(1) as pool:
-        steps = staged.stats.steps
+    with ThreadPoolExecutor(1) as pool, held(staged, 8) as (reached, go):
         running = pool.submit(staged.generate, PROMPTS[:2], long)
-        until(lambda: staged.stats.steps > steps + 5)
+        assert reached.wait(120)
         before = pids(staged)
         os.kill(before[rank], signal.SIGKILL)
+        go.set()
         with pytest.raises(StageDied, match=r"stage \d has died \(signal 9\)|stage \d has failed"):
-            running.result(60)
+            running.result(300)
     with pytest.raises(WeightsTorn, match="weights that came by an update: update them again"):
         staged.generate(PROMPTS[:1], PARAMS)
     staged.update_weights(state_of(saved[0]), numerics=staged.numerics())
@@ -280,7 +272,7 @@ time.sleep(600)
     assert len(children) == 2
     parent.kill()
     parent.wait()
-    until(lambda: all(map(is_gone, children)), 20)
+    until(lambda: all(map(is_gone, children)))
 
 
 # Where layers are cut
@@ -317,10 +309,9 @@ def test_stages_give_their_memory_back_and_nothing_changes(saved, staged):
     """All of them, while requests are under way; and what a stage has not cannot be given back by it."""
     staged.update_weights(state_of(saved[0]), numerics=staged.numerics())
     cache = sum(held for *_, held in staged._worker.numbers())
-    with ThreadPoolExecutor(1) as pool:
-        steps = staged.stats.steps
+    with ThreadPoolExecutor(1) as pool, held(staged, 8) as (reached, _):
         running = pool.submit(ask, staged)
-        until(lambda: staged.stats.steps > steps + 5)
+        assert reached.wait(120)
         try:
             given = staged.sleep()
             assert given == {"weights": 0, "kv_cache": cache, "graphs": 0}  # a CPU's weights stay where they are
@@ -333,7 +324,7 @@ def test_stages_give_their_memory_back_and_nothing_changes(saved, staged):
         finally:
             taken = staged.wake_up()
         assert taken["kv_cache"] == cache and staged.state == "running"
-        assert running.result(60) == saved[1]
+        assert running.result(300) == saved[1]
     assert sum(held for *_, held in staged._worker.numbers()) == cache
     check_idle(staged)
 
