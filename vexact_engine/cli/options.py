@@ -103,16 +103,24 @@ def engine(parser):
     group = parser.add_argument_group("engine")
     group.add_argument("--page-size", type=positive, default=16, metavar="N", help="tokens per page of the cache (16)")
     group.add_argument(
-        "--num-pages", type=positive, metavar="N", help="in the KV cache (what fits); few of them force preemptions"
+        "--num-pages", type=positive, metavar="N", help="pages of the KV cache (what fits); too few force preemptions"
     )
     group.add_argument(
-        "--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="of it, for all together (0.9)"
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        metavar="SHARE",
+        help="of a GPU's memory, for weights, cache and all else (0.9)",
     )
-    group.add_argument("--max-num-seqs", type=positive, default=256, metavar="N", help="computed at once (256)")
     group.add_argument(
-        "--max-num-batched-tokens", type=positive, default=2048, metavar="N", help="computed in a step (2048)"
+        "--max-num-seqs", type=positive, default=256, metavar="N", help="sequences computed at once (256)"
     )
-    group.add_argument("--max-model-len", type=positive, metavar="N", help="prompt and answer together (the model's)")
+    group.add_argument(
+        "--max-num-batched-tokens", type=positive, default=2048, metavar="N", help="tokens computed in a step (2048)"
+    )
+    group.add_argument(
+        "--max-model-len", type=positive, metavar="N", help="tokens of prompt and answer together (the model's)"
+    )
     group.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its beginning")
     group.add_argument(
         "--kv-segment", type=positive, metavar="N", help="attention's key segment; part of the numerics (none)"

@@ -54,15 +54,37 @@ def add_serve(commands) -> None:
         "--allow-origin", action="append", default=[], metavar="URL", help="for pages there (CORS; none; repeat)"
     )
     limits = serve.add_argument_group("limits")
-    limits.add_argument("--max-requests", type=options.positive, default=1024, metavar="N", help="at once (1024)")
-    limits.add_argument("--max-samples", type=options.positive, default=1024, metavar="N", help="of a request (1024)")
-    limits.add_argument("--max-prompt-tokens", type=options.positive, metavar="N", help="of a prompt (what fits)")
-    limits.add_argument("--max-tokens", type=options.positive, metavar="N", help="generated, of a sample (what fits)")
-    limits.add_argument("--max-logprobs", type=options.count, default=20, metavar="N", help="at each position (20)")
-    limits.add_argument("--max-body-mb", type=options.positive, default=16, metavar="N", help="of a request (16)")
-    limits.add_argument("--request-timeout", type=float, default=600, metavar="S", help="until it is answered (600)")
-    limits.add_argument("--body-timeout", type=float, default=30, metavar="S", help="until it has arrived (30)")
-    limits.add_argument("--drain-seconds", type=float, default=30, metavar="S", help="after SIGTERM (30)")
+    limits.add_argument(
+        "--max-requests", type=options.positive, default=1024, metavar="N", help="requests at once (1024)"
+    )
+    limits.add_argument(
+        "--max-samples", type=options.positive, default=1024, metavar="N", help="samples of a request (1024)"
+    )
+    limits.add_argument(
+        "--max-prompt-tokens", type=options.positive, metavar="N", help="tokens of a prompt (what fits)"
+    )
+    limits.add_argument(
+        "--max-tokens", type=options.positive, metavar="N", help="tokens generated for a sample (what fits)"
+    )
+    limits.add_argument(
+        "--max-logprobs",
+        type=options.count,
+        default=20,
+        metavar="N",
+        help="likeliest tokens reported at each position (20)",
+    )
+    limits.add_argument(
+        "--max-body-mb", type=options.positive, default=16, metavar="N", help="megabytes of a request (16)"
+    )
+    limits.add_argument(
+        "--request-timeout", type=float, default=600, metavar="S", help="seconds until a request is answered (600)"
+    )
+    limits.add_argument(
+        "--body-timeout", type=float, default=30, metavar="S", help="seconds until its body has arrived (30)"
+    )
+    limits.add_argument(
+        "--drain-seconds", type=float, default=30, metavar="S", help="seconds for what is under way after SIGTERM (30)"
+    )
     levels = ["debug", "info", "warning", "error"]
     serve.add_argument("--log-level", choices=levels, default="info", help="(info: a line for each request)")
 

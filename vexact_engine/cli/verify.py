@@ -53,7 +53,7 @@ def add_verify(commands) -> None:
     )
     verify.add_argument(
         "--batch-sizes", type=options.lengths, default=[], metavar="N,N",
-        help="roll out again, so many prompts at a time (not)",
+        help="roll out again, so many prompts at a time (none)",
     )  # fmt: skip
     verify.add_argument(
         "--share-weights", action="store_true", help="engine and trainer take turns on one copy of them"
