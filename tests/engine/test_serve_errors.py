@@ -9,7 +9,7 @@ import time
 
 import pytest
 import serving
-from engine_models import check_idle
+from engine_models import check_idle, held
 from serving import KEY, httpx
 
 from vexact_engine import SamplingParams
@@ -389,7 +389,7 @@ def test_a_body_that_does_not_come(engine):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_is_not_worked_for(engine, stream):
-    with serving.serve(engine) as server, serving.client(server) as http:
+    with serving.serve(engine) as server, serving.client(server) as http, held(engine, 12):
 
         async def leave():
             async with httpx.AsyncClient(base_url=server.url, timeout=300) as one:
