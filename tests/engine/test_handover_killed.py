@@ -95,13 +95,15 @@ def test_a_receiver_that_stalls(mode, sockets, monkeypatch):
 
         def stall(*args):
             buckets.append(args)
+            if len(buckets) == 5:
+                out.timeout = 3  # of the acknowledgement after this one's
             if len(buckets) == 6:
-                go_on.wait(100)
+                receiver.timeout = 1.0
+                go_on.wait(300)
             take(*args)
 
         monkeypatch.setattr(receiver, "_take", stall)
-        receiver.timeout = 1.0
-        with sender(receiver, bucket_bytes=4096, timeout=3) as out:
+        with sender(receiver, bucket_bytes=4096) as out:
             result = start()
             with pytest.raises(
                 PeerLost, match=r"the engine \(process \d+\): an acknowledgement did not come within 3 s"
