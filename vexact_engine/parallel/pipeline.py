@@ -477,7 +477,7 @@ class _UpdateOfStages(Update):
     def write(self, bucket: Iterable[tuple[str, Tensor | Piece]], foreign: bool = False) -> None:
         bucket = list(bucket)
         for given, _ in bucket:
-            name = self._places.old.get(given, given)
+            name = self.places.old.get(given, given)
             first = self._written.get(id(self._targets.get(name)), name)
             if first != name:  # no stage could compare them
                 raise ValueError(f"update_weights: {first} and {name} are tied, expected one of them")
