@@ -1,8 +1,8 @@
 // Decode where pages and blocks of keys fit each other, a persistent thread block to a multiprocessor. As flash_decode.cuh,
 // in the same order, but nobody waits for what he need not: one warp fetches keys, one values, four warps score the keys
-// of a block, four carry the running maximum, the sums and the output, each of a quarter of V's columns. Keys and values
-// of the next item come while one is computed with. Scores do not depend on what went before them, so they run ahead; the
-// four that carry never wait for each other.
+// of a block, a quarter of them each, keep the running maximum and make probabilities of them, four carry the sums and
+// the output, each of a quarter of V's columns. Keys and values of the next item come while one is computed with. Who
+// scores runs ahead of who carries; the four that carry never wait for each other.
 #pragma once
 #include "attention/flash_decode.cuh"
 #include "common/sm90.cuh"
@@ -23,9 +23,11 @@ struct StreamShared {
   static constexpr int kSlot = kKeys * (D > DV ? D : DV) * 2;
   static constexpr int kSlots = (192 << 10) / kSlot;
   static_assert(kSlots % 2 == 0);  // so that a slot holds keys only, or values only: nobody waits for what another fills
-  static constexpr int kRing = 32 / ROWS;  // blocks of scores between those who score and who carry
+  static constexpr int kRing = 32 / ROWS;  // blocks of probabilities between those who score and who carry
   alignas(1024) uint8_t slots[kSlots][kSlot];
-  alignas(16) float scores[kRing][ROWS][kKeys + 8];
+  alignas(16) float probabilities[kRing][ROWS][kKeys + 8];
+  alignas(16) float high[kRing][ROWS], kept[kRing][ROWS];  // the maximum so far, and what is left of what was before it
+  float tops[2][4][ROWS];  // of a quarter of a block's keys
   uint64_t full[kSlots], empty[kSlots], scored[kRing], taken[kRing];
   int until[kMostSplit];  // segments of the sequences up to each, where segments are items
 };
@@ -150,7 +152,8 @@ __device__ __forceinline__ void fetch(const Args& a, Shared& s, const CUtensorMa
   }
 }
 
-// Four warps: scores of a quarter of a block's keys each, -inf where a key is not seen.
+// Four warps: scores of a quarter of a block's keys each, -inf where a key is not seen; then, with the maximum of all four,
+// their probabilities. A maximum is the same in any order.
 template <class T, int D, int ROWS, class Shared>
 __device__ __forceinline__ void score(const Args& a, Shared& s, int warp, int items, int heads) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -170,7 +173,8 @@ __device__ __forceinline__ void score(const Args& a, Shared& s, int warp, int it
         const bool there = row < a.group && (ROWS > 8 || !(i & 1));
         qf[kk][i] = there ? *reinterpret_cast<const uint32_t*>(q + (row * a.q_head + d) * 2) : 0u;
       }
-    for (int n = 0; n < it.blocks; ++n, unit += 2, ++done) {
+    float m[2] = {-INFINITY, -INFINITY};  // of the two rows that this thread has scores of
+    for (int n = 0; n < it.blocks; ++n, unit += 2, ++done) {  // order: blocks of keys from the last to the first
       const int key0 = (it.last - n) * kKeys;
       const uint32_t slot = unit % Shared::kSlots, base = shared_address(s.slots[slot]);
       barrier_wait(shared_address(&s.full[slot]), unit / Shared::kSlots & 1);
@@ -208,13 +212,42 @@ __device__ __forceinline__ void score(const Args& a, Shared& s, int warp, int it
           for (int e = 0; e < 4; ++e)
             if (key0 + key_of(j, e) < it.lo || key0 + key_of(j, e) >= it.hi) c[j][e] = -INFINITY;
       }
+      const auto which = [](int e) { return ROWS == 8 ? e % 2 : e / 2; };  // of this thread's two rows
+      const int rows[2] = {row_of(0), row_of(3)};
+      float top[2] = {-INFINITY, -INFINITY}, kept[2], shift[2];
+#pragma unroll
+      for (int j = 0; j < ROWS / 4; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) top[which(e)] = fmaxf(top[which(e)], c[j][e]);
+#pragma unroll
+      for (int d = ROWS == 8 ? 4 : 1; d < (ROWS == 8 ? 32 : 4); d *= 2)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], d));
+      const bool first = ROWS == 8 ? g == 0 : t == 0;  // of those who have the same two rows
+      auto& tops = s.tops[done & 1];  // of two, since who is a block ahead writes while others still read
+      if (first) tops[warp][rows[0]] = top[0], tops[warp][rows[1]] = top[1];
+      asm volatile("bar.sync 2, 128;" ::: "memory");
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = rows[i];
+        const float top_now = fmaxf(fmaxf(tops[0][row], tops[1][row]), fmaxf(tops[2][row], tops[3][row]));
+        const float high_now = fmaxf(top_now, m[i]), base = finite_or_zero(high_now);
+        shift[i] = __fmul_rn(base, a.scale);
+        kept[i] = exp2_fast(__fmul_rn(__fsub_rn(m[i], base), a.scale));
+        m[i] = high_now;
+      }
       const uint32_t ring = done % Shared::kRing, turn = done / Shared::kRing;
       if (turn) barrier_wait(shared_address(&s.taken[ring]), (turn - 1) & 1);
 #pragma unroll
       for (int j = 0; j < ROWS / 4; ++j)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s.scores[ring][row_of(e)][key_of(j, e)] = c[j][e];
+        for (int e = 0; e < 4; ++e)
+          s.probabilities[ring][row_of(e)][key_of(j, e)] = exp2_fast(__fmaf_rn(c[j][e], a.scale, -shift[which(e)]));
+      if (warp == 0 && first)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) s.high[ring][rows[i]] = m[i], s.kept[ring][rows[i]] = kept[i];
       arrive_for_warp(shared_address(&s.scored[ring]));
+      if (a.segment && !a.partial && key0 % a.segment == 0) m[0] = m[1] = -INFINITY;  // where a segment is joined
     }
   }
 }
@@ -283,7 +316,7 @@ struct Columns {
   }
 };
 
-// Four warps: maximum, sums and output, each of a quarter of V's columns.
+// Four warps: sums and output, each of a quarter of V's columns.
 template <class T, int DV, int ROWS, class Shared>
 __device__ __forceinline__ void carry(const Args& a, Shared& s, int warp, int items, int heads) {
   constexpr int kTiles = DV / 32;  // columns of a warp, in eights
@@ -297,7 +330,7 @@ __device__ __forceinline__ void carry(const Args& a, Shared& s, int warp, int it
     Columns<T, DV, ROWS> acc, out;
     acc.clear(), out.clear();
 #pragma unroll
-    for (int r = 0; r < R; ++r) m[r] = high[r] = -INFINITY, l[r] = all[r] = 0.f;
+    for (int r = 0; r < R; ++r) high[r] = -INFINITY, l[r] = all[r] = 0.f;
 
     for (int n = 0; n < it.blocks; ++n, unit += 2, ++done) {  // order: blocks of keys from the last to the first
       const int key0 = (it.last - n) * kKeys;
@@ -308,30 +341,22 @@ __device__ __forceinline__ void carry(const Args& a, Shared& s, int warp, int it
       for (int r = 0; r < R; ++r)
 #pragma unroll
         for (int j = 0; j < kKeys / 8; ++j)
-          x[r][j] = *reinterpret_cast<const float2*>(&s.scores[ring][g + 8 * r][j * 8 + t * 2]);
+          x[r][j] = *reinterpret_cast<const float2*>(&s.probabilities[ring][g + 8 * r][j * 8 + t * 2]);
       uint32_t p[kKeys / 16][4] = {};
       float kept[R], factor[2];
 #pragma unroll
-      for (int r = 0; r < R; ++r) {
-        float top[4] = {m[r], -INFINITY, -INFINITY, -INFINITY};
+      for (int r = 0; r < R; ++r) kept[r] = s.kept[ring][g + 8 * r], m[r] = s.high[ring][g + 8 * r];
 #pragma unroll
-        for (int j = 0; j < kKeys / 8; ++j) top[j % 4] = fmaxf(top[j % 4], fmaxf(x[r][j].x, x[r][j].y));
-        float high_now = fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]));
-        high_now = fmaxf(high_now, __shfl_xor_sync(0xffffffffu, high_now, 1));
-        high_now = fmaxf(high_now, __shfl_xor_sync(0xffffffffu, high_now, 2));
-        const float base = finite_or_zero(high_now), shift = __fmul_rn(base, a.scale);
-        kept[r] = exp2_fast(__fmul_rn(__fsub_rn(m[r], base), a.scale));
-        m[r] = high_now;
+      for (int i = 0; i < 2; ++i) factor[i] = s.kept[ring][acc.kTurned ? t * 2 + i : g + 8 * i];
+      arrive_for_warp(shared_address(&s.taken[ring]));
+#pragma unroll
+      for (int r = 0; r < R; ++r)
 #pragma unroll
         for (int j = 0; j < kKeys / 8; ++j) {  // order: a partial sum takes its keys ascending
-          const float p0 = exp2_fast(__fmaf_rn(x[r][j].x, a.scale, -shift));
-          const float p1 = exp2_fast(__fmaf_rn(x[r][j].y, a.scale, -shift));
-          l[r] = j == 0 ? __fmaf_rn(l[r], kept[r], p0) : __fadd_rn(l[r], p0);
-          l[r] = __fadd_rn(l[r], p1);
-          p[j / 2][(j & 1) * 2 + r] = pack<T>(p0, p1);
+          l[r] = j == 0 ? __fmaf_rn(l[r], kept[r], x[r][j].x) : __fadd_rn(l[r], x[r][j].x);
+          l[r] = __fadd_rn(l[r], x[r][j].y);
+          p[j / 2][(j & 1) * 2 + r] = pack<T>(x[r][j].x, x[r][j].y);
         }
-      }
-      arrive_for_warp(shared_address(&s.taken[ring]));
 
       const uint32_t slot = unit % Shared::kSlots, base = shared_address(s.slots[slot]);
       barrier_wait(shared_address(&s.full[slot]), unit / Shared::kSlots & 1);
@@ -346,7 +371,6 @@ __device__ __forceinline__ void carry(const Args& a, Shared& s, int warp, int it
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         __syncwarp();
       }
-      acc.spread(kept, factor);
       acc.each([&](float& x, int row) { x = __fmul_rn(x, factor[row]); });
       acc.multiply(p, [&](int kk, int j) {
         return base + boxed_at<DV>(kk * 16 + lane % 16, warp * kTiles + j + lane / 16, a.box);
@@ -366,7 +390,7 @@ __device__ __forceinline__ void carry(const Args& a, Shared& s, int warp, int it
             all[r] = join(all[r], total);
             before[r] = join.before, after[r] = join.after;
           }
-          m[r] = -INFINITY, l[r] = 0.f;
+          l[r] = 0.f;
         }
         if (a.partial || !a.segment) {
           out = acc;
