@@ -7,9 +7,11 @@ from conftest import devices
 from families import alone, family, gradients, pack, sequences, tiny, world
 from torch.autograd import forward_ad
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 from two_ranks import shard, trained, trained_sharded
 
 import vexact_ops as vx
+from vexact_ops.patch.batch import positions_of
 from vexact_ops.testing import assert_bitwise
 
 KINDS = pytest.mark.parametrize("device,dtype", devices())
@@ -286,3 +288,36 @@ def test_torch_compile_has_the_same_bits(device, dtype, backend, name):
             assert_bitwise(run(torch.compile(model, backend=backend, options=options)), expected)
     finally:
         torch._dynamo.reset()
+
+
+@BF16
+def test_compiled_positions_are_right_where_offsets_are_a_view(device, dtype):
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    compiled = torch.compile(lambda x, tokens: positions_of(x[2:], tokens), backend=backend, dynamic=False)
+    try:
+        for lengths in ([7, 1, 11], [0, 3, 0], [4]):
+            expected = [[i for length in lengths for i in range(length)]]
+            for kind in (torch.int32, torch.int64):
+                numbers = torch.tensor([9, 1, 0, *lengths], device=device).cumsum(0).sub(10).to(kind)
+                assert positions_of(numbers[2:], sum(lengths)).tolist() == expected
+                assert compiled(numbers, sum(lengths)).tolist() == expected
+    finally:
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("begin", [0, 2])
+def test_positions_are_not_searched_for_in_a_view(begin):
+    """Inductor before torch 2.13 compiles for a GPU a search from the beginning of its memory, and says nothing."""
+    searched = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket in (torch.ops.aten.searchsorted, torch.ops.aten.bucketize):
+                searched.append(args[func.overloadpacket is torch.ops.aten.bucketize])
+            return func(*args, **kwargs or {})
+
+    numbers = torch.tensor([3, 1, 0, 7, 8, 19][2 - begin :], dtype=torch.int32)
+    with Watch():
+        positions_of(numbers[begin:], 19)
+    for table in searched:
+        assert not table._is_view() and table.numel() * table.itemsize == table.untyped_storage().nbytes()

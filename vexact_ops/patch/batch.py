@@ -176,8 +176,11 @@ def positions_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """(1, tokens): each sequence counts from 0. Whatever the numbers are, no memory but theirs is touched: of a GPU's
     nobody has looked at them (repeat_interleave trusts them)."""
     place = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    owner = torch.searchsorted(cu_seqlens[1:].contiguous(), place, right=True).clamp(max=max(len(cu_seqlens) - 2, 0))
-    return (place - cu_seqlens[owner])[None].long()
+    # A tensor made here is searched, and the whole of it: given a view, what Inductor before torch 2.13 compiles for a
+    # GPU searches from the beginning of the memory that the view is of.
+    begins = cu_seqlens.clamp(0, tokens)
+    owner = torch.searchsorted(begins, place, right=True) - 1  # -1, the last one, where the first begins late
+    return (place - begins[owner])[None].long()
 
 
 def restarts(position_ids: Tensor, batch: int, length: int) -> Tensor | None:
