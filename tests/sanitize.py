@@ -11,12 +11,14 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+PROGRAM = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 # What of a room's GPU tests: few, small, and each kernel at least once; each selection runs in a process of its own.
 # CUDA graphs need the caching allocator.
 CASES = {
@@ -67,6 +69,18 @@ SAID = re.compile(r"={9}( *)(.*)")
 # Lines of a report that do not tell one error from another, and the frames of its backtrace.
 ASIDE = re.compile(r"by thread|Saved host backtrace|Host Frame:|Device Frame:")
 FRAME = re.compile(r"Host Frame: *(?P<name>[^\s\[].*?)(?: \[0x[0-9a-f]+\])? in (?P<file>\S+|<.+>:\d+)$")
+# No error: cuda-bindings, which kernels in CuTe load, knows more driver functions than an older driver has and asks for
+# each by its name, once a process. No memory, kernel or launch has part in it.
+LOOK_UP = re.compile(
+    r"Program hit CUDA_ERROR_(NOT_FOUND|INVALID_VALUE) .* on CUDA API call to cuGetProcAddress(_v2)?\."
+)
+BINDINGS = re.compile(r"Host Frame:.* in (cy)?driver\.cpython-\S+\.so")
+
+
+def is_look_up(report: list[str]) -> bool:
+    """Whether a report is of such a question, by those who may ask it."""
+    frames = [line for line in report if line.startswith("Host Frame:") and not line.endswith(" in libcuda.so.1")]
+    return LOOK_UP.fullmatch(report[0]) is not None and bool(frames) and BINDINGS.fullmatch(frames[0]) is not None
 
 
 def callers(frames: list[str]) -> str:
@@ -78,8 +92,8 @@ def callers(frames: list[str]) -> str:
     return " < ".join(dict.fromkeys(f"{match['name']} ({match['file']})" for match in chosen))
 
 
-def errors_in(said: str) -> Counter[str]:
-    """The sanitizer's reports, in one line each and without what differs from thread to thread, and how often."""
+def reports_in(said: str) -> list[list[str]]:
+    """The sanitizer's reports: the lines of each."""
     reports: list[list[str]] = []
     inside = False
     for line in said.splitlines():
@@ -92,6 +106,19 @@ def errors_in(said: str) -> Counter[str]:
             reports[-1].append(text)
         elif match:
             inside = False
+    return reports
+
+
+def count_in(said: str) -> int | None:
+    """How many errors the sanitizer says that there were, shown or not; None where it came to no end."""
+    found = re.findall(
+        r"(?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards? displayed.*)\s*$", said, re.M
+    )
+    return sum(int(one or other) for one, other in found) if found else None
+
+
+def errors_in(reports: list[list[str]]) -> Counter[str]:
+    """Reports in one line each and without what differs from thread to thread, and how often."""
     errors: Counter[str] = Counter()
     for kind, *lines in reports:
         caller = callers([line for line in lines if line.startswith("Host Frame:")])
@@ -103,25 +130,35 @@ def errors_in(said: str) -> Counter[str]:
 
 def account(said: str, most: int = 40, tail: int = 3000) -> str:
     """What to say of a process that was not clean: its errors, most frequent first, and how the rest ended."""
-    errors = errors_in(said).most_common()
+    errors = errors_in(reports_in(said)).most_common()
     lines = [f"  {count:5} x {error}" for error, count in errors[:most]]
     lines += [f"  and {len(errors) - most} other kinds of error"] if len(errors) > most else []
     rest = "\n".join(line for line in said.splitlines() if not SAID.search(line) and line.strip())
     return "\n".join([*lines, rest[-tail:]])
 
 
+def pytest_sessionstart() -> None:
+    """This file is a plugin of the processes below: there candidates race in plain launches, as CUDA graphs need the
+    caching allocator. Each would fail otherwise, and the tests see none but the canonical kernels."""
+    from vexact_ops._core import race
+
+    race.cuda_graph = lambda run: run
+
+
 def sanitized(arguments: list[str], tool: str, limit: float) -> tuple[int | None, str]:
     """pytest with these arguments under the sanitizer: its exit status (none: it was not done) and all it said."""
-    program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    command = [program, "--tool", tool, "--error-exitcode", "9", "--print-limit", "1000"]
-    command += [sys.executable, "-m", "pytest"]
+    command = [PROGRAM, "--tool", tool, "--error-exitcode", "9", "--print-limit", "1000"]
+    command += [sys.executable, "-m", "pytest", "-p", Path(__file__).stem]
     command += ["-n", "0", "-o", "addopts=", "-p", "no:cacheprovider", "--tb=short", "-q", "--disable-warnings"]
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "VEXACT_EXAMPLES": "1", "CI": "1"}
-    try:
-        done = subprocess.run([*command, *arguments], cwd=ROOT, env=env, capture_output=True, timeout=limit)
-        status, said = done.returncode, done.stdout + done.stderr
-    except subprocess.TimeoutExpired as late:
-        status, said = None, (late.stdout or b"") + (late.stderr or b"")
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), env.get("PYTHONPATH"))))
+    with tempfile.TemporaryDirectory() as cache:
+        env["VEXACT_CACHE"] = cache  # every candidate is verified here, and what was measured here serves nobody
+        try:
+            done = subprocess.run([*command, *arguments], cwd=ROOT, env=env, capture_output=True, timeout=limit)
+            status, said = done.returncode, done.stdout + done.stderr
+        except subprocess.TimeoutExpired as late:
+            status, said = None, (late.stdout or b"") + (late.stderr or b"")
     return status, said.decode(errors="replace")
 
 
@@ -132,10 +169,14 @@ def run(room: str, cases: str, tool: str, limit: float) -> tuple[bool, float, st
     seconds = time.monotonic() - begin
     if status is None:
         return False, seconds, f"not done within {limit:.0f} s\n{account(said)}"
-    errors = re.search(r"ERROR SUMMARY: .*", said)
-    passed = re.search(r"\d+ passed.*", said)
-    clean = status == 0 and passed is not None and errors is not None
-    summary = f"{passed[0] if passed else 'no test passed'}; {errors[0] if errors else 'no word of the sanitizer'}"
+    reports, count, passed = reports_in(said), count_in(said), re.search(r"\d+ passed.*", said)
+    of_look_ups = [report for report in reports if is_look_up(report)]
+    # 9: the tests passed and there were errors, of which each must have been shown to be judged
+    harmless = status == 9 and count == len(reports) == len(of_look_ups) > 0
+    clean = passed is not None and ((status == 0 and count == 0) or harmless)
+    found = "no word of the sanitizer" if count is None else f"{count} error{'' if count == 1 else 's'}"
+    found += f", {len(of_look_ups)} of them look-ups of driver functions" if of_look_ups else ""
+    summary = f"{passed[0] if passed else 'no test passed'}; {found}"
     return clean, seconds, summary if clean else f"{summary}\n{account(said)}"
 
 
@@ -148,6 +189,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.jobs < 1:
         parser.error(f"--jobs: got {args.jobs}, expected 1 or more")
+    if shutil.which(PROGRAM) is None:
+        parser.error("there is no compute-sanitizer here; it comes with the CUDA toolkit")
     unknown = set(args.rooms) - set(CASES)
     if unknown:
         parser.error(f"no cases of {', '.join(sorted(unknown))}")
