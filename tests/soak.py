@@ -4,7 +4,8 @@ Engines of random configurations, one after the other, on caches that are too sm
 requests of all kinds, abort and cancel them, stream and leave, pause and resume, write new weights, put the engine to
 sleep and wake it. In between all stops, and nothing may be held: no page, no slot, no request. Every completion, whole
 or aborted, is computed again by the training forward of the weights that its tokens were drawn with: token ids, both
-log-probabilities and the likeliest ones are compared as bytes. From round to round neither memory nor objects may grow.
+log-probabilities and the likeliest ones are compared as bytes. The engines of the second half of the time are those of
+the first half once more, and where they meet nothing new neither memory nor objects may grow (growth.py).
 The last line is a JSON object; the exit status is 1 where anything differs, is lost, grows or hangs.
 """
 
@@ -19,7 +20,6 @@ import json
 import os
 import queue
 import random
-import statistics
 import sys
 import threading
 import time
@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent / "engine"))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from engine_models import build, byte_tokenizer, check_idle
+from growth import Growth
 
 import vexact_ops as vx
 from benchmarks.harness import environment
@@ -46,7 +47,6 @@ LONGEST_PROMPT, MOST_NEW = 60, 48
 STATES = 2  # of the weights
 SHOWN = 20  # failures, at most
 HANG = 300  # seconds without an end of what should take one
-GROWTH = 8  # MiB of resident memory, from the second quarter of the rounds to the last
 ONE_ARENA = -8, 1  # for mallopt: else every thread has a heap of its own, and how those fill hides what leaks
 FAMILIES = {
     "cpu": [
@@ -346,19 +346,24 @@ class Soak:
         self.args, self.counts, self.rng = args, Counter(), random.Random(args.seed)
         ctypes.CDLL(None).mallopt(*ONE_ARENA)
         self.failures: list[str] = []
-        self.memory: list[dict] = []  # after each round
+        self.growth = Growth(args.device)
+        self.met: list[tuple] = []  # kinds of engines
         self.oracles: dict = {}
         self.began = time.monotonic()
 
-    def round(self, seconds: float) -> None:
+    def kind(self) -> tuple:
+        """Of an engine: its model, with which weights it begins, and its configuration."""
+        rng = self.rng
+        self.met.append((*rng.choice(list(self.oracles)), rng.randrange(STATES), configuration(rng, self.args.device)))
+        return self.met[-1]
+
+    def round(self, seconds: float, family: str, dtype: torch.dtype, first: int, config: EngineConfig) -> None:
         """One engine, from start to close."""
-        rng, device = self.rng, self.args.device
-        (family, dtype), oracles = rng.choice(list(self.oracles.items()))
+        rng, device, oracles = self.rng, self.args.device, self.oracles[family, dtype]
         states = [{name: value.detach() for name, value in o.model.state_dict().items()} for o in oracles]
         checker = Checker(oracles, self.counts)
-        checker.versions[0] = first = rng.randrange(STATES)
+        checker.versions[0] = first
         checker.start()
-        config = configuration(rng, device)
         model = model_of(family, dtype, device, first)
         try:
             engine = Engine.from_pretrained(model, device=device, config=config, tokenizer=byte_tokenizer())
@@ -422,53 +427,38 @@ class Soak:
             self.counts["leaked_slots"] += lost
             checker.fail(f"{lost} slots are held though nothing runs")
 
-    def look(self) -> None:
+    def look(self, judged: bool) -> None:
         """At memory and objects, with no engine there."""
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        alive = Counter(type(o).__name__ for o in gc.get_objects() if type(o) in OURS)
-        threads = sum(thread.name.startswith("vexact") for thread in threading.enumerate())
-        with open("/proc/self/status") as lines:
-            resident = next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
-        found = {"rss_mib": round(resident, 1), "objects": len(gc.get_objects()), "threads": threads}
-        if self.args.device == "cuda":
-            torch.cuda.synchronize()
-            found["cuda_mib"] = round(torch.cuda.memory_allocated() / 2**20, 2)
-        self.memory.append(found)
+        found = self.growth.look(judged)
+        alive, threads = Counter(type(o).__name__ for o in gc.get_objects() if type(o) in OURS), found["threads"]
         if alive or threads:
-            self.failures.append(f"after round {len(self.memory)} there are still {dict(alive)}, {threads} threads")
-
-    def growth(self, name: str) -> float:
-        """From the second quarter of the rounds to the last, medians; 0 of so few that they say nothing."""
-        values = [found[name] for found in self.memory]
-        quarter = len(values) // 4
-        if quarter < 2:
-            return 0.0
-        return statistics.median(values[-quarter:]) - statistics.median(values[quarter : 2 * quarter])
+            self.failures.append(
+                f"after round {len(self.growth.rounds)} there are still {dict(alive)}, {threads} threads"
+            )
 
     def run(self) -> dict:
         args = self.args
         for family, dtype in FAMILIES[args.device] if args.minutes else ():
             self.oracles[family, dtype] = [Oracle(family, dtype, args.device, state) for state in range(STATES)]
         self.began = time.monotonic()
-        end = self.began + 60 * args.minutes
+        end, repeated = self.began + 60 * args.minutes, 0
         while (left := end - time.monotonic()) > 0 and not self.failures:
-            self.round(min(left, self.rng.uniform(0.3, 1.7) * args.round))
-            self.look()
+            again = bool(self.met) and left < 30 * args.minutes
+            seconds = min(left, self.rng.uniform(0.3, 1.7) * args.round)
+            self.round(seconds, *(self.met[repeated % len(self.met)] if again else self.kind()))
+            repeated += again
+            self.look(again)
             if sys.stderr.isatty():
-                sys.stderr.write(f"\r{left:6.0f} s left, {dict(self.counts)}, {self.memory[-1]}")
-        grown = {name: round(self.growth(name), 2) for name in self.memory[-1]} if self.memory else {}
-        limits = {"rss_mib": GROWTH, "objects": 2000, "cuda_mib": 1}
-        for name, most in limits.items():
-            if grown.get(name, 0) > most:
-                self.failures.append(f"{name} has grown by {grown[name]}, expected at most {most}")
+                sys.stderr.write(f"\r{left:6.0f} s left, {dict(self.counts)}, {self.growth.rounds[-1]}")
+        self.failures += self.growth.failures()
         if self.counts["checked"] == 0:
             self.failures.append("nothing was checked")
-        return self.finish(grown)
+        return self.finish()
 
-    def finish(self, grown: dict | None = None) -> dict:
+    def finish(self) -> dict:
         """The last line, written."""
         args, shown = self.args, ("checked", "differ", "leaked_pages", "leaked_slots")
+        rounds = self.growth.rounds
         found = {
             "room": "soak",
             "case": f"{args.device} {args.minutes:g} minutes",
@@ -476,11 +466,14 @@ class Soak:
             "device": args.device,
             "minutes": round((time.monotonic() - self.began) / 60, 2),
             "seed": args.seed,
-            "rounds": len(self.memory),
+            "rounds": len(rounds),
+            "judged": len(self.growth.added("decisions")) if rounds else 0,
             **{name: self.counts[name] for name in shown},
             "counts": {name: count for name, count in sorted(self.counts.items()) if name not in shown},
-            "growth": grown,
-            "memory": self.memory[:: max(1, len(self.memory) // 20)],
+            "growth": self.growth.total(),
+            "growth_per_round": self.growth.per_round(),
+            "grown": self.growth.what(),
+            "memory": rounds[:: max(1, len(rounds) // 40)],
             "failures": self.failures[:SHOWN],
             **{name: environment(args.device)[name] for name in ("gpu", "cpu", "torch", "triton", "commit", "date")},
         }
@@ -498,9 +491,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--round", type=float, default=20, help="mean seconds of an engine's life")
+    parser.add_argument("--round", type=float, help="mean seconds of an engine's life, else for 40 of them, at most 20")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the last line to it")
     args = parser.parse_args(argv)
+    if args.round is None:
+        args.round = min(20.0, max(1.0, 60 * args.minutes / 40))
     found = Soak(args).run()
     return int(bool(found["failures"] or found["differ"]))
 

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import growth
 import soak
 import torch
 from engine_models import byte_tokenizer
@@ -88,13 +89,72 @@ def test_one_bit_is_found():
         values[3] = kept
 
 
-def test_growth_is_found():
+class Rounds(growth.Growth):
+    def __init__(self, **columns):
+        super().__init__("cpu")
+        self.rounds = [{"decisions": 7} | dict(zip(columns, values)) for values in zip(*columns.values())]
+        self._judged_from = 0
+
+
+def test_what_goes_on_growing_is_found_and_what_is_met_late_is_not():
+    steady = [400.0] * 24
+    for each, every in ((0.3, 1), (1.0, 1), (1.0, 3)):  # MiB, in so many rounds
+        (said,) = Rounds(rss_mib=[400 + each * (i // every) for i in range(24)], objects=steady).failures()
+        assert said.startswith("rss_mib grows by")
+    (said,) = Rounds(rss_mib=steady, objects=[100 * i for i in range(24)]).failures()
+    assert said.startswith(
+        "objects grows by 100 a round, 2300 in 23 rounds that decided nothing new, expected at most 50"
+    )
+    assert Rounds(cuda_mib=[0.1 * i for i in range(24)]).failures()
+    assert Rounds(rss_mib=[400 + 0.2 * i for i in range(60)]).failures()  # little a round, much in the end
+    assert not Rounds(rss_mib=[400 + 30 * (i > 3) + 5 * (i > 20) for i in range(24)], objects=steady).failures()
+    deciding = [i // 2 for i in range(24)]  # each second round, and what that costs
+    assert not Rounds(rss_mib=[400 + 16 * i for i in deciding], objects=steady, decisions=deciding).failures()
+    assert Rounds(rss_mib=[400 + 16 * n + i for i, n in enumerate(deciding)], decisions=deciding).failures()
+    few = Rounds(rss_mib=[400 + 50 * i for i in range(growth.FEWEST)])
+    assert few.failures() == [] and few.total() == few.per_round() == {}  # nothing is claimed of them
+
+
+KEPT: list = []
+
+
+def test_what_an_engine_leaves_behind_is_found(monkeypatch):
+    """1 MiB or 100 objects of each, in a soak of engines that have nothing to do."""
+    made = soak.Soak(argparse.Namespace(device="cpu", seed=0, minutes=1, round=1, json=None))
+    made.oracles["Llama", torch.bfloat16] = None
+    family, dtype, _, config = made.kind()
+    close, model = Engine.close, soak.model_of(family, dtype, "cpu", 0)
+
+    def careless(self):
+        close(self)
+        KEPT.append(bytearray(os.urandom(leaves["bytes"])))
+        KEPT.extend([i] for i in range(leaves["lists"]))
+
+    monkeypatch.setattr(Engine, "close", careless)
+    for mebibytes, lists, found in ((0, 0, []), (1, 0, ["rss_mib"]), (0, 100, ["objects"])):
+        leaves, made.growth = {"bytes": mebibytes << 20, "lists": lists}, growth.Growth("cpu")
+        for i in range(3 + growth.FEWEST):
+            Engine.from_pretrained(model, config=config, tokenizer=byte_tokenizer()).close()
+            made.look(judged=i >= 2)
+        assert not made.failures and [said.split()[0] for said in made.growth.failures()] == found
+        assert made.growth.what()["types"].get("list", 0) == lists * growth.FEWEST
+        KEPT.clear()
+
+
+def test_where_growth_is_is_said():
+    made = growth.Growth("cpu")
+    made.look(judged=True)
+    KEPT.extend([i] for i in range(1000))
+    made.look(judged=True)
+    assert made.what()["containers"]["test_soak.KEPT"] == 1000 and made.rounds[-1]["new"]["list"] >= 1000
+    KEPT.clear()
+
+
+def test_growth_fails_a_soak(monkeypatch):
     made = soak.Soak(argparse.Namespace(device="cpu", seed=0, minutes=0, round=1, json=None))
-    made.memory = [{"rss_mib": 400 + i} for i in range(8)]
-    assert made.growth("rss_mib") == 4
     assert made.run()["failures"] == ["nothing was checked"]
-    made.memory = [{"rss_mib": 400 + 20 * i} for i in range(8)]
-    assert "rss_mib has grown by 80.0, expected at most 8" in made.run()["failures"]
+    made.growth = Rounds(rss_mib=[400 + 20 * i for i in range(8)])
+    assert "rss_mib grows by 20 a round, 140 in 7 rounds" in made.run()["failures"][1]
 
 
 def test_configurations_hold_the_longest_request():
