@@ -293,7 +293,8 @@ class Engine:
         mode     what becomes of requests under way, as in pause(). With "keep" those whose keys and values are gone
                  are computed anew from their tokens: not a bit of them is another one
         returns  bytes given back, by tag: on a GPU the memory that this process (or those of all its stages) holds less
-                 than before, the host's for a CPU. What is asleep already gives nothing
+                 than before, the host's for a CPU. torch's allocator gives back whole segments: one that tensors of two
+                 tags share counts with the tag that sleeps last. What is asleep already gives nothing
         raises   RuntimeError or MemoryError where the host has no memory for what level 1 keeps: the weights stay, what
                  fell asleep before them is in `asleep`, and wake_up() goes on
 

@@ -27,8 +27,14 @@ def ask(engine):
     return [(bits(c), c.top_logprobs, c.prompt_logprobs, c.prompt_top_logprobs) for c in done]
 
 
+def free():
+    return [torch.cuda.mem_get_info(i)[0] for i in range(2)]
+
+
 def test_two_gpus_have_the_bits_of_one_and_sleep(tmp_path):
-    options = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, max_position_embeddings=4096)
+    # Matrices of more than 10 MiB: smaller ones share torch's segments with whatever is next, keys and values too, and
+    # a segment is given back as a whole, with the last that lies in it.
+    options = dict(hidden_size=1024, intermediate_size=8192, num_hidden_layers=4, max_position_embeddings=4096)
     model = build("Qwen3", torch.bfloat16, **options)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     model.save_pretrained(tmp_path)
@@ -39,17 +45,23 @@ def test_two_gpus_have_the_bits_of_one_and_sleep(tmp_path):
     staged = replace(CONFIG, pipeline_parallel_size=2)
     with Engine.from_pretrained(tmp_path, device="cuda", config=staged) as engine:
         assert ask(engine) == expected
-        free = [torch.cuda.mem_get_info(i)[0] for i in range(2)]
+        each = [held + numbers[2] for held, numbers in zip(engine._worker.held, engine._worker.numbers())]
+        weights, cache = sum(engine._worker.held), sum(each) - sum(engine._worker.held)
         for level in (1, 2):
             given = engine.sleep(level)
-            weights, cache = sum(engine._worker.held), sum(held for *_, held in engine._worker.numbers())
-            assert cache == 0 and engine.asleep == TAGS
+            assert not any(held for *_, held in engine._worker.numbers()) and engine.asleep == TAGS
             assert given["weights"] > 0.95 * weights and given["kv_cache"] > 0 and given["graphs"] > 0
-            back = [torch.cuda.mem_get_info(i)[0] - free[i] for i in range(2)]
-            assert all(count > 0 for count in back), back
+            assert given["weights"] + given["kv_cache"] > 0.95 * (weights + cache)
             engine.wake_up(["weights"])
             if level == 2:
                 engine.update_weights(state, numerics=engine.numerics())
             engine.wake_up()
             assert ask(engine) == expected
+        gained = []
+        for _ in range(3):  # of the devices themselves, where others may take some in that moment
+            before = free()
+            engine.sleep()
+            gained.append([now - had for now, had in zip(free(), before)])
+            engine.wake_up()
+        assert all(max(column) > 0.9 * size for column, size in zip(zip(*gained), each)), (gained, each)
         check_idle(engine)
