@@ -85,6 +85,8 @@ CASES = {
             {},
         ),
     ),
+    "linear_silu_mul": ("linear_silu_mul", lambda i: ((i.new(5, 40), i.new(48, 40), i.new(48)), {})),
+    "linear_silu_mul.few": ("linear_silu_mul", lambda i: ((i.new(5, 40).detach(), i.new(48, 40).detach()), {})),
     "silu_mul": ("silu_mul", lambda i: ((i.new(5, 40),), {})),
     "log_softmax": ("log_softmax", lambda i: ((i.new(5, 600),), {})),
     "log_softmax.fp32": ("log_softmax", lambda i: ((i.new(4, 600),), {"out_dtype": FP32})),
