@@ -1,4 +1,4 @@
-"""The Triton kernels on a machine without a GPU: a few small cases of every room in Triton's interpreter.
+"""The Triton kernels on a machine without a GPU: a few small cases of every room, and the engine's, in the interpreter.
 
 It needs a process of its own, since Triton reads TRITON_INTERPRET where a kernel is defined. `TRITON_INTERPRET=1 pytest
 tests/ops -k cpu-triton` runs all that the rooms' tests say of these kernels; on a GPU they run compiled, without it.
@@ -17,6 +17,7 @@ FEW = (
     "cpu-triton and (alone or gpu or tile) and not fp16 and not (gradients_of_a_sequence and fp32)"
     " and not (test_tokens_stand_alone and (gelu_tanh or fp32))"
     " or cpu-triton and default_dtype_does_not_show and bf16"
+    " or cpu-triton and test_step_kernels"
     " or cpu-triton and (steps_along or several_trees and 2049 or left_the_window and sinks and d80 and bf16)"
 )
 
@@ -25,7 +26,7 @@ FEW = (
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the interpreted run")
 def test_the_triton_kernels_in_the_interpreter():
     env = {**os.environ, "TRITON_INTERPRET": "1", "VEXACT_EXAMPLES": "2", "CI": "1"}
-    paths = [str(TESTS / "ops"), str(TESTS / "test_default_dtype.py")]
+    paths = [str(TESTS / name) for name in ("ops", "test_default_dtype.py", "engine/test_step_kernels.py")]
     command = [sys.executable, "-m", "pytest", *paths, "-n", "0", "-x", "-k", FEW]
     done = subprocess.run(command, cwd=TESTS.parent, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -179,6 +179,11 @@ class Buffers:
         self.words = self.memory.view(torch.int64)
         self.last = self.words[: slots + 1]
         self.drawn = torch.zeros(4 * tokens, dtype=torch.int32, device=device)
+        self._kernels = None  # torch's
+        if device.type == "cuda":
+            from . import triton  # on a CPU it need not be installed
+
+            self._kernels = triton
         self._hosts: list[Host] = []  # all there are: one that is lost with its step may still be read by kernels
         self._free: list[Host] = []
 
@@ -297,18 +302,29 @@ class Buffers:
         """The batch, and the rows that are drawn after. A last token that is none (-1: what it was to be drawn from was
         not finite) is computed as token 0: it must not be an index, and nobody will ask for what comes of it."""
         c = self.columns(body)
-        # not index_select: up to 16 rows that takes ten times as long
-        input_ids = self.words[c["sources"]].clamp_(min=0)
-        table = self.table if body.width == self.max_pages else self.table[:, : body.width]
-        table = table[c["slots"]]
+        if self._kernels:
+            input_ids, table = self._kernels.inputs(self.words, c["sources"], self.table, c["slots"], body.width)
+        else:
+            input_ids = self.words[c["sources"]].clamp_(min=0)
+            table = self.table[:, : body.width][c["slots"]]
         paged = vx.patch.PagedBatch(*self.caches, c["places"], table, c["context"], c["starts"], body.longest)
         return Batch(input_ids, c["positions"], paged), c["rows"]
 
+    def take(self, hidden: Tensor, rows: Tensor, out: Tensor) -> None:
+        """out[:] = hidden[rows]."""
+        if self._kernels and hidden.is_contiguous():
+            self._kernels.take(hidden, rows, out)
+        else:
+            torch.ops.aten.index.Tensor_out(hidden, [rows], out=out)
+
     def keep(self, slots: Tensor, ids: Tensor, values: Sequence[Tensor]) -> None:
         """Note what was drawn: the ids for the slots' next tokens, all of it for the host."""
-        self.last.index_copy_(0, slots, ids)
-        parts = [t.view(torch.int32) for t in (ids, *values)]
-        torch.cat(parts, out=self.drawn[: 4 * len(ids)])
+        if self._kernels:
+            self._kernels.keep(slots, ids, *values, self.last, self.drawn)
+        else:
+            self.last.index_copy_(0, slots, ids)
+            parts = [t.view(torch.int32) for t in (ids, *values)]
+            torch.cat(parts, out=self.drawn[: 4 * len(ids)])
 
     def width(self, context: int) -> int:
         """Pages for so many keys, for a step of its own."""

@@ -301,7 +301,7 @@ class Runner:
         if self._hidden is None:
             self._hidden = hidden.new_zeros(self._slots, hidden.shape[1])
         if body.draws:
-            torch.ops.aten.index.Tensor_out(hidden, [rows], out=self._hidden[: body.draws])
+            self.buffers.take(hidden, rows, self._hidden[: body.draws])
         return hidden
 
     def _draw(self, head: Head) -> None:

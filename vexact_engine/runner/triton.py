@@ -1,0 +1,101 @@
+"""What a GPU does around a forward, in few small kernels: a step's ids and pages are gathered, the rows that are drawn
+after are taken out, and what was drawn is noted. Torch has a kernel or two for each of these, every one of which takes
+longer than its work does. Bytes are moved and nothing is computed: they are what torch's would be.
+"""
+
+import contextlib
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@functools.cache
+def _early(device: torch.device) -> dict:
+    """Launch options: where the GPU can, a kernel is brought up while the one before it comes to its end."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+@triton.jit
+def _begin(PDL: tl.constexpr):
+    """Before any access to memory: waits until all that came before in the stream is done and can be seen."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit(do_not_specialize=["tokens", "sequences"])
+def _inputs_kernel(
+    words, sources, ids, slots, table, pages, tokens, sequences, width, table_stride,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    _begin(PDL)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if (row < tokens) & (part == 0):
+        token = tl.load(words + tl.load(sources + row))
+        tl.store(ids + row, tl.maximum(token, 0))
+    if row < sequences:
+        at = part * BLOCK + tl.arange(0, BLOCK)
+        page = tl.load(table + tl.load(slots + row) * table_stride + at, mask=at < width)
+        tl.store(pages + row * width + at, page, mask=at < width)
+
+
+@triton.jit
+def _take_kernel(source, rows, target, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    _begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(source + tl.load(rows + row) * WIDTH + at, mask=at < WIDTH)
+    tl.store(target + row * WIDTH + at, x, mask=at < WIDTH)
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["ids", "values", "raw_values"])
+def _keep_kernel(slots, ids, values, raw_values, last, drawn, rows, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    _begin(PDL)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = row < rows
+    token = tl.load(ids + row, mask=there, other=0)
+    tl.store(last + tl.load(slots + row, mask=there, other=0), token, mask=there)
+    tl.store(drawn.to(tl.pointer_type(tl.int64)) + row, token, mask=there)
+    value = tl.load(values + row, mask=there, other=0.0)
+    raw = tl.load(raw_values + row, mask=there, other=0.0)
+    tl.store(drawn + 2 * rows + row, value.to(tl.int32, bitcast=True), mask=there)
+    tl.store(drawn + 3 * rows + row, raw.to(tl.int32, bitcast=True), mask=there)
+
+
+def inputs(words: Tensor, sources: Tensor, table: Tensor, slots: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """words[sources], 0 where that is less, and the first columns of table[slots]."""
+    tokens, sequences = len(sources), len(slots)
+    ids, pages = torch.empty_like(sources), table.new_empty(sequences, width)
+    with _on(words.device):
+        _inputs_kernel[(max(tokens, sequences), triton.cdiv(width, 1024))](
+            words, sources, ids, slots, table, pages, tokens, sequences, width, table.stride(0),
+            BLOCK=1024, num_warps=4, **_early(words.device),
+        )  # fmt: skip
+    return ids, pages
+
+
+def take(source: Tensor, rows: Tensor, target: Tensor) -> None:
+    """target[:] = source[rows]; both contiguous."""
+    width = source.shape[1]
+    with _on(source.device):
+        _take_kernel[(len(rows), triton.cdiv(width, 1024))](
+            source, rows, target, WIDTH=width, BLOCK=1024, num_warps=4, **_early(source.device)
+        )
+
+
+def keep(slots: Tensor, ids: Tensor, values: Tensor, raw_values: Tensor, last: Tensor, drawn: Tensor) -> None:
+    """last[slots] = ids, and in `drawn` the bytes of ids, values and raw values."""
+    rows = len(ids)
+    with _on(ids.device):
+        _keep_kernel[(triton.cdiv(rows, 128),)](
+            slots, ids, values, raw_values, last, drawn, rows, BLOCK=128, num_warps=4, **_early(ids.device)
+        )
