@@ -195,7 +195,7 @@ def test_vllm_by_its_public_interface(monkeypatch):
     found = peer._vllm(task | {"jobs": [[[1, 2, 3], 40], [[4], 5]]})
     assert asked[0][0]["architectures"] == ["Qwen3ForCausalLM"] and asked[0][0]["num_hidden_layers"] == 2
     assert asked[0][1]["max_model_len"] == 43 and asked[0][1]["load_format"] == "dummy"
-    assert asked[1:] == [[(3, 2), (1, 2)], [(3, 1), (1, 1)], [(3, 17), (1, 5)], [(3, 40), (1, 5)]]
+    assert asked[1:] == [[(3, 2), (1, 2)], *3 * [[(3, 1), (1, 1)]], [(3, 17), (1, 5)], [(3, 40), (1, 5)]]
     assert found["tokens_per_s"] > 0 and found["new_at_most"] == 40
 
 
@@ -210,6 +210,17 @@ def test_a_peer_that_is_slow_generates_fewer_tokens(monkeypatch):
     assert found["new_at_most"] == 60 and found["step_ms"] == 500 and found["seconds"] == 32
     assert found["tokens_per_s"] == round(70 / 32, 1)
     assert peer.timed(generate, [[[1], 100]], seconds=1.0)["new_at_most"] == 17
+
+
+@pytest.mark.parametrize("held,step", [(1, 500), (2, 500), (3, None)])
+def test_a_run_that_is_held_up_shortens_no_step(held, step, monkeypatch):
+    clock, late = [0.0], [30] * held
+    monkeypatch.setattr(peer.time, "perf_counter", lambda: clock[0])
+
+    def generate(new):
+        clock[0] += 2 + 0.5 * new + (late.pop() if new == 1 and late else 0)
+
+    assert peer.timed(generate, [[[1], 6]], seconds=32.5)["step_ms"] == step
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Qwen3Moe", "DeepseekV3"])
