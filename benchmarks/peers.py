@@ -135,46 +135,56 @@ def batch_invariant(name: str) -> Callable:
     return getattr(batch_invariant_ops, name)
 
 
-def flashinfer_decode() -> Callable[..., Tensor]:
-    """FlashInfer's paged decode. Its plan is made once for each set of buffers, before anything is timed, as an engine
-    makes it before the layers of a step."""
+def flashinfer_paged(prefill: bool = False) -> Callable[..., Tensor]:
+    """FlashInfer's attention over pages: one query a sequence, or with prefill a chunk of them at each one's end. Its
+    plan is made once for each set of buffers, before anything is timed, as an engine makes it before the layers of a
+    step."""
     import flashinfer
 
     plans = {}
 
-    def plan(q, k_cache, table, lens):
+    def plan(q, k_cache, table, lens, cu_seqlens):
         _, page, heads, size = k_cache.shape
         pages = (lens.long() + page - 1) // page
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            torch.empty(128 << 20, dtype=torch.uint8, device=q.device), "NHD", use_tensor_cores=q.shape[1] > heads
-        )
         ends = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int()
         indices = torch.cat([row[:count] for row, count in zip(table, pages.tolist())])
-        last = (lens - (pages.int() - 1) * page).int()
-        wrapper.plan(
-            ends, indices, last, q.shape[1], heads, size, page, q_data_type=q.dtype, kv_data_type=k_cache.dtype
-        )
+        places = ends, indices, (lens - (pages.int() - 1) * page).int()
+        sizes = q.shape[1], heads, size, page
+        dtypes = {"q_data_type": q.dtype, "kv_data_type": k_cache.dtype}
+        workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=q.device)  # it has to be zero at first
+        if prefill:
+            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+            wrapper.plan(cu_seqlens, *places, *sizes, causal=True, **dtypes)
+        else:
+            grouped = q.shape[1] > heads
+            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=grouped)
+            wrapper.plan(*places, *sizes, **dtypes)
         return wrapper
 
     def run(q, k_cache, v_cache, table, lens, cu_seqlens):
         key = (table.data_ptr(), lens.data_ptr(), q.shape)
         if key not in plans:  # which holds both, so that nothing else comes to lie there
-            plans[key] = plan(q, k_cache, table, lens), table, lens
-        return plans[key][0].run(q, (k_cache, v_cache))
+            plans[key] = plan(q, k_cache, table, lens, cu_seqlens), table, lens
+        # Where none is given, one is made and set to zero
+        return plans[key][0].run(q, (k_cache, v_cache), out=torch.empty_like(q))
 
     return run
 
 
-def flashinfer_sample(temperature: float, top_p: float, top_k: int) -> Callable[[Tensor], Tensor]:
-    """FlashInfer's draw from logits: ids alone, no log-probabilities."""
+def flashinfer_sample(
+    temperature: float, top_p: float = 1.0, top_k: int = 0
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """FlashInfer's draw from logits: ids alone, no log-probabilities. Seeds and positions are given as tensors: what it
+    would take from a generator instead cannot be captured in a graph."""
     from flashinfer import sampling
 
-    def run(logits):
+    def run(logits, seeds, positions):
+        at = {"seed": seeds, "offset": positions}
         if top_k:
-            return sampling.top_k_top_p_sampling_from_logits(logits / temperature, top_k, top_p)
+            return sampling.top_k_top_p_sampling_from_logits(logits / temperature, top_k, top_p, **at)
         probabilities = sampling.softmax(logits, temperature)
         if top_p < 1:
-            return sampling.top_p_sampling_from_probs(probabilities, top_p)
-        return sampling.sampling_from_probs(probabilities)
+            return sampling.top_p_sampling_from_probs(probabilities, top_p, **at)
+        return sampling.sampling_from_probs(probabilities, **at)
 
     return run

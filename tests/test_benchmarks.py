@@ -338,29 +338,82 @@ def test_a_module_without_a_package_is_found_on_a_path(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "batch_invariant_ops")
 
 
-def test_flashinfer_by_its_public_interface(monkeypatch):
-    """Its own package is not here: a stand-in with the calls that are used."""
+@pytest.fixture
+def flashinfer(monkeypatch):
+    """Its own package is not here: a stand-in with the calls that are used, by the names and in the order of 0.7.2."""
     planned = []
 
     class Wrapper:
-        def __init__(self, workspace, layout, use_tensor_cores):
-            assert layout == "NHD" and workspace.dtype == torch.uint8 and use_tensor_cores
+        def __init__(self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, use_tensor_cores=False):
+            assert kv_layout == "NHD" and not use_cuda_graph
+            assert float_workspace_buffer.dtype == torch.uint8 and not float_workspace_buffer.any()
+            self.told = [use_tensor_cores]
 
-        def plan(self, ends, indices, last, *sizes, **dtypes):
-            planned.append((ends.tolist(), indices.tolist(), last.tolist(), sizes))
+        def run(self, q, paged_kv_cache, *, out=None):
+            k_cache, v_cache = paged_kv_cache
+            assert out.shape == q.shape and k_cache.shape == v_cache.shape
+            return out.fill_(len(planned))
 
-        def run(self, q, caches):
-            return q, caches
+    class Decode(Wrapper):
+        def plan(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, **dtypes):
+            assert {t.dtype for t in (indptr, indices, last_page_len)} == {torch.int32}
+            sizes = num_qo_heads, num_kv_heads, head_dim, page_size
+            planned.append([*self.told, indptr.tolist(), indices.tolist(), last_page_len.tolist(), sizes, dtypes])
 
+    class Prefill(Decode):
+        def plan(self, qo_indptr, *of_decode, causal=False, **dtypes):
+            self.told = [causal, qo_indptr.tolist()]
+            super().plan(*of_decode, **dtypes)
+
+    sampling = types.SimpleNamespace(
+        softmax=lambda logits, temperature: torch.softmax(logits / temperature, -1),
+        sampling_from_probs=lambda probs, *, seed, offset: (probs.argmax(-1), seed, offset),
+        top_p_sampling_from_probs=lambda probs, top_p, *, seed, offset: (top_p, seed, offset),
+        top_k_top_p_sampling_from_logits=lambda logits, top_k, top_p, *, seed, offset: ((top_k, top_p), seed, offset),
+    )
     package = types.ModuleType("flashinfer")
-    package.BatchDecodeWithPagedKVCacheWrapper = Wrapper
+    package.BatchDecodeWithPagedKVCacheWrapper = Decode
+    package.BatchPrefillWithPagedKVCacheWrapper = Prefill
+    package.sampling = sampling
     monkeypatch.setitem(sys.modules, "flashinfer", package)
-    decode = peers.flashinfer_decode()
-    q, cache = torch.zeros(2, 4, 16), torch.zeros(5, 8, 2, 16)
+    return planned
+
+
+def test_flashinfer_s_attention_is_planned_once(flashinfer):
     table, lens = torch.tensor([[3, 1, 9], [4, 2, 0]], dtype=torch.int32), torch.tensor([16, 17], dtype=torch.int32)
-    for _ in range(2):
-        assert decode(q, cache, cache, table, lens, None)[0] is q
-    assert planned == [([0, 2, 5], [3, 1, 4, 2, 0], [8, 1], (4, 2, 16, 8))]
+    cache, rows = torch.zeros(5, 8, 2, 16), torch.tensor([0, 1, 4], dtype=torch.int32)
+    dtypes = {"q_data_type": torch.float32, "kv_data_type": torch.float32}
+    pages = [[0, 2, 5], [3, 1, 4, 2, 0], [8, 1], (4, 2, 16, 8), dtypes]
+    decode, prefill = peers.flashinfer_paged(), peers.flashinfer_paged(prefill=True)
+    for count, fn in ((2, decode), (2, decode), (4, prefill), (4, prefill)):
+        q = torch.zeros(count, 4, 16)
+        out = fn(q, cache, cache, table, lens, rows)
+        assert out is not q and out.unique().tolist() == [1 if fn is decode else 2]
+    assert flashinfer == [[True, *pages], [True, [0, 1, 4], *pages]]
+    decode(torch.zeros(2, 2, 16), cache, cache, table, lens, rows)
+    assert flashinfer[-1][0] is False, "a key head for each query head: no tensor cores"
+
+
+def test_flashinfer_s_draw_takes_its_seeds_from_tensors(flashinfer):
+    logits, seeds, positions = torch.eye(3), torch.arange(3), torch.arange(3) + 7
+    ids, *at = peers.flashinfer_sample(0.7)(logits, seeds, positions)
+    assert ids.tolist() == [0, 1, 2]
+    for nucleus, told in (({"top_p": 0.9}, 0.9), ({"top_k": 5, "top_p": 0.9}, (5, 0.9))):
+        got, *also = peers.flashinfer_sample(0.7, **nucleus)(logits, seeds, positions)
+        assert got == told and all(a is b for a, b in zip(at + also, 2 * [seeds, positions]))
+
+
+def test_flashinfer_is_beside_ours_where_keys_and_values_are_of_one_size(flashinfer, monkeypatch):
+    from benchmarks.ops import attention
+
+    found = {}
+    for name in ("qwen3-8b", "deepseek-v3"):
+        # Cases of a GPU are made here, not run
+        found |= {c.name: set(c.providers) for c in attention.cases(SHAPES[name], [1], torch.bfloat16, "cuda")}
+    for case in ("1 x 512", "16 x 1000", "64 x 4096", "256 x 4096"):
+        assert "flashinfer" in found[f"decode {case} page 16 qwen3-8b bfloat16"]
+    assert all("flashinfer" in who for case, who in found.items() if case.startswith("prefill"))
+    assert not any("flashinfer" in who for case, who in found.items() if "kv_segment" in case or "deepseek" in case)
 
 
 def test_memory_sweeps_over_tokens(monkeypatch, tmp_path):

@@ -14,7 +14,7 @@ import vexact_ops as vx
 
 from ..checks import as_tuple, reference
 from ..harness import Case, random
-from ..peers import flashinfer_decode, installed
+from ..peers import flashinfer_paged, installed
 from ..shapes import Shape
 
 PAGE = 16
@@ -26,6 +26,7 @@ DECODES = (
     (64, 4096, 128, None),
     (64, 4096, 16, None),
     (256, 4096, 128, None),
+    (256, 4096, 16, None),
     (256, 4096, 128, 2048),
     (16, 1000, 16, None),
     (1, 32768, 16, 2048),
@@ -201,8 +202,8 @@ def _decode(
         return one, fn(q, k_cache, v_cache, table, lens, cu_seqlens)[-1:]
 
     others = {"torch": stock}
-    if device == "cuda" and dtype != torch.float32 and segment is None and not shape.shared:
-        others |= installed(flashinfer=flashinfer_decode)
+    if device == "cuda" and dtype != torch.float32 and segment is None and shape.Dv == shape.D:
+        others |= installed(flashinfer=flashinfer_paged)  # its plan of a decode takes one head size
     # With other pages it goes another way, which died with an illegal instruction once
     if device == "cuda" and dtype != torch.float32 and segment is None and page == 128 and not shape.shared:
         others |= installed(**{"flash-attn-4": _flash_decode})
@@ -248,7 +249,7 @@ def _prefill(shape: Heads, rows: int, context: int, page: int, dtype: torch.dtyp
         "attention",
         f"prefill {rows} of {context} page {page} {shape.name} {str(dtype)[6:]}",
         make,
-        {"vexact": ours, "torch": stock},
+        {"vexact": ours, "torch": stock, **installed(flashinfer=lambda: flashinfer_paged(prefill=True))},
         bits,
         bytes=values * dtype.itemsize,
         flops=2 * pairs * shape.Hq * (shape.D + shape.Dv),

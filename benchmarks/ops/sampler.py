@@ -25,14 +25,7 @@ def _stock(logits, top_p=1.0, top_k=0):
 
 
 OPTIONS = {"": {}, " top_p=0.9": {"top_p": 0.9}, " top_p=0.9 top_k=50": {"top_p": 0.9, "top_k": 50}}
-
-
 FREE = {"n": "V"}
-
-
-def _flashinfer(top_p=1.0, top_k=0):
-    draw = flashinfer_sample(0.7, top_p, top_k)
-    return lambda logits, seeds, positions: draw(logits)
 
 
 def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) -> Iterator[Case]:
@@ -62,5 +55,5 @@ def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) ->
             name = f"{shape.name} R={count} t=0.7{label}"
             others = {}
             if device == "cuda":
-                others = installed(flashinfer=lambda options=options: _flashinfer(**options))
+                others = installed(flashinfer=lambda options=options: flashinfer_sample(0.7, **options))
             yield Case("sampler", name, make, {"vexact": ours, "torch": stock, **others}, bits, bytes=size, flops=size)
