@@ -15,6 +15,7 @@ ROOMS = sorted(path.stem for path in (Path(__file__).parent / "ops").glob("*.py"
 # What the programs beside the rooms read, and their own groups of options.
 PROGRAMS = {
     "admit": {"shape", "dtype"},
+    "commands": {"case"},
     "engine": {"shape", "dtype", "peers", "peer_path", "model", "layers", "latent"},
     "handover": {"shape", "repeats", "layers"},
     "imports": {"repeats"},
