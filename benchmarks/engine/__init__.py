@@ -5,6 +5,7 @@ python -m benchmarks engine --shape qwen3-1.7b --batch 1,64,256 --prompt 512 --n
 python -m benchmarks engine --model DIR --workload sharegpt,mix --requests 100,1000 --concurrency 8,64,256 --plot
 python -m benchmarks engine --shape qwen3-8b --profile traces
 python -m benchmarks engine --shape qwen3-8b --batch 256 --engine pipeline_parallel_size=2 --sleep
+python -m benchmarks engine --shape qwen3-8b --batch 256 --replicas 2
 python -m benchmarks engine --device cpu
 """
 
@@ -48,6 +49,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--rate", metavar="R,R", help="sharegpt, mix: requests per second, at random times (all at once)")
     add("--seed", type=int, default=0, metavar="N", help="of lengths, prompts and arrivals (0)")
     add("--engine", default="", metavar="KEY=VALUE,...", help="fields of EngineConfig (its defaults)")
+    add("--replicas", type=int, default=1, metavar="N", help="engines that share the requests, each a process (1)")
     add("--profile", type=Path, metavar="FOLDER", help="a Chrome trace and a table of where a step goes (none)")
     add("--sleep", action="store_true", help="put the engine to sleep afterwards: seconds, and memory")
     add("--no-verify", action="store_true", help="do not compare with the trainer's forward afterwards")
@@ -112,8 +114,12 @@ def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(f"--engine: {error}")
     if args.latent:
         args.config = replace(args.config, latent_attention=True)
+    if args.replicas < 1:
+        parser.error(f"--replicas: got {args.replicas}, expected 1 or more")
     if args.profile is not None and args.config.pipeline_parallel_size > 1:
         parser.error("--profile: an engine in stages computes in other processes, expected pipeline_parallel_size=1")
+    if args.profile is not None and args.replicas > 1:
+        parser.error("--profile: replicas compute in other processes, expected --replicas 1")
 
 
 def _config(text: str):
@@ -148,24 +154,26 @@ def _sources(args: argparse.Namespace) -> list[str]:
     return [SMOLLM2] if args.device == "cpu" and not args.shape_given else args.shape.split(",")
 
 
-def load(args: argparse.Namespace, source: str, dtype: str, stages: int = 1):
-    """(Loaded, what it is called, where its weights are from). For several stages it is loaded by them."""
+def load(args: argparse.Namespace, source: str, dtype: str, whole: bool = True):
+    """(Loaded, what it is called, where its weights are from). Not whole: its weights are loaded by other processes."""
     from vexact_engine.weights.fetch import fetch_smollm2
     from vexact_engine.weights.load import load, load_in_stages
     from vexact_engine.weights.random import load_random
 
-    read = load_in_stages if stages > 1 else load
+    read = load if whole else load_in_stages
     if source == SMOLLM2:
         return read(fetch_smollm2(), device=args.device, dtype=dtype), "smollm2-135m-instruct", "of the model"
     if args.model:
         return read(source, device=args.device, dtype=dtype), Path(source).name, "of the model"
     cut = "" if args.layers is None else f" {args.layers} layer{'s' * (args.layers != 1)}"
-    made = load_random(source, device=args.device, dtype=dtype, layers=args.layers, whole=stages == 1)
+    made = load_random(source, device=args.device, dtype=dtype, layers=args.layers, whole=whole)
     return made, source + cut, "random"
 
 
 def _model(args: argparse.Namespace, source: str, dtype: str) -> Iterator[dict]:
     from vexact_engine import Engine
+
+    from .fleet import replicas
 
     bandwidth = ceilings(args.device)[0]
     on_gpu = args.device == "cuda"
@@ -173,8 +181,9 @@ def _model(args: argparse.Namespace, source: str, dtype: str) -> Iterator[dict]:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
-    stages = args.config.pipeline_parallel_size
-    loaded, name, weights = load(args, source, dtype, stages)
+    stages, several = args.config.pipeline_parallel_size, args.replicas > 1
+    whole = stages == 1 and not several  # else other processes hold the weights
+    loaded, name, weights = load(args, source, dtype, whole)
     if on_gpu:
         torch.cuda.synchronize()
     load_s = time.perf_counter() - began
@@ -192,9 +201,10 @@ def _model(args: argparse.Namespace, source: str, dtype: str) -> Iterator[dict]:
         "layers": args.layers,
         "latent": args.config.latent_attention,
         "pipeline_parallel_size": stages,
+        **({"replicas": args.replicas} if several else {}),
     }
     began = time.perf_counter()
-    engine = Engine(loaded, args.config)
+    engine = replicas(args, source, dtype) if several else Engine(loaded, args.config)
     about |= {"load_s": round(load_s, 2), "start_s": round(time.perf_counter() - began, 2)}
     records, runs = [], []
     try:
@@ -212,7 +222,7 @@ def _model(args: argparse.Namespace, source: str, dtype: str) -> Iterator[dict]:
     del engine
     peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     about = {
-        "peak_gib": round(peak / 2**30, 2) if stages == 1 else None,
+        "peak_gib": round(peak / 2**30, 2) if whole else None,
         "device": args.device,
         **environment(args.device),
     }
@@ -220,7 +230,7 @@ def _model(args: argparse.Namespace, source: str, dtype: str) -> Iterator[dict]:
     for record, done in zip(records, runs):  # should what follows fail, the times are known all the same
         steady = _over_roof(record, done, size, bandwidth, None)
         print(f"measured, to be verified: {json.dumps(record | steady | about)}", file=sys.stderr, flush=True)
-    if stages > 1 and not args.no_verify:
+    if not whole and not args.no_verify:
         loaded = load(args, source, dtype)[0]  # by one process
     for record, done in zip(records, runs):
         touched = None
@@ -306,15 +316,16 @@ def _sleeps(engine, done: timing.Run) -> list[dict]:
 
 def _record(about: dict, engine, workload: workloads.Workload, done: timing.Run, bandwidth: float) -> dict:
     count, stages = len(workload.jobs), about["pipeline_parallel_size"]
-    in_stages = f", {stages} pipeline stages" if stages > 1 else ""
+    apart = f", {stages} pipeline stages" if stages > 1 else ""
+    apart += f", {about['replicas']} replicas" if "replicas" in about else ""
     alike = workload.rate is None and len({job.new for job in workload.jobs}) == 1
     return {
         "room": "engine",
-        "case": f"{about['model']}{' latent' * about['latent']} {workload.name} {about['dtype']}{in_stages}",
+        "case": f"{about['model']}{' latent' * about['latent']} {workload.name} {about['dtype']}{apart}",
         "backend": "vexact",
         **about,
         **_asked(workload),
-        "workload": workload.name + in_stages,
+        "workload": workload.name + apart,
         "batch": min(workload.batch, engine.config.max_num_seqs),
         "seconds": round(done.seconds, 4),
         "requests_per_s": round(count / done.seconds, 3),

@@ -1,6 +1,7 @@
 """When an engine's tokens come, seen from outside: the clock is read once a step, where its tokens are committed."""
 
 import asyncio
+import contextlib
 import random
 import statistics
 import time
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from vexact_engine import Completion, Engine, SamplingParams
+from vexact_engine.parallel.replicas import Replicas
 
 from ..report import percentile
 from .workloads import Job, Workload
@@ -153,14 +155,15 @@ def params(job: Job) -> SamplingParams:
     return SamplingParams(max_new_tokens=job.new, temperature=1.0, seed=job.seed, ignore_eos=True)
 
 
-def measure(engine: Engine, workload: Workload, seed: int = 0) -> Run:
-    """Send the workload and wait for it.
+def measure(engine: Engine | Replicas, workload: Workload, seed: int = 0) -> Run:
+    """Send the workload and wait for it. Of replicas no steps are seen, since other processes commit them.
 
     raises   RuntimeError where a request ends before its time
     """
     names = [f"job-{i}" for i in range(len(workload.jobs))]
     preemptions, sent = engine.stats.preemptions, {}
-    with Recorder(engine) as recorder:
+    recorder = Recorder(engine) if isinstance(engine, Engine) else None
+    with recorder or contextlib.nullcontext():
         began = time.perf_counter()
         if workload.concurrency is None and workload.rate is None:
             sent = dict.fromkeys(names, began)
@@ -172,10 +175,10 @@ def measure(engine: Engine, workload: Workload, seed: int = 0) -> Run:
     short = [c for c, job in zip(done, workload.jobs) if len(c.token_ids) != job.new]
     if short:
         raise RuntimeError(f"engine: {len(short)} requests ended early: {short[0].finish_reason} {short[0].error}")
-    return Run(done, sent, seconds, recorder.steps, engine.stats.preemptions - preemptions)
+    return Run(done, sent, seconds, recorder.steps if recorder else [], engine.stats.preemptions - preemptions)
 
 
-async def _send(engine: Engine, workload: Workload, names: list[str], sent: dict, seed: int):
+async def _send(engine: Engine | Replicas, workload: Workload, names: list[str], sent: dict, seed: int):
     rng, room = random.Random(seed), asyncio.Semaphore(workload.concurrency or len(names))
 
     async def one(job: Job, name: str) -> Completion:

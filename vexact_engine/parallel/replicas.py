@@ -154,7 +154,7 @@ class Replicas:
         if isinstance(path, torch.nn.Module):
             raise TypeError(f"Replicas: path: got a {type(path).__name__}, expected a path or a name on the Hub")
         stages = 1 if config is None else config.pipeline_parallel_size
-        environments, threads = ([{}] * replicas, None) if ray else _places(device, replicas, stages)
+        environments, threads = ([{}] * replicas, None) if ray else places(device, replicas, stages)
         preload = saver.environment(EngineConfig().sleep_backend if config is None else config.sleep_backend, device)
         environments = [variables | preload for variables in environments]
         if ray and device not in ("cpu", "cuda"):
@@ -513,7 +513,7 @@ class Replicas:
                 draw("generating", len(finished), samples, f"{rate:.0f} tokens/s")
 
 
-def _places(device: str, count: int, stages: int) -> tuple[list[dict[str, str]], int | None]:
+def places(device: str, count: int, stages: int) -> tuple[list[dict[str, str]], int | None]:
     """Variables for each replica, and how many threads it may use."""
     if device == "cpu":
         return [{} for _ in range(count)], max(1, torch.get_num_threads() // count)
