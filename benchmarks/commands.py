@@ -23,6 +23,7 @@ from pathlib import Path
 from vexact_engine.weights.fetch import SMOLLM2
 
 from .harness import ROOT
+from .output import Refused
 
 # As the README has them: what installs, what follows. The second finds the first one's environment and objects.
 COMMANDS = {
@@ -39,7 +40,7 @@ print(json.dumps({**environment("cpu"), "python": platform.python_version()}))
 def run(args: argparse.Namespace) -> Iterator[dict]:
     """A record for each command."""
     if not (ROOT / ".git").exists():
-        raise ValueError("commands: expected a checkout: a clean clone of its commit is made")
+        raise Refused("commands: expected a checkout: a clean clone of its commit is made")
     with tempfile.TemporaryDirectory(prefix="vexact-") as folder:
         clone, own = Path(folder) / "clone", Path(folder) / "environment"
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)

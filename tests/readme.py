@@ -245,13 +245,63 @@ def peers() -> str:
         "Liger": f"its loss, {lengths} tokens forward and backward, takes **{loss[0]}** of torch's time, "
         f"**{loss[1]}** of ours",
     }
-    rows = ["| | gives | costs |", "| --- | --- | --- |"]
+    rows = [
+        "| | gives | costs (bold: measured here, from the kept records; else as they publish it) |",
+        "| --- | --- | --- |",
+    ]
     for name in gives:
         rows.append(f"| {f'[{name}]({link[name]})' if name in link else name} | {gives[name]} | {costs[name]} |")
     return "\n".join(rows)
 
 
-GENERATED = {"ops": ops, "verified": verified, "peers": peers}
+# --- the two commands, as they were measured --------------------------------------------------------------------------
+
+
+def newest_commands() -> dict[str, dict]:
+    """Which command -> its newest record."""
+    return {r["case"]: r for r in _records("commands")}
+
+
+def demo() -> str:
+    """What `vexact demo` says at its end."""
+    return "\n".join(["```", "$ vexact demo", *newest_commands()["demo"]["printed"], "```"])
+
+
+def _took(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 180 else f"{seconds / 60:.0f} minutes"
+
+
+def commands_took() -> str:
+    """A table: how long each of the two commands took, where, and what they did in that time."""
+    found = newest_commands()
+    first = found["demo"]
+    where = f"{first['cores']} cores, Python {first['python']}, torch {first['torch'].partition('+')[0]}"
+    where += (f", nvcc {first['nvcc']}" if first["nvcc"] else "") + ", nothing cached"
+    half = "CUDA half included" if first["cuda"] else "for CPUs alone"
+    installs = f"{_took(first['install_s'])}, {first['compiled']} objects compiled, {half}"
+    fetched = f"with {first['fetched'] / 1e6:.0f} MB that it fetches (SmolLM2-135M-Instruct, from the package index)"
+    more = "how to test more, on a GPU too: [tests/README.md](tests/README.md)"
+    rows = [
+        f"| a clean clone of {first['commit']}, {first['date']}: {where} | installs in | then takes |",
+        "| --- | --- | --- |",
+        f"| the first | {installs} | {_took(first['seconds'])}{_beside(first)}, {fetched} |",
+    ]
+    if second := found.get("tests"):
+        again = f"{second['compiled']} objects compiled" if second["compiled"] else "nothing is compiled again"
+        tests = f"{second['passed']:,} tests pass, {second['skipped']:,} need what is not there"
+        then = f"{_took(second['seconds'])}{_beside(second)}: {tests}; {more}"
+        rows.append(f"| the second, of {second['commit']} | {_took(second['install_s'])}, {again} | {then} |")
+    else:
+        rows.append(f"| the second | nothing is compiled again | {more} |")
+    return "\n".join(rows)
+
+
+def _beside(record: dict) -> str:
+    """What is to be said of times that were measured while the machine did other work too."""
+    return f" (others had {record['others']:.1f} cores)" if record["others"] > 0.1 * record["cores"] else ""
+
+
+GENERATED = {"ops": ops, "verified": verified, "peers": peers, "demo": demo, "commands": commands_took}
 
 
 def generate(path: Path) -> str:

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from benchmarks import __main__, commands, report
+from benchmarks import __main__, commands, output, report
 
 
 @pytest.fixture
@@ -66,3 +66,9 @@ def test_a_command_that_fails_leaves_no_record(strangers_way, tmp_path, monkeypa
     assert not lines.exists()
     with pytest.raises(ValueError, match="did not say how much"):
         strangers_way.compiled([(0.0, "Successfully installed vexact")])
+
+
+def test_without_a_checkout_it_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(commands, "ROOT", tmp_path)
+    with pytest.raises(output.Refused, match="expected a checkout"):
+        __main__.main(["commands", "--device", "cpu"])

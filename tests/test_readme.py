@@ -17,7 +17,7 @@ import torch
 
 import vexact_ops as vx
 from benchmarks import __main__ as benchmarks
-from benchmarks import report
+from benchmarks import commands, report
 from vexact_engine import cli
 
 ROOT = readme.ROOT
@@ -35,6 +35,11 @@ each_file = pytest.mark.parametrize("path", FILES, ids=name_of)
 
 def test_the_first_one_is_read_on_two_screens():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+
+
+def test_the_summary_has_a_dozen_lines_at_most():
+    table = re.search(r"<!-- summary -->\n(.*?)<!-- end -->", (ROOT / "README.md").read_text(), re.S)[1]
+    assert 3 <= len(table.splitlines()) - 2 <= 12
 
 
 @each_file
@@ -62,6 +67,31 @@ def test_its_figures_are_those_of_the_kept_records(path, tmp_path):
 @each_file
 def test_its_generated_parts_are_what_is_generated(path):
     assert readme.generate(path) == path.read_text(), "python tests/readme.py write writes them anew"
+
+
+def test_its_two_commands_are_those_that_were_measured():
+    lines = readme.commands(ROOT / "README.md")
+    measured = [part for line in commands.COMMANDS.values() for part in line]
+    assert lines[: len(measured)] == measured
+    for name, record in readme.newest_commands().items():
+        assert record["command"] == " && ".join(commands.COMMANDS[name])
+    demo = readme.newest_commands()["demo"]
+    assert demo["printed"][-1].startswith("0 of ")
+    assert demo["seconds"] * (1 - demo["others"] / demo["cores"]) < 90, "of the share of the machine that it had"
+
+
+def test_what_its_prose_says_of_versions_and_times():
+    text, project = ((ROOT / name).read_text() for name in ("README.md", "pyproject.toml"))
+    for needed, said in (
+        (r'requires-python = ">=([\d.]+)"', "Python {} or later"),
+        (r'\["torch>=([\d.]+)"\]', "torch {} or later"),
+    ):
+        assert said.format(re.search(needed, project)[1]) in text
+    tested = dict(re.findall(r"(verl|veomni)==([\d.]+)", (ROOT / ".ci" / "trainers").read_text()))
+    found = re.findall(r"(verl|veomni)(?:==| )(\d+\.[\d.]*\d)", text, re.I)
+    assert {(name.lower(), version) for name, version in found} == set(tested.items())
+    (ours,) = (r["ours"] for r in report.kept()["cpu"] if r["case"] == "vexact_ops, after torch")
+    assert "importing takes about a millisecond" in text and 0.5 < ours < 1.5
 
 
 def examples(text: str) -> bool:
