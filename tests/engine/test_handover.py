@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_models import VOCAB, build, held
-from handovers import CONFIG, MODES, PARAMS, PROMPTS, expected, other, receiving, sender, texts
+from handovers import CONFIG, MODES, PARAMS, PROMPTS, WAYS, expected, other, receiving, sender, texts
 
 import vexact_ops as vx
 from vexact_engine import (
@@ -40,17 +40,18 @@ from vexact_engine.weights.update import Update
 
 
 @contextlib.contextmanager
-def handover(model, mode="in_place", **options):
+def handover(model, mode="in_place", lend=False, **options):
     """An engine, its receiver, what starts that, and a sender."""
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(Engine.from_pretrained(model, config=CONFIG))
-        receiver, start = stack.enter_context(receiving(engine, mode))
+        receiver, start = stack.enter_context(receiving(engine, mode, lend=lend))
         yield engine, receiver, start, stack.enter_context(sender(receiver, **options))
 
 
+@WAYS
 @MODES
 @pytest.mark.parametrize("family", ["Qwen3", "Llama", "Qwen3Moe", "DeepseekV3", "Mixtral"])
-def test_weights_arrive(family, mode, sockets):
+def test_weights_arrive(family, mode, lend, sockets):
     model = build(family)
     new = other(model)
     wanted = expected(family, new)
@@ -60,7 +61,10 @@ def test_weights_arrive(family, mode, sockets):
         lambda: {name: value.to(model.state_dict()[name].dtype) for name, value in new.state_dict().items()},
         lambda: per_expert(new),
     ]
-    with Engine.from_pretrained(model, config=CONFIG) as engine, receiving(engine, mode) as (receiver, start):
+    with (
+        Engine.from_pretrained(model, config=CONFIG) as engine,
+        receiving(engine, mode, lend=lend) as (receiver, start),
+    ):
         old = texts(engine)
         assert old != wanted
         with sender(receiver, bucket_bytes=4096, checksum=True) as out:  # smaller than most tensors
@@ -91,6 +95,7 @@ def test_asynchronous_iterators(sockets):
         assert texts(engine) == expected("Qwen3", new)
 
 
+@WAYS
 @MODES
 @pytest.mark.parametrize(
     "fault,text",
@@ -104,7 +109,7 @@ def test_asynchronous_iterators(sockets):
         ("untied", "are tied, but hold different values"),
     ],
 )
-def test_a_set_that_is_wrong_is_refused(fault, text, mode, sockets):
+def test_a_set_that_is_wrong_is_refused(fault, text, mode, lend, sockets):
     model = build("Llama" if fault == "untied" else "Qwen3")
     new = other(model)
     state = dict(new.state_dict())
@@ -135,7 +140,10 @@ def test_a_set_that_is_wrong_is_refused(fault, text, mode, sockets):
     if fault == "untied":
         state["lm_head.weight"] = state["lm_head.weight"] + 1
         names = list(state)
-    with Engine.from_pretrained(model, config=CONFIG) as engine, receiving(engine, mode) as (receiver, start):
+    with (
+        Engine.from_pretrained(model, config=CONFIG) as engine,
+        receiving(engine, mode, lend=lend) as (receiver, start),
+    ):
         old = texts(engine)
         with sender(receiver, bucket_bytes=4096) as out:
             result = start()
@@ -156,10 +164,14 @@ def test_a_set_that_is_wrong_is_refused(fault, text, mode, sockets):
             assert texts(engine) == expected("Llama" if fault == "untied" else "Qwen3", new)
 
 
+@WAYS
 @MODES
-def test_another_fingerprint_is_refused(mode, sockets):
+def test_another_fingerprint_is_refused(mode, lend, sockets):
     model = build("Qwen3")
-    with Engine.from_pretrained(model, config=CONFIG) as engine, receiving(engine, mode) as (receiver, start):
+    with (
+        Engine.from_pretrained(model, config=CONFIG) as engine,
+        receiving(engine, mode, lend=lend) as (receiver, start),
+    ):
         old = texts(engine)
         with sender(receiver, numerics=vx.numerics("cpu", kv_segment=256)) as out:
             result = start()
@@ -241,10 +253,11 @@ def test_nobody_comes_and_nobody_answers(sockets):
             out.send({})
 
 
+@WAYS
 @MODES
-def test_a_sender_that_stalls(mode, sockets):
+def test_a_sender_that_stalls(mode, lend, sockets):
     model = build("Qwen3")
-    with handover(model, mode, bucket_bytes=4096) as (engine, receiver, start, out):
+    with handover(model, mode, lend, bucket_bytes=4096) as (engine, receiver, start, out):
         patience, receiver.timeout = receiver.timeout, 0.5
         old = texts(engine)
         result = start()
@@ -291,11 +304,15 @@ def no_room(how, monkeypatch):
         yield
 
 
+@WAYS
 @MODES
 @pytest.mark.parametrize("how", ["limit", "full"])
-def test_no_room_for_a_bucket(how, mode, sockets, monkeypatch):
+def test_no_room_for_a_bucket(how, mode, lend, sockets, monkeypatch):
     model = build("Qwen3")
-    with Engine.from_pretrained(model, config=CONFIG) as engine, receiving(engine, mode) as (receiver, start):
+    with (
+        Engine.from_pretrained(model, config=CONFIG) as engine,
+        receiving(engine, mode, lend=lend) as (receiver, start),
+    ):
         old = texts(engine)
         with sender(receiver, bucket_bytes=1 << 16) as out:
             with no_room(how, monkeypatch):
@@ -326,9 +343,10 @@ def test_memory_that_does_not_open(sockets, monkeypatch):
             result()
 
 
-def test_bytes_that_change_on_the_way(sockets, monkeypatch):
+@WAYS
+def test_bytes_that_change_on_the_way(lend, sockets, monkeypatch):
     model = build("Qwen3")
-    with handover(model, "staged", checksum=True) as (_engine, _receiver, start, out):
+    with handover(model, "staged", lend, checksum=True) as (_engine, _receiver, start, out):
         true = buffers.checksum
         monkeypatch.setattr("vexact_engine.weights.sender.checksum", lambda used: true(used) + 1)
         result = start()
@@ -470,10 +488,15 @@ def test_copies_take_half_of_a_thread_s_threads(threads):
         torch.set_num_threads(before)
 
 
-def test_fifty_updates_leave_nothing(sockets):
+@MODES
+@WAYS
+def test_fifty_updates_leave_nothing(lend, mode, sockets):
     model = build("Qwen3")
     new = other(model)
-    with Engine.from_pretrained(model, config=CONFIG) as engine, receiving(engine) as (receiver, start):
+    with (
+        Engine.from_pretrained(model, config=CONFIG) as engine,
+        receiving(engine, mode, lend=lend) as (receiver, start),
+    ):
         with sender(receiver, bucket_bytes=65536) as out:
 
             def files():
@@ -483,10 +506,12 @@ def test_fifty_updates_leave_nothing(sockets):
             for number in range(52):
                 result = start()
                 assert out.send(new.state_dict()) == number + 1 == result()
-                if number == 1:
+                if number == 3:
                     before = files()
             assert files() == before
+            assert bool(out._borrowed) == lend and bool(out._buffers) != lend
         engine.reset_prefix_cache()
+    del model, engine, receiver, start, out  # the weights may lie in such memory
     assert files()[1] == 0
 
 
@@ -572,11 +597,12 @@ def test_buckets_are_given_back_once_the_receiver_has_let_go(listens, sockets, m
         monkeypatch.setattr("vexact_engine.weights.sender._GOODBYE", 0.5)  # nobody listens any more
 
 
-def test_versions_of_running_requests(sockets):
+@WAYS
+def test_versions_of_running_requests(lend, sockets):
     model = build("Qwen3")
     new = other(model)
     params = SamplingParams(max_new_tokens=240, seed=1, ignore_eos=True)
-    with Engine.from_pretrained(model, config=CONFIG) as engine, receiving(engine) as (receiver, start):
+    with Engine.from_pretrained(model, config=CONFIG) as engine, receiving(engine, lend=lend) as (receiver, start):
 
         async def run():
             stream = engine.stream(PROMPTS[0], params)
@@ -642,8 +668,9 @@ def test_arguments_of_a_receiver(sockets):
     assert VOCAB
 
 
+@WAYS
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_receiver_that_is_closed_while_a_thread_receives(sockets, begun):
+def test_a_receiver_that_is_closed_while_a_thread_receives(sockets, lend, begun):
     """That thread is told; the engine goes on, or says that it has no weights."""
     model = build("Qwen3")
     closing = threading.Event()
@@ -657,7 +684,7 @@ def test_a_receiver_that_is_closed_while_a_thread_receives(sockets, begun):
                 out.timeout = 1.0  # nobody answers any more
             yield item
 
-    with handover(model, bucket_bytes=4096) as (engine, receiver, start, out):
+    with handover(model, lend=lend, bucket_bytes=4096) as (engine, receiver, start, out):
         old = texts(engine)
         result = start()
         closer = threading.Thread(target=lambda: (closing.wait(300), receiver.close()))

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from ..errors import EngineClosed, HandoverFailed
 from ..weights.buffers import Memories
 from ..weights.intake import check_mode
-from ..weights.messages import Bucket, Offer
+from ..weights.messages import Bucket, Offer, Wrote
 from ..weights.session import READ, Reading, check_numerics
 from . import messages as m
 from .fleet import FleetUpdate
@@ -63,6 +63,12 @@ class FleetIntake:
         except BaseException:
             self._end()
             raise
+
+    def lend(self, known: Sequence[str]) -> None:
+        """Each has memory of its own: what all of them take is sent once, in buckets."""
+
+    def wrote(self, message: Wrote) -> None:
+        raise HandoverFailed("weights: the sender says that it has written where nothing was lent to it")
 
     def open(self, offer: Offer) -> None:
         answers = self._each(lambda index: functools.partial(m.Open, offer=offer))

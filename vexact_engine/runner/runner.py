@@ -226,10 +226,13 @@ class Runner:
                 self.regions[name].take_in(tensors)
             self.forward, self.path = self._forward()
 
-    def follow(self) -> None:
-        """The model's tensors lie elsewhere, each one laid out as before: the same forward, of them. No graph may have
-        been made of the others, and bits that were compared need not be again."""
-        if self.path == "fused":
+    def follow(self, spare: Forward | None = None) -> None:
+        """The model's tensors lie elsewhere, each one laid out as before: the same forward, of them, or one that was
+        made of them before. No graph may have been made of the others, and bits that were compared need not be again.
+        """
+        if self.path == "fused" and spare is not None:
+            self.forward = spare
+        elif self.path == "fused":
             described = self.handle.describe()
             self.forward = Decoder(Weights(self.model), described, range(len(described.layers)))
 

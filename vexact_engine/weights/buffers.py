@@ -56,15 +56,14 @@ class Buffers:
             self.tensors.append(memory.tensor())
             self.handles.append(memory.handle())
             return
-        file = os.memfd_create(_memory_name(self.name), os.MFD_CLOEXEC)
+        file = os.memfd_create(memory_name(self.name), os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(file, 0, self.size)
-        except OSError as error:
+            with no_room(self.size, "a bucket"):
+                os.posix_fallocate(file, 0, self.size)
+        except BaseException:
             os.close(file)
-            full = error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
-            what = "there is no room for it" if full else error.strerror
-            raise HandoverFailed(f"weights: shared memory of {self.size} bytes for a bucket: {what}") from error
-        memory = _HostMemory(file, self.size, keep=True, pin=self.device is not None and self.device.type == "cuda")
+            raise
+        memory = HostMemory(file, self.size, keep=True, pin=self.device is not None and self.device.type == "cuda")
         self._owned.append(memory)
         self.tensors.append(memory.tensor)
         self.handles.append(struct.pack("<qq", os.getpid(), file))
@@ -109,7 +108,7 @@ class Opened:
                     self._owned.append(memory)
                     self.tensors.append(memory.tensor())
                 else:
-                    memory = _HostMemory.of(handle, _memory_name(name), size, pin=device.type == "cuda")
+                    memory = HostMemory.of(handle, memory_name(name), size, pin=device.type == "cuda")
                     self._owned.append(memory)
                     self.tensors.append(memory.tensor)
         except BaseException:
@@ -195,6 +194,17 @@ def values(
     return found
 
 
+@contextlib.contextmanager
+def no_room(size: int, what: str) -> Iterator[None]:
+    """HandoverFailed for the OSError of a file in memory that has no room for so many bytes."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
+        why = "there is no room for it" if full else error.strerror
+        raise HandoverFailed(f"weights: shared memory of {size} bytes for {what}: {why}") from error
+
+
 def _used(bucket: m.Bucket) -> int:
     ends = (part.offset + part.count * m.dtype_of(part.dtype).itemsize for part in bucket.parts)
     return -(-max(ends, default=0) // 16) * 16
@@ -212,18 +222,20 @@ def gpu_named(name: str) -> torch.device | None:
 
 
 def checksum(used: Tensor) -> int:
-    """Of a bucket's bytes, a multiple of 8: the wrapping sum of its 64-bit words, each turned by its place. It sees any
-    one word that is wrong, and words that have changed places."""
+    """Of some bytes, with zeros to a multiple of 8: the wrapping sum of their 64-bit words, each turned by its place.
+    It sees any one word that is wrong, and words that have changed places."""
+    if used.numel() % 8:
+        used = torch.cat([used, used.new_zeros(-used.numel() % 8)])
     words = used.view(torch.int64)
     places = torch.arange(1, 1 + len(words), device=words.device, dtype=torch.int64)
     return int((words ^ (places * -7046029254386353131)).mul_(places | 1).sum())
 
 
-def _memory_name(name: str) -> str:
+def memory_name(name: str) -> str:
     return f"vexact-weights-{name}"
 
 
-class _HostMemory:
+class HostMemory:
     def __init__(self, file: int, size: int, keep: bool, pin: bool):
         self._file = file if keep else None
         self._map = mmap.mmap(file, size)
@@ -234,7 +246,7 @@ class _HostMemory:
         self._pointer = self.tensor.data_ptr()
 
     @classmethod
-    def of(cls, handle: bytes, name: str, size: int, pin: bool) -> "_HostMemory":
+    def of(cls, handle: bytes, name: str, size: int, pin: bool) -> "HostMemory":
         pid, number = struct.unpack("<qq", handle)
         path = f"/proc/{pid}/fd/{number}"
         try:

@@ -1,7 +1,7 @@
 """Where weights go that come from another process: into one engine, in either of two ways."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -49,14 +49,19 @@ class Intake:
     def manifest(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """(shape, dtype) of all that may come, by name."""
         if not self._manifest:
-            places = self._places
-            every = places.targets | {name: view for name, (_, view) in places.views.items()}
-            every |= {old: every[new] for old, new in places.old.items()}
+            every = self._places.every()
             self._manifest = {name: (tuple(t.shape), m.dtype_name(t.dtype)) for name, t in every.items()}
         return self._manifest
 
     def begin(self, numerics: Mapping[str, object], version: int | None = None) -> None:
         self._update = self._begin(numerics=numerics, version=version, staging=self._staging)
+
+    def lend(self, known: Sequence[str]) -> m.Lent | None:
+        """Memory that the sender writes into itself; None where all goes by buckets."""
+        return self._update.lend(known)
+
+    def wrote(self, message: m.Wrote) -> None:
+        self._update.wrote(message)
 
     def open(self, offer: m.Offer) -> None:
         self._update.open(offer)

@@ -41,6 +41,10 @@ class Watch:
         else:
             self._versions = list(map(_version, self._counting))
 
+    def note_moved(self) -> None:
+        """`note` after tensors have got other memory and values, and nothing else should have."""
+        self._pointers, self._versions = list(map(_pointer, self._tensors)), list(map(_version, self._counting))
+
     def changed(self) -> str:
         """Nothing where all is as noted, "written" where values have changed, "replaced" where a tensor is another or
         other hooks take part in the modules' forwards."""
