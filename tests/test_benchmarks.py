@@ -541,3 +541,11 @@ def test_verify_records_a_mixture_with_latent_attention_and_a_warm_cache(monkeyp
     )
     heads = report.verify_table([found]).splitlines()[0]
     assert heads.count("|") == line.count("|")
+
+
+def test_what_needs_an_extra_is_imported_where_it_is_asked_for():
+    """Kernels are measured, and an engine alone, where nothing of hand-over, server or charts is installed."""
+    absent = ["msgspec", "zmq", "fastapi", "uvicorn", "matplotlib", "verl", "veomni", "ray"]
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import benchmarks.options, benchmarks.__main__"
+    done = subprocess.run([sys.executable, "-c", code], cwd=harness.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -173,7 +173,8 @@ def load(args: argparse.Namespace, source: str, dtype: str, whole: bool = True):
 def _model(args: argparse.Namespace, source: str, dtype: str) -> Iterator[dict]:
     from vexact_engine import Engine
 
-    from .fleet import replicas
+    if args.replicas > 1:
+        from .fleet import replicas
 
     bandwidth = ceilings(args.device)[0]
     on_gpu = args.device == "cuda"

@@ -9,12 +9,15 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING, Union
 
 from vexact_engine import Completion, Engine, SamplingParams
-from vexact_engine.parallel.replicas import Replicas
 
 from ..report import percentile
 from .workloads import Job, Workload
+
+if TYPE_CHECKING:  # they need msgspec
+    from vexact_engine.parallel.replicas import Replicas
 
 
 @dataclass(slots=True)
@@ -155,7 +158,7 @@ def params(job: Job) -> SamplingParams:
     return SamplingParams(max_new_tokens=job.new, temperature=1.0, seed=job.seed, ignore_eos=True)
 
 
-def measure(engine: Engine | Replicas, workload: Workload, seed: int = 0) -> Run:
+def measure(engine: Union[Engine, "Replicas"], workload: Workload, seed: int = 0) -> Run:
     """Send the workload and wait for it. Of replicas no steps are seen, since other processes commit them.
 
     raises   RuntimeError where a request ends before its time
@@ -178,7 +181,7 @@ def measure(engine: Engine | Replicas, workload: Workload, seed: int = 0) -> Run
     return Run(done, sent, seconds, recorder.steps if recorder else [], engine.stats.preemptions - preemptions)
 
 
-async def _send(engine: Engine | Replicas, workload: Workload, names: list[str], sent: dict, seed: int):
+async def _send(engine: Union[Engine, "Replicas"], workload: Workload, names: list[str], sent: dict, seed: int):
     rng, room = random.Random(seed), asyncio.Semaphore(workload.concurrency or len(names))
 
     async def one(job: Job, name: str) -> Completion:
