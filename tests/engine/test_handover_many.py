@@ -16,7 +16,7 @@ from handovers import CONFIG, MODES, expected, other, receiving, sender, texts
 
 from vexact_engine import Engine, HandoverFailed, Replicas, StageDied, WeightsTorn
 from vexact_engine.parallel.messages import Open
-from vexact_engine.parallel.replicas import _places
+from vexact_engine.parallel.replicas import places
 from vexact_engine.weights import buffers
 from vexact_engine.weights.experts import per_expert
 
@@ -199,10 +199,10 @@ def test_replicas_in_stages(saved, sockets):
 def test_replicas_in_stages_have_a_gpu_for_each(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    found, threads = _places("cuda", 2, 2)
+    found, threads = places("cuda", 2, 2)
     assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == ["4,5", "6,7"] and threads is None
     with pytest.raises(ValueError, match="got 3, expected at most 2: there are 4 GPUs, and each takes 2"):
-        _places("cuda", 3, 2)
+        places("cuda", 3, 2)
 
 
 @MODES
