@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import vexact_ops as vx
-from benchmarks.report import over_shapes
+from benchmarks.report import compare, over_shapes
 
 ROOT = Path(__file__).parent.parent
 
@@ -189,11 +189,8 @@ def verified() -> str:
 def peers() -> str:
     """A table: what others give and what it costs: measured where the records have it (bold), else as published."""
     kernels = {(r["room"], r["case"], r["backend"]): r for r in _records("h200") if "us" in r}
-    steps = {}
-    for r in _records("engine") + _records("h200"):  # as the table of figures takes them
-        seen = r["backend"] != "vexact" or r.get("verify_tokens")
-        if r["room"] == "engine" and r.get("step_ms") and not r.get("latent") and seen:
-            steps[r["model"], r["batch"], r["backend"]] = r["step_ms"]
+    engines = compare.steps({"engine": _records("engine"), "h200": _records("h200")})
+    steps = {(m, n, who): r["step_ms"] for (m, latent, n), by in engines.items() if not latent for who, r in by.items()}
 
     def span(values: list[float], form: str) -> str:
         low, high = f"{min(values):{form}}", f"{max(values):{form}}"

@@ -218,3 +218,17 @@ def test_its_shell_lines_do_what_they_are_for(path, line, desk, monkeypatch, cap
             code = cli.main(argv)
             said = capsys.readouterr()
             assert code == (1 if argv[0] == "bisect" else 0), said.err  # stock stacks differ: that is what it shows
+
+
+def test_steps_on_several_gpus_are_not_set_beside_those_on_one(monkeypatch):
+    """A step of two pipeline stages is faster; what others take on one GPU says nothing of it."""
+    read, said = readme._records, readme.peers()
+    one = next(r for r in read("engine") if r["backend"] == "vexact" and r["batch"] == 256 and r.get("verify_tokens"))
+    faster = {**one, "step_ms": one["step_ms"] / 100}
+
+    def more(extra):
+        monkeypatch.setattr(readme, "_records", lambda name: read(name) + [extra] * (name == "engine"))
+        return readme.peers()
+
+    assert more({**faster, "pipeline_parallel_size": 2}) == said
+    assert more({**faster, "pipeline_parallel_size": 1}) != said
