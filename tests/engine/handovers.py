@@ -9,7 +9,7 @@ import torch
 from engine_models import build
 
 import vexact_ops as vx
-from vexact_engine import Engine, EngineConfig, SamplingParams, WeightReceiver, WeightSender
+from vexact_engine import Engine, EngineConfig, SamplingParams, WeightReceiver, WeightSender, WeightsTorn
 
 CONFIG = EngineConfig(page_size=4, num_pages=64, max_num_seqs=8, max_num_batched_tokens=64, show_progress=False)
 PROMPTS = [[3, 4, 5, 6, 7], [9, 8, 7]]
@@ -30,6 +30,15 @@ def other(model, seed=7):
         for p in new.parameters():
             p.add_(torch.randn(p.shape, generator=generator) * 0.05)
     return new
+
+
+def left(engine, mode, old):
+    """What a set that has failed leaves behind: the weights from before, or none."""
+    if mode == "staged":
+        assert texts(engine) == old
+    else:
+        with pytest.raises(WeightsTorn):
+            texts(engine)
 
 
 def expected(family, new):
