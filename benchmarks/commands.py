@@ -4,8 +4,8 @@ cache, so that what they need is downloaded and compiled. How long each takes, a
 python -m benchmarks commands --lines benchmarks/results/commands.jsonl && python tests/readme.py write
 python -m benchmarks commands --case demo
 
-An hour on two cores, most of it tests. The README shows the newest records, and says so where other processes were at
-work: `others` is how many cores they had on average while a command and what installs it ran.
+Half an hour on two cores, most of it tests. The README shows the newest records, and says so where other processes were
+at work: `others` is how many cores they had on average while a command and what installs it ran.
 """
 
 import argparse

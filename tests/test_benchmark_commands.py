@@ -1,4 +1,4 @@
-"""How long the README's two commands take: with commands that stand in for them, since the true ones take an hour."""
+"""How long the README's two commands take: with others in their place, since the true ones take half an hour."""
 
 import subprocess
 

@@ -203,7 +203,8 @@ class WeightUpdate:
 
     def _lend(self, known: Sequence[str]) -> "m.Lent | None":
         self._check()
-        self._loop.updating = self._loop.updating or not self._staged
+        if not self._staged:
+            self._loop.updating = True
         lent = self._worker.lend(self._update.places, self._staged, known)
         self._lent = lent is not None
         if self.begun:
