@@ -69,8 +69,10 @@ void launch_decode(const Args& a, const Maps& maps, int device, cudaStream_t str
   if constexpr (D % 64 == 0 && DV % 64 == 0)
     if (a.box) {  // persistent blocks: what comes next is on its way while the item before is still computed with
       const int64_t blocks = items < count ? items : count;
-      a.group <= 8 ? launch_stream<T, D, DV, 8>(a, maps, blocks, device, stream)
-                   : launch_stream<T, D, DV, 16>(a, maps, blocks, device, stream);
+      Args early = a;  // of many items the first's start is not worth that its last keys come after its earlier ones
+      early.settled = a.settled && items <= 8 * count;
+      a.group <= 8 ? launch_stream<T, D, DV, 8>(early, maps, blocks, device, stream)
+                   : launch_stream<T, D, DV, 16>(early, maps, blocks, device, stream);
       done = true;
     }
   if (!done) {
@@ -124,8 +126,9 @@ void attention_flash_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Ten
 
 void attention_flash_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor context_lens,
                            Tensor cu_seqlens_q, int64_t max_seqlen_q, double scale, int64_t window, int64_t segment,
-                           std::optional<Tensor> wanted, std::optional<Tensor> partial, Tensor out) {
+                           bool settled, std::optional<Tensor> wanted, std::optional<Tensor> partial, Tensor out) {
   Args a = arguments(q, k_cache, v_cache, out, cu_seqlens_q, scale, window, segment, true);
+  a.settled = settled;
   paged_keys(a, q, k_cache, v_cache, block_table, context_lens, partial);
   if (a.tokens == 0 || a.sequences <= 0) return;
   const DeviceGuard guard = on_device_of(q);

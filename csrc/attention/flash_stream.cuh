@@ -3,6 +3,9 @@
 // of a block, a quarter of them each, keep the running maximum and make probabilities of them, four carry the sums and
 // the output, each of a quarter of V's columns. Keys and values of the next item come while one is computed with. Who
 // scores runs ahead of who carries; the four that carry never wait for each other.
+//
+// Where all but the queries and a sequence's last key and value is settled, as the caller says, the first item is looked up
+// and its earlier blocks are fetched before the kernel before has ended.
 #pragma once
 #include "attention/flash_decode.cuh"
 #include "common/sm90.cuh"
@@ -119,6 +122,12 @@ __device__ __forceinline__ void arrive_for_warp(uint32_t bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  sm90::wait_for_kernel_before();
+#endif
+}
+
 // What one warp does: fetch the keys (HALF 0) or the values (HALF 1) of all items. Units of loads are K and V of the
 // blocks in turn; unit u lies in slot u % kSlots.
 template <int HALF, int WIDTH, class Shared>
@@ -126,6 +135,7 @@ __device__ __forceinline__ void fetch(const Args& a, Shared& s, const CUtensorMa
   const int lane = threadIdx.x % 32;
   const int boxes = kKeys / a.box, shift = __ffs(boxes) - 1, each = 32 >> shift;  // blocks that one look serves
   uint32_t unit = HALF;
+  bool waited = !a.settled;
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     const Item it(a, s.until, item, heads);
     const int32_t* table = a.table + it.sequence * a.table_row;
@@ -135,20 +145,31 @@ __device__ __forceinline__ void fetch(const Args& a, Shared& s, const CUtensorMa
       const int slot = key / a.page_size;
       return {table[slot], key - slot * a.page_size};
     };
-    int2 at{-1, 0}, next = look_up(0);
-    for (int n = 0; n < it.blocks; ++n, unit += 2) {
-      if ((n & (each - 1)) == 0) {
-        at = next;
-        if (n + each < it.blocks) next = look_up(n + each);
-      }
-      const uint32_t slot = unit % Shared::kSlots, turn = unit / Shared::kSlots;
+    const auto bring = [&](int n, int2 from) {  // from: of the look that serves this block
+      const uint32_t slot = (unit + 2 * n) % Shared::kSlots, turn = (unit + 2 * n) / Shared::kSlots;
       const uint32_t bar = shared_address(&s.full[slot]);
       if (turn) barrier_wait(shared_address(&s.empty[slot]), (turn - 1) & 1);
       if (lane == 0) barrier_expect(bar, kKeys * WIDTH * 2);
       __syncwarp();
       if (lane >> shift == (n & (each - 1)))
-        copy_pages(shared_address(s.slots[slot]) + (lane & (boxes - 1)) * a.box * WIDTH * 2, map, at.y, it.head, at.x, bar);
+        copy_pages(shared_address(s.slots[slot]) + (lane & (boxes - 1)) * a.box * WIDTH * 2, map, from.y, it.head, from.x, bar);
+    };
+    int2 at{-1, 0}, next = look_up(0);
+    int early = 1;
+    if (!waited) {
+      early = min(min(each, Shared::kSlots / 2), it.blocks);
+      for (int n = 1; n < early; ++n) bring(n, next);
+      wait_for_kernel_before();
+      waited = true;
     }
+    for (int n = 0; n < it.blocks; ++n) {
+      if ((n & (each - 1)) == 0) {
+        at = next;
+        if (n + each < it.blocks) next = look_up(n + each);
+      }
+      if (n == 0 || n >= early) bring(n, at);
+    }
+    unit += 2 * it.blocks;
   }
 }
 
@@ -463,10 +484,11 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   if (warp == 8) prefetch_places(a, heads);
   if (tid == 0) sm90::prefetch_map(&k_map), sm90::prefetch_map(&v_map);
-  sm90::wait_for_kernel_before();
 #endif
   __syncthreads();
+  if (!a.settled) wait_for_kernel_before();
   const int items = (a.partial ? count_segments(a, s.until) : a.sequences) * heads;
+  if (a.settled && warp < 8) wait_for_kernel_before();
   if (warp < 4) {
     if (a.ready) {  // nothing is ready yet; only then may who waits for it begin
       if (tid == 0) {

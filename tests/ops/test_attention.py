@@ -129,6 +129,54 @@ def test_gradients_know_nothing_of_what_is_not_seen(device, backend, dtype, leng
 
 
 @BACKENDS
+@pytest.mark.parametrize(
+    ("page_size", "heads", "segment"), [(16, (4, 2), None), (8, (16, 1), 128), (128, (6, 6), None)]
+)
+def test_settled_keys_are_read_beside_the_kernels_before(device, backend, page_size, heads, segment):
+    """Steps of a model's order (a product, its keys stored, attention) without a pause between: what is settled may be
+    read at any time from the product on, a step's last keys only once they are stored."""
+    if device == "cpu" and segment:
+        segment = 64
+    (hq, hk), dim, steps, sizes = heads, 64, 12, [1, 40, 127, 128, 300, 511]
+    g = torch.Generator().manual_seed(page_size)
+    dtype = torch.bfloat16
+    x, weight = torch.randn(len(sizes), 256, generator=g), torch.randn((hq + 2 * hk) * dim, 256, generator=g) / 16
+    x, weight = x.to(device, dtype), weight.to(device, dtype)
+    width = (max(sizes) + steps) // page_size + 1
+    table = torch.randperm(len(sizes) * width, generator=g).to(torch.int32).view(len(sizes), width)
+    shape = table.numel(), page_size, hk, dim
+    first = [torch.randn(shape, generator=g).to(device, dtype) for _ in range(2)]
+    lengths = torch.tensor(sizes) + torch.arange(1, steps + 1)[:, None]
+    slots = table.gather(1, ((lengths.t() - 1) // page_size)).t() * page_size + (lengths - 1) % page_size
+    contexts, slots, table = lengths.to(device, torch.int32), slots.contiguous().to(device), table.to(device)
+    one, inv_freq = offsets([1] * len(sizes), device), torch.ones(dim // 2, device=device) / 7
+    tables = [vx.rope_cos_sin(n - 1, inv_freq, dtype=dtype) for n in contexts]
+
+    def decode(settled: bool):
+        k_cache, v_cache = (cache.clone() for cache in first)
+        h, found = x, []
+        for step in range(steps):
+            q, k, v = vx.linear(h, weight).view(len(sizes), -1, dim).split((hq, hk, hk), 1)
+            q = vx.rope_kv_store(q, k, v, *tables[step], k_cache, v_cache, slots[step])
+            args = table, contexts[step], one, 1
+            out = vx.attention_paged(q, k_cache, v_cache, *args, kv_segment=segment, settled=settled, backend=backend)
+            found.append(out)
+            h = vx.rmsnorm(h + out.flatten(1)[:, :64].repeat(1, 4), torch.ones_like(h[0]), 1e-6)
+        return torch.stack(found), k_cache, v_cache
+
+    expected = decode(False)
+    for _ in range(1 if device == "cpu" else 20):
+        assert_bitwise(decode(True), expected)
+    if device == "cuda":
+        graph, out = torch.cuda.CUDAGraph(), None
+        with torch.cuda.graph(graph):
+            out = decode(True)
+        for _ in range(20):
+            graph.replay()
+            assert_bitwise(out, expected)
+
+
+@BACKENDS
 @DTYPES
 @pytest.mark.parametrize("window", [None, 40], ids=["full", "window"])
 def test_repeatable(device, backend, dtype, window):
@@ -564,7 +612,7 @@ def test_opcheck(device, backend, with_sinks):
     lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     caches = pages.k_cache, pages.v_cache, pages.block_table
     sinks = None if sinks is None else sinks.detach()
-    args = q.detach(), *caches, lens, cu, 5, sinks, 0.25, None, None, None, backend
+    args = q.detach(), *caches, lens, cu, 5, sinks, 0.25, None, None, None, True, backend
     torch.library.opcheck(torch.ops.vexact.attention_paged.default, args)
 
 

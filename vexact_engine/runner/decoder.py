@@ -130,12 +130,14 @@ def _factor(weights: Weights, factor: d.Factor | None) -> float | Tensor | None:
 class _Step:
     """What all layers of a step share."""
 
-    __slots__ = ("slots", "table", "tables", "tokens")
+    __slots__ = ("settled", "slots", "table", "tables", "tokens")
 
     def __init__(self, batch: Batch, rotary: Sequence[tuple]):
         paged = batch.paged
         self.tokens, self.slots = batch.positions.shape[0], paged.slot_mapping
         self.table = paged.block_table, paged.context_lens, paged.cu_seqlens_q, paged.max_seqlen_q
+        # A token a sequence: no other's key or value of this step is seen, and a projection lies behind all the rest.
+        self.settled = paged.max_seqlen_q == 1
         self.tables = [
             vx.rope_cos_sin(batch.positions, inv_freq, scaling=scaling, dtype=dtype)
             for inv_freq, scaling, dtype in rotary
@@ -196,7 +198,7 @@ class _Attention:
         else:
             q, k = self._normed(*vx.rope(q, k, *step.tables[self.tables], interleaved=self.interleaved))
             vx.kv_cache_store(k, v, k_cache, v_cache, step.slots)
-        out = vx.attention_paged(q, k_cache, v_cache, *step.table, **self.asked).view(tokens, -1)
+        out = vx.attention_paged(q, k_cache, v_cache, *step.table, settled=step.settled, **self.asked).view(tokens, -1)
         if self.out_norm is not None:
             out = self.out_norm(out)
         return vx.linear(out, *self.o)

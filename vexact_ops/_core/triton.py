@@ -51,6 +51,16 @@ def begin(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
+@triton.jit
+def begin_beside(PDL: tl.constexpr):
+    """begin, but what comes after is brought up at once, while what came before still runs: for a short kernel, behind
+    which the next one would be brought up too late to gain anything. Until that has waited in its turn, it may read
+    nothing that this kernel or the one before writes."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
 def block(n: int, what: str, *, least: int = 16, most: int = 1 << 14) -> int:
     """The power of two that holds n, at least `least`: what a program takes at once, a function of a static size.
     Beyond `most` a kernel that does not loop would leave the rest out, so that is an error; what: "op: size"."""

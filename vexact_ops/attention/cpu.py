@@ -35,7 +35,7 @@ def varlen_bwd(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, sinks, scale, 
 
 
 def paged_fwd(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_seqlen_q, sinks, *options):
-    scale, window, softcap, kv_segment = options
+    scale, window, softcap, kv_segment, _ = options
     out = torch.empty((q.shape[0], q.shape[1], v_cache.shape[-1]), dtype=q.dtype)
     step = block_table, context_lens, cu_seqlens_q, max_seqlen_q
     numbers = scale, softcap or 0.0, window or 0, kv_segment or 0

@@ -149,7 +149,7 @@ def varlen_bwd(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, sinks, scale, 
 
 
 def paged_fwd(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_seqlen_q, sinks, *options):
-    scale, window, softcap, kv_segment = options
+    scale, window, softcap, kv_segment, settled = options
     step = block_table, context_lens, cu_seqlens_q, max_seqlen_q
     if not flash(q, v_cache, sinks, scale, softcap):
         return triton.paged_fwd(q, k_cache, v_cache, *step, sinks, *options)
@@ -172,7 +172,7 @@ def paged_fwd(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_
             q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale, window, kv_segment, out
         )
     # single queries; with nonfinite, the others only where a value is not finite
-    ours_paged(q, k_cache, v_cache, *step, scale, window, kv_segment, out, partial, nonfinite)
+    ours_paged(q, k_cache, v_cache, *step, scale, window, kv_segment, out, partial, nonfinite, settled)
     return out
 
 
@@ -189,12 +189,12 @@ def _fast_prefill(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, 
 
 def ours_paged(
     q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_seqlen_q, scale, window, segment, out,
-    partial=None, wanted=None,
+    partial=None, wanted=None, settled=False,
 ) -> None:  # fmt: skip
     """Our kernels: write out (T, Hq, Dv); rows of sequences with more queries than one only where wanted (1,) int32, if
-    it is there, does not hold 0."""
+    it is there, does not hold 0. settled: as attention_paged is asked."""
     step = block_table, context_lens, cu_seqlens_q, max_seqlen_q
-    numbers = scale, window or 0, segment or 0
+    numbers = scale, window or 0, segment or 0, settled
     native.ops().attention_flash_paged(q, k_cache, v_cache, *step, *numbers, wanted, partial, out)
 
 

@@ -112,6 +112,7 @@ def attention_paged(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     kv_segment: int | None = None,
+    settled: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """Causal attention of the last queries of each sequence to all its keys in a paged cache; whole prefills, chunks
@@ -125,6 +126,10 @@ def attention_paged(
     cu_seqlens_q  (B + 1,) int32: sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1]; from 0 to T
     max_seqlen_q  at least the most queries of a sequence; no effect on bits
     scale, window, softcap, sinks, kv_segment   as in attention_varlen
+    settled       a promise about the stream: since all that is read here, but q and each sequence's last key and value,
+                  was written, a product (`linear`) has been launched. On SM90 single queries then begin with what is
+                  there already while the kernel before, rope_kv_store say, still runs. No effect on bits; where the
+                  promise is broken, values may be those of before
     returns       (T, Hq, Dv) in q.dtype
     bits          those of attention_varlen for the same sequence, for any page size, page order, chunking and batch
     speed         with backend "cuda" the segments of a sequence that decodes are reduced in parallel: long contexts
@@ -162,7 +167,7 @@ def attention_paged(
                     "attention_varlen to train"
                 )
     metadata = block_table, context_lens, cu_seqlens_q, max_seqlen_q
-    return _attention_paged(q, k_cache, v_cache, *metadata, sinks, *options, backend)
+    return _attention_paged(q, k_cache, v_cache, *metadata, sinks, *options, bool(settled), backend)
 
 
 def _paged_fits(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, sinks) -> bool:
@@ -340,7 +345,7 @@ _attention_varlen = Operator(
 _attention_paged = Operator(
     "attention_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor context_lens,"
     " Tensor cu_seqlens_q, SymInt max_seqlen_q, Tensor? sinks, float scale, int? window, float? softcap,"
-    " int? kv_segment, str backend) -> Tensor",
+    " int? kv_segment, bool settled, str backend) -> Tensor",
     _paged,
     _paged_fake,
 )

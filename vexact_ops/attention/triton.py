@@ -636,7 +636,7 @@ def varlen_fwd(q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, sinks, scale, caus
 
 
 def paged_fwd(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_seqlen_q, sinks, *options):
-    scale, window, softcap, kv_segment = options
+    scale, window, softcap, kv_segment, _ = options
     pages, page_size, *_ = k_cache.shape
     paging, capacity = (block_table, pages, page_size), block_table.shape[1] * page_size
     strides = (*k_cache.stride()[:3], *v_cache.stride()[:3])

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, begin, chunk, early, on, sum_rows, tree_sum
+from .._core.triton import OPTIONS, begin_beside, chunk, early, on, sum_rows, tree_sum
 
 WIDEST = 16384
 
@@ -43,7 +43,7 @@ def _fwd_kernel(
     RESIDUAL: tl.constexpr, GEMMA: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(PDL)
+    begin_beside(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = (row < rows)[:, None]
     lanes = tl.zeros([ROWS, BLOCK], tl.float32)

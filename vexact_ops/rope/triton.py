@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, begin, block, chunk, early, on, tree_sum
+from .._core.triton import OPTIONS, begin, begin_beside, block, chunk, early, on, tree_sum
 
 TWO_OVER_PI = tl.constexpr(float.fromhex("0x1.45f306dc9c883p-1"))
 HALF_PI = tl.constexpr(float.fromhex("0x1.921fb54442d18p+0"))
@@ -200,7 +200,7 @@ def _rope_kv_store_kernel(
     K_HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
     NORM: tl.constexpr, GEMMA: tl.constexpr, WHOLE_HEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(PDL)
+    begin_beside(PDL)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     angles = _angles(cos, sin, token, strides.cos, strides.sin, HALF, PAIRS)
     slot = tl.load(slots + token)
