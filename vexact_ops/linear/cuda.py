@@ -12,6 +12,7 @@ inside a graph) takes the Triton kernel: the bits are the same, so the choice ma
 import functools
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from .._core import digest, native
 from .._core.admit import Candidate, Decision, Proposal, admitted, canonical_by_rule, race_on_gpu
 from .._core.proof.inputs import special_rows
+from .._core.triton import copy_rows
 from . import triton
 from .triton import bmm, linear_dbias
 
@@ -31,6 +33,7 @@ TRITON = "triton"  # the canonical kernel
 RESUMED = [f"wgmma 128x256x64 resumed group {group}" for group in (4, 8, 16)]
 SMALL = 100_000  # elements of a weight: below, no kernel is worth the time to verify it
 SMALL_M = 64  # rows that our kernels for few rows take
+DECODED = 1024  # rows that our kernels for few tiles take, and a step of decodes has
 LARGE = 5e10  # multiplications from which on it pays to try more of cublasLt's kernels: some 150 us
 SHARED_BYTES = 226 * 1024  # of one SM90 multiprocessor, for one or several blocks
 FROM_THE_START = 1000  # stages left to load when the next kernel may start: more than there are
@@ -202,7 +205,7 @@ class Product:
             best = replace(self, top=LARGEST).decision().chosen.name
             return [] if best == TRITON else [best]
         names = []
-        if self.a_k and self.b_k and not self.resume and self.top <= 1024:
+        if self.a_k and self.b_k and not self.resume and self.top <= DECODED:
             processors = torch.cuda.get_device_properties(self.device).multi_processor_count
             if self.top <= SMALL_M:
                 names += skinny_names(self.top, self.n, self.k, processors)
@@ -302,8 +305,10 @@ class Product:
 
     def race(self, candidates: list[Candidate], case: tuple) -> list[float | Exception]:
         """As in a model, where the cache has forgotten a weight by the time it comes up again; and for long enough to
-        show what kernels do to the next ones, which overlap them. Values are a model's too: what they cost in power
-        decides the clock under large products, and with operands that cancel others win, by some per cent."""
+        show what kernels do to the next ones, which overlap them: as many rows as are decoded at once have a short
+        kernel before each product, a norm's or an activation's, and the times are of both. Values are a model's too:
+        what they cost in power decides the clock under large products, and with operands that cancel others win, by
+        some per cent."""
         a, b, b_t, bias, out = case
         g = torch.Generator(self.device).manual_seed(0)
         a.normal_(generator=g)  # verified is what had to be
@@ -312,8 +317,9 @@ class Product:
         sets = [(a, b, out)]
         sets += [(a.clone(), b.clone(), _copy(out)) for _ in range(int(min(7, 60e6 / size)))]
         least = max(size / 4e12, 2 * self.m * self.n * self.k / 7e14, 2e-6)  # seconds of a product
-        sets *= max(1, math.ceil(1.2e-4 / (least * len(sets))))
-        run, calls = _ops()[1], []
+        decodes = self.a_k and self.b_k and not self.resume and self.top <= DECODED
+        sets *= max(1, math.ceil((3e-4 if decodes else 1.2e-4) / (least * len(sets))))
+        run, calls, before = _ops()[1], [], functools.partial(copy_rows, a, torch.empty_like(a)) if decodes else None
         for one in candidates:
             if one.name == TRITON:
                 turned = [(x, w.t() if b_t else w, y) for x, w, y in sets]
@@ -321,7 +327,14 @@ class Product:
             else:
                 number = _ops()[0].linear_kernel(one.name)
                 calls.append([functools.partial(run, x, w, b_t, bias, y, self.resume, number) for x, w, y in sets])
+        if before is not None:
+            calls = [[functools.partial(_both, before, call) for call in competitor] for competitor in calls]
         return race_on_gpu(calls, rounds=3, finalists=5, final=9)
+
+
+def _both(first: Callable, second: Callable) -> None:
+    first()
+    second()
 
 
 KINDS = 24  # rows that hold every kind of special row, with ordinary ones between them
@@ -425,7 +438,7 @@ def skinny_names(top: int, n: int, k: int, processors: int = 132) -> tuple[str, 
                 if k <= 1024:
                     chains = (ring, ring), (ring // 2, ring // 2)
                 elif n * k < 45e6:
-                    chains = (ring // 2, ring // 2), (ring // 2, ring), (ring // 2, FROM_THE_START)
+                    chains = (ring // 2, ring // 2), (ring // 2, ring), (0, ring), (ring // 2, FROM_THE_START)
                 else:
                     chains = (ring // 2, FROM_THE_START), (0, ring)
                 if boxes != sizes[0] or blocks != 2:  # of the larger stages, and of other blocks, one will do
