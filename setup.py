@@ -81,6 +81,8 @@ SECONDS = {
     "csrc/linear/cuda.cu": 30,
     "csrc/linear/tiled.cu": 20,
     "csrc/linear_cross_entropy/cuda.cu": 40,
+    "csrc/linear_silu_mul/cuda.cu": 30,
+    "csrc/linear_silu_mul/wide.cu": 20,
 }
 KEPT_DAYS = 30  # an object that no build has used for so long goes
 

@@ -101,6 +101,10 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   // sampler
   m.def("sample(Tensor logits, Tensor seeds, Tensor positions, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor(a!) ids, Tensor(b!) logprobs, Tensor(c!) raw_logprobs) -> ()");
 
+  // linear_silu_mul on SM90, of few rows and of more
+  m.def("linear_silu_mul_few(Tensor x, Tensor weight, bool gelu, int rows, int tokens, int boxes, int stages, int ahead, int lead, int per_sm, Tensor(a!) out) -> ()");
+  m.def("linear_silu_mul_wide(Tensor x, Tensor weight, bool gelu, int tokens, int width, int across, int down, int stages, Tensor(a!) out) -> ()");
+
   // linear_sample on SM90: what a row's draw needs of every block of its logits; many rows, and few by a kernel of these sizes
   m.def("draw_many(Tensor hidden, Tensor weight, Tensor seeds, Tensor positions, Tensor temperature, float softcap, Tensor(a!) parts, Tensor(b!) entries, Tensor(c!) tokens) -> ()");
   m.def("draw_overlapped(Tensor hidden, Tensor weight, Tensor seeds, Tensor positions, Tensor temperature, float softcap, int cluster, Tensor(a!) parts, Tensor(b!) entries, Tensor(c!) tokens) -> ()");

@@ -113,7 +113,8 @@ def backends(d: Draw, room: str) -> tuple[str | None, ...]:
     """The default, then every other one with its bits."""
     return (
         (None, "triton")
-        if d.device == "cuda" and room in ("linear", "grouped_linear", "head", "moe", "linear_sample")
+        if d.device == "cuda"
+        and room in ("linear", "grouped_linear", "head", "moe", "linear_sample", "linear_silu_mul")
         else (None,)
     )
 
@@ -216,6 +217,23 @@ def rope(d: Draw) -> None:
         return *vx.rope(q, k, cos, sin, interleaved=interleaved), cos, sin
 
     again(d, run, (q, k, positions))
+
+
+def linear_silu_mul(d: Draw) -> None:
+    k, inner = d.kind([(64, 64), (520, 256), (576, 1536), (1024, 1024), (2048, 520), (96, 8), (7, 33)])
+    rows = d.of([d.rows(), d.int(1, 64)])
+    x, weight = cancelling(rows, k, 2 * inner, d.seed, d.dtype, d.device)
+    half = weight[inner:] if d.chance(0.5) else weight[:inner]
+    half.copy_(d.values(inner, k) * k**-0.5)  # where gates and ups both cancel, their product is next to nothing
+    x = d.special(x.clamp(-64, 64) if d.dtype == torch.float16 else x)
+    bias = d.placed(d.values(2 * inner)) if d.chance(0.2) else None
+    activation = d.kind(["silu", "gelu_tanh"])
+
+    def way(backend: str | None) -> Callable:
+        return lambda x: vx.linear_silu_mul(x, weight, bias, activation=activation, backend=backend)
+
+    first, *others = (way(b) for b in backends(d, "linear_silu_mul"))
+    again(d, first, (x,), (*others, lambda x: vx.silu_mul(vx.linear(x, weight, bias), activation=activation)))
 
 
 def silu_mul(d: Draw) -> None:
@@ -383,8 +401,8 @@ def attention(d: Draw) -> None:
 ROOMS: dict[str, Callable[[Draw], None]] = {
     check.__name__: check
     for check in (
-        attention, fused_moe, grouped_linear, kv_cache, linear, linear_cross_entropy, linear_sample, log_softmax, mean,
-        moe_route, rmsnorm, rope, sampler, silu_mul,
+        attention, fused_moe, grouped_linear, kv_cache, linear, linear_cross_entropy, linear_sample, linear_silu_mul,
+        log_softmax, mean, moe_route, rmsnorm, rope, sampler, silu_mul,
     )
 }  # fmt: skip
 

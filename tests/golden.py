@@ -168,6 +168,17 @@ def _products(device: str, half: bool) -> Iterator[Case]:
 
     yield "linear", "bmm", bmm
 
+    for rows, width, k in ((1, 24, 70), (13, 256, 512), (70, 64, 200)):
+        for activation in ("silu", "gelu_tanh"):
+
+            def gated(make, rows=rows, width=width, k=k, activation=activation):
+                x, w = make.cancelling(rows, k, 2 * width)
+                plain, hard = make.values(width, k, low=-6, high=-2), make.hard(rows, k)
+                weights = torch.cat([w[:width], plain]), torch.cat([plain, w[width:]])
+                return [vx.linear_silu_mul(y, v, activation=activation) for y in (x, hard) for v in weights]
+
+            yield "linear_silu_mul", f"{activation} {rows}x{width}x{k}", gated
+
     for sizes, n, k in (([3, 0, 1, 20], 48, 70), ([64, 0, 100, 36], 256, 512)):
 
         def grouped(make, sizes=sizes, n=n, k=k):

@@ -49,6 +49,7 @@ CASES = {
         "however_many and cuda-cuda",
     ),
     "linear_sample": ("bf16 and (stand_alone or minus_one or ties) or canonical_bytes and 64",),
+    "linear_silu_mul": ("every_kernel and bf16", "stand_alone and bf16"),
     "log_softmax": ("stand_alone and bf16",),
     "mean": ("stand_alone and bf16",),
     "moe_route": ("ties or routed_alone or no_number",),

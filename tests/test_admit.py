@@ -1,6 +1,7 @@
 """Admission: what differs in one bit, or fails in any way, is never used; verdicts persist for as long as they hold."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import subprocess
@@ -473,6 +474,19 @@ def test_the_fastest_admitted_wins_and_a_refused_one_is_not_timed(cache):
     assert decision.chosen is CANONICAL and "fastest of 3" in decision.why
     cache()
     assert admitted(propose(SPLIT, slow, fast, CANONICAL, race=never, cases=never), CPU).verdicts[2].us == 2.0
+
+
+@pytest.mark.parametrize("us,wins", [(2.96, False), (2.98, False), (3.5, False), (2.9, True)])
+def test_a_margin_is_the_canonical_kernels(cache, us, wins):
+    fast = Candidate("fast", lambda x, w: product(x, w), "v1")
+    proposal = propose(fast, CANONICAL, race=lambda candidates, case: [us, 3.0], key=f"margin {us}")
+    decision = admitted(dataclasses.replace(proposal, margin=0.02), CPU)
+    assert decision.chosen is (fast if wins else CANONICAL)
+    assert ("more than 2%" in decision.why) == (2.9 < us < 3.0), decision.why
+    cache()
+    assert admitted(dataclasses.replace(proposal, margin=0.02), CPU).chosen is decision.chosen
+    cache()
+    assert admitted(proposal, CPU).chosen is (fast if us < 3.0 else CANONICAL), "without one"
 
 
 def test_a_candidate_that_cannot_be_captured_is_refused():

@@ -99,11 +99,18 @@ def attention(q, k, v, cu, finite):
     return torch.cat(out), torch.cat(lse, 1)
 
 
+def gated(x, weight, gelu):
+    gate, up = (x.float() @ weight.float().t()).to(x.dtype).float().chunk(2, 1)
+    z = 1.5957691216 * (gate + 0.044715 * gate**3) if gelu else gate
+    return (gate * z.sigmoid() * up).to(x.dtype)
+
+
 def proposals():
     """name -> (proposal, canonical run, whether a case is of one row or token)"""
     from vexact_ops.attention import cuda as attention_room
     from vexact_ops.fused_moe import cuda as moe
     from vexact_ops.linear_cross_entropy import cuda as head_room
+    from vexact_ops.linear_silu_mul import cuda as gated_room
 
     def of(decide, *arguments):
         return decide.__wrapped__(CPU, *arguments)
@@ -115,6 +122,7 @@ def proposals():
         yield f"combine {name}", of(moe._combining, dtype, 40, 3), combine, lambda *case: case[3] == 1
         yield f"gate_bwd {name}", of(moe._gating, dtype, 40, False), gate_bwd, lambda *case: case[3].shape[0] == 1
     yield "head", head_proposal(head_room), head, lambda hidden, *_: hidden.shape[0] == 1
+    yield "gated", gated_proposal(gated_room), gated, lambda x, *_: x.shape[0] == 1
     shape = attention_room.Shape(3, 64, 64, "causal")
     yield "attention", attention_proposal(attention_room, shape), attention, lambda q, k, v, cu, finite: False
 
@@ -122,6 +130,12 @@ def proposals():
 def head_proposal(room):
     proposal = room._heads.__wrapped__(CPU, 40)
     return dataclasses.replace(proposal, cases=lambda: room._cases(CPU, 40))
+
+
+def gated_proposal(room):
+    """Without a GPU, whose multiprocessors are a part of the proposal."""
+    candidate = Candidate("a", gated, "")
+    return admit.Proposal("gated", [candidate], candidate, lambda: room._cases(CPU, torch.bfloat16, 96, 40, 8))
 
 
 def attention_proposal(room, shape):

@@ -75,6 +75,7 @@ CASES = {
         ),
         0,
     ),
+    "linear_silu_mul": Case((numbers(3, 16), numbers(8, 16, seed=1), numbers(8, seed=2)), 0),
     "silu_mul": Case((numbers(3, 16), numbers(3, 16, seed=1)), 2),
     "log_softmax": Case((numbers(3, 16),), 1),
     "mean": Case((numbers(3, 16),), 1),

@@ -15,7 +15,8 @@ from vexact_ops._core import digest
 ROOT = Path(__file__).parent.parent
 ROOMS = sorted(path.parent.name for path in (ROOT / "vexact_ops").glob("*/op.py"))
 COMPILED = {path.parent.name for path in (ROOT / "csrc").glob("*/cpu.cpp")}  # with CPU kernels of their own
-PRODUCTS = {"linear", "grouped_linear", "fused_moe", "linear_cross_entropy", "linear_sample"}  # made of linear's
+# made of linear's
+PRODUCTS = {"linear", "grouped_linear", "fused_moe", "linear_cross_entropy", "linear_sample", "linear_silu_mul"}
 KINDS = {"cpu": (".cpp", "flags"), "cuda": (".cu", "flags")}
 
 
@@ -58,7 +59,7 @@ def test_the_same_sources_have_the_same_digest_wherever_they_lie(tmp_path):
     "file, backends, rooms",
     [
         ("linear/triton.py", ["triton"], PRODUCTS),
-        ("linear/cpu.py", ["cpu"], {"linear", "linear_cross_entropy", "linear_sample"}),
+        ("linear/cpu.py", ["cpu"], {"linear", "linear_cross_entropy", "linear_sample", "linear_silu_mul"}),
         ("linear/bmm.py", ["cpu"], {"linear"}),
         ("linear/triton.py", ["cpu"], set()),
         ("log_softmax/triton.py", ["triton"], {"log_softmax", "linear_cross_entropy", "sampler", "linear_sample"}),

@@ -87,6 +87,7 @@ OPS = {
             slots(s),
         ),
     ),
+    "linear_silu_mul": (vx.linear_silu_mul, lambda s: (random(s, ROWS, 256), random(s + 1, 2 * 320, 256))),
     "silu_mul": (vx.silu_mul, lambda s: (random(s, ROWS, 2 * 768),)),
     "kv_cache_store": (store, lambda s: (random(s, ROWS, HK, D), random(s + 1, ROWS, HK, D), slots(s))),
     "log_softmax": (vx.log_softmax, lambda s: (random(s, ROWS, VOCABULARY, dtype=torch.float32),)),
@@ -226,6 +227,6 @@ def test_the_bits_do_not_depend_on_the_stream():
 
 def test_every_room_that_decodes_is_here():
     covered = {"rmsnorm", "rope", "silu_mul", "kv_cache", "log_softmax", "mean", "linear", "linear_cross_entropy"}
-    covered |= {"sampler", "linear_sample", "attention", "moe_route", "grouped_linear", "fused_moe"}
+    covered |= {"sampler", "linear_sample", "linear_silu_mul", "attention", "moe_route", "grouped_linear", "fused_moe"}
     vx.numerics()
     assert covered == {name for name, room in backend.ROOMS.items() if room.cuda}

@@ -45,6 +45,7 @@ COMPOSED_OF = {
     "rope": {"kv_cache", "rmsnorm"},
     "sampler": {"log_softmax"},
     "linear_sample": {"linear", "linear_cross_entropy", "log_softmax", "sampler"},
+    "linear_silu_mul": {"linear", "rmsnorm", "silu_mul"},  # a norm precedes it where it is timed
     "grouped_linear": {"linear", "silu_mul"},
     "fused_moe": {"grouped_linear", "silu_mul"},
 }

@@ -177,6 +177,7 @@ ELSEWHERE |= {
     "grouped_small_m_lent",
 }
 ELSEWHERE |= {"attention_latent_varlen", "attention_latent_paged"}
+ELSEWHERE |= {"linear_silu_mul_few", "linear_silu_mul_wide"}
 
 
 def other(tensor, dtype):

@@ -70,7 +70,7 @@ def test_it_is_the_same_on_every_instruction_set_and_with_any_number_of_threads(
 @pytest.mark.parametrize(
     "file, rooms",
     [
-        ("linear/cpu.py", {"linear", "linear_cross_entropy", "linear_sample"}),
+        ("linear/cpu.py", {"linear", "linear_cross_entropy", "linear_sample", "linear_silu_mul"}),
         ("rmsnorm/op.py", {"rmsnorm", "rope"}),
         ("rmsnorm/triton.py", set()),  # not in use on a CPU
         ("_core/backend.py", set()),
@@ -94,7 +94,7 @@ def test_an_extension_from_other_sources_changes_it(monkeypatch):
     monkeypatch.setattr(digest, "_stored", lambda: other)
     digest._sources.cache_clear()
     try:
-        assert rooms_that_differ(before, vx.numerics("cpu")) == {"silu_mul", "fused_moe"}
+        assert rooms_that_differ(before, vx.numerics("cpu")) == {"silu_mul", "fused_moe", "linear_silu_mul"}
         monkeypatch.setattr(digest, "_stored", lambda: None)  # none at all: Triton alone
         digest._sources.cache_clear()
         assert rooms_that_differ(before, vx.numerics("cpu")) == set(before["rooms"])

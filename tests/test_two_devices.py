@@ -63,6 +63,10 @@ LARGE = {
         lambda i: ((i.new(70, 1024), i.new(4096, 1024), torch.arange(70, device=i.device) * 58), {}),
     ),
     "rmsnorm.large": ("rmsnorm", lambda i: ((i.new(70, 4096), i.new(4096)), {})),
+    "linear_silu_mul.few": (
+        "linear_silu_mul",
+        lambda i: ((i.new(5, 1024).detach(), i.new(1024, 1024).detach()), {}),
+    ),
     "silu_mul.large": ("silu_mul", lambda i: ((i.new(70, 4096),), {})),
     **{
         f"attention_varlen.{dim}": (

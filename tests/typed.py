@@ -47,6 +47,7 @@ def ops(x: Tensor, w: Tensor, ids: Tensor, offsets: Tensor) -> None:
     assert_type(vx.rope(x, x, x, x, interleaved=True), tuple[Tensor, Tensor])
     assert_type(vx.rope_cos_sin(ids, x, scaling=2.0), tuple[Tensor, Tensor])
     assert_type(vx.rope_kv_store(x, x, x, x, x, x, x, ids), Tensor)
+    assert_type(vx.linear_silu_mul(x, w, x, activation="silu"), Tensor)
     assert_type(vx.silu_mul(x), Tensor)
     assert_type(vx.silu_mul(x, x, activation="gelu_tanh"), Tensor)
     assert_type(vx.log_softmax(x), Tensor)

@@ -27,6 +27,7 @@ _WHERE = {
     "linear_logprobs": "linear_cross_entropy.op",
     "linear_cross_entropy": "linear_cross_entropy.op",
     "linear_sample": "linear_sample.op",
+    "linear_silu_mul": "linear_silu_mul.op",
     "attention_varlen": "attention.op",
     "attention_paged": "attention.op",
     "kv_cache_store": "kv_cache.op",
@@ -111,6 +112,7 @@ if TYPE_CHECKING:  # `as`: these are public, for type checkers too
     from .linear_cross_entropy.op import linear_logits as linear_logits
     from .linear_cross_entropy.op import linear_logprobs as linear_logprobs
     from .linear_sample.op import linear_sample as linear_sample
+    from .linear_silu_mul.op import linear_silu_mul as linear_silu_mul
     from .log_softmax.op import log_softmax as log_softmax
     from .mean.op import mean as mean
     from .mean.op import sum as sum

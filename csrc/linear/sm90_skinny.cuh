@@ -105,9 +105,20 @@ struct SkinnyStore {
 #endif
 };
 
+// How a tile of the weight is read: its rows as they lie.
+struct SkinnyRows {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  static __device__ __forceinline__ void copy(uint32_t to, const CUtensorMap* map, uint32_t barrier, int k, int row,
+                                              uint64_t policy) {
+    copy_box(to, map, barrier, k, row, policy);
+  }
+  static __device__ __forceinline__ void prefetch(const CUtensorMap* map, int k, int row) { prefetch_box(map, k, row); }
+#endif
+};
+
 // T bf16 | fp16. TOKENS rows of x per block (8, 16, 32, 64); BOXES 64-wide pieces of K per stage; PARTS of 64 weight rows
 // that a tile touches.
-template <class T, int TOKENS, int BOXES, int PARTS, class Epilogue = SkinnyStore<T>>
+template <class T, int TOKENS, int BOXES, int PARTS, class Epilogue = SkinnyStore<T>, class Weight = SkinnyRows>
 __global__ void __launch_bounds__(kSkinnyThreads)
     skinny_kernel(const __grid_constant__ CUtensorMap weight_map, const __grid_constant__ CUtensorMap x_map,
                   const SkinnyArgs a, const __grid_constant__ Epilogue epilogue) {
@@ -142,7 +153,7 @@ __global__ void __launch_bounds__(kSkinnyThreads)
     int tile = blockIdx.x, step = 0;
     for (int i = min(a.ahead, total); i > 0; --i) {
 #pragma unroll
-      for (int b = 0; b < BOXES; ++b) prefetch_box(&weight_map, (step * BOXES + b) * kBoxK, tile * a.rows);
+      for (int b = 0; b < BOXES; ++b) Weight::prefetch(&weight_map, (step * BOXES + b) * kBoxK, tile * a.rows);
       if (++step == steps) step = 0, tile += gridDim.x;
     }
     wait_for_kernel_before();
@@ -157,7 +168,7 @@ __global__ void __launch_bounds__(kSkinnyThreads)
       uint32_t to = ring + slot * stage_bytes;
 #pragma unroll
       for (int b = 0; b < BOXES; ++b, to += weight_bytes)
-        copy_box(to, &weight_map, full + 8 * slot, (step * BOXES + b) * kBoxK, tile * a.rows, weight_policy);
+        Weight::copy(to, &weight_map, full + 8 * slot, (step * BOXES + b) * kBoxK, tile * a.rows, weight_policy);
 #pragma unroll
       for (int b = 0; b < BOXES; ++b, to += kXStride)
         copy_box(to, &x_map, full + 8 * slot, (step * BOXES + b) * kBoxK, m0, keep);

@@ -533,7 +533,7 @@ def test_doctor_admits_what_a_model_needs(capsys, monkeypatch, model, tmp_path):
     ((needs, given),) = asked
     config = json.loads((Path(model) / "config.json").read_text())
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    assert {Matrix(6144, 4096), Matrix(2 * inner, hidden), Matrix(hidden, inner)} <= set(needs.matrices)
+    assert {Matrix(6144, 4096), Matrix(2 * inner, hidden, gated=True), Matrix(hidden, inner)} <= set(needs.matrices)
     assert Matrix(config["vocab_size"], hidden, wide=True, head=True) in needs.matrices and needs.hidden == hidden
     assert needs.attention[0].heads == config["num_attention_heads"]
     assert (given["rows"], given["training_rows"], given["dtype"]) == (16, [8192], torch.bfloat16)

@@ -237,6 +237,17 @@ def test_projections_that_share_a_parameter_are_products_of_their_own(tied):
         assert_bitwise(run([(range(2), fused)], handle.describe(), torch.bfloat16, seqs), trained(model, seqs))
 
 
+@pytest.mark.parametrize("name", [family(n) for n in ("qwen3", "gemma2", "arcee")])
+def test_gates_and_ups_are_one_op(name, monkeypatch):
+    """Where a feed-forward has both. That it has the training forward's bits is tested above."""
+    model, calls, ours = model_of(name), [], vx.linear_silu_mul
+    with vx.patch.hf(model) as handle:
+        fused, described = forward(handle)[0], handle.describe()
+        monkeypatch.setattr(vx, "linear_silu_mul", lambda *a, **k: calls.append(k) or ours(*a, **k))
+        run([(range(len(described.layers)), fused)], described, torch.bfloat16, sequences((1,)))
+    assert len(calls) == (0 if name == "arcee" else len(described.layers))  # which has no gates
+
+
 def test_projections_that_differ_in_kind_are_products_of_their_own():
     model, seqs = model_of("llama"), sequences((11, 3, 9))
     for layer in model.model.layers:

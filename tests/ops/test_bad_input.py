@@ -34,6 +34,7 @@ CASES = {
         {},
     ),
     "rope_cos_sin": ([ints(0, 1, dtype=torch.int64), torch.rand(8)], {"dtype": torch.bfloat16}),
+    "linear_silu_mul": ([bf16(3, 16), bf16(8, 16), bf16(8)], {}),
     "silu_mul": ([bf16(3, 16), bf16(3, 16)], {}),
     "linear_logits": ([bf16(3, 16), bf16(8, 16)], {}),
     "linear_logprobs": ([bf16(3, 16), bf16(8, 16), ints(0, 1, 2, dtype=torch.int64)], {}),

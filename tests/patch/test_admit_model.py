@@ -28,7 +28,7 @@ def test_the_matrices_of_a_decoder_alone_and_joined():
     assert set(needs.matrices) == {
         Matrix(96, 64, wide=True, head=True),
         Matrix(128, 64), Matrix(64, 64), Matrix(256, 64),  # q; k and v; all three
-        Matrix(64, 128), Matrix(160, 64), Matrix(320, 64), Matrix(64, 160),
+        Matrix(64, 128), Matrix(160, 64), Matrix(320, 64, gated=True), Matrix(64, 160),
     }  # fmt: skip
     assert (needs.mixtures, needs.attention, needs.hidden) == ((), (Heads(4, 2, 32, 32),), 64)
 
@@ -80,6 +80,7 @@ def asked(monkeypatch):
 
     rooms = {
         "LINEAR": types.SimpleNamespace(class_of=lambda rows: -(-rows // 8) * 8, admit=note("linear")),
+        "GATED": types.SimpleNamespace(class_of=lambda rows: 8 if rows <= 8 else 0, admit=note("gated")),
         "HEAD": types.SimpleNamespace(admit=note("head")),
         "SAMPLE": types.SimpleNamespace(class_of=lambda rows: -(-rows // 16), admit=note("draw")),
         "FUSED_MOE": types.SimpleNamespace(
@@ -135,7 +136,7 @@ def test_what_has_one_kernel_is_not_listed(asked, monkeypatch):
     by_rule = Decision("", Candidate("triton", None), "by rule")
     monkeypatch.setattr(module.LINEAR.module("cuda"), "admit", lambda *a, **k: by_rule)
     found = vx.admit(QWEN3, rows=[8])
-    assert [d.key.split(" ")[0] for d in found] == ["attention", "head", "draw"]
+    assert [d.key.split(" ")[0] for d in found] == ["attention", "head", "draw", "gated"]
 
 
 def test_bad_arguments(asked):

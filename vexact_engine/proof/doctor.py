@@ -133,6 +133,13 @@ def _silu_mul(device, dtype):
     _rows_and_runs(vx.silu_mul, tricky(11, 2 * 77, seed=0, dtype=dtype, device=device))
 
 
+def _linear_silu_mul(device, dtype):
+    x, w = cancelling(19, 576, 2 * 96, seed=0, dtype=dtype, device=device)
+    w[:96] = tricky(96, 576, seed=1, dtype=dtype, device=device)
+    _rows_and_runs(lambda x: vx.linear_silu_mul(x, w), x)
+    assert_bitwise(vx.linear_silu_mul(x, w), vx.silu_mul(vx.linear(x, w)), "as one op and as two")
+
+
 def _grouped_linear(device, dtype):
     x, w = cancelling(19, 130, 3 * 50, seed=0, dtype=dtype, device=device)
     check_grouped(vx.grouped_linear, vx.linear, x, w.view(3, 50, 130))
@@ -224,6 +231,7 @@ CHECKS: tuple[tuple[str, str, Callable], ...] = (
     ("rmsnorm", "a row alone, threads, instruction sets", _rmsnorm),
     ("rope", "a row alone, threads, instruction sets", _rope),
     ("silu_mul", "a row alone, threads, instruction sets", _silu_mul),
+    ("linear_silu_mul", "a row alone; one op == linear and silu_mul", _linear_silu_mul),
     ("grouped_linear", "rows have linear's bits, however they are spread", _grouped_linear),
     ("moe_route", "a row alone, threads, instruction sets", _moe_route),
     ("fused_moe", "a row alone, threads, instruction sets", _fused_moe),

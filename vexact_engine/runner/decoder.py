@@ -111,6 +111,12 @@ class _Product:
             return vx.linear(x, *self.joined)
         return torch.cat(self(x), 1)
 
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        """Of gates and ups: silu_mul of them."""
+        if self.joined is not None:
+            return vx.linear_silu_mul(x, *self.joined, activation=activation)
+        return vx.silu_mul(*self(x), activation=activation)
+
 
 def _norm(weights: Weights, norm: d.Norm | None) -> Callable[[Tensor], Tensor] | None:
     if norm is None:
@@ -271,7 +277,7 @@ class _Mlp:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.activation != "relu2":
-            h = vx.silu_mul(self.up.whole(x), activation=self.activation)
+            h = self.up.gated(x, self.activation)
         elif self.gated:
             gate, up = self.up(x)
             h = gate.relu().square() * up

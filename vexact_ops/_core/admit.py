@@ -70,6 +70,7 @@ class Proposal:
     cases       makes the arguments to verify on; the last ones are what is timed
     race        (admitted candidates, arguments) -> microseconds of each, or the exception that it raised when it was
                 captured; None: the first admitted candidate wins
+    margin      the share of the canonical kernel's time that another has to win where that one is raced too
     """
 
     key: str
@@ -77,6 +78,7 @@ class Proposal:
     canonical: Candidate
     cases: Callable[[], Sequence[tuple]]
     race: Callable[[Sequence[Candidate], tuple], Sequence[float | Exception]] | None = None
+    margin: float = 0.0
 
 
 @dataclass
@@ -248,14 +250,16 @@ def _settle(proposal: Proposal, device: torch.device, name: str) -> Decision:
 
 
 def _choose(proposal: Proposal, verdicts: Sequence[Verdict], seconds: float) -> Decision:
-    best = fastest(verdicts)
+    best = fastest(verdicts, proposal.canonical.name, proposal.margin)
     if best is None:
         refused = "; ".join(str(v) for v in verdicts)
         return Decision(proposal.key, proposal.canonical, f"all refused: {refused}", tuple(verdicts), seconds=seconds)
     chosen = next(c for c in proposal.candidates if c.name == best)
     among = sum(v.admitted for v in verdicts)
     timed = next(v.us for v in verdicts if v.candidate == best) is not None
-    if timed:
+    if best != fastest(verdicts):
+        why = f"none of {among} that have its bytes is faster by more than {proposal.margin:.0%}"
+    elif timed:
         why = f"the fastest of {among} that have the canonical kernel's bytes"
     elif among == len(verdicts) == 1:
         why = "it has the canonical kernel's bytes"
@@ -264,10 +268,18 @@ def _choose(proposal: Proposal, verdicts: Sequence[Verdict], seconds: float) -> 
     return Decision(proposal.key, chosen, why, tuple(verdicts), seconds=seconds)
 
 
-def fastest(verdicts: Sequence[Verdict]) -> str | None:
-    """The name of the fastest admitted candidate (the first one where none was timed), None where none is admitted."""
+def fastest(verdicts: Sequence[Verdict], favourite: str | None = None, margin: float = 0.0) -> str | None:
+    """The name of the fastest admitted candidate (the first one where none was timed), None where none is admitted; of
+    the favourite one where no other's time is shorter by more than the margin."""
     admitted = [v for v in verdicts if v.admitted]
-    return min(admitted, key=lambda v: v.us if v.us is not None else 0.0).candidate if admitted else None
+    if not admitted:
+        return None
+
+    def time_of(v: Verdict) -> float:
+        us = v.us if v.us is not None else 0.0
+        return us * (1 - margin) if v.candidate == favourite else us
+
+    return min(admitted, key=time_of).candidate
 
 
 def _verify(proposal: Proposal, device: torch.device) -> tuple[list[Verdict], bool]:

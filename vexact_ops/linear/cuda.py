@@ -413,17 +413,18 @@ def tiled_names(m: int, n: int, k: int, processors: int = 132) -> tuple[str, ...
 
 
 @functools.cache
-def skinny_names(top: int, n: int, k: int, processors: int = 132) -> tuple[str, ...]:
+def skinny_names(top: int, n: int, k: int, processors: int = 132, unit: int = 8) -> tuple[str, ...]:
     """Our kernels for up to `top` rows of x (at most SMALL_M) and an (n, k) weight: of all that there could be those
     that were the fastest, or within some per cent of it, for some matrix of the models that we have measured.
 
     A name says how many rows of the weight, rows of x and k a stage of the ring holds, and how many stages there are;
     how many of them are asked for before the kernel before has ended; how many are left to load when the kernel after
-    may start; and how many persistent blocks a multiprocessor gets, where it is not one block per tile.
+    may start; and how many persistent blocks a multiprocessor gets, where it is not one block per tile. The rows of the
+    weight are a multiple of `unit`.
     """
     tokens = next(t for t in (8, 16, 32, 64) if top <= t)
     found = {}
-    for place, rows in enumerate(_heights(n, 64 if tokens <= 16 else 128, processors)):
+    for place, rows in enumerate(_heights(n, 64 if tokens <= 16 else 128, processors, unit)):
         first = place == 0
         sizes = (2,) if tokens == 64 or rows > 64 else (4, 8) if rows <= 24 and tokens <= 16 else (2, 4)
         for boxes in sizes:
@@ -449,11 +450,11 @@ def skinny_names(top: int, n: int, k: int, processors: int = 132) -> tuple[str, 
     return tuple(found)
 
 
-def _heights(n: int, most: int, processors: int) -> list[int]:
+def _heights(n: int, most: int, processors: int, unit: int) -> list[int]:
     """Rows of a weight's tile, at most so many, that give all multiprocessors nearly the same number of tiles."""
 
     def height(waves: int) -> int:
-        return max(8, -(-n // (processors * waves) // 8) * 8)
+        return max(unit, -(-n // (processors * waves) // unit) * unit)
 
     waves = next(w for w in range(1, n + 1) if height(w) <= most)
     found = [height(waves)]

@@ -17,21 +17,25 @@ from ..fused_moe.op import ROOM as FUSED_MOE
 from ..linear.op import ROOM as LINEAR
 from ..linear_cross_entropy.op import ROOM as HEAD
 from ..linear_sample.op import ROOM as SAMPLE
+from ..linear_silu_mul.op import ROOM as GATED
 from . import mixture
 from .report import table
 
-JOINED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # into one product, by the engine
+GATED_PAIR = "gate_proj", "up_proj"
+JOINED = ("q_proj", "k_proj", "v_proj"), GATED_PAIR  # into one product, by the engine
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight as linear sees it. wide: its results are the fp32 sums; head: of the last tokens of a step alone."""
+    """A weight as linear sees it. wide: its results are the fp32 sums; head: of the last tokens of a step alone;
+    gated: of gates and ups, as linear_silu_mul sees it too."""
 
     n: int
     k: int
     bias: bool = False
     wide: bool = False
     head: bool = False
+    gated: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,8 @@ def needs_of(model: Any) -> Needs:
             if all(name in linears for name in names):
                 joined = [linears[name] for name in names]
                 n = sum(one.out_features for one in joined)
-                matrices[Matrix(n, joined[0].in_features, joined[0].bias is not None)] = None
+                bias, pair = joined[0].bias is not None, names == GATED_PAIR
+                matrices[Matrix(n, joined[0].in_features, bias, gated=pair and not bias)] = None
         if mixture.is_router(module):
             matrices |= {Matrix(*module.weight.shape, wide=wide): None for wide in (True, False)}
         elif mixture.is_experts(module):
@@ -201,8 +206,8 @@ def _jobs(
     needs: Needs, rows: list[int], training_rows: list[int], dtype, device, page_size, kv_segment
 ) -> Iterator[tuple[str, Callable[[], list[Decision]]]]:
     """What there is to verify, each with a name; what is alike is one."""
-    rooms = LINEAR, HEAD, SAMPLE, FUSED_MOE, ATTENTION
-    linear, head, sampler, moe, attention = (room.module("cuda") for room in rooms)
+    rooms = LINEAR, GATED, HEAD, SAMPLE, FUSED_MOE, ATTENTION
+    linear, gated, head, sampler, moe, attention = (room.module("cuda") for room in rooms)
     classes = sorted({linear.class_of(count) for count in rows})
     for heads in needs.attention:
         options = {"windows": heads.windows, "segment": kv_segment, "page": page_size, "training": bool(training_rows)}
@@ -219,6 +224,11 @@ def _jobs(
             yield (
                 f"linear {matrix.n}x{matrix.k}, {count} rows",
                 lambda s=shape, c=count, o=options: [linear.admit(*s, c, dtype, **o)],
+            )
+        for count in sorted({gated.class_of(count) for count in rows} - {0}) if matrix.gated else ():
+            yield (
+                f"gated {matrix.n}x{matrix.k}, {count} rows",
+                lambda s=shape, c=count: [gated.admit(*s, c, dtype, device)],
             )
         if matrix.head:  # training's head is not a linear
             continue

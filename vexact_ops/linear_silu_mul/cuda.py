@@ -1,0 +1,227 @@
+"""The GPU's own class on SM90: up to 1,024 rows in 16 bits by one kernel, which stores no product.
+
+Up to 64 rows the weight is streamed as `linear` streams it for few rows (csrc/linear_silu_mul/sm90_gated.cuh), in sizes
+that `linear` tries too; more rows are cut into wide tiles (sm90_wide.cuh). Both read gates and ups in turns, so that
+both of an element end in one thread. Which of them, or the two ops one after the other, is raced between what precedes
+and what follows in a model, and verified byte for byte against the Triton kernels (contract: verify, then trust).
+Everything else (more rows, a bias, fp32, rows off 16-byte boundaries, other GPUs) is `linear`'s fastest kernel and
+silu_mul's: same bits.
+"""
+
+import functools
+import math
+import re
+
+import torch
+from torch import Tensor
+
+from .._core import digest, native
+from .._core.admit import Candidate, Decision, Proposal, canonical_by_rule, decided, race_on_gpu
+from ..linear import cuda as linear
+from ..rmsnorm.triton import rmsnorm_fwd
+from ..silu_mul.triton import silu_mul_fwd
+from . import triton
+
+APART = "linear, silu_mul"  # the canonical way
+MOST = 1024  # rows
+WIDE = [(tokens, width) for tokens in (64, 128, 192, 256) for width in (128, 192, 256) if tokens <= 128 or width < 256]
+
+
+def linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
+    if _rule(x, weight, bias) is None:
+        name = _decision(x.device, x.dtype, weight.shape[0], x.shape[1], class_of(x.shape[0])).chosen.name
+        if name != APART:
+            return _run(name, x, weight, gelu)
+    return _apart(x, weight, bias, gelu)
+
+
+def _run(name: str, x: Tensor, weight: Tensor, gelu: bool) -> Tensor:
+    out = x.new_empty(x.shape[0], weight.shape[0] // 2)
+    few, sizes = _sizes(name)
+    _native()[0 if few else 1](x, weight, gelu, *sizes, out)
+    return out
+
+
+def _apart(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
+    h = linear.linear_fwd(x, weight, bias, x.dtype)
+    y = h.new_empty(h.shape[0], h.shape[1] // 2)
+    silu_mul_fwd(*h.chunk(2, 1), gelu, y)
+    return y
+
+
+@functools.cache
+def _native():
+    return native.ops().linear_silu_mul_few.default, native.ops().linear_silu_mul_wide.default
+
+
+@functools.cache
+def _sizes(name: str) -> tuple[bool, tuple[int, ...]]:
+    """Whether it is a kernel for few rows, and what it is called with: rows, tokens, boxes, stages, ahead, lead and
+    blocks of a multiprocessor; or tokens, width, across, down and stages."""
+    numbers = tuple(map(int, re.findall(r"\d+", name)))
+    if " wide " in name:
+        return False, numbers
+    rows, tokens, depth, *ring, per_sm = (*numbers, 0)[:7]
+    return True, (rows, tokens, depth // 64, *ring, per_sm)
+
+
+def class_of(rows: int) -> int:
+    """The most rows that share their kernel with so many; 0: these kernels do not take them."""
+    return linear.class_of(rows) if 0 < rows <= MOST else 0
+
+
+# ---- admission
+
+
+def _rule(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    """Why these kernels do not take the operands."""
+    if not class_of(x.shape[0]):
+        return f"they take 1 to {MOST:,} rows"
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return "they take bf16 and fp16"
+    if bias is not None:
+        return "they add no bias"
+    if weight.shape[0] % 16 or x.shape[1] % 8 or not (_aligned(x) and _aligned(weight)):
+        return "gates do not come in eights, or rows do not begin on 16-byte boundaries"
+    return _rule_of_sizes(x.device, *weight.shape)
+
+
+@functools.cache
+def _rule_of_sizes(device: torch.device, n: int, k: int) -> str | None:
+    if n * k < linear.SMALL:
+        return "too small to be worth the time to verify other kernels"
+    return None if torch.cuda.get_device_capability(device) == (9, 0) else "they are for SM90"
+
+
+def _aligned(t: Tensor) -> bool:
+    """Rows begin on 16-byte boundaries, as the copy engine needs."""
+    rows = t.shape[0] <= 1 or (t.stride(0) % 8 == 0 and t.stride(0) >= t.shape[1])
+    return rows and t.data_ptr() % 16 == 0
+
+
+@decided
+def _decision(device: torch.device, dtype: torch.dtype, n: int, k: int, top: int) -> Proposal:
+    native_sources = " ".join(f"{digest.of_extension(room, 'cuda')}" for room in ("linear_silu_mul", "linear"))
+    source = digest.of_files(__file__, linear.__file__, native=native_sources)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    canonical = Candidate(APART, _canonical, digest.canonical("linear_silu_mul"))
+    return Proposal(
+        f"linear_silu_mul {str(dtype).removeprefix('torch.')} R<={top} N={n} K={k}",
+        [*(Candidate(name, functools.partial(_run, name), source) for name in names(top, n, k, processors)), canonical],
+        canonical,
+        lambda: _cases(device, dtype, n, k, top),
+        _race,
+        margin=0.01,  # less is not told apart from chance
+    )
+
+
+def names(top: int, n: int, k: int, processors: int = 132) -> tuple[str, ...]:
+    """Our kernels for up to `top` rows of x and an (n, k) weight. More than SMALL_M rows are cut into tiles: those that
+    should be the fastest, by what bounds them. A step of 64 along k takes as many clocks as wgmma needs, or as shared
+    memory needs to be written and read by wgmma, 128 bytes a clock; the start and the end of a tile take some 8,000.
+
+    The name of such a kernel says how many rows of x and of the weight a tile has, how many blocks have the rows of x
+    in common and how many the weight's, and how many stages there are."""
+    if top <= linear.SMALL_M:
+        found = [name for name in linear.skinny_names(top, n, k, processors, unit=16) if _spreads(name, n, processors)]
+        found += _alone_names(top, n, processors)
+        # blocks of the product that follows crowd where the first ones of this kernel end, unless it has ended
+        return tuple(dict.fromkeys([*found, *(re.sub(r"lead \d+", "lead 0", name) for name in found)]))
+    timed = []
+    for tokens, width in WIDE:
+        down, across = -(-top // tokens), -(-n // width)
+        if tokens == 64 or -(-top // (tokens - 64)) > down:
+            step = max(tokens * width // 32, (tokens // 64 * (64 + width) * 128 + (tokens + width) * 128) // 128)
+            waves = -(-down * across // processors)
+            timed.append((waves * (step * -(-k // 64) + 8000), tokens, width, down))
+    found = []
+    for _, tokens, width, down in sorted(timed)[:3]:
+        ring = min(16, (linear.SHARED_BYTES - 1024) // ((tokens + width) * 128))
+        for cluster in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2)):
+            if down % cluster[1] == 0:
+                found.append(f"wgmma wide {tokens}x{width} cluster {cluster[0]}x{cluster[1]} ring {ring}")
+    return tuple(found)
+
+
+def _spreads(name: str, n: int, processors: int) -> bool:
+    """Whether a kernel's tiles are more than a wave, or two of them have no room on one multiprocessor: else they may
+    meet there while others have none, and it takes one time or another (1.7B at 24 rows: the chain 26 or 31 us)."""
+    rows, tokens, boxes, ring, *_ = _sizes(name)[1]
+    return -(-n // rows) > processors or 2 * (ring * boxes * (rows + max(8, tokens)) * 128 + 2048) > linear.SHARED_BYTES
+
+
+def _alone_names(top: int, n: int, processors: int) -> list[str]:
+    """Those whose tiles are one wave, with so much of the shared memory that two of a launch never meet on one
+    multiprocessor while others have none: all of it, or just over half, which leaves room to the next kernel's."""
+    tokens, rows = next(t for t in (8, 16, 32, 64) if top <= t), -(-n // processors // 16) * 16
+    found = []
+    for boxes in (2, 4) if tokens < 64 else (2,):
+        stage, other = boxes * (rows * 128 + max(1024, tokens * 128)), 1024 + -rows % 64 * 128
+        whole = min(32, (linear.SHARED_BYTES - other) // stage)
+        half = (linear.SHARED_BYTES // 2 + 1024 - other) // stage + 1
+        for ring in sorted({half, whole}) if rows <= 128 and 3 <= half <= whole else ():
+            for lead in (ring // 2, linear.FROM_THE_START)[: 2 if boxes == 2 else 1]:
+                found.append(f"wgmma {rows}x{tokens}x{64 * boxes} ring {ring} ahead {ring // 2} lead {lead}")
+    return found
+
+
+def _canonical(x: Tensor, weight: Tensor, gelu: bool) -> Tensor:
+    return triton.linear_silu_mul(x, weight, None, gelu)
+
+
+def _cases(device: torch.device, dtype: torch.dtype, n: int, k: int, top: int) -> list[tuple]:
+    """Those of linear, by either activation. There all sums cancel, and a gate times an up is next to nothing: so there
+    is a weight too where of each such pair one alone cancels, the ups of its second half among them."""
+    product = linear.Product(device, dtype, dtype, top, n, k)
+    found = [(x, weight, gelu) for x, weight, *_ in product.cases() for gelu in (False, True)]
+    x, weight, _ = found[-1]
+    mixed, middle, g = weight.clone(), n // 4, torch.Generator(device).manual_seed(n)
+    gates, ups = mixed.chunk(2)
+    for plain in (gates[middle:], ups[:middle]):
+        plain.normal_(std=k**-0.5, generator=g)
+    return [*found, (x, mixed, True), (x, mixed, False)]
+
+
+def _race(candidates: list[Candidate], case: tuple) -> list[float | Exception]:
+    """As in a model: a norm precedes, the product back to x's width follows, and the cache has forgotten a weight by
+    the next time: not before some eight times what it holds has passed. A replay takes a millisecond, and the fastest
+    have many: what is to be won is some per cent of all three."""
+    x, weight, _ = case
+    g = torch.Generator(x.device).manual_seed(0)
+    x.normal_(generator=g)
+    weight.normal_(std=x.shape[1] ** -0.5, generator=g)
+    down = weight.new_empty(x.shape[1], weight.shape[0] // 2).normal_(std=weight.shape[0] ** -0.5, generator=g)
+    size = (weight.numel() + down.numel()) * x.element_size()
+    sets = [(weight, down)] + [(weight.clone(), down.clone()) for _ in range(int(min(7, 400e6 / size)))]
+    least = max(size / 4e12, x.shape[0] * size / 7e14, 8e-6)  # seconds of the chain
+    sets *= max(1, math.ceil(1e-3 / (least * len(sets))))
+    ones, residual = x.new_ones(x.shape[1]), x.clone()
+
+    def call(name: str, weight: Tensor, down: Tensor) -> None:
+        read = rmsnorm_fwd(x, ones, residual, 1e-6, False)[0]
+        h = _apart(read, weight, None, False) if name == APART else _run(name, read, weight, False)
+        linear.linear_fwd(h, down, None, x.dtype)
+
+    calls = [[functools.partial(call, one.name, *of) for of in sets] for one in candidates]
+    return race_on_gpu(calls, rounds=3, finalists=4, final=24)
+
+
+def explain(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> list[tuple[str, Decision]]:
+    """Which kernels compute a call."""
+    x, weight = (t.reshape(math.prod(t.shape[:-1]), t.shape[-1]) for t in (x, weight))
+    rule = _rule(x, weight, bias)
+    if rule:
+        decision = canonical_by_rule(APART, rule)
+    else:
+        decision = _decision(x.device, x.dtype, weight.shape[0], x.shape[1], class_of(x.shape[0]))
+    found = [("gated product", decision)]
+    return found + linear.explain("linear", x, weight, bias, x.dtype) if decision.chosen.name == APART else found
+
+
+def admit(n: int, k: int, rows: int, dtype: torch.dtype, device: torch.device | str = "cuda") -> Decision:
+    """Verify ahead of time what `rows` rows, and all others of their class, need with an (n, k) weight."""
+    device = torch.device(device)
+    device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+    rule = f"they take 1 to {MOST:,} rows, and gates in eights" if not class_of(rows) or n % 16 or k % 8 else None
+    rule = rule or _rule_of_sizes(device, n, k)
+    return canonical_by_rule(APART, rule) if rule else _decision(device, dtype, n, k, class_of(rows))
