@@ -249,7 +249,8 @@ def test_the_faster_way_is_taken_of_those_with_the_bytes(on_cpu, rows, width, fa
     x, weight = make(rows, width, 72, 0, torch.bfloat16, "cpu", plain=0)
     names = cuda.names(cuda.class_of(rows), 2 * width, 72)
     best = names[1]
-    apart = {"one": 2.03, "two": 1.0, "one, by chance": 2.01}.get(faster)
+    margin = cuda.margin(cuda.class_of(rows))
+    apart = {"one": 2 + 3 * margin, "two": 1.0, "one, by chance": 2 + margin}.get(faster)
     asked.us = lambda name: {best: 2.0, cuda.APART: apart}.get(name, 3.0)
     if faster == "none has the bytes":
         asked.wrong = cuda._sizes(best)[1]
@@ -264,6 +265,12 @@ def test_the_faster_way_is_taken_of_those_with_the_bytes(on_cpu, rows, width, fa
     assert decision.chosen.name == (best if faster == "one" else cuda.APART)
     refused = [v.candidate for v in decision.verdicts if not v.admitted]
     assert refused == ([best] if asked.wrong else [])
+
+
+def test_the_more_rows_the_more_there_must_be_to_win(on_cpu):
+    cuda, _ = on_cpu
+    margins = [cuda.margin(rows) for rows in (8, 64, 72, 128, 136, 1024)]
+    assert margins[0] > 0 and margins == sorted(margins) and margins[0] == margins[1] < margins[2] < margins[-1]
 
 
 @pytest.mark.parametrize("rows", [6, 80])
