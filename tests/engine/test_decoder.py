@@ -237,6 +237,22 @@ def test_projections_that_share_a_parameter_are_products_of_their_own(tied):
         assert_bitwise(run([(range(2), fused)], handle.describe(), torch.bfloat16, seqs), trained(model, seqs))
 
 
+def test_keys_are_promised_settled_where_each_sequence_has_one_token(monkeypatch):
+    """A step with a chunk in it stores keys that other rows of the same step may see."""
+    model, told, ours = model_of("qwen3"), [], vx.attention_paged
+
+    def attention(q, k_cache, v_cache, *step, settled, **options):
+        told.append((step[3], settled))
+        return ours(q, k_cache, v_cache, *step, settled=settled, **options)
+
+    with vx.patch.hf(model) as handle:
+        fused, described = forward(handle)[0], handle.describe()
+        monkeypatch.setattr(vx, "attention_paged", attention)
+        run([(range(len(described.layers)), fused)], described, torch.bfloat16, sequences((11, 3, 9)))
+    assert {longest > 1 for longest, _ in told} == {False, True}, "steps of both kinds"
+    assert all(settled == (longest == 1) for longest, settled in told)
+
+
 @pytest.mark.parametrize("name", [family(n) for n in ("qwen3", "gemma2", "arcee")])
 def test_gates_and_ups_are_one_op(name, monkeypatch):
     """Where a feed-forward has both. That it has the training forward's bits is tested above."""

@@ -1,6 +1,7 @@
 """linear: every output element is one fp32 accumulator over ascending k, on every path; gradients; bad arguments."""
 
 import math
+import types
 from fractions import Fraction
 
 import numpy as np
@@ -323,6 +324,47 @@ def test_compiled_has_the_same_bits(device, backend):
         return y, *torch.autograd.grad(y.float().sum(), args)
 
     assert_bitwise(run(torch.compile(fn, backend="aot_eager", fullgraph=True)), run(fn))
+
+
+@pytest.mark.parametrize("rows,layout", [(5, "nt"), (64, "nt"), (1000, "nt"), (1025, "nt"), (5, "nn"), (5, "tn")])
+def test_products_of_a_step_are_raced_behind_a_short_kernel(monkeypatch, rows, layout):
+    """As a model has them. Gradients, and more rows than are decoded, follow one another."""
+    from vexact_ops.linear import cuda
+
+    ran, raced = [], []
+
+    def run(a, b, b_t, bias, out, resume, number):
+        ran.append((number, b.data_ptr()))
+        return cuda.DONE
+
+    monkeypatch.setattr(cuda, "_ops", lambda: (types.SimpleNamespace(linear_kernel=lambda name: name), run))
+    monkeypatch.setattr(cuda, "copy_rows", lambda x, y: ran.append((x.shape, y.data_ptr() != x.data_ptr())))
+    monkeypatch.setattr(cuda, "race_on_gpu", lambda calls, **_: raced.extend(calls) or [1.0] * len(calls))
+    product = cuda.Product(
+        torch.device("cpu"), torch.bfloat16, torch.bfloat16, rows, 48, 40, a_k=layout[0] == "n", b_k=layout[1] == "t"
+    )
+    assert product.race([cuda.candidate("one"), cuda.candidate("two")], product.tensors()) == [1.0, 1.0]
+    assert len(raced[0]) == len(raced[1]) > 8
+    for name, calls in zip(("one", "two"), raced):
+        ran.clear()
+        for call in calls:
+            call()
+        products = [of for of in ran if of[0] == name]
+        assert len(products) == len(calls) and len({weight for _, weight in products}) == 8, "eight weights in turn"
+        between = [((product.m, product.k), True)] if layout == "nt" and rows <= 1024 else []
+        assert ran == [step for of in products for step in (*between, of)]
+
+
+@pytest.mark.parametrize("device,backend", room_backends("linear", "triton"))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_the_short_kernel_of_a_gpu_s_race_copies_rows(device, backend, dtype):
+    from vexact_ops._core.triton import copy_rows
+
+    wide = torch.randn(3, 2100, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    for x in (wide[:, 8:2081], wide[:1, :1]):
+        y = torch.full(x.shape, 7.0, dtype=dtype, device=device)
+        copy_rows(x, y)
+        assert_bitwise(y, x.contiguous())
 
 
 def test_bad_arguments_are_named():

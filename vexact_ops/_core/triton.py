@@ -55,7 +55,8 @@ def begin(PDL: tl.constexpr):
 def begin_beside(PDL: tl.constexpr):
     """begin, but what comes after is brought up at once, while what came before still runs: for a short kernel, behind
     which the next one would be brought up too late to gain anything. Until that has waited in its turn, it may read
-    nothing that this kernel or the one before writes."""
+    nothing that this kernel writes, nor what those before write that may still run: several such can follow each other.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
