@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 # Positive temperatures outside this range overflow or flatten fp32 logits, and then the distribution means nothing.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5
+_IN_RANGE = f"0 (greedy), or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
 SLEEP_BACKENDS = ("auto", "storages", "memory_saver")
 MAX_SAMPLES = 4096  # of one prompt: each holds a copy of its ids
 
@@ -135,8 +136,7 @@ class SamplingParams:
         _set_int(self, "n", 1, MAX_SAMPLES)
         _set_int(self, "num_top_logprobs", 0)
         _set_int(self, "seed", 0, 2**64 - 1, optional=True)
-        in_range = f"0 (greedy), or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
-        _set_real(self, "temperature", lambda t: t == 0 or MIN_TEMPERATURE <= t <= MAX_TEMPERATURE, in_range)
+        _set_real(self, "temperature", lambda t: t == 0 or MIN_TEMPERATURE <= t <= MAX_TEMPERATURE, _IN_RANGE)
         _set_real(self, "top_p", lambda p: 0 < p <= 1, "a number above 0 and at most 1")
         _set_real(self, "min_p", lambda p: 0 <= p <= 1, "a number from 0 to 1")
         _check_bool(self, "ignore_eos")
@@ -209,6 +209,8 @@ def _set_int(config, name, low, high=None, optional=False):
     value = getattr(config, name)
     if optional and value is None:
         return
+    if type(value) is int and value >= low and (high is None or value <= high):  # requests come by the hundred
+        return
     expected = f"an integer of {low} or more" if high is None else f"an integer from {low} to {high}"
     expected += " or None" if optional else ""
     value = _as_int(config, name, value, expected)
@@ -219,6 +221,8 @@ def _set_int(config, name, low, high=None, optional=False):
 
 def _set_real(config, name, accept, expected):
     value = getattr(config, name)
+    if type(value) is float and accept(value):  # no range has infinities or NaN in it
+        return
     if isinstance(value, bool) or not isinstance(value, Real):
         raise _type_error(config, name, expected)
     if not math.isfinite(value) or not accept(value):

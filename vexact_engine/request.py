@@ -180,8 +180,8 @@ class Request:
         self.prompt_ids = token_ids(prompt_ids)
         if not self.prompt_ids:
             raise ValueError("Request: prompt_ids is empty, expected at least one token id")
-        if min(self.prompt_ids) < 0:
-            raise ValueError(f"Request: prompt_ids has {min(self.prompt_ids)}, expected token ids of 0 or more")
+        if (least := min(self.prompt_ids)) < 0:
+            raise ValueError(f"Request: prompt_ids has {least}, expected token ids of 0 or more")
         self.params = SamplingParams() if params is None else params
         self.id = f"request-{fresh():016x}" if request_id is None else request_id
         self.seed = fresh() if self.params.seed is None else self.params.seed
@@ -413,8 +413,11 @@ def token_ids(given) -> list[int]:
     try:
         if isinstance(given, bytes | bytearray | memoryview | str | Mapping | Set):
             raise TypeError
-        values = given.tolist() if hasattr(given, "tolist") else list(given)
-        if bool in set(map(type, values)):
+        values = list(given.tolist() if hasattr(given, "tolist") else given)
+        kinds = set(map(type, values))
+        if kinds == {int}:
+            return values
+        if bool in kinds:
             raise TypeError
         return [operator.index(token) for token in values]
     except TypeError:

@@ -173,8 +173,8 @@ class Scheduler:
         config, prompt, name = self.config, request.prompt_ids, f"request {request.id!r}"
         if any(sequence.arrival >= 0 for sequence in request.sequences):
             raise ValueError(f"{name}: the request was added before, expected a new one")
-        if self.vocab_size is not None and max(prompt) >= self.vocab_size:
-            raise ValueError(f"{name}: prompt_ids has {max(prompt)}, expected ids below {self.vocab_size}")
+        if self.vocab_size is not None and (most := max(prompt)) >= self.vocab_size:
+            raise ValueError(f"{name}: prompt_ids has {most}, expected ids below {self.vocab_size}")
         if config.max_model_len is not None and len(prompt) >= config.max_model_len:
             raise ValueError(
                 f"{name}: prompt_ids has {len(prompt)} tokens, expected at most {config.max_model_len - 1}: "
