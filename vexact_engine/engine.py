@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # it needs msgspec
     from .weights.intake import Intake
 
 _BUCKET = 256 << 20  # bytes of new weights that are handed over at once
+_WORTH_IT = 16  # requests: to make fewer takes no longer than to wait for a launch
 _DROPPED = "sleep(level=2) has dropped the weights: update them first"
 
 Prompt = str | Sequence[int]
@@ -174,11 +175,12 @@ class Engine:
                         Ctrl-C the requests of this call are aborted and the engine can be used again
         """
         done = threading.Event()
-        call = Call(done.set)
-        jobs = self._jobs(prompts, params, request_ids, call)
+        call = Call(done.set, whole=False)
+        self._loop.check_open()
+        each = spread(prompts, params, request_ids)
         try:
+            jobs = self._handed_over(each, call)
             if call.tickets:
-                self._loop.submit(call.tickets, self._worker.fence())
                 self._wait(done, call.tickets)
         except BaseException:
             self._loop.abort(call.tickets)
@@ -523,6 +525,42 @@ class Engine:
         """For each prompt a ticket, or the completions that say what is wrong with it."""
         self._loop.check_open()
         return [self._job(*each, call, listen) for each in spread(prompts, params, request_ids)]
+
+    def _handed_over(self, each: list[tuple], call: Call) -> list[Ticket | list[Completion]]:
+        """`_jobs`, handed over: the engine has those that fill all the steps that may be in flight, and computes while
+        the others are made; each time as many again as before, in all. Prompts that are one after another the same fill
+        no more than one does. This thread waits until their first step is launched, for neither is to wait until the
+        other lets go of the interpreter."""
+        config = self._worker.config
+        most_tokens, most_samples = self._worker.depth * config.max_num_batched_tokens, config.max_num_seqs
+        jobs, tickets, tokens, samples, last = [], [], 0, 0, []
+        for number, (prompt, params, name) in enumerate(each, 1):
+            job = self._job(prompt, params, name, call, None)
+            jobs.append(job)
+            if isinstance(job, Ticket):
+                tickets.append(job)
+                if job.request.prompt_ids != last:
+                    last = job.request.prompt_ids
+                    tokens += len(last)
+                samples += len(job.samples)
+                enough = tokens >= most_tokens or samples >= most_samples
+                if enough and len(each) - number >= _WORTH_IT:
+                    launched = threading.Event()
+                    self._hand_over(call, tickets, launched.set)
+                    launched.wait()
+                    tickets, tokens, samples = [], 0, 0
+                    most_tokens, most_samples = 2 * most_tokens, 2 * most_samples
+        if tickets:
+            self._hand_over(call, tickets)
+        call.one_done()
+        return jobs
+
+    def _hand_over(self, call: Call, tickets: list[Ticket], launched: Callable[[], None] | None = None) -> None:
+        """Unless the last of those before has come to nothing: a step that fails ends all."""
+        before = len(call.tickets) - len(tickets) - 1
+        if before >= 0 and call.tickets[before].error is not None:
+            raise call.tickets[before].error
+        self._loop.submit(tickets, self._worker.fence(), launched)
 
     def _job(self, prompt, params, name, call, listen, begun=None) -> Ticket | list[Completion]:
         ids: list[int] = []

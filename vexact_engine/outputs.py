@@ -1,5 +1,6 @@
 """From tokens to whoever waits for them: increments, tickets of requests, and the calls that they belong to."""
 
+import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
@@ -56,18 +57,26 @@ class Load:
 
 
 class Call:
-    """The requests of one call to the engine. `notify` is called once, by the engine's thread, when all are done."""
+    """The requests of one call to the engine. `notify` is called once, by the engine's thread, when all are done.
 
-    def __init__(self, notify: Callable[[], None]):
-        self.notify, self.tickets, self.left = notify, [], 0
+    whole   False: some are handed over while others are still to be added. Who adds them calls one_done() after the
+            last, and it may be there that `notify` is called
+    """
+
+    def __init__(self, notify: Callable[[], None], whole: bool = True):
+        self.notify, self.tickets, self.left = notify, [], 0 if whole else 1
+        self._lock = threading.Lock()
 
     def add(self, ticket: "Ticket") -> None:
         self.tickets.append(ticket)
-        self.left += 1
+        with self._lock:
+            self.left += 1
 
     def one_done(self) -> None:
-        self.left -= 1
-        if not self.left:
+        with self._lock:
+            self.left -= 1
+            over = not self.left
+        if over:
             self.notify()
 
 

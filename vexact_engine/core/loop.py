@@ -131,6 +131,7 @@ class Loop:
         self._paused: str | None = None  # as pause() and resume() have it
         self._resting: str | None = None  # in between(): goes before that
         self._mail: dict = {}  # asyncio loop -> calls for it
+        self._launched: list[Callable[[], None]] = []  # of those who wait for a launch
         self.updating = self.asleep = False
         self.missing: str | None = None
         self.torn: str | None = None
@@ -157,10 +158,22 @@ class Loop:
         if self._closing:
             raise EngineClosed("Engine: it is closed") from self._fault
 
-    def submit(self, tickets: Sequence[Ticket], ready: Callable[[], None] = lambda: None) -> None:
-        """Hand requests over. `ready` is called in the thread before they are taken in. EngineClosed: none is taken."""
+    def submit(
+        self,
+        tickets: Sequence[Ticket],
+        ready: Callable[[], None] = lambda: None,
+        launched: Callable[[], None] | None = None,
+    ) -> None:
+        """Hand requests over. EngineClosed: none is taken.
+
+        ready      called in the thread before they are taken in
+        launched   called there once a plan that they may be in is launched, or where none is to be; after their end
+                   where that launch fails
+        """
 
         def take() -> None:
+            if launched is not None:
+                self._launched.append(launched)
             ready()
             for ticket in tickets:
                 self._take(ticket)
@@ -168,6 +181,8 @@ class Loop:
         def refuse(error: BaseException) -> None:
             for ticket in tickets:
                 ticket.fail(error)
+            if launched is not None:
+                launched()
 
         self._post(_Command(take, refuse, alone=False))
 
@@ -335,7 +350,7 @@ class Loop:
     def _obey(self) -> bool:
         """Wait until there is something to do, do what the inbox holds. False at the end."""
         with self._changed:
-            while not (self._inbox or self._closing or self._pending or self._may_schedule()):
+            while not (self._inbox or self._closing or self._pending or self._launched or self._may_schedule()):
                 self._changed.wait()
         for _ in range(len(self._inbox)):  # what comes meanwhile is for the next turn, lest no step is ever run
             if self._inbox and not self._closing:
@@ -384,6 +399,7 @@ class Loop:
                 self._launch()
         if self._pending:
             self._take_in()
+        self._tell_launched()
         self._do_deferred()
 
     def _notice_weights(self) -> bool:
@@ -412,6 +428,11 @@ class Loop:
                 self._pending.append((plan, _Failed(error)))
                 return
             self._pending.append((plan, pending))
+            self._tell_launched()
+
+    def _tell_launched(self) -> None:
+        while self._launched:
+            self._launched.pop()()
 
     def _finish_pending(self) -> None:
         while self._pending:
@@ -564,6 +585,7 @@ class Loop:
             self._closing = True
             commands, self._inbox = self._inbox, deque()
         self._abandon()
+        self._tell_launched()
         error = self._fault or EngineClosed("Engine: it is closed")
         for command in [*commands, *(command for _, command in self._deferred)]:
             command.refuse(error)
