@@ -527,8 +527,8 @@ def test_everything_at_random(depth):
                 assert isinstance(ticket.error.__cause__, RuntimeError)
 
 
-def test_a_sleep_that_was_too_long_is_not_repeated():
-    """A step of many tokens takes long, those after it do not: the device must not wait for a thread that sleeps."""
+def waiting(in_flight):
+    """A loop with so many plans in flight, the seconds of its clock, and what makes a plan that takes so long."""
     loop, now = object.__new__(Loop), [0.0]
 
     class Changed(contextlib.nullcontext):
@@ -543,6 +543,13 @@ def test_a_sleep_that_was_too_long_is_not_repeated():
             return now[0] >= self.end
 
     loop._changed, loop._closing, loop._inbox, loop._mail, loop._typical = Changed(), False, deque(), {}, {}
+    loop._pending = [None] * in_flight
+    return loop, now, Step
+
+
+def test_a_sleep_that_was_too_long_is_not_repeated():
+    """A step of many tokens takes long, those after it do not: the device must not wait for a thread that sleeps."""
+    loop, now, Step = waiting(in_flight=2)
     late = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vexact_engine.core.loop.time.perf_counter", lambda: now[0])
@@ -556,6 +563,19 @@ def test_a_sleep_that_was_too_long_is_not_repeated():
             loop._await(step, _size(tokens))
             late.append(now[0] - step.end)
     assert max(late[-30::2]) < 0.004 and max(late[-29::2]) < 0.001, late
+
+
+@pytest.mark.parametrize("in_flight, latest", [(1, 0.0004), (2, 0.003)])
+def test_a_plan_that_none_is_behind_is_looked_at_more_often(in_flight, latest):
+    loop, now, Step = waiting(in_flight)
+    late = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vexact_engine.core.loop.time.perf_counter", lambda: now[0])
+        for number in range(40):
+            step = Step(0.04 + 0.0001 * (number % 25))
+            loop._await(step, size=64)
+            late.append(now[0] - step.end)
+    assert latest / 4 < max(late[10:]) < latest, late
 
 
 def test_plans_of_about_one_size():

@@ -465,7 +465,7 @@ class Loop:
 
     def _await(self, pending: Pending, size: int) -> None:
         """Until it is ready, let requests come and go. The thread sleeps for most of the time that such a wait took
-        lately for plans of this size, and looks a few times more: there is another plan behind this one for the device.
+        lately for plans of this size, and looks a few times more, or more often where no other plan is behind this one.
         Where a plan is ready at once, the sleep before may have been too long, so that the device was through with
         both: then it is none, and grows again."""
         if _is_ready(pending):
@@ -483,7 +483,8 @@ class Loop:
                 self._inbox.popleft().run()
             self._flush()
             taken = time.perf_counter() - begin
-            pause = min(max(_SHORTEST_PAUSE, typical / 16, taken / 16), _LONGEST_PAUSE)
+            late = max(typical, taken) / (16 if len(self._pending) > 1 else 128)  # somebody waits, and so does a device
+            pause = min(max(_SHORTEST_PAUSE, late), _LONGEST_PAUSE)
         self._typical[size] = min(taken, typical + (min(taken, _LONGEST_WAIT) - typical) / 4)
 
     def _abandon(self) -> None:
