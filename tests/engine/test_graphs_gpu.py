@@ -42,7 +42,7 @@ def outcomes(engine, params=PARAMS):
 def sizes(engine):
     runner = engine._worker._runner
     ladders = runner._decode, runner._decode_cut, runner._mixed, runner._heads, runner._heads_cut
-    return [ladder.sizes for ladder in ladders]
+    return [ladder.sizes for ladder in (*ladders, *(few for _, few in runner._mixed_few))]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ PARAMS = [
 @pytest.fixture
 def recording(monkeypatch):
     """Steps are padded to sizes that are chosen as on a GPU. Returns how often a recording was used."""
-    used = {"decode": 0, "decode_cut": 0, "mixed": 0, "heads": 0, "heads_cut": 0}
+    used = {"decode": 0, "decode_cut": 0, "mixed": 0, "heads": 0, "heads_cut": 0, "mixed_few": 0}
     monkeypatch.setattr(graphs, "recorder", lambda *_: graphs.HostRecorder())
     for name in ("_PADDING", "_PADDING_OF_CHUNKS"):
         monkeypatch.setattr(f"vexact_engine.runner.runner.{name}", -1.0)  # every size is split
@@ -47,8 +47,8 @@ def recording(monkeypatch):
     launch, fit = Runner.launch, graphs.Ladder.fit
 
     def counting(self, step):
-        for name in used:
-            ladder = getattr(self, f"_{name}")
+        few = [("mixed_few", ladder) for _, ladder in self._mixed_few]
+        for name, ladder in [*((name, getattr(self, f"_{name}")) for name in [*used][:-1]), *few]:
             ladder.fit = lambda rows, name=name, ladder=ladder: note(name, fit(ladder, rows))
         return launch(self, step)
 
@@ -61,7 +61,8 @@ def recording(monkeypatch):
 
 
 def ladders(runner):
-    return runner._decode, runner._decode_cut, runner._mixed, runner._heads, runner._heads_cut
+    few = [ladder for _, ladder in runner._mixed_few]
+    return runner._decode, runner._decode_cut, runner._mixed, runner._heads, runner._heads_cut, *few
 
 
 def outcomes(family, config, params=PARAMS):
@@ -91,7 +92,8 @@ def test_padded_steps_have_the_bits_of_others(family, options, request):
     assert not any(sizes)
     used = request.getfixturevalue("recording")
     got, sizes = outcomes(family, config)
-    assert got == expected and all(sizes) and all(used.values()), used
+    assert got == expected and all(sizes)
+    assert {name for name in used if not used[name]} <= ({"mixed"} if "num_pages" in options else set()), used
     assert outcomes(family, replace(config, enforce_eager=True))[0] == expected
 
 
@@ -147,6 +149,41 @@ def test_steps_that_are_launched_ahead_have_the_same_bits(depth, kind, request):
         assert alone.scheduler.stats.preemptions and len(alone.runner.buffers._free) <= 3
         made.append([(s.tokens, s.logprobs, s.raw_logprobs, s.top_logprobs) for r in requests for s in r.sequences])
     assert made[0] == made[1]
+
+
+def test_steps_of_few_sequences_have_graphs_of_their_own_where_those_win(recording, monkeypatch):
+    asked = []
+    monkeypatch.setattr(Runner, "_wins", lambda _, one, other: asked.append((one, other)) or 6 <= one.body.tokens <= 12)
+    alone = Alone()
+    runner, sent = alone.runner, []
+    full = runner._mixed
+    assert [most for most, _ in runner._mixed_few] == [2, 4] and max(full.sizes) > 12 > min(full.sizes)
+    for again in range(2):
+        (_, two), (_, four) = runner._mixed_few
+        assert two.sizes == four.sizes == full.sizes
+        for size in full.sizes:
+            rows = [ladder.fit(size).body for ladder in (two, four, full)]
+            assert {replace(body, sequences=0, draws=0) for body in rows} == {replace(rows[-1], sequences=0, draws=0)}
+            own = size <= 12
+            assert [body.draws for body in rows] == [min(m, size) if own else min(7, size) for m in (2, 4)] + [
+                min(7, size)
+            ]
+        if not again:
+            assert asked and all(one.body.draws < other.body.draws for one, other in asked)
+            asked.clear()
+            runner.capture()
+            full = runner._mixed
+    assert not asked, "what has been measured is not measured again"
+    send = runner.buffers.send
+    runner.buffers.send = lambda step, body, *more: (sent.append((len(step.chunks), body)), send(step, body, *more))[1]
+    for prompt in PROMPTS[:5]:
+        alone.scheduler.add(Request(prompt[:3], PARAMS[1]))
+        plan, pending = alone.launch(False)
+        alone.scheduler.commit(plan, pending.wait())
+    for count, body in sent:
+        most = next(most for most in (2, 4, 7) if count <= most)
+        assert body.tokens <= 12 and body.draws == min(most if body.tokens >= 6 else 7, body.tokens), (count, body)
+    assert {count for count, _ in sent} >= {1, 3, 5}
 
 
 def test_padding_stores_nothing(recording):
@@ -233,7 +270,8 @@ def test_new_addresses_are_captured_anew(way, recording):
             with Engine.from_pretrained(other, config=CONFIG) as second:
                 expected = [bits(c) for c in second.generate(PROMPTS, PARAMS)]
         assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
-        assert len(made) == sum(len(ladder.sizes) for ladder in ladders(runner)) > 5
+        recordings = {id(ladder.fit(size).replay) for ladder in ladders(runner) for size in ladder.sizes}
+        assert len(made) == len(recordings) > 5
 
 
 def test_a_forward_that_cannot_be_recorded(monkeypatch, caplog):

@@ -34,6 +34,7 @@ from .sleep import parted
 log = logging.getLogger(__name__)
 
 _PADDING, _PADDING_OF_CHUNKS = 0.02, 0.1  # share of its time that padding a step to the next size may cost
+_FEWER = 2, 4  # steps with chunks of so many times fewer sequences than may run have graphs of their own
 _MOST_GRAPHS = 128  # that room is left for
 _LIKELIEST_ROWS = 64  # whose logits are there at once: what it takes is not reckoned with at the start
 _HIDDEN = 1.25  # a forward whose kernels take that much longer than the host takes to launch them needs no graph
@@ -264,7 +265,10 @@ class Runner:
         scored = self.draws and len(step.targets) > 0
         forward = draw = None
         if not scored:
-            forward = self._mixed if work.longest > 1 else self._decode if work.plain else self._decode_cut
+            if work.longest > 1:
+                forward = next((few for most, few in self._mixed_few if work.sequences <= most), self._mixed)
+            else:
+                forward = self._decode if work.plain else self._decode_cut
             forward = forward.fit(work.tokens)
         if work.draws and not (forward and forward.head):
             draw = (self._heads if work.plain else self._heads_cut).fit(work.draws)
@@ -324,15 +328,16 @@ class Runner:
     def _decode_body(self, rows: int) -> Body:
         return Body(rows, rows, rows, 1, 1, self.buffers.max_pages)
 
-    def _mixed_body(self, rows: int) -> Body:
+    def _mixed_body(self, rows: int, most: int | None = None) -> Body:
         capacity = self.buffers.max_pages * self.config.page_size
-        sequences = min(self._slots, rows)
+        sequences = min(most or self._slots, rows)
         spare = -(-rows // capacity)
         return Body(rows, sequences + spare, sequences, rows, capacity, self.buffers.max_pages)
 
     def release(self) -> None:
         """Give back the graphs and their memory; steps are computed call by call until `capture`."""
         self._mixed = self._decode = self._decode_cut = self._heads = self._heads_cut = graphs.Ladder()
+        self._mixed_few: list[tuple[int, graphs.Ladder]] = []  # by the most sequences, ascending
         self.captured = False
         if self._recorder:
             self._recorder.release()
@@ -357,6 +362,8 @@ class Runner:
         try:
             with self._recorder.session():
                 self._mixed = make("chunks", self._mixed_body, None)
+                for share in _FEWER:
+                    self._fewer(progress, -(-self._slots // share))
                 self._decode = self._decode_cut = make("decodes", self._decode_body, plain)
                 if self.draws:
                     self._decode_cut = make("decodes with cuts", self._decode_body, cut, like="decodes")
@@ -408,6 +415,35 @@ class Runner:
             self._chosen[name] = graphs.choose(seconds, most, tolerance) if most else []
             ladder.keep(set(self._chosen[name]))
         return ladder
+
+    def _fewer(self, progress: Progress, most: int) -> None:
+        """Graphs of steps with chunks of at most so many sequences. Attention's grid is made for the worst that these
+        may be, so a sequence that is padding costs some in every layer. Where that is not worth a graph, a size has
+        that of more sequences."""
+        more = self._mixed_few[0][1] if self._mixed_few else self._mixed
+        ladder, name, own = graphs.Ladder(), f"chunks of {most} sequences", []
+        known = self._chosen.get(name)
+        for done, size in enumerate(more.sizes):
+            found, body = more.fit(size), self._mixed_body(size, most)
+            if body != found.body and (known is None or size in known):
+                progress(f"graphs of {name}", done, len(more.sizes), f"{size} rows")
+                if known is None:
+                    self._pad(body, None)
+                    self._compute(body)
+                made = graphs.Recorded(body, None, self._recorder.record(lambda body=body: self._run(body, None)))
+                if known is not None or self._wins(made, found):
+                    found = made
+                    own.append(size)
+            ladder.put(size, found)
+        self._chosen[name] = own
+        if own:
+            self._mixed_few.insert(0, (most, ladder))
+
+    def _wins(self, one: graphs.Recorded, other: graphs.Recorded) -> bool:
+        """Whether a forward takes less than another by more than padding may cost."""
+        took = self._recorder.seconds(one.replay)
+        self._pad(other.body, None)
+        return took * (1 + _PADDING) < self._recorder.seconds(other.replay)
 
     def _run(self, body: Body | None, head: Head | None) -> None:
         if body:
