@@ -103,7 +103,7 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
 
   // linear_silu_mul on SM90, of few rows and of more
   m.def("linear_silu_mul_few(Tensor x, Tensor weight, bool gelu, int rows, int tokens, int boxes, int stages, int ahead, int lead, int per_sm, Tensor(a!) out) -> ()");
-  m.def("linear_silu_mul_wide(Tensor x, Tensor weight, bool gelu, int tokens, int width, int across, int down, int stages, Tensor(a!) out) -> ()");
+  m.def("linear_silu_mul_wide(Tensor x, Tensor weight, bool gelu, int tokens, int width, int stages, Tensor(a!) out) -> ()");
 
   // linear_sample on SM90: what a row's draw needs of every block of its logits; many rows, and few by a kernel of these sizes
   m.def("draw_many(Tensor hidden, Tensor weight, Tensor seeds, Tensor positions, Tensor temperature, float softcap, Tensor(a!) parts, Tensor(b!) entries, Tensor(c!) tokens) -> ()");

@@ -19,15 +19,6 @@ struct PairedRows {
         "l"(map), "r"(barrier), "r"(k), "r"(0), "r"(row / 16), "l"(policy)
         : "memory");
   }
-  // To the same place, and the same barrier, of every block of the cluster in `blocks`.
-  static __device__ __forceinline__ void copy_to(uint16_t blocks, uint32_t to, const CUtensorMap* map, uint32_t barrier,
-                                                 int k, int row, uint64_t policy) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
-        " [%0], [%1, {%3, %4, %4, %5}], [%2], %6, %7;" ::"r"(to),
-        "l"(map), "r"(barrier), "r"(k), "r"(0), "r"(row / 16), "h"(blocks), "l"(policy)
-        : "memory");
-  }
   static __device__ __forceinline__ void prefetch(const CUtensorMap* map, int k, int row) {
     asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %2, %3}];" ::"l"(map), "r"(k), "r"(0),
                  "r"(row / 16)

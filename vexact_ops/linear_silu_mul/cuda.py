@@ -11,6 +11,7 @@ silu_mul's: same bits.
 import functools
 import math
 import re
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from . import triton
 
 APART = "linear, silu_mul"  # the canonical way
 MOST = 1024  # rows
-WIDE = [(tokens, width) for tokens in (64, 128, 192, 256) for width in (128, 192, 256) if tokens <= 128 or width < 256]
+WIDE = [(tokens, width) for tokens in (64, 128, 192, 256) for width in (128, 192)]
 
 
 def linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
@@ -57,7 +58,7 @@ def _native():
 @functools.cache
 def _sizes(name: str) -> tuple[bool, tuple[int, ...]]:
     """Whether it is a kernel for few rows, and what it is called with: rows, tokens, boxes, stages, ahead, lead and
-    blocks of a multiprocessor; or tokens, width, across, down and stages."""
+    blocks of a multiprocessor; or tokens, width and stages."""
     numbers = tuple(map(int, re.findall(r"\d+", name)))
     if " wide " in name:
         return False, numbers
@@ -111,14 +112,8 @@ def _decision(device: torch.device, dtype: torch.dtype, n: int, k: int, top: int
         canonical,
         lambda: _cases(device, dtype, n, k, top),
         _race,
-        margin=margin(top),
+        margin=0.01 if top <= linear.SMALL_M else 0.005,  # of a chain, or of it and a copy: less may be chance
     )
-
-
-def margin(top: int) -> float:
-    """By what part of the two ops' time the fused kernel has to be faster than they are. Less than a hundredth is
-    chance; under a race of large products the clock is lower than in a step, which costs the two ops 3 % more."""
-    return 0.01 if top <= linear.SMALL_M else 0.03 if top <= 128 else 0.04
 
 
 def names(top: int, n: int, k: int, processors: int = 132) -> tuple[str, ...]:
@@ -126,8 +121,7 @@ def names(top: int, n: int, k: int, processors: int = 132) -> tuple[str, ...]:
     should be the fastest, by what bounds them. A step of 64 along k takes as many clocks as wgmma needs, or as shared
     memory needs to be written and read by wgmma, 128 bytes a clock; the start and the end of a tile take some 8,000.
 
-    The name of such a kernel says how many rows of x and of the weight a tile has, how many blocks have the rows of x
-    in common and how many the weight's, and how many stages there are."""
+    The name of such a kernel says how many rows of x and of the weight a tile has, and how many stages there are."""
     if top <= linear.SMALL_M:
         found = [name for name in linear.skinny_names(top, n, k, processors, unit=16) if _spreads(name, n, processors)]
         found += _alone_names(top, n, processors)
@@ -137,15 +131,13 @@ def names(top: int, n: int, k: int, processors: int = 132) -> tuple[str, ...]:
     for tokens, width in WIDE:
         down, across = -(-top // tokens), -(-n // width)
         if tokens == 64 or -(-top // (tokens - 64)) > down:
-            step = max(tokens * width // 32, (tokens // 64 * (64 + width) * 128 + (tokens + width) * 128) // 128)
+            step = max(tokens * width // 32, width // 64 * (64 + tokens) + tokens + width)
             waves = -(-down * across // processors)
-            timed.append((waves * (step * -(-k // 64) + 8000), tokens, width, down))
+            timed.append((waves * (step * -(-k // 64) + 8000), tokens, width))
     found = []
-    for _, tokens, width, down in sorted(timed)[:3]:
+    for _, tokens, width in sorted(timed)[:4]:
         ring = min(16, (linear.SHARED_BYTES - 1024) // ((tokens + width) * 128))
-        for cluster in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2)):
-            if down % cluster[1] == 0:
-                found.append(f"wgmma wide {tokens}x{width} cluster {cluster[0]}x{cluster[1]} ring {ring}")
+        found.append(f"wgmma wide {tokens}x{width} ring {ring}")
     return tuple(found)
 
 
@@ -191,7 +183,10 @@ def _cases(device: torch.device, dtype: torch.dtype, n: int, k: int, top: int) -
 def _race(candidates: list[Candidate], case: tuple) -> list[float | Exception]:
     """As in a model: a norm precedes, the product back to x's width follows, and the cache has forgotten a weight by
     the next time: not before some eight times what it holds has passed. A replay takes a millisecond, and the fastest
-    have many: what is to be won is some per cent of all three."""
+    have many: what is to be won is some per cent of all three.
+
+    Products of many rows, one after the other, draw so much power that the clock falls by a fifth, which a step does
+    not see: so what attention does meanwhile, waiting for memory, is there too."""
     x, weight, _ = case
     g = torch.Generator(x.device).manual_seed(0)
     x.normal_(generator=g)
@@ -202,14 +197,31 @@ def _race(candidates: list[Candidate], case: tuple) -> list[float | Exception]:
     least = max(size / 4e12, x.shape[0] * size / 7e14, 8e-6)  # seconds of the chain
     sets *= max(1, math.ceil(1e-3 / (least * len(sets))))
     ones, residual = x.new_ones(x.shape[1]), x.clone()
+    rest = _copy_of(1.5 * least, x.device) if x.shape[0] > linear.SMALL_M else None
 
     def call(name: str, weight: Tensor, down: Tensor) -> None:
+        if rest:
+            rest()
         read = rmsnorm_fwd(x, ones, residual, 1e-6, False)[0]
         h = _apart(read, weight, None, False) if name == APART else _run(name, read, weight, False)
         linear.linear_fwd(h, down, None, x.dtype)
 
     calls = [[functools.partial(call, one.name, *of) for of in sets] for one in candidates]
     return race_on_gpu(calls, rounds=3, finalists=4, final=24)
+
+
+def _copy_of(seconds: float, device: torch.device) -> Callable[[], None]:
+    """A copy from memory to memory that takes about so long, in parts of at most 128 MiB."""
+    there = seconds * 4e12 / 2
+    parts = math.ceil(there / 2**27)
+    part = math.ceil(there / parts / 4096) * 4096  # one that begins off a boundary takes four times as long
+    source, target = torch.zeros(2, part, dtype=torch.uint8, device=device)
+
+    def copy() -> None:
+        for _ in range(parts):
+            target.copy_(source)
+
+    return copy
 
 
 def explain(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> list[tuple[str, Decision]]:
