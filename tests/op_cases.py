@@ -20,6 +20,7 @@ NOT_OPS = {
     "cuda_graph",
     "cuda_stream",
     "synchronize",
+    "tune",
 }
 NOT_OPS |= {"BackendUnavailable", "patch", "testing"}
 

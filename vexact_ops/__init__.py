@@ -40,6 +40,7 @@ _WHERE = {
     "cuda_graph": "_core.graph",
     "cuda_stream": "_core.graph",
     "synchronize": "_core.graph",
+    "tune": "_core.tune",
     "backends": "_core.backend",
     "current_backend": "_core.backend",
     "set_backend": "_core.backend",
@@ -101,6 +102,7 @@ if TYPE_CHECKING:  # `as`: these are public, for type checkers too
     from ._core.numerics import numerics_difference as numerics_difference
     from ._core.proof.bitwise import different as different
     from ._core.proof.bitwise import same_bits as same_bits
+    from ._core.tune import tune as tune
     from .attention.op import attention_paged as attention_paged
     from .attention.op import attention_varlen as attention_varlen
     from .fused_moe.op import fused_moe as fused_moe

@@ -286,6 +286,39 @@ def test_a_forward_that_cannot_be_recorded(monkeypatch, caplog):
     assert "CUDA graphs: none" in caplog.text and "not permitted" in caplog.text
 
 
+def test_kernels_are_chosen_in_steps_of_long_contexts(recording, monkeypatch):
+    """A step that nothing but padding is in would be timed with attention that has nothing to do."""
+    seen = []
+
+    def looked_at(run, seconds, about):
+        run()
+        runner = made[-1]
+        body = runner._decode_body(int(about.split()[2]))
+        context = runner.buffers.columns(body)["context"].tolist()
+        pages = runner.buffers.batch(body)[0].paged.block_table
+        seen.append((len(context), context[0], context[-1], len(pages.unique(dim=0))))
+        assert seconds() >= 0
+        return []
+
+    made, after, tuned = [], [], Runner._tune
+
+    def tuning(self, *sizes):
+        made.append(self)
+        held = tuned(self, *sizes)
+        after.append((len(held), bool(self.buffers.table.any())))
+        return held
+
+    monkeypatch.setattr(Runner, "_tune", tuning)
+    monkeypatch.setattr(vx, "tune", looked_at)
+    got = outcomes("Qwen3", CONFIG)
+    longest = min(1024, made[0].buffers.max_pages * 4)
+    assert {rows for rows, *_ in seen} >= set(got[1][0]) and len(seen) > 3
+    assert all(first == longest and last == (longest // 8 if rows > 1 else longest) for rows, first, last, _ in seen)
+    assert all(different == rows for rows, *_, different in seen) and set(after) == {(1, False)}
+    monkeypatch.setattr(vx, "tune", lambda *_: [])
+    assert outcomes("Qwen3", CONFIG)[0] == got[0]
+
+
 def test_no_memory_at_the_start_says_what_to_lower(monkeypatch):
     def full(self, progress=None):
         raise torch.OutOfMemoryError("tried to allocate 3 GiB")

@@ -283,6 +283,23 @@ class Buffers:
             self._put_pages(*(part.to(self.device, non_blocking=True) for part in parts))
         return host
 
+    @contextlib.contextmanager
+    def long_padding(self, body: Body, longest: int) -> Iterator[None]:
+        """Decodes that are padding have slots and contexts meanwhile, the first one `longest` keys, the last an eighth
+        of that, in pages at random: for the time that steps take. They still store nothing. Nobody may have a slot."""
+        columns, count = self.columns(body), body.sequences
+        context, slots, table = columns["context"], columns["slots"], self.table[:count]
+        lengths = np.linspace(longest, longest / 8, count).astype(np.int32)
+        table.random_(len(self.caches[0][0]))
+        context.copy_(torch.from_numpy(np.maximum(lengths, 1)))
+        slots.copy_(torch.arange(count))
+        try:
+            yield
+        finally:
+            table.zero_()
+            context.fill_(1)
+            slots.fill_(self.slots)
+
     def _put_pages(self, where: Tensor, pages: Tensor) -> None:
         self.table.view(-1).index_copy_(0, where, pages)
 

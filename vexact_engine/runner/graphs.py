@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Run = Callable[[], None]
 _REPLAYS = 3  # that a time is the least of; the first one is of a graph that is not on the device yet
+TUNING = 5  # the same, where kernels that differ by less are to be told apart
 
 
 class Recorder(Protocol):
@@ -31,7 +32,7 @@ class Recorder(Protocol):
     def record(self, run: Run) -> Run:
         """A function that does the same again, on what the same buffers hold then."""
 
-    def seconds(self, run: Run) -> float: ...
+    def seconds(self, run: Run, replays: int = _REPLAYS) -> float: ...
 
     def session(self) -> contextlib.AbstractContextManager:
         """Recording and timing is done in one."""
@@ -71,9 +72,9 @@ class CudaRecorder:
     def record(self, run: Run) -> Run:
         return vx.cuda_graph(run if self._region is None else self._region.recording(run), pool=self._pool)
 
-    def seconds(self, run: Run) -> float:
+    def seconds(self, run: Run, replays: int = _REPLAYS) -> float:
         times = []
-        for _ in range(_REPLAYS):
+        for _ in range(replays):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             run()
@@ -97,7 +98,7 @@ class HostRecorder:
     def record(self, run: Run) -> Run:
         return run
 
-    def seconds(self, run: Run) -> float:
+    def seconds(self, run: Run, replays: int = _REPLAYS) -> float:
         begin = time.perf_counter()
         run()
         return time.perf_counter() - begin

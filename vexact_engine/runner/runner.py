@@ -33,6 +33,7 @@ from .sleep import parted
 
 log = logging.getLogger(__name__)
 
+_TUNED_CONTEXT = 1024  # keys of the longest sequence in the steps that products' kernels are chosen in
 _PADDING, _PADDING_OF_CHUNKS = 0.02, 0.1  # share of its time that padding a step to the next size may cost
 _FEWER = 2, 4  # steps with chunks of so many times fewer sequences than may run have graphs of their own
 _MOST_GRAPHS = 128  # that room is left for
@@ -401,7 +402,9 @@ class Runner:
 
         def seconds(size: int) -> float:
             progress(f"graphs of {name}", len(ladder.sizes), len(ladder.sizes) + 1, f"{size} rows")
+            held = self._tune(body_of(size), head_of(size)) if body_of and head_of else None
             record(size, False, False)
+            del held
             return self._recorder.seconds(ladder.fit(size).replay)
 
         known = name in self._chosen
@@ -444,6 +447,28 @@ class Runner:
         took = self._recorder.seconds(one.replay)
         self._pad(other.body, None)
         return took * (1 + _PADDING) < self._recorder.seconds(other.replay)
+
+    def _tune(self, body: Body, head: Head) -> list[graphs.Run]:
+        """Choose products' kernels by the time of a whole step of decodes. Returns the last graphs that were timed: the
+        memory that all graphs share is given back with the last of them."""
+        longest = min(_TUNED_CONTEXT, self.buffers.max_pages * self.config.page_size)
+        held: list[graphs.Run] = []
+
+        def step() -> None:
+            self._run(body, head)
+
+        def seconds() -> float:
+            held.append(self._recorder.record(step))
+            del held[:-2]
+            return self._recorder.seconds(held[-1], graphs.TUNING)
+
+        self._pad(body, head)
+        with self.buffers.long_padding(body, longest):
+            tuned = vx.tune(step, seconds, f"decodes of {body.tokens} rows: {self.shape}")
+        changed = [f"{one.product}: {one.chosen}, not {one.raced}" for one in tuned if one.chosen != one.raced]
+        if changed:
+            log.info("in a step of %d rows other kernels are faster than alone: %s", body.tokens, "; ".join(changed))
+        return held
 
     def _run(self, body: Body | None, head: Head | None) -> None:
         if body:

@@ -484,10 +484,13 @@ def _sound(v: Verdict) -> bool:
 
 
 def _write(proposal: Proposal, path: Path | None, verdicts: Sequence[Verdict]) -> None:
+    store(path, json.dumps({"key": proposal.key, "verdicts": [asdict(v) for v in verdicts]}))
+
+
+def store(path: Path | None, content: str) -> None:
     """Atomic: other processes see the whole file or none. A cache that cannot be written is no obstacle."""
     if path is None:
         return
-    content = json.dumps({"key": proposal.key, "verdicts": [asdict(v) for v in verdicts]})
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -34,6 +34,7 @@ _NO_ARITHMETIC = {
     "numerics",
     "operator",
     "race",
+    "tune",
 }
 _NOT_OPS = {"__init__", "reference", "cpu", "triton", "cuda", "cute", "cute_backward", "cute_objects"}
 _NOT_ROOMS = {"patch", "testing"}  # no op is computed in them

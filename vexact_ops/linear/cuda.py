@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .._core import digest, native
+from .._core import digest, native, tune
 from .._core.admit import Candidate, Decision, Proposal, admitted, canonical_by_rule, race_on_gpu
 from .._core.proof.inputs import special_rows
 from .._core.triton import copy_rows
@@ -36,6 +36,8 @@ SMALL_M = 64  # rows that our kernels for few rows take
 DECODED = 1024  # rows that our kernels for few tiles take, and a step of decodes has
 LARGE = 5e10  # multiplications from which on it pays to try more of cublasLt's kernels: some 150 us
 SHARED_BYTES = 226 * 1024  # of one SM90 multiprocessor, for one or several blocks
+NEAR = 1.2  # times the best of a race: who is slower there does not win in a step
+OURS, LIBRARY = 5, 2  # rivals that are tried there, of our kernels and of a library's, which are much alike
 FROM_THE_START = 1000  # stages left to load when the next kernel may start: more than there are
 # what linear_matmul takes for a kernel, and what it returns
 ASK, CANONICAL, UNKNOWN, DONE, BIAS_OFF_16 = -1, 0, -1, 1, 2
@@ -78,6 +80,8 @@ def _ops():
 
 def _matmul(a: Tensor, b: Tensor, b_t: bool, bias: Tensor | None, out: Tensor, resume: bool) -> Tensor:
     run = _ops()[1]
+    if tune.noted is not None:
+        tune.noted.append(Noted(a, b, b_t, bias, out, resume))
     done = run(a, b, b_t, bias, out, resume, ASK)
     if done == BIAS_OFF_16:  # a copy of it begins where kernels expect it
         bias = bias.clone()
@@ -97,6 +101,37 @@ def _settle(a: Tensor, b: Tensor, b_t: bool, bias: Tensor | None, out: Tensor, r
     if decision.final:
         _ops()[0].linear_choose(a, b, b_t, bias, out, resume, _number(decision.chosen.name))
     return decision.final
+
+
+_tuned: dict["Product", str] = {}  # what was chosen again where it stands
+
+
+class Noted:
+    """A product that was computed, as vx.tune wants to know it."""
+
+    def __init__(self, *call):
+        self._call, self._product = call, Product.of(*call)
+        self.key, self.device = self._product.key, call[0].device
+
+    def names(self) -> list[str]:
+        decision = self._product.decision()
+        if self._product in _tuned or not decision.final:
+            return []
+        timed = sorted((v for v in decision.verdicts if v.admitted and v.us is not None), key=lambda v: v.us)
+        chosen = decision.chosen.name
+        names = [v.candidate for v in timed if v.us <= NEAR * timed[0].us and v.candidate not in (chosen, TRITON)]
+        ours, library = ([name for name in names if name.startswith("cublaslt") == kind] for kind in (False, True))
+        return [chosen, *ours[:OURS], *library[:LIBRARY]]
+
+    def source(self) -> str:
+        return candidate("cublaslt").source
+
+    def use(self, name: str) -> None:
+        _ops()[0].linear_choose(*self._call, _number(name))
+        _tuned[self._product] = name
+
+    def forget(self) -> None:
+        _tuned.pop(self._product, None)
 
 
 def _number(name: str) -> int:
@@ -190,7 +225,11 @@ class Product:
             )
         if self.n * (self.k if self.a_k else self.m) < SMALL:
             return canonical_by_rule(TRITON, "too small to be worth the time to verify other kernels")
-        return admitted(self.proposal(), self.device)
+        decision = admitted(self.proposal(), self.device)
+        if self not in _tuned:
+            return decision
+        why = "where it stands in a step the fastest of those that were the best in a race"
+        return replace(decision, chosen=candidate(_tuned[self], self.resume), why=why)
 
     def proposal(self) -> Proposal:
         canonical = Candidate(TRITON, self.canonical, digest.canonical("linear"))
