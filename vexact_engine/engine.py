@@ -11,7 +11,6 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,15 +21,13 @@ from vexact_ops.patch.hf import check_kv_segment
 
 from .config import EngineConfig, SamplingParams
 from .core.loop import Loop, check_pause, drop
-from .core.scheduler import Scheduler, Stats
-from .errors import RequestError
-from .outputs import Call, Increment, Load, Ticket
-from .parallel.pipeline import PipelineWorker
+from .core.scheduler import Stats
+from .outputs import Call, Increment, Load, Ticket, collected
+from .parallel.assembly import assemble, complete
 from .progress import bar, quiet
 from .request import Begun, Completion, Request, check_name, check_params, encoded, refused, spread
 from .runner import shapes
 from .runner.sleep import TAGS, check_level, named_tags
-from .runner.worker import Worker
 from .text import Text, chat_ids
 from .weights.load import Loaded, default_device, load, load_in_stages
 from .weights.session import TORN, WeightUpdate, check_numerics
@@ -87,9 +84,9 @@ class Engine:
         first = next(self.model.parameters())
         self.device, self.dtype = loaded.device or first.device, first.dtype
         self.vocab_size = shapes.vocab_size(self.model)
-        config = _complete(config, loaded)
+        config = complete(config, loaded)
         backend = vx.current_backend()  # of here and now, for good
-        made = functools.partial(_make, loaded, config, self.vocab_size, self._text is not None, backend)
+        made = functools.partial(assemble, loaded, config, self.vocab_size, self._text is not None, backend)
         self._loop = Loop(made)
         self._scheduler, self._worker = self._loop.scheduler, self._loop.worker
         self.config, self._path = self._worker.config, self._worker.path
@@ -185,7 +182,7 @@ class Engine:
         except BaseException:
             self._loop.abort(call.tickets)
             raise
-        return _collect(jobs, raise_on_error)
+        return collected(jobs, raise_on_error)
 
     async def agenerate(
         self,
@@ -205,7 +202,7 @@ class Engine:
                 await arrived.wait()
         finally:
             self._loop.abort(call.tickets)
-        return _collect(jobs, raise_on_error)
+        return collected(jobs, raise_on_error)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
@@ -586,40 +583,6 @@ class Engine:
                 draw("generating", finished, len(samples), f"{rate:.0f} tokens/s")
                 if done.wait(0.1):
                     return
-
-
-def _complete(config: EngineConfig, loaded: Loaded) -> EngineConfig:
-    made_for, wanted = shapes.max_positions(loaded.model), config.max_model_len
-    if made_for is not None and wanted is not None and wanted > made_for:
-        raise ValueError(f"EngineConfig: max_model_len is {wanted}, expected at most {made_for}: {loaded.name}'s own")
-    return replace(config, max_model_len=wanted if wanted is not None else made_for)
-
-
-def _make(loaded: Loaded, config, vocab_size: int, has_text: bool, backend, find_stop) -> tuple[Scheduler, Worker]:
-    """In the engine's thread, and without a reference to the engine: it ends when nobody has one."""
-    if loaded.origin is None:
-        worker = Worker(loaded.model, config, backend)
-    else:
-        worker = PipelineWorker(loaded, config, backend)
-    try:
-        scheduler = Scheduler(
-            worker.config,
-            eos_token_ids=loaded.eos_token_ids,
-            vocab_size=vocab_size,
-            find_stop=find_stop if has_text else None,
-            wave=worker.wave,
-        )
-    except BaseException:
-        worker.close()
-        raise
-    return scheduler, worker
-
-
-def _collect(jobs: list[Ticket | list[Completion]], raise_on_error: bool) -> list[Completion]:
-    done = [c for job in jobs for c in (job.result() if isinstance(job, Ticket) else job)]
-    if raise_on_error and any(c.finish_reason == "error" for c in done):
-        raise RequestError(done)
-    return done
 
 
 def _buckets(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:

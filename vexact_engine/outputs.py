@@ -5,6 +5,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
+from .errors import RequestError
 from .request import Begun, Completion, Request, Sequence
 from .text import Detokenizer, Stops, Text
 
@@ -205,3 +206,11 @@ class Ticket:
             prompt_logprobs=None if scored is None or first else list(scored),
             prompt_top_logprobs=None if tops is None or first else list(tops),
         )
+
+
+def collected(jobs: list, raise_on_error: bool) -> list[Completion]:
+    """The completions of jobs that are done, and of requests that were refused, which are lists of theirs."""
+    done = [c for job in jobs for c in (job if isinstance(job, list) else job.result())]
+    if raise_on_error and any(c.finish_reason == "error" for c in done):
+        raise RequestError(done)
+    return done

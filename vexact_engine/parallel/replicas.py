@@ -18,8 +18,8 @@ from ..config import EngineConfig, SamplingParams
 from ..core.loop import check_pause
 from ..core.scheduler import Stats
 from ..engine import Prompt
-from ..errors import ReplicaDied, RequestError
-from ..outputs import Increment, Load
+from ..errors import ReplicaDied
+from ..outputs import Increment, Load, collected
 from ..progress import bar, quiet
 from ..request import Completion, check_name, check_params, encoded, fresh, refused, spread, token_ids
 from ..runner import saver
@@ -199,7 +199,7 @@ class Replicas:
         except BaseException:
             self._front.withdraw(mine)
             raise
-        return _collect(jobs, raise_on_error)
+        return collected(jobs, raise_on_error)
 
     async def agenerate(
         self,
@@ -219,7 +219,7 @@ class Replicas:
                 await arrived.wait()
         finally:
             self._front.withdraw(mine)
-        return _collect(jobs, raise_on_error)
+        return collected(jobs, raise_on_error)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
@@ -557,10 +557,3 @@ def _sums(answers: Mapping[int, Mapping[str, int]]) -> dict[str, int]:
     for answer in answers.values():
         total = add_counts(total, answer)
     return total
-
-
-def _collect(jobs: list, raise_on_error: bool) -> list[Completion]:
-    done = [c for job in jobs for c in (job.result() if isinstance(job, Job) else job)]
-    if raise_on_error and any(c.finish_reason == "error" for c in done):
-        raise RequestError(done)
-    return done

@@ -1,0 +1,37 @@
+"""What an engine is made of: a scheduler, and a worker that computes in this process or in stages of a pipeline."""
+
+from dataclasses import replace
+
+from ..config import EngineConfig
+from ..core.scheduler import Scheduler
+from ..runner import shapes
+from ..runner.worker import Worker
+from ..weights.load import Loaded
+from .pipeline import PipelineWorker
+
+
+def complete(config: EngineConfig, loaded: Loaded) -> EngineConfig:
+    made_for, wanted = shapes.max_positions(loaded.model), config.max_model_len
+    if made_for is not None and wanted is not None and wanted > made_for:
+        raise ValueError(f"EngineConfig: max_model_len is {wanted}, expected at most {made_for}: {loaded.name}'s own")
+    return replace(config, max_model_len=wanted if wanted is not None else made_for)
+
+
+def assemble(loaded: Loaded, config, vocab_size: int, has_text: bool, backend, find_stop) -> tuple[Scheduler, Worker]:
+    """In the engine's thread, and without a reference to the engine: it ends when nobody has one."""
+    if loaded.origin is None:
+        worker = Worker(loaded.model, config, backend)
+    else:
+        worker = PipelineWorker(loaded, config, backend)
+    try:
+        scheduler = Scheduler(
+            worker.config,
+            eos_token_ids=loaded.eos_token_ids,
+            vocab_size=vocab_size,
+            find_stop=find_stop if has_text else None,
+            wave=worker.wave,
+        )
+    except BaseException:
+        worker.close()
+        raise
+    return scheduler, worker
