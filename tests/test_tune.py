@@ -85,7 +85,11 @@ def test_products_take_what_is_fastest_in_the_step_and_keep_their_bits(tmp_path,
     g = torch.Generator("cuda").manual_seed(0)
     x, w = (torch.randn(s, generator=g, device="cuda").bfloat16() for s in ((24, 2048), (2048, 2048)))
     before = vx.linear(x, w)
-    raced = vx.explain("linear", x, w)[0][1].chosen.name
+
+    def decision():
+        return cuda.explain("linear", x, w, None, torch.bfloat16)[0][1]
+
+    raced = decision().chosen.name
     tried = []
 
     def seconds():  # the slower a race has found a kernel, the faster it is here
@@ -93,11 +97,10 @@ def test_products_take_what_is_fastest_in_the_step_and_keep_their_bits(tmp_path,
         tried.append(name)
         return -next(v.us for v in verdicts if v.candidate == name)
 
-    verdicts = vx.explain("linear", x, w)[0][1].verdicts
+    verdicts = decision().verdicts
     (found,) = vx.tune(lambda: vx.linear(x, w), seconds, "a test")
     assert len(set(tried)) > 2 and tried[0] == raced == found.raced != found.chosen
-    decision = vx.explain("linear", x, w)[0][1]
-    assert decision.chosen.name == found.chosen and "stands in a step" in decision.why
+    assert decision().chosen.name == found.chosen and "stands in a step" in decision().why
     assert_bitwise(vx.linear(x, w), before)
     assert vx.tune(lambda: vx.linear(x, w), seconds, "a test") == []  # once in a process
 
@@ -109,4 +112,4 @@ def test_products_take_what_is_fastest_in_the_step_and_keep_their_bits(tmp_path,
     cuda._tuned.clear()
     with pytest.raises(AssertionError):
         vx.tune(lambda: vx.linear(x, w), never, "another test")
-    assert vx.explain("linear", x, w)[0][1].chosen.name == raced
+    assert decision().chosen.name == raced
