@@ -5,6 +5,7 @@ import copy
 import functools
 import threading
 import time
+from dataclasses import replace
 from random import Random
 
 import torch
@@ -149,6 +150,16 @@ def make_late(engine, seconds=0.002) -> None:
     assert engine.config.async_scheduling and engine._worker.depth == 2
     launch, random = engine._worker.launch, Random(0)
     engine._worker.launch = lambda plan: Late(launch(plan), random.random() * seconds)
+
+
+def small_engine(config, overlapped):
+    """Its plans are launched one after the other, or ahead, as on a GPU."""
+    from vexact_engine import Engine
+
+    engine = Engine.from_pretrained(build("Llama"), config=replace(config, async_scheduling=overlapped))
+    if overlapped:
+        make_late(engine)
+    return engine
 
 
 def until(condition, seconds=120) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_models import VOCAB, bits, build, byte_tokenizer, check_idle, held, make_late, prompts
+from engine_models import VOCAB, bits, build, byte_tokenizer, check_idle, held, prompts, small_engine
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, SamplingParams, StepFailed
@@ -24,9 +24,7 @@ TEXT = {"vocab_size": 259}
 
 @pytest.fixture(scope="module", params=[False, True], ids=["waiting", "overlapped"])
 def shared(request):
-    with Engine.from_pretrained(build("Llama"), config=replace(CONFIG, async_scheduling=request.param)) as engine:
-        if request.param:
-            make_late(engine)
+    with small_engine(CONFIG, request.param) as engine:
         yield engine
 
 

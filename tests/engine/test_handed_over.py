@@ -1,5 +1,6 @@
 """Many requests at once: the engine computes the first of them while the others are made."""
 
+import contextlib
 import itertools
 import os
 import signal
@@ -8,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from engine_models import bits, build, check_idle, make_late, prompts, until
+from engine_models import bits, build, check_idle, prompts, small_engine, until
 
 from vexact_engine import Engine, EngineClosed, EngineConfig, SamplingParams, StepFailed
 from vexact_engine.outputs import Call
@@ -19,16 +20,9 @@ PARAMS = SamplingParams(max_new_tokens=3, seed=1, ignore_eos=True)
 DEPTHS = pytest.mark.parametrize("overlapped", [False, True], ids=["waiting", "overlapped"])
 
 
-def made(overlapped):
-    engine = Engine.from_pretrained(build("Llama"), config=replace(CONFIG, async_scheduling=overlapped))
-    if overlapped:
-        make_late(engine)
-    return engine
-
-
 @pytest.fixture(scope="module", params=[False, True], ids=["waiting", "overlapped"])
 def shared(request):
-    with made(request.param) as engine:
+    with small_engine(CONFIG, request.param) as engine:
         yield engine
 
 
@@ -42,6 +36,16 @@ def engine(shared):
 def expected():
     with Engine.from_pretrained(build("Llama"), config=CONFIG) as engine:
         return [bits(engine.generate([prompt], PARAMS)[0]) for prompt in PROMPTS]
+
+
+@contextlib.contextmanager
+def interrupted():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def note(engine, monkeypatch):
@@ -162,19 +166,15 @@ def test_where_a_step_fails_the_others_are_not_begun(engine, expected, monkeypat
 def test_an_interrupt_in_between_ends_those_that_were_handed_over(engine, expected, monkeypatch):
     job, count = engine._job, iter(range(1000))
 
-    def interrupted(*args, **options):
+    def making(*args, **options):
         if next(count) == 30:
             signal.raise_signal(signal.SIGINT)
         return job(*args, **options)
 
     _, given, _ = note(engine, monkeypatch)
-    monkeypatch.setattr(engine, "_job", interrupted)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            engine.generate(PROMPTS, PARAMS)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    monkeypatch.setattr(engine, "_job", making)
+    with interrupted():
+        engine.generate(PROMPTS, PARAMS)
     assert 0 < sum(given) <= 30
     check_idle(engine)
     monkeypatch.undo()
@@ -190,19 +190,15 @@ def test_an_interrupt_while_a_launch_is_waited_for(engine, expected, monkeypatch
         return launch(plan)
 
     monkeypatch.setattr(engine._worker, "launch", interrupting)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            engine.generate(PROMPTS, PARAMS)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with interrupted():
+        engine.generate(PROMPTS, PARAMS)
     check_idle(engine)
     assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
 
 
 @DEPTHS
 def test_an_engine_that_is_closed_in_between_takes_no_more(overlapped, monkeypatch):
-    with made(overlapped) as engine:
+    with small_engine(CONFIG, overlapped) as engine:
         job, count = engine._job, iter(range(1000))
 
         def closing(*args, **options):
@@ -233,7 +229,7 @@ def test_who_is_not_taken_in_any_more_waits_for_no_launch():
 
 def test_nobody_waits_for_a_launch_of_requests_that_are_all_refused(monkeypatch):
     """They come while the last plan of others is waited for: there is no other after it."""
-    with made(overlapped=True) as engine, ThreadPoolExecutor() as pool:
+    with small_engine(CONFIG, overlapped=True) as engine, ThreadPoolExecutor() as pool:
         launch, there = engine._worker.launch, threading.Event()
 
         def late(plan):

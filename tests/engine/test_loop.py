@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_models import bits, build, byte_tokenizer, check_idle, held, make_late, prompts, until
+from engine_models import bits, build, byte_tokenizer, check_idle, held, prompts, small_engine, until
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vexact_ops as vx
@@ -38,9 +38,7 @@ TEXT = {"vocab_size": 259}
 
 @pytest.fixture(scope="module", params=[False, True], ids=["waiting", "overlapped"])
 def shared(request):
-    with Engine.from_pretrained(build("Llama"), config=replace(CONFIG, async_scheduling=request.param)) as engine:
-        if request.param:
-            make_late(engine)
+    with small_engine(CONFIG, request.param) as engine:
         yield engine
 
 
