@@ -68,6 +68,21 @@ def test_a_file_that_is_damaged_is_as_none(tmp_path, content):
     assert tune._read(path, {"p": NAMES}) == {"p": "third"}
 
 
+def test_of_calls_that_are_alike_one_is_kept():
+    class Call:
+        def __init__(self, key, layout):
+            self.key, self.device, self.layout = key, "cuda:0", layout
+
+    made = [Call("a", 1), Call("a", 1), Call("a", 2), Call("b", 1)]
+    with tune.noting() as found:
+        for call in made:
+            tune.note(call)
+        with tune.noting() as inner:
+            pass
+        tune.note(made[0])
+    assert list(found.values()) == [made[0], made[2], made[3]] and not inner and tune.noted is None
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is no GPU")
 def test_nothing_is_done_where_there_is_one_kernel():
     def never():

@@ -9,7 +9,7 @@ so nothing of this changes bits.
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -22,13 +22,15 @@ GAIN = 0.003  # the share of the step's time that a rival has to win
 
 
 class Call(Protocol):
-    """A call of an op, as its room notes it while `noted` is a list.
+    """A call of an op, as its room notes it.
 
     key, device   of its class: what the room chooses one kernel for
+    layout        how its operands lie: of calls that are alike in all three the first one stands for all
     """
 
     key: str
     device: torch.device
+    layout: Hashable
 
     def names(self) -> list[str]:
         """The kernel that was chosen, then the rivals that are worth trying; none where this was done before."""
@@ -43,13 +45,17 @@ class Call(Protocol):
         """That `use` was called, once it is the kernel that was chosen."""
 
 
-noted: list[Call] | None = None  # the calls that are made, while somebody wants to know
+noted: dict[tuple, Call] | None = None  # the calls that are made, while somebody wants to know
+
+
+def note(call: Call) -> None:
+    noted.setdefault((call.key, call.device, call.layout), call)
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[list[Call]]:
+def noting() -> Iterator[dict[tuple, Call]]:
     global noted
-    before, noted = noted, []
+    before, noted = noted, {}
     try:
         yield noted
     finally:
@@ -88,7 +94,7 @@ def tune(run: Callable[[], object], seconds: Callable[[], float], about: str = "
     with noting() as calls:
         run()
     classes: dict[str, _Class] = {}
-    for call in calls:
+    for call in calls.values():
         classes.setdefault(f"{call.key} {call.device}", _Class()).append(call)
     rivals = {key: (one, names) for key, one in classes.items() if len(names := one[0].names()) > 1}
     if not rivals:

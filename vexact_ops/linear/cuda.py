@@ -81,7 +81,7 @@ def _ops():
 def _matmul(a: Tensor, b: Tensor, b_t: bool, bias: Tensor | None, out: Tensor, resume: bool) -> Tensor:
     run = _ops()[1]
     if tune.noted is not None:
-        tune.noted.append(Noted(a, b, b_t, bias, out, resume))
+        tune.note(Noted(a, b, b_t, bias, out, resume))
     done = run(a, b, b_t, bias, out, resume, ASK)
     if done == BIAS_OFF_16:  # a copy of it begins where kernels expect it
         bias = bias.clone()
@@ -112,6 +112,7 @@ class Noted:
     def __init__(self, *call):
         self._call, self._product = call, Product.of(*call)
         self.key, self.device = self._product.key, call[0].device
+        self.layout = tuple((t.stride(), t.data_ptr() % 16) for t in (call[0], call[1], call[4]))
 
     def names(self) -> list[str]:
         decision = self._product.decision()
