@@ -1,6 +1,5 @@
 """Many requests at once: the engine computes the first of them while the others are made."""
 
-import contextlib
 import itertools
 import os
 import signal
@@ -36,16 +35,6 @@ def engine(shared):
 def expected():
     with Engine.from_pretrained(build("Llama"), config=CONFIG) as engine:
         return [bits(engine.generate([prompt], PARAMS)[0]) for prompt in PROMPTS]
-
-
-@contextlib.contextmanager
-def interrupted():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def note(engine, monkeypatch):
@@ -163,7 +152,7 @@ def test_where_a_step_fails_the_others_are_not_begun(engine, expected, monkeypat
     assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
 
 
-def test_an_interrupt_in_between_ends_those_that_were_handed_over(engine, expected, monkeypatch):
+def test_an_interrupt_in_between_ends_those_that_were_handed_over(engine, expected, monkeypatch, ctrl_c):
     job, count = engine._job, iter(range(1000))
 
     def making(*args, **options):
@@ -173,7 +162,7 @@ def test_an_interrupt_in_between_ends_those_that_were_handed_over(engine, expect
 
     _, given, _ = note(engine, monkeypatch)
     monkeypatch.setattr(engine, "_job", making)
-    with interrupted():
+    with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS, PARAMS)
     assert 0 < sum(given) <= 30
     check_idle(engine)
@@ -181,7 +170,7 @@ def test_an_interrupt_in_between_ends_those_that_were_handed_over(engine, expect
     assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
 
 
-def test_an_interrupt_while_a_launch_is_waited_for(engine, expected, monkeypatch):
+def test_an_interrupt_while_a_launch_is_waited_for(engine, expected, monkeypatch, ctrl_c):
     launch = engine._worker.launch
 
     def interrupting(plan):
@@ -190,7 +179,7 @@ def test_an_interrupt_while_a_launch_is_waited_for(engine, expected, monkeypatch
         return launch(plan)
 
     monkeypatch.setattr(engine._worker, "launch", interrupting)
-    with interrupted():
+    with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS, PARAMS)
     check_idle(engine)
     assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
