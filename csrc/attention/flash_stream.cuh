@@ -104,13 +104,6 @@ __device__ __forceinline__ void copy_pages(uint32_t to, const CUtensorMap& map, 
 
 __device__ __forceinline__ void prefetch(const void* x) { asm volatile("prefetch.global.L2 [%0];" ::"l"(x)); }
 
-// The items of a persistent block, one of each round, back and forth: who has one of the first, which an engine orders to
-// be the longest, has one of the last of the round after.
-struct Turns {
-  int item = blockIdx.x, step = 2 * (gridDim.x - blockIdx.x) - 1;
-  __device__ __forceinline__ void next() { item += step, step = 2 * int(gridDim.x) - step; }
-};
-
 // What the first item looks at first, on its way into the L2 cache: 1,024 pages from where they probably begin. Nothing
 // has a value yet, so nobody needs to have written it.
 __device__ __forceinline__ void prefetch_places(const Args& a, int heads) {
@@ -143,8 +136,8 @@ __device__ __forceinline__ void fetch(const Args& a, Shared& s, const CUtensorMa
   const int boxes = kKeys / a.box, shift = __ffs(boxes) - 1, each = 32 >> shift;  // blocks that one look serves
   uint32_t unit = HALF;
   bool waited = !a.settled;
-  for (Turns turns; turns.item < items; turns.next()) {
-    const Item it(a, s.until, turns.item, heads);
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    const Item it(a, s.until, item, heads);
     const int32_t* table = a.table + it.sequence * a.table_row;
     auto look_up = [&](int n) -> int2 {  // the page of this lane's box, of blocks n and on, and the place there
       const int key = (it.last - n - (lane >> shift)) * kKeys + (lane & (boxes - 1)) * a.box;
@@ -186,8 +179,8 @@ template <class T, int D, int ROWS, class Shared>
 __device__ __forceinline__ void score(const Args& a, Shared& s, int warp, int items, int heads) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   uint32_t unit = 0, done = 0;
-  for (Turns turns; turns.item < items; turns.next()) {
-    const Item it(a, s.until, turns.item, heads);
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    const Item it(a, s.until, item, heads);
     if (it.blocks == 0) continue;
     // the query's fragments; rows beyond the group are zeros, and nothing of theirs is stored
     uint32_t qf[D / 16][4];
@@ -351,8 +344,8 @@ __device__ __forceinline__ void carry(const Args& a, Shared& s, int warp, int it
   constexpr int R = ROWS / 8;      // rows of a thread
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   uint32_t unit = 1, done = 0;
-  for (Turns turns; turns.item < items; turns.next()) {
-    const Item it(a, s.until, turns.item, heads);
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    const Item it(a, s.until, item, heads);
     if (it.token < 0) continue;
     float m[R], l[R], high[R], all[R];  // the latter two, and out, of segments that are done
     Columns<T, DV, ROWS> acc, out;
@@ -499,7 +492,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   if (warp < 4) {
     if (a.ready) {  // nothing is ready yet; only then may who waits for it begin
       if (tid == 0) {
-        for (Turns turns; turns.item < items; turns.next()) *Item(a, s.until, turns.item, heads).ready(a) = 0;
+        for (int item = blockIdx.x; item < items; item += gridDim.x) *Item(a, s.until, item, heads).ready(a) = 0;
         __threadfence();
       }
       asm volatile("bar.sync 1, 128;" ::: "memory");
