@@ -568,11 +568,11 @@ class Scheduler:
         return ("stop", found) if found is not None and may_stop else None
 
 
-def level(chunks: list[Chunk], wave: int) -> list[Chunk]:
-    """Decodes in an order for a device that computes attention of `wave` of them at once, and of one that stands `wave`
-    places behind another after it: the longest come first, but every other wave begins with its shortest, so that what
-    follows the most is the least."""
-    ordered = sorted(chunks, key=attrgetter("end"), reverse=True)
+def level(chunks: list, wave: int, length: Callable = attrgetter("end")) -> list:
+    """Decodes, of so many keys each, in an order for a device that computes attention of `wave` of them at once, and of
+    one that stands `wave` places behind another after it: the longest come first, but every other wave begins with its
+    shortest, so that what follows the most is the least."""
+    ordered = sorted(chunks, key=length, reverse=True)
     found = []
     for number, begin in enumerate(range(0, len(ordered), wave)):
         part = ordered[begin : begin + wave]

@@ -284,14 +284,13 @@ class Buffers:
         return host
 
     @contextlib.contextmanager
-    def long_padding(self, body: Body, longest: int) -> Iterator[None]:
-        """Decodes that are padding have slots and contexts meanwhile, the first one `longest` keys, the last an eighth
-        of that, in pages at random: for the time that steps take. They still store nothing. Nobody may have a slot."""
+    def long_padding(self, body: Body, lengths: Sequence[int]) -> Iterator[None]:
+        """Decodes that are padding have slots and so many keys meanwhile, in pages at random: for the time that steps
+        take. They still store nothing. Nobody may have a slot."""
         columns, count = self.columns(body), body.sequences
         context, slots, table = columns["context"], columns["slots"], self.table[:count]
-        lengths = np.linspace(longest, longest / 8, count).astype(np.int32)
         table.random_(len(self.caches[0][0]))
-        context.copy_(torch.from_numpy(np.maximum(lengths, 1)))
+        context.copy_(torch.tensor(lengths, dtype=torch.int32))
         slots.copy_(torch.arange(count))
         try:
             yield

@@ -21,7 +21,7 @@ from torch import Tensor
 import vexact_ops as vx
 
 from ..config import EngineConfig
-from ..core.scheduler import Sampled
+from ..core.scheduler import Sampled, level
 from ..core.step import Step
 from ..progress import Progress, bar
 from . import graphs, memory, saver, shapes
@@ -449,9 +449,13 @@ class Runner:
         return took * (1 + _PADDING) < self._recorder.seconds(other.replay)
 
     def _tune(self, body: Body, head: Head) -> list[graphs.Run]:
-        """Choose products' kernels by the time of a whole step of decodes. Returns the last graphs that were timed: the
-        memory that all graphs share is given back with the last of them."""
-        longest = min(_TUNED_CONTEXT, self.buffers.max_pages * self.config.page_size)
+        """Choose products' kernels by the time of a whole step of decodes, the longest of so many keys, the shortest of
+        an eighth of that, in the scheduler's order. Returns the last graphs that were timed: the memory that all graphs
+        share is given back with the last of them."""
+        longest, wave = min(_TUNED_CONTEXT, self.buffers.max_pages * self.config.page_size), self.wave()
+        lengths = [max(1, int(length)) for length in np.linspace(longest, longest / 8, body.sequences)]
+        if wave is not None and body.sequences > wave:
+            lengths = level(lengths, wave, int)
         held: list[graphs.Run] = []
 
         def step() -> None:
@@ -463,7 +467,7 @@ class Runner:
             return self._recorder.seconds(held[-1], graphs.TUNING)
 
         self._pad(body, head)
-        with self.buffers.long_padding(body, longest):
+        with self.buffers.long_padding(body, lengths):
             tuned = vx.tune(step, seconds, f"decodes of {body.tokens} rows: {self.shape}")
         changed = [f"{one.product}: {one.chosen}, not {one.raced}" for one in tuned if one.chosen != one.raced]
         if changed:
