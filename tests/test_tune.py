@@ -83,6 +83,28 @@ def test_of_calls_that_are_alike_one_is_kept():
     assert list(found.values()) == [made[0], made[2], made[3]] and not inner and tune.noted is None
 
 
+def test_the_rivals_are_the_best_of_both_kinds(monkeypatch):
+    """Kernels of a library are much alike in a step: however many a race puts first, ours are tried too."""
+    from vexact_ops.linear import cuda
+
+    library, ours = ([f"{kind} {i}" for i in range(8)] for kind in ("cublaslt", "wgmma"))
+    verdicts = [admit.Verdict(name, 0, 10.0 + 0.1 * i) for i, name in enumerate([*library, *ours])]
+    verdicts += [admit.Verdict("wgmma slow", 0, 12.1), admit.Verdict("wgmma wrong", 3, 9.0)]
+    verdicts += [admit.Verdict(cuda.TRITON, 0, 10.0), admit.Verdict("wgmma not timed", 0)]
+    chosen = admit.Candidate("cublaslt 0", len)
+    decision = admit.Decision("", chosen, "", tuple(verdicts))
+    monkeypatch.setattr(cuda.Product, "decision", lambda product: decision)
+    monkeypatch.setattr(cuda, "_tuned", {})
+    x, w, out = (torch.empty(s, dtype=torch.bfloat16) for s in ((24, 2048), (1024, 2048), (24, 1024)))
+    call = cuda.Noted(x, w, True, None, out, False)
+    assert call.names() == ["cublaslt 0", *ours[: cuda.OURS], *library[1 : 1 + cuda.LIBRARY]]
+    cuda._tuned[call._product] = "wgmma 1"
+    assert call.names() == [], "once"
+    call.forget()
+    decision = admit.Decision("", chosen, "", tuple(verdicts), final=False)
+    assert call.names() == [], "inside a graph nothing is known"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is no GPU")
 def test_nothing_is_done_where_there_is_one_kernel():
     def never():

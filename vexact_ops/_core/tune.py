@@ -83,7 +83,8 @@ def tune(run: Callable[[], object], seconds: Callable[[], float], about: str = "
 
     For the rest of the process every product of such a class takes that kernel, in `run` or not. Graphs that were
     captured before keep theirs. Bits: none change, for every kernel here was admitted. Where products have one kernel
-    (on a CPU, in fp32) nothing is done. What `seconds` raises is passed on, and the race's choices stand.
+    (on a CPU, in fp32) nothing is done. What `seconds` raises is passed on: classes that were decided before keep what
+    was chosen, that one and the others what their races chose.
 
     >>> vx.tune(lambda: torch.ones(2) + 1, seconds=lambda: 1.0)  # no products
     []
