@@ -16,11 +16,16 @@ NAMES = ["raced", "other", "third"]
 
 
 class Kernels:
-    """Stands for a class of products: which kernel serves it, and what a step takes with each, call by call."""
+    """Stands for a class of products: which kernel serves it, and what a step takes with each.
 
-    def __init__(self, **times):
-        self.serving, self.tuned = "raced", False
-        self._times = {name: iter(of) for name, of in times.items()}
+    drift   what a replay takes more than the one before it, whosever that was, as a share of what the first one took
+    times   seconds, or a function that gives them from how often it was replayed; None where it cannot be captured
+    turns   who was replayed, in that order, but for the first replay of each, whose time nobody may look at
+    """
+
+    def __init__(self, times, drift=0.0):
+        self.serving, self.tuned, self.turns, self.spent = "raced", False, [], 0.0
+        self._times, self._drift = times, drift
 
     def use(self, name):
         self.serving, self.tuned = name, True
@@ -28,31 +33,82 @@ class Kernels:
     def forget(self):
         self.tuned = False
 
-    def seconds(self):
-        took = next(self._times[self.serving])
-        if took is None:
+    def capture(self):
+        name, uploaded = self.serving, False
+        if self._times[name] is None:
             raise RuntimeError("no capture")
-        return took
+
+        def replay():
+            nonlocal uploaded
+            if not uploaded:
+                uploaded = True
+                return None
+            self.turns.append(name)
+            time = self._times[name]
+            took = time(self.turns.count(name)) if callable(time) else time
+            took *= 1 + self._drift * len(self.turns)
+            self.spent += took
+            return took
+
+        return replay
 
 
+def lucky(turn):
+    """As long as all are timed, and no more when it comes to the two last."""
+    return 9.0 if turn <= 2 * tune.LEAST else 10.01
+
+
+def hiccup(turn):
+    """Once among all, and once among the two last."""
+    return 100.0 if turn in (2, 2 * tune.LEAST + 2) else 10.0
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.05, -0.001])
 @pytest.mark.parametrize(
     "times,expected",
     [
-        ({"raced": [10.0], "other": [11.0], "third": [12.0]}, "raced"),
-        ({"raced": [10.0, 10.0], "other": [11.0], "third": [9.0, 9.0]}, "third"),
-        ({"raced": [10.0, 10.0], "other": [9.99, 9.99], "third": [12.0]}, "raced"),  # not worth it
-        ({"raced": [10.0, 8.0], "other": [9.0, 9.1], "third": [12.0]}, "raced"),  # the clock had risen meanwhile
+        ({"raced": 10.0, "other": 11.0, "third": 12.0}, "raced"),
+        ({"raced": 10.0, "other": 11.0, "third": 9.0}, "third"),
+        ({"raced": 10.0, "other": 9.97, "third": 9.98}, "other"),  # what any drift here hides who is timed alone
+        ({"raced": 10.0, "other": 10.03, "third": 9.985}, "raced"),  # not worth it
+        ({"raced": 10.0, "other": lucky, "third": 12.0}, "raced"),
+        ({"raced": hiccup, "other": 9.99, "third": 10.0}, "raced"),
+        ({"raced": 10.0, "other": hiccup, "third": hiccup}, "raced"),
     ],
 )
-def test_the_fastest_of_the_whole_wins(times, expected):
-    kernels = Kernels(**times)
-    assert tune._fastest(kernels, NAMES, kernels.seconds) == expected
+def test_the_fastest_of_the_whole_wins(times, expected, drift):
+    kernels = Kernels(times, drift)
+    assert tune._fastest(kernels, NAMES, kernels.capture) == expected
 
 
-def test_what_cannot_be_timed_leaves_the_races_choice():
-    kernels = Kernels(raced=[10.0], other=[None], third=[1.0])
-    with pytest.raises(RuntimeError, match="no capture"):
-        tune._fastest(kernels, NAMES, kernels.seconds)
+def test_turns_are_there_and_back_and_nobody_follows_one_neighbour():
+    kernels = Kernels(dict.fromkeys(NAMES, 1e-4))
+    assert tune._fastest(kernels, NAMES, kernels.capture) == "raced"
+    assert len(kernels.turns) == tune.MOST * 6  # never more, however short a step is
+    rounds = [kernels.turns[i : i + 6] for i in range(0, len(kernels.turns), 6)]
+    assert all(turns == turns[::-1] and set(turns) == set(NAMES) for turns in rounds)
+    assert len({tuple(turns) for turns in rounds}) == 6
+
+
+@pytest.mark.parametrize("step", [1.0, 3e-2, 3e-3])
+def test_the_shorter_a_step_the_more_rounds(step):
+    kernels = Kernels({"raced": step, "other": 0.9 * step, "third": step})
+    assert tune._fastest(kernels, NAMES, kernels.capture) == "other"
+    third = kernels.turns.count("third")
+    all_, last = third // 2, (kernels.turns.count("other") - third) // 2
+    assert all_ == max(tune.LEAST, -(-tune.ALL // (5.8 * step)))
+    assert last == max(tune.LEAST, -(-tune.LAST // (3.8 * step)))
+    assert (all_, last) == {1.0: (3, 3), 3e-2: (3, 3), 3e-3: (6, 27)}[step]
+
+
+@pytest.mark.parametrize("fails", ["capture", "replay"])
+def test_what_cannot_be_timed_leaves_the_races_choice(fails):
+    def broken(turn):
+        raise RuntimeError("no replay")
+
+    kernels = Kernels({"raced": 10.0, "other": None if fails == "capture" else broken, "third": 1.0})
+    with pytest.raises(RuntimeError, match=f"no {fails}"):
+        tune._fastest(kernels, NAMES, kernels.capture)
     assert kernels.serving == "raced" and not kernels.tuned
 
 
@@ -66,6 +122,25 @@ def test_a_file_that_is_damaged_is_as_none(tmp_path, content):
     assert tune._read(path, {"p": NAMES}) is None
     admit.store(path, json.dumps({"chosen": {"p": "third"}}))
     assert tune._read(path, {"p": NAMES}) == {"p": "third"}
+
+
+def test_choices_are_kept_under_all_that_decides_them(tmp_path, monkeypatch):
+    class Call:
+        device = "cuda:0"
+
+        def __init__(self, source):
+            self.source = lambda: source
+
+    def path(source="source", names=NAMES, about="a step"):
+        return tune._path({"p": ([Call(source)], names)}, about)
+
+    monkeypatch.setattr(admit, "folder", lambda kind: tmp_path / kind)
+    monkeypatch.setattr(admit, "machine", lambda device: f"machine of {device}")
+    found = path()
+    assert found == path(names=NAMES[::-1]) and found.parent == tmp_path / "tuned" / "machine of cuda:0"
+    others = [path("another"), path(names=NAMES[:2]), path(about="another")]
+    monkeypatch.setattr(tune, "METHOD", "another")  # what it kept was chosen otherwise
+    assert len({found, path(), *others}) == 5
 
 
 def test_of_calls_that_are_alike_one_is_kept():
@@ -129,17 +204,17 @@ def test_products_take_what_is_fastest_in_the_step_and_keep_their_bits(tmp_path,
     raced = decision().chosen.name
     tried = []
 
-    def seconds():  # the slower a race has found a kernel, the faster it is here
+    def capture():  # the slower a race has found a kernel, the faster it is here
         (name,) = cuda._tuned.values()
         tried.append(name)
-        return -next(v.us for v in verdicts if v.candidate == name)
+        return lambda: 1 / next(v.us for v in verdicts if v.candidate == name) ** 2
 
     verdicts = decision().verdicts
-    (found,) = vx.tune(lambda: vx.linear(x, w), seconds, "a test")
+    (found,) = vx.tune(lambda: vx.linear(x, w), capture, "a test")
     assert len(set(tried)) > 2 and tried[0] == raced == found.raced != found.chosen
     assert decision().chosen.name == found.chosen and "stands in a step" in decision().why
     assert_bitwise(vx.linear(x, w), before)
-    assert vx.tune(lambda: vx.linear(x, w), seconds, "a test") == []  # once in a process
+    assert vx.tune(lambda: vx.linear(x, w), capture, "a test") == []  # once in a process
 
     def never():
         raise AssertionError

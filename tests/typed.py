@@ -76,7 +76,7 @@ def about_this_process(x: Tensor, w: Tensor) -> None:
     vx.synchronize(vx.cuda_stream().device)
     launch: Callable[[], None] = vx.cuda_graph(lambda: None, pool=torch.cuda.graph_pool_handle())
     launch()
-    print([one.chosen for one in vx.tune(launch, lambda: 0.1, "one step")])
+    print([one.chosen for one in vx.tune(launch, lambda: lambda: 0.1, "one step")])
     vx.set_backend(None)
     asked: str | None = vx.current_backend()
     print(asked)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 Run = Callable[[], None]
 _REPLAYS = 3  # that a time is the least of; the first one is of a graph that is not on the device yet
-TUNING = 5  # the same, where kernels that differ by less are to be told apart
 
 
 class Recorder(Protocol):
@@ -32,7 +31,8 @@ class Recorder(Protocol):
     def record(self, run: Run) -> Run:
         """A function that does the same again, on what the same buffers hold then."""
 
-    def seconds(self, run: Run, replays: int = _REPLAYS) -> float: ...
+    def seconds(self, run: Run, replays: int = _REPLAYS) -> float:
+        """The least of so many."""
 
     def session(self) -> contextlib.AbstractContextManager:
         """Recording and timing is done in one."""

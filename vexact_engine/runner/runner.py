@@ -450,8 +450,11 @@ class Runner:
 
     def _tune(self, body: Body, head: Head) -> list[graphs.Run]:
         """Choose products' kernels by the time of a whole step of decodes, the longest of so many keys, the shortest of
-        an eighth of that, in the scheduler's order. Returns the last graphs that were timed: the memory that all graphs
-        share is given back with the last of them."""
+        an eighth of that, in the scheduler's order. Returns the last graph that was timed, in a list: the memory that
+        all graphs share is given back with the last of them.
+
+        Up to eight graphs of a size are there at once. What they compute with is the same memory, for nothing of it
+        outlives a capture; what each has of its own is little, and there is room for that of `_MOST_GRAPHS`."""
         longest, wave = min(_TUNED_CONTEXT, self.buffers.max_pages * self.config.page_size), self.wave()
         lengths = [max(1, int(length)) for length in np.linspace(longest, longest / 8, body.sequences)]
         if wave is not None and body.sequences > wave:
@@ -461,14 +464,14 @@ class Runner:
         def step() -> None:
             self._run(body, head)
 
-        def seconds() -> float:
-            held.append(self._recorder.record(step))
-            del held[:-2]
-            return self._recorder.seconds(held[-1], graphs.TUNING)
+        def capture() -> Callable[[], float]:
+            replay = self._recorder.record(step)
+            held[:] = [replay]  # the others go when they have been compared
+            return lambda: self._recorder.seconds(replay, 1)
 
         self._pad(body, head)
         with self.buffers.long_padding(body, lengths):
-            tuned = vx.tune(step, seconds, f"decodes of {body.tokens} rows: {self.shape}")
+            tuned = vx.tune(step, capture, f"decodes of {body.tokens} rows: {self.shape}")
         changed = [f"{one.product}: {one.chosen}, not {one.raced}" for one in tuned if one.chosen != one.raced]
         if changed:
             log.info("in a step of %d rows other kernels are faster than alone: %s", body.tokens, "; ".join(changed))

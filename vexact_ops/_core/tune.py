@@ -2,13 +2,15 @@
 
 A race sees a product behind one short kernel. In a step it begins while the kernel before it still holds the
 multiprocessors, and the one after it while it does itself: kernels that are alike in a race differ there by up to five
-per cent of the whole step. So the few best of a race run in the step, one after the other. All of them were admitted,
-so nothing of this changes bits.
+per cent of the whole step. So the few best of a race run in the step, in turns: a chip that warms under them slows down
+by more than they differ. All of them were admitted, so nothing of this changes bits.
 """
 
 import contextlib
 import hashlib
 import json
+import random
+import statistics
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,12 @@ import torch
 
 from . import admit
 
-GAIN = 0.003  # the share of the step's time that a rival has to win
+GAIN = 0.002  # the share of the step's time that a rival has to win: turns tell apart half of that
+LEAST, MOST = 3, 50  # rounds, in each of which everybody has two turns
+ALL, LAST = 0.1, 0.3  # seconds after which there are no more rounds: of all kernels, of the last two
+METHOD = "in turns"  # choices that were kept by another one are not read
+
+Replay = Callable[[], float]
 
 
 class Call(Protocol):
@@ -71,22 +78,23 @@ class Tuned:
     chosen: str
 
 
-def tune(run: Callable[[], object], seconds: Callable[[], float], about: str = "") -> list[Tuned]:
+def tune(run: Callable[[], object], capture: Callable[[], Replay], about: str = "") -> list[Tuned]:
     """Choose the kernels of `run`'s products by what they make of the time of the whole of it.
 
     run      a step, as it is captured and replayed later: some layers of a model, on tensors that stay where they are.
              It is called twice, to see what products it has
-    seconds  captures `run` again, and gives the time of a replay: of some, the least
+    capture  captures `run` again, and returns a function that replays it once and gives the seconds. For a class of
+             products there is one of each kernel that is worth trying, all at once, and they are called in turns
     about    what else decides such times (the model's other ops, sizes of rows): choices are kept on disk under it and
              the products' sizes, so that a later process does not time again
     returns  one entry for each class of products that was decided now: not of those that were before
 
     For the rest of the process every product of such a class takes that kernel, in `run` or not. Graphs that were
     captured before keep theirs. Bits: none change, for every kernel here was admitted. Where products have one kernel
-    (on a CPU, in fp32) nothing is done. What `seconds` raises is passed on: classes that were decided before keep what
-    was chosen, that one and the others what their races chose.
+    (on a CPU, in fp32) nothing is done. What `capture` or a replay raises is passed on: classes that were decided
+    before keep what was chosen, that one and the others what their races chose.
 
-    >>> vx.tune(lambda: torch.ones(2) + 1, seconds=lambda: 1.0)  # no products
+    >>> vx.tune(lambda: torch.ones(2) + 1, capture=lambda: lambda: 1.0)  # no products
     []
     """
     if not torch.cuda.is_available():
@@ -104,7 +112,7 @@ def tune(run: Callable[[], object], seconds: Callable[[], float], about: str = "
     kept = _read(path, {key: names for key, (_, names) in rivals.items()})
     tuned = []
     for key, (one, names) in rivals.items():
-        chosen = kept[key] if kept else _fastest(one, names, seconds)
+        chosen = kept[key] if kept else _fastest(one, names, capture)
         one.use(chosen)
         tuned.append(Tuned(one[0].key, names[0], chosen))
     if kept is None:
@@ -125,27 +133,46 @@ class _Class(list):
             call.forget()
 
 
-def _fastest(one: _Class, names: list[str], seconds: Callable[[], float]) -> str:
-    def with_(name: str) -> float:
-        one.use(name)
-        return seconds()
-
+def _fastest(one: _Class, names: list[str], capture: Callable[[], Replay]) -> str:
+    raced, replays = names[0], {}
     try:
-        times = {name: with_(name) for name in names}
-        best = min(times, key=times.get)
-        if best != names[0]:  # once more, turn about: clocks drift
-            first, second = with_(names[0]), with_(best)
-            if times[best] + second > (times[names[0]] + first) * (1 - GAIN):
-                best = names[0]
-        return best
+        for name in names:
+            one.use(name)
+            replays[name] = capture()
+            replays[name]()  # a graph's first replay uploads it
+        shares = _shares(replays, ALL)
+        best = min(names, key=shares.get)
+        if shares[best] < 1 - GAIN / 2:
+            shares = _shares({name: replays[name] for name in (raced, best)}, LAST)
+        return best if shares[best] < 1 - GAIN else raced
     except BaseException:
-        one.use(names[0])
+        one.use(raced)
         one.forget()
         raise
 
 
+def _shares(replays: dict[str, Replay], seconds: float) -> dict[str, float]:
+    """The time of each as a share of the first one's: the median of rounds.
+
+    In a round all have their turns there and back, so that clocks which rise or fall meanwhile do so for all alike; and
+    in an order of its own, for a kernel that takes much power slows down whoever comes after it.
+    """
+    names, orders, spent = list(replays), random.Random(0), 0.0
+    shares = {name: [] for name in names}
+    for done in range(MOST):
+        if done >= LEAST and spent >= seconds:
+            break
+        order, took = orders.sample(names, len(names)), dict.fromkeys(names, 0.0)
+        for name in order + order[::-1]:
+            took[name] += replays[name]()
+        for name in names:
+            shares[name].append(took[name] / took[names[0]])
+        spent += sum(took.values())
+    return {name: statistics.median(rounds) for name, rounds in shares.items()}
+
+
 def _path(rivals: dict[str, tuple[_Class, list[str]]], about: str) -> Path | None:
-    of = [about, [(key, sorted(names), one[0].source()) for key, (one, names) in rivals.items()]]
+    of = [METHOD, about, [(key, sorted(names), one[0].source()) for key, (one, names) in rivals.items()]]
     name = hashlib.sha256(json.dumps(of).encode()).hexdigest()[:32]
     base, device = admit.folder("tuned"), next(iter(rivals.values()))[0][0].device
     return base / admit.machine(device) / f"{name}.json" if base else None
