@@ -113,17 +113,12 @@ void paged_keys(Args& a, const Tensor& q, const Tensor& k_cache, const Tensor& v
   }
 }
 
-CUtensorMap encoded(const Tensor& x, int rank, const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* boxes,
-                    const cuuint32_t* steps) {
+template <int RANK>
+CUtensorMap encoded(const Tensor& x, const cuuint64_t (&sizes)[RANK], const cuuint64_t (&strides)[RANK - 1],
+                    const cuuint32_t (&boxes)[RANK]) {
   CUtensorMap map;
-  const CUtensorMapDataType type = x.scalar_type() == ScalarType::BFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                                           : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const sm90::EncodeTiled encode = sm90::encode_tiled();
-  STD_TORCH_CHECK(encode, "attention: this driver has no cuTensorMapEncodeTiled");
-  const CUresult done = encode(&map, type, rank, x.data_ptr(), sizes, strides, boxes, steps,
-                               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  STD_TORCH_CHECK(done == CUDA_SUCCESS, "attention: cuTensorMapEncodeTiled failed with ", int(done));
+  STD_TORCH_CHECK(sm90::encode_map<RANK>(&map, x.scalar_type() == ScalarType::BFloat16, x.data_ptr(), sizes, strides, boxes),
+                  "attention: this driver makes no tensor map of these operands");
   return map;
 }
 
@@ -135,8 +130,8 @@ CUtensorMap tensor_map(const Tensor& cache, int box) {
   auto bytes = [&](int64_t i) { return (cache.size(i) > 1 ? cuuint64_t(cache.stride(i)) : d) * 2; };
   const cuuint64_t sizes[4] = {d, cuuint64_t(cache.size(last - 2)), cuuint64_t(cache.size(last - 1)), cuuint64_t(pages)};
   const cuuint64_t strides[3] = {bytes(last - 2), bytes(last - 1), last == 3 ? bytes(0) : d * 2};
-  const cuuint32_t boxes[4] = {64, cuuint32_t(box), 1, 1}, steps[4] = {1, 1, 1, 1};
-  return encoded(cache, 4, sizes, strides, boxes, steps);
+  const cuuint32_t boxes[4] = {64, cuuint32_t(box), 1, 1};
+  return encoded(cache, sizes, strides, boxes);
 }
 
 // The same, in boxes of `box` rows with all their columns, 64 after another.
@@ -145,8 +140,8 @@ CUtensorMap tensor_map(const Tensor& cache, int box) {
   auto bytes = [&](int64_t i) { return (cache.size(i) > 1 ? cuuint64_t(cache.stride(i)) : d) * 2; };
   const cuuint64_t sizes[5] = {64, cuuint64_t(cache.size(1)), d / 64, cuuint64_t(cache.size(2)), cuuint64_t(cache.size(0))};
   const cuuint64_t strides[4] = {bytes(1), 128, bytes(2), bytes(0)};
-  const cuuint32_t boxes[5] = {64, cuuint32_t(box), cuuint32_t(d / 64), 1, 1}, steps[5] = {1, 1, 1, 1, 1};
-  return encoded(cache, 5, sizes, strides, boxes, steps);
+  const cuuint32_t boxes[5] = {64, cuuint32_t(box), cuuint32_t(d / 64), 1, 1};
+  return encoded(cache, sizes, strides, boxes);
 }
 
 struct Maps {

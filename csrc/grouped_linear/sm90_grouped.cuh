@@ -443,26 +443,17 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGroupedThreads, 1)
 // zeros.
 inline bool grouped_map(CUtensorMap* map, const void* data, int64_t x, int64_t y, int64_t y_stride, int64_t z,
                         int box_rows) {
-  const EncodeTiled encode = encode_tiled();
-  const cuuint64_t sizes[3] = {cuuint64_t(x), cuuint64_t(y), cuuint64_t(z)};
-  const cuuint64_t strides[2] = {cuuint64_t(y_stride) * 2, cuuint64_t(y) * y_stride * 2};
-  const cuuint32_t box[3] = {64, cuuint32_t(box_rows), 1}, steps[3] = {1, 1, 1};
-  return encode && encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(data), sizes, strides, box, steps,
-                          CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  const cuuint64_t row = cuuint64_t(y_stride) * 2;
+  return encode_map<3>(map, true, data, {cuuint64_t(x), cuuint64_t(y), cuuint64_t(z)}, {row, y * row},
+                       {64, cuuint32_t(box_rows), 1});
 }
 
 // Matrices (experts, 2 width, depth), gates above ups, as (experts, width / 8, 2, 8, depth): a box takes eight gates,
 // the eight ups that they meet, and so on, eight times.
 inline bool gate_up_map(CUtensorMap* map, const void* data, int64_t experts, int64_t width, int64_t depth) {
-  const EncodeTiled encode = encode_tiled();
   const cuuint64_t row = cuuint64_t(depth) * 2;
-  const cuuint64_t sizes[5] = {cuuint64_t(depth), 8, 2, cuuint64_t(width) / 8, cuuint64_t(experts)};
-  const cuuint64_t strides[4] = {row, width * row, 8 * row, 2 * width * row};
-  const cuuint32_t box[5] = {64, 8, 2, 8, 1}, steps[5] = {1, 1, 1, 1, 1};
-  return encode && encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, const_cast<void*>(data), sizes, strides, box, steps,
-                          CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return encode_map<5>(map, true, data, {cuuint64_t(depth), 8, 2, cuuint64_t(width) / 8, cuuint64_t(experts)},
+                       {row, width * row, 8 * row, 2 * width * row}, {64, 8, 2, 8, 1});
 }
 
 template <Grouped MODE>

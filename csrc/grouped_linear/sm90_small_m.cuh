@@ -412,26 +412,12 @@ __global__ void __launch_bounds__(small_m_threads(GROUPS))
 // (E, rows, k) with k contiguous. Paired, rows is twice a multiple of eight.
 inline bool small_m_map(CUtensorMap* map, bool is_bf16, bool paired, const void* weight, int64_t experts, int64_t rows,
                     int64_t k, int64_t expert_ld, int64_t ld) {
-  const EncodeTiled encode = encode_tiled();
-  const auto type = is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-  CUresult done;
-  if (!encode) return false;
-  if (paired) {
-    const cuuint64_t sizes[5] = {cuuint64_t(k), 8, 2, cuuint64_t(rows / 16), cuuint64_t(experts)};
-    const cuuint64_t strides[4] = {cuuint64_t(ld) * 2, cuuint64_t(rows) * ld, cuuint64_t(ld) * 16,
-                                   cuuint64_t(expert_ld) * 2};
-    const cuuint32_t box[5] = {kBoxK, 8, 2, kSmallMUnit / 16, 1};
-    done = encode(map, type, 5, const_cast<void*>(weight), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  } else {
-    const cuuint64_t sizes[3] = {cuuint64_t(k), cuuint64_t(rows), cuuint64_t(experts)};
-    const cuuint64_t strides[2] = {cuuint64_t(ld) * 2, cuuint64_t(expert_ld) * 2};
-    const cuuint32_t box[3] = {kBoxK, kSmallMUnit, 1};
-    done = encode(map, type, 3, const_cast<void*>(weight), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  }
-  return done == CUDA_SUCCESS;
+  const cuuint64_t row = cuuint64_t(ld) * 2, expert = cuuint64_t(expert_ld) * 2, count = experts;
+  if (paired)
+    return encode_map<5>(map, is_bf16, weight, {cuuint64_t(k), 8, 2, cuuint64_t(rows / 16), count},
+                         {row, rows / 2 * row, 8 * row, expert}, {kBoxK, 8, 2, kSmallMUnit / 16, 1});
+  return encode_map<3>(map, is_bf16, weight, {cuuint64_t(k), cuuint64_t(rows), count}, {row, expert},
+                       {kBoxK, kSmallMUnit, 1});
 }
 
 }  // namespace vx::sm90

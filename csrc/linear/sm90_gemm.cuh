@@ -193,15 +193,9 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGemmThreads, 1)
 // (z, y, x) with x contiguous, read in boxes of 64 x by `box_y` y; beyond its edges the copy engine writes zeros.
 inline bool gemm_map(CUtensorMap* map, bool is_bf16, const void* data, int64_t x, int64_t y, int64_t y_stride, int64_t z,
                      int64_t z_stride, int box_y = 64) {
-  const EncodeTiled encode = encode_tiled();
-  const cuuint64_t sizes[3] = {cuuint64_t(x), cuuint64_t(y), cuuint64_t(z)};
-  const cuuint64_t strides[2] = {cuuint64_t(y > 1 ? y_stride : (x + 7) / 8 * 8) * 2,
-                                 cuuint64_t(z > 1 ? z_stride : 8) * 2};
-  const cuuint32_t box[3] = {64, cuuint32_t(box_y), 1}, steps[3] = {1, 1, 1};
-  return encode && encode(map, is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3,
-                          const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                          CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  const cuuint64_t row = y > 1 ? y_stride : (x + 7) / 8 * 8, matrix = z > 1 ? z_stride : 8;
+  return encode_map<3>(map, is_bf16, data, {cuuint64_t(x), cuuint64_t(y), cuuint64_t(z)}, {row * 2, matrix * 2},
+                       {64, cuuint32_t(box_y), 1});
 }
 
 template <class T, bool A_ACROSS, bool B_ACROSS, class Epilogue>

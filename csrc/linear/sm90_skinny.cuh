@@ -223,13 +223,8 @@ __global__ void __launch_bounds__(kSkinnyThreads)
 // (rows, columns) of 16-bit values with contiguous rows, read in boxes; beyond its edges the copy engine writes zeros.
 inline bool box_map(CUtensorMap* map, bool is_bf16, const void* data, int64_t rows, int64_t columns, int64_t ld,
                     int box_rows, int box_columns) {
-  const EncodeTiled encode = encode_tiled();
-  const cuuint64_t sizes[2] = {cuuint64_t(columns), cuuint64_t(rows)}, strides[1] = {cuuint64_t(ld) * 2};
-  const cuuint32_t box[2] = {cuuint32_t(box_columns), cuuint32_t(box_rows)}, steps[2] = {1, 1};
-  return encode && encode(map, is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
-                          const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                          CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return encode_map<2>(map, is_bf16, data, {cuuint64_t(columns), cuuint64_t(rows)}, {cuuint64_t(ld) * 2},
+                       {cuuint32_t(box_columns), cuuint32_t(box_rows)});
 }
 
 }  // namespace vx::sm90

@@ -68,14 +68,9 @@ struct GatedEpilogue {
 
 // (2 width, k) with rows ld apart, gates above ups, as a tile of `rows` of them is read. width is a multiple of 8.
 inline bool paired_map(CUtensorMap* map, bool is_bf16, const void* weight, int64_t width, int64_t k, int64_t ld, int rows) {
-  const EncodeTiled encode = encode_tiled();
-  const cuuint64_t sizes[4] = {cuuint64_t(k), 8, 2, cuuint64_t(width / 8)};
-  const cuuint64_t strides[3] = {cuuint64_t(ld) * 2, cuuint64_t(width) * ld * 2, cuuint64_t(ld) * 16};
-  const cuuint32_t box[4] = {kBoxK, 8, 2, cuuint32_t(rows / 16)}, steps[4] = {1, 1, 1, 1};
-  return encode && encode(map, is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
-                          const_cast<void*>(weight), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                          CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  const cuuint64_t row = cuuint64_t(ld) * 2;
+  return encode_map<4>(map, is_bf16, weight, {cuuint64_t(k), 8, 2, cuuint64_t(width / 8)}, {row, width * row, 8 * row},
+                       {kBoxK, 8, 2, cuuint32_t(rows / 16)});
 }
 
 }  // namespace vx::sm90

@@ -183,12 +183,8 @@ __global__ void __launch_bounds__(wide_threads(GROUPS), 1)
 
 // (rows, columns) as results leave for it.
 inline bool wide_out_map(CUtensorMap* map, bool is_bf16, void* out, int64_t rows, int64_t columns, int64_t ld) {
-  const EncodeTiled encode = encode_tiled();
-  const cuuint64_t sizes[2] = {cuuint64_t(columns), cuuint64_t(rows)}, strides[1] = {cuuint64_t(ld) * 2};
-  const cuuint32_t box[2] = {kWideColumns, 64}, steps[2] = {1, 1};
-  return encode && encode(map, is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, out, sizes,
-                          strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_64B,
-                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return encode_map<2>(map, is_bf16, out, {cuuint64_t(columns), cuuint64_t(rows)}, {cuuint64_t(ld) * 2}, {kWideColumns, 64},
+                       CU_TENSOR_MAP_SWIZZLE_64B);
 }
 
 }  // namespace vx::sm90
