@@ -25,7 +25,7 @@ from .core.scheduler import Stats
 from .outputs import Call, Increment, Load, Ticket, collected
 from .parallel.assembly import assemble, complete
 from .progress import bar, quiet
-from .request import Begun, Completion, Request, check_name, check_params, encoded, refused, spread
+from .request import Begun, Completion, Request, check_name, check_params, encoded, refused, spread, turns
 from .runner import shapes
 from .runner.sleep import TAGS, check_level, named_tags
 from .text import Text, chat_ids
@@ -165,7 +165,9 @@ class Engine:
         params          one for all, or one for each
         request_ids     names for `abort`, one for each prompt
         raise_on_error  raise RequestError, which holds all completions, where any has finish_reason "error"
-        returns         the completions in the order of the prompts, n of each. A request that is itself at fault gets
+        returns         the completions in the order of the prompts, n of each. They begin in that order too, but of
+                        the last (2 * max_num_seqs samples) those that may go on for longest begin first, for what runs
+                        longest decides when all are done; no bit depends on it. A request that is itself at fault gets
                         finish_reason "error" and says why; the others run on. One that another thread aborts, or that
                         close() meets, has finish_reason "abort" and what it had
         raises          TypeError or ValueError on the call's own arguments, EngineClosed, StepFailed, WeightsTorn. On
@@ -521,7 +523,12 @@ class Engine:
     def _jobs(self, prompts, params, request_ids, call: Call, listen=None) -> list[Ticket | list[Completion]]:
         """For each prompt a ticket, or the completions that say what is wrong with it."""
         self._loop.check_open()
-        return [self._job(*each, call, listen) for each in spread(prompts, params, request_ids)]
+        each = spread(prompts, params, request_ids)
+        jobs = {index: self._job(*each[index], call, listen) for index in self._turns(each)}
+        return [jobs[index] for index in range(len(each))]
+
+    def _turns(self, each: list[tuple]) -> list[int]:
+        return turns(each, self._worker.config.max_num_seqs)
 
     def _handed_over(self, each: list[tuple], call: Call) -> list[Ticket | list[Completion]]:
         """`_jobs`, handed over: the engine has those that fill all the steps that may be in flight, and computes while
@@ -530,10 +537,9 @@ class Engine:
         other lets go of the interpreter."""
         config = self._worker.config
         most_tokens, most_samples = self._worker.depth * config.max_num_batched_tokens, config.max_num_seqs
-        jobs, tickets, tokens, samples, last = [], [], 0, 0, []
-        for number, (prompt, params, name) in enumerate(each, 1):
-            job = self._job(prompt, params, name, call, None)
-            jobs.append(job)
+        jobs, tickets, tokens, samples, last = {}, [], 0, 0, []
+        for number, index in enumerate(self._turns(each), 1):
+            job = jobs[index] = self._job(*each[index], call, None)
             if isinstance(job, Ticket):
                 tickets.append(job)
                 if job.request.prompt_ids != last:
@@ -550,7 +556,7 @@ class Engine:
         if tickets:
             self._hand_over(call, tickets)
         call.one_done()
-        return jobs
+        return [jobs[index] for index in range(len(each))]
 
     def _hand_over(self, call: Call, tickets: list[Ticket], launched: Callable[[], None] | None = None) -> None:
         """Unless the last of those before has come to nothing: a step that fails ends all."""

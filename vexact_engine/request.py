@@ -376,6 +376,25 @@ def spread(prompts, params, request_ids) -> list[tuple]:
     return list(zip(prompts, params, request_ids or [None] * len(prompts)))
 
 
+_REFUSED = SamplingParams(max_new_tokens=1)
+
+
+def turns(each: list[tuple], at_once: int) -> list[int]:
+    """In which order the requests that `spread` returns begin, where so many samples run at once: as they are given,
+    but once no more than twice that are left those first that may go on for longest. Who begins last would else be left
+    alone at the end, and a step of one takes hardly less time than one of many. Where two have one name all begin as
+    they are given, for the second is refused."""
+    names = [name for *_, name in each if name is not None]
+    if len(set(names)) < len(names):
+        return list(range(len(each)))
+    sound = [params if isinstance(params, SamplingParams) else _REFUSED for _, params, _ in each]
+    first, left = len(each), 2 * at_once
+    while first and left >= sound[first - 1].n:
+        first -= 1
+        left -= sound[first].n
+    return [*range(first), *sorted(range(first, len(each)), key=lambda index: -sound[index].max_new_tokens)]
+
+
 def check_name(method: str, request_id: str) -> None:
     if not isinstance(request_id, str):
         raise TypeError(f"{method}: request_id: got a {type(request_id).__name__}, expected a string")

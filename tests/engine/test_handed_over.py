@@ -1,5 +1,6 @@
 """Many requests at once: the engine computes the first of them while the others are made."""
 
+import asyncio
 import itertools
 import os
 import signal
@@ -70,6 +71,28 @@ def test_the_first_are_computed_while_the_others_are_made(engine, expected, monk
     for share, size in enumerate(sizes[:-1]):
         assert steps << share <= size < (steps << share) + 6
     assert launched[0] == given[0], "the first step waits for nobody, and runs before more are made"
+
+
+def test_nobody_is_left_alone_at_the_end(monkeypatch):
+    """The last request may go on for longest: begun last, it would run by itself when all others are done."""
+    limits = [2, 3, 2, 3, 2, 3, 2, 3, 2, 20]
+    params = [replace(PARAMS, max_new_tokens=most) for most in limits]
+    with Engine.from_pretrained(build("Llama"), config=replace(CONFIG, max_num_seqs=3)) as engine:
+        alone = [bits(engine.generate([prompt], one)[0]) for prompt, one in zip(PROMPTS, params)]
+        steps = {}
+
+        def count(name, call):
+            engine.reset_prefix_cache()
+            before = engine.stats.steps
+            assert [bits(c) for c in call()] == alone, name
+            steps[name] = engine.stats.steps - before
+
+        count("generate", lambda: engine.generate(PROMPTS[:10], params))
+        count("agenerate", lambda: asyncio.run(engine.agenerate(PROMPTS[:10], params)))
+        monkeypatch.setattr("vexact_engine.engine.turns", lambda each, at_once: list(range(len(each))))
+        count("as given", lambda: engine.generate(PROMPTS[:10], params))
+        assert steps["as given"] - 3 > steps["generate"] == steps["agenerate"] <= 25, steps
+        check_idle(engine)
 
 
 def test_few_requests_go_in_one_piece(engine, expected, monkeypatch):

@@ -85,6 +85,21 @@ def new():
 # As one engine
 
 
+def test_the_longest_of_a_call_begin_first(two, monkeypatch):
+    begun, submit = [], two._front.submit
+
+    def noting(jobs):
+        begun.extend(job.params.max_new_tokens for job in jobs)
+        submit(jobs)
+
+    monkeypatch.setattr(two._front, "submit", noting)
+    limits = [2, 5, 3, 9]
+    params = [replace(PARAMS, max_new_tokens=most) for most in limits]
+    for done in (two.generate(PROMPTS[:4], params), asyncio.run(two.agenerate(PROMPTS[:4], params))):
+        assert [len(completion.token_ids) for completion in done] == limits
+    assert begun == [9, 5, 3, 2] * 2
+
+
 def test_what_one_engine_gives(two, one):
     params = [replace(PARAMS, n=1 + i % 3, temperature=i % 2, seed=i, num_top_logprobs=i % 3) for i in range(12)]
     expected, got = (engine.generate(PROMPTS, params) for engine in (one, two))

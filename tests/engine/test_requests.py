@@ -1,13 +1,17 @@
 """What a request is given that its caller did not ask for."""
 
 import gc
+import itertools
 import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from vexact_engine import SamplingParams
 from vexact_engine.core import garbage
-from vexact_engine.request import Request, _Fresh, fresh
+from vexact_engine.request import Request, _Fresh, fresh, spread, turns
 
 
 def _draw(pipe):
@@ -47,3 +51,31 @@ def test_garbage_of_a_process_that_is_not_ours_alone_is_left_to_it():
     before = gc.get_freeze_count()
     garbage.freeze(alone=False)
     assert gc.get_freeze_count() == before
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 5)), max_size=30), st.integers(1, 12))
+def test_the_longest_of_the_last_begin_first(asked, at_once):
+    params = [SamplingParams(max_new_tokens=most, n=n) for most, n in asked]
+    order = turns(spread([[1]] * len(params), params, None), at_once)
+    assert sorted(order) == list(range(len(params)))
+    given_order = next((place for place, index in enumerate(order) if index != place), len(order))
+    last = order[given_order:]
+    assert sum(params[index].n for index in last) <= 2 * at_once
+    limits = [params[index].max_new_tokens for index in last]
+    assert limits == sorted(limits, reverse=True)
+    assert all(a < b for a, b in itertools.pairwise(last) if params[a].max_new_tokens == params[b].max_new_tokens)
+    if given_order:  # nobody else could have gone with these
+        rest = sum(one.n for one in params[given_order:])
+        late = [one.max_new_tokens for one in params[given_order - 1 :]]
+        assert rest + params[given_order - 1].n > 2 * at_once or late[0] >= max(late)
+
+
+def test_two_of_one_name_begin_as_they_are_given():
+    params = [SamplingParams(max_new_tokens=most) for most in (1, 2, 3)]
+    assert turns(spread([[1]] * 3, params, ["a", "b", "c"]), 4) == [2, 1, 0]
+    assert turns(spread([[1]] * 3, params, ["a", "b", "a"]), 4) == [0, 1, 2]
+
+
+def test_what_will_be_refused_has_a_turn():
+    each = [([1], params, None) for params in (SamplingParams(max_new_tokens=2), None, {"n": 3}, "x")]
+    assert sorted(turns(each, 4)) == [0, 1, 2, 3]

@@ -21,7 +21,7 @@ from ..engine import Prompt
 from ..errors import ReplicaDied
 from ..outputs import Increment, Load, collected
 from ..progress import bar, quiet
-from ..request import Completion, check_name, check_params, encoded, fresh, refused, spread, token_ids
+from ..request import Completion, check_name, check_params, encoded, fresh, refused, spread, token_ids, turns
 from ..runner import saver
 from ..runner.sleep import TAGS, check_level, named_tags
 from ..text import Text
@@ -485,10 +485,13 @@ class Replicas:
         return answers
 
     def _jobs(self, prompts, params, request_ids, call: Call, listen=None) -> tuple[list, list[Job]]:
-        """For each prompt a job, or the completions that say what is wrong with it; and the jobs among them."""
+        """For each prompt a job, or the completions that say what is wrong with it; and the jobs among them, in the
+        order in which they are to begin."""
         self._front.check_open()
-        jobs = [self._job(*each, call, listen) for each in spread(prompts, params, request_ids)]
-        return jobs, [job for job in jobs if isinstance(job, Job)]
+        each = spread(prompts, params, request_ids)
+        order = turns(each, self.config.max_num_seqs * len(self._front.replicas))
+        jobs = {index: self._job(*each[index], call, listen) for index in order}
+        return [jobs[index] for index in range(len(each))], [job for job in jobs.values() if isinstance(job, Job)]
 
     def _job(self, prompt, params, name, call, listen) -> "Job | list[Completion]":
         try:
