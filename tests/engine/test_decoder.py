@@ -253,6 +253,46 @@ def test_keys_are_promised_settled_where_each_sequence_has_one_token(monkeypatch
     assert all(settled == (longest == 1) for longest, settled in told)
 
 
+@each_dtype
+@pytest.mark.parametrize("latent", [False, True], ids=["", "latent"])
+@pytest.mark.parametrize("name", [family(n) for n in ("qwen3", "gemma2", "olmo2", "granite", "mixtral", "deepseek_v3")])
+def test_of_the_rows_alone_that_are_wanted_the_last_layer_computes_what_follows_attention(
+    name, latent, dtype, monkeypatch
+):
+    """With the bits that they have among all, and all keys and values stored; as one and in stages."""
+    if latent and name not in LATENT:
+        pytest.skip("its attention is not latent")
+    model, ids, seen = model_of(name, dtype), sequences((17,))[0], []
+    spans, tables = [(0, 9), (0, 7), (0, 1)], [range(3), range(3, 6), range(6, 7)]
+    ours = vx.rmsnorm
+    with vx.patch.hf(model, latent=latent) as handle, torch.no_grad():
+        described = handle.describe()
+        count = len(described.layers)
+
+        def states(forwards, rows):
+            (ks, vs), state = prepared(described, dtype, 7), ()
+            for layers, stage in forwards:
+                batch = plain((ks[layers.start : layers.stop], vs[layers.start : layers.stop]), tables, spans, ids)
+                batch.rows = rows
+                state = stage(batch, *state)
+            return state, torch.cat([x.flatten() for x in (*ks, *vs)])
+
+        fused, patched = forward(handle)[0], patched_forward(model)
+        stages = [(range(a, b), forward(handle, range(a, b))[0]) for a, b in ((0, 1), (1, count))]
+        expected, stored = states([(range(count), fused)], None)
+        for rows in ([8, 15, 16], [3], [16, 0, 16]):
+            wanted = torch.tensor(rows)
+            for forwards in ([(range(count), fused)], [(range(count), patched)], stages):
+                got, cached = states(forwards, wanted)
+                assert_bitwise(got, expected[wanted])
+                assert_bitwise(cached, stored)
+        monkeypatch.setattr(vx, "rmsnorm", lambda x, *a, **k: seen.append(len(x)) or ours(x, *a, **k))
+        states([(range(count), fused)], wanted)
+        few = seen.index(len(wanted))
+        assert set(seen[few:]) == {len(wanted)} and set(seen[:few]) == {17}
+        assert 2 <= len(seen) - few <= 4, "the last layer's behind attention, and the final one"
+
+
 @pytest.mark.parametrize("name", [family(n) for n in ("qwen3", "gemma2", "arcee")])
 def test_gates_and_ups_are_one_op(name, monkeypatch):
     """Where a feed-forward has both. That it has the training forward's bits is tested above."""

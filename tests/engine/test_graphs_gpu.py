@@ -136,8 +136,8 @@ def test_a_forward_that_cannot_be_recorded_is_computed_call_by_call(monkeypatch,
         expected = outcomes(engine)
     compute = Runner._compute
 
-    def waiting(self, body):
-        compute(self, body)
+    def waiting(self, body, **options):
+        compute(self, body, **options)
         self._hidden.sum().item()
 
     monkeypatch.setattr(Runner, "_compute", waiting)

@@ -230,6 +230,29 @@ def test_a_last_token_that_is_none_indexes_nothing(kind, request):
     assert alone.runner.buffers.last.min() == -1
 
 
+@pytest.mark.parametrize("kind", ["recorded", "call by call"])
+def test_the_forward_is_asked_for_no_more_rows_than_are_drawn_after(kind, request):
+    recorded = kind == "recorded"
+    if recorded:
+        request.getfixturevalue("recording")
+    prompt, seen = list(range(1, 20)), []
+    params = SamplingParams(max_new_tokens=2, seed=1, ignore_eos=True)
+    with Engine.from_pretrained(build("Qwen3"), config=replace(CONFIG, max_num_batched_tokens=8)) as engine:
+        runner = engine._worker._runner
+        compute = runner.forward
+        runner.forward = lambda batch: (seen.append((len(batch.positions), batch.rows)), compute(batch))[1]
+        (done,) = engine.generate([prompt], params)
+        if recorded:  # padded; the second token's step has a row of its own
+            assert all(len(rows) < count for count, rows in seen[:-1]) and seen[-1][1] is None
+        else:
+            rows = [None if rows is None else rows.tolist() for _, rows in seen]
+            assert [count for count, _ in seen] == [8, 8, 3, 1] and rows == [[0], [0], [2], None]
+        seen.clear()
+        (scored,) = engine.generate([prompt], replace(params, prompt_logprobs=True))
+        assert bits(scored) == bits(done) and len(scored.prompt_logprobs) == 19
+        assert [rows for _, rows in seen[:3]] == [None] * 3, "log-probabilities of all tokens are wanted"
+
+
 def test_many_new_pages_have_a_copy_of_their_own(monkeypatch):
     expected, _ = outcomes("Qwen3", CONFIG)
     monkeypatch.setattr(buffers, "_MOST_PAGES", 1)

@@ -18,11 +18,19 @@ class Batch:
 
     input_ids, positions   (T,) int64, the sequences one after another
     paged                  where their keys and values are, and whose tokens they are
+    rows                   (R,) int64, the tokens whose final hidden states are wanted; None: all. Behind attention the
+                           last layer has nothing to do for others, so of a prompt it computes hardly more than keys and
+                           values
     """
 
     input_ids: Tensor
     positions: Tensor
     paged: vx.patch.PagedBatch
+    rows: Tensor | None = None
+
+
+def rows_of(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x.index_select(0, rows)
 
 
 def plain(

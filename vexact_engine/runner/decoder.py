@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import vexact_ops as vx
 from vexact_ops.patch import description as d
 
-from .batch import Batch
+from .batch import Batch, rows_of
 
 
 @torch.no_grad()
@@ -178,7 +178,7 @@ class _Attention:
         self.v_factor, self.out_norm = _factor(weights, part.v_factor), _norm(weights, part.out_norm)
         self.asked = _asked(weights, part, kv_segment)
 
-    def __call__(self, x: Tensor, step: _Step, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, step: _Step, k_cache: Tensor, v_cache: Tensor, rows: Tensor | None = None) -> Tensor:
         tokens, (q_norm, k_norm) = step.tokens, self.norms
         if self.alike is not None:
             q, k, v = self.qkv.whole(x).view(tokens, -1, self.dim).split_with_sizes(self.alike, 1)
@@ -205,6 +205,7 @@ class _Attention:
             q, k = self._normed(*vx.rope(q, k, *step.tables[self.tables], interleaved=self.interleaved))
             vx.kv_cache_store(k, v, k_cache, v_cache, step.slots)
         out = vx.attention_paged(q, k_cache, v_cache, *step.table, settled=step.settled, **self.asked).view(tokens, -1)
+        out = rows_of(out, rows)
         if self.out_norm is not None:
             out = self.out_norm(out)
         return vx.linear(out, *self.o)
@@ -238,7 +239,7 @@ class _Latent:
             self.w_v = w_v.transpose(1, 2)
         self.asked = _asked(weights, part, kv_segment)
 
-    def __call__(self, x: Tensor, step: _Step, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, step: _Step, k_cache: Tensor, v_cache: Tensor, rows: Tensor | None = None) -> Tensor:
         tokens, heads, rank, nope, rope = step.tokens, self.heads, self.rank, self.nope, self.rope
         q, compressed = self.down(x)
         if self.q_up is not None:
@@ -258,9 +259,10 @@ class _Latent:
             k = torch.cat((k, k_turned.expand(-1, heads, -1)), 2)
         vx.kv_cache_store(k, v, k_cache, v_cache, step.slots)
         out = vx.attention_paged(torch.cat((q, q_turned), 2), k_cache, v_cache, *step.table, **self.asked)
+        out = rows_of(out, rows)
         if self.absorbed:
-            out = vx.bmm(out.transpose(0, 1), self.w_v).transpose(0, 1).reshape(tokens, -1)
-        return vx.linear(out.view(tokens, -1), *self.o)
+            out = vx.bmm(out.transpose(0, 1), self.w_v).transpose(0, 1)
+        return vx.linear(out.flatten(1), *self.o)
 
 
 def _apart(x: Tensor) -> Tensor:
@@ -367,18 +369,21 @@ class Decoder:
     def __call__(self, batch: Batch, hidden: Tensor | None = None, residual: Tensor | None = None):
         """A stage that is not the first is given the two that the one before it gave.
 
-        batch     its caches are those of these layers, in their order
-        returns   (T, H) final hidden states from the last stage; from others two tensors (T, H), whose sum is the
-                  residual stream: what the next one is called with
+        batch     its caches are those of these layers, in their order; its rows are for the last stage
+        returns   (T, H) final hidden states from the last stage, or (R, H) of its rows; from others two tensors (T, H),
+                  whose sum is the residual stream: what the next one is called with
         """
         step, x = _Step(batch, self.rotary), hidden
         if self.embedding is not None:
             x = self.embedding[batch.input_ids]
             if self.factor is not None:
                 x = x * self.factor
-        for (attention, feed_forward), k_cache, v_cache in zip(self.layers, batch.paged.k_caches, batch.paged.v_caches):
+        last = None if self.norm is None else self.layers[-1]
+        for layer, k_cache, v_cache in zip(self.layers, batch.paged.k_caches, batch.paged.v_caches):
+            (attention, feed_forward), rows = layer, batch.rows if layer is last else None
             h, residual = attention.read(x, residual)
-            x = attention.then(attention.part(h, step, k_cache, v_cache))
+            x = attention.then(attention.part(h, step, k_cache, v_cache, rows))
+            residual = rows_of(residual, rows)
             h, residual = feed_forward.read(x, residual)
             x = feed_forward.then(feed_forward.part(h))
         if self.norm is None:

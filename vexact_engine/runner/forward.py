@@ -1,5 +1,6 @@
 """How a model is run on a Batch: through its patched Hugging Face forward, or as a flat loop with the same bits."""
 
+import itertools
 import logging
 from collections.abc import Callable
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 import vexact_ops as vx
 
-from .batch import Batch, plain
+from .batch import Batch, plain, rows_of
 from .decoder import Decoder, Weights
 from .shapes import max_positions
 
@@ -21,10 +22,10 @@ def forward(handle, layers: range | None = None) -> tuple[Forward, str]:
     """What computes hidden states for the model of a patch, and how: "fused", or "patched: " and why it is not fused.
     Both have the same bits: the fused one is compared with the other byte for byte before it is given out.
 
-    layers   None: the whole decoder, a function batch -> (T, H) final hidden states.
+    layers   None: the whole decoder, a function batch -> (T, H) final hidden states, or (R, H) of the batch's rows.
              A range: a stage of a pipeline, (batch, hidden=None, residual=None) -> (hidden, residual), two tensors
              (T, H) that the next stage is called with; the first stage goes without, the last one gives final hidden
-             states. A batch's caches are those of the stage's layers. Of the model, what
+             states (of the rows). A batch's caches are those of the stage's layers. Of the model, what
              `handle.describe().names(layers)` names has to be materialised; the rest may be on meta
     raises   NotDescribed for a stage of a model that a description has no words for
     """
@@ -65,7 +66,7 @@ def patched_forward(model: torch.nn.Module) -> Forward:
             return_dict=True,
             vexact_paged=batch.paged,
         )
-        return out.last_hidden_state[0]
+        return rows_of(out.last_hidden_state[0], batch.rows)
 
     return run
 
@@ -76,7 +77,9 @@ def _patched_stage(stage, count: int) -> Forward:
     def run(batch: Batch, hidden: Tensor | None = None, residual: Tensor | None = None):
         stream = hidden if residual is None else hidden + residual
         out = stage(batch.input_ids, batch.positions, batch.paged, stream)
-        return out if stage.layers.stop == count else (out, torch.full_like(out, -0.0))  # x + -0.0 is x, -0.0 too
+        if stage.layers.stop == count:
+            return rows_of(out, batch.rows)
+        return out, torch.full_like(out, -0.0)  # x + -0.0 is x, -0.0 too
 
     return run
 
@@ -84,8 +87,8 @@ def _patched_stage(stage, count: int) -> Forward:
 @torch.no_grad()
 def _same_bits(handle, described, layers: range, fused: Forward, patched: Forward) -> bool:
     """Both forwards on steps of several sequences: a prompt, a chunk that ends behind every window, single tokens, the
-    first of a sequence among them, then single tokens alone; layers of one shape share a cache of noise. Of stages, the
-    sum of what they give on."""
+    first of a sequence among them, then of these the last tokens alone, then single tokens alone; layers of one shape
+    share a cache of noise. Of stages, the sum of what they give on."""
     chosen = [described.layers[i] for i in layers]
     weight = handle.model.get_parameter(chosen[0].attention.part.o.weight)
     generator = torch.Generator().manual_seed(0)
@@ -117,10 +120,12 @@ def _same_bits(handle, described, layers: range, fused: Forward, patched: Forwar
             made[cache] = k, k[..., : cache.v_dim] if cache.shared else v.clone()
         pairs = [made[layer.cache] for layer in chosen]
         outs = [part for pair in made.values() for part in pair]
-        for spans in (mixed, single):
-            count = sum(end - start for start, end in spans)
-            batch = plain(([k for k, _ in pairs], [v for _, v in pairs]), tables, spans, ids[:count])
-            out = run(batch, *(state[:count] for state in states))
+        for spans, drawn in ((mixed, False), (mixed, True), (single, False)):
+            ends = list(itertools.accumulate(end - start for start, end in spans))
+            batch = plain(([k for k, _ in pairs], [v for _, v in pairs]), tables, spans, ids[: ends[-1]])
+            if drawn and layers.stop == len(described.layers):
+                batch.rows = torch.tensor(ends, device=weight.device) - 1
+            out = run(batch, *(state[: ends[-1]] for state in states))
             outs.append(out if isinstance(out, Tensor) else out[0] + out[1])
         return outs
 

@@ -25,7 +25,7 @@ from ..core.scheduler import Sampled, level
 from ..core.step import Step
 from ..progress import Progress, bar
 from . import graphs, memory, saver, shapes
-from .batch import Caches
+from .batch import Batch, Caches
 from .buffers import Body, Buffers, Head, Host, Work, send
 from .decoder import Decoder, Weights
 from .forward import Forward, forward
@@ -212,6 +212,10 @@ class Runner:
         """As many as everybody has room for."""
         return pages
 
+    def _forward_of(self, batch: Batch) -> Tensor | None:
+        """Final hidden states, where they are computed here."""
+        return self.forward(batch)
+
     def _receive(self, step: Step) -> None:
         """What comes from other stages, behind the step's columns and before its forward."""
 
@@ -283,7 +287,7 @@ class Runner:
             if forward:
                 forward.replay()
             else:
-                hidden = self._compute(body)
+                hidden = self._compute(body, whole=scored)
                 if scored:
                     tops = buffers.rows.occupants["prompt_top"][step.chunks["slot"]]
                     scores = _Scores(self.handle, hidden, step, tops)
@@ -303,13 +307,20 @@ class Runner:
         """Without padding."""
         return Body(work.tokens, work.sequences, work.draws, work.longest, 1, self.buffers.width(work.context))
 
-    def _compute(self, body: Body) -> Tensor:
+    def _compute(self, body: Body, whole: bool = False) -> Tensor | None:
+        """Final hidden states, of all tokens where `whole` says so; those that are drawn after are put aside."""
         batch, rows = self.buffers.batch(body)
-        hidden = self.forward(batch)
+        if self.draws and not whole and body.draws < body.tokens:
+            batch.rows = rows if body.draws else rows.new_zeros(1)  # some token: ops of no rows are not worth a thought
+        hidden = self._forward_of(batch)
+        if hidden is None:
+            return None
         if self._hidden is None:
             self._hidden = hidden.new_zeros(self._slots, hidden.shape[1])
-        if body.draws:
+        if body.draws and batch.rows is None:
             self.buffers.take(hidden, rows, self._hidden[: body.draws])
+        elif body.draws:
+            self._hidden[: body.draws].copy_(hidden)
         return hidden
 
     def _draw(self, head: Head) -> None:

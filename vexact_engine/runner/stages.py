@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..config import EngineConfig
 from ..core.step import Step
-from .buffers import Body, Work, send
+from .batch import Batch
+from .buffers import Work, send
 from .forward import Forward, forward
 from .runner import Runner
 from .shapes import CacheShape, decoder_config
@@ -100,17 +101,13 @@ class StageRunner(Runner):
     def _agree(self, pages: int) -> int:
         return self.link.least(pages)
 
-    def _compute(self, body: Body) -> Tensor | None:
-        batch, rows = self.buffers.batch(body)
-        out = self.forward(batch) if self.first else self.forward(batch, self._given[: body.tokens])
-        if not self.draws:
-            torch.add(*out, out=self._made[: body.tokens])
-            return None
-        if self._hidden is None:
-            self._hidden = out.new_zeros(self._slots, out.shape[1])
-        if body.draws:
-            torch.ops.aten.index.Tensor_out(out, [rows], out=self._hidden[: body.draws])
-        return out
+    def _forward_of(self, batch: Batch) -> Tensor | None:
+        tokens = len(batch.positions)
+        out = self.forward(batch) if self.first else self.forward(batch, self._given[:tokens])
+        if self.draws:
+            return out
+        torch.add(*out, out=self._made[:tokens])
+        return None
 
     def _draw(self, head) -> None:
         if self.draws:
