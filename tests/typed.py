@@ -156,7 +156,8 @@ def handover(engine: Engine, model: nn.Module) -> None:
             sent: int = sender.send(model.named_parameters())
             taken: int = receiver.receive(timeout=1.0)
         except PeerLost as lost:
-            print(lost)
+            doubt: bool = lost.in_doubt
+            print(lost, doubt, sender.send(model.named_parameters(), version=7))
         except HandoverFailed as error:
             print(error)
         print(sent, taken)

@@ -37,11 +37,21 @@ class WeightsMissing(WeightsTorn):
 
 
 class HandoverFailed(RuntimeError):
-    """Weights did not change hands. The message says why, and what the engine has now."""
+    """Weights did not change hands, unless a PeerLost says that they may have. The message says why, and what the
+    engine has now."""
 
 
 class PeerLost(HandoverFailed):
-    """The process at the other end has died, or says nothing any more."""
+    """The process at the other end has died, or says nothing any more.
+
+    in_doubt   the engine may have taken all of the weights, or take them yet: only the last answer is missing. A sender
+               alone can be in doubt. The engine's weight_version tells, and sending them again is harmless: see
+               WeightSender.send
+    """
+
+    def __init__(self, message: str, in_doubt: bool = False) -> None:
+        super().__init__(message)
+        self.in_doubt = in_doubt
 
 
 class ReplicaDied(RuntimeError):

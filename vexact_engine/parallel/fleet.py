@@ -13,12 +13,12 @@ class FleetUpdate:
     """Begun on all replicas, or on none.
 
     writing   those that take part; one that fails on the way is left out from there on
-    version   what the weights will be
+    version   what the weights will be; None: one more than now
     raises    what a replica refuses with
     """
 
-    def __init__(self, front: Front, **arguments: Any):
-        self._front, self.version = front, front.weight_version + 1
+    def __init__(self, front: Front, version: int | None = None, **arguments: Any):
+        self._front, self.version = front, front.weight_version + 1 if version is None else version
         self._failed: dict[int, BaseException] = {}
         begun = front.ask("begin_update", version=self.version, **arguments)
         self.writing: dict[int, Replica] = {i: front.replicas[i] for i, answer in begun.items() if answer is None}

@@ -52,14 +52,14 @@ class FleetIntake:
             raise answer
         return {name: (tuple(shape), dtype) for name, (shape, dtype) in answer.items()}
 
-    def begin(self, numerics: Mapping[str, object]) -> None:
+    def begin(self, numerics: Mapping[str, object], version: int | None = None) -> None:
         check_numerics(numerics, self._numerics, self.device)
         self._updates.acquire()
         try:
             self._front.check_open()
             self._front.updating(True)
             self._remote = set()
-            self._update = FleetUpdate(self._front, numerics=dict(numerics), intake=self._place)
+            self._update = FleetUpdate(self._front, version, numerics=dict(numerics), intake=self._place)
         except BaseException:
             self._end()
             raise

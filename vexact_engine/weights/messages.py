@@ -2,7 +2,7 @@
 
     sender                          receiver
     Hello (version, fingerprint) ->
-                                 <- Welcome (manifest), or Refused (why, with both values)
+                                 <- Welcome (manifest, weight_version), or Refused (why, with both values)
     Borrow (may I write myself)  ->      both compute on a CPU
                                  <- Lent (memory to open), or Unlent
     Wrote (which tensors)        ->
@@ -10,11 +10,16 @@
                                  <- Opened, or Unopened (why): the next kind of memory is offered
     Bucket (what lies in it)     ->      four under way
                                  <- Ack (may be filled again)
-    Finish                       ->
+    Finish                       ->      once all are acknowledged
                                  <- Done (weight_version), or Failed (why, and what the engine has now)
 
 Either may end it with Cancel or Failed. Bye and Gone are the end of a sender. All is msgpack: nothing that is received
 can run code.
+
+A set is taken after Finish and never before, so the receiver always knows whether it was, and a sender that gives up
+before Finish knows that it will not be. From Finish to Done the sender cannot know: its PeerLost says so (`in_doubt`),
+and it can send all of it again under the same weight_version, after which both know. At Finish the receiver has read
+all that lies in the sender's memory, which may be gone when one that has stalled goes on.
 """
 
 import os
@@ -30,7 +35,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"weights: not installed: {error.name}. Run: {pip_line('handover')}") from error
 
-VERSION = 4
+VERSION = 5
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -71,19 +76,24 @@ class Part(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(msgspec.Struct, tag=True):
+    """version: of this protocol; weight_version: that the set will be; None: one more than it is."""
+
     version: int
     peer: Peer
     numerics: dict
+    weight_version: int | None = None
 
 
 class Welcome(msgspec.Struct, tag=True):
-    """manifest: name -> (shape, dtype), single experts among them; device: "cpu" or "cuda"; gpu: see buffers.py."""
+    """manifest: name -> (shape, dtype), single experts among them; device: "cpu" or "cuda"; gpu: see buffers.py;
+    weight_version: the engine's before this set."""
 
     peer: Peer
     manifest: dict[str, tuple[tuple[int, ...], str]]
     mode: str
     device: str
     gpu: str
+    weight_version: int
 
 
 class Refused(msgspec.Struct, tag=True):

@@ -29,7 +29,7 @@ class Intake(Protocol):
     @property
     def gpu(self) -> str: ...
     def manifest(self) -> dict[str, tuple[tuple[int, ...], str]]: ...
-    def begin(self, numerics: Mapping[str, object]) -> None: ...
+    def begin(self, numerics: Mapping[str, object], version: int | None = None) -> None: ...
     def lend(self, known: Sequence[str]) -> m.Lent | None: ...
     def wrote(self, message: m.Wrote) -> None: ...
     def open(self, offer: m.Offer) -> None: ...
@@ -42,6 +42,8 @@ class Intake(Protocol):
 class Target(Protocol):
     """What of an Engine, or of Replicas, is needed."""
 
+    @property
+    def weight_version(self) -> int: ...
     def numerics(self) -> dict: ...
     def intake(self, mode: str, staging: torch.device | str | None) -> Intake: ...
 
@@ -99,9 +101,10 @@ class WeightReceiver:
         """Wait for a sender and take one whole set.
 
         timeout   seconds until one must have begun; None: for ever
-        returns   the engine's new weight_version
-        raises    HandoverFailed: why, and what the engine has now. PeerLost: the sender has died or stalls.
-                  TimeoutError: nobody came. The receiver can be used again
+        returns   the engine's new weight_version. A sender that has not heard of it may send the set again: the
+                  weight_version is the same again where it gives one, and one more where it does not
+        raises    HandoverFailed: why, and what the engine has now; the set was not taken. PeerLost, likewise: the
+                  sender has died or stalls. TimeoutError: nobody came. The receiver can be used again
         """
         with self._using:
             if self._closed:
@@ -117,15 +120,14 @@ class WeightReceiver:
             self._owner_at = sender
             intake = self._intake
             try:
-                intake.begin(hello.numerics)
-                self._post(sender, m.Welcome(self._me, intake.manifest(), self.mode, intake.device, intake.gpu))
+                intake.begin(hello.numerics, hello.weight_version)
+                facts = self.mode, intake.device, intake.gpu, self.engine.weight_version
+                self._post(sender, m.Welcome(self._me, intake.manifest(), *facts))
                 while not isinstance(message := self._next(sender, hello.peer), m.Finish):
                     self._take(sender, message)
                 while self._taken:
                     self._acknowledge(sender)
                 version = intake.finish()
-                self._post(sender, m.Done(version))
-                return version
             except BaseException as error:
                 reason = self._give_up(error)
                 if not isinstance(error, PeerLost):
@@ -136,6 +138,9 @@ class WeightReceiver:
                     kind = PeerLost if isinstance(error, PeerLost) else HandoverFailed
                     raise kind(reason) from error
                 raise
+            else:
+                self._post(sender, m.Done(version))
+                return version
             finally:
                 self._say_goodbye()
 

@@ -41,7 +41,8 @@ class WeightSender:
     transport     "auto": CUDA IPC where both ends compute on a GPU, shared memory otherwise, and with a warning where
                   the receiver cannot open a GPU's memory; "cuda_ipc" or "shared_memory": that alone
     checksum      of every bucket, compared by the receiver
-    timeout       seconds that any one answer may take; a receiver that has died is noticed at once
+    timeout       seconds that any one answer may take; a receiver that has died is noticed at once. The last one comes
+                  when the engine has put the set in place
     """
 
     def __init__(
@@ -70,19 +71,30 @@ class WeightSender:
         self._refused: set[tuple[str, str]] = set()  # kinds, and of which GPU, that this receiver could not open
         self._borrowed: dict[str, Borrowed] = {}
         self._receiver: m.Peer | None = None
+        self._doubt = ""  # about the set before, until the receiver answers again
 
-    def send(self, named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> int:
+    def send(
+        self, named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, version: int | None = None
+    ) -> int:
         """Every parameter once, under its Hugging Face name; experts stacked or one by one. An iterator may make each
         as it is asked for.
 
         tensors   dense, on any device, of the receiver's shapes. Of another floating type they are rounded to the
                   receiver's, to nearest even, as FSDP2 casts its masters
+        version   the weight_version that they will be, 1 or more; None: one more than the engine's
         returns   the engine's new weight_version, once it computes with them
         raises    HandoverFailed, PeerLost: why, and what the engine has now; ValueError, TypeError: a tensor that
                   does not fit. What the iterator raises goes on to the caller; the receiver is told
+
+        After an error the engine has not taken the set, nor will it (of Replicas some may have: the message says
+        which), but for a PeerLost that is `in_doubt`, or an interrupt at the very end: the set was whole and the
+        receiver was told so, but its answer did not come within `timeout`. Then it may have taken it, or take it as
+        soon as it goes on; the engine's weight_version tells. Send the same again, to a receiver that receives again:
+        once that has returned, both ends agree. With `version` the weight_version is the same however often it was
+        taken; without, each time that it was counts as one.
         """
         pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
-        session = _Session(self)
+        session = _Session(self, version)
         try:
             for name, tensor in pairs:
                 session.put(name, tensor)
@@ -91,11 +103,16 @@ class WeightSender:
             session.cancel(error)
             raise
 
-    async def asend(self, named_tensors: AsyncIterable[tuple[str, Tensor]] | Iterable[tuple[str, Tensor]]) -> int:
+    async def asend(
+        self,
+        named_tensors: AsyncIterable[tuple[str, Tensor]] | Iterable[tuple[str, Tensor]],
+        *,
+        version: int | None = None,
+    ) -> int:
         """`send` of what an asynchronous iterator makes. Between two of its tensors other tasks run."""
         if not hasattr(named_tensors, "__aiter__"):
-            return self.send(named_tensors)
-        session = _Session(self)
+            return self.send(named_tensors, version=version)
+        session = _Session(self, version)
         try:
             async for name, tensor in named_tensors:
                 session.put(name, tensor)
@@ -240,17 +257,20 @@ class WeightSender:
 class _Session:
     """One set of weights."""
 
-    def __init__(self, sender: WeightSender):
-        self.sender = sender
-        self.ended = False
+    def __init__(self, sender: WeightSender, version: int | None):
+        if version is not None and (not isinstance(version, int) or isinstance(version, bool) or version < 1):
+            raise ValueError(f"WeightSender: version: got {version!r}, expected None, or a number from 1 on")
+        self.sender, self.version = sender, version
+        self.ended = self.finished = False
         before, sender._receiver = sender._receiver, None
         sender._connect()
         try:
-            sender._post(m.Hello(m.VERSION, m.Peer.self("the trainer"), sender.numerics))
-            welcome = sender._answer("a welcome", m.Welcome)
+            sender._post(m.Hello(m.VERSION, m.Peer.self("the trainer"), sender.numerics, version))
+            welcome = self._answer_in_doubt("a welcome", m.Welcome)
         except BaseException as error:
             self.cancel(error)
             raise
+        sender._doubt = ""
         if welcome.peer != before:
             sender._refused.clear()
             sender._return()
@@ -389,20 +409,40 @@ class _Session:
         self._flush()
         self._post_filled(len(self.filled))
         self._say()
+        # A receiver that stalls may read a bucket when this end has given up and freed it: no Finish follows that one.
+        while self.buffers is not None and len(self.free) < len(self.tensors):
+            self.free.append(self.sender._answer("an acknowledgement", m.Ack).buffer)
         self.sender._post(m.Finish())
-        waiting = len(self.tensors) - len(self.free) if self.buffers is not None else 0
-        for _ in range(waiting):
-            self.sender._answer("an acknowledgement", m.Ack)
-        done = self.sender._answer("the new version", m.Done)
-        self.ended = True
+        self.finished, had = True, self.welcome.weight_version
+        tells = f"above {had}" if self.version is None else f"{self.version}; it was {had}"
+        self.sender._doubt = (
+            "In doubt: all weights had been sent, and the engine may have taken them, or take them yet (its "
+            f"weight_version is {tells}). Sending them again is harmless"
+        )
+        done = self._answer_in_doubt("the new version", m.Done)
+        self.sender._doubt, self.ended = "", True
         return done.weight_version
 
+    def _answer_in_doubt(self, what: str, kind: type) -> m.Message:
+        """One that tells what became of a set that the receiver may have taken, if there is such."""
+        try:
+            return self.sender._answer(what, kind)
+        except PeerLost as error:
+            if not self.sender._doubt:
+                raise
+            raise PeerLost(f"{error}. {self.sender._doubt}", in_doubt=True) from error
+        except HandoverFailed:
+            if self.finished:  # it was not taken
+                self.sender._doubt = ""
+            raise
+
     def cancel(self, error: BaseException) -> None:
-        """The receiver is told, unless it was who ended it; the next hand-over begins on a new socket."""
+        """The receiver is told, unless it was who ended it, or has been told to take the set; the next hand-over begins
+        on a new socket."""
         if self.ended:
             return
         self.ended, self.lent = True, None
         self.sender._return()  # it has other memory now
-        if self.sender._socket is not None and not isinstance(error, PeerLost):
+        if self.sender._socket is not None and not self.finished:
             self.sender._post(m.Cancel(f"{type(error).__name__}: {error}"))
         self.sender._drop_socket(linger=1000)

@@ -1,0 +1,168 @@
+"""Weights from a trainer's process to an engine's whose receiver stalls at the end of a set: whether they were taken is
+known to both, or the sender says that it does not know, and sending them again ends in agreement."""
+
+import contextlib
+import pickle
+import threading
+
+import pytest
+from engine_models import build
+from handovers import CONFIG, MODES, WAYS, expected, left, other, receiving, sender, texts
+
+from vexact_engine import Engine, HandoverFailed, PeerLost
+from vexact_engine.weights import buffers, messages
+
+
+@contextlib.contextmanager
+def meeting(monkeypatch, last, mode="in_place", lend=False):
+    """An engine, its receiver, what starts that, a sender that has little patience from the message `last` on, and
+    what ends both that and the stall."""
+    go_on = threading.Event()
+    with (
+        Engine.from_pretrained(build("Qwen3"), config=CONFIG) as engine,
+        receiving(engine, mode, lend=lend) as (receiver, start),
+        sender(receiver) as out,
+    ):
+        post = out._post
+
+        def hurry(message):
+            post(message)
+            if isinstance(message, last) and not go_on.is_set():
+                out.timeout = 0.5
+
+        monkeypatch.setattr(out, "_post", hurry)
+        try:
+            yield engine, receiver, start, out, go_on
+        finally:
+            go_on.set()
+
+
+def _stall(receiver, where, go_on, monkeypatch):
+    finish, post = receiver._intake.finish, receiver._post
+
+    def stall_and_finish():
+        assert go_on.wait(300)
+        return finish()
+
+    def stall_and_post(to, message):
+        if isinstance(message, messages.Done):
+            assert go_on.wait(300)
+        post(to, message)
+
+    if where == "before":
+        monkeypatch.setattr(receiver._intake, "finish", stall_and_finish)
+    else:
+        monkeypatch.setattr(receiver, "_post", stall_and_post)
+
+
+@WAYS
+@MODES
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_set_in_doubt_is_sent_again(where, mode, lend, sockets, monkeypatch):
+    """Before the engine has taken it or after, the sender says the same, for it knows the same."""
+    new = other(build("Qwen3"))
+    with meeting(monkeypatch, messages.Finish, mode, lend) as (engine, receiver, start, out, go_on):
+        with monkeypatch.context() as patched:
+            _stall(receiver, where, go_on, patched)
+            result = start()
+            said = r"the new version did not come within 0\.5 s\. In doubt: .*weight_version is 7; it was 0\)"
+            with pytest.raises(PeerLost, match=said) as caught:
+                out.send(new.state_dict(), version=7)
+            assert caught.value.in_doubt and pickle.loads(pickle.dumps(caught.value)).in_doubt
+            assert engine.weight_version == (0 if where == "before" else 7)
+            with pytest.raises(PeerLost, match=r"a welcome did not come .* In doubt: ") as caught:  # it stalls still
+                out.send(new.state_dict(), version=7)
+            assert caught.value.in_doubt
+            go_on.set()
+            assert result() == 7 == engine.weight_version
+        out.timeout = 300
+        result = start()
+        with pytest.raises(HandoverFailed, match=r"broke off: PeerLost.*goes on with the weights that it had"):
+            result()  # the second, which has no sender any more
+        assert texts(engine) == expected("Qwen3", new)
+        result = start()
+        assert out.send(new.state_dict(), version=7) == 7 == result() == engine.weight_version
+        assert texts(engine) == expected("Qwen3", new)
+        result = start()
+        assert out.send(build("Qwen3").state_dict()) == 8 == result()
+
+
+@MODES
+def test_a_set_that_is_in_doubt_without_a_number_counts_twice(mode, sockets, monkeypatch):
+    new = other(build("Qwen3"))
+    with meeting(monkeypatch, messages.Finish, mode) as (engine, receiver, start, out, go_on):
+        with monkeypatch.context() as patched:
+            _stall(receiver, "before", go_on, patched)
+            result = start()
+            with pytest.raises(PeerLost, match="weight_version is above 0") as caught:
+                out.send(new.state_dict())
+            assert caught.value.in_doubt
+            go_on.set()
+            assert result() == 1
+        out.timeout = 300
+        result = start()
+        assert out.send(new.state_dict()) == 2 == result() == engine.weight_version
+        assert texts(engine) == expected("Qwen3", new)
+
+
+@MODES
+@pytest.mark.parametrize("after", [False, True], ids=["before it is read", "before it is acknowledged"])
+def test_a_set_whose_last_bucket_is_not_given_back_is_not_taken(after, mode, sockets, monkeypatch):
+    """The sender is not in doubt, and may do with its memory what it likes: it was read, and taken."""
+    new = other(build("Qwen3"))
+    with meeting(monkeypatch, messages.Bucket, mode) as (engine, receiver, start, out, go_on):
+        old, take, acknowledge, stalled = texts(engine), receiver._take, receiver._acknowledge, []
+
+        def stall_and_take(sender, message):
+            if isinstance(message, messages.Bucket):
+                stalled.append(message)
+                assert go_on.wait(300)
+            take(sender, message)
+
+        def stall_and_acknowledge(sender):
+            stalled.append(None)
+            assert go_on.wait(300)
+            acknowledge(sender)
+
+        with monkeypatch.context() as patched:
+            if after:
+                patched.setattr(receiver, "_acknowledge", stall_and_acknowledge)
+            else:
+                patched.setattr(receiver, "_take", stall_and_take)
+            result = start()
+            with pytest.raises(PeerLost, match=r"an acknowledgement did not come within 0\.5 s") as caught:
+                out.send(new.state_dict(), version=7)
+            assert not caught.value.in_doubt
+            for memory in out._buffers[buffers.HOST].tensors:
+                memory.zero_()
+            go_on.set()
+            with pytest.raises(HandoverFailed, match="the sender broke off: PeerLost"):
+                result()
+            assert len(stalled) == 1
+        assert engine.weight_version == 0
+        left(engine, mode, old)
+        out.timeout = 300
+        result = start()
+        assert out.send(new.state_dict(), version=7) == 7 == result()
+        assert texts(engine) == expected("Qwen3", new)
+
+
+def test_a_set_that_fails_at_the_very_end_leaves_no_doubt(sockets, monkeypatch):
+    with meeting(monkeypatch, ()) as (_engine, _receiver, start, out, _):
+        model = build("Qwen3")
+        result = start()
+        with pytest.raises(HandoverFailed, match=r"missing.*has no weights now"):
+            out.send(list(model.state_dict().items())[:-2])
+        with pytest.raises(HandoverFailed, match="missing"):
+            result()
+        out.timeout = 0.5
+        with pytest.raises(PeerLost, match=r"a welcome did not come within 0\.5 s$") as caught:
+            out.send(model.state_dict())
+        assert not caught.value.in_doubt
+
+
+@pytest.mark.parametrize("version", [0, -1, True, 1.0, "1"])
+def test_a_version_that_is_none(version, sockets, monkeypatch):
+    said = r"version: got .*, expected None, or a number from 1 on"
+    with meeting(monkeypatch, ()) as (*_, out, _), pytest.raises(ValueError, match=said):
+        out.send({}, version=version)
