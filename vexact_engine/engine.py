@@ -89,7 +89,7 @@ class Engine:
         made = functools.partial(assemble, loaded, config, self.vocab_size, self._text is not None, backend)
         self._loop = Loop(made)
         self._scheduler, self._worker = self._loop.scheduler, self._loop.worker
-        self.config, self._path = self._worker.config, self._worker.path
+        self.config = self._worker.config
         self._sleep_backend = self._worker.sleep_backend
         self._updates = threading.Lock()  # held by whoever updates the weights
         self._end = weakref.finalize(self, drop, self._loop)
@@ -469,7 +469,7 @@ class Engine:
 
     @property
     def path(self) -> str:
-        return self._path
+        return self._worker.path
 
     @property
     def sleep_backend(self) -> str:

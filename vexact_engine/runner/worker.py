@@ -79,7 +79,7 @@ class Worker:
             self._handle = vx.patch.hf(model, kv_segment=config.kv_segment, latent=latent)
             self._stack.callback(self._handle.undo)
             self._runner = Runner(model, self._handle, config, self.device)
-            self.config = self._runner.config
+            self.config, self.path = self._runner.config, self._runner.path
             self.numerics = vx.numerics(self.device, kv_segment=config.kv_segment, latent_attention=latent or None)
             self._memory = Memory(self._runner)
             self._memories: Memories | None = None  # of another process, that weights come in
@@ -95,10 +95,6 @@ class Worker:
         except BaseException:
             self._stack.close()
             raise
-
-    @property
-    def path(self) -> str:
-        return self._runner.path
 
     @property
     def sleep_backend(self) -> str:
@@ -166,6 +162,7 @@ class Worker:
 
     def _make_forward(self) -> None:
         self._runner.make_forward()
+        self.path = self._runner.path
         self._places = Places.of(self.model)
 
     def plan(self, named_tensors) -> list[tuple[Tensor, Tensor]]:
