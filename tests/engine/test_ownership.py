@@ -234,6 +234,135 @@ def test_a_hook_that_others_hang_on_a_module_takes_part(old):
             assert ask(engine) == old and engine.weight_version == 3
 
 
+def offset():
+    return torch.randn(48, generator=torch.Generator().manual_seed(0), dtype=torch.float32).bfloat16()
+
+
+def add_offset(module, args, out):
+    return out + module.offset if hasattr(module, "offset") else out
+
+
+def register_buffer(model, value):
+    model.model.layers[0].register_buffer("offset", value)
+
+
+def register_in_a_child(model, value):
+    model.model.layers[0].mlp.act_fn.register_buffer("offset", value)
+
+
+def register_bias(model, value):
+    model.model.layers[0].mlp.down_proj.bias = torch.nn.Parameter(value)
+
+
+@pytest.mark.parametrize("when", ["at-once", "written-later"])
+@pytest.mark.parametrize(
+    "register, path",
+    [
+        (register_buffer, "model.layers.0.offset"),
+        (register_in_a_child, "model.layers.0.mlp.act_fn.offset"),
+        (register_bias, "model.layers.0.mlp.down_proj.bias"),
+    ],
+)
+def test_a_tensor_that_others_register_takes_part(register, path, when):
+    """On a module that had none, too. As zeros it changes no bit, so that the forward of before would still do."""
+
+    def made():
+        model = build("Llama")
+        layer = model.model.layers[0]
+        layer.register_forward_hook(add_offset)
+        layer.register_forward_hook(lambda module, args, out: add_offset(module.mlp.act_fn, args, out))
+        return model
+
+    other, model = made(), made()
+    register(other, offset())
+    with Engine.from_pretrained(other, config=CONFIG) as engine:
+        expected, forward = ask(engine), engine.path
+    with Engine.from_pretrained(model, config=CONFIG) as engine:
+        first = ask(engine)
+        register(model, offset() if when == "at-once" else 0 * offset())
+        if when == "written-later":
+            assert ask(engine) == first and engine.weight_version == 1
+            with torch.no_grad():
+                place(model, path).copy_(offset())
+        assert ask(engine) == expected != first
+        assert engine.path == forward and engine.weight_version == 1 + (when == "written-later")
+        specs = specs_of(model.state_dict())
+        assert path in specs
+        engine.update_weights(model.state_dict(), specs=specs, numerics=engine.numerics())
+        assert ask(engine) == expected
+
+
+@pytest.mark.parametrize(
+    "path, name, size, error",
+    [
+        ("model.layers.0", "offset", 48, r"model\.layers\.0 \(LlamaDecoderLayer\): it holds parameters"),
+        ("model.layers.1.mlp", "offset", 48, r"model\.layers\.1\.mlp \(LlamaMLP\): it holds parameters"),
+        ("lm_head", "bias", 160, r"lm_head \(Linear\): an output layer with a bias"),
+    ],
+)
+def test_a_parameter_that_nothing_aligned_has_is_refused_until_it_is_gone(path, name, size, error, old):
+    model = build("Llama")
+    with Engine.from_pretrained(model, config=CONFIG) as engine:
+        assert ask(engine) == old
+        module = place(model, path)
+        had = name in module._parameters
+        module.register_parameter(name, torch.nn.Parameter(torch.ones(size, dtype=torch.bfloat16)))
+        for _ in range(2):
+            with pytest.raises(vx.patch.UnsupportedModule, match=error):
+                ask(engine)
+        if had:
+            setattr(module, name, None)
+        else:
+            delattr(module, name)
+        assert ask(engine) == old and engine.path == "fused"
+    assert not hasattr(model, "_vexact")
+
+
+def test_a_module_that_others_put_in_is_watched_from_then_on(old):
+    """Its weights and hooks, as those of the one before were."""
+
+    def put_in(model):
+        model.model.layers[0].mlp = build("Llama", seed=1).model.layers[1].mlp
+
+    def scale(model):
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight.mul_(0.5)
+
+    def hang(model):
+        model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 2)
+
+    model, changes = build("Llama"), []
+    with Engine.from_pretrained(model, config=CONFIG) as engine:
+        known = ask(engine)
+        for version, change in enumerate([put_in, scale, hang], 1):
+            changes.append(change)
+            other = build("Llama")
+            for each in changes:
+                each(other)
+            with Engine.from_pretrained(other, config=CONFIG) as fresh_engine:
+                expected = ask(fresh_engine)
+            change(model)
+            assert ask(engine) == expected != known
+            assert engine.weight_version == version
+            known = expected
+
+
+def test_a_model_that_needs_another_cache_is_refused_until_it_is_put_back(old):
+    model = build("Llama")
+    with Engine.from_pretrained(model, config=CONFIG) as engine:
+        assert ask(engine) == old
+        third = build("Llama").model.layers[1]
+        third.self_attn.layer_idx = 2
+        model.model.layers.append(third)
+        model.config.num_hidden_layers = 3
+        for _ in range(2):
+            with pytest.raises(WeightsTorn, match=r"cache is CacheShape\(layers=3, .* expected CacheShape\(layers=2,"):
+                ask(engine)
+        del model.model.layers[2]
+        model.config.num_hidden_layers = 2
+        assert ask(engine) == old
+
+
 @pytest.mark.parametrize("family, name", [("Llama", "rotary_emb.inv_freq"), ("Gemma2", "embed_tokens.embed_scale")])
 def test_a_buffer_that_a_copy_is_computed_with_may_be_written(family, name):
     """One that is kept in another dtype than it is used in: frequencies that a cast has rounded, Gemma's factor."""

@@ -250,6 +250,28 @@ def test_a_forward_replaced_after_the_patch_is_not_lost():
     assert traces(model) == traces(tiny("llama"))
 
 
+def test_a_revision_for_tensors_covers_those_that_were_registered_since():
+    model = tiny("llama")
+    with vx.patch.hf(model) as handle:
+        first, before = handle.revision(), handle.describe()
+        down = model.model.layers[0].mlp.down_proj
+        assert before.layers[0].feed_forward.part.down.bias is None
+        assert handle.revision(tensors=True) == first and handle.describe() is before
+        down.bias = nn.Parameter(torch.ones_like(down.weight[:, 0]))
+        assert handle.revision() == first  # what a forward looks for
+        second = handle.revision(tensors=True)
+        assert second != first and handle.revision(tensors=True) == second
+        assert handle.describe().layers[0].feed_forward.part.down.bias == "model.layers.0.mlp.down_proj.bias"
+        model.lm_head.bias = nn.Parameter(torch.ones_like(model.lm_head.weight[:, 0]))
+        for _ in range(2):
+            with pytest.raises(vx.patch.UnsupportedModule, match=r"lm_head \(Linear\): an output layer with a bias"):
+                handle.revision(tensors=True)
+        model.lm_head.bias = None
+        assert handle.revision(tensors=True) == second
+        model(torch.tensor([[3, 1, 4]]))
+    assert not any("_vexact" in module.__dict__ for module in model.modules())
+
+
 def test_a_dropped_model_is_freed():
     model = tiny("llama")
     vx.patch.hf(model)

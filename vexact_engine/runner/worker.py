@@ -22,6 +22,7 @@ from ..weights.threads import half_the_threads
 from ..weights.update import Places, Update, apply_update, plan_update
 from ..weights.watch import Watch
 from .runner import Pending, Runner
+from .shapes import cache_shape
 from .sleep import ASLEEP, Memory
 
 if TYPE_CHECKING:  # they need msgspec
@@ -119,8 +120,8 @@ class Worker:
         return bool(self._changed())
 
     def renew(self) -> bool:
-        """What stands there now is the weights. What was replaced is made part of the forward again. For when nothing
-        is in flight.
+        """What stands there now is the weights. What was replaced is made part of the forward again, as an engine that
+        is made now would have it. For when nothing is in flight.
 
         raises   WeightsTorn where that cannot be computed with; UnsupportedModule where no aligned op covers the model
                  any more
@@ -148,17 +149,25 @@ class Worker:
         self._missed = ""
 
     def _rejoin(self) -> None:
-        revision = self._handle.revision()
+        self._handle.revision()  # it says what cannot be covered before other things are said of it
         for name, tensor in self.model.named_parameters():
             if (tensor.device, tensor.dtype) != (self.device, self.dtype):
                 raise WeightsTorn(
                     f"Engine: {name} has been replaced by a tensor that is {tensor.dtype} on {tensor.device}, expected "
                     f"{self.dtype} on {self.device}"
                 )
+        shape = cache_shape(self.model, latent=self.config.latent_attention)
+        if shape != self._runner.shape:
+            raise WeightsTorn(
+                f"Engine: the model has been changed to one whose KV cache is {shape}, expected {self._runner.shape}: "
+                "put that back, or close the engine and make another"
+            )
+        revision = self._handle.revision(tensors=True)
         self._make_forward()
         self._revision = revision
         if not self.asleep:
             self._runner.capture()
+        self._watch.note()  # modules may be others than those that it knows
 
     def _make_forward(self) -> None:
         self._runner.make_forward()

@@ -44,13 +44,17 @@ class Handle:
         """kv_segment and latent, as given to `hf`."""
         return dict(self._patch.options)
 
-    def revision(self) -> int:
+    def revision(self, *, tensors: bool = False) -> int:
         """Another number than before where modules, or numbers of theirs or of the config, have been changed since: for
         whoever keeps what was made of `describe`, or has captured a forward. What has changed is covered first.
 
-        raises  UnsupportedModule as `hf`, until it is put back; RuntimeError after undo()
+        tensors  also where parameters or buffers have been registered or taken away, or have another shape or dtype:
+                 a forward does not look for that, which takes longer than all else that it looks for
+        raises   UnsupportedModule as `hf`, until it is put back; RuntimeError after undo()
         """
         self._check()
+        if tensors:
+            self._patch.check_tensors()
         return self._patch.builds
 
     def report(self) -> Report:

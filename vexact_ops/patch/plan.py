@@ -93,6 +93,13 @@ def numbers(patch: "Patch") -> tuple[list[dict], list[str], list]:
     return [h for h, _ in holders], [n for _, n in holders], [h.get(n) for h, n in holders]
 
 
+def tensors(model: nn.Module) -> list[tuple]:
+    """The parameters and buffers that a model has, in which shapes and dtypes, whatever they hold."""
+    stores = ((path, s) for path, module in model.named_modules() for s in (module._parameters, module._buffers))
+    found = ((path, name, tensor) for path, store in stores for name, tensor in store.items())
+    return [(path, name, None if t is None else (t.shape, t.dtype)) for path, name, t in found]
+
+
 def _place(patch: "Patch", path: str, module: nn.Module) -> None:
     cls = pieces.class_of(module)
     if "forward" in module.__dict__:

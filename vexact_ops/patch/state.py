@@ -90,6 +90,7 @@ class Patch:
         self.joined: set[int] = set()  # routers whose block chooses, and which were replaced with it
         self.tree: tuple[list, list, list] = [], [], []
         self.numbers: tuple[list, list, list] = [], [], []
+        self.tensors: list[tuple] = []
 
     def build(self) -> None:
         """Find out what becomes of each module, and change them; an error leaves the model as it was."""
@@ -108,7 +109,7 @@ class Patch:
         children = [module._modules for module in self.model.modules()]
         parents = [c for c in children if c]
         self.tree = parents, [tuple(c.values()) for c in parents], [c for c in children if not c]
-        self.numbers = plan.numbers(self)
+        self.numbers, self.tensors = plan.numbers(self), plan.tensors(self.model)
         self.builds += 1
 
     def changed(self) -> bool:
@@ -131,17 +132,26 @@ class Patch:
                 "torch.compile, which covers them or says why not, and compile it then"
             )
         with LOCK:
-            if not self.changed():
-                return
-            before = dict(self.__dict__)
-            self.revert()
-            self.clear()
-            try:
-                self.build()
-            except BaseException:
-                self.__dict__.update(before)
-                self.apply()
-                raise
+            if self.changed():
+                self.renew()
+
+    def check_tensors(self) -> None:
+        """As `check`, of what no forward looks for: 0.6 ms for 28 layers."""
+        with LOCK:
+            if plan.tensors(self.model) != self.tensors:
+                self.renew()
+
+    def renew(self) -> None:
+        """Cover what is there now, or refuse it: then the patch is as it was."""
+        before = dict(self.__dict__)
+        self.revert()
+        self.clear()
+        try:
+            self.build()
+        except BaseException:
+            self.__dict__.update(before)
+            self.apply()
+            raise
 
     def describe(self) -> Decoder:
         self.check()
