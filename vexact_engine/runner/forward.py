@@ -124,7 +124,7 @@ def _same_bits(handle, described, layers: range, fused: Forward, patched: Forwar
             ends = list(itertools.accumulate(end - start for start, end in spans))
             batch = plain(([k for k, _ in pairs], [v for _, v in pairs]), tables, spans, ids[: ends[-1]])
             if drawn and layers.stop == len(described.layers):
-                batch.rows = torch.tensor(ends, device=weight.device) - 1
+                batch.rows = torch.tensor(ends, dtype=torch.int64, device=weight.device) - 1
             out = run(batch, *(state[: ends[-1]] for state in states))
             outs.append(out if isinstance(out, Tensor) else out[0] + out[1])
         return outs
