@@ -524,11 +524,8 @@ class Engine:
         """For each prompt a ticket, or the completions that say what is wrong with it."""
         self._loop.check_open()
         each = spread(prompts, params, request_ids)
-        jobs = {index: self._job(*each[index], call, listen) for index in self._turns(each)}
+        jobs = {index: self._job(*each[index], call, listen) for index in turns(each, self.config.max_num_seqs)}
         return [jobs[index] for index in range(len(each))]
-
-    def _turns(self, each: list[tuple]) -> list[int]:
-        return turns(each, self._worker.config.max_num_seqs)
 
     def _handed_over(self, each: list[tuple], call: Call) -> list[Ticket | list[Completion]]:
         """`_jobs`, handed over: the engine has those that fill all the steps that may be in flight, and computes while
@@ -538,7 +535,7 @@ class Engine:
         config = self._worker.config
         most_tokens, most_samples = self._worker.depth * config.max_num_batched_tokens, config.max_num_seqs
         jobs, tickets, tokens, samples, last = {}, [], 0, 0, []
-        for number, index in enumerate(self._turns(each), 1):
+        for number, index in enumerate(turns(each, config.max_num_seqs), 1):
             job = jobs[index] = self._job(*each[index], call, None)
             if isinstance(job, Ticket):
                 tickets.append(job)

@@ -85,22 +85,7 @@ def new():
 # As one engine
 
 
-def test_the_longest_of_a_call_begin_first(two, monkeypatch):
-    begun, submit = [], two._front.submit
-
-    def noting(jobs):
-        begun.extend(job.params.max_new_tokens for job in jobs)
-        submit(jobs)
-
-    monkeypatch.setattr(two._front, "submit", noting)
-    limits = [2, 5, 3, 9]
-    params = [replace(PARAMS, max_new_tokens=most) for most in limits]
-    for done in (two.generate(PROMPTS[:4], params), asyncio.run(two.agenerate(PROMPTS[:4], params))):
-        assert [len(completion.token_ids) for completion in done] == limits
-    assert begun == [9, 5, 3, 2] * 2
-
-
-def test_what_one_engine_gives(two, one):
+def test_what_one_engine_gives(two, one, monkeypatch):
     params = [replace(PARAMS, n=1 + i % 3, temperature=i % 2, seed=i, num_top_logprobs=i % 3) for i in range(12)]
     expected, got = (engine.generate(PROMPTS, params) for engine in (one, two))
     assert [bits(c) for c in got] == [bits(c) for c in expected]
@@ -108,6 +93,10 @@ def test_what_one_engine_gives(two, one):
     assert [(c.index, c.seed, c.prompt_ids) for c in got] == [(c.index, c.seed, c.prompt_ids) for c in expected]
     assert all(c.metrics.time_to_first_token > 0 for c in got)
     assert all(r.load.pages for r in two.replicas)
+    limits, submit, begun = [2, 5, 9], two._front.submit, []
+    monkeypatch.setattr(two._front, "submit", lambda jobs: begun.extend(jobs) or submit(jobs))
+    done = two.generate(PROMPTS[:3], [replace(PARAMS, max_new_tokens=most) for most in limits])
+    assert [len(c.token_ids) for c in done] == limits and [j.params.max_new_tokens for j in begun] == [9, 5, 2]
 
 
 def test_all_of_them_have_something_to_do(two):
