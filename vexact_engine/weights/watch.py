@@ -10,7 +10,7 @@ _version, _pointer = operator.attrgetter("_version"), torch.Tensor.data_ptr
 class Watch:
     """What a model's tensors are now. A write through `.data`, which torch does not count, is not seen.
 
-    It is asked before every step, so nothing here is a loop of Python's own: 50 us for the 310 tensors and 427 modules
+    It is asked before every step, so nothing here is a loop of Python's own: 71 us for the 311 tensors and 427 modules
     of 28 layers. A tensor that was replaced stays in memory until then. Modules that are put in or taken out are the
     patch's to notice: `note` comes after that.
     """

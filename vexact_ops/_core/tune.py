@@ -20,7 +20,7 @@ import torch
 
 from . import admit
 
-GAIN = 0.002  # the share of the step's time that a rival has to win: turns tell apart half of that
+GAIN = 0.002  # the share of the step's time that a rival has to win
 LEAST, MOST = 3, 50  # rounds, in each of which everybody has two turns
 ALL, LAST = 0.1, 0.3  # seconds after which there are no more rounds: of all kernels, of the last two
 METHOD = "in turns"  # choices that were kept by another one are not read
