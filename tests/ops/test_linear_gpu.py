@@ -345,7 +345,10 @@ def test_rows_beyond_the_largest_bucket(monkeypatch):
     best = cuda.admit(520, 1016, 256, torch.bfloat16).chosen.name
     assert best != cuda.TRITON
     large = cuda.admit(520, 1016, 700, torch.bfloat16)
-    assert [(v.candidate, v.different) for v in large.verdicts] == [(best, 0)]
+    found = {v.candidate: v.different for v in large.verdicts}
+    assert found.pop(best) == 0
+    # beside a kernel of ours the canonical one is raced: where no library competes, it may win
+    assert found in ([{}] if best.startswith("cublaslt") else [{cuda.TRITON: 0}])
 
 
 def test_classes_of_rows():
