@@ -17,6 +17,7 @@ namespace vx::sm90 {
 struct WideArgs {
   int k;
   int token_tiles;  // tiles of rows of x
+  int x_rows;       // of x in a copy: where one tile has all, only those that are there, for others take longer
   int stages;       // of the ring
   bool gelu;
 };
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(wide_threads(GROUPS), 1)
   asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(keep));
   const uint64_t weight_policy = a.token_tiles == 1 ? once : keep;
   const auto load_weight = [&](int step, int slot) {
-    barrier_expect(full + 8 * slot, kStageBytes);
+    barrier_expect(full + 8 * slot, kStageBytes - kXBytes + a.x_rows * 128);
     PairedRows::copy(ring + slot * kStageBytes + kXBytes, &weight_map, full + 8 * slot, step * kTiledDepth, n0, weight_policy);
   };
   const auto load_x = [&](int step, int slot) {

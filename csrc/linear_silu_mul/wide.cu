@@ -20,13 +20,14 @@ void launch(const WideSizes& s, const GatedOperands& o) {
   auto kernel = sm90::wide_kernel<T, kGroups, TOKENS>;
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(kernel, kGatedShared, o.device, allowed);
+  const int token_tiles = (o.m + TOKENS - 1) / TOKENS, weight_tiles = (o.n + WIDTH - 1) / WIDTH;
+  const int x_rows = token_tiles == 1 ? (o.m + 7) / 8 * 8 : TOKENS;
   CUtensorMap weight_map, x_map, out_map;
   STD_TORCH_CHECK(sm90::paired_map(&weight_map, kIsBf16, o.weight, o.n / 2, o.k, o.weight_ld, WIDTH) &&
-                      sm90::box_map(&x_map, kIsBf16, o.x, o.m, o.k, o.x_ld, TOKENS, sm90::kTiledDepth) &&
+                      sm90::box_map(&x_map, kIsBf16, o.x, o.m, o.k, o.x_ld, x_rows, sm90::kTiledDepth) &&
                       sm90::wide_out_map(&out_map, kIsBf16, o.out, o.m, o.n / 2, o.out_ld),
                   "linear_silu_mul: this driver makes no tensor map of these operands");
-  const int token_tiles = (o.m + TOKENS - 1) / TOKENS, weight_tiles = (o.n + WIDTH - 1) / WIDTH;
-  const sm90::WideArgs args{o.k, token_tiles, s.stages, o.gelu};
+  const sm90::WideArgs args{o.k, token_tiles, x_rows, s.stages, o.gelu};
   VX_CUDA_CHECK(sm90::launch_chained(kernel, dim3(unsigned(weight_tiles) * token_tiles), sm90::wide_threads(kGroups),
                                      sm90::wide_shared_bytes(TOKENS, WIDTH, s.stages), o.stream, weight_map, x_map, out_map,
                                      args));
