@@ -41,7 +41,8 @@ T* block_numbers(const Tensor& t, const char* name, ScalarType type, int64_t siz
 }
 
 Draws draws(const Tensor& hidden, const Tensor& weight, const Tensor& seeds, const Tensor& positions,
-            const Tensor& temperature, double softcap, const Tensor& parts, const Tensor& entries, const Tensor& tokens) {
+            const Tensor& temperature, double softcap, const Tensor& parts, const Tensor& entries, const Tensor& tokens,
+            const std::optional<Tensor>& known = std::nullopt) {
   const int64_t rows = hidden.size(0), vocabulary = weight.size(0), width = hidden.size(1);
   check_operand(hidden, "hidden", rows, width);
   check_operand(weight, "weight", vocabulary, width);
@@ -57,12 +58,18 @@ Draws draws(const Tensor& hidden, const Tensor& weight, const Tensor& seeds, con
           small(blocks),
           block_numbers<float>(parts, "parts", ScalarType::Float, rows * 4 * blocks),
           block_numbers<float>(entries, "entries", ScalarType::Float, rows * 2 * blocks),
-          block_numbers<int>(tokens, "tokens", ScalarType::Int, rows * blocks)};
+          block_numbers<int>(tokens, "tokens", ScalarType::Int, rows * blocks),
+          known ? block_numbers<unsigned long long>(*known, "known", ScalarType::Long, rows) : nullptr};
+}
+
+// Before the first block of logits nothing is known.
+void forget(const Draws& a, cudaStream_t stream) {
+  if (a.known) VX_CUDA_CHECK(cudaMemsetAsync(a.known, 0, size_t(a.rows) * sizeof(*a.known), stream));
 }
 
 void draw_many(Tensor hidden, Tensor weight, Tensor seeds, Tensor positions, Tensor temperature, double softcap,
-               Tensor parts, Tensor entries, Tensor tokens) {
-  const Draws a = draws(hidden, weight, seeds, positions, temperature, softcap, parts, entries, tokens);
+               Tensor parts, Tensor entries, Tensor tokens, std::optional<Tensor> known) {
+  const Draws a = draws(hidden, weight, seeds, positions, temperature, softcap, parts, entries, tokens, known);
   CUtensorMap rows_map, weight_map;
   STD_TORCH_CHECK(sm90::gemm_map(&rows_map, true, data(hidden), hidden.size(1), a.rows, apart(hidden), 1, 0) &&
                       sm90::gemm_map(&weight_map, true, data(weight), hidden.size(1), a.vocabulary, apart(weight), 1, 0),
@@ -70,24 +77,31 @@ void draw_many(Tensor hidden, Tensor weight, Tensor seeds, Tensor positions, Ten
   const DeviceGuard guard = on_device_of(hidden);
   const sm90::GemmArgs g{a.rows, a.vocabulary, int(hidden.size(1)), kGroup, 0};
   const sm90::ManyEpilogue<sm90::kGemmShared> epilogue{a};
+  forget(a, current_stream(hidden));
   VX_CUDA_CHECK((sm90::gemm<bf16, false, false>(rows_map, weight_map, g, epilogue, hidden.get_device_index(),
                                                 current_stream(hidden))));
 }
 
-// cluster: blocks of 64 rows that share what they read of the weight.
+// cluster: blocks of up to 64 rows that share what they read of the weight; wide: its rows that are in a tile.
 void draw_overlapped(Tensor hidden, Tensor weight, Tensor seeds, Tensor positions, Tensor temperature, double softcap,
-                     int64_t cluster, Tensor parts, Tensor entries, Tensor tokens) {
-  const Draws a = draws(hidden, weight, seeds, positions, temperature, softcap, parts, entries, tokens);
+                     int64_t cluster, int64_t wide, Tensor parts, Tensor entries, Tensor tokens, std::optional<Tensor> known) {
+  const Draws a = draws(hidden, weight, seeds, positions, temperature, softcap, parts, entries, tokens, known);
   const int width = int(hidden.size(1)), device = hidden.get_device_index();
+  const auto run = cluster == 1 && wide == 128   ? &sm90::overlapped<1, 128>
+                   : cluster == 2 && wide == 128 ? &sm90::overlapped<2, 128>
+                   : cluster == 1 && wide == 256 ? &sm90::overlapped<1, 256>
+                                                 : nullptr;
+  STD_TORCH_CHECK(run, "draw_overlapped: no kernel with clusters of ", cluster, " and tiles of ", wide, " tokens");
+  // Tiles of equal rows, in eights: rows of a box that are not there take longer than others.
+  const int together = 64 * int(cluster), tiles = (a.rows + together - 1) / together * int(cluster);
+  const int box_rows = (a.rows + 8 * tiles - 1) / (8 * tiles) * 8;
   CUtensorMap rows_map, weight_map;
-  STD_TORCH_CHECK(sm90::gemm_map(&rows_map, true, data(hidden), width, a.rows, apart(hidden), 1, 0) &&
+  STD_TORCH_CHECK(sm90::gemm_map(&rows_map, true, data(hidden), width, a.rows, apart(hidden), 1, 0, box_rows) &&
                       sm90::gemm_map(&weight_map, true, data(weight), width, a.vocabulary, apart(weight), 1, 0),
                   "linear_sample: this driver makes no tensor map of these operands");
-  STD_TORCH_CHECK(cluster == 1 || cluster == 2, "draw_overlapped: no clusters of ", cluster);
   const DeviceGuard guard = on_device_of(hidden);
-  using Epilogue = sm90::ManyEpilogue<sm90::kOverlapShared>;
-  auto* const run = cluster == 1 ? &sm90::overlapped<1, Epilogue> : &sm90::overlapped<2, Epilogue>;
-  VX_CUDA_CHECK(run(rows_map, weight_map, a.rows, a.vocabulary, width, Epilogue{a}, device, current_stream(hidden)));
+  forget(a, current_stream(hidden));
+  VX_CUDA_CHECK(run(rows_map, weight_map, a.rows, a.vocabulary, width, box_rows, a, device, current_stream(hidden)));
 }
 
 struct Few {

@@ -75,6 +75,16 @@ __device__ __forceinline__ float gumbel(uint32_t word) {
   return -log_of_normal(u > 0.25f ? far : near);
 }
 
+// Numbers in the order of doubles, NaN aside: 0 is below all.
+__device__ __forceinline__ unsigned long long in_order(double v) {
+  const unsigned long long bits = __double_as_longlong(v);
+  return bits >> 63 ? ~bits : bits | 1ull << 63;
+}
+__device__ __forceinline__ double from_order(unsigned long long key) {
+  if (!key) return __longlong_as_double(0xfff0000000000000ll);
+  return __longlong_as_double(key >> 63 ? key & ~(1ull << 63) : ~key);
+}
+
 // The best token so far. Of two, the one whose z + Gumbel number is larger as a real number is better, the lower id of
 // equal ones: sum + rest is that number, exactly.
 struct Best {

@@ -20,7 +20,9 @@ struct ManyEpilogue {
   static constexpr int kShared = 2 * 128 * 32 * 4;  // bytes of two warpgroups
   struct State {
     double best[2];  // sums that are known of the thread's two rows
-    int row = -1;    // the first of them
+    Stream stream[2];
+    float temperature[2];
+    int row = -1;  // the first of them
   };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -160,14 +162,14 @@ struct ManyEpilogue {
     }
   }
 
-  __device__ __forceinline__ void block(int row, int column, float mine, float least, double& known) const {
+  __device__ __forceinline__ void block(int row, int limit, int column, float mine, float least, const Stream& stream, float temperature,
+                                        double& known) const {
     float2* const x = logits();
     const int lane = threadIdx.x % 4, from = column + 2 * lane;  // logit i is of column from + i / 2 * 8 + i % 2
-    const bool live = row < a.rows;
-    const int64_t at_row = live ? row : 0;
-    const float temperature = live ? a.temperature[at_row] : 1.0f;
+    const bool live = row < limit;
+    const int64_t at_row = row;
     Row r;
-    r.stream = {halves(a.seeds[at_row]), halves(a.positions[at_row])};
+    r.stream = stream;
     if (a.softcap != 0.0f || column + kDrawBlock > a.vocabulary) adjust(x, from, mine, least);
     float most = fmaxf(mine, __shfl_xor_sync(~0u, mine, 1));
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 2)) + 0.0f;  // -0 is the same number as 0; a NaN is passed over
@@ -261,17 +263,32 @@ struct ManyEpilogue {
     for (int k = 1; k < 4; ++k) asm("min.NaN.f32 %0, %0, %1;" : "+f"(least) : "f"(low[k]));
   }
 
+  // Of the rows before `limit`.
   template <int N>
-  __device__ __forceinline__ void end(float (&d)[N], int row, int column, State& state) const {
+  __device__ __forceinline__ void end(float (&d)[N], int row, int column, int limit, State& state) const {
     if (state.row != row) {
-      state.best[0] = state.best[1] = __longlong_as_double(0xfff0000000000000ll);
       state.row = row;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const bool live = row + 8 * h < limit;
+        const int at = live ? row + 8 * h : 0;
+        state.stream[h] = {halves(a.seeds[at]), halves(a.positions[at])};
+        state.temperature[h] = live ? a.temperature[at] : 1.0f;
+        state.best[h] = __longlong_as_double(0xfff0000000000000ll);
+      }
+    }
+    unsigned long long seen[2] = {0, 0};  // what others know: whatever it is by now, what is drawn is the same
+    if (a.known) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        if (row + 8 * h < limit) asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(seen[h]) : "l"(a.known + row + 8 * h));
     }
     const int first = column - threadIdx.x % 4 * 2;
     float2* const x = logits();
 #pragma unroll 1
     for (int part = 0; part < N / 32; ++part) {
-      if (row - int(threadIdx.x % 32 / 4) + part % 2 * 8 >= a.rows) continue;  // of all eight rows of the warp
+      const int h = part % 2;
+      if (row - int(threadIdx.x % 32 / 4) + 8 * h >= limit) continue;  // of all eight rows of the warp
       float most, least;
       if (part == 0)
         move<0>(d, x, most, least);
@@ -279,10 +296,17 @@ struct ManyEpilogue {
         move<1>(d, x, most, least);
       else if constexpr (N > 64)
         part == 2 ? move<2>(d, x, most, least) : move<3>(d, x, most, least);
-      double known = part % 2 ? state.best[1] : state.best[0];
-      block(row + part % 2 * 8, first + part / 2 * kDrawBlock, most, least, known);
-      (part % 2 ? state.best[1] : state.best[0]) = known;
+      const double before = fmax(h ? state.best[1] : state.best[0], from_order(h ? seen[1] : seen[0]));
+      double known = before;
+      block(row + 8 * h, limit, first + part / 2 * kDrawBlock, most, least, h ? state.stream[1] : state.stream[0],
+            h ? state.temperature[1] : state.temperature[0], known);
+      (h ? state.best[1] : state.best[0]) = known;
+      if (a.known && known > before && threadIdx.x % 4 == 0) atomicMax(a.known + row + 8 * h, in_order(known));
     }
+  }
+  template <int N>
+  __device__ __forceinline__ void end(float (&d)[N], int row, int column, State& state) const {
+    end(d, row, column, a.rows, state);
   }
 #endif
 };

@@ -72,7 +72,7 @@ def wide_weight(n, width, device):
 @pytest.mark.parametrize("device,backend", room_backends("linear_sample", "cuda"))
 @settings(max_examples=10 * settings().max_examples)  # few shapes, so that values are cheap
 @given(
-    rows=st.one_of(st.integers(1, 400), st.sampled_from([8, 9, 64, 65, 128, 129])),
+    rows=st.one_of(st.integers(1, 400), st.sampled_from([8, 9, 64, 65, 128, 129, 192, 193])),
     scale=st.sampled_from([0.01, 0.1, 1.0]),
     temperatures=st.lists(TEMPERATURES, min_size=1, max_size=5),
     softcap=st.sampled_from([None, None, 5.0]),
@@ -80,7 +80,7 @@ def wide_weight(n, width, device):
     seed=st.integers(0, 2**16),
 )
 def test_many_values_at_few_shapes(device, backend, n, width, rows, scale, temperatures, softcap, special, seed):
-    """Of every kernel that draws where logits are made: for up to 8 rows, up to 64, up to 128, and more."""
+    """Of every kernel that draws where logits are made: for up to 8 rows, up to 64, up to 128, up to 192, and more."""
     hidden, _, seeds, positions = make(rows, 1, width, seed, torch.bfloat16, device)
     hidden = special_rows(hidden * scale, seed=seed) if special else hidden * scale
     inputs = hidden, wide_weight(n, width, device), seeds, positions
@@ -236,7 +236,7 @@ def test_bad_arguments_are_named():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("width", [64, 1000, 4096])
-@pytest.mark.parametrize("rows", [1, 8, 9, 16, 31, 64, 65, 128, 129, 300])
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 31, 64, 65, 128, 129, 192, 300])
 def test_fast_kernels_are_admitted_and_have_the_canonical_bytes(width, rows):
     from vexact_ops.linear_sample import cuda
 

@@ -5,8 +5,8 @@ Admitted byte for byte against the Triton kernels (contract: verify, then trust)
 the Triton sampler: same bits.
 
 Up to 8 rows the weight is streamed as `linear` streams it for few rows, and a tile of it is one block of the
-log-sum-exp. More take tiles of 64 rows by 128 tokens, where one warpgroup multiplies while the other draws; beyond 128
-rows tiles of 128 by 256, which ask less of the caches. There drawing is not hidden: a warpgroup of its own, which drew
+log-sum-exp. More take tiles of 64 rows by 128 or 256 tokens, where one warpgroup multiplies while the other draws; beyond
+192 rows tiles of 128 by 256, which ask less of the caches. There drawing is not hidden: a warpgroup of its own, which drew
 from the tile before, held up the two that multiplied for as long as it drew (256 rows, H = 2,048, on an H200: 492 us
 for 382, the product alone 237; the same without the drawing took 1.04 times the product).
 """
@@ -28,8 +28,9 @@ from .triton import join, new_blocks, sampled
 # stages asked for before the kernel before has ended, stages left to load when the one after may start, and blocks that
 # share a multiprocessor.
 FEW = {8: (1, 4, 4, 1000, 3)}
-# Of those whose warpgroups take turns at drawing: the blocks of 64 rows that share what they read of the weight.
-OVERLAPPED = {64: 1, 128: 2}
+# Of those whose warpgroups take turns at drawing: the blocks of up to 64 rows that share what they read of the weight, and
+# tokens of a tile.
+OVERLAPPED = {64: (1, 128), 128: (2, 128), 192: (1, 256)}
 MANY, TRITON = "wgmma 128x256x64 ring 4", "triton"
 CLASSES = *FEW, *OVERLAPPED
 
@@ -61,10 +62,17 @@ def _blocks(hidden, weight, softcap, seeds, positions, temperature) -> tuple[Ten
     if most in FEW:
         ops.draw_few(*args, most, *FEW[most], *blocks)
     elif most in OVERLAPPED:
-        ops.draw_overlapped(*args, OVERLAPPED[most], *blocks)
+        known = _known(hidden) if most > 64 else None
+        ops.draw_overlapped(*args, *OVERLAPPED[most], *blocks, known)
     else:
-        ops.draw_many(*args, *blocks)
+        ops.draw_many(*args, *blocks, _known(hidden))
     return blocks
+
+
+def _known(hidden: Tensor) -> Tensor:
+    """Where a kernel's blocks of threads tell each other the best draw so far of each row. With few rows it costs more to
+    make than it saves."""
+    return torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
 
 
 # ---- admission
@@ -105,7 +113,8 @@ def _draws(device: torch.device, width: int, rows: int) -> Proposal:
         boxes, ring, ahead, lead, share = FEW[rows]
         name = f"wgmma 128x{rows}x{64 * boxes} ring {ring} ahead {ahead} lead {lead} persistent {share}"
     elif rows in OVERLAPPED:
-        name = f"wgmma 64x128x64 ring 8 in turns, clusters of {OVERLAPPED[rows]}"
+        blocks, tokens = OVERLAPPED[rows]
+        name = f"wgmma 64x{tokens}x64 ring {1024 // tokens} in turns, clusters of {blocks}"
     candidate = digest.of_files(
         __file__, native=" ".join(f"{digest.of_extension(room, 'cuda')}" for room in ("linear_sample", "linear"))
     )
