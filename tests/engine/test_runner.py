@@ -253,6 +253,25 @@ def test_the_forward_is_asked_for_no_more_rows_than_are_drawn_after(kind, reques
         assert [rows for _, rows in seen[:3]] == [None] * 3, "log-probabilities of all tokens are wanted"
 
 
+def test_behind_attention_a_step_without_a_graph_has_as_many_rows_as_some_step_of_decodes(recording, monkeypatch):
+    """Products' kernels are verified for a number of rows: one that no graph has would be new under a request."""
+    monkeypatch.setattr("vexact_engine.runner.runner._HIDDEN", -1.0)
+    prompts, params = PROMPTS[:3], SamplingParams(max_new_tokens=2, temperature=1.0, seed=1, ignore_eos=True)
+    expected, seen = [], []
+    for sizes in ({3}, {2, 4}):
+        with Engine.from_pretrained(build("Qwen3"), config=CONFIG) as engine:
+            runner = engine._worker._runner
+            assert not runner._mixed.sizes and sizes <= {*runner._decode.sizes}
+            runner._decode.keep(sizes)
+            compute = runner.forward
+            runner.forward = lambda batch, compute=compute: (seen.append(batch.rows), compute(batch))[1]
+            expected.append([bits(one) for one in engine.generate(prompts, params)])
+        counts = {len(rows) for rows in seen if rows is not None}
+        assert counts <= {1, *sizes} and counts & sizes, "1: a step that nothing is drawn after"
+        seen.clear()
+    assert expected[0] == expected[1]
+
+
 def test_many_new_pages_have_a_copy_of_their_own(monkeypatch):
     expected, _ = outcomes("Qwen3", CONFIG)
     monkeypatch.setattr(buffers, "_MOST_PAGES", 1)

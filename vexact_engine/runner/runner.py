@@ -304,8 +304,11 @@ class Runner:
             return Pending(buffers, host, draws, work.draws, top, scores)
 
     def _body(self, work: Work) -> Body:
-        """Without padding."""
-        return Body(work.tokens, work.sequences, work.draws, work.longest, 1, self.buffers.width(work.context))
+        """Without padding, but for rows behind the last attention: as many as steps of decodes have, whose products'
+        kernels have been chosen. Others' would be under the request that first meets them."""
+        decodes = self._decode.fit(work.draws) if 0 < work.draws < work.tokens else None
+        draws = min(decodes.body.tokens, work.tokens) if decodes else work.draws
+        return Body(work.tokens, work.sequences, draws, work.longest, 1, self.buffers.width(work.context))
 
     def _compute(self, body: Body, whole: bool = False) -> Tensor | None:
         """Final hidden states, of all tokens where `whole` says so; those that are drawn after are put aside."""
