@@ -15,7 +15,7 @@ struct Draws {
   float* parts;    // (rows, 4, blocks): the largest logit and the sum of e^(logit - it), raw; both at the temperature
   float* entries;  // (rows, 2, blocks): the logit of the block's best token, and its Gumbel number (greedy: 0)
   int* tokens;     // (rows, blocks): that token; kNoToken where one of another block is known to be better
-  unsigned long long* known = nullptr;  // (rows,): the best of all blocks so far, in_order; null: each block of threads for itself
+  unsigned long long* known = nullptr;  // (rows,): the best draw of all blocks so far, in_order; null: nobody tells others
 };
 
 }  // namespace vx

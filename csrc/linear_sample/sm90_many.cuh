@@ -162,8 +162,8 @@ struct ManyEpilogue {
     }
   }
 
-  __device__ __forceinline__ void block(int row, int limit, int column, float mine, float least, const Stream& stream, float temperature,
-                                        double& known) const {
+  __device__ __forceinline__ void block(int row, int limit, int column, float mine, float least, const Stream& stream,
+                                        float temperature, double& known) const {
     float2* const x = logits();
     const int lane = threadIdx.x % 4, from = column + 2 * lane;  // logit i is of column from + i / 2 * 8 + i % 2
     const bool live = row < limit;
@@ -281,7 +281,8 @@ struct ManyEpilogue {
     if (a.known) {
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        if (row + 8 * h < limit) asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(seen[h]) : "l"(a.known + row + 8 * h));
+        if (row + 8 * h < limit)
+          asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(seen[h]) : "l"(a.known + row + 8 * h));
     }
     const int first = column - threadIdx.x % 4 * 2;
     float2* const x = logits();
