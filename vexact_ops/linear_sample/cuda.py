@@ -5,10 +5,10 @@ Admitted byte for byte against the Triton kernels (contract: verify, then trust)
 the Triton sampler: same bits.
 
 Up to 8 rows the weight is streamed as `linear` streams it for few rows, and a tile of it is one block of the
-log-sum-exp. More take tiles of 64 rows by 128 or 256 tokens, where one warpgroup multiplies while the other draws; beyond
-192 rows tiles of 128 by 256, which ask less of the caches. There drawing is not hidden: a warpgroup of its own, which drew
-from the tile before, held up the two that multiplied for as long as it drew (256 rows, H = 2,048, on an H200: 492 us
-for 382, the product alone 237; the same without the drawing took 1.04 times the product).
+log-sum-exp. More take tiles of 64 rows by 128 or 256 tokens, where one warpgroup multiplies while the other draws;
+beyond 192 rows tiles of 128 by 256, which ask less of the caches. There drawing is not hidden: a warpgroup of its own,
+which drew from the tile before, held up the two that multiplied for as long as it drew (256 rows, H = 2,048, on an
+H200: 492 us for 382, the product alone 237; the same without the drawing took 1.04 times the product).
 """
 
 import functools
@@ -28,8 +28,8 @@ from .triton import join, new_blocks, sampled
 # stages asked for before the kernel before has ended, stages left to load when the one after may start, and blocks that
 # share a multiprocessor.
 FEW = {8: (1, 4, 4, 1000, 3)}
-# Of those whose warpgroups take turns at drawing: the blocks of up to 64 rows that share what they read of the weight, and
-# tokens of a tile.
+# Of those whose warpgroups take turns at drawing: the blocks of up to 64 rows that share what they read of the weight,
+# and tokens of a tile.
 OVERLAPPED = {64: (1, 128), 128: (2, 128), 192: (1, 256)}
 MANY, TRITON = "wgmma 128x256x64 ring 4", "triton"
 CLASSES = *FEW, *OVERLAPPED
@@ -70,8 +70,8 @@ def _blocks(hidden, weight, softcap, seeds, positions, temperature) -> tuple[Ten
 
 
 def _known(hidden: Tensor) -> Tensor:
-    """Where a kernel's blocks of threads tell each other the best draw so far of each row. With few rows it costs more to
-    make than it saves."""
+    """Where a kernel's blocks of threads tell each other the best draw so far of each row. With few rows it costs more
+    to make than it saves."""
     return torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
 
 
