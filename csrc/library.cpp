@@ -106,8 +106,7 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("linear_silu_mul_wide(Tensor x, Tensor weight, bool gelu, int tokens, int width, int stages, Tensor(a!) out) -> ()");
 
   // linear_sample on SM90: what a row's draw needs of every block of its logits; many rows, and few by a kernel of these sizes
-  m.def("draw_many(Tensor hidden, Tensor weight, Tensor seeds, Tensor positions, Tensor temperature, float softcap, Tensor(a!) parts, Tensor(b!) entries, Tensor(c!) tokens, Tensor(d!)? known) -> ()");
-  m.def("draw_overlapped(Tensor hidden, Tensor weight, Tensor seeds, Tensor positions, Tensor temperature, float softcap, int cluster, int wide, Tensor(a!) parts, Tensor(b!) entries, Tensor(c!) tokens, Tensor(d!)? known) -> ()");
+  m.def("draw_overlapped(Tensor hidden, Tensor weight, Tensor seeds, Tensor positions, Tensor temperature, float softcap, int cluster, int boxes, Tensor(a!) parts, Tensor(b!) entries, Tensor(c!) tokens, Tensor(d!)? known) -> ()");
   m.def("draw_few(Tensor hidden, Tensor weight, Tensor seeds, Tensor positions, Tensor temperature, float softcap, int rows, int boxes, int stages, int ahead, int lead, int per_sm, Tensor(a!) parts, Tensor(b!) entries, Tensor(c!) tokens) -> ()");
 }
 

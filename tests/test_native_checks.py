@@ -226,7 +226,6 @@ def test_every_native_op_is_here():
         "attention_flash_paged",
         "attention_packed_plan",
         "attention_paged_plan",
-        "draw_many",
     }
     assert {*cases(BF16, "cpu")} | on_gpu | ELSEWHERE == declared
 

@@ -3,7 +3,6 @@
 #include "common/cuda.h"
 #include "common/tensor.h"
 #include "linear_sample/sm90_few.cuh"
-#include "linear_sample/sm90_many.cuh"
 #include "linear_sample/sm90_overlapped.cuh"
 
 namespace vx {
@@ -11,8 +10,7 @@ namespace {
 
 using bf16 = __nv_bfloat16;
 
-constexpr int kGroup = 8;                  // pairs of tiles of rows that a product takes together
-constexpr int kFewShared = 224 * 1024;     // bytes of a ring, beside what lies outside of it
+constexpr int kFewShared = 224 * 1024;  // bytes of a ring, beside what lies outside of it
 
 int small(int64_t size) {
   STD_TORCH_CHECK(size < (int64_t(1) << 31) - 1024, "linear_sample: a size of ", size, " is too large");
@@ -67,34 +65,19 @@ void forget(const Draws& a, cudaStream_t stream) {
   if (a.known) VX_CUDA_CHECK(cudaMemsetAsync(a.known, 0, size_t(a.rows) * sizeof(*a.known), stream));
 }
 
-void draw_many(Tensor hidden, Tensor weight, Tensor seeds, Tensor positions, Tensor temperature, double softcap,
-               Tensor parts, Tensor entries, Tensor tokens, std::optional<Tensor> known) {
-  const Draws a = draws(hidden, weight, seeds, positions, temperature, softcap, parts, entries, tokens, known);
-  CUtensorMap rows_map, weight_map;
-  STD_TORCH_CHECK(sm90::gemm_map(&rows_map, true, data(hidden), hidden.size(1), a.rows, apart(hidden), 1, 0) &&
-                      sm90::gemm_map(&weight_map, true, data(weight), hidden.size(1), a.vocabulary, apart(weight), 1, 0),
-                  "linear_sample: this driver makes no tensor map of these operands");
-  const DeviceGuard guard = on_device_of(hidden);
-  const sm90::GemmArgs g{a.rows, a.vocabulary, int(hidden.size(1)), kGroup, 0};
-  const sm90::ManyEpilogue<sm90::kGemmShared> epilogue{a};
-  forget(a, current_stream(hidden));
-  VX_CUDA_CHECK((sm90::gemm<bf16, false, false>(rows_map, weight_map, g, epilogue, hidden.get_device_index(),
-                                                current_stream(hidden))));
-}
-
-// cluster: blocks of up to 64 rows that share what they read of the weight; wide: its rows that are in a tile.
+// cluster: blocks that share what they read of the weight; boxes: boxes of up to 64 rows that each of them takes at once.
 void draw_overlapped(Tensor hidden, Tensor weight, Tensor seeds, Tensor positions, Tensor temperature, double softcap,
-                     int64_t cluster, int64_t wide, Tensor parts, Tensor entries, Tensor tokens, std::optional<Tensor> known) {
+                     int64_t cluster, int64_t boxes, Tensor parts, Tensor entries, Tensor tokens, std::optional<Tensor> known) {
   const Draws a = draws(hidden, weight, seeds, positions, temperature, softcap, parts, entries, tokens, known);
   const int width = int(hidden.size(1)), device = hidden.get_device_index();
-  const auto run = cluster == 1 && wide == 128   ? &sm90::overlapped<1, 128>
-                   : cluster == 2 && wide == 128 ? &sm90::overlapped<2, 128>
-                   : cluster == 1 && wide == 256 ? &sm90::overlapped<1, 256>
+  const auto run = cluster == 1 && boxes == 1   ? &sm90::overlapped<1, 1>
+                   : cluster == 1 && boxes == 2 ? &sm90::overlapped<1, 2>
+                   : cluster == 2 && boxes == 2 ? &sm90::overlapped<2, 2>
                                                  : nullptr;
-  STD_TORCH_CHECK(run, "draw_overlapped: no kernel with clusters of ", cluster, " and tiles of ", wide, " tokens");
-  // Tiles of equal rows, in eights: rows of a box that are not there take longer than others.
-  const int together = 64 * int(cluster), tiles = (a.rows + together - 1) / together * int(cluster);
-  const int box_rows = (a.rows + 8 * tiles - 1) / (8 * tiles) * 8;
+  STD_TORCH_CHECK(run, "draw_overlapped: no kernel with clusters of ", cluster, " and ", boxes, " boxes of rows");
+  // Boxes of equal rows, in eights: rows of a box that are not there take longer than others.
+  const int each = int(cluster * boxes), count = (a.rows + 64 * each - 1) / (64 * each) * each;
+  const int box_rows = (a.rows + 8 * count - 1) / (8 * count) * 8;
   CUtensorMap rows_map, weight_map;
   STD_TORCH_CHECK(sm90::gemm_map(&rows_map, true, data(hidden), width, a.rows, apart(hidden), 1, 0, box_rows) &&
                       sm90::gemm_map(&weight_map, true, data(weight), width, a.vocabulary, apart(weight), 1, 0),
@@ -148,7 +131,6 @@ void draw_few(Tensor hidden, Tensor weight, Tensor seeds, Tensor positions, Tens
 }  // namespace vx
 
 STABLE_TORCH_LIBRARY_IMPL(vexact_native, CUDA, m) {
-  m.impl("draw_many", TORCH_BOX(&vx::draw_many));
   m.impl("draw_overlapped", TORCH_BOX(&vx::draw_overlapped));
   m.impl("draw_few", TORCH_BOX(&vx::draw_few));
 }

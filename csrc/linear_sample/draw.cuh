@@ -1,4 +1,5 @@
-// The random numbers of a draw and the best token so far, with the bits of csrc/sampler/gumbel.h and of the Triton kernels.
+// The random numbers of a draw, with the bits of csrc/sampler/draw.h and of the Triton kernels. Blocks of tokens race, each
+// with its log-sum-exp + a Gumbel number; of the winner the token is drawn that the row's share of its mass falls to.
 #pragma once
 #include "common/math.cuh"
 #include "linear_sample/kernels.h"
@@ -12,38 +13,42 @@ struct Stream {
 
 __device__ __forceinline__ uint2 halves(int64_t v) { return make_uint2(uint32_t(v), uint32_t(uint64_t(v) >> 32)); }
 
-// Philox4x32-10 of N counters at once, round by round, so that none waits for its own results. Token v takes word
-// (v >> 4) & 3 of the counter (v >> 6) * 16 + (v & 15).
-template <int N>
-__device__ __forceinline__ void philox(const Stream& s, const uint32_t (&counters)[N], uint32_t (&words)[N][4]) {
+// Philox4x32-10 of the counter (position, counter, last) under the key seed.
+__device__ __forceinline__ uint4 philox(const Stream& s, uint32_t counter, uint32_t last) {
   uint32_t k0 = s.seed.x, k1 = s.seed.y;
-  asm("" : "+r"(k0), "+r"(k1));  // lest the keys of all rounds are kept in registers from call to call
-#pragma unroll
-  for (int n = 0; n < N; ++n) words[n][0] = s.position.x, words[n][1] = s.position.y, words[n][2] = counters[n], words[n][3] = 0;
+  uint32_t c[4] = {s.position.x, s.position.y, counter, last};
 #pragma unroll
   for (int round = 0; round < 10; ++round) {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      uint32_t(&c)[4] = words[n];
-      uint32_t a_low, a_high, b_low, b_high;
-      asm("{\n.reg .b64 wide;\nmul.wide.u32 wide, %2, %3;\nmov.b64 {%0, %1}, wide;\n}" : "=r"(a_low), "=r"(a_high) : "r"(c[0]), "n"(0xd2511f53u));
-      asm("{\n.reg .b64 wide;\nmul.wide.u32 wide, %2, %3;\nmov.b64 {%0, %1}, wide;\n}" : "=r"(b_low), "=r"(b_high) : "r"(c[2]), "n"(0xcd9e8d57u));
-      c[0] = b_high ^ c[1] ^ k0;
-      c[1] = b_low;
-      c[2] = a_high ^ c[3] ^ k1;
-      c[3] = a_low;
-    }
+    const uint32_t a_high = __umulhi(c[0], 0xd2511f53u), a_low = c[0] * 0xd2511f53u;
+    const uint32_t b_high = __umulhi(c[2], 0xcd9e8d57u), b_low = c[2] * 0xcd9e8d57u;
+    c[0] = b_high ^ c[1] ^ k0;
+    c[1] = b_low;
+    c[2] = a_high ^ c[3] ^ k1;
+    c[3] = a_low;
     k0 += 0x9e3779b9u;
     k1 += 0xbb67ae85u;
   }
+  return make_uint4(c[0], c[1], c[2], c[3]);
 }
 
-__device__ __forceinline__ uint32_t word_of(const Stream& s, int token) {
-  const uint32_t counter[1] = {uint32_t(token >> 6) * 16 + (token & 15)};
-  uint32_t words[1][4];
-  philox(s, counter, words);
-  const int j = token >> 4 & 3;
-  return j < 2 ? (j == 0 ? words[0][0] : words[0][1]) : (j == 2 ? words[0][2] : words[0][3]);
+// The random word of a block.
+__device__ __forceinline__ uint32_t word_of(const Stream& s, int block) {
+  const uint4 words = philox(s, uint32_t(block >> 6) * 16 + (block & 15), 0);
+  const int j = block >> 4 & 3;
+  return j < 2 ? (j == 0 ? words.x : words.y) : (j == 2 ? words.z : words.w);
+}
+
+// A whole number from 0 to total - 1, total below 2^48: the row's 64 random bits, as a share of it.
+__device__ __forceinline__ uint64_t share_of(const Stream& s, uint64_t total) {
+  const uint4 words = philox(s, 0, 1);
+  return __umul64hi(uint64_t(words.x) << 32 | words.y, total);
+}
+
+// w in whole units of 2^-40, truncated; 0 of what is not from 0 to 1.
+__device__ __forceinline__ uint64_t weight_of(float w) {
+  const uint32_t bits = __float_as_uint(w);
+  if (bits > 0x3f800000u) return 0;
+  return uint64_t((bits & 0x007fffffu) | 0x00800000u) << 17 >> min(127u - (bits >> 23), 63u);
 }
 
 // ln x of a normal number above 0.
@@ -61,8 +66,8 @@ __device__ __forceinline__ float log_of_normal(float x) {
   return fmaf(e, 0.693359375f, f - (h - low));
 }
 
-// -log(-log(1 - u)) for u = (word + 1/2) / 2^32.
-__device__ __forceinline__ float gumbel(uint32_t word) {
+// -log(1 - u) for u = (word + 1/2) / 2^32: exponentially distributed.
+__device__ __forceinline__ float exponential(uint32_t word) {
   const float whole = fmaf(float(word >> 16), 65536.0f, float(word & 0xffff));
   float u = fmaf(whole, 0x1p-32f, 0x1p-33f);
   u = u < 1.0f - 0x1p-24f ? u : 1.0f - 0x1p-24f;
@@ -72,7 +77,12 @@ __device__ __forceinline__ float gumbel(uint32_t word) {
   series = fmaf(series, q, 1.0f / 3);
   const float twice = s + s;
   const float near = fmaf(twice * q, series, twice), far = -log_of_normal(1.0f - u);
-  return -log_of_normal(u > 0.25f ? far : near);
+  return u > 0.25f ? far : near;
+}
+
+// log(total) + a Gumbel number: what a block whose e^(z - largest z) add up to total has beside its largest z.
+__device__ __forceinline__ float number_of(float exponential, float total) {
+  return -log_of_normal(__fdiv_rn(exponential, total));
 }
 
 // Numbers in the order of doubles, NaN aside: 0 is below all.
@@ -84,33 +94,5 @@ __device__ __forceinline__ double from_order(unsigned long long key) {
   if (!key) return __longlong_as_double(0xfff0000000000000ll);
   return __longlong_as_double(key >> 63 ? key & ~(1ull << 63) : ~key);
 }
-
-// The best token so far. Of two, the one whose z + Gumbel number is larger as a real number is better, the lower id of
-// equal ones: sum + rest is that number, exactly.
-struct Best {
-  double sum, rest;
-  float logit, number;
-  int token;
-
-  __device__ __forceinline__ void clear() {
-    sum = __longlong_as_double(0xfff0000000000000ll), rest = 0.0, logit = number = 0.0f, token = kNoToken;
-  }
-  __device__ __forceinline__ void take(const Best& o) {
-    if (o.sum > sum || (o.sum == sum && (o.rest > rest || (o.rest == rest && o.token < token)))) *this = o;
-  }
-  __device__ __forceinline__ void enter(float z, float logit, float number, int token) {
-    const double a = z, b = number, s = a + b, part = s - a;
-    take(Best{s, (a - (s - part)) + (b - part), logit, number, token});
-  }
-  __device__ __forceinline__ void take_from_lane(int across) {
-    Best o;
-    o.sum = __shfl_xor_sync(~0u, sum, across);
-    o.rest = __shfl_xor_sync(~0u, rest, across);
-    o.logit = __shfl_xor_sync(~0u, logit, across);
-    o.number = __shfl_xor_sync(~0u, number, across);
-    o.token = __shfl_xor_sync(~0u, token, across);
-    take(o);
-  }
-};
 
 }  // namespace vx

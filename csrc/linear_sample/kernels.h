@@ -13,9 +13,9 @@ struct Draws {
   float softcap;                     // 0: none
   int rows, vocabulary, blocks;
   float* parts;    // (rows, 4, blocks): the largest logit and the sum of e^(logit - it), raw; both at the temperature
-  float* entries;  // (rows, 2, blocks): the logit of the block's best token, and its Gumbel number (greedy: 0)
-  int* tokens;     // (rows, blocks): that token; kNoToken where one of another block is known to be better
-  unsigned long long* known = nullptr;  // (rows,): the best draw of all blocks so far, in_order; null: nobody tells others
+  float* entries;  // (rows, 2, blocks): the logit of the token below, and the block's number (greedy: 0)
+  int* tokens;     // (rows, blocks): what is drawn if the block wins; kNoToken where another is known to be better
+  unsigned long long* known = nullptr;  // (rows,): the best block's sum so far, in_order; null: nobody tells others
 };
 
 }  // namespace vx

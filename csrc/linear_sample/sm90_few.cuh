@@ -14,9 +14,11 @@ struct FewEpilogue {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   struct Shared {
-    float most[4][8];           // by warp and row
-    float sums[2][2][4][8];     // raw and at the temperature; p
-    Best best[4][8];
+    float most[4][8];         // by warp and row
+    float top[8];             // of all warps: `most` is written again before everybody has read it
+    float sums[2][2][4][8];   // raw and at the temperature; p
+    uint64_t weights[16][8];  // of eight neighbours, ascending
+    int first[4][8];          // of the largest logits
   };
 
   static __device__ __forceinline__ void together() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
@@ -67,37 +69,38 @@ struct FewEpilogue {
       if (lane < 4) shared.most[warp][mine + i] = most;
     }
     together();
+    uint64_t weight[2][2][2], up_to[2][2][2];  // i, p, h: of a token, and of the tokens of its eight up to it
+    int first[2];                              // of the largest logits
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float raw_most = block_most(shared, mine + i), z_most = __fdiv_rn(raw_most, t[i]) + 0.0f;
       const float origin = raw_most == __int_as_float(0xff800000) ? 0.0f : raw_most;
       const float z_origin = z_most == __int_as_float(0xff800000) ? 0.0f : z_most;
-      Best best;
-      best.clear();
       float raw[2][2], scaled[2][2];
+      first[i] = kNoToken;
+      if (warp == 0 && lane < 4) shared.top[mine + i] = raw_most;
 #pragma unroll
       for (int p = 0; p < 2; ++p)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const float v = x[p][h][i], z = __fdiv_rn(v, t[i]);
-          const int token = from + 64 * p + 8 * h;
           raw[p][h] = exp_of_negative(v - origin);
           scaled[p][h] = exp_of_negative(z - z_origin);
-          if (temperature[i] != 0.0f) {
-            if (v > __int_as_float(0xff800000)) best.enter(z, v, gumbel(word_of(stream[i], token)), token);
-          } else if (v == raw_most && v > __int_as_float(0xff800000)) {
-            best.take(Best{0.0, 0.0, v, 0.0f, token});
-          }
+          weight[i][p][h] = up_to[i][p][h] = weight_of(scaled[p][h]);
+          if (v == raw_most && v > __int_as_float(0xff800000)) first[i] = min(first[i], from + 64 * p + 8 * h);
         }
 #pragma unroll
       for (int across = 4; across < 32; across *= 2) {  // order: a tree of neighbours
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           float &r = raw[n / 2][n % 2], &s = scaled[n / 2][n % 2];
+          uint64_t& w = up_to[i][n / 2][n % 2];
           r = r + __shfl_xor_sync(~0u, r, across);
           s = s + __shfl_xor_sync(~0u, s, across);
+          const uint64_t before = __shfl_up_sync(~0u, w, across);
+          if (lane >= across) w += before;
         }
-        best.take_from_lane(across);
+        first[i] = min(first[i], __shfl_xor_sync(~0u, first[i], across));
       }
       if (lane < 4) {
 #pragma unroll
@@ -105,24 +108,57 @@ struct FewEpilogue {
           shared.sums[0][p][warp][mine + i] = raw[p][0] + raw[p][1];
           shared.sums[1][p][warp][mine + i] = scaled[p][0] + scaled[p][1];
         }
-        shared.best[warp][mine + i] = best;
+        shared.first[warp][mine + i] = first[i];
+      }
+      if (lane >= 28) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) shared.weights[n / 2 * 8 + warp * 2 + n % 2][mine + i] = up_to[i][n / 2][n % 2];
       }
     }
     together();
+    // Who has the token tells it.
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (!live[i]) continue;
+      uint64_t before[2][2], total = 0;
+#pragma unroll
+      for (int eight = 0; eight < 16; ++eight) {
+        if (eight / 2 % 4 == warp) before[eight / 8][eight % 2] = total;
+        total += shared.weights[eight][mine + i];
+      }
+      const int row = row0 + mine + i;
+      const int greedy = min(min(shared.first[0][mine + i], shared.first[1][mine + i]),
+                             min(shared.first[2][mine + i], shared.first[3][mine + i]));
+      const uint64_t share = share_of(stream[i], total);
+#pragma unroll
+      for (int p = 0; p < 2; ++p)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const uint64_t up = before[p][h] + up_to[i][p][h];
+          const int token = from + 64 * p + 8 * h;
+          if (temperature[i] == 0.0f ? token == greedy : up > share && up - weight[i][p][h] <= share) {
+            a.entries[int64_t(row) * 2 * a.blocks + tile] = x[p][h][i];
+            a.tokens[int64_t(row) * a.blocks + tile] = token;
+          }
+        }
+    }
     const int row = row0 + threadIdx.x;
     if (threadIdx.x < 8 && row < a.rows) {
-      const float of = a.temperature[row], most = block_most(shared, threadIdx.x);
-      Best best = shared.best[0][threadIdx.x];
-#pragma unroll
-      for (int w = 1; w < 4; ++w) best.take(shared.best[w][threadIdx.x]);
+      const float of = a.temperature[row], most = shared.top[threadIdx.x];
+      const float z_most = __fdiv_rn(most, of == 0.0f ? 1.0f : of) + 0.0f, total = block_sum(shared.sums[1]);
+      const Stream mine_of{halves(a.seeds[row]), halves(a.positions[row])};
       float* const to = a.parts + int64_t(row) * 4 * a.blocks + tile;
       to[0] = most;
       to[a.blocks] = block_sum(shared.sums[0]);
-      to[2 * int64_t(a.blocks)] = __fdiv_rn(most, of == 0.0f ? 1.0f : of) + 0.0f;
-      to[3 * int64_t(a.blocks)] = block_sum(shared.sums[1]);
-      a.entries[int64_t(row) * 2 * a.blocks + tile] = best.logit;
-      a.entries[(int64_t(row) * 2 + 1) * a.blocks + tile] = best.number;
-      a.tokens[int64_t(row) * a.blocks + tile] = best.token;
+      to[2 * int64_t(a.blocks)] = z_most;
+      to[3 * int64_t(a.blocks)] = total;
+      a.entries[(int64_t(row) * 2 + 1) * a.blocks + tile] = of == 0.0f ? 0.0f : number_of(exponential(word_of(mine_of, tile)), total);
+      uint64_t weights = 0;
+#pragma unroll
+      for (int eight = 0; eight < 16; ++eight) weights |= shared.weights[eight][threadIdx.x];
+      bool none = weights == 0;
+      if (of == 0.0f) none = most == __int_as_float(0xff800000);
+      if (none) a.tokens[int64_t(row) * a.blocks + tile] = kNoToken;
     }
   }
 

@@ -1,6 +1,6 @@
-// The product behind many draws: tiles of up to 64 rows of hidden by 128 or 256 tokens, which two warpgroups of a block take
-// in turns, so that one multiplies while the other draws from what it has multiplied. Shared memory is asked for 1.5 times as
-// long as the tensor cores by the narrow tiles, 1.25 times by the wide ones.
+// The product behind many draws: tiles of up to 64 rows of hidden by 128 tokens, or of two such boxes of rows, which two
+// warpgroups of a block take in turns, so that one multiplies while the other draws from what it has multiplied. Shared
+// memory is asked for 1.5 times as long as the tensor cores by the small tiles, 1.25 times by the large ones.
 //
 // One thread keeps a ring of stages in flight with the bulk tensor copy engine, of one tile after the other. A cluster's
 // blocks take the same tokens and as many rows each; every block loads its share of the weight for all of them. Of hidden a
@@ -9,18 +9,19 @@
 #pragma once
 #include <atomic>
 
-#include "linear_sample/sm90_many.cuh"
+#include "linear_sample/sm90_epilogue.cuh"
 
 namespace vx::sm90 {
 
-constexpr int kOverlapDepth = 64, kOverlapThreads = 384;
+constexpr int kOverlapTokens = kDrawBlock, kOverlapDepth = 64, kOverlapThreads = 384;
+constexpr int kTokenBoxes = kOverlapTokens / 64;
 constexpr int kOverlapBox = 64 * kOverlapDepth * 2;  // bytes of 64 rows, of hidden or of the weight
 
-template <int TOKENS>
+// BOXES: of rows, in a tile.
+template <int BOXES>
 struct OverlapRing {
-  static constexpr int kStages = TOKENS == 128 ? 8 : 4, kBoxes = TOKENS / 64, kStage = (1 + kBoxes) * kOverlapBox;
+  static constexpr int kStage = (BOXES + kTokenBoxes) * kOverlapBox, kStages = (192 << 10) / kStage;
   static constexpr int kShared = kStages * kStage + 1024;
-  static_assert((kStages & (kStages - 1)) == 0);
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -35,16 +36,17 @@ __device__ __forceinline__ void multiply_128(float (&d)[64], uint64_t a, uint64_
 
 #endif
 
-template <int CLUSTER, int TOKENS, class Epilogue>
+template <int CLUSTER, int BOXES, class Epilogue>
 __global__ void __launch_bounds__(kOverlapThreads, 1)
     overlapped_kernel(const __grid_constant__ CUtensorMap rows_map, const __grid_constant__ CUtensorMap weight_map, int m,
                       int n, int k, int rows, const __grid_constant__ Epilogue epilogue) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Ring = OverlapRing<TOKENS>;
+  using Ring = OverlapRing<BOXES>;
   extern __shared__ uint8_t memory[];
   __shared__ __align__(8) uint64_t barriers[2 * Ring::kStages + 2];
   const int rank = cluster_rank(), clusters = gridDim.x / CLUSTER;
-  const int groups = (m + rows * CLUSTER - 1) / (rows * CLUSTER), turns = groups * ((n + TOKENS - 1) / TOKENS);
+  const int tile = rows * BOXES;  // rows of it
+  const int groups = (m + tile * CLUSTER - 1) / (tile * CLUSTER), turns = groups * ((n + kOverlapTokens - 1) / kOverlapTokens);
   const int steps = (k + kOverlapDepth - 1) / kOverlapDepth;
   const uint32_t ring = (shared_address(memory) + 1023) & ~1023u;
   const uint32_t full = shared_address(barriers), empty = full + 8 * Ring::kStages, next = empty + 8 * Ring::kStages;
@@ -66,20 +68,21 @@ __global__ void __launch_bounds__(kOverlapThreads, 1)
       int slot = 0;
       uint32_t phase = 1;
       for (int turn = blockIdx.x / CLUSTER; turn < turns; turn += clusters) {
-        const int m0 = (turn % groups * CLUSTER + rank) * rows, n0 = turn / groups * TOKENS;
+        const int m0 = (turn % groups * CLUSTER + rank) * tile, n0 = turn / groups * kOverlapTokens;
         for (int step = 0; step < steps; ++step) {
           barrier_wait(empty + 8 * slot, phase);  // passes at once in the first round
-          barrier_expect(full + 8 * slot, Ring::kStage - kOverlapBox + rows * 128);
+          barrier_expect(full + 8 * slot, Ring::kStage - BOXES * kOverlapBox + tile * 128);
           const uint32_t to = ring + slot * Ring::kStage;
-          copy_box(to, &rows_map, full + 8 * slot, step * kOverlapDepth, m0, 0);
 #pragma unroll
-          for (int i = 0; i < Ring::kBoxes / CLUSTER; ++i) {
-            const int box = rank * (Ring::kBoxes / CLUSTER) + i;
+          for (int i = 0; i < BOXES; ++i)
+            copy_box(to + i * kOverlapBox, &rows_map, full + 8 * slot, step * kOverlapDepth, m0 + i * rows, 0);
+#pragma unroll
+          for (int i = 0; i < kTokenBoxes / CLUSTER; ++i) {
+            const int box = rank * (kTokenBoxes / CLUSTER) + i, at = to + (BOXES + box) * kOverlapBox;
             if constexpr (CLUSTER == 1)
-              copy_box(to + (1 + box) * kOverlapBox, &weight_map, full + 8 * slot, step * kOverlapDepth, n0 + 64 * box, 0);
+              copy_box(at, &weight_map, full + 8 * slot, step * kOverlapDepth, n0 + 64 * box, 0);
             else
-              copy_box_to((1 << CLUSTER) - 1, to + (1 + box) * kOverlapBox, &weight_map, full + 8 * slot,
-                          step * kOverlapDepth, n0 + 64 * box, 0);
+              copy_box_to((1 << CLUSTER) - 1, at, &weight_map, full + 8 * slot, step * kOverlapDepth, n0 + 64 * box, 0);
           }
           if (++slot == Ring::kStages) slot = 0, phase ^= 1;
         }
@@ -90,14 +93,17 @@ __global__ void __launch_bounds__(kOverlapThreads, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int mine = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1, thread = threadIdx.x % 128;
     const int row_in = thread / 32 * 16 + thread % 32 / 4, column_in = thread % 4 * 2;
-    float d[TOKENS / 2];
+    constexpr int kBoxLogits = Epilogue::kLogits / BOXES;
+    float d[Epilogue::kLogits];
     typename Epilogue::State state;
     uint32_t taken = mine;  // tiles of this block so far, the other's among them
     for (int turn = blockIdx.x / CLUSTER + mine * clusters; turn < turns; turn += 2 * clusters, taken += 2) {
-      const int m0 = (turn % groups * CLUSTER + rank) * rows, column = turn / groups * TOKENS + column_in;
-      epilogue.begin(d, m0 + row_in, column);
+      const int m0 = (turn % groups * CLUSTER + rank) * tile, column = turn / groups * kOverlapTokens + column_in;
 #pragma unroll
-      for (int i = 0; i < TOKENS / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
+      for (int i = 0; i < Epilogue::kLogits; ++i) {
+        d[i] = 0.0f;
+        asm volatile("" : "+f"(d[i])::"memory");
+      }
       // All stages of the tile before have come: only then does a parity tell a stage's round from the one before.
       if (taken) barrier_wait(next + 8 * mine, (taken - 1) / 2 & 1);
       const uint32_t first = taken * uint32_t(steps);
@@ -109,10 +115,10 @@ __global__ void __launch_bounds__(kOverlapThreads, 1)
         wgmma_begin();
 #pragma unroll
         for (int i = 0; i < kOverlapDepth / 16; ++i)  // order: K ascending; products of one accumulator run in issue order
-          if constexpr (TOKENS == 128)
-            multiply_128(d, operand(stage + 32 * i), operand(stage + kOverlapBox + 32 * i));
-          else
-            multiply_256<__nv_bfloat16, false, false>(d, operand(stage + 32 * i), operand(stage + kOverlapBox + 32 * i));
+#pragma unroll
+          for (int box = 0; box < BOXES; ++box)
+            multiply_128(reinterpret_cast<float(&)[kBoxLogits]>(d[box * kBoxLogits]),
+                         operand(stage + box * kOverlapBox + 32 * i), operand(stage + BOXES * kOverlapBox + 32 * i));
         wgmma_commit();
         if (step + 1 == steps && thread == 0) barrier_arrive(next + 8 * (1 - mine));
         wgmma_wait<1>();  // the stage before this one has been read
@@ -122,20 +128,21 @@ __global__ void __launch_bounds__(kOverlapThreads, 1)
       wgmma_wait<0>();
       if (before >= 0 && thread < CLUSTER) barrier_arrive_at(empty + 8 * before, thread);
 #pragma unroll
-      for (int i = 0; i < TOKENS / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
-      epilogue.end(d, m0 + row_in, column, min(m, m0 + rows), state);
+      for (int i = 0; i < Epilogue::kLogits; ++i) asm volatile("" : "+f"(d[i])::"memory");
+      epilogue.end(d, m0 + row_in, column, rows, state);
     }
   }
   cluster_sync();  // no block leaves while another may still write to it
 #endif
 }
 
-template <int CLUSTER, int TOKENS>
+template <int CLUSTER, int BOXES>
 cudaError_t overlapped(const CUtensorMap& rows, const CUtensorMap& weight, int m, int n, int k, int box_rows,
                        const Draws& draws, int device, cudaStream_t stream) {
-  using Epilogue = ManyEpilogue<OverlapRing<TOKENS>::kShared>;
-  constexpr int kBytes = OverlapRing<TOKENS>::kShared + Epilogue::kShared;
-  auto kernel = overlapped_kernel<CLUSTER, TOKENS, Epilogue>;
+  using Ring = OverlapRing<BOXES>;
+  using Epilogue = DrawEpilogue<Ring::kShared, BOXES>;
+  constexpr int kBytes = Ring::kShared + Epilogue::kShared;
+  auto kernel = overlapped_kernel<CLUSTER, BOXES, Epilogue>;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute cluster;
@@ -155,7 +162,8 @@ cudaError_t overlapped(const CUtensorMap& rows, const CUtensorMap& weight, int m
     if (clusters < 1) return cudaErrorInvalidConfiguration;
     known[device & 63].store(clusters);
   }
-  const int turns = (m + box_rows * CLUSTER - 1) / (box_rows * CLUSTER) * ((n + TOKENS - 1) / TOKENS);
+  const int together = box_rows * BOXES * CLUSTER;
+  const int turns = (m + together - 1) / together * ((n + kOverlapTokens - 1) / kOverlapTokens);
   config.gridDim = dim3(std::min(clusters, turns) * CLUSTER);
   return cudaLaunchKernelEx(&config, kernel, rows, weight, m, n, k, box_rows, Epilogue{draws});
 }

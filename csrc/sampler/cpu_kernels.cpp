@@ -4,7 +4,7 @@
 
 #include "common/parallel.h"
 #include "log_softmax/lse.h"
-#include "sampler/gumbel.h"
+#include "sampler/draw.h"
 
 namespace vx::VEXACT_ISA {
 namespace {
@@ -68,14 +68,32 @@ bool select_prefix(Tokens t, uint64_t target, uint32_t* key, uint32_t* id) {
   return true;
 }
 
-// The best token so far: z + number as a real number is sum + rest, which is exact.
+// Weights in units of 2^-40, truncated, high 2^20 + low: whole numbers, which any order adds alike.
+struct Whole {
+  I16 high, low;
+};
+
+VX_INLINE Whole whole(F16 weight) {
+  const F16 scaled = weight * set1(0x1p20f);
+  const I16 high = to_int(scaled);
+  return {high, to_int((scaled - to_float(high)) * set1(0x1p20f))};
+}
+
+VX_INLINE void store(uint64_t* w, Whole a) {
+  uint32_t high[16], low[16];
+  store(high, a.high);
+  store(low, a.low);
+  for (int lane = 0; lane < 16; ++lane) w[lane] = (uint64_t(high[lane]) << 20) + low[lane];
+}
+
+// The best block so far: top + number as a real number is sum + rest, which is exact.
 struct Race {
   double sum = -INFINITY, rest = 0.0;
-  int64_t id = -1;
+  int64_t block = -1;
 
-  void enter(double z, double number, int64_t token) {
-    const double s = z + number, part = s - z, r = (z - (s - part)) + (number - part);
-    if (s > sum || (s == sum && (r > rest || (r == rest && token < id)))) sum = s, rest = r, id = token;
+  void enter(double top, double number, int64_t b) {
+    const double s = top + number, part = s - top, r = (top - (s - part)) + (number - part);
+    if (s > sum || (s == sum && (r > rest || (r == rest && b < block)))) sum = s, rest = r, block = b;
   }
 };
 
@@ -86,6 +104,7 @@ struct Row {
   Z at;
   float max;            // of z
   const float* maxima;  // of x by blocks of kLseBlock
+  const float* sums;    // of e^(z - the block's largest)
   Tokens tokens;        // room for n
 
   // f(start, lanes, x, z, allowed) for the chunks that hold an allowed token.
@@ -135,47 +154,29 @@ struct Row {
     cut_to(cut, uint64_t(k));
   }
 
-  // Probabilities relative to the largest one, in units of 2^-40, truncated: whole numbers, which any order adds alike.
+  // By probabilities relative to the largest one.
   void keep_top_p(Cut& cut, float top_p) {
     constexpr float kNear = 8.0f;  // only tokens this close to the top are listed first; most prefixes end there
     uint64_t total = 0, listed = 0;
-    auto weigh = [&](F16 z, Mask m, I16& high, I16& low) {
-      const F16 scaled = select(m, exp(z - set1(max)), zero()) * set1(0x1p20f);
-      high = to_int(scaled);
-      low = to_int((scaled - to_float(high)) * set1(0x1p20f));
-    };
-    auto whole = [](I16 high, I16 low, uint64_t* w) {
-      alignas(64) float h[16], l[16];
-      store(h, from_bits(high));
-      store(l, from_bits(low));
-      for (int lane = 0; lane < 16; ++lane) {
-        uint32_t a, b;
-        std::memcpy(&a, &h[lane], 4);
-        std::memcpy(&b, &l[lane], 4);
-        w[lane] = (uint64_t(a) << 20) + b;
-      }
-    };
     auto list = [&](float z_min) {
       tokens.count = 0;
       total = listed = 0;
-      I16 high_sum = iset1(0), low_sum = iset1(0);
+      Whole sum = {iset1(0), iset1(0)};
       int pending = 0;
       uint64_t w[16];
       auto flush = [&] {
-        whole(high_sum, low_sum, w);
+        store(w, sum);
         for (uint64_t one : w) total += one;
-        high_sum = low_sum = iset1(0);
+        sum = {iset1(0), iset1(0)};
         pending = 0;
       };
       for_allowed(cut, [&](int64_t i, int, F16 v, F16 z, Mask m) {
-        I16 high, low;
-        weigh(z, m, high, low);
-        high_sum = high_sum + high;
-        low_sum = low_sum + low;
+        const Whole weight = whole(select(m, exp(z - set1(max)), zero()));
+        sum = {sum.high + weight.high, sum.low + weight.low};
         if (++pending == 2048) flush();  // 2048 addends of at most 2^20 fit a lane
         const Mask close = m & at_least(z, set1(z_min));
         if (!any(close)) return;
-        whole(high, low, w);
+        store(w, weight);
         for_lanes(close, [&](int lane) { listed += w[lane]; });
         append(close, i, v, w);
       });
@@ -187,50 +188,77 @@ struct Row {
     cut_to(cut, target);
   }
 
-  // order: a maximum has none. Of two tokens the one whose z + Gumbel number is larger as a real number wins, ties to the
-  // lower id; `floor` is below the best such sum, relative to max, by more than fp32 arithmetic can be off.
+  // The weights e^(z - top) of a block's allowed tokens, 0 of all others; returns top, its largest allowed z, or -inf.
+  float weigh_block(const Cut& cut, int64_t block, F16 (&w)[16]) const {
+    F16 most = set1(-INFINITY);
+    for (int j = 0; j < 8; ++j) {
+      const int64_t i = block * kDrawBlock + 16 * j;
+      w[j] = set1(-INFINITY);
+      if (i >= n) continue;
+      const int lanes = n - i < 16 ? int(n - i) : 16;
+      const F16 v = load_lanes(x + i, lanes), z = at(v);
+      w[j] = select(allowed(cut, v, z, i, lanes), z, w[j]);
+      most = select(w[j] > most, w[j], most);
+    }
+    const float top = max_lanes(most) + 0.0f;
+    if (top == -INFINITY) return top;
+    for (int j = 0; j < 8; ++j) w[j] = exp(w[j] - set1(top)), w[j + 8] = zero();
+    return top;
+  }
+
+  // The block with the largest log-sum-exp + Gumbel number, then a token of it by its share: as likely as the token
+  // with the largest logit + Gumbel number would be. `floor` is below the best sum, relative to max, by more than fp32
+  // arithmetic can be off: blocks that cannot reach it need no exponentials.
   int64_t draw(const Cut& cut, int64_t top_id, uint64_t seed, uint64_t position) const {
+    constexpr int64_t kPart = kLseBlock / kDrawBlock;
+    const int64_t blocks = (n + kDrawBlock - 1) / kDrawBlock, lse_blocks = (n + kLseBlock - 1) / kLseBlock;
     Race best;
     float floor = -INFINITY;
-    auto group = [&](int64_t g, bool first) {
-      F16 z[4], shifted[4];
-      Mask m[4];
-      bool open = first;
-      for (int j = 0; j < 4; ++j) {
-        const int64_t i = g + 16 * j, left = n - i;
-        const int lanes = left <= 0 ? 0 : left < 16 ? int(left) : 16;
-        const F16 v = lanes == 16 ? load(x + i) : lanes ? load(x + i, lanes) : zero();
-        z[j] = at(v);
-        shifted[j] = z[j] - set1(max);
-        m[j] = allowed(cut, v, z[j], i, lanes) & at_least(shifted[j] + set1(kGumbelMax), set1(floor));
-        open |= any(m[j]);
-      }
-      if (!open) return;
+    float waiting[64], reach[64];  // of 64 blocks: -log(1 - u), and what their sums, relative to max, do not exceed
+    auto open = [&](int64_t group) {
       I16 words[4];
-      philox(seed, position, int32_t(g / 64), words);
+      block_words(seed, position, group, words);
+      const int64_t first = group * (64 / kPart);
+      const int lanes = int(std::min<int64_t>(lse_blocks - first, 64 / kPart));
+      const F16 v = load_lanes(maxima + first, lanes), s = load_lanes(sums + first, lanes);
+      const Mask m = lanes_below(lanes) & at_least(v, set1(cut.x));
+      float lse[16];  // of kPart blocks of the draw together
+      store(lse, select(m, (at(v) - set1(max)) + log(s), set1(-INFINITY)));
       for (int j = 0; j < 4; ++j) {
-        const F16 u = uniform(words[j]);
-        m[j] = m[j] & at_least(shifted[j] + gumbel_bound(u), set1(floor));
-        if (!any(m[j])) continue;
-        float at_z[16], number[16];
-        store(at_z, z[j]);
-        store(number, gumbel(u));
-        for_lanes(m[j], [&](int lane) { best.enter(at_z[lane], number[lane], g + 16 * j + lane); });
+        const F16 e = exponential(uniform(words[j]));
+        store(waiting + 16 * j, e);
+        store(reach + 16 * j, neg(log(e)));
       }
-      floor = float(best.sum - double(max)) - 0.001f;
+      for (int i = 0; i < 64; ++i) reach[i] += lse[i / kPart];
     };
-    group(top_id / 64 * 64, true);  // a good start lets most groups go without a random number
-    for (int64_t g = 0; g < n; g += 64) {
-      if (g % kLseBlock == 0) {
-        const float top = maxima[g / kLseBlock];
-        if (top < cut.x || (at(top) - max) + kGumbelMax < floor) {
-          g += kLseBlock - 64;
-          continue;
-        }
-      }
-      group(g, false);
+    auto enter = [&](int64_t block) {
+      F16 w[16];
+      const float top = weigh_block(cut, block, w);
+      if (top == -INFINITY) return;
+      best.enter(top, -log(waiting[block % 64] / tree_sum(w)), block);
+      floor = float((best.sum - double(max)) + best.rest) - 0.001f;
+    };
+    const int64_t top_block = top_id / kDrawBlock;
+    open(top_block / 64);
+    enter(top_block);  // from now on the floor is close to 0, where reach is precise however large max is
+    for (int64_t b = 0; b < blocks; ++b) {
+      if (b % 64 == 0) open(b / 64);
+      if (reach[b % 64] >= floor) enter(b);
     }
-    return best.id;
+    return draw_from(cut, best.block, row_bits(seed, position));
+  }
+
+  // The token of a block whose weights `random` / 2^64 of the way through them all falls upon.
+  int64_t draw_from(const Cut& cut, int64_t block, uint64_t random) const {
+    F16 w[16];
+    weigh_block(cut, block, w);
+    uint64_t weight[kDrawBlock], total = 0;
+    for (int j = 0; j < 8; ++j) store(weight + 16 * j, whole(w[j]));
+    for (uint64_t one : weight) total += one;
+    uint64_t target = uint64_t((unsigned __int128)(random)*total >> 64);
+    int64_t i = 0;
+    for (; weight[i] <= target; ++i) target -= weight[i];
+    return block * kDrawBlock + i;
   }
 
   int64_t choose(const Sample& a, int64_t row, int64_t top_id) {
@@ -248,7 +276,8 @@ void sample_row(const Sample& a, int64_t row) {
   const float* x = a.logits + row * a.stride;
   const float t = a.temperature[row];
   const int64_t blocks = (a.n + kLseBlock - 1) / kLseBlock;
-  float* maxima = static_cast<float*>(scratch(0, blocks * sizeof(float)));
+  float* maxima = static_cast<float*>(scratch(0, 2 * blocks * sizeof(float)));
+  float* sums = maxima + blocks;
   const bool scaled = t != 0.0f && t != 1.0f;
   LseSum raw_sum, sum;
   int64_t top_block = 0;
@@ -257,8 +286,10 @@ void sample_row(const Sample& a, int64_t row) {
     const int64_t size = std::min(a.n - i * kLseBlock, kLseBlock);
     maxima[i] = block_max(block, size);
     if (maxima[i] > maxima[top_block]) top_block = i;
-    merge(raw_sum, lse_block(block, size, maxima[i], AtTemperatureOne{}));
-    if (scaled) merge(sum, lse_block(block, size, maxima[i], AtTemperature{t}));
+    LseSum part = lse_block(block, size, maxima[i], AtTemperatureOne{});
+    merge(raw_sum, part);
+    if (scaled) merge(sum, part = lse_block(block, size, maxima[i], AtTemperature{t}));
+    sums[i] = part.sum;
   }
   const Lse raw = finish(raw_sum), lse = scaled ? finish(sum) : raw;
   if (!finite(raw) || !finite(lse)) {
@@ -273,9 +304,9 @@ void sample_row(const Sample& a, int64_t row) {
     uint32_t* key = reinterpret_cast<uint32_t*>(weight + a.n);
     const Tokens tokens = {key, key + a.n, weight};
     if (scaled)
-      id = Row<AtTemperature>{x, a.n, {t}, lse.max, maxima, tokens}.choose(a, row, id);
+      id = Row<AtTemperature>{x, a.n, {t}, lse.max, maxima, sums, tokens}.choose(a, row, id);
     else
-      id = Row<AtTemperatureOne>{x, a.n, {}, lse.max, maxima, tokens}.choose(a, row, id);
+      id = Row<AtTemperatureOne>{x, a.n, {}, lse.max, maxima, sums, tokens}.choose(a, row, id);
   }
   a.ids[row] = id;
   a.logprobs[row] = log_prob(scaled ? x[id] / t : x[id], lse);

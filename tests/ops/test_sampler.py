@@ -13,7 +13,7 @@ from vexact_ops.sampler.reference import allowed_ref, philox_ref, sample_ref
 from vexact_ops.testing import assert_bitwise, check_repeatable, check_rows
 
 BACKENDS = pytest.mark.parametrize("device,backend", room_backends("sampler"))
-SIZES = st.sampled_from([1, 2, 17, 64, 65, 300, 1025])
+SIZES = st.sampled_from([1, 2, 17, 127, 128, 129, 300, 1025])
 PARAMS = st.fixed_dictionaries(
     {
         "temperature": st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.7]),
@@ -107,6 +107,32 @@ def test_draws_are_the_reference_s(device, backend, n, params, spread, seed):
         torch.testing.assert_close(ours.cpu().double(), exact, rtol=1e-5, atol=1e-5)
 
 
+@BACKENDS
+@pytest.mark.parametrize("spread", [0.02, 0.5, 3.0])
+def test_draws_from_many_blocks_are_the_reference_s(device, backend, spread):
+    """157 blocks, of which the random words come 64 at a time."""
+    logits, seeds, positions = make(8, 20000, 1, device, spread)
+    for params in ({}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 3000}, {"temperature": 1.7, "min_p": 0.01}):
+        ids = vx.sample(logits, seeds, positions, **params, backend=backend)[0]
+        assert ids.tolist() == sample_ref(logits.cpu(), seeds.tolist(), positions.tolist(), **params)[0].tolist()
+
+
+@BACKENDS
+def test_what_is_added_to_all_logits_does_not_show(device, backend):
+    """Blocks are compared as real numbers: where logits are large, fp32 would forget the random part of the sum."""
+    logits, seeds, positions = make(64, 1025, 4, device)
+    for params in ({}, {"top_k": 9}, {"top_p": 0.9}):
+        expected = vx.sample(logits, seeds, positions, **params, backend=backend)[0]
+        for added in (4096.0, 2.0**20, -(2.0**20)):
+            assert_bitwise(vx.sample(logits + added, seeds, positions, **params, backend=backend)[0], expected)
+    for row in (torch.zeros(1, 1025, device=device), allowed_alone(1025, {127: 0.0, 900: 0.0}, device)):
+        expected = vx.sample(row.expand_as(logits), seeds, positions, backend=backend)[0]
+        assert len(set((expected // 128).tolist())) > 1
+        for value in (1e-30, 1e9, 1e30, -1e30):
+            same = (row + value).expand_as(logits)
+            assert_bitwise(vx.sample(same, seeds, positions, backend=backend)[0], expected)
+
+
 @pytest.mark.parametrize("device,backend", room_backends("sampler", "triton"))
 @given(n=SIZES, params=st.lists(PARAMS, min_size=5, max_size=5), spread=st.sampled_from([0.1, 3.0]), seed=st.integers())
 def test_a_gpu_draws_the_tokens_of_a_cpu(device, backend, n, params, spread, seed):
@@ -142,7 +168,7 @@ def test_draws_never_change(device, backend):
     logits = torch.sin(torch.arange(1000.0).double() ** 1.5).float().expand(6, 1000) * 3
     seeds = torch.tensor([0, 1, 2, -1, 2**62, 12345])
     ids = vx.sample(logits.to(device), seeds.to(device), 7, temperature=1.25, top_p=0.9, backend=backend)[0]
-    assert ids.tolist() == [713, 294, 250, 676, 702, 702]
+    assert ids.tolist() == [448, 179, 321, 302, 137, 513]
 
 
 @BACKENDS
@@ -155,18 +181,32 @@ def test_logprobs_are_those_of_log_softmax(device, backend, temperature):
     assert_bitwise(logprobs, vx.log_softmax(scaled, backend=backend).gather(1, ids[:, None])[:, 0])
 
 
-def histogram(logits, draws, backend, seeds=None, **params):
+def histogram(logits, draws, backend, **params):
     """Counts of `draws` ids from one row, one position each."""
-    rows, positions = logits.expand(draws, -1), torch.arange(draws, device=logits.device)
-    ids = vx.sample(rows, 11 if seeds is None else seeds, positions, **params, backend=backend)[0]
-    return torch.bincount(ids.cpu(), minlength=logits.shape[-1]), ids.cpu()
+    ids = []
+    for positions in torch.arange(draws, device=logits.device).split(20000):
+        ids.append(vx.sample(logits.expand(len(positions), -1), 11, positions, **params, backend=backend)[0].cpu())
+    ids = torch.cat(ids)
+    return torch.bincount(ids, minlength=logits.shape[-1]), ids
+
+
+def allowed_alone(size: int, logits: dict[int, float], device) -> torch.Tensor:
+    """A row of -inf, but for these."""
+    row = torch.full((1, size), -math.inf, device=device)
+    row[0, list(logits)] = torch.tensor(list(logits.values()), device=device)
+    return row
+
+
+CUTS = [{}, {"temperature": 0.5}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 90, "top_p": 0.9}]
 
 
 @BACKENDS
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.5}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.1}], ids=str)
-def test_draws_follow_the_distribution(device, backend, params):
-    logits = make(1, 70, 5, spread=1.5)[0]
+@pytest.mark.parametrize("params", CUTS, ids=str)
+@pytest.mark.parametrize("size", [70, 300])
+def test_draws_follow_the_distribution(device, backend, size, params):
+    logits = make(1, size, 5, spread=1.5)[0]
     allowed = allowed_ref(logits[0], **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **params})
+    assert allowed[:128].any() and (size <= 128 or allowed[128:].any())
     p = torch.softmax(logits[0].double() / params.get("temperature", 1.0), -1) * allowed
     draws = 40000
     counts, _ = histogram(logits.to(device), draws, backend, **params)
@@ -174,6 +214,38 @@ def test_draws_follow_the_distribution(device, backend, params):
     assert pvalue(counts, p / p.sum() * draws) > 1e-4
     other = torch.softmax(logits[0].double() / params.get("temperature", 1.0) * 1.5, -1) * allowed
     assert pvalue(counts, other / other.sum() * draws) < 1e-4  # the test would see another temperature
+
+
+@BACKENDS
+def test_the_block_that_wins_says_nothing_of_its_token(device, backend):
+    """Four tokens in each of four blocks; blocks and tokens are about as likely as each other."""
+    tokens = [128 * block + at for block in range(4) for at in (0, 40, 90, 127)]
+    logits = allowed_alone(512, {token: 0.1 * (token % 7) for token in tokens}, device)
+    draws = 100_000
+    counts, _ = histogram(logits, draws, backend)
+    joint = counts[tokens].view(4, 4).double()
+    assert joint.sum() == draws
+    p = torch.softmax(logits[0, tokens].cpu().double(), -1).view(4, 4)
+    assert pvalue(joint.flatten(), (p * draws).flatten()) > 1e-4
+    of_block, of_token = joint.sum(1, keepdim=True), p / p.sum(1, keepdim=True)
+    for block in range(4):
+        assert pvalue(joint[block], of_token[block] * of_block[block]) > 1e-4
+    assert pvalue(of_block.flatten(), p.sum(1) * draws) > 1e-4
+
+
+@BACKENDS
+def test_rare_tokens_are_drawn_as_often_as_they_should(device, backend):
+    """Behind a token that nearly always comes: in its own block, before it and after it, and in another one."""
+    rare = {3: 1e-4, 126: 4e-4, 130: 1e-4, 255: 1e-3}
+    logits = allowed_alone(
+        300, {77: math.log(1 - sum(rare.values())), **{t: math.log(p) for t, p in rare.items()}}, device
+    )
+    draws = 300_000
+    counts, _ = histogram(logits, draws, backend)
+    p = torch.softmax(logits[0].cpu().double(), -1)
+    assert pvalue(counts, p * draws) > 1e-4
+    for gone in rare:
+        assert pvalue(counts, p.index_fill(0, torch.tensor(gone), 1e-6) * draws) < 1e-4
 
 
 @BACKENDS
@@ -189,9 +261,11 @@ def test_rare_tokens_of_a_large_vocabulary_are_drawn_as_often_as_they_should(dev
 
 @BACKENDS
 def test_seeds_and_positions_are_independent(device, backend):
-    """Neighbouring positions of a request, and neighbouring requests at one position, know nothing of each other."""
-    logits, draws = torch.tensor([[0.0, 0.5, 1.0, -0.5]], device=device), 20000
-    p = torch.softmax(logits[0].cpu().double(), -1)
+    """Neighbouring positions of a request, and neighbouring requests at one position, know nothing of each other: which
+    block wins, and which of its tokens."""
+    tokens, draws = [0, 100, 130, 255], 20000
+    logits = allowed_alone(256, dict(zip(tokens, [0.0, 0.5, 1.0, -0.5])), device)
+    p = torch.softmax(logits[0, tokens].cpu().double(), -1)
     joint = (p[:, None] * p).flatten() * (draws - 1)
     rows, number = logits.expand(draws, -1), torch.arange(draws, device=device)
     along = {
@@ -200,7 +274,8 @@ def test_seeds_and_positions_are_independent(device, backend):
         "both": vx.sample(rows, number, number, backend=backend)[0],
     }
     for name, ids in along.items():
-        pairs = torch.bincount((ids[:-1] * 4 + ids[1:]).cpu(), minlength=16)
+        number = torch.searchsorted(torch.tensor(tokens, device=device), ids)
+        pairs = torch.bincount((number[:-1] * 4 + number[1:]).cpu(), minlength=16)
         assert pvalue(pairs, joint) > 1e-4, name
     agree = (along["positions"] == along["seeds"]).double().mean().item()
     assert abs(agree - (p * p).sum().item()) < 0.02
@@ -220,6 +295,21 @@ def test_ties_go_to_the_lower_ids(device, backend):
     assert set(histogram(torch.zeros(1, 10, device=device), 2000, backend, top_p=0.35, top_k=5)[1].tolist()) == {0, 1}
     signed = torch.tensor([[-0.0, 0.0, -0.0, 0.0]], device=device)
     assert set(histogram(signed, 500, backend, top_k=2)[1].tolist()) == {0, 1}
+
+
+@BACKENDS
+def test_tied_blocks_go_to_the_lower_one(device, backend):
+    """At these positions blocks 0 and 1 have random words that fp32 does not tell apart."""
+    positions = [41401268, 74173312, 140417847]
+    for position in positions:
+        words = torch.tensor([philox_ref([position, 0, block, 0], [0, 0])[0] for block in (0, 1)])
+        uniform = ((words.double() + 0.5) / 2**32).float()
+        assert words[0] != words[1] and uniform[0] == uniform[1]
+    logits, positions = torch.zeros(3, 256, device=device), torch.tensor(positions, device=device)
+    assert (vx.sample(logits, 0, positions, backend=backend)[0] < 128).all()
+    for least in (2.0**-30, 1e-30):  # as real numbers, these sums differ
+        logits[:, 128:] = least
+        assert (vx.sample(logits, 0, positions, backend=backend)[0] >= 128).all()
 
 
 @BACKENDS

@@ -5,10 +5,8 @@ Admitted byte for byte against the Triton kernels (contract: verify, then trust)
 the Triton sampler: same bits.
 
 Up to 8 rows the weight is streamed as `linear` streams it for few rows, and a tile of it is one block of the
-log-sum-exp. More take tiles of 64 rows by 128 or 256 tokens, where one warpgroup multiplies while the other draws;
-beyond 192 rows tiles of 128 by 256, which ask less of the caches. There drawing is not hidden: a warpgroup of its own,
-which drew from the tile before, held up the two that multiplied for as long as it drew (256 rows, H = 2,048, on an
-H200: 492 us for 382, the product alone 237; the same without the drawing took 1.04 times the product).
+log-sum-exp. More take tiles of one or two boxes of 64 rows by such a block, where one warpgroup multiplies while the
+other draws.
 """
 
 import functools
@@ -28,11 +26,11 @@ from .triton import join, new_blocks, sampled
 # stages asked for before the kernel before has ended, stages left to load when the one after may start, and blocks that
 # share a multiprocessor.
 FEW = {8: (1, 4, 4, 1000, 3)}
-# Of those whose warpgroups take turns at drawing: the blocks of up to 64 rows that share what they read of the weight,
-# and tokens of a tile.
-OVERLAPPED = {64: (1, 128), 128: (2, 128), 192: (1, 256)}
-MANY, TRITON = "wgmma 128x256x64 ring 4", "triton"
-CLASSES = *FEW, *OVERLAPPED
+# Of those whose warpgroups take turns at drawing: the blocks that share what they read of the weight, and the boxes of
+# up to 64 rows that each takes at once. 128 and 256: an odd and an even number of 128 rows.
+OVERLAPPED = {64: (1, 1), 128: (1, 2), 256: (2, 2)}
+ROWS = {8: (1, 8), 64: (9, 64), 128: (65, 128, 300), 256: (129, 256, 400)}  # the fewest, and what else is verified
+TRITON = "triton"
 
 
 def linear_sample(
@@ -52,8 +50,10 @@ def linear_sample(
 
 
 def class_of(rows: int) -> int:
-    """The most rows that the kernel for so many takes; 0: any number."""
-    return next((most for most in CLASSES if rows <= most), 0)
+    """Which of the kernels takes so many."""
+    if rows <= 64:
+        return 8 if rows <= 8 else 64
+    return 128 if (rows + 127) // 128 % 2 else 256
 
 
 def _blocks(hidden, weight, softcap, seeds, positions, temperature) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,11 +61,8 @@ def _blocks(hidden, weight, softcap, seeds, positions, temperature) -> tuple[Ten
     args, most = (hidden, weight, seeds, positions, temperature, softcap), class_of(hidden.shape[0])
     if most in FEW:
         ops.draw_few(*args, most, *FEW[most], *blocks)
-    elif most in OVERLAPPED:
-        known = _known(hidden) if most > 64 else None
-        ops.draw_overlapped(*args, *OVERLAPPED[most], *blocks, known)
     else:
-        ops.draw_many(*args, *blocks, _known(hidden))
+        ops.draw_overlapped(*args, *OVERLAPPED[most], *blocks, _known(hidden) if most > 64 else None)
     return blocks
 
 
@@ -108,18 +105,19 @@ def _aligned(t: Tensor) -> bool:
 
 @decided
 def _draws(device: torch.device, width: int, rows: int) -> Proposal:
-    name = MANY
     if rows in FEW:
         boxes, ring, ahead, lead, share = FEW[rows]
         name = f"wgmma 128x{rows}x{64 * boxes} ring {ring} ahead {ahead} lead {lead} persistent {share}"
-    elif rows in OVERLAPPED:
-        blocks, tokens = OVERLAPPED[rows]
-        name = f"wgmma 64x{tokens}x64 ring {1024 // tokens} in turns, clusters of {blocks}"
+        which = f"R<={rows}"
+    else:
+        blocks, boxes = OVERLAPPED[rows]
+        name = f"wgmma {64 * boxes}x128x64 in turns, clusters of {blocks}"
+        which = "R<=64" if rows == 64 else f"R of an {'even' if rows == 256 else 'odd'} number of 128"
     candidate = digest.of_files(
         __file__, native=" ".join(f"{digest.of_extension(room, 'cuda')}" for room in ("linear_sample", "linear"))
     )
     return Proposal(
-        f"linear_sample bfloat16 H={width} R{f'<={rows}' if rows else f'>{max(CLASSES)}'}",
+        f"linear_sample bfloat16 H={width} {which}",
         [Candidate(name, _ours, candidate)],
         Candidate(TRITON, _theirs, digest.canonical("linear_sample")),
         lambda: _cases(device, width, rows),
@@ -179,16 +177,16 @@ def _cases(device: torch.device, width: int, most: int) -> list[tuple]:
             t = torch.ones_like(t)
         return hidden, weight, softcap, long(-(2**63), 2**63 - 1, (rows,)), long(0, 2**40, (rows,)), t
 
-    smaller = [one for one in CLASSES if one < most or not most]
-    top, least = most or 300, max(smaller, default=0) + 1
+    least, top, *more = ROWS[most]
     wide = 150 * 256 + 77  # tokens: more tiles than there are blocks
     return [
         case(top, 1300),
         case(top, 1024, special="ones", scale=0.05),
         case(least, 700),
-        case(max(1, top - 3), 520, softcap=5.0),
-        case(max(1, top - 1), 300, softcap=5.0, special="all"),
-        case(min(top, 29), 520, special="small"),
-        case(min(top, 129), wide, scale=0.02),
-        case(min(top, 65), wide, special="ones", scale=0.3),
+        case(max(least, top - 3), 520, softcap=5.0),
+        case(max(least, top - 1), 300, softcap=5.0, special="all"),
+        case(min(top, least + 20), 520, special="small"),
+        case(top, wide, scale=0.02),
+        case(min(top, least + 1), wide, special="ones", scale=0.3),
+        *(case(rows, 900) for rows in more),
     ]

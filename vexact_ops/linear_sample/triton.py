@@ -44,7 +44,7 @@ def _join_kernel(
     parts, entries, tokens, temperature, ids, logprobs, raw_logprobs, blocks,
     BLOCKS: tl.constexpr, MANY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A row's log-sum-exps and the best of its blocks' tokens."""
+    """A row's log-sum-exps and the token of the best of its blocks."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     parts += row * 4 * blocks
@@ -60,9 +60,9 @@ def _join_kernel(
         at = first + tl.arange(0, BLOCKS)
         token = tl.load(tokens + row * blocks + at, mask=at < blocks, other=_NO_TOKEN)
         there = token < _NO_TOKEN
-        x = tl.load(entries + at, mask=there, other=float("-inf"))
+        largest = tl.load(parts + 2 * blocks + at, mask=there, other=0.0)
         number = tl.load(entries + blocks + at, mask=there, other=0.0)
-        more, left = exact_sum(tl.div_rn(x, tl.zeros_like(x) + t), number)
+        more, left = exact_sum(largest, number)
         most, rest, found = better(most, rest, found, *best_of(tl.where(there, more, float("-inf")), left, token))
     one = tl.arange(0, 1)[None, :]
     found = found + one
@@ -85,8 +85,8 @@ def new_blocks(hidden: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]
 
 def join(parts: Tensor, entries: Tensor, tokens: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """parts    the blocks' largest logit and sum of e^(logit - it), raw, and both at the temperature
-    entries  the logit and the Gumbel number of the blocks' best tokens
-    tokens   these tokens, NO_TOKEN where one of another block is known to be better
+    entries  the logit of the token that is drawn where a block wins, and the block's number (0 where a row is greedy)
+    tokens   these tokens, NO_TOKEN where another block is known to be better
     """
     rows, blocks = tokens.shape
     ids = torch.empty(rows, dtype=torch.int64, device=tokens.device)

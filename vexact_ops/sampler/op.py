@@ -36,16 +36,20 @@ def sample(
     returns      ids (R,) int64; logprobs (R,) fp32, at that temperature (at 1 where it is 0) over the whole vocabulary;
                  raw logprobs (R,) fp32, at temperature 1. A row without a finite log-sum-exp (NaN or inf among its
                  logits, or -inf alone) gives id -1 and NaN: the caller fails that request and no other
-    bits         of a row depend on its logits, seed, position and parameters. Token v's Gumbel number is a function of
-                 (seed, position, v) by Philox4x32-10; the token with the largest logit / temperature + Gumbel number,
-                 as a sum of real numbers, wins, the lower id on a tie; the mass of a prefix is summed in whole units of
-                 2^-40. The ids are the same on a CPU and a GPU for the same logits.
+    bits         of a row depend on its logits, seed, position and parameters. Of its blocks of 128 tokens the one with
+                 the largest log-sum-exp + Gumbel number wins, as a sum of real numbers, the lower one on a tie, and one
+                 more random number draws a token of it by its share. The numbers are functions of (seed, position,
+                 block) and of (seed, position) by Philox4x32-10; a log-sum-exp over allowed tokens is summed in one
+                 order, shares and the mass of a prefix in whole units of 2^-40. The ids are the same on a CPU and a GPU
+                 for the same logits.
                  logprobs are those of log_softmax(logits / temperature) and of linear_logprobs, bit for bit
     raises       TypeError on dtype, ValueError on shape or parameters, BackendUnavailable. On a GPU, where to look at
                  values would make the host wait, a tensor's parameter out of range is not refused; a row that it
                  leaves no token gives id -1 and NaN
-    source       Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011); Holtzman et al., arXiv 1904.09751;
-                 Nguyen et al., arXiv 2407.01082
+    source       Maddison, Tarlow, Minka, A* Sampling (2014): the largest of logit + Gumbel number over some tokens is
+                 distributed as their log-sum-exp + one Gumbel number, whichever of them it is; Salmon et al., Parallel
+                 random numbers: as easy as 1, 2, 3 (2011); Holtzman et al., arXiv 1904.09751; Nguyen et al., arXiv
+                 2407.01082
     example
     >>> logits, seeds, positions = torch.randn(3, 50), torch.tensor([1, 2, 3]), torch.tensor([10, 4, 7])
     >>> ids, logprobs, raw_logprobs = vx.sample(logits, seeds, positions, temperature=0.7, top_p=0.9)

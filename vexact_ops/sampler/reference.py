@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 _M0, _M1, _W0, _W1, _WORD = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85, 0xFFFFFFFF
+DRAW_BLOCK = 128  # tokens that share one Gumbel number
 
 
 def philox_ref(counter: list[int], key: list[int]) -> list[int]:
@@ -18,14 +19,31 @@ def philox_ref(counter: list[int], key: list[int]) -> list[int]:
     return [c0, c1, c2, c3]
 
 
-def gumbel_ref(seed: int, position: int, size: int) -> Tensor:
-    """The Gumbel numbers of token ids 0 to size - 1."""
+def _words(seed: int, position: int, *counter: int) -> list[int]:
+    return philox_ref([position & _WORD, position >> 32 & _WORD, *counter], [seed & _WORD, seed >> 32 & _WORD])
+
+
+def gumbel_ref(seed: int, position: int, blocks: int) -> Tensor:
+    """The Gumbel numbers of a row's blocks."""
     noise = []
-    for token in range(size):
-        counter = [position & _WORD, position >> 32 & _WORD, (token >> 6) * 16 + (token & 15), 0]
-        word = philox_ref(counter, [seed & _WORD, seed >> 32 & _WORD])[token >> 4 & 3]
+    for block in range(blocks):
+        word = _words(seed, position, (block >> 6) * 16 + (block & 15), 0)[block >> 4 & 3]
         noise.append(-math.log(-math.log1p(-(word + 0.5) / 2**32)))
     return torch.tensor(noise, dtype=torch.float64)
+
+
+def place_ref(seed: int, position: int) -> float:
+    """Where the draw falls among the tokens of a row's winning block: from 0 up to 1."""
+    high, low, *_ = _words(seed, position, 0, 1)
+    return (high << 32 | low) / 2**64
+
+
+def draw_ref(z: Tensor, seed: int, position: int) -> int:
+    """A token of one row of logits, -inf for those that are not allowed."""
+    blocks = torch.nn.functional.pad(z, (0, -len(z) % DRAW_BLOCK), value=-math.inf).view(-1, DRAW_BLOCK)
+    block = int((blocks.logsumexp(-1) + gumbel_ref(seed, position, len(blocks))).argmax())
+    before = torch.softmax(blocks[block], -1).cumsum(-1) <= place_ref(seed, position)
+    return block * DRAW_BLOCK + int(before.sum())
 
 
 def allowed_ref(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
@@ -57,6 +75,6 @@ def sample_ref(
     scaled = torch.log_softmax(logits.double() / temperature, -1) if temperature else raw
     ids = logits.argmax(-1)
     for row in range(len(logits)) if temperature else ():
-        keys = scaled[row] + gumbel_ref(seeds[row], positions[row], logits.shape[1])
-        ids[row] = keys.masked_fill(~allowed_ref(logits[row], temperature, top_k, top_p, min_p), -math.inf).argmax()
+        z = scaled[row].masked_fill(~allowed_ref(logits[row], temperature, top_k, top_p, min_p), -math.inf)
+        ids[row] = draw_ref(z, seeds[row], positions[row])
     return ids, scaled.gather(1, ids[:, None])[:, 0], raw.gather(1, ids[:, None])[:, 0]

@@ -1,7 +1,8 @@
 """The Triton kernels: the draws of the CPU kernel, id for id, from the same logits.
 
-Truncation and draw are made of correctly rounded fp32 operations, maxima and sums of integers, so they have no order;
-the log-probabilities have that of log_softmax on a GPU. Twelve launches, no look at a value by the host: those that
+Truncation and draw are made of correctly rounded fp32 operations, maxima, sums of integers, which have no order, and
+blocks' sums in a tree of pairs, which are those of the log-sum-exp where a row is not cut; the log-probabilities have
+the order of log_softmax on a GPU. Twelve launches, no look at a value by the host: those that
 a row's parameters do not ask for end at once.
 
 More than 600 lines in one file because a draw is all of its launches, and each reads what the one before it wrote.
@@ -17,7 +18,7 @@ from torch import Tensor
 from .._core.triton import OPTIONS, begin, chunk, early, exp_down, log, on
 from ..log_softmax.triton import LSE_BLOCK, TILE, join_blocks, joined, load_blocks, log_prob, reduce_blocks
 
-GROUPS = 32  # of 64 token ids: what one program of the draw looks at
+DRAWN = 16  # blocks that one program of the draw looks at
 SEARCH = 1024  # tokens that the search for a cut takes at a time
 PROGRAMS = 128  # that search a row which is alone, fewer where there are more; no bit depends on it
 SUMS = 6400  # whole numbers by digit of a row's search: 2048, 2048, 1024, 1024 counts of those, the total
@@ -357,12 +358,12 @@ def _cut_kernel(
 
 
 @triton.jit
-def _philox(seed, position, counter):
-    """Philox4x32-10: four words for the counter (position, counter, 0) under the key seed."""
+def _philox(seed, position, counter, last: tl.constexpr):
+    """Philox4x32-10: four words for the counter (position, counter, last) under the key seed."""
     c0 = tl.zeros_like(counter).to(tl.uint32) + (position & 0xFFFFFFFF).to(tl.uint32)
     c1 = tl.zeros_like(counter).to(tl.uint32) + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     c2 = counter.to(tl.uint32)
-    c3 = tl.zeros_like(c2)
+    c3 = tl.zeros_like(c2) + last
     k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
     k1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     m0 = tl.full(c0.shape, 0xD2511F53, tl.uint32)
@@ -380,8 +381,16 @@ def _philox(seed, position, counter):
 
 
 @triton.jit
-def _gumbel(word):
-    """-log(-log(1 - u)) for u = (word + 1/2) / 2^32, as csrc/sampler/gumbel.h."""
+def _word(seed, position, block):
+    """The random words of blocks."""
+    w0, w1, w2, w3 = _philox(seed, position, (block >> 6) * 16 + (block & 15), 0)
+    j = (block >> 4) & 3
+    return tl.where(j < 2, tl.where(j == 0, w0, w1), tl.where(j == 2, w2, w3))
+
+
+@triton.jit
+def _number(word, total):
+    """log(total) + a Gumbel number: -log(-log(1 - u) / total) for u = (word + 1/2) / 2^32, as csrc/sampler/draw.h."""
     whole = tl.fma((word >> 16).to(tl.float32), 65536.0, (word & 0xFFFF).to(tl.float32))
     u = tl.fma(whole, 2.0**-32, 2.0**-33)
     u = tl.where(u < 1.0 - 2.0**-24, u, 1.0 - 2.0**-24)
@@ -393,7 +402,18 @@ def _gumbel(word):
     twice = s + s
     near = tl.fma(twice * q, series, twice)
     far = log(1.0 - u) * -1.0
-    return log(tl.where(u > 0.25, far, near)) * -1.0
+    return log(tl.div_rn(tl.where(u > 0.25, far, near), total)) * -1.0
+
+
+@triton.jit
+def _share(seed, position, total):
+    """A whole number from 0 to total - 1, total below 2^48: the row's 64 random bits, as a share of it."""
+    high, low, _, _ = _philox(seed, position, tl.full([], 0, tl.int32), 1)
+    high, low, of = high.to(tl.uint64), low.to(tl.uint64), total.to(tl.uint64)
+    of_high, of_low = of >> 32, of & 0xFFFFFFFF
+    middle = high * of_low + ((low * of_low) >> 32)
+    other = low * of_high + (middle & 0xFFFFFFFF)
+    return (high * of_high + (middle >> 32) + (other >> 32)).to(tl.int64)
 
 
 @triton.jit
@@ -429,111 +449,86 @@ def better(total, rest, token, other_total, other_rest, other):
 
 
 @triton.jit
-def _key_of(logits, word, token, n, t, top, place, z_min):
-    """z - top + Gumbel number in fp32; -inf for a token that is not allowed."""
+def _allowed(logits, token, n, t, place, z_min):
+    """z = logit / t of tokens, -inf where they are not allowed."""
     x = tl.load(logits + token, mask=token < n, other=float("-inf"))
     z = _at_temperature(x, t)
-    return tl.where((_place(x, token) >= place) & (z >= z_min), (z - top) + _gumbel(word), float("-inf"))
-
-
-@triton.jit
-def _exactly(logits, word, token, n, t, top, place, z_min):
-    """The best of some tokens: its sum and its id."""
-    key = _key_of(logits, word, token, n, t, top, place, z_min)
-    x = tl.load(logits + token, mask=token < n, other=float("-inf"))
-    total, rest = exact_sum(_at_temperature(x, t), _gumbel(word))
-    return best_of(tl.where(key > float("-inf"), total, float("-inf")), rest, token)
+    return tl.where((_place(x, token) >= place) & (z >= z_min), z, float("-inf"))
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=COLUMNS)
 def _draw_kernel(
-    logits, seeds, positions, parts, lse, greedy, temperature, min_p, cuts, best, n, blocks, stride, tiles,
-    GROUPS: tl.constexpr, PDL: tl.constexpr,
+    logits, seeds, positions, parts, lse, greedy, temperature, min_p, cuts, sums, best, n, blocks, stride, tiles,
+    TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of a part of a row, the allowed token with the largest z + Gumbel number, as real numbers, the lower id on a tie.
-
-    fp32 finds it, unless others come within its rounding; then fp64 decides.
-    """
+    """Of a part of a row the block with the largest log-sum-exp of its allowed tokens + Gumbel number, as real numbers,
+    the lower block on a tie. What a row that is not cut has in its blocks is known."""
     begin(PDL)
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     t = tl.load(temperature + row)
+    total, rest = tl.full([], float("-inf"), tl.float64), tl.full([], 0.0, tl.float64)
     found = tl.full([], 2147483647, tl.int32)
-    place = tl.load(cuts + 2 * row + 1)
-    at = tile * (GROUPS * 64 // _LSE_BLOCK) + tl.arange(0, GROUPS * 64 // _LSE_BLOCK)
-    highest = tl.max(tl.load(parts + row * 4 * blocks + at, mask=at < blocks, other=float("-inf")), axis=0)
-    if (t != 0.0) & (tl.load(greedy + row) >= 0) & (_place(highest, tl.full([], 0, tl.int32)) >= place):
-        top = tl.load(lse + 4 * row + 2)
-        z_min = top + log(tl.load(min_p + row))
-        group = tile * GROUPS + tl.arange(0, GROUPS)[:, None]
-        lane = tl.arange(0, 16)[None, :]
-        words = _philox(tl.load(seeds + row), tl.load(positions + row), group * 16 + lane)
-        first = group * 64 + lane
-        x = logits + row * stride
-        key = _key_of(x, words[0], first, n, t, top, place, z_min)
-        second, token = tl.full([GROUPS, 16], float("-inf"), tl.float32), first
-        for j in tl.static_range(1, 4):
-            other = _key_of(x, words[j], first + 16 * j, n, t, top, place, z_min)
-            second = tl.maximum(second, tl.minimum(key, other))
-            token = tl.where(other > key, first + 16 * j, token)
-            key = tl.maximum(key, other)
-        most = tl.max(tl.max(key, axis=1), axis=0)
-        least = most - (tl.abs(most) + 32.0) * 4.76837158e-07  # twice what rounding can do to a key
-        least = tl.where(most > float("-inf"), least, float("inf"))
-        near = key >= least
-        if tl.sum(tl.sum(near.to(tl.int32) + (second >= least).to(tl.int32), axis=1), axis=0) > 1:
-            total, rest, found = _exactly(x, words[0], first, n, t, top, place, z_min)
-            for j in tl.static_range(1, 4):
-                entry = _exactly(x, words[j], first + 16 * j, n, t, top, place, z_min)
-                total, rest, found = better(total, rest, found, *entry)
-        else:
-            found = tl.min(tl.min(tl.where(near, token, 2147483647), axis=1), axis=0)
+    parts += row * 4 * blocks
+    block = tile * TILE + tl.arange(0, TILE)[:, None]
+    if (t != 0.0) & (tl.load(greedy + row) >= 0):
+        place, least = tl.load(cuts + 2 * row + 1), tl.load(min_p + row)
+        largest = tl.load(parts + 2 * blocks + block, mask=block < blocks, other=float("-inf"))
+        mass = tl.load(parts + 3 * blocks + block, mask=block < blocks, other=0.0)
+        if (place > _NOTHING) | (least > 0.0):
+            top = tl.load(lse + 4 * row + 2)
+            z_min = top + log(least)
+            highest = tl.max(tl.max(tl.load(parts + block, mask=block < blocks, other=float("-inf")), axis=1), axis=0)
+            if _place(highest, tl.full([], 0, tl.int32)) >= place:
+                token = block * _LSE_BLOCK + tl.arange(0, _LSE_BLOCK)[None, :]
+                largest, mass = reduce_blocks(_allowed(logits + row * stride, token, n, t, place, z_min))
+            else:
+                largest = tl.full(largest.shape, float("-inf"), tl.float32)
+        there = largest > float("-inf")
+        number = _number(_word(tl.load(seeds + row), tl.load(positions + row), block), tl.where(there, mass, 1.0))
+        sums_of, rests = exact_sum(tl.where(there, largest, 0.0), number)
+        total, rest, found = best_of(tl.where(there, sums_of, float("-inf")), rests, block)
+    tl.store(sums + (row * tiles + tile) * 2, total)
+    tl.store(sums + (row * tiles + tile) * 2 + 1, rest)
     tl.store(best + row * tiles + tile, found)
 
 
 @triton.jit
-def _winner(logits, seed, position, t, best, tiles, n, TILES: tl.constexpr):
-    """The best of the tokens that a row's parts have found; 2147483647 where there is none."""
+def _winner(sums, best, tiles, TILES: tl.constexpr):
+    """The best of the blocks that a row's parts have found; 2147483647 where there is none."""
     total, rest = tl.full([], float("-inf"), tl.float64), tl.full([], 0.0, tl.float64)
     found = tl.full([], 2147483647, tl.int32)
     for first in range(0, tiles, TILES):
         at = first + tl.arange(0, TILES)
-        token = tl.load(best + at, mask=at < tiles, other=2147483647)
-        x = tl.load(logits + token, mask=token < n, other=float("-inf"))
-        w0, w1, w2, w3 = _philox(seed, position, (token >> 6) * 16 + (token & 15))
-        j = (token >> 4) & 3
-        word = tl.where(j < 2, tl.where(j == 0, w0, w1), tl.where(j == 2, w2, w3))
-        more, left = exact_sum(_at_temperature(x, t), _gumbel(word))
-        total, rest, found = better(total, rest, found, *best_of(more, left, token))
+        block = tl.load(best + at, mask=at < tiles, other=2147483647)
+        more = tl.load(sums + 2 * at, mask=at < tiles, other=float("-inf"))
+        left = tl.load(sums + 2 * at + 1, mask=at < tiles, other=0.0)
+        total, rest, found = better(total, rest, found, *best_of(more, left, block))
     return found
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=COLUMNS)
 def _finish_kernel(
-    logits,
-    seeds,
-    positions,
-    lse,
-    greedy,
-    temperature,
-    best,
-    ids,
-    logprobs,
-    raw_logprobs,
-    n,
-    stride,
-    tiles,
-    TILES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, seeds, positions, lse, greedy, temperature, min_p, cuts, sums, best, ids, logprobs, raw_logprobs, n, stride,
+    tiles, TILES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Of the winning block the token that the row's share of its mass falls to; the log-probabilities."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     t = tl.load(temperature + row)
     token = tl.load(greedy + row)
     if (token >= 0) & (t != 0.0):  # a parameter that the host did not look at may have left no token to draw
-        seed, position = tl.load(seeds + row), tl.load(positions + row)
-        found = _winner(logits, seed, position, t, best + row * tiles, tiles, n, TILES)
-        token = tl.where(found < 2147483647, found.to(tl.int64), -1)
+        block = _winner(sums + row * tiles * 2, best + row * tiles, tiles, TILES)
+        token = tl.full([], -1, tl.int64)
+        if block < 2147483647:
+            of = block * _LSE_BLOCK + tl.arange(0, _LSE_BLOCK)
+            z_min = tl.load(lse + 4 * row + 2) + log(tl.load(min_p + row))
+            z = _allowed(logits, of, n, t, tl.load(cuts + 2 * row + 1), z_min)
+            weight = _weight(z, tl.max(z, axis=0) + 0.0, True)
+            up_to = tl.cumsum(weight, 0)
+            share = _share(tl.load(seeds + row), tl.load(positions + row), tl.sum(weight, axis=0))
+            passed = tl.sum((up_to <= share).to(tl.int64), axis=0)
+            token = block.to(tl.int64) * _LSE_BLOCK + tl.minimum(passed, _LSE_BLOCK - 1)
     known = token >= 0
     x = tl.load(logits + tl.maximum(token, 0))
     z = tl.div_rn(x, tl.where(t == 0.0, 1.0, t))
@@ -571,9 +566,11 @@ def sample(
     ids, logprobs, raw_logprobs = new(rows, dtype=torch.int64), new(rows), new(rows)
     if rows == 0:
         return ids, logprobs, raw_logprobs
-    blocks, tiles, searched = triton.cdiv(n, LSE_BLOCK), triton.cdiv(n, GROUPS * 64), triton.cdiv(n, SEARCH)
+    blocks, searched = triton.cdiv(n, LSE_BLOCK), triton.cdiv(n, SEARCH)
+    tiles = triton.cdiv(blocks, DRAWN)
     parts, lse = new(rows, 4, blocks), new(rows, 4)
     greedy, best = new(rows, dtype=torch.int64), new(rows, tiles, dtype=torch.int32)
+    scores = new(rows, tiles, 2, dtype=torch.float64)
     bounds, cuts = new(rows, 2, dtype=torch.int64), new(rows, 2, dtype=torch.int64)
     sums, states = new(rows, 2, SUMS, dtype=torch.int64), new(rows, 2, 4, dtype=torch.int64)
     found = Search(bounds, cuts, sums, states)
@@ -598,11 +595,11 @@ def sample(
                 num_warps=4, **options,
             )  # fmt: skip
         _draw_kernel[(rows, tiles)](
-            logits, seeds, positions, parts, lse, greedy, temperature, min_p, cuts, best, n, blocks, stride, tiles,
-            GROUPS=GROUPS, num_warps=4, **options,
+            logits, seeds, positions, parts, lse, greedy, temperature, min_p, cuts, scores, best, n, blocks, stride,
+            tiles, TILE=DRAWN, num_warps=4, **options,
         )  # fmt: skip
         _finish_kernel[(rows,)](
-            logits, seeds, positions, lse, greedy, temperature, best, ids, logprobs, raw_logprobs, n, stride, tiles,
-            TILES=chunk(tiles, 1024), num_warps=4, **options,
+            logits, seeds, positions, lse, greedy, temperature, min_p, cuts, scores, best, ids, logprobs, raw_logprobs,
+            n, stride, tiles, TILES=chunk(tiles, 1024), num_warps=1, **options,
         )  # fmt: skip
     return ids, logprobs, raw_logprobs
