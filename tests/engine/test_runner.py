@@ -68,7 +68,8 @@ def ladders(runner):
 def outcomes(family, config, params=PARAMS):
     with Engine.from_pretrained(build(family), config=config) as engine:
         done = engine.generate(PROMPTS, params)
-        done += engine.generate(PROMPTS, [replace(p, top_k=0, top_p=1.0, min_p=0.0) for p in params])
+        plain = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "num_top_logprobs": 0}
+        done += engine.generate(PROMPTS, [replace(p, **plain) for p in params])
         check_idle(engine)
         runner = engine._worker._runner
         sizes = [ladder.sizes for ladder in ladders(runner)]

@@ -21,12 +21,14 @@ class Batch:
     rows                   (R,) int64, the tokens whose final hidden states are wanted; None: all. Behind attention the
                            last layer has nothing to do for others, so of a prompt it computes hardly more than keys and
                            values
+    embedded               (T, H) the embedding's rows of input_ids, where they have been gathered with them
     """
 
     input_ids: Tensor
     positions: Tensor
     paged: vx.patch.PagedBatch
     rows: Tensor | None = None
+    embedded: Tensor | None = None
 
 
 def rows_of(x: Tensor, rows: Tensor | None) -> Tensor:

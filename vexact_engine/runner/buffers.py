@@ -40,6 +40,7 @@ class Body:
     longest    at least the most tokens of a sequence
     padding    at most so many padded tokens make a sequence
     width      pages of a sequence, at most
+    all_drawn  after every token, each a sequence's only one, something is drawn; or padding
     """
 
     tokens: int
@@ -48,13 +49,14 @@ class Body:
     longest: int
     padding: int
     width: int
+    all_drawn: bool = False
 
     def columns(self) -> Iterator[tuple[str, type, int]]:
         yield "ids", np.int64, self.tokens
         yield "sources", np.int64, self.tokens  # where in `words` each token's id is
         yield "positions", np.int64, self.tokens
         yield "places", np.int64, self.tokens  # where in the cache keys and values go; -1 stores nothing
-        yield "rows", np.int64, self.draws  # the tokens that are drawn after
+        yield "rows", np.int64, 0 if self.all_drawn else self.draws  # the tokens that are drawn after
         yield "slots", np.int64, self.sequences
         yield "starts", np.int32, self.sequences + 1
         yield "context", np.int32, self.sequences
@@ -64,7 +66,7 @@ class Body:
 class Head:
     """The sizes of a draw.
 
-    plain   no row has a top_k, top_p or min_p
+    plain   no row has a top_k, top_p or min_p, and nobody wants to look at hidden states behind it
     """
 
     draws: int
@@ -75,6 +77,7 @@ class Head:
             yield name, np.int64, self.draws
         for name in ("temperature", "top_p", "min_p"):
             yield name, np.float32, self.draws
+        yield "address", np.int64, 1  # of the host's memory that is told what was drawn
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class Work:
     longest   tokens of the longest chunk
     context   keys of the longest sequence
     top       the most likeliest tokens that any draw is to come with
-    plain     no draw has a top_k, top_p or min_p
+    plain     that is none, and no draw has a top_k, top_p or min_p
     """
 
     tokens: int
@@ -107,48 +110,21 @@ def _places(part: Body | Head) -> tuple[dict[str, tuple[int, type, int]], int]:
 
 
 class Host:
-    """Memory of the host that a step goes through, in and out; its own until the device is through with it.
-
-    words, drawn   that memory as the device has it
-    """
+    """Memory of the host that a step goes through, in and out; its own until the device is through with it. A GPU's
+    kernels read and write it where it lies."""
 
     def __init__(self, size: int, draws: int, device: torch.device):
         pinned = device.type == "cuda"
-        words = torch.zeros(size // 8, dtype=torch.int64, pin_memory=pinned)
-        drawn = torch.zeros(4 * draws, dtype=torch.int32, pin_memory=pinned)
-        self.bytes, self.numbers = words.view(torch.uint8).numpy(), drawn.numpy()
-        self.words, self.drawn = (_Pinned(part).on(device) if pinned else part for part in (words, drawn))
+        self.words = torch.zeros(size // 8, dtype=torch.int64, pin_memory=pinned)
+        self.drawn = torch.zeros(4 * draws, dtype=torch.int32, pin_memory=pinned)
+        self.bytes, self.numbers = self.words.view(torch.uint8).numpy(), self.drawn.numpy()
+        self.address = self.drawn.data_ptr()
         self.event = torch.cuda.Event() if pinned else None
 
     def columns(self, part: Body | Head, middle: int) -> dict[str, np.ndarray]:
         places, size = _places(part)
         first = middle if isinstance(part, Body) else middle - size
         return {name: np.ndarray(count, kind, self.bytes, first + at) for name, (at, kind, count) in places.items()}
-
-
-class _Pinned:
-    """Memory of the host that kernels of a GPU read and write where it lies."""
-
-    def __init__(self, tensor: Tensor):
-        self._tensor = tensor
-        shape, kind = tuple(tensor.shape), f"<i{tensor.itemsize}"
-        self.__cuda_array_interface__ = {
-            "shape": shape, "typestr": kind, "data": (tensor.data_ptr(), False), "version": 2,
-        }  # fmt: skip
-
-    def on(self, device: torch.device) -> Tensor:
-        """A tensor of that device, which keeps the memory; the host's own where torch takes it for another GPU's, as it
-        does with memory that was pinned for that one first."""
-        found = torch.as_tensor(self, dtype=self._tensor.dtype, device=device)
-        return found if found.data_ptr() == self._tensor.data_ptr() else self._tensor
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    """By a kernel where that can be: the copy engine makes the kernels before and behind it wait."""
-    if source.device == target.device:
-        torch.bitwise_or(source, 0, out=target)
-    else:
-        target.copy_(source, non_blocking=True)
 
 
 def send(values: np.ndarray, device: torch.device) -> Tensor:
@@ -178,12 +154,12 @@ class Buffers:
         self.memory = torch.zeros(size, dtype=torch.uint8, device=device)
         self.words = self.memory.view(torch.int64)
         self.last = self.words[: slots + 1]
-        self.drawn = torch.zeros(4 * tokens, dtype=torch.int32, device=device)
-        self._kernels = None  # torch's
         if device.type == "cuda":
             from . import triton  # on a CPU it need not be installed
 
             self._kernels = triton
+        else:  # torch's
+            self._kernels, self._drawn = None, torch.zeros(4 * tokens, dtype=torch.int32)
         self._hosts: list[Host] = []  # all there are: one that is lost with its step may still be read by kernels
         self._free: list[Host] = []
 
@@ -201,7 +177,7 @@ class Buffers:
         self._new = self.rows.apply(step)
         drawn = self.rows.occupants[slots]
         top = int(drawn["top"].max(initial=0))
-        plain = not (drawn["top_k"].any() or drawn["min_p"].any() or (drawn["top_p"] < 1).any())
+        plain = not (top or drawn["top_k"].any() or drawn["min_p"].any() or (drawn["top_p"] < 1).any())
         context = int((chunks["start"] + lengths).max())
         return Work(len(step.token_ids), len(chunks), len(slots), int(lengths.max()), context, top, plain)
 
@@ -238,7 +214,8 @@ class Buffers:
             to["sources"][:tokens] = np.where(step.token_ids < 0, owners, known)
             to["positions"][:tokens] = positions
             to["places"][:tokens] = self.rows.table[owners, page].astype(np.int64) * self.page_size + offset
-            to["rows"][:draws] = offsets[drawn] - 1
+            if not body.all_drawn:
+                to["rows"][:draws] = offsets[drawn] - 1
             to["slots"][:count] = slots
             to["starts"][1 : count + 1] = offsets
             to["context"][:count] = ends
@@ -270,17 +247,20 @@ class Buffers:
             warm = 0.0 if step is not None else 1.0  # greedy rows cost less than others, which are to be timed
             for name, padding in (("top_k", 0), ("temperature", warm), ("top_p", 1.0), ("min_p", 0.0)):
                 to[name][:draws], to[name][draws:] = occupants[name], padding
-        _copy(host.words[first // 8 : end // 8], self.words[first // 8 : end // 8])
+            to["address"][0] = host.address
         pages = step.page_ids if step is not None else ()
-        if len(pages) > _MOST_PAGES:
-            self._put_pages(*(send(part, self.device) for part in (self._new, pages)))
-        elif len(pages):
+        apart = len(pages) > _MOST_PAGES or not self._kernels
+        if not apart:
             numbers = end + 8 * len(pages)
-            host.bytes[end:numbers].view(np.int64)[:] = self._new
+            host.bytes[end:numbers].view(np.int64)[:] = self._new if len(pages) else ()
             host.bytes[numbers : numbers + 4 * len(pages)].view(np.int32)[:] = pages
-            there = host.words.view(torch.int32)[numbers // 4 : numbers // 4 + len(pages)]
-            parts = host.words[end // 8 : numbers // 8], there
-            self._put_pages(*(part.to(self.device, non_blocking=True) for part in parts))
+        if self._kernels:
+            count = 0 if apart else len(pages)
+            self._kernels.receive(host.words, self.words, self.table, first // 8, end // 8, count)
+        else:
+            self.words[first // 8 : end // 8] = host.words[first // 8 : end // 8]
+        if apart and len(pages):
+            self.table.view(-1).index_copy_(0, *(send(part, self.device) for part in (self._new, pages)))
         return host
 
     @contextlib.contextmanager
@@ -299,9 +279,6 @@ class Buffers:
             context.fill_(1)
             slots.fill_(self.slots)
 
-    def _put_pages(self, where: Tensor, pages: Tensor) -> None:
-        self.table.view(-1).index_copy_(0, where, pages)
-
     # On the device
 
     def columns(self, part: Body | Head) -> dict[str, Tensor]:
@@ -314,17 +291,21 @@ class Buffers:
             found[name] = piece.view(_TORCH[kind])
         return found
 
-    def batch(self, body: Body) -> tuple[Batch, Tensor]:
+    def batch(self, body: Body, embedding: Tensor | None = None) -> tuple[Batch, Tensor]:
         """The batch, and the rows that are drawn after. A last token that is none (-1: what it was to be drawn from was
-        not finite) is computed as token 0: it must not be an index, and nobody will ask for what comes of it."""
-        c = self.columns(body)
+        not finite) is computed as token 0: it must not be an index, and nobody will ask for what comes of it.
+
+        embedding   whose rows may be gathered with the ids, if the forward has use for them
+        """
+        c, embedded = self.columns(body), None
         if self._kernels:
-            input_ids, table = self._kernels.inputs(self.words, c["sources"], self.table, c["slots"], body.width)
+            gathered = self.words, c["sources"], self.table, c["slots"], body.width, embedding
+            input_ids, table, embedded = self._kernels.inputs(*gathered)
         else:
             input_ids = self.words[c["sources"]].clamp_(min=0)
             table = self.table[:, : body.width][c["slots"]]
         paged = vx.patch.PagedBatch(*self.caches, c["places"], table, c["context"], c["starts"], body.longest)
-        return Batch(input_ids, c["positions"], paged), c["rows"]
+        return Batch(input_ids, c["positions"], paged, embedded=embedded), c["rows"]
 
     def take(self, hidden: Tensor, rows: Tensor, out: Tensor) -> None:
         """out[:] = hidden[rows]."""
@@ -333,14 +314,14 @@ class Buffers:
         else:
             torch.ops.aten.index.Tensor_out(hidden, [rows], out=out)
 
-    def keep(self, slots: Tensor, ids: Tensor, values: Sequence[Tensor]) -> None:
+    def keep(self, columns: dict[str, Tensor], ids: Tensor, values: Sequence[Tensor]) -> None:
         """Note what was drawn: the ids for the slots' next tokens, all of it for the host."""
         if self._kernels:
-            self._kernels.keep(slots, ids, *values, self.last, self.drawn)
+            self._kernels.keep(columns["slots"], ids, *values, self.last, columns["address"])
         else:
-            self.last.index_copy_(0, slots, ids)
+            self.last.index_copy_(0, columns["slots"], ids)
             parts = [t.view(torch.int32) for t in (ids, *values)]
-            torch.cat(parts, out=self.drawn[: 4 * len(ids)])
+            torch.cat(parts, out=self._drawn[: 4 * len(ids)])
 
     def width(self, context: int) -> int:
         """Pages for so many keys, for a step of its own."""
@@ -350,9 +331,9 @@ class Buffers:
     # Its way out
 
     def fetch(self, host: Host, draws: int) -> None:
-        """Begin to copy what was drawn."""
-        if draws:
-            _copy(self.drawn[: 4 * draws], host.drawn[: 4 * draws])
+        """Behind all of a step: what was drawn is with the host once the event has come."""
+        if not self._kernels:
+            host.drawn[: 4 * draws] = self._drawn[: 4 * draws]
         if host.event is not None:
             host.event.record()
 

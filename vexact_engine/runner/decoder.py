@@ -375,7 +375,7 @@ class Decoder:
         """
         step, x = _Step(batch, self.rotary), hidden
         if self.embedding is not None:
-            x = self.embedding[batch.input_ids]
+            x = self.embedding[batch.input_ids] if batch.embedded is None else batch.embedded
             if self.factor is not None:
                 x = x * self.factor
         last = None if self.norm is None else self.layers[-1]

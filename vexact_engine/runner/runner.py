@@ -270,7 +270,7 @@ class Runner:
         scored = self.draws and len(step.targets) > 0
         forward = draw = None
         if not scored:
-            if work.longest > 1:
+            if not self._all_drawn(work):
                 forward = next((few for most, few in self._mixed_few if work.sequences <= most), self._mixed)
             else:
                 forward = self._decode if work.plain else self._decode_cut
@@ -294,7 +294,7 @@ class Runner:
             if draw:
                 draw.replay()
             elif head and not (forward and forward.head):
-                self._draw(head)
+                self._draw(head, self._hidden)
             if work.top and self.draws:
                 slots = step.chunks["slot"][step.chunks["draws"] > 0]
                 top = _Top(self.handle, self._hidden, buffers.rows.occupants["top"][slots])
@@ -308,11 +308,17 @@ class Runner:
         kernels have been chosen. Others' would be under the request that first meets them."""
         decodes = self._decode.fit(work.draws) if 0 < work.draws < work.tokens else None
         draws = min(decodes.body.tokens, work.tokens) if decodes else work.draws
-        return Body(work.tokens, work.sequences, draws, work.longest, 1, self.buffers.width(work.context))
+        width, all_drawn = self.buffers.width(work.context), self._all_drawn(work)
+        return Body(work.tokens, work.sequences, draws, work.longest, 1, width, all_drawn)
 
-    def _compute(self, body: Body, whole: bool = False) -> Tensor | None:
+    @staticmethod
+    def _all_drawn(work: Work) -> bool:
+        return work.longest == 1 and work.draws == work.tokens
+
+    def _compute(self, body: Body, whole: bool = False, aside: bool = True) -> Tensor | None:
         """Final hidden states, of all tokens where `whole` says so; those that are drawn after are put aside."""
-        batch, rows = self.buffers.batch(body)
+        embedding = self.forward.embedding if isinstance(self.forward, Decoder) else None
+        batch, rows = self.buffers.batch(body, embedding)
         if self.draws and not whole and body.draws < body.tokens:
             batch.rows = rows if body.draws else rows.new_zeros(1)  # some token: ops of no rows are not worth a thought
         hidden = self._forward_of(batch)
@@ -320,28 +326,30 @@ class Runner:
             return None
         if self._hidden is None:
             self._hidden = hidden.new_zeros(self._slots, hidden.shape[1])
-        if body.draws and batch.rows is None:
-            self.buffers.take(hidden, rows, self._hidden[: body.draws])
-        elif body.draws:
-            self._hidden[: body.draws].copy_(hidden)
+        if aside and body.draws:
+            if batch.rows is None and not body.all_drawn:
+                self.buffers.take(hidden, rows, self._hidden[: body.draws])
+            else:
+                self._hidden[: body.draws].copy_(hidden)
         return hidden
 
-    def _draw(self, head: Head) -> None:
+    def _draw(self, head: Head, hidden: Tensor) -> None:
+        """After its first rows."""
         columns = self.buffers.columns(head)
         cuts = {} if head.plain else {name: columns[name] for name in ("top_k", "top_p", "min_p")}
         ids, *values = self.handle.sample(
-            self._hidden[: head.draws],
+            hidden[: head.draws],
             columns["seeds"],
             columns["positions"],
             temperature=columns["temperature"],
             **cuts,
         )
-        self.buffers.keep(columns["slots"], ids, values)
+        self.buffers.keep(columns, ids, values)
 
     # Graphs
 
     def _decode_body(self, rows: int) -> Body:
-        return Body(rows, rows, rows, 1, 1, self.buffers.max_pages)
+        return Body(rows, rows, rows, 1, 1, self.buffers.max_pages, all_drawn=True)
 
     def _mixed_body(self, rows: int, most: int | None = None) -> Body:
         capacity = self.buffers.max_pages * self.config.page_size
@@ -492,10 +500,10 @@ class Runner:
         return held
 
     def _run(self, body: Body | None, head: Head | None) -> None:
-        if body:
-            self._compute(body)
+        straight = body and body.all_drawn and head and head.plain  # what is drawn from need not be put aside
+        hidden = self._compute(body, aside=not straight) if body else None
         if head:
-            self._draw(head)
+            self._draw(head, hidden if straight else self._hidden)
 
     def _pad(self, body: Body | None, head: Head | None) -> None:
         """Nothing but padding in these columns; with ids at random, or rows that are alike would all go to the same

@@ -109,9 +109,9 @@ class StageRunner(Runner):
         torch.add(*out, out=self._made[:tokens])
         return None
 
-    def _draw(self, head) -> None:
+    def _draw(self, head, hidden) -> None:
         if self.draws:
-            super()._draw(head)
+            super()._draw(head, hidden)
 
     @torch.inference_mode()
     def settle(self) -> None:
@@ -148,7 +148,8 @@ class StageRunner(Runner):
             self.link.send(self._made[: work.tokens].clone())
         if not work.draws:
             return
+        slots = step.chunks["slot"][step.chunks["draws"] > 0]
         if self.draws:
-            self.link.give_back(self.buffers.drawn[: 2 * work.draws].view(torch.int64).clone())
+            self.link.give_back(self.buffers.last.index_select(0, send(slots.astype(np.int64), self.device)))
         if self.first:
-            self._owed.append((step.number, step.chunks["slot"][step.chunks["draws"] > 0]))
+            self._owed.append((step.number, slots))

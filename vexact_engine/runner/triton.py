@@ -1,6 +1,7 @@
-"""What a GPU does around a forward, in few small kernels: a step's ids and pages are gathered, the rows that are drawn
-after are taken out, and what was drawn is noted. Torch has a kernel or two for each of these, every one of which takes
-longer than its work does. Bytes are moved and nothing is computed: they are what torch's would be.
+"""What a GPU does around a forward, in few small kernels: a step is read from the host's memory; its ids, what they are
+embedded as and its pages are gathered; the rows that are drawn after are taken out; what was drawn is noted, with the
+host too. Torch has a kernel or two for each of these, every one of which takes longer than its work does. Bytes are
+moved and nothing is computed: they are what torch's would be.
 """
 
 import contextlib
@@ -32,18 +33,33 @@ def _begin(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
+@triton.jit(do_not_specialize=["first", "count", "pages"])
+def _receive_kernel(host, words, table, first, count, pages, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    _begin(PDL)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    host += first
+    tl.store(words + first + at, tl.load(host + at, mask=at < count), mask=at < count)
+    where = tl.load(host + count + at, mask=at < pages, other=0)
+    page = tl.load((host + count + pages).to(tl.pointer_type(tl.int32)) + at, mask=at < pages)
+    tl.store(table + where, page, mask=at < pages)
+
+
 @triton.jit(do_not_specialize=["tokens", "sequences"])
 def _inputs_kernel(
-    words, sources, ids, slots, table, pages, tokens, sequences, width, table_stride,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    words, sources, ids, embedding, embedded, slots, table, pages, tokens, sequences, width, embedding_stride,
+    table_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     _begin(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if (row < tokens) & (part == 0):
-        token = tl.load(words + tl.load(sources + row))
-        tl.store(ids + row, tl.maximum(token, 0))
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    if row < tokens:
+        token = tl.maximum(tl.load(words + tl.load(sources + row)), 0)
+        if part == 0:
+            tl.store(ids + row, token)
+        if WIDTH > 0:
+            x = tl.load(embedding + token * embedding_stride + at, mask=at < WIDTH)
+            tl.store(embedded + row * WIDTH + at, x, mask=at < WIDTH)
     if row < sequences:
-        at = part * BLOCK + tl.arange(0, BLOCK)
         page = tl.load(table + tl.load(slots + row) * table_stride + at, mask=at < width)
         tl.store(pages + row * width + at, page, mask=at < width)
 
@@ -58,8 +74,9 @@ def _take_kernel(source, rows, target, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["ids", "values", "raw_values"])
-def _keep_kernel(slots, ids, values, raw_values, last, drawn, rows, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _keep_kernel(slots, ids, values, raw_values, last, address, rows, BLOCK: tl.constexpr, PDL: tl.constexpr):
     _begin(PDL)
+    drawn = tl.load(address).to(tl.pointer_type(tl.int32))
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = row < rows
     token = tl.load(ids + row, mask=there, other=0)
@@ -71,16 +88,31 @@ def _keep_kernel(slots, ids, values, raw_values, last, drawn, rows, BLOCK: tl.co
     tl.store(drawn + 3 * rows + row, raw.to(tl.int32, bitcast=True), mask=there)
 
 
-def inputs(words: Tensor, sources: Tensor, table: Tensor, slots: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """words[sources], 0 where that is less, and the first columns of table[slots]."""
+def receive(host: Tensor, words: Tensor, table: Tensor, first: int, end: int, pages: int) -> None:
+    """words[first:end] = host[first:end]. Behind these `host` has so many places of `table` as one row, and as int32
+    what goes there. It is memory of the host, pinned."""
+    with _on(words.device):
+        _receive_kernel[(triton.cdiv(max(end - first, pages), 256),)](
+            host, words, table, first, end - first, pages, BLOCK=256, num_warps=4, **_early(words.device)
+        )
+
+
+def inputs(
+    words: Tensor, sources: Tensor, table: Tensor, slots: Tensor, width: int, embedding: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """words[sources], 0 where that is less; the first columns of table[slots]; and where there is an embedding, its
+    rows of these ids."""
     tokens, sequences = len(sources), len(slots)
     ids, pages = torch.empty_like(sources), table.new_empty(sequences, width)
+    size = 0 if embedding is None else embedding.shape[1]
+    embedded = embedding.new_empty(tokens, size) if size else None
     with _on(words.device):
-        _inputs_kernel[(max(tokens, sequences), triton.cdiv(width, 1024))](
-            words, sources, ids, slots, table, pages, tokens, sequences, width, table.stride(0),
-            BLOCK=1024, num_warps=4, **_early(words.device),
+        _inputs_kernel[(max(tokens, sequences), triton.cdiv(max(width, size), 1024))](
+            words, sources, ids, embedding, embedded, slots, table, pages, tokens, sequences, width,
+            size and embedding.stride(0), table.stride(0), WIDTH=size, BLOCK=1024, num_warps=4,
+            **_early(words.device),
         )  # fmt: skip
-    return ids, pages
+    return ids, pages, embedded
 
 
 def take(source: Tensor, rows: Tensor, target: Tensor) -> None:
@@ -92,10 +124,10 @@ def take(source: Tensor, rows: Tensor, target: Tensor) -> None:
         )
 
 
-def keep(slots: Tensor, ids: Tensor, values: Tensor, raw_values: Tensor, last: Tensor, drawn: Tensor) -> None:
-    """last[slots] = ids, and in `drawn` the bytes of ids, values and raw values."""
+def keep(slots: Tensor, ids: Tensor, values: Tensor, raw_values: Tensor, last: Tensor, address: Tensor) -> None:
+    """last[slots] = ids; and where `address` says, the bytes of ids, values and raw values."""
     rows = len(ids)
     with _on(ids.device):
         _keep_kernel[(triton.cdiv(rows, 128),)](
-            slots, ids, values, raw_values, last, drawn, rows, BLOCK=128, num_warps=4, **_early(ids.device)
+            slots, ids, values, raw_values, last, address, rows, BLOCK=128, num_warps=4, **_early(ids.device)
         )
