@@ -247,8 +247,9 @@ def _double(value: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])
 def _cos_sin_kernel(
-    positions, inv_freq, cos, sin, scaling, F: tl.constexpr, BLOCK: tl.constexpr
+    positions, inv_freq, cos, sin, scaling, F: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # sine and cosine as csrc/rope/cpu_kernels.cpp has them, step by step in double
+    begin_beside(PDL)
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     position = tl.load(positions + token)
@@ -353,5 +354,6 @@ def rope_cos_sin(positions: Tensor, inv_freq: Tensor, scaling: float, dtype: tor
             _cos_sin_kernel[(tokens,)](
                 positions.contiguous(), inv_freq.contiguous(), cos, sin, scaling,
                 F=frequencies, BLOCK=block(frequencies, "rope_cos_sin: frequencies"), num_warps=1, **OPTIONS,
+                **early(cos),
             )  # fmt: skip
     return cos, sin
