@@ -7,6 +7,7 @@
 #include "attention/flash_plan.cuh"
 #include "attention/flash_stream.cuh"
 #include "attention/flash_tile.cuh"
+#include "common/counters.h"
 
 namespace vx {
 namespace {
@@ -71,6 +72,8 @@ void launch_decode(const Args& a, const Maps& maps, int device, cudaStream_t str
       const int64_t blocks = items < count ? items : count;
       Args early = a;  // of many items the first's start is not worth that its last keys come after its earlier ones
       early.settled = a.settled && items <= 8 * count;
+      // Not all multiprocessors get the same bandwidth, nor sequences are of a length: who is done takes the next
+      if (items > count && items < int64_t(1) << 30) early.counter = reinterpret_cast<unsigned*>(Counters::of(stream, device));
       a.group <= 8 ? launch_stream<T, D, DV, 8>(early, maps, blocks, device, stream)
                    : launch_stream<T, D, DV, 16>(early, maps, blocks, device, stream);
       done = true;

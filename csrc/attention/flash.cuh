@@ -40,6 +40,7 @@ struct Args {
   const int32_t* table;  // paged: (sequences, .); null where keys are packed
   float* partial;        // decode in segments: (sequences, segments, Hq, DV + 2)
   int32_t* ready;        // segments, where joining begins before all are done: warps that are done with each
+  unsigned* counter;     // decode: 0, and 0 again afterwards, of the items that blocks take as they come; null: in turn
   const int32_t* wanted; // tiles: nothing is done where this is there and 0
   int64_t table_row, q_row, q_head, k_page, k_row, k_head, v_page, v_row, v_head;
   int tokens, keys, sequences, pages, page_size, hk, group, segments;

@@ -32,6 +32,9 @@ struct StreamShared {
   alignas(16) float high[kRing][ROWS], kept[kRing][ROWS];  // the maximum so far, and what is left of what was before it
   float tops[2][4][ROWS];  // of a quarter of a block's keys
   uint64_t full[kSlots], empty[kSlots], scored[kRing], taken[kRing];
+  static constexpr int kAhead = 8;  // items that who fetches may be ahead of who carries
+  int next[kAhead];
+  uint64_t named[kAhead], heard[kAhead];
   int until[kMostSplit];  // segments of the sequences up to each, where segments are items
 };
 
@@ -128,6 +131,47 @@ __device__ __forceinline__ void wait_for_kernel_before() {
 #endif
 }
 
+// The items of a thread block, as one of its warps meets them. The first has the block's own number. Those after it are
+// dealt out in turn or, where there is a counter, taken by whoever comes to it: the warp that fetches keys asks for the next
+// one before its last loads, and names it to the other nine. Behind each item follows one request, and as many requests as
+// there are items turn the counter back to 0.
+template <class Shared>
+struct Turns {
+  const Args& a;
+  Shared& s;
+  const int items;
+  int item = blockIdx.x;
+  uint32_t answer = 0, turn = 0;
+  __device__ __forceinline__ Turns(const Args& a, Shared& s, int items) : a(a), s(s), items(items) {}
+  __device__ __forceinline__ bool more() const { return item < items; }
+
+  __device__ __forceinline__ void next() {
+    if (!a.counter) {
+      item += gridDim.x;
+      return;
+    }
+    const uint32_t at = turn % Shared::kAhead;
+    barrier_wait(shared_address(&s.named[at]), turn++ / Shared::kAhead & 1);
+    item = s.next[at];
+    arrive_for_warp(shared_address(&s.heard[at]));
+  }
+
+  __device__ __forceinline__ void ask() {
+    if (a.counter && threadIdx.x % 32 == 0) answer = atomicInc(a.counter, items - 1);
+  }
+  __device__ __forceinline__ void name_next() {
+    if (!a.counter) {
+      item += gridDim.x;
+      return;
+    }
+    const uint32_t at = turn % Shared::kAhead, round = turn++ / Shared::kAhead;
+    if (round) barrier_wait(shared_address(&s.heard[at]), (round - 1) & 1);
+    item = gridDim.x + __shfl_sync(~0u, answer, 0);
+    if (threadIdx.x % 32 == 0) s.next[at] = item;
+    arrive_for_warp(shared_address(&s.named[at]));
+  }
+};
+
 // What one warp does: fetch the keys (HALF 0) or the values (HALF 1) of all items. Units of loads are K and V of the
 // blocks in turn; unit u lies in slot u % kSlots.
 template <int HALF, int WIDTH, class Shared>
@@ -136,8 +180,9 @@ __device__ __forceinline__ void fetch(const Args& a, Shared& s, const CUtensorMa
   const int boxes = kKeys / a.box, shift = __ffs(boxes) - 1, each = 32 >> shift;  // blocks that one look serves
   uint32_t unit = HALF;
   bool waited = !a.settled;
-  for (int item = blockIdx.x; item < items; item += gridDim.x) {
-    const Item it(a, s.until, item, heads);
+  Turns<Shared> turns(a, s, items);
+  for (; turns.more(); HALF == 0 ? turns.name_next() : turns.next()) {
+    const Item it(a, s.until, turns.item, heads);
     const int32_t* table = a.table + it.sequence * a.table_row;
     auto look_up = [&](int n) -> int2 {  // the page of this lane's box, of blocks n and on, and the place there
       const int key = (it.last - n - (lane >> shift)) * kKeys + (lane & (boxes - 1)) * a.box;
@@ -162,13 +207,16 @@ __device__ __forceinline__ void fetch(const Args& a, Shared& s, const CUtensorMa
       wait_for_kernel_before();
       waited = true;
     }
+    const int last_but_one = max(it.blocks - 2, 0);
     for (int n = 0; n < it.blocks; ++n) {
       if ((n & (each - 1)) == 0) {
         at = next;
         if (n + each < it.blocks) next = look_up(n + each);
       }
+      if (HALF == 0 && n == last_but_one) turns.ask();
       if (n == 0 || n >= early) bring(n, at);
     }
+    if (HALF == 0 && it.blocks == 0) turns.ask();
     unit += 2 * it.blocks;
   }
 }
@@ -179,8 +227,8 @@ template <class T, int D, int ROWS, class Shared>
 __device__ __forceinline__ void score(const Args& a, Shared& s, int warp, int items, int heads) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   uint32_t unit = 0, done = 0;
-  for (int item = blockIdx.x; item < items; item += gridDim.x) {
-    const Item it(a, s.until, item, heads);
+  for (Turns<Shared> turns(a, s, items); turns.more(); turns.next()) {
+    const Item it(a, s.until, turns.item, heads);
     if (it.blocks == 0) continue;
     // the query's fragments; rows beyond the group are zeros, and nothing of theirs is stored
     uint32_t qf[D / 16][4];
@@ -344,8 +392,8 @@ __device__ __forceinline__ void carry(const Args& a, Shared& s, int warp, int it
   constexpr int R = ROWS / 8;      // rows of a thread
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   uint32_t unit = 1, done = 0;
-  for (int item = blockIdx.x; item < items; item += gridDim.x) {
-    const Item it(a, s.until, item, heads);
+  for (Turns<Shared> turns(a, s, items); turns.more(); turns.next()) {
+    const Item it(a, s.until, turns.item, heads);
     if (it.token < 0) continue;
     float m[R], l[R], high[R], all[R];  // the latter two, and out, of segments that are done
     Columns<T, DV, ROWS> acc, out;
@@ -478,6 +526,10 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   if (tid < Shared::kRing) {
     barrier_init(shared_address(&s.scored[tid]), 4);
     barrier_init(shared_address(&s.taken[tid]), 4);
+  }
+  if (tid < Shared::kAhead) {
+    barrier_init(shared_address(&s.named[tid]), 1);
+    barrier_init(shared_address(&s.heard[tid]), 9);
   }
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   const int heads = a.hk * ((a.group + kDecodeRows - 1) / kDecodeRows);

@@ -367,6 +367,37 @@ def test_decode_of_few_sequences_and_of_many_has_the_bits_of_training(count, len
 
 
 @SM90
+@pytest.mark.parametrize("segment", [None, 256], ids=["whole", "segments"])
+def test_every_launch_of_decode_takes_every_item(segment):
+    """Blocks take what comes next from a counter, which every launch has to leave as it found it."""
+    from vexact_ops.attention import cuda
+
+    lengths = [97 * i % 700 for i in range(1, 91)]
+    q, k, v = attention_inputs(lengths, 8, 2, 128, 128, seed=25, dtype=torch.bfloat16, device="cuda")
+    step, at = step_of(lengths, k, v, 16), offsets(lengths, "cuda")
+    q = q[(at[1:] - 1).long()]
+    expected = vx.attention_varlen(q, k, v, step[-1], 1, cu_seqlens_k=at, kv_segment=segment, backend="cuda")
+    outs, partial = [torch.empty_like(q) for _ in range(3)], None
+    if segment is not None:
+        partial = torch.empty(len(lengths) * -(-step[2].shape[1] * 16 // segment) * 8 * 131, device="cuda")
+
+    def decode():
+        for out in outs:
+            cuda.ours_paged(q, *step, 1, 128**-0.5, None, segment, out, partial)
+
+    decode()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode()
+    for launch in (decode, graph.replay, decode, graph.replay, graph.replay):
+        for out in outs:
+            out.fill_(float("nan"))
+        launch()
+        for out in outs:
+            assert_bitwise(out, expected)
+
+
+@SM90
 @pytest.mark.parametrize("page_size", [16, 128])
 @pytest.mark.parametrize("segment", [None, 512], ids=["whole", "segments"])
 def test_a_prompt_in_chunks_of_any_size_has_the_bits_of_training(page_size, segment):
