@@ -390,7 +390,9 @@ template <class T, int DV, int ROWS, class Shared>
 __device__ __forceinline__ void carry(const Args& a, Shared& s, int warp, int items, int heads) {
   constexpr int kTiles = DV / 32;  // columns of a warp, in eights
   constexpr int R = ROWS / 8;      // rows of a thread
+  static_assert((kTiles & (kTiles - 1)) == 0);
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const uint32_t mine = boxed_at<DV>(lane % 16, warp * kTiles + lane / 16, a.box);
   uint32_t unit = 1, done = 0;
   for (Turns<Shared> turns(a, s, items); turns.more(); turns.next()) {
     const Item it(a, s.until, turns.item, heads);
@@ -441,9 +443,8 @@ __device__ __forceinline__ void carry(const Args& a, Shared& s, int warp, int it
         __syncwarp();
       }
       acc.each([&](float& x, int row) { x = __fmul_rn(x, factor[row]); });
-      acc.multiply(p, [&](int kk, int j) {
-        return base + boxed_at<DV>(kk * 16 + lane % 16, warp * kTiles + j + lane / 16, a.box);
-      });
+      // boxed_at(kk * 16 + lane % 16, warp * kTiles + j + lane / 16) in parts: sixteen addresses of its own would be spilled
+      acc.multiply(p, [&](int kk, int j) { return base + (mine ^ j * 16) + boxed_at<DV>(kk * 16, 0, a.box); });
       arrive_for_warp(shared_address(&s.empty[slot]));
 
       const bool cut = a.segment && !a.partial && n + 1 < it.blocks && key0 % a.segment == 0;
