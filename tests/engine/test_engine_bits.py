@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, SamplingParams
-from vexact_engine.core import scheduler
+from vexact_engine.core.scheduler import Scheduler
 from vexact_engine.runner import forward
 from vexact_engine.runner.runner import Runner
 
@@ -95,16 +95,17 @@ def test_preemption(device, family, dtype):
 
 @each_model
 def test_decodes_in_another_order_than_they_came(device, family, dtype, monkeypatch):
-    """As on a GPU that has fewer multiprocessors than these have keys to attend to."""
-    changed, level = [], scheduler.level
+    """The longest first, as on a GPU."""
+    changed, schedule = [], Scheduler.schedule
 
-    def noted(chunks, wave):
-        ordered = level(chunks, wave)
-        changed.append(ordered != chunks)
-        return ordered
+    def noted(scheduler, **options):
+        plan = schedule(scheduler, **options)
+        places = [scheduler.running.index(chunk.sequence) for chunk in plan.chunks] if plan else []
+        changed.append(places != sorted(places))
+        return plan
 
-    monkeypatch.setattr(Runner, "wave", lambda runner: 2)
-    monkeypatch.setattr(scheduler, "level", noted)
+    monkeypatch.setattr(Runner, "longest_first", lambda runner: True)
+    monkeypatch.setattr(Scheduler, "schedule", noted)
     check_together(device, family, dtype)
     assert any(changed)
 

@@ -23,11 +23,11 @@ prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
     st.booleans(),
     st.booleans(),
     st.integers(1, 4),
-    st.sampled_from([None, 1, 2, 3]),
+    st.booleans(),
 )
 @settings(max_examples=2 * settings.default.max_examples)
 def test_tokens_do_not_depend_on_the_schedule(
-    wanted, page_size, spare, budget, max_num_seqs, cache, lookahead, stages, wave
+    wanted, page_size, spare, budget, max_num_seqs, cache, lookahead, stages, longest_first
 ):
     longest = max(len(prompt) + new for prompt, new, _ in wanted)
     scheduler, model = make(
@@ -37,7 +37,7 @@ def test_tokens_do_not_depend_on_the_schedule(
         max_num_seqs=max_num_seqs,
         enable_prefix_cache=cache,
         pipeline_parallel_size=stages,
-        wave=wave,
+        longest_first=longest_first,
     )
     requests = [request(prompt, max_new_tokens=new, n=n, seed=i) for i, (prompt, new, n) in enumerate(wanted)]
     for one in requests:

@@ -1,7 +1,6 @@
 """What the scheduler costs: tokens computed twice, look-ups of one prompt, ends of many samples; and the order of
 decodes in which attention costs the least."""
 
-import itertools
 import time
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 from toy import drain, expected, make, request, shape, step
 
 from vexact_engine.core.pages import PagePool
-from vexact_engine.core.scheduler import Chunk, Sampled, level
+from vexact_engine.core.scheduler import Sampled
 
 
 class Nothing:
@@ -154,28 +153,14 @@ def test_what_keeps_its_pages_shares_them_with_nobody():
     assert scheduler.pool.num_available == scheduler.pool.num_pages
 
 
-def test_decodes_come_in_an_order_in_which_who_had_much_comes_by_little():
-    scheduler, model = make(wave=2, max_num_batched_tokens=16, enable_prefix_cache=False)
+def test_decodes_of_most_keys_come_first():
+    scheduler, model = make(longest_first=True, max_num_batched_tokens=16, enable_prefix_cache=False)
     for length, name in zip((1, 4, 2, 3, 5), "abcde"):
         scheduler.add(request([length] * length, name))
     assert [name for name, *_ in shape(step(scheduler, model))] == list("abcde"), "prefills, in the order of arrival"
     scheduler.add(request([6, 6], "new"))
-    assert [name for name, *_ in shape(step(scheduler, model))] == ["b", "e", "d", "c", "a", "new"]
+    assert [name for name, *_ in shape(step(scheduler, model))] == ["e", "b", "d", "c", "a", "new"]
     assert [s.request.id for s in scheduler.running] == [*"abcde", "new"], "and nothing else is another's turn"
     requests = list(scheduler.requests)
     drain(scheduler, model)
     assert all(sequence.tokens == expected(sequence) for one in requests for sequence in one.sequences)
-
-
-@pytest.mark.parametrize("count", range(1, 7))
-@pytest.mark.parametrize("wave", [1, 2, 3])
-def test_two_waves_are_as_level_as_they_can_be(wave, count):
-    def longest(order):
-        return max(sum(order[first::wave]) for first in range(min(wave, count)))
-
-    chunks = [Chunk(None, length - 1, length, True, [], 0, 0) for length in (9, 2, 7, 7, 30, 4)[:count]]
-    levelled = [chunk.end for chunk in level(chunks, wave)]
-    lengths = [chunk.end for chunk in chunks]
-    assert sorted(levelled) == sorted(lengths)
-    if count <= 2 * wave:
-        assert longest(levelled) == min(map(longest, itertools.permutations(lengths)))

@@ -126,8 +126,8 @@ class Scheduler:
     vocab_size      to refuse ids outside it; None: no check
     find_stop       sequence -> the stop string that its newest token made whole, or None; called after each token of a
                     sequence with stop strings. Without it they are refused
-    wave            of how many decodes the device begins attention at once, the next ones each behind one of those;
-                    they come in an order in which all end at about one time. None: in the order of arrival
+    longest_first   decodes of most keys come first, for attention that begins the next one where one is done: so all of
+                    it ends at about one time. Else in the order of arrival
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Scheduler:
         eos_token_ids: Iterable[int] = (),
         vocab_size: int | None = None,
         find_stop: Callable[[Sequence], str | None] | None = None,
-        wave: int | None = None,
+        longest_first: bool = False,
     ):
         if config.num_pages is None:
             raise ValueError("Scheduler: config.num_pages is None, expected the number of pages that the cache has")
@@ -146,7 +146,7 @@ class Scheduler:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.vocab_size = vocab_size
         self.find_stop = find_stop
-        self.wave = wave
+        self.longest_first = longest_first
         self.stats = Stats()
         self.weight_version = 0
         self.requests: dict[Request, None] = {}  # the unfinished ones, in the order of arrival
@@ -329,8 +329,8 @@ class Scheduler:
             told += start < sequence.num_prompt
             chunks.append(Chunk(sequence, start, end, True, sequence.pages, sequence.epoch, sequence.slot))
         num_decodes = len(chunks)
-        if self.wave is not None and num_decodes > self.wave:
-            chunks[:] = level(chunks, self.wave)
+        if self.longest_first:
+            chunks.sort(key=attrgetter("end"), reverse=True)
         budget -= num_decodes
         self.stats.chunks += num_decodes
         self.stats.decode_tokens += num_decodes - told
@@ -566,15 +566,3 @@ class Scheduler:
         except Exception as error:  # one text that cannot be decoded must not take the others with it
             return "error", None, f"stop: the text could not be decoded: {error!r}"
         return ("stop", found) if found is not None and may_stop else None
-
-
-def level(chunks: list, wave: int, length: Callable = attrgetter("end")) -> list:
-    """Decodes, of so many keys each, in an order for a device that computes attention of `wave` of them at once, and of
-    one that stands `wave` places behind another after it: the longest come first, but every other wave begins with its
-    shortest, so that what follows the most is the least."""
-    ordered = sorted(chunks, key=length, reverse=True)
-    found = []
-    for number, begin in enumerate(range(0, len(ordered), wave)):
-        part = ordered[begin : begin + wave]
-        found += part if number % 2 else part[::-1]
-    return found

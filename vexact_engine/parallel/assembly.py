@@ -29,7 +29,7 @@ def assemble(loaded: Loaded, config, vocab_size: int, has_text: bool, backend, f
             eos_token_ids=loaded.eos_token_ids,
             vocab_size=vocab_size,
             find_stop=find_stop if has_text else None,
-            wave=worker.wave,
+            longest_first=worker.longest_first,
         )
     except BaseException:
         worker.close()

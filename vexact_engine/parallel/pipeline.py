@@ -182,7 +182,7 @@ class PipelineWorker:
             )
         self.config = config
         self.layers = split(self.model, config)
-        self.depth, self.wave = count + 1, None
+        self.depth, self.longest_first = count + 1, False
         self._encoder = Encoder()
         self._stages: list[_Stage] = []
         self.drawn: dict[int, Sampled] = {}

@@ -21,7 +21,7 @@ from torch import Tensor
 import vexact_ops as vx
 
 from ..config import EngineConfig
-from ..core.scheduler import Sampled, level
+from ..core.scheduler import Sampled
 from ..core.step import Step
 from ..progress import Progress, bar
 from . import graphs, memory, saver, shapes
@@ -194,13 +194,10 @@ class Runner:
             self.buffers.caches = self._caches(self.config.num_pages, self.shape.layers)
         self.capture(progress)
 
-    def wave(self) -> int | None:
-        """Of how many single tokens attention begins at once: on an H200 its kernel has a block on each multiprocessor,
-        which takes one sequence's keys of a head, then those as many blocks further. None where that is not so."""
-        if self.device.type != "cuda" or self.config.kv_segment is not None or self.shape.shared:
-            return None
-        count = torch.cuda.get_device_properties(self.device).multi_processor_count
-        return max(1, count // self.shape.heads)
+    def longest_first(self) -> bool:
+        """Whether attention of single tokens wants those of most keys first: on an H200 its kernel has a block on each
+        multiprocessor, which takes one sequence's keys of a head and, once done, the next ones that nobody has."""
+        return self.device.type == "cuda" and self.config.kv_segment is None and not self.shape.shared
 
     # What a stage of a pipeline does otherwise (stages.py)
 
@@ -472,15 +469,13 @@ class Runner:
 
     def _tune(self, body: Body, head: Head) -> list[graphs.Run]:
         """Choose products' kernels by the time of a whole step of decodes, the longest of so many keys, the shortest of
-        an eighth of that, in the scheduler's order. Returns the last graph that was timed, in a list: the memory that
-        all graphs share is given back with the last of them.
+        an eighth of that, the longest first. Returns the last graph that was timed, in a list: the memory that all
+        graphs share is given back with the last of them.
 
         Up to eight graphs of a size are there at once. What they compute with is the same memory, for nothing of it
         outlives a capture; what each has of its own is little, and there is room for that of `_MOST_GRAPHS`."""
-        longest, wave = min(_TUNED_CONTEXT, self.buffers.max_pages * self.config.page_size), self.wave()
+        longest = min(_TUNED_CONTEXT, self.buffers.max_pages * self.config.page_size)
         lengths = [max(1, int(length)) for length in np.linspace(longest, longest / 8, body.sequences)]
-        if wave is not None and body.sequences > wave:
-            lengths = level(lengths, wave, int)
         held: list[graphs.Run] = []
 
         def step() -> None:

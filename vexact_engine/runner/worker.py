@@ -54,12 +54,12 @@ def _owned(model: torch.nn.Module) -> Iterator[None]:
 class Worker:
     """Owns a model from the constructor to `close`. All but `fence` is called in the engine's thread.
 
-    config     as given, with num_pages filled in
-    backend    the one that ops are computed with, whatever other threads or the process choose; None: the default
-    depth      how many plans may be in flight
-    wave       of how many decodes attention begins at once, where they may come in any order; None where that is one
-    numerics   what fixes the bits, from now on
-    raises     ModelInUse where another engine has the model; what patch.hf raises
+    config         as given, with num_pages filled in
+    backend        the one that ops are computed with, whatever other threads or the process choose; None: the default
+    depth          how many plans may be in flight
+    longest_first  whether attention wants the decodes of most keys first
+    numerics       what fixes the bits, from now on
+    raises         ModelInUse where another engine has the model; what patch.hf raises
     """
 
     def __init__(self, model: torch.nn.Module, config: EngineConfig, backend: str | None = None):
@@ -90,7 +90,7 @@ class Worker:
             self._revision = self._handle.revision()
             self._places = Places.of(model)
             self._encoder = Encoder()
-            self.wave = self._runner.wave()
+            self.longest_first = self._runner.longest_first()
             asked = config.async_scheduling
             self.depth = 2 if (self.device.type == "cuda" if asked is None else asked) else 1
         except BaseException:
