@@ -367,19 +367,20 @@ def test_decode_of_few_sequences_and_of_many_has_the_bits_of_training(count, len
 
 
 @SM90
-@pytest.mark.parametrize("segment", [None, 256], ids=["whole", "segments"])
-def test_every_launch_of_decode_takes_every_item(segment):
+@pytest.mark.parametrize("heads", [8, 32], ids=["4 heads of a key", "16 heads of a key"])
+@pytest.mark.parametrize("segment", [None, 512], ids=["whole", "segments"])
+def test_every_launch_of_decode_takes_every_item(segment, heads):
     """Blocks take what comes next from a counter, which every launch has to leave as it found it."""
     from vexact_ops.attention import cuda
 
-    lengths = [97 * i % 700 for i in range(1, 91)]
-    q, k, v = attention_inputs(lengths, 8, 2, 128, 128, seed=25, dtype=torch.bfloat16, device="cuda")
+    lengths = [97 * i % 1400 for i in range(1, 201)]
+    q, k, v = attention_inputs(lengths, heads, 2, 128, 128, seed=25, dtype=torch.bfloat16, device="cuda")
     step, at = step_of(lengths, k, v, 16), offsets(lengths, "cuda")
     q = q[(at[1:] - 1).long()]
     expected = vx.attention_varlen(q, k, v, step[-1], 1, cu_seqlens_k=at, kv_segment=segment, backend="cuda")
     outs, partial = [torch.empty_like(q) for _ in range(3)], None
     if segment is not None:
-        partial = torch.empty(len(lengths) * -(-step[2].shape[1] * 16 // segment) * 8 * 131, device="cuda")
+        partial = torch.empty(len(lengths) * -(-step[2].shape[1] * 16 // segment) * heads * 131, device="cuda")
 
     def decode():
         for out in outs:
@@ -390,7 +391,7 @@ def test_every_launch_of_decode_takes_every_item(segment):
     with torch.cuda.graph(graph):
         decode()
     for launch in (decode, graph.replay, decode, graph.replay, graph.replay):
-        for out in outs:
+        for out in outs if partial is None else (*outs, partial):
             out.fill_(float("nan"))
         launch()
         for out in outs:
