@@ -184,9 +184,10 @@ __device__ __forceinline__ void fetch(const Args& a, Shared& s, const CUtensorMa
   for (; turns.more(); HALF == 0 ? turns.name_next() : turns.next()) {
     const Item it(a, s.until, turns.item, heads);
     const int32_t* table = a.table + it.sequence * a.table_row;
-    auto look_up = [&](int n) -> int2 {  // the page of this lane's box, of blocks n and on, and the place there
+    // The page of this lane's box, of blocks n and on, and the place there; -1 for a box of which no key is seen.
+    auto look_up = [&](int n) -> int2 {
       const int key = (it.last - n - (lane >> shift)) * kKeys + (lane & (boxes - 1)) * a.box;
-      if (n + (lane >> shift) >= it.blocks || key >= it.hi || key + a.box <= it.lo) return {-1, 0};
+      if (n + (lane >> shift) >= it.blocks || key >= it.hi || key + a.box <= it.lo) return {-1, -1};
       const int slot = key / a.page_size;
       return {table[slot], key - slot * a.page_size};
     };
@@ -194,12 +195,16 @@ __device__ __forceinline__ void fetch(const Args& a, Shared& s, const CUtensorMa
       const uint32_t slot = (unit + 2 * n) % Shared::kSlots, turn = (unit + 2 * n) / Shared::kSlots;
       const uint32_t bar = shared_address(&s.full[slot]);
       if (turn) barrier_wait(shared_address(&s.empty[slot]), (turn - 1) & 1);
-      if (lane == 0) barrier_expect(bar, kKeys * WIDTH * 2);
+      // Boxes that nobody sees are left out: the copy engine takes longer for what is not there than for what is. Scores of
+      // what lies in their places are not looked at, and values there are made zeros by those who carry.
+      const bool mine = lane >> shift == (n & (each - 1)) && from.y >= 0;
+      const int count = __popc(__ballot_sync(~0u, mine));
+      if (lane == 0) barrier_expect(bar, count * a.box * WIDTH * 2);
       __syncwarp();
-      if (lane >> shift == (n & (each - 1)))
+      if (mine)
         copy_pages(shared_address(s.slots[slot]) + (lane & (boxes - 1)) * a.box * WIDTH * 2, map, from.y, it.head, from.x, bar);
     };
-    int2 at{-1, 0}, next = look_up(0);
+    int2 at{-1, -1}, next = look_up(0);
     int early = 1;
     if (!waited) {
       early = min(min(each, Shared::kSlots / 2), it.blocks);
