@@ -273,7 +273,6 @@ __device__ __forceinline__ void score(const Args& a, Shared& s, int warp, int it
             mma<T>(c[j], qf[2 * kk + 1], b[2], b[3]);
           }
       }
-      arrive_for_warp(shared_address(&s.empty[slot]));
       // c[j][e] is of this key of the block, and this row
       const auto key_of = [&](int j, int e) {
         return warp * 32 + (ROWS == 8 ? j * 16 + e / 2 * 8 + g : j * 8 + t * 2 + e % 2);
@@ -301,6 +300,9 @@ __device__ __forceinline__ void score(const Args& a, Shared& s, int warp, int it
       auto& tops = s.tops[done & 1];  // of two, since who is a block ahead writes while others still read
       if (first) tops[warp][rows[0]] = top[0], tops[warp][rows[1]] = top[1];
       asm volatile("bar.sync 2, 128;" ::: "memory");
+      // Only now, when nothing of the products is left to do: at once behind them the compiler puts this before the last of
+      // them, so that loads of fragments were still under way, and the keys of a later block came over some of them.
+      arrive_for_warp(shared_address(&s.empty[slot]));
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = rows[i];
@@ -450,7 +452,6 @@ __device__ __forceinline__ void carry(const Args& a, Shared& s, int warp, int it
       acc.each([&](float& x, int row) { x = __fmul_rn(x, factor[row]); });
       // boxed_at(kk * 16 + lane % 16, warp * kTiles + j + lane / 16) in parts: sixteen addresses of its own would be spilled
       acc.multiply(p, [&](int kk, int j) { return base + (mine ^ j * 16) + boxed_at<DV>(kk * 16, 0, a.box); });
-      arrive_for_warp(shared_address(&s.empty[slot]));
 
       const bool cut = a.segment && !a.partial && n + 1 < it.blocks && key0 % a.segment == 0;
       if (n + 1 == it.blocks || cut) {
@@ -481,6 +482,7 @@ __device__ __forceinline__ void carry(const Args& a, Shared& s, int warp, int it
         }
         acc.clear();
       }
+      arrive_for_warp(shared_address(&s.empty[slot]));  // behind a branch, as score() says why
     }
 
     const int row0 = it.row_tile * kDecodeRows, column0 = warp * kTiles * 8;
