@@ -72,21 +72,9 @@ __device__ __forceinline__ int2 gemm_place(int turn, int pairs, int columns, int
 #define VX_CLUSTER_OF_TWO __cluster_dims__(2, 1, 1)
 #endif
 
-// A_ACROSS, B_ACROSS: the operand's rows (of m, of n) are contiguous, not its k.
-template <class Epilogue>
-struct StateOf {
-  struct None {};
-  using Type = None;
-};
-template <class Epilogue>
-  requires requires { typename Epilogue::State; }
-struct StateOf<Epilogue> {
-  using Type = typename Epilogue::State;
-};
-
 // An Epilogue is handed the accumulators d of 64 rows by 256 columns: a thread's d[4 j + 2 h + i] is the element
 // (row + 8 h, column + 8 j + i), `row` and `column` its own. begin() gives them their first values, end() takes them.
-// Where it has a State, each thread keeps one from tile to tile; its kShared bytes lie behind kGemmShared.
+// A_ACROSS, B_ACROSS: the operand's rows (of m, of n) are contiguous, not its k.
 template <class T, bool A_ACROSS, bool B_ACROSS, class Epilogue>
 __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGemmThreads, 1)
     gemm_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, const GemmArgs g,
@@ -153,7 +141,6 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGemmThreads, 1)
     int slot = 0;
     uint32_t phase = 0;
     float d[128];
-    [[maybe_unused]] typename StateOf<Epilogue>::Type state;
     for (int turn = blockIdx.x / 2; turn < turns; turn += clusters) {
       const int2 at = gemm_place(turn, pairs, columns, g.group);
       const int row = (2 * at.x + rank) * kGemmRows + row_in, column = at.y * kGemmColumns + column_in;
@@ -180,10 +167,7 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGemmThreads, 1)
       if (before >= 0 && thread < 2) barrier_arrive_at(empty + 8 * before, thread);
 #pragma unroll
       for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
-      if constexpr (requires { typename Epilogue::State; })
-        epilogue.end(d, row, column, state);
-      else
-        epilogue.end(d, row, column);
+      epilogue.end(d, row, column);
     }
   }
   cluster_sync();  // no block leaves while the other may still write to it
@@ -202,16 +186,14 @@ template <class T, bool A_ACROSS, bool B_ACROSS, class Epilogue>
 cudaError_t gemm(const CUtensorMap& a, const CUtensorMap& b, const GemmArgs& g, const Epilogue& epilogue, int device,
                  cudaStream_t stream) {
   auto kernel = gemm_kernel<T, A_ACROSS, B_ACROSS, Epilogue>;
-  int bytes = kGemmShared;
-  if constexpr (requires { Epilogue::kShared; }) bytes += Epilogue::kShared;
   int processors = 0;
   cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error == cudaSuccess)
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kGemmShared);
   if (error != cudaSuccess) return error;
   const int turns = (g.m + 2 * kGemmRows - 1) / (2 * kGemmRows) * ((g.n + kGemmColumns - 1) / kGemmColumns);
   if (turns == 0) return cudaSuccess;
-  kernel<<<2 * std::min(processors / 2, turns), kGemmThreads, bytes, stream>>>(a, b, g, epilogue);
+  kernel<<<2 * std::min(processors / 2, turns), kGemmThreads, kGemmShared, stream>>>(a, b, g, epilogue);
   return cudaGetLastError();
 }
 
