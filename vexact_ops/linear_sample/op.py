@@ -30,9 +30,9 @@ def linear_sample(
     weight     (V, H) in hidden.dtype
     softcap    above 0, or None
     the others as sample's. Where top_k, top_p and min_p are the numbers 0, 1 and 0, no row is cut, and on a GPU no
-               logits are stored: every block of them leaves its sums and its best token where it was made. As tensors
-               they may cut any row, whatever they hold (nobody looks): then logits are made and `sample` draws. So a
-               CUDA graph of the one kind and one of the other serve all steps
+               logits are stored: every block of them leaves its sums where it was made, and its token if it may win.
+               As tensors they may cut any row, whatever they hold (nobody looks): then logits are made and `sample`
+               draws. So a CUDA graph of the one kind and one of the other serve all steps
     returns    ids (R,) int64, -1 for a row without a finite log-sum-exp; logprobs and raw logprobs (R,) fp32
     bits       those of linear_logits and sample, so of linear_logprobs and log_softmax: a row's depend on its hidden,
                its seed, position and parameters, on weight and softcap alone
