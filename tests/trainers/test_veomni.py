@@ -36,7 +36,7 @@ def make(name: str, folder) -> None:
         latent_attention=options.get("latent", False),
     )
     engine = Engine.from_pretrained(str(folder / "model"), device=DEVICE, dtype="bfloat16", config=config)
-    params = SamplingParams(max_new_tokens=14, temperature=TEMPERATURE, seed=7, stop_token_ids=[])
+    params = SamplingParams(max_new_tokens=14, temperature=TEMPERATURE, seed=7, ignore_eos=True)
     try:
         made = engine.generate(prompts, params)
     finally:

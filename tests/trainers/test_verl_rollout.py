@@ -149,7 +149,8 @@ def reference(path, params, prompt=PROMPT):
 
 def test_tokens_and_log_probs_are_the_engines(running, path):
     given = running.generate(seed=3, temperature=0.7, top_p=0.6, top_k=40)
-    alone = reference(path, SamplingParams(max_new_tokens=16, seed=3, temperature=0.7, top_p=0.6, top_k=40))
+    asked = SamplingParams(max_new_tokens=16, seed=3, temperature=0.7, top_p=0.6, top_k=40, ignore_eos=True)
+    alone = reference(path, asked)
     assert given.token_ids == alone.token_ids
     assert given.log_probs == alone.logprobs  # at 0.7, of the whole distribution
     assert given.stop_reason == "completed" and given.num_preempted == 0
@@ -325,7 +326,7 @@ def test_no_answer_from_weights_that_never_came(path):
         given = running.generate(seed=3)
         assert given.extra_fields["global_steps"] == 9
     with Engine.from_pretrained(new, config=EngineConfig(num_pages=64, show_progress=False)) as engine:
-        alone = engine.generate([PROMPT], SamplingParams(max_new_tokens=16, seed=3))[0]
+        alone = engine.generate([PROMPT], SamplingParams(max_new_tokens=16, seed=3, ignore_eos=True))[0]
     assert (given.token_ids, given.log_probs) == (alone.token_ids, alone.logprobs)
 
 
