@@ -60,9 +60,16 @@ Draws draws(const Tensor& hidden, const Tensor& weight, const Tensor& seeds, con
           known ? block_numbers<unsigned long long>(*known, "known", ScalarType::Long, rows) : nullptr};
 }
 
-// Before the first block of logits nothing is known.
+// Before the first block of logits nothing is known. Behind a memset no kernel would be brought up before its time.
+__global__ void forget_kernel(unsigned long long* known, int rows) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  sm90::let_kernel_after_start();
+  sm90::wait_for_kernel_before();
+  for (int row = threadIdx.x; row < rows; row += blockDim.x) known[row] = 0;
+#endif
+}
 void forget(const Draws& a, cudaStream_t stream) {
-  if (a.known) VX_CUDA_CHECK(cudaMemsetAsync(a.known, 0, size_t(a.rows) * sizeof(*a.known), stream));
+  if (a.known) VX_CUDA_CHECK(sm90::launch_chained(forget_kernel, dim3(1), 256, 0, stream, a.known, a.rows));
 }
 
 // cluster: blocks that share what they read of the weight; boxes: boxes of up to 64 rows that each of them takes at once.

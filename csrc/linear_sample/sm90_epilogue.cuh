@@ -65,25 +65,38 @@ struct DrawEpilogue {
     }
   }
 
-  // x / t, given 1 / t, both rounded to nearest; NEAR: of numbers that no step leaves the normal range with.
-  template <bool NEAR, int N>
-  static __device__ __forceinline__ void divide(float (&x)[N], float t, float inverse) {
-    if constexpr (!NEAR) {
-      VX_ALL(x[i] = __fdiv_rn(x[i], t));
-    } else {
-      float q[N], left[N];
-      VX_ALL(q[i] = x[i] * inverse);
-      VX_ALL(left[i] = fmaf(-q[i], t, x[i]));
-      VX_ALL(q[i] = fmaf(left[i], inverse, q[i]));  // within a unit in the last place
-      VX_ALL(left[i] = fmaf(-q[i], t, x[i]));
-      VX_ALL(x[i] = fmaf(left[i], inverse, q[i]));
-    }
+  // What logits are divided by, and what they, and what they are then, are taken relative to. 1 / t is inverse + low but for
+  // 2^-24 of low.
+  struct Scale {
+    float t, inverse, low, origin, z_origin;
+    bool close;  // the sum's products are rounded as the quotients are
+  };
+
+  // 1 / t in two parts. Where the sum's error, 2^-23 of what is left to 1 of a quotient below 2^24 units, is below half a
+  // unit over t's whole number, as no quotient is nearer to where rounding turns, the sum rounds as the quotient.
+  static __device__ __forceinline__ void invert(Scale& r) {
+    r.inverse = __fdiv_rn(1.0f, r.t);
+    const float left = fmaf(-r.inverse, r.t, 1.0f), digits = __int_as_float((__float_as_int(r.t) & 0x007fffff) | 0x3f800000);
+    r.low = __fdiv_rn(left, r.t);
+    r.close = fabsf(left) * digits < 0.99f * 0x1p-25f;
   }
 
-  // What logits are divided by, and what they, and what they are then, are taken relative to.
-  struct Scale {
-    float t, inverse, origin, z_origin;
-  };
+  // x / t, rounded to nearest; NEAR: of numbers that no step leaves the normal range with.
+  template <bool NEAR, int N>
+  static __device__ __forceinline__ void divide(float (&x)[N], const Scale& r) {
+    if constexpr (!NEAR) {
+      VX_ALL(x[i] = __fdiv_rn(x[i], r.t));
+    } else {
+      float q[N], left[N];
+      VX_ALL(q[i] = x[i] * r.low);
+      VX_ALL(q[i] = fmaf(x[i], r.inverse, q[i]));  // within a unit in the last place
+      if (!r.close) {
+        VX_ALL(left[i] = fmaf(-q[i], r.t, x[i]));
+        VX_ALL(q[i] = fmaf(left[i], r.inverse, q[i]));
+      }
+      VX_ALL(x[i] = q[i]);
+    }
+  }
 
   // Sums of four groups of eight columns, (g, g + 4, g + 8, g + 12), over the quad: one of them for each lane.
   // order: a tree of neighbours
@@ -117,7 +130,7 @@ struct DrawEpilogue {
         }
         if constexpr (DIVIDE) {
           VX_ALL(f[i] = e[i]);
-          divide<NEAR>(f, r.t, r.inverse);
+          divide<NEAR>(f, r);
           VX_ALL(f[i] = f[i] - r.z_origin);
         }
         VX_ALL(e[i] = e[i] - r.origin);
@@ -157,7 +170,7 @@ struct DrawEpilogue {
     const auto weights = [&](int group, uint64_t (&w)[N]) {  // of four groups of columns
       float e[N];
       VX_ALL(e[i] = logit(x, 2 * group + i));
-      if constexpr (DIVIDE) divide<NEAR>(e, r.t, r.inverse);
+      if constexpr (DIVIDE) divide<NEAR>(e, r);
       VX_ALL(e[i] = e[i] - r.z_origin);
       exps<NEAR>(e);
       VX_ALL(w[i] = weight_of(e[i]));
@@ -246,10 +259,10 @@ struct DrawEpilogue {
     p.most = p.z_most = fmaxf(most, __shfl_xor_sync(~0u, most, 2)) + 0.0f;  // -0 is the same number as 0; a NaN is passed over
     Scale& r = p.r;
     r.t = temperature == 0.0f ? 1.0f : temperature;
-    r.inverse = 1.0f;
     p.divide = __any_sync(~0u, r.t != 1.0f);
     float z_least = least;
-    if (p.divide) r.inverse = __fdiv_rn(1.0f, r.t), p.z_most = __fdiv_rn(p.most, r.t) + 0.0f, z_least = __fdiv_rn(least, r.t);
+    if (p.divide) invert(r), p.z_most = __fdiv_rn(p.most, r.t) + 0.0f, z_least = __fdiv_rn(least, r.t);
+    r.close = p.divide && __all_sync(~0u, r.close);
     r.origin = p.most == kNegative ? 0.0f : p.most;
     r.z_origin = p.z_most == kNegative ? 0.0f : p.z_most;
     p.near = __all_sync(~0u, least - r.origin >= -86.0f && z_least - r.z_origin >= -86.0f && least > -0x1p100f &&

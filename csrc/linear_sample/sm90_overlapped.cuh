@@ -6,6 +6,7 @@
 // blocks take the same tokens and as many rows each; every block loads its share of the weight for all of them. Of hidden a
 // box has only the rows of its tile: wgmma's others are whatever lies there, and nobody looks at what becomes of them.
 // order: K ascending in steps of 16, one fp32 accumulator per element, no split of K; what is missing is zeros.
+// Launched as by launch_chained: what runs before the kernel before has ended only asks the L2 cache for weights.
 #pragma once
 #include <atomic>
 
@@ -32,6 +33,12 @@ __device__ __forceinline__ void multiply_128(float (&d)[64], uint64_t a, uint64_
                    VX_TEN(4) VX_TEN(5) "%60,%61,%62,%63}, %64, %65, 1, 1, 1, 0, 0;"
                : VX_A16(0), VX_A16(16), VX_A16(32), VX_A16(48)
                : "l"(a), "l"(b));
+}
+
+// A box on its way into the L2 cache.
+__device__ __forceinline__ void prefetch_box(const CUtensorMap* map, int x, int y, int z) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y), "r"(z)
+               : "memory");
 }
 
 #endif
@@ -67,6 +74,12 @@ __global__ void __launch_bounds__(kOverlapThreads, 1)
     if (threadIdx.x < 32 && is_elected()) {
       int slot = 0;
       uint32_t phase = 1;
+      for (int step = 0; step < min(steps, Ring::kStages); ++step)
+#pragma unroll
+        for (int i = 0; i < kTokenBoxes / CLUSTER; ++i)
+          prefetch_box(&weight_map, step * kOverlapDepth,
+                       int(blockIdx.x) / CLUSTER / groups * kOverlapTokens + 64 * (rank * (kTokenBoxes / CLUSTER) + i), 0);
+      wait_for_kernel_before();
       for (int turn = blockIdx.x / CLUSTER; turn < turns; turn += clusters) {
         const int m0 = (turn % groups * CLUSTER + rank) * tile, n0 = turn / groups * kOverlapTokens;
         for (int step = 0; step < steps; ++step) {
@@ -87,6 +100,7 @@ __global__ void __launch_bounds__(kOverlapThreads, 1)
           if (++slot == Ring::kStages) slot = 0, phase ^= 1;
         }
       }
+      let_kernel_after_start();
     }
     __syncwarp();
   } else {
@@ -96,6 +110,7 @@ __global__ void __launch_bounds__(kOverlapThreads, 1)
     constexpr int kBoxLogits = Epilogue::kLogits / BOXES;
     float d[Epilogue::kLogits];
     typename Epilogue::State state;
+    wait_for_kernel_before();
     uint32_t taken = mine;  // tiles of this block so far, the other's among them
     for (int turn = blockIdx.x / CLUSTER + mine * clusters; turn < turns; turn += 2 * clusters, taken += 2) {
       const int m0 = (turn % groups * CLUSTER + rank) * tile, column = turn / groups * kOverlapTokens + column_in;
@@ -145,12 +160,14 @@ cudaError_t overlapped(const CUtensorMap& rows, const CUtensorMap& weight, int m
   auto kernel = overlapped_kernel<CLUSTER, BOXES, Epilogue>;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = CLUSTER, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchAttribute attributes[2];  // a cluster's, and launch_chained's
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = CLUSTER, attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(CLUSTER), config.blockDim = dim3(kOverlapThreads), config.dynamicSmemBytes = kBytes;
-  config.stream = stream, config.attrs = &cluster, config.numAttrs = 1;
+  config.stream = stream, config.attrs = attributes, config.numAttrs = 1;
   // As many as run at once: the rest would wait for all of them. The same number on every device of a kind.
   static std::atomic<int> known[64];
   int clusters = known[device & 63].load(std::memory_order_relaxed);
@@ -164,7 +181,7 @@ cudaError_t overlapped(const CUtensorMap& rows, const CUtensorMap& weight, int m
   }
   const int together = box_rows * BOXES * CLUSTER;
   const int turns = (m + together - 1) / together * ((n + kOverlapTokens - 1) / kOverlapTokens);
-  config.gridDim = dim3(std::min(clusters, turns) * CLUSTER);
+  config.gridDim = dim3(std::min(clusters, turns) * CLUSTER), config.numAttrs = 2;
   return cudaLaunchKernelEx(&config, kernel, rows, weight, m, n, k, box_rows, Epilogue{draws});
 }
 
