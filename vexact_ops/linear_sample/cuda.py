@@ -154,10 +154,11 @@ def admit(width: int, rows: int, device: torch.device) -> Decision:
 
 
 def _cases(device: torch.device, width: int, most: int) -> list[tuple]:
-    """Rows that cancel beside rows with probabilities of all sizes, at temperatures of all kinds; as many and as few
-    rows as there may be; a vocabulary that gives a block several tiles; a cap; and special rows."""
+    """Rows that cancel beside rows with probabilities of all sizes, at temperatures of all kinds, or all at one of
+    each way to divide; as many and as few rows as there may be; a vocabulary that gives a block several tiles; a cap;
+    and special rows."""
 
-    def case(rows: int, vocabulary: int, softcap: float = 0.0, special: str = "", scale: float = 1.0) -> tuple:
+    def case(rows: int, vocabulary: int, softcap=0.0, special="", scale=1.0, alike: float | None = None) -> tuple:
         g = torch.Generator(device).manual_seed(rows)
         random = functools.partial(torch.rand, generator=g, dtype=torch.float32, device=device)
         columns = min(vocabulary, 1500)
@@ -173,20 +174,20 @@ def _cases(device: torch.device, width: int, most: int) -> list[tuple]:
         long = functools.partial(torch.randint, generator=g, dtype=torch.int64, device=device)
         temperatures = torch.tensor([1.0, 0.7, 0.0, 1.3, 1.0, 0.01, 40.0, 1e-5], dtype=torch.float32, device=device)
         t = temperatures[long(len(temperatures), (rows,))]
-        if special == "ones":
-            t = torch.ones_like(t)
+        if alike is not None:
+            t = torch.full_like(t, alike)
         return hidden, weight, softcap, long(-(2**63), 2**63 - 1, (rows,)), long(0, 2**40, (rows,)), t
 
     least, top, *more = ROWS[most]
     wide = 150 * 256 + 77  # tokens: more tiles than there are blocks
     return [
         case(top, 1300),
-        case(top, 1024, special="ones", scale=0.05),
+        *(case(top, 1024, scale=0.05, alike=t) for t in (1.0, 0.7, 0.9)),
         case(least, 700),
         case(max(least, top - 3), 520, softcap=5.0),
         case(max(least, top - 1), 300, softcap=5.0, special="all"),
         case(min(top, least + 20), 520, special="small"),
         case(top, wide, scale=0.02),
-        case(min(top, least + 1), wide, special="ones", scale=0.3),
+        case(min(top, least + 1), wide, scale=0.3, alike=1.0),
         *(case(rows, 900) for rows in more),
     ]
