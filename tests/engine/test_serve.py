@@ -1,6 +1,7 @@
 """The server gives what the engine gives: through the real `openai` client, whole and in streams, to the last bit."""
 
 import asyncio
+import json
 import random
 import socket
 import time
@@ -11,6 +12,8 @@ import serving
 from engine_models import check_idle
 
 from vexact_engine import Increment, SamplingParams
+from vexact_engine.serve import Settings
+from vexact_engine.serve.app import make_app
 from vexact_engine.serve.generation import merged
 
 openai = pytest.importorskip("openai", reason="openai is not installed (extra test)")
@@ -394,3 +397,46 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error(server, capl
             time.sleep(0.01)
         assert serving.metric(http, name) == before + 1
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+ENDS = [
+    ("completions", {"prompt": "a", "max_tokens": 3}, 200, "ok"),
+    ("completions", {"prompt": "a", "max_tokens": 3, "stream": True}, 200, "ok"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}, 200, "ok"),
+    ("completions", {"prompt": "a", "max_tokens": -1}, 400, "bad_request"),
+    ("completions", {"prompt": "a", "logit_bias": {"5": 1}}, 400, "bad_request"),
+]
+
+
+@pytest.mark.parametrize("path, body, status, outcome", ENDS)
+def test_a_place_is_free_and_an_answer_counted_before_its_end_is_seen(engine, path, body, status, outcome):
+    """As long as an answer has not ended, its client waits; from then on the next of a client's requests may come."""
+    app = make_app(engine, Settings(max_requests=1))
+    service = app.state.service
+    raw, seen, left = json.dumps(body).encode(), [], asyncio.Event()
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+        "path": f"/v1/{path}", "raw_path": f"/v1/{path}".encode(), "root_path": "", "query_string": b"",
+        "headers": headers, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "state": {},
+    }  # fmt: skip
+    bodies = [{"type": "http.request", "body": raw, "more_body": False}]
+
+    async def receive():
+        if bodies:
+            return bodies.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        ends = message["type"] == "http.response.body" and not message.get("more_body", False)
+        endpoint = "chat" if path.startswith("chat") else "completions"
+        counted = service.metrics.requests.labels(endpoint, outcome)._value.get()
+        seen.append((message, ends, len(service.active), counted))
+
+    asyncio.run(app(scope, receive, send))
+    service.close()
+    assert seen[0][0]["status"] == status
+    assert [ends for _, ends, *_ in seen] == [False] * (len(seen) - 1) + [True]
+    assert all(active == 1 and not counted for _, _, active, counted in seen[:-1])
+    assert seen[-1][2:] == (0, 1) and not seen[-1][0]["body"]

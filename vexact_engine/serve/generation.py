@@ -39,7 +39,8 @@ class Generation(Response):
         self.timed_out = self.stopped = False
         self.outcome = "error"
         self.completions: list[Completion] = []
-        self._sending = False
+        self.prompt_tokens = 0
+        self._begun, self._sending, self._left = time.monotonic(), False, False
 
     def stop(self) -> None:
         """Its samples end with finish_reason "abort" before the engine's next step; before there are any, all of it."""
@@ -48,25 +49,18 @@ class Generation(Response):
             self.service.engine.abort(name)
 
     async def __call__(self, scope, receive, send) -> None:
-        service, endpoint = self.service, "chat" if self.chat else "completions"
-        begin = time.monotonic()
-        prompt_tokens = 0
+        service = self.service
         try:
             service.enter(self)
+            raw = await service.body(self.request)
+            answers, prompts, params = await self._prepare(raw)
+            self.prompt_tokens = sum(map(len, prompts))
+            timer = asyncio.get_running_loop().call_later(service.settings.request_timeout, self._expire)
             try:
-                raw = await service.body(self.request)
-                answers, prompts, params = await self._prepare(raw)
-                prompt_tokens = sum(map(len, prompts))
-                streamed = answers.stream
-                timer = asyncio.get_running_loop().call_later(service.settings.request_timeout, self._expire)
-                try:
-                    work = self._stream if streamed else self._answer
-                    await _until_gone(receive, work(answers.answers, prompts, params, send))
-                finally:
-                    timer.cancel()
-                self.outcome = "timeout" if self.timed_out else self._outcome_of()
+                work = self._stream if answers.stream else self._answer
+                await _until_gone(receive, work(answers.answers, prompts, params, send))
             finally:
-                service.leave(self)
+                timer.cancel()
         except (_Gone, ClientDisconnect):
             self.outcome = "disconnected"
         except asyncio.CancelledError:
@@ -78,17 +72,29 @@ class Generation(Response):
             self.outcome = self.outcome or ("bad_request" if failure.status < 500 else "error")
             await self._send_error(send, failure)
         finally:
-            service.metrics.requests.labels(endpoint, self.outcome).inc()
-            service.metrics.note(prompt_tokens if self.completions else 0, self.completions)
-            generated = sum(len(done.token_ids) for done in self.completions)
-            text = "%s %s: %s, %d prompt tokens, %d generated, %.3f s"
-            log.info(text, self.request_id, self.id, self.outcome, prompt_tokens, generated, time.monotonic() - begin)
+            self._leave()
+
+    def _leave(self) -> None:
+        """Once, at the end: its place is free, and it is counted by its outcome."""
+        if self._left:
+            return
+        self._left = True
+        metrics = self.service.metrics
+        self.service.leave(self)
+        metrics.requests.labels("chat" if self.chat else "completions", self.outcome).inc()
+        metrics.note(self.prompt_tokens if self.completions else 0, self.completions)
+        generated = sum(len(done.token_ids) for done in self.completions)
+        text = "%s %s: %s, %d prompt tokens, %d generated, %.3f s"
+        seconds = time.monotonic() - self._begun
+        log.info(text, self.request_id, self.id, self.outcome, self.prompt_tokens, generated, seconds)
 
     def _expire(self) -> None:
         self.timed_out = True
         self.stop()
 
     def _outcome_of(self) -> str:
+        if self.timed_out:
+            return "timeout"
         return "aborted" if any(done.finish_reason == "abort" for done in self.completions) else "ok"
 
     # What is asked
@@ -231,7 +237,9 @@ class Generation(Response):
             self._check(done)
         if self.timed_out:
             raise self._timeout()
-        await self._send(send, 200, as_json(answers.whole(self.completions)))
+        body = as_json(answers.whole(self.completions))
+        self.outcome = self._outcome_of()
+        await self._send(send, 200, body)
 
     async def _stream(self, answers: Answers, prompts, params, send) -> None:
         completions: list[Completion | None] = [None] * (len(prompts) * answers.n)
@@ -253,7 +261,8 @@ class Generation(Response):
                 if (piece := answers.piece(index, item)) is not None:
                     await _send_all(send, [piece])
         await _send_all(send, answers.ending(completions))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        self.outcome = self._outcome_of()
+        await self._finish(send)
 
     def _check(self, done: Completion) -> None:
         if done.finish_reason != "error":
@@ -275,14 +284,20 @@ class Generation(Response):
 
     async def _send(self, send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         await self._begin(send, status, "application/json", headers)
-        await send({"type": "http.response.body", "body": body})
+        await _send_all(send, [body])
+        await self._finish(send)
+
+    async def _finish(self, send) -> None:
+        """Who has seen an answer's end finds a free place, and the answer counted: both come before it."""
+        self._leave()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_error(self, send, failure: APIError) -> None:
         if not self._sending:
             await self._send(send, failure.status, as_json(failure.body()), failure.headers)
         else:  # a stream's status is out already: the error is its last event
             await _send_all(send, [event(failure.body()), b"data: [DONE]\n\n"])
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._finish(send)
 
 
 class _Prepared:
