@@ -257,9 +257,13 @@ def test_a_revision_for_tensors_covers_those_that_were_registered_since():
         down = model.model.layers[0].mlp.down_proj
         assert before.layers[0].feed_forward.part.down.bias is None
         assert handle.revision(tensors=True) == first and handle.describe() is before
-        down.bias = nn.Parameter(torch.ones_like(down.weight[:, 0]))
+        down.register_buffer("mine", torch.ones(3))
         assert handle.revision() == first  # what a forward looks for
-        second = handle.revision(tensors=True)
+        assert handle.revision(tensors=True) > first
+        del down.mine
+        first = handle.revision(tensors=True)
+        down.bias = nn.Parameter(torch.ones_like(down.weight[:, 0]))
+        second = handle.revision()
         assert second != first and handle.revision(tensors=True) == second
         assert handle.describe().layers[0].feed_forward.part.down.bias == "model.layers.0.mlp.down_proj.bias"
         model.lm_head.bias = nn.Parameter(torch.ones_like(model.lm_head.weight[:, 0]))
@@ -270,6 +274,25 @@ def test_a_revision_for_tensors_covers_those_that_were_registered_since():
         assert handle.revision(tensors=True) == second
         model(torch.tensor([[3, 1, 4]]))
     assert not any("_vexact" in module.__dict__ for module in model.modules())
+
+
+def test_a_bias_that_comes_after_the_patch_is_not_passed_over():
+    """Without a word from anybody: the next forward covers it, or refuses it."""
+    model, ids = tiny("llama"), torch.tensor([[3, 1, 4, 1, 5]])
+    with vx.patch.hf(model) as handle:
+        before = handle.logprobs(ids)
+        up = model.model.layers[1].mlp.up_proj
+        up.bias = nn.Parameter(torch.ones_like(up.weight[:, 0]))
+        after = handle.logprobs(ids)
+        assert not torch.equal(after, before)
+        model.lm_head.bias = nn.Parameter(torch.ones_like(model.lm_head.weight[:, 0]))
+        for ask in (handle.logprobs, model):
+            with pytest.raises(vx.patch.UnsupportedModule, match=r"lm_head \(Linear\): an output layer with a bias"):
+                ask(ids)
+        model.lm_head.bias = None
+        assert_bitwise(handle.logprobs(ids), after)
+        up.bias = None
+        assert_bitwise(handle.logprobs(ids), before)
 
 
 def test_a_dropped_model_is_freed():

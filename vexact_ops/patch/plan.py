@@ -80,7 +80,8 @@ _OF_NO_BIT = {"training", "gradient_checkpointing", "name_or_path", "in_features
 
 def numbers(patch: "Patch") -> tuple[list[dict], list[str], list]:
     """Where numbers stand that a forward, or who has read its description, may have from the time of the patch, their
-    names, and what they were: those of the decoder's modules (an epsilon, a window, top_k) and of its config."""
+    names, and what they were: those of the decoder's modules (an epsilon, a window, top_k) and of its config. So do
+    parameters and buffers that are None, a bias that a module does not have, of all modules."""
     holders = []
     for config in {id(part.config): part.config for part in (patch.model, patch.base)}.values():
         names = {"logits_scaling", "final_logit_softcapping", "output_router_logits"}
@@ -90,6 +91,9 @@ def numbers(patch: "Patch") -> tuple[list[dict], list[str], list]:
         if not lora.is_peft(module):
             own = (name for name, value in vars(module).items() if value is None or isinstance(value, int | float))
             holders += [(vars(module), n) for n in own if n not in _OF_NO_BIT and not n.startswith("_")]
+    for module in patch.model.modules():
+        for store in (module._parameters, module._buffers):
+            holders += [(store, name) for name, tensor in store.items() if tensor is None]
     return [h for h, _ in holders], [n for _, n in holders], [h.get(n) for h, n in holders]
 
 

@@ -114,7 +114,7 @@ class Patch:
 
     def changed(self) -> bool:
         """A module of the tree has other children than when it was patched, or a number another value that was read
-        then. 50 us for the 727 of 48 layers."""
+        then, or a bias where there was none. 60 us for the 727 of 48 layers."""
         parents, children, leaves = self.tree
         holders, names, values = self.numbers
         others = [tuple(c.values()) for c in parents] != children or any(leaves)
