@@ -42,7 +42,7 @@ def recording(monkeypatch):
     used = {"decode": 0, "decode_cut": 0, "mixed": 0, "heads": 0, "heads_cut": 0, "mixed_few": 0}
     monkeypatch.setattr(graphs, "recorder", lambda *_: graphs.HostRecorder())
     for name in ("_PADDING", "_PADDING_OF_CHUNKS"):
-        monkeypatch.setattr(f"vexact_engine.runner.runner.{name}", -1.0)  # every size is split
+        monkeypatch.setattr(f"vexact_engine.runner.runner.{name}", -2.0)  # every size is split and kept, however long
     monkeypatch.setattr("vexact_engine.runner.runner._HIDDEN", 1e9)
     launch, fit = Runner.launch, graphs.Ladder.fit
 
