@@ -22,7 +22,7 @@ from vexact_ops.patch.hf import check_kv_segment
 from .config import EngineConfig, SamplingParams
 from .core.loop import Loop, check_pause, drop
 from .core.scheduler import Stats
-from .outputs import Call, Increment, Load, Ticket, collected
+from .outputs import Call, Increment, Load, Ticket, collected, in_pieces
 from .parallel.assembly import assemble, complete
 from .progress import bar, quiet
 from .request import Begun, Completion, Request, check_name, check_params, encoded, refused, spread, turns
@@ -197,14 +197,14 @@ class Engine:
         """`generate` for asyncio. Cancelling it aborts its requests."""
         arrived = asyncio.Event()
         call = Call(functools.partial(self._loop.mail, asyncio.get_running_loop(), lambda _: arrived.set(), None))
-        jobs = self._jobs(prompts, params, request_ids, call)
+        jobs = dict(await in_pieces(self._jobs(prompts, params, request_ids, call)))
         try:
             if call.tickets:
                 self._loop.submit(call.tickets, self._worker.fence())
                 await arrived.wait()
         finally:
             self._loop.abort(call.tickets)
-        return collected(jobs, raise_on_error)
+        return collected([jobs[index] for index in range(len(jobs))], raise_on_error)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
@@ -214,7 +214,7 @@ class Engine:
         listen = functools.partial(self._loop.mail, asyncio.get_running_loop(), news.put_nowait)
         call = Call(lambda: None)
         names = None if request_id is None else [request_id]
-        (job,) = self._jobs([prompt], params, names, call, listen)
+        ((_, job),) = self._jobs([prompt], params, names, call, listen)
         if not isinstance(job, Ticket):
             for done in job:
                 yield Increment(done.request_id, done.index, [], [], [], "", done)
@@ -520,12 +520,12 @@ class Engine:
 
     # Requests and tickets
 
-    def _jobs(self, prompts, params, request_ids, call: Call, listen=None) -> list[Ticket | list[Completion]]:
-        """For each prompt a ticket, or the completions that say what is wrong with it."""
+    def _jobs(self, prompts, params, request_ids, call: Call, listen=None) -> Iterator[tuple[int, Any]]:
+        """Of each prompt, as they are to begin, which one it is, and a ticket or what says what is wrong with it."""
         self._loop.check_open()
         each = spread(prompts, params, request_ids)
-        jobs = {index: self._job(*each[index], call, listen) for index in turns(each, self.config.max_num_seqs)}
-        return [jobs[index] for index in range(len(each))]
+        for index in turns(each, self.config.max_num_seqs):
+            yield index, self._job(*each[index], call, listen)
 
     def _handed_over(self, each: list[tuple], call: Call) -> list[Ticket | list[Completion]]:
         """`_jobs`, handed over: the engine has those that fill all the steps that may be in flight, and computes while

@@ -1,13 +1,19 @@
 """From tokens to whoever waits for them: increments, tickets of requests, and the calls that they belong to."""
 
+import asyncio
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
+from typing import TypeVar
 
 from .errors import RequestError
 from .request import Begun, Completion, Request, Sequence
 from .text import Detokenizer, Stops, Text
+
+T = TypeVar("T")
+_PIECE = 2e-3  # seconds of work that an asyncio loop may wait for
 
 
 @dataclass(slots=True)
@@ -206,6 +212,17 @@ class Ticket:
             prompt_logprobs=None if scored is None or first else list(scored),
             prompt_top_logprobs=None if tops is None or first else list(tops),
         )
+
+
+async def in_pieces(made: Iterable[T]) -> list[T]:
+    """All that is made. What else an asyncio loop has to do gets its turn meanwhile."""
+    found, end = [], time.thread_time() + _PIECE
+    for one in made:
+        found.append(one)
+        if time.thread_time() >= end:
+            await asyncio.sleep(0)
+            end = time.thread_time() + _PIECE
+    return found
 
 
 def collected(jobs: list, raise_on_error: bool) -> list[Completion]:

@@ -291,3 +291,34 @@ def test_a_call_is_over_once_and_not_before_all_were_added():
     call.one_done()
     call.one_done()
     assert told == [threading.current_thread()] and len(call.tickets) == 4
+
+
+def test_an_asyncio_loop_has_its_turns_while_requests_are_made(engine, expected, monkeypatch):
+    monkeypatch.setattr("vexact_engine.outputs._PIECE", 0.0)  # after each
+    jobs, given, _ = note(engine, monkeypatch)
+    seen = []
+
+    async def look():
+        while True:
+            seen.append((len(jobs), len(given)))
+            await asyncio.sleep(0)
+
+    async def main(wait):
+        looking = asyncio.create_task(look())
+        asked = asyncio.create_task(
+            engine.agenerate(PROMPTS, PARAMS, request_ids=[f"a{i}" for i in range(len(PROMPTS))])
+        )
+        while wait and len(jobs) < len(PROMPTS) // 2:
+            await asyncio.sleep(0)
+        if wait:
+            asked.cancel()
+        (done,) = await asyncio.gather(asked, return_exceptions=True)
+        looking.cancel()
+        return done
+
+    assert isinstance(asyncio.run(main(True)), asyncio.CancelledError)
+    assert not given and len(jobs) < len(PROMPTS)  # and nobody has the names
+    jobs.clear(), seen.clear()
+    done = asyncio.run(main(False))
+    assert [bits(one) for one in done] == expected and given == [len(PROMPTS)]
+    assert {made for made, handed in seen if not handed} >= {*range(1, len(PROMPTS) - 1)}

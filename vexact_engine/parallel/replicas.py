@@ -19,7 +19,7 @@ from ..core.loop import check_pause
 from ..core.scheduler import Stats
 from ..engine import Prompt
 from ..errors import ReplicaDied
-from ..outputs import Increment, Load, collected
+from ..outputs import Increment, Load, collected, in_pieces
 from ..progress import bar, quiet
 from ..request import Completion, check_name, check_params, encoded, fresh, refused, spread, token_ids, turns
 from ..runner import saver
@@ -191,7 +191,7 @@ class Replicas:
     ) -> list[Completion]:
         """As Engine.generate; ReplicaDied too."""
         done = threading.Event()
-        jobs, mine = self._jobs(prompts, params, request_ids, Call(done.set))
+        jobs, mine = _sorted(self._jobs(prompts, params, request_ids, Call(done.set)))
         try:
             if mine:
                 self._front.submit(mine)
@@ -212,7 +212,7 @@ class Replicas:
         """`generate` for asyncio. Cancelling it aborts its requests."""
         arrived = asyncio.Event()
         notify = functools.partial(self._front.mail, asyncio.get_running_loop(), lambda _: arrived.set(), None)
-        jobs, mine = self._jobs(prompts, params, request_ids, Call(notify))
+        jobs, mine = _sorted(await in_pieces(self._jobs(prompts, params, request_ids, Call(notify))))
         try:
             if mine:
                 self._front.submit(mine)
@@ -228,7 +228,7 @@ class Replicas:
         news: asyncio.Queue[Increment | BaseException] = asyncio.Queue()
         listen = functools.partial(self._front.mail, asyncio.get_running_loop(), news.put_nowait)
         names = None if request_id is None else [request_id]
-        (job,), mine = self._jobs([prompt], params, names, Call(lambda: None), listen)
+        (job,), mine = _sorted(self._jobs([prompt], params, names, Call(lambda: None), listen))
         if not mine:
             for done in job:
                 yield Increment(done.request_id, done.index, [], [], [], "", done)
@@ -484,14 +484,12 @@ class Replicas:
             raise self._front.nobody()
         return answers
 
-    def _jobs(self, prompts, params, request_ids, call: Call, listen=None) -> tuple[list, list[Job]]:
-        """For each prompt a job, or the completions that say what is wrong with it; and the jobs among them, in the
-        order in which they are to begin."""
+    def _jobs(self, prompts, params, request_ids, call: Call, listen=None) -> Iterator[tuple[int, Any]]:
+        """Of each prompt, as they are to begin, which one it is, and a job or what says what is wrong with it."""
         self._front.check_open()
         each = spread(prompts, params, request_ids)
-        order = turns(each, self.config.max_num_seqs * len(self._front.replicas))
-        jobs = {index: self._job(*each[index], call, listen) for index in order}
-        return [jobs[index] for index in range(len(each))], [job for job in jobs.values() if isinstance(job, Job)]
+        for index in turns(each, self.config.max_num_seqs * len(self._front.replicas)):
+            yield index, self._job(*each[index], call, listen)
 
     def _job(self, prompt, params, name, call, listen) -> "Job | list[Completion]":
         try:
@@ -514,6 +512,12 @@ class Replicas:
                 finished = [c for job in jobs for c in job.completions if c is not None]
                 rate = sum(len(c.token_ids) for c in finished) / (time.perf_counter() - begin)
                 draw("generating", len(finished), samples, f"{rate:.0f} tokens/s")
+
+
+def _sorted(made: Iterable[tuple[int, Any]]) -> tuple[list, list[Job]]:
+    """What `_jobs` makes, by prompts; and the jobs among it, as they are to begin."""
+    jobs = dict(made)
+    return [jobs[index] for index in range(len(jobs))], [job for job in jobs.values() if isinstance(job, Job)]
 
 
 def places(device: str, count: int, stages: int) -> tuple[list[dict[str, str]], int | None]:
