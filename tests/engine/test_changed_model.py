@@ -76,6 +76,27 @@ def test_a_hook_that_others_hang_on_a_module_takes_part(old):
             assert ask(engine) == old and engine.weight_version == 3
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_a_hook_that_others_hang_on_all_modules_takes_part(before, old):
+    """The fused forward calls no module: it is noticed that some other forward is wanted, and that this has ended."""
+
+    def halve(module, args, out=None):
+        if type(module).__name__ == "LlamaRMSNorm":
+            return (args[0] * 0.5 + 1,) if before else out * 0.5
+        return None
+
+    every = torch.nn.modules.module
+    hang = every.register_module_forward_pre_hook if before else every.register_module_forward_hook
+    with Engine.from_pretrained(build("Llama"), config=CONFIG) as engine:
+        assert ask(engine) == old and engine.path == "fused"
+        with hang(halve):
+            found = ask(engine)
+            assert found != old and engine.path.startswith("patched: its bits are not those")
+            with Engine.from_pretrained(build("Llama"), config=CONFIG) as other:
+                assert ask(other) == found
+        assert ask(engine) == old and engine.path == "fused"
+
+
 def offset():
     return torch.randn(48, generator=torch.Generator().manual_seed(0), dtype=torch.float32).bfloat16()
 

@@ -3,6 +3,7 @@
 import operator
 
 import torch
+from torch.nn.modules import module as of_all
 
 _version, _pointer = operator.attrgetter("_version"), torch.Tensor.data_ptr
 
@@ -28,6 +29,7 @@ class Watch:
         self._names = [name for store in self._stores for name in store]
         self._held = [tensor for store in self._stores for tensor in store.values()]
         hooks = [h for module in modules for h in (module._forward_pre_hooks, module._forward_hooks)]
+        hooks += [of_all._global_forward_pre_hooks, of_all._global_forward_hooks]  # take part in every module's forward
         self._empty = [table for table in stores + hooks if not table]
         self._hooked = [h for h in hooks if h]
         self._hung = list(map(tuple, self._hooked))  # by number, of which no two are the same
