@@ -13,7 +13,8 @@ GOOD = {"verl": "0.9.1", "veomni": "0.1.12", "transformers": "5.17.0"}
 
 @pytest.fixture
 def installed(monkeypatch):
-    """installed(**versions) -> what importlib.metadata knows from then on; None: not there."""
+    """installed(**versions) -> what importlib.metadata knows from then on; None: not there. Nor is vexact: where that
+    comes from a checkout, the line that installs it is another one."""
 
     def install(**versions):
         def version(name):
@@ -22,6 +23,7 @@ def installed(monkeypatch):
             return versions[name]
 
         monkeypatch.setattr(metadata, "version", version)
+        monkeypatch.setattr(metadata, "distribution", version)
 
     return install
 
