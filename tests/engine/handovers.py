@@ -10,6 +10,7 @@ from engine_models import build
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, SamplingParams, WeightReceiver, WeightSender, WeightsTorn
+from vexact_engine.weights import protocol
 
 CONFIG = EngineConfig(page_size=4, num_pages=64, max_num_seqs=8, max_num_batched_tokens=64, show_progress=False)
 PROMPTS = [[3, 4, 5, 6, 7], [9, 8, 7]]
@@ -76,6 +77,19 @@ def receiving(engine, mode="in_place", **options):
             return result
 
         yield receiver, start
+
+
+def patient(receiver, monkeypatch):
+    """Its `timeout` counts once the event that this gives is set: what comes before a stall may take its time."""
+    stalls, wait, mine = threading.Event(), protocol.wait, receiver._poller  # the receiver itself is not kept
+
+    def waits(poller, *given):
+        while poller is mine and not stalls.is_set() and not poller.poll(1):
+            pass
+        wait(poller, *given)
+
+    monkeypatch.setattr(protocol, "wait", waits)
+    return stalls
 
 
 def sender(receiver, **options):

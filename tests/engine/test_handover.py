@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_models import VOCAB, build, held
-from handovers import CONFIG, MODES, PARAMS, PROMPTS, WAYS, expected, left, other, receiving, sender, texts
+from handovers import CONFIG, MODES, PARAMS, PROMPTS, WAYS, expected, left, other, patient, receiving, sender, texts
 
 import vexact_ops as vx
 from vexact_engine import (
@@ -256,16 +256,17 @@ def test_nobody_comes_and_nobody_answers(sockets):
 
 @WAYS
 @MODES
-def test_a_sender_that_stalls(mode, lend, sockets):
+def test_a_sender_that_stalls(mode, lend, sockets, monkeypatch):
     model = build("Qwen3")
     with handover(model, mode, lend, bucket_bytes=4096) as (engine, receiver, start, out):
         patience, receiver.timeout = receiver.timeout, 0.5
-        old = texts(engine)
+        old, stalls = texts(engine), patient(receiver, monkeypatch)
         result = start()
 
         def give():
             for number, item in enumerate(model.state_dict().items()):
                 if number == 5:  # until it is given up
+                    stalls.set()
                     with pytest.raises(PeerLost, match="did not come within"):
                         result()
                     out.timeout = 1.0  # nobody answers any more

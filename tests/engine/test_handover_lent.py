@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_models import build, held
-from handovers import CONFIG, MODES, PARAMS, PROMPTS, expected, left, other, receiving, sender, texts
+from handovers import CONFIG, MODES, PARAMS, PROMPTS, expected, left, other, patient, receiving, sender, texts
 
 import vexact_ops as vx
 from vexact_engine import Engine, HandoverFailed, PeerLost, WeightReceiver, WeightSender, WeightsTorn
@@ -116,6 +116,7 @@ def test_a_sender_that_has_stalled_writes_on(revoked, mode, sockets, monkeypatch
     def give():
         for number, item in enumerate(late.state_dict().items()):
             if number == 5:
+                stalls.set()
                 assert go_on.wait(300)
             yield item
 
@@ -131,6 +132,7 @@ def test_a_sender_that_has_stalled_writes_on(revoked, mode, sockets, monkeypatch
         sender(receiver) as first,
     ):
         old, patience, receiver.timeout = texts(engine), receiver.timeout, 0.5
+        stalls = patient(receiver, monkeypatch)
         result = start()
         thread = threading.Thread(target=send_late)
         thread.start()
