@@ -6,7 +6,7 @@ import pickle
 import threading
 
 import pytest
-from engine_models import build
+from engine_models import build, until
 from handovers import CONFIG, MODES, WAYS, expected, left, other, receiving, sender, texts
 
 from vexact_engine import Engine, HandoverFailed, PeerLost
@@ -69,6 +69,8 @@ def test_a_set_in_doubt_is_sent_again(where, mode, lend, sockets, monkeypatch):
             with pytest.raises(PeerLost, match=said) as caught:
                 out.send(new.state_dict(), version=7)
             assert caught.value.in_doubt and pickle.loads(pickle.dumps(caught.value)).in_doubt
+            if where == "after":
+                until(lambda: engine.weight_version == 7)  # the sender gave up after half a second, come to that or not
             assert engine.weight_version == (0 if where == "before" else 7)
             with pytest.raises(PeerLost, match=r"a welcome did not come .* In doubt: ") as caught:  # it stalls still
                 out.send(new.state_dict(), version=7)
