@@ -452,14 +452,17 @@ def test_one_wake_up_a_step_for_an_asyncio_loop(depth):
         assert len(calls) <= bench.scheduler.stats.steps + 1
 
 
-def test_waiting_takes_no_core():
+def test_waiting_takes_no_core(monkeypatch):
+    """Looks are counted: on a machine that does other things too there are fewer, never more. After 80 ms there is one
+    in 5 ms, and 94 come before."""
+    looks, ready = [], Pending.ready
+    monkeypatch.setattr(Pending, "ready", lambda self: looks.append(self) or ready(self))
     with Bench(2, None) as bench:
+        begin = time.monotonic()
         asked = bench.ask([1])
         until(lambda: bench.device.launched == 2)
-        thread = time.pthread_getcpuclockid(bench.loop._thread.ident)
-        begin = time.clock_gettime(thread)
         time.sleep(0.5)
-        assert time.clock_gettime(thread) - begin < 0.1
+        assert 0 < len(looks) < 100 + (time.monotonic() - begin) / 0.004
         bench.device.release()
         wait(asked)
 
