@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -162,7 +161,7 @@ def test_close_between_check_and_submit_is_told(monkeypatch):
 
     monkeypatch.setattr(engine._text, "encode", closing)
     with pytest.raises(EngineClosed):
-        asyncio.run(asyncio.wait_for(engine.agenerate(["abc"], PARAMS), 20))
+        asyncio.run(asyncio.wait_for(engine.agenerate(["abc"], PARAMS), 300))
 
 
 def test_close_twice_at_once_and_under_a_generate():
@@ -248,7 +247,7 @@ def _use(engine, answer):
     found = []
     for use in (
         lambda: engine.generate(PROMPTS, PARAMS),
-        lambda: asyncio.run(asyncio.wait_for(engine.agenerate(PROMPTS, PARAMS), 20)),
+        lambda: asyncio.run(asyncio.wait_for(engine.agenerate(PROMPTS, PARAMS), 300)),
         lambda: engine.update_weights({}, numerics=engine.numerics()),
         lambda: engine.reset_prefix_cache(),
     ):
@@ -428,15 +427,27 @@ def test_a_step_does_not_look_at_requests_that_are_done(engine):
     assert len(looked) <= 2  # handed over once
 
 
-def test_aborting_thousands_of_samples_is_quick(engine):
+def test_aborting_thousands_of_samples_does_not_look_at_all_for_each(engine):
+    looked = []
+
+    class Counting(list):
+        def __iter__(self):
+            looked.append(len(self))
+            return super().__iter__()
+
+    def count():
+        (ticket,) = engine._loop._tickets.values()
+        ticket.request.sequences = Counting(ticket.request.sequences)
+        ticket.samples, ticket.completions = Counting(ticket.samples), Counting(ticket.completions)
+
     async def main():
         stream = engine.stream([5], replace(LONG, n=4000))
         await first_of(stream)
-        begin = time.process_time()
+        await asyncio.to_thread(engine._loop.call, count)
         await stream.aclose()
         await asyncio.to_thread(engine._loop.call, lambda: None)
-        return time.process_time() - begin
 
-    assert asyncio.run(main()) < 4.0  # 8.7 s when every sample's end looked at all others; a fraction of one now
+    asyncio.run(main())
+    assert 0 < len(looked) < 100  # once an end, they would be 4000
     with pytest.raises(ValueError, match="n is 4097, expected an integer from 1 to 4096"):
         SamplingParams(n=4097)
