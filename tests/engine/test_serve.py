@@ -4,12 +4,11 @@ import asyncio
 import json
 import random
 import socket
-import time
 from dataclasses import replace
 
 import pytest
 import serving
-from engine_models import check_idle
+from engine_models import check_idle, until
 
 from vexact_engine import Increment, SamplingParams
 from vexact_engine.serve import Settings
@@ -390,11 +389,8 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error(server, capl
         with socket.create_connection((host, int(port))) as raw:
             head = ["POST /v1/chat/completions HTTP/1.1", "host: localhost", "content-type: application/json"]
             raw.sendall("\r\n".join([*head, "content-length: 99", "", "{"]).encode())
-            while not serving.metric(http, "vexact_requests_in_progress"):
-                pass
-        deadline = time.monotonic() + 30
-        while serving.metric(http, name) == before and time.monotonic() < deadline:
-            time.sleep(0.01)
+            until(lambda: serving.metric(http, "vexact_requests_in_progress"))
+        until(lambda: serving.metric(http, name) != before)
         assert serving.metric(http, name) == before + 1
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
