@@ -1,6 +1,7 @@
 """Several engines behind one front: the bits of one, whoever computes, whoever dies."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -160,15 +161,28 @@ def test_requests_that_are_at_fault_say_so(two):
     assert only.completion.finish_reason == "error"
 
 
+@contextlib.contextmanager
+def stopped(replicas):
+    """None of their processes runs: who asks meanwhile comes before the last token, however slow."""
+    pids = [r.pid for r in replicas.replicas]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
 def test_names(two):
     with ThreadPoolExecutor() as pool:
-        running = pool.submit(two.generate, PROMPTS[:2], LONG, request_ids=["a", "b"])
-        while "b" not in two._front._names:
-            time.sleep(0.001)
-        (again,) = two.generate(PROMPTS[:1], PARAMS, request_ids=["a"])
-        assert "another request of this id" in again.error
-        two.abort("a")
-        two.abort("nobody")
+        with stopped(two):
+            running = pool.submit(two.generate, PROMPTS[:2], LONG, request_ids=["a", "b"])
+            until(lambda: "b" in two._front._names)
+            (again,) = two.generate(PROMPTS[:1], PARAMS, request_ids=["a"])
+            assert "another request of this id" in again.error
+            two.abort("a")
+            two.abort("nobody")
         first, second = running.result()
         assert (first.finish_reason, second.finish_reason) == ("abort", "length")
         assert len(first.token_ids) < 200
@@ -298,19 +312,24 @@ def test_one_that_dies_is_named_and_its_requests_go_on_elsewhere(path, one, capl
 
         async def stream(i, has_begun):
             found = []
-            async for news in replicas.stream(PROMPTS[i], params):
+            async for news in replicas.stream(PROMPTS[i], params, request_id=f"{i}"):
                 found.append(news)
                 if len(found) == 20:
-                    has_begun.release()
+                    has_begun.set()
             return found
 
         async def main():
-            begun = asyncio.Semaphore(0)
-            streams = [asyncio.create_task(stream(i, begun)) for i in range(4)]
+            begun = [asyncio.Event() for _ in range(4)]
+            streams = [asyncio.create_task(stream(i, each)) for i, each in enumerate(begun)]
             others = asyncio.create_task(replicas.agenerate([PROMPTS[4], PROMPTS[5]], params))
-            for _ in streams:
-                await begun.acquire()
-            assert all(r.requests for r in replicas.replicas)
+            while not {*"0123"} <= set(replicas._front._names):
+                await asyncio.sleep(0)
+            names = {job.name for job in replicas._front.replicas[0].jobs.values()}
+            mine = [each for i, each in enumerate(begun) if f"{i}" in names]
+            assert 0 < len(mine) < 4
+            for each in mine:  # of the one that is killed alone: the other may be far ahead by then
+                await each.wait()
+            assert replicas.replicas[0].requests
             kill(replicas, 0)
             return await asyncio.gather(*streams), await others
 
@@ -515,10 +534,10 @@ ORPHANS = """
 import os, sys, time
 from vexact_engine import EngineConfig, Replicas, SamplingParams
 replicas = Replicas.from_pretrained(sys.argv[1], replicas=2, config=EngineConfig(num_pages=64, page_size=4))
-if os.fork() == 0:  # has the sockets too, and lives on
-    time.sleep(60)
+if (other := os.fork()) == 0:  # has the sockets too, and lives on for longer than the test waits
+    time.sleep(900)
     os._exit(0)
-print(*(r.pid for r in replicas.replicas), flush=True)
+print(other, *(r.pid for r in replicas.replicas), flush=True)
 replicas.generate([[5] * 8] * 8, SamplingParams(max_new_tokens=200, ignore_eos=True))
 time.sleep(60)
 """
@@ -530,10 +549,14 @@ def test_no_replica_outlives_its_front(path):
         [sys.executable, "-W", "ignore", "-c", ORPHANS, str(path)], stdout=subprocess.PIPE, text=True, env=env
     )
     with front.stdout:
-        pids = list(map(int, front.stdout.readline().split()))
-        assert len(pids) == 2 and all(map(is_alive, pids))
-        front.kill()
-        until(lambda: not any(map(is_alive, pids)))
+        other, *pids = map(int, front.stdout.readline().split())
+        try:
+            assert len(pids) == 2 and all(map(is_alive, pids))
+            front.kill()
+            until(lambda: not any(map(is_alive, pids)))
+            assert is_alive(other)
+        finally:
+            os.kill(other, signal.SIGKILL)
     front.wait()
 
 
