@@ -6,15 +6,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from engine_models import bits, build, byte_tokenizer, prompts
+from engine_models import bits, build, byte_tokenizer, prompts, until
 
 from vexact_engine import (
     Engine,
@@ -34,6 +34,7 @@ PROMPTS = prompts(12, longest=20)
 PARAMS = SamplingParams(max_new_tokens=6, seed=1, ignore_eos=True)
 LONG = replace(PARAMS, max_new_tokens=200)
 TEXT = {"vocab_size": 259}
+until = partial(until, seconds=300)  # a process that is started again takes half a minute where others start too
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +66,8 @@ def two(shared):
 
 def idle(replicas):
     front = replicas._front
-    deadline = time.monotonic() + 120
-    while any(r.load.running or r.load.waiting or r.load.pages_used for r in replicas.replicas if r.alive):
-        assert time.monotonic() < deadline, replicas.replicas
-        time.sleep(0.01)
+    loads = lambda: [r.load for r in replicas.replicas if r.alive]  # noqa: E731
+    until(lambda: not any(load.running or load.waiting or load.pages_used for load in loads()))
     assert not front._names and not front._homeless and not any(r.jobs or r.answers for r in front.replicas)
     assert not any(front.router.samples(r.index) for r in front.replicas)
 
@@ -164,14 +163,11 @@ def test_requests_that_are_at_fault_say_so(two):
 @contextlib.contextmanager
 def stopped(replicas):
     """None of their processes runs: who asks meanwhile comes before the last token, however slow."""
-    pids = [r.pid for r in replicas.replicas]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
+    with contextlib.ExitStack() as stack:
+        for each in replicas.replicas:
+            stack.callback(os.kill, each.pid, signal.SIGCONT)
+            os.kill(each.pid, signal.SIGSTOP)
         yield
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
 
 
 def test_names(two):
@@ -297,13 +293,6 @@ def kill(replicas, index):
     os.kill(replicas.replicas[index].pid, signal.SIGKILL)
 
 
-def until(condition):
-    deadline = time.monotonic() + 300  # a process that is started again takes half a minute where others start too
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_one_that_dies_is_named_and_its_requests_go_on_elsewhere(path, one, caplog):
     """Completions, streams that have begun, several samples: to the byte, and no token twice."""
     params = replace(LONG, n=2, num_top_logprobs=1)
@@ -381,20 +370,13 @@ def test_replicas_of_stages(path, one):
         until(lambda: replicas.replicas[0].requests)
         kill(replicas, 0)
         assert [bits(c) for c in running.result(300)] == long
-        until(lambda: not any(map(alive, stages)))
+        until(lambda: not any(map(is_alive, stages)))
 
 
 def children_of(pid):
     return [
         int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in (task / "children").read_text().split()
     ]
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_one_is_started_again_in_its_place(path, one, new, caplog):
@@ -469,8 +451,6 @@ def test_one_dies_or_fails_while_weights_come(path, new, monkeypatch):
 
 def test_a_request_that_kills_is_given_up():
     """A replica that dies at every request: three of them, and the fourth lives."""
-    made = "vexact_engine.parallel.process:from_pretrained"
-    assert made
     with Replicas("killers:make", [{}] * 4, environments=[{"PYTHONPATH": _path()}] * 4) as replicas:
         with pytest.raises(ReplicaDied, match="request 'bad': 3 replicas died with it; the last, replica"):
             replicas.generate([[66] * 4], PARAMS, request_ids=["bad"])
@@ -548,15 +528,13 @@ def test_no_replica_outlives_its_front(path):
     front = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", ORPHANS, str(path)], stdout=subprocess.PIPE, text=True, env=env
     )
-    with front.stdout:
+    with front.stdout, contextlib.ExitStack() as stack:
         other, *pids = map(int, front.stdout.readline().split())
-        try:
-            assert len(pids) == 2 and all(map(is_alive, pids))
-            front.kill()
-            until(lambda: not any(map(is_alive, pids)))
-            assert is_alive(other)
-        finally:
-            os.kill(other, signal.SIGKILL)
+        stack.callback(os.kill, other, signal.SIGKILL)
+        assert len(pids) == 2 and all(map(is_alive, pids))
+        front.kill()
+        until(lambda: not any(map(is_alive, pids)))
+        assert is_alive(other)
     front.wait()
 
 
