@@ -4,13 +4,14 @@ known to both, or the sender says that it does not know, and sending them again 
 import contextlib
 import pickle
 import threading
+from types import SimpleNamespace
 
 import pytest
 from engine_models import build, until
 from handovers import CONFIG, MODES, WAYS, expected, left, other, receiving, sender, texts
 
 from vexact_engine import Engine, HandoverFailed, PeerLost
-from vexact_engine.weights import buffers, messages
+from vexact_engine.weights import buffers, messages, protocol
 
 
 @contextlib.contextmanager
@@ -168,3 +169,27 @@ def test_a_version_that_is_none(version, sockets, monkeypatch):
     said = r"version: got .*, expected None, or a number from 1 on"
     with meeting(monkeypatch, ()) as (*_, out, _), pytest.raises(ValueError, match=said):
         out.send({}, version=version)
+
+
+@pytest.mark.parametrize("lives", [None, True])
+def test_what_came_while_this_process_stood_still_has_come(lives, monkeypatch):
+    """All of the time that the wait may take passes between two looks at what has come: one more look decides."""
+    monkeypatch.setattr(protocol, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    peer = lives and messages.Peer.self("a sender")
+
+    def looks_until(comes):
+        looks = 0
+
+        def poll(milliseconds):
+            nonlocal looks
+            looks += 1
+            return looks >= comes
+
+        with contextlib.suppress(PeerLost):
+            protocol.wait(SimpleNamespace(poll=poll), peer, 60.0, "a word")
+            return looks
+        return "lost"
+
+    for comes, looks in ((1, 1), (2, 3), (3, "lost")):
+        times = iter([0.0, 100.0, 200.0])
+        assert looks_until(comes) == looks
