@@ -105,9 +105,11 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("linear_silu_mul_few(Tensor x, Tensor weight, bool gelu, int rows, int tokens, int boxes, int stages, int ahead, int lead, int per_sm, Tensor(a!) out) -> ()");
   m.def("linear_silu_mul_wide(Tensor x, Tensor weight, bool gelu, int tokens, int width, int stages, Tensor(a!) out) -> ()");
 
-  // linear_sample on SM90: what a row's draw needs of every block of its logits; many rows, and few by a kernel of these sizes
+  // linear_sample on SM90: what a row's draw needs of every block of its logits; many rows, and few by a kernel of these sizes; and
+  // the draws that follow from it
   m.def("draw_overlapped(Tensor hidden, Tensor weight, Tensor seeds, Tensor positions, Tensor temperature, float softcap, int cluster, int boxes, Tensor(a!) parts, Tensor(b!) entries, Tensor(c!) tokens, Tensor(d!)? known) -> ()");
   m.def("draw_few(Tensor hidden, Tensor weight, Tensor seeds, Tensor positions, Tensor temperature, float softcap, int rows, int boxes, int stages, int ahead, int lead, int per_sm, Tensor(a!) parts, Tensor(b!) entries, Tensor(c!) tokens) -> ()");
+  m.def("draw_join(Tensor parts, Tensor entries, Tensor tokens, Tensor temperature, Tensor(a!) ids, Tensor(b!) logprobs, Tensor(c!) raw_logprobs) -> ()");
 }
 
 namespace vx {

@@ -219,6 +219,7 @@ def test_every_native_op_is_here():
         "head_dweight",
         "moe_scatter",
         "draw_few",
+        "draw_join",
         "draw_overlapped",
     }
     on_gpu |= {

@@ -3,6 +3,7 @@
 #include "common/cuda.h"
 #include "common/tensor.h"
 #include "linear_sample/sm90_few.cuh"
+#include "linear_sample/sm90_join.cuh"
 #include "linear_sample/sm90_overlapped.cuh"
 
 namespace vx {
@@ -134,10 +135,29 @@ void draw_few(Tensor hidden, Tensor weight, Tensor seeds, Tensor positions, Tens
   STD_TORCH_CHECK(false, "draw_few: no kernel for ", rows, " rows and ", boxes, " boxes");
 }
 
+void draw_join(Tensor parts, Tensor entries, Tensor tokens, Tensor temperature, Tensor ids, Tensor logprobs,
+               Tensor raw_logprobs) {
+  STD_TORCH_CHECK(tokens.dim() == 2 && tokens.size(0) > 0 && tokens.size(1) > 0, "tokens: expected (rows, blocks)");
+  Draws a{};
+  a.rows = small(tokens.size(0)), a.blocks = small(tokens.size(1));
+  const int64_t rows = a.rows, blocks = a.blocks;
+  a.temperature = column<float>(temperature, "temperature", ScalarType::Float, rows);
+  a.parts = block_numbers<float>(parts, "parts", ScalarType::Float, rows * 4 * blocks);
+  a.entries = block_numbers<float>(entries, "entries", ScalarType::Float, rows * 2 * blocks);
+  a.tokens = block_numbers<int>(tokens, "tokens", ScalarType::Int, rows * blocks);
+  const sm90::Drawn drawn{block_numbers<int64_t>(ids, "ids", ScalarType::Long, rows),
+                          block_numbers<float>(logprobs, "logprobs", ScalarType::Float, rows),
+                          block_numbers<float>(raw_logprobs, "raw_logprobs", ScalarType::Float, rows)};
+  const DeviceGuard guard = on_device_of(parts);
+  VX_CUDA_CHECK(sm90::launch_chained(sm90::join_kernel, dim3(unsigned(rows)), sm90::kJoinThreads, 0, current_stream(parts), a,
+                                     drawn));
+}
+
 }  // namespace
 }  // namespace vx
 
 STABLE_TORCH_LIBRARY_IMPL(vexact_native, CUDA, m) {
   m.impl("draw_overlapped", TORCH_BOX(&vx::draw_overlapped));
   m.impl("draw_few", TORCH_BOX(&vx::draw_few));
+  m.impl("draw_join", TORCH_BOX(&vx::draw_join));
 }

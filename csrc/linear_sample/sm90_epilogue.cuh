@@ -20,10 +20,16 @@ struct DrawEpilogue {
   static constexpr int kParts = 2 * BOXES, kLogits = 32 * kParts;  // of a thread
   Draws a;
   static constexpr int kShared = 2 * 128 * 32 * 4;  // bytes of two warpgroups
+  // What logits are divided by. 1 / t is inverse + low but for 2^-24 of low.
+  struct Divisor {
+    float t, inverse, low;
+    int close;  // the sum's products are rounded as the quotients are
+  };
   // Of the row whose blocks the thread's lane of a quad decides about.
   struct State {
     double best;  // the sum that is known of it
     Stream stream;
+    Divisor divisor;
     float temperature;
     int row = -1;  // the thread's first row
   };
@@ -65,20 +71,26 @@ struct DrawEpilogue {
     }
   }
 
-  // What logits are divided by, and what they, and what they are then, are taken relative to. 1 / t is inverse + low but for
-  // 2^-24 of low.
-  struct Scale {
-    float t, inverse, low, origin, z_origin;
-    bool close;  // the sum's products are rounded as the quotients are
+  // And what they, and what they are then, are taken relative to.
+  struct Scale : Divisor {
+    float origin, z_origin;
   };
 
   // 1 / t in two parts. Where the sum's error, 2^-23 of what is left to 1 of a quotient below 2^24 units, is below half a
   // unit over t's whole number, as no quotient is nearer to where rounding turns, the sum rounds as the quotient.
-  static __device__ __forceinline__ void invert(Scale& r) {
+  static __device__ __forceinline__ Divisor divisor_of(float temperature) {
+    Divisor r;
+    r.t = temperature == 0.0f ? 1.0f : temperature;
     r.inverse = __fdiv_rn(1.0f, r.t);
     const float left = fmaf(-r.inverse, r.t, 1.0f), digits = __int_as_float((__float_as_int(r.t) & 0x007fffff) | 0x3f800000);
     r.low = __fdiv_rn(left, r.t);
     r.close = fabsf(left) * digits < 0.99f * 0x1p-25f;
+    return r;
+  }
+  // That of a row whose divisor lane `lane` of the quad has.
+  static __device__ __forceinline__ Divisor of_lane(const Divisor& r, int lane) {
+    const auto of = [&](auto v) { return __shfl_sync(~0u, v, lane, 4); };
+    return {of(r.t), of(r.inverse), of(r.low), of(r.close)};
   }
 
   // x / t, rounded to nearest; NEAR: of numbers that no step leaves the normal range with.
@@ -244,7 +256,7 @@ struct DrawEpilogue {
     bool divide, near;  // of all eight rows of the warp
   };
 
-  __device__ __forceinline__ Part part_of(const float (&d)[kLogits], int part, int column, float temperature) const {
+  __device__ __forceinline__ Part part_of(const float (&d)[kLogits], int part, int column, const Divisor& divisor) const {
     Part p;
     p.x = logits();
     float mine, least;
@@ -258,23 +270,33 @@ struct DrawEpilogue {
     float most = fmaxf(mine, __shfl_xor_sync(~0u, mine, 1));
     p.most = p.z_most = fmaxf(most, __shfl_xor_sync(~0u, most, 2)) + 0.0f;  // -0 is the same number as 0; a NaN is passed over
     Scale& r = p.r;
-    r.t = temperature == 0.0f ? 1.0f : temperature;
+    static_cast<Divisor&>(r) = divisor;
     p.divide = __any_sync(~0u, r.t != 1.0f);
-    float z_least = least;
-    if (p.divide) invert(r), p.z_most = __fdiv_rn(p.most, r.t) + 0.0f, z_least = __fdiv_rn(least, r.t);
-    r.close = p.divide && __all_sync(~0u, r.close);
     r.origin = p.most == kNegative ? 0.0f : p.most;
+    bool near = least - r.origin >= -86.0f && least > -0x1p100f && r.origin < 0x1p100f;
+    if (p.divide) {
+      r.close = __all_sync(~0u, r.close);
+      // Below 2^16 no quotient is rounded by more than 2^-8. Those below 2^-80 count for nothing beside the largest.
+      near = near && (least - r.origin) * r.inverse >= -85.0f && fabsf(r.origin * r.inverse) < 0x1p15f &&
+             (fabsf(r.origin) > 0x1p-60f || r.origin == 0.0f) && r.t > 0x1p-20f && r.t < 0x1p20f;
+    }
+    p.near = __all_sync(~0u, near);
+    if (p.divide) {
+      float z[1] = {p.most};
+      if (p.near)
+        divide<true>(z, r);
+      else
+        divide<false>(z, r);
+      p.z_most = z[0] + 0.0f;
+    }
     r.z_origin = p.z_most == kNegative ? 0.0f : p.z_most;
-    p.near = __all_sync(~0u, least - r.origin >= -86.0f && z_least - r.z_origin >= -86.0f && least > -0x1p100f &&
-                                 r.origin < 0x1p100f && r.t > 0x1p-20f && r.t < 0x1p20f);
     return p;
   }
 
   // What the quad's row draws of a block, to memory. best: if the row wants to know.
-  __device__ __forceinline__ void choose(const float (&d)[kLogits], int part, int row, int column, bool best, float temperature,
-                                         const Stream& stream) const {
-    const Part p = part_of(d, part, column, temperature);
-    const bool greedy = temperature == 0.0f;
+  __device__ __forceinline__ void choose(const float (&d)[kLogits], int part, int row, int column, bool best, bool greedy,
+                                         const Divisor& divisor, const Stream& stream) const {
+    const Part p = part_of(d, part, column, divisor);
     const int from = column + threadIdx.x % 4 * 2;  // logit i is of column from + i / 2 * 8 + i % 2
     int i = 32;
     if (__any_sync(~0u, best && !greedy)) {
@@ -337,6 +359,7 @@ struct DrawEpilogue {
       state.row = row;
       state.stream = {halves(a.seeds[from]), halves(a.positions[from])};
       state.temperature = own_live ? a.temperature[from] : 1.0f;
+      state.divisor = divisor_of(state.temperature);
       state.best = __longlong_as_double(0xfff0000000000000ll);
     }
     unsigned long long seen = 0;  // what others know: whatever it is by now, what is drawn is the same
@@ -346,7 +369,7 @@ struct DrawEpilogue {
 #pragma unroll 1
     for (int part = 0; part < kParts; ++part) {
       if (!__any_sync(~0u, live(part))) continue;
-      const Part p = part_of(d, part, first, __shfl_sync(~0u, state.temperature, part, 4));
+      const Part p = part_of(d, part, first, of_lane(state.divisor, part));
       float raw_sum, z_sum;
       if (p.near && !p.divide)
         sums<true, false>(p.x, p.r, raw_sum, z_sum);
@@ -384,7 +407,8 @@ struct DrawEpilogue {
       const auto of = [&](auto v) { return __shfl_sync(~0u, v, part, 4); };
       const Stream stream{{of(state.stream.seed.x), of(state.stream.seed.y)},
                           {of(state.stream.position.x), of(state.stream.position.y)}};
-      choose(d, part, row_of(part), first, of(int(best)), of(state.temperature), stream);
+      choose(d, part, row_of(part), first, of(int(best)), of(int(state.temperature == 0.0f)),
+             of_lane(state.divisor, part), stream);
     }
   }
 #undef VX_ALL

@@ -89,6 +89,18 @@ def test_many_values_at_few_shapes(device, backend, n, width, rows, scale, tempe
     assert_bitwise(vx.linear_sample(*inputs, **options, backend=backend), composed(*inputs, **options, backend=backend))
 
 
+@pytest.mark.parametrize("n", [262_145, 2_200_000])
+@pytest.mark.parametrize("device,backend", room_backends("linear_sample", "cuda"))
+def test_vocabularies_of_many_blocks(device, backend, n):
+    """More blocks than are joined at once, and more than make one tree."""
+    for rows in (1, 12, 100, 160):
+        hidden, _, seeds, positions = make(rows, 1, 8, n + rows, torch.bfloat16, device)
+        inputs = hidden, wide_weight(n, 8, device), seeds, positions
+        temperature = torch.tensor([1.0, 0.7, 0.0], device=device)[torch.arange(rows, device=device) % 3]
+        options = {"temperature": temperature, "backend": backend}
+        assert_bitwise(vx.linear_sample(*inputs, **options), composed(*inputs, **options))
+
+
 @BACKENDS
 @DTYPES
 @given(n=SIZES, rows=st.integers(1, 7), params=st.lists(CUTS, min_size=7, max_size=7), seed=st.integers(0, 2**16))

@@ -18,9 +18,10 @@ from .._core import digest, native
 from .._core.admit import Candidate, Decision, Proposal, canonical_by_rule, decided
 from .._core.proof.inputs import SMALL, cancelling, special_rows
 from ..linear.cuda import linear_fwd
+from ..log_softmax.triton import LSE_BLOCK
 from ..sampler.triton import blocks_of
 from . import triton
-from .triton import join, new_blocks, sampled
+from .triton import sampled
 
 # Of the kernels for few rows, by how many they take: boxes of 64 columns of the weight in a stage, stages of the ring,
 # stages asked for before the kernel before has ended, stages left to load when the one after may start, and blocks that
@@ -43,8 +44,7 @@ def linear_sample(
     *cuts: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not cuts and _fast(hidden, weight):
-        blocks = _blocks(hidden, weight, softcap, seeds, positions, temperature)
-        return join(*blocks, temperature)
+        return _join(*_blocks(hidden, weight, softcap, seeds, positions, temperature), temperature)
     logits = linear_fwd(hidden, weight, None, torch.float32)
     return sampled(logits, softcap, seeds, positions, temperature, *cuts)
 
@@ -57,13 +57,36 @@ def class_of(rows: int) -> int:
 
 
 def _blocks(hidden, weight, softcap, seeds, positions, temperature) -> tuple[Tensor, Tensor, Tensor]:
-    blocks, ops = new_blocks(hidden, weight.shape[0]), native.ops()
+    blocks, ops = _new_blocks(hidden, weight.shape[0]), native.ops()
     args, most = (hidden, weight, seeds, positions, temperature, softcap), class_of(hidden.shape[0])
     if most in FEW:
         ops.draw_few(*args, most, *FEW[most], *blocks)
     else:
         ops.draw_overlapped(*args, *OVERLAPPED[most], *blocks, _known(hidden) if most > 64 else None)
     return blocks
+
+
+def _new_blocks(hidden: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where B blocks of logits leave what a row's draw needs of them.
+
+    parts    (R, 4, B) fp32: their largest logit and sum of e^(logit - it), raw, and both at the temperature
+    entries  (R, 2, B) fp32: the logit of the token that is drawn where a block wins, and the block's number (0 where a
+             row is greedy)
+    tokens   (R, B) int32: these tokens, 2^31 - 1 where another block is known to be better
+    """
+    rows, blocks, device = hidden.shape[0], -(-vocabulary // LSE_BLOCK), hidden.device
+    parts = torch.empty(rows, 4, blocks, dtype=torch.float32, device=device)
+    entries = torch.empty(rows, 2, blocks, dtype=torch.float32, device=device)
+    return parts, entries, torch.empty(rows, blocks, dtype=torch.int32, device=device)
+
+
+def _join(parts: Tensor, entries: Tensor, tokens: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The draws that follow from the blocks."""
+    rows, device = len(tokens), tokens.device
+    ids = torch.empty(rows, dtype=torch.int64, device=device)
+    logprobs, raw_logprobs = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
+    native.ops().draw_join(parts, entries, tokens, temperature, ids, logprobs, raw_logprobs)
+    return ids, logprobs, raw_logprobs
 
 
 def _known(hidden: Tensor) -> Tensor:
@@ -126,7 +149,7 @@ def _draws(device: torch.device, width: int, rows: int) -> Proposal:
 
 def _ours(hidden, weight, softcap, seeds, positions, temperature):
     blocks = _blocks(hidden, weight, softcap, seeds, positions, temperature)
-    return blocks[0], *join(*blocks, temperature)
+    return blocks[0], *_join(*blocks, temperature)
 
 
 def _theirs(hidden, weight, softcap, seeds, positions, temperature):
