@@ -92,14 +92,24 @@ def _soaked(records: list[dict]) -> list[str]:
 
 
 def _steps(records: Kept) -> list[list[str]]:
-    rows = []
+    """A row for each model: its steps at all numbers of sequences, the most first."""
+    by_model: dict[str, dict[int, dict[str, dict]]] = {}
     for (model, _, batch), step in compare.steps(records).items():
-        if "vexact" not in step:
-            continue
-        ours = step["vexact"]
-        others = [f"{name}: {other['step_ms']:.3g} ms" for name, other in step.items() if name != "vexact"]
-        many = f"{batch} sequence{'s' * (batch > 1)} of about {ours['mean_context']:.0f} tokens"
-        rows.append([f"a step of {model}, {many}", f"{ours['step_ms']:.3g} ms", ", ".join(others)])
+        if "vexact" in step:
+            by_model.setdefault(model, {})[batch] = step
+    rows = []
+    for model, steps in by_model.items():
+        batches = sorted(steps, reverse=True)
+
+        def times(who: str, steps=steps, batches=batches) -> str:
+            each = (steps[batch].get(who) for batch in batches)
+            return " and ".join(f"{r['step_ms']:.3g}" if r else "-" for r in each) + " ms"
+
+        others = dict.fromkeys(who for batch in batches for who in steps[batch] if who != "vexact")
+        tokens = max(step["vexact"]["mean_context"] for step in steps.values())
+        count = " and ".join(str(batch) for batch in batches)
+        what = f"a step of {model}, {count} sequence{'s' * (batches[0] > 1)} of about {tokens:.0f} tokens"
+        rows.append([what, times("vexact"), ", ".join(f"{who}: {times(who)}" for who in others)])
     return rows
 
 
