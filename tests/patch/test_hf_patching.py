@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import sys
 import threading
 import weakref
 
@@ -130,6 +131,18 @@ def test_a_backend_that_is_not_here_is_no_fault_of_the_model_s():
         vx.patch.hf(model)
     assert {name: module.__dict__.get("forward") for name, module in model.named_modules()} == before
     vx.patch.hf(model).undo()
+
+
+@pytest.mark.parametrize("release,taken", [("5.23.1", True), ("5.24.0", False), ("5.24.0.dev0", False), ("6.0", False)])
+def test_a_transformers_whose_models_are_called_otherwise_is_refused(monkeypatch, release, taken):
+    model = tiny("llama")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", release)
+    if taken:
+        vx.patch.hf(model).undo()
+    else:
+        with pytest.raises(RuntimeError, match=r'expected below 5\.24: pip install "transformers<5\.24"'):
+            vx.patch.hf(model)
+        assert "_vexact" not in model.__dict__
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])

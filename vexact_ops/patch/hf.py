@@ -1,5 +1,6 @@
 """Hugging Face decoders on aligned ops, one model at a time: nothing outside the given instance changes."""
 
+import re
 from typing import Literal, overload
 
 import torch
@@ -12,6 +13,8 @@ from .batch import Score, check_cu
 from .description import Decoder
 from .stage import Stage
 from .state import LOCK, Patch, Report
+
+BELOW = (5, 24)  # the first release of transformers whose models are called otherwise
 
 
 class Handle:
@@ -215,6 +218,17 @@ class Handle:
         self._patch.check()
 
 
+def _check_version() -> None:
+    from transformers import __version__ as found
+
+    release = re.match(r"(\d+)\.(\d+)", found)
+    if release and tuple(map(int, release.groups())) >= BELOW:
+        below = ".".join(map(str, BELOW))
+        raise RuntimeError(
+            f'patch.hf: transformers: got {found}, expected below {below}: pip install "transformers<{below}"'
+        )
+
+
 def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None, latent: bool = False) -> Handle:
     """Run a Hugging Face decoder on aligned ops: training, generation and a paged engine get the same bits.
 
@@ -263,9 +277,10 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None, 
 
     grad        first derivatives in reverse mode; more is refused (see the ops)
     raises      UnsupportedModule (a ValueError) naming every module that is not covered, and why: the model is then
-                as it was; TypeError where it is no transformers model, or on kv_segment; ValueError where it is no
-                decoder, where a part of it has been patched on its own, where it is patched already with other
-                options, or on kv_segment
+                as it was; RuntimeError on transformers 5.24 and later, which call a model's cache by another name than
+                these forwards and keep some routers in fp32; TypeError where it is no transformers model, or on
+                kv_segment; ValueError where it is no decoder, where a part of it has been patched on its own, where it
+                is patched already with other options, or on kv_segment
     example
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
@@ -277,6 +292,7 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None, 
     """
     from transformers import PreTrainedModel
 
+    _check_version()
     model = lora.base_of(model)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"patch.hf: model: got {type(model).__name__}, expected a transformers PreTrainedModel")
