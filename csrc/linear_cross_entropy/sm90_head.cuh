@@ -143,8 +143,8 @@ struct BlocksEpilogue {
       for (int g = 0; g < 16; ++g) {
         float &x = d[64 * b + 4 * g + 2 * H], &y = d[64 * b + 4 * g + 2 * H + 1];
         const float u = x - origin, v = y - origin;
-        x = exp_of_negative(u);
-        y = exp_of_negative(v);
+        x = exp_term(u);
+        y = exp_term(v);
         s[g] = x + y;  // order: a tree of neighbours
         if constexpr (ENTROPY) shifted[g] = (x > 0.0f ? x * u : 0.0f) + (y > 0.0f ? y * v : 0.0f);
       }
@@ -202,7 +202,7 @@ struct GradientEpilogue {
         slope = fmaf(-th, th, 1.0f);
       }
       const float z = T ? __fdiv_rn(x, t) : x;
-      const float lp = (z - top) - log_sum, p = exp_of_negative(lp);
+      const float lp = (z - top) - log_sum, p = exp_term(lp);
       float pull = upstream;
       if constexpr (ENTROPY) pull = p > 0.0f ? fmaf(scale, lp + row_entropy, pull) : pull;
       x = fmaf(-p, pull, at == i / 2 * 8 + i % 2 ? upstream : 0.0f);

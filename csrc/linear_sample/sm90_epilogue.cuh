@@ -48,29 +48,6 @@ struct DrawEpilogue {
 
 #define VX_ALL(statement) \
   _Pragma("unroll") for (int i = 0; i < N; ++i) statement
-  // e^x of N of them, the bits of exp_of_negative; NEAR: of x from -86 to 0. One operation of all after the other.
-  template <bool NEAR, int N>
-  static __device__ __forceinline__ void exps(float (&x)[N]) {
-    if constexpr (!NEAR) {
-      exp_of_negatives(x);
-    } else {
-      float shifted[N], n[N], p[N];
-      VX_ALL(shifted[i] = x[i] * 1.44269504f);
-      VX_ALL(shifted[i] = shifted[i] + 12582912.0f);
-      VX_ALL(n[i] = shifted[i] - 12582912.0f);
-      VX_ALL(x[i] = fmaf(n[i], -0.693359375f, x[i]));
-      VX_ALL(x[i] = fmaf(n[i], 2.12194440e-4f, x[i]));
-      VX_ALL(p[i] = fmaf(x[i], 1.0f / 5040, 1.0f / 720));
-      VX_ALL(p[i] = fmaf(p[i], x[i], 1.0f / 120));
-      VX_ALL(p[i] = fmaf(p[i], x[i], 1.0f / 24));
-      VX_ALL(p[i] = fmaf(p[i], x[i], 1.0f / 6));
-      VX_ALL(p[i] = fmaf(p[i], x[i], 0.5f));
-      VX_ALL(p[i] = fmaf(p[i], x[i], 1.0f));
-      VX_ALL(p[i] = fmaf(p[i], x[i], 1.0f));
-      VX_ALL(x[i] = __int_as_float(__float_as_int(p[i]) + (__float_as_int(shifted[i]) << 23)));
-    }
-  }
-
   // And what they, and what they are then, are taken relative to.
   struct Scale : Divisor {
     float origin, z_origin;
@@ -125,7 +102,7 @@ struct DrawEpilogue {
   }
 
   // The sums of e^(logit - origin), and of e^(z - z_origin) where z is not the logit itself (DIVIDE), over the block.
-  template <bool NEAR, bool DIVIDE>
+  template <bool DIVIDE, bool NEAR>
   static __device__ __forceinline__ void sums(const float2* x, const Scale& r, float& raw, float& scaled) {
     float kept[2] = {}, kept_scaled[2] = {};
 #pragma unroll 1
@@ -143,15 +120,13 @@ struct DrawEpilogue {
         if constexpr (DIVIDE) {
           VX_ALL(f[i] = e[i]);
           divide<NEAR>(f, r);
-          VX_ALL(f[i] = f[i] - r.z_origin);
         }
-        VX_ALL(e[i] = e[i] - r.origin);
-        exps<NEAR>(e);
+        VX_ALL(e[i] = exp_term(e[i] - r.origin));
 #pragma unroll
         for (int n = 0; n < 4; ++n) s[n] = e[2 * n] + e[2 * n + 1];
         part[q] = quad_sum(s);
         if constexpr (DIVIDE) {
-          exps<NEAR>(f);
+          VX_ALL(f[i] = exp_term(f[i] - r.z_origin));
 #pragma unroll
           for (int n = 0; n < 4; ++n) s[n] = f[2 * n] + f[2 * n + 1];
           part_scaled[q] = quad_sum(s);
@@ -176,15 +151,14 @@ struct DrawEpilogue {
   }
 
   // Which of the thread's logits is drawn of the block; 32: another thread's, or none.
-  template <bool NEAR, bool DIVIDE>
+  template <bool DIVIDE, bool NEAR>
   static __device__ __forceinline__ int drawn_of(const float2* x, const Scale& r, const Stream& stream) {
     constexpr int N = 8;
     const auto weights = [&](int group, uint64_t (&w)[N]) {  // of four groups of columns
       float e[N];
       VX_ALL(e[i] = logit(x, 2 * group + i));
       if constexpr (DIVIDE) divide<NEAR>(e, r);
-      VX_ALL(e[i] = e[i] - r.z_origin);
-      exps<NEAR>(e);
+      VX_ALL(e[i] = exp_term(e[i] - r.z_origin));
       VX_ALL(w[i] = weight_of(e[i]));
     };
     uint64_t w[N], total = 0, up_to[4];  // of the quad's
@@ -253,7 +227,7 @@ struct DrawEpilogue {
     float2* x;
     Scale r;
     float most, z_most;
-    bool divide, near;  // of all eight rows of the warp
+    bool divide, near;  // of all eight rows of the warp; near: if they are divided
   };
 
   __device__ __forceinline__ Part part_of(const float (&d)[kLogits], int part, int column, const Divisor& divisor) const {
@@ -273,15 +247,12 @@ struct DrawEpilogue {
     static_cast<Divisor&>(r) = divisor;
     p.divide = __any_sync(~0u, r.t != 1.0f);
     r.origin = p.most == kNegative ? 0.0f : p.most;
-    bool near = least - r.origin >= -86.0f && least > -0x1p100f && r.origin < 0x1p100f;
+    p.near = false;
     if (p.divide) {
       r.close = __all_sync(~0u, r.close);
-      // Below 2^16 no quotient is rounded by more than 2^-8. Those below 2^-80 count for nothing beside the largest.
-      near = near && (least - r.origin) * r.inverse >= -85.0f && fabsf(r.origin * r.inverse) < 0x1p15f &&
-             (fabsf(r.origin) > 0x1p-60f || r.origin == 0.0f) && r.t > 0x1p-20f && r.t < 0x1p20f;
-    }
-    p.near = __all_sync(~0u, near);
-    if (p.divide) {
+      // Quotients below 2^-80 count for nothing beside the largest.
+      p.near = __all_sync(~0u, least > -0x1p100f && r.origin < 0x1p100f && (fabsf(r.origin) > 0x1p-60f || r.origin == 0.0f) &&
+                                   r.t > 0x1p-20f && r.t < 0x1p20f);
       float z[1] = {p.most};
       if (p.near)
         divide<true>(z, r);
@@ -301,12 +272,12 @@ struct DrawEpilogue {
     int i = 32;
     if (__any_sync(~0u, best && !greedy)) {
       int drawn;
-      if (p.near && !p.divide)
-        drawn = drawn_of<true, false>(p.x, p.r, stream);
+      if (!p.divide)
+        drawn = drawn_of<false, true>(p.x, p.r, stream);
       else if (p.near)
         drawn = drawn_of<true, true>(p.x, p.r, stream);
       else
-        drawn = drawn_of<false, true>(p.x, p.r, stream);
+        drawn = drawn_of<true, false>(p.x, p.r, stream);
       if (!greedy) i = drawn;
     }
     if (__any_sync(~0u, best && greedy)) {
@@ -371,12 +342,12 @@ struct DrawEpilogue {
       if (!__any_sync(~0u, live(part))) continue;
       const Part p = part_of(d, part, first, of_lane(state.divisor, part));
       float raw_sum, z_sum;
-      if (p.near && !p.divide)
-        sums<true, false>(p.x, p.r, raw_sum, z_sum);
+      if (!p.divide)
+        sums<false, true>(p.x, p.r, raw_sum, z_sum);
       else if (p.near)
         sums<true, true>(p.x, p.r, raw_sum, z_sum);
       else
-        sums<false, true>(p.x, p.r, raw_sum, z_sum);
+        sums<true, false>(p.x, p.r, raw_sum, z_sum);
       if (part == own) top = p.z_most, total = z_sum;
       if (live(part) && there) {
         const float values[4] = {p.most, raw_sum, p.z_most, z_sum};

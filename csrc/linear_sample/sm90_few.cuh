@@ -84,8 +84,8 @@ struct FewEpilogue {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const float v = x[p][h][i], z = __fdiv_rn(v, t[i]);
-          raw[p][h] = exp_of_negative(v - origin);
-          scaled[p][h] = exp_of_negative(z - z_origin);
+          raw[p][h] = exp_term(v - origin);
+          scaled[p][h] = exp_term(z - z_origin);
           weight[i][p][h] = up_to[i][p][h] = weight_of(scaled[p][h]);
           if (v == raw_most && v > __int_as_float(0xff800000)) first[i] = min(first[i], from + 64 * p + 8 * h);
         }

@@ -136,13 +136,17 @@ def test_what_is_added_to_all_logits_does_not_show(device, backend):
 @pytest.mark.parametrize("device,backend", room_backends("sampler", "triton"))
 @given(n=SIZES, params=st.lists(PARAMS, min_size=5, max_size=5), spread=st.sampled_from([0.1, 3.0]), seed=st.integers())
 def test_a_gpu_draws_the_tokens_of_a_cpu(device, backend, n, params, spread, seed):
-    logits, seeds, positions = make(5, n, seed % 2**32, spread=spread)
-    theirs = vx.sample(logits, seeds, positions, **columns(params, "cpu"), backend="cpu")
+    """All of them in the interpreter. A GPU's exponentials differ in the last bits, so that a draw which falls that near
+    to a boundary may be its neighbour: none is expected among so few, two would be a fault."""
+    times = 40 if device == "cuda" else 1
+    logits, seeds, positions = make(5 * times, n, seed % 2**32, spread=spread)
+    theirs = vx.sample(logits, seeds, positions, **columns(params * times, "cpu"), backend="cpu")
     inputs = (t.to(device) for t in (logits, seeds, positions))
-    ours = vx.sample(*inputs, **columns(params, device), backend=backend)
-    assert ours[0].tolist() == theirs[0].tolist()
+    ours = vx.sample(*inputs, **columns(params * times, device), backend=backend)
+    same = ours[0].cpu() == theirs[0]
+    assert int((~same).sum()) <= (1 if device == "cuda" else 0)
     for a, b in zip(ours[1:], theirs[1:]):
-        torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(a.cpu()[same], b[same], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("device,backend", room_backends("sampler", "triton"))

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, exp, log, on, tanh, tree_sum
+from .._core.triton import OPTIONS, exp, exp_term, log, on, tanh, tree_sum
 from ..linear.triton import accumulate, matmul, place
 from ..log_softmax.triton import LSE_BLOCK, join_blocks, joined, load_blocks, log_prob, origin, reduce_blocks
 
@@ -82,7 +82,7 @@ def _blocks_kernel(
     tl.store(at + blocks, total, mask=live[:, None])
     if ENTROPY:
         d = z - origin(largest)
-        e = exp(d)
+        e = exp_term(d)
         tl.store(at + 2 * blocks, tree_sum(tl.where(e > 0.0, e * d, 0.0)), mask=live[:, None])  # 0 log 0 is 0
 
 
@@ -151,7 +151,7 @@ def _dlogits_kernel(
     top = tl.load(lse + 2 * m, mask=live, other=0.0)[:, None]
     log_sum = tl.load(lse + 2 * m + 1, mask=live, other=0.0)[:, None]
     lp = log_prob(z, top, log_sum)
-    p = exp(lp)
+    p = exp_term(lp)
     upstream = tl.load(dlogprob + m, mask=live, other=0.0)[:, None]
     pull = tl.broadcast_to(upstream, p.shape)
     if ENTROPY:
@@ -185,7 +185,7 @@ def _unit_dlogits_kernel(
     live = m < tokens
     z = tl.where((n < V)[None, :], x, float("-inf"))
     largest = tl.max(z, axis=1, keep_dims=True) + 0.0  # as reduce_blocks has it
-    kept = exp(z - origin(largest)).to(d.dtype.element_ty).to(tl.float32)
+    kept = exp_term(z - origin(largest)).to(d.dtype.element_ty).to(tl.float32)
     top = tl.load(lse + 2 * m, mask=live, other=0.0)[:, None]
     log_sum = tl.load(lse + 2 * m + 1, mask=live, other=0.0)[:, None]
     p = kept * exp(log_prob(largest, top, log_sum))

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, begin, chunk, early, exp, exp_down, log, on, tree_sum
+from .._core.triton import OPTIONS, begin, chunk, early, exp, exp_down, exp_term, log, on, tree_sum
 
 LSE_BLOCK = 128
 TILE = 32  # blocks that a program takes of a row
@@ -32,7 +32,7 @@ def origin(largest):
 def reduce_blocks(z):
     """(B, LSE_BLOCK) of z, -inf where there is none -> (B, 1) largest, (B, 1) sum of e^(z - largest)."""
     largest = tl.max(z, axis=1, keep_dims=True) + 0.0  # -0 is the same number as 0; a NaN is passed over
-    return largest, tree_sum(exp_down(z - origin(largest)))  # order: a tree of pairs
+    return largest, tree_sum(exp_term(z - origin(largest)))  # order: a tree of pairs
 
 
 def joined(blocks: int) -> dict:

@@ -40,8 +40,8 @@ def sample(
                  the largest log-sum-exp + Gumbel number wins, as a sum of real numbers, the lower one on a tie, and one
                  more random number draws a token of it by its share. The numbers are functions of (seed, position,
                  block) and of (seed, position) by Philox4x32-10; a log-sum-exp over allowed tokens is summed in one
-                 order, shares and the mass of a prefix in whole units of 2^-40. The ids are the same on a CPU and a GPU
-                 for the same logits.
+                 order, shares and the mass of a prefix in whole units of 2^-40. The ids are the same in every class for
+                 the same logits, but where a draw falls within a rounding of a boundary (1 in about 10^6).
                  logprobs are those of log_softmax(logits / temperature) and of linear_logprobs, bit for bit
     raises       TypeError on dtype, ValueError on shape or parameters, BackendUnavailable. On a GPU, where to look at
                  values would make the host wait, a tensor's parameter out of range is not refused; a row that it

@@ -1,4 +1,4 @@
-"""The Triton kernels: the draws of the CPU kernel, id for id, from the same logits.
+"""The Triton kernels: the draws of the CPU kernel from the same logits, id for id but for the last bits of exponentials.
 
 Truncation and draw are made of correctly rounded fp32 operations, maxima, sums of integers, which have no order, and
 blocks' sums in a tree of pairs, which are those of the log-sum-exp where a row is not cut; the log-probabilities have
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, begin, chunk, early, exp_down, log, on
+from .._core.triton import OPTIONS, begin, chunk, early, exp_term, log, on
 from ..log_softmax.triton import LSE_BLOCK, TILE, join_blocks, joined, load_blocks, log_prob, reduce_blocks
 
 DRAWN = 16  # blocks that one program of the draw looks at
@@ -169,7 +169,7 @@ def _rows_kernel(
 def _weight(z, top, BY_MASS: tl.constexpr):
     """Probability relative to the largest, in whole units of 2^-40, truncated; or 1 to count tokens."""
     if BY_MASS:
-        scaled = exp_down(z - top) * 1048576.0
+        scaled = exp_term(z - top) * 1048576.0
         high = scaled.to(tl.int32)
         low = ((scaled - high.to(tl.float32)) * 1048576.0).to(tl.int32)
         weight = (high.to(tl.int64) << 20) + low.to(tl.int64)
