@@ -18,6 +18,14 @@ def _stock_logprobs(hidden, weight, target):
     return -F.cross_entropy(F.linear(hidden, weight).float(), target, reduction="none")
 
 
+def _cooled(hidden, weight, target):
+    return vx.linear_logprobs(hidden, weight, target, temperature=0.7)
+
+
+def _stock_cooled(hidden, weight, target):
+    return -F.cross_entropy(F.linear(hidden, weight).float() / 0.7, target, reduction="none")
+
+
 def _stock_loss(hidden, weight, target):
     return F.cross_entropy(F.linear(hidden, weight).float(), target)
 
@@ -87,6 +95,7 @@ def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) ->
         invariant = installed(batch_invariant_ops=_batch_invariant) if device == "cuda" else {}
         kinds = [
             ("logprobs fwd", vx.linear_logprobs, vx.linear_logprobs, _stock_logprobs, invariant, 1),
+            ("logprobs fwd t=0.7", _cooled, _cooled, _stock_cooled, {}, 1),
             ("logprobs fwd+bwd", logprobs, logprobs, _with_backward(_stock_logprobs), {}, 3),
             ("loss fwd+bwd", loss, _with_backward(_sum), _with_backward(_stock_loss), {}, 3),
         ]

@@ -5,6 +5,7 @@
 // group, and a block of the log-sum-exp is sixteen groups. So the tree of neighbours is: the pair, lane ^ 1, lane ^ 2,
 // and then the groups within a thread.
 #pragma once
+#include "common/divide.cuh"
 #include "common/math.cuh"
 #include "linear/sm90_gemm.cuh"
 
@@ -17,6 +18,35 @@ constexpr int kHeadBlock = 128;  // LSE_BLOCK
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+// A thread's logits of a row by its temperature, rounded to nearest.
+template <int H>
+__device__ __forceinline__ void at_temperature(float (&d)[128], float t) {
+  const Divisor by = divisor_of(t);
+  float most = 0.0f, least = 1.0f;  // in magnitude; a NaN is passed over, and is its own quotient
+#pragma unroll
+  for (int i = 0; i < 64; ++i) {
+    const float x = fabsf(d[i / 2 * 4 + 2 * H + i % 2]);
+    most = fmaxf(most, x), least = fminf(least, x);
+  }
+  if (by.in_range() && most < 0x1p100f && least > 0x1p-60f) {
+#pragma unroll
+    for (int first = 0; first < 64; first += 8) {
+      float x[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] = d[(first + i) / 2 * 4 + 2 * H + i % 2];
+      quotients(x, by);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) d[(first + i) / 2 * 4 + 2 * H + i % 2] = x[i];
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+      float& x = d[i / 2 * 4 + 2 * H + i % 2];
+      x = __fdiv_rn(x, t);
+    }
+  }
 }
 
 // The tree over the 128 columns of a block; s holds the sums of this thread's pairs.
@@ -119,13 +149,7 @@ struct BlocksEpilogue {
         if (at == i / 2 * 8 + i % 2) target_logit[row] = d[i / 2 * 4 + 2 * H + i % 2];
     }
     const float t = live ? a.temperature[int64_t(row) * a.t_stride] : 1.0f;
-    if (t != 1.0f) {
-#pragma unroll
-      for (int i = 0; i < 64; ++i) {
-        float& x = d[i / 2 * 4 + 2 * H + i % 2];
-        x = __fdiv_rn(x, t);
-      }
-    }
+    if (t != 1.0f) at_temperature<H>(d, t);
     if (column - 2 * lane + 256 > a.columns) {
 #pragma unroll
       for (int i = 0; i < 64; ++i)
@@ -192,6 +216,7 @@ struct GradientEpilogue {
     const float scale = ENTROPY && live ? dentropy[row] : 0.0f, row_entropy = ENTROPY && live ? entropy[row] : 0.0f;
     const int64_t wanted = live ? a.target[row] : -1;
     const int at = wanted >= 0 && wanted < a.vocabulary ? int(wanted) - a.first - column : -1;
+    if constexpr (T && !CAP) at_temperature<H>(d, t);
 #pragma unroll
     for (int i = 0; i < 64; ++i) {
       float& x = d[i / 2 * 4 + 2 * H + i % 2];
@@ -201,7 +226,7 @@ struct GradientEpilogue {
         x = a.cap * th;
         slope = fmaf(-th, th, 1.0f);
       }
-      const float z = T ? __fdiv_rn(x, t) : x;
+      const float z = T && CAP ? __fdiv_rn(x, t) : x;
       const float lp = (z - top) - log_sum, p = exp_term(lp);
       float pull = upstream;
       if constexpr (ENTROPY) pull = p > 0.0f ? fmaf(scale, lp + row_entropy, pull) : pull;

@@ -9,6 +9,7 @@
 // When all parts are summed, each lane of a quad decides about one of them: whether the block is the best so far of its row,
 // as hardly one is. Only then its token is looked for.
 #pragma once
+#include "common/divide.cuh"
 #include "linear/sm90_gemm.cuh"
 #include "linear_sample/draw.cuh"
 
@@ -20,11 +21,6 @@ struct DrawEpilogue {
   static constexpr int kParts = 2 * BOXES, kLogits = 32 * kParts;  // of a thread
   Draws a;
   static constexpr int kShared = 2 * 128 * 32 * 4;  // bytes of two warpgroups
-  // What logits are divided by. 1 / t is inverse + low but for 2^-24 of low.
-  struct Divisor {
-    float t, inverse, low;
-    int close;  // the sum's products are rounded as the quotients are
-  };
   // Of the row whose blocks the thread's lane of a quad decides about.
   struct State {
     double best;  // the sum that is known of it
@@ -53,17 +49,6 @@ struct DrawEpilogue {
     float origin, z_origin;
   };
 
-  // 1 / t in two parts. Where the sum's error, 2^-23 of what is left to 1 of a quotient below 2^24 units, is below half a
-  // unit over t's whole number, as no quotient is nearer to where rounding turns, the sum rounds as the quotient.
-  static __device__ __forceinline__ Divisor divisor_of(float temperature) {
-    Divisor r;
-    r.t = temperature == 0.0f ? 1.0f : temperature;
-    r.inverse = __fdiv_rn(1.0f, r.t);
-    const float left = fmaf(-r.inverse, r.t, 1.0f), digits = __int_as_float((__float_as_int(r.t) & 0x007fffff) | 0x3f800000);
-    r.low = __fdiv_rn(left, r.t);
-    r.close = fabsf(left) * digits < 0.99f * 0x1p-25f;
-    return r;
-  }
   // That of a row whose divisor lane `lane` of the quad has.
   static __device__ __forceinline__ Divisor of_lane(const Divisor& r, int lane) {
     const auto of = [&](auto v) { return __shfl_sync(~0u, v, lane, 4); };
@@ -73,18 +58,10 @@ struct DrawEpilogue {
   // x / t, rounded to nearest; NEAR: of numbers that no step leaves the normal range with.
   template <bool NEAR, int N>
   static __device__ __forceinline__ void divide(float (&x)[N], const Scale& r) {
-    if constexpr (!NEAR) {
+    if constexpr (NEAR)
+      quotients(x, r);
+    else
       VX_ALL(x[i] = __fdiv_rn(x[i], r.t));
-    } else {
-      float q[N], left[N];
-      VX_ALL(q[i] = x[i] * r.low);
-      VX_ALL(q[i] = fmaf(x[i], r.inverse, q[i]));  // within a unit in the last place
-      if (!r.close) {
-        VX_ALL(left[i] = fmaf(-q[i], r.t, x[i]));
-        VX_ALL(q[i] = fmaf(left[i], r.inverse, q[i]));
-      }
-      VX_ALL(x[i] = q[i]);
-    }
   }
 
   // Sums of four groups of eight columns, (g, g + 4, g + 8, g + 12), over the quad: one of them for each lane.
@@ -250,9 +227,8 @@ struct DrawEpilogue {
     p.near = false;
     if (p.divide) {
       r.close = __all_sync(~0u, r.close);
-      // Quotients below 2^-80 count for nothing beside the largest.
       p.near = __all_sync(~0u, least > -0x1p100f && r.origin < 0x1p100f && (fabsf(r.origin) > 0x1p-60f || r.origin == 0.0f) &&
-                                   r.t > 0x1p-20f && r.t < 0x1p20f);
+                                   r.in_range());
       float z[1] = {p.most};
       if (p.near)
         divide<true>(z, r);
@@ -330,7 +306,7 @@ struct DrawEpilogue {
       state.row = row;
       state.stream = {halves(a.seeds[from]), halves(a.positions[from])};
       state.temperature = own_live ? a.temperature[from] : 1.0f;
-      state.divisor = divisor_of(state.temperature);
+      state.divisor = divisor_of(state.temperature == 0.0f ? 1.0f : state.temperature);
       state.best = __longlong_as_double(0xfff0000000000000ll);
     }
     unsigned long long seen = 0;  // what others know: whatever it is by now, what is drawn is the same
