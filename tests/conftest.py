@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,15 +77,23 @@ def devices(*dtypes: torch.dtype) -> list:
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
-    """A folder that `make` fills in one of the processes that run tests; the others that ask for it wait."""
+    """A folder that `make` fills in one of the processes that run tests; the others that ask for it wait, and fail with
+    its error where it fails, rather than try again in what is left of it."""
     base = factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     folder = base / name
     folder.mkdir(exist_ok=True)
     with open(base / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / "failed").exists():
+            why = (folder / "failed").read_text()
+            pytest.fail(f"{name} could not be made by another process:\n{why}", pytrace=False)
         if not (folder / "made").exists():
-            make(folder)
+            try:
+                make(folder)
+            except Exception:
+                (folder / "failed").write_text(traceback.format_exc())
+                raise
             (folder / "made").touch()
     return folder
 

@@ -154,7 +154,7 @@ _NAMES = {
 def verified() -> str:
     """A table: what was seen to be equal, how, on what, at which commit; from tests and kept records."""
     golden = json.loads((ROOT / "tests" / "golden.json").read_text())
-    machines = {"cpu": "any x86-64 with AVX and FMA", "sm90": "H200"}
+    machines = {"cpu": "any x86-64 with AVX and FMA", "sm90": "H200, H100"}
     rooms = set().union(*golden.values())
 
     def numerics(name: str) -> str:

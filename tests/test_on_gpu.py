@@ -132,3 +132,25 @@ def test_marked_alone(): pass
     said = run_toy(tmp_path, body, "-n", "2")
     assert "2 tests ran on" in said and "0 failed, 0 for a GPU were skipped" in said
     assert [line for line in said.splitlines() if "without the mark" in line and "test_unmarked" in line]
+
+
+def test_what_could_not_be_made_once_is_not_tried_again(tmp_path):
+    body = """
+import pytest
+from conftest import made_once
+
+tries = []
+
+def make(folder):
+    tries.append(folder)
+    raise OSError("the first reason")
+
+@pytest.mark.parametrize("i", range(2))
+def test_made(tmp_path_factory, i):
+    made_once(tmp_path_factory, "thing", make)
+
+def test_once(): assert len(tries) == 1
+"""
+    out = run_toy(tmp_path, body, "-n0", "--tb=short")
+    assert "2 failed, 1 passed" in out, out
+    assert "could not be made by another process" in out and out.count("the first reason") >= 2, out

@@ -136,8 +136,8 @@ def test_what_is_added_to_all_logits_does_not_show(device, backend):
 @pytest.mark.parametrize("device,backend", room_backends("sampler", "triton"))
 @given(n=SIZES, params=st.lists(PARAMS, min_size=5, max_size=5), spread=st.sampled_from([0.1, 3.0]), seed=st.integers())
 def test_a_gpu_draws_the_tokens_of_a_cpu(device, backend, n, params, spread, seed):
-    """All of them in the interpreter. A GPU's exponentials differ in the last bits, so that a draw which falls that near
-    to a boundary may be its neighbour: none is expected among so few, two would be a fault."""
+    """All of them in the interpreter. A GPU's exponentials differ in the last bits, so that a draw that falls close to
+    a boundary may be its neighbour: none is expected among these few, two would be a fault."""
     times = 40 if device == "cuda" else 1
     logits, seeds, positions = make(5 * times, n, seed % 2**32, spread=spread)
     theirs = vx.sample(logits, seeds, positions, **columns(params * times, "cpu"), backend="cpu")

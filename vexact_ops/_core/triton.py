@@ -171,9 +171,9 @@ def exp_down(x):
 @triton.jit
 def exp_term(x):
     """A term of a sum of exponentials, e^x for x of at most 0 (or NaN). On a GPU what its unit for special functions
-    gives (ex2.approx.ftz.f32), to 2^-22 of it, and 0 below the normal numbers: a fifth of exp_down's instructions, where
-    they are what takes the time. The interpreter has no such unit, and NumPy's bits could depend on an element's
-    place."""
+    gives (ex2.approx.ftz.f32), to 2^-22 of it, and 0 below the normal numbers: a fifth of exp_down's instructions,
+    where they are what takes the time. The interpreter has no such unit, and NumPy's bits could depend on an
+    element's place."""
     if _INTERPRETED:
         y = exp_down(x)
     else:

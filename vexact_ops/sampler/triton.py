@@ -1,4 +1,4 @@
-"""The Triton kernels: the draws of the CPU kernel from the same logits, id for id but for the last bits of exponentials.
+"""The Triton kernels: the CPU kernel's draws from the same logits, id for id but for the last bits of exponentials.
 
 Truncation and draw are made of correctly rounded fp32 operations, maxima, sums of integers, which have no order, and
 blocks' sums in a tree of pairs, which are those of the log-sum-exp where a row is not cut; the log-probabilities have
