@@ -18,8 +18,9 @@ def log_softmax(x: Tensor, *, out_dtype: torch.dtype | None = None, backend: str
     out_dtype  bf16 | fp32, on a GPU also fp16; x.dtype where None
     returns    (..., V) in out_dtype
     bits       a row depends on that row alone: on a CPU blocks of 512, merged ascending, on a GPU blocks of 128, each
-               and all of them (16,384 at a time, ascending) summed in a tree of pairs. With fp32 logits these are the
-               bits of linear_logprobs and sample: log_softmax(linear_logits(h, w) / t)[target] is
+               and all of them (16,384 at a time, ascending) summed in a tree of pairs; a block's terms are what the
+               GPU's special function unit gives, to 2^-22 of each. With fp32 logits these are the bits of
+               linear_logprobs and sample: log_softmax(linear_logits(h, w) / t)[target] is
                linear_logprobs(h, w, target, temperature=t)
     grad       dx = dy - e^y sum(dy) as bits, e^y from the unrounded y
     raises     TypeError on dtype, ValueError on shape, BackendUnavailable
