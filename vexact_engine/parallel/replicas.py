@@ -28,7 +28,7 @@ from ..text import Text
 from ..weights.load import as_dtype, load_tokenizer
 from ..weights.messages import Part, dtype_name
 from ..weights.packing import pack
-from ..weights.update import pairs_of
+from ..weights.update import check_specs, pairs_of
 from . import messages as m
 from .buckets import SharedMemory, size_of
 from .fleet import FleetUpdate
@@ -342,6 +342,7 @@ class Replicas:
                 names = [name for name, _ in pairs]
                 twice = sorted({name for name in names if names.count(name) > 1})
                 raise ValueError(f"update_weights: repeated: {', '.join(twice)}")
+        check_specs(specs)
         specs = {name: _spec(name, spec) for name, spec in specs.items()}
         with self._updates:
             self._front.check_open()
