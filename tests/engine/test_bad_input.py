@@ -1,14 +1,19 @@
-"""What no caller can mean: each is refused by name, and the engine is as it was."""
+"""What no caller can mean is refused by name, and what clients of a server do or leave undone is no matter for others:
+the engine is as it was."""
 
+import asyncio
+import json
 import re
+import socket
 
 import numpy as np
 import pytest
 import serving
 import torch
-from engine_models import bits, check_idle
+from engine_models import bits, check_idle, until
 
 from vexact_engine import SamplingParams
+from vexact_engine.serve import generation
 
 PARAMS = SamplingParams(max_new_tokens=3, seed=1)
 
@@ -31,7 +36,7 @@ def as_it_was(engine, expected):
     check_idle(engine)
 
 
-@pytest.mark.parametrize("messages", [5, None, "hi", b"hi", {"role": "user"}, {1}, np.float64(2), iter([])], ids=repr)
+@pytest.mark.parametrize("messages", [5, None, "hi", b"hi", {"role": "user"}, {1}, np.float64(2)], ids=repr)
 def test_conversations(engine, messages):
     got = f'chat: messages: got a {type(messages).__name__}, expected {{"role": ..., "content": ...}} in a list'
     with pytest.raises(TypeError, match=re.escape(got)):
@@ -71,3 +76,35 @@ def test_names_of_tensors(engine, name):
     got = f"update_weights: named_tensors: got a {type(name).__name__} for the name of a tensor"
     with pytest.raises(TypeError, match=got):
         engine.update_weights([(name, torch.ones(1))], numerics=engine.numerics())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_takes_nothing_of_its_answer_does_not_keep_its_place(engine, stream, caplog):
+    """It is there, and reads nothing: sockets' buffers hold some of an answer, and the rest waits."""
+    body = {"prompt": "hi", "max_tokens": 100, "n": 8, "ignore_eos": True, "logprobs": 20, "stream": stream}
+    body = json.dumps(body).encode()
+    with serving.serve(engine, send_timeout=0.5) as server, serving.client(server) as http:
+        server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of connections from now on
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.socket() as raw:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            raw.connect((host, int(port)))
+            head = ["POST /v1/completions HTTP/1.1", "host: localhost", "content-type: application/json"]
+            raw.sendall("\r\n".join([*head, f"content-length: {len(body)}", "", ""]).encode() + body)
+            lost = 'vexact_requests_total{endpoint="completions",outcome="disconnected"}'
+            until(lambda: serving.metric(http, lost) == 1, 300)
+            assert serving.metric(http, "vexact_requests_in_progress") == 0
+            assert "its client takes nothing of its answer for 0.5 s" in caplog.text
+        assert http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 1}).status_code == 200
+
+
+def test_a_slow_client_has_its_time_for_each_part_of_a_long_answer():
+    sent = []
+
+    async def send(message):
+        sent.append(message["body"])
+
+    whole = bytes(range(256)) * 1000
+    asyncio.run(generation._send_all(send, [b"first", whole]))
+    assert sent[0] == b"first" and b"".join(sent[1:]) == whole
+    assert max(map(len, sent)) <= 64 << 10 and len(sent) == 5
