@@ -5,12 +5,13 @@ import asyncio
 import json
 import re
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import serving
 import torch
-from engine_models import bits, check_idle, until
+from engine_models import bits, check_idle, held, until
 
 from vexact_engine import SamplingParams
 from vexact_engine.serve import generation
@@ -108,3 +109,30 @@ def test_a_slow_client_has_its_time_for_each_part_of_a_long_answer():
     asyncio.run(generation._send_all(send, [b"first", whole]))
     assert sent[0] == b"first" and b"".join(sent[1:]) == whole
     assert max(map(len, sent)) <= 64 << 10 and len(sent) == 5
+
+
+def test_who_waits_for_a_pause_keeps_nobody_from_resuming(engine):
+    """More of them than a pool of threads has; requests stand still, so that their end is not to be seen."""
+    with (
+        serving.serve(engine, api_keys=(serving.KEY,)) as server,
+        serving.client(server, serving.KEY, limits=serving.httpx.Limits(max_connections=None)) as http,
+        ThreadPoolExecutor(60) as pool,
+    ):
+        try:
+            with held(engine, 3):
+                body = {"prompt": "hi", "max_tokens": 20, "ignore_eos": True}
+                running = pool.submit(http.post, "/v1/completions", json=body)
+                until(lambda: engine.load().running)
+                assert http.post("/pause", json={"mode": "keep"}).json()["state"] == "paused"
+            begun, pause = [], engine.pause
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(engine, "pause", lambda mode: (begun.append(mode), pause(mode)))
+                waiting = [pool.submit(http.post, "/pause", json={"mode": "wait"}) for _ in range(50)]
+                until(lambda: len(begun) == 50)
+                assert not running.done() and "vexact_requests_in_progress 1.0" in http.get("/metrics").text
+                every = running, *waiting  # each of which may pause it anew
+                until(lambda: http.post("/resume", json={}).is_success and all(one.done() for one in every), 300)
+            assert {one.result(300).status_code for one in every} == {200}
+        finally:
+            engine.resume()
+    until(lambda: engine.state == "running")
