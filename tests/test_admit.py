@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -283,6 +285,59 @@ def test_out_of_memory_is_no_verdict_and_no_crash(cache):
         assert decision.chosen is proposal.canonical and decision.verdicts == ()
         assert admitted(proposal, CPU).final, "said once"
     assert cache() == []
+
+
+NO_MEMORY = {
+    "torch": torch.OutOfMemoryError("CUDA out of memory"),
+    "another library": RuntimeError("cuBLAS: Out of memory"),
+    "the host": MemoryError(),
+}
+
+
+@pytest.mark.parametrize("what", ["candidate", "canonical", "cases", "race", "capture"])
+@pytest.mark.parametrize("kind", NO_MEMORY)
+def test_who_must_know_is_told_that_memory_is_short(cache, kind, what):
+    """Whatever comes first: a start that says so, or an op that warns."""
+    full = True
+
+    def hungry(*given):
+        if full:
+            raise NO_MEMORY[kind]
+        return product(*given)
+
+    def race(_, case):
+        return [NO_MEMORY[kind], 1.0] if full else [1.0, 2.0]
+
+    proposal = {
+        "candidate": propose(Candidate("hungry", hungry, "v1")),
+        "canonical": propose(SAME, canonical=Candidate("canonical", hungry, "v1")),
+        "cases": propose(SAME, cases=lambda: (hungry(*cases()[0]), cases())[1]),
+        "race": propose(SAME, Candidate("third", product, "v1"), race=lambda *_: (hungry(*cases()[0]), [1.0, 2.0])[1]),
+        "capture": propose(SAME, Candidate("third", product, "v1"), race=race),
+    }[what]
+    decide = decided(lambda device: proposal)
+    said = "k: no memory to verify faster kernels than the canonical one .*doctor --admit.*VEXACT_ADMIT=0"
+    for _ in range(2):
+        with admit.must_admit(), pytest.raises(torch.OutOfMemoryError, match=said):
+            decide(CPU)
+    assert cache() == []
+    if kind == "torch" and what != "capture":
+        with pytest.warns(UserWarning, match="and may take ten times as long"):
+            assert decide(CPU).short
+        with warnings.catch_warnings(action="error"):
+            assert decide(CPU).chosen is proposal.canonical, "said once"
+        with admit.must_admit(), pytest.raises(torch.OutOfMemoryError, match=said):
+            decide(CPU)
+    full = False
+    with admit.must_admit():
+        chosen = decide(CPU).chosen
+    assert chosen is proposal.candidates[0] and decide(CPU).chosen is chosen and len(cache()) == 1
+
+
+def test_no_other_thread_must_know(cache):
+    proposal = propose(Candidate("hungry", raising(torch.OutOfMemoryError("full")), "v1"))
+    with admit.must_admit(), ThreadPoolExecutor() as pool, pytest.warns(UserWarning, match="no memory to verify"):
+        assert pool.submit(admitted, proposal, CPU).result().short
 
 
 def test_cases_that_cannot_be_made_leave_the_canonical_kernel(cache):

@@ -28,7 +28,7 @@ from .progress import bar, quiet
 from .request import Begun, Completion, Request, check_name, check_params, encoded, refused, spread, turns
 from .runner import shapes
 from .runner.sleep import TAGS, check_level, named_tags
-from .text import Text, chat_ids
+from .text import Text, chat_ids, conversations
 from .weights.load import Loaded, default_device, load, load_in_stages
 from .weights.session import TORN, WeightUpdate, check_numerics
 from .weights.update import pairs_of, targets
@@ -146,7 +146,7 @@ class Engine:
         template   what the model's template takes beside messages (enable_thinking=False, ...)
         raises     ValueError where there is no template, or where it refuses them; and as generate
         """
-        several = messages if messages and not isinstance(messages[0], Mapping) else [messages]
+        several = conversations(messages)
         prompts = [chat_ids(self.tokenizer, conversation, **template) for conversation in several]
         return self.generate(prompts, params, raise_on_error=raise_on_error)
 

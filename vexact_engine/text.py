@@ -3,11 +3,12 @@
 import codecs
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _REPLACEMENT = "\ufffd"  # what an incomplete or invalid sequence of bytes decodes to
 _SPACE = 0x20
+_EXPECTED = 'expected {"role": ..., "content": ...} in a list, or several such lists'
 _UNSETTLED = 8  # tokens: bytes of a character that is still incomplete are among fewer
 
 
@@ -41,7 +42,8 @@ class Text:
 
     def encode(self, text: str) -> list[int]:
         """All of a text's ids. What begins with the beginning-of-sequence token, as a chat template's text does, gets
-        no second one."""
+        no second one. ValueError where it is no Unicode."""
+        _check_unicode("prompt", text)
         templated = bool(self.bos) and text.startswith(self.bos)
         options = {"add_special_tokens": False} if templated else {}
         return list(self.tokenizer(text, truncation=False, padding=False, **options)["input_ids"])
@@ -58,6 +60,18 @@ class Text:
         return Detokenizer(self).update(token_ids, final=True)
 
 
+def conversations(messages: Any) -> Sequence:
+    """What chat is given, one conversation or several, as several."""
+    first = next(iter(_several(messages)), None)
+    return [messages] if first is None or isinstance(first, Mapping) else messages
+
+
+def _several(messages: Any) -> Sequence:
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
+        raise TypeError(f"chat: messages: got a {type(messages).__name__}, {_EXPECTED}")
+    return messages
+
+
 def chat_ids(tokenizer: Any, messages: Any, **template: Any) -> list[int]:
     """A conversation as the model's own template puts it, up to where the answer begins, as token ids.
 
@@ -66,14 +80,28 @@ def chat_ids(tokenizer: Any, messages: Any, **template: Any) -> list[int]:
     if not getattr(tokenizer, "chat_template", None):
         what = "no tokenizer" if tokenizer is None else "no chat template"
         raise ValueError(f"chat: the model has {what}: generate continues a text")
-    messages = list(messages)
+    messages = list(_several(messages))
+    for message in messages:
+        if not isinstance(message, Mapping):
+            raise TypeError(f"chat: messages: got a {type(message).__name__} among them, {_EXPECTED}")
     if not messages:
         raise ValueError("chat: messages: got none, expected one or more")
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
     except Exception as error:  # a template is a program of the model's author and may raise anything
         raise ValueError(f"chat: messages: the model's template refuses them: {error}") from None
+    _check_unicode("chat: messages", text)
     return list(tokenizer(text, truncation=False, padding=False, add_special_tokens=False)["input_ids"])
+
+
+def _check_unicode(what: str, text: str) -> None:
+    """Tokenizers say of it that it is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what}: {text[error.start]!a} at {error.start} is half a character, expected Unicode"
+        ) from None
 
 
 class Detokenizer:

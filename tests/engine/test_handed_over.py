@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 from engine_models import bits, build, check_idle, prompts, small_engine, until
 
-from vexact_engine import Engine, EngineClosed, EngineConfig, SamplingParams, StepFailed
+from vexact_engine import Engine, EngineClosed, EngineConfig, Replicas, SamplingParams, StepFailed
 from vexact_engine.outputs import Call
+from vexact_engine.parallel import replicas as replicas_module
 
 CONFIG = EngineConfig(num_pages=64, page_size=4, max_num_batched_tokens=16, show_progress=False)
 PROMPTS = prompts(40, longest=6)
@@ -322,3 +323,81 @@ def test_an_asyncio_loop_has_its_turns_while_requests_are_made(engine, expected,
     done = asyncio.run(main(False))
     assert [bits(one) for one in done] == expected and given == [len(PROMPTS)]
     assert {made for made, handed in seen if not handed} >= {*range(1, len(PROMPTS) - 1)}
+
+
+# Replicas
+
+
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    build("Llama").save_pretrained(path)
+    with Replicas.from_pretrained(path, replicas=2, config=CONFIG) as replicas:
+        yield replicas
+
+
+@pytest.fixture
+def noted(replicas, monkeypatch):
+    """The same; what was made, and of each hand-over how many it had and how many were made by then."""
+    made, given, job, submit = [], [], replicas._job, replicas._front.submit
+
+    def making(*args):
+        made.append(job(*args))
+        return made[-1]
+
+    def handing(jobs):
+        given.append((len(jobs), len(made)))
+        submit(jobs)
+
+    monkeypatch.setattr(replicas, "_job", making)
+    monkeypatch.setattr(replicas._front, "submit", handing)
+    yield replicas, made, given
+    until(lambda: not any(load.running or load.waiting for load in (r.load for r in replicas.replicas)))
+    assert not replicas._front._names and not any(r.jobs for r in replicas._front.replicas)
+
+
+@pytest.mark.parametrize("awaited", [False, True], ids=["generate", "agenerate"])
+def test_replicas_compute_the_first_while_the_others_are_made(awaited, noted, expected, monkeypatch):
+    monkeypatch.setattr(replicas_module, "_MOST_STEPS", 2)
+    replicas, _, given = noted
+    done = asyncio.run(replicas.agenerate(PROMPTS, PARAMS)) if awaited else replicas.generate(PROMPTS, PARAMS)
+    assert [bits(c) for c in done] == expected
+    assert sum(count for count, _ in given) == len(PROMPTS) and len(given) >= 3
+    assert [by for _, by in given] == list(itertools.accumulate(count for count, _ in given)), (
+        "as soon as they are made"
+    )
+    lengths = iter(map(len, PROMPTS))
+    for share, (count, _) in enumerate(given[:-1]):
+        most = 2 * 16 << min(share, 1)
+        assert most <= sum(itertools.islice(lengths, count)) < most + 6, "a step's of both, and twice that from then on"
+
+
+def test_replicas_end_what_was_handed_over_by_a_call_that_breaks_off(noted, expected, monkeypatch):
+    replicas, made, given = noted
+    making = replicas._job
+
+    def breaking(*args):
+        if len(made) == 20:
+            raise KeyboardInterrupt
+        return making(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(replicas, "_job", breaking)
+        for call in (
+            lambda: replicas.generate(PROMPTS, PARAMS),
+            lambda: asyncio.run(replicas.agenerate(PROMPTS, PARAMS)),
+        ):
+            made.clear()
+            given.clear()
+            with pytest.raises(KeyboardInterrupt):
+                call()
+            assert 0 < sum(count for count, _ in given) < 20
+    assert [bits(c) for c in replicas.generate(PROMPTS, PARAMS)] == expected
+
+
+def test_replicas_that_refuse_every_request_of_a_call_answer_it(noted):
+    replicas, *_ = noted
+    bad = [[-1]] * 50
+    assert {c.finish_reason for c in replicas.generate(bad, PARAMS)} == {"error"}
+    assert {c.finish_reason for c in asyncio.run(replicas.agenerate(bad, PARAMS))} == {"error"}
+    assert replicas.generate([], PARAMS) == []

@@ -226,6 +226,26 @@ def test_what_is_no_message_is_refused(sockets):
             result()
 
 
+def test_what_a_stranger_says_does_not_end_a_set(sockets):
+    model = build("Qwen3")
+    with handover(model) as (_, receiver, start, out), sender(receiver) as stranger:
+        result = start()
+
+        def give():
+            for number, item in enumerate(model.state_dict().items()):
+                if number == 3:
+                    stranger._connect()
+                    stranger._socket.send(b"\x80\x04K\x07.")
+                    stranger._socket.send_multipart([b"GET / HTTP/1.1", b"", b"x"])
+                    stranger.timeout = 300
+                    with pytest.raises(HandoverFailed, match="is sending its own"):  # heard after those
+                        stranger._post(messages.Hello(messages.VERSION, messages.Peer.self("x"), stranger.numerics))
+                        stranger._answer("a welcome", messages.Welcome)
+                yield item
+
+        assert out.send(give()) == 1 == result()
+
+
 def test_a_second_sender_is_told_who_is_at_it(sockets):
     model = build("Qwen3")
     with handover(model) as (_, receiver, start, first), sender(receiver) as second:

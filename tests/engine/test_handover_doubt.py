@@ -10,7 +10,8 @@ import pytest
 from engine_models import build, until
 from handovers import CONFIG, MODES, WAYS, expected, left, other, receiving, sender, texts
 
-from vexact_engine import Engine, HandoverFailed, PeerLost
+import vexact_ops as vx
+from vexact_engine import Engine, HandoverFailed, PeerLost, WeightSender
 from vexact_engine.weights import buffers, messages, protocol
 
 
@@ -78,16 +79,95 @@ def test_a_set_in_doubt_is_sent_again(where, mode, lend, sockets, monkeypatch):
             assert caught.value.in_doubt
             go_on.set()
             assert result() == 7 == engine.weight_version
-        out.timeout = 300
-        result = start()
-        with pytest.raises(HandoverFailed, match=r"broke off: PeerLost.*goes on with the weights that it had"):
-            result()  # the second, which has no sender any more
         assert texts(engine) == expected("Qwen3", new)
-        result = start()
+        out.timeout = 300
+        result = start()  # the second, which has no sender any more, is passed over
         assert out.send(new.state_dict(), version=7) == 7 == result() == engine.weight_version
         assert texts(engine) == expected("Qwen3", new)
         result = start()
         assert out.send(build("Qwen3").state_dict()) == 8 == result()
+
+
+@MODES
+def test_sets_that_were_broken_off_while_nobody_listened_are_passed_over(mode, sockets, monkeypatch, caplog):
+    """The one that is taken is whole, and the last."""
+    wrong, right = other(build("Qwen3"), 8), other(build("Qwen3"))
+    with meeting(monkeypatch, messages.Hello, mode) as (engine, receiver, start, out, go_on):
+        old = texts(engine)
+        for _ in range(3):
+            with pytest.raises(PeerLost, match="a welcome did not come") as caught:
+                out.send(wrong.state_dict(), version=9)
+            assert not caught.value.in_doubt
+        said = r"no sender came within 0\.3 s, but one that broke off: PeerLost: .* a welcome did not come"
+        with pytest.raises(TimeoutError, match=said):
+            receiver.receive(0.3)
+        assert caplog.text.count("skipped a set that its sender broke off before it began") == 3
+        with pytest.raises(PeerLost, match="a welcome did not come"):
+            out.send(wrong.state_dict(), version=9)
+        assert texts(engine) == old and engine.weight_version == 0
+        go_on.set()
+        out.timeout = 300
+        result = start()
+        assert out.send(right.state_dict()) == 1 == result() == engine.weight_version
+        assert texts(engine) == expected("Qwen3", right)
+
+
+@MODES
+def test_a_set_that_is_broken_off_when_it_would_begin_gives_way_to_the_next(mode, sockets, monkeypatch):
+    """The receiver has read that a set comes, and stalls before it says so: one `receive` takes the one after."""
+    wrong, right = other(build("Qwen3"), 8), other(build("Qwen3"))
+    with meeting(monkeypatch, messages.Hello, mode) as (engine, receiver, start, out, go_on):
+        begin = receiver._intake.begin
+
+        def stall_and_begin(*given):
+            assert go_on.wait(300)
+            begin(*given)
+
+        monkeypatch.setattr(receiver._intake, "begin", stall_and_begin)
+        result = start()
+        with pytest.raises(PeerLost, match="a welcome did not come"):
+            out.send(wrong.state_dict(), version=9)
+        monkeypatch.setattr(out, "_post", lambda message: (WeightSender._post(out, message), go_on.set()))
+        out.timeout = 300
+        assert out.send(right.state_dict()) == 1 == result() == engine.weight_version
+        assert texts(engine) == expected("Qwen3", right)
+
+
+class Script:
+    """A socket at which all of this has come, in this order."""
+
+    def __init__(self, *comes):
+        self.comes, self.sent = list(comes), []
+
+    def poll(self, _=0):
+        return bool(self.comes)
+
+    def recv_multipart(self):
+        by, message = self.comes.pop(0)
+        return [by, messages.encode(message)]
+
+    def send_multipart(self, parts):
+        self.sent.append((parts[0], messages.decode(parts[1], "the receiver")))
+
+
+@pytest.mark.parametrize("gave_up", [True, False])
+def test_who_comes_again_is_not_refused_for_a_set_that_it_has_given_up(gave_up, sockets, monkeypatch):
+    """What it says on its new socket may be heard before its last word on the old one."""
+    me = messages.Peer.self("the trainer")
+    hello, cancel = messages.Hello(messages.VERSION, me, vx.numerics("cpu")), messages.Cancel("PeerLost: it stalls")
+    with meeting(monkeypatch, ()) as (_engine, receiver, *_):
+        monkeypatch.setattr(protocol, "wait", lambda *_: None)
+        with monkeypatch.context() as patched:
+            script = Script((b"again", hello), *([(b"first", cancel)] if gave_up else []))
+            patched.setattr(receiver, "_socket", script)
+            if gave_up:
+                assert receiver._next(b"first", me) == cancel and script.sent == []
+                assert receiver._await(None, None) == (b"again", hello)
+            else:
+                with pytest.raises(IndexError):  # nothing more comes
+                    receiver._next(b"first", me)
+                ((to, refused),) = script.sent
+                assert to == b"again" and "is sending its own at the moment" in refused.reason
 
 
 @MODES

@@ -18,6 +18,7 @@ from vexact_engine.core.step import Encoder
 from vexact_engine.request import Request
 from vexact_engine.runner import buffers, graphs
 from vexact_engine.runner.runner import Runner
+from vexact_ops._core import admit
 
 CONFIG = EngineConfig(page_size=4, num_pages=160, max_num_seqs=7, max_num_batched_tokens=23, reserve=0.0)
 PROMPTS = prompts(12)
@@ -374,6 +375,35 @@ def test_no_memory_at_the_start_says_what_to_lower(monkeypatch):
     wanted = r"lower gpu_memory_utilization .*max_num_batched_tokens \(now 23\) or max_num_seqs \(now 7\).* 3 GiB"
     with pytest.raises(torch.OutOfMemoryError, match=wanted):
         Engine.from_pretrained(build("Qwen3"), config=CONFIG)
+
+
+@pytest.mark.parametrize("where", ["_start", "make_forward"])
+def test_no_memory_to_verify_a_kernel_at_the_start_says_so_too(where, monkeypatch):
+    """The canonical kernel would serve, ten times slower, for as long as the engine lives."""
+    run, meets = getattr(Runner, where), admitting(monkeypatch)
+
+    def meeting(self, *given):
+        meets()
+        return run(self, *given)
+
+    monkeypatch.setattr(Runner, where, meeting)
+    said = r"out of memory at the start: lower gpu_memory_utilization .* k: no memory to verify .* \(3 GiB are wanted\)"
+    with pytest.raises(torch.OutOfMemoryError, match=said):
+        Engine.from_pretrained(build("Qwen3"), config=CONFIG)
+    with pytest.warns(UserWarning, match="no memory to verify"):
+        meets()
+
+
+def admitting(monkeypatch):
+    """A function that meets a kernel for which there is no memory."""
+
+    def full(*_):
+        raise torch.OutOfMemoryError("3 GiB are wanted")
+
+    monkeypatch.setattr(admit, "_decisions", {})
+    fast, canonical = (admit.Candidate(name, full, "v1") for name in ("fast", "canonical"))
+    proposal = admit.Proposal("k", [fast], canonical, lambda: [()])
+    return lambda: admit.admitted(proposal, "cpu")
 
 
 # Sizes

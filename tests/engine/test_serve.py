@@ -1,10 +1,13 @@
 """The server gives what the engine gives: through the real `openai` client, whole and in streams, to the last bit."""
 
 import asyncio
+import contextlib
 import json
+import os
 import random
 import socket
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import serving
@@ -436,3 +439,22 @@ def test_a_place_is_free_and_an_answer_counted_before_its_end_is_seen(engine, pa
     assert [ends for _, ends, *_ in seen] == [False] * (len(seen) - 1) + [True]
     assert all(active == 1 and not counted for _, _, active, counted in seen[:-1])
     assert seen[-1][2:] == (0, 1) and not seen[-1][0]["body"]
+
+
+def test_an_answer_does_not_wait_for_the_client_s_word_on_its_first_part(server):
+    """Each is more than one write, a stream's tokens are many: with Nagle's algorithm they came after up to 40 ms."""
+    port = int(server.url.rpartition(":")[2])
+    with serving.client(server) as http:
+        assert http.get("/health").status_code == 200  # and the connection is kept
+
+        def connections():
+            for path in Path("/proc/self/fd").iterdir():
+                with contextlib.suppress(OSError):  # closed by now
+                    if not os.readlink(path).startswith("socket:"):
+                        continue
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as found:
+                    if found.family == socket.AF_INET and found.getsockname()[1] == port and found.getpeername():
+                        yield bool(found.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+        found = list(connections())
+        assert found and all(found)

@@ -250,7 +250,7 @@ def test_a_public_host_wants_a_key():
         ({"max_requests": 0}, ValueError), ({"max_tokens": True}, TypeError), ({"request_timeout": 0}, ValueError),
         ({"request_timeout": float("nan")}, ValueError), ({"drain_seconds": "x"}, TypeError),
         ({"api_keys": "secret"}, TypeError), ({"api_keys": ("",)}, TypeError), ({"api_keys": (" k",)}, ValueError),
-        ({"model_names": ()}, ValueError),
+        ({"model_names": ()}, ValueError), ({"send_timeout": 0}, ValueError),
     ],
     ids=str,
 )  # fmt: skip

@@ -7,16 +7,19 @@ import socket
 import subprocess
 import sys
 import threading
-import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import serving
 from engine_models import build
+from engine_models import until as until_it_is
 from serving import KEY, httpx
 
-from vexact_engine import Engine, SamplingParams, cli
+from vexact_engine import Engine, EngineConfig, SamplingParams, cli
 
+until = partial(until_it_is, seconds=300)
 ROOT = Path(__file__).parents[2]
 BODY = {"prompt": "hello", "seed": 4, "max_tokens": 20, "ignore_eos": True}
 
@@ -37,7 +40,10 @@ class Process:
         command += map(str, options)
         env = {**os.environ, "PYTHONPATH": str(ROOT), **dict(env)}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+        late = threading.Timer(600, self.process.kill)  # for what never comes
+        late.start()
         self.line = self.process.stdout.readline()
+        late.cancel()
         found = re.search(r" at (http://\S+)/v1$", self.line.strip())
         if found is None:
             pytest.fail(f"not ready: {self.line!r}, {self.process.communicate(timeout=30)[1][-2000:]}")
@@ -68,7 +74,7 @@ def test_it_serves_what_the_engine_gives_and_ends_with_0_on_sigterm(model, stage
         names = [m["id"] for m in httpx.get(server.url + "/v1/models", headers=headers, timeout=300).json()["data"]]
         assert names == ["tiny-model", model]
         answer = httpx.post(
-            server.url + "/v1/completions", json=BODY | {"return_rollout": True}, headers=headers, timeout=60
+            server.url + "/v1/completions", json=BODY | {"return_rollout": True}, headers=headers, timeout=300
         )
         (choice,) = answer.json()["choices"]
         assert choice["text"] == done.text and choice["rollout"]["logprobs"] == done.logprobs
@@ -104,39 +110,49 @@ def test_a_second_sigterm_does_not_wait(model):
         asking = threading.Thread(target=ask)
         asking.start()
         progress = "vexact_requests_in_progress 1.0"
-        while progress not in httpx.get(server.url + "/metrics", headers=headers, timeout=300).text:
-            time.sleep(0.01)
+        until(lambda: progress in httpx.get(server.url + "/metrics", headers=headers, timeout=300).text)
         server.process.send_signal(signal.SIGTERM)
-        while httpx.get(server.url + "/health", timeout=300).status_code != 503:
-            time.sleep(0.01)
+        until(lambda: httpx.get(server.url + "/health", timeout=300).status_code == 503)
         code, _ = server.end()
         asking.join(300)
+        assert not asking.is_alive()
     assert code == 0 and answers[0].json()["choices"][0]["finish_reason"] == "abort"
 
 
-def test_replicas_behind_one_server(model):
-    """One of two is killed with a stream under way: the stream goes on, and what comes later is served."""
-    with Engine.from_pretrained(model) as engine:
-        params = SamplingParams(max_new_tokens=250, seed=4, ignore_eos=True)
-        done = engine.generate("hello", params)[0]
-    with Process(model, "--replicas", 2, "--num-pages", 50, env={"VEXACT_API_KEY": KEY}) as server:
-        headers = {"authorization": f"Bearer {KEY}"}
-        body = BODY | {"max_tokens": 250, "stream": True, "return_rollout": True}
+def test_replicas_behind_one_server(tmp_path):
+    """One of two is killed with a stream under way, which goes on, and what comes later is served. The stream has no
+    end within minutes but by /pause: it is under way however slow this process is."""
+    model = tmp_path / "tiny-model"
+    build("Llama", vocab_size=300, max_position_embeddings=1 << 17).save_pretrained(model)
+    serving.tokenizer().save_pretrained(model)
+    with Process(str(model), "--replicas", 2, "--num-pages", 9000, env={"VEXACT_API_KEY": KEY}) as server:
+        http = httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {KEY}"}, timeout=300)
+        metric = partial(serving.metric, http)
+        body = BODY | {"max_tokens": 100_000, "stream": True, "return_rollout": True}
         children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
-        with httpx.stream("POST", server.url + "/v1/completions", json=body, headers=headers, timeout=300) as answer:
+        with http, http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             first = next(lines)
             os.kill(int(children.read_text().split()[0]), signal.SIGKILL)  # the first: it has this request
-            text = "\n\n".join(line for line in (first, *lines) if line)
-        assert "".join(e["choices"][0]["text"] for e in serving.events(text) if e["choices"]) == done.text
-        answer = httpx.post(
-            server.url + "/v1/completions", json=BODY | {"max_tokens": 250}, headers=headers, timeout=60
-        )
-        assert answer.json()["choices"][0]["text"] == done.text
-        metrics = httpx.get(server.url + "/metrics", headers=headers, timeout=300).text
-        assert "vexact_kv_cache_pages 50.0" in metrics and "vexact_decode_tokens_total" in metrics
+            until(lambda: metric("vexact_replicas_alive") == 1)
+            by_then = metric("vexact_decode_tokens_total")
+            until(lambda: metric("vexact_decode_tokens_total") > by_then + 50)
+            assert http.post("/pause", json={"mode": "abort"}).status_code == 200
+            events = serving.events("\n\n".join(line for line in (first, *lines) if line))
+            assert http.post("/resume", json={}).status_code == 200
+            choices = [choice for event in events for choice in event["choices"]]
+            assert choices[-1]["finish_reason"] == "abort"
+            got = {name: [x for c in choices for x in c["rollout"][name]] for name in ("token_ids", "logprobs")}
+            later = http.post("/v1/completions", json=BODY).json()
+            assert "vexact_kv_cache_pages 9000.0" in http.get("/metrics").text
         code, said = server.end()
     assert code == 0 and "was killed by SIGKILL; 1 requests of its go to others" in said
+    with Engine.from_pretrained(model, config=EngineConfig(show_progress=False, num_pages=9000)) as engine:
+        params = SamplingParams(max_new_tokens=len(got["token_ids"]), seed=4, ignore_eos=True)
+        (done,) = engine.generate("hello", params)
+        assert (done.token_ids, done.logprobs) == (got["token_ids"], got["logprobs"]) and len(done.token_ids) > 50
+        (done,) = engine.generate("hello", replace(params, max_new_tokens=20))
+        assert later["choices"][0]["text"] == done.text
 
 
 def run(capsys, command, *argv):
@@ -197,7 +213,6 @@ def test_replicas_are_served_like_one_engine_and_one_that_is_killed_is_not_notic
         assert answer["choices"][0]["rollout"]["logprobs"] == done[0].logprobs
         assert answer["usage"]["completion_tokens"] == 150
         with httpx.Client(base_url=server.url, timeout=300) as http:
-            while serving.metric(http, "vexact_replicas_alive") != 2:  # it is started again
-                time.sleep(0.1)
+            until(lambda: serving.metric(http, "vexact_replicas_alive") == 2)  # it is started again
             assert serving.metric(http, "vexact_decode_tokens_total") > 0
         assert server.end()[0] == 0

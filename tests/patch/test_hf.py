@@ -1,5 +1,6 @@
 """patch.hf: a sequence has the same bits however its batch is made, and they are the right ones."""
 
+import contextlib
 import copy
 
 import pytest
@@ -23,6 +24,7 @@ from families import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from transformers import DynamicCache, GenerationConfig
 
 import vexact_ops as vx
@@ -543,3 +545,30 @@ def test_positions_of_offsets_that_nobody_looked_at_touch_no_other_memory(wrong)
     assert positions_of(torch.tensor(wrong, dtype=torch.int32), 5).shape == (1, 5)
     right = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
     assert positions_of(right, 5).tolist() == [[0, 1, 0, 1, 2]] and positions_of(right, 5).dtype == torch.int64
+
+
+@pytest.mark.parametrize("after", [True, False], ids=["after the patch", "before it"])
+@pytest.mark.parametrize("extra", [nn.Identity, lambda: nn.Linear(4, 4)], ids=["identity", "linear"])
+@pytest.mark.parametrize("name,activation", [("llama", "act_fn"), ("phi3", "activation_fn")])
+def test_what_was_put_into_a_feed_forward_block_is_named_and_not_its_neighbour(name, activation, extra, after):
+    model = tiny(name)
+    mlp, ids = model.model.layers[1].mlp, torch.tensor([[1, 2, 3]])
+    if not after:
+        mlp.add_module("extra", extra())
+    with contextlib.ExitStack() as stack:
+        if after:
+            stack.enter_context(vx.patch.hf(model))
+            expected = model(input_ids=ids).logits
+            mlp.add_module("extra", extra())
+        with pytest.raises(vx.patch.UnsupportedModule) as caught:
+            stack.enter_context(vx.patch.hf(model))
+            model(input_ids=ids)
+        _, line = str(caught.value).split("\n")
+        assert line.startswith(f"  model.layers.1.mlp.extra ({type(mlp.extra).__name__}): the forward of ")
+        assert line.endswith(
+            f"MLP does not know it, and with it model.layers.1.mlp has no aligned form: "
+            f"model.layers.1.mlp.{activation} runs aten.silu outside the aligned ops"
+        )
+        if after:
+            del mlp._modules["extra"]
+            assert_bitwise(model(input_ids=ids).logits, expected)

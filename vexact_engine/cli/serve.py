@@ -83,6 +83,9 @@ def add_serve(commands) -> None:
         "--body-timeout", type=float, default=30, metavar="S", help="seconds until its body has arrived (30)"
     )
     limits.add_argument(
+        "--send-timeout", type=float, default=60, metavar="S", help="seconds that a client may take nothing of it (60)"
+    )
+    limits.add_argument(
         "--drain-seconds", type=float, default=30, metavar="S", help="seconds for what is under way after SIGTERM (30)"
     )
     levels = ["debug", "info", "warning", "error"]
@@ -109,6 +112,7 @@ def run_serve(args) -> int:
         max_body_bytes=args.max_body_mb << 20,
         request_timeout=args.request_timeout,
         body_timeout=args.body_timeout,
+        send_timeout=args.send_timeout,
         drain_seconds=args.drain_seconds,
         allow_origins=tuple(args.allow_origin),
     )

@@ -20,7 +20,7 @@ from typing import Any
 import vexact_ops as vx
 
 from ..errors import EngineClosed, EngineForked, ReplicaDied, WeightsMissing
-from ..outputs import Increment
+from ..outputs import Call, Increment
 from ..request import Completion, refused
 from . import messages as m
 from .jobs import NO_LOAD, Channel, Job, Replica
@@ -119,6 +119,9 @@ class Front:
             raise EngineClosed("Replicas: they are closed")
 
     def submit(self, jobs: Iterable[Job]) -> None:
+        jobs = list(jobs)
+        for job in jobs:
+            job.pages = chain(job.prompt_ids, self._page_size)
         with self._lock:
             self.check_open()
             for job in jobs:
@@ -128,8 +131,13 @@ class Front:
                     self._complete(job, refused([], job.params, job.name, error, self.weight_version))
                     continue
                 self._names[job.name] = job
-                job.pages = chain(job.prompt_ids, self._page_size)
                 self._place(job)
+            self._flush()
+
+    def whole(self, call: Call) -> None:
+        """All of its requests have been handed over."""
+        with self._lock:
+            call.one_done()
             self._flush()
 
     def withdraw(self, jobs: Iterable[Job]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..config import SamplingParams
-from ..outputs import Increment, Load
+from ..outputs import Call, Increment, Load
 from ..request import Begun, Completion
 from . import messages as m
 
@@ -26,18 +26,6 @@ class Channel(Protocol):
     def ended(self) -> str: ...
     def kill(self) -> None: ...
     def close(self) -> None: ...
-
-
-class Call:
-    """The requests of one call. `notify` is called once, when all are done."""
-
-    def __init__(self, notify: Callable[[], None]):
-        self.notify, self.left = notify, 0
-
-    def one_done(self) -> None:
-        self.left -= 1
-        if not self.left:
-            self.notify()
 
 
 class Job:
@@ -66,7 +54,7 @@ class Job:
         self.key, self.replica, self.deaths, self.aborting = -1, None, 0, False
         self.pages: list[int] = []
         self.done, self.error = False, None
-        call.left += 1
+        call.add(self)
 
     def result(self) -> list[Completion]:
         if self.error is not None:

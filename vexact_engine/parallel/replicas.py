@@ -19,7 +19,7 @@ from ..core.loop import check_pause
 from ..core.scheduler import Stats
 from ..engine import Prompt
 from ..errors import ReplicaDied
-from ..outputs import Increment, Load, collected, in_pieces
+from ..outputs import Call, Increment, Load, collected, in_pieces
 from ..progress import bar, quiet
 from ..request import Completion, check_name, check_params, encoded, fresh, refused, spread, token_ids, turns
 from ..runner import saver
@@ -28,12 +28,12 @@ from ..text import Text
 from ..weights.load import as_dtype, load_tokenizer
 from ..weights.messages import Part, dtype_name
 from ..weights.packing import pack
-from ..weights.update import pairs_of
+from ..weights.update import check_specs, pairs_of
 from . import messages as m
 from .buckets import SharedMemory, size_of
 from .fleet import FleetUpdate
 from .front import Front, add_counts
-from .jobs import Call, Channel, Job, Replica
+from .jobs import Channel, Job, Replica
 from .process import ProcessChannel
 from .ray import RayChannel, check_installed
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .intake import FleetIntake
 
 _MAKE = "vexact_engine.parallel.process:from_pretrained"
+_MOST_STEPS = 16  # of every replica, whose requests are handed over at once
 
 
 @dataclass(frozen=True)
@@ -191,15 +192,16 @@ class Replicas:
     ) -> list[Completion]:
         """As Engine.generate; ReplicaDied too."""
         done = threading.Event()
-        jobs, mine = _sorted(self._jobs(prompts, params, request_ids, Call(done.set)))
+        call = Call(done.set, whole=False)
         try:
-            if mine:
-                self._front.submit(mine)
-                self._wait(done, mine)
+            jobs = dict(self._handed_over(prompts, params, request_ids, call))
+            self._front.whole(call)
+            if call.tickets:
+                self._wait(done, call.tickets)
         except BaseException:
-            self._front.withdraw(mine)
+            self._front.withdraw(call.tickets)
             raise
-        return collected(jobs, raise_on_error)
+        return collected([jobs[index] for index in range(len(jobs))], raise_on_error)
 
     async def agenerate(
         self,
@@ -212,14 +214,15 @@ class Replicas:
         """`generate` for asyncio. Cancelling it aborts its requests."""
         arrived = asyncio.Event()
         notify = functools.partial(self._front.mail, asyncio.get_running_loop(), lambda _: arrived.set(), None)
-        jobs, mine = _sorted(await in_pieces(self._jobs(prompts, params, request_ids, Call(notify))))
+        call = Call(notify, whole=False)
         try:
-            if mine:
-                self._front.submit(mine)
+            jobs = dict(await in_pieces(self._handed_over(prompts, params, request_ids, call)))
+            self._front.whole(call)
+            if call.tickets:
                 await arrived.wait()
         finally:
-            self._front.withdraw(mine)
-        return collected(jobs, raise_on_error)
+            self._front.withdraw(call.tickets)
+        return collected([jobs[index] for index in range(len(jobs))], raise_on_error)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
@@ -228,14 +231,14 @@ class Replicas:
         news: asyncio.Queue[Increment | BaseException] = asyncio.Queue()
         listen = functools.partial(self._front.mail, asyncio.get_running_loop(), news.put_nowait)
         names = None if request_id is None else [request_id]
-        (job,), mine = _sorted(self._jobs([prompt], params, names, Call(lambda: None), listen))
-        if not mine:
+        ((_, job),) = self._jobs([prompt], params, names, Call(lambda: None), listen)
+        if not isinstance(job, Job):
             for done in job:
                 yield Increment(done.request_id, done.index, [], [], [], "", done)
             return
         left = job.params.n
         try:
-            self._front.submit(mine)
+            self._front.submit([job])
             while left:
                 item = await news.get()
                 if isinstance(item, BaseException):
@@ -243,7 +246,7 @@ class Replicas:
                 left -= item.completion is not None
                 yield item
         finally:
-            self._front.withdraw(mine)
+            self._front.withdraw([job])
 
     def abort(self, request_id: str) -> None:
         """End a request, from any thread: its samples get finish_reason "abort" and keep what they have. Nothing
@@ -339,6 +342,7 @@ class Replicas:
                 names = [name for name, _ in pairs]
                 twice = sorted({name for name in names if names.count(name) > 1})
                 raise ValueError(f"update_weights: repeated: {', '.join(twice)}")
+        check_specs(specs)
         specs = {name: _spec(name, spec) for name, spec in specs.items()}
         with self._updates:
             self._front.check_open()
@@ -491,6 +495,21 @@ class Replicas:
         for index in turns(each, self.config.max_num_seqs * len(self._front.replicas)):
             yield index, self._job(*each[index], call, listen)
 
+    def _handed_over(self, prompts, params, request_ids, call: Call) -> Iterator[tuple[int, Any]]:
+        """`_jobs`, handed over in pieces: the first once they fill a step of every replica, which compute these while
+        the others are made; then of more and more steps, so few that what replicas say need not wait for long."""
+        mine, tokens, samples, share = [], 0, 0, len(self._front.replicas)
+        most = _MOST_STEPS * share
+        for index, job in self._jobs(prompts, params, request_ids, call):
+            if isinstance(job, Job):
+                mine.append(job)
+                tokens, samples = tokens + len(job.prompt_ids), samples + job.params.n
+                if tokens >= share * self.config.max_num_batched_tokens or samples >= share * self.config.max_num_seqs:
+                    self._front.submit(mine)
+                    mine, tokens, samples, share = [], 0, 0, min(2 * share, most)
+            yield index, job
+        self._front.submit(mine)
+
     def _job(self, prompt, params, name, call, listen) -> "Job | list[Completion]":
         try:
             check_params(params, self.vocab_size)
@@ -512,12 +531,6 @@ class Replicas:
                 finished = [c for job in jobs for c in job.completions if c is not None]
                 rate = sum(len(c.token_ids) for c in finished) / (time.perf_counter() - begin)
                 draw("generating", len(finished), samples, f"{rate:.0f} tokens/s")
-
-
-def _sorted(made: Iterable[tuple[int, Any]]) -> tuple[list, list[Job]]:
-    """What `_jobs` makes, by prompts; and the jobs among it, as they are to begin."""
-    jobs = dict(made)
-    return [jobs[index] for index in range(len(jobs))], [job for job in jobs.values() if isinstance(job, Job)]
 
 
 def places(device: str, count: int, stages: int) -> tuple[list[dict[str, str]], int | None]:

@@ -165,9 +165,9 @@ class Runner:
         self._recorder = None if config.enforce_eager else graphs.recorder(device, self.regions.get("graphs"))
         self.eager = "" if self._recorder else "enforce_eager" if config.enforce_eager else "no GPU"
         self._chosen: dict[str, list[int]] = {}  # sizes, once they have been measured
-        self.make_forward()
-        with bar(config.show_progress) as progress:
+        with bar(config.show_progress) as progress, vx.must_admit():
             try:
+                self.make_forward()
                 self._start(progress)
             except torch.OutOfMemoryError as error:
                 raise torch.OutOfMemoryError(

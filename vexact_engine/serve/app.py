@@ -1,15 +1,17 @@
 """The routes, and what every request passes on its way: an id, the key, the limits, the log."""
 
 import asyncio
+import functools
 import hashlib
 import hmac
 import json
 import logging
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -225,7 +227,7 @@ def _add_control(app: FastAPI, service: Service) -> None:
 
     async def do(function: Callable, *given, **named) -> Any:
         try:
-            return await asyncio.to_thread(function, *given, **named)
+            return await _aside(functools.partial(function, *given, **named))
         except (ValueError, TypeError) as error:
             raise APIError(400, str(error), code="invalid_value") from None
         except MemoryError as error:
@@ -273,6 +275,22 @@ def _add_control(app: FastAPI, service: Service) -> None:
     async def wake_up(request: Request) -> Response:
         given = await options(request, tags=(None, list))
         return state(bytes=await do(engine.wake_up, given["tags"]))
+
+
+async def _aside(function: Callable[[], Any]) -> Any:
+    """In a thread of its own: a pool would soon be full of those who wait for requests to finish, and whom they wait
+    for, a /resume, would have none."""
+    done: Future = Future()
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            done.set_result(function())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="vexact-serve-control", daemon=True).start()
+    return await asyncio.wrap_future(done)
 
 
 class _Passage:

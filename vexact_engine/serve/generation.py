@@ -18,6 +18,7 @@ from .errors import APIError, as_api_error
 from .protocol import ChatRequest, CompletionRequest, parse, sampling
 
 log = logging.getLogger("vexact_engine.serve")
+_PART = 64 << 10  # bytes
 
 
 class _Gone(Exception):
@@ -49,6 +50,38 @@ class Generation(Response):
             self.service.engine.abort(name)
 
     async def __call__(self, scope, receive, send) -> None:
+        """Ends in a client's name that takes nothing of what is ready for it: it would hold its place for ever."""
+        loop, task, most = asyncio.get_running_loop(), asyncio.current_task(), self.service.settings.send_timeout
+        began: float | None = None  # to send what is not sent yet
+        stuck = False
+
+        async def sending(message: dict) -> None:
+            nonlocal began
+            began = loop.time()
+            try:
+                await send(message)
+            finally:
+                began = None
+
+        def look() -> None:
+            nonlocal stuck, timer
+            if began is not None and loop.time() - began >= most:
+                stuck, self.outcome = True, "disconnected"
+                task.cancel()
+            else:
+                timer = loop.call_later(most / 4, look)
+
+        timer = loop.call_later(most / 4, look)
+        try:
+            await self._serve(receive, sending)
+        except asyncio.CancelledError:
+            if not stuck:
+                raise
+            log.warning("%s: its client takes nothing of its answer for %g s: it ends", self.request_id, most)
+        finally:
+            timer.cancel()
+
+    async def _serve(self, receive, send) -> None:
         service = self.service
         try:
             service.enter(self)
@@ -64,7 +97,7 @@ class Generation(Response):
         except (_Gone, ClientDisconnect):
             self.outcome = "disconnected"
         except asyncio.CancelledError:
-            self.outcome = "cancelled"
+            self.outcome = "disconnected" if self.outcome == "disconnected" else "cancelled"
             raise
         except Exception as error:
             failure = as_api_error(error, self.request_id)
@@ -310,8 +343,10 @@ def _is_ids(value: list) -> bool:
 
 
 async def _send_all(send: Callable[[dict], Awaitable[None]], pieces: list[bytes]) -> None:
+    """In parts that a slow client takes one of in time; the server holds no more than that of an answer in buffers."""
     for piece in pieces:
-        await send({"type": "http.response.body", "body": piece, "more_body": True})
+        for begin in range(0, len(piece), _PART):
+            await send({"type": "http.response.body", "body": piece[begin : begin + _PART], "more_body": True})
 
 
 async def _until_gone(receive, work) -> None:

@@ -146,10 +146,12 @@ class _Uvicorn(uvicorn.Server):
 
 def _bind(host: str, port: int) -> socket.socket:
     try:
-        (family, kind, _, _, address), *_ = socket.getaddrinfo(
+        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        found = socket.socket(family, kind)
+        # asyncio sends at once (TCP_NODELAY) where a socket says that it is TCP's: else an answer's second part, or a
+        # stream's next token, waits up to 40 ms for the client's word on the first.
+        found = socket.socket(family, kind, protocol)
         try:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             found.bind(address)

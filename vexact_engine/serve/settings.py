@@ -23,6 +23,7 @@ class Settings:
     max_body_bytes     of a request; more gets 413
     request_timeout    seconds until an answer must be whole, or it ends with 504
     body_timeout       seconds until a request's body must be there, or it ends with 408
+    send_timeout       seconds that a client may take nothing of what is ready for it; then it counts as gone
     drain_seconds      how long requests under way may go on after SIGTERM, before they are aborted
     allow_origins      web pages that may ask from a browser (CORS); none by default, "*" is any
     """
@@ -40,6 +41,7 @@ class Settings:
     max_body_bytes: int = 16 << 20
     request_timeout: float = 600.0
     body_timeout: float = 30.0
+    send_timeout: float = 60.0
     drain_seconds: float = 30.0
     allow_origins: tuple[str, ...] = ()
 
@@ -62,7 +64,7 @@ class Settings:
                 raise ValueError(f"Settings: port is {value}, expected a number from 0 (one that is free) to 65535")
             if value < low:
                 raise ValueError(f"Settings: {name} is {value}, expected {low} or more")
-        for name in ("request_timeout", "body_timeout", "drain_seconds"):
+        for name in ("request_timeout", "body_timeout", "send_timeout", "drain_seconds"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"Settings: {name} is {value!r}, expected seconds")

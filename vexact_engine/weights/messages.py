@@ -166,7 +166,10 @@ class Done(msgspec.Struct, tag=True):
 
 
 class Cancel(msgspec.Struct, tag=True):
+    """welcomed: whether the sender had its Welcome; where not, it has sent nothing of the set."""
+
     reason: str
+    welcomed: bool = True
 
 
 class Failed(msgspec.Struct, tag=True):

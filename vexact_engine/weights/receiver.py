@@ -1,6 +1,7 @@
 """The engine's end of a hand-over of weights from a trainer in another process of this host."""
 
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -17,6 +18,8 @@ from . import messages as m
 from . import protocol
 from .intake import MODES, check_mode
 from .session import Reading
+
+log = logging.getLogger(__name__)
 
 __all__ = ["MODES", "WeightReceiver"]
 
@@ -46,6 +49,10 @@ class Target(Protocol):
     def weight_version(self) -> int: ...
     def numerics(self) -> dict: ...
     def intake(self, mode: str, staging: torch.device | str | None) -> Intake: ...
+
+
+class _NotBegun(Exception):
+    """A sender has given up before it heard that it may begin."""
 
 
 class WeightReceiver:
@@ -94,6 +101,8 @@ class WeightReceiver:
         self._leaving: list[tuple[bytes, m.Peer]] = []  # who has said that it ends
         self._owner_at = b""  # the socket that it was last heard at
         self._taken: deque[tuple[int, Reading]] = deque()  # buckets that are being read
+        self._waiting: dict[bytes, m.Hello] = {}  # who has something to send, by socket
+        self._skipped = ""  # why the last of them broke off
         self._using, self._ending = threading.Lock(), threading.Lock()
         self._closed = False
 
@@ -104,45 +113,54 @@ class WeightReceiver:
         returns   the engine's new weight_version. A sender that has not heard of it may send the set again: the
                   weight_version is the same again where it gives one, and one more where it does not
         raises    HandoverFailed: why, and what the engine has now; the set was not taken. PeerLost, likewise: the
-                  sender has died or stalls. TimeoutError: nobody came. The receiver can be used again
+                  sender has died or stalls. TimeoutError: nobody came. The receiver can be used again. A set that its
+                  sender gave up before it heard of this end is none: it is logged, and the next one waited for
         """
+        end = None if timeout is None else time.monotonic() + timeout
         with self._using:
-            if self._closed:
-                raise HandoverFailed("weights: the receiver is closed")
-            sender, hello = self._await(timeout)
-            refusal = self._refusal(hello)
-            if refusal:
-                self._post(sender, m.Refused(refusal))
-                raise HandoverFailed(refusal)
-            if self._owner != hello.peer:
-                self._let_go()
-                self._owner = hello.peer
-            self._owner_at = sender
-            intake = self._intake
-            try:
-                intake.begin(hello.numerics, hello.weight_version)
-                facts = self.mode, intake.device, intake.gpu, self.engine.weight_version
-                self._post(sender, m.Welcome(self._me, intake.manifest(), *facts))
-                while not isinstance(message := self._next(sender, hello.peer), m.Finish):
-                    self._take(sender, message)
-                while self._taken:
-                    self._acknowledge(sender)
-                version = intake.finish()
-            except BaseException as error:
-                reason = self._give_up(error)
-                if not isinstance(error, PeerLost):
-                    self._post(sender, m.Failed(reason))
-                if isinstance(error, UpdateIncomplete):
-                    raise
-                if isinstance(error, PeerLost | HandoverFailed | ValueError | TypeError | OSError):
-                    kind = PeerLost if isinstance(error, PeerLost) else HandoverFailed
-                    raise kind(reason) from error
+            self._skipped = ""
+            while True:
+                try:
+                    return self._receive(*self._await(end, timeout))
+                except _NotBegun as error:
+                    self._skip(str(error))
+
+    def _receive(self, sender: bytes, hello: m.Hello) -> int:
+        refusal = self._refusal(hello)
+        if refusal:
+            self._post(sender, m.Refused(refusal))
+            raise HandoverFailed(refusal)
+        if self._owner != hello.peer:
+            self._let_go()
+            self._owner = hello.peer
+        self._owner_at = sender
+        intake = self._intake
+        try:
+            intake.begin(hello.numerics, hello.weight_version)
+            facts = self.mode, intake.device, intake.gpu, self.engine.weight_version
+            self._post(sender, m.Welcome(self._me, intake.manifest(), *facts))
+            while not isinstance(message := self._next(sender, hello.peer), m.Finish):
+                self._take(sender, message)
+            while self._taken:
+                self._acknowledge(sender)
+            version = intake.finish()
+        except BaseException as error:
+            reason = self._give_up(error)
+            if isinstance(error, _NotBegun):  # who has gone is told nothing
                 raise
-            else:
-                self._post(sender, m.Done(version))
-                return version
-            finally:
-                self._say_goodbye()
+            if not isinstance(error, PeerLost):
+                self._post(sender, m.Failed(reason))
+            if isinstance(error, UpdateIncomplete):
+                raise
+            if isinstance(error, PeerLost | HandoverFailed | ValueError | TypeError | OSError):
+                kind = PeerLost if isinstance(error, PeerLost) else HandoverFailed
+                raise kind(reason) from error
+            raise
+        else:
+            self._post(sender, m.Done(version))
+            return version
+        finally:
+            self._say_goodbye()
 
     def _give_up(self, error: BaseException) -> str:
         """What to tell: why, and what the engine has now."""
@@ -166,7 +184,7 @@ class WeightReceiver:
             with self._using:  # a socket that is closed under the thread that uses it ends the process
                 while self._socket.poll(0):
                     with contextlib.suppress(HandoverFailed):  # what is no message
-                        self._hear(*self._socket.recv_multipart())
+                        self._hear()
                 self._say_goodbye()
                 self._let_go()
                 self._socket.close()
@@ -184,22 +202,43 @@ class WeightReceiver:
     def _post(self, to: bytes, message: m.Message) -> None:
         self._socket.send_multipart([to, m.encode(message)])
 
-    def _await(self, timeout: float | None) -> tuple[bytes, m.Hello]:
-        end = None if timeout is None else time.monotonic() + timeout
+    def _await(self, end: float | None, timeout: float | None) -> tuple[bytes, m.Hello]:
+        """The first that has something to send, once all has been heard that was said by now: of one process the
+        newest, for it may have given up and come again while nobody listened here."""
         while True:
             if self._closed:
                 raise HandoverFailed("weights: the receiver is closed")
-            if self._socket.poll(protocol.POLL):
-                sender, message = self._hear(*self._socket.recv_multipart())
-                if isinstance(message, m.Hello) and message.peer.alive:
-                    return sender, message
+            if self._socket.poll(0 if self._waiting else protocol.POLL):
+                sender, message = self._hear()
+                if isinstance(message, m.Cancel) and self._waiting.pop(sender, None):
+                    self._skip(message.reason)
+                elif isinstance(message, m.Hello):
+                    self._waiting[sender] = message
                 self._say_goodbye()
-            elif end is not None and time.monotonic() > end:
-                raise TimeoutError(f"weights: no sender came within {timeout:g} s")
+                continue
+            for hello in [hello for hello in self._waiting.values() if hello.peer.alive]:
+                sender = [by for by, other in self._waiting.items() if other.peer == hello.peer][-1]
+                return sender, self._waiting.pop(sender)
+            self._waiting.clear()
+            if end is not None and time.monotonic() > end:
+                said = f"weights: no sender came within {timeout:g} s"
+                raise TimeoutError(f"{said}, but one that broke off: {self._skipped}" if self._skipped else said)
 
-    def _hear(self, by: bytes, data: bytes, name: str = "a sender") -> tuple[bytes, m.Message]:
-        """A message, and who said it."""
-        message = m.decode(data, name)
+    def _skip(self, reason: str) -> None:
+        """A set that was broken off before any of it came: the sender knows, and the engine has lost nothing."""
+        self._skipped = reason
+        log.warning("weights: skipped a set that its sender broke off before it began: %s", reason)
+
+    def _hear(self, sender: bytes = b"", name: str = "") -> tuple[bytes, m.Message]:
+        """A message, and who said it. HandoverFailed where it is none, unless another one than this sender says it."""
+        by, *parts = self._socket.recv_multipart()
+        try:
+            message = m.decode(b"".join(parts), name if by == sender else "a sender")
+        except HandoverFailed as error:
+            if by == sender or not sender:
+                raise
+            log.warning("%s", error)
+            return by, m.Gone()
         if isinstance(message, m.Bye):
             self._leaving.append((by, message.peer))
         return by, message
@@ -214,17 +253,21 @@ class WeightReceiver:
 
     def _next(self, sender: bytes, peer: m.Peer) -> m.Message:
         """Before it, buckets that have been read are acknowledged: who fills them does so while the next one is taken.
-        While nothing comes, those that still are."""
+        While nothing comes, those that still are; and then others are told to wait, unless this sender has given up."""
         while True:
             while self._taken and (self._taken[0][1].done or not self._socket.poll(0)):
                 self._acknowledge(sender)
+            while self._waiting and not self._socket.poll(0):
+                other = self._waiting.popitem()[0]
+                self._post(other, m.Refused(f"weights: refused: {peer.name} is sending its own at the moment"))
             protocol.wait(self._poller, peer, self.timeout, "the next message", lambda: self._closed)
-            by, data = self._socket.recv_multipart()
-            _, message = self._hear(by, data, peer.name if by == sender else "a sender")
+            by, message = self._hear(sender, peer.name)
             if by == sender:
                 return message
             if isinstance(message, m.Hello):
-                self._post(by, m.Refused(f"weights: refused: {peer.name} is sending its own at the moment"))
+                self._waiting[by] = message
+            elif isinstance(message, m.Cancel):
+                self._waiting.pop(by, None)
 
     def _refusal(self, hello: m.Hello) -> str:
         if hello.version != m.VERSION:
@@ -251,6 +294,8 @@ class WeightReceiver:
                 self._post(sender, m.Unopened(str(error)))
         elif isinstance(message, m.Bucket):
             self._taken.append((message.buffer, self._intake.take(message)))
+        elif isinstance(message, m.Cancel) and not message.welcomed:
+            raise _NotBegun(message.reason)
         elif isinstance(message, m.Cancel):
             raise HandoverFailed(f"weights: the sender broke off: {message.reason}")
         else:

@@ -262,6 +262,7 @@ class _Session:
             raise ValueError(f"WeightSender: version: got {version!r}, expected None, or a number from 1 on")
         self.sender, self.version = sender, version
         self.ended = self.finished = False
+        self.welcome: m.Welcome | None = None
         before, sender._receiver = sender._receiver, None
         sender._connect()
         try:
@@ -444,5 +445,5 @@ class _Session:
         self.ended, self.lent = True, None
         self.sender._return()  # it has other memory now
         if self.sender._socket is not None and not self.finished:
-            self.sender._post(m.Cancel(f"{type(error).__name__}: {error}"))
+            self.sender._post(m.Cancel(f"{type(error).__name__}: {error}", welcomed=self.welcome is not None))
         self.sender._drop_socket(linger=1000)

@@ -39,6 +39,8 @@ def _pairs(given: Iterable, op: str) -> Iterator[tuple[str, Tensor]]:
             what = f"{len(pair)} of them" if isinstance(pair, tuple | list) else f"a {type(pair).__name__}"
             raise TypeError(f"{op}: named_tensors: got {what} for a name and a tensor")
         name, tensor = pair
+        if not isinstance(name, str):
+            raise TypeError(f"{op}: named_tensors: got a {type(name).__name__} for the name of a tensor")
         yield name, tensor
 
 
@@ -236,6 +238,7 @@ class Update:
         if specs is None:
             self._targets = places.targets | {name: view for name, (_, view) in places.views.items()}
         else:
+            check_specs(specs)
             given = _unrepeated(places, [(name, _spec(name, spec)) for name, spec in specs.items()])
             self._targets = _targets_of(places, given)
             self._announced = set(given)
@@ -396,6 +399,15 @@ def _check(name: str, given, target: Tensor) -> None:
         raise ValueError(f"{name} is {tuple(given.shape)}, expected {tuple(target.shape)}")
     if given.dtype != target.dtype:
         raise TypeError(f"{name} is {given.dtype}, expected {target.dtype}")
+
+
+def check_specs(specs: object) -> None:
+    if not isinstance(specs, Mapping):
+        kind = type(specs).__name__
+        raise TypeError(f"update_weights: specs: got a {kind}, expected a mapping of names to (shape, dtype)")
+    for name in specs:
+        if not isinstance(name, str):
+            raise TypeError(f"update_weights: specs: got a {type(name).__name__} for the name of a tensor")
 
 
 def _spec(name: str, given) -> Spec:

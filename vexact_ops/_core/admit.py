@@ -12,6 +12,7 @@ be read or written, costs time, and nothing else. VEXACT_ADMIT=0 leaves everythi
 """
 
 import contextlib
+import contextvars
 import functools
 import hashlib
 import json
@@ -42,6 +43,7 @@ __all__ = [
     "canonical_by_rule",
     "decided",
     "decisions",
+    "must_admit",
     "race_on_gpu",
 ]
 
@@ -106,6 +108,7 @@ class Decision:
 
     chosen   the canonical kernel where no other may
     final    whether this holds for the rest of the process: inside a CUDA graph nothing is verified
+    short    whether memory was too short to verify: then it holds unless somebody must know (`must_admit`)
     seconds  that verifying took just now; 0 where it was known
     """
 
@@ -114,6 +117,7 @@ class Decision:
     why: str
     verdicts: tuple[Verdict, ...] = ()
     final: bool = True
+    short: bool = False
     seconds: float = 0.0
 
 
@@ -138,11 +142,33 @@ _in_progress: set[tuple[torch.device, str]] = set()
 watchers: list[Callable[[Decision], None]] = []  # told of every proposal that has just been verified
 
 
+_must: contextvars.ContextVar[bool] = contextvars.ContextVar("vexact_must_admit", default=False)
+
+
+@contextlib.contextmanager
+def must_admit() -> Iterator[None]:
+    """In a with block, of this thread or asyncio task: where memory is too short to verify a fast kernel, an op raises
+    torch.OutOfMemoryError. Else it warns, and the canonical kernel, which may take ten times as long, serves for the
+    rest of the process. For a start, whose caller can lower something and start again; what was left to the canonical
+    kernel before for want of memory is verified again.
+
+    example
+    >>> with vx.must_admit():
+    ...     vx.linear(torch.ones(2, 8), torch.ones(4, 8)).shape
+    torch.Size([2, 4])
+    """
+    token = _must.set(True)
+    try:
+        yield
+    finally:
+        _must.reset(token)
+
+
 def admitted(proposal: Proposal, device: torch.device | str) -> Decision:
     """The kernel that computes this proposal on this device: known, read from disk, or verified now.
 
-    Raises RuntimeError where a candidate has broken the GPU's context, for nothing can go on from there; no other fault
-    of a candidate, of a case, or of the disk is an error.
+    Raises RuntimeError where a candidate has broken the GPU's context, for nothing can go on from there, and inside
+    `must_admit` torch.OutOfMemoryError; no other fault of a candidate, of a case, or of the disk is an error.
     """
     device = _with_index(torch.device(device))
     _check(proposal)
@@ -182,7 +208,7 @@ def decided(propose: Callable[..., Proposal]) -> Callable[..., Decision]:
     @functools.wraps(propose)
     def decide(device: torch.device, *of) -> Decision:
         decision = known.get((device, of))
-        if decision is None:
+        if decision is None or (decision.short and _must.get()):
             decision = admitted(propose(device, *of), device)
             if decision.final:
                 known[device, of] = decision
@@ -212,7 +238,7 @@ def _check(proposal: Proposal) -> None:
 
 def _known(proposal: Proposal, device: torch.device, name: str) -> Decision | None:
     known = _decisions.get((device, name))
-    if known is None:
+    if known is None or (known.short and _must.get()):
         return None
     kernels = (proposal.canonical, *proposal.candidates)
     return replace(known, chosen=next(kernel for kernel in kernels if kernel.name == known.chosen.name))
@@ -240,10 +266,15 @@ def _settle(proposal: Proposal, device: torch.device, name: str) -> Decision:
     except Exception as failure:  # of the canonical kernel, of the cases, or of the memory
         _survived(proposal, proposal.canonical, device, failure)
         short = isinstance(failure, torch.OutOfMemoryError)
+        if _must.get() and _no_memory(failure):
+            raise torch.OutOfMemoryError(
+                f"{proposal.key}: no memory to verify faster kernels than the canonical one ({_reason(failure)}); "
+                "`vexact doctor --admit` verifies them ahead of time, and with VEXACT_ADMIT=0 canonical ones serve"
+            ) from failure
         why = "no memory to verify faster kernels" if short else f"its cases could not be made: {_reason(failure)}"
-        hint = " (`vexact doctor --admit` verifies ahead of time)" if short else ""
+        hint = ", and may take ten times as long (`vexact doctor --admit` verifies ahead of time)" if short else ""
         warnings.warn(f"{proposal.key}: {why}: the canonical kernel serves it in this process{hint}", stacklevel=4)
-        return _canonical(proposal, why, seconds=time.perf_counter() - begin)
+        return _canonical(proposal, why, short=short, seconds=time.perf_counter() - begin)
     if lasting:
         _write(proposal, path, verdicts)
     return _choose(proposal, verdicts, time.perf_counter() - begin)
@@ -305,6 +336,8 @@ def _verify(proposal: Proposal, device: torch.device) -> tuple[list[Verdict], bo
         except torch.OutOfMemoryError:  # says nothing about the candidate
             raise
         except Exception as failure:
+            if _must.get() and _no_memory(failure):
+                raise
             _survived(proposal, candidate, device, failure)
             different, error = None, _reason(failure)
             lasting &= not _of_this_moment(failure)
@@ -318,6 +351,8 @@ def _verify(proposal: Proposal, device: torch.device) -> tuple[list[Verdict], bo
         times = proposal.race([c for c, _ in racing], cases[-1])
         for (candidate, verdict), us in zip(racing, times):
             if isinstance(us, Exception):
+                if _must.get() and _no_memory(us):
+                    raise us
                 _survived(proposal, candidate, device, us)
                 verdict.different, verdict.error = None, f"in a CUDA graph: {_reason(us)}"
                 lasting &= not _of_this_moment(us)
@@ -369,6 +404,12 @@ def _reason(failure: Exception) -> str:
     if isinstance(failure, RuntimeError | AssertionError) and text:
         return text
     return f"{type(failure).__name__}: {text}".rstrip(": ")
+
+
+def _no_memory(failure: Exception) -> bool:
+    """Of the device or the host; other libraries than torch say so in words."""
+    kinds = torch.OutOfMemoryError | MemoryError
+    return isinstance(failure, kinds) or re.search("out of memory", str(failure), re.I) is not None
 
 
 def _of_this_moment(failure: Exception) -> bool:

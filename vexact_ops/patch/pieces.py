@@ -157,6 +157,12 @@ def is_mlp(module: nn.Module) -> bool:
     return {"gate_proj", "up_proj", "down_proj"} <= names or {"gate_up_proj", "down_proj"} <= names
 
 
+def strangers(module: nn.Module) -> list[str]:
+    """Children that the forward of the module's class does not know: somebody has put them in."""
+    known = inspect.unwrap(type(module).forward).__code__.co_names
+    return [name for name in module._modules if name not in known]
+
+
 def mlp_forward(module: nn.Module) -> tuple[Callable, str]:
     """The aligned forward of down(activation(gate(x)) * up(x)), and the activation."""
     children, fused = dict(module._modules), "gate_up_proj" in module._modules

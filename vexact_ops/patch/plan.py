@@ -176,8 +176,8 @@ def _place(patch: "Patch", path: str, module: nn.Module) -> None:
                 patch.replace(path, module, forward, "silu_mul", activation)
                 patch.inner.update(id(m) for m in module.children() if not pieces.is_linear(m))
                 return
-            except NotCovered:
-                pass  # its linear layers are covered; the audit judges the rest
+            except NotCovered as reason:  # its linear layers are covered; the audit judges the rest
+                patch.blocks[path] = str(reason)
         patch.keep(path, module)
 
 
@@ -198,7 +198,7 @@ def check_runs(patch: "Patch") -> None:
     finally:
         seen, patch.seen = patch.seen, None
     for path, operations in found.items():
-        patch.refuse(path, modules[path], f"runs {', '.join(sorted(operations))} outside the aligned ops")
+        _refuse_operations(patch, modules, path, f"runs {', '.join(sorted(operations))} outside the aligned ops")
     paths = {id(m): path for path, m in modules.items()}
     reasons = {}
     for module, window, kwargs in seen:
@@ -207,6 +207,24 @@ def check_runs(patch: "Patch") -> None:
             reasons[paths[id(module)]] = reason
     for path, reason in reasons.items():
         patch.refuse(path, modules[path], reason)
+
+
+def _refuse_operations(patch: "Patch", modules: dict[str, nn.Module], path: str, what: str) -> None:
+    """By the name of what it is for: in a feed-forward block that has no aligned form, of what was put into that."""
+    block = next((p for p in (path, path.rpartition(".")[0]) if p in patch.blocks), None)
+    if block is None:
+        patch.refuse(path, modules[path], what)
+        return
+    strange = pieces.strangers(modules[block])
+    for name in strange:
+        cls = pieces.class_of(modules[block]).__name__
+        patch.refuse(
+            f"{block}.{name}",
+            modules[block]._modules[name],
+            f"the forward of {cls} does not know it, and with it {block} has no aligned form: {path} {what}",
+        )
+    if not strange:
+        patch.refuse(path, modules[path], f"{what}, for {block} is {patch.blocks[block]}")
 
 
 def _blame(error: BaseException, paths: dict[int, str]) -> str:

@@ -85,6 +85,7 @@ class Patch:
         self.scale, self.softcap = 1.0, None
         self.description = None  # or why there is none
         self.tried = {}  # what is known of modules that are alike
+        self.blocks: dict[str, str] = {}  # feed-forward blocks without an aligned form, by path, and why
         self.inner: set[int] = set()  # modules whose block computes what they would
         self.between: set[int] = set()  # experts whose block changes their weights after the router
         self.joined: set[int] = set()  # routers whose block chooses, and which were replaced with it
