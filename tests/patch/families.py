@@ -123,12 +123,13 @@ def tiny(name: str, dtype=torch.float32, seed: int = 0, device="cpu", **changes)
                 parameter.copy_(value * 1.5 / parameter.shape[1] ** 0.5)
             else:
                 parameter.add_(value * 0.3)
-    for module in model.modules():  # keep the frequencies in fp32, as from_pretrained does
+    kept = vx.patch.kept_in_fp32(model, dtype)
+    for path, module in model.named_modules():  # keep the frequencies and some routers in fp32, as from_pretrained does
         for key, value in module._buffers.items():
             if value is not None and "inv_freq" not in key:
                 module._buffers[key] = value.to(dtype)
-        for parameter in module._parameters.values():
-            if parameter is not None:
+        for key, parameter in module._parameters.items():
+            if parameter is not None and f"{path}.{key}" not in kept:
                 parameter.data = parameter.data.to(dtype)
     return model.eval().to(device)
 
