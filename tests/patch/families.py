@@ -134,6 +134,21 @@ def tiny(name: str, dtype=torch.float32, seed: int = 0, device="cpu", **changes)
     return model.eval().to(device)
 
 
+def with_fp32_routers(model, seed: int = 5):
+    """As transformers 5.24 keeps them: fp32 beside 16 bits, with values that those do not hold."""
+    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), "mlp.gate.weight"}
+    g = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            value = torch.randn(parameter.shape, generator=g) * 1.5 / parameter.shape[1] ** 0.5
+            parameter.data = value.to(parameter.device)
+    return model
+
+
+def routers(model) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if name.endswith("mlp.gate.weight")}
+
+
 def sequences(lengths=(7, 1, 11), seed: int = 1, vocabulary: int = 61, device="cpu") -> list[torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
     return [torch.randint(0, vocabulary, (n,), generator=g).to(device) for n in lengths]

@@ -53,9 +53,7 @@ def test_a_cache_by_another_name_is_refused(name, options):
     cache = DynamicCache(config=model.config)
     with vx.patch.hf(model, **options):
         for part in (model, model.base_model):
-            with pytest.raises(
-                TypeError, match=r"Model: kv_cache: got an argument that a patched forward does not know"
-            ):
+            with pytest.raises(TypeError, match=r"Model: kv_cache: got an argument that no patched forward knows"):
                 part(ids[None], kv_cache=cache)
             part(ids[None], kv_cache=None)  # not given
     assert not cache.get_seq_length()

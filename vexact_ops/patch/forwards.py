@@ -35,8 +35,8 @@ def refuse_unknown(model: nn.Module, patch, kwargs: dict) -> None:
     names = [n for n, v in kwargs.items() if v is not None and n not in PASSED and (not lax or _is_cache(v))]
     if names:
         raise TypeError(
-            f"{type(model).__name__}: {', '.join(names)}: got an argument that a patched forward does not know; what it "
-            "does not know could change what is computed"
+            f"{type(model).__name__}: {', '.join(names)}: got an argument that no patched forward knows, and that "
+            "could change what is computed"
         )
     if kwargs.get("is_causal") is False:
         raise ValueError("is_causal: got False, expected True: a patched decoder's attention is causal")

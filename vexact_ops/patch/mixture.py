@@ -7,6 +7,7 @@ experts are gated feed-forward blocks like any other.
 import functools
 import inspect
 import itertools
+import logging
 from collections.abc import Callable
 
 import torch
@@ -25,6 +26,7 @@ from .pieces import NotCovered, agree, random, run_stock, twin
 from .slots import slots_of, without_slots
 
 CHOICE = "route_tokens_to_experts"
+_LOG = logging.getLogger(__name__)
 _BIAS = "e_score_correction_bias"
 _TOKENS = 40  # of a trial: enough that another choice or scale shows
 
@@ -316,9 +318,19 @@ def _logits(router: nn.Module, hidden_states: Tensor, wide: bool, kept: bool) ->
     x, weight = hidden_states.reshape(-1, hidden_states.shape[-1]), router.weight
     if not wide:
         return vx.linear(x, weight)
+    if kept and weight.dtype != torch.float32 and not torch.compiler.is_compiling():
+        _say_rounded(weight.dtype)
     if kept or weight.dtype != x.dtype:
         x, weight = x.float(), weight.float()
     return vx.linear(x, weight, out_dtype=torch.float32)
+
+
+@functools.cache
+def _say_rounded(dtype: torch.dtype) -> None:
+    _LOG.warning(
+        "patch.hf: routers that transformers keeps in fp32 are %s here (by FSDP2's mixed precision, or a cast): their "
+        "logits are an engine's where that is given them so rounded, not where it is given fp32 masters", dtype
+    )  # fmt: skip
 
 
 def _bias(router: nn.Module) -> Tensor | None:
