@@ -253,7 +253,8 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None, 
     loss. Residual sums, scalings and embedding lookups stay: they are exact. Weights are read at every call, so
     load_state_dict, optimizer steps, `.to(...)` and train()/eval() work as ever. The forward takes, besides the usual
     arguments, padded batches (2-D attention_mask, left or right; positions then count a row's own tokens unless
-    position_ids are given), packed rows (cu_seq_lens_q, or position_ids that restart), a DynamicCache,
+    position_ids are given), packed rows (cu_seq_lens_q, or position_ids that restart), a DynamicCache
+    (`cache`, or as transformers before 5.24 has it, `past_key_values`),
     `vexact_paged=PagedBatch(...)` from an engine and `vexact_score=Score(...)` from a trainer. Padding rows come out as
     numbers without meaning.
 
