@@ -145,6 +145,14 @@ def with_fp32_routers(model, seed: int = 5):
     return model
 
 
+@torch.no_grad()
+def rounded(model, dtype):
+    """With values that fit into this dtype, whatever holds them: what FSDP2's mixed precision computes with."""
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(dtype))
+    return model
+
+
 def routers(model) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if name.endswith("mlp.gate.weight")}
 
