@@ -10,6 +10,8 @@ from random import Random
 
 import torch
 
+from vexact_ops.patch import kept_in_fp32
+
 VOCAB = 160
 
 
@@ -70,11 +72,13 @@ def _model(family: str, dtype: torch.dtype, seed: int, options: tuple):
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        kept = kept_in_fp32(model, dtype)
+        for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             # Norms stay near one; matrices are large enough that logits are far from uniform.
             parameter.copy_(noise * 0.15 if parameter.dim() > 1 else 1 + noise * 0.1)
-            parameter.data = parameter.data.to(dtype)  # not model.to(): rotary frequencies stay in fp32, as when loaded
+            if name not in kept:  # and not model.to(): rotary frequencies stay in fp32, as when loaded
+                parameter.data = parameter.data.to(dtype)
     model.generation_config.eos_token_id = config.eos_token_id
     return model
 

@@ -322,6 +322,13 @@ def test_the_demo_refuses_a_dtype_before_it_fetches_anything(capsys, monkeypatch
     assert code == 2 and err.startswith("vexact demo: --dtype: got 'float16', expected one of")
 
 
+@pytest.mark.parametrize("found,said", [("5.24.1", "5.24.1"), ("5.25.0", "5.25.0: transformers 5.25.0 is newer than")])
+def test_doctor_says_that_no_test_has_seen_this_transformers(monkeypatch, found, said):
+    monkeypatch.setattr(doctor, "PACKAGES", ("transformers",))
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: found)
+    assert doctor.describe()["transformers"][: len(said) + 1].rstrip() == said
+
+
 def test_doctor_without_the_gpu_it_was_to_check_says_nothing_else(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, out, err = run(capsys, "doctor", "--device", "cuda")

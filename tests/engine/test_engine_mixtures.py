@@ -154,8 +154,9 @@ def any_bytes(family):
     """A model whose weights take every bit pattern: NaNs of all payloads, both zeros, denormals."""
     model = build(family, seed=1)
     for i, parameter in enumerate(model.parameters()):
-        noise = torch.randint(-(2**15), 2**15, parameter.shape, generator=torch.Generator().manual_seed(i))
-        parameter.data = noise.to(torch.int16).view(torch.bfloat16)
+        bits_of, end = (torch.int16, 2**15) if parameter.dtype == torch.bfloat16 else (torch.int32, 2**31)
+        noise = torch.randint(-end, end, parameter.shape, generator=torch.Generator().manual_seed(i))
+        parameter.data = noise.to(bits_of).view(parameter.dtype)
     return model
 
 

@@ -123,14 +123,38 @@ def tiny(name: str, dtype=torch.float32, seed: int = 0, device="cpu", **changes)
                 parameter.copy_(value * 1.5 / parameter.shape[1] ** 0.5)
             else:
                 parameter.add_(value * 0.3)
-    for module in model.modules():  # keep the frequencies in fp32, as from_pretrained does
+    kept = vx.patch.kept_in_fp32(model, dtype)
+    for path, module in model.named_modules():  # keep the frequencies and some routers in fp32, as from_pretrained does
         for key, value in module._buffers.items():
             if value is not None and "inv_freq" not in key:
                 module._buffers[key] = value.to(dtype)
-        for parameter in module._parameters.values():
-            if parameter is not None:
+        for key, parameter in module._parameters.items():
+            if parameter is not None and f"{path}.{key}" not in kept:
                 parameter.data = parameter.data.to(dtype)
     return model.eval().to(device)
+
+
+def with_fp32_routers(model, seed: int = 5):
+    """As transformers 5.24 keeps them: fp32 beside 16 bits, with values that those do not hold."""
+    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), "mlp.gate.weight"}
+    g = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            value = torch.randn(parameter.shape, generator=g) * 1.5 / parameter.shape[1] ** 0.5
+            parameter.data = value.to(parameter.device)
+    return model
+
+
+@torch.no_grad()
+def rounded(model, dtype):
+    """With values that fit into this dtype, whatever holds them: what FSDP2's mixed precision computes with."""
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(dtype))
+    return model
+
+
+def routers(model) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if name.endswith("mlp.gate.weight")}
 
 
 def sequences(lengths=(7, 1, 11), seed: int = 1, vocabulary: int = 61, device="cpu") -> list[torch.Tensor]:

@@ -32,13 +32,13 @@ def with_bias(model, seed=4):
     return model
 
 
-def router_of(model):
+def router_of(model, kept=False):
     """What becomes of its first router: (forward, options in words); of one whose block chooses, of both."""
     for module in model.modules():
         if mixture.is_router(module):
-            return mixture.router_forward(module)
+            return mixture.router_forward(module, kept)
         if mixture.chooses(module):
-            return mixture.choice_forwards(module)
+            return mixture.choice_forwards(module, kept)
     raise AssertionError("no router")
 
 
@@ -167,9 +167,10 @@ def test_latent_attention_is_the_same_function(changes):
 
 
 class Rescaled(deepseek.DeepseekV3Attention):
-    def forward(self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs):
+    def forward(self, hidden_states, position_embeddings, attention_mask, cache=None, past_key_values=None, **kwargs):
+        cache = past_key_values if cache is None else cache
         interface = deepseek.ALL_ATTENTION_FUNCTIONS  # what an attention module is recognised by
-        out, weights = super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        out, weights = super().forward(hidden_states, position_embeddings, attention_mask, cache, **kwargs)
         return out * 1.01, weights and interface
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import made_once
+from families import rounded
 from training import CASES, DTYPE, STEPS, a_rank, micro_batches, model_of
 
 from vexact_engine import Engine, EngineConfig, SamplingParams
@@ -16,6 +17,7 @@ def by_engine(name: str, rank: int, weights: dict | None = None, device: str = "
     model = model_of(CASES[name], DTYPE, device).eval()
     if weights:
         model.load_state_dict({key: value.to(model.state_dict()[key].dtype) for key, value in weights.items()})
+    rounded(model, DTYPE)  # routers that stay in fp32 too: the trainer's forward has them so
     config = EngineConfig(num_pages=32, max_num_seqs=8, enforce_eager=True)
     ask = SamplingParams(max_new_tokens=1, prompt_logprobs=True)
     with Engine.from_pretrained(model, device=device, config=config) as engine:

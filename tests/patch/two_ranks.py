@@ -25,6 +25,12 @@ TINY = ("llama", "qwen3_moe", "deepseek_v3")
 
 def shard(model, mesh, **options):
     for layer in model.model.layers:
+        dtype = layer.input_layernorm.weight.dtype
+        for (
+            part
+        ) in layer.modules():  # FSDP2 wants one dtype in a unit: routers that stay in fp32 are units of their own
+            if any(p.dtype != dtype for p in part.parameters(recurse=False)):
+                fully_shard(part, mesh=mesh, **options)
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
 

@@ -49,6 +49,8 @@ def describe() -> dict[str, str]:
             rows[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             rows[package] = "not installed"
+    if vx.patch.untested(rows["transformers"]):
+        rows["transformers"] += f": {vx.patch.untested(rows['transformers'])}"
     rows["platform"], rows["processor"] = found["platform"], found["processor"]
     rows["cores"] = f"{os.cpu_count()} ({torch.get_num_threads()} threads in use)"
     try:

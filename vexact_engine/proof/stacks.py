@@ -17,6 +17,7 @@ from ..runner.forward import patched_forward
 from ..runner.shapes import cache_shape
 
 PAGE = 16
+CACHES = ("cache", "past_key_values")
 
 
 @dataclass
@@ -166,18 +167,18 @@ def _padded(model, sequences, batch, pad, chunk) -> Iterator[Call]:
 
 
 def _call(model, ids, mask, positions, begin, end, cache, cached) -> Tensor:
-    past = {}
-    if cached:
-        past = {"past_key_values": cache["kept"]} if cache else {}
     out = model(
         input_ids=ids[:, begin:end],
         attention_mask=None if mask is None else mask[:, :end],
         position_ids=positions[:, begin:end],
         use_cache=cached,
-        **past,
+        **cache,
     )
-    if cached:
-        cache["kept"] = out.past_key_values
+    if cached:  # what comes out goes in, by the same name: transformers has had two
+        found = [name for name in CACHES if getattr(out, name, None) is not None]
+        if not found:
+            raise ValueError(f"stack: chunk: {type(model).__name__} returned no cache ({' or '.join(CACHES)})")
+        cache[found[0]] = getattr(out, found[0])
     return out if isinstance(out, Tensor) else out.logits
 
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from vexact_ops.patch import kept_in_fp32
+
 from ..progress import Progress, quiet
 from ..weights.random import own_generators
 from .compare import Sample, Side
@@ -36,7 +38,7 @@ def run_stock(
     model     an unpatched Hugging Face causal LM; it is converted to `dtype` for the time, and back
     returns   a Side named "stock" with one sample per prompt
     """
-    before = next(model.parameters()).dtype
+    before = [(parameter, parameter.dtype) for parameter in model.parameters()]
     _cast(model, getattr(torch, dtype))
     samples, seconds = [], {}
     try:
@@ -57,15 +59,18 @@ def run_stock(
             )
             seconds["rescore"] = time.perf_counter() - begin
     finally:
-        _cast(model, before)
+        for parameter, own in before:
+            parameter.data = parameter.data.to(own)
     return Side("stock", dtype, samples, {key: round(value, 3) for key, value in seconds.items()})
 
 
 @torch.no_grad()
 def _cast(model, dtype: torch.dtype) -> None:
-    """Parameters alone, as in from_pretrained: `model.to(dtype)` would round the rotary frequencies too, for good."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+    """Parameters alone, and not those that stay in fp32, as in from_pretrained: `model.to(dtype)` would round routers
+    and the rotary frequencies too, for good."""
+    kept = kept_in_fp32(model, dtype)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if name in kept else dtype)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vexact_ops.patch import kept_in_fp32
+
 from .hub import check_name
 
 if TYPE_CHECKING:
@@ -155,7 +157,8 @@ def _accept(model: torch.nn.Module, device: str | torch.device, dtype: torch.dty
     name = type(model).__name__
     if getattr(model, "config", None) is None or not hasattr(model, "get_output_embeddings"):
         raise TypeError(f"weights: source: got a {name}, expected a path or a Hugging Face causal language model")
-    dtypes = {p.dtype for p in model.parameters()}
+    wide = kept_in_fp32(model)  # may be fp32 whatever the rest is, as from_pretrained has them
+    dtypes = {p.dtype for n, p in model.named_parameters() if n not in wide or p.dtype != torch.float32}
     expected = {dtype} if dtype is not None else set(served(device).values())
     if len(dtypes) != 1 or not dtypes <= expected:
         got, want = (sorted(map(str, kinds)) for kinds in (dtypes, expected))

@@ -1,13 +1,14 @@
 """A model of which only some tensors are there, the rest on the meta device: for who holds a few of its layers."""
 
 import json
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+
+from vexact_ops.patch import kept_in_fp32
 
 from .experts import aliases, expert_views
 from .load import check_directory, some
@@ -44,13 +45,10 @@ def skeleton(origin: Origin) -> nn.Module:
     if origin.seed is None and (Path(origin.source) / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(origin.source)
     if origin.seed is None:  # what from_pretrained keeps wider than the rest
-        wide = set(model._keep_in_fp32_modules_strict or ()) if origin.dtype != torch.float32 else set()
-        wide |= set(model._keep_in_fp32_modules or ()) if origin.dtype == torch.float16 else set()
-        for pattern in wide:
-            find = re.compile(re.escape(pattern).replace(r"\*", ".*")).search
-            for name, tensor in _tensors(model).items():
-                if tensor.is_floating_point() and find(name):
-                    tensor.data = tensor.data.float()
+        wide = kept_in_fp32(model, origin.dtype)
+        for name, tensor in _tensors(model).items():
+            if name in wide:
+                tensor.data = tensor.data.float()
     model.requires_grad_(False)
     for name, module in model.named_modules():
         kept = module._non_persistent_buffers_set & {k for k, v in module._buffers.items() if v is not None}

@@ -247,8 +247,14 @@ def attend(
     missing = layout.keys - key.shape[2]
     if missing < 0:
         raise ValueError(
-            f"past_key_values: a layer returned {key.shape[2]} keys for {layout.keys} tokens: caches of a fixed size "
-            "are not covered, use a DynamicCache"
+            f"cache: a layer returned {key.shape[2]} keys for {layout.keys} tokens: caches of a fixed size are not "
+            "covered, use a DynamicCache"
+        )
+    seen = layout.keys if sliding_window is None else min(layout.keys, sliding_window - 1 + length)
+    if key.shape[2] < seen:
+        raise RuntimeError(
+            f"vexact attention: got {key.shape[2]} keys for {layout.keys} tokens, expected {seen} at least: the cache "
+            "that the model was called with did not reach this layer, or holds less than it says"
         )
     if missing:  # a window's cache has dropped its oldest keys: put their places back, as blocks are cut from the start
         k, v = (heads_last(torch.nn.functional.pad(x, (0, 0, missing, 0))) for x in (key, value))
@@ -263,7 +269,7 @@ def attend(
 
 def _attend_paged(module, q: Tensor, k: Tensor, v: Tensor, paged: PagedBatch, options: dict) -> Tensor:
     if k.shape[0] != q.shape[0]:
-        raise ValueError("vexact_paged: past_key_values holds keys too, expected the pages alone")
+        raise ValueError("vexact_paged: the cache holds keys too, expected the pages alone")
     k_cache, v_cache = paged.k_caches[module.layer_idx], paged.v_caches[module.layer_idx]
     vx.kv_cache_store(k, v, k_cache, v_cache, paged.slot_mapping)
     table = paged.block_table, paged.context_lens, paged.cu_seqlens_q, paged.max_seqlen_q

@@ -1,6 +1,7 @@
 """What the decoder and the causal language model around it do once patched: lay out the batch, logits, loss."""
 
 import functools
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -9,6 +10,40 @@ from torch import Tensor, nn
 import vexact_ops as vx
 
 from . import batch
+
+CACHES = ("cache", "past_key_values")  # a model's cache, as transformers calls it from 5.24 on, and as it did before
+# What transformers hands on besides, and a decoder may pass over: of what is returned, of the loss, or said twice.
+PASSED = frozenset({
+    "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "cache_position", "is_causal",
+    "seq_idx", "num_items_in_batch", "shift_labels", "ignore_index",
+})  # fmt: skip
+
+
+def one_cache(cache, past_key_values):
+    """The cache of a call, by whichever of its names it came."""
+    if cache is not None and past_key_values is not None and cache is not past_key_values:
+        raise ValueError("cache: got another one as past_key_values, expected one of them")
+    found = past_key_values if cache is None else cache
+    if found is not None and not hasattr(found, "get_seq_length"):
+        raise TypeError(f"cache: got a {type(found).__name__}, expected a DynamicCache")
+    return found
+
+
+def refuse_unknown(model: nn.Module, patch, kwargs: dict) -> None:
+    """What no patched forward reads could change what the stock one computes, a cache by another name above all."""
+    lax = patch.lax
+    names = [n for n, v in kwargs.items() if v is not None and n not in PASSED and (not lax or _is_cache(v))]
+    if names:
+        raise TypeError(
+            f"{type(model).__name__}: {', '.join(names)}: got an argument that no patched forward knows, and that "
+            "could change what is computed"
+        )
+    if kwargs.get("is_causal") is False:
+        raise ValueError("is_causal: got False, expected True: a patched decoder's attention is causal")
+
+
+def _is_cache(value) -> bool:
+    return hasattr(value, "get_seq_length") or (hasattr(value, "update") and hasattr(value, "layers"))
 
 
 def without_autocast(forward: Callable) -> Callable:
@@ -42,12 +77,15 @@ def base_forward(
     vexact_paged=None,
     vexact_checked=False,
     vexact_autocast=False,
+    cache=None,
     **kwargs,
 ):
     """The decoder's own forward; the mask becomes a Layout that attention reads."""
     patch = self._vexact
     if not vexact_checked:
         patch.check()
+    refuse_unknown(self, patch, kwargs)
+    cache = one_cache(cache, past_key_values)
     given = input_ids if input_ids is not None else inputs_embeds
     if given is None:
         raise ValueError("input_ids: got None, expected input_ids or inputs_embeds")
@@ -59,7 +97,7 @@ def base_forward(
     if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape[1] != size[1]):
         raise ValueError(f"position_ids: got shape {tuple(position_ids.shape)}, expected (B or 1, {size[1]})")
     options = {"kv_segment": patch.options["kv_segment"], "seen": patch.seen, "autocast": vexact_autocast}
-    past = int(past_key_values.get_seq_length()) if past_key_values is not None else 0
+    past = int(cache.get_seq_length()) if cache is not None else 0
     alone = None  # the name of an argument that goes without a cache
     if vexact_paged is not None:
         alone = "vexact_paged"
@@ -83,7 +121,7 @@ def base_forward(
         layout, position_ids = batch.padded(attention_mask.to(device), size[1], position_ids, **options)
     else:
         cu = None
-        if position_ids is not None and past_key_values is None:
+        if position_ids is not None and cache is None:
             cu = batch.restarts(position_ids, *size)
         if cu is None:
             layout = batch.plain(*size, past, device, **options)
@@ -91,7 +129,7 @@ def base_forward(
             alone = "position_ids that restart"
             layout = batch.packed(cu, size[1], None, **options)
     if alone:
-        if past_key_values is not None or use_cache:
+        if cache is not None or use_cache:
             raise ValueError(f"use_cache: got a cache with {alone}, expected use_cache=False")
         use_cache = False
     return type(self).forward(
@@ -100,12 +138,15 @@ def base_forward(
         # Of four dimensions: transformers takes it for a mask that is ready, and builds none.
         attention_mask=torch.empty(1, 1, 1, 1, dtype=torch.float32, device=device),
         position_ids=position_ids,
-        past_key_values=past_key_values,
         inputs_embeds=inputs_embeds,
         use_cache=use_cache,
         vexact_layout=layout,
+        **{patch.cache: cache},
         **kwargs,
     )
+
+
+_READ = frozenset(inspect.signature(base_forward).parameters)
 
 
 def scaled(patch, hidden: Tensor) -> Tensor:
@@ -144,6 +185,7 @@ def causal_forward(
     skip_logits=False,
     vexact_score=None,
     vexact_autocast=False,
+    cache=None,
     **kwargs,
 ):
     """Hidden states, fp32 logits of the rows asked for, and the loss where labels are given. The loss never forms the
@@ -155,11 +197,14 @@ def causal_forward(
     patch.check()
     if kwargs.pop("output_router_logits", None):
         raise ValueError("output_router_logits: got True, but the load balancing loss it asks for is not covered")
+    own_loss = labels is not None and self.loss_function is not aligned_loss
+    for_loss = _taken(self.loss_function, kwargs) if own_loss else {}
+    kwargs = {name: value for name, value in kwargs.items() if name not in for_loss}
     out = patch.base(
         input_ids=input_ids,
         attention_mask=attention_mask,
         position_ids=position_ids,
-        past_key_values=past_key_values,
+        **{patch.cache: one_cache(cache, past_key_values)},
         inputs_embeds=inputs_embeds,
         use_cache=use_cache,
         return_dict=True,
@@ -173,17 +218,24 @@ def causal_forward(
     if labels is None or not skip_logits:
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = logits_of(patch, hidden[:, keep])
-    if labels is not None and self.loss_function is aligned_loss:
-        loss = _loss_of(patch, hidden, labels, **kwargs)
-    elif labels is not None:
+    if own_loss:
+        kwargs |= for_loss
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+    elif labels is not None:
+        loss = _loss_of(patch, hidden, labels, **kwargs)
     return CausalLMOutputWithPast(
         loss=loss,
         logits=logits,
-        past_key_values=out.past_key_values,
         hidden_states=out.hidden_states,
         attentions=out.attentions,
+        **{patch.cache: getattr(out, patch.cache)},
     )
+
+
+def _taken(loss: Callable, kwargs: dict) -> dict:
+    """What a loss function of the caller's own names among its parameters, beyond what all forwards know."""
+    unknown = {name: value for name, value in kwargs.items() if name not in PASSED and name not in _READ}
+    return {n: v for n, v in unknown.items() if n in inspect.signature(loss).parameters} if unknown else {}
 
 
 def score(patch, hidden: Tensor, target: Tensor, temperature: float | Tensor, return_entropy: bool):

@@ -1,5 +1,7 @@
 """Hugging Face decoders on aligned ops, one model at a time: nothing outside the given instance changes."""
 
+import functools
+import logging
 import re
 from typing import Literal, overload
 
@@ -14,7 +16,8 @@ from .description import Decoder
 from .stage import Stage
 from .state import LOCK, Patch, Report
 
-BELOW = (5, 24)  # the first release of transformers whose models are called otherwise
+TESTED = (5, 24)  # the newest release of transformers that the tests have seen
+_LOG = logging.getLogger(__name__)
 
 
 class Handle:
@@ -218,15 +221,18 @@ class Handle:
         self._patch.check()
 
 
-def _check_version() -> None:
-    from transformers import __version__ as found
+def untested(version: str) -> str:
+    """What there is to say of a release of transformers that is newer than any that was tested, or ""."""
+    release = re.match(r"(\d+)\.(\d+)", version)
+    if not release or tuple(map(int, release.groups())) <= TESTED:
+        return ""
+    newest = ".".join(map(str, TESTED))
+    return f"transformers {version} is newer than {newest}, the newest tested: what is seen to differ is refused"
 
-    release = re.match(r"(\d+)\.(\d+)", found)
-    if release and tuple(map(int, release.groups())) >= BELOW:
-        below = ".".join(map(str, BELOW))
-        raise RuntimeError(
-            f'patch.hf: transformers: got {found}, expected below {below}: pip install "transformers<{below}"'
-        )
+
+@functools.cache
+def _say_once(what: str) -> None:
+    _LOG.warning("patch.hf: %s", what)
 
 
 def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None, latent: bool = False) -> Handle:
@@ -247,7 +253,8 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None, 
     loss. Residual sums, scalings and embedding lookups stay: they are exact. Weights are read at every call, so
     load_state_dict, optimizer steps, `.to(...)` and train()/eval() work as ever. The forward takes, besides the usual
     arguments, padded batches (2-D attention_mask, left or right; positions then count a row's own tokens unless
-    position_ids are given), packed rows (cu_seq_lens_q, or position_ids that restart), a DynamicCache,
+    position_ids are given), packed rows (cu_seq_lens_q, or position_ids that restart), a DynamicCache
+    (`cache`, or as transformers before 5.24 has it, `past_key_values`),
     `vexact_paged=PagedBatch(...)` from an engine and `vexact_score=Score(...)` from a trainer. Padding rows come out as
     numbers without meaning.
 
@@ -277,10 +284,10 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None, 
 
     grad        first derivatives in reverse mode; more is refused (see the ops)
     raises      UnsupportedModule (a ValueError) naming every module that is not covered, and why: the model is then
-                as it was; RuntimeError on transformers 5.24 and later, which call a model's cache by another name than
-                these forwards and keep some routers in fp32; TypeError where it is no transformers model, or on
-                kv_segment; ValueError where it is no decoder, where a part of it has been patched on its own, where it
-                is patched already with other options, or on kv_segment
+                as it was; TypeError where it is no transformers model, or on kv_segment; ValueError where it is no
+                decoder, where a part of it has been patched on its own, where it is patched already with other options,
+                or on kv_segment. The forward: TypeError naming an argument that it does not know, whatever it would be
+                to the stock one; RuntimeError where a cache that it was called with does not reach a layer
     example
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
@@ -290,9 +297,10 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None, 
     >>> logprobs.shape
     torch.Size([1, 4])
     """
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, __version__
 
-    _check_version()
+    if what := untested(__version__):
+        _say_once(what)
     model = lora.base_of(model)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"patch.hf: model: got {type(model).__name__}, expected a transformers PreTrainedModel")

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import vexact_ops as vx
 
 from .batch import attend
+from .forwards import one_cache
 from .pieces import TURNS, NotCovered, agree, random, rope_function, small_linear, twin
 
 _PARTS = {"kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"}
@@ -60,7 +61,10 @@ def latent_forward(module: nn.Module, tried: dict) -> tuple[Callable, str]:
 
 
 def _forward(bmm: Callable, turn: Callable, attend: Callable) -> Callable:
-    def latent_forward(self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs):
+    def latent_forward(
+        self, hidden_states, position_embeddings, attention_mask, past_key_values=None, cache=None, **kwargs
+    ):
+        cache = one_cache(cache, past_key_values)
         batch, length = hidden_states.shape[:2]
         rank, nope, rope = self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim
         if self.q_lora_rank is None:
@@ -71,8 +75,8 @@ def _forward(bmm: Callable, turn: Callable, attend: Callable) -> Callable:
         c, k_turned = self.kv_a_proj_with_mqa(hidden_states).split((rank, rope), -1)
         c, k_turned = self.kv_a_layernorm(c)[:, None], k_turned[:, None]
         q_turned, k_turned = turn(q_turned, k_turned, *position_embeddings)
-        if past_key_values is not None:
-            c, k_turned = past_key_values.update(c, k_turned, self.layer_idx)
+        if cache is not None:
+            c, k_turned = cache.update(c, k_turned, self.layer_idx)
         heads = q.shape[1]
         w_k, w_v = self.kv_b_proj.weight.view(heads, -1, rank).split((nope, self.v_head_dim), 1)
         q = bmm(q.transpose(0, 1).reshape(heads, -1, nope), w_k).view(heads, batch, length, rank).transpose(0, 1)

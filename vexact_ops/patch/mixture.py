@@ -7,6 +7,7 @@ experts are gated feed-forward blocks like any other.
 import functools
 import inspect
 import itertools
+import logging
 from collections.abc import Callable
 
 import torch
@@ -25,6 +26,7 @@ from .pieces import NotCovered, agree, random, run_stock, twin
 from .slots import slots_of, without_slots
 
 CHOICE = "route_tokens_to_experts"
+_LOG = logging.getLogger(__name__)
 _BIAS = "e_score_correction_bias"
 _TOKENS = 40  # of a trial: enough that another choice or scale shows
 
@@ -114,12 +116,15 @@ def is_router(module: nn.Module) -> bool:
     return weight is not None and weight.dim() == 2 and hasattr(module, "top_k") and not isinstance(module, nn.Linear)
 
 
-def router_forward(module: nn.Module) -> tuple[Callable, str]:
-    """The aligned forward of a router that returns (logits, weights, ids), and its options in words."""
-    return _router(module, lambda *found: (_router_forward(*found),))
+def router_forward(module: nn.Module, kept: bool) -> tuple[Callable, str]:
+    """The aligned forward of a router that returns (logits, weights, ids), and its options in words.
+
+    kept  its weights are fp32 beside those of 16 bits: see _logits
+    """
+    return _router(module, lambda *found: (_router_forward(*found),), kept)
 
 
-def _router(module: nn.Module, forwards: Callable) -> tuple:
+def _router(module: nn.Module, forwards: Callable, kept: bool) -> tuple:
     held = {**module._parameters, **module._buffers}
     if set(held) - {"weight", _BIAS} or any(value is None for value in held.values()) or module._modules:
         raise NotCovered("a router of another form")
@@ -137,7 +142,9 @@ def _router(module: nn.Module, forwards: Callable) -> tuple:
         raise NotCovered("a router whose scores or choice no aligned op computes")
     wide, rounded = _roundings(module, x, weight, bias, options)
     label = " ".join(f"{key}={value}" for key, value in options.items() if value is not None)
-    return *forwards(wide, rounded, tuple(options.items())), label
+    if kept and not wide:
+        raise NotCovered("a router whose weights are kept in fp32, but whose logits are rounded")
+    return *forwards(wide, rounded, kept, tuple(options.items())), label + (" fp32 weights" if kept else "")
 
 
 def chooses(module: nn.Module) -> bool:
@@ -147,9 +154,9 @@ def chooses(module: nn.Module) -> bool:
     return hasattr(type(module), CHOICE) and weight is not None and weight.dim() == 2
 
 
-def choice_forwards(module: nn.Module) -> tuple[Callable, Callable, str]:
+def choice_forwards(module: nn.Module, kept: bool) -> tuple[Callable, Callable, str]:
     """The aligned forward of such a block's router, the block's aligned choice, and its options in words."""
-    return _router(_Joined(module), _choice_forwards)
+    return _router(_Joined(module), _choice_forwards, kept)
 
 
 class _Joined(nn.Module):
@@ -172,12 +179,12 @@ class _Joined(nn.Module):
 
 
 @functools.cache
-def _choice_forwards(wide: bool, rounded: bool, options: tuple) -> tuple[Callable, Callable]:
+def _choice_forwards(wide: bool, rounded: bool, kept: bool, options: tuple) -> tuple[Callable, Callable]:
     options = dict(options)
     top_k = options.pop("top_k")
 
     def gate_forward(self, hidden_states):
-        return _logits(self, hidden_states, wide)
+        return _logits(self, hidden_states, wide, kept)
 
     def route_tokens_to_experts(self, router_logits):
         weights, ids = vx.moe_route(router_logits, top_k, bias=_bias(self.gate), **options)
@@ -287,12 +294,12 @@ _rounded = Operator(
 
 
 @functools.cache
-def _router_forward(wide: bool, rounded: bool, options: tuple) -> Callable:
+def _router_forward(wide: bool, rounded: bool, kept: bool, options: tuple) -> Callable:
     options = dict(options)
     top_k = options.pop("top_k")
 
     def router_forward(self, hidden_states):
-        logits = _logits(self, hidden_states, wide)
+        logits = _logits(self, hidden_states, wide, kept)
         weights, ids = vx.moe_route(logits, top_k, bias=_bias(self), **options)
         if rounded:
             if torch.compiler.is_compiling():
@@ -305,13 +312,25 @@ def _router_forward(wide: bool, rounded: bool, options: tuple) -> Callable:
     return router_forward
 
 
-def _logits(router: nn.Module, hidden_states: Tensor, wide: bool) -> Tensor:
+def _logits(router: nn.Module, hidden_states: Tensor, wide: bool, kept: bool) -> Tensor:
+    """Weights that a class keeps in fp32 are multiplied in fp32 whatever holds them now: FSDP2's mixed precision rounds
+    them for its forward, and on a GPU a product of 16 bits has other bits than one in fp32 of equal values."""
     x, weight = hidden_states.reshape(-1, hidden_states.shape[-1]), router.weight
     if not wide:
         return vx.linear(x, weight)
-    if weight.dtype != x.dtype:
+    if kept and weight.dtype != torch.float32 and not torch.compiler.is_compiling():
+        _say_rounded(weight.dtype)
+    if kept or weight.dtype != x.dtype:
         x, weight = x.float(), weight.float()
     return vx.linear(x, weight, out_dtype=torch.float32)
+
+
+@functools.cache
+def _say_rounded(dtype: torch.dtype) -> None:
+    _LOG.warning(
+        "patch.hf: routers that transformers keeps in fp32 are %s here (by FSDP2's mixed precision, or a cast): their "
+        "logits are an engine's where that is given them so rounded, not where it is given fp32 masters", dtype
+    )  # fmt: skip
 
 
 def _bias(router: nn.Module) -> Tensor | None:

@@ -8,6 +8,8 @@ another one but scales, shifts or rounds differently, is refused instead of sile
 
 import functools
 import inspect
+import itertools
+import re
 import types
 from collections.abc import Callable
 
@@ -24,6 +26,7 @@ from ..rope.reference import rope_cos_sin_ref, rope_ref
 from ..silu_mul.op import ACTIVATIONS
 from ..silu_mul.reference import silu_mul_ref
 from .batch import attend
+from .forwards import CACHES
 from .slots import without_slots
 
 
@@ -39,6 +42,21 @@ def class_of(module: nn.Module) -> type:
 def random(*shape: int, seed: int = 0) -> Tensor:
     """Float64, from a generator of its own: patching leaves the global random state alone."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def kept_in_fp32(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> set[str]:
+    """Names of the parameters and buffers that transformers keeps in fp32 in a model of this dtype: routers, from its
+    release 5.24 on."""
+    patterns: set[str] = set()
+    if dtype != torch.float32:
+        patterns |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    find = [re.compile(re.escape(pattern).replace(r"\*", ".*")).search for pattern in patterns]
+    tensors = itertools.chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
+    return {name for name, tensor in tensors if tensor.is_floating_point() and any(f(name) for f in find)}
 
 
 def twin(module: nn.Module, modules: dict[str, nn.Module] | None = None, parameters: dict[str, Tensor] | None = None):
@@ -279,6 +297,15 @@ class Interface:
 
     def __getitem__(self, name):
         return attend
+
+
+def cache_names(module: nn.Module) -> list[str]:
+    """By which names its class's own forward takes a cache."""
+    takes = inspect.signature(inspect.unwrap(class_of(module).forward)).parameters
+    found = [name for name in CACHES if name in takes]
+    if not found:
+        raise NotCovered(f"its forward takes a cache by none of the names that are known here: {', '.join(CACHES)}")
+    return found
 
 
 def attention_forward(module: nn.Module) -> tuple[Callable, str]:

@@ -55,6 +55,7 @@ def find(patch: "Patch") -> None:
         raise ValueError(
             f"patch.hf: model: got {type(model).__name__}, an encoder and a decoder, expected a decoder alone"
         )
+    patch.kept = pieces.kept_in_fp32(model)
     children = dict(model.named_children())
     parts = {id(part) for part in (patch.base, patch.head)}
     if patch.head is not None:
@@ -140,10 +141,14 @@ def _place(patch: "Patch", path: str, module: nn.Module) -> None:
     elif module is patch.model and module is not patch.base:
         patch.replace(path, module, _causal_forward(patch), "linear_logits", _loss(patch))
     elif module is patch.base:
+        patch.cache = _cache_name(module)
+        patch.lax = cls.__module__.startswith(slots.GENERATED)  # VeOmni's collators name more than its models read
         patch.replace(path, module, forwards.base_forward, "(lays out the batch)", f"{EXACT}; autocast is off inside")
     elif pieces.frequencies(module):
         note = next((f"inv_freq is {b.dtype}" for b in module.buffers() if b.dtype != torch.float32), "")
         patch.replace(path, module, pieces.rotary_forward(module), "rope_cos_sin", note)
+    elif pieces.is_attention(module) and patch.cache not in (names := pieces.cache_names(module)):
+        raise NotCovered(f"it takes a cache as {names[0]}, its decoder as {patch.cache}: it would not get one")
     elif pieces.is_attention(module) and patch.options["latent"]:
         if not latent_form.is_latent(module):
             raise NotCovered("latent: its keys and values are not made from compressed ones")
@@ -157,7 +162,7 @@ def _place(patch: "Patch", path: str, module: nn.Module) -> None:
     elif id(module) in patch.joined:
         return
     elif mixture.is_router(module):
-        forward, note = mixture.router_forward(module)
+        forward, note = mixture.router_forward(module, f"{path}.weight" in patch.kept)
         patch.replace(path, module, forward, "linear, moe_route", note)
     elif module._parameters:
         forward, style = pieces.norm_forward(module)
@@ -165,7 +170,7 @@ def _place(patch: "Patch", path: str, module: nn.Module) -> None:
     else:
         mixture.check_block(module)
         if mixture.chooses(module):
-            logits, choice, note = mixture.choice_forwards(module)
+            logits, choice, note = mixture.choice_forwards(module, f"{path}.gate.weight" in patch.kept)
             patch.joined.add(id(module.gate))
             patch.replace(path, module, choice, "moe_route", note, mixture.CHOICE)
             patch.replace(f"{path}.gate", module.gate, logits, "linear", "logits; its block chooses")
@@ -179,6 +184,17 @@ def _place(patch: "Patch", path: str, module: nn.Module) -> None:
             except NotCovered as reason:  # its linear layers are covered; the audit judges the rest
                 patch.blocks[path] = str(reason)
         patch.keep(path, module)
+
+
+def _cache_name(base: nn.Module) -> str:
+    """By which name caches come and go: what goes in is what comes out."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    names = pieces.cache_names(base)
+    found = [name for name in names if name in CausalLMOutputWithPast.__dataclass_fields__]
+    if not found:
+        raise NotCovered(f"its forward takes a cache as {names[0]}, but transformers' outputs have none of that name")
+    return found[0]
 
 
 def check_runs(patch: "Patch") -> None:

@@ -83,6 +83,9 @@ class Patch:
         self.base = self.head = self.loss = self.seen = None
         self.heads: set[int] = set()  # the output layer, or its copies
         self.scale, self.softcap = 1.0, None
+        self.cache = forwards.CACHES[0]  # by which name the decoder's own forward takes one
+        self.kept: set[str] = set()  # parameters and buffers that the class keeps in fp32
+        self.lax = False  # whether arguments that no forward knows go by, if they are no cache
         self.description = None  # or why there is none
         self.tried = {}  # what is known of modules that are alike
         self.blocks: dict[str, str] = {}  # feed-forward blocks without an aligned form, by path, and why
