@@ -8,6 +8,7 @@ import vexact_ops as vx
 
 NOT_OPS = {
     "admit",
+    "must_admit",
     "different",
     "same_bits",
     "explain",

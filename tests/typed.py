@@ -66,7 +66,8 @@ def ops(x: Tensor, w: Tensor, ids: Tensor, offsets: Tensor) -> None:
 
 def about_this_process(x: Tensor, w: Tensor) -> None:
     print(vx.explain(vx.linear, x, w).kernels)
-    seconds: float = vx.admit(torch.nn.Linear(8, 8), rows=[1, 8]).seconds
+    with vx.must_admit():
+        seconds: float = vx.admit(torch.nn.Linear(8, 8), rows=[1, 8]).seconds
     print(seconds)
     found: dict[str, object] = vx.numerics("cpu", kv_segment=64)
     differs: dict[str, tuple[object, object]] = vx.numerics_difference(found, found)
@@ -89,9 +90,11 @@ def about_this_process(x: Tensor, w: Tensor) -> None:
 
 
 def patches(model: nn.Module, ids: Tensor, f: Callable[[Tensor], Tensor]) -> None:
+    wide: set[str] = vx.patch.kept_in_fp32(model)
+    said: str = vx.patch.untested("5.24.0")
     with vx.patch.hf(model, kv_segment=64) as handle:
         logprobs: Tensor = handle.logprobs(ids, temperature=0.7)
-        print(logprobs, handle.report())
+        print(logprobs, handle.report(), wide, said)
     with vx.patch.aten() as stray:
         print(stray.report())
     vx.testing.assert_bitwise(f(ids), f(ids), "twice")
