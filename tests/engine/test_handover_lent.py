@@ -289,14 +289,19 @@ def _fields(message):
     return {name: getattr(message, name) for name in message.__struct_fields__}
 
 
-def test_who_says_that_it_wrote_what_was_not_lent_is_refused(sockets):
+@pytest.mark.parametrize("early", [False, True], ids=["meanwhile", "before anybody listens"])
+def test_who_says_that_it_wrote_what_was_not_lent_is_refused(sockets, early):
     with Engine.from_pretrained(build("Qwen3"), config=CONFIG) as engine:
         old = texts(engine)
         with receiving(engine) as (receiver, start), sender(receiver) as out:
             out._connect()
-            result = start()
+            if not early:
+                result = start()
             out._post(messages.Hello(messages.VERSION, messages.Peer.self("a trainer"), out.numerics))
             out._post(messages.Wrote(["lm_head.weight"]))
+            if early:
+                assert receiver._socket.poll(60_000)
+                result = start()
             with pytest.raises(HandoverFailed, match=r"nothing was lent.*goes on with the weights"):
                 result()
         assert texts(engine) == old

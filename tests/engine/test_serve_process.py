@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from dataclasses import replace
 from functools import partial
@@ -39,14 +40,18 @@ class Process:
         command = [sys.executable, "-m", "vexact_engine.cli", "serve", model, "--port", "0", "--device", "cpu"]
         command += map(str, options)
         env = {**os.environ, "PYTHONPATH": str(ROOT), **dict(env)}
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+        self._said = tempfile.TemporaryFile(
+            "w+"
+        )  # a pipe that nobody reads would be full in the end, and the server stand
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._said, text=True, env=env)
         late = threading.Timer(600, self.process.kill)  # for what never comes
         late.start()
         self.line = self.process.stdout.readline()
         late.cancel()
         found = re.search(r" at (http://\S+)/v1$", self.line.strip())
         if found is None:
-            pytest.fail(f"not ready: {self.line!r}, {self.process.communicate(timeout=30)[1][-2000:]}")
+            self.process.wait(30)
+            pytest.fail(f"not ready: {self.line!r}, {self.said()[-2000:]}")
         self.url = found[1]
 
     def __enter__(self):
@@ -56,11 +61,16 @@ class Process:
         if self.process.poll() is None:
             self.process.kill()
         self.process.communicate()
+        self._said.close()
+
+    def said(self):
+        self._said.seek(0)
+        return self._said.read()
 
     def end(self, number=signal.SIGTERM):
         self.process.send_signal(number)
-        _, said = self.process.communicate(timeout=300)
-        return self.process.returncode, said
+        self.process.communicate(timeout=300)
+        return self.process.returncode, self.said()
 
 
 @pytest.mark.parametrize("stages", [1, 2])

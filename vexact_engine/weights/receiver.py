@@ -102,6 +102,7 @@ class WeightReceiver:
         self._owner_at = b""  # the socket that it was last heard at
         self._taken: deque[tuple[int, Reading]] = deque()  # buckets that are being read
         self._waiting: dict[bytes, m.Hello] = {}  # who has something to send, by socket
+        self._early: deque[tuple[bytes, m.Message]] = deque()  # what they said before they were asked to
         self._skipped = ""  # why the last of them broke off
         self._using, self._ending = threading.Lock(), threading.Lock()
         self._closed = False
@@ -214,6 +215,8 @@ class WeightReceiver:
                     self._skip(message.reason)
                 elif isinstance(message, m.Hello):
                     self._waiting[sender] = message
+                elif sender in self._waiting:
+                    self._early.append((sender, message))
                 self._say_goodbye()
                 continue
             for hello in [hello for hello in self._waiting.values() if hello.peer.alive]:
@@ -254,6 +257,10 @@ class WeightReceiver:
     def _next(self, sender: bytes, peer: m.Peer) -> m.Message:
         """Before it, buckets that have been read are acknowledged: who fills them does so while the next one is taken.
         While nothing comes, those that still are; and then others are told to wait, unless this sender has given up."""
+        while self._early:
+            by, message = self._early.popleft()
+            if by == sender:
+                return message
         while True:
             while self._taken and (self._taken[0][1].done or not self._socket.poll(0)):
                 self._acknowledge(sender)
