@@ -40,9 +40,8 @@ class Process:
         command = [sys.executable, "-m", "vexact_engine.cli", "serve", model, "--port", "0", "--device", "cpu"]
         command += map(str, options)
         env = {**os.environ, "PYTHONPATH": str(ROOT), **dict(env)}
-        self._said = tempfile.TemporaryFile(
-            "w+"
-        )  # a pipe that nobody reads would be full in the end, and the server stand
+        # A pipe that nobody reads would be full in the end, and the server stand still.
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._said, text=True, env=env)
         late = threading.Timer(600, self.process.kill)  # for what never comes
         late.start()
