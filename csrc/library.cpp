@@ -23,7 +23,7 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("linear_class(int size, bool rows) -> int");
   m.def("linear_choose(Tensor a, Tensor b, bool b_t, Tensor? bias, Tensor out, bool resume, int kernel) -> bool");
   m.def("linear_cublaslt_version(str paths) -> int");
-  m.def("linear_cublaslt_algorithms(int device, bool is_bf16, bool out_f32, bool bias, bool a_k, bool b_k, int m, int n, int k, int most) -> str");
+  m.def("linear_cublaslt_algorithms(int device, bool is_f32, bool is_bf16, bool out_f32, bool bias, bool a_k, bool b_k, int m, int n, int k, int most) -> str");
 
   // grouped_linear: false, with nothing written, where offsets do not ascend from 0 to at most the number of rows
   m.def("grouped_linear_fwd(Tensor x, Tensor weight, Tensor offsets, Tensor(a!) out) -> bool");

@@ -135,7 +135,7 @@ class Descriptors {
   }
 
   void set(const Product& p) {
-    const Type type = p.is_bf16 ? kBf16 : kFp16;
+    const Type type = p.is_f32 ? kFp32 : p.is_bf16 ? kBf16 : kFp16;
     desc(0, kTransA, int32_t(p.b_k_contiguous));
     desc(1, kTransB, int32_t(!p.a_k_contiguous));
     desc(2, kEpilogue, uint32_t(p.bias ? kBias : kPlain));

@@ -15,6 +15,7 @@
 #include "common/cuda.h"
 #include "common/tensor.h"
 #include "linear/cublaslt.h"
+#include "linear/fma.h"
 #include "linear/product.h"
 #include "linear/sm90_resume.cuh"
 #include "linear/sm90_skinny.cuh"
@@ -27,6 +28,8 @@ namespace {
 class Kernel {
  public:
   virtual ~Kernel() = default;
+  // Whether it may be asked for operands of 32 bits, or of 16.
+  virtual bool takes(bool is_f32) const { return !is_f32; }
   // False where it does not take this product; nothing is launched then.
   virtual bool run(const Product& p, cudaStream_t stream) = 0;
 };
@@ -34,6 +37,7 @@ class Kernel {
 struct CublasLt : Kernel {
   lt::Kernel kernel;
   explicit CublasLt(const lt::Algorithm& algorithm) : kernel(algorithm) {}
+  bool takes(bool) const override { return true; }
   bool run(const Product& p, cudaStream_t stream) override { return p.out_aligned && kernel.run(p, stream); }
 };
 
@@ -119,6 +123,16 @@ struct Tiled : Kernel {
   bool run(const Product& p, cudaStream_t stream) override { return run_tiled(p, tiling, stream); }
 };
 
+// fp32.
+struct Fma : Kernel {
+  FmaTile tile;
+  explicit Fma(const FmaTile& tile) : tile(tile) {
+    STD_TORCH_CHECK(fma_tile_exists(tile), "linear: no kernel has tiles of ", tile.rows, "x", tile.columns);
+  }
+  bool takes(bool is_f32) const override { return is_f32; }
+  bool run(const Product& p, cudaStream_t stream) override { return run_fma(p, tile, stream); }
+};
+
 // Sums that go on from the fp32 values in out; `group` pairs of tiles of rows share what lies in the L2 cache.
 struct Resumed : Kernel {
   int group;
@@ -166,6 +180,8 @@ std::unique_ptr<Kernel> make_kernel(const std::string& name) {
     t.groups = rows % 64 ? 0 : rows / 64;
     return std::make_unique<Tiled>(t);
   }
+  FmaTile tile{};
+  if (sscanf(name.c_str(), "fma %dx%d", &tile.rows, &tile.columns) == 2) return std::make_unique<Fma>(tile);
   int group;
   if (sscanf(name.c_str(), "wgmma 128x256x64 resumed group %d", &group) == 1) return std::make_unique<Resumed>(group);
   lt::Algorithm algorithm;
@@ -220,7 +236,8 @@ int64_t class_of_depth(int64_t depth) { return int64_t(std::bit_ceil(uint64_t(de
 
 Key key_of(const Product& p) {
   const uint64_t flags = p.is_bf16 | p.out_f32 << 1 | p.a_k_contiguous << 2 | p.b_k_contiguous << 3 |
-                         (p.bias != nullptr) << 4 | p.resume << 5 | p.out_aligned << 6 | uint64_t(p.device) << 8;
+                         (p.bias != nullptr) << 4 | p.resume << 5 | p.out_aligned << 6 | p.is_f32 << 7 |
+                         uint64_t(p.device) << 8;
   return p.a_k_contiguous ? Key{class_of_rows(p.m), p.n, p.k, flags} : Key{p.m, p.n, class_of_depth(p.k), flags};
 }
 
@@ -246,21 +263,23 @@ bool describe(const Tensor& a, const Tensor& b, bool b_t, const std::optional<Te
     check_1d(*bias, "linear: bias", p.n);
     if (bias->scalar_type() != type) return false;
   }
-  p.is_bf16 = type == ScalarType::BFloat16;
+  p.is_bf16 = type == ScalarType::BFloat16, p.is_f32 = type == ScalarType::Float;
   p.out_f32 = out_type == ScalarType::Float;
   p.resume = resume;
   STD_TORCH_CHECK(!resume || p.out_f32, "linear: out: resuming needs the fp32 accumulators");
-  if (!(p.is_bf16 || type == ScalarType::Half) || b.scalar_type() != type || !(p.out_f32 || out_type == type)) return false;
+  if (!(p.is_bf16 || p.is_f32 || type == ScalarType::Half)) return false;
+  if (b.scalar_type() != type || !(p.out_f32 || out_type == type)) return false;
   if (p.m == 0 || p.n == 0 || p.k == 0) return false;
   constexpr int64_t kMost = (int64_t(1) << 31) - 1024;
   if (p.m > kMost || p.n > kMost || p.k > kMost) return false;
 
   // (outer, inner) with the inner dimension contiguous; the distance of one single row means nothing
-  const auto layout = [](const Tensor& t, int inner, int64_t& ld) {
+  const int64_t aligned = p.is_f32 ? 4 : 8;  // elements of 16 bytes
+  const auto layout = [aligned](const Tensor& t, int inner, int64_t& ld) {
     const int64_t extent = t.size(inner);
     if (extent > 1 && t.stride(inner) != 1) return false;
     ld = t.size(1 - inner) > 1 ? t.stride(1 - inner) : (extent + 7) / 8 * 8;
-    return ld >= extent && ld % 8 == 0 && reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0;
+    return ld >= extent && ld % aligned == 0 && reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0;
   };
   const int k_of_b = b_t ? 1 : 0;
   p.a_k_contiguous = p.k == 1 || a.stride(1) == 1;
@@ -293,7 +312,7 @@ int64_t linear_matmul(Tensor a, Tensor b, bool b_t, std::optional<Tensor> bias, 
   } else {
     chosen = &kernels().at(kernel);
   }
-  if (!chosen) return 0;
+  if (!chosen || !chosen->takes(p.is_f32)) return 0;
   const DeviceGuard guard = on_device_of(a);
   return chosen->run(p, current_stream(a));
 }
@@ -334,14 +353,15 @@ int64_t linear_cublaslt_version(std::string paths) {
 
 // Names of algorithms for products of these sizes, without workspace and reduction, the library's favourite first, one a
 // line. Operands lie side by side, on 16-byte boundaries.
-std::string linear_cublaslt_algorithms(int64_t device, bool is_bf16, bool out_f32, bool bias, bool a_k, bool b_k, int64_t m,
+std::string linear_cublaslt_algorithms(int64_t device, bool is_f32, bool is_bf16, bool out_f32, bool bias, bool a_k, bool b_k, int64_t m,
                                        int64_t n, int64_t k, int64_t most) {
   STD_TORCH_CHECK(m > 0 && n > 0 && k > 0 && most > 0 && most <= 1024, "linear: no algorithms of these sizes");
   const auto padded = [](int64_t size) { return (size + 7) / 8 * 8; };
   Product p{};
   p.m = m, p.n = n, p.k = k;
   p.a_ld = padded(a_k ? k : m), p.b_ld = padded(b_k ? k : n), p.out_ld = padded(n);
-  p.a_k_contiguous = a_k, p.b_k_contiguous = b_k, p.is_bf16 = is_bf16, p.out_f32 = out_f32, p.out_aligned = true;
+  p.a_k_contiguous = a_k, p.b_k_contiguous = b_k, p.out_aligned = true;
+  p.is_f32 = is_f32, p.is_bf16 = is_bf16, p.out_f32 = out_f32;
   p.bias = bias ? reinterpret_cast<const void*>(uintptr_t(256)) : nullptr;  // asked for its presence alone
   p.device = int(device);
   const DeviceGuard guard{int32_t(device)};

@@ -10,7 +10,8 @@ struct Product {
   int64_t m, n, k;
   int64_t a_ld, b_ld, out_ld;
   bool a_k_contiguous, b_k_contiguous;
-  bool is_bf16;      // a, b and bias: bf16, else fp16
+  bool is_f32;       // a, b and bias: fp32
+  bool is_bf16;      // else bf16, else fp16
   bool out_f32;      // else out is of their dtype
   bool resume;       // start from the fp32 values in out
   bool out_aligned;  // out's rows begin on 16-byte boundaries; a's, b's and the bias always do

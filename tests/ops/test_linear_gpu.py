@@ -17,6 +17,7 @@ ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA devic
 ON_SM90 = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no SM90 device"
 )
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 LAYOUTS = pytest.mark.parametrize("layout", ["fwd", "dx", "dweight"])
 
 
@@ -32,7 +33,7 @@ def operands(layout, rows, n, k, seed, dtype=torch.bfloat16):
 
 @ON_GPU
 @pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=["rounded", "fp32"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@DTYPES
 @pytest.mark.parametrize("n,k", [(1024, 1024), (520, 1032), (521, 1032), (65, 72), (4096, 12288)])
 def test_the_gpu_has_the_triton_kernels_bits(n, k, dtype, out_dtype):
     x, w = cancelling(300, k, n, seed=n, dtype=dtype, device="cuda")
@@ -46,7 +47,7 @@ def test_the_gpu_has_the_triton_kernels_bits(n, k, dtype, out_dtype):
 
 @ON_SM90
 @LAYOUTS
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@DTYPES
 @pytest.mark.parametrize(
     "bias,resume", [(False, False), (True, False), (False, True)], ids=["plain", "bias", "resumed"]
 )
@@ -73,7 +74,7 @@ def test_every_admitted_kernel_has_the_triton_kernels_bits(layout, dtype, bias, 
 
 @pytest.mark.parametrize("device,backend", room_backends("linear", "triton"))
 @LAYOUTS
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@DTYPES
 @pytest.mark.parametrize(
     "resume,off16", [(False, False), (False, True), (True, False)], ids=["plain", "off16", "resumed"]
 )
@@ -147,6 +148,42 @@ def test_every_tile_has_the_triton_kernels_bits(dtype):
                     run = cuda.candidate(name).run
                     for case, want in zip(cases, expected):
                         assert_bitwise(run(*case), want, f"{name}, {len(want)} rows")
+
+
+@ON_SM90
+@LAYOUTS
+@pytest.mark.parametrize("resume", [False, True], ids=["plain", "resumed"])
+@pytest.mark.parametrize("m,n,k", [(1, 64, 2048), (33, 68, 96), (7, 256, 40), (140, 132, 1004), (300, 520, 776)])
+def test_every_fp32_tile_has_the_triton_kernels_bits(m, n, k, resume, layout):
+    """Of sizes that no tile divides, and depths that end within a step."""
+    from vexact_ops.linear import cuda
+
+    a_k, b_k = layout != "dweight", layout == "fwd"
+    if not a_k:
+        m, k = -(-max(m, cuda.KINDS) // 4) * 4, -(-k // 4) * 4
+    for bias in (False, True):
+        product = cuda.Product(
+            torch.device("cuda", 0), torch.float32, torch.float32, m, n, k, a_k, b_k, bias=bias, resume=resume
+        )
+        for case in product.cases():
+            want = product.canonical(*case)
+            for name in cuda.FMA:
+                assert_bitwise(cuda.candidate(name, resume).run(*case), want, f"{name}, {len(want)} rows, {bias}")
+
+
+def test_kernels_take_their_own_dtype_alone():
+    if native.built_with_cuda():
+        for wrong in ("fma 8x16", "fma 0x0", "fma 128x64"):
+            with pytest.raises(RuntimeError, match="no kernel has tiles"):
+                native.ops().linear_kernel(wrong)
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return
+    from vexact_ops.linear import cuda
+
+    for dtype, name in ((torch.bfloat16, "fma 8x8"), (torch.float32, cuda.tiled_names(80, 1024, 1024)[0])):
+        x, w = cancelling(80, 1024, 1024, seed=1, dtype=dtype, device="cuda")
+        with pytest.raises(RuntimeError, match="does not take this product"):
+            cuda.candidate(name).run(x, w, True, None, x.new_zeros(80, 1024))
 
 
 def test_tiles_fill_the_multiprocessors_once():
@@ -412,6 +449,9 @@ def test_explain_names_the_kernel_that_runs():
     assert "linear nn" in decision.key and "N=1024 K=512" in decision.key
     ((_, decision),) = cuda.explain("linear_dweight", x @ w.t(), x, torch.bfloat16)
     assert "linear tn" in decision.key and "M=512 N=1024 K<=64" in decision.key
-    for operands in ((x.float(), w.float(), None, torch.float32), (x[:, 1:], w[:, 1:], None, torch.bfloat16)):
-        ((_, decision),) = cuda.explain("linear", *operands)
+    ((_, decision),) = cuda.explain("linear", x.float(), w.float(), None, torch.float32)
+    assert decision.chosen.name in cuda.FMA and "float32->float32 M<=40" in decision.key
+    for wide, off in ((False, 1), (True, 2)):  # rows that begin where no kernel of ours takes them
+        a, b = (t[:, off:].float()[:, off:] if wide else t[:, off:] for t in (x, w))
+        ((_, decision),) = cuda.explain("linear", a, b, None, a.dtype)
         assert decision.chosen.name == cuda.TRITON and not decision.verdicts

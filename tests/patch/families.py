@@ -321,7 +321,7 @@ def world(device, rank=0, size=1, store=None):
     """A process group on this device for the length of the block; yields a mesh of all its ranks."""
     if device == "cuda":
         torch.cuda.set_device(rank)
-    backend = {"cpu": "gloo", "cuda": "nccl"}[device]
+    backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}[device]  # what is offloaded is summed on the CPU
     dist.init_process_group(backend, store=store or dist.HashStore(), rank=rank, world_size=size)
     try:
         yield init_device_mesh(device, (size,))

@@ -5,8 +5,11 @@ gradient of a weight sums over them. It is known by its class (`class_of`): eigh
 right height make most difference. On the first call of a class, outside of a CUDA graph, candidates (our own kernels,
 and what cublasLt thinks fast at just these sizes) are verified against the Triton kernel at the class's ends, with one
 row, and on rows and columns of special values, and timed; the choice is kept in C++, so that later calls pay one
-look-up, and on disk. What no candidate serves (fp32, rows off 16-byte boundaries, other GPUs than SM90, a first call
-inside a graph) takes the Triton kernel: the bits are the same, so the choice may look at the row count.
+look-up, and on disk. What no candidate serves (rows off 16-byte boundaries, other GPUs than SM90, a first call inside a
+graph) takes the Triton kernel: the bits are the same, so the choice may look at the row count.
+
+fp32 is multiplied by the plain arithmetic units, one product after the other (a router's logits, a model in fp32).
+Tiles are from 8 x 8, where a sum's own chain of additions is all that takes time, to 128 x 128.
 """
 
 import functools
@@ -30,11 +33,13 @@ __all__ = ["admit", "bmm", "explain", "linear_dbias", "linear_dweight", "linear_
 
 LARGEST = 8192  # larger classes verify the choice of this one
 TRITON = "triton"  # the canonical kernel
+FMA = ("fma 8x8", "fma 16x16", "fma 32x32", "fma 64x64", "fma 128x128")
 RESUMED = [f"wgmma 128x256x64 resumed group {group}" for group in (4, 8, 16)]
 SMALL = 100_000  # elements of a weight: below, no kernel is worth the time to verify it
 SMALL_M = 64  # rows that our kernels for few rows take
 DECODED = 1024  # rows that our kernels for few tiles take, and a step of decodes has
 LARGE = 5e10  # multiplications from which on it pays to try more of cublasLt's kernels: some 150 us
+LARGE_FP32 = 1e9  # and in fp32 to try cublasLt's at all
 SHARED_BYTES = 226 * 1024  # of one SM90 multiprocessor, for one or several blocks
 NEAR = 1.2  # times the best of a race: who is slower there does not win in a step
 OURS, LIBRARY = 5, 2  # rivals that are tried there, of our kernels and of a library's, which are much alike
@@ -244,6 +249,9 @@ class Product:
         if self.top > LARGEST:
             best = replace(self, top=LARGEST).decision().chosen.name
             return [] if best == TRITON else [best]
+        if self.dtype == torch.float32:
+            large = self.m * self.n * self.k > LARGE_FP32 and not self.resume and not self.bias and self.out_aligned
+            return (list(FMA) if self.a_k or not self.b_k else []) + (self._proposed(self.m, 4) if large else [])
         names = []
         if self.a_k and self.b_k and not self.resume and self.top <= DECODED:
             processors = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -262,8 +270,6 @@ class Product:
         """What cublasLt proposes at just this size, its favourite first; and at an odd size of the class, where it
         thinks of others: they come out up to 5 % faster, at either. Of a large product it is asked for parts of the
         rows too: a head over 535 rows is 9 % faster by what it proposes for 128."""
-        if not cublaslt_version()[0]:
-            return []
         found = self._proposed(self.m, most)
         if self.a_k and self.m == self.top <= 1024 and self.m > SMALL_M:
             found += self._proposed(self.m - 3, most - 2)
@@ -274,9 +280,11 @@ class Product:
         return list(dict.fromkeys(found))
 
     def _proposed(self, m: int, most: int) -> list[str]:
+        if not cublaslt_version()[0]:
+            return []
         return _ops()[0].linear_cublaslt_algorithms(
-            self.device.index or 0, self.dtype == torch.bfloat16, self.out_dtype == torch.float32, self.bias,
-            self.a_k, self.b_k, m, self.n, self.k, most,
+            self.device.index or 0, self.dtype == torch.float32, self.dtype == torch.bfloat16,
+            self.out_dtype == torch.float32, self.bias, self.a_k, self.b_k, m, self.n, self.k, most,
         ).split("\n")[:-1]  # fmt: skip
 
     def canonical(self, a, b, b_t, bias, out) -> Tensor:
@@ -356,7 +364,8 @@ class Product:
         size = sum(t.numel() * t.element_size() for t in (a, b, out))
         sets = [(a, b, out)]
         sets += [(a.clone(), b.clone(), _copy(out)) for _ in range(int(min(7, 60e6 / size)))]
-        least = max(size / 4e12, 2 * self.m * self.n * self.k / 7e14, 2e-6)  # seconds of a product
+        rate = 4e13 if self.dtype == torch.float32 else 7e14
+        least = max(size / 4e12, 2 * self.m * self.n * self.k / rate, 2e-6)  # seconds of a product
         decodes = self.a_k and self.b_k and not self.resume and self.top <= DECODED
         sets *= max(1, math.ceil((3e-4 if decodes else 1.2e-4) / (least * len(sets))))
         run, calls, before = _ops()[1], [], functools.partial(copy_rows, a, torch.empty_like(a)) if decodes else None
