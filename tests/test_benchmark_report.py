@@ -126,9 +126,9 @@ def test_the_comparison_says_what_was_seen():
     over = {"torch": [0.4, 0.5, 0.6], "batch_invariant_ops": [0.2, 0.25, 0.3]}
     gpu = pair("linear", "a M=1 bf16", 4.0, over, torch=8.0, batch_invariant_ops=16.0)
     gpu += pair("linear", "a M=8 bf16", 4.0, alone=False, torch=8.0)
-    steps = {"room": "engine", "model": "m", "latent": False, "batch": 1, "version": "9"}
+    steps = {"room": "engine", "model": "m", "batch": 1, "version": "9"}  # of a peer: none says "latent"
     engine = [steps | {"backend": b, "step_ms": t} for b, t in (("vllm", 2.0), ("vllm batch-invariant", 6.0))]
-    engine.append(steps | {"backend": "vexact", "step_ms": 3.0, "verify_tokens": 5})
+    engine.append(steps | {"backend": "vexact", "latent": False, "step_ms": 3.0, "verify_tokens": 5})
     lines = compare.table({"h200": gpu, "engine": engine}).splitlines()
     cells = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ") for line in lines[2:]}
     assert cells["**vexact**"][3] == "**in 2 of 2**"

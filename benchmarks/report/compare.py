@@ -69,7 +69,7 @@ def steps(kept: Kept) -> dict[tuple, dict[str, dict]]:
         seen = record["backend"] != "vexact" or record.get("verify_tokens")
         seen = seen and record.get("pipeline_parallel_size", 1) == 1
         if record["room"] == "engine" and record.get("step_ms") and record.get("batch") in (1, 256) and seen:
-            found[record["model"], record["latent"], record["batch"]][record["backend"]] = record
+            found[record["model"], record.get("latent", False), record["batch"]][record["backend"]] = record
     return found
 
 

@@ -72,6 +72,8 @@ def test_what_could_change_a_result_is_refused():
         with pytest.raises(TypeError, match="cache: got a tuple, expected a DynamicCache"):
             model(ids[None], cache=((ids, ids),))
         assert_bitwise(model(ids[None], cache=one, past_key_values=one).logits, model(ids[None], is_causal=True).logits)
+        segments = torch.zeros_like(ids[None])  # as some tokenizers give them, and every decoder passes over
+        assert_bitwise(model(ids[None], token_type_ids=segments).logits, model(ids[None]).logits)
 
 
 def test_what_says_nothing_of_hidden_states_goes_by():

@@ -12,8 +12,10 @@ import vexact_ops as vx
 from . import batch
 
 CACHES = ("cache", "past_key_values")  # a model's cache, as transformers calls it from 5.24 on, and as it did before
-# What transformers hands on besides, and a decoder may pass over: of what is returned, of the loss, or said twice.
+# What transformers hands on besides, and a decoder may pass over: of what is returned, of the loss, or said twice; and
+# the segments that a tokenizer may number, which no decoder that is covered reads.
 PASSED = frozenset({
+    "token_type_ids",
     "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "cache_position", "is_causal",
     "seq_idx", "num_items_in_batch", "shift_labels", "ignore_index",
 })  # fmt: skip
