@@ -172,6 +172,7 @@ def load(args: argparse.Namespace, source: str, dtype: str, whole: bool = True):
 
 def _model(args: argparse.Namespace, source: str, dtype: str) -> Iterator[dict]:
     from vexact_engine import Engine
+    from vexact_engine.core import garbage
 
     if args.replicas > 1:
         from .fleet import replicas
@@ -212,6 +213,7 @@ def _model(args: argparse.Namespace, source: str, dtype: str) -> Iterator[dict]:
         _warm_up(engine, asked)
         for workload in asked:
             engine.reset_prefix_cache()
+            garbage.freeze()  # as in a process that is an engine's alone: a collection of all holds every thread
             runs.append(timing.measure(engine, workload, args.seed))
             records.append(_record(about, engine, workload, runs[-1], bandwidth))
             if args.profile is not None:
@@ -220,6 +222,7 @@ def _model(args: argparse.Namespace, source: str, dtype: str) -> Iterator[dict]:
             records[-1]["sleep"] = _sleeps(engine, runs[-1])
     finally:
         engine.close()
+        gc.unfreeze()
     del engine
     peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     about = {

@@ -124,14 +124,19 @@ def test_who_waits_for_a_pause_keeps_nobody_from_resuming(engine):
                 running = pool.submit(http.post, "/v1/completions", json=body)
                 until(lambda: engine.load().running)
                 assert http.post("/pause", json={"mode": "keep"}).json()["state"] == "paused"
-            begun, pause = [], engine.pause
-            with pytest.MonkeyPatch.context() as patch:
+            begun, pause, resume = [], engine.pause, engine.resume
+            with pytest.MonkeyPatch.context() as patch, held(engine, 1, asked=False) as (reached, _):
                 patch.setattr(engine, "pause", lambda mode: (begun.append(mode), pause(mode)))
+                patch.setattr(engine, "resume", lambda: (begun.append("resume"), resume()))
                 waiting = [pool.submit(http.post, "/pause", json={"mode": "wait"}) for _ in range(50)]
                 until(lambda: len(begun) == 50)
+                assert reached.wait(120)  # a step that is under way until the block ends: none of them is through
                 assert not running.done() and "vexact_requests_in_progress 1.0" in http.get("/metrics").text
-                every = running, *waiting  # each of which may pause it anew
-                until(lambda: http.post("/resume", json={}).is_success and all(one.done() for one in every), 300)
+                every = running, *waiting, pool.submit(http.post, "/resume", json={})
+                until(lambda: begun[50:] == ["resume"])
+                assert not any(one.done() for one in every)
+            # each of those that waited may pause it anew
+            until(lambda: http.post("/resume", json={}).is_success and all(one.done() for one in every), 300)
             assert {one.result(300).status_code for one in every} == {200}
         finally:
             engine.resume()
