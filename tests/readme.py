@@ -22,10 +22,11 @@ import vexact_ops as vx
 from benchmarks.report import compare, over_shapes
 
 ROOT = Path(__file__).parent.parent
+NOT_OURS = {"build", ".git", "site-packages", "node_modules"}  # a virtual environment may lie in the checkout
 
 
 def files() -> list[Path]:
-    return sorted(p for p in ROOT.rglob("README.md") if not {"build", ".git"} & set(p.relative_to(ROOT).parts[:-1]))
+    return sorted(p for p in ROOT.rglob("README.md") if not NOT_OURS & set(p.relative_to(ROOT).parts[:-1]))
 
 
 @dataclasses.dataclass
