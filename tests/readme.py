@@ -22,7 +22,7 @@ import vexact_ops as vx
 from benchmarks.report import compare, over_shapes
 
 ROOT = Path(__file__).parent.parent
-NOT_OURS = {"build", ".git", "site-packages", "node_modules"}  # a virtual environment may lie in the checkout
+NOT_OURS = {"build", ".git", "site-packages"}  # a virtual environment may lie in the checkout
 
 
 def files() -> list[Path]:

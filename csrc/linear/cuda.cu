@@ -353,8 +353,8 @@ int64_t linear_cublaslt_version(std::string paths) {
 
 // Names of algorithms for products of these sizes, without workspace and reduction, the library's favourite first, one a
 // line. Operands lie side by side, on 16-byte boundaries.
-std::string linear_cublaslt_algorithms(int64_t device, bool is_f32, bool is_bf16, bool out_f32, bool bias, bool a_k, bool b_k, int64_t m,
-                                       int64_t n, int64_t k, int64_t most) {
+std::string linear_cublaslt_algorithms(int64_t device, bool is_f32, bool is_bf16, bool out_f32, bool bias, bool a_k,
+                                       bool b_k, int64_t m, int64_t n, int64_t k, int64_t most) {
   STD_TORCH_CHECK(m > 0 && n > 0 && k > 0 && most > 0 && most <= 1024, "linear: no algorithms of these sizes");
   const auto padded = [](int64_t size) { return (size + 7) / 8 * 8; };
   Product p{};

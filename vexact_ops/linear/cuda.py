@@ -249,9 +249,12 @@ class Product:
         if self.top > LARGEST:
             best = replace(self, top=LARGEST).decision().chosen.name
             return [] if best == TRITON else [best]
+        # a sum that is resumed, and a bias before an fp32 result, are not what cublasLt computes
+        library = self.out_aligned and not self.resume and not (self.bias and self.out_dtype == torch.float32)
         if self.dtype == torch.float32:
-            large = self.m * self.n * self.k > LARGE_FP32 and not self.resume and not self.bias and self.out_aligned
-            return (list(FMA) if self.a_k or not self.b_k else []) + (self._proposed(self.m, 4) if large else [])
+            names = list(FMA) if self.a_k or not self.b_k else []
+            large = self.m * self.n * self.k > LARGE_FP32
+            return names + (self._proposed(self.m, 4) if library and large else [])
         names = []
         if self.a_k and self.b_k and not self.resume and self.top <= DECODED:
             processors = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -261,8 +264,7 @@ class Product:
                 names += tiled_names(self.m, self.n, self.k, processors)
         if self.resume and (self.a_k or not self.b_k) and self.n % 2 == 0:
             names += RESUMED
-        # a sum that is resumed, and a bias before an fp32 result, are not what cublasLt computes
-        if self.out_aligned and not self.resume and not (self.bias and self.out_dtype == torch.float32):
+        if library:
             names += self.cublaslt_names(8)
         return names
 
