@@ -64,8 +64,8 @@ struct Skinny : Kernel {
   int rows, tokens, boxes, stages, ahead, lead, per_sm;
   Skinny(int rows, int tokens, int boxes, int stages, int ahead, int lead, int per_sm)
       : rows(rows), tokens(tokens), boxes(boxes), stages(stages), ahead(ahead), lead(lead), per_sm(per_sm) {
-    STD_TORCH_CHECK(rows >= 8 && rows <= 128 && rows % 8 == 0 && stages >= 2 && stages <= sm90::kSkinnyStages &&
-                        ahead >= 0 && lead >= 0 && per_sm >= 0 && per_sm <= 8 &&
+    STD_TORCH_CHECK(sm90::skinny_exists(tokens, boxes) && rows >= 8 && rows <= 128 && rows % 8 == 0 && stages >= 2 &&
+                        stages <= sm90::kSkinnyStages && ahead >= 0 && lead >= 0 && per_sm >= 0 && per_sm <= 8 &&
                         sm90::skinny_shared_bytes(rows, tokens, boxes, stages) <= kShared,
                     "linear: ", stages, " stages of ", rows, "x", tokens, "x", 64 * boxes, " are no kernel or do not fit");
   }
@@ -91,19 +91,9 @@ struct Skinny : Kernel {
 
   template <class T>
   void dispatch(const Product& p, cudaStream_t stream) const {
-#define CASE(t, b) \
-  if (tokens == t && boxes == b) return rows > 64 ? launch<T, t, b, 2>(p, stream) : launch<T, t, b, 1>(p, stream)
-    CASE(8, 2);
-    CASE(8, 4);
-    CASE(8, 8);
-    CASE(16, 2);
-    CASE(16, 4);
-    CASE(16, 8);
-    CASE(32, 2);
-    CASE(32, 4);
-    CASE(64, 2);
-#undef CASE
-    STD_TORCH_CHECK(false, "linear: no kernel ", rows, "x", tokens, "x", 64 * boxes);
+    sm90::for_skinny(tokens, boxes, [&](auto t, auto b) {
+      rows > 64 ? launch<T, t(), b(), 2>(p, stream) : launch<T, t(), b(), 1>(p, stream);
+    });
   }
 
   bool run(const Product& p, cudaStream_t stream) override {

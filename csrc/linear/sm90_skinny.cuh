@@ -10,6 +10,9 @@
 // Launched by launch_chained: what runs before the kernel before has ended only asks the L2 cache for weights.
 // order: K ascending in steps of 16, one fp32 accumulator per output element, no split of K; the K tail is zeros.
 #pragma once
+#include <type_traits>
+#include <utility>
+
 #include "common/elect.cuh"
 #include "common/sm90.cuh"
 
@@ -32,6 +35,13 @@ constexpr int kBoxK = 64;             // elements of K in one 128-byte swizzle r
 constexpr int kSkinnyThreads = 160;   // one consumer warpgroup, one producer warp
 constexpr int kSkinnyStages = 32;     // at most
 
+// Whether there is a kernel of so many rows of x and 64-wide pieces of K.
+constexpr bool skinny_exists(int tokens, int boxes) {
+  if (tokens <= 16) return (tokens == 8 || tokens == 16) && (boxes == 2 || boxes == 4 || boxes == 8);
+  if (tokens <= 48) return tokens % 8 == 0 && (boxes == 2 || boxes == 4);
+  return tokens == 64 && boxes == 2;
+}
+
 __host__ __device__ constexpr int skinny_x_bytes(int tokens) { return tokens * 128 < 1024 ? 1024 : tokens * 128; }
 __host__ __device__ constexpr int skinny_stage_bytes(int rows, int tokens, int boxes) {
   return boxes * (rows * 128 + skinny_x_bytes(tokens));
@@ -53,12 +63,18 @@ constexpr int skinny_shared_bytes(int rows, int tokens, int boxes, int stages) {
                : "l"(weight), "l"(x))
 #define VX_R4(a, b, c, e) "%" #a ",%" #b ",%" #c ",%" #e
 #define VX_REGS8 VX_R4(0, 1, 2, 3) "," VX_R4(4, 5, 6, 7)
-#define VX_REGS16 VX_REGS8 "," VX_R4(8, 9, 10, 11) "," VX_R4(12, 13, 14, 15)
-#define VX_REGS32 VX_REGS16 "," VX_R4(16, 17, 18, 19) "," VX_R4(20, 21, 22, 23) "," VX_R4(24, 25, 26, 27) "," VX_R4(28, 29, 30, 31)
+#define VX_REGS12 VX_REGS8 "," VX_R4(8, 9, 10, 11)
+#define VX_REGS16 VX_REGS12 "," VX_R4(12, 13, 14, 15)
+#define VX_REGS20 VX_REGS16 "," VX_R4(16, 17, 18, 19)
+#define VX_REGS24 VX_REGS20 "," VX_R4(20, 21, 22, 23)
+#define VX_REGS32 VX_REGS24 "," VX_R4(24, 25, 26, 27) "," VX_R4(28, 29, 30, 31)
 #define VX_MULTIPLY(type)                                                                               \
   if constexpr (TOKENS == 8) VX_WGMMA(type, 8, VX_R4(0, 1, 2, 3), 4, 5, VX_D4(0));                      \
   if constexpr (TOKENS == 16) VX_WGMMA(type, 16, VX_REGS8, 8, 9, VX_D4(0), VX_D4(4));                   \
+  if constexpr (TOKENS == 24) VX_WGMMA(type, 24, VX_REGS12, 12, 13, VX_D4(0), VX_D4(4), VX_D4(8));      \
   if constexpr (TOKENS == 32) VX_WGMMA(type, 32, VX_REGS16, 16, 17, VX_D16(0));                         \
+  if constexpr (TOKENS == 40) VX_WGMMA(type, 40, VX_REGS20, 20, 21, VX_D16(0), VX_D4(16));              \
+  if constexpr (TOKENS == 48) VX_WGMMA(type, 48, VX_REGS24, 24, 25, VX_D16(0), VX_D4(16), VX_D4(20));   \
   if constexpr (TOKENS == 64) VX_WGMMA(type, 64, VX_REGS32, 32, 33, VX_D16(0), VX_D16(16));
 
 template <class T, int TOKENS>
@@ -116,7 +132,7 @@ struct SkinnyRows {
 #endif
 };
 
-// T bf16 | fp16. TOKENS rows of x per block (8, 16, 32, 64); BOXES 64-wide pieces of K per stage; PARTS of 64 weight rows
+// T bf16 | fp16. TOKENS rows of x per block; BOXES 64-wide pieces of K per stage (skinny_exists); PARTS of 64 weight rows
 // that a tile touches.
 template <class T, int TOKENS, int BOXES, int PARTS, class Epilogue = SkinnyStore<T>, class Weight = SkinnyRows>
 __global__ void __launch_bounds__(kSkinnyThreads)
@@ -225,6 +241,23 @@ inline bool box_map(CUtensorMap* map, bool is_bf16, const void* data, int64_t ro
                     int box_rows, int box_columns) {
   return encode_map<2>(map, is_bf16, data, {cuuint64_t(columns), cuuint64_t(rows)}, {cuuint64_t(ld) * 2},
                        {cuuint32_t(box_columns), cuuint32_t(box_rows)});
+}
+
+template <int TOKENS, int BOXES, class F>
+bool if_skinny(int tokens, int boxes, F f) {
+  if constexpr (skinny_exists(TOKENS, BOXES)) {
+    if (tokens == TOKENS && boxes == BOXES) return f(std::integral_constant<int, TOKENS>{}, std::integral_constant<int, BOXES>{}), true;
+  }
+  return false;
+}
+// f of both as types; false where there is no such kernel.
+template <class F, int... I>
+bool for_skinny(int tokens, int boxes, F f, std::integer_sequence<int, I...>) {
+  return (if_skinny<8 + I / 3 * 8, 2 << I % 3>(tokens, boxes, f) || ...);
+}
+template <class F>
+bool for_skinny(int tokens, int boxes, F f) {
+  return for_skinny(tokens, boxes, f, std::make_integer_sequence<int, 24>());
 }
 
 }  // namespace vx::sm90

@@ -11,7 +11,7 @@ namespace {
 // A kernel by its sizes: what linear's sm90_skinny.cuh calls them.
 struct GatedSizes {
   int rows;    // of the weight in a tile, gates and ups together: a multiple of 16 up to 128
-  int tokens;  // rows of x in a tile: 8, 16, 32 or 64
+  int tokens;  // rows of x in a tile, of which with `boxes` there is a kernel (skinny_exists)
   int boxes, stages, ahead, lead;
   int per_sm;  // persistent blocks of a multiprocessor; 0: a block for each tile
 };
@@ -42,27 +42,17 @@ void linear_silu_mul_few(Tensor x, Tensor weight, bool gelu, int64_t rows, int64
                          int64_t ahead, int64_t lead, int64_t per_sm, Tensor out) {
   const GatedOperands o = gated_operands(x, weight, gelu, out);
   const GatedSizes s{small(rows), small(tokens), small(boxes), small(stages), small(ahead), small(lead), small(per_sm)};
-  STD_TORCH_CHECK(s.rows >= 16 && s.rows <= 128 && s.rows % 16 == 0 && s.tokens <= 64 && s.boxes <= 8 && s.stages >= 2 &&
-                      s.stages <= sm90::kSkinnyStages && s.per_sm <= 8 &&
+  STD_TORCH_CHECK(sm90::skinny_exists(s.tokens, s.boxes) && s.rows >= 16 && s.rows <= 128 && s.rows % 16 == 0 &&
+                      s.stages >= 2 && s.stages <= sm90::kSkinnyStages && s.per_sm <= 8 &&
                       sm90::skinny_shared_bytes(s.rows, s.tokens, s.boxes, s.stages) <= kGatedShared,
                   "linear_silu_mul: ", stages, " stages of ", rows, "x", tokens, "x", 64 * boxes, " are no kernel or do not fit");
   const DeviceGuard guard = on_device_of(x);
-#define CASE(t, b)                                                                                        \
-  if (tokens == t && boxes == b) {                                                                        \
-    if (o.is_bf16) return s.rows > 64 ? launch<__nv_bfloat16, t, b, 2>(s, o) : launch<__nv_bfloat16, t, b, 1>(s, o); \
-    return s.rows > 64 ? launch<__half, t, b, 2>(s, o) : launch<__half, t, b, 1>(s, o);                   \
-  }
-  CASE(8, 2)
-  CASE(8, 4)
-  CASE(8, 8)
-  CASE(16, 2)
-  CASE(16, 4)
-  CASE(16, 8)
-  CASE(32, 2)
-  CASE(32, 4)
-  CASE(64, 2)
-#undef CASE
-  STD_TORCH_CHECK(false, "linear_silu_mul: no kernel ", rows, "x", tokens, "x", 64 * boxes);
+  sm90::for_skinny(s.tokens, s.boxes, [&](auto t, auto b) {
+    if (o.is_bf16)
+      s.rows > 64 ? launch<__nv_bfloat16, t(), b(), 2>(s, o) : launch<__nv_bfloat16, t(), b(), 1>(s, o);
+    else
+      s.rows > 64 ? launch<__half, t(), b(), 2>(s, o) : launch<__half, t(), b(), 1>(s, o);
+  });
 }
 
 }  // namespace

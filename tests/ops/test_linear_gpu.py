@@ -151,6 +151,28 @@ def test_every_tile_has_the_triton_kernels_bits(dtype):
 
 
 @ON_SM90
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("tokens", [8, 16, 24, 32, 40, 48, 64])
+def test_every_tile_for_few_rows_has_the_triton_kernels_bits(tokens, dtype):
+    """Of tiles that cut the weight evenly and that do not, in blocks of their own and in persistent ones; for fewer rows
+    of x than a tile has, and for more than two tiles."""
+    from vexact_ops.linear import cuda
+
+    for n, k, m, bias in ((968, 392, tokens - 3, True), (1024, 1024, 2 * tokens + 1, False)):
+        product = cuda.Product(torch.device("cuda", 0), dtype, dtype, m, n, k, bias=bias)
+        cases = product.cases()
+        expected = [product.canonical(*case) for case in cases]
+        for rows in (8, 16, 24, 40, 64, 72, 128):
+            for boxes in (2, 4, 8) if tokens <= 16 else (2,) if tokens == 64 else (2, 4):
+                ring = min(2 + rows // 8 % 3, cuda._ring(rows, tokens, boxes, 1))
+                for ending in ("", " persistent 1") if ring >= 2 else ():
+                    name = f"wgmma {rows}x{tokens}x{64 * boxes} ring {ring} ahead {ring // 2} lead {ring // 2}{ending}"
+                    run = cuda.candidate(name).run
+                    for case, want in zip(cases, expected):
+                        assert_bitwise(run(*case), want, f"{name}, {len(want)} rows")
+
+
+@ON_SM90
 @LAYOUTS
 @pytest.mark.parametrize("resume", [False, True], ids=["plain", "resumed"])
 @pytest.mark.parametrize("m,n,k", [(1, 64, 2048), (33, 68, 96), (7, 256, 40), (140, 132, 1004), (300, 520, 776)])
@@ -186,6 +208,32 @@ def test_kernels_take_their_own_dtype_alone():
         x, w = cancelling(80, 1024, 1024, seed=1, dtype=dtype, device="cuda")
         with pytest.raises(RuntimeError, match="does not take this product"):
             cuda.candidate(name).run(x, w, True, None, x.new_zeros(80, 1024))
+
+
+@pytest.mark.skipif(not native.built_with_cuda(), reason="built without CUDA")
+def test_kernels_for_few_rows_are_there():
+    """All that are proposed; by their name, what is none is refused."""
+    from vexact_ops.linear import cuda
+
+    for n, k in ((576, 576), (2048, 2048), (2048, 6144), (4096, 12288), (6144, 4096), (24576, 4096), (151936, 1024)):
+        for top in range(8, cuda.SMALL_M + 1, 8):
+            names = cuda.skinny_names(top, n, k)
+            assert 0 < len(names) == len(set(names)) <= 30
+            tokens = {int(name.split()[1].split("x")[1]) for name in names}
+            assert len(tokens) == 1 and top <= tokens.pop() <= (top if top <= 48 else 64)
+            for name in names:
+                assert native.ops().linear_kernel(name) > 0, name
+    for wrong in ("16x64x256", "16x20x128", "16x56x128", "16x24x512", "12x8x128", "16x8x64"):
+        with pytest.raises(RuntimeError, match="are no kernel"):
+            native.ops().linear_kernel(f"wgmma {wrong} ring 2 ahead 1 lead 1")
+
+
+def test_a_low_weight_is_cut_into_fewer_tiles_too():
+    """Where those of one wave are so low that x is most of what they read."""
+    from vexact_ops.linear import cuda
+
+    heights = [{int(name.split()[1].split("x")[0]) for name in cuda.skinny_names(24, n, 2048)} for n in (2048, 24576)]
+    assert heights[0] == {16, 24, 32} and max(heights[1]) <= 128
 
 
 def test_tiles_fill_the_multiprocessors_once():

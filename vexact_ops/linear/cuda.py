@@ -37,6 +37,7 @@ FMA = ("fma 8x8", "fma 16x16", "fma 32x32", "fma 64x64", "fma 128x128")
 RESUMED = [f"wgmma 128x256x64 resumed group {group}" for group in (4, 8, 16)]
 SMALL = 100_000  # elements of a weight: below, no kernel is worth the time to verify it
 SMALL_M = 64  # rows that our kernels for few rows take
+FEW = (8, 16, 24, 32, 40, 48, 64)  # rows of x that a tile of theirs has
 DECODED = 1024  # rows that our kernels for few tiles take, and a step of decodes has
 LARGE = 5e10  # multiplications from which on it pays to try more of cublasLt's kernels: some 150 us
 LARGE_FP32 = 1e9  # and in fp32 to try cublasLt's at all
@@ -473,15 +474,14 @@ def skinny_names(top: int, n: int, k: int, processors: int = 132, unit: int = 8)
     may start; and how many persistent blocks a multiprocessor gets, where it is not one block per tile. The rows of the
     weight are a multiple of `unit`.
     """
-    tokens = next(t for t in (8, 16, 32, 64) if top <= t)
+    tokens = next(t for t in FEW if top <= t)
     found = {}
     for place, rows in enumerate(_heights(n, 64 if tokens <= 16 else 128, processors, unit)):
         first = place == 0
         sizes = (2,) if tokens == 64 or rows > 64 else (4, 8) if rows <= 24 and tokens <= 16 else (2, 4)
         for boxes in sizes:
             for blocks in (1, 2, 3, 4):  # how many blocks share a multiprocessor
-                room = SHARED_BYTES // blocks - 1024 - -rows % 64 * 128
-                ring = min(32, room // (boxes * (rows * 128 + max(1024, tokens * 128))))
+                ring = _ring(rows, tokens, boxes, blocks)
                 persistent = blocks == 1 and rows * processors < n
                 if ring < 3 or (blocks == 1 and not persistent and tokens < 64):
                     continue
@@ -498,7 +498,25 @@ def skinny_names(top: int, n: int, k: int, processors: int = 132, unit: int = 8)
                 for ahead, lead in chains:
                     name = f"wgmma {rows}x{tokens}x{64 * boxes} ring {ring} ahead {ahead} lead {lead}"
                     found[name + " persistent 1" * persistent] = None
+    for rows in _taller(n, processors, unit):
+        for boxes, blocks in ((2, 1), (2, 2)) if tokens == 64 else ((2, 1), (2, 2), (4, 1)):
+            ring = _ring(rows, tokens, boxes, blocks)
+            for lead in (ring // 2, FROM_THE_START) if ring >= 3 else ():
+                found[f"wgmma {rows}x{tokens}x{64 * boxes} ring {ring} ahead {ring // 2} lead {lead}"] = None
     return tuple(found)
+
+
+def _ring(rows: int, tokens: int, boxes: int, blocks: int) -> int:
+    """Stages that fit into the share of a multiprocessor's shared memory that so many blocks leave each other."""
+    room = SHARED_BYTES // blocks - 1024 - -rows % 64 * 128
+    return min(32, room // (boxes * (rows * 128 + max(1024, tokens * 128))))
+
+
+def _taller(n: int, processors: int, unit: int) -> list[int]:
+    """Rows of a weight's tile, some more than those of one wave where these are few: x is most of what such tiles read,
+    and what the L2 cache gives all multiprocessors together limits them. Fewer tiles ask it for less."""
+    one = -(-n // processors // unit) * unit
+    return sorted({rows for rows in (-(-3 * one // 2 // unit) * unit, 2 * one) if one < rows <= min(64, n)})
 
 
 def _heights(n: int, most: int, processors: int, unit: int) -> list[int]:

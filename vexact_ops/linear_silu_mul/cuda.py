@@ -151,7 +151,7 @@ def _spreads(name: str, n: int, processors: int) -> bool:
 def _alone_names(top: int, n: int, processors: int) -> list[str]:
     """Those whose tiles are one wave, with so much of the shared memory that two of a launch never meet on one
     multiprocessor while others have none: all of it, or just over half, which leaves room to the next kernel's."""
-    tokens, rows = next(t for t in (8, 16, 32, 64) if top <= t), -(-n // processors // 16) * 16
+    tokens, rows = next(t for t in linear.FEW if top <= t), -(-n // processors // 16) * 16
     found = []
     for boxes in (2, 4) if tokens < 64 else (2,):
         stage, other = boxes * (rows * 128 + max(1024, tokens * 128)), 1024 + -rows % 64 * 128
