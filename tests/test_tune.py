@@ -173,6 +173,10 @@ def test_the_rivals_are_the_best_of_both_kinds(monkeypatch):
     x, w, out = (torch.empty(s, dtype=torch.bfloat16) for s in ((24, 2048), (1024, 2048), (24, 1024)))
     call = cuda.Noted(x, w, True, None, out, False)
     assert call.names() == ["cublaslt 0", *ours[: cuda.OURS], *library[1 : 1 + cuda.LIBRARY]]
+    tall = ["wgmma 16x24x128 a", "wgmma 16x24x128 b", "wgmma 24x24x128 a", "wgmma 24x24x128 b", "wgmma 32x24x128 a"]
+    verdicts[:] = [admit.Verdict(name, 0, 10.0 + 0.1 * i) for i, name in enumerate(tall)]
+    decision = admit.Decision("", admit.Candidate(tall[0], len), "", tuple(verdicts))
+    assert call.names() == [tall[0], tall[2], tall[4], tall[1], tall[3]], "of each height one first"
     cuda._tuned[call._product] = "wgmma 1"
     assert call.names() == [], "once"
     call.forget()

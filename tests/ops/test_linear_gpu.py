@@ -154,8 +154,8 @@ def test_every_tile_has_the_triton_kernels_bits(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("tokens", [8, 16, 24, 32, 40, 48, 64])
 def test_every_tile_for_few_rows_has_the_triton_kernels_bits(tokens, dtype):
-    """Of tiles that cut the weight evenly and that do not, in blocks of their own and in persistent ones; for fewer rows
-    of x than a tile has, and for more than two tiles."""
+    """Of tiles that cut the weight evenly and not, in blocks of their own and in persistent ones; for fewer rows of x
+    than a tile has, and for more than two tiles."""
     from vexact_ops.linear import cuda
 
     for n, k, m, bias in ((968, 392, tokens - 3, True), (1024, 1024, 2 * tokens + 1, False)):

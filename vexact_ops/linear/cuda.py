@@ -128,7 +128,7 @@ class Noted:
         chosen = decision.chosen.name
         names = [v.candidate for v in timed if v.us <= NEAR * timed[0].us and v.candidate not in (chosen, TRITON)]
         ours, library = ([name for name in names if name.startswith("cublaslt") == kind] for kind in (False, True))
-        return [chosen, *ours[:OURS], *library[:LIBRARY]]
+        return [chosen, *_varied(ours, chosen)[:OURS], *library[:LIBRARY]]
 
     def source(self) -> str:
         return candidate("cublaslt").source
@@ -139,6 +139,15 @@ class Noted:
 
     def forget(self) -> None:
         _tuned.pop(self._product, None)
+
+
+def _varied(names: list[str], chosen: str) -> list[str]:
+    """The first of each height of the weight's tiles that is not the chosen one's, then the others."""
+    first: dict[str, str] = {}
+    for name in names:
+        first.setdefault(name.split("x")[0], name)  # "wgmma 24", "wgmma tile 64"
+    first.pop(chosen.split("x")[0], None)
+    return list(dict.fromkeys([*first.values(), *names]))
 
 
 def _number(name: str) -> int:
@@ -365,11 +374,11 @@ class Product:
         a.normal_(generator=g)  # verified is what had to be
         b.normal_(std=self.k**-0.5, generator=g)
         size = sum(t.numel() * t.element_size() for t in (a, b, out))
-        sets = [(a, b, out)]
-        sets += [(a.clone(), b.clone(), _copy(out)) for _ in range(int(min(7, 60e6 / size)))]
+        decodes = self.a_k and self.b_k and not self.resume and self.top <= DECODED
+        others = min(63, 400e6 / size) if decodes else min(7, 60e6 / size)  # for decodes, none is left in the L2 cache
+        sets = [(a, b, out)] + [(a.clone(), b.clone(), _copy(out)) for _ in range(int(others))]
         rate = 4e13 if self.dtype == torch.float32 else 7e14
         least = max(size / 4e12, 2 * self.m * self.n * self.k / rate, 2e-6)  # seconds of a product
-        decodes = self.a_k and self.b_k and not self.resume and self.top <= DECODED
         sets *= max(1, math.ceil((3e-4 if decodes else 1.2e-4) / (least * len(sets))))
         run, calls, before = _ops()[1], [], functools.partial(copy_rows, a, torch.empty_like(a)) if decodes else None
         for one in candidates:
