@@ -232,8 +232,11 @@ def test_a_low_weight_is_cut_into_fewer_tiles_too():
     """Where those of one wave are so low that x is most of what they read."""
     from vexact_ops.linear import cuda
 
-    heights = [{int(name.split()[1].split("x")[0]) for name in cuda.skinny_names(24, n, 2048)} for n in (2048, 24576)]
-    assert heights[0] == {16, 24, 32} and max(heights[1]) <= 128
+    def heights(top, n):
+        return {int(name.split()[1].split("x")[0]) for name in cuda.skinny_names(top, n, 2048)}
+
+    assert heights(24, 2048) == {16, 24, 32} and heights(8, 2048) == {16}
+    assert max(heights(24, 24576)) <= 128
 
 
 def test_tiles_fill_the_multiprocessors_once():

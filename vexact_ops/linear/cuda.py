@@ -507,7 +507,7 @@ def skinny_names(top: int, n: int, k: int, processors: int = 132, unit: int = 8)
                 for ahead, lead in chains:
                     name = f"wgmma {rows}x{tokens}x{64 * boxes} ring {ring} ahead {ahead} lead {lead}"
                     found[name + " persistent 1" * persistent] = None
-    for rows in _taller(n, processors, unit):
+    for rows in _taller(n, processors, unit) if tokens > 8 else ():  # eight rows of x are little to read
         for boxes, blocks in ((2, 1), (2, 2)) if tokens == 64 else ((2, 1), (2, 2), (4, 1)):
             ring = _ring(rows, tokens, boxes, blocks)
             for lead in (ring // 2, FROM_THE_START) if ring >= 3 else ():
