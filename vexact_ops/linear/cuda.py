@@ -375,7 +375,7 @@ class Product:
         b.normal_(std=self.k**-0.5, generator=g)
         size = sum(t.numel() * t.element_size() for t in (a, b, out))
         decodes = self.a_k and self.b_k and not self.resume and self.top <= DECODED
-        others = min(63, 400e6 / size) if decodes else min(7, 60e6 / size)  # for decodes, none is left in the L2 cache
+        others = min(63, 400e6 / size) if decodes else min(7, 60e6 / size)  # for decodes, more than the L2 cache keeps
         sets = [(a, b, out)] + [(a.clone(), b.clone(), _copy(out)) for _ in range(int(others))]
         rate = 4e13 if self.dtype == torch.float32 else 7e14
         least = max(size / 4e12, 2 * self.m * self.n * self.k / rate, 2e-6)  # seconds of a product
