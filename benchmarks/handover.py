@@ -1,4 +1,4 @@
-"""Weights from a trainer's process to an engine's in another one (vexact_engine/weights): how fast they arrive, how
+"""Weights from a trainer's process to an engine's in another one (vexact_engine/handover): how fast they arrive, how
 long the engine stands still, and whether fifty updates leave anything behind.
 
 python -m benchmarks handover --shape qwen3-8b
@@ -252,7 +252,7 @@ def _held() -> dict[str, int]:
 
 
 def _digest(tensor: Tensor) -> int:
-    from vexact_engine.weights.buffers import checksum
+    from vexact_engine.handover.buffers import checksum
 
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return checksum(torch.cat([raw, raw.new_zeros(-len(raw) % 8)]))

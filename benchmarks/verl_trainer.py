@@ -17,7 +17,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.base import get_rollout_class
 
-from vexact_engine.weights.buffers import checksum
+from vexact_engine.handover.buffers import checksum
 from vexact_engine.weights.random import load_random
 
 

@@ -26,8 +26,8 @@ _WHERE = {
     "StepFailed": "errors",
     "UpdateIncomplete": "errors",
     "WeightsMissing": "errors",
-    "WeightReceiver": "weights.receiver",
-    "WeightSender": "weights.sender",
+    "WeightReceiver": "handover.receiver",
+    "WeightSender": "handover.sender",
     "WeightsTorn": "errors",
 }
 __all__ = [
@@ -92,8 +92,8 @@ if TYPE_CHECKING:
         WeightsMissing,
         WeightsTorn,
     )
+    from .handover.receiver import WeightReceiver
+    from .handover.sender import WeightSender
     from .outputs import Increment, Load
     from .parallel.replicas import ReplicaInfo, Replicas
     from .request import Completion, Metrics
-    from .weights.receiver import WeightReceiver
-    from .weights.sender import WeightSender

@@ -22,6 +22,7 @@ from vexact_ops.patch.hf import check_kv_segment
 from .config import EngineConfig, SamplingParams
 from .core.loop import Loop, check_pause, drop
 from .core.scheduler import Stats
+from .handover.session import TORN, WeightUpdate, check_numerics
 from .outputs import Call, Increment, Load, Ticket, collected, in_pieces
 from .parallel.assembly import assemble, complete
 from .progress import bar, quiet
@@ -30,11 +31,10 @@ from .runner import shapes
 from .runner.sleep import TAGS, check_level, named_tags
 from .text import Text, chat_ids, conversations
 from .weights.load import Loaded, default_device, load, load_in_stages
-from .weights.session import TORN, WeightUpdate, check_numerics
 from .weights.update import pairs_of, targets
 
 if TYPE_CHECKING:  # it needs msgspec
-    from .weights.intake import Intake
+    from .handover.intake import Intake
 
 _BUCKET = 256 << 20  # bytes of new weights that are handed over at once
 _WORTH_IT = 16  # requests: to make fewer takes no longer than to wait for a launch
@@ -438,7 +438,7 @@ class Engine:
 
     def intake(self, mode: str = "in_place", staging: torch.device | str | None = None) -> "Intake":
         """Where a WeightReceiver puts what comes; mode and staging as it has them."""
-        from .weights.intake import Intake
+        from .handover.intake import Intake
 
         self._loop.check_open()
         return Intake(self._loop, self._worker, self.begin_update, self.model, self.device, mode, staging)

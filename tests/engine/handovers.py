@@ -10,7 +10,7 @@ from engine_models import build
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, SamplingParams, WeightReceiver, WeightSender, WeightsTorn
-from vexact_engine.weights import protocol
+from vexact_engine.handover import protocol
 
 CONFIG = EngineConfig(page_size=4, num_pages=64, max_num_seqs=8, max_num_batched_tokens=64, show_progress=False)
 PROMPTS = [[3, 4, 5, 6, 7], [9, 8, 7]]

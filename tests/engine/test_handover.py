@@ -33,10 +33,10 @@ from vexact_engine import (
     WeightSender,
     WeightsTorn,
 )
-from vexact_engine.weights import buffers, messages, protocol
+from vexact_engine.handover import buffers, messages, protocol
+from vexact_engine.handover.session import WeightUpdate
+from vexact_engine.handover.threads import half_the_threads
 from vexact_engine.weights.experts import per_expert
-from vexact_engine.weights.session import WeightUpdate
-from vexact_engine.weights.threads import half_the_threads
 from vexact_engine.weights.update import Update
 
 
@@ -353,7 +353,7 @@ def test_memory_that_does_not_open(sockets, monkeypatch):
                 super()._add()
                 self.handles[-1] = struct.pack("<qq", os.getpid(), 99999)
 
-        monkeypatch.setattr("vexact_engine.weights.sender.Buffers", Lost)
+        monkeypatch.setattr("vexact_engine.handover.sender.Buffers", Lost)
         result = start()
         with pytest.raises(HandoverFailed, match="of one user and in one PID namespace"):
             out.send(model.state_dict())
@@ -366,7 +366,7 @@ def test_bytes_that_change_on_the_way(lend, sockets, monkeypatch):
     model = build("Qwen3")
     with handover(model, "staged", lend, checksum=True) as (_engine, _receiver, start, out):
         true = buffers.checksum
-        monkeypatch.setattr("vexact_engine.weights.sender.checksum", lambda used: true(used) + 1)
+        monkeypatch.setattr("vexact_engine.handover.sender.checksum", lambda used: true(used) + 1)
         result = start()
         with pytest.raises(HandoverFailed, match="not what was sent"):
             out.send(model.state_dict())
@@ -573,8 +573,8 @@ def test_a_sender_comes_again_after_another_process(sockets, monkeypatch):
 @pytest.mark.parametrize("listens", ["receiving", "in a hand-over", "closed", "idle"])
 def test_buckets_are_given_back_once_the_receiver_has_let_go(listens, sockets, monkeypatch, caplog):
     """As those on a GPU are; a receiver that nobody asks to listen is waited for until a limit."""
-    monkeypatch.setattr("vexact_engine.weights.sender.CUDA", buffers.HOST)
-    monkeypatch.setattr("vexact_engine.weights.sender._GOODBYE", 0.5 if listens == "idle" else 120.0)
+    monkeypatch.setattr("vexact_engine.handover.sender.CUDA", buffers.HOST)
+    monkeypatch.setattr("vexact_engine.handover.sender._GOODBYE", 0.5 if listens == "idle" else 120.0)
     model, order, said = build("Qwen3"), [], threading.Event()
     post, close = WeightReceiver._post, buffers.Buffers.close
 
@@ -614,7 +614,7 @@ def test_buckets_are_given_back_once_the_receiver_has_let_go(listens, sockets, m
             out.close()
         assert order[:2] == (["freed"] if listens == "idle" else ["let go", "freed"])[:2]
         assert ("did not come within" in caplog.text) == (listens == "idle")
-        monkeypatch.setattr("vexact_engine.weights.sender._GOODBYE", 0.5)  # nobody listens any more
+        monkeypatch.setattr("vexact_engine.handover.sender._GOODBYE", 0.5)  # nobody listens any more
 
 
 @WAYS

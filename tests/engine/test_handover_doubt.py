@@ -12,7 +12,7 @@ from handovers import CONFIG, MODES, WAYS, expected, left, other, receiving, sen
 
 import vexact_ops as vx
 from vexact_engine import Engine, HandoverFailed, PeerLost, WeightSender
-from vexact_engine.weights import buffers, messages, protocol
+from vexact_engine.handover import buffers, messages, protocol
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ pytest.importorskip("msgspec", reason="msgspec is not installed")
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, SamplingParams, WeightReceiver, WeightSender
-from vexact_engine.weights.buffers import CUDA, HOST
+from vexact_engine.handover.buffers import CUDA, HOST
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -11,7 +11,7 @@ from handovers import CONFIG, MODES, WAYS, expected, left, other, receiving, sen
 
 import vexact_ops as vx
 from vexact_engine import Engine, HandoverFailed, PeerLost, WeightReceiver, WeightSender
-from vexact_engine.weights import protocol
+from vexact_engine.handover import protocol
 
 
 def _send_and_hang(address, after):

@@ -17,10 +17,10 @@ from handovers import CONFIG, MODES, PARAMS, PROMPTS, expected, left, other, pat
 
 import vexact_ops as vx
 from vexact_engine import Engine, HandoverFailed, PeerLost, WeightReceiver, WeightSender, WeightsTorn
+from vexact_engine.handover import messages, protocol
+from vexact_engine.handover.lent import Segment
 from vexact_engine.runner.worker import Worker
-from vexact_engine.weights import messages, protocol
 from vexact_engine.weights.experts import per_expert
-from vexact_engine.weights.lent import Segment
 
 
 def _where(model) -> dict[str, int]:
@@ -172,7 +172,7 @@ def _receive_and_die(address, mode, ready, after):
 @MODES
 def test_a_receiver_that_is_killed_while_its_memory_is_written(mode, sockets, monkeypatch):
     """The trainer hears of it at once, and keeps nothing of its memory."""
-    monkeypatch.setattr("vexact_engine.weights.sender._SAID", 1)  # tensor by tensor
+    monkeypatch.setattr("vexact_engine.handover.sender._SAID", 1)  # tensor by tensor
     context, model = multiprocessing.get_context("spawn"), build("Qwen3")
     new = other(model)
     address, ready = protocol.new_address(), context.Event()
@@ -246,7 +246,7 @@ def test_an_engine_that_computes_keeps_half_of_the_threads(busy, mode, sockets, 
         halved.append(True)
         yield
 
-    monkeypatch.setattr("vexact_engine.weights.sender.half_the_threads", half)
+    monkeypatch.setattr("vexact_engine.handover.sender.half_the_threads", half)
     model = build("Qwen3")
     with (
         Engine.from_pretrained(model, config=CONFIG) as engine,

@@ -15,9 +15,9 @@ from engine_models import build
 from handovers import CONFIG, MODES, PARAMS, PROMPTS, expected, left, other, receiving, sender, texts
 
 from vexact_engine import Engine, HandoverFailed, Replicas, StageDied, WeightsTorn
+from vexact_engine.handover import buffers
 from vexact_engine.parallel.messages import Open
 from vexact_engine.parallel.replicas import places
-from vexact_engine.weights import buffers
 from vexact_engine.weights.experts import per_expert
 
 
@@ -72,7 +72,7 @@ def test_what_is_wrong_is_refused_by_stages(fault, mode, saved, sockets, monkeyp
             with monkeypatch.context() as patched:
                 if fault == "checksum":
                     true = buffers.checksum
-                    patched.setattr("vexact_engine.weights.sender.checksum", lambda used: true(used) + 1)
+                    patched.setattr("vexact_engine.handover.sender.checksum", lambda used: true(used) + 1)
                 result = start()
                 says = {"untied": "tied, but hold different values", "checksum": "not what was sent"}.get(fault, fault)
                 with pytest.raises((HandoverFailed, ValueError), match=says):

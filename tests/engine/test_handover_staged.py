@@ -8,8 +8,8 @@ from engine_models import build
 from handovers import CONFIG, MODES, expected, other, receiving, sender, texts
 
 from vexact_engine import Engine, HandoverFailed
+from vexact_engine.handover.packing import pack, unpack
 from vexact_engine.weights.experts import per_expert
-from vexact_engine.weights.packing import pack, unpack
 from vexact_engine.weights.update import Places
 
 

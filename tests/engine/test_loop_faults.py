@@ -11,7 +11,7 @@ from engine_models import build, prompts, until
 from vexact_engine import Engine, EngineConfig, SamplingParams
 from vexact_engine.core.loop import Loop
 from vexact_engine.errors import EngineClosed, StepFailed
-from vexact_engine.weights.session import WeightUpdate
+from vexact_engine.handover.session import WeightUpdate
 
 WAIT = 120  # seconds, for what takes none
 

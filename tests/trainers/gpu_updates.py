@@ -36,7 +36,7 @@ def tensors(seed, shapes, device):
 
 
 def checksums(items):
-    from vexact_engine.weights.buffers import checksum
+    from vexact_engine.handover.buffers import checksum
 
     found = {}
     for name, tensor in items:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from ..weights.packing import ALIGN
+from ..handover.packing import ALIGN
 
 BUCKET = 256 << 20  # bytes
 

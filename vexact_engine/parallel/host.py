@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from ..engine import Engine
+from ..handover import messages as weights
+from ..handover.buffers import values
+from ..handover.intake import Intake
+from ..handover.session import WeightUpdate
 from ..outputs import Increment, Ticket
 from ..request import Completion
-from ..weights import messages as weights
-from ..weights.buffers import values
-from ..weights.intake import Intake
-from ..weights.session import WeightUpdate
 from . import messages as m
 
 log = logging.getLogger(__name__)

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 
 from ..errors import EngineClosed, HandoverFailed
-from ..weights.buffers import Memories
-from ..weights.intake import check_mode
-from ..weights.messages import Bucket, Offer, Wrote
-from ..weights.session import READ, Reading, check_numerics
+from ..handover.buffers import Memories
+from ..handover.intake import check_mode
+from ..handover.messages import Bucket, Offer, Wrote
+from ..handover.session import READ, Reading, check_numerics
 from . import messages as m
 from .fleet import FleetUpdate
 from .front import Front
 
 
 class FleetIntake:
-    """As weights.intake.Intake, of all replicas. Each opens the sender's memory; to an actor that cannot, for it is on
+    """As handover.intake.Intake, of all replicas. Each opens the sender's memory; to an actor that cannot, for it is on
     another machine, the bytes are carried, bucket by bucket.
 
     updates   held from the beginning of a set to its end

@@ -11,9 +11,9 @@ from typing import Any
 from .. import errors
 from ..config import SamplingParams
 from ..extras import pip_line
+from ..handover import messages as weights
 from ..outputs import Increment, Load
 from ..request import Begun, Completion
-from ..weights import messages as weights
 
 try:
     import msgspec

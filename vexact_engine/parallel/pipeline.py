@@ -34,11 +34,11 @@ from ..config import EngineConfig
 from ..core.scheduler import Sampled, StepPlan
 from ..core.step import Encoder
 from ..errors import EngineAsleep, HandoverFailed, StageDied, WeightsTorn
+from ..handover.session import READ, Reading
 from ..progress import bar
 from ..runner import saver
 from ..runner.sleep import ASLEEP
 from ..weights.load import Loaded
-from ..weights.session import READ, Reading
 from ..weights.update import Piece, Spec, Update, plan_update
 from .stage import Assignment
 
@@ -464,7 +464,7 @@ class _UpdateOfStages(Update):
         worker.ask("begin", self._staged)
 
     def take(self, bucket) -> None:
-        from ..weights.messages import dtype_of  # it needs msgspec
+        from ..handover.messages import dtype_of  # it needs msgspec
 
         for part in bucket.parts:
             dtype = dtype_of(part.dtype)

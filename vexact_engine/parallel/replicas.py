@@ -19,6 +19,8 @@ from ..core.loop import check_pause
 from ..core.scheduler import Stats
 from ..engine import Prompt
 from ..errors import ReplicaDied
+from ..handover.messages import Part, dtype_name
+from ..handover.packing import pack
 from ..outputs import Call, Increment, Load, collected, in_pieces
 from ..progress import bar, quiet
 from ..request import Completion, check_name, check_params, encoded, fresh, refused, spread, token_ids, turns
@@ -26,8 +28,6 @@ from ..runner import saver
 from ..runner.sleep import TAGS, check_level, named_tags
 from ..text import Text
 from ..weights.load import as_dtype, load_tokenizer
-from ..weights.messages import Part, dtype_name
-from ..weights.packing import pack
 from ..weights.update import check_specs, pairs_of
 from . import messages as m
 from .buckets import SharedMemory, size_of

@@ -25,13 +25,13 @@ from ..config import EngineConfig
 from ..core import garbage
 from ..core.step import Step
 from ..errors import HandoverFailed
+from ..handover.threads import half_the_threads
 from ..runner.sleep import Memory
 from ..weights.partial import Origin, fill, skeleton
-from ..weights.threads import half_the_threads
 from ..weights.update import Places, Update
 
 if TYPE_CHECKING:  # it needs msgspec
-    from ..weights.buffers import Memories
+    from ..handover.buffers import Memories
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Stage:
         self.send("done")
 
     def _do_open(self, offer) -> None:
-        from ..weights.buffers import Memories
+        from ..handover.buffers import Memories
 
         self._memories = self._memories or Memories(self.device)
         self._try(lambda: self._memories.open(offer))

@@ -11,10 +11,10 @@ from torch import Tensor
 from ..config import SamplingParams
 from ..engine import Engine
 from ..errors import HandoverFailed
+from ..handover.receiver import WeightReceiver
+from ..handover.sender import WeightSender
 from ..parallel.replicas import Replicas
 from ..request import Completion
-from ..weights.receiver import WeightReceiver
-from ..weights.sender import WeightSender
 from .options import Options
 
 

@@ -17,8 +17,8 @@ from ..config import EngineConfig
 from ..core.scheduler import StepPlan
 from ..core.step import Encoder
 from ..errors import EngineAsleep, HandoverFailed, ModelInUse, WeightsTorn
-from ..weights.session import Reading
-from ..weights.threads import half_the_threads
+from ..handover.session import Reading
+from ..handover.threads import half_the_threads
 from ..weights.update import Places, Update, apply_update, plan_update
 from ..weights.watch import Watch
 from .runner import Pending, Runner
@@ -26,9 +26,9 @@ from .shapes import cache_shape
 from .sleep import ASLEEP, Memory
 
 if TYPE_CHECKING:  # they need msgspec
-    from ..weights.buffers import Memories
-    from ..weights.lent import Segment
-    from ..weights.messages import Bucket, Lent, Offer
+    from ..handover.buffers import Memories
+    from ..handover.lent import Segment
+    from ..handover.messages import Bucket, Lent, Offer
 
 log = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ class Worker:
 
     def open(self, offer: "Offer") -> None:
         """Memory that `take` finds its buckets in; in any thread, and so are `take` and `let_go`."""
-        from ..weights.buffers import Memories
+        from ..handover.buffers import Memories
 
         if self._memories is None:
             self._memories = Memories(self.device)
@@ -241,7 +241,7 @@ class Worker:
     def lend(self, places: Places, staged: bool, known: Sequence[str]) -> "Lent | None":
         """The memory of these, the model's own or a copy of it, for another process to write into; they are moved first
         where it cannot. None where nothing is lent. In the engine's thread, of a copy in any."""
-        from ..weights.lent import Segment
+        from ..handover.lent import Segment
 
         if self.device.type != "cpu" or self._dropped:
             return None

@@ -12,7 +12,7 @@ from verl.workers.rollout.utils import ensure_async_iterator
 
 import vexact_ops as vx
 
-from ..weights.sender import WeightSender
+from ..handover.sender import WeightSender
 from .server import LARGEST_BUCKET, engine_options, server_name
 
 

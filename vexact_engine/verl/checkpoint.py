@@ -22,9 +22,9 @@ from verl.utils.device import get_device_name
 import vexact_ops as vx
 
 from ..errors import HandoverFailed, PeerLost
-from ..weights.messages import Part
-from ..weights.packing import ALIGN, pack, unpack
-from ..weights.protocol import until
+from ..handover.messages import Part
+from ..handover.packing import ALIGN, pack, unpack
+from ..handover.protocol import until
 from .server import LARGEST_BUCKET
 
 

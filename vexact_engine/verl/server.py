@@ -23,9 +23,9 @@ from ..config import EngineConfig, SamplingParams
 from ..core import garbage
 from ..engine import Engine
 from ..errors import WeightsMissing
+from ..handover.receiver import WeightReceiver
 from ..request import Completion
 from ..weights.random import unfilled
-from ..weights.receiver import WeightReceiver
 
 log = logging.getLogger(__name__)
 

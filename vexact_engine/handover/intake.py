@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from ..errors import EngineClosed
+from ..weights.update import Piece, Places
 from . import messages as m
 from .buffers import gpu_name
 from .session import Loop, Reading, WeightUpdate, Worker
-from .update import Piece, Places
 
 MODES = ("in_place", "staged")
 

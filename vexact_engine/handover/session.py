@@ -12,7 +12,7 @@ from torch import Tensor
 import vexact_ops as vx
 
 from ..errors import EngineClosed, HandoverFailed
-from .update import Piece, Places, Update
+from ..weights.update import Piece, Places, Update
 
 if TYPE_CHECKING:  # it needs msgspec
     from . import messages as m

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ..errors import HandoverFailed
+from ..weights.update import Piece
 from . import messages as m
 from .session import READ, Reading
-from .update import Piece
 
 HOST, CUDA = "shared memory", "CUDA IPC"
 _MOST_FOUND = 100_000  # views of buckets that are kept
