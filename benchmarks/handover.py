@@ -62,7 +62,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,NAME",
         help="of: cuda_ipc, shared_memory (on a GPU the first, else the second)",
     )
-    add("--bucket-mib", default="512", metavar="N,N", help="MiB of a bucket (512); between CPUs there are none")
+    add("--bucket-mib", default="512", metavar="N,N", help="MiB of a bucket (512; between CPUs 8 at most)")
     add("--trainer-device", metavar="DEVICE", help="where the trainer's weights are (where the engine's are)")
     add("--updates", type=int, default=50, metavar="N", help="of the first case, to see whether memory stays flat (50)")
 
@@ -143,6 +143,7 @@ class _Pair:
 
     def measure(self, case: Case, updates: int) -> dict:
         from vexact_engine import WeightReceiver
+        from vexact_engine.handover.sender import CACHED
 
         engine, device = self._engine, self._args.device
         with WeightReceiver(engine, mode=case.mode) as receiver:
@@ -163,12 +164,11 @@ class _Pair:
         copy = statistics.median(copies)
         kind = {"cuda_ipc": "CUDA IPC", "shared_memory": "shared memory"}[case.transport]
         where = "" if self._trainer_device == device else f" from {self._trainer_device}"
-        lent = self._trainer_device == device == "cpu"  # the engine's own memory
-        size = "" if lent else f", {case.bucket >> 20} MiB"
+        size = case.bucket if {self._trainer_device, device} != {"cpu"} else min(case.bucket, CACHED)
         layers = "" if self._args.layers is None else f" {self._args.layers} layers"
         return {
             "room": "handover",
-            "case": f"{self._shape}{layers} of {case.resident}{where} {case.mode}, {kind}{size}",
+            "case": f"{self._shape}{layers} of {case.resident}{where} {case.mode}, {kind}, {size >> 20} MiB",
             "backend": "vexact",
             "ours": round(statistics.median(gbps), 2),
             "stock": round(copy, 2),

@@ -16,7 +16,6 @@ CONFIG = EngineConfig(page_size=4, num_pages=64, max_num_seqs=8, max_num_batched
 PROMPTS = [[3, 4, 5, 6, 7], [9, 8, 7]]
 PARAMS = SamplingParams(max_new_tokens=6, seed=1, ignore_eos=True)
 MODES = pytest.mark.parametrize("mode", ["in_place", "staged"])
-WAYS = pytest.mark.parametrize("lend", [False, True], ids=["buckets", "lent"])  # to the sender: the engine's own memory
 
 
 def texts(engine):
@@ -51,9 +50,8 @@ def expected(family, new):
 
 @contextlib.contextmanager
 def receiving(engine, mode="in_place", **options):
-    """A receiver, and a function that receives one set in a thread and returns a function for what came of it. In
-    buckets, unless memory is to be lent."""
-    with WeightReceiver(engine, mode=mode, **{"timeout": 300, "lend": False, **options}) as receiver:
+    """A receiver, and a function that receives one set in a thread and returns a function for what came of it."""
+    with WeightReceiver(engine, mode=mode, **{"timeout": 300, **options}) as receiver:
 
         def start(timeout=300):
             found = {}

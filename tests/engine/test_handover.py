@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_models import VOCAB, build, held
-from handovers import CONFIG, MODES, PARAMS, PROMPTS, WAYS, expected, left, other, patient, receiving, sender, texts
+from handovers import CONFIG, MODES, PARAMS, PROMPTS, expected, left, other, patient, receiving, sender, texts
 
 import vexact_ops as vx
 from vexact_engine import (
@@ -41,18 +41,17 @@ from vexact_engine.weights.update import Update
 
 
 @contextlib.contextmanager
-def handover(model, mode="in_place", lend=False, **options):
+def handover(model, mode="in_place", **options):
     """An engine, its receiver, what starts that, and a sender."""
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(Engine.from_pretrained(model, config=CONFIG))
-        receiver, start = stack.enter_context(receiving(engine, mode, lend=lend))
+        receiver, start = stack.enter_context(receiving(engine, mode))
         yield engine, receiver, start, stack.enter_context(sender(receiver, **options))
 
 
-@WAYS
 @MODES
 @pytest.mark.parametrize("family", ["Qwen3", "Llama", "Qwen3Moe", "DeepseekV3", "Mixtral"])
-def test_weights_arrive(family, mode, lend, sockets):
+def test_weights_arrive(family, mode, sockets):
     model = build(family)
     new = other(model)
     wanted = expected(family, new)
@@ -64,7 +63,7 @@ def test_weights_arrive(family, mode, lend, sockets):
     ]
     with (
         Engine.from_pretrained(model, config=CONFIG) as engine,
-        receiving(engine, mode, lend=lend) as (receiver, start),
+        receiving(engine, mode) as (receiver, start),
     ):
         old = texts(engine)
         assert old != wanted
@@ -96,7 +95,6 @@ def test_asynchronous_iterators(sockets):
         assert texts(engine) == expected("Qwen3", new)
 
 
-@WAYS
 @MODES
 @pytest.mark.parametrize(
     "fault,text",
@@ -110,7 +108,7 @@ def test_asynchronous_iterators(sockets):
         ("untied", "are tied, but hold different values"),
     ],
 )
-def test_a_set_that_is_wrong_is_refused(fault, text, mode, lend, sockets):
+def test_a_set_that_is_wrong_is_refused(fault, text, mode, sockets):
     model = build("Llama" if fault == "untied" else "Qwen3")
     new = other(model)
     state = dict(new.state_dict())
@@ -143,7 +141,7 @@ def test_a_set_that_is_wrong_is_refused(fault, text, mode, lend, sockets):
         names = list(state)
     with (
         Engine.from_pretrained(model, config=CONFIG) as engine,
-        receiving(engine, mode, lend=lend) as (receiver, start),
+        receiving(engine, mode) as (receiver, start),
     ):
         old = texts(engine)
         with sender(receiver, bucket_bytes=4096) as out:
@@ -165,13 +163,12 @@ def test_a_set_that_is_wrong_is_refused(fault, text, mode, lend, sockets):
             assert texts(engine) == expected("Llama" if fault == "untied" else "Qwen3", new)
 
 
-@WAYS
 @MODES
-def test_another_fingerprint_is_refused(mode, lend, sockets):
+def test_another_fingerprint_is_refused(mode, sockets):
     model = build("Qwen3")
     with (
         Engine.from_pretrained(model, config=CONFIG) as engine,
-        receiving(engine, mode, lend=lend) as (receiver, start),
+        receiving(engine, mode) as (receiver, start),
     ):
         old = texts(engine)
         with sender(receiver, numerics=vx.numerics("cpu", kv_segment=256)) as out:
@@ -274,11 +271,10 @@ def test_nobody_comes_and_nobody_answers(sockets):
             out.send({})
 
 
-@WAYS
 @MODES
-def test_a_sender_that_stalls(mode, lend, sockets, monkeypatch):
+def test_a_sender_that_stalls(mode, sockets, monkeypatch):
     model = build("Qwen3")
-    with handover(model, mode, lend, bucket_bytes=4096) as (engine, receiver, start, out):
+    with handover(model, mode, bucket_bytes=4096) as (engine, receiver, start, out):
         patience, receiver.timeout = receiver.timeout, 0.5
         old, stalls = texts(engine), patient(receiver, monkeypatch)
         result = start()
@@ -322,14 +318,13 @@ def no_room(how, monkeypatch):
         yield
 
 
-@WAYS
 @MODES
 @pytest.mark.parametrize("how", ["limit", "full"])
-def test_no_room_for_a_bucket(how, mode, lend, sockets, monkeypatch):
+def test_no_room_for_a_bucket(how, mode, sockets, monkeypatch):
     model = build("Qwen3")
     with (
         Engine.from_pretrained(model, config=CONFIG) as engine,
-        receiving(engine, mode, lend=lend) as (receiver, start),
+        receiving(engine, mode) as (receiver, start),
     ):
         old = texts(engine)
         with sender(receiver, bucket_bytes=1 << 16) as out:
@@ -361,10 +356,9 @@ def test_memory_that_does_not_open(sockets, monkeypatch):
             result()
 
 
-@WAYS
-def test_bytes_that_change_on_the_way(lend, sockets, monkeypatch):
+def test_bytes_that_change_on_the_way(sockets, monkeypatch):
     model = build("Qwen3")
-    with handover(model, "staged", lend, checksum=True) as (_engine, _receiver, start, out):
+    with handover(model, "staged", checksum=True) as (_engine, _receiver, start, out):
         true = buffers.checksum
         monkeypatch.setattr("vexact_engine.handover.sender.checksum", lambda used: true(used) + 1)
         result = start()
@@ -509,13 +503,12 @@ def test_copies_take_half_of_a_thread_s_threads(threads):
 
 
 @MODES
-@WAYS
-def test_fifty_updates_leave_nothing(lend, mode, sockets):
+def test_fifty_updates_leave_nothing(mode, sockets):
     model = build("Qwen3")
     new = other(model)
     with (
         Engine.from_pretrained(model, config=CONFIG) as engine,
-        receiving(engine, mode, lend=lend) as (receiver, start),
+        receiving(engine, mode) as (receiver, start),
     ):
         with sender(receiver, bucket_bytes=65536) as out:
 
@@ -529,7 +522,6 @@ def test_fifty_updates_leave_nothing(lend, mode, sockets):
                 if number == 3:
                     before = files()
             assert files() == before
-            assert bool(out._borrowed) == lend and bool(out._buffers) != lend
         engine.reset_prefix_cache()
     del model, engine, receiver, start, out  # the weights may lie in such memory
     assert files()[1] == 0
@@ -617,12 +609,11 @@ def test_buckets_are_given_back_once_the_receiver_has_let_go(listens, sockets, m
         monkeypatch.setattr("vexact_engine.handover.sender._GOODBYE", 0.5)  # nobody listens any more
 
 
-@WAYS
-def test_versions_of_running_requests(lend, sockets):
+def test_versions_of_running_requests(sockets):
     model = build("Qwen3")
     new = other(model)
     params = SamplingParams(max_new_tokens=240, seed=1, ignore_eos=True)
-    with Engine.from_pretrained(model, config=CONFIG) as engine, receiving(engine, lend=lend) as (receiver, start):
+    with Engine.from_pretrained(model, config=CONFIG) as engine, receiving(engine) as (receiver, start):
 
         async def run():
             stream = engine.stream(PROMPTS[0], params)
@@ -688,9 +679,8 @@ def test_arguments_of_a_receiver(sockets):
     assert VOCAB
 
 
-@WAYS
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_receiver_that_is_closed_while_a_thread_receives(sockets, lend, begun):
+def test_a_receiver_that_is_closed_while_a_thread_receives(sockets, begun):
     """That thread is told; the engine goes on, or says that it has no weights."""
     model = build("Qwen3")
     closing = threading.Event()
@@ -704,7 +694,7 @@ def test_a_receiver_that_is_closed_while_a_thread_receives(sockets, lend, begun)
                 out.timeout = 1.0  # nobody answers any more
             yield item
 
-    with handover(model, lend=lend, bucket_bytes=4096) as (engine, receiver, start, out):
+    with handover(model, bucket_bytes=4096) as (engine, receiver, start, out):
         old = texts(engine)
         result = start()
         closer = threading.Thread(target=lambda: (closing.wait(300), receiver.close()))

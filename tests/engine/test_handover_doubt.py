@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from engine_models import build, until
-from handovers import CONFIG, MODES, WAYS, expected, left, other, receiving, sender, texts
+from handovers import CONFIG, MODES, expected, left, other, receiving, sender, texts
 
 import vexact_ops as vx
 from vexact_engine import Engine, HandoverFailed, PeerLost, WeightSender
@@ -16,13 +16,13 @@ from vexact_engine.handover import buffers, messages, protocol
 
 
 @contextlib.contextmanager
-def meeting(monkeypatch, last, mode="in_place", lend=False):
+def meeting(monkeypatch, last, mode="in_place"):
     """An engine, its receiver, what starts that, a sender that has little patience from the message `last` on, and
     what ends both that and the stall."""
     go_on = threading.Event()
     with (
         Engine.from_pretrained(build("Qwen3"), config=CONFIG) as engine,
-        receiving(engine, mode, lend=lend) as (receiver, start),
+        receiving(engine, mode) as (receiver, start),
         sender(receiver) as out,
     ):
         post = out._post
@@ -57,13 +57,12 @@ def _stall(receiver, where, go_on, monkeypatch):
         monkeypatch.setattr(receiver, "_post", stall_and_post)
 
 
-@WAYS
 @MODES
 @pytest.mark.parametrize("where", ["before", "after"])
-def test_a_set_in_doubt_is_sent_again(where, mode, lend, sockets, monkeypatch):
+def test_a_set_in_doubt_is_sent_again(where, mode, sockets, monkeypatch):
     """Before the engine has taken it or after, the sender says the same, for it knows the same."""
     new = other(build("Qwen3"))
-    with meeting(monkeypatch, messages.Finish, mode, lend) as (engine, receiver, start, out, go_on):
+    with meeting(monkeypatch, messages.Finish, mode) as (engine, receiver, start, out, go_on):
         with monkeypatch.context() as patched:
             _stall(receiver, where, go_on, patched)
             result = start()

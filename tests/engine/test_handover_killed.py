@@ -7,7 +7,7 @@ import threading
 
 import pytest
 from engine_models import build
-from handovers import CONFIG, MODES, WAYS, expected, left, other, receiving, sender, texts
+from handovers import CONFIG, MODES, expected, left, other, receiving, sender, texts
 
 import vexact_ops as vx
 from vexact_engine import Engine, HandoverFailed, PeerLost, WeightReceiver, WeightSender
@@ -28,7 +28,7 @@ def _send_and_hang(address, after):
 
 def _receive_and_die(address, mode, ready, after):
     engine = Engine.from_pretrained(build("Qwen3"), config=CONFIG)
-    receiver = WeightReceiver(engine, address, mode=mode, lend=False)
+    receiver = WeightReceiver(engine, address, mode=mode)
     ready.set()
     count, take = [0], receiver._take
 
@@ -42,14 +42,13 @@ def _receive_and_die(address, mode, ready, after):
     receiver.receive(300)
 
 
-@WAYS
 @MODES
-def test_a_sender_that_is_killed(mode, lend, sockets):
+def test_a_sender_that_is_killed(mode, sockets):
     model = build("Qwen3")
     context = multiprocessing.get_context("spawn")
     with (
         Engine.from_pretrained(model, config=CONFIG) as engine,
-        receiving(engine, mode, lend=lend) as (receiver, start),
+        receiving(engine, mode) as (receiver, start),
     ):
         old = texts(engine)
         result = start()
@@ -125,15 +124,14 @@ def _send_one(address, seed, bucket_bytes):
             out.send(new.state_dict())
 
 
-@WAYS
-def test_two_jobs_on_one_host_do_not_meet(lend, sockets):
+def test_two_jobs_on_one_host_do_not_meet(sockets):
     """Both at the same time, from one folder of sockets, in either mode."""
     context = multiprocessing.get_context("spawn")
     with (
         Engine.from_pretrained(build("Qwen3"), config=CONFIG) as first,
         Engine.from_pretrained(build("Qwen3"), config=CONFIG) as second,
-        receiving(first, "in_place", lend=lend) as (one, start_one),
-        receiving(second, "staged", lend=lend) as (two, start_two),
+        receiving(first, "in_place") as (one, start_one),
+        receiving(second, "staged") as (two, start_two),
     ):
         assert one.address != two.address
         jobs = ((one.address, 5, 4096), (two.address, 6, 1 << 16))

@@ -42,7 +42,7 @@ def test_each_stage_takes_its_own_layers(saved, mode, sockets):
     new = other(model)
     wanted = expected(family, new)
     shapes = [lambda: new.named_parameters(), lambda: new.state_dict(), lambda: per_expert(new)]
-    with in_stages(path) as engine, receiving(engine, mode, lend=True) as (receiver, start):
+    with in_stages(path) as engine, receiving(engine, mode) as (receiver, start):
         old = texts(engine)
         with sender(receiver, bucket_bytes=4096, checksum=True) as out:
             for version, give in enumerate(shapes, 1):
@@ -64,7 +64,7 @@ def test_what_is_wrong_is_refused_by_stages(fault, mode, saved, sockets, monkeyp
         pytest.skip("nothing is tied")
     if fault == "untied":
         state["lm_head.weight"] = state["lm_head.weight"] + 1
-    with in_stages(path) as engine, receiving(engine, mode, lend=True) as (receiver, start):
+    with in_stages(path) as engine, receiving(engine, mode) as (receiver, start):
         old = texts(engine)
         with sender(receiver, bucket_bytes=4096, checksum=True) as out:
             items = list(state.items())
@@ -96,7 +96,7 @@ def test_what_is_wrong_is_refused_by_stages(fault, mode, saved, sockets, monkeyp
 def test_a_stage_that_dies_while_weights_come(mode, saved, sockets):
     path, family = saved
     model = build(family)
-    with in_stages(path) as engine, receiving(engine, mode, lend=True) as (receiver, start):
+    with in_stages(path) as engine, receiving(engine, mode) as (receiver, start):
         old = texts(engine)
 
         def give():
@@ -125,7 +125,7 @@ def test_every_replica_takes_the_weights(saved, mode, sockets):
     with Replicas.from_pretrained(path, replicas=2, config=CONFIG) as replicas:
         old = texts(replicas)
         with (
-            receiving(replicas, mode, lend=True) as (receiver, start),
+            receiving(replicas, mode) as (receiver, start),
             sender(receiver, bucket_bytes=4096, checksum=True) as out,
         ):
             for version, give in enumerate((new.named_parameters, new.state_dict, lambda: per_expert(new)), 1):
@@ -158,7 +158,7 @@ def test_a_replica_that_dies_while_weights_come_and_one_that_comes_back(saved, s
     wanted = expected(family, new)
     with (
         Replicas.from_pretrained(path, replicas=2, config=CONFIG, max_restarts=1) as replicas,
-        receiving(replicas, lend=True) as (receiver, start),
+        receiving(replicas) as (receiver, start),
         sender(receiver, bucket_bytes=4096) as out,
     ):
 
@@ -186,7 +186,7 @@ def test_replicas_in_stages(saved, sockets):
     new = other(build(family))
     with (
         Replicas.from_pretrained(path, replicas=2, config=replace(CONFIG, pipeline_parallel_size=2)) as replicas,
-        receiving(replicas, "staged", lend=True) as (receiver, start),
+        receiving(replicas, "staged") as (receiver, start),
         sender(receiver, bucket_bytes=4096) as out,
     ):
         result = start()
@@ -227,7 +227,7 @@ def test_actors_on_another_machine_are_carried_the_bytes(mode, saved, sockets, m
                 return sent(replica, lost)
 
             monkeypatch.setattr(replicas._front, "send", send)
-            with receiving(replicas, mode, lend=True) as (receiver, start), sender(receiver, bucket_bytes=4096) as out:
+            with receiving(replicas, mode) as (receiver, start), sender(receiver, bucket_bytes=4096) as out:
                 for version in (1, 2):
                     result = start()
                     assert out.send(new.state_dict()) == version == result()

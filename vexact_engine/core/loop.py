@@ -292,11 +292,6 @@ class Loop:
             return "asleep"
         return "paused" if self.paused else "running"
 
-    @property
-    def computes(self) -> bool:
-        """Whether there are steps to be run. In any thread: a moment later it may be otherwise."""
-        return bool(self._may_schedule())
-
     def may_change_weights(self) -> bool:
         """In the thread: that keeps nobody from ever getting a token."""
         stopped = self.paused or self.asleep or self.missing is not None or self.torn is not None

@@ -1,7 +1,7 @@
 """Where weights go that come from another process: into one engine, in either of two ways."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -55,13 +55,6 @@ class Intake:
 
     def begin(self, numerics: Mapping[str, object], version: int | None = None) -> None:
         self._update = self._begin(numerics=numerics, version=version, staging=self._staging)
-
-    def lend(self, known: Sequence[str]) -> m.Lent | None:
-        """Memory that the sender writes into itself; None where all goes by buckets."""
-        return self._update.lend(known)
-
-    def wrote(self, message: m.Wrote) -> None:
-        self._update.wrote(message)
 
     def open(self, offer: m.Offer) -> None:
         self._update.open(offer)

@@ -3,10 +3,7 @@
     sender                          receiver
     Hello (version, fingerprint) ->
                                  <- Welcome (manifest, weight_version), or Refused (why, with both values)
-    Borrow (may I write myself)  ->      both compute on a CPU
-                                 <- Lent (memory to open), or Unlent
-    Wrote (which tensors)        ->
-    Offer (memory to open)       ->      of what was not lent
+    Offer (memory to open)       ->
                                  <- Opened, or Unopened (why): the next kind of memory is offered
     Bucket (what lies in it)     ->      four under way
                                  <- Ack (may be filled again)
@@ -35,7 +32,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"weights: not installed: {error.name}. Run: {pip_line('handover')}") from error
 
-VERSION = 5
+VERSION = 6
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -100,35 +97,6 @@ class Refused(msgspec.Struct, tag=True):
     reason: str
 
 
-class Borrow(msgspec.Struct, tag=True):
-    """known: names of memory that the sender still has open."""
-
-    known: list[str]
-
-
-class Lent(msgspec.Struct, tag=True):
-    """Memory of `size` bytes, how to open it, and at which byte of it which tensor lies, unless the sender knows it;
-    live: names of all that it should keep open; alone: whether the engine computes nothing meanwhile. See lent.py."""
-
-    name: str
-    size: int
-    handle: bytes
-    places: dict[str, int]
-    live: list[str]
-    alone: bool = True
-
-
-class Unlent(msgspec.Struct, tag=True):
-    """All goes by buckets."""
-
-
-class Wrote(msgspec.Struct, tag=True):
-    """checksums: of each tensor, or none."""
-
-    names: list[str]
-    checksums: list[int] | None = None
-
-
 class Offer(msgspec.Struct, tag=True):
     """Buffers of `size` bytes each, and how to open them: see buffers.py. One that was opened before is named alone."""
 
@@ -186,9 +154,8 @@ class Gone(msgspec.Struct, tag=True):
     """The receiver has let go of the sender's memory."""
 
 
-Loans = Borrow | Lent | Unlent | Wrote
 Offers = Offer | Opened | Unopened
-Message = Hello | Welcome | Refused | Loans | Offers | Bucket | Ack | Finish | Done | Cancel | Failed | Bye | Gone
+Message = Hello | Welcome | Refused | Offers | Bucket | Ack | Finish | Done | Cancel | Failed | Bye | Gone
 _encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Message)
 
 

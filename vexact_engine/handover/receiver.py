@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -33,8 +33,6 @@ class Intake(Protocol):
     def gpu(self) -> str: ...
     def manifest(self) -> dict[str, tuple[tuple[int, ...], str]]: ...
     def begin(self, numerics: Mapping[str, object], version: int | None = None) -> None: ...
-    def lend(self, known: Sequence[str]) -> m.Lent | None: ...
-    def wrote(self, message: m.Wrote) -> None: ...
     def open(self, offer: m.Offer) -> None: ...
     def take(self, bucket: m.Bucket) -> Reading: ...
     def finish(self) -> int: ...
@@ -66,12 +64,6 @@ class WeightReceiver:
     staging   where that copy lies: the engine's device, or "cpu" (pinned where the engine computes on a GPU). It is
               taken now and kept. On a CPU it is put in place by exchange: parameters have its memory then, and it has
               theirs for the next set; a view of a parameter that somebody took before sees the old values
-    lend      where both ends compute on a CPU: the sender writes into the engine's own memory (in_place, once nothing
-              is computed any more) or into the copy, and no byte is copied twice. For that the first set moves
-              parameters, or the copy, into shared memory, and a set that fails moves them out of it: a view of a
-              parameter that somebody took before sees the old values. Once weights have been dropped in their sleep
-              they stay where they are, and with False always: then all comes in buckets, as it does to stages and
-              replicas
     timeout   seconds that any one message of a hand-over may take; a sender that has died is noticed at once
     """
 
@@ -82,13 +74,12 @@ class WeightReceiver:
         *,
         mode: str = "in_place",
         staging: torch.device | str | None = None,
-        lend: bool = True,
         timeout: float = 60.0,
     ) -> None:
         check_mode(mode, staging)
         if not timeout > 0:
             raise ValueError(f"WeightReceiver: timeout: got {timeout!r}, expected seconds above 0")
-        self.engine, self.mode, self.lend, self.timeout = engine, mode, lend, timeout
+        self.engine, self.mode, self.timeout = engine, mode, timeout
         self.address = address or protocol.new_address()
         self._intake = engine.intake(mode, staging)
         self._me = m.Peer.self("the engine")
@@ -289,11 +280,7 @@ class WeightReceiver:
     # Contents
 
     def _take(self, sender: bytes, message: m.Message) -> None:
-        if isinstance(message, m.Borrow):
-            self._post(sender, (self._intake.lend(message.known) if self.lend else None) or m.Unlent())
-        elif isinstance(message, m.Wrote):
-            self._intake.wrote(message)
-        elif isinstance(message, m.Offer):
+        if isinstance(message, m.Offer):
             try:
                 self._intake.open(message)
                 self._post(sender, m.Opened())

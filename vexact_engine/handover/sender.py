@@ -1,6 +1,5 @@
 """The trainer's end of a hand-over of weights: to an engine in another process of this host."""
 
-import contextlib
 import logging
 import time
 from collections import deque
@@ -15,7 +14,6 @@ from ..errors import HandoverFailed, PeerLost
 from . import messages as m
 from . import protocol
 from .buffers import CUDA, HOST, Buffers, checksum, gpu_name, gpu_named
-from .lent import Borrowed
 from .threads import half_the_threads
 
 log = logging.getLogger(__name__)
@@ -23,21 +21,18 @@ log = logging.getLogger(__name__)
 _ALIGN = 16  # bytes
 _HALVES = 4  # of two buckets: while one is filled and one read, messages of the others are on their way
 _GOODBYE = 5.0  # seconds that `close` waits for a receiver that does not listen
-_SAID = 64 << 20  # bytes that were written into borrowed memory before the receiver hears of them,
-_SAID_AFTER = 1.0  # or seconds
 CACHED = 8 << 20  # bytes of a bucket from CPU to CPU: what was written is read while the cache has it
 
 
 class WeightSender:
     """Sends all weights of a model, again and again, to the WeightReceiver at `address`. Not for several threads at a
-    time. A context manager: close() gives its buckets back. Between CPUs it writes into the engine's own memory where
-    the receiver lends that, and has it open until then, or until a set has failed.
+    time. A context manager: close() gives its buckets back.
 
     address       the receiver's
     numerics      what fixes this trainer's bits: vexact_ops.numerics(device, **options). The receiver refuses another
                   fingerprint than its engine's
     bucket_bytes  of each of the two buckets that tensors travel in, half by half; larger tensors go in pieces.
-                  8 MiB at most between CPUs, where the receiver's own memory is not lent to this
+                  8 MiB at most between CPUs
     transport     "auto": CUDA IPC where both ends compute on a GPU, shared memory otherwise, and with a warning where
                   the receiver cannot open a GPU's memory; "cuda_ipc" or "shared_memory": that alone
     checksum      of every bucket, compared by the receiver
@@ -69,7 +64,6 @@ class WeightSender:
         self._socket: protocol.zmq.Socket | None = None
         self._buffers: dict[str, Buffers] = {}  # by kind: made once, kept
         self._refused: set[tuple[str, str]] = set()  # kinds, and of which GPU, that this receiver could not open
-        self._borrowed: dict[str, Borrowed] = {}
         self._receiver: m.Peer | None = None
         self._doubt = ""  # about the set before, until the receiver answers again
 
@@ -123,14 +117,13 @@ class WeightSender:
 
     def close(self) -> None:
         """Gives back the buckets, a GPU's once the receiver has let go of them, which it does while it receives and at
-        its own end, or 5 seconds later; and what is borrowed. Again does nothing."""
+        its own end, or 5 seconds later. Again does nothing."""
         if self._buffers:
             self._connect(drain=False)
             self._post(m.Bye(m.Peer.self("the trainer")))
             if CUDA in self._buffers:
                 self._await_gone()
         self._drop_socket(linger=1000)
-        self._return()
         for buffers in self._buffers.values():
             buffers.close()
         self._buffers.clear()
@@ -184,28 +177,6 @@ class WeightSender:
                 log.warning("%s: their memory is free once it does", error)
 
     # Memory
-
-    def _borrow(self, manifest: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
-        """Tensors in the receiver's memory, by name: those that it lends."""
-        self._post(m.Borrow(list(self._borrowed)))
-        lent = self._answer("an answer about its memory", m.Lent, m.Unlent)
-        if isinstance(lent, m.Unlent):
-            return {}
-        for name in self._borrowed.keys() - set(lent.live):
-            self._borrowed.pop(name).close()
-        self._alone = lent.alone
-        if lent.name not in self._borrowed:
-            try:
-                self._borrowed[lent.name] = Borrowed(lent, manifest)
-            except HandoverFailed as error:
-                self._refused.add(("borrowed", ""))
-                log.warning("%s; going on by buckets", str(error))
-                return {}
-        return self._borrowed[lent.name].tensors
-
-    def _return(self) -> None:
-        while self._borrowed:
-            self._borrowed.popitem()[1].close()
 
     def _open(self, device: torch.device, welcome: m.Welcome) -> Buffers:
         """Buckets that the receiver has opened: those of before, or others. On different GPUs, whichever of the two
@@ -274,13 +245,9 @@ class _Session:
         sender._doubt = ""
         if welcome.peer != before:
             sender._refused.clear()
-            sender._return()
         sender._receiver, self.welcome = welcome.peer, welcome
         self.manifest = {n: (tuple(shape), m.dtype_of(d)) for n, (shape, d) in welcome.manifest.items()}
         self.sent: set[str] = set()
-        self.lent: dict[str, Tensor] | None = None
-        self.there: set[int] = set()  # addresses of what has been written there
-        self.wrote, self.sums, self.unsaid, self.said_at = [], [], 0, time.monotonic()
         self.streams: set[torch.cuda.Stream] = set()  # that fill the bucket: the caller's may change
         self.buffers: Buffers | None = None
         self.free: deque[int] = deque()
@@ -290,12 +257,6 @@ class _Session:
 
     def put(self, name: str, tensor: Tensor) -> None:
         shape, dtype = self._check(name, tensor)
-        if self.lent is None:
-            self.lent = self._borrow(tensor)
-        place = self.lent.get(name)
-        if place is not None and place.data_ptr() not in self.there:  # of tied ones, the receiver compares the second
-            self._write(name, place, tensor)
-            return
         if self.buffers is None:
             self.buffers = self.sender._open(tensor.device, self.welcome)
             self.free.extend(range(len(self.buffers.tensors)))
@@ -322,40 +283,6 @@ class _Session:
             start += count
             self.used += -(-count * size // _ALIGN) * _ALIGN
         self.sent.add(name)
-
-    def _borrow(self, tensor: Tensor) -> dict[str, Tensor]:
-        on_hosts = tensor.device.type == "cpu" and self.welcome.device == "cpu"
-        if not on_hosts or self.sender.transport == "cuda_ipc" or ("borrowed", "") in self.sender._refused:
-            return {}
-        return self.sender._borrow(self.manifest)
-
-    def _write(self, name: str, place: Tensor, tensor: Tensor) -> None:
-        """Where the engine has it; with all threads, for nobody copies at the other end, unless it computes there."""
-        with contextlib.nullcontext() if self.sender._alone else half_the_threads():
-            place.copy_(tensor.detach())
-        self.there.add(place.data_ptr())
-        self.sent.add(name)
-        self.wrote.append(name)
-        if self.sender.checksum:
-            self.sums.append(checksum(place.view(-1).view(torch.uint8)))
-        self.unsaid += place.nbytes
-        if self.unsaid >= _SAID or time.monotonic() - self.said_at > _SAID_AFTER:
-            self._say()
-            self._look()
-
-    def _say(self) -> None:
-        """Which tensors have been written: before a bucket that may hold one of their ties."""
-        if self.wrote:
-            self.sender._post(m.Wrote(self.wrote, self.sums if self.sender.checksum else None))
-        self.wrote, self.sums, self.unsaid, self.said_at = [], [], 0, time.monotonic()
-
-    def _look(self) -> None:
-        """Whether the receiver is there, and has not given up: nothing is waited for."""
-        peer = self.sender._receiver
-        while self.sender._socket.poll(0):
-            self.free.append(self.sender._answer("an acknowledgement", m.Ack).buffer)
-        if not peer.alive:
-            raise PeerLost(f"weights: {peer.name} has died while its memory was written")
 
     def _check(self, name: str, tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
@@ -402,14 +329,12 @@ class _Session:
             bucket, events = self.filled.popleft()
             for event in events:
                 event.synchronize()
-            self._say()
             self.sender._post(bucket)
             wait -= 1
 
     def finish(self) -> int:
         self._flush()
         self._post_filled(len(self.filled))
-        self._say()
         # A receiver that stalls may read a bucket when this end has given up and freed it: no Finish follows that one.
         while self.buffers is not None and len(self.free) < len(self.tensors):
             self.free.append(self.sender._answer("an acknowledgement", m.Ack).buffer)
@@ -442,8 +367,7 @@ class _Session:
         on a new socket."""
         if self.ended:
             return
-        self.ended, self.lent = True, None
-        self.sender._return()  # it has other memory now
+        self.ended = True
         if self.sender._socket is not None and not self.finished:
             self.sender._post(m.Cancel(f"{type(error).__name__}: {error}", welcomed=self.welcome is not None))
         self.sender._drop_socket(linger=1000)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import vexact_ops as vx
 
-from ..errors import EngineClosed, HandoverFailed
-from ..weights.update import Piece, Places, Update
+from ..errors import EngineClosed
+from ..weights.update import Piece, Update
 
 if TYPE_CHECKING:  # it needs msgspec
     from . import messages as m
@@ -29,8 +29,6 @@ class Loop(Protocol):
     def call(self, function: Callable[[], object], when: Callable[[], bool] | None = None) -> Any: ...
     def beside(self, function: Callable[[], object], when: Callable[[], bool] | None = None) -> Any: ...
     def may_change_weights(self) -> bool: ...
-    @property
-    def computes(self) -> bool: ...
 
 
 class Worker(Protocol):
@@ -44,8 +42,6 @@ class Worker(Protocol):
     def commit(self, update: Update, tear: Callable[[], None]) -> None: ...
     def stage(self, device: torch.device | str | None) -> Any: ...
     def let_go(self) -> None: ...
-    def lend(self, places: Places, staged: bool, known: Sequence[str]) -> "m.Lent | None": ...
-    def take_back(self, places: Places, staged: bool) -> None: ...
     def fence(self) -> Callable[[], None]: ...
     def wait(self) -> None: ...
     def settle(self) -> None: ...
@@ -92,7 +88,6 @@ class WeightUpdate:
     ):
         self._loop, self._worker, self._renewed, self._lock = loop, worker, renewed, lock
         self._staged = staging is not None
-        self._lent = False
         lock.acquire()
         self._over = False  # as the engine's thread sees it: what another thread still has to write comes too late
         try:
@@ -104,7 +99,7 @@ class WeightUpdate:
     @property
     def begun(self) -> bool:
         """Whether anything has been written: what the engine had before is gone then."""
-        return (self._update.begun or self._lent) and not self._staged
+        return self._update.begun and not self._staged
 
     def write(self, bucket: Iterable[tuple[str, Tensor | Piece]]) -> None:
         """Copies tensors, on any device, into the parameters of their names; returns when they may be reused.
@@ -133,21 +128,6 @@ class WeightUpdate:
         call = self._loop.beside if self._worker.takes_aside else self._loop.call
         return call(lambda: self._take(bucket), self._may_write)
 
-    def lend(self, known: Sequence[str]) -> "m.Lent | None":
-        """Memory that another process writes into itself from now on, instead of filling buckets, and says so by
-        `wrote`; None where there is none. HandoverFailed where there is no room for it."""
-        self._check()
-        if not self._worker.takes_aside:
-            return None
-        if self._staged:
-            return self._stage(lambda: self._lend(known))
-        return self._loop.call(lambda: self._lend(known), when=self._may_write)
-
-    def wrote(self, message: "m.Wrote") -> None:
-        """HandoverFailed where it is not what was sent; ValueError as `write`."""
-        self._check()
-        self._stage(lambda: self._wrote(message))
-
     def finish(self) -> int:
         """All has come. Returns the new weight_version. ValueError where something is missing."""
         self._check()
@@ -157,7 +137,7 @@ class WeightUpdate:
         """Nothing more will come. Does nothing after finish() or again."""
         if not self._over:
             try:
-                self._loop.call(self._give_up)
+                self._loop.call(self._end)
             except Exception as error:
                 if not (isinstance(error, EngineClosed) or self._loop.closed):
                     raise
@@ -200,39 +180,6 @@ class WeightUpdate:
     def _take(self, bucket: "m.Bucket") -> Reading:
         with self._writing():
             return self._worker.take(self._update, bucket, staged=False)
-
-    def _lend(self, known: Sequence[str]) -> "m.Lent | None":
-        self._check()
-        if not self._staged:
-            self._loop.updating = True
-        lent = self._worker.lend(self._update.places, self._staged, known)
-        self._lent = lent is not None
-        if self.begun:
-            self._loop.torn = TORN
-        if self._lent:
-            lent.alone = not self._loop.computes
-        return lent
-
-    def _wrote(self, message: "m.Wrote") -> None:
-        from .buffers import checksum
-
-        if not self._lent:
-            raise HandoverFailed("weights: the sender says that it has written where nothing was lent to it")
-        sums = message.checksums or [None] * len(message.names)
-        for name, total in zip(message.names, sums, strict=True):
-            target = self._update.came_into_place(name)
-            if total is not None and checksum(target.detach().view(-1).view(torch.uint8)) != total:
-                raise HandoverFailed(f"weights: what arrived is not what was sent (checksum of {name})")
-
-    def _give_up(self) -> None:
-        """What was lent is used no more: whoever has it may have stalled, and go on writing there."""
-        if self._over:
-            return
-        try:
-            if self._lent:
-                self._worker.take_back(self._update.places, self._staged)
-        finally:
-            self._end()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from ..errors import EngineClosed, HandoverFailed
 from ..handover.buffers import Memories
 from ..handover.intake import check_mode
-from ..handover.messages import Bucket, Offer, Wrote
+from ..handover.messages import Bucket, Offer
 from ..handover.session import READ, Reading, check_numerics
 from . import messages as m
 from .fleet import FleetUpdate
@@ -63,12 +63,6 @@ class FleetIntake:
         except BaseException:
             self._end()
             raise
-
-    def lend(self, known: Sequence[str]) -> None:
-        """Each has memory of its own: what all of them take is sent once, in buckets."""
-
-    def wrote(self, message: Wrote) -> None:
-        raise HandoverFailed("weights: the sender says that it has written where nothing was lent to it")
 
     def open(self, offer: Offer) -> None:
         answers = self._each(lambda index: functools.partial(m.Open, offer=offer))

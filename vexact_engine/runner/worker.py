@@ -5,7 +5,7 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,8 +27,7 @@ from .sleep import ASLEEP, Memory
 
 if TYPE_CHECKING:  # they need msgspec
     from ..handover.buffers import Memories
-    from ..handover.lent import Segment
-    from ..handover.messages import Bucket, Lent, Offer
+    from ..handover.messages import Bucket, Offer
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +83,6 @@ class Worker:
             self.numerics = vx.numerics(self.device, kv_segment=config.kv_segment, latent_attention=latent or None)
             self._memory = Memory(self._runner)
             self._memories: Memories | None = None  # of another process, that weights come in
-            self._segments: weakref.WeakSet[Segment] = weakref.WeakSet()  # that may be lent; alive while tensors are
-            self._dropped = False  # weights have been, in their sleep: they lie in memory that can be given back
             self._watch, self._missed = Watch(model), ""
             self._revision = self._handle.revision()
             self._places = Places.of(model)
@@ -238,56 +235,10 @@ class Worker:
         if self._memories is not None:
             self._memories.close()
 
-    def lend(self, places: Places, staged: bool, known: Sequence[str]) -> "Lent | None":
-        """The memory of these, the model's own or a copy of it, for another process to write into; they are moved first
-        where it cannot. None where nothing is lent. In the engine's thread, of a copy in any."""
-        from ..handover.lent import Segment
-
-        if self.device.type != "cpu" or self._dropped:
-            return None
-        segment = self._segment_of(places)
-        if segment is None:
-            movable = places.movable(() if staged else self._tensors())
-            sizes = [places.targets[names[0]].untyped_storage().nbytes() for names in movable.values()]
-            if not sizes:
-                return None
-            segment = Segment(Segment.bytes_of(sizes))
-            self._segments.add(segment)
-            self._move(places, staged, movable, segment.storage)
-        every = {} if segment.name in known else places.every()
-        return segment.lend(every, [each.name for each in self._segments])
-
-    def take_back(self, places: Places, staged: bool) -> None:
-        """What was lent is nobody's: they have other memory. In the engine's thread."""
-        segment = self._segment_of(places)
-        if segment is not None:
-            self._segments.discard(segment)
-            movable = places.movable(() if staged else self._tensors())
-            self._move(places, staged, movable, torch.UntypedStorage)
-
     def _tensors(self) -> list[Tensor]:
         """All of the model's, under each name that they have, whoever has registered them since."""
         stores = (s for module in self.model.modules() for s in (module._parameters, module._buffers))
         return [tensor for store in stores for tensor in store.values() if tensor is not None]
-
-    def _segment_of(self, places: Places) -> "Segment | None":
-        """All parameters lie in the same one, or those that can."""
-        tensors = [tensor for tensor in places.targets.values() if isinstance(tensor, torch.nn.Parameter)]
-        return next((s for s in self._segments if any(s.offset(t) is not None for t in tensors)), None)
-
-    def _move(self, places: Places, staged: bool, movable: dict, take: Callable) -> None:
-        if staged:
-            places.spare.clear()
-            places.move(movable, take, (), keep=False)
-            return
-
-        def move() -> None:
-            try:
-                places.move(movable, take, self._tensors(), keep=True)
-            finally:
-                self._runner.follow()
-
-        self._aside(move)
 
     def _make_ready(self) -> None:
         """To be written into."""
@@ -321,7 +272,6 @@ class Worker:
         def move() -> dict[str, int]:
             if self._memory.will_empty_weights(level, tags) and self._memory.unsettled():
                 self._make_forward()  # views of weights, which it may have, show what these have left
-            self._dropped |= "weights" in tags and level == 2
             return self._memory.sleep(level, tags)
 
         return self._aside(move)

@@ -7,7 +7,7 @@ so that the new weights never lie in memory as a whole beside the old ones.
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,8 +20,6 @@ from .experts import aliases, expert_views
 from .load import some
 
 log = logging.getLogger(__name__)
-
-_AT_ONCE = 256 << 20  # bytes that are moved before those that they leave are given back
 
 
 def pairs_of(given: object, op: str = "update_weights") -> Iterator[tuple[str, Tensor]]:
@@ -85,15 +83,12 @@ class Places:
         found = self.targets | {name: view for name, (_, view) in self.views.items()}
         return found | {old: found[new] for old, new in self.old.items()}
 
-    def copy(
-        self, device: torch.device | str, take: Callable[[int], torch.UntypedStorage] = torch.UntypedStorage
-    ) -> "Places":
+    def copy(self, device: torch.device | str) -> "Places":
         """The same names, tied where these are, in memory of their own that holds nothing yet; pinned where it is the
-        host's and these are a GPU's. From host to host it is laid out as theirs is, in storages of so many bytes that
-        `take` makes: see `exchange`."""
+        host's and these are a GPU's. From host to host it is laid out as theirs is: see `exchange`."""
         made: dict[int, Tensor] = {}
         distinct = {id(target): target for target in self.targets.values()}
-        laid = _Laid(distinct.values(), take) if torch.device(device).type == "cpu" else None
+        laid = _Laid(distinct.values()) if torch.device(device).type == "cpu" else None
         for key, target in distinct.items():
             if laid is not None and laid.knows(target):
                 copied = laid.copy(target)
@@ -112,49 +107,6 @@ class Places:
 
     def memory(self) -> set[tuple]:
         return {_memory(tensor) for tensor in self.targets.values()}
-
-    def movable(self, every: Iterable[Tensor]) -> dict[tuple, list[str]]:
-        """Parameters that `move` can move, by what their memory is. Not those that somebody else may count on staying,
-        as `exchange` has it, nor what shares its memory with a buffer.
-
-        every   what the model has whose these are; nothing for a copy
-        """
-        distinct = {id(target): target for target in self.targets.values()}
-        kept = {_memory(tensor) for tensor in every if id(tensor) not in distinct}
-        laid, found = _Laid(distinct.values()), {}
-        for name, target in self.targets.items():
-            found.setdefault(_memory(target), []).append(name)
-            own = isinstance(target, torch.nn.Parameter) and target.untyped_storage().nbytes()
-            if not own or target.is_shared() or target.is_inference() or not laid.knows(target):
-                kept.add(_memory(target))
-        return {memory: names for memory, names in found.items() if memory not in kept}
-
-    @torch.no_grad()
-    def move(
-        self,
-        movable: dict[tuple, list[str]],
-        take: Callable[[int], torch.UntypedStorage],
-        every: Sequence[Tensor],
-        keep: bool,
-    ) -> None:
-        """These lie in storages that `take` makes from now on, with the values that they have if those are to be kept.
-        A few storages at a time: there is never a second copy of all. Should one of them not be made, those before it
-        have been moved."""
-        some, size = [], 0
-        for number, names in enumerate(movable.values(), 1):
-            some += names
-            size += self.targets[names[0]].untyped_storage().nbytes()
-            if size < _AT_ONCE and number < len(movable):
-                continue
-            chosen = set(some)
-            views = {name: where for name, where in self.views.items() if where[0] in chosen}
-            part = Places({name: self.targets[name] for name in some}, views, {})
-            copied = part.copy("cpu", take)
-            for name in some if keep else ():
-                copied.targets[name].copy_(self.targets[name])
-            if not part.exchange(copied, some, every):
-                raise RuntimeError("weights: memory that was to be moved is somebody else's too")
-            some, size = [], 0
 
     @torch.no_grad()
     def exchange(self, copy: "Places", names: Iterable[str], every: Iterable[Tensor]) -> bool:
@@ -280,17 +232,6 @@ class Update:
             self._parts.add(self._stacked[name])
         first = self._written.setdefault(id(self._targets[name]), name)
         return target, "" if first == name else first
-
-    def came_into_place(self, given: str) -> Tensor:
-        """That somebody else has written it where it goes: that tensor. As `write` it refuses what came before; of tied
-        names, all but the first have to come by `write`, which compares them."""
-        target = self._targets.get(self.places.old.get(given, given))
-        if target is None:
-            raise ValueError(f"update_weights: unknown: {given}")
-        target, first = self.note(given, Spec(tuple(target.shape), target.dtype))
-        if first:
-            raise ValueError(f"update_weights: {first} and {given} are tied, and both were written")
-        return target
 
     def knows(self, given: str) -> bool:
         return self.places.old.get(given, given) in self._targets
@@ -430,8 +371,7 @@ def _near(source: Tensor, target: Tensor) -> Tensor:
 class _Laid:
     """Storages for copies of tensors on the host, and in each of them what lies there as it does in theirs."""
 
-    def __init__(self, tensors: Iterable[Tensor], take: Callable[[int], torch.UntypedStorage] = torch.UntypedStorage):
-        self._take = take
+    def __init__(self, tensors: Iterable[Tensor]):
         self._held: dict[int, int] = {}
         self._stores: dict[int, torch.UntypedStorage] = {}
         for tensor in tensors:
@@ -447,7 +387,7 @@ class _Laid:
     def copy(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._stores:
-            self._stores[storage._cdata] = self._take(storage.nbytes())
+            self._stores[storage._cdata] = torch.UntypedStorage(storage.nbytes())
         there = torch.empty(0, dtype=tensor.dtype)
         return there.set_(self._stores[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
 
