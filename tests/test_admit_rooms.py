@@ -230,7 +230,7 @@ def test_gradients_whose_kernel_could_not_be_verified_are_no_other_kernels_in_si
     from vexact_ops._core.admit import Decision, Verdict
     from vexact_ops.attention import cuda
 
-    q = torch.zeros(4, 2, 64, dtype=torch.bfloat16)
+    call = cuda.Call("backward", CPU, torch.bfloat16, cuda.Shape(2, 64, 64, "causal"), flash=True)
     theirs, triton = Candidate(cuda.FLASH_ATTN, None), Candidate(cuda.TRITON, None)
     monkeypatch.setattr(cuda, "_cute", lambda: "installed")
 
@@ -238,11 +238,11 @@ def test_gradients_whose_kernel_could_not_be_verified_are_no_other_kernels_in_si
         monkeypatch.setattr(cuda, "_backward", lambda *of: Decision("k", chosen, "no memory", verdicts))
 
     decision(theirs, Verdict(theirs.name, 0))
-    assert cuda._fast_backward(q, q, q, True, None)
+    assert cuda._fast_backward(call)
     decision(triton, Verdict(theirs.name, 3))
-    assert not cuda._fast_backward(q, q, q, True, None), "refused for good: the Triton kernels' it is, everywhere"
+    assert not cuda._fast_backward(call), "refused for good: the Triton kernels' it is, everywhere"
     decision(triton)
     with pytest.raises(RuntimeError, match=r"this backward has not been verified yet \(no memory\)"):
-        cuda._fast_backward(q, q, q, True, None)
+        cuda._fast_backward(call)
     monkeypatch.setenv("VEXACT_ADMIT", "0")
-    assert not cuda._fast_backward(q, q, q, True, None), "as was asked for"
+    assert not cuda._fast_backward(call), "as was asked for"

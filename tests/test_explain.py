@@ -1,17 +1,21 @@
 """vx.explain and VEXACT_LOG: which kernels compute a call and why, without computing it, and at no cost when off."""
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from op_cases import CASES, NO_GRADIENT, PARAMS, Inputs
 
 import vexact_ops as vx
-from vexact_ops._core import admit
+from vexact_ops._core import admit, gpu
+from vexact_ops._core import explain as explaining
 from vexact_ops._core.admit import Candidate, Decision, Verdict
-from vexact_ops._core.backend import PROBES
+from vexact_ops._core.backend import PROBES, ROOMS
 from vexact_ops._core.operator import OPERATORS
 
 ROOT = Path(__file__).parent.parent
@@ -86,6 +90,145 @@ def test_what_cannot_be_explained_says_so():
         vx.explain(vx.linear, torch.ones(3, 4), torch.ones(3, 5))
 
 
+def calls_of(make, device, **options):
+    """The calls of operators behind a case, forward and backward, of none of which anything is computed."""
+    with explaining._Recording() as recorded:
+        op, args, more = make
+        found = getattr(vx, op)(*args, **more, **options)
+        outputs = [t for t in admit.tensors_of(found) if t.requires_grad]
+        inputs = [t for t in admit.tensors_of([list(args), list(more.values())]) if t.requires_grad]
+        if outputs and inputs:
+            torch.autograd.grad(outputs, inputs, [torch.empty_like(t) for t in outputs], allow_unused=True)
+    return recorded.calls
+
+
+def without_gradients(name, args, options):
+    """The arguments, without gradients where the op has none."""
+    if NO_GRADIENT.isdisjoint((name, name.split(".")[0])):
+        return args, options
+    kept = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
+    return kept, {key: o.detach() if isinstance(o, torch.Tensor) else o for key, o in options.items()}
+
+
+@pytest.mark.parametrize("name,device,backend", PARAMS)
+def test_every_case_is_explained(name, device, backend):
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    args, options = without_gradients(name, *CASES[name][1](Inputs(dtype, device)))
+    found = vx.explain(getattr(vx, name.split(".")[0]), *args, **options, backend=backend)
+    assert all(call.parts for call in found if call.backend != "torch") and str(found)
+
+
+# What the small cases of op_cases.py leave out: operands wide enough for kernels that are chosen by their sizes.
+WIDE = {
+    "linear": lambda i: ((i.new(5, 640), i.new(320, 640)), {}),
+    "linear_silu_mul": lambda i: ((i.new(5, 640).detach(), i.new(320, 640).detach()), {}),
+    "grouped_linear": lambda i: ((i.new(6, 512), i.new(3, 256, 512), i.ints(0, 2, 2, 6, dtype=torch.int32)), {}),
+    "linear_sample": lambda i: (
+        (i.new(4, 64).detach(), i.new(300, 64).detach(), i.ints(1, 2, 3, 4), i.ints(5, 6, 7, 8)),
+        {},
+    ),
+    "linear_logprobs": lambda i: ((i.new(4, 64), i.new(300, 64), i.ints(0, 7, 299, 3)), {}),
+    "fused_moe": lambda i: (
+        (
+            *(i.new(5, 512), i.new(4, 512, 512), i.new(4, 512, 256), i.new(5, 2, dtype=torch.float32, least=0.1)),
+            torch.arange(10, dtype=torch.int32, device=i.device).view(5, 2) % 4,
+        ),
+        {},
+    ),
+    "attention_varlen": lambda i: (
+        (*(i.new(1200, heads, 64) for heads in (4, 2, 2)), i.ints(0, 1200, dtype=torch.int32), 1200),
+        {},
+    ),
+    "attention_varlen.latent": lambda i: (
+        (i.new(9, 2, 576), i.new(9, 1, 576), i.new(9, 1, 512), i.ints(0, 9, dtype=torch.int32), 9),
+        {},
+    ),
+    "attention_paged.decode": lambda i: (paged(i, 1), {"settled": True}),
+    "attention_paged": lambda i: (paged(i, 1200), {}),
+}
+
+
+def paged(i, queries):
+    caches = (i.new(80, 16, 2, 64).detach() for _ in range(2))
+    table = torch.arange(80, dtype=torch.int32, device=i.device).view(1, 80)
+    ends = i.ints(0, queries, dtype=torch.int32)
+    return (i.new(queries, 4, 64).detach(), *caches, table, i.ints(1200, dtype=torch.int32), ends, queries)
+
+
+@pytest.fixture
+def as_on_an_sm90(monkeypatch):
+    """Rooms route as they do on such a GPU: only what it is and what is verified on it are made up."""
+    rooms = {name: importlib.import_module(f"vexact_ops.{name}.cuda") for name in WITH_ROUTES}
+    asked = []
+
+    def decided(name):
+        def decide(device, *of):
+            asked.append(name)
+            return Decision(f"{name} {of}", Candidate("verified", None), "it was verified")
+
+        return decide
+
+    def admitted(proposal, device):
+        asked.append("product")
+        return Decision(proposal.key, Candidate("verified", None), "it was verified")
+
+    monkeypatch.setattr(gpu, "_capability", lambda device: (9, 0))
+    for room in ("linear", "grouped_linear"):
+        monkeypatch.setattr(rooms[room], "admitted", admitted)
+        monkeypatch.setattr(rooms[room].Product, "proposal", lambda self: SimpleNamespace(key=self.key))
+    monkeypatch.setattr(rooms["linear"], "_takes", lambda a, b, b_t, bias, out: a.shape[1] % 8 == 0)
+    monkeypatch.setattr(rooms["attention"], "_cute", lambda: "installed")
+    for room, names in WITH_ROUTES.items():
+        for name in names:
+            monkeypatch.setattr(rooms[room], name, decided(name))
+    return asked
+
+
+WITH_ROUTES = {
+    "attention": ("_forward", "_paged", "_backward"),
+    "linear": (),
+    "grouped_linear": (),
+    "linear_silu_mul": ("_decision",),
+    "linear_sample": ("_draws",),
+    "linear_cross_entropy": ("_heads",),
+    "fused_moe": ("_planning", "_rows", "_combining", "_gating"),
+}
+
+
+@pytest.mark.parametrize("name", [*CASES, *(f"{name} wide" for name in WIDE)])
+def test_every_case_is_explained_as_on_a_gpu(name, as_on_an_sm90):
+    """Which kernels each GPU backend of its room would take, from just what the operators are given."""
+    name, _, wide = name.partition(" ")
+    op, make = name.split(".")[0], WIDE[name] if wide else CASES[name][1]
+    for dtype in (torch.bfloat16, torch.float32):
+        args, options = without_gradients(name, *make(Inputs(dtype, "cpu")))
+        calls = calls_of((op, args, options), "cpu", backend="cpu")
+        assert calls
+        for operator, given in calls:
+            if not OPERATORS[operator].has_backend:
+                continue
+            for backend in ROOMS[OPERATORS[operator].room].cuda:
+                if backend == "cute":
+                    continue  # its module imports what is not here
+                call = explaining.described(operator, (*given[:-1], backend))
+                assert call.parts and all(decision.chosen.name and decision.why for _, decision in call.parts), call
+    if wide and op != "attention_varlen":
+        assert as_on_an_sm90 or "decode" in name, "no kernel was chosen by its sizes: this case is too small for that"
+
+
+def test_what_dispatch_asks_for_is_what_is_explained(as_on_an_sm90):
+    """A decode of one query takes our kernel, a chunk of it flash-attn-4's, and latent attention its own."""
+
+    def kernels(name):
+        args, options = WIDE[name](Inputs(torch.bfloat16, "cpu"))
+        args = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
+        ((operator, given),) = calls_of((name.split(".")[0], args, options), "cpu", backend="cpu")
+        return explaining.described(operator, (*given[:-1], "cuda")).kernels
+
+    assert kernels("attention_paged.decode") == "flash" and kernels("attention_varlen.latent") == "flash, latent"
+    assert kernels("attention_paged") == kernels("attention_varlen") == "verified"
+
+
 def test_every_operator_belongs_to_a_room():
     vx.numerics("cpu")  # imports them all
     for operator in OPERATORS.values():
@@ -144,7 +287,8 @@ def test_where_it_is_off_nothing_is_in_the_way_of_a_call(level):
 
 
 def test_a_failing_explanation_stops_no_run():
-    broken = "from vexact_ops.linear import cpu as c\ndef explain(*a):\n  raise KeyError('x')\nc.explain = explain\n"
+    broken = "from vexact_ops.linear import cpu as c\n"
+    broken += "def explain(*a, **k):\n  raise KeyError('x')\nc.explain = explain\n"
     done = logged(broken + CALLS, "1")
     assert done.returncode == 0 and "vexact linear: it could not be explained (KeyError: 'x')" in done.stderr
 

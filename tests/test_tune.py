@@ -203,7 +203,7 @@ def test_products_take_what_is_fastest_in_the_step_and_keep_their_bits(tmp_path,
     before = vx.linear(x, w)
 
     def decision():
-        return cuda.explain("linear", x, w, None, torch.bfloat16)[0][1]
+        return cuda.explain("linear", x=x, weight=w, bias=None, out_dtype=torch.bfloat16)[0][1]
 
     raced = decision().chosen.name
     tried = []

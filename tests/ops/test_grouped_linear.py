@@ -388,14 +388,14 @@ def test_explain_names_the_kernel_that_runs():
     x, w = experts_that_cancel(40, 512, 256, 4, 0, torch.bfloat16, "cuda")
     offsets = offsets_of(next(spreads(40, 4, 0))[1], 4, "cuda")
     for op, a, b in (
-        ("grouped_linear", x, w),
-        ("grouped_linear_dx", x @ w[0].t(), w),
-        ("grouped_linear_dweight", x @ w[0].t(), x),
+        ("grouped_linear", {"x": x}, {"weight": w}),
+        ("grouped_linear_dx", {"dy": x @ w[0].t()}, {"weight": w}),
+        ("grouped_linear_dweight", {"dy": x @ w[0].t()}, {"x": x}),
     ):
-        ((part, decision),) = cuda.explain(op, a, b, offsets)
+        ((part, decision),) = cuda.explain(op, **a, **b, offsets=offsets)
         assert part == "product" and decision.final and "E=4 N=256 K=512 R<=48" in decision.key
         assert decision.chosen.name in {v.candidate for v in decision.verdicts}
-    ((_, decision),) = cuda.explain("grouped_linear", x[:0], w, offsets * 0)
+    ((_, decision),) = cuda.explain("grouped_linear", x=x[:0], weight=w, offsets=offsets * 0)
     assert decision.chosen.name == cuda.TRITON and "no rows" in decision.why
 
 

@@ -495,15 +495,15 @@ def test_explain_names_the_kernel_that_runs():
     from vexact_ops.linear import cuda
 
     x, w = cancelling(40, 1024, 512, seed=0, device="cuda")
-    ((part, decision),) = cuda.explain("linear", x, w, None, torch.bfloat16)
+    ((part, decision),) = cuda.explain("linear", x=x, weight=w, bias=None, out_dtype=torch.bfloat16)
     assert part == "product" and decision.final and decision.chosen.name in {v.candidate for v in decision.verdicts}
     assert "M<=40 N=512 K=1024" in decision.key
-    ((_, decision),) = cuda.explain("linear_dx", x @ w.t(), w, torch.bfloat16)
+    ((_, decision),) = cuda.explain("linear_dx", dy=x @ w.t(), weight=w, dtype=torch.bfloat16)
     assert "linear nn" in decision.key and "N=1024 K=512" in decision.key
-    ((_, decision),) = cuda.explain("linear_dweight", x @ w.t(), x, torch.bfloat16)
+    ((_, decision),) = cuda.explain("linear_dweight", dy=x @ w.t(), x=x, dtype=torch.bfloat16)
     assert "linear tn" in decision.key and "M=512 N=1024 K<=64" in decision.key
-    ((_, decision),) = cuda.explain("linear", x.float(), w.float(), None, torch.float32)
+    ((_, decision),) = cuda.explain("linear", x=x.float(), weight=w.float(), bias=None, out_dtype=torch.float32)
     assert decision.chosen.name in cuda.FMA and "float32->float32 M<=40" in decision.key
     for a, b in ((x, w), (x.float(), w.float())):
-        ((_, decision),) = cuda.explain("linear", a[:, 1:], b[:, 1:], None, a.dtype)
+        ((_, decision),) = cuda.explain("linear", x=a[:, 1:], weight=b[:, 1:], bias=None, out_dtype=a.dtype)
         assert decision.chosen.name == cuda.TRITON and not decision.verdicts

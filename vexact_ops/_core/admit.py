@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import digest, graph
+from . import digest, gpu, graph
 from .proof.bitwise import count_different
 from .race import race_on_gpu
 
@@ -121,6 +121,7 @@ class Decision:
     seconds: float = 0.0
 
 
+@functools.cache
 def canonical_by_rule(name: str, why: str) -> Decision:
     """The canonical kernel computes what no candidate is proposed for."""
     return Decision("", Candidate(name, _not_to_be_run), why)
@@ -170,7 +171,7 @@ def admitted(proposal: Proposal, device: torch.device | str) -> Decision:
     Raises RuntimeError where a candidate has broken the GPU's context, for nothing can go on from there, and inside
     `must_admit` torch.OutOfMemoryError; no other fault of a candidate, of a case, or of the disk is an error.
     """
-    device = _with_index(torch.device(device))
+    device = gpu.with_index(device)
     _check(proposal)
     if os.environ.get("VEXACT_ADMIT") == "0":
         return _canonical(proposal, "VEXACT_ADMIT=0: nothing is verified")
@@ -431,12 +432,6 @@ def _survived(proposal: Proposal, candidate: Candidate, device: torch.device, fa
             f"cannot go on using it ({_reason(failure)}). Nothing was kept on disk. Start again with VEXACT_ADMIT=0 to "
             "leave everything to the canonical kernels, and please report this"
         ) from gone
-
-
-def _with_index(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ _NO_ARITHMETIC = {
     "check",
     "digest",
     "explain",
+    "gpu",
     "graph",
     "native",
     "numerics",

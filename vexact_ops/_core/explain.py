@@ -1,7 +1,9 @@
 """What a call does: its backend, the kernels that compute it, and why those. `explain` asks; VEXACT_LOG writes it down.
 
-Where a room's module chooses among kernels it offers `explain(operator, *args)`: pairs of a part's name and the
-Decision on it. Of a module that does not, its name says all: it has one kernel for each thing it does.
+Where a room's module chooses among kernels it does so in one function, `route(call) -> Decision`: dispatch takes what
+it returns, `admit` asks it ahead of time, and `explain(operator, **arguments)` gives pairs of a part's name and what it
+returns for that part. Arguments come by their names in the operator's schema: one that is new disturbs nobody.
+Of a module that offers none, its name says all: it has one kernel for each thing it does.
 """
 
 import functools
@@ -115,7 +117,8 @@ def described(name: str, args: tuple) -> Call:
     room = operator.room
     module = importlib.import_module(f"vexact_ops.{room}.{backend}")
     hook = getattr(module, "explain", None)
-    parts = hook(name, *given) if hook else []
+    names = (argument.name for argument in operator.op._schema.arguments)
+    parts = hook(name, **dict(zip(names, given))) if hook else []
     if not parts:
         parts = [("kernel", canonical_by_rule(f"{room}/{backend}.py", "it is the backend's one kernel"))]
     return Call(name, backend, tensors, tuple(parts))

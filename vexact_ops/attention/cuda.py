@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._core import digest, native
+from .._core import digest, gpu, native
 from .._core.admit import Candidate, Decision, Proposal, canonical_by_rule, decided
 from .._core.proof.attention import Pages, attention_inputs, offsets
 from .._core.proof.bitwise import count_different
@@ -33,13 +33,9 @@ LONG_WORK = 1 << 20
 LONG_CHUNK = 16  # queries of the longest chunk of a paged call; shorter ones stand among single queries
 MOST_SPLIT = 512  # sequences of a decode step whose segments run in parallel (csrc/attention/flash_decode.cuh)
 MOST_PARTIAL = 1 << 26  # fp32 values that the parallel segments of a call may put aside
-OURS, FLASH_ATTN, TRITON = "flash", "flash-attn-4", "triton"  # kernels, as verdicts name them
+# kernels, as decisions name them
+OURS, FLASH_LATENT, FLASH_ATTN, TRITON = "flash", "flash, latent", "flash-attn-4", "triton"
 _LOG2_E = 1.4426950408889634
-
-
-@functools.cache
-def _sm90(index: int) -> bool:
-    return torch.cuda.get_device_capability(index) == (9, 0)
 
 
 def flash(q: Tensor, v: Tensor, sinks: Tensor | None, scale: float, softcap: float | None) -> bool:
@@ -50,7 +46,7 @@ def flash(q: Tensor, v: Tensor, sinks: Tensor | None, scale: float, softcap: flo
         and sinks is None
         and softcap is None
         and scale > 0
-        and _sm90(q.device.index)
+        and gpu.sm90(q.device)
     )
 
 
@@ -80,17 +76,18 @@ def _is_long(q: Tensor, keys: int) -> bool:
 def varlen_fwd(q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, sinks, scale, causal, window, softcap, kv_segment):
     """As in triton.py, but for lse in flash's cases: (Hq, T) in memory, and in natural logarithms."""
     options = scale, causal, window, softcap, kv_segment
-    if not flash(q, v, sinks, scale, softcap):
+    kernel = route(Call.forward(q, k, v, max_seqlen, sinks, *options)).chosen.name
+    if kernel == TRITON:
         return triton.varlen_fwd(q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, sinks, *options)
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
     out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
     numbers = scale, causal, window, kv_segment
-    if q.shape[2] == LATENT:
+    if kernel == FLASH_LATENT:
         offsets_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
-        options = scale, window or 0, kv_segment or 0, causal, _room_to_join(q, kv_segment)
-        native.ops().attention_latent_varlen(q, k, v, cu_seqlens, offsets_k, *options, out, lse)
-    elif _is_long(q, max_seqlen) and k.shape[0] and _fast_forward(q, k, v, causal, window, kv_segment):
+        numbers = scale, window or 0, kv_segment or 0, causal, _room_to_join(q, kv_segment)
+        native.ops().attention_latent_varlen(q, k, v, cu_seqlens, offsets_k, *numbers, out, lse)
+    elif kernel == FLASH_ATTN:
         _fast_varlen(q, k, v, cu_seqlens, cu_seqlens_k, *numbers, out, lse)
     else:
         ours(q, k, v, cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k, *numbers, out, lse)
@@ -107,17 +104,12 @@ def _fast_varlen(q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window, segme
     return nonfinite
 
 
-@functools.cache
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
 def _split(q: Tensor, sequences: int, heads_k: int) -> bool:
     """Whether segments should be reduced in parallel. Latent attention has tiles of 64 rows, which are worth splitting
     where whole they would leave multiprocessors idle."""
     if q.shape[2] != LATENT:
         return True
-    tiles, count = sequences * heads_k * -(-q.shape[1] // heads_k // 64), _multiprocessors(q.device.index)
+    tiles, count = sequences * heads_k * -(-q.shape[1] // heads_k // 64), gpu.multiprocessors(q.device)
     return tiles < 0.85 * count * -(-tiles // count)
 
 
@@ -125,7 +117,7 @@ def _room_to_join(q: Tensor, segment: int | None) -> Tensor | None:
     """Where a tile of latent attention puts aside what its segments come to: registers do not hold it."""
     if segment is None:
         return None
-    return torch.empty(_multiprocessors(q.device.index) * 64 * 512, dtype=torch.float32, device=q.device)
+    return torch.empty(gpu.multiprocessors(q.device) * 64 * 512, dtype=torch.float32, device=q.device)
 
 
 def ours(q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window, segment, out, lse, wanted=None) -> None:
@@ -136,10 +128,11 @@ def ours(q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window, segment, out,
 
 def varlen_bwd(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, sinks, scale, causal, window, softcap):
     args = cu_seqlens, cu_seqlens_k, sinks, scale, causal, window, softcap
-    if not flash(q, v, sinks, scale, softcap):
+    call = Call.backward(q, k, v, sinks, scale, causal, window, softcap)
+    if not call.flash:
         return triton.varlen_bwd(dout, q, k, v, out, lse, *args)
     lse = lse.view(lse.shape[::-1])
-    if q.shape[2] != LATENT and _fast_backward(q, k, v, causal, window):
+    if _fast_backward(call):
         q, k, v, dout, out = (_aligned(x) for x in (q, k, v, dout, out))
         with torch.cuda.device(q.device):
             at, at_k, _ = _plan(cu_seqlens, cu_seqlens_k, q.shape[0], k.shape[0])
@@ -151,7 +144,9 @@ def varlen_bwd(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, sinks, scale, 
 def paged_fwd(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_seqlen_q, sinks, *options):
     scale, window, softcap, kv_segment, settled = options
     step = block_table, context_lens, cu_seqlens_q, max_seqlen_q
-    if not flash(q, v_cache, sinks, scale, softcap):
+    call = Call.paged(q, k_cache, v_cache, block_table, max_seqlen_q, sinks, scale, window, softcap, kv_segment)
+    kernel = route(call).chosen.name
+    if kernel == TRITON:
         return triton.paged_fwd(q, k_cache, v_cache, *step, sinks, *options)
     q, k_cache, v_cache = _aligned(q), _aligned(k_cache), _aligned(v_cache)
     dv, capacity = v_cache.shape[3], block_table.shape[1] * k_cache.shape[1]
@@ -162,12 +157,11 @@ def paged_fwd(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_
         values = sequences * -(-capacity // kv_segment) * q.shape[1] * (dv + 3)
         if sequences <= MOST_SPLIT and values <= MOST_PARTIAL and _split(q, sequences, k_cache.shape[2]):
             partial = torch.empty(values, dtype=torch.float32, device=q.device)
-    if q.shape[2] == LATENT:
+    if kernel == FLASH_LATENT:
         numbers = scale, window or 0, kv_segment or 0, _room_to_join(q, kv_segment)
         native.ops().attention_latent_paged(q, k_cache, v_cache, *step[:3], *numbers, partial, out)
         return out
-    long = _is_long(q, capacity) and max_seqlen_q >= LONG_CHUNK and block_table.stride(1) == 1
-    if long and _fast_paged(q, k_cache, v_cache, capacity, window, kv_segment):
+    if kernel == FLASH_ATTN:
         nonfinite = _fast_prefill(
             q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale, window, kv_segment, out
         )
@@ -250,30 +244,79 @@ class Shape(NamedTuple):
         return self.d**-0.5
 
 
-def _fast_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, segment: int | None) -> bool:
+class Call(NamedTuple):
+    """What decides which kernel computes a call, from what its operator is given (by name, and more than these).
+
+    part     "forward", "paged" or "backward"
+    flash    whether it belongs to the flash order
+    long     whether flash-attn-4's kernel takes it, and is worth its launch
+    segment  kv_segment; page: keys in one
+    """
+
+    part: str
+    device: torch.device
+    dtype: torch.dtype
+    shape: Shape
+    flash: bool
+    long: bool = True
+    segment: int | None = None
+    page: int = 0
+
+    @classmethod
+    def forward(cls, q, k, v, max_seqlen, sinks, scale, causal, window, softcap, kv_segment, **_) -> "Call":
+        shape, ours = Shape.of(q, k, v, causal, window), flash(q, v, sinks, scale, softcap)
+        long = _is_long(q, max_seqlen) and k.shape[0] > 0
+        return cls("forward", q.device, q.dtype, shape, ours, long, kv_segment)
+
+    @classmethod
+    def paged(
+        cls, q, k_cache, v_cache, block_table, max_seqlen_q, sinks, scale, window, softcap, kv_segment, **_
+    ) -> "Call":  # fmt: skip
+        shape, ours = Shape.of(q, k_cache, v_cache, True, window), flash(q, v_cache, sinks, scale, softcap)
+        pages, page = k_cache.shape[:2]
+        long = max_seqlen_q >= LONG_CHUNK and _is_long(q, block_table.shape[1] * page) and pages > 0
+        long = long and block_table.stride(1) == 1 and _pages_fit(shape, page)
+        return cls("paged", q.device, q.dtype, shape, ours, long, kv_segment, page)
+
+    @classmethod
+    def backward(cls, q, k, v, sinks, scale, causal, window, softcap, **_) -> "Call":
+        shape = Shape.of(q, k, v, causal, window)
+        return cls("backward", q.device, q.dtype, shape, flash(q, v, sinks, scale, softcap))
+
+
+def route(call: Call) -> Decision:
+    """Which kernel computes a call: dispatch takes it, `explain` shows it, `admit` asks for it ahead of time."""
+    part, device, dtype, shape, ours, long, segment, page = call
+    if not ours:
+        return canonical_by_rule(TRITON, "not a case of the flash order (see attention_varlen)")
+    if part == "backward":
+        if shape.d == LATENT:
+            return canonical_by_rule(TRITON, "the one backward of latent attention")
+        return canonical_by_rule(TRITON, _why_not()) if _cute() is None else _backward(device, dtype, shape)
+    if shape.d == LATENT:
+        return canonical_by_rule(FLASH_LATENT, "the one kernel of latent attention")
+    if not long:
+        return canonical_by_rule(OURS, _SHORT[part])
     if _cute() is None:
-        return False
-    return _forward(q.device, q.dtype, Shape.of(q, k, v, causal, window), segment).chosen.name == FLASH_ATTN
+        return canonical_by_rule(OURS, _why_not())
+    return _forward(device, dtype, shape, segment) if part == "forward" else _paged(device, dtype, shape, segment, page)
 
 
-def _fast_paged(q: Tensor, k: Tensor, v: Tensor, capacity: int, window: int | None, segment: int | None) -> bool:
-    if not (_pages_fit(q, k, k.shape[1]) and capacity and k.shape[0]) or _cute() is None:
-        return False
-    return _paged(q.device, q.dtype, Shape.of(q, k, v, True, window), segment, k.shape[1]).chosen.name == FLASH_ATTN
+_SHORT = {
+    "forward": "few queries or keys: as fast as a launch",
+    "paged": "single queries, few of them, or pages that fill no block",
+}
 
 
-def _pages_fit(q: Tensor, k: Tensor, page: int) -> bool:
+def _pages_fit(shape: Shape, page: int) -> bool:
     boxes = page % 128 == 0 or (128 % page == 0 and page >= 8)  # that fill a block
-    return (
-        boxes and (192 if q.shape[2] <= 96 else 128) % (q.shape[1] // k.shape[-2]) == 0
-    )  # tiles of all that share keys
+    return boxes and (192 if shape.d <= 96 else 128) % shape.group == 0  # tiles of all that share keys
 
 
-def _fast_backward(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> bool:
-    if _cute() is None:
-        return False
-    decision = _backward(q.device, q.dtype, Shape.of(q, k, v, causal, window))
-    if not decision.verdicts and os.environ.get("VEXACT_ADMIT") != "0":  # the Triton kernels' bits are others
+def _fast_backward(call: Call) -> bool:
+    decision = route(call)
+    proposed = call.shape.d != LATENT and _cute() is not None and os.environ.get("VEXACT_ADMIT") != "0"
+    if proposed and not decision.verdicts:  # the Triton kernels' bits are others
         raise RuntimeError(
             f"attention_varlen: this backward has not been verified yet ({decision.why}): call it once before, outside "
             "of a CUDA graph"
@@ -459,51 +502,26 @@ def admit(
 ) -> list[Decision]:  # fmt: skip
     """Verify ahead of time what layers of these heads need: training's forward, chunks in pages of this size (None:
     there are none), and gradients."""
-    device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+    device = gpu.with_index(device)
     q, k, v = (torch.empty(1, *s, dtype=dtype, device=device) for s in ((heads, d), (heads_k, d), (heads_k, dv)))
     found = []
     for window in windows:
-        rule = _rule(q, v, None, d**-0.5, None)
-        if rule:
-            return [rule]
         shape = Shape.of(q, k, v, causal, window)
-        found.append(_forward(device, dtype, shape, segment))
-        if page is not None and _pages_fit(q, k, page):
-            found.append(_paged(device, dtype, shape, segment, page))
+        call = Call("forward", device, dtype, shape, flash(q, v, None, d**-0.5, None), segment=segment)
+        found.append(route(call))
+        if page is not None and _pages_fit(shape, page):
+            found.append(route(call._replace(part="paged", page=page)))
         if training:
-            found.append(_backward(device, dtype, shape))
+            found.append(route(call._replace(part="backward")))
     return found
 
 
-def _rule(q: Tensor, v: Tensor, sinks: Tensor | None, scale: float, softcap: float | None) -> Decision | None:
-    """What decides without a proposal."""
-    if not flash(q, v, sinks, scale, softcap):
-        return canonical_by_rule(TRITON, "not a case of the flash order (see attention_varlen)")
-    if q.shape[2] == LATENT:
-        return canonical_by_rule("flash, latent", "the one kernel of latent attention")
-    if _cute() is None:
-        return canonical_by_rule(OURS, _why_not())
-    return None
-
-
-def explain(op: str, *args) -> list[tuple[str, Decision]]:
-    """Which kernel computes a call."""
-    if op == "attention_varlen":
-        q, k, v, _, _, max_seqlen, sinks, scale, causal, window, softcap, segment = args
-        rule = _rule(q, v, sinks, scale, softcap)
-        if rule is None and not (_is_long(q, max_seqlen) and k.shape[0]):
-            rule = canonical_by_rule(OURS, "few queries or keys: as fast as a launch")
-        return [("forward", rule or _forward(q.device, q.dtype, Shape.of(q, k, v, causal, window), segment))]
-    if op == "attention_varlen_bwd":
-        _, q, k, v, _, _, _, _, sinks, scale, causal, window, softcap = args
-        rule = _rule(q, v, sinks, scale, softcap)
-        if rule and rule.chosen.name != TRITON:
-            rule = canonical_by_rule(TRITON, rule.why)
-        return [("backward", rule or _backward(q.device, q.dtype, Shape.of(q, k, v, causal, window)))]
-    q, k, v, table, _, _, most, sinks, scale, window, softcap, segment = args
-    rule = _rule(q, v, sinks, scale, softcap)
-    capacity = table.shape[1] * k.shape[1]
-    long = _is_long(q, capacity) and most >= LONG_CHUNK and table.stride(1) == 1
-    if rule is None and not (long and capacity and k.shape[0] and _pages_fit(q, k, k.shape[1])):
-        rule = canonical_by_rule(OURS, "single queries, few of them, or pages that fill no block")
-    return [("paged", rule or _paged(q.device, q.dtype, Shape.of(q, k, v, True, window), segment, k.shape[1]))]
+def explain(op: str, **given) -> list[tuple[str, Decision]]:
+    """Which kernel computes a call, of an operator's arguments by name."""
+    makers = {
+        "attention_varlen": Call.forward,
+        "attention_varlen_bwd": Call.backward,
+        "attention_paged": Call.paged,
+    }
+    call = makers[op](**given)
+    return [(call.part, route(call))]

@@ -10,7 +10,7 @@ import functools
 import torch
 from torch import Tensor
 
-from .._core import digest, native
+from .._core import digest, gpu, native
 from .._core.admit import Candidate, Decision, Proposal, canonical_by_rule, decided, race_on_gpu
 from .._core.proof.inputs import cancelling, special_rows, tricky
 from ..grouped_linear import cuda as grouped
@@ -33,9 +33,9 @@ def _scratch(slots: int) -> int:
 
 
 def plan(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    if experts > EXPERTS:
+    if route("plan", ids.device, experts).chosen.name == TRITON:
         return triton.plan(ids, experts)
-    return _planning(ids.device, experts).chosen.run(ids, experts)
+    return _plan_kernel(ids, experts)
 
 
 def _plan_kernel(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,14 +74,14 @@ def _gate_bwd_kernel(
 
 def _combine(y: Tensor, position: Tensor, weights: Tensor | None, tokens: int) -> Tensor:
     top_k = position.shape[0] // tokens if tokens else 1
-    return _combining(y.device, y.dtype, y.shape[1], top_k).chosen.run(y, position, weights, tokens)
+    return route("combine", y.device, y.dtype, y.shape[1], top_k).chosen.run(y, position, weights, tokens)
 
 
 def _gate_bwd(
     h: Tensor, da: Tensor, order: Tensor, weights: Tensor, offsets: Tensor, gelu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dh, weight * a, dweights; da is no more."""
-    if _gating(h.device, h.dtype, da.shape[1], gelu).chosen.name == TRITON:
+    if route("gate", h.device, h.dtype, da.shape[1], gelu).chosen.name == TRITON:
         return triton._gate_bwd(h, da, order, weights, offsets, gelu)
     dh, dweights = _gate_bwd_kernel(h, da, order, weights, offsets, gelu)
     return dh, da, dweights
@@ -90,6 +90,14 @@ def _gate_bwd(
 # ---- admission
 
 TRITON = "triton"  # the canonical kernels' name among verdicts
+
+
+def route(part: str, device: torch.device, *of) -> Decision:
+    """Which kernel computes a part of a call ("plan", "rows", "combine", "gate"): dispatch takes it, `explain` shows
+    it, `admit` asks for it ahead of time. The products' are grouped_linear's to choose."""
+    if part == "plan" and of[0] > EXPERTS:
+        return canonical_by_rule(TRITON, f"the plan's kernel counts at most {EXPERTS} experts")
+    return {"plan": _planning, "rows": _rows, "combine": _combining, "gate": _gating}[part](device, *of)
 
 
 def _ours(name: str, run) -> Candidate:
@@ -242,18 +250,17 @@ def admit(
     gelu: bool = False, training: bool = False,
 ) -> list[Decision]:  # fmt: skip
     """Verify ahead of time what so many tokens through such a mixture need."""
-    device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
-    slots = tokens * top_k
-    found = [_planning(device, experts)] if experts <= EXPERTS else []
-    apart = dtype == torch.bfloat16 and hidden % 8 == 0 and slots > SMALL_M * experts
+    device, slots = gpu.with_index(device), tokens * top_k
+    found = [route("plan", device, experts)]
+    apart = not _through_the_order(dtype, hidden, slots, experts)
     if apart:
-        found.append(_rows(device, dtype, hidden, top_k))
-    found.append(_combining(device, dtype, hidden, top_k))
+        found.append(route("rows", device, dtype, hidden, top_k))
+    found.append(route("combine", device, dtype, hidden, top_k))
     through = 0 if apart else top_k
     up, down = (experts, 2 * inner, hidden), (experts, hidden, inner)
     kinds = [(f"gate_up{' gelu' * gelu}{' keep' * training}", up, through), ("fwd", down, 0)]
     if training:
-        found.append(_gating(device, dtype, inner, gelu))
+        found.append(route("gate", device, dtype, inner, gelu))
         kinds += [("dx", down, through), ("dx", up, 0)]
         kinds += [(f"dweight{' dy' * (not apart)}", down, through), (f"dweight{' x' * (not apart)}", up, through)]
     return found + [
@@ -261,16 +268,15 @@ def admit(
     ]
 
 
-def explain(op: str, *args) -> list[tuple[str, Decision]]:
-    """Which kernel computes each part of a call."""
+def explain(
+    op: str, *, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, gelu: bool, keep: bool = False,
+    ids: Tensor | None = None, dy: Tensor | None = None, h: Tensor | None = None, need_dx: bool = False,
+    need_dgate_up: bool = False, need_ddown: bool = False, **_,
+) -> list[tuple[str, Decision]]:  # fmt: skip
+    """Which kernel computes each part of a call, of the operator's arguments by name."""
     backward = op == "fused_moe_bwd"
-    if backward:
-        dy, x, gate_up, down, weights, h, offsets, order, _, gelu, need_dx, need_dgate_up, need_ddown = args
-        top_k, slots = weights.shape[1], order.shape[0]
-    else:
-        x, gate_up, down, _, ids, gelu, keep = args
-        top_k, slots = ids.shape[1], ids.numel()
-        order, offsets = ids.new_empty(slots), ids.new_empty(gate_up.shape[0] + 1)
+    slots, top_k = weights.numel(), weights.shape[1]
+    order, offsets = (torch.empty(size, dtype=torch.int32, device=x.device) for size in (slots, gate_up.shape[0] + 1))
     if slots == 0:
         return []
     device, dtype, experts = x.device, x.dtype, gate_up.shape[0]
@@ -283,28 +289,26 @@ def explain(op: str, *args) -> list[tuple[str, Decision]]:
         return t.new_empty(slots, t.shape[1]), None, 1
 
     def product(kind: str, t: Tensor, weight: Tensor, through: tuple = (None, 1)) -> Decision:
-        return grouped.decision_of(kind, t, weight, offsets, *through)
+        return grouped.route(grouped.Product.of(kind, t, weight, offsets, *through))
 
     read, *through = rows_of(dy if backward else x)
     found = []
-    if not backward and experts <= EXPERTS:
-        found.append(("plan", _planning(device, experts)))
-    elif not backward:
-        found.append(("plan", canonical_by_rule(TRITON, f"the plan's kernel counts at most {EXPERTS} experts")))
+    if not backward:
+        found.append(("plan", route("plan", device, experts)))
     if through[0] is None:
-        found.append(("rows", _rows(device, dtype, read.shape[1], top_k)))
+        found.append(("rows", route("rows", device, dtype, read.shape[1], top_k)))
     if not backward:
         found.append(("gate_up", product(f"gate_up{' gelu' * gelu}{' keep' * keep}", read, gate_up, through)))
         found.append(("down", product("fwd", inner, down)))
-        return [*found, ("combine", _combining(device, dtype, x.shape[1], top_k))]
+        return [*found, ("combine", route("combine", device, dtype, x.shape[1], top_k))]
     found.append(("dx of down", product("dx", read, down, through)))
-    found.append(("gate", _gating(device, dtype, inner.shape[1], gelu)))
+    found.append(("gate", route("gate", device, dtype, inner.shape[1], gelu)))
     if need_ddown:
         kind = "dweight" if through[0] is None else "dweight dy"
         found.append(("dweight of down", product(kind, read, inner, through)))
     if need_dx:
         found.append(("dx of gate_up", product("dx", h, gate_up)))
-        found.append(("combine", _combining(device, dtype, x.shape[1], top_k)))
+        found.append(("combine", route("combine", device, dtype, x.shape[1], top_k)))
     if need_dgate_up:
         read, *through = rows_of(x)
         kind = "dweight" if through[0] is None else "dweight x"
@@ -321,12 +325,17 @@ def _apart(x: Tensor, offsets: Tensor, order: Tensor, position: Tensor) -> Tenso
     slots = position.shape[0]
     if _reads_through(x, slots, offsets.shape[0] - 1):
         return None
-    return _rows(x.device, x.dtype, x.shape[1], slots // x.shape[0]).chosen.run(x, offsets, order, position)
+    decision = route("rows", x.device, x.dtype, x.shape[1], slots // x.shape[0])
+    return decision.chosen.run(x, offsets, order, position)
 
 
 def _reads_through(x: Tensor, slots: int, experts: int) -> bool:
-    small = slots <= SMALL_M * experts
-    return small or x.dtype != torch.bfloat16 or x.shape[1] % 8 != 0 or x.stride(0) % 8 != 0 or x.data_ptr() % 16 != 0
+    aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    return not aligned or _through_the_order(x.dtype, x.shape[1], slots, experts)
+
+
+def _through_the_order(dtype: torch.dtype, hidden: int, slots: int, experts: int) -> bool:
+    return slots <= SMALL_M * experts or dtype != torch.bfloat16 or hidden % 8 != 0
 
 
 def fused_moe_fwd(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, gelu: bool, keep: bool):

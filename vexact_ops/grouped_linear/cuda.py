@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._core import check, digest, native
+from .._core import check, digest, gpu, native
 from .._core.admit import Candidate, Decision, Proposal, admitted, canonical_by_rule, race_on_gpu
 from .._core.proof.inputs import special_rows
 from .._core.triton import on
@@ -28,13 +28,13 @@ from . import cute, triton
 
 __all__ = [
     "admit",
-    "decision_of",
     "explain",
     "gather_rows",
     "grouped_gate_up",
     "grouped_linear_dweight",
     "grouped_linear_dx",
     "grouped_linear_fwd",
+    "route",
 ]
 
 LARGEST = 1 << 17  # rows; larger buckets take the choice of this one
@@ -250,15 +250,12 @@ def _source(name: str) -> str:
 
 def _kernel(kind: str, a: Tensor, b: Tensor, offsets: Tensor, order: Tensor | None, top_k: int) -> Callable:
     rows = a.shape[0] if order is None else order.shape[0]
-    if rows == 0:
-        return CANONICAL[kind.split()[0]]  # empty results, and sums of nothing
-    key = kind, a.device.index, a.dtype, offsets.shape[0], b.shape, bucket_of(rows), order is None, top_k
+    which = rows and bucket_of(rows), _plain(a) and _plain(b)
+    key = kind, a.device.index, a.dtype, offsets.shape[0], b.shape, which, order is None, top_k
     if kind[0] == "d" and kind[1] == "w":  # b has as many rows as there happen to be
         key = (*key[:4], (a.shape[1], b.shape[1]), *key[5:])
     run = _chosen.get(key)
-    if run is None:
-        run = _settle(key, kind, a, b, offsets, order, top_k)
-    return run if _plain(a) and _plain(b) else CANONICAL[kind.split()[0]]
+    return _settle(key, kind, a, b, offsets, order, top_k) if run is None else run
 
 
 def bucket_of(rows: int) -> int:
@@ -280,49 +277,48 @@ def _settle(key: tuple, kind: str, a, b, offsets, order, top_k) -> Callable:
     canonical = CANONICAL[kind.split()[0]]
     if torch.cuda.is_current_stream_capturing():  # nothing can be verified inside a graph
         return canonical
-    product = _product(kind, a, b, offsets, order, top_k)
-    decision = product.decision()
+    product = Product.of(kind, a, b, offsets, order, top_k)
+    decision = route(product)
     run = canonical if decision.chosen.name == TRITON else product.known()[decision.chosen.name]
     if decision.final:
         _chosen[key] = run
     return run
 
 
-def _product(kind: str, a, b, offsets, order, top_k) -> "Product":
-    rows = a.shape[0] if order is None else order.shape[0]
-    n, k = (a.shape[1], b.shape[1]) if kind.startswith("dweight") else b.shape[1:]
-    return Product(kind, a.device, offsets.shape[0] - 1, n, k, rows, 0 if order is None else top_k, a.dtype)
-
-
-def decision_of(
-    kind: str, a: Tensor, b: Tensor, offsets: Tensor, order: Tensor | None = None, top_k: int = 1
-) -> Decision:
-    """Which kernel computes a product of this kind (as in Product), and why. Computes nothing of it."""
-    product = _product(kind, a, b, offsets, order, top_k)
+def route(product: "Product") -> Decision:
+    """Which kernel computes a product: dispatch takes it, `explain` shows it, `admit` asks for it ahead of time."""
+    reason = None
     if product.rows == 0:
-        return canonical_by_rule(TRITON, "there are no rows")
-    if not (_plain(a) and _plain(b)):
-        return canonical_by_rule(TRITON, "no other kernel takes operands off 16-byte boundaries, or their strides")
-    return product.decision()
+        reason = "there are no rows"  # empty results, and sums of nothing
+    elif not product.aligned:
+        reason = "no other kernel takes operands off 16-byte boundaries, or their strides"
+    elif product.dtype not in (torch.bfloat16, torch.float16):
+        reason = f"other kernels take 16-bit inputs, not {str(product.dtype)[6:]}"
+    elif product.n % 8 or product.k % 8:
+        reason = "other kernels take sizes that are multiples of 8"
+    elif product.n * product.k < SMALL:
+        reason = "too small to be worth the time to verify other kernels"
+    reason = reason or gpu.not_sm90(product.device)
+    return canonical_by_rule(TRITON, reason) if reason else admitted(product.proposal(), product.device)
 
 
-def explain(op: str, *args) -> list[tuple[str, Decision]]:
-    """Which kernel computes a call of one of this room's operators, and why. Computes nothing of the call."""
-    a, b, offsets = args
-    a = check.rows(a)
-    b = check.rows(b) if op == "grouped_linear_dweight" else check.matrices(b)
+def explain(op: str, *, offsets: Tensor, **given) -> list[tuple[str, Decision]]:
+    """Which kernel computes a call of one of this room's operators, of its arguments by name."""
     kind = {"grouped_linear": "fwd", "grouped_linear_dx": "dx", "grouped_linear_dweight": "dweight"}[op]
-    return [("product", decision_of(kind, a, b, offsets))]
+    a = check.rows(given["x" if kind == "fwd" else "dy"])
+    b = check.rows(given["x"]) if kind == "dweight" else check.matrices(given["weight"])
+    return [("product", route(Product.of(kind, a, b, offsets)))]
 
 
 @dataclass(frozen=True)
 class Product:
     """One kind of product: what its kernels are verified and timed on.
 
-    kind    "fwd", "dx", "dweight" (then, after a blank, what is read through order), "gate_up" (then its options)
-    n, k    of an expert's matrix, as it is stored
-    rows    the number that was seen; what counts is its bucket
-    top_k   of the order through which rows are read; 0: none
+    kind     "fwd", "dx", "dweight" (then, after a blank, what is read through order), "gate_up" (then its options)
+    n, k     of an expert's matrix, as it is stored
+    rows     the number that was seen; what counts is its bucket
+    top_k    of the order through which rows are read; 0: none
+    aligned  whether rows begin on 16-byte boundaries, and matrices lie side by side
     """
 
     kind: str
@@ -333,6 +329,16 @@ class Product:
     rows: int
     top_k: int = 0
     dtype: torch.dtype = torch.bfloat16
+    aligned: bool = True
+
+    @classmethod
+    def of(
+        cls, kind: str, a: Tensor, b: Tensor, offsets: Tensor, order: Tensor | None = None, top_k: int = 1
+    ) -> "Product":
+        rows = a.shape[0] if order is None else order.shape[0]
+        n, k = (a.shape[1], b.shape[1]) if kind.startswith("dweight") else b.shape[1:]
+        through = 0 if order is None else top_k
+        return cls(kind, a.device, offsets.shape[0] - 1, n, k, rows, through, a.dtype, _plain(a) and _plain(b))
 
     @property
     def bucket(self) -> int:
@@ -352,20 +358,6 @@ class Product:
         through = f" order/{self.top_k}" if self.top_k else ""
         sizes = f"E={self.experts} N={self.n} K={self.k} R<={self.bucket}"
         return f"grouped_linear {self.kind} {str(self.dtype)[6:]}{through} {sizes}"
-
-    def decision(self) -> Decision:
-        if self.dtype not in (torch.bfloat16, torch.float16):
-            return canonical_by_rule(TRITON, f"other kernels take 16-bit inputs, not {str(self.dtype)[6:]}")
-        if self.n % 8 or self.k % 8:
-            return canonical_by_rule(TRITON, "other kernels take sizes that are multiples of 8")
-        capability = torch.cuda.get_device_capability(self.device)
-        if capability != (9, 0):
-            return canonical_by_rule(
-                TRITON, f"other kernels are for SM90, and this is SM{capability[0]}{capability[1]}"
-            )
-        if self.n * self.k < SMALL:
-            return canonical_by_rule(TRITON, "too small to be worth the time to verify other kernels")
-        return admitted(self.proposal(), self.device)
 
     def known(self) -> dict[str, Callable]:
         """The kernels that are proposed, by name."""
@@ -521,7 +513,4 @@ def admit(
 ) -> Decision:
     """Verify ahead of time what `rows` rows, and all others of their bucket, need; kind, n, k and top_k as in
     Product."""
-    device = torch.device(device)
-    device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
-    product = Product(kind, device, experts, n, k, rows, top_k, dtype)
-    return product.decision()
+    return route(Product(kind, gpu.with_index(device), experts, n, k, rows, top_k, dtype))

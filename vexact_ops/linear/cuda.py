@@ -22,14 +22,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .._core import digest, native, tune
+from .._core import digest, gpu, native, tune
 from .._core.admit import Candidate, Decision, Proposal, admitted, canonical_by_rule, race_on_gpu
 from .._core.proof.inputs import special_rows
 from .._core.triton import copy_rows
 from . import triton
 from .triton import bmm, linear_dbias
 
-__all__ = ["admit", "bmm", "explain", "linear_dbias", "linear_dweight", "linear_dx", "linear_fwd", "matmul"]
+__all__ = ["admit", "bmm", "explain", "linear_dbias", "linear_dweight", "linear_dx", "linear_fwd", "matmul", "route"]
 
 LARGEST = 8192  # larger classes verify the choice of this one
 TRITON = "triton"  # the canonical kernel
@@ -103,7 +103,7 @@ def _settle(a: Tensor, b: Tensor, b_t: bool, bias: Tensor | None, out: Tensor, r
     """Choose the kernel for products of this class. False inside a graph, where nothing can be verified."""
     if torch.cuda.is_current_stream_capturing():
         return False
-    decision = Product.of(a, b, b_t, bias, out, resume).decision()
+    decision = route(Product.of(a, b, b_t, bias, out, resume))
     if decision.final:
         _ops()[0].linear_choose(a, b, b_t, bias, out, resume, _number(decision.chosen.name))
     return decision.final
@@ -121,7 +121,7 @@ class Noted:
         self.layout = tuple((t.stride(), t.data_ptr() % 16) for t in (call[0], call[1], call[4]))
 
     def names(self) -> list[str]:
-        decision = self._product.decision()
+        decision = route(self._product)
         if self._product in _tuned or not decision.final:
             return []
         timed = sorted((v for v in decision.verdicts if v.admitted and v.us is not None), key=lambda v: v.us)
@@ -154,19 +154,39 @@ def _number(name: str) -> int:
     return CANONICAL if name == TRITON else _ops()[0].linear_kernel(name)
 
 
-def explain(op: str, *args) -> list[tuple[str, Decision]]:
-    """Which kernel computes a call of one of this room's operators, and why. Computes nothing of the call."""
+def route(product: "Product") -> Decision:
+    """Which kernel computes products of a class: dispatch takes it and keeps it in C++, `explain` shows it, `admit`
+    asks for it ahead of time."""
+    reason = gpu.not_sm90(product.device)
+    if product.n * (product.k if product.a_k else product.m) < SMALL:
+        reason = reason or "too small to be worth the time to verify other kernels"
+    if reason:
+        return canonical_by_rule(TRITON, reason)
+    decision = admitted(product.proposal(), product.device)
+    if product not in _tuned:
+        return decision
+    why = "where it stands in a step the fastest of those that were the best in a race"
+    return replace(decision, chosen=candidate(_tuned[product], product.resume), why=why)
+
+
+def explain(op: str, **given) -> list[tuple[str, Decision]]:
+    """Which kernel computes a call of one of this room's operators, of its arguments by name."""
     if op not in ("linear", "linear_dx", "linear_dweight"):
         return [(op, canonical_by_rule(TRITON, "it has one kernel"))]
-    first, second, *_, dtype = args
-    a, b = _rows(first), _rows(second)
-    bias, b_t, wide = args[2] if op == "linear" else None, op == "linear", b.shape[int(op != "linear")]
+    a, b = ("x", "weight") if op == "linear" else ("dy", "weight") if op == "linear_dx" else ("dy", "x")
+    a, b = _rows(given[a]), _rows(given[b])
+    bias, b_t, wide = given.get("bias"), op == "linear", b.shape[int(op != "linear")]
     if op == "linear_dweight":
         a = a.t()
-    out = a.new_empty(a.shape[0], wide, dtype=dtype)
-    if not _ops()[0].linear_choose(a, b, b_t, bias, out, False, ASK):
+    out = a.new_empty(a.shape[0], wide, dtype=given["out_dtype" if op == "linear" else "dtype"])
+    if not _takes(a, b, b_t, bias, out):
         return [("product", canonical_by_rule(TRITON, "no other kernel takes these dtypes, strides or alignments"))]
-    return [("product", Product.of(a, b, b_t, bias, out, False).decision())]
+    return [("product", route(Product.of(a, b, b_t, bias, out, False)))]
+
+
+def _takes(a: Tensor, b: Tensor, b_t: bool, bias: Tensor | None, out: Tensor) -> bool:
+    """Whether there is any kernel for these operands but the canonical one."""
+    return _ops()[0].linear_choose(a, b, b_t, bias, out, False, ASK)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -233,20 +253,6 @@ class Product:
             [f"linear {layout} {_short(self.dtype)}->{_short(self.out_dtype)}", *options, m, f"N={self.n}", k]
         )
 
-    def decision(self) -> Decision:
-        capability = torch.cuda.get_device_capability(self.device)
-        if capability != (9, 0):
-            return canonical_by_rule(
-                TRITON, f"other kernels are for SM90, and this is SM{capability[0]}{capability[1]}"
-            )
-        if self.n * (self.k if self.a_k else self.m) < SMALL:
-            return canonical_by_rule(TRITON, "too small to be worth the time to verify other kernels")
-        decision = admitted(self.proposal(), self.device)
-        if self not in _tuned:
-            return decision
-        why = "where it stands in a step the fastest of those that were the best in a race"
-        return replace(decision, chosen=candidate(_tuned[self], self.resume), why=why)
-
     def proposal(self) -> Proposal:
         canonical = Candidate(TRITON, self.canonical, digest.canonical("linear"))
         names = self.names()
@@ -257,7 +263,7 @@ class Product:
 
     def names(self) -> list[str]:
         if self.top > LARGEST:
-            best = replace(self, top=LARGEST).decision().chosen.name
+            best = route(replace(self, top=LARGEST)).chosen.name
             return [] if best == TRITON else [best]
         # a sum that is resumed, and a bias before an fp32 result, are not what cublasLt computes
         library = self.out_aligned and not self.resume and not (self.bias and self.out_dtype == torch.float32)
@@ -267,7 +273,7 @@ class Product:
             return names + (self._proposed(self.m, 4) if library and large else [])
         names = []
         if self.a_k and self.b_k and not self.resume and self.top <= DECODED:
-            processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+            processors = gpu.multiprocessors(self.device)
             if self.top <= SMALL_M:
                 names += skinny_names(self.top, self.n, self.k, processors)
             elif self.out_aligned and self.out_dtype == self.dtype:
@@ -551,11 +557,9 @@ def admit(
 
     layout  "fwd" x @ w.T, "dx" dy @ w or "dweight" dy.T @ x
     """
-    device = torch.device(device)
-    device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
     m, n, k = {"fwd": (rows, n, k), "dx": (rows, k, n), "dweight": (n, k, rows)}[layout]
     product = Product(
-        device, dtype, out_dtype or dtype, m, n, k,
+        gpu.with_index(device), dtype, out_dtype or dtype, m, n, k,
         a_k=layout != "dweight", b_k=layout == "fwd", bias=bias, resume=resume,
     )  # fmt: skip
-    return product.decision()
+    return route(product)

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from .._core import digest, native
+from .._core import check, digest, gpu, native
 from .._core.admit import Candidate, Decision, Proposal, canonical_by_rule, decided
 from .._core.proof.inputs import SMALL, cancelling, special_rows
 from . import triton
@@ -289,9 +289,15 @@ def _unit_dweight(d, hidden, weight, scale, factor, live):
 KERNEL, TRITON = "wgmma 128x256x64 ring 4", "triton"
 
 
+def route(hidden: Tensor, weight: Tensor) -> Decision:
+    """Which kernels compute a call: dispatch takes it, `explain` shows it, `admit` asks for it ahead of time."""
+    rule = _rule(hidden, weight)
+    return canonical_by_rule(TRITON, rule) if rule else _heads(hidden.device, hidden.shape[1])
+
+
 def _fast(hidden: Tensor, weight: Tensor) -> bool:
     """These kernels take the operands, and have the canonical kernels' bytes for this width on this machine."""
-    return _rule(hidden, weight) is None and _heads(hidden.device, hidden.shape[1]).chosen.name == KERNEL
+    return route(hidden, weight).chosen.name == KERNEL
 
 
 def _rule(hidden: Tensor, weight: Tensor) -> str | None:
@@ -300,19 +306,9 @@ def _rule(hidden: Tensor, weight: Tensor) -> str | None:
         return "they take bf16"
     if hidden.shape[0] == 0 or hidden.shape[1] == 0:
         return "there is nothing to compute"
-    if hidden.shape[1] % 8 or not (_aligned(hidden) and _aligned(weight)):
+    if hidden.shape[1] % 8 or not (gpu.aligned_rows(hidden) and gpu.aligned_rows(weight)):
         return "rows do not begin on 16-byte boundaries"
-    return None if _sm90(hidden.device) else "they are for SM90"
-
-
-@functools.cache
-def _sm90(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def _aligned(t: Tensor) -> bool:
-    """Rows begin on 16-byte boundaries, as the copy engine needs."""
-    return t.data_ptr() % 16 == 0 and (t.shape[0] <= 1 or t.stride(0) % 8 == 0)
+    return gpu.not_sm90(hidden.device)
 
 
 @decided
@@ -335,22 +331,15 @@ def _heads(device: torch.device, width: int) -> Proposal:
     )
 
 
-def explain(op: str, hidden: Tensor, weight: Tensor, *args) -> list[tuple[str, Decision]]:
-    """Which kernels compute a call."""
-    if op.startswith("softcap"):
-        return []
-    if op.endswith("_bwd"):  # behind what comes from above
-        hidden, weight = (weight, *args)[:2] if op == "linear_cross_entropy_bwd" else args[:2]
-    rule = _rule(hidden, weight)
-    return [("head", canonical_by_rule(TRITON, rule) if rule else _heads(hidden.device, hidden.shape[1]))]
+def explain(op: str, *, hidden: Tensor | None = None, weight: Tensor | None = None, **_) -> list[tuple[str, Decision]]:
+    """Which kernels compute a call, of the operator's arguments by name."""
+    return [] if op.startswith("softcap") else [("head", route(check.rows(hidden), check.rows(weight)))]
 
 
 def admit(width: int, device: torch.device) -> Decision:
     """Verify ahead of time."""
-    device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
-    if width % 8 or not _sm90(device):
-        return canonical_by_rule(TRITON, "they are for SM90, and rows that begin on 16-byte boundaries")
-    return _heads(device, width)
+    row = torch.empty(1, width, dtype=torch.bfloat16, device=gpu.with_index(device))
+    return route(row, row)
 
 
 def _cases(device: torch.device, width: int) -> list[tuple]:

@@ -14,7 +14,7 @@ import functools
 import torch
 from torch import Tensor
 
-from .._core import digest, native
+from .._core import check, digest, gpu, native
 from .._core.admit import Candidate, Decision, Proposal, canonical_by_rule, decided
 from .._core.proof.inputs import SMALL, cancelling, special_rows
 from ..linear.cuda import linear_fwd
@@ -43,7 +43,7 @@ def linear_sample(
     temperature: Tensor,
     *cuts: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if not cuts and _fast(hidden, weight):
+    if route(hidden, weight, cut=bool(cuts)).chosen.name != TRITON:
         return _join(*_blocks(hidden, weight, softcap, seeds, positions, temperature), temperature)
     logits = linear_fwd(hidden, weight, None, torch.float32)
     return sampled(logits, softcap, seeds, positions, temperature, *cuts)
@@ -98,11 +98,12 @@ def _known(hidden: Tensor) -> Tensor:
 # ---- admission
 
 
-def _fast(hidden: Tensor, weight: Tensor) -> bool:
-    """These kernels take the operands, and have the canonical kernels' bytes for this width on this machine."""
-    if _rule(hidden, weight) is not None:
-        return False
-    return _draws(hidden.device, hidden.shape[1], class_of(hidden.shape[0])).chosen.name != TRITON
+def route(hidden: Tensor, weight: Tensor, cut: bool = False) -> Decision:
+    """Which kernels compute a call: dispatch takes it, `explain` shows it, `admit` asks for it ahead of time."""
+    rule = "rows may be cut: the draw takes logits of linear's kernel" if cut else _rule(hidden, weight)
+    if rule:
+        return canonical_by_rule(TRITON, rule)
+    return _draws(hidden.device, hidden.shape[1], class_of(hidden.shape[0]))
 
 
 def _rule(hidden: Tensor, weight: Tensor) -> str | None:
@@ -111,19 +112,9 @@ def _rule(hidden: Tensor, weight: Tensor) -> str | None:
         return "they take bf16"
     if hidden.shape[0] == 0 or hidden.shape[1] == 0:
         return "there is nothing to compute"
-    if hidden.shape[1] % 8 or not (_aligned(hidden) and _aligned(weight)):
+    if hidden.shape[1] % 8 or not (gpu.aligned_rows(hidden) and gpu.aligned_rows(weight)):
         return "rows do not begin on 16-byte boundaries"
-    return None if _sm90(hidden.device) else "they are for SM90"
-
-
-@functools.cache
-def _sm90(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def _aligned(t: Tensor) -> bool:
-    """Rows begin on 16-byte boundaries, as the copy engine needs."""
-    return t.data_ptr() % 16 == 0 and (t.shape[0] <= 1 or t.stride(0) % 8 == 0)
+    return gpu.not_sm90(hidden.device)
 
 
 @decided
@@ -158,22 +149,15 @@ def _theirs(hidden, weight, softcap, seeds, positions, temperature):
     return blocks_of(logits, temperature), *sampled(logits, 0.0, seeds, positions, temperature)
 
 
-def explain(op: str, hidden: Tensor, weight: Tensor, *args) -> list[tuple[str, Decision]]:
-    """Which kernels compute a call."""
-    if args[3] is not None:
-        return [("draw", canonical_by_rule(TRITON, "rows may be cut: the draw takes logits of linear's kernel"))]
-    rule = _rule(hidden, weight)
-    if rule:
-        return [("draw", canonical_by_rule(TRITON, rule))]
-    return [("draw", _draws(hidden.device, hidden.shape[1], class_of(hidden.shape[0])))]
+def explain(op: str, *, hidden: Tensor, weight: Tensor, top_k: Tensor | None, **_) -> list[tuple[str, Decision]]:
+    """Which kernels compute a call, of the operator's arguments by name."""
+    return [("draw", route(check.rows(hidden), check.rows(weight), cut=top_k is not None))]
 
 
 def admit(width: int, rows: int, device: torch.device) -> Decision:
     """Verify ahead of time what so many rows need."""
-    device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
-    if width % 8 or not _sm90(device):
-        return canonical_by_rule(TRITON, "they are for SM90, and rows that begin on 16-byte boundaries")
-    return _draws(device, width, class_of(rows))
+    new = functools.partial(torch.empty, dtype=torch.bfloat16, device=gpu.with_index(device))
+    return route(new(rows, width), new(1, width))
 
 
 def _cases(device: torch.device, width: int, most: int) -> list[tuple]:

@@ -12,11 +12,12 @@ import functools
 import math
 import re
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._core import digest, native
+from .._core import digest, gpu, native
 from .._core.admit import Candidate, Decision, Proposal, canonical_by_rule, decided, race_on_gpu
 from ..linear import cuda as linear
 from ..rmsnorm.triton import rmsnorm_fwd
@@ -29,11 +30,34 @@ WIDE = [(tokens, width) for tokens in (64, 128, 192, 256) for width in (128, 192
 
 
 def linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
-    if _rule(x, weight, bias) is None:
-        name = _decision(x.device, x.dtype, weight.shape[0], x.shape[1], class_of(x.shape[0])).chosen.name
-        if name != APART:
-            return _run(name, x, weight, gelu)
-    return _apart(x, weight, bias, gelu)
+    name = route(Call.of(x, weight, bias)).chosen.name
+    return _apart(x, weight, bias, gelu) if name == APART else _run(name, x, weight, gelu)
+
+
+class Call(NamedTuple):
+    """What decides which kernel computes a call.
+
+    aligned  whether rows of x and of the weight begin on 16-byte boundaries
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    n: int
+    k: int
+    rows: int
+    bias: bool = False
+    aligned: bool = True
+
+    @classmethod
+    def of(cls, x: Tensor, weight: Tensor, bias: Tensor | None) -> "Call":
+        aligned = gpu.aligned_rows(x) and gpu.aligned_rows(weight)
+        return cls(x.device, x.dtype, *weight.shape, x.shape[0], bias is not None, aligned)
+
+
+def route(call: Call) -> Decision:
+    """Which kernel computes a call: dispatch takes it, `explain` shows it, `admit` asks for it ahead of time."""
+    rule = _rule(call)
+    return canonical_by_rule(APART, rule) if rule else _decision(*call[:4], class_of(call.rows))
 
 
 def _run(name: str, x: Tensor, weight: Tensor, gelu: bool) -> Tensor:
@@ -74,37 +98,26 @@ def class_of(rows: int) -> int:
 # ---- admission
 
 
-def _rule(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    """Why these kernels do not take the operands."""
-    if not class_of(x.shape[0]):
+def _rule(call: Call) -> str | None:
+    """Why these kernels do not take a call."""
+    if not class_of(call.rows):
         return f"they take 1 to {MOST:,} rows"
-    if x.dtype not in (torch.bfloat16, torch.float16):
+    if call.dtype not in (torch.bfloat16, torch.float16):
         return "they take bf16 and fp16"
-    if bias is not None:
+    if call.bias:
         return "they add no bias"
-    if weight.shape[0] % 16 or x.shape[1] % 8 or not (_aligned(x) and _aligned(weight)):
+    if call.n % 16 or call.k % 8 or not call.aligned:
         return "gates do not come in eights, or rows do not begin on 16-byte boundaries"
-    return _rule_of_sizes(x.device, *weight.shape)
-
-
-@functools.cache
-def _rule_of_sizes(device: torch.device, n: int, k: int) -> str | None:
-    if n * k < linear.SMALL:
+    if call.n * call.k < linear.SMALL:
         return "too small to be worth the time to verify other kernels"
-    return None if torch.cuda.get_device_capability(device) == (9, 0) else "they are for SM90"
-
-
-def _aligned(t: Tensor) -> bool:
-    """Rows begin on 16-byte boundaries, as the copy engine needs."""
-    rows = t.shape[0] <= 1 or (t.stride(0) % 8 == 0 and t.stride(0) >= t.shape[1])
-    return rows and t.data_ptr() % 16 == 0
+    return gpu.not_sm90(call.device)
 
 
 @decided
 def _decision(device: torch.device, dtype: torch.dtype, n: int, k: int, top: int) -> Proposal:
     native_sources = " ".join(f"{digest.of_extension(room, 'cuda')}" for room in ("linear_silu_mul", "linear"))
     source = digest.of_files(__file__, linear.__file__, native=native_sources)
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    processors = gpu.multiprocessors(device)
     canonical = Candidate(APART, _canonical, digest.canonical("linear_silu_mul"))
     return Proposal(
         f"linear_silu_mul {str(dtype).removeprefix('torch.')} R<={top} N={n} K={k}",
@@ -224,22 +237,16 @@ def _copy_of(seconds: float, device: torch.device) -> Callable[[], None]:
     return copy
 
 
-def explain(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> list[tuple[str, Decision]]:
-    """Which kernels compute a call."""
+def explain(op: str, *, x: Tensor, weight: Tensor, bias: Tensor | None, **_) -> list[tuple[str, Decision]]:
+    """Which kernels compute a call, of the operator's arguments by name."""
     x, weight = (t.reshape(math.prod(t.shape[:-1]), t.shape[-1]) for t in (x, weight))
-    rule = _rule(x, weight, bias)
-    if rule:
-        decision = canonical_by_rule(APART, rule)
-    else:
-        decision = _decision(x.device, x.dtype, weight.shape[0], x.shape[1], class_of(x.shape[0]))
+    decision = route(Call.of(x, weight, bias))
     found = [("gated product", decision)]
-    return found + linear.explain("linear", x, weight, bias, x.dtype) if decision.chosen.name == APART else found
+    if decision.chosen.name == APART:
+        found += linear.explain("linear", x=x, weight=weight, bias=bias, out_dtype=x.dtype)
+    return found
 
 
 def admit(n: int, k: int, rows: int, dtype: torch.dtype, device: torch.device | str = "cuda") -> Decision:
     """Verify ahead of time what `rows` rows, and all others of their class, need with an (n, k) weight."""
-    device = torch.device(device)
-    device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
-    rule = f"they take 1 to {MOST:,} rows, and gates in eights" if not class_of(rows) or n % 16 or k % 8 else None
-    rule = rule or _rule_of_sizes(device, n, k)
-    return canonical_by_rule(APART, rule) if rule else _decision(device, dtype, n, k, class_of(rows))
+    return route(Call(gpu.with_index(device), dtype, n, k, rows))
