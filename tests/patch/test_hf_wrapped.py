@@ -125,6 +125,29 @@ def test_temperatures_are_not_cast_with_the_inputs(device, dtype):
         assert_bitwise(handle.logprobs(ids, cu_seqlens=cu, temperature=temperatures).detach(), expected)
 
 
+@pytest.mark.parametrize("name", [family(n) for n in ("olmo2", "olmo3", "ernie4_5", "flex_olmo")])
+@pytest.mark.parametrize("how", ["eager", "checkpointed", "compiled"])
+@BF16
+def test_fp32_tables_of_angles_are_not_cast_with_the_inputs(name, how, device, dtype):
+    """Of these families they are fp32 whatever the model computes in; FSDP2 rounds what it calls a layer with."""
+    sizes = {"num_experts": 8, "num_experts_per_tok": 3} if name == "flex_olmo" else {}
+    model, master = (tiny(name, kind, device=device, **sizes).train() for kind in (dtype, torch.float32))
+    ids, cu, _ = pack(sequences(device=device))
+    with vx.patch.hf(model) as handle:
+        expected = handle.logprobs(ids, cu_seqlens=cu).detach()
+    with vx.patch.hf(master) as handle, world(device) as mesh:
+        if how == "checkpointed":
+            master.gradient_checkpointing_enable({"use_reentrant": False})
+        shard(master, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=True))
+        if how == "compiled":
+            for layer in master.model.layers:
+                layer.compile(backend="aot_eager")
+        values = handle.logprobs(ids, cu_seqlens=cu)
+        assert_bitwise(values.detach(), expected)
+        values.sum().backward()  # checkpointed layers run again
+        assert all(p.grad is not None for n, p in master.named_parameters() if "experts" not in n)
+
+
 @pytest.mark.parametrize("name", [family(n) for n in ("qwen3", "gemma2")])
 @BF16
 def test_heads_and_embeddings_in_units_of_their_own(name, device, dtype):

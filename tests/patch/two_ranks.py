@@ -25,7 +25,7 @@ TINY = ("llama", "qwen3_moe", "deepseek_v3")
 
 def shard(model, mesh, **options):
     for layer in model.model.layers:
-        dtype = layer.input_layernorm.weight.dtype
+        dtype = layer.post_attention_layernorm.weight.dtype
         for (
             part
         ) in layer.modules():  # FSDP2 wants one dtype in a unit: routers that stay in fp32 are units of their own

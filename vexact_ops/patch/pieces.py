@@ -266,6 +266,25 @@ def _scaling(module: nn.Module, prefix: str) -> float:
     return float(getattr(module, f"{prefix}attention_scaling", 1.0))
 
 
+class Tables:
+    """cos and sin, to be unpacked or indexed as a tuple is. FSDP2 rounds tensors in tuples, dictionaries and dataclasses
+    on their way into a unit (MixedPrecisionPolicy.cast_forward_inputs); into another object it does not look."""
+
+    __slots__ = ("_pair",)
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self._pair = cos, sin
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index):
+        return self._pair[index]
+
+    def __iter__(self):
+        return iter(self._pair)
+
+
 @functools.cache
 def _rotary_forward(cast: bool) -> Callable:
     def rotary_forward(self, x, position_ids, layer_type=None):
@@ -274,7 +293,8 @@ def _rotary_forward(cast: bool) -> Callable:
         dtype = x.dtype if cast else torch.float32
         flat = position_ids.reshape(-1).to(x.device)
         tables = vx.rope_cos_sin(flat, inv_freq, scaling=_scaling(self, prefix), dtype=dtype)
-        return tuple(t.view(*position_ids.shape, -1) for t in tables)
+        cos, sin = (t.view(*position_ids.shape, -1) for t in tables)
+        return Tables(cos, sin) if not cast and self._vexact.sharded() else (cos, sin)
 
     return rotary_forward
 

@@ -105,6 +105,16 @@ def tensors(model: nn.Module) -> list[tuple]:
     return [(path, name, None if t is None else (t.shape, t.dtype)) for path, name, t in found]
 
 
+def around_attention(patch: "Patch") -> list[nn.Module]:
+    """Attention's modules, and all that they are in but the decoder itself."""
+    modules = dict(patch.base.named_modules())
+    paths = {path for path, module in modules.items() if pieces.is_attention(module)}
+    for path in list(paths):
+        while path := path.rpartition(".")[0]:
+            paths.add(path)
+    return [modules[path] for path in sorted(paths - {""})]
+
+
 def _place(patch: "Patch", path: str, module: nn.Module) -> None:
     cls = pieces.class_of(module)
     if "forward" in module.__dict__:

@@ -12,6 +12,7 @@ from html import escape
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from . import forwards, plan
 from .describe import describe
@@ -95,6 +96,7 @@ class Patch:
         self.tree: tuple[list, list, list] = [], [], []
         self.numbers: tuple[list, list, list] = [], [], []
         self.tensors: list[tuple] = []
+        self.around: list[nn.Module] = []  # attention, and what it is in below the decoder
 
     def build(self) -> None:
         """Find out what becomes of each module, and change them; an error leaves the model as it was."""
@@ -114,7 +116,14 @@ class Patch:
         parents = [c for c in children if c]
         self.tree = parents, [tuple(c.values()) for c in parents], [c for c in children if not c]
         self.numbers, self.tensors = plan.numbers(self), plan.tensors(self.model)
+        self.around = plan.around_attention(self)
         self.builds += 1
+
+    def sharded(self) -> bool:
+        """Whether attention is in a unit of FSDP2's that the decoder calls, which may cast what it is called with."""
+        return any(isinstance(module, FSDPModule) for module in self.around)
+
+    sharded._dynamo_marked_constant = True
 
     def changed(self) -> bool:
         """A module of the tree has other children than when it was patched, or a number another value that was read
