@@ -22,7 +22,7 @@ from vexact_ops.patch.hf import check_kv_segment
 from .config import EngineConfig, SamplingParams
 from .core.loop import Loop, check_pause, drop
 from .core.scheduler import Stats
-from .handover.session import TORN, WeightUpdate, check_numerics
+from .handover.session import TORN, WeightUpdate, check_numerics, check_version
 from .outputs import Call, Increment, Load, Ticket, collected, in_pieces
 from .parallel.assembly import assemble, complete
 from .progress import bar, quiet
@@ -432,6 +432,7 @@ class Engine:
                   meanwhile waits for its end
         """
         self._loop.check_open()
+        check_version("begin_update", version)
         self._check_numerics(numerics)
         renewed = functools.partial(self._renewed, keep_cache, version)
         return WeightUpdate(self._loop, self._worker, self._updates, renewed, specs, staging)

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import threading
+import time
 
 import pytest
 import torch
@@ -79,14 +80,14 @@ def receiving(engine, mode="in_place", **options):
 
 def patient(receiver, monkeypatch):
     """Its `timeout` counts once the event that this gives is set: what comes before a stall may take its time."""
-    stalls, wait, mine = threading.Event(), protocol.wait, receiver._poller  # the receiver itself is not kept
+    stalls, wait, mine = threading.Event(), protocol.Wait.until_heard, receiver._poller  # the receiver is not kept
 
-    def waits(poller, *given):
+    def waits(self, poller):
         while poller is mine and not stalls.is_set() and not poller.poll(1):
-            pass
-        wait(poller, *given)
+            self._end = time.monotonic() + self.seconds
+        wait(self, poller)
 
-    monkeypatch.setattr(protocol, "wait", waits)
+    monkeypatch.setattr(protocol.Wait, "until_heard", waits)
     return stalls
 
 

@@ -8,6 +8,7 @@ once.
 import contextlib
 import ctypes
 import errno
+import fcntl
 import math
 import mmap
 import os
@@ -24,6 +25,9 @@ from . import messages as m
 from .session import READ, Reading
 
 HOST, CUDA = "shared memory", "CUDA IPC"
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # whoever reads what was cut off ends by SIGBUS
+_FILE = struct.Struct("<qq")  # process, descriptor
+_PREFIX = "vexact-weights-"  # of the files' names, which /proc shows
 _MOST_FOUND = 100_000  # views of buckets that are kept
 
 
@@ -56,17 +60,10 @@ class Buffers:
             self.tensors.append(memory.tensor())
             self.handles.append(memory.handle())
             return
-        file = os.memfd_create(memory_name(self.name), os.MFD_CLOEXEC)
-        try:
-            with no_room(self.size, "a bucket"):
-                os.posix_fallocate(file, 0, self.size)
-        except BaseException:
-            os.close(file)
-            raise
-        memory = HostMemory(file, self.size, keep=True, pin=self.device is not None and self.device.type == "cuda")
+        memory = HostMemory.made(self.name, self.size, pin=self.device is not None and self.device.type == "cuda")
         self._owned.append(memory)
         self.tensors.append(memory.tensor)
-        self.handles.append(struct.pack("<qq", os.getpid(), file))
+        self.handles.append(memory.handle)
 
     def part(self, buffer: int, offset: int, count: int, dtype: torch.dtype) -> Tensor:
         """So many elements from a byte on. Set by set they are the same ones, which takes time to make."""
@@ -97,6 +94,8 @@ class Opened:
     def __init__(self, kind: str, name: str, size: int, handles: list[bytes], gpu: str, device: torch.device):
         self.name, self.tensors = name, []
         self._owned: list = []
+        if kind not in (HOST, CUDA):
+            raise HandoverFailed(f"weights: {kind!r} is no kind of memory, expected {HOST!r} or {CUDA!r}")
         if kind == CUDA:
             device = gpu_named(gpu)
             if device is None:
@@ -108,7 +107,7 @@ class Opened:
                     self._owned.append(memory)
                     self.tensors.append(memory.tensor())
                 else:
-                    memory = HostMemory.of(handle, memory_name(name), size, pin=device.type == "cuda")
+                    memory = HostMemory.opened(handle, name, size, pin=device.type == "cuda")
                     self._owned.append(memory)
                     self.tensors.append(memory.tensor)
         except BaseException:
@@ -182,11 +181,15 @@ def values(
             continue
         dtype = m.dtype_of(part.dtype)
         end = part.offset + part.count * dtype.itemsize
-        if part.offset % 16 or part.offset < 0 or part.count < 1 or end > size:
+        if part.offset % 16 or end > size:
             raise HandoverFailed(f"weights: {part.name} is said to lie outside of its bucket")
-        flat = memory[part.offset : end].view(dtype)
         whole = part.start == 0 and part.count == math.prod(part.shape)
-        known[bucket.buffer, part] = value = flat.view(part.shape) if whole else Piece(part.start, flat)
+        try:
+            flat = memory[part.offset : end].view(dtype)
+            value = flat.view(part.shape) if whole else Piece(part.start, flat)
+        except RuntimeError as error:  # a dtype that no memory is seen as
+            raise HandoverFailed(f"weights: {part.name} is said to be {part.dtype} {part.shape}: {error}") from error
+        known[bucket.buffer, part] = value
         found.append((part.name, value))
     if bucket.checksum is not None and checksum(memory[: _used(bucket)]) != bucket.checksum:
         names = ", ".join(sorted({part.name for part in bucket.parts})[:3])
@@ -231,27 +234,47 @@ def checksum(used: Tensor) -> int:
     return int((words ^ (places * -7046029254386353131)).mul_(places | 1).sum())
 
 
-def memory_name(name: str) -> str:
-    return f"vexact-weights-{name}"
-
-
 class HostMemory:
+    """An anonymous file, of a size that nobody can change.
+
+    tensor   its bytes
+    handle   what another process of this host opens it by, while this one has it
+    pin      for a GPU: copies to and from it are several times as fast; slow ones are right too
+    """
+
     def __init__(self, file: int, size: int, keep: bool, pin: bool):
+        self.handle = _FILE.pack(os.getpid(), file)
         self._file = file if keep else None
         self._map = mmap.mmap(file, size)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self._pinned = False
-        if pin:  # copies to and from a GPU are several times as fast; slow ones are right too
+        if pin:
             self._pinned = int(torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), size, 0)) == 0
         self._pointer = self.tensor.data_ptr()
 
     @classmethod
-    def of(cls, handle: bytes, name: str, size: int, pin: bool) -> "HostMemory":
-        pid, number = struct.unpack("<qq", handle)
+    def made(cls, name: str, size: int, pin: bool = False) -> "HostMemory":
+        """HandoverFailed where there is no room."""
+        file = os.memfd_create(f"{_PREFIX}{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            with no_room(size, "a bucket"):
+                os.posix_fallocate(file, 0, size)
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
+            return cls(file, size, keep=True, pin=pin)
+        except BaseException:
+            os.close(file)
+            raise
+
+    @classmethod
+    def opened(cls, handle: bytes, name: str, size: int, pin: bool = False) -> "HostMemory":
+        """What another process has made. HandoverFailed where it cannot be had, or is something else."""
+        if len(handle) != _FILE.size:
+            raise HandoverFailed(f"weights: a handle of shared memory has {len(handle)} bytes, expected {_FILE.size}")
+        pid, number = _FILE.unpack(handle)
         path = f"/proc/{pid}/fd/{number}"
         try:
             found = os.readlink(path)
-            if found != f"/memfd:{name} (deleted)":  # a number of another host, or another PID namespace
+            if found != f"/memfd:{_PREFIX}{name} (deleted)":  # a number of another host, or another PID namespace
                 raise FileNotFoundError(errno.ENOENT, f"it is {found}")
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -263,6 +286,8 @@ class HostMemory:
             found = os.fstat(file).st_size
             if found != size:
                 raise HandoverFailed(f"weights: shared memory of process {pid} has {found} bytes, expected {size}")
+            if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                raise HandoverFailed(f"weights: shared memory of process {pid} is not sealed: its size could change")
             return cls(file, size, keep=False, pin=pin)
         finally:
             os.close(file)
@@ -295,6 +320,9 @@ class _CudaMemory:
     @classmethod
     def opened(cls, handle: bytes, size: int, device: torch.device) -> "_CudaMemory":
         pointer = ctypes.c_uint64()
+        if len(handle) != ctypes.sizeof(_Handle):
+            wanted = ctypes.sizeof(_Handle)
+            raise HandoverFailed(f"weights: CUDA IPC: a handle has {len(handle)} bytes, expected {wanted}")
         why = (
             "the memory of another process cannot be opened: containers need the right to trace (--cap-add=SYS_PTRACE, "
             "--ipc=host), and both processes must see the GPU"

@@ -21,6 +21,7 @@ all that lies in the sender's memory, which may be gone when one that has stalle
 
 import os
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
@@ -33,14 +34,22 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"weights: not installed: {error.name}. Run: {pip_line('handover')}") from error
 
 VERSION = 6
+LARGEST_VERSION = 2**53 - 1  # of weights: see session.check_version
+
+# What is read is checked against these; nothing else comes out of `decode`.
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+Place = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+WeightVersion = Annotated[int, msgspec.Meta(ge=1, le=LARGEST_VERSION)]
+Handles = Annotated[list[bytes], msgspec.Meta(min_length=1, max_length=64)]
+Name = Annotated[str, msgspec.Meta(max_length=1000)]
 
 
 class Peer(msgspec.Struct, frozen=True):
     """A process of this host. Numbers of processes are used again, so its start belongs to it."""
 
-    pid: int
-    started: int
-    name: str
+    pid: Count
+    started: Place
+    name: Name
 
     @classmethod
     def self(cls, role: str) -> "Peer":
@@ -65,11 +74,11 @@ class Part(msgspec.Struct, array_like=True, frozen=True):
     """Elements of a tensor that lie in a bucket: `count` from the tensor's `start`-th on, at byte `offset`."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[Place, ...]
     dtype: str
-    start: int
-    count: int
-    offset: int
+    start: Place
+    count: Count
+    offset: Place
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -78,7 +87,7 @@ class Hello(msgspec.Struct, tag=True):
     version: int
     peer: Peer
     numerics: dict
-    weight_version: int | None = None
+    weight_version: WeightVersion | None = None
 
 
 class Welcome(msgspec.Struct, tag=True):
@@ -100,11 +109,11 @@ class Refused(msgspec.Struct, tag=True):
 class Offer(msgspec.Struct, tag=True):
     """Buffers of `size` bytes each, and how to open them: see buffers.py. One that was opened before is named alone."""
 
-    kind: str
-    name: str
-    size: int
-    handles: list[bytes]
-    gpu: str
+    kind: Name
+    name: Name
+    size: Count
+    handles: Handles
+    gpu: Name
 
 
 class Opened(msgspec.Struct, tag=True):
@@ -164,9 +173,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes, peer: str) -> Message:
+    """HandoverFailed for what is no message."""
     try:
         return _decoder.decode(data)
-    except msgspec.DecodeError as error:
+    except Exception as error:  # text that is no UTF-8 and nesting without an end raise other kinds than msgspec's
         raise HandoverFailed(f"weights: {peer} sent what is no message of version {VERSION}: {error}") from error
 
 

@@ -11,6 +11,17 @@ from .messages import Part, dtype_name, dtype_of
 ALIGN = 16  # bytes: every part of a bucket begins at a multiple
 
 
+def check_whole(name: str, tensor: object, op: str = "weights") -> None:
+    """TypeError unless it is a tensor whose elements are all here."""
+    if hasattr(tensor, "full_tensor"):
+        raise TypeError(f"{op}: {name} is sharded (a DTensor), expected a whole tensor: give its full_tensor()")
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: {name} is a {type(tensor).__name__}, expected a dense tensor")
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        got = "a meta tensor" if tensor.is_meta else f"a tensor of layout {tensor.layout}"
+        raise TypeError(f"{op}: {name} is {got}, expected a dense tensor")
+
+
 @torch.no_grad()
 def pack(items: Iterable[tuple[str, Tensor]], buckets: Iterator[Tensor]) -> Iterator[tuple[Tensor, list[Part]]]:
     """Fill bucket after bucket, in the tensors' own dtypes: the bytes of each that are in use, and what lies there.

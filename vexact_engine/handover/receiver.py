@@ -6,7 +6,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -22,6 +21,8 @@ from .session import Reading
 log = logging.getLogger(__name__)
 
 __all__ = ["MODES", "WeightReceiver"]
+
+_AT_ONCE = 1000  # messages that are heard before anything else is done
 
 
 class Intake(Protocol):
@@ -56,7 +57,8 @@ class _NotBegun(Exception):
 class WeightReceiver:
     """Takes weights for an engine, set by set. One thread at a time calls it. A context manager.
 
-    address   where a WeightSender finds it: a new one by default, in a folder of this user's alone
+    address   where a WeightSender finds it: a new one by default, in a folder of this user's alone. Of a file
+              (ipc://PATH): FileExistsError where that is no socket, OSError where another receiver listens at it
     mode      "in_place": tensors are written as they come, and nothing is computed from the first to the last. After a
               failure in between the engine has no weights: requests end with WeightsTorn until a whole set has come.
               "staged": the set waits in a second copy, and is put in place between two steps once it is whole; whatever
@@ -80,12 +82,14 @@ class WeightReceiver:
         if not timeout > 0:
             raise ValueError(f"WeightReceiver: timeout: got {timeout!r}, expected seconds above 0")
         self.engine, self.mode, self.timeout = engine, mode, timeout
-        self.address = address or protocol.new_address()
-        self._intake = engine.intake(mode, staging)
         self._me = m.Peer.self("the engine")
-        self._socket = protocol.zmq.Context.instance().socket(protocol.zmq.ROUTER)
-        self._socket.linger = 1000
-        self._socket.bind(self.address)
+        self._listener = protocol.Listener(address)
+        self.address, self._socket = self._listener.address, self._listener.socket
+        try:
+            self._intake = engine.intake(mode, staging)
+        except BaseException:
+            self._listener.close()
+            raise
         self._poller = protocol.zmq.Poller()
         self._poller.register(self._socket, protocol.zmq.POLLIN)
         self._owner: m.Peer | None = None  # whose memory it is that is open here
@@ -93,8 +97,8 @@ class WeightReceiver:
         self._owner_at = b""  # the socket that it was last heard at
         self._taken: deque[tuple[int, Reading]] = deque()  # buckets that are being read
         self._waiting: dict[bytes, m.Hello] = {}  # who has something to send, by socket
-        self._early: deque[tuple[bytes, m.Message]] = deque()  # what they said before they were asked to
-        self._skipped = ""  # why the last of them broke off
+        self._early: deque[tuple[bytes, m.Message]] = deque(maxlen=_AT_ONCE)  # what they said before they were asked
+        self._skipped, self._dropped = "", 0  # why the last of them broke off; what was no message
         self._using, self._ending = threading.Lock(), threading.Lock()
         self._closed = False
 
@@ -152,6 +156,7 @@ class WeightReceiver:
             self._post(sender, m.Done(version))
             return version
         finally:
+            self._early.clear()
             self._say_goodbye()
 
     def _give_up(self, error: BaseException) -> str:
@@ -173,15 +178,14 @@ class WeightReceiver:
             if self._closed:
                 return
             self._closed = True
-            with self._using:  # a socket that is closed under the thread that uses it ends the process
-                while self._socket.poll(0):
-                    with contextlib.suppress(HandoverFailed):  # what is no message
-                        self._hear()
+            # A socket that is closed under the thread that uses it ends the process.
+            with self._using, contextlib.closing(self._listener):
+                for _ in range(_AT_ONCE):
+                    if not self._socket.poll(0):
+                        break
+                    self._hear()
                 self._say_goodbye()
                 self._let_go()
-                self._socket.close()
-            if self.address.startswith("ipc://"):
-                Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def __enter__(self) -> "WeightReceiver":
         return self
@@ -198,18 +202,12 @@ class WeightReceiver:
         """The first that has something to send, once all has been heard that was said by now: of one process the
         newest, for it may have given up and come again while nobody listened here."""
         while True:
-            if self._closed:
-                raise HandoverFailed("weights: the receiver is closed")
-            if self._socket.poll(0 if self._waiting else protocol.POLL):
-                sender, message = self._hear()
-                if isinstance(message, m.Cancel) and self._waiting.pop(sender, None):
-                    self._skip(message.reason)
-                elif isinstance(message, m.Hello):
-                    self._waiting[sender] = message
-                elif sender in self._waiting:
-                    self._early.append((sender, message))
-                self._say_goodbye()
-                continue
+            for _ in range(_AT_ONCE):  # somebody may talk without an end
+                if self._closed:
+                    raise HandoverFailed("weights: the receiver is closed")
+                if not self._socket.poll(0 if self._waiting else protocol.POLL):
+                    break
+                self._note(*self._hear())
             for hello in [hello for hello in self._waiting.values() if hello.peer.alive]:
                 sender = [by for by, other in self._waiting.items() if other.peer == hello.peer][-1]
                 return sender, self._waiting.pop(sender)
@@ -218,21 +216,33 @@ class WeightReceiver:
                 said = f"weights: no sender came within {timeout:g} s"
                 raise TimeoutError(f"{said}, but one that broke off: {self._skipped}" if self._skipped else said)
 
+    def _note(self, sender: bytes, message: m.Message | None) -> None:
+        """Of somebody whose set is not under way."""
+        if isinstance(message, m.Cancel) and self._waiting.pop(sender, None):
+            self._skip(message.reason)
+        elif isinstance(message, m.Hello):
+            self._waiting[sender] = message
+        elif sender in self._waiting and message is not None:
+            self._early.append((sender, message))
+        self._say_goodbye()
+
     def _skip(self, reason: str) -> None:
         """A set that was broken off before any of it came: the sender knows, and the engine has lost nothing."""
         self._skipped = reason
         log.warning("weights: skipped a set that its sender broke off before it began: %s", reason)
 
-    def _hear(self, sender: bytes = b"", name: str = "") -> tuple[bytes, m.Message]:
-        """A message, and who said it. HandoverFailed where it is none, unless another one than this sender says it."""
+    def _hear(self, sender: bytes = b"", name: str = "") -> tuple[bytes, m.Message | None]:
+        """A message, and who said it. What is none is dropped, but for this sender's: HandoverFailed."""
         by, *parts = self._socket.recv_multipart()
         try:
-            message = m.decode(b"".join(parts), name if by == sender else "a sender")
+            message = m.decode(b"".join(parts), name if by == sender else "a stranger")
         except HandoverFailed as error:
-            if by == sender or not sender:
+            if by == sender:
                 raise
-            log.warning("%s", error)
-            return by, m.Gone()
+            self._dropped += 1
+            if self._dropped.bit_count() == 1:  # the first, and then each time that they are twice as many
+                log.warning("%s: dropped, %d of them by now", error, self._dropped)
+            return by, None
         if isinstance(message, m.Bye):
             self._leaving.append((by, message.peer))
         return by, message
@@ -252,16 +262,18 @@ class WeightReceiver:
             by, message = self._early.popleft()
             if by == sender:
                 return message
+        wait = protocol.Wait(peer, self.timeout, "the next message", lambda: self._closed)
         while True:
             while self._taken and (self._taken[0][1].done or not self._socket.poll(0)):
                 self._acknowledge(sender)
             while self._waiting and not self._socket.poll(0):
                 other = self._waiting.popitem()[0]
                 self._post(other, m.Refused(f"weights: refused: {peer.name} is sending its own at the moment"))
-            protocol.wait(self._poller, peer, self.timeout, "the next message", lambda: self._closed)
+            wait.until_heard(self._poller)
             by, message = self._hear(sender, peer.name)
             if by == sender:
                 return message
+            wait.heard_another()
             if isinstance(message, m.Hello):
                 self._waiting[by] = message
             elif isinstance(message, m.Cancel):
@@ -271,7 +283,10 @@ class WeightReceiver:
         if hello.version != m.VERSION:
             versions = f"the sender's version is {hello.version}, the receiver's {m.VERSION}"
             return f"weights: refused: protocol: {versions}"
-        differ = vx.numerics_difference(hello.numerics, self.engine.numerics(), forward=True)
+        try:
+            differ = vx.numerics_difference(hello.numerics, self.engine.numerics(), forward=True)
+        except (TypeError, RecursionError) as error:
+            return f"weights: refused: numerics: {error}"
         if differ:
             found = "; ".join(f"{w}: the trainer has {a!r}, the engine {b!r}" for w, (a, b) in differ.items())
             return f"weights: refused: numerics: {found}"

@@ -1,7 +1,6 @@
 """The trainer's end of a hand-over of weights: to an engine in another process of this host."""
 
 import logging
-import time
 from collections import deque
 from collections.abc import AsyncIterable, Iterable, Mapping
 
@@ -14,6 +13,8 @@ from ..errors import HandoverFailed, PeerLost
 from . import messages as m
 from . import protocol
 from .buffers import CUDA, HOST, Buffers, checksum, gpu_name, gpu_named
+from .packing import check_whole
+from .session import check_version
 from .threads import half_the_threads
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class WeightSender:
 
         tensors   dense, on any device, of the receiver's shapes. Of another floating type they are rounded to the
                   receiver's, to nearest even, as FSDP2 casts its masters
-        version   the weight_version that they will be, 1 or more; None: one more than the engine's
+        version   the weight_version that they will be, 1 to 2^53 - 1; None: one more than the engine's
         returns   the engine's new weight_version, once it computes with them
         raises    HandoverFailed, PeerLost: why, and what the engine has now; ValueError, TypeError: a tensor that
                   does not fit. What the iterator raises goes on to the caller; the receiver is told
@@ -156,8 +157,9 @@ class WeightSender:
 
     def _answer(self, what: str, *kinds: type):
         peer, message = self._receiver, m.Gone()
+        wait = protocol.Wait(peer, self.timeout, what)
         while isinstance(message, m.Gone):  # it let go when another sender came: it opens again what it is offered
-            protocol.wait(self._poller, peer, self.timeout, what)
+            wait.until_heard(self._poller)
             message = m.decode(self._socket.recv(), "the receiver" if peer is None else peer.name)
         if isinstance(message, m.Refused | m.Failed):
             raise HandoverFailed(message.reason)
@@ -166,11 +168,11 @@ class WeightSender:
         return message
 
     def _await_gone(self) -> None:
-        peer, end = self._receiver, time.monotonic() + _GOODBYE
+        peer, gone = self._receiver, False
+        wait = protocol.Wait(peer, _GOODBYE, "that it lets go of the buckets")
         try:
-            gone = False
             while not gone:
-                protocol.wait(self._poller, peer, max(0.0, end - time.monotonic()), "that it lets go of the buckets")
+                wait.until_heard(self._poller)
                 gone = isinstance(m.decode(self._socket.recv(), "the receiver"), m.Gone)
         except PeerLost as error:
             if peer is None or peer.alive:
@@ -229,8 +231,7 @@ class _Session:
     """One set of weights."""
 
     def __init__(self, sender: WeightSender, version: int | None):
-        if version is not None and (not isinstance(version, int) or isinstance(version, bool) or version < 1):
-            raise ValueError(f"WeightSender: version: got {version!r}, expected None, or a number from 1 on")
+        check_version("WeightSender", version)
         self.sender, self.version = sender, version
         self.ended = self.finished = False
         self.welcome: m.Welcome | None = None
@@ -285,11 +286,7 @@ class _Session:
         self.sent.add(name)
 
     def _check(self, name: str, tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
-            got = f"a {type(tensor).__name__}" if not isinstance(tensor, Tensor) else f"one of {tensor.layout} on meta"
-            raise TypeError(f"weights: {name} is {got}, expected a dense tensor")
-        if hasattr(tensor, "full_tensor"):
-            raise TypeError(f"weights: {name} is sharded, expected a whole tensor: give its full_tensor()")
+        check_whole(name, tensor)
         if name not in self.manifest:
             raise ValueError(f"weights: unknown: {name} is none of the engine's {len(self.manifest)} tensors")
         shape, dtype = self.manifest[name]

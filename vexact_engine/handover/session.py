@@ -209,6 +209,13 @@ class WeightUpdate:
             self._lock.release()
 
 
+def check_version(op: str, version: object) -> None:
+    """ValueError unless weights can have it: None, or 1 to what a number of JSON can be."""
+    whole = isinstance(version, int) and not isinstance(version, bool)
+    if version is not None and not (whole and 1 <= version < 2**53):
+        raise ValueError(f"{op}: version: got {version!r}, expected None, or 1 to {2**53 - 1}")
+
+
 def check_numerics(given: Mapping[str, object] | None, own: Mapping, device: str) -> None:
     """TypeError or ValueError unless a trainer's numerics are those of an engine on that kind of device, gradients
     aside."""
