@@ -546,7 +546,7 @@ def waiting(in_flight):
             return now[0] >= self.end
 
     loop._changed, loop._closing, loop._inbox, loop._mail, loop._typical = Changed(), False, deque(), {}, {}
-    loop._pending = [None] * in_flight
+    loop._pending, loop._aborts = [None] * in_flight, deque()
     return loop, now, Step
 
 

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 PAUSES = ("abort", "wait", "keep")
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 5e-3  # seconds between two looks at a plan in flight
 _LONGEST_WAIT = 0.05  # seconds that a wait is taken to need at most
+GRACE_SECONDS = 15.0  # for a step to end after close(), in other processes
 _JOIN_SECONDS = 10  # for a thread whose engine is collected; close() and the end of the process wait for the step
 
 
@@ -72,6 +73,9 @@ class Worker(Protocol):
     def launch(self, plan: StepPlan) -> Pending:
         """Begin to compute a plan, behind those launched before."""
 
+    def interrupt(self) -> None:
+        """From another thread, at the end: what it waits for in other processes does not come any more."""
+
     def close(self) -> None: ...
 
 
@@ -100,6 +104,18 @@ class _Command(NamedTuple):
     alone: bool
 
 
+class _Abort(NamedTuple):
+    """Requests that are to end, whatever else the inbox holds: what a wait is limited by does not wait itself.
+
+    name    or one that is known by its name
+    after   how many commands had been posted before: with those, what it is about is known
+    """
+
+    tickets: Sequence[Ticket]
+    name: str | None
+    after: int
+
+
 class Loop:
     """One thread, from the constructor to `close`.
 
@@ -117,6 +133,8 @@ class Loop:
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._inbox: deque[_Command] = deque()
+        self._aborts: deque[_Abort] = deque()
+        self._posted = self._taken = 0  # commands, into the inbox and out of it
         self._deferred: list[tuple[Callable[[], bool], _Command]] = []
         self._pending: deque[tuple[StepPlan, Pending]] = deque()  # in flight
         self._alone = threading.RLock()  # held by whoever does what wants nothing in flight
@@ -189,15 +207,19 @@ class Loop:
     def abort(self, tickets: Sequence[Ticket]) -> None:
         """Nobody waits for these any more. Does nothing once closed."""
         left = [ticket for ticket in tickets if not ticket.done]
-        if left and os.getpid() == self._pid:
-            self._post(_Command(lambda: [self._abort(ticket) for ticket in left], _ignore, alone=False), quietly=True)
+        if left:
+            self._post_abort(left)
 
     def abort_named(self, name: str) -> None:
-        def find() -> None:
-            if name in self._names:
-                self._abort(self._names[name])
+        self._post_abort([], name)
 
-        self._post(_Command(find, _ignore, alone=False), quietly=True)
+    def _post_abort(self, tickets: Sequence[Ticket], name: str | None = None) -> None:
+        if os.getpid() != self._pid:
+            return
+        with self._changed:
+            if not self._closing:
+                self._aborts.append(_Abort(tickets, name, self._posted))
+                self._changed.notify()
 
     def call(self, function: Callable[[], object], when: Callable[[], bool] | None = None):
         """What `function` returns or raises, called in the thread while nothing is in flight; once `when()` holds
@@ -305,19 +327,20 @@ class Loop:
         with self._changed:
             self._closing = True
             self._changed.notify()
-        if threading.current_thread() is not self._thread and threading.get_ident() != self._aside:
+        if threading.current_thread() is self._thread or threading.get_ident() == self._aside:
+            return
+        self._thread.join(GRACE_SECONDS if timeout is None else timeout)
+        worker = getattr(self, "worker", None)
+        if self._thread.is_alive() and worker is not None:
+            worker.interrupt()
             self._thread.join(timeout)
 
-    def _post(self, command: _Command, quietly: bool = False) -> None:
-        if not quietly:
-            self.check_open()
-        elif os.getpid() != self._pid:
-            return
+    def _post(self, command: _Command) -> None:
+        self.check_open()
         with self._changed:
             if self._closing:
-                if quietly:
-                    return
                 self.check_open()
+            self._posted += 1
             self._inbox.append(command)
             self._changed.notify()
 
@@ -345,14 +368,33 @@ class Loop:
     def _obey(self) -> bool:
         """Wait until there is something to do, do what the inbox holds. False at the end."""
         with self._changed:
-            while not (self._inbox or self._closing or self._pending or self._launched or self._may_schedule()):
+            while not (
+                self._inbox or self._aborts or self._closing or self._pending or self._launched or self._may_schedule()
+            ):
                 self._changed.wait()
         for _ in range(len(self._inbox)):  # what comes meanwhile is for the next turn, lest no step is ever run
             if self._inbox and not self._closing:
-                self._do(self._inbox.popleft())
+                self._do(self._next())
+        self._do_aborts()
         self._do_deferred()
         self._flush()
         return not self._closing
+
+    def _next(self) -> _Command:
+        self._do_aborts()
+        self._taken += 1
+        return self._inbox.popleft()
+
+    def _do_aborts(self) -> None:
+        """Of requests that are known by now; others may stand in the inbox yet."""
+        for _ in range(len(self._aborts)):
+            abort = self._aborts.popleft()
+            named = None if abort.name is None else self._names.get(abort.name)
+            for ticket in abort.tickets if named is None else [named]:
+                if self._names.get(ticket.request.id) is ticket:
+                    self._abort(ticket)
+            if named is None and self._taken < abort.after:
+                self._aborts.append(abort)
 
     def _may_schedule(self) -> bool:
         stopped = self.updating or self.asleep or self.missing or self._stopped_by in ("abort", "keep")
@@ -469,13 +511,14 @@ class Loop:
         begin, typical = time.perf_counter(), self._typical.get(size, 0.0)
         pause, taken = 0.75 * typical, 0.0
         while not _is_ready(pending):
+            self._do_aborts()
             with self._changed:
-                if self._closing or (self._inbox and self._inbox[0].alone):
-                    return  # these are done once nothing is in flight
-                if not self._inbox:
+                if self._closing:
+                    return
+                if not self._inbox or self._inbox[0].alone:  # that is done once nothing is in flight
                     self._changed.wait(pause)
             while self._inbox and not self._inbox[0].alone:
-                self._inbox.popleft().run()
+                self._next().run()
             self._flush()
             taken = time.perf_counter() - begin
             late = max(typical, taken) / (16 if len(self._pending) > 1 else 128)  # somebody waits, and so does a device
@@ -613,10 +656,6 @@ def _is_ready(pending: Pending) -> bool:
         return pending.ready()
     except Exception:  # a device that has failed: wait() will say so
         return True
-
-
-def _ignore(error: BaseException) -> None:
-    """Nobody is to be told."""
 
 
 def _call_all(calls: list) -> None:

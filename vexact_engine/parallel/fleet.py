@@ -1,18 +1,19 @@
 """One update of the weights of all replicas: who still takes part in it, and what becomes of those that do not."""
 
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import ReplicaDied, UpdateIncomplete
+from . import limits
+from . import messages as m
 from .front import Front
-from .jobs import Replica
+from .jobs import Answer, Replica
 
 
 class FleetUpdate:
-    """Begun on all replicas, or on none.
+    """Begun on all replicas, or on none, but for those that stand still.
 
-    writing   those that take part; one that fails on the way is left out from there on
+    writing   those that take part; one that fails on the way, or stands still, is left out from there on
     version   what the weights will be; None: one more than now
     raises    what a replica refuses with
     """
@@ -20,18 +21,25 @@ class FleetUpdate:
     def __init__(self, front: Front, version: int | None = None, **arguments: Any):
         self._front, self.version = front, front.weight_version + 1 if version is None else version
         self._failed: dict[int, BaseException] = {}
-        begun = front.ask("begin_update", version=self.version, **arguments)
+        still = {r.index: TimeoutError(f"{r} stands still") for r in front.alive() if r.still_for > limits.ANSWER}
+        asked = [replica for replica in front.alive() if replica.index not in still]
+        begun = still | front.ask("begin_update", asked, version=self.version, **arguments)
         self.writing: dict[int, Replica] = {i: front.replicas[i] for i, answer in begun.items() if answer is None}
-        refusals = [e for e in begun.values() if e is not None and not isinstance(e, ReplicaDied)]
+        refusals = [e for e in begun.values() if e is not None and not isinstance(e, ReplicaDied | TimeoutError)]
+        late = {i: e for i, e in begun.items() if isinstance(e, TimeoutError)}
         if refusals or not self.writing:
             self.give_up()
-            raise next(iter(refusals), front.nobody())
+            self._give_up_late(late.keys() - still.keys())
+            raise next(iter([*refusals, *late.values()]), front.nobody())
+        self._failed |= late
+        front.leave_out(late)
+        self._give_up_late(late.keys() - still.keys())
 
     def ask(self, what: str, **arguments: Any) -> dict[int, Any]:
         return self._front.ask(what, list(self.writing.values()), **arguments)
 
-    def heard(self, futures: Mapping[int, Future]) -> None:
-        self.take(self._front.gather(futures))
+    def heard(self, answers: Mapping[int, Answer]) -> None:
+        self.take(self._front.gather(answers, limits.ANSWER))
 
     def take(self, answers: Mapping[int, Any]) -> None:
         """Those that failed write no more, and get no requests. Where all have failed that is raised, and what each of
@@ -43,7 +51,9 @@ class FleetUpdate:
             self._failed[index] = error
             self._front.leave_out([index])
             replica = self.writing.pop(index)
-            if not isinstance(error, ReplicaDied):  # its successor, if it has one, has begun nothing
+            if isinstance(error, TimeoutError):
+                self._give_up_late([index])
+            elif not isinstance(error, ReplicaDied):  # its successor, if it has one, has begun nothing
                 self._give_up({index: replica})
 
     def finish(self) -> int:
@@ -62,6 +72,11 @@ class FleetUpdate:
     def give_up(self) -> bool:
         """Nothing more comes. Whether what some had before is gone."""
         return self._give_up(self.writing)
+
+    def _give_up_late(self, late: Iterable[int]) -> None:
+        """They are told, for when they go on."""
+        for index in late:
+            self._front.send(self._front.replicas[index], "give up", lambda key: m.Do(key, "give_up_update", {}))
 
     def _give_up(self, replicas: Mapping[int, Replica]) -> bool:
         if not replicas or self._front.closed:

@@ -3,6 +3,10 @@
 One thread reads what the replicas say. All state is behind one lock, which is never held while anybody waits: what goes
 out is put into a channel's outbox. A replica is gone once its channel ends; its requests are then begun again at
 another one, from their seeds or, where somebody has got tokens of theirs already, from these tokens.
+
+A replica may also stand still: its process is stopped, or its device does not come back. Nobody waits for one without a
+limit. An aborted request ends with what is known of it here, once the replica has had a moment to say what it has; an
+update goes on without a replica that does not answer; and until it has said all that it owes it gets no requests.
 """
 
 import contextlib
@@ -13,7 +17,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import Any
 
@@ -22,14 +25,14 @@ import vexact_ops as vx
 from ..errors import EngineClosed, EngineForked, ReplicaDied, WeightsMissing
 from ..outputs import Call, Increment
 from ..request import Completion, refused
+from . import limits
 from . import messages as m
-from .jobs import NO_LOAD, Channel, Job, Replica
+from .jobs import NO_LOAD, Answer, Channel, Job, Replica
 from .router import Router, chain
 
 log = logging.getLogger(__name__)
 
 MOST_DEATHS = 3  # replicas that may die with a request before it is thought to be the reason
-_CLOSE_SECONDS = 30.0  # for a replica to end what it does
 
 
 class Front:
@@ -48,7 +51,8 @@ class Front:
         self.paused, self.asleep = False, False  # what a replica that is started again has to be told
         self._updating = False
         self._names: dict[str, Job] = {}
-        self._homeless: dict[int, Job] = {}  # until a replica is there
+        self._homeless: dict[int, Job] = {}  # until a replica is there that takes them
+        self._aborting: dict[int, Job] = {}
         self._keys = iter(range(1 << 62))
         self._mail: dict[Any, list[tuple[Callable, Any]]] = {}
         self._closing = self._closed = False
@@ -157,11 +161,13 @@ class Front:
             job = self._names.get(name)
             if job is None:
                 return
-            if job.replica is not None:
-                job.aborting = True
+            if job.replica is not None and job.abort_by is None:
                 job.replica.channel.send(m.Abort(job.key))
-            else:
-                self._complete(job, job.aborted(self.weight_version))
+                job.abort_by = time.monotonic() + limits.ABORT
+                self._aborting[job.key] = job
+                self._wake()
+            if job.replica is None or job.replica.owes:
+                self._complete_here(job)
             self._flush()
 
     def mail(self, asyncio_loop, call: Callable, item) -> None:
@@ -169,29 +175,63 @@ class Front:
         self._mail.setdefault(asyncio_loop, []).append((call, item))
 
     def ask(self, what: str, among: Sequence[Replica] | None = None, **arguments: Any) -> dict[int, Any]:
-        """What each replica answers, or the exception that it raises; ReplicaDied for one that dies meanwhile."""
+        """What each replica answers, or the exception that it raises; ReplicaDied for one that dies meanwhile,
+        TimeoutError for one that stands still."""
         with self._lock:
             self.check_open()
             among = self.alive() if among is None else among
-            futures = {r.index: self.send(r, lambda key: m.Do(key, what, arguments)) for r in among}
-        return self.gather(futures)
+            answers = {r.index: self.send(r, what, lambda key: m.Do(key, what, arguments)) for r in among}
+        return self.gather(answers, limits.of(what, arguments))
 
-    def send(self, replica: Replica, make: Callable[[int], m.ToReplica]) -> Future:
+    def send(self, replica: Replica, what: str, make: Callable[[int], m.ToReplica]) -> Answer:
         """Something that is answered."""
         with self._lock:
-            answer: Future = Future()
+            key = next(self._keys)
+            answer = Answer(what, replica, None if replica.channel is None else key)
             if replica.channel is None:
                 answer.set_exception(ReplicaDied(f"{replica} {replica.reason}"))
-                return answer
-            key = next(self._keys)
-            replica.answers[key] = answer
-            replica.channel.send(make(key))
+            else:
+                replica.answers[key] = answer
+                replica.channel.send(make(key))
             return answer
 
-    @staticmethod
-    def gather(futures: Mapping[int, Future]) -> dict[int, Any]:
-        wait_for(futures.values())
-        return {index: f.exception() or f.result() for index, f in futures.items()}
+    def gather(self, answers: Mapping[int, Answer], seconds: float | None) -> dict[int, Any]:
+        """What they are, or exceptions; TimeoutError for what does not come within so many seconds. Those that a
+        replica has stood still for by now are among them."""
+        ends = {i: None if seconds is None else self._patience(a, seconds) for i, a in answers.items()}
+        return {index: self._answered(answer, ends[index], seconds) for index, answer in answers.items()}
+
+    def _patience(self, answer: Answer, seconds: float) -> float:
+        """Until when."""
+        with self._lock:
+            return time.monotonic() + seconds - answer.replica.still_for
+
+    def _answered(self, answer: Answer, end: float | None, seconds: float | None) -> Any:
+        wait_for([answer], None if end is None else max(0.0, end - time.monotonic()))
+        with self._lock:
+            if answer.done():
+                return answer.exception() or answer.result()
+            since = seconds or 0.0
+            answer.replica.owes[answer.key] = time.monotonic() - since
+            text = f"{answer.replica} stands still: no answer to {answer.what} within {since:g} s"
+        log.warning("%s", text)
+        return TimeoutError(text)
+
+    def note_stats(self) -> None:
+        """What all have counted, of those that stand still as last heard of."""
+        with self._lock:
+            self.check_open()
+            for replica in self.alive():  # who has not answered yet is not asked again
+                if replica.stats_answer is None or replica.stats_answer.done():
+                    replica.stats_answer = self.send(replica, "stats", lambda key: m.Do(key, "stats", {}))
+            asked = {r.index: r.stats_answer for r in self.replicas if r.stats_answer is not None}
+        wait_for(asked.values(), limits.STATS)
+        with self._lock:
+            for index, answer in asked.items():
+                if not answer.done():
+                    answer.replica.owes.setdefault(answer.key, time.monotonic() - limits.STATS)
+                elif answer.exception() is None and self.replicas[index].channel is not None:
+                    self.replicas[index].stats = dict(answer.result())
 
     def alive(self) -> list[Replica]:
         return [replica for replica in self.replicas if replica.ready]
@@ -246,6 +286,10 @@ class Front:
             else:
                 self._fail(job, self.nobody())
             return
+        usable = [index for index in usable if not self.replicas[index].owes]
+        if not usable:  # all stand still: it waits here, where whoever has sent it can take it back
+            self._homeless[job.key] = job
+            return
         replica = self.replicas[self.router.choose(job.pages, usable)]
         self.router.begin(replica.index, job.pages, job.params.n)
         job.replica = replica
@@ -271,8 +315,8 @@ class Front:
             job = replica.jobs[key]
             self._leave(job)
             job.key = next(self._keys)  # what the old one still says is about nobody
-            if job.aborting:
-                self._complete(job, job.aborted(self.weight_version))
+            if job.abort_by is not None:
+                self._complete_here(job)
             else:
                 self._place(job)
 
@@ -284,8 +328,13 @@ class Front:
     def _forget(self, job: Job) -> None:
         self._leave(job)
         self._homeless.pop(job.key, None)
+        self._aborting.pop(job.key, None)
         if self._names.get(job.name) is job:
             del self._names[job.name]
+
+    def _complete_here(self, job: Job) -> None:
+        """Aborted, with what is known of it here."""
+        self._complete(job, job.aborted(self.weight_version))
 
     def _complete(self, job: Job, completions: Iterable[Completion]) -> None:
         """These, and with them the request."""
@@ -319,7 +368,11 @@ class Front:
     def _read(self) -> None:
         try:
             while not self._closed:
-                for entry, _ in self._selector.select():
+                with self._lock:
+                    ends = [job.abort_by for job in self._aborting.values()]
+                left = max(0.0, min(ends) - time.monotonic()) if ends else None
+                come = self._selector.select(left)
+                for entry, _ in come:
                     if entry.data is None:
                         with contextlib.suppress(BlockingIOError):
                             self._wake_in.recv(4096)
@@ -338,6 +391,9 @@ class Front:
                         for message in said:
                             self._hear(replica, message)
                         self._flush()
+                with self._lock:  # after what has come, for this process may have stood still
+                    self._end_late()
+                    self._flush()
         except BaseException as error:
             log.critical("the thread that reads from replicas ends: a fault of its own", exc_info=True)
             with self._lock:
@@ -348,7 +404,24 @@ class Front:
                 self._end_all(error)
                 self._flush()
 
+    def _end_late(self) -> None:
+        """Aborted requests of which a replica has not said in time what they have."""
+        now = time.monotonic()
+        for job in [*self._aborting.values()]:
+            if job.abort_by <= now:
+                if not job.replica.owes:
+                    log.warning("%s stands still: it has not ended request %r", job.replica, job.name)
+                job.replica.owes[job.key] = now - limits.ABORT
+                self._complete_here(job)
+
+    def _no_longer_owes(self, replica: Replica, key: int) -> None:
+        if replica.owes.pop(key, None) is not None and not replica.owes:
+            log.warning("%s goes on", replica)
+            self._settle_homeless()
+
     def _hear(self, replica: Replica, message: m.ToFront) -> None:
+        if isinstance(message, m.Done | m.Answer):
+            self._no_longer_owes(replica, message.key)
         if isinstance(message, m.News):
             self._news(replica, message)
         elif isinstance(message, m.Done):
@@ -357,7 +430,7 @@ class Front:
                 return
             if message.failure is not None:
                 if self._closing and message.failure.kind == EngineClosed.__name__:  # it was not even begun
-                    self._complete(job, job.aborted(self.weight_version))
+                    self._complete_here(job)
                 else:
                     self._fail(job, m.exception(message.failure))
                 return
@@ -414,7 +487,8 @@ class Front:
                 self._flush()
 
         if self.paused and replica.starts > 1:
-            self.send(replica, lambda key: m.Do(key, "pause", {"mode": "keep"})).add_done_callback(ready)
+            pause = self.send(replica, "pause", lambda key: m.Do(key, "pause", {"mode": "keep"}))
+            pause.add_done_callback(ready)
         else:
             ready()
 
@@ -425,7 +499,8 @@ class Front:
         replica.ready = replica.fresh = False
         replica.reason = reason
         replica.past = add_counts(replica.past, replica.stats)
-        replica.stats, replica.load = {}, NO_LOAD
+        replica.stats, replica.load, replica.stats_answer = {}, NO_LOAD, None
+        replica.owes.clear()
         replica.channel.close()
         replica.channel = None
         answers, replica.answers = replica.answers, {}
@@ -476,7 +551,7 @@ class Front:
             for replica in self.replicas:
                 if replica.channel is not None:
                     replica.channel.send(m.Close())
-            end = time.monotonic() + _CLOSE_SECONDS
+            end = time.monotonic() + limits.CLOSE
             while self._reader.is_alive() and any(r.channel for r in self.replicas):
                 late = time.monotonic() >= end
                 for replica in self.replicas:  # one that makes its engine hears nothing before it has
@@ -502,7 +577,7 @@ class Front:
     def _end_all(self, error: BaseException | None) -> None:
         for job in [*self._names.values()]:
             if error is None:
-                self._complete(job, job.aborted(self.weight_version))
+                self._complete_here(job)
             else:
                 self._fail(job, EngineClosed(f"Replicas: the thread that reads from them has ended: {error!r}"))
 

@@ -1,15 +1,18 @@
 """A replica's side: an engine, and what its front asks of it.
 
-The front's messages come in one thread (`handle`); what may take long is done in threads of its own. What goes to the
-front is gathered in an outbox, which one more thread encodes and sends: the engine never waits for its front.
+The front's messages come in one thread (`handle`); what may take long is done in threads of its own, and all that an
+update of the weights consists of in one, in its order. What goes to the front is gathered in an outbox, which one more
+thread encodes and sends: the engine never waits for its front.
 """
 
+import functools
 import logging
 import os
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ from . import messages as m
 log = logging.getLogger(__name__)
 
 _LOOK = 0.2  # seconds between two looks at how much there is to do
+_ORDERED = {"begin_update", "finish_update", "give_up_update", "make_intake", "manifest", "let_go"}
 
 
 class Host:
@@ -45,8 +49,8 @@ class Host:
         self._intakes: dict[tuple[str, str | None], Intake] = {}
         self._taking: Intake | None = None
         self._memories: dict[int, Tensor] = {}
-        self._buckets: deque[m.Bucket] = deque()
-        self._writing = threading.Lock()
+        self._ordered: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        threading.Thread(target=self._do_in_order, name="vexact-replica-update", daemon=True).start()
         self._writer = threading.Thread(target=self._write, name="vexact-replica-out", daemon=True)
         self._writer.start()
         self._post(lambda: m.Ready(facts(engine)))
@@ -59,14 +63,14 @@ class Host:
             if ticket is not None:
                 self.engine.withdraw(ticket)
         elif isinstance(message, m.Bucket):
-            self._buckets.append(message)
-            self._start(self._write_bucket)
+            self._answer(message.key, lambda: self._write_bucket(message), ordered=True)
         elif isinstance(message, m.Open):
-            self._answer(message.key, lambda: self._taking.open(message.offer))
+            self._answer(message.key, lambda: self._taking.open(message.offer), ordered=True)
         elif isinstance(message, m.Take):
-            self._answer(message.key, lambda: self._take(message))
+            self._answer(message.key, lambda: self._take(message), ordered=True)
         elif isinstance(message, m.Do):
-            self._answer(message.key, lambda: getattr(self, f"do_{message.what}")(**message.arguments))
+            do = functools.partial(getattr(self, f"do_{message.what}"), **message.arguments)
+            self._answer(message.key, do, ordered=message.what in _ORDERED)
 
     def remember(self, key: int, memory: Tensor) -> None:
         """Memory that buckets lie in; the front keeps it as long as it speaks of it."""
@@ -127,11 +131,16 @@ class Host:
 
     # What the front has done, by name
 
-    def _answer(self, key: int, function: Callable[[], Any]) -> None:
-        self._start(lambda: self._call(key, function))
+    def _answer(self, key: int, function: Callable[[], Any], ordered: bool = False) -> None:
+        work = functools.partial(self._call, key, function)
+        if ordered:
+            self._ordered.put(work)
+        else:
+            threading.Thread(target=work, name="vexact-replica-call", daemon=True).start()
 
-    def _start(self, work: Callable[[], None]) -> None:
-        threading.Thread(target=work, name="vexact-replica-call", daemon=True).start()
+    def _do_in_order(self) -> None:
+        while True:
+            self._ordered.get()()
 
     def _call(self, key: int, function: Callable[[], Any]) -> None:
         try:
@@ -223,13 +232,8 @@ class Host:
             memory = torch.frombuffer(bytearray(message.payload), dtype=torch.uint8)
             self._taking.write(values(message.bucket, memory))
 
-    def _write_bucket(self) -> None:
-        """The oldest that has come, whichever thread this is: the pieces of a tensor follow each other."""
-        with self._writing:
-            bucket = self._buckets.popleft()
-            self._call(
-                bucket.key, lambda: self._update.write(values(weights.Bucket(0, bucket.parts), self._of(bucket)))
-            )
+    def _write_bucket(self, bucket: m.Bucket) -> None:
+        self._update.write(values(weights.Bucket(0, bucket.parts), self._of(bucket)))
 
     def _of(self, bucket: m.Bucket) -> Tensor:
         if bucket.memory is not None:

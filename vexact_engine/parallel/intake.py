@@ -13,6 +13,7 @@ from ..handover.buffers import Memories
 from ..handover.intake import check_mode
 from ..handover.messages import Bucket, Offer
 from ..handover.session import READ, Reading, check_numerics
+from . import limits
 from . import messages as m
 from .fleet import FleetUpdate
 from .front import Front
@@ -65,7 +66,7 @@ class FleetIntake:
             raise
 
     def open(self, offer: Offer) -> None:
-        answers = self._each(lambda index: functools.partial(m.Open, offer=offer))
+        answers = self._each("open memory", lambda index: functools.partial(m.Open, offer=offer))
         failed = {i: answer for i, answer in answers.items() if isinstance(answer, HandoverFailed)}
         channels = {i: self._update.writing[i].channel for i in failed}
         far = {i for i, channel in channels.items() if channel is not None and not channel.shares_memory}
@@ -80,15 +81,16 @@ class FleetIntake:
     def take(self, bucket: Bucket) -> Reading:
         payload = self._here.bytes(bucket) if self._remote & self._update.writing.keys() else None
         far = self._remote
-        self._update.take(
-            self._each(lambda i: functools.partial(m.Take, bucket=bucket, payload=payload if i in far else None))
-        )
+        take = functools.partial(m.Take, bucket=bucket)
+        answers = self._each("a bucket", lambda i: functools.partial(take, payload=payload if i in far else None))
+        self._update.take(answers)
         return READ
 
-    def _each(self, message: Callable[[int], Callable[[int], m.ToReplica]]) -> dict[int, Any]:
+    def _each(self, what: str, message: Callable[[int], Callable[[int], m.ToReplica]]) -> dict[int, Any]:
         """What those answer that take part."""
         writing = self._update.writing.items()
-        return self._front.gather({index: self._front.send(replica, message(index)) for index, replica in writing})
+        answers = {i: self._front.send(replica, what, message(i)) for i, replica in writing}
+        return self._front.gather(answers, limits.ANSWER)
 
     def finish(self) -> int:
         version = self._update.finish()

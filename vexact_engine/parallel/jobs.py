@@ -1,5 +1,6 @@
 """Requests and replicas, as their front knows them."""
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -11,6 +12,17 @@ from ..request import Begun, Completion
 from . import messages as m
 
 NO_LOAD = Load(0, 0, 0, 0, False)
+
+
+class Answer(Future):
+    """What a replica is to answer.
+
+    key   that it answers to; None where it is gone, and the answer is that
+    """
+
+    def __init__(self, what: str, replica: "Replica", key: int | None):
+        super().__init__()
+        self.what, self.replica, self.key = what, replica, key
 
 
 class Channel(Protocol):
@@ -36,7 +48,7 @@ class Job:
     completions  of the samples that are done
     replica      who computes it; None: nobody yet
     deaths       how many replicas have died with it
-    aborting     whether somebody has asked for its end
+    abort_by     when it ends with what is known of it here, since somebody has asked for its end; None: nobody has
     """
 
     def __init__(
@@ -51,7 +63,8 @@ class Job:
         self.begun = [Begun() for _ in range(params.n)] if listen is not None else None
         self.texts = [""] * params.n
         self.completions: list[Completion | None] = [None] * params.n
-        self.key, self.replica, self.deaths, self.aborting = -1, None, 0, False
+        self.key, self.replica, self.deaths = -1, None, 0
+        self.abort_by: float | None = None
         self.pages: list[int] = []
         self.done, self.error = False, None
         call.add(self)
@@ -92,6 +105,7 @@ class Replica:
 
     ready    its engine is made, and it takes requests if it is `fresh`
     fresh    it has the weights that all have; one that was started again has its first ones until the next update
+    owes     keys of what it has not said in time, and since when: until it has it stands still, and gets no requests
     reason   why it is gone, if it is
     """
 
@@ -105,10 +119,17 @@ class Replica:
     load: Load = NO_LOAD
     stats: dict[str, Any] = field(default_factory=dict)  # as last heard of
     past: dict[str, Any] = field(default_factory=dict)  # of those that had its place before
-    answers: dict[int, Future] = field(default_factory=dict)
+    answers: dict[int, Answer] = field(default_factory=dict)
+    stats_answer: Answer | None = None
+    owes: dict[int, float] = field(default_factory=dict)
     jobs: dict[int, Job] = field(default_factory=dict)
     starts: int = 0
     pid: int = 0
+
+    @property
+    def still_for(self) -> float:
+        """Seconds that it has stood still by now."""
+        return time.monotonic() - min(self.owes.values()) if self.owes else 0.0
 
     def __str__(self) -> str:
         return f"replica {self.index} (process {self.pid})"

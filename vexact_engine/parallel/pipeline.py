@@ -7,7 +7,9 @@ scheduler from the last stage. To keep all of them busy a plan takes at most its
 stage, and one plan more than there are stages is in flight.
 
 A stage that dies takes the pipeline with it: the requests under way end with StageDied, and the stages are made anew,
-from the weights that they were made of. Where those have been updated since, that is said, and an update heals it.
+from the weights that they were made of. Where those have been updated since, that is said, and an update heals it. One
+that stands still is as good as dead once what it owes has not come for so long as that can take; requests are aborted
+meanwhile, and an engine that is closed ends it.
 """
 
 import contextlib
@@ -17,6 +19,7 @@ import math
 import os
 import pickle
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -40,12 +43,12 @@ from ..runner import saver
 from ..runner.sleep import ASLEEP
 from ..weights.load import Loaded
 from ..weights.update import Piece, Spec, Update, plan_update
+from . import limits
 from .stage import Assignment
 
 log = logging.getLogger(__name__)
 
 _BUCKET = 256 << 20  # bytes of new weights that go to the stages at once
-_END_SECONDS = 5.0  # for a stage to end by itself
 _CONTEXT = 1024  # tokens of a sequence that stages are balanced for
 
 
@@ -109,20 +112,17 @@ class _Pending:
 
     def __init__(self, pipeline: "PipelineWorker", number: int):
         self._pipeline, self._number = pipeline, number
+        self._end = time.monotonic() + limits.STEP
 
     def ready(self) -> bool:
         pipeline = self._pipeline
         if self._number not in pipeline.drawn and not pipeline.dead:
             pipeline.listen(0)
-        return self._number in pipeline.drawn or bool(pipeline.dead)
+        return self._number in pipeline.drawn or bool(pipeline.dead) or time.monotonic() > self._end
 
     def wait(self) -> Sampled:
-        pipeline = self._pipeline
-        while self._number not in pipeline.drawn:
-            if pipeline.dead:
-                raise StageDied(pipeline.dead)
-            pipeline.listen(None)
-        return pipeline.drawn.pop(self._number)
+        self._pipeline.listen_until(lambda: self._number in self._pipeline.drawn, self._end, "a step")
+        return self._pipeline.drawn.pop(self._number)
 
 
 class _Stage:
@@ -131,7 +131,9 @@ class _Stage:
     def __init__(self, rank: int, variables: Mapping[str, str]):
         self.rank, self.answers = rank, []
         ours, theirs = socket.socketpair()
-        self.connection = Connection(ours.detach())
+        for each in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # who stands still takes no message, nor ends one
+            ours.setsockopt(socket.SOL_SOCKET, each, struct.pack("ll", int(limits.MESSAGE), 0))
+        self._socket, self.connection = ours, Connection(os.dup(ours.fileno()))
         environment = {**os.environ, **variables}
         environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all of them are on this machine
@@ -149,15 +151,22 @@ class _Stage:
     def send(self, message: bytes) -> None:
         self.connection.send_bytes(message)
 
-    def end(self, seconds: float) -> None:
+    def interrupt(self) -> None:
+        """From any thread: nothing comes of it any more, and whoever waits for that is told by the kernel."""
+        self.process.kill()
         with contextlib.suppress(OSError):
-            self.send(pickle.dumps(("close",)))
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def end(self, seconds: float) -> None:
+        """It is gone once this returns, after so many seconds at most if it does not go by itself."""
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+            self.interrupt()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # in the midst of a call of its device's driver
+                self.process.wait(limits.END)
         self.connection.close()
+        self._socket.close()
 
 
 class PipelineWorker:
@@ -212,7 +221,7 @@ class PipelineWorker:
                 ready: list = []
                 for stage in self._stages:
                     progress("stages", len(ready), count, "")
-                    ready.append(self._answer(stage))
+                    ready.append(self._answer(stage, limits.START, "its start"))
             except BaseException as error:
                 self._bury(self.dead or f"the stages could not be made: {error!r}")
                 if isinstance(error, StageDied):
@@ -227,10 +236,9 @@ class PipelineWorker:
 
     def _kill(self) -> None:
         for stage in self._stages:
-            stage.process.kill()
+            stage.interrupt()
         for stage in self._stages:
-            stage.process.wait()
-            stage.connection.close()
+            stage.end(limits.END)
         self._stages = []
 
     def listen(self, seconds: float | None) -> None:
@@ -257,11 +265,19 @@ class PipelineWorker:
         self.dead = why
         self._kill()
 
-    def _answer(self, stage: _Stage) -> tuple:
-        while not stage.answers:
+    def listen_until(self, ready: Callable[[], bool], end: float, what: str) -> None:
+        """`listen` until it is so. StageDied where a stage dies, or the time is over: then they stand still."""
+        while not ready():
             if self.dead:
                 raise StageDied(self.dead)
-            self.listen(None)
+            left = end - time.monotonic()
+            self.listen(max(left, 0.0))
+            if left <= 0 and not ready() and not self.dead:  # this process may have stood still meanwhile
+                self._bury(f"the stages stand still: {what} did not come in time")
+
+    def _answer(self, stage: _Stage, seconds: float | None = None, what: str = "an answer") -> tuple:
+        end = time.monotonic() + (limits.ANSWER if seconds is None else seconds)
+        self.listen_until(lambda: bool(stage.answers), end, f"{what} of stage {stage.rank}")
         return stage.answers.pop(0)
 
     # Steps
@@ -304,7 +320,8 @@ class PipelineWorker:
         self._start()
         asleep = self.asleep
         for level in set(asleep.values()):  # as those did that they take the place of
-            self._moved(self.ask("sleep", level, [tag for tag, at in asleep.items() if at == level]))
+            tags = [tag for tag, at in asleep.items() if at == level]
+            self._moved(self.ask("sleep", level, tags, seconds=limits.MOVE))
 
     def fence(self) -> Callable[[], None]:
         return lambda: None
@@ -356,10 +373,10 @@ class PipelineWorker:
         if not self.dead:
             self.ask("let_go")
 
-    def ask(self, *message) -> list[tuple]:
+    def ask(self, *message, seconds: float | None = None) -> list[tuple]:
         """What each stage answers; HandoverFailed with the first that refuses."""
         self._send(self._stages, pickle.dumps(message, protocol=5))
-        answers = [self._answer(stage) for stage in self._stages]
+        answers = [self._answer(stage, seconds) for stage in self._stages]
         refusals = (answer[1] for answer in answers if answer[0] == "refused")
         if (why := next(refusals, None)) is not None:
             raise HandoverFailed(why)
@@ -406,13 +423,13 @@ class PipelineWorker:
         """Bytes given back, by tag, of all stages together."""
         if self.dead:
             self._restart()
-        return self._moved(self.ask("sleep", level, list(tags)))
+        return self._moved(self.ask("sleep", level, list(tags), seconds=limits.MOVE))
 
     def wake_up(self, tags: Iterable[str]) -> dict[str, int]:
         """Bytes taken again. MemoryError where a stage has no room: what it lacks sleeps on, and the others have it."""
         if self.dead:
             self._restart()
-        return self._moved(self.ask("wake_up", list(tags)))
+        return self._moved(self.ask("wake_up", list(tags), seconds=limits.MOVE))
 
     def _moved(self, answers: list[tuple]) -> dict[str, int]:
         total, self.asleep = {}, {}
@@ -437,8 +454,12 @@ class PipelineWorker:
         self._send(self._stages, pickle.dumps(("numbers",)))
         return [self._answer(stage)[1:] for stage in self._stages]
 
+    def interrupt(self) -> None:
+        for stage in list(self._stages):
+            stage.interrupt()
+
     def close(self) -> None:
-        end = time.monotonic() + _END_SECONDS
+        end = time.monotonic() + limits.END
         for stage in self._stages:
             with contextlib.suppress(OSError):
                 stage.send(pickle.dumps(("close",)))

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..core import garbage
+from . import limits
 from . import messages as m
 
 _LOOK = 1.0  # seconds between two looks at who the parent is
@@ -129,12 +130,11 @@ class ProcessChannel:
 
     def ended(self) -> str:
         """How the process has ended, now that its socket is closed. It is ended if it has not."""
-        try:
-            code = self._process.wait(5)
-        except subprocess.TimeoutExpired:
+        for _ in range(2):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return how_ended(self._process.wait(limits.GONE))
             self._process.kill()
-            code = self._process.wait()
-        return how_ended(code)
+        return "was killed, and has not ended: a driver's call in it does not return"
 
     def kill(self) -> None:
         self._process.kill()

@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from ..core.scheduler import Stats
 from ..engine import Prompt
 from ..errors import ReplicaDied
 from ..handover.messages import Part, dtype_name
-from ..handover.packing import pack
+from ..handover.packing import check_whole, pack
 from ..outputs import Call, Increment, Load, collected, in_pieces
 from ..progress import bar, quiet
 from ..request import Completion, check_name, check_params, encoded, fresh, refused, spread, token_ids, turns
@@ -33,7 +32,7 @@ from . import messages as m
 from .buckets import SharedMemory, size_of
 from .fleet import FleetUpdate
 from .front import Front, add_counts
-from .jobs import Channel, Job, Replica
+from .jobs import Answer, Channel, Job, Replica
 from .process import ProcessChannel
 from .ray import RayChannel, check_installed
 
@@ -73,7 +72,10 @@ class Replicas:
     died with is given up (ReplicaDied), and so is everything once none is left.
 
     A replica ends with the process that made it, however that ends. One that is started again (`max_restarts`) has
-    its first weights: after an update it takes no requests before the next one.
+    its first weights: after an update it takes no requests before the next one. One that stands still (its process is
+    stopped, its device hangs) holds nobody up that has a limit: an aborted request ends after a second with what is
+    known of it here, an update leaves it out after a minute (UpdateIncomplete), and close() kills it. What else waits
+    for it raises TimeoutError; new requests go to others, or wait until it goes on.
 
     What is not said here is as in Engine. Errors of an engine come with their class where that is Python's or ours.
     """
@@ -335,8 +337,7 @@ class Replicas:
         if specs is None:
             pairs = list(pairs)
             for name, tensor in pairs:
-                if not isinstance(tensor, Tensor):
-                    raise TypeError(f"update_weights: {name} is a {type(tensor).__name__}, expected a dense tensor")
+                check_whole(name, tensor, "update_weights")
             specs = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in pairs}
             if len(specs) != len(pairs):
                 names = [name for name, _ in pairs]
@@ -399,7 +400,7 @@ class Replicas:
 
     def _send_bucket(
         self, writing: Mapping[int, Replica], memory: SharedMemory, parts: list[Part], used: int
-    ) -> dict[int, Future]:
+    ) -> dict[int, Answer]:
         futures, payload = {}, None
         for index, replica in writing.items():
             channel = replica.channel
@@ -413,7 +414,7 @@ class Replicas:
                     known.add(memory.key)
                     channel.share(memory.descriptor)
                     channel.send(m.Memory(memory.key, memory.size))
-            futures[index] = self._front.send(replica, bucket)
+            futures[index] = self._front.send(replica, "a bucket of weights", bucket)
         return futures
 
     # What there is to know
@@ -424,12 +425,10 @@ class Replicas:
 
     @property
     def stats(self) -> Stats:
-        """Sums of what all have counted, those that have died as far as they were heard of."""
+        """Sums of what all have counted; those that have died or stand still as far as they were heard of."""
         front = self._front
         if not front.closed:
-            for index, answer in front.ask("stats").items():
-                if isinstance(answer, Mapping):
-                    front.replicas[index].stats = dict(answer)
+            front.note_stats()
         total: dict[str, Any] = {}
         for one in front.replicas:
             total = add_counts(add_counts(total, one.past), one.stats)
@@ -564,8 +563,7 @@ def _checked(pairs, specs, left: dict) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in pairs:
         if left.pop(name, None) is None:
             raise ValueError(f"update_weights: {name} was not announced, or came before")
-        if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
-            raise TypeError(f"update_weights: {name} is a {type(tensor).__name__}, expected a dense tensor")
+        check_whole(name, tensor, "update_weights")
         if (tuple(tensor.shape), tensor.dtype) != specs[name]:
             got = f"{tensor.dtype} {tuple(tensor.shape)}"
             raise ValueError(f"update_weights: {name} is {got}, expected {specs[name][1]} {specs[name][0]}")

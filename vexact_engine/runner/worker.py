@@ -289,6 +289,9 @@ class Worker:
         finally:
             self._watch.note()
 
+    def interrupt(self) -> None:
+        """All is computed in this process: nobody can end it from outside."""
+
     def close(self) -> None:
         """Unpatch the model, let go of the caches. Weights that are asleep come back, and zeros where they were
         dropped: nobody who still has the model could touch it otherwise."""
