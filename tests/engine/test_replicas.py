@@ -241,9 +241,9 @@ def test_new_weights_and_sleep_in_the_order_of_rl(path, new, one):
 
 
 def test_buckets_smaller_than_the_model(two, new, one, monkeypatch):
-    monkeypatch.setattr("vexact_engine.parallel.buckets.BUCKET", 1 << 14)
+    monkeypatch.setattr("vexact_engine.parallel.replicas._BUCKET", 1 << 14)
     two.update_weights(new_weights(), numerics=two.numerics())
-    assert two._memories[0].size < 1 << 16
+    assert two._buffers.size < 1 << 16
     assert [bits(c)[:3] for c in two.generate(PROMPTS, PARAMS)] == new
     two.update_weights(new_weights(0), numerics=two.numerics())
     assert [bits(c) for c in two.generate(PROMPTS, PARAMS)] == [bits(c) for c in one.generate(PROMPTS, PARAMS)]
@@ -406,7 +406,7 @@ def test_one_is_started_again_in_its_place(path, one, new, caplog):
 
 
 def test_one_dies_or_fails_while_weights_come(path, new, monkeypatch):
-    monkeypatch.setattr("vexact_engine.parallel.buckets.BUCKET", 1 << 14)
+    monkeypatch.setattr("vexact_engine.parallel.replicas._BUCKET", 1 << 14)
     with Replicas.from_pretrained(path, replicas=3, config=CONFIG) as replicas, ThreadPoolExecutor() as pool:
         state = new_weights()
         running = pool.submit(replicas.generate, PROMPTS, LONG)

@@ -15,6 +15,7 @@ import os
 import secrets
 import struct
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +66,13 @@ class Buffers:
         self.tensors.append(memory.tensor)
         self.handles.append(memory.handle)
 
+    def space(self, buffer: int) -> "BufferSpace":
+        return BufferSpace(self, buffer, self.size)
+
+    def offer(self) -> m.Offer:
+        gpu = gpu_name(self.device) if self.kind == CUDA else ""
+        return m.Offer(self.kind, self.name, self.size, self.handles, gpu)
+
     def part(self, buffer: int, offset: int, count: int, dtype: torch.dtype) -> Tensor:
         """So many elements from a byte on. Set by set they are the same ones, which takes time to make."""
         key = buffer, offset, count, dtype
@@ -81,6 +89,17 @@ class Buffers:
         self._parts.clear()
         while self._owned:
             self._owned.pop().close()
+
+
+class BufferSpace(NamedTuple):
+    """One of them, to be filled: see packing.Space."""
+
+    buffers: Buffers
+    number: int
+    size: int
+
+    def part(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
+        return self.buffers.part(self.number, offset, count, dtype)
 
 
 class Opened:

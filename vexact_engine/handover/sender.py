@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import AsyncIterable, Iterable, Mapping
+from collections.abc import AsyncIterable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -12,14 +12,13 @@ import vexact_ops as vx
 from ..errors import HandoverFailed, PeerLost
 from . import messages as m
 from . import protocol
-from .buffers import CUDA, HOST, Buffers, checksum, gpu_name, gpu_named
-from .packing import check_whole
+from .buffers import CUDA, HOST, Buffers, BufferSpace, checksum, gpu_named
+from .packing import ALIGN, Packer, check_whole
 from .session import check_version
 from .threads import half_the_threads
 
 log = logging.getLogger(__name__)
 
-_ALIGN = 16  # bytes
 _HALVES = 4  # of two buckets: while one is filled and one read, messages of the others are on their way
 _GOODBYE = 5.0  # seconds that `close` waits for a receiver that does not listen
 CACHED = 8 << 20  # bytes of a bucket from CPU to CPU: what was written is read while the cache has it
@@ -53,9 +52,9 @@ class WeightSender:
     ) -> None:
         if transport not in ("auto", "cuda_ipc", "shared_memory"):
             raise ValueError(f"WeightSender: transport: got {transport!r}, expected auto, cuda_ipc or shared_memory")
-        if not isinstance(bucket_bytes, int) or bucket_bytes < 4096 or bucket_bytes % _ALIGN:
+        if not isinstance(bucket_bytes, int) or bucket_bytes < 4096 or bucket_bytes % ALIGN:
             raise ValueError(
-                f"WeightSender: bucket_bytes: got {bucket_bytes!r}, expected a multiple of {_ALIGN}, 4096 or more"
+                f"WeightSender: bucket_bytes: got {bucket_bytes!r}, expected a multiple of {ALIGN}, 4096 or more"
             )
         if not timeout > 0:
             raise ValueError(f"WeightSender: timeout: got {timeout!r}, expected seconds above 0")
@@ -213,13 +212,13 @@ class WeightSender:
             held = None
         try:
             size = self.bucket_bytes if device.type == "cuda" else min(self.bucket_bytes, CACHED)
-            held = held or Buffers(kind, size * 2 // _HALVES // _ALIGN * _ALIGN, _HALVES, device)
+            held = held or Buffers(kind, size * 2 // _HALVES // ALIGN * ALIGN, _HALVES, device)
         except HandoverFailed as error:
             if kind == HOST:
                 raise
             return str(error)
         self._buffers[kind] = held
-        self._post(m.Offer(kind, held.name, held.size, held.handles, gpu_name(device) if kind == CUDA else ""))
+        self._post(held.offer())
         answer = self._answer("an answer to the offer of memory", m.Opened, m.Unopened)
         if isinstance(answer, m.Opened):
             return None
@@ -253,39 +252,20 @@ class _Session:
         self.buffers: Buffers | None = None
         self.free: deque[int] = deque()
         self.filled: deque[tuple[m.Bucket, list[torch.cuda.Event]]] = deque()  # not posted yet: what fills them
-        self.filling: int | None = None
-        self.used, self.parts = 0, []
 
     def put(self, name: str, tensor: Tensor) -> None:
-        shape, dtype = self._check(name, tensor)
+        dtype = self._check(name, tensor)
         if self.buffers is None:
             self.buffers = self.sender._open(tensor.device, self.welcome)
             self.free.extend(range(len(self.buffers.tensors)))
-            self.tensors, self.size = self.buffers.tensors, self.buffers.size
+            self.packer = Packer(self._spaces(), self._copy)
         if self.filled:
             self._post_filled()
-        flat, start, size = tensor.detach().reshape(-1), 0, dtype.itemsize
-        total, kind = flat.numel(), m.dtype_name(dtype)
-        while start < total:
-            if self.filling is None:
-                self._begin()
-            room = (self.size - self.used) // size
-            if not room:
-                self._flush()
-                continue
-            count = min(room, total - start)
-            into = self.buffers.part(self.filling, self.used, count, dtype)
-            with half_the_threads():
-                into.copy_(flat if count == total else flat[start : start + count], non_blocking=tensor.is_cuda)
-            for device in {tensor.device, into.device}:
-                if device.type == "cuda":
-                    self.streams.add(torch.cuda.current_stream(device))
-            self.parts.append(m.Part(name, shape, kind, start, count, self.used))
-            start += count
-            self.used += -(-count * size // _ALIGN) * _ALIGN
+        for filled in self.packer.put(name, tensor, dtype):
+            self._flush(*filled)
         self.sent.add(name)
 
-    def _check(self, name: str, tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    def _check(self, name: str, tensor: Tensor) -> torch.dtype:
         check_whole(name, tensor)
         if name not in self.manifest:
             raise ValueError(f"weights: unknown: {name} is none of the engine's {len(self.manifest)} tensors")
@@ -296,27 +276,33 @@ class _Session:
             raise ValueError(f"weights: {name} is {tuple(tensor.shape)}, expected {shape}")
         if tensor.dtype != dtype and not (tensor.is_floating_point() and dtype.is_floating_point):
             raise TypeError(f"weights: {name} is {tensor.dtype}, expected {dtype}")
-        return shape, dtype
+        return dtype
 
-    def _begin(self) -> None:
-        while not self.free:
-            if self.filled and not self.sender._socket.poll(0):
-                self._post_filled(1)
-            else:
-                self.free.append(self.sender._answer("an acknowledgement", m.Ack).buffer)
-        self.filling, self.used, self.parts = self.free.popleft(), 0, []
+    def _copy(self, into: Tensor, part: Tensor) -> None:
+        with half_the_threads():
+            into.copy_(part, non_blocking=part.is_cuda)
+        for device in {part.device, into.device}:
+            if device.type == "cuda":
+                self.streams.add(torch.cuda.current_stream(device))
 
-    def _flush(self) -> None:
-        if self.filling is None:
-            return
+    def _spaces(self) -> Iterator[BufferSpace]:
+        """Buckets that may be filled, as they are given back."""
+        while True:
+            while not self.free:
+                if self.filled and not self.sender._socket.poll(0):
+                    self._post_filled(1)
+                else:
+                    self.free.append(self.sender._answer("an acknowledgement", m.Ack).buffer)
+            yield self.buffers.space(self.free.popleft())
+
+    def _flush(self, space: BufferSpace, used: int, parts: list[m.Part]) -> None:
         events, total = [stream.record_event() for stream in self.streams], None
         self.streams.clear()
         if self.sender.checksum:
             for event in events:
                 event.synchronize()
-            total = checksum(self.tensors[self.filling][: self.used])
-        self.filled.append((m.Bucket(self.filling, self.parts, total), events))
-        self.filling = None
+            total = checksum(self.buffers.tensors[space.number][:used])
+        self.filled.append((m.Bucket(space.number, parts, total), events))
         self._post_filled()
 
     def _post_filled(self, wait: int = 0) -> None:
@@ -330,10 +316,11 @@ class _Session:
             wait -= 1
 
     def finish(self) -> int:
-        self._flush()
+        for filled in self.packer.rest() if self.buffers is not None else ():
+            self._flush(*filled)
         self._post_filled(len(self.filled))
         # A receiver that stalls may read a bucket when this end has given up and freed it: no Finish follows that one.
-        while self.buffers is not None and len(self.free) < len(self.tensors):
+        while self.buffers is not None and len(self.free) < len(self.buffers.tensors):
             self.free.append(self.sender._answer("an acknowledgement", m.Ack).buffer)
         self.sender._post(m.Finish())
         self.finished, had = True, self.welcome.weight_version

@@ -7,7 +7,6 @@ from ..core.scheduler import Scheduler
 from ..runner import shapes
 from ..runner.worker import Worker
 from ..weights.load import Loaded
-from .pipeline import PipelineWorker
 
 
 def complete(config: EngineConfig, loaded: Loaded) -> EngineConfig:
@@ -22,6 +21,8 @@ def assemble(loaded: Loaded, config, vocab_size: int, has_text: bool, backend, f
     if loaded.origin is None:
         worker = Worker(loaded.model, config, backend)
     else:
+        from .pipeline import PipelineWorker  # it needs msgspec
+
         worker = PipelineWorker(loaded, config, backend)
     try:
         scheduler = Scheduler(

@@ -1,9 +1,11 @@
 """One update of the weights of all replicas: who still takes part in it, and what becomes of those that do not."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
-from ..errors import ReplicaDied, UpdateIncomplete
+from ..errors import HandoverFailed, ReplicaDied, UpdateIncomplete
+from ..handover.messages import Bucket, Offer
 from . import limits
 from . import messages as m
 from .front import Front
@@ -21,6 +23,7 @@ class FleetUpdate:
     def __init__(self, front: Front, version: int | None = None, **arguments: Any):
         self._front, self.version = front, front.weight_version + 1 if version is None else version
         self._failed: dict[int, BaseException] = {}
+        self.remote: set[int] = set()  # who cannot open the memory that was offered
         still = {r.index: TimeoutError(f"{r} stands still") for r in front.alive() if r.still_for > limits.ANSWER}
         asked = [replica for replica in front.alive() if replica.index not in still]
         begun = still | front.ask("begin_update", asked, version=self.version, **arguments)
@@ -37,6 +40,32 @@ class FleetUpdate:
 
     def ask(self, what: str, **arguments: Any) -> dict[int, Any]:
         return self._front.ask(what, list(self.writing.values()), **arguments)
+
+    def send(self, what: str, message: Callable[[Replica], Callable[[int], m.ToReplica]]) -> dict[int, Answer]:
+        """To those that take part, what `message` makes for each of them of a key."""
+        return {i: self._front.send(replica, what, message(replica)) for i, replica in self.writing.items()}
+
+    def open(self, offer: Offer) -> None:
+        """Memory of this machine, in those that can. HandoverFailed where one that should cannot."""
+        answers = self._front.gather(self.send("open memory", lambda _: partial(m.Open, offer=offer)), limits.ANSWER)
+        far = {i for i in answers if not self._shares_memory(i)}
+        failed = [e for i, e in answers.items() if isinstance(e, HandoverFailed) and i not in far]
+        if failed:
+            raise failed[0]
+        self.remote = {i for i in far if isinstance(answers[i], HandoverFailed)}
+        self.take({i: answer for i, answer in answers.items() if i not in self.remote})
+
+    def _shares_memory(self, index: int) -> bool:
+        channel = self.writing[index].channel
+        return channel is None or channel.shares_memory
+
+    def send_bucket(self, bucket: Bucket, payload: Callable[[], bytes]) -> dict[int, Answer]:
+        """What lies in that memory, or, to those that cannot see it, its bytes."""
+        carried = payload() if self.remote & self.writing.keys() else None
+        return self.send(
+            "a bucket of weights",
+            lambda r: partial(m.Take, bucket=bucket, payload=carried if r.index in self.remote else None),
+        )
 
     def heard(self, answers: Mapping[int, Answer]) -> None:
         self.take(self._front.gather(answers, limits.ANSWER))

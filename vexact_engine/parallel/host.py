@@ -16,10 +16,9 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..engine import Engine
-from ..handover import messages as weights
+from ..errors import HandoverFailed
 from ..handover.buffers import values
 from ..handover.intake import Intake
 from ..handover.session import WeightUpdate
@@ -48,7 +47,6 @@ class Host:
         self._update: WeightUpdate | None = None
         self._intakes: dict[tuple[str, str | None], Intake] = {}
         self._taking: Intake | None = None
-        self._memories: dict[int, Tensor] = {}
         self._ordered: SimpleQueue[Callable[[], None]] = SimpleQueue()
         threading.Thread(target=self._do_in_order, name="vexact-replica-update", daemon=True).start()
         self._writer = threading.Thread(target=self._write, name="vexact-replica-out", daemon=True)
@@ -62,19 +60,13 @@ class Host:
             ticket = self._tickets.get(message.key)
             if ticket is not None:
                 self.engine.withdraw(ticket)
-        elif isinstance(message, m.Bucket):
-            self._answer(message.key, lambda: self._write_bucket(message), ordered=True)
         elif isinstance(message, m.Open):
-            self._answer(message.key, lambda: self._taking.open(message.offer), ordered=True)
+            self._answer(message.key, lambda: self._under_way.open(message.offer), ordered=True)
         elif isinstance(message, m.Take):
             self._answer(message.key, lambda: self._take(message), ordered=True)
         elif isinstance(message, m.Do):
             do = functools.partial(getattr(self, f"do_{message.what}"), **message.arguments)
             self._answer(message.key, do, ordered=message.what in _ORDERED)
-
-    def remember(self, key: int, memory: Tensor) -> None:
-        """Memory that buckets lie in; the front keeps it as long as it speaks of it."""
-        self._memories[key] = memory
 
     def stop(self) -> None:
         """Ends all requests, and returns once the front has been told."""
@@ -222,23 +214,23 @@ class Host:
         return self._taking.manifest()
 
     def do_let_go(self) -> None:
+        self._intake_of("in_place", None)  # an update without one has opened memory too
         for intake in self._intakes.values():
             intake.let_go()
 
+    @property
+    def _under_way(self) -> Intake | WeightUpdate:
+        found = self._taking or self._update
+        if found is None:
+            raise HandoverFailed("weights: no update is under way")
+        return found
+
     def _take(self, message: m.Take) -> None:
         if message.payload is None:
-            self._taking.take(message.bucket).wait()
+            self._under_way.take(message.bucket).wait()
         else:
             memory = torch.frombuffer(bytearray(message.payload), dtype=torch.uint8)
-            self._taking.write(values(message.bucket, memory))
-
-    def _write_bucket(self, bucket: m.Bucket) -> None:
-        self._update.write(values(weights.Bucket(0, bucket.parts), self._of(bucket)))
-
-    def _of(self, bucket: m.Bucket) -> Tensor:
-        if bucket.memory is not None:
-            return self._memories[bucket.memory]
-        return torch.frombuffer(bytearray(bucket.payload), dtype=torch.uint8)
+            self._under_way.write(values(message.bucket, memory))
 
     # Out
 

@@ -1,20 +1,16 @@
 """Where weights go that come from another process: into all replicas."""
 
 import contextlib
-import functools
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
-from ..errors import EngineClosed, HandoverFailed
+from ..errors import EngineClosed
 from ..handover.buffers import Memories
 from ..handover.intake import check_mode
 from ..handover.messages import Bucket, Offer
 from ..handover.session import READ, Reading, check_numerics
-from . import limits
-from . import messages as m
 from .fleet import FleetUpdate
 from .front import Front
 
@@ -35,7 +31,6 @@ class FleetIntake:
         self._front, self._updates, self._numerics, self.device = front, updates, dict(numerics), device
         self._place = {"mode": mode, "staging": None if staging is None else str(staging)}
         self._update: FleetUpdate | None = None
-        self._remote: set[int] = set()  # who cannot open the memory of this set
         self._here: Memories | None = None  # that memory in this process, for those
         self._everybody("make_intake", **self._place)
 
@@ -59,38 +54,20 @@ class FleetIntake:
         try:
             self._front.check_open()
             self._front.updating(True)
-            self._remote = set()
             self._update = FleetUpdate(self._front, version, numerics=dict(numerics), intake=self._place)
         except BaseException:
             self._end()
             raise
 
     def open(self, offer: Offer) -> None:
-        answers = self._each("open memory", lambda index: functools.partial(m.Open, offer=offer))
-        failed = {i: answer for i, answer in answers.items() if isinstance(answer, HandoverFailed)}
-        channels = {i: self._update.writing[i].channel for i in failed}
-        far = {i for i, channel in channels.items() if channel is not None and not channel.shares_memory}
-        if failed.keys() - far:
-            raise next(answer for i, answer in failed.items() if i not in far)
-        self._update.take({i: answer for i, answer in answers.items() if i not in far})
-        self._remote = far
-        if far:
+        self._update.open(offer)
+        if self._update.remote:
             self._here = self._here or Memories(torch.device("cpu"))
             self._here.open(offer)
 
     def take(self, bucket: Bucket) -> Reading:
-        payload = self._here.bytes(bucket) if self._remote & self._update.writing.keys() else None
-        far = self._remote
-        take = functools.partial(m.Take, bucket=bucket)
-        answers = self._each("a bucket", lambda i: functools.partial(take, payload=payload if i in far else None))
-        self._update.take(answers)
+        self._update.heard(self._update.send_bucket(bucket, lambda: self._here.bytes(bucket)))
         return READ
-
-    def _each(self, what: str, message: Callable[[int], Callable[[int], m.ToReplica]]) -> dict[int, Any]:
-        """What those answer that take part."""
-        writing = self._update.writing.items()
-        answers = {i: self._front.send(replica, what, message(i)) for i, replica in writing}
-        return self._front.gather(answers, limits.ANSWER)
 
     def finish(self) -> int:
         version = self._update.finish()

@@ -1,15 +1,20 @@
-"""What replicas and their front say to each other: msgpack by msgspec, checked against these types when it is read.
+"""What replicas and their front, and stages and their engine, say to each other: msgpack by msgspec, checked against
+these types when it is read.
 
-A message is about a request or an answer of the front's, known by a number of its own (`key`) that is never used twice.
-Frames go in order; one holds several messages.
+A message is about a request or an answer, known by a number of its own (`key`) that is never used twice. Frames go in
+order; one holds several messages.
 """
 
 import struct
 from dataclasses import fields
+from pathlib import PurePath
 from typing import Any
+
+import torch
 
 from .. import errors
 from ..config import SamplingParams
+from ..core.scheduler import Sampled
 from ..extras import pip_line
 from ..handover import messages as weights
 from ..outputs import Increment, Load
@@ -20,8 +25,7 @@ try:
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError(f"Replicas: not installed: msgspec. Run: {pip_line('engine')}") from missing
 
-HEADER = struct.Struct("<QB")  # length and kind of what follows
-FRAME, DESCRIPTOR = 0, 1  # messages; one byte that brings a file descriptor with it
+HEADER = struct.Struct("<Q")  # length of what follows
 
 
 class Add(msgspec.Struct, tag=0, array_like=True):
@@ -40,38 +44,23 @@ class Abort(msgspec.Struct, tag=1, array_like=True):
 
 
 class Do(msgspec.Struct, tag=2, array_like=True):
-    """Call one of Host's `do_` methods; an Answer comes."""
+    """Call one of Host's, or Stage's, `do_` methods; an Answer comes."""
 
     key: int
     what: str
     arguments: dict[str, Any]
 
 
-class Memory(msgspec.Struct, tag=3, array_like=True):
-    """The file descriptor that came before this is memory that buckets of weights lie in."""
-
-    key: int
-    size: int
-
-
-class Bucket(msgspec.Struct, tag=4, array_like=True):
-    """Weights of the update that is under way; an Answer comes once they are written. They lie in a Memory, or here."""
-
-    key: int
-    parts: list[weights.Part]
-    memory: int | None = None
-    payload: bytes | None = None
-
-
-class Open(msgspec.Struct, tag=6, array_like=True):
-    """A sender's memory, that the next Takes are about; an Answer comes."""
+class Open(msgspec.Struct, tag=3, array_like=True):
+    """Memory of another process, that the next Takes are about; an Answer comes."""
 
     key: int
     offer: weights.Offer
 
 
-class Take(msgspec.Struct, tag=7, array_like=True):
-    """A sender's bucket, in the memory that was opened or here; an Answer comes once it is written."""
+class Take(msgspec.Struct, tag=4, array_like=True):
+    """Weights of the update that is under way, in the memory that was opened or here; an Answer comes once they are
+    written."""
 
     key: int
     bucket: weights.Bucket
@@ -82,8 +71,33 @@ class Close(msgspec.Struct, tag=5, array_like=True):
     pass
 
 
+class Make(msgspec.Struct, tag=6, array_like=True):
+    """What a stage is made of; it is Ready then.
+
+    layers          begin and end of every stage's; this one's are layers[rank]
+    origin, config  fields of Origin and EngineConfig
+    store           a file in which the stages find each other
+    ahead           how many steps are launched before the first of them is waited for
+    """
+
+    rank: int
+    layers: list[tuple[int, int]]
+    device: str
+    origin: dict[str, Any]
+    config: dict[str, Any]
+    backend: str | None
+    store: str
+    ahead: int
+
+
+class Step(msgspec.Struct, tag=7, array_like=True):
+    """Compute a step (core/step.py). The last stage says what was Drawn."""
+
+    data: bytes
+
+
 class Ready(msgspec.Struct, tag=10, array_like=True):
-    """The engine is made."""
+    """The engine, or the stage, is made."""
 
     facts: dict[str, Any]
 
@@ -96,9 +110,10 @@ class Failure(msgspec.Struct, array_like=True):
 
 
 class Failed(msgspec.Struct, tag=11, array_like=True):
-    """The engine could not be made, or has ended by a fault of its own."""
+    """The engine or the stage could not be made, or has ended by a fault of its own."""
 
     failure: Failure
+    trace: str = ""
 
 
 class News(msgspec.Struct, tag=12, array_like=True):
@@ -129,12 +144,33 @@ class State(msgspec.Struct, tag=15, array_like=True):
     load: Load
 
 
-ToReplica = Add | Abort | Do | Memory | Bucket | Open | Take | Close
-ToFront = Ready | Failed | News | Done | Answer | State
+class Drawn(msgspec.Struct, tag=16, array_like=True):
+    """What a step drew, by its number."""
 
-_encoder = msgspec.msgpack.Encoder()
+    number: int
+    sampled: Sampled
+
+
+ToReplica = Add | Abort | Do | Open | Take | Close
+ToFront = Ready | Failed | News | Done | Answer | State
+ToStage = Make | Step | Do | Open | Take | Close
+FromStage = Ready | Failed | Answer | Drawn
+
+
+def _plain(value: Any) -> str:
+    """What msgpack has no type for."""
+    if isinstance(value, torch.dtype):
+        return weights.dtype_name(value)
+    if isinstance(value, PurePath):
+        return str(value)
+    raise TypeError(f"a {type(value).__name__} cannot be sent to another process")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 _to_replica = msgspec.msgpack.Decoder(list[ToReplica])
 _to_front = msgspec.msgpack.Decoder(list[ToFront])
+_to_stage = msgspec.msgpack.Decoder(list[ToStage])
+_from_stage = msgspec.msgpack.Decoder(list[FromStage])
 encode = _encoder.encode
 decode_plain = msgspec.msgpack.decode  # of dictionaries and lists alone
 
@@ -145,6 +181,14 @@ def for_replica(frame: bytes) -> list[ToReplica]:
 
 def for_front(frame: bytes) -> list[ToFront]:
     return _to_front.decode(frame)
+
+
+def for_stage(frame: bytes) -> list[ToStage]:
+    return _to_stage.decode(frame)
+
+
+def from_stage(frame: bytes) -> list[FromStage]:
+    return _from_stage.decode(frame)
 
 
 _KINDS = {

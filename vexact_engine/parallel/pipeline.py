@@ -17,7 +17,6 @@ import itertools
 import logging
 import math
 import os
-import pickle
 import socket
 import struct
 import subprocess
@@ -25,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import NamedTuple
 
 import torch
@@ -36,7 +35,10 @@ import vexact_ops as vx
 from ..config import EngineConfig
 from ..core.scheduler import Sampled, StepPlan
 from ..core.step import Encoder
-from ..errors import EngineAsleep, HandoverFailed, StageDied, WeightsTorn
+from ..errors import EngineAsleep, StageDied, WeightsTorn
+from ..handover.buffers import HOST, Buffers
+from ..handover.messages import Bucket, dtype_of
+from ..handover.packing import bucket_bytes, packed
 from ..handover.session import READ, Reading
 from ..progress import bar
 from ..runner import saver
@@ -44,7 +46,8 @@ from ..runner.sleep import ASLEEP
 from ..weights.load import Loaded
 from ..weights.update import Piece, Spec, Update, plan_update
 from . import limits
-from .stage import Assignment
+from . import messages as m
+from .process import Frames, write_frame
 
 log = logging.getLogger(__name__)
 
@@ -129,11 +132,11 @@ class _Stage:
     """A stage's process, as the engine sees it."""
 
     def __init__(self, rank: int, variables: Mapping[str, str]):
-        self.rank, self.answers = rank, []
+        self.rank, self.ready, self.answers = rank, None, {}
         ours, theirs = socket.socketpair()
         for each in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # who stands still takes no message, nor ends one
             ours.setsockopt(socket.SOL_SOCKET, each, struct.pack("ll", int(limits.MESSAGE), 0))
-        self._socket, self.connection = ours, Connection(os.dup(ours.fileno()))
+        self.socket, self.frames = ours, Frames(ours)
         environment = {**os.environ, **variables}
         environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all of them are on this machine
@@ -148,14 +151,14 @@ class _Stage:
                 start_new_session=True,  # a terminal's Ctrl-C is for the engine's process, which then ends this one
             )
 
-    def send(self, message: bytes) -> None:
-        self.connection.send_bytes(message)
+    def send(self, frame: bytes) -> None:
+        write_frame(self.socket, frame)
 
     def interrupt(self) -> None:
         """From any thread: nothing comes of it any more, and whoever waits for that is told by the kernel."""
         self.process.kill()
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self.socket.shutdown(socket.SHUT_RDWR)
 
     def end(self, seconds: float) -> None:
         """It is gone once this returns, after so many seconds at most if it does not go by itself."""
@@ -165,8 +168,7 @@ class _Stage:
             self.interrupt()
             with contextlib.suppress(subprocess.TimeoutExpired):  # in the midst of a call of its device's driver
                 self.process.wait(limits.END)
-        self.connection.close()
-        self._socket.close()
+        self.socket.close()
 
 
 class PipelineWorker:
@@ -197,12 +199,14 @@ class PipelineWorker:
         self.drawn: dict[int, Sampled] = {}
         self.dead, self._updated, self._lost = "", False, ""
         self.asleep: dict[str, int] = {}
+        self._keys = itertools.count()
+        self._buffers: Buffers | None = None  # that what comes from this process travels in
         self._start()
 
     # Stages
 
     def _start(self) -> None:
-        count = len(self.layers)
+        count, layers = len(self.layers), [(each.start, each.stop) for each in self.layers]
         self.dead, self.drawn, self._stages = "", {}, []
         self._encoder = Encoder()
         with tempfile.TemporaryDirectory(prefix="vexact-") as folder, bar(self.config.show_progress) as progress:
@@ -213,25 +217,27 @@ class PipelineWorker:
                         device = f"cuda:{(self._device.index or 0) + rank}"
                     stage = _Stage(rank, saver.environment(self.config.sleep_backend, self._device.type))
                     self._stages.append(stage)
-                    assignment = Assignment(
-                        rank, self.layers, device, self._origin, self.config, self._backend,
+                    make = m.Make(
+                        rank, layers, device, m.as_dict(self._origin), m.as_dict(self.config), self._backend,
                         os.path.join(folder, "store"), self.depth,
                     )  # fmt: skip
-                    stage.send(pickle.dumps(("assignment", assignment)))
-                ready: list = []
-                for stage in self._stages:
-                    progress("stages", len(ready), count, "")
-                    ready.append(self._answer(stage, limits.START, "its start"))
+                    stage.send(m.encode([make]))
+                end = time.monotonic() + limits.START
+                for done, stage in enumerate(self._stages):
+                    progress("stages", done, count, "")
+                    self.listen_until(lambda stage=stage: stage.ready is not None, end, f"stage {stage.rank}")
             except BaseException as error:
                 self._bury(self.dead or f"the stages could not be made: {error!r}")
                 if isinstance(error, StageDied):
                     raise RuntimeError(f"Engine: pipeline: {error}") from None
                 raise
-        configs, paths, numerics, held, sleeps = zip(*(answer[1:] for answer in ready))
+        ready = [stage.ready for stage in self._stages]
+        names = ("config", "path", "numerics", "held", "sleep_backend")
+        configs, paths, numerics, held, sleeps = ([facts[name] for facts in ready] for name in names)
         if any(other != numerics[0] for other in numerics):
             self._bury("the stages' numerics differ: their bits could, too")
             raise RuntimeError(f"Engine: pipeline: {self.dead}")
-        self.config, self.numerics, self.held = configs[0], numerics[0], held
+        self.config, self.numerics, self.held = EngineConfig(**configs[0]), numerics[0], tuple(held)
         self.path, self.sleep_backend = _said(paths), _said(sleeps)
 
     def _kill(self) -> None:
@@ -243,22 +249,24 @@ class PipelineWorker:
 
     def listen(self, seconds: float | None) -> None:
         """Take in what stages have to say, for so long at most, or until one has said something."""
-        sources = {stage.connection: stage for stage in self._stages}
-        for connection in wait(list(sources), seconds):
-            stage = sources[connection]
-            try:
-                answer = pickle.loads(connection.recv_bytes())
-            except (EOFError, OSError):
+        sources = {stage.socket: stage for stage in self._stages}
+        for ours in wait(list(sources), seconds):
+            stage = sources[ours]
+            frames = stage.frames.read()
+            if frames is None:
                 self._bury(f"stage {stage.rank} has died ({_how(stage.process)})")
                 return
-            if answer[0] == "drawn":
-                self.drawn[answer[1]] = answer[2]
-            elif answer[0] == "failed":
-                log.error("stage %d has failed:\n%s", stage.rank, answer[2])
-                self._bury(f"stage {stage.rank} has failed: {answer[1]}")
-                return
-            else:
-                stage.answers.append(answer)
+            for message in (message for frame in frames for message in m.from_stage(frame)):
+                if isinstance(message, m.Drawn):
+                    self.drawn[message.number] = message.sampled
+                elif isinstance(message, m.Answer):
+                    stage.answers[message.key] = message
+                elif isinstance(message, m.Ready):
+                    stage.ready = message.facts
+                else:
+                    log.error("stage %d has failed:\n%s", stage.rank, message.trace)
+                    self._bury(f"stage {stage.rank} has failed: {message.failure.kind}: {message.failure.text}")
+                    return
 
     def _bury(self, why: str) -> None:
         """One has died: the others wait for it, and for ever."""
@@ -275,25 +283,20 @@ class PipelineWorker:
             if left <= 0 and not ready() and not self.dead:  # this process may have stood still meanwhile
                 self._bury(f"the stages stand still: {what} did not come in time")
 
-    def _answer(self, stage: _Stage, seconds: float | None = None, what: str = "an answer") -> tuple:
-        end = time.monotonic() + (limits.ANSWER if seconds is None else seconds)
-        self.listen_until(lambda: bool(stage.answers), end, f"{what} of stage {stage.rank}")
-        return stage.answers.pop(0)
-
     # Steps
 
     def launch(self, plan: StepPlan) -> _Pending:
         step = self._encoder.encode(plan)
-        message = pickle.dumps(("step", step.to_bytes()), protocol=5)
-        self._send(self._stages, message)
+        self._send(m.Step(step.to_bytes()))
         return _Pending(self, step.number)
 
-    def _send(self, stages: Iterable[_Stage], message: bytes) -> None:
+    def _send(self, message: m.ToStage) -> None:
         if self.dead:
             raise StageDied(self.dead)
-        for stage in stages:
+        frame = m.encode([message])
+        for stage in self._stages:
             try:
-                stage.send(message)
+                stage.send(frame)
             except OSError:
                 self.listen(0)  # it may have said why
                 if not self.dead:
@@ -321,7 +324,7 @@ class PipelineWorker:
         asleep = self.asleep
         for level in set(asleep.values()):  # as those did that they take the place of
             tags = [tag for tag, at in asleep.items() if at == level]
-            self._moved(self.ask("sleep", level, tags, seconds=limits.MOVE))
+            self._moved(self.ask("sleep", level=level, tags=tags))
 
     def fence(self) -> Callable[[], None]:
         return lambda: None
@@ -335,6 +338,10 @@ class PipelineWorker:
         return pairs
 
     def apply(self, plan: list[tuple[str, Tensor]]) -> None:
+        if self.dead:
+            self._restart()
+        self.touched()
+        self.ask("begin", staged=False)
         self.write(plan)
         self.whole()
 
@@ -350,12 +357,12 @@ class PipelineWorker:
     def stage(self, device: torch.device | str | None) -> "_Staging":
         """A second copy of the weights' memory in each stage, of its own layers."""
         made = _Staging(None if device is None else str(device))
-        self.ask("stage", made.device)
+        self.ask("copy", device=made.device)
         return made
 
     def open(self, offer) -> None:
         """Memory of another process, in each stage."""
-        self.ask("open", offer)
+        self._ask(lambda key: m.Open(key, offer))
 
     def take(self, update: "_UpdateOfStages", bucket, staged: bool) -> Reading:
         """Each stage takes what it holds of a bucket in that memory."""
@@ -373,14 +380,25 @@ class PipelineWorker:
         if not self.dead:
             self.ask("let_go")
 
-    def ask(self, *message, seconds: float | None = None) -> list[tuple]:
-        """What each stage answers; HandoverFailed with the first that refuses."""
-        self._send(self._stages, pickle.dumps(message, protocol=5))
-        answers = [self._answer(stage, seconds) for stage in self._stages]
-        refusals = (answer[1] for answer in answers if answer[0] == "refused")
-        if (why := next(refusals, None)) is not None:
-            raise HandoverFailed(why)
-        return answers
+    def ask(self, what: str, **arguments) -> list:
+        """What each stage answers to one of its `do_` methods; what the first that refuses raises."""
+        return self._ask(lambda key: m.Do(key, what, arguments), limits.of(what, arguments))
+
+    def _ask(self, make: Callable[[int], m.ToStage], seconds: float | None = None) -> list:
+        key, end = next(self._keys), time.monotonic() + (limits.ANSWER if seconds is None else seconds)
+        self._send(make(key))
+        answers = []
+        for stage in self._stages:
+            what = f"an answer of stage {stage.rank}"
+            self.listen_until(lambda stage=stage: key in stage.answers, end, what)
+            answers.append(stage.answers.pop(key))
+        for answer in answers:
+            if answer.failure is not None:
+                raise m.exception(answer.failure)
+        return [answer.value for answer in answers]
+
+    def take_bucket(self, bucket: Bucket) -> None:
+        self._ask(lambda key: m.Take(key, bucket))
 
     def whole(self) -> None:
         """All has been written: these are the weights, whatever was lost before."""
@@ -391,26 +409,22 @@ class PipelineWorker:
         self._updated = True
 
     def write(self, pairs: Iterable[tuple[str, Tensor | Piece]]) -> None:
-        """Each stage takes what it holds."""
-        if self.dead:
-            self._restart()
-        self.touched()
-        bucket, size = [], 0
+        """Each stage takes what it holds, of the update that it has begun, from memory of this process."""
+        pairs = list(pairs)
+        tensors = (value.values if isinstance(value, Piece) else value for _, value in pairs)
+        buffers = self._buffers_of(bucket_bytes(((t.shape, t.dtype) for t in tensors), _BUCKET))
+        self.open(buffers.offer())
+        for space, _, parts in packed(pairs, itertools.repeat(buffers.space(0))):
+            self.take_bucket(Bucket(space.number, parts))
 
-        def flush() -> None:
-            self._send(self._stages, pickle.dumps(("write", bucket), protocol=5))
-            for stage in self._stages:
-                self._answer(stage)
-
-        for name, value in pairs:
-            start, tensor = value if isinstance(value, Piece) else (None, value)
-            bucket.append((name, start, tensor.detach().cpu().contiguous()))
-            size += tensor.nbytes
-            if size >= _BUCKET:
-                flush()
-                bucket, size = [], 0
-        if bucket:
-            flush()
+    def _buffers_of(self, size: int) -> Buffers:
+        """One bucket, kept for the next update."""
+        if self._buffers is None or self._buffers.size < size:
+            if self._buffers is not None:
+                self._buffers.close()
+                self.ask("let_go")
+            self._buffers = Buffers(HOST, size, 1)
+        return self._buffers
 
     def wait(self) -> None:
         """`write` has waited."""
@@ -423,17 +437,17 @@ class PipelineWorker:
         """Bytes given back, by tag, of all stages together."""
         if self.dead:
             self._restart()
-        return self._moved(self.ask("sleep", level, list(tags), seconds=limits.MOVE))
+        return self._moved(self.ask("sleep", level=level, tags=list(tags)))
 
     def wake_up(self, tags: Iterable[str]) -> dict[str, int]:
         """Bytes taken again. MemoryError where a stage has no room: what it lacks sleeps on, and the others have it."""
         if self.dead:
             self._restart()
-        return self._moved(self.ask("wake_up", list(tags), seconds=limits.MOVE))
+        return self._moved(self.ask("wake_up", tags=list(tags)))
 
-    def _moved(self, answers: list[tuple]) -> dict[str, int]:
+    def _moved(self, answers: list[list]) -> dict[str, int]:
         total, self.asleep = {}, {}
-        for _, moved, asleep, _ in answers:
+        for moved, asleep, _ in answers:
             for tag, count in moved.items():
                 total[tag] = total.get(tag, 0) + count
             for tag, level in asleep.items():
@@ -451,8 +465,7 @@ class PipelineWorker:
 
     def numbers(self) -> list[tuple[int, int, int]]:
         """Of each stage: its process, how many layers it has, and the bytes of their caches."""
-        self._send(self._stages, pickle.dumps(("numbers",)))
-        return [self._answer(stage)[1:] for stage in self._stages]
+        return [tuple(found) for found in self.ask("numbers")]
 
     def interrupt(self) -> None:
         for stage in list(self._stages):
@@ -462,10 +475,12 @@ class PipelineWorker:
         end = time.monotonic() + limits.END
         for stage in self._stages:
             with contextlib.suppress(OSError):
-                stage.send(pickle.dumps(("close",)))
+                stage.send(m.encode([m.Close()]))
         for stage in self._stages:
             stage.end(max(0.0, end - time.monotonic()))
         self._stages, self.dead = [], self.dead or "the engine is closed"
+        if self._buffers is not None:
+            self._buffers.close()
 
 
 class _Staging(NamedTuple):
@@ -481,32 +496,25 @@ class _UpdateOfStages(Update):
         super().__init__(worker.model, specs)
         self._worker, self._staged = worker, staging is not None
         if staging is not None:
-            worker.ask("stage", staging.device)  # some may have been made anew
-        worker.ask("begin", self._staged)
+            worker.ask("copy", device=staging.device)  # some may have been made anew
+        worker.ask("begin", staged=self._staged)
 
     def take(self, bucket) -> None:
-        from ..handover.messages import dtype_of  # it needs msgspec
-
         for part in bucket.parts:
             dtype = dtype_of(part.dtype)
             whole = part.start == 0 and part.count == math.prod(part.shape)
             self.note(part.name, Spec(part.shape, dtype) if whole else Piece(part.start, Spec((part.count,), dtype)))
         if not self._staged:
             self._worker.touched()
-        self._worker.ask("take", bucket)
+        self._worker.take_bucket(bucket)
 
     def write(self, bucket: Iterable[tuple[str, Tensor | Piece]], foreign: bool = False) -> None:
         bucket = list(bucket)
-        for given, _ in bucket:
-            name = self.places.old.get(given, given)
-            first = self._written.get(id(self._targets.get(name)), name)
-            if first != name:  # no stage could compare them
-                raise ValueError(f"update_weights: {first} and {name} are tied, expected one of them")
-        super().write(bucket, foreign)
-        if self._staged:
-            self._worker.ask("put", bucket)
-        else:
-            self._worker.write(bucket)
+        for given, value in bucket:
+            self.note(given, value)  # of tied ones, each stage that has them compares the second
+        if not self._staged:
+            self._worker.touched()
+        self._worker.write(bucket)
 
     def finish(self) -> None:
         super().finish()

@@ -7,7 +7,6 @@ parent is, once a second.
 
 import contextlib
 import importlib
-import mmap
 import os
 import select
 import signal
@@ -34,35 +33,28 @@ class Frames:
     def __init__(self, ours: socket.socket):
         self._socket, self._buffer = ours, bytearray()
 
-    def read(self) -> list[bytes | int] | None:
-        """What has come: frames, and file descriptors, which are the reader's from here on. None at the end."""
+    def read(self) -> list[bytes] | None:
+        """Those that have come. None at the end."""
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._socket, _MOST, 8)
-        except (ConnectionError, OSError):
+            data = self._socket.recv(_MOST)
+        except OSError:
             return None
         if not data:
             return None
         self._buffer += data
-        found: list[bytes | int] = list(descriptors)
+        found = []
         while len(self._buffer) >= m.HEADER.size:
-            length, kind = m.HEADER.unpack_from(self._buffer)
+            (length,) = m.HEADER.unpack_from(self._buffer)
             end = m.HEADER.size + length
             if len(self._buffer) < end:
                 break
-            if kind == m.FRAME:
-                found.append(bytes(memoryview(self._buffer)[m.HEADER.size : end]))
+            found.append(bytes(memoryview(self._buffer)[m.HEADER.size : end]))
             del self._buffer[:end]
         return found
 
 
 def write_frame(ours: socket.socket, frame: bytes) -> None:
-    ours.sendall(m.HEADER.pack(len(frame), m.FRAME) + frame)
-
-
-def write_descriptor(ours: socket.socket, descriptor: int) -> None:
-    """It comes with the last byte of what is written here, so before any frame that is written later."""
-    ours.sendall(m.HEADER.pack(1, m.DESCRIPTOR))
-    socket.send_fds(ours, [b"d"], [descriptor])
+    ours.sendall(m.HEADER.pack(len(frame)) + frame)
 
 
 def how_ended(code: int) -> str:
@@ -100,7 +92,7 @@ class ProcessChannel:
                 env={**os.environ, **environment},
             )
         self._frames = Frames(self._socket)
-        self._outbox: deque[bytes | int] = deque()
+        self._outbox: deque[bytes] = deque()
         self._filled, self._closing = threading.Event(), False
         self._writer = threading.Thread(target=self._write, name="vexact-replicas-out", daemon=True)
         self._writer.start()
@@ -117,12 +109,9 @@ class ProcessChannel:
         """Never waits. What is sent in order comes in order."""
         self.send_raw(m.encode(messages))
 
-    def send_raw(self, frame: bytes | int) -> None:
+    def send_raw(self, frame: bytes) -> None:
         self._outbox.append(frame)
         self._filled.set()
-
-    def share(self, descriptor: int) -> None:
-        self.send_raw(os.dup(descriptor))
 
     def read(self) -> list[bytes] | None:
         """Frames that have come; None once the process has ended."""
@@ -153,25 +142,10 @@ class ProcessChannel:
             self._filled.wait()
             self._filled.clear()
             while self._outbox:
-                item = self._outbox.popleft()
                 try:
-                    if isinstance(item, int):
-                        write_descriptor(self._socket, item)
-                    else:
-                        write_frame(self._socket, item)
+                    write_frame(self._socket, self._outbox.popleft())
                 except OSError:  # whoever reads finds the end too
-                    self._drop(item)
-                    while self._outbox:
-                        self._drop(self._outbox.popleft())
                     return
-                self._drop(item)
-        while self._outbox:
-            self._drop(self._outbox.popleft())
-
-    @staticmethod
-    def _drop(item: bytes | int) -> None:
-        if isinstance(item, int):
-            os.close(item)
 
 
 # In the replica
@@ -201,13 +175,12 @@ def main(descriptor: int, parent: int) -> None:
         end(1)
 
     threading.Thread(target=watch, name="vexact-replica-parent", daemon=True).start()
-    incoming: deque[bytes | int] = deque()
+    incoming: deque[bytes] = deque()
     while not incoming:
         found = frames.read()
         if found is None:
             end(1)
         incoming += found
-    host, engine, descriptors = None, None, []
     order = m.decode_plain(incoming.popleft())
     begun = threading.Event()
 
@@ -233,31 +206,15 @@ def main(descriptor: int, parent: int) -> None:
     begun.set()
     while True:
         while incoming:
-            item = incoming.popleft()
-            if isinstance(item, int):
-                descriptors.append(item)
-                continue
-            for message in m.for_replica(item):
+            for message in m.for_replica(incoming.popleft()):
                 if isinstance(message, m.Close):
                     host.stop()
                     end()
-                if isinstance(message, m.Memory):
-                    host.remember(message.key, _mapped(descriptors.pop(0), message.size))
-                else:
-                    host.handle(message)
+                host.handle(message)
         found = frames.read()
         if found is None:
             end(1)
         incoming += found
-
-
-def _mapped(descriptor: int, size: int):
-    import torch
-
-    try:
-        return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
-    finally:
-        os.close(descriptor)
 
 
 def from_pretrained(

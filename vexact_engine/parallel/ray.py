@@ -88,9 +88,6 @@ class RayChannel:
     def send(self, *messages: m.ToReplica) -> None:
         self._actor.send.remote(m.encode(messages))
 
-    def share(self, descriptor: int) -> None:
-        raise RuntimeError("a Ray actor shares no memory with its front")
-
     def read(self) -> list[bytes] | None:
         rung = self._ours.recv(4096)
         found = []

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 import os
 import threading
 import time
@@ -18,8 +19,9 @@ from ..core.loop import check_pause
 from ..core.scheduler import Stats
 from ..engine import Prompt
 from ..errors import ReplicaDied
-from ..handover.messages import Part, dtype_name
-from ..handover.packing import check_whole, pack
+from ..handover.buffers import HOST, Buffers, BufferSpace
+from ..handover.messages import Bucket, dtype_name
+from ..handover.packing import bucket_bytes, check_whole, packed
 from ..outputs import Call, Increment, Load, collected, in_pieces
 from ..progress import bar, quiet
 from ..request import Completion, check_name, check_params, encoded, fresh, refused, spread, token_ids, turns
@@ -29,10 +31,9 @@ from ..text import Text
 from ..weights.load import as_dtype, load_tokenizer
 from ..weights.update import check_specs, pairs_of
 from . import messages as m
-from .buckets import SharedMemory, size_of
 from .fleet import FleetUpdate
 from .front import Front, add_counts
-from .jobs import Answer, Channel, Job, Replica
+from .jobs import Channel, Job
 from .process import ProcessChannel
 from .ray import RayChannel, check_installed
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from .intake import FleetIntake
 
 _MAKE = "vexact_engine.parallel.process:from_pretrained"
+_BUCKET = 256 << 20  # bytes of new weights that travel at once
 _MOST_STEPS = 16  # of every replica, whose requests are handed over at once
 
 
@@ -126,8 +128,7 @@ class Replicas:
         self.sleep_backend = facts["sleep_backend"]  # of the first
         self.device, self.dtype = torch.device(facts["device"]), getattr(torch, facts["dtype"])
         self._numerics = facts["numerics"]
-        self._memories: list[SharedMemory] = []
-        self._knows: dict[tuple[int, int], set[int]] = {}  # replica's index and start -> the memories it knows
+        self._buffers: Buffers | None = None
         self._updates = threading.Lock()
         self._sleeping: set[str] = set()
         self._end = weakref.finalize(self, self._front.close)
@@ -357,22 +358,20 @@ class Replicas:
         said = {name: (list(shape), dtype_name(dtype)) for name, (shape, dtype) in specs.items()}
         numerics = dict(numerics) if isinstance(numerics, Mapping) else None
         update = FleetUpdate(self._front, specs=said, numerics=numerics, keep_cache=keep_cache)
-        memories = self._buffers(size_of(specs))
-        waiting: list[dict] = [{} for _ in memories]  # for each buffer, what replicas will answer of it
-        turns = iter(range(1 << 62))
+        waiting: list[dict] = [{}, {}]  # for each bucket, what replicas will answer of it
 
-        def buffers() -> Iterator[Tensor]:
-            for turn in turns:
-                at = turn % len(memories)
+        def spaces() -> Iterator[BufferSpace]:
+            for at in itertools.cycle(range(len(waiting))):
                 update.heard(waiting[at])
-                yield memories[at].bytes
+                yield buffers.space(at)
 
-        turn, left = 0, dict(specs)
+        left = dict(specs)
         try:
-            for filled, parts in pack(_checked(pairs, specs, left), buffers()):
-                at = turn % len(memories)
-                waiting[at] = self._send_bucket(update.writing, memories[at], parts, len(filled))
-                turn += 1
+            buffers = self._buffers_of(bucket_bytes(specs.values(), _BUCKET), len(waiting))
+            update.open(buffers.offer())
+            for space, used, parts in packed(_checked(pairs, specs, left), spaces()):
+                bytes_of = functools.partial(_bytes, buffers.tensors[space.number], used)
+                waiting[space.number] = update.send_bucket(Bucket(space.number, parts), bytes_of)
             for answers in waiting:
                 update.heard(answers)
             if left:
@@ -389,33 +388,14 @@ class Replicas:
         self._front.check_open()
         return FleetIntake(self._front, self._updates, self._numerics, self.device.type, mode, staging)
 
-    def _buffers(self, size: int) -> list[SharedMemory]:
-        """Two, so that one is filled while the other is read; kept for the next update."""
-        if not self._memories or self._memories[0].size < size:
-            for memory in self._memories:
-                memory.close()
-            first = self._memories[-1].key + 1 if self._memories else 0
-            self._memories = [SharedMemory(first + i, size) for i in range(2)]
-        return self._memories
-
-    def _send_bucket(
-        self, writing: Mapping[int, Replica], memory: SharedMemory, parts: list[Part], used: int
-    ) -> dict[int, Answer]:
-        futures, payload = {}, None
-        for index, replica in writing.items():
-            channel = replica.channel
-            if channel is not None and not channel.shares_memory:
-                payload = memory.bytes[:used].numpy().tobytes() if payload is None else payload
-                bucket = functools.partial(m.Bucket, parts=parts, payload=payload)
-            else:
-                bucket = functools.partial(m.Bucket, parts=parts, memory=memory.key)
-                known = self._knows.setdefault((index, replica.starts), set())
-                if channel is not None and memory.key not in known:
-                    known.add(memory.key)
-                    channel.share(memory.descriptor)
-                    channel.send(m.Memory(memory.key, memory.size))
-            futures[index] = self._front.send(replica, "a bucket of weights", bucket)
-        return futures
+    def _buffers_of(self, size: int, count: int) -> Buffers:
+        """Several, so that one is filled while another is read; kept for the next update."""
+        if self._buffers is None or self._buffers.size < size:
+            if self._buffers is not None:
+                self._buffers.close()
+                self._front.ask("let_go")
+            self._buffers = Buffers(HOST, size, count)
+        return self._buffers
 
     # What there is to know
 
@@ -462,9 +442,9 @@ class Replicas:
     def close(self) -> None:
         """Abort what runs and end the processes. Again does nothing."""
         self._end()
-        for memory in self._memories:
-            memory.close()
-        self._memories = []
+        if self._buffers is not None:
+            self._buffers.close()
+        self._buffers = None
 
     def __enter__(self) -> "Replicas":
         return self
@@ -568,6 +548,10 @@ def _checked(pairs, specs, left: dict) -> Iterator[tuple[str, Tensor]]:
             got = f"{tensor.dtype} {tuple(tensor.shape)}"
             raise ValueError(f"update_weights: {name} is {got}, expected {specs[name][1]} {specs[name][0]}")
         yield name, tensor
+
+
+def _bytes(memory: Tensor, used: int) -> bytes:
+    return memory[:used].numpy().tobytes()
 
 
 def _sums(answers: Mapping[int, Mapping[str, int]]) -> dict[str, int]:

@@ -1,20 +1,18 @@
 """The process of one stage: it holds some layers, runs the steps that it is told of, and ends with its engine.
 
-It is told everything over one connection, whose other end the engine's process alone has: when that ends, however it
-ends, the kernel closes it, and the stage is gone a moment later.
+It is told everything over one socket, whose other end the engine's process alone has: when that ends, however it ends,
+the kernel closes it, and the stage is gone a moment later.
 """
 
 import contextlib
 import os
-import pickle
+import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,67 +23,64 @@ from ..config import EngineConfig
 from ..core import garbage
 from ..core.step import Step
 from ..errors import HandoverFailed
+from ..handover.buffers import Memories
+from ..handover.messages import Bucket, Offer, dtype_of
 from ..handover.threads import half_the_threads
 from ..runner.sleep import Memory
 from ..weights.partial import Origin, fill, skeleton
 from ..weights.update import Places, Update
-
-if TYPE_CHECKING:  # it needs msgspec
-    from ..handover.buffers import Memories
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """What a stage is made of.
-
-    layers   of every stage; this one's are layers[rank]
-    store    a file in which the stages find each other
-    ahead    how many steps are launched before the first of them is waited for
-    """
-
-    rank: int
-    layers: tuple[range, ...]
-    device: str
-    origin: Origin
-    config: EngineConfig
-    backend: str | None
-    store: str
-    ahead: int
+from . import messages as m
+from .process import Frames, write_frame
 
 
 class Stage:
     """All that the process has. `serve` is its main thread; one reads what comes, and one reports what was drawn."""
 
-    def __init__(self, connection: Connection):
-        self._connection, self._lock = connection, threading.Lock()
-        self._inbox: SimpleQueue = SimpleQueue()
+    def __init__(self, ours: socket.socket):
+        self._socket, self._frames, self._lock = ours, Frames(ours), threading.Lock()
+        self._inbox: SimpleQueue[m.ToStage] = SimpleQueue()
         self._pending: SimpleQueue = SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        try:
-            while True:
-                self._inbox.put(self._connection.recv_bytes())
-        except (EOFError, OSError):
-            os._exit(1)  # nobody is there any more, whatever the other threads wait for
+        while (frames := self._frames.read()) is not None:
+            for frame in frames:
+                for message in m.for_stage(frame):
+                    self._inbox.put(message)
+        os._exit(1)  # nobody is there any more, whatever the other threads wait for
 
-    def send(self, kind: str, *values) -> None:
+    def send(self, message: m.FromStage) -> None:
         with self._lock:
-            self._connection.send_bytes(pickle.dumps((kind, *values), protocol=5))
+            write_frame(self._socket, m.encode([message]))
 
     def serve(self) -> None:
-        _, assignment = pickle.loads(self._inbox.get())
         with contextlib.ExitStack() as stack:
-            self._make(assignment, stack)
+            self._make(self._inbox.get(), stack)
             threading.Thread(target=self._report, daemon=True).start()
             garbage.freeze()
-            while True:
-                kind, *values = pickle.loads(self._inbox.get())
-                if kind == "close":
-                    return
-                getattr(self, f"_do_{kind}")(*values)
+            while not isinstance(message := self._inbox.get(), m.Close):
+                self._handle(message)
 
-    def _make(self, a: Assignment, stack: contextlib.ExitStack) -> None:
+    def _handle(self, message: m.ToStage) -> None:
+        if isinstance(message, m.Step):
+            step = Step.from_bytes(message.data)
+            self._pending.put((step.number, self.runner.launch(step)))
+        elif isinstance(message, m.Open):
+            self._answer(message.key, lambda: self._open(message.offer))
+        elif isinstance(message, m.Take):
+            self._answer(message.key, lambda: self._take(message.bucket))
+        elif isinstance(message, m.Do):
+            self._answer(message.key, lambda: getattr(self, f"do_{message.what}")(**message.arguments))
+
+    def _answer(self, key: int, function: Callable[[], Any]) -> None:
+        """What is wrong with weights is said, and the stage goes on."""
+        try:
+            answer = m.Answer(key, function())
+        except (HandoverFailed, ValueError, TypeError) as error:
+            answer = m.Answer(key, failure=m.Failure(type(error).__name__, f"{error} (stage {self.rank})"))
+        self.send(answer)
+
+    def _make(self, a: m.Make, stack: contextlib.ExitStack) -> None:
         from ..runner.stages import Link, StageRunner
 
         device = torch.device(a.device)
@@ -97,24 +92,28 @@ class Stage:
         dist.init_process_group(backend, init_method=f"file://{a.store}", rank=a.rank, world_size=len(a.layers))
         stack.enter_context(vx.use_backend(a.backend))
         link = Link(device)
-        self.model, config, layers = skeleton(a.origin), a.config, a.layers[a.rank]
+        origin = Origin(**{**a.origin, "dtype": dtype_of(a.origin["dtype"])})
+        self.model, config, layers = skeleton(origin), EngineConfig(**a.config), range(*a.layers[a.rank])
         options = {"kv_segment": config.kv_segment, "latent": config.latent_attention}
         handle = vx.patch.hf(self.model, **options)
         names = handle.describe().names(layers)
         handle.undo()
-        fill(self.model, names, a.origin, device)
+        fill(self.model, names, origin, device)
         self.handle = vx.patch.hf(self.model, **options)
         self.runner = StageRunner(self.model, self.handle, config, device, layers, link, a.ahead)
         numerics = vx.numerics(device, kv_segment=config.kv_segment, latent_attention=config.latent_attention or None)
         self.rank, self.last, self.device = a.rank, self.runner.draws, device
         self._places = places = Places.of(self.model).present()
-        self._targets = places.targets | {name: view for name, (_, view) in places.views.items()}
         held = sum(t.nbytes for t in {id(t): t for t in places.targets.values()}.values())
         self._copy: tuple[str | None, Places] | None = None  # of the weights' memory, and where that lies
         self._update: Update | None = None
         self._memories: Memories | None = None
         self._memory = Memory(self.runner)
-        self.send("ready", self.runner.config, self.runner.path, numerics, held, self.runner.sleep_backend)
+        facts = {
+            "config": m.as_dict(self.runner.config), "path": self.runner.path, "numerics": numerics, "held": held,
+            "sleep_backend": self.runner.sleep_backend,
+        }  # fmt: skip
+        self.send(m.Ready(facts))
 
     def _report(self) -> None:
         while True:
@@ -124,113 +123,74 @@ class Stage:
             except BaseException as error:
                 self._fail(error)
             if self.last:
-                self.send("drawn", number, sampled)
+                self.send(m.Drawn(number, sampled))
 
     def _fail(self, error: BaseException) -> None:
         with contextlib.suppress(OSError):
-            self.send("failed", f"{type(error).__name__}: {error}", traceback.format_exc())
+            self.send(m.Failed(m.failure(error), traceback.format_exc()))
         os._exit(1)
 
-    # What it is told
+    # Weights from another process
 
-    def _do_step(self, data: bytes) -> None:
-        step = Step.from_bytes(data)
-        self._pending.put((step.number, self.runner.launch(step)))
-
-    def _do_write(self, bucket: list) -> None:
-        """New values, between two steps."""
-        with torch.no_grad():
-            for name, start, value in bucket:
-                target = self._targets.get(self._places.old.get(name, name))
-                if target is None:
-                    continue
-                if start is not None:
-                    target = target.view(-1)[start : start + value.numel()]
-                target.copy_(value)
-        if self.device.type == "cuda":
-            vx.synchronize(self.device)
-        self.send("done")
-
-    # Weights from another process. What is wrong with them is said, and the stage goes on
-
-    def _do_stage(self, device: str | None) -> None:
+    def do_copy(self, device: str | None) -> None:
+        """A second copy of the weights' memory."""
         if self._copy is None or self._copy[0] != device:
             self._copy = None
             self._copy = device, self._places.copy(device or self.device)
-        self.send("done")
 
-    def _do_begin(self, staged: bool) -> None:
+    def do_begin(self, staged: bool) -> None:
         self._update = Update(self._copy[1] if staged else self._places)
-        self.send("done")
 
-    def _do_open(self, offer) -> None:
-        from ..handover.buffers import Memories
-
+    def _open(self, offer: Offer) -> None:
         self._memories = self._memories or Memories(self.device)
-        self._try(lambda: self._memories.open(offer))
+        self._memories.open(offer)
 
-    def _do_take(self, bucket) -> None:
-        def take() -> None:
-            with half_the_threads():
-                self._put(self._memories.values(bucket))
-            self._memories.fence().wait()
+    def _take(self, bucket: Bucket) -> None:
+        """What this stage holds of it."""
+        with half_the_threads():
+            pairs = self._memories.values(bucket)
+            self._update.write(pair for pair in pairs if self._update.knows(pair[0]))
+        self._memories.fence().wait()
 
-        self._try(take)
-
-    def _do_put(self, pairs: list) -> None:
-        self._try(lambda: self._put(pairs))
-
-    def _put(self, pairs: list) -> None:
-        self._update.write(pair for pair in pairs if self._update.knows(pair[0]))
-
-    def _do_commit(self) -> None:
+    def do_commit(self) -> None:
         with torch.no_grad():
             for name, value in self._update.came().items():
                 self._places.targets[name].copy_(value)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.send("done")
 
-    def _do_let_go(self) -> None:
+    def do_let_go(self) -> None:
         if self._memories is not None:
             self._memories.close()
-        self.send("done")
 
     # Sleep
 
-    def _do_sleep(self, level: int, tags: list[str]) -> None:
+    def do_sleep(self, level: int, tags: list[str]) -> tuple[dict[str, int], dict[str, int], str | None]:
         self.runner.settle()
-        self._move(lambda: self._memory.sleep(level, tags))
+        return self._move(lambda: self._memory.sleep(level, tags))
 
-    def _do_wake_up(self, tags: list[str]) -> None:
-        self._move(lambda: self._memory.wake_up(tags))
+    def do_wake_up(self, tags: list[str]) -> tuple[dict[str, int], dict[str, int], str | None]:
+        return self._move(lambda: self._memory.wake_up(tags))
 
-    def _move(self, move: Callable[[], dict[str, int]]) -> None:
-        """Where there is no room, here or on the host, what was moved before that is."""
+    def _move(self, move: Callable[[], dict[str, int]]) -> tuple[dict[str, int], dict[str, int], str | None]:
+        """What was moved, what is asleep, and why no more was: where there is no room, here or on the host, what was
+        moved before that is."""
         moved, why = {}, None
         try:
             moved = move()
         except (MemoryError, RuntimeError) as error:  # torch's own is a RuntimeError
             why = str(error)
-        self.send("done", moved, self._memory.asleep, why)
+        return moved, self._memory.asleep, why
 
-    def _try(self, function: Callable[[], None]) -> None:
-        try:
-            function()
-        except (HandoverFailed, ValueError, TypeError) as error:
-            self.send("refused", f"{error} (stage {self.rank})")
-        else:
-            self.send("done")
-
-    def _do_numbers(self) -> None:
+    def do_numbers(self) -> tuple[int, int, int]:
         """For whoever wants to know what a stage holds."""
         caches = (cache.untyped_storage() for part in self.runner.buffers.caches for cache in part)
         held = {storage._cdata: storage.nbytes() for storage in caches}
-        self.send("done", os.getpid(), len(self.runner.layers), sum(held.values()))
+        return os.getpid(), len(self.runner.layers), sum(held.values())
 
 
 def main() -> None:
-    stage = Stage(Connection(int(sys.argv[1])))
+    stage = Stage(socket.socket(fileno=int(sys.argv[1])))
     try:
         stage.serve()
     except BaseException as error:
