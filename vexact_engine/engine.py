@@ -34,7 +34,7 @@ from .weights.load import Loaded, default_device, load, load_in_stages
 from .weights.update import pairs_of, targets
 
 if TYPE_CHECKING:  # it needs msgspec
-    from .handover.intake import Intake
+    from .handover.intake import EngineIntake
 
 _BUCKET = 256 << 20  # bytes of new weights that are handed over at once
 _WORTH_IT = 16  # requests: to make fewer takes no longer than to wait for a launch
@@ -437,12 +437,12 @@ class Engine:
         renewed = functools.partial(self._renewed, keep_cache, version)
         return WeightUpdate(self._loop, self._worker, self._updates, renewed, specs, staging)
 
-    def intake(self, mode: str = "in_place", staging: torch.device | str | None = None) -> "Intake":
+    def intake(self, mode: str = "in_place", staging: torch.device | str | None = None) -> "EngineIntake":
         """Where a WeightReceiver puts what comes; mode and staging as it has them."""
-        from .handover.intake import Intake
+        from .handover.intake import EngineIntake
 
         self._loop.check_open()
-        return Intake(self._loop, self._worker, self.begin_update, self.model, self.device, mode, staging)
+        return EngineIntake(self._loop, self._worker, self.begin_update, self.model, self.device, mode, staging)
 
     def manifest(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """(shape, dtype) of every tensor that update_weights takes, by name; experts are stacked (one by one they may

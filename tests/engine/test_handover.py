@@ -314,12 +314,12 @@ def test_memory_that_does_not_open(sockets, monkeypatch):
     model = build("Qwen3")
     with handover(model) as (_engine, _receiver, start, out):
 
-        class Lost(buffers.Buffers):
+        class Lost(buffers.Buckets):
             def _add(self):
                 super()._add()
                 self.handles[-1] = struct.pack("<qq", os.getpid(), 99999)
 
-        monkeypatch.setattr("vexact_engine.handover.sender.Buffers", Lost)
+        monkeypatch.setattr("vexact_engine.handover.sender.Buckets", Lost)
         result = start()
         with pytest.raises(HandoverFailed, match="of one user and in one PID namespace"):
             out.send(model.state_dict())
@@ -530,7 +530,7 @@ def test_buckets_are_given_back_once_the_receiver_has_let_go(listens, sockets, m
     monkeypatch.setattr("vexact_engine.handover.sender.CUDA", buffers.HOST)
     monkeypatch.setattr("vexact_engine.handover.sender._GOODBYE", 0.5 if listens == "idle" else 120.0)
     model, order, said = build("Qwen3"), [], threading.Event()
-    post, close = WeightReceiver._post, buffers.Buffers.close
+    post, close = WeightReceiver._post, buffers.Buckets.close
 
     def noted(self, to, message):  # before the sender hears of it
         if isinstance(message, messages.Gone) and "let go" not in order:
@@ -538,7 +538,7 @@ def test_buckets_are_given_back_once_the_receiver_has_let_go(listens, sockets, m
         post(self, to, message)
 
     monkeypatch.setattr(WeightReceiver, "_post", noted)
-    monkeypatch.setattr(buffers.Buffers, "close", lambda self: (close(self), order.append("freed")))
+    monkeypatch.setattr(buffers.Buckets, "close", lambda self: (close(self), order.append("freed")))
 
     def give():
         for number, item in enumerate(model.state_dict().items()):

@@ -68,7 +68,7 @@ def idle(replicas):
     front = replicas._front
     loads = lambda: [r.load for r in replicas.replicas if r.alive]  # noqa: E731
     until(lambda: not any(load.running or load.waiting or load.pages_used for load in loads()))
-    assert not front._names and not front._homeless and not any(r.jobs or r.answers for r in front.replicas)
+    assert not front._names and not front._waiting and not any(r.jobs or r.answers for r in front.replicas)
     assert not any(front.router.samples(r.index) for r in front.replicas)
 
 

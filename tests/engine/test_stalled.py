@@ -112,12 +112,12 @@ def test_what_waits_for_the_only_replica_is_answered_and_goes_on(path, wanted):
             held = len(replicas._front.replicas[0].channel._outbox)
             for number in range(200):  # they wait here: nothing piles up at a process that takes nothing
                 waiting = pool.submit(replicas.generate, PROMPTS[:1], LONG, request_ids=[f"b{number}"])
-                until(lambda: replicas._front._homeless)
+                until(lambda: replicas._front._waiting)
                 replicas.abort(f"b{number}")
                 assert waiting.result(PATIENCE)[0].finish_reason == "abort"
             assert len(replicas._front.replicas[0].channel._outbox) == held
             later = pool.submit(ask, replicas)
-            until(lambda: len(replicas._front._homeless) == len(PROMPTS))
+            until(lambda: len(replicas._front._waiting) == len(PROMPTS))
         assert later.result(PATIENCE) == wanted
 
 
@@ -154,7 +154,7 @@ def test_a_server_of_replicas_that_stand_still(path):
                 assert "vexact_steps" in http.get("/metrics").text
             with ThreadPoolExecutor() as pool, within():
                 waiting = pool.submit(lambda: http.post("/v1/completions", json=body | {"stream": True}).status_code)
-                until(lambda: replicas._front._homeless)
+                until(lambda: replicas._front._waiting)
                 server.stop(PATIENCE)
                 assert not server._thread.is_alive()
                 with contextlib.suppress(httpx.HTTPError):

@@ -32,7 +32,7 @@ _PREFIX = "vexact-weights-"  # of the files' names, which /proc shows
 _MOST_FOUND = 100_000  # views of buckets that are kept
 
 
-class Buffers:
+class Buckets:
     """Some buffers of one size, made here. `tensors` are their bytes, `handles` what another process opens.
 
     kind     HOST or CUDA
@@ -66,8 +66,8 @@ class Buffers:
         self.tensors.append(memory.tensor)
         self.handles.append(memory.handle)
 
-    def space(self, buffer: int) -> "BufferSpace":
-        return BufferSpace(self, buffer, self.size)
+    def space(self, buffer: int) -> "BucketSpace":
+        return BucketSpace(self, buffer, self.size)
 
     def offer(self) -> m.Offer:
         gpu = gpu_name(self.device) if self.kind == CUDA else ""
@@ -91,10 +91,10 @@ class Buffers:
             self._owned.pop().close()
 
 
-class BufferSpace(NamedTuple):
+class BucketSpace(NamedTuple):
     """One of them, to be filled: see packing.Space."""
 
-    buffers: Buffers
+    buffers: Buckets
     number: int
     size: int
 
@@ -102,7 +102,7 @@ class BufferSpace(NamedTuple):
         return self.buffers.part(self.number, offset, count, dtype)
 
 
-class Opened:
+class OpenedBuckets:
     """The same buffers in the other process.
 
     gpu      whose memory it is, for CUDA: see gpu_name
@@ -147,7 +147,7 @@ class Memories:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._opened: dict[str, Opened] = {}
+        self._opened: dict[str, OpenedBuckets] = {}
         self._now: list[Tensor] = []
         self._found: dict[tuple[int, m.Part], Tensor | Piece] = {}  # a sender says the same again and again
 
@@ -158,7 +158,7 @@ class Memories:
         """What the next buckets lie in. HandoverFailed where it cannot be opened."""
         if offer.name not in self._opened:
             given = offer.kind, offer.name, offer.size, offer.handles, offer.gpu
-            self._opened[offer.name] = Opened(*given, self.device)
+            self._opened[offer.name] = OpenedBuckets(*given, self.device)
         if self._now is not self._opened[offer.name].tensors:
             self._now = self._opened[offer.name].tensors
             self._found.clear()

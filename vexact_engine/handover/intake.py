@@ -10,12 +10,12 @@ from ..errors import EngineClosed
 from ..weights.update import Piece, Places
 from . import messages as m
 from .buffers import gpu_name
-from .session import Loop, Reading, WeightUpdate, Worker
+from .session import Reading, UpdateLoop, UpdateWorker, WeightUpdate
 
 MODES = ("in_place", "staged")
 
 
-class Intake:
+class EngineIntake:
     """Where a WeightReceiver, or a replica, puts what comes for one engine, set by set.
 
     device, gpu   where it is computed: see messages.Welcome
@@ -23,8 +23,8 @@ class Intake:
 
     def __init__(
         self,
-        loop: Loop,
-        worker: Worker,
+        loop: UpdateLoop,
+        worker: UpdateWorker,
         begin: Callable[..., WeightUpdate],
         model: torch.nn.Module,
         device: torch.device,
@@ -34,7 +34,7 @@ class Intake:
         check_mode(mode, staging)
         self._loop, self._worker, self._begin, self._places = loop, worker, begin, Places.of(model)
         self._device = device
-        self._staging = loop.call(lambda: worker.stage(staging)) if mode == "staged" else None
+        self._staging = loop.call(lambda: worker.make_copy(staging)) if mode == "staged" else None
         self._update: WeightUpdate | None = None
         self._manifest: dict[str, tuple[tuple[int, ...], str]] = {}
 

@@ -12,7 +12,7 @@ import vexact_ops as vx
 from ..errors import HandoverFailed, PeerLost
 from . import messages as m
 from . import protocol
-from .buffers import CUDA, HOST, Buffers, BufferSpace, checksum, gpu_named
+from .buffers import CUDA, HOST, Buckets, BucketSpace, checksum, gpu_named
 from .packing import ALIGN, Packer, check_whole
 from .session import check_version
 from .threads import half_the_threads
@@ -62,7 +62,7 @@ class WeightSender:
         self.address, self.numerics = address, dict(numerics)
         self.bucket_bytes, self.transport, self.checksum, self.timeout = bucket_bytes, transport, checksum, timeout
         self._socket: protocol.zmq.Socket | None = None
-        self._buffers: dict[str, Buffers] = {}  # by kind: made once, kept
+        self._buffers: dict[str, Buckets] = {}  # by kind: made once, kept
         self._refused: set[tuple[str, str]] = set()  # kinds, and of which GPU, that this receiver could not open
         self._receiver: m.Peer | None = None
         self._doubt = ""  # about the set before, until the receiver answers again
@@ -179,7 +179,7 @@ class WeightSender:
 
     # Memory
 
-    def _open(self, device: torch.device, welcome: m.Welcome) -> Buffers:
+    def _open(self, device: torch.device, welcome: m.Welcome) -> Buckets:
         """Buckets that the receiver has opened: those of before, or others. On different GPUs, whichever of the two
         both processes see."""
         both = device.type == "cuda" and welcome.device == "cuda"
@@ -212,7 +212,7 @@ class WeightSender:
             held = None
         try:
             size = self.bucket_bytes if device.type == "cuda" else min(self.bucket_bytes, CACHED)
-            held = held or Buffers(kind, size * 2 // _HALVES // ALIGN * ALIGN, _HALVES, device)
+            held = held or Buckets(kind, size * 2 // _HALVES // ALIGN * ALIGN, _HALVES, device)
         except HandoverFailed as error:
             if kind == HOST:
                 raise
@@ -249,7 +249,7 @@ class _Session:
         self.manifest = {n: (tuple(shape), m.dtype_of(d)) for n, (shape, d) in welcome.manifest.items()}
         self.sent: set[str] = set()
         self.streams: set[torch.cuda.Stream] = set()  # that fill the bucket: the caller's may change
-        self.buffers: Buffers | None = None
+        self.buffers: Buckets | None = None
         self.free: deque[int] = deque()
         self.filled: deque[tuple[m.Bucket, list[torch.cuda.Event]]] = deque()  # not posted yet: what fills them
 
@@ -285,7 +285,7 @@ class _Session:
             if device.type == "cuda":
                 self.streams.add(torch.cuda.current_stream(device))
 
-    def _spaces(self) -> Iterator[BufferSpace]:
+    def _spaces(self) -> Iterator[BucketSpace]:
         """Buckets that may be filled, as they are given back."""
         while True:
             while not self.free:
@@ -295,7 +295,7 @@ class _Session:
                     self.free.append(self.sender._answer("an acknowledgement", m.Ack).buffer)
             yield self.buffers.space(self.free.popleft())
 
-    def _flush(self, space: BufferSpace, used: int, parts: list[m.Part]) -> None:
+    def _flush(self, space: BucketSpace, used: int, parts: list[m.Part]) -> None:
         events, total = [stream.record_event() for stream in self.streams], None
         self.streams.clear()
         if self.sender.checksum:

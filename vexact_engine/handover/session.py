@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # it needs msgspec
 TORN = "an update of the weights broke off in the middle: update them again"
 
 
-class Loop(Protocol):
+class UpdateLoop(Protocol):
     """What of the engine's loop is needed; see core/loop.py."""
 
     updating: bool
@@ -31,7 +31,7 @@ class Loop(Protocol):
     def may_change_weights(self) -> bool: ...
 
 
-class Worker(Protocol):
+class UpdateWorker(Protocol):
     """What of the engine's worker is needed; see runner/worker.py."""
 
     takes_aside: bool  # what lies in a bucket is taken in the thread that it comes in; to a copy while steps run
@@ -40,11 +40,11 @@ class Worker(Protocol):
     def open(self, offer: "m.Offer") -> None: ...
     def take(self, update: Update, bucket: "m.Bucket", staged: bool) -> "Reading": ...
     def commit(self, update: Update, tear: Callable[[], None]) -> None: ...
-    def stage(self, device: torch.device | str | None) -> Any: ...
+    def make_copy(self, device: torch.device | str | None) -> Any: ...
     def let_go(self) -> None: ...
     def fence(self) -> Callable[[], None]: ...
     def wait(self) -> None: ...
-    def settle(self) -> None: ...
+    def adopt(self) -> None: ...
 
 
 class Reading:
@@ -79,8 +79,8 @@ class WeightUpdate:
 
     def __init__(
         self,
-        loop: Loop,
-        worker: Worker,
+        loop: UpdateLoop,
+        worker: UpdateWorker,
         lock: Lock,
         renewed: Callable[[], int],
         specs: Mapping | None,
@@ -110,7 +110,7 @@ class WeightUpdate:
         self._check()
         bucket = list(bucket)
         if self._staged:
-            self._stage(lambda: self._update.write(bucket))
+            self._into_copy(lambda: self._update.write(bucket))
         else:
             self._loop.call(functools.partial(self._write, bucket, self._worker.fence()), when=self._may_write)
 
@@ -124,7 +124,7 @@ class WeightUpdate:
         was sent."""
         self._check()
         if self._staged:
-            return self._stage(lambda: self._worker.take(self._update, bucket, staged=True))
+            return self._into_copy(lambda: self._worker.take(self._update, bucket, staged=True))
         call = self._loop.beside if self._worker.takes_aside else self._loop.call
         return call(lambda: self._take(bucket), self._may_write)
 
@@ -153,14 +153,14 @@ class WeightUpdate:
         """In this thread where the worker can, between two steps where it cannot."""
         return self._loop.beside(function) if self._worker.takes_aside else self._loop.call(function)
 
-    def _stage(self, function: Callable[[], object]) -> Any:
+    def _into_copy(self, function: Callable[[], object]) -> Any:
         """Unless this update has ended while it waited for its turn: the copy may be another one's."""
 
-        def stage():
+        def put():
             self._check()
             return function()
 
-        return self._beside(stage)
+        return self._beside(put)
 
     def _check(self) -> None:
         if self._over:
@@ -195,7 +195,7 @@ class WeightUpdate:
         self._update.finish()
         if self._staged:
             self._worker.commit(self._update, self._tear)
-        self._worker.settle()
+        self._worker.adopt()
         version = self._renewed()
         self._end()
         return version

@@ -33,9 +33,9 @@ class FleetUpdate:
         if refusals or not self.writing:
             self.give_up()
             self._give_up_late(late.keys() - still.keys())
-            raise next(iter([*refusals, *late.values()]), front.nobody())
+            raise next(iter([*refusals, *late.values()]), front.no_replica())
         self._failed |= late
-        front.leave_out(late)
+        front.exclude(late)
         self._give_up_late(late.keys() - still.keys())
 
     def ask(self, what: str, **arguments: Any) -> dict[int, Any]:
@@ -53,7 +53,7 @@ class FleetUpdate:
         if failed:
             raise failed[0]
         self.remote = {i for i in far if isinstance(answers[i], HandoverFailed)}
-        self.take({i: answer for i, answer in answers.items() if i not in self.remote})
+        self.note({i: answer for i, answer in answers.items() if i not in self.remote})
 
     def _shares_memory(self, index: int) -> bool:
         channel = self.writing[index].channel
@@ -67,10 +67,10 @@ class FleetUpdate:
             lambda r: partial(m.Take, bucket=bucket, payload=carried if r.index in self.remote else None),
         )
 
-    def heard(self, answers: Mapping[int, Answer]) -> None:
-        self.take(self._front.gather(answers, limits.ANSWER))
+    def wait_for(self, answers: Mapping[int, Answer]) -> None:
+        self.note(self._front.gather(answers, limits.ANSWER))
 
-    def take(self, answers: Mapping[int, Any]) -> None:
+    def note(self, answers: Mapping[int, Any]) -> None:
         """Those that failed write no more, and get no requests. Where all have failed that is raised, and what each of
         them has then, the requests find out."""
         failed = {i: e for i, e in answers.items() if isinstance(e, BaseException) and i in self.writing}
@@ -78,7 +78,7 @@ class FleetUpdate:
             raise min(failed.values(), key=lambda e: isinstance(e, ReplicaDied))
         for index, error in failed.items():
             self._failed[index] = error
-            self._front.leave_out([index])
+            self._front.exclude([index])
             replica = self.writing.pop(index)
             if isinstance(error, TimeoutError):
                 self._give_up_late([index])
@@ -87,7 +87,7 @@ class FleetUpdate:
 
     def finish(self) -> int:
         """All has come. UpdateIncomplete where some have it and others failed, but for those that died."""
-        self.take(self.ask("finish_update"))
+        self.note(self.ask("finish_update"))
         self._front.updated(self.version, self.writing)
         if any(not isinstance(e, ReplicaDied) for e in self._failed.values()):
             what = "; ".join(f"replica {i}: {type(e).__name__}: {e}" for i, e in self._failed.items())

@@ -51,7 +51,7 @@ class Front:
         self.paused, self.asleep = False, False  # what a replica that is started again has to be told
         self._updating = False
         self._names: dict[str, Job] = {}
-        self._homeless: dict[int, Job] = {}  # until a replica is there that takes them
+        self._waiting: dict[int, Job] = {}  # until a replica is there that takes them
         self._aborting: dict[int, Job] = {}
         self._keys = iter(range(1 << 62))
         self._mail: dict[Any, list[tuple[Callable, Any]]] = {}
@@ -60,7 +60,7 @@ class Front:
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_in.setblocking(False)
         self._selector.register(self._wake_in, selectors.EVENT_READ, None)
-        self._settled = threading.Condition(self._lock)  # a replica has become ready, or has died
+        self._changed = threading.Condition(self._lock)  # a replica has become ready, or has died
         self._reader = threading.Thread(target=self._read, name="vexact-replicas", daemon=True)
         try:
             with self._lock:
@@ -84,7 +84,7 @@ class Front:
 
     def _wait_for_all(self) -> None:
         end = time.monotonic() + self._timeout
-        with self._settled:
+        with self._changed:
             while not all(replica.ready for replica in self.replicas):
                 gone = next((r for r in self.replicas if r.reason), None)
                 if gone is not None:
@@ -93,7 +93,7 @@ class Front:
                 if left <= 0:
                     late = [r.index for r in self.replicas if not r.ready]
                     raise TimeoutError(f"Replicas: replicas {late} are not ready after {self._timeout:.0f} s")
-                self._settled.wait(left)
+                self._changed.wait(left)
             first = self.replicas[0].facts["numerics"]
             for replica in self.replicas[1:]:
                 differ = vx.numerics_difference(replica.facts["numerics"], first, forward=True)
@@ -240,13 +240,13 @@ class Front:
         with self._lock:
             self._updating = begins
 
-    def leave_out(self, left_out: Iterable[int]) -> None:
+    def exclude(self, excluded: Iterable[int]) -> None:
         """These have not the weights that the others have or get: their requests go to those."""
         with self._lock:
-            left_out = [self.replicas[index] for index in left_out]
-            for replica in left_out:
+            excluded = [self.replicas[index] for index in excluded]
+            for replica in excluded:
                 replica.fresh = False
-            for replica in left_out:
+            for replica in excluded:
                 if replica.channel is not None:
                     replica.channel.send(*(m.Abort(key) for key in replica.jobs))
                 self._move(replica)
@@ -260,7 +260,7 @@ class Front:
                 self.replicas[index].fresh = self.replicas[index].ready
             for replica in self.replicas:
                 self.router.forget(replica.index)
-            self._settle_homeless()
+            self._place_waiting()
             self._flush()
 
     def forget_pages(self) -> None:
@@ -282,13 +282,13 @@ class Front:
         if not usable:
             starting = any(r.channel is not None and not r.ready for r in self.replicas)
             if starting and not self.weight_version:
-                self._homeless[job.key] = job
+                self._waiting[job.key] = job
             else:
-                self._fail(job, self.nobody())
+                self._fail(job, self.no_replica())
             return
         usable = [index for index in usable if not self.replicas[index].owes]
         if not usable:  # all stand still: it waits here, where whoever has sent it can take it back
-            self._homeless[job.key] = job
+            self._waiting[job.key] = job
             return
         replica = self.replicas[self.router.choose(job.pages, usable)]
         self.router.begin(replica.index, job.pages, job.params.n)
@@ -297,7 +297,7 @@ class Front:
         begun = job.begun if job.begun is not None and any(b.token_ids or b.done for b in job.begun) else None
         replica.channel.send(m.Add(job.key, job.prompt_ids, job.params, job.name, job.listen is not None, begun))
 
-    def nobody(self) -> Exception:
+    def no_replica(self) -> Exception:
         if self.alive():
             return WeightsMissing("Replicas: those that are left were started again and have old weights: update them")
         what = "; ".join(f"replica {r.index} {r.reason}" for r in self.replicas)
@@ -320,14 +320,14 @@ class Front:
             else:
                 self._place(job)
 
-    def _settle_homeless(self) -> None:
-        waiting, self._homeless = self._homeless, {}
+    def _place_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, {}
         for job in waiting.values():
             self._place(job)
 
     def _forget(self, job: Job) -> None:
         self._leave(job)
-        self._homeless.pop(job.key, None)
+        self._waiting.pop(job.key, None)
         self._aborting.pop(job.key, None)
         if self._names.get(job.name) is job:
             del self._names[job.name]
@@ -383,13 +383,13 @@ class Front:
                         self._selector.unregister(entry.fd)
                         reason = channel.ended()
                         with self._lock:
-                            self._died(replica, reason)
+                            self._on_death(replica, reason)
                             self._flush()
                         continue
                     said = [message for frame in frames for message in m.for_front(frame)]
                     with self._lock:
                         for message in said:
-                            self._hear(replica, message)
+                            self._on_message(replica, message)
                         self._flush()
                 with self._lock:  # after what has come, for this process may have stood still
                     self._end_late()
@@ -417,13 +417,13 @@ class Front:
     def _no_longer_owes(self, replica: Replica, key: int) -> None:
         if replica.owes.pop(key, None) is not None and not replica.owes:
             log.warning("%s goes on", replica)
-            self._settle_homeless()
+            self._place_waiting()
 
-    def _hear(self, replica: Replica, message: m.ToFront) -> None:
+    def _on_message(self, replica: Replica, message: m.ToFront) -> None:
         if isinstance(message, m.Done | m.Answer):
             self._no_longer_owes(replica, message.key)
-        if isinstance(message, m.News):
-            self._news(replica, message)
+        if isinstance(message, m.Increments):
+            self._on_increment(replica, message)
         elif isinstance(message, m.Done):
             job = replica.jobs.get(message.key)
             if job is None:
@@ -448,11 +448,11 @@ class Front:
             replica.load = message.load
         elif isinstance(message, m.Ready):
             replica.facts, replica.pid = message.facts, message.facts["pid"]
-            self._joins(replica)
+            self._on_ready(replica)
         elif isinstance(message, m.Failed):
             replica.failure = message.failure
 
-    def _news(self, replica: Replica, message: m.News) -> None:
+    def _on_increment(self, replica: Replica, message: m.Increments) -> None:
         job, news = replica.jobs.get(message.key), message.increment
         if job is None:
             return
@@ -471,7 +471,7 @@ class Front:
             had.done = True
         job.listen(news)
 
-    def _joins(self, replica: Replica) -> None:
+    def _on_ready(self, replica: Replica) -> None:
         """Its engine is made. One that was started again is what the others are before it gets requests."""
 
         def ready(*_) -> None:
@@ -480,10 +480,10 @@ class Front:
                     return
                 replica.ready = True
                 replica.fresh = not self.weight_version and not self._updating
-                self._settled.notify_all()
+                self._changed.notify_all()
                 if replica.starts > 1:
                     log.warning("%s is there again%s", replica, "" if replica.fresh else ", with its first weights")
-                    self._settle_homeless()
+                    self._place_waiting()
                 self._flush()
 
         if self.paused and replica.starts > 1:
@@ -492,7 +492,7 @@ class Front:
         else:
             ready()
 
-    def _died(self, replica: Replica, reason: str) -> None:
+    def _on_death(self, replica: Replica, reason: str) -> None:
         if replica.failure is not None:
             reason = f"{replica.failure.kind}: {replica.failure.text}"
         was_ready, name = replica.ready, str(replica)
@@ -506,7 +506,7 @@ class Front:
         answers, replica.answers = replica.answers, {}
         for answer in answers.values():
             answer.set_exception(ReplicaDied(f"{name} {reason}"))
-        self._settled.notify_all()
+        self._changed.notify_all()
         if self._closing:
             return
         jobs = len(replica.jobs)
@@ -521,7 +521,7 @@ class Front:
         for job in hopeless:
             self._fail(job, ReplicaDied(f"request {job.name!r}: {job.deaths} replicas died with it; the last, {name}"))
         self._move(replica)
-        self._settle_homeless()
+        self._place_waiting()
 
     def _restart(self, replica: Replica) -> None:
         if self._restarts > 0 and not self.asleep and not self._closing:
@@ -544,7 +544,7 @@ class Front:
         """Abort what runs, end the processes. Again does nothing; in a fork too."""
         if os.getpid() != self._pid:
             return
-        with self._settled:
+        with self._changed:
             if self._closing:
                 return
             self._closing = True
@@ -557,7 +557,7 @@ class Front:
                 for replica in self.replicas:  # one that makes its engine hears nothing before it has
                     if replica.channel is not None and (late or not replica.ready):
                         replica.channel.kill()
-                self._settled.wait(1.0)
+                self._changed.wait(1.0)
             self._closed = True
             for replica in self.replicas:  # whose end nobody read of
                 if replica.channel is not None:

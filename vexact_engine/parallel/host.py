@@ -20,7 +20,7 @@ import torch
 from ..engine import Engine
 from ..errors import HandoverFailed
 from ..handover.buffers import values
-from ..handover.intake import Intake
+from ..handover.intake import EngineIntake
 from ..handover.session import WeightUpdate
 from ..outputs import Increment, Ticket
 from ..request import Completion
@@ -45,8 +45,8 @@ class Host:
         self._outbox: deque[Callable[[], m.ToFront]] = deque()
         self._filled, self._stopping, self._stopped = threading.Event(), False, False
         self._update: WeightUpdate | None = None
-        self._intakes: dict[tuple[str, str | None], Intake] = {}
-        self._taking: Intake | None = None
+        self._intakes: dict[tuple[str, str | None], EngineIntake] = {}
+        self._taking: EngineIntake | None = None
         self._ordered: SimpleQueue[Callable[[], None]] = SimpleQueue()
         threading.Thread(target=self._do_in_order, name="vexact-replica-update", daemon=True).start()
         self._writer = threading.Thread(target=self._write, name="vexact-replica-out", daemon=True)
@@ -89,7 +89,7 @@ class Host:
             versions = versions[len(versions) - len(news.token_ids) :]
             if news.completion is not None:
                 news.completion = _without_prompt(news.completion)
-            self._post(lambda: m.News(key, news, versions))
+            self._post(lambda: m.Increments(key, news, versions))
 
         def notify() -> None:
             handed_over.wait()
@@ -202,7 +202,7 @@ class Host:
 
     # Weights from the memory of a trainer's process
 
-    def _intake_of(self, mode: str, staging: str | None) -> Intake:
+    def _intake_of(self, mode: str, staging: str | None) -> EngineIntake:
         if (mode, staging) not in self._intakes:
             self._intakes[mode, staging] = self.engine.intake(mode, staging)
         return self._intakes[mode, staging]
@@ -219,7 +219,7 @@ class Host:
             intake.let_go()
 
     @property
-    def _under_way(self) -> Intake | WeightUpdate:
+    def _under_way(self) -> EngineIntake | WeightUpdate:
         found = self._taking or self._update
         if found is None:
             raise HandoverFailed("weights: no update is under way")

@@ -16,8 +16,8 @@ from .front import Front
 
 
 class FleetIntake:
-    """As handover.intake.Intake, of all replicas. Each opens the sender's memory; to an actor that cannot, for it is on
-    another machine, the bytes are carried, bucket by bucket.
+    """An Intake (handover/receiver.py) of all replicas. Each opens the sender's memory; to an actor that cannot, for it
+    is on another machine, the bytes are carried, bucket by bucket.
 
     updates   held from the beginning of a set to its end
     """
@@ -66,7 +66,7 @@ class FleetIntake:
             self._here.open(offer)
 
     def take(self, bucket: Bucket) -> Reading:
-        self._update.heard(self._update.send_bucket(bucket, lambda: self._here.bytes(bucket)))
+        self._update.wait_for(self._update.send_bucket(bucket, lambda: self._here.bytes(bucket)))
         return READ
 
     def finish(self) -> int:

@@ -116,7 +116,7 @@ class Failed(msgspec.Struct, tag=11, array_like=True):
     trace: str = ""
 
 
-class News(msgspec.Struct, tag=12, array_like=True):
+class Increments(msgspec.Struct, tag=12, array_like=True):
     """An increment of a request, with the versions of the weights that gave its tokens."""
 
     key: int
@@ -152,7 +152,7 @@ class Drawn(msgspec.Struct, tag=16, array_like=True):
 
 
 ToReplica = Add | Abort | Do | Open | Take | Close
-ToFront = Ready | Failed | News | Done | Answer | State
+ToFront = Ready | Failed | Increments | Done | Answer | State
 ToStage = Make | Step | Do | Open | Take | Close
 FromStage = Ready | Failed | Answer | Drawn
 

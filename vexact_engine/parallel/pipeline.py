@@ -36,7 +36,7 @@ from ..config import EngineConfig
 from ..core.scheduler import Sampled, StepPlan
 from ..core.step import Encoder
 from ..errors import EngineAsleep, StageDied, WeightsTorn
-from ..handover.buffers import HOST, Buffers
+from ..handover.buffers import HOST, Buckets
 from ..handover.messages import Bucket, dtype_of
 from ..handover.packing import bucket_bytes, packed
 from ..handover.session import READ, Reading
@@ -200,7 +200,7 @@ class PipelineWorker:
         self.dead, self._updated, self._lost = "", False, ""
         self.asleep: dict[str, int] = {}
         self._keys = itertools.count()
-        self._buffers: Buffers | None = None  # that what comes from this process travels in
+        self._buffers: Buckets | None = None  # that what comes from this process travels in
         self._start()
 
     # Stages
@@ -354,7 +354,7 @@ class PipelineWorker:
             self._restart()
         return _UpdateOfStages(self, specs, staging)
 
-    def stage(self, device: torch.device | str | None) -> "_Staging":
+    def make_copy(self, device: torch.device | str | None) -> "_Staging":
         """A second copy of the weights' memory in each stage, of its own layers."""
         made = _Staging(None if device is None else str(device))
         self.ask("copy", device=made.device)
@@ -417,19 +417,19 @@ class PipelineWorker:
         for space, _, parts in packed(pairs, itertools.repeat(buffers.space(0))):
             self.take_bucket(Bucket(space.number, parts))
 
-    def _buffers_of(self, size: int) -> Buffers:
+    def _buffers_of(self, size: int) -> Buckets:
         """One bucket, kept for the next update."""
         if self._buffers is None or self._buffers.size < size:
             if self._buffers is not None:
                 self._buffers.close()
                 self.ask("let_go")
-            self._buffers = Buffers(HOST, size, 1)
+            self._buffers = Buckets(HOST, size, 1)
         return self._buffers
 
     def wait(self) -> None:
         """`write` has waited."""
 
-    settle = wait
+    adopt = wait
 
     # Sleep. Stages that are made anew meanwhile sleep as the others did
 

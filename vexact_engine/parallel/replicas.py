@@ -19,7 +19,7 @@ from ..core.loop import check_pause
 from ..core.scheduler import Stats
 from ..engine import Prompt
 from ..errors import ReplicaDied
-from ..handover.buffers import HOST, Buffers, BufferSpace
+from ..handover.buffers import HOST, Buckets, BucketSpace
 from ..handover.messages import Bucket, dtype_name
 from ..handover.packing import bucket_bytes, check_whole, packed
 from ..outputs import Call, Increment, Load, collected, in_pieces
@@ -128,7 +128,7 @@ class Replicas:
         self.sleep_backend = facts["sleep_backend"]  # of the first
         self.device, self.dtype = torch.device(facts["device"]), getattr(torch, facts["dtype"])
         self._numerics = facts["numerics"]
-        self._buffers: Buffers | None = None
+        self._buffers: Buckets | None = None
         self._updates = threading.Lock()
         self._sleeping: set[str] = set()
         self._end = weakref.finalize(self, self._front.close)
@@ -360,9 +360,9 @@ class Replicas:
         update = FleetUpdate(self._front, specs=said, numerics=numerics, keep_cache=keep_cache)
         waiting: list[dict] = [{}, {}]  # for each bucket, what replicas will answer of it
 
-        def spaces() -> Iterator[BufferSpace]:
+        def spaces() -> Iterator[BucketSpace]:
             for at in itertools.cycle(range(len(waiting))):
-                update.heard(waiting[at])
+                update.wait_for(waiting[at])
                 yield buffers.space(at)
 
         left = dict(specs)
@@ -373,7 +373,7 @@ class Replicas:
                 bytes_of = functools.partial(_bytes, buffers.tensors[space.number], used)
                 waiting[space.number] = update.send_bucket(Bucket(space.number, parts), bytes_of)
             for answers in waiting:
-                update.heard(answers)
+                update.wait_for(answers)
             if left:
                 raise ValueError(f"update_weights: announced, but did not come: {', '.join(sorted(left)[:6])}")
         except BaseException:
@@ -388,13 +388,13 @@ class Replicas:
         self._front.check_open()
         return FleetIntake(self._front, self._updates, self._numerics, self.device.type, mode, staging)
 
-    def _buffers_of(self, size: int, count: int) -> Buffers:
+    def _buffers_of(self, size: int, count: int) -> Buckets:
         """Several, so that one is filled while another is read; kept for the next update."""
         if self._buffers is None or self._buffers.size < size:
             if self._buffers is not None:
                 self._buffers.close()
                 self._front.ask("let_go")
-            self._buffers = Buffers(HOST, size, count)
+            self._buffers = Buckets(HOST, size, count)
         return self._buffers
 
     # What there is to know
@@ -464,7 +464,7 @@ class Replicas:
                 raise answer
         answers = {index: answer for index, answer in answers.items() if not isinstance(answer, ReplicaDied)}
         if not answers:
-            raise self._front.nobody()
+            raise self._front.no_replica()
         return answers
 
     def _jobs(self, prompts, params, request_ids, call: Call, listen=None) -> Iterator[tuple[int, Any]]:

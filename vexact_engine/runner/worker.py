@@ -177,11 +177,11 @@ class Worker:
 
     def apply(self, plan: Iterable[tuple[Tensor, Tensor]]) -> None:
         apply_update(plan)
-        self.settle()
+        self.adopt()
 
     takes_aside = True
 
-    def stage(self, device: torch.device | str | None) -> Places:
+    def make_copy(self, device: torch.device | str | None) -> Places:
         """A second copy of the weights' memory, which holds nothing yet."""
         return Places.of(self.model).copy(self.device if device is None else device)
 
@@ -248,7 +248,7 @@ class Worker:
             self._rejoin()
             self._note()
 
-    def settle(self) -> None:
+    def adopt(self) -> None:
         """What was written is the weights now, and whoever gave the sources may do with them as they please."""
         self.wait()
         self._note()
