@@ -31,12 +31,11 @@ from .runner import shapes
 from .runner.sleep import TAGS, check_level, named_tags
 from .text import Text, chat_ids, conversations
 from .weights.load import Loaded, default_device, load, load_in_stages
-from .weights.update import pairs_of, targets
+from .weights.update import grouped, pairs_of, targets
 
 if TYPE_CHECKING:  # it needs msgspec
     from .handover.intake import EngineIntake
 
-_BUCKET = 256 << 20  # bytes of new weights that are handed over at once
 _WORTH_IT = 16  # requests: to make fewer takes no longer than to wait for a launch
 _DROPPED = "sleep(level=2) has dropped the weights: update them first"
 
@@ -395,7 +394,7 @@ class Engine:
         pairs = pairs_of(named_tensors)
         if specs is not None:
             with self.begin_update(numerics=numerics, specs=specs, keep_cache=keep_cache) as pieces:
-                for bucket in _buckets(pairs):
+                for bucket in grouped(pairs):
                     pieces.write(bucket)
                 return pieces.finish()
         loop.check_open()
@@ -587,15 +586,3 @@ class Engine:
                 draw("generating", finished, len(samples), f"{rate:.0f} tokens/s")
                 if done.wait(0.1):
                     return
-
-
-def _buckets(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    bucket, size = [], 0
-    for name, tensor in pairs:
-        bucket.append((name, tensor))
-        size += tensor.nbytes if isinstance(tensor, Tensor) else 0
-        if size >= _BUCKET:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket

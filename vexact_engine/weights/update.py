@@ -21,6 +21,8 @@ from .load import some
 
 log = logging.getLogger(__name__)
 
+_AT_ONCE = 256 << 20  # bytes that are handed over at once
+
 
 def pairs_of(given: object, op: str = "update_weights") -> Iterator[tuple[str, Tensor]]:
     """Names and tensors, of a mapping or of an iterable that may make each as it is asked for. TypeError at once for
@@ -40,6 +42,19 @@ def _pairs(given: Iterable, op: str) -> Iterator[tuple[str, Tensor]]:
         if not isinstance(name, str):
             raise TypeError(f"{op}: named_tensors: got a {type(name).__name__} for the name of a tensor")
         yield name, tensor
+
+
+def grouped(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Several at a time, as they come: each is handed over to the engine's thread."""
+    group, size = [], 0
+    for name, tensor in pairs:
+        group.append((name, tensor))
+        size += tensor.nbytes if isinstance(tensor, Tensor) else 0
+        if size >= _AT_ONCE:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 class Spec(NamedTuple):
