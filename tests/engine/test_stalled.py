@@ -297,3 +297,25 @@ def test_an_abort_does_not_go_before_its_request(path):
             assert all(end.wait(PATIENCE) for end in ends)
             assert first.result()[0].finish_reason == "abort" == third.result()[0].finish_reason
             assert second.result()[0].finish_reason == "length"
+
+
+def test_clients_that_leave_a_replica_that_stands_still_leave_nothing(path):
+    """Each takes its request back: the replica is known to stand still by that, too, and nothing piles up at it."""
+    import asyncio
+
+    with replicas_of(path, 1) as replicas:
+
+        async def leave():
+            with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
+                await asyncio.wait_for(replicas.agenerate(PROMPTS[:1], LONG), 0.01)
+
+        front = replicas._front
+        with stopped(replicas.replicas[0].pid):
+            asyncio.run(leave())
+            until(lambda: front.replicas[0].owes)
+            held = len(front.replicas[0].channel._outbox)
+            for _ in range(100):
+                asyncio.run(leave())
+            assert len(front.replicas[0].channel._outbox) == held and not front._waiting and not front._ending
+        until(lambda: not front.replicas[0].owes)
+        assert len(ask(replicas)) == len(PROMPTS)

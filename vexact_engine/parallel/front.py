@@ -27,7 +27,7 @@ from ..outputs import Call, Increment
 from ..request import Completion, refused
 from . import limits
 from . import messages as m
-from .jobs import NO_LOAD, Answer, Channel, Job, Replica
+from .jobs import NO_LOAD, Answer, Channel, Job, Replica, add_counts
 from .router import Router, chain
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Front:
         self._updating = False
         self._names: dict[str, Job] = {}
         self._waiting: dict[int, Job] = {}  # until a replica is there that takes them
-        self._aborting: dict[int, Job] = {}
+        self._ending: dict[int, tuple[Replica, Job, float]] = {}  # by key: whose end is asked for, and due by then
         self._keys = iter(range(1 << 62))
         self._mail: dict[Any, list[tuple[Callable, Any]]] = {}
         self._closing = self._closed = False
@@ -152,7 +152,7 @@ class Front:
             for job in jobs:
                 if not job.done and job.key >= 0:
                     if job.replica is not None:
-                        job.replica.channel.send(m.Abort(job.key))
+                        self._ask_for_end(job)
                     self._forget(job)
                     job.done = True
 
@@ -161,11 +161,8 @@ class Front:
             job = self._names.get(name)
             if job is None:
                 return
-            if job.replica is not None and job.abort_by is None:
-                job.replica.channel.send(m.Abort(job.key))
-                job.abort_by = time.monotonic() + limits.ABORT
-                self._aborting[job.key] = job
-                self._wake()
+            if job.replica is not None and job.key not in self._ending:
+                self._ask_for_end(job)
             if job.replica is None or job.replica.owes:
                 self._complete_here(job)
             self._flush()
@@ -314,8 +311,9 @@ class Front:
         for key in sorted(replica.jobs):
             job = replica.jobs[key]
             self._leave(job)
+            aborted = self._ending.pop(job.key, None) is not None
             job.key = next(self._keys)  # what the old one still says is about nobody
-            if job.abort_by is not None:
+            if aborted:
                 self._complete_here(job)
             else:
                 self._place(job)
@@ -328,7 +326,6 @@ class Front:
     def _forget(self, job: Job) -> None:
         self._leave(job)
         self._waiting.pop(job.key, None)
-        self._aborting.pop(job.key, None)
         if self._names.get(job.name) is job:
             del self._names[job.name]
 
@@ -369,7 +366,7 @@ class Front:
         try:
             while not self._closed:
                 with self._lock:
-                    ends = [job.abort_by for job in self._aborting.values()]
+                    ends = [by for *_, by in self._ending.values()]
                 left = max(0.0, min(ends) - time.monotonic()) if ends else None
                 come = self._selector.select(left)
                 for entry, _ in come:
@@ -405,14 +402,21 @@ class Front:
                 self._flush()
 
     def _end_late(self) -> None:
-        """Aborted requests of which a replica has not said in time what they have."""
+        """Requests whose end was asked for, and of which a replica has not said in time what they have."""
         now = time.monotonic()
-        for job in [*self._aborting.values()]:
-            if job.abort_by <= now:
-                if not job.replica.owes:
-                    log.warning("%s stands still: it has not ended request %r", job.replica, job.name)
-                job.replica.owes[job.key] = now - limits.ABORT
-                self._complete_here(job)
+        for key, (replica, job, by) in [*self._ending.items()]:
+            if by <= now:
+                if not replica.owes:
+                    log.warning("%s stands still: it has not ended request %r", replica, job.name)
+                del self._ending[key]
+                replica.owes[key] = now - limits.ABORT
+                if not job.done:
+                    self._complete_here(job)
+
+    def _ask_for_end(self, job: Job) -> None:
+        job.replica.channel.send(m.Abort(job.key))
+        self._ending[job.key] = job.replica, job, time.monotonic() + limits.ABORT
+        self._wake()
 
     def _no_longer_owes(self, replica: Replica, key: int) -> None:
         if replica.owes.pop(key, None) is not None and not replica.owes:
@@ -421,6 +425,7 @@ class Front:
 
     def _on_message(self, replica: Replica, message: m.ToFront) -> None:
         if isinstance(message, m.Done | m.Answer):
+            self._ending.pop(message.key, None)
             self._no_longer_owes(replica, message.key)
         if isinstance(message, m.Increments):
             self._on_increment(replica, message)
@@ -521,6 +526,7 @@ class Front:
         for job in hopeless:
             self._fail(job, ReplicaDied(f"request {job.name!r}: {job.deaths} replicas died with it; the last, {name}"))
         self._move(replica)
+        self._ending = {key: due for key, due in self._ending.items() if due[0] is not replica}
         self._place_waiting()
 
     def _restart(self, replica: Replica) -> None:
@@ -585,14 +591,3 @@ class Front:
 def _call_all(calls: list) -> None:
     for call, item in calls:
         call(item)
-
-
-def add_counts(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """The sums of what two have counted, of dictionaries of counts too."""
-    found = dict(one)
-    for name, value in other.items():
-        if isinstance(value, Mapping):
-            found[name] = add_counts(found.get(name, {}), value)
-        else:
-            found[name] = found.get(name, 0) + value
-    return found

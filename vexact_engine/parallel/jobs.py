@@ -1,7 +1,7 @@
 """Requests and replicas, as their front knows them."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -47,7 +47,6 @@ class Job:
     completions  of the samples that are done
     replica      who computes it; None: nobody yet
     deaths       how many replicas have died with it
-    abort_by     when it ends with what is known of it here, since somebody has asked for its end; None: nobody has
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class Job:
         self.texts = [""] * params.n
         self.completions: list[Completion | None] = [None] * params.n
         self.key, self.replica, self.deaths = -1, None, 0
-        self.abort_by: float | None = None
         self.pages: list[int] = []
         self.done, self.error = False, None
         call.add(self)
@@ -132,3 +130,14 @@ class Replica:
 
     def __str__(self) -> str:
         return f"replica {self.index} (process {self.pid})"
+
+
+def add_counts(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """The sums of what two have counted, of dictionaries of counts too."""
+    found = dict(one)
+    for name, value in other.items():
+        if isinstance(value, Mapping):
+            found[name] = add_counts(found.get(name, {}), value)
+        else:
+            found[name] = found.get(name, 0) + value
+    return found

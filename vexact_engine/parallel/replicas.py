@@ -32,8 +32,8 @@ from ..weights.load import as_dtype, load_tokenizer
 from ..weights.update import check_specs, pairs_of
 from . import messages as m
 from .fleet import FleetUpdate
-from .front import Front, add_counts
-from .jobs import Channel, Job
+from .front import Front
+from .jobs import Channel, Job, add_counts
 from .process import ProcessChannel
 from .ray import RayChannel, check_installed
 
