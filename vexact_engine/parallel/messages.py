@@ -91,9 +91,9 @@ class Make(msgspec.Struct, tag=6, array_like=True):
 
 
 class Step(msgspec.Struct, tag=7, array_like=True):
-    """Compute a step (core/step.py). The last stage says what was Drawn."""
+    """Compute a step (core/step.py), whose arrays share this memory. The last stage says what was Drawn."""
 
-    data: bytes
+    data: bytearray
 
 
 class Ready(msgspec.Struct, tag=10, array_like=True):

@@ -287,7 +287,7 @@ class PipelineWorker:
 
     def launch(self, plan: StepPlan) -> _Pending:
         step = self._encoder.encode(plan)
-        self._send(m.Step(step.to_bytes()))
+        self._send(m.Step(bytearray(step.to_bytes())))
         return _Pending(self, step.number)
 
     def _send(self, message: m.ToStage) -> None:
