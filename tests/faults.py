@@ -61,6 +61,7 @@ LIMIT = 2.0  # seconds of a request, then it is aborted
 PATIENCE = 2.0  # of a hand-over, an update, a step, before what stands still is given up
 SLACK = 30.0  # seconds that a machine which does other things too may take for what takes one
 AT_MOST = 10_000  # rounds
+SHOWN = 20  # failures
 ONE_ARENA = -8, 1  # for mallopt: else every thread has a heap of its own
 FAILED = (StepFailed, WeightsTorn, WeightsMissing)  # what may end a request when a process is lost
 
@@ -118,6 +119,7 @@ class Clients:
                 self._stop.wait(0.01)
             except Exception as error:
                 self.fail(f"a request: {type(error).__name__}: {error}")
+                return
             else:
                 self.counts[done.finish_reason] += 1
                 self._check(at, done)
@@ -345,7 +347,7 @@ class OfReplicas(Target):
     def round(self, phase: str) -> None:
         replicas, front = self.replicas, self.replicas._front
         pids = [one.pid for one in replicas.replicas]
-        one = self.rng.randrange(2)
+        one, starts = self.rng.randrange(2), sum(one.starts for one in replicas.replicas)
         with contextlib.ExitStack() as stack:
             if phase in ("idle", "all", "paused"):
                 for pid in pids if phase == "all" else [pids[one]]:
@@ -363,11 +365,15 @@ class OfReplicas(Target):
             else:
                 how, at = phase.split(" at the ")
                 stop = lambda: stack.enter_context(self.stopped(pids[one]))  # noqa: E731
-                with self.within(f"an update, {phase}", 4 * PATIENCE), contextlib.suppress(UpdateIncomplete):
+                with (
+                    self.within(f"an update, {phase}", 4 * PATIENCE),
+                    contextlib.suppress(UpdateIncomplete, TimeoutError),
+                ):
                     self._update(AT[at], stop if how == "stop" else lambda: self.kill(pids[one]))
-        until(
-            lambda: all(r.alive for r in replicas.replicas) and not any(r.owes for r in front.replicas), LIMIT + SLACK
-        )
+        starts += phase.startswith("kill")
+        with self.within("that all are there again", LIMIT + SLACK):
+            until(lambda: sum(one.starts for one in replicas.replicas) >= starts)
+            until(lambda: all(r.alive for r in replicas.replicas) and not any(r.owes for r in front.replicas))
         if phase == "paused":
             replicas.resume()
         with contextlib.suppress(UpdateIncomplete), self.within("an update", 4 * PATIENCE):
@@ -455,6 +461,8 @@ def attack(name: str, args: argparse.Namespace, expected: list) -> dict:
 
     def fail(what: str) -> None:
         failures.append(what)
+        if len(failures) > SHOWN:
+            return
         sys.stdout.write(what + "\n")
         sys.stdout.flush()
 
@@ -482,7 +490,7 @@ def attack(name: str, args: argparse.Namespace, expected: list) -> dict:
     seconds = round(time.monotonic() - began)
     return {
         "target": name, "rounds": rounds, "seconds": seconds, "counts": dict(sorted(counts.items())), "left": left,
-        "growth": growth.total(), "failures": failures,
+        "growth": growth.total(), "failures": failures[:SHOWN],
     }  # fmt: skip
 
 
