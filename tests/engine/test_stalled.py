@@ -141,10 +141,11 @@ def test_a_stream_ends_with_what_it_has(path):
         os.kill(replicas.replicas[0].pid, signal.SIGCONT)
 
 
-def test_a_server_of_replicas_that_stand_still(path):
+def test_a_server_of_replicas_that_stand_still(path, monkeypatch):
+    monkeypatch.setattr(limits, "ANSWER", 1.0)
     with replicas_of(path, 1) as replicas:
-        server = serving.serve(replicas, request_timeout=1.0, drain_seconds=1.0)
-        with serving.client(server) as http, stopped(replicas.replicas[0].pid):
+        server = serving.serve(replicas, request_timeout=1.0, drain_seconds=1.0, api_keys=(serving.KEY,))
+        with serving.client(server, serving.KEY) as http, stopped(replicas.replicas[0].pid):
             body = {"prompt": "hello", "max_tokens": 20}
             with within():
                 for _ in range(3):
@@ -152,6 +153,9 @@ def test_a_server_of_replicas_that_stand_still(path):
                     assert answer.status_code == 504, answer.text
                 assert "vexact_steps" in http.get("/metrics").text
                 assert "vexact_steps" in http.get("/metrics").text
+                for control in ("/reset_prefix_cache", "/resume"):
+                    answer = http.post(control, json={})
+                    assert answer.status_code == 504 and answer.json()["error"]["code"] == "no_answer", answer.text
             with ThreadPoolExecutor() as pool, within():
                 waiting = pool.submit(lambda: http.post("/v1/completions", json=body | {"stream": True}).status_code)
                 until(lambda: replicas._front._waiting)

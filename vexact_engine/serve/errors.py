@@ -56,6 +56,9 @@ def as_api_error(error: BaseException, request_id: str = "") -> APIError:
     if isinstance(error, ReplicaDied):
         log.error("%s: %s", request_id or "a request", error)
         return APIError(503, "no replica could finish this request; the server's log says more", code="replica_died")
+    if isinstance(error, TimeoutError):  # a replica stands still
+        log.error("%s: %s", request_id or "a request", error)
+        return APIError(504, "the engine does not answer; the server's log says more", code="no_answer", retry=5)
     if isinstance(error, WeightsTorn | EngineAsleep):
         return APIError(503, str(error), code="engine_not_ready", retry=5)
     log.error("%s: failed", request_id or "a request", exc_info=error)
