@@ -196,6 +196,16 @@ def test_a_stranger_that_talks_without_an_end_holds_nobody_up(sockets):
 
         with pytest.raises(HandoverFailed):
             out.send(give())
+        receiver.timeout = 300.0
+        with stranger(receiver) as at:  # who has died is noticed at once all the same
+            process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+            dead = messages.Peer(process.pid, messages._status(process.pid)[1], "a sender")
+            result = start()
+            at.send(messages.encode(messages.Hello(messages.VERSION, dead, vx.numerics("cpu"))))
+            assert at.poll(60_000)
+            process.communicate()
+            with pytest.raises(PeerLost, match="a sender has died"):
+                result()
         begin = time.monotonic()
         receiver.close()
         assert time.monotonic() - begin < 30

@@ -41,7 +41,8 @@ class Wait:
         self, peer: Peer | None, seconds: float, what: str, closed: Callable[[], bool] = lambda: False
     ) -> None:
         self.peer, self.seconds, self.what, self._closed = peer, seconds, what, closed
-        self._end, self._late = time.monotonic() + seconds, 0
+        self._end = time.monotonic() + seconds
+        self._look, self._dead, self._late = 0.0, False, 0
         self._name = "the peer" if peer is None else peer.name
 
     def until_heard(self, poller: zmq.Poller) -> None:
@@ -56,13 +57,17 @@ class Wait:
             if time.monotonic() > self._end and not poller.poll(0):  # this process may have stood still meanwhile
                 self._late_by()
 
-    def heard_another(self) -> None:
-        """What has come was somebody else's. What this peer has said until its time was over may stand behind it."""
+    def heard_another(self, poller: zmq.Poller) -> None:
+        """What has come was somebody else's. What this peer has said until it died, or its time was over, may stand
+        behind that."""
         self._check_open()
-        if time.monotonic() > self._end:
+        now = time.monotonic()
+        if now > self._look:
+            self._look, self._dead = now + POLL / 1000, self.peer is not None and not self.peer.alive
+        if self._dead or now > self._end:
             self._late += 1
-            if self._late > _BEHIND:
-                self._lost() if self.peer is not None and not self.peer.alive else self._late_by()
+            if self._late > _BEHIND or not poller.poll(0):
+                self._lost() if self._dead else self._late_by()
 
     def _check_open(self) -> None:
         if self._closed():

@@ -273,7 +273,7 @@ class WeightReceiver:
             by, message = self._hear(sender, peer.name)
             if by == sender:
                 return message
-            wait.heard_another()
+            wait.heard_another(self._poller)
             if isinstance(message, m.Hello):
                 self._waiting[by] = message
             elif isinstance(message, m.Cancel):
