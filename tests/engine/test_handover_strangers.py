@@ -22,6 +22,7 @@ from handovers import CONFIG, MODES, expected, left, other, receiving, sender, t
 import vexact_ops as vx
 from vexact_engine import Engine, HandoverFailed, PeerLost, WeightReceiver
 from vexact_engine.handover import buffers, messages, protocol
+from vexact_engine.parallel import replicas
 
 NO_MESSAGES = {
     "pickle": b"\x80\x04K\x07.",
@@ -348,6 +349,8 @@ def test_sharded_tensors_are_named(sockets, tmp_path):
                 out.send(shards)
             with pytest.raises(HandoverFailed, match="is sharded"):
                 result()
+            with pytest.raises(TypeError, match=rf"{name} is sharded .*give its full_tensor\(\)"):  # to replicas
+                next(replicas._checked(shards.items(), {}, dict.fromkeys(shards, True)))
             result = start()
             whole = {n: shards[n].full_tensor() if n in shards else t for n, t in model.state_dict().items()}
             assert out.send(whole) == 1 == result()
