@@ -566,6 +566,8 @@ class Engine:
         ids: list[int] = []
         try:
             check_params(params, self.vocab_size)
+            if params.stop and self._text is not None:
+                params = self._text.with_stop_ids(params)
             request = Request(encoded(prompt, self._text), params, name, begun)
             ids = request.prompt_ids
         except Exception as error:

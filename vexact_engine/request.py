@@ -13,7 +13,7 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from enum import Enum
 
-from .config import SamplingParams
+from .config import SamplingParams, is_unicode
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, made odd: the step of SplitMix64
@@ -107,7 +107,7 @@ class Completion:
     weight_version    version of the weights that gave the last token; `weight_versions` has it for every token
     top_logprobs      for each token {id: log-probability} of the likeliest ids, if `num_top_logprobs` asked for them
     prompt_logprobs   of each of the prompt's tokens at temperature 1, if `prompt_logprobs` asked for them: None for the
-                      first, which follows nothing, and for those that were not come to
+                      first, which follows nothing, and for those not yet computed
     prompt_top_logprobs   at the same places {id: log-probability} of the likeliest ids, if `num_prompt_top_logprobs`
                       asked for them
     error             why, where finish_reason is "error", or "length" for want of cache
@@ -373,6 +373,7 @@ def spread(prompts, params, request_ids) -> list[tuple]:
     for name in request_ids or ():
         if not isinstance(name, str):
             raise TypeError(f"generate: request_ids: got a {type(name).__name__} ({name!r}), expected strings")
+        check_name("generate", name)
     return list(zip(prompts, params, request_ids or [None] * len(prompts)))
 
 
@@ -398,6 +399,17 @@ def turns(each: list[tuple], at_once: int) -> list[int]:
 def check_name(method: str, request_id: str) -> None:
     if not isinstance(request_id, str):
         raise TypeError(f"{method}: request_id: got a {type(request_id).__name__}, expected a string")
+    if not is_unicode(request_id):
+        raise ValueError(f"{method}: request_id: got {request_id!a}, expected Unicode")
+
+
+def check_ids(prompt_ids: list[int], vocab_size: int) -> None:
+    """That these are a prompt of a model. ValueError where they are not."""
+    if not prompt_ids:
+        raise ValueError("prompt_ids is empty, expected at least one token id")
+    for bad in (min(prompt_ids), max(prompt_ids)):
+        if not 0 <= bad < vocab_size:
+            raise ValueError(f"prompt_ids has {bad}, expected token ids from 0 to {vocab_size - 1}")
 
 
 def check_params(params, vocab_size: int) -> None:

@@ -23,7 +23,7 @@ from ..handover.messages import Part, dtype_name
 from ..handover.packing import pack
 from ..outputs import Call, Increment, Load, collected, in_pieces
 from ..progress import bar, quiet
-from ..request import Completion, check_name, check_params, encoded, fresh, refused, spread, token_ids, turns
+from ..request import Completion, check_ids, check_name, check_params, encoded, fresh, refused, spread, token_ids, turns
 from ..runner import saver
 from ..runner.sleep import TAGS, check_level, named_tags
 from ..text import Text
@@ -514,6 +514,7 @@ class Replicas:
         try:
             check_params(params, self.vocab_size)
             ids = token_ids(encoded(prompt, self._text))
+            check_ids(ids, self.vocab_size)
         except Exception as error:
             return refused([], params, name, error, self.weight_version)
         name = f"request-{fresh():016x}" if name is None else name
