@@ -407,9 +407,10 @@ def check_ids(prompt_ids: list[int], vocab_size: int) -> None:
     """That these are a prompt of a model. ValueError where they are not."""
     if not prompt_ids:
         raise ValueError("prompt_ids is empty, expected at least one token id")
-    for bad in (min(prompt_ids), max(prompt_ids)):
-        if not 0 <= bad < vocab_size:
-            raise ValueError(f"prompt_ids has {bad}, expected token ids from 0 to {vocab_size - 1}")
+    if (least := min(prompt_ids)) < 0:
+        raise ValueError(f"prompt_ids has {least}, expected token ids of 0 or more")
+    if (most := max(prompt_ids)) >= vocab_size:
+        raise ValueError(f"prompt_ids has {most}, expected ids below {vocab_size}")
 
 
 def check_params(params, vocab_size: int) -> None:
