@@ -353,7 +353,7 @@ class Sequence:
         return f"Sequence({where}, {self.state.value}, {self.num_prompt}+{len(self.tokens) - self.num_prompt} tokens)"
 
 
-def spread(prompts, params, request_ids) -> list[tuple]:
+def as_requests(prompts, params, request_ids) -> list[tuple]:
     """What `generate` is called with, as (prompt, params, request id or None) for each prompt. TypeError or ValueError
     for what is wrong with the call, not with one of its requests."""
     if isinstance(prompts, str):
@@ -380,9 +380,9 @@ def spread(prompts, params, request_ids) -> list[tuple]:
 _REFUSED = SamplingParams(max_new_tokens=1)
 
 
-def turns(each: list[tuple], at_once: int) -> list[int]:
-    """In which order the requests that `spread` returns begin, where so many samples run at once: as they are given,
-    but once no more than twice that are left those first that may go on for longest. Who begins last would else be left
+def start_order(each: list[tuple], at_once: int) -> list[int]:
+    """In which order what `as_requests` returns begins, where so many samples run at once: as it is given, but once no
+    more than twice that are left those first that may go on for longest. Who begins last would else be left
     alone at the end, and a step of one takes hardly less time than one of many. Where two have one name all begin as
     they are given, for the second is refused."""
     names = [name for *_, name in each if name is not None]
