@@ -1,11 +1,11 @@
 """Attacks a server: `python tests/server_attack.py [--minutes 5] [--replicas 2]`.
 
-`vexact serve` on a tiny random model, in a process of its own. Strangers send bodies drawn at random (broken JSON, wrong
-values, texts far too long, deep nesting), open connections that say nothing or a byte at a time, begin streams and take
-nothing, and leave at any moment. Beside them honest clients ask what was asked before: each is answered within its limit,
-with the same tokens and log-probabilities. At the end nothing may be held, and memory must not have grown.
-The last line is a JSON object; the exit status is 1 where an answer differs, is late or is none of HTTP's, where anything
-is held, grows, or is in the log as a fault.
+`vexact serve` on a tiny random model, in a process of its own. Strangers send bodies drawn at random (broken JSON,
+wrong values, texts far too long, deep nesting), open connections that say nothing or a byte at a time, begin streams
+and take nothing, and leave at any moment. Beside them honest clients ask what was asked before: each is answered within
+its limit, with the same tokens and log-probabilities. At the end nothing may be held, and memory must not have grown.
+The last line is a JSON object; the exit status is 1 where an answer differs, is late or is none of HTTP's, where
+anything is held or grows, or where the log has a fault.
 """
 
 import argparse
@@ -35,6 +35,33 @@ OPTIONS = ("--request-timeout", LIMIT, "--body-timeout", 2, "--header-timeout", 
 OPTIONS += ("--max-body-mb", 2, "--num-pages", 600, "--max-model-len", 400, "--log-level", "warning")
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 STATUSES = {200, 400, 404, 405, 408, 413, 415, 421, 429, 503, 504}
+FIELDS = [
+    "n",
+    "seed",
+    "stop",
+    "stream",
+    "top_k",
+    "top_p",
+    "min_p",
+    "echo",
+    "logprobs",
+    "prompt_logprobs",
+    "best_of",
+    "max_tokens",
+    "temperature",
+    "stop_token_ids",
+    "tools",
+    "stream_options",
+    "messages",
+    "prompt",
+    "tokens",
+    "add_special_tokens",
+    "skip_special_tokens",
+    "chat_template_kwargs",
+    "prompt_token_ids",
+    "model",
+    "zzz",
+]
 SHOWN = 20
 GROWTH_MIB = 24.0  # that the last quarter of the time may hold more than the second
 
@@ -67,26 +94,8 @@ class Strangers:
     # Bodies
 
     def value(self, rng: random.Random, depth: int = 0):
-        kinds = [
-            None,
-            True,
-            False,
-            0,
-            -1,
-            1,
-            2.0,
-            1e308,
-            -(2**63),
-            2**64,
-            10**30,
-            "",
-            "a",
-            "\u00e9" * 50,
-            "<eos>",
-            [],
-            {},
-        ]
-        kinds += ["x" * rng.choice([1, 1000, 300_000]), [5] * rng.choice([1, 5000, 100_000])]
+        kinds = [None, True, False, 0, -1, 1, 2.0, 1e308, -(2**63), 2**64, 10**30, "", "a", "<eos>", [], {}]
+        kinds += ["\u00e9" * 50, "x" * rng.choice([1, 1000, 300_000]), [5] * rng.choice([1, 5000, 100_000])]
         if depth < 3 and rng.random() < 0.3:
             return [self.value(rng, depth + 1) for _ in range(rng.randint(0, 4))]
         if depth < 3 and rng.random() < 0.3:
@@ -104,39 +113,8 @@ class Strangers:
             return b'{"prompt": "a", "stop_token_ids": [' + b",".join([b"1"] * 300_000) + b"]}"
         if draw < 0.25:
             return b"{" * rng.randint(1, 10**6)
-        fields = [
-            "n",
-            "seed",
-            "stop",
-            "stream",
-            "top_k",
-            "top_p",
-            "min_p",
-            "echo",
-            "logprobs",
-            "prompt_logprobs",
-            "best_of",
-        ]
-        fields += [
-            "max_tokens",
-            "temperature",
-            "stop_token_ids",
-            "tools",
-            "stream_options",
-            "messages",
-            "prompt",
-            "tokens",
-        ]
-        fields += [
-            "add_special_tokens",
-            "skip_special_tokens",
-            "chat_template_kwargs",
-            "prompt_token_ids",
-            "model",
-            "zzz",
-        ]
         made = {"prompt": "hi"} if rng.random() < 0.5 else {"messages": [{"role": "user", "content": "hi"}]}
-        made |= {name: self.value(rng) for name in rng.sample(fields, rng.randint(0, 3))}
+        made |= {name: self.value(rng) for name in rng.sample(FIELDS, rng.randint(0, 3))}
         return json.dumps(made).encode()
 
     def hostile(self, rng: random.Random) -> None:
@@ -180,18 +158,14 @@ class Strangers:
 
     def leave(self, rng: random.Random) -> None:
         """Begin something, and go: at once, or after some of it; or stay and take nothing."""
-        body = {
-            "prompt": rng.choice(["hi", "x" * 300, "y" * 400_000]),
-            "max_tokens": 60,
-            "ignore_eos": True,
-            "logprobs": 5,
-        }
-        body |= {"stream": rng.random() < 0.6, "n": rng.choice([1, 8, 64]), "return_rollout": True}
+        body = {"prompt": rng.choice(["hi", "x" * 300, "y" * 400_000]), "max_tokens": 60, "ignore_eos": True}
+        body |= {"stream": rng.random() < 0.6, "n": rng.choice([1, 8, 64]), "return_rollout": True, "logprobs": 5}
         raw_body = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(raw_body)}"
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(raw_body)}\r\n\r\n"
         with contextlib.suppress(OSError), socket.create_connection(self.address, timeout=5) as raw:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            raw.sendall(head.encode() + b"\r\n\r\n" + raw_body)
+            raw.sendall(head.encode() + raw_body)
             if rng.random() < 0.5:
                 raw.recv(rng.choice([1, 1000]))
             self.stop.wait(rng.choice([0.0, 0.05, 0.5, 4.0]))

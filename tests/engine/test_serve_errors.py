@@ -116,7 +116,7 @@ BAD_TEXT = [
     ({"logprobs": 6}, "logprobs", "expected 0 to 5"),
     ({"logprobs": -1}, "logprobs", "expected 0 to 5"),
     ({"logprobs": True}, "logprobs", "integer"),
-    ({"tools": [{"type": "function"}]}, "tools", "no such field"),
+    ({"tools": [{"type": "function"}]}, "tools", "not served"),
 ]
 BAD_CHAT = [
     ({"messages": []}, "messages", "there are none"),

@@ -46,7 +46,9 @@ NEUTRAL: dict[str, tuple] = {
     "suffix": ("",),
     "use_beam_search": (False,),
     "response_format": ({"type": "text"},),
+    "tools": ([],),  # of a text; a chat's go to the template, and so does reasoning_effort
     "tool_choice": ("none", "auto"),
+    "reasoning_effort": ("none",),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
