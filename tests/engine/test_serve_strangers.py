@@ -14,10 +14,11 @@ import pytest
 import serving
 from engine_models import check_idle
 from serving import httpx
-from test_serve_errors import TEXT, check_error, slow, until
+from test_serve_errors import TEXT, Background, check_error, slow, until
 from test_serve_process import BODY, Process, model  # noqa: F401  a fixture
 
 from vexact_engine.serve import Settings, connections
+from vexact_engine.serve import app as app_module
 from vexact_engine.serve.server import Server
 from vexact_engine.serve.tokens import Tokens
 
@@ -243,6 +244,21 @@ def test_millions_of_stop_tokens_are_refused_by_their_number(http):
     body = b'{"prompt": "a", "stop_token_ids": [' + b",".join([b"1"] * 1_000_000) + b"]}"
     answer = http.post(TEXT, content=body, headers={"content-type": "application/json"})
     check_error(answer, 400, "got 1000000, expected at most 4096", param="stop_token_ids")
+
+
+def test_all_bodies_together_have_a_most(engine, monkeypatch):
+    monkeypatch.setattr(app_module, "_BODIES", 1.5)
+    with serving.serve(engine, max_body_bytes=1000) as server, serving.client(server) as http:
+        engine.pause("keep")
+        one = Background(http, TEXT, {"prompt": "a" * 150, "user": "x" * 700, "max_tokens": 2})
+        try:
+            until(lambda: engine.load().waiting == 1)
+            body = {"prompt": "a", "user": "x" * 800, "max_tokens": 2}
+            check_error(http.post(TEXT, json=body), 503, "too long together", code="too_many_bytes")
+        finally:
+            engine.resume()
+        assert one.result().status_code == 200
+        until(lambda: http.post(TEXT, json=body).status_code == 200)
 
 
 # What stands still

@@ -38,6 +38,7 @@ log = logging.getLogger("vexact_engine.serve")
 
 _OPEN = {"/health"}  # without a key
 _METRICS_SECONDS = 10.0
+_BODIES = 32  # of the longest that are taken: what the bodies of all requests may have together
 
 
 class Service:
@@ -46,6 +47,7 @@ class Service:
     active    those that are being answered
     draining  set before the end: no more are taken
     room      tokens that prompt and answer may have together
+    body_bytes  of the requests that are being answered
     """
 
     def __init__(self, engine: "Engine | Replicas", settings: Settings):
@@ -53,6 +55,7 @@ class Service:
         self.metrics = Metrics(engine)
         self.active: set[Generation] = set()
         self.draining = False
+        self.body_bytes = 0
         config = engine.config
         capacity = config.num_pages * config.page_size + 1  # the last token is never an input
         self.room = min(config.max_model_len or capacity, capacity)
@@ -108,7 +111,7 @@ class Service:
             raise APIError(403, "this controls the engine: start the server with an API key", code="no_api_key")
 
     async def body(self, request: Request) -> bytes:
-        """All of it, or 415, 413, 408."""
+        """All of it, or 415, 413, 408, 503."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # what a page in a browser may send anywhere unasked is anything else
             raise APIError(415, f"content-type: got {kind or 'none'!r}, expected application/json")
@@ -118,12 +121,19 @@ class Service:
         if declared.isdecimal() and int(declared) > most:
             raise too_long
 
+        state = request.scope["state"]
+
         async def read() -> bytes:
             found = bytearray()
             async for chunk in request.stream():
                 found += chunk
                 if len(found) > most:
                     raise too_long
+                state["body_bytes"] = len(found)
+                self.body_bytes += len(chunk)
+                if self.body_bytes > _BODIES * most:
+                    message = "the bodies of all requests are too long together"
+                    raise APIError(503, message, code="too_many_bytes", retry=1)
             return bytes(found)
 
         try:
@@ -367,6 +377,7 @@ class _Passage:
                     raise
                 await _error(error, name)(scope, receive, send_with_id)
         finally:
+            self.service.body_bytes -= scope["state"].get("body_bytes", 0)
             seconds = time.monotonic() - begin
             log.info('%s "%s %s" %s, %.3f s', name, scope["method"], _printable(scope["path"]), status or "-", seconds)
 

@@ -94,8 +94,8 @@ class Server:
         connections = Connections(most_connections(self.settings.max_connections), self.settings.header_timeout)
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False, proxy_headers=False,
-            timeout_graceful_shutdown=_LAST_SECONDS, http=functools.partial(Connection, connections),
-            backlog=_AT_ONCE,
+            timeout_graceful_shutdown=_LAST_SECONDS, backlog=_AT_ONCE,
+            http=functools.partial(Connection, connections),  # type: ignore[arg-type]
         )  # fmt: skip
         server = _Uvicorn(config)
         loop = self._loop = asyncio.get_running_loop()
