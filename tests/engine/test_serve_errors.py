@@ -134,6 +134,7 @@ BAD_CHAT = [
     ({"messages": USER, "reasoning_effort": "high"}, "reasoning_effort", "not served"),
     ({"messages": [{**USER[0], "token_ids": [5]}]}, "messages", "an assistant's message alone"),
     ({"messages": [{"role": "assistant", "prompt_token_ids": [5]}]}, "messages", "[0].token_ids: got None"),
+    ({"messages": [{"role": "assistant", "token_ids": [5]}]}, "messages", "[0].prompt_token_ids: got None"),
     ({"messages": [{"role": "assistant", "prompt_token_ids": [5], "token_ids": [999]}]}, "messages", "token id 999"),
     ({"messages": USER, "prompt_token_ids": [5]}, "prompt_token_ids", "expected no messages"),
     ({"messages": [], "prompt_token_ids": [259]}, "prompt_token_ids", "token id 259"),

@@ -230,8 +230,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def tokenize(request: Request) -> Response:
         asked = parse(TokenizeRequest, await service.body(request))
         service.check_model(asked.model)
-        ids = await service.in_time(request, prompts.of_tokenize(asked))
-        names = [prompts.tokens.token(token)[0] for token in ids] if asked.return_token_strs else None
+        ids, names = await service.in_time(request, prompts.of_tokenize(asked))
         return _answer({"count": len(ids), "max_model_len": service.room, "tokens": ids, "token_strs": names})
 
     @app.post("/detokenize", response_class=Response, openapi_extra=_schema(DetokenizeRequest))

@@ -67,13 +67,16 @@ class Prompts:
         name = "prompt_token_ids"
         return self._checked(Job(self.check_ids(asked.prompt_token_ids, name)), name)
 
-    async def of_tokenize(self, asked: TokenizeRequest) -> list[int]:
+    async def of_tokenize(self, asked: TokenizeRequest) -> tuple[list[int], list[str] | None]:
+        """Ids, and what they are called where that is wanted."""
         if (asked.prompt is None) == (asked.messages is None):
             raise APIError(400, "prompt: expected either prompt or messages", param="prompt")
         if asked.messages is not None:
-            return await self._chat(asked)
-        special = asked.add_special_tokens is not False
-        return await self.do(len(asked.prompt), Tokens.encode, asked.prompt, special, None)
+            ids = await self._chat(asked)
+        else:
+            special = asked.add_special_tokens is not False
+            ids = await self.do(len(asked.prompt), Tokens.encode, asked.prompt, special, None)
+        return ids, await self.do(len(ids), Tokens.names, ids) if asked.return_token_strs else None
 
     async def _chat(self, asked: ChatRequest | TokenizeRequest) -> list[int]:
         go_on = bool(asked.continue_final_message)

@@ -97,6 +97,9 @@ class Tokens:
             return ""
         return self.text.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
+    def names(self, ids: Sequence[int]) -> list[str]:
+        return [self.token(token)[0] for token in ids]
+
     def round_trip(self, given: str | list[int]) -> str:
         """The text of ids; of a text, what its tokens have of it."""
         if self.text is None:
@@ -126,13 +129,12 @@ class Tokens:
         if chat.go_on and (chat.generate or made[-1]["role"] != "assistant"):
             message = "continue_final_message: expected add_generation_prompt false and an assistant's message last"
             raise APIError(400, message, param="continue_final_message")
-        drawn, mark = None, ""
-        for index in reversed(range(len(made))):
-            if _IDS[0] in chat.messages[index] and chat.messages[index][_IDS[0]] is not None:
-                drawn = _drawn(index, chat.messages[index])
-                mark = f"vexact{secrets.token_hex(16)}"  # what comes after it is what is not drawn yet
-                made[index] = {"role": "assistant", "content": mark}
-                break
+        kept = [at for at, message in enumerate(chat.messages) if any(message.get(name) is not None for name in _IDS)]
+        drawn, mark = [], f"vexact{secrets.token_hex(16)}"  # what comes after the mark is what is not drawn yet
+        for at in kept:
+            drawn = _drawn(at, chat.messages[at])
+        if kept:
+            made[kept[-1]] = {"role": "assistant", "content": mark}
         try:
             text = tokenizer.apply_chat_template(
                 made, tools=chat.tools, tokenize=False, add_generation_prompt=chat.generate,
@@ -141,7 +143,7 @@ class Tokens:
         except Exception as error:  # a template is a program of the model's author and may raise anything
             message = f"messages: the model's chat template refuses them: {_line(error)}"
             raise APIError(400, message, param="messages", code="chat_template_refused") from None
-        if drawn is None:
+        if not kept:
             self._check_length(text, most, "messages")
             return self._plain(text, chat.special)
         after = text.split(mark)[1:]
