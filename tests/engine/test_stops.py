@@ -157,3 +157,31 @@ def test_half_a_character_is_no_stop_string():
 
 def test_minus_one_is_no_top_k_as_in_vllm():
     assert SamplingParams(top_k=-1).top_k == 0
+
+
+INTEGERS = ("max_new_tokens", "min_new_tokens", "top_k", "n", "num_top_logprobs", "seed")
+ANY_INTEGER = st.one_of(
+    st.integers(-2, 5), st.integers(), st.sampled_from([2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**63)])
+)
+
+
+@given(
+    st.fixed_dictionaries({}, optional={name: ANY_INTEGER for name in INTEGERS}),
+    st.lists(ANY_INTEGER, max_size=3),
+    st.lists(st.text(st.characters(), max_size=3), max_size=2),
+    st.lists(ANY_INTEGER, max_size=3),
+    st.text(st.characters(), max_size=3),
+)
+def test_what_is_not_refused_reaches_a_replica_as_it_is(integers, stop_token_ids, stop, prompt_ids, name):
+    """One message that cannot be made would be a fault of the server for the whole batch."""
+    from vexact_engine.parallel import messages as m
+    from vexact_engine.request import check_ids, check_name
+
+    try:
+        params = SamplingParams(**integers, stop_token_ids=stop_token_ids, stop=stop)
+        check_ids(prompt_ids, 1000)
+        check_name("generate", name)
+    except (TypeError, ValueError):
+        return
+    sent = m.Add(1, prompt_ids, params, name, False)
+    assert m.for_replica(m.encode([sent])) == [sent]
