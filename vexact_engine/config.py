@@ -14,7 +14,7 @@ from numbers import Real
 from typing import TYPE_CHECKING
 
 # Positive temperatures outside this range overflow or flatten fp32 logits, and then the distribution means nothing.
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e5
 _IN_RANGE = f"0 (greedy), or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
 SLEEP_BACKENDS = ("auto", "storages", "memory_saver")
 MAX_SAMPLES = 4096  # of one prompt: each holds a copy of its ids
@@ -94,7 +94,7 @@ class SamplingParams:
     max_new_tokens     generated tokens per sample, at most
     min_new_tokens     no stop token and no stop string ends a sample that has fewer; they may be drawn all the same, as
                        nothing is masked: log-probabilities are the model's own
-    temperature        0 is greedy; otherwise from 1e-5 to 1e5
+    temperature        0 is greedy; otherwise from 1e-6 to 1e5
     top_p              keep the likeliest tokens up to this mass, above 0 and at most 1 (1: off)
     top_k              keep this many of the likeliest tokens (0: off; -1, vLLM's word for that, becomes 0)
     min_p              drop tokens less likely than this share of the likeliest, 0 to 1 (0: off)
