@@ -33,6 +33,7 @@ TOP_OF_THE_ENGINE = {
     "engine",
     "errors",
     "extras",
+    "frontend",
     "outputs",
     "progress",
     "request",

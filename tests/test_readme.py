@@ -160,15 +160,16 @@ def test_python_that_is_not_right_fails(desk, tmp_path):
 def test_the_server_s_client_gets_the_engine_s_numbers(desk):
     pytest.importorskip("openai")
     pytest.importorskip("fastapi")
-    (block,) = [b for b in readme.blocks(ROOT / "vexact_engine" / "README.md", "python") if b.needs == "server"]
+    blocks = readme.blocks(ROOT / "vexact_engine" / "README.md", "python")
+    first, *others = (block.text for block in blocks if block.needs == "server")
     command = [sys.executable, "-m", "vexact_engine.cli", "serve", "DIR", "--port", "0", "--device", "cpu"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=desk, env=env, stdout=subprocess.PIPE, text=True) as server:
         try:
             url = re.search(r" at (http://\S+)/v1$", server.stdout.readline().strip())[1]
-            assert "http://127.0.0.1:8000/v1" in block.text
-            text = block.text.replace("http://127.0.0.1:8000", url)
-            done = run_python(text + "print(len(answer.choices[0].rollout['logprobs']))\n", desk)
+            assert "http://127.0.0.1:8000/v1" in first
+            text = first.replace("http://127.0.0.1:8000", url) + "print(len(answer.choices[0].rollout['logprobs']))\n"
+            done = run_python("\n".join([text, *others]), desk)
         finally:
             server.terminate()
     assert done.returncode == 0 and int(done.stdout) > 0, done.stderr[-3000:]

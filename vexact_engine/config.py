@@ -5,18 +5,21 @@ message names the class, the field, what it got and what it expected. Nothing is
 """
 
 import functools
+import itertools
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from dataclasses import InitVar, dataclass
 from numbers import Real
 from typing import TYPE_CHECKING
 
 # Positive temperatures outside this range overflow or flatten fp32 logits, and then the distribution means nothing.
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e5
 _IN_RANGE = f"0 (greedy), or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
 SLEEP_BACKENDS = ("auto", "storages", "memory_saver")
 MAX_SAMPLES = 4096  # of one prompt: each holds a copy of its ids
+MAX_STOP_TOKEN_IDS = 4096  # of one request
+_INT64_MAX = 2**63 - 1  # what steps and messages between processes carry
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,9 @@ class EngineConfig:
     kv_segment               attention's key segment, part of the numerics: None, or the trainer's own value
     latent_attention         where attention is latent (DeepSeek-V3, Moonlight): cache compressed keys instead of every
                              head's; part of the numerics: the trainer's own patch.hf(latent=...)
-    reserve                  share of the tokens that running sequences may still generate for which pages are left when
-                             another is let in: 0 preempts often where the cache is small, 1 never, and takes many more
-                             steps; None: half of what finished ones have used of theirs
+    reserve                  fraction of the running sequences' remaining tokens kept free when another is admitted: 0
+                             preempts often where the cache is small, 1 never, and takes many more steps; None: half of
+                             what finished ones have used of theirs
     enforce_eager            no CUDA graphs
     async_scheduling         plan, launch and deliver while the device computes another step; None: on a GPU, where the
                              two run side by side
@@ -91,19 +94,24 @@ class SamplingParams:
     max_new_tokens     generated tokens per sample, at most
     min_new_tokens     no stop token and no stop string ends a sample that has fewer; they may be drawn all the same, as
                        nothing is masked: log-probabilities are the model's own
-    temperature        0 is greedy; otherwise from 1e-5 to 1e5
+    temperature        0 is greedy; otherwise from 1e-6 to 1e5
     top_p              keep the likeliest tokens up to this mass, above 0 and at most 1 (1: off)
-    top_k              keep this many of the likeliest tokens (0: off)
+    top_k              keep this many of the likeliest tokens (0: off; -1, vLLM's word for that, becomes 0)
     min_p              drop tokens less likely than this share of the likeliest, 0 to 1 (0: off)
     n                  samples per prompt, 1 to 4096, each with a seed of its own
     seed               0 <= seed < 2**64; None draws one, which the completion records
-    stop_token_ids     generation ends after any of these, beside the model's own end-of-sequence ids
-    stop               a string, or several, or None: generation ends once the generated text contains one of them
+    stop_token_ids     generation ends after any of these, at most 4096, beside the model's own end-of-sequence ids
+    stop               a string, or several, or None: generation ends once the generated text contains one of them. The
+                       text of a special token, which an answer's text leaves out, stands for its id too: then
+                       `stop_reason` is that id
     ignore_eos         generate past the model's end-of-sequence ids (`stop_token_ids` still apply)
     num_top_logprobs   report the log-probabilities of this many of the likeliest tokens at each position
     prompt_logprobs    report the log-probabilities of the prompt's own tokens, at temperature 1. All of the prompt is
                        computed then, once for each sample: nothing is taken from the prefix cache
     num_prompt_top_logprobs   with these, those of this many of the likeliest tokens at each of the prompt's positions
+    skip_special_tokens   leave special tokens out of an answer's text. False: they are in it, but for one that ended it
+    include_stop_str_in_output   leave the stop string that ended an answer at the end of its text, and, where special
+                       tokens are in it, the special token
     max_tokens, min_tokens, logprobs   vLLM's names of max_new_tokens, min_new_tokens and num_top_logprobs, which may be
                        given instead
     """
@@ -122,33 +130,43 @@ class SamplingParams:
     num_top_logprobs: int = 0
     prompt_logprobs: bool = False
     num_prompt_top_logprobs: int = 0
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
     if TYPE_CHECKING:  # vLLM's names, for type checkers: no fields
         max_tokens: InitVar[int | None] = None
         min_tokens: InitVar[int | None] = None
         logprobs: InitVar[int | None] = None
 
     def __post_init__(self, *_: int | None) -> None:
-        _set_int(self, "max_new_tokens", 1)
-        _set_int(self, "min_new_tokens", 0)
+        _set_int(self, "max_new_tokens", 1, _INT64_MAX)
+        _set_int(self, "min_new_tokens", 0, _INT64_MAX)
         if self.min_new_tokens > self.max_new_tokens:
             raise _value_error(self, "min_new_tokens", f"at most max_new_tokens, {self.max_new_tokens}")
-        _set_int(self, "top_k", 0)
+        if not isinstance(self.top_k, bool) and self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        _set_int(self, "top_k", 0, _INT64_MAX)
         _set_int(self, "n", 1, MAX_SAMPLES)
-        _set_int(self, "num_top_logprobs", 0)
+        _set_int(self, "num_top_logprobs", 0, _INT64_MAX)
         _set_int(self, "seed", 0, 2**64 - 1, optional=True)
         _set_real(self, "temperature", lambda t: t == 0 or MIN_TEMPERATURE <= t <= MAX_TEMPERATURE, _IN_RANGE)
         _set_real(self, "top_p", lambda p: 0 < p <= 1, "a number above 0 and at most 1")
         _set_real(self, "min_p", lambda p: 0 <= p <= 1, "a number from 0 to 1")
         _check_bool(self, "ignore_eos")
         _check_bool(self, "prompt_logprobs")
-        _set_int(self, "num_prompt_top_logprobs", 0)
+        _check_bool(self, "skip_special_tokens")
+        _check_bool(self, "include_stop_str_in_output")
+        _set_int(self, "num_prompt_top_logprobs", 0, _INT64_MAX)
         if self.num_prompt_top_logprobs and not self.prompt_logprobs:
             raise _value_error(self, "num_prompt_top_logprobs", "0, or prompt_logprobs=True with it")
         if isinstance(self.stop_token_ids, (str, bytes)) or not isinstance(self.stop_token_ids, Iterable):
             raise _type_error(self, "stop_token_ids", "token ids")
-        ids = tuple(_as_int(self, "stop_token_ids", i, "token ids") for i in self.stop_token_ids)
-        if any(i < 0 for i in ids):
-            raise _value_error(self, "stop_token_ids", "token ids of 0 or more")
+        ids = tuple(itertools.islice(self.stop_token_ids, MAX_STOP_TOKEN_IDS + 1))
+        if len(ids) > MAX_STOP_TOKEN_IDS:
+            count = f"{len(self.stop_token_ids)} ids" if isinstance(self.stop_token_ids, Sized) else "more"
+            raise ValueError(f"SamplingParams: stop_token_ids has {count}, expected at most {MAX_STOP_TOKEN_IDS}")
+        ids = tuple(_as_int(self, "stop_token_ids", i, "token ids") for i in ids)
+        if any(not 0 <= i <= _INT64_MAX for i in ids):
+            raise _value_error(self, "stop_token_ids", "token ids of 0 or more, below 2**63")
         object.__setattr__(self, "stop_token_ids", ids)
         if self.stop is None:
             object.__setattr__(self, "stop", ())
@@ -159,6 +177,8 @@ class SamplingParams:
             raise _type_error(self, "stop", "a string or several")
         if not all(stop):
             raise _value_error(self, "stop", "strings that are not empty")
+        if not all(map(is_unicode, stop)):
+            raise _value_error(self, "stop", "Unicode: half a character can never be found")
         object.__setattr__(self, "stop", stop)
 
 
@@ -184,6 +204,14 @@ def _take_aliases() -> None:
 
 
 _take_aliases()
+
+
+def is_unicode(text: str) -> bool:
+    """Whether it has no half of a surrogate pair: that is in no tokenizer's text, and in no message."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _type_error(config, name, expected):
@@ -212,6 +240,7 @@ def _set_int(config, name, low, high=None, optional=False):
     if type(value) is int and value >= low and (high is None or value <= high):  # requests come by the hundred
         return
     expected = f"an integer of {low} or more" if high is None else f"an integer from {low} to {high}"
+    expected = f"an integer of {low} or more, below 2**63" if high == _INT64_MAX else expected
     expected += " or None" if optional else ""
     value = _as_int(config, name, value, expected)
     if value < low or (high is not None and value > high):

@@ -8,9 +8,8 @@ import asyncio
 import functools
 import os
 import threading
-import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,14 +21,14 @@ from vexact_ops.patch.hf import check_kv_segment
 from .config import EngineConfig, SamplingParams
 from .core.loop import Loop, check_pause, drop
 from .core.scheduler import Stats
+from .frontend import Frontend, Prompt
 from .handover.session import TORN, WeightUpdate, check_numerics, check_version
-from .outputs import Call, Increment, Load, Ticket, collected, in_pieces
+from .outputs import Call, Increment, Load, Ticket
 from .parallel.assembly import assemble, complete
-from .progress import bar, quiet
-from .request import Begun, Completion, Request, check_name, check_params, encoded, refused, spread, turns
+from .request import Begun, Completion, Request, check_name, check_params, encoded, refused
 from .runner import shapes
 from .runner.sleep import TAGS, check_level, named_tags
-from .text import Text, chat_ids, conversations
+from .text import Text
 from .weights.load import Loaded, default_device, load, load_in_stages
 from .weights.update import grouped, pairs_of, targets
 
@@ -39,10 +38,8 @@ if TYPE_CHECKING:  # it needs msgspec
 _WORTH_IT = 16  # requests: to make fewer takes no longer than to wait for a launch
 _DROPPED = "sleep(level=2) has dropped the weights: update them first"
 
-Prompt = str | Sequence[int]
 
-
-class Engine:
+class Engine(Frontend):
     """Generates with one model. A context manager; close() frees the caches and unpatches the model.
 
     All methods may be called from any thread; one thread of the engine's own computes, with torch state, stream and
@@ -128,107 +125,7 @@ class Engine:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"<Engine of {self.name}: {dtype} on {self.device}, {state}, weight_version {self.weight_version}>"
 
-    # Fronts
-
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        raise_on_error: bool = False,
-        **template: Any,
-    ) -> list[Completion]:
-        """Answer a conversation, or several, through the tokenizer's own chat template.
-
-        messages   {"role": ..., "content": ...} each; or a list of such lists
-        params, raise_on_error, returns   as of generate
-        template   what the model's template takes beside messages (enable_thinking=False, ...)
-        raises     ValueError where there is no template, or where it refuses them; and as generate
-        """
-        several = conversations(messages)
-        prompts = [chat_ids(self.tokenizer, conversation, **template) for conversation in several]
-        return self.generate(prompts, params, raise_on_error=raise_on_error)
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt] | str,
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        request_ids: Sequence[str] | None = None,
-        raise_on_error: bool = False,
-    ) -> list[Completion]:
-        """Complete every prompt; returns when all are done.
-
-        prompts         texts or lists of token ids; a text is taken as it stands (apply a chat template first; one that
-                        begins with the beginning-of-sequence token gets no second one)
-        params          one for all, or one for each
-        request_ids     names for `abort`, one for each prompt
-        raise_on_error  raise RequestError, which holds all completions, where any has finish_reason "error"
-        returns         the completions in the order of the prompts, n of each. They begin in that order too, but of
-                        the last (2 * max_num_seqs samples) those that may go on for longest begin first, for what runs
-                        longest decides when all are done; no bit depends on it. A request that is itself at fault gets
-                        finish_reason "error" and says why; the others run on. One that another thread aborts, or that
-                        close() meets, has finish_reason "abort" and what it had
-        raises          TypeError or ValueError on the call's own arguments, EngineClosed, StepFailed, WeightsTorn. On
-                        Ctrl-C the requests of this call are aborted and the engine can be used again
-        """
-        done = threading.Event()
-        call = Call(done.set, whole=False)
-        self._loop.check_open()
-        each = spread(prompts, params, request_ids)
-        try:
-            jobs = self._handed_over(each, call)
-            if call.tickets:
-                self._wait(done, call.tickets)
-        except BaseException:
-            self._loop.abort(call.tickets)
-            raise
-        return collected(jobs, raise_on_error)
-
-    async def agenerate(
-        self,
-        prompts: Sequence[Prompt] | str,
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        request_ids: Sequence[str] | None = None,
-        raise_on_error: bool = False,
-    ) -> list[Completion]:
-        """`generate` for asyncio. Cancelling it aborts its requests."""
-        arrived = asyncio.Event()
-        call = Call(functools.partial(self._loop.mail, asyncio.get_running_loop(), lambda _: arrived.set(), None))
-        jobs = dict(await in_pieces(self._jobs(prompts, params, request_ids, call)))
-        try:
-            if call.tickets:
-                self._loop.submit(call.tickets, self._worker.fence())
-                await arrived.wait()
-        finally:
-            self._loop.abort(call.tickets)
-        return collected([jobs[index] for index in range(len(jobs))], raise_on_error)
-
-    async def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
-    ) -> AsyncIterator[Increment]:
-        """The tokens of one request as they come, of all its samples in turn. Leaving the loop early aborts it."""
-        news: asyncio.Queue[Increment | BaseException] = asyncio.Queue()
-        listen = functools.partial(self._loop.mail, asyncio.get_running_loop(), news.put_nowait)
-        call = Call(lambda: None)
-        names = None if request_id is None else [request_id]
-        ((_, job),) = self._jobs([prompt], params, names, call, listen)
-        if not isinstance(job, Ticket):
-            for done in job:
-                yield Increment(done.request_id, done.index, [], [], [], "", done)
-            return
-        left = len(job.completions)
-        try:
-            self._loop.submit([job], self._worker.fence())
-            while left:
-                item = await news.get()
-                if isinstance(item, BaseException):
-                    raise item
-                left -= item.completion is not None
-                yield item
-        finally:
-            self._loop.abort([job])
+    # Requests
 
     def submit(
         self,
@@ -252,11 +149,12 @@ class Engine:
         raises    EngineClosed
         """
         call = Call(notify)
-        self._loop.check_open()
-        job = self._job(prompt, SamplingParams() if params is None else params, request_id, call, listen, begun)
-        if isinstance(job, Ticket):
-            self._loop.submit([job], self._worker.fence())
-        return job
+        self.check_open()
+        params = SamplingParams() if params is None else params
+        made = self._job(prompt, params, request_id, call, listen, begun)
+        if isinstance(made, Ticket):
+            self._submit([made])
+        return made
 
     def withdraw(self, ticket: Ticket) -> None:
         """abort() for a Ticket."""
@@ -306,7 +204,7 @@ class Engine:
         check_pause("sleep", mode)
         named, loop, worker = named_tags("sleep", tags), self._loop, self._worker
 
-        def rest() -> dict[str, int]:
+        def fall_asleep() -> dict[str, int]:
             loop.asleep = True
             try:
                 given = worker.sleep(level, named)
@@ -321,7 +219,7 @@ class Engine:
 
         with self._updates:
             loop.check_open()
-            return loop.between(mode, rest)
+            return loop.between(mode, fall_asleep)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> dict[str, int]:
         """Take memory back. Requests go on once nothing is asleep any more; CUDA graphs come with the last of weights
@@ -336,7 +234,7 @@ class Engine:
         """
         named, loop, worker = named_tags("wake_up", tags), self._loop, self._worker
 
-        def rise() -> dict[str, int]:
+        def awake() -> dict[str, int]:
             try:
                 return worker.wake_up(named)
             finally:
@@ -344,7 +242,7 @@ class Engine:
 
         with self._updates:
             loop.check_open()
-            return loop.call(rise)
+            return loop.call(awake)
 
     @property
     def state(self) -> str:
@@ -520,40 +418,54 @@ class Engine:
 
     # Requests and tickets
 
-    def _jobs(self, prompts, params, request_ids, call: Call, listen=None) -> Iterator[tuple[int, Any]]:
-        """Of each prompt, as they are to begin, which one it is, and a ticket or what says what is wrong with it."""
+    def check_open(self) -> None:
         self._loop.check_open()
-        each = spread(prompts, params, request_ids)
-        for index in turns(each, self.config.max_num_seqs):
-            yield index, self._job(*each[index], call, listen)
 
-    def _handed_over(self, each: list[tuple], call: Call) -> list[Ticket | list[Completion]]:
-        """`_jobs`, handed over: the engine has those that fill all the steps that may be in flight, and computes while
-        the others are made; each time as many again as before, in all. Prompts that are one after another the same fill
-        no more than one does. This thread waits until their first step is launched, for neither is to wait until the
-        other lets go of the interpreter."""
+    def _submit(self, tickets: Sequence[Ticket]) -> None:
+        self._loop.submit(tickets, self._worker.fence())
+
+    def _withdraw(self, tickets: Iterable[Ticket]) -> None:
+        self._loop.abort(list(tickets))
+
+    @property
+    def _mail(self) -> Callable[[asyncio.AbstractEventLoop, Callable, Any], None]:
+        return self._loop.mail
+
+    @property
+    def _at_once(self) -> int:
+        return self.config.max_num_seqs
+
+    def _handed_over(
+        self, each: list[tuple], call: Call, may_wait: bool = True
+    ) -> Iterator[tuple[int, Ticket | list[Completion]]]:
+        """The engine has those that fill all the steps that may be in flight, and computes while the others are made;
+        each time as many again as before, in all. Prompts that are one after another the same fill no more than one
+        does. The thread waits until their first step is launched, for neither is to wait until the other lets go of the
+        interpreter; where it must not wait all are made first."""
         config = self._worker.config
         most_tokens, most_samples = self._worker.depth * config.max_num_batched_tokens, config.max_num_seqs
-        jobs, tickets, tokens, samples, last = {}, [], 0, 0, []
-        for number, index in enumerate(turns(each, config.max_num_seqs), 1):
-            job = jobs[index] = self._job(*each[index], call, None)
-            if isinstance(job, Ticket):
-                tickets.append(job)
-                if job.request.prompt_ids != last:
-                    last = job.request.prompt_ids
+        tickets, tokens, samples, last = [], 0, 0, []
+        for number, (index, made) in enumerate(self._jobs(each, call), 1):
+            if isinstance(made, Ticket):
+                tickets.append(made)
+                if made.request.prompt_ids != last:
+                    last = made.request.prompt_ids
                     tokens += len(last)
-                samples += len(job.samples)
+                samples += len(made.samples)
                 enough = tokens >= most_tokens or samples >= most_samples
-                if enough and len(each) - number >= _WORTH_IT:
+                if may_wait and enough and len(each) - number >= _WORTH_IT:
                     launched = threading.Event()
                     self._hand_over(call, tickets, launched.set)
                     launched.wait()
                     tickets, tokens, samples = [], 0, 0
                     most_tokens, most_samples = 2 * most_tokens, 2 * most_samples
+            yield index, made
+        if tickets and not may_wait:
+            call.one_done()  # so that the last word is the engine's thread's, which sends it on
         if tickets:
             self._hand_over(call, tickets)
-        call.one_done()
-        return [jobs[index] for index in range(len(each))]
+        if may_wait:
+            call.one_done()
 
     def _hand_over(self, call: Call, tickets: list[Ticket], launched: Callable[[], None] | None = None) -> None:
         """Unless the last of those before has come to nothing: a step that fails ends all."""
@@ -566,23 +478,14 @@ class Engine:
         ids: list[int] = []
         try:
             check_params(params, self.vocab_size)
+            if params.stop and self._text is not None:
+                params = self._text.with_stop_ids(params)
             request = Request(encoded(prompt, self._text), params, name, begun)
             ids = request.prompt_ids
         except Exception as error:
             return refused(ids, params, name, error, self.weight_version)
         return Ticket(request, self._text, call, listen, begun)
 
-    def _wait(self, done: threading.Event, tickets: list[Ticket]) -> None:
+    def _progress(self, tickets: Sequence[Ticket]) -> tuple[int, int, int]:
         samples = [sample for ticket in tickets for sample in ticket.request.sequences]
-        begin = time.perf_counter()
-        with bar(self.config.show_progress) as draw:
-            if draw is quiet:
-                done.wait()
-                return
-            while True:
-                tokens = sum(len(sample.logprobs) for sample in samples)
-                finished = sum(sample.finished for sample in samples)
-                rate = tokens / max(time.perf_counter() - begin, 1e-9)
-                draw("generating", finished, len(samples), f"{rate:.0f} tokens/s")
-                if done.wait(0.1):
-                    return
+        return sum(s.finished for s in samples), len(samples), sum(len(s.logprobs) for s in samples)

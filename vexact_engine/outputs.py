@@ -116,9 +116,10 @@ class Ticket:
         listen: Callable[[Increment | BaseException], None] | None = None,
         begun: Several[Begun] | None = None,
     ):
-        self.request, self.text, self.call, self.listen = request, text, call, listen
+        self.request, self.call, self.listen = request, call, listen
+        self.text = text if text is None or request.params.skip_special_tokens else text.verbatim()
         self.completions: list[Completion | None] = [None] * len(request.sequences)
-        self.samples = [_Sample(text, request.params.stop) for _ in request.sequences]
+        self.samples = [_Sample(self.text, request.params.stop) for _ in request.sequences]
         self.left = request.unfinished
         self.done = False
         self.error: BaseException | None = None
@@ -175,17 +176,22 @@ class Ticket:
     def _whole_text(self, sequence: Sequence, sample: _Sample) -> str:
         if self.text is None:
             return ""
+        params, end = sequence.params, len(sequence.tokens)
+        special = isinstance(sequence.stop_reason, int) and sequence.stop_reason in self.text.specials.values()
+        if special and not params.include_stop_str_in_output:
+            end -= 1
         try:
-            if sequence.params.stop or self.listen is not None:
-                sample.detokenizer.update(sequence.tokens, sequence.num_prompt, final=True)
+            if params.stop or self.listen is not None:
+                sample.detokenizer.update(sequence.tokens[:end], sequence.num_prompt, final=True)
                 text = sample.detokenizer.text
             else:
-                text = self.text.whole(sequence.generated)
+                text = self.text.whole(sequence.tokens[sequence.num_prompt : end])
         except Exception as error:
             sequence.error = sequence.error or f"text: the tokens could not be decoded: {error!r}"
             return ""
         if isinstance(sequence.stop_reason, str):
-            text = text[: sample.stops.found[1]]
+            stop, begin = sample.stops.found
+            text = text[: begin + len(stop) * params.include_stop_str_in_output]
         return text
 
     def _increment(self, sequence: Sequence, sample: _Sample, completion: Completion | None) -> Increment:

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from enum import Enum
 
-from .config import SamplingParams
+from .config import SamplingParams, is_unicode
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, made odd: the step of SplitMix64
@@ -107,7 +107,7 @@ class Completion:
     weight_version    version of the weights that gave the last token; `weight_versions` has it for every token
     top_logprobs      for each token {id: log-probability} of the likeliest ids, if `num_top_logprobs` asked for them
     prompt_logprobs   of each of the prompt's tokens at temperature 1, if `prompt_logprobs` asked for them: None for the
-                      first, which follows nothing, and for those that were not come to
+                      first, which follows nothing, and for those not yet computed
     prompt_top_logprobs   at the same places {id: log-probability} of the likeliest ids, if `num_prompt_top_logprobs`
                       asked for them
     error             why, where finish_reason is "error", or "length" for want of cache
@@ -353,7 +353,7 @@ class Sequence:
         return f"Sequence({where}, {self.state.value}, {self.num_prompt}+{len(self.tokens) - self.num_prompt} tokens)"
 
 
-def spread(prompts, params, request_ids) -> list[tuple]:
+def as_requests(prompts, params, request_ids) -> list[tuple]:
     """What `generate` is called with, as (prompt, params, request id or None) for each prompt. TypeError or ValueError
     for what is wrong with the call, not with one of its requests."""
     if isinstance(prompts, str):
@@ -373,15 +373,16 @@ def spread(prompts, params, request_ids) -> list[tuple]:
     for name in request_ids or ():
         if not isinstance(name, str):
             raise TypeError(f"generate: request_ids: got a {type(name).__name__} ({name!r}), expected strings")
+        check_name("generate", name)
     return list(zip(prompts, params, request_ids or [None] * len(prompts)))
 
 
 _REFUSED = SamplingParams(max_new_tokens=1)
 
 
-def turns(each: list[tuple], at_once: int) -> list[int]:
-    """In which order the requests that `spread` returns begin, where so many samples run at once: as they are given,
-    but once no more than twice that are left those first that may go on for longest. Who begins last would else be left
+def start_order(each: list[tuple], at_once: int) -> list[int]:
+    """In which order what `as_requests` returns begins, where so many samples run at once: as it is given, but once no
+    more than twice that are left those first that may go on for longest. Who begins last would else be left
     alone at the end, and a step of one takes hardly less time than one of many. Where two have one name all begin as
     they are given, for the second is refused."""
     names = [name for *_, name in each if name is not None]
@@ -398,6 +399,18 @@ def turns(each: list[tuple], at_once: int) -> list[int]:
 def check_name(method: str, request_id: str) -> None:
     if not isinstance(request_id, str):
         raise TypeError(f"{method}: request_id: got a {type(request_id).__name__}, expected a string")
+    if not is_unicode(request_id):
+        raise ValueError(f"{method}: request_id: got {request_id!a}, expected Unicode")
+
+
+def check_ids(prompt_ids: list[int], vocab_size: int) -> None:
+    """That these are a prompt of a model. ValueError where they are not."""
+    if not prompt_ids:
+        raise ValueError("prompt_ids is empty, expected at least one token id")
+    if (least := min(prompt_ids)) < 0:
+        raise ValueError(f"prompt_ids has {least}, expected token ids of 0 or more")
+    if (most := max(prompt_ids)) >= vocab_size:
+        raise ValueError(f"prompt_ids has {most}, expected ids below {vocab_size}")
 
 
 def check_params(params, vocab_size: int) -> None:

@@ -4,7 +4,10 @@ import codecs
 import copy
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+
+from .config import SamplingParams, is_unicode
 
 _REPLACEMENT = "\ufffd"  # what an incomplete or invalid sequence of bytes decodes to
 _SPACE = 0x20
@@ -16,8 +19,12 @@ class Text:
     """A copy of a tokenizer, so that what others set on theirs (truncation, padding) has no say here.
 
     tokenizer   a Hugging Face tokenizer, or anything with its __call__ and decode
+    silent      ids that have no text, wherever they stand
+    specials    special tokens that an answer's text leaves out: what they are called -> id
     raises      TypeError where it cannot be copied
     """
+
+    _skips = True
 
     def __init__(self, tokenizer: Any):
         try:
@@ -25,13 +32,47 @@ class Text:
         except Exception as error:
             raise TypeError(f"tokenizer: a {type(tokenizer).__name__} that cannot be copied: {error!r}") from error
         self.bos = getattr(tokenizer, "bos_token", None)
-        # Ids that decode to nothing, wherever they stand.
         added = getattr(self.tokenizer, "added_tokens_decoder", None) or {}
         special = {i for i, token in added.items() if getattr(token, "special", False)}
         special |= set(getattr(self.tokenizer, "all_special_ids", None) or ())
         self.silent = frozenset(i for i in special if self.decode([i]) == "")
+        named = ((self._name(i, added), i) for i in sorted(self.silent))
+        self.specials = {name: i for name, i in named if name}
+        self._any_special = re.compile("|".join(map(re.escape, self.specials))) if self.specials else None
         self.bytes = self._byte_tokens()
         self.letter = next((i for i, byte in self.bytes.items() if byte == 65), None)
+
+    def _name(self, token: int, added: Mapping) -> str | None:
+        if token in added:
+            return str(added[token])
+        return self.tokenizer.convert_ids_to_tokens(token) if hasattr(self.tokenizer, "convert_ids_to_tokens") else None
+
+    def verbatim(self) -> "Text":
+        """The same with special tokens in the text of generated ids."""
+        other = copy.copy(self)
+        other._skips, other.silent = False, frozenset()
+        return other
+
+    def with_stop_ids(self, params: SamplingParams) -> SamplingParams:
+        """Where a stop string is the text of a special token, its id among the stop tokens.
+
+        raises   ValueError for one that contains such a text beside others, where that can never be found
+        """
+        for string in params.stop if params.skip_special_tokens else ():
+            inside = None if string in self.specials else self._special_in(string)
+            if inside is not None:
+                raise ValueError(
+                    f"stop has {string!r}, expected {inside!r} alone, or skip_special_tokens=False: a special token is "
+                    "not in the text of an answer"
+                )
+        ids = [self.specials[string] for string in params.stop if string in self.specials]
+        return replace(params, stop_token_ids=(*params.stop_token_ids, *ids)) if ids else params
+
+    def _special_in(self, string: str) -> str | None:
+        if self._any_special is None:
+            return None
+        found = self._any_special.search(string)
+        return found and found[0]
 
     def _byte_tokens(self) -> dict[int, int]:
         """Ids that stand for one byte each, where the tokenizer falls back to bytes (Llama 2, Mistral, Gemma)."""
@@ -49,8 +90,8 @@ class Text:
         return list(self.tokenizer(text, truncation=False, padding=False, **options)["input_ids"])
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of generated ids at once; special tokens have none."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        """The text of generated ids at once."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=self._skips, clean_up_tokenization_spaces=False)
 
     def whole(self, token_ids: Sequence[int]) -> str:
         """The text of generated ids, the same that a Detokenizer gives them one by one."""
@@ -96,12 +137,9 @@ def chat_ids(tokenizer: Any, messages: Any, **template: Any) -> list[int]:
 
 def _check_unicode(what: str, text: str) -> None:
     """Tokenizers say of it that it is no text."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{what}: {text[error.start]!a} at {error.start} is half a character, expected Unicode"
-        ) from None
+    if not is_unicode(text):
+        at, half = next((at, letter) for at, letter in enumerate(text) if not is_unicode(letter))
+        raise ValueError(f"{what}: {half!a} at {at} is half a character, expected Unicode")
 
 
 class Detokenizer:

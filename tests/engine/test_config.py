@@ -34,10 +34,11 @@ BAD_VALUES = [
     *((EngineConfig, name, -1) for name in ("kv_segment", "pipeline_parallel_size")),
     (EngineConfig, "max_model_len", 1),
     *((EngineConfig, "gpu_memory_utilization", value) for value in (0, -0.5, 1.01, nan, inf)),
-    *((SamplingParams, "temperature", value) for value in (nan, inf, -inf, -1, -1e-9, 1e-6, 1e6)),
+    *((SamplingParams, "temperature", value) for value in (nan, inf, -inf, -1, -1e-9, 1e-7, 1e6)),
     *((SamplingParams, "top_p", value) for value in (0, 0.0, -0.1, 1.0001, nan)),
     *((SamplingParams, "min_p", value) for value in (-0.1, 1.1, nan)),
-    *((SamplingParams, name, -1) for name in ("top_k", "num_top_logprobs", "min_new_tokens")),
+    *((SamplingParams, name, -1) for name in ("num_top_logprobs", "min_new_tokens")),
+    (SamplingParams, "top_k", -2),
     (SamplingParams, "min_new_tokens", 129),
     *((SamplingParams, name, value) for name in ("n", "max_new_tokens") for value in (0, -3)),
     *((SamplingParams, "seed", value) for value in (-1, 2**64)),
@@ -81,7 +82,7 @@ def test_edges_are_accepted_and_normalised():
     assert all(type(v) is float for v in (params.temperature, params.top_p, params.min_p))
     assert (params.stop, params.stop_token_ids) == (("END",), (3, 4))
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
-    assert SamplingParams(temperature=1e-5).temperature == 1e-5
+    assert SamplingParams(temperature=1e-6).temperature == 1e-6
     assert hash(params) == hash(dataclasses.replace(params))
     assert EngineConfig(gpu_memory_utilization=1, max_model_len=2, num_pages=1, page_size=1).num_pages == 1
 

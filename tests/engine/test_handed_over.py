@@ -90,7 +90,7 @@ def test_nobody_is_left_alone_at_the_end(monkeypatch):
 
         count("generate", lambda: engine.generate(PROMPTS[:10], params))
         count("agenerate", lambda: asyncio.run(engine.agenerate(PROMPTS[:10], params)))
-        monkeypatch.setattr("vexact_engine.engine.turns", lambda each, at_once: list(range(len(each))))
+        monkeypatch.setattr("vexact_engine.frontend.start_order", lambda each, at_once: list(range(len(each))))
         count("as given", lambda: engine.generate(PROMPTS[:10], params))
         assert steps["as given"] - 3 > steps["generate"] == steps["agenerate"] <= 25, steps
         check_idle(engine)

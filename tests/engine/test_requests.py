@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vexact_engine import SamplingParams
 from vexact_engine.core import garbage
-from vexact_engine.request import Request, _Fresh, fresh, spread, turns
+from vexact_engine.request import Request, _Fresh, as_requests, fresh, start_order
 
 
 def _draw(pipe):
@@ -56,7 +56,7 @@ def test_garbage_of_a_process_that_is_not_ours_alone_is_left_to_it():
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 5)), max_size=30), st.integers(1, 12))
 def test_the_longest_of_the_last_begin_first(asked, at_once):
     params = [SamplingParams(max_new_tokens=most, n=n) for most, n in asked]
-    order = turns(spread([[1]] * len(params), params, None), at_once)
+    order = start_order(as_requests([[1]] * len(params), params, None), at_once)
     assert sorted(order) == list(range(len(params)))
     given_order = next((place for place, index in enumerate(order) if index != place), len(order))
     last = order[given_order:]
@@ -72,10 +72,10 @@ def test_the_longest_of_the_last_begin_first(asked, at_once):
 
 def test_two_of_one_name_begin_as_they_are_given():
     params = [SamplingParams(max_new_tokens=most) for most in (1, 2, 3)]
-    assert turns(spread([[1]] * 3, params, ["a", "b", "c"]), 4) == [2, 1, 0]
-    assert turns(spread([[1]] * 3, params, ["a", "b", "a"]), 4) == [0, 1, 2]
+    assert start_order(as_requests([[1]] * 3, params, ["a", "b", "c"]), 4) == [2, 1, 0]
+    assert start_order(as_requests([[1]] * 3, params, ["a", "b", "a"]), 4) == [0, 1, 2]
 
 
 def test_what_will_be_refused_has_a_turn():
     each = [([1], params, None) for params in (SamplingParams(max_new_tokens=2), None, {"n": 3}, "x")]
-    assert sorted(turns(each, 4)) == [0, 1, 2, 3]
+    assert sorted(start_order(each, 4)) == [0, 1, 2, 3]

@@ -34,14 +34,16 @@ def model(tmp_path_factory):
 
 
 class Process:
-    """A server of its own, ready. Ended, however the test ends."""
+    """A server of its own, ready. Ended, however the test ends. files: it may have open."""
 
-    def __init__(self, model, *options, env=()):
+    def __init__(self, model, *options, env=(), files=None):
         command = [sys.executable, "-m", "vexact_engine.cli", "serve", model, "--port", "0", "--device", "cpu"]
         command += map(str, options)
         env = {**os.environ, "PYTHONPATH": str(ROOT), **dict(env)}
         # A pipe that nobody reads would be full in the end, and the server stand still.
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        if files is not None:
+            command = ["sh", "-c", f'ulimit -n {files}; exec "$0" "$@"', *command]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._said, text=True, env=env)
         late = threading.Timer(600, self.process.kill)  # for what never comes
         late.start()

@@ -58,7 +58,7 @@ def run_chat(args) -> int:
                 import readline  # noqa: F401  arrows and a history, where Python has them
             print(f"{engine.name}: /help says what can be done", file=sys.stderr)
         while (line := _read(terminal)) is not None:
-            if not _obey(conversation, line.strip()):
+            if not _run_line(conversation, line.strip()):
                 break
     return 0
 
@@ -132,16 +132,16 @@ def _read(terminal: bool) -> str | None:
         lines[-1] = lines[-1][:-1]
 
 
-def _obey(conversation: Conversation, line: str) -> bool:
+def _run_line(conversation: Conversation, line: str) -> bool:
     """Do what a line says; False where that is to end."""
-    command, _, rest = line.partition(" ")
+    command, _, argument = line.partition(" ")
     try:
         if command in ("/quit", "/exit"):
             return False
         if command == "/help":
             print(_HELP)
         elif command == "/system":
-            conversation.system = rest.strip() or None
+            conversation.system = argument.strip() or None
         elif command == "/reset":
             conversation.turns.clear()
             conversation.last = None

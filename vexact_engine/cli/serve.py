@@ -83,6 +83,12 @@ def add_serve(commands) -> None:
         "--body-timeout", type=float, default=30, metavar="S", help="seconds until its body has arrived (30)"
     )
     limits.add_argument(
+        "--header-timeout", type=float, default=20, metavar="S", help="seconds until its header has arrived (20)"
+    )
+    limits.add_argument(
+        "--max-connections", type=options.positive, metavar="N", help="connections at once (what open files allow)"
+    )
+    limits.add_argument(
         "--send-timeout", type=float, default=60, metavar="S", help="seconds that a client may take nothing of it (60)"
     )
     limits.add_argument(
@@ -112,6 +118,8 @@ def run_serve(args) -> int:
         max_body_bytes=args.max_body_mb << 20,
         request_timeout=args.request_timeout,
         body_timeout=args.body_timeout,
+        header_timeout=args.header_timeout,
+        max_connections=args.max_connections,
         send_timeout=args.send_timeout,
         drain_seconds=args.drain_seconds,
         allow_origins=tuple(args.allow_origin),

@@ -5,26 +5,24 @@ import functools
 import itertools
 import os
 import threading
-import time
 import weakref
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..config import EngineConfig, SamplingParams
+from ..config import EngineConfig
 from ..core.loop import check_pause
 from ..core.scheduler import Stats
-from ..engine import Prompt
 from ..errors import ReplicaDied
+from ..frontend import Frontend
 from ..handover.buffers import HOST, Buckets, BucketSpace
 from ..handover.messages import Bucket, dtype_name
 from ..handover.packing import bucket_bytes, check_whole, packed
-from ..outputs import Call, Increment, Load, collected, in_pieces
-from ..progress import bar, quiet
-from ..request import Completion, check_name, check_params, encoded, fresh, refused, spread, token_ids, turns
+from ..outputs import Call, Load
+from ..request import Completion, check_ids, check_name, check_params, encoded, fresh, refused, token_ids
 from ..runner import saver
 from ..runner.sleep import TAGS, check_level, named_tags
 from ..text import Text
@@ -65,7 +63,7 @@ class ReplicaInfo:
     starts: int
 
 
-class Replicas:
+class Replicas(Frontend):
     """N engines behind the methods of one. A context manager; close() ends the processes.
 
     A request goes to the replica that has most of its prompt in its prefix cache, unless that has much more to do than
@@ -183,73 +181,7 @@ class Replicas:
         made.config = replace(made.config, show_progress=None if config is None else config.show_progress)
         return made
 
-    # Fronts
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt] | str,
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        request_ids: Sequence[str] | None = None,
-        raise_on_error: bool = False,
-    ) -> list[Completion]:
-        """As Engine.generate; ReplicaDied too."""
-        done = threading.Event()
-        call = Call(done.set, whole=False)
-        try:
-            jobs = dict(self._handed_over(prompts, params, request_ids, call))
-            self._front.whole(call)
-            if call.tickets:
-                self._wait(done, call.tickets)
-        except BaseException:
-            self._front.withdraw(call.tickets)
-            raise
-        return collected([jobs[index] for index in range(len(jobs))], raise_on_error)
-
-    async def agenerate(
-        self,
-        prompts: Sequence[Prompt] | str,
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        request_ids: Sequence[str] | None = None,
-        raise_on_error: bool = False,
-    ) -> list[Completion]:
-        """`generate` for asyncio. Cancelling it aborts its requests."""
-        arrived = asyncio.Event()
-        notify = functools.partial(self._front.mail, asyncio.get_running_loop(), lambda _: arrived.set(), None)
-        call = Call(notify, whole=False)
-        try:
-            jobs = dict(await in_pieces(self._handed_over(prompts, params, request_ids, call)))
-            self._front.whole(call)
-            if call.tickets:
-                await arrived.wait()
-        finally:
-            self._front.withdraw(call.tickets)
-        return collected([jobs[index] for index in range(len(jobs))], raise_on_error)
-
-    async def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
-    ) -> AsyncIterator[Increment]:
-        """The tokens of one request as they come, of all its samples in turn. Leaving the loop early aborts it."""
-        news: asyncio.Queue[Increment | BaseException] = asyncio.Queue()
-        listen = functools.partial(self._front.mail, asyncio.get_running_loop(), news.put_nowait)
-        names = None if request_id is None else [request_id]
-        ((_, job),) = self._jobs([prompt], params, names, Call(lambda: None), listen)
-        if not isinstance(job, Job):
-            for done in job:
-                yield Increment(done.request_id, done.index, [], [], [], "", done)
-            return
-        left = job.params.n
-        try:
-            self._front.submit([job])
-            while left:
-                item = await news.get()
-                if isinstance(item, BaseException):
-                    raise item
-                left -= item.completion is not None
-                yield item
-        finally:
-            self._front.withdraw([job])
+    # Requests
 
     def abort(self, request_id: str) -> None:
         """End a request, from any thread: its samples get finish_reason "abort" and keep what they have. Nothing
@@ -467,32 +399,46 @@ class Replicas:
             raise self._front.no_replica()
         return answers
 
-    def _jobs(self, prompts, params, request_ids, call: Call, listen=None) -> Iterator[tuple[int, Any]]:
-        """Of each prompt, as they are to begin, which one it is, and a job or what says what is wrong with it."""
+    def check_open(self) -> None:
         self._front.check_open()
-        each = spread(prompts, params, request_ids)
-        for index in turns(each, self.config.max_num_seqs * len(self._front.replicas)):
-            yield index, self._job(*each[index], call, listen)
 
-    def _handed_over(self, prompts, params, request_ids, call: Call) -> Iterator[tuple[int, Any]]:
-        """`_jobs`, handed over in pieces: the first once they fill a step of every replica, which compute these while
-        the others are made; then of more and more steps, so few that what replicas say need not wait for long."""
+    def _submit(self, tickets: Sequence[Job]) -> None:
+        self._front.submit(tickets)
+
+    def _withdraw(self, tickets: Iterable[Job]) -> None:
+        self._front.withdraw(tickets)
+
+    @property
+    def _mail(self) -> Callable[[asyncio.AbstractEventLoop, Callable, Any], None]:
+        return self._front.mail
+
+    @property
+    def _at_once(self) -> int:
+        return self.config.max_num_seqs * len(self._front.replicas)
+
+    def _handed_over(
+        self, each: list[tuple], call: Call, may_wait: bool = True
+    ) -> Iterator[tuple[int, Job | list[Completion]]]:
+        """The first once they fill a step of every replica, which compute these while the others are made; then of more
+        and more steps, so few that what replicas say need not wait for long."""
         mine, tokens, samples, share = [], 0, 0, len(self._front.replicas)
         most = _MOST_STEPS * share
-        for index, job in self._jobs(prompts, params, request_ids, call):
-            if isinstance(job, Job):
-                mine.append(job)
-                tokens, samples = tokens + len(job.prompt_ids), samples + job.params.n
+        for index, made in self._jobs(each, call):
+            if isinstance(made, Job):
+                mine.append(made)
+                tokens, samples = tokens + len(made.prompt_ids), samples + made.params.n
                 if tokens >= share * self.config.max_num_batched_tokens or samples >= share * self.config.max_num_seqs:
                     self._front.submit(mine)
                     mine, tokens, samples, share = [], 0, 0, min(2 * share, most)
-            yield index, job
+            yield index, made
         self._front.submit(mine)
+        self._front.whole(call)
 
     def _job(self, prompt, params, name, call, listen) -> "Job | list[Completion]":
         try:
             check_params(params, self.vocab_size)
             ids = token_ids(encoded(prompt, self._text))
+            check_ids(ids, self.vocab_size)
         except Exception as error:
             return refused([], params, name, error, self.weight_version)
         name = f"request-{fresh():016x}" if name is None else name
@@ -500,16 +446,9 @@ class Replicas:
             params = replace(params, seed=fresh())
         return Job(ids, params, name, call, listen)
 
-    def _wait(self, done: threading.Event, jobs: list[Job]) -> None:
-        begin, samples = time.perf_counter(), sum(job.params.n for job in jobs)
-        with bar(self.config.show_progress) as draw:
-            if draw is quiet:
-                done.wait()
-                return
-            while not done.wait(0.1):
-                finished = [c for job in jobs for c in job.completions if c is not None]
-                rate = sum(len(c.token_ids) for c in finished) / (time.perf_counter() - begin)
-                draw("generating", len(finished), samples, f"{rate:.0f} tokens/s")
+    def _progress(self, tickets: Sequence[Job]) -> tuple[int, int, int]:
+        finished = [done for job in tickets for done in job.completions if done is not None]
+        return len(finished), sum(job.params.n for job in tickets), sum(len(done.token_ids) for done in finished)
 
 
 def places(device: str, count: int, stages: int) -> tuple[list[dict[str, str]], int | None]:

@@ -38,6 +38,8 @@ class Wanted:
     rollout: bool = False
     names_are_ids: bool = False
     usage: bool = False  # in a stream
+    usage_so_far: bool = False  # in each of its pieces
+    special: bool = False  # the text has special tokens
     of_prompt: int | None = None
     prompt_alone: bool = False  # the one token that had to be generated is not told
 
@@ -53,15 +55,15 @@ class _Delivered:
 class _Offsets:
     """Where the texts of a row of tokens begin. One that ends a character begins where that does."""
 
-    def __init__(self, tokens: Tokens, begin: int = 0):
-        self._tokens, self._at = tokens, begin
+    def __init__(self, tokens: Tokens, special: bool):
+        self._tokens, self._special, self._at = tokens, special, 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def of(self, ids: list[int]) -> list[int]:
         found = []
         for token in ids:
             found.append(self._at)
-            self._at += len(self._decoder.decode(self._tokens.raw(token)))
+            self._at += len(self._decoder.decode(self._tokens.raw(token, self._special)))
         return found
 
 
@@ -81,7 +83,8 @@ class Answers:
     ):
         self.chat, self.jobs, self.n, self.wanted, self.tokens = chat, jobs, n, wanted, tokens
         self.head = {"id": name, "created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
-        self._delivered = [_Delivered(_Offsets(tokens)) for _ in range(len(jobs) * n)]
+        self._delivered = [_Delivered(_Offsets(tokens, wanted.special)) for _ in range(len(jobs) * n)]
+        self._generated = 0
 
     # Whole
 
@@ -110,7 +113,9 @@ class Answers:
             choice["text"] = (job.echo or "") + done.text
         choice["logprobs"] = None
         if wanted.top is not None:
-            choice["logprobs"] = self._logprobs(index, done, _Offsets(self.tokens), job.echo is not None)
+            choice["logprobs"] = self._logprobs(
+                index, done, _Offsets(self.tokens, wanted.special), job.echo is not None
+            )
         choice |= self._end(done)
         if wanted.of_prompt is not None:
             choice["prompt_logprobs"] = self._of_prompt(done.prompt_ids, done)
@@ -135,18 +140,16 @@ class Answers:
 
     def usage(self, completions: list[Completion]) -> dict:
         """A prompt counts once, whatever its number of samples."""
-        prompt = sum(len(job.prompt_ids) for job in self.jobs)
-        generated = sum(len(done.token_ids) for done in completions)
         cached = 0
         for at in range(0, len(completions), self.n):
             found = [done.metrics.cached_tokens for done in completions[at : at + self.n] if done.metrics]
             cached += min(found, default=0)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": generated,
-            "total_tokens": prompt + generated,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+        counts = self._counts(sum(len(done.token_ids) for done in completions))
+        return counts | {"prompt_tokens_details": {"cached_tokens": cached}}
+
+    def _counts(self, generated: int) -> dict:
+        prompt = sum(len(job.prompt_ids) for job in self.jobs)
+        return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
     # In pieces
 
@@ -156,6 +159,7 @@ class Answers:
         done = increment.completion and self._shown(increment.completion)
         if wanted.prompt_alone:
             increment = replace(increment, token_ids=[], logprobs=[], raw_logprobs=[], top_logprobs=None, text="")
+        self._generated += len(increment.token_ids)
         all_of_it = wanted.top is not None or wanted.token_ids or wanted.rollout or wanted.of_prompt is not None
         if not (increment.text or done or all_of_it):
             return None
@@ -201,6 +205,8 @@ class Answers:
 
     def _event(self, choices: list[dict], usage: dict | None = None) -> bytes:
         piece = {**self.head, "object": "chat.completion.chunk" if self.chat else "text_completion", "choices": choices}
+        if self.wanted.usage_so_far and usage is None:
+            usage = self._counts(self._generated)
         return event(piece | ({"usage": usage} if self.wanted.usage else {}))
 
     # Log-probabilities

@@ -10,8 +10,8 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -22,10 +22,12 @@ from starlette.responses import Response
 
 from ..engine import Engine
 from .answers import as_json
+from .attend import Gone, Late, attended
 from .errors import APIError, as_api_error
 from .generation import Generation
 from .metrics import Metrics
-from .protocol import ChatRequest, CompletionRequest
+from .prompts import Prompts
+from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
 from .settings import Settings, is_loopback
 from .tokens import Tokens
 
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("vexact_engine.serve")
 
 _OPEN = {"/health"}  # without a key
+_METRICS_SECONDS = 10.0
+_BODIES = 32  # of the longest that are taken: what the bodies of all requests may have together
 
 
 class Service:
@@ -43,17 +47,20 @@ class Service:
     active    those that are being answered
     draining  set before the end: no more are taken
     room      tokens that prompt and answer may have together
+    body_bytes  of the requests that are being answered
     """
 
     def __init__(self, engine: "Engine | Replicas", settings: Settings):
         self.engine, self.settings = engine, settings
-        self.tokens = Tokens(engine.tokenizer)
         self.metrics = Metrics(engine)
         self.active: set[Generation] = set()
         self.draining = False
+        self.body_bytes = 0
         config = engine.config
         capacity = config.num_pages * config.page_size + 1  # the last token is never an input
         self.room = min(config.max_model_len or capacity, capacity)
+        most = min(self.room - 1, self.settings.max_prompt_tokens or self.room)
+        self.prompts = Prompts(engine.tokenizer, engine.vocab_size, most, self.settings.max_samples)
         own = engine.name.rstrip("/\\")
         self.models = settings.model_names or tuple(dict.fromkeys((re.split(r"[/\\]", own)[-1], own)))
         self.fingerprint = (
@@ -61,7 +68,6 @@ class Service:
         )
         self.started = int(time.time())
         self._keys = [key.encode() for key in settings.api_keys]
-        self._tokenizing = ThreadPoolExecutor(1, "vexact-serve-tokens")
 
     # Who may come in
 
@@ -105,7 +111,7 @@ class Service:
             raise APIError(403, "this controls the engine: start the server with an API key", code="no_api_key")
 
     async def body(self, request: Request) -> bytes:
-        """All of it, or 415, 413, 408."""
+        """All of it, or 415, 413, 408, 503."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # what a page in a browser may send anywhere unasked is anything else
             raise APIError(415, f"content-type: got {kind or 'none'!r}, expected application/json")
@@ -115,12 +121,19 @@ class Service:
         if declared.isdecimal() and int(declared) > most:
             raise too_long
 
+        state = request.scope["state"]
+
         async def read() -> bytes:
             found = bytearray()
             async for chunk in request.stream():
                 found += chunk
                 if len(found) > most:
                     raise too_long
+                state["body_bytes"] = len(found)
+                self.body_bytes += len(chunk)
+                if self.body_bytes > _BODIES * most:
+                    message = "the bodies of all requests are too long together"
+                    raise APIError(503, message, code="too_many_bytes", retry=1)
             return bytes(found)
 
         try:
@@ -128,12 +141,18 @@ class Service:
         except asyncio.TimeoutError:
             raise APIError(408, "the body did not come in time", code="body_timeout") from None
 
-    async def in_thread(self, function: Callable, *given) -> Any:
-        """What a tokenizer does, by one thread: it is not made for several."""
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *given)
+    async def in_time(self, request: Request, work: Awaitable[Any]) -> Any:
+        """What it returns; 504 where it takes longer than a request may."""
+        try:
+            return await attended(request.receive, work, self.settings.request_timeout)
+        except Late:
+            message = f"it was not done after {self.settings.request_timeout:g} s"
+            raise APIError(504, message, code="request_timeout") from None
+        except Gone:
+            raise ClientDisconnect from None
 
     def close(self) -> None:
-        self._tokenizing.shutdown(wait=False)
+        self.prompts.close()
 
 
 def make_app(engine: "Engine | Replicas", settings: Settings | None = None) -> FastAPI:
@@ -176,7 +195,10 @@ def make_app(engine: "Engine | Replicas", settings: Settings | None = None) -> F
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        text = await asyncio.to_thread(service.metrics.text)  # replicas are asked for theirs
+        try:  # replicas are asked for theirs
+            text = await asyncio.wait_for(_aside(service.metrics.text), _METRICS_SECONDS)
+        except asyncio.TimeoutError:
+            raise APIError(504, "the engine does not say what it has done", code="request_timeout") from None
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/numerics", response_class=Response)
@@ -184,6 +206,7 @@ def make_app(engine: "Engine | Replicas", settings: Settings | None = None) -> F
         """What fixes the bits; `system_fingerprint` in answers is its digest."""
         return _answer({"system_fingerprint": service.fingerprint, "numerics": engine.numerics()})
 
+    _add_tokens(app, service)
     _add_control(app, service)
     app.add_exception_handler(APIError, _on_error)
     app.add_exception_handler(HTTPException, _on_error)
@@ -197,6 +220,30 @@ def make_app(engine: "Engine | Replicas", settings: Settings | None = None) -> F
         )  # fmt: skip
     app.add_middleware(_Passage, service=service)
     return app
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    """What the tokenizer does, as vLLM's servers have it."""
+    prompts = service.prompts
+
+    @app.post("/tokenize", response_class=Response, openapi_extra=_schema(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        asked = parse(TokenizeRequest, await service.body(request))
+        service.check_model(asked.model)
+        ids, names = await service.in_time(request, prompts.of_tokenize(asked))
+        return _answer({"count": len(ids), "max_model_len": service.room, "tokens": ids, "token_strs": names})
+
+    @app.post("/detokenize", response_class=Response, openapi_extra=_schema(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        asked = parse(DetokenizeRequest, await service.body(request))
+        service.check_model(asked.model)
+        if (asked.tokens is None) == (asked.prompt is None):
+            raise APIError(400, "tokens: expected either tokens or prompt", param="tokens")
+        given = asked.prompt if asked.tokens is None else asked.tokens
+        if isinstance(given, list) and given:
+            given = prompts.check_ids(given, "tokens")
+        text = await service.in_time(request, prompts.do(len(given), Tokens.round_trip, given))
+        return _answer({"prompt": text})
 
 
 def _add_control(app: FastAPI, service: Service) -> None:
@@ -225,9 +272,10 @@ def _add_control(app: FastAPI, service: Service) -> None:
             found[name] = value
         return found
 
-    async def do(function: Callable, *given, **named) -> Any:
+    async def do(request: Request, function: Callable, *given, **named) -> Any:
+        """What takes longer than a request may goes on, and its client is told so."""
         try:
-            return await _aside(functools.partial(function, *given, **named))
+            return await service.in_time(request, _aside(functools.partial(function, *given, **named)))
         except (ValueError, TypeError) as error:
             raise APIError(400, str(error), code="invalid_value") from None
         except MemoryError as error:
@@ -239,22 +287,23 @@ def _add_control(app: FastAPI, service: Service) -> None:
     @app.post("/pause", response_class=Response)
     async def pause(request: Request) -> Response:
         """{"mode": "wait" | "abort" | "keep"}: see Engine.pause."""
-        await do(engine.pause, (await options(request, mode=("wait", str)))["mode"])
+        await do(request, engine.pause, (await options(request, mode=("wait", str)))["mode"])
         return state()
 
     @app.post("/resume", response_class=Response)
     async def resume(request: Request) -> Response:
         await options(request)
-        await do(engine.resume)
+        await do(request, engine.resume)
         return state()
 
     @app.post("/abort", response_class=Response)
     async def abort(request: Request) -> Response:
-        """{"request_id": an answer's id or its X-Request-Id} or {"all": true}. What they have is their answer."""
+        """{"request_id": an answer's id, its X-Request-Id or its body's request_id} or {"all": true}. What they have is
+        their answer."""
         given = await options(request, request_id=(None, str), all=(False, bool))
         if (given["request_id"] is None) == (not given["all"]):
             raise APIError(400, "expected either request_id or all", param="request_id")
-        chosen = [g for g in service.active if given["all"] or given["request_id"] in (g.id, g.request_id)]
+        chosen = [g for g in service.active if given["all"] or given["request_id"] in g.own_names]
         for generation in chosen:
             generation.stop()
         return state(aborted=len(chosen))
@@ -262,19 +311,19 @@ def _add_control(app: FastAPI, service: Service) -> None:
     @app.post("/reset_prefix_cache", response_class=Response)
     async def reset(request: Request) -> Response:
         await options(request)
-        await do(engine.reset_prefix_cache)
+        await do(request, engine.reset_prefix_cache)
         return state()
 
     @app.post("/sleep", response_class=Response)
     async def sleep(request: Request) -> Response:
         """{"level": 1 | 2, "tags": ["weights", "kv_cache", "graphs"], "mode": ...}: see Engine.sleep."""
         given = await options(request, level=(1, int), tags=(None, list), mode=("keep", str))
-        return state(bytes=await do(engine.sleep, **given), backend=engine.sleep_backend)
+        return state(bytes=await do(request, engine.sleep, **given), backend=engine.sleep_backend)
 
     @app.post("/wake_up", response_class=Response)
     async def wake_up(request: Request) -> Response:
         given = await options(request, tags=(None, list))
-        return state(bytes=await do(engine.wake_up, given["tags"]))
+        return state(bytes=await do(request, engine.wake_up, given["tags"]))
 
 
 async def _aside(function: Callable[[], Any]) -> Any:
@@ -327,6 +376,7 @@ class _Passage:
                     raise
                 await _error(error, name)(scope, receive, send_with_id)
         finally:
+            self.service.body_bytes -= scope["state"].get("body_bytes", 0)
             seconds = time.monotonic() - begin
             log.info('%s "%s %s" %s, %.3f s', name, scope["method"], _printable(scope["path"]), status or "-", seconds)
 

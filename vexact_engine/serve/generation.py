@@ -14,15 +14,12 @@ from starlette.responses import Response
 from ..outputs import Increment
 from ..request import Completion
 from .answers import Answers, Job, Wanted, as_json, event
+from .attend import Gone, Late, attended
 from .errors import APIError, as_api_error
 from .protocol import ChatRequest, CompletionRequest, parse, sampling
 
 log = logging.getLogger("vexact_engine.serve")
 _PART = 64 << 10  # bytes
-
-
-class _Gone(Exception):
-    """The client has closed its connection."""
 
 
 class Generation(Response):
@@ -37,17 +34,23 @@ class Generation(Response):
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(16)}"
         self.request_id = request.scope["state"]["request_id"]
         self.names: list[str] = []  # of its requests in the engine
-        self.timed_out = self.stopped = False
+        self.given_id: str | None = None  # in its body
+        self.stopped = False
         self.outcome = "error"
         self.completions: list[Completion] = []
         self.prompt_tokens = 0
-        self._begun, self._sending, self._left = time.monotonic(), False, False
+        self._begun, self._sending, self._whole, self._left = time.monotonic(), False, False, False
 
     def stop(self) -> None:
         """Its samples end with finish_reason "abort" before the engine's next step; before there are any, all of it."""
         self.stopped = True
         for name in self.names:
             self.service.engine.abort(name)
+
+    @property
+    def own_names(self) -> set[str]:
+        """What it may be called to be aborted."""
+        return {self.id, self.request_id} | ({self.given_id} if self.given_id is not None else set())
 
     async def __call__(self, scope, receive, send) -> None:
         """Ends in a client's name that takes nothing of what is ready for it: it would hold its place for ever."""
@@ -85,27 +88,35 @@ class Generation(Response):
         service = self.service
         try:
             service.enter(self)
-            raw = await service.body(self.request)
-            answers, prompts, params = await self._prepare(raw)
-            self.prompt_tokens = sum(map(len, prompts))
-            timer = asyncio.get_running_loop().call_later(service.settings.request_timeout, self._expire)
-            try:
-                work = self._stream if answers.stream else self._answer
-                await _until_gone(receive, work(answers.answers, prompts, params, send))
-            finally:
-                timer.cancel()
-        except (_Gone, ClientDisconnect):
+            work = self._work(await service.body(self.request), send)
+            await attended(receive, work, service.settings.request_timeout, self._may_expire)
+        except Late:
+            await self._fail(self._timeout(), send)
+        except (Gone, ClientDisconnect):
             self.outcome = "disconnected"
         except asyncio.CancelledError:
             self.outcome = "disconnected" if self.outcome == "disconnected" else "cancelled"
             raise
         except Exception as error:
-            failure = as_api_error(error, self.request_id)
-            self.outcome = {429: "refused", 503: "unavailable", 504: "timeout"}.get(failure.status, "")
-            self.outcome = self.outcome or ("bad_request" if failure.status < 500 else "error")
-            await self._send_error(send, failure)
+            await self._fail(as_api_error(error, self.request_id), send)
         finally:
             self._leave()
+
+    async def _work(self, raw: bytes, send) -> None:
+        asked = parse(ChatRequest if self.chat else CompletionRequest, raw)
+        del raw
+        answers, stream, prompts, params = await self._prepare(asked)
+        self.prompt_tokens = sum(map(len, prompts))
+        await (self._stream if stream else self._answer)(answers, prompts, params, send)
+
+    def _may_expire(self) -> bool:
+        """Whether its time counts: not that of a client that takes what is whole."""
+        return not self._whole
+
+    async def _fail(self, failure: APIError, send) -> None:
+        self.outcome = {429: "refused", 503: "unavailable", 504: "timeout"}.get(failure.status, "")
+        self.outcome = self.outcome or ("bad_request" if failure.status < 500 else "error")
+        await self._send_error(send, failure)
 
     def _leave(self) -> None:
         """Once, at the end: its place is free, and it is counted by its outcome."""
@@ -121,57 +132,53 @@ class Generation(Response):
         seconds = time.monotonic() - self._begun
         log.info(text, self.request_id, self.id, self.outcome, self.prompt_tokens, generated, seconds)
 
-    def _expire(self) -> None:
-        self.timed_out = True
-        self.stop()
-
     def _outcome_of(self) -> str:
-        if self.timed_out:
-            return "timeout"
         return "aborted" if any(done.finish_reason == "abort" for done in self.completions) else "ok"
 
     # What is asked
 
-    async def _prepare(self, raw: bytes) -> "tuple[_Prepared, list[list[int]], list]":
+    async def _prepare(self, asked: Any) -> tuple[Answers, bool, list[list[int]], list]:
+        """What makes the answer, whether in a stream, and for each prompt its ids and its parameters."""
         service = self.service
-        asked = parse(ChatRequest if self.chat else CompletionRequest, raw)
         model = service.check_model(asked.model)
         n = 1 if asked.n is None else asked.n
+        self.given_id = asked.request_id
         top = self._top(asked)
         if self.chat:
-            jobs = [await self._chat_job(asked)]
+            service.prompts.check_samples(1, n)
+            jobs = [await service.prompts.of_chat(asked)]
         else:
-            jobs = await self._text_jobs(asked)
-        if n * len(jobs) > service.settings.max_samples:
-            got = f"got {len(jobs)} prompts of n={n}, expected at most {service.settings.max_samples} samples"
-            raise APIError(400, f"n: {got} in one request", param="n")
+            jobs = await service.prompts.of_text(asked)
         of_prompt = self._of_prompt(asked)
         echoed = bool(not self.chat and asked.echo and top is not None)
         alone = not self.chat and bool(asked.echo) and asked.max_tokens == 0
         tops = max(of_prompt or 0, top if echoed else 0) if of_prompt is not None or echoed else None
         params = [sampling(asked, self._max_tokens(asked, job), top or 0, tops) for job in jobs]
-        if asked.stream_options is not None and not asked.stream:
-            raise APIError(400, "stream_options: expected stream true with it", param="stream_options")
+        options = asked.stream_options
         wanted = Wanted(
             top=top,
             token_ids=bool(asked.return_token_ids),
             rollout=bool(asked.return_rollout),
             names_are_ids=bool(asked.return_tokens_as_token_ids),
-            usage=bool(asked.stream_options and asked.stream_options.include_usage),
+            usage=bool(options and options.include_usage),
+            usage_so_far=bool(options and options.include_usage and options.continuous_usage_stats),
+            special=asked.skip_special_tokens is False,
             of_prompt=of_prompt,
             prompt_alone=alone,
         )
-        answers = Answers(self.chat, self.id, model, service.fingerprint, jobs, n, wanted, service.tokens)
+        answers = Answers(self.chat, self.id, model, service.fingerprint, jobs, n, wanted, service.prompts.tokens)
         self.names = [f"{self.id}-{index}" for index in range(len(jobs))]
-        return _Prepared(answers, bool(asked.stream)), [job.prompt_ids for job in jobs], params
+        return answers, bool(asked.stream), [job.prompt_ids for job in jobs], params
 
     def _top(self, asked) -> int | None:
         if self.chat:
-            if asked.top_logprobs is not None and not asked.logprobs:
+            if asked.top_logprobs and not asked.logprobs:
                 raise APIError(400, "top_logprobs: expected logprobs true with it", param="top_logprobs")
             top, name = ((asked.top_logprobs or 0) if asked.logprobs else None), "top_logprobs"
         else:
-            top, name = asked.logprobs, "logprobs"
+            if asked.logprobs is True:
+                raise APIError(400, "logprobs: got true, expected an integer", param="logprobs")
+            top, name = None if asked.logprobs is False else asked.logprobs, "logprobs"
         most = self.service.settings.max_logprobs
         if top is not None and not 0 <= top <= most:
             raise APIError(400, f"{name}: got {top}, expected 0 to {most}", param=name)
@@ -186,50 +193,6 @@ class Generation(Response):
             message = f"prompt_logprobs: got {given}, expected true, or 0 to {most}"
             raise APIError(400, message, param="prompt_logprobs")
         return given
-
-    async def _chat_job(self, asked: ChatRequest) -> Job:
-        go_on = bool(asked.continue_final_message)
-        generate = not go_on if asked.add_generation_prompt is None else asked.add_generation_prompt
-        tokens, options = self.service.tokens, asked.chat_template_kwargs or {}
-        ids = await self.service.in_thread(tokens.chat, asked.messages, generate, go_on, options)
-        return self._checked(Job(ids), "messages")
-
-    async def _text_jobs(self, asked: CompletionRequest) -> list[Job]:
-        prompt = asked.prompt
-        if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_ids(prompt)):
-            prompt = [prompt]
-        if not isinstance(prompt, list) or not prompt:
-            raise APIError(400, "prompt: expected a text, a list of token ids, or several of either", param="prompt")
-        if len(prompt) > self.service.settings.max_samples:
-            most = self.service.settings.max_samples
-            raise APIError(400, f"prompt: got {len(prompt)}, expected at most {most}", param="prompt")
-        jobs = []
-        for one in prompt:
-            if isinstance(one, str):
-                job = Job(await self.service.in_thread(self.service.tokens.encode, one), one if asked.echo else None)
-            elif isinstance(one, list) and _is_ids(one):
-                job = Job(one)
-            else:
-                raise APIError(400, "prompt: expected texts or lists of token ids in the list", param="prompt")
-            jobs.append(self._checked(job, "prompt"))
-            if asked.echo and job.echo is None:  # ids that are none, or too many, are not decoded
-                job.echo = await self.service.in_thread(self.service.tokens.decode, one)
-        return jobs
-
-    def _checked(self, job: Job, param: str) -> Job:
-        """Before the engine refuses it, and in this API's words."""
-        service, length = self.service, len(job.prompt_ids)
-        if not length:
-            raise APIError(400, f"{param}: no tokens in it", param=param)
-        high = service.engine.vocab_size
-        bad = next((token for token in job.prompt_ids if not 0 <= token < high), None)
-        if bad is not None:
-            raise APIError(400, f"{param}: got the token id {bad}, expected 0 to {high - 1}", param=param)
-        most = min(service.room - 1, service.settings.max_prompt_tokens or service.room)
-        if length > most:
-            message = f"{param}: got {length} tokens, expected at most {most}"
-            raise APIError(400, message, param=param, code="context_length_exceeded")
-        return job
 
     def _max_tokens(self, asked, job: Job) -> int:
         name, given = "max_tokens", asked.max_tokens
@@ -257,8 +220,6 @@ class Generation(Response):
 
     def _check_begin(self) -> None:
         """Called where nothing comes between this and the engine's having the request."""
-        if self.timed_out:
-            raise self._timeout()
         if self.stopped:
             raise APIError(503, "it was aborted before it began", code="aborted", retry=5)
 
@@ -268,8 +229,7 @@ class Generation(Response):
         self.completions = await engine.agenerate(prompts, params, request_ids=self.names)
         for done in self.completions:
             self._check(done)
-        if self.timed_out:
-            raise self._timeout()
+        self._whole = True
         body = as_json(answers.whole(self.completions))
         self.outcome = self._outcome_of()
         await self._send(send, 200, body)
@@ -286,13 +246,12 @@ class Generation(Response):
                     completions[index] = item.completion
                     self.completions.append(item.completion)
                     self._check(item.completion)
-                    if self.timed_out:
-                        raise self._timeout()
                 if not self._sending:
                     await self._begin(send, 200, "text/event-stream")
                     await _send_all(send, answers.beginning())
                 if (piece := answers.piece(index, item)) is not None:
                     await _send_all(send, [piece])
+        self._whole = True
         await _send_all(send, answers.ending(completions))
         self.outcome = self._outcome_of()
         await self._finish(send)
@@ -333,39 +292,11 @@ class Generation(Response):
             await self._finish(send)
 
 
-class _Prepared:
-    def __init__(self, answers: Answers, stream: bool):
-        self.answers, self.stream = answers, stream
-
-
-def _is_ids(value: list) -> bool:
-    return set(map(type, value)) <= {int}
-
-
 async def _send_all(send: Callable[[dict], Awaitable[None]], pieces: list[bytes]) -> None:
     """In parts that a slow client takes one of in time; the server holds no more than that of an answer in buffers."""
     for piece in pieces:
         for begin in range(0, len(piece), _PART):
             await send({"type": "http.response.body", "body": piece[begin : begin + _PART], "more_body": True})
-
-
-async def _until_gone(receive, work) -> None:
-    """Do the work while the client is there; raises _Gone, the work cancelled, once it is not."""
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise _Gone
-        working.result()
-    finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 async def merged(

@@ -4,20 +4,22 @@ A field is served; or accepted and of no effect, because it says nothing about t
 the value that changes nothing, which many clients send, and refused by name with any other (`NEUTRAL`); or unknown, and
 refused by name as well. Nothing that was asked for is left out in silence.
 
-Beyond OpenAI's fields, as vLLM calls them: top_k, min_p, min_tokens, stop_token_ids, ignore_eos, return_token_ids,
-return_tokens_as_token_ids, and for chats add_generation_prompt, continue_final_message, chat_template_kwargs.
+Beyond OpenAI's fields, as vLLM calls them: top_k, min_p, min_tokens, stop_token_ids, ignore_eos, skip_special_tokens,
+include_stop_str_in_output, add_special_tokens, return_token_ids, return_tokens_as_token_ids, and for chats
+add_generation_prompt, continue_final_message, chat_template_kwargs. A number that must be whole may come as 2.0.
+`prompt_token_ids` is a chat's prompt as token ids, in the place of `messages`; see tokens.py for those of a message.
 `prompt_logprobs` (true, or 0 as vLLM's) asks for those of the prompt's own tokens, a number above 0 for the likeliest
 at each of its positions too; with `echo`, `logprobs` does, and `max_tokens` 0 asks for nothing else. Our own:
 `return_rollout` puts {"token_ids", "logprobs", "raw_logprobs", "weight_versions", "seed"} beside each choice's text,
 what a trainer needs: every log-probability as the engine's own fp32 number, at the sampling temperature and at 1.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import from_json
 
-from ..config import SamplingParams
+from ..config import MAX_STOP_TOKEN_IDS, SamplingParams
 from .errors import APIError
 
 MAX_STOPS = 16
@@ -30,6 +32,8 @@ IGNORED = (
     "prompt_cache_retention",
     "service_tier",
     "parallel_tool_calls",
+    "cache_salt",  # no bit of an answer depends on what the cache has
+    "include_reasoning",  # nothing parses an answer
 )
 # field -> values that ask for nothing; null is one always.
 NEUTRAL: dict[str, tuple] = {
@@ -38,25 +42,23 @@ NEUTRAL: dict[str, tuple] = {
     "repetition_penalty": (1,),
     "length_penalty": (1,),
     "logit_bias": ({},),
-    "best_of": (),
+    "early_stopping": (False,),
     "suffix": ("",),
     "use_beam_search": (False,),
     "response_format": ({"type": "text"},),
-    "tools": ([],),
+    "tools": ([],),  # of a text; a chat's go to the template, and so does reasoning_effort
     "tool_choice": ("none", "auto"),
+    "reasoning_effort": ("none",),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
     "moderation": (),
     "store": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
     "truncate_prompt_tokens": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
@@ -65,6 +67,14 @@ NEUTRAL: dict[str, tuple] = {
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "kv_transfer_params": (),
+    "mm_processor_kwargs": (),
+    "vllm_xargs": ({},),
+    "regex": (),
+    "ebnf": (),
+    "lora_path": (),
     "structured_outputs": (),
     "chat_template": (),
     "documents": ([],),
@@ -77,8 +87,16 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
+
+
 class StreamOptions(_Strict):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None  # accepted: there is none
 
 
@@ -86,45 +104,76 @@ class _Sampled(_Strict):
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
-    n: int | None = None
-    seed: int | None = None
+    n: Int | None = None
+    best_of: Int | None = None
+    seed: Int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    top_k: int | None = None
+    top_k: Int | None = None
     min_p: float | None = None
-    min_tokens: int | None = None
+    min_tokens: Int | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None
+    request_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_rollout: bool | None = None
-    prompt_logprobs: bool | int | None = None
+    prompt_logprobs: bool | Int | None = None
 
 
 class CompletionRequest(_Sampled):
     """POST /v1/completions. `prompt`: a text, token ids, or several of either."""
 
     prompt: Any
-    max_tokens: int | None = None
-    logprobs: int | None = None
+    max_tokens: Int | None = None
+    logprobs: bool | Int | None = None
     echo: bool | None = None
 
 
-class ChatRequest(_Sampled):
-    """POST /v1/chat/completions."""
+class _Templated(_Strict):
+    """What the model's chat template takes beside the messages."""
 
-    messages: list[dict[str, Any]]
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
 
 
-def parse(kind: type[_Sampled], raw: bytes) -> Any:
+class ChatRequest(_Sampled, _Templated):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    prompt_token_ids: list[int] | None = None
+    max_tokens: Int | None = None
+    max_completion_tokens: Int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+
+
+class TokenizeRequest(_Templated):
+    """POST /tokenize: a text, or a chat's messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(_Strict):
+    """POST /detokenize. `prompt`: a text, which comes back as its tokens have it."""
+
+    model: str | None = None
+    tokens: list[int] | None = None
+    prompt: str | list[int] | None = None
+
+
+def parse(kind: type[_Strict], raw: bytes) -> Any:
     """A body as one of the above. APIError (400) names the first field that is wrong, and what was expected."""
     try:
         body = from_json(raw, allow_inf_nan=False)
@@ -141,13 +190,20 @@ def parse(kind: type[_Sampled], raw: bytes) -> Any:
             del body[name]
         else:
             raise APIError(400, f"{name}: there is no such field here", param=name, code="unknown_parameter")
+    stops = body.get("stop_token_ids")
+    if isinstance(stops, list) and len(stops) > MAX_STOP_TOKEN_IDS:  # before each of millions is looked at
+        message = f"stop_token_ids: got {len(stops)}, expected at most {MAX_STOP_TOKEN_IDS}"
+        raise APIError(400, message, param="stop_token_ids", code="invalid_value")
     try:
-        return kind.model_validate(body)
+        asked = kind.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or None
         field = str(first["loc"][0]) if first["loc"] else None
         raise APIError(400, f"{where}: {first['msg']}", param=field, code="invalid_value") from None
+    if isinstance(asked, _Sampled):
+        check_neutral("best_of", asked.best_of, (1 if asked.n is None else asked.n,))
+    return asked
 
 
 def check_neutral(name: str, value: Any, neutral: tuple) -> None:
@@ -166,12 +222,13 @@ def sampling(request: _Sampled, max_new_tokens: int, top_logprobs: int, of_promp
     of_prompt   how many of the likeliest tokens at each of the prompt's positions; None: no log-probabilities of it
     """
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    stop = [string for string in stop if string]  # an empty one asks for nothing
     if len(stop) > MAX_STOPS:
         raise APIError(400, f"stop: got {len(stop)} strings, expected at most {MAX_STOPS}", param="stop")
     given = {
         "temperature": request.temperature,
         "top_p": request.top_p,
-        "top_k": 0 if request.top_k == -1 else request.top_k,
+        "top_k": request.top_k,
         "min_p": request.min_p,
         "n": request.n,
         # OpenAI's seeds are signed: the same 64 bits
@@ -179,6 +236,8 @@ def sampling(request: _Sampled, max_new_tokens: int, top_logprobs: int, of_promp
         "stop_token_ids": request.stop_token_ids,
         "ignore_eos": request.ignore_eos,
         "min_new_tokens": request.min_tokens,
+        "skip_special_tokens": request.skip_special_tokens,
+        "include_stop_str_in_output": request.include_stop_str_in_output,
     }
     given = {name: value for name, value in given.items() if value is not None}
     try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import socket
@@ -12,16 +13,19 @@ import uvicorn
 
 from ..engine import Engine
 from .app import make_app
+from .connections import Connection, Connections, most_connections
 from .settings import Settings
 
 log = logging.getLogger("vexact_engine.serve")
 
+_BACKLOG = 2048  # connections that nobody has accepted yet
+_AT_ONCE = 16  # that are accepted before those too many are seen to end
 _LAST_SECONDS = 5  # to send what aborted requests have
 
 
 class Server:
-    """One HTTP server. The socket is bound when it is made, before a model is loaded, so that a port that is taken is
-    no surprise after minutes.
+    """One HTTP server. The socket listens from when it is made, before a model is loaded: a port that is taken is no
+    surprise after minutes, and nobody else can have it meanwhile. Clients that come early wait.
 
     `run` serves in this thread until SIGTERM, SIGINT (where this is the main thread) or `stop`; `start` in a thread of
     its own. At the end requests under way may go on for drain_seconds while new ones get 503; what is left then is
@@ -87,17 +91,21 @@ class Server:
         self._stopping, self._hurry = asyncio.Event(), asyncio.Event()
         app = make_app(engine, self.settings)
         service = app.state.service
+        connections = Connections(most_connections(self.settings.max_connections), self.settings.header_timeout)
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False, proxy_headers=False,
-            timeout_graceful_shutdown=_LAST_SECONDS,
+            timeout_graceful_shutdown=_LAST_SECONDS, backlog=_AT_ONCE,
+            http=functools.partial(Connection, connections),  # type: ignore[arg-type]
         )  # fmt: skip
         server = _Uvicorn(config)
         loop = self._loop = asyncio.get_running_loop()
+        loop.set_exception_handler(connections.on_error)
         with self._signals(loop):
             serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))
             while not (server.started or serving.done()):
                 await asyncio.sleep(0.01)
             if not serving.done():
+                self._socket.listen(_BACKLOG)  # which is asyncio's number of both
                 ready()
             stopping = asyncio.ensure_future(self._stopping.wait())
             await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -155,6 +163,7 @@ def _bind(host: str, port: int) -> socket.socket:
         try:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             found.bind(address)
+            found.listen(_BACKLOG)  # bound alone, another socket could be too
         except BaseException:
             found.close()
             raise

@@ -23,6 +23,9 @@ class Settings:
     max_body_bytes     of a request; more gets 413
     request_timeout    seconds until an answer must be whole, or it ends with 504
     body_timeout       seconds until a request's body must be there, or it ends with 408
+    header_timeout     seconds until a request's header must be there, on a new connection or one that is kept
+    max_connections    at once; None: as many as the process may open files, but for 256 of these or for half. One more
+                       takes the place of the one that has been silent for longest
     send_timeout       seconds that a client may take nothing of what is ready for it; then it counts as gone
     drain_seconds      how long requests under way may go on after SIGTERM, before they are aborted
     allow_origins      web pages that may ask from a browser (CORS); none by default, "*" is any
@@ -41,6 +44,8 @@ class Settings:
     max_body_bytes: int = 16 << 20
     request_timeout: float = 600.0
     body_timeout: float = 30.0
+    header_timeout: float = 20.0
+    max_connections: int | None = None
     send_timeout: float = 60.0
     drain_seconds: float = 30.0
     allow_origins: tuple[str, ...] = ()
@@ -54,6 +59,7 @@ class Settings:
             ("max_tokens", 1, True),
             ("max_logprobs", 0, False),
             ("max_body_bytes", 1, False),
+            ("max_connections", 1, True),
         ):
             value = getattr(self, name)
             if optional and value is None:
@@ -64,7 +70,7 @@ class Settings:
                 raise ValueError(f"Settings: port is {value}, expected a number from 0 (one that is free) to 65535")
             if value < low:
                 raise ValueError(f"Settings: {name} is {value}, expected {low} or more")
-        for name in ("request_timeout", "body_timeout", "send_timeout", "drain_seconds"):
+        for name in ("request_timeout", "body_timeout", "header_timeout", "send_timeout", "drain_seconds"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"Settings: {name} is {value!r}, expected seconds")
@@ -90,6 +96,7 @@ class Settings:
 
 def is_loopback(host: str) -> bool:
     """Whether nobody but this machine gets there."""
+    host = host.lower().removesuffix(".")  # names have no case, and may end with the root's dot
     if host == "localhost":
         return True
     try:

@@ -1,7 +1,19 @@
-"""Prompts to token ids, chats through the tokenizer's own template, and what single tokens look like."""
+"""Prompts to token ids, chats through the tokenizer's own template, and what single tokens look like.
 
+A message of an agent's conversation has what the template takes: `tool_calls` (whose arguments come as JSON in a text,
+and go to the template as the object that they are), `tool_call_id`, `name`, `reasoning_content`.
+
+An assistant's message may bring the token ids that it was drawn as: `prompt_token_ids` and `token_ids`, as answers have
+them with return_token_ids. Then all up to its end is exactly these ids; what comes after it alone is text of the
+template and tokenized, but for a special token that ends the answer already. So what was drawn is never tokenized
+again, and a conversation's log-probabilities are those of one row of tokens.
+"""
+
+import copy
 import json
+import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..text import Text
@@ -9,18 +21,36 @@ from .errors import APIError
 from .protocol import check_neutral
 
 # Keys of a message beside role and content, and the values that say nothing.
-_MESSAGE_KEYS: dict[str, tuple] = {
-    "tool_calls": ([],),
-    "function_call": (),
-    "audio": (),
-    "refusal": (),
-    "annotations": ([],),
-    "reasoning_content": ("",),
-    "tool_call_id": (),
-}
+_MESSAGE_KEYS: dict[str, tuple] = {"function_call": (), "audio": (), "refusal": (), "annotations": ([],)}
+# Those that the template gets as they are, and what they must be.
+_TO_TEMPLATE = {"name": str, "tool_call_id": str, "reasoning_content": str, "reasoning": str, "tool_calls": list}
+_IDS = ("prompt_token_ids", "token_ids")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEMPLATE_OWN = {"conversation", "messages", "chat_template", "tokenize", "tools", "documents", "return_tensors"}
 _TEMPLATE_OWN |= {"add_generation_prompt", "continue_final_message", "return_dict", "padding", "truncation"}
+
+
+@dataclass
+class Chat:
+    """What the template is to make a prompt of.
+
+    generate, go_on   add what an answer begins with; or go on with the last message
+    special           whether the tokenizer adds its own special tokens to the template's text
+    """
+
+    messages: list[dict]
+    generate: bool = True
+    go_on: bool = False
+    special: bool = False
+    tools: list[dict] | None = None
+    effort: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Characters, about."""
+        texts = (message.get("content") for message in self.messages)
+        return 64 * len(self.messages) + sum(len(text) if isinstance(text, str) else 256 for text in texts)
 
 
 class Tokens:
@@ -29,13 +59,37 @@ class Tokens:
     def __init__(self, tokenizer: Any):
         self.text = None if tokenizer is None else Text(tokenizer)
         self._seen: dict[int, tuple[str, list[int] | None]] = {}
-        self._letters = _byte_letters() if _is_byte_level(tokenizer) else None
+        self._letters = _byte_letters() if "ByteLevel" in _kinds(tokenizer, "decoder") else None
         self._added = set(getattr(tokenizer, "added_tokens_decoder", None) or ())
+        self._longest = None if self.text is None else _longest(self.text.tokenizer, self._letters)
 
-    def encode(self, text: str, param: str = "prompt") -> list[int]:
+    def another(self) -> "Tokens":
+        """For another thread. To be called in the one that uses this."""
+        made = copy.copy(self)
+        if self.text is not None:
+            made.text = Text(self.text.tokenizer)
+        made._seen = {}
+        return made
+
+    def encode(self, text: str, special: bool = True, most: int | None = None) -> list[int]:
+        """special: with the tokenizer's own special tokens. APIError where there are surely more than `most`."""
         if self.text is None:
-            raise APIError(400, f"{param}: the model has no tokenizer, expected token ids", param=param)
-        return self.text.encode(text)
+            raise APIError(400, "prompt: the model has no tokenizer, expected token ids", param="prompt")
+        self._check_length(text, most, "prompt")
+        return self.text.encode(text) if special else self._plain(text)
+
+    def _plain(self, text: str, special: bool = False) -> list[int]:
+        options = {} if special else {"add_special_tokens": False}
+        return list(self.text.tokenizer(text, truncation=False, padding=False, **options)["input_ids"])
+
+    def _check_length(self, text: str, most: int | None, param: str) -> None:
+        if most is None or self._longest is None or len(text) <= most:
+            return
+        size = len("".join(text.split()).encode())  # some tokens take the blanks beside them
+        least = -(-size // self._longest)
+        if least > most:
+            message = f"{param}: got a text of {size} bytes, {least} tokens or more, expected at most {most}"
+            raise APIError(400, message, param=param, code="context_length_exceeded")
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a prompt that was given as ids, special tokens and all."""
@@ -43,32 +97,64 @@ class Tokens:
             return ""
         return self.text.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def chat(self, messages: list[dict], generate: bool, go_on: bool, options: dict) -> list[int]:
-        """A conversation as token ids."""
+    def names(self, ids: Sequence[int]) -> list[str]:
+        return [self.token(token)[0] for token in ids]
+
+    def round_trip(self, given: str | list[int]) -> str:
+        """The text of ids; of a text, what its tokens have of it."""
+        if self.text is None:
+            raise APIError(400, "tokens: the model has no tokenizer", param="tokens")
+        return self.decode(self._plain(given) if isinstance(given, str) else given)
+
+    def chat(self, chat: Chat, most: int | None = None) -> list[int]:
+        """A conversation as token ids. APIError where there are surely more than `most`."""
         tokenizer = None if self.text is None else self.text.tokenizer
         template = getattr(tokenizer, "chat_template", None)
         if not template:
             what = "no tokenizer" if tokenizer is None else "no chat template"
             message = f"messages: the model has {what}: ask /v1/completions with a prompt instead"
             raise APIError(400, message, param="messages", code="no_chat_template")
-        taken = sorted(_TEMPLATE_OWN & options.keys())
+        taken = sorted(_TEMPLATE_OWN & chat.options.keys())
         if taken:
             raise APIError(400, f"chat_template_kwargs: {taken[0]} is set here", param="chat_template_kwargs")
-        knows_developer = "developer" in (template if isinstance(template, str) else json.dumps(template))
-        made = [_message(index, message, knows_developer) for index, message in enumerate(messages)]
+        source = template if isinstance(template, str) else json.dumps(template)
+        options = dict(chat.options)
+        if chat.effort is not None and "reasoning_effort" in source:
+            options.setdefault("reasoning_effort", chat.effort)
+        elif chat.effort is not None:
+            check_neutral("reasoning_effort", chat.effort, ("none",))
+        made = [_message(index, message, "developer" in source) for index, message in enumerate(chat.messages)]
         if not made:
             raise APIError(400, "messages: there are none, expected one or more", param="messages")
-        if go_on and (generate or made[-1]["role"] != "assistant"):
+        if chat.go_on and (chat.generate or made[-1]["role"] != "assistant"):
             message = "continue_final_message: expected add_generation_prompt false and an assistant's message last"
             raise APIError(400, message, param="continue_final_message")
+        kept = [at for at, message in enumerate(chat.messages) if any(message.get(name) is not None for name in _IDS)]
+        drawn, mark = [], f"vexact{secrets.token_hex(16)}"  # what comes after the mark is what is not drawn yet
+        for at in kept:
+            drawn = _drawn(at, chat.messages[at])
+        if kept:
+            made[kept[-1]] = {"role": "assistant", "content": mark}
         try:
             text = tokenizer.apply_chat_template(
-                made, tokenize=False, add_generation_prompt=generate, continue_final_message=go_on, **options
-            )
+                made, tools=chat.tools, tokenize=False, add_generation_prompt=chat.generate,
+                continue_final_message=chat.go_on, **options,
+            )  # fmt: skip
         except Exception as error:  # a template is a program of the model's author and may raise anything
             message = f"messages: the model's chat template refuses them: {_line(error)}"
             raise APIError(400, message, param="messages", code="chat_template_refused") from None
-        return list(tokenizer(text, add_special_tokens=False, truncation=False, padding=False)["input_ids"])
+        if not kept:
+            self._check_length(text, most, "messages")
+            return self._plain(text, chat.special)
+        after = text.split(mark)[1:]
+        if len(after) != 1:
+            message = f"messages: the model's chat template has the last {_IDS[0]}' message {len(after)} times"
+            raise APIError(400, message, param="messages", code="chat_template_refused")
+        self._check_length(after[0], most, "messages")
+        ids = self._plain(after[0])
+        if ids and ids[0] == drawn[-1] and ids[0] in self._added:
+            del ids[0]
+        return drawn + ids
 
     def token(self, token: int) -> tuple[str, list[int] | None]:
         """A token alone: its text, and its bytes where they are known. One that is no whole character has the text
@@ -78,9 +164,9 @@ class Tokens:
             found = self._seen[token] = self._look_at(token)
         return found
 
-    def raw(self, token: int) -> bytes:
-        """What it adds to a text: nothing, if it is a special one."""
-        if self.text is None or token in self.text.silent:
+    def raw(self, token: int, special: bool = False) -> bytes:
+        """What it adds to a text. special: a special token is in it, too."""
+        if self.text is None or (token in self.text.silent and not special):
             return b""
         text, raw = self.token(token)
         return text.encode() if raw is None else bytes(raw)
@@ -109,45 +195,117 @@ class Tokens:
         return bytes(self._letters[letter] for letter in letters)
 
 
+def _wrong(where: str, got: Any, expected: str) -> APIError:
+    return APIError(400, f"{where}: got {_short(got)}, expected {expected}", param="messages", code="invalid_value")
+
+
 def _message(index: int, given: dict, knows_developer: bool) -> dict:
     where = f"messages[{index}]"
-
-    def wrong(what: str) -> APIError:
-        return APIError(400, f"{where}{what}", param="messages", code="invalid_value")
-
     role, content = given.get("role"), given.get("content")
     if role not in _ROLES:
-        raise wrong(f".role: got {_short(role)}, expected one of {', '.join(_ROLES)}")
+        raise _wrong(f"{where}.role", role, f"one of {', '.join(_ROLES)}")
     if isinstance(content, list):
         parts = []
         for number, part in enumerate(content):
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 kind = part.get("type") if isinstance(part, dict) else part
-                raise wrong(f'.content[{number}]: got {_short(kind)}, expected {{"type": "text", "text": "..."}}')
+                raise _wrong(f"{where}.content[{number}]", kind, '{"type": "text", "text": "..."}')
             parts.append(part["text"])
         content = "\n".join(parts)
     if not isinstance(content, str) and not (content is None and role == "assistant"):
-        raise wrong(f".content: got {_short(content)}, expected a text or a list of parts")
+        raise _wrong(f"{where}.content", content, "a text or a list of parts")
     message = {"role": "system" if role == "developer" and not knows_developer else role, "content": content or ""}
     for name, value in given.items():
-        if name == "name":
-            if value is not None and not isinstance(value, str):
-                raise wrong(f".name: got {_short(value)}, expected a text")
-            message |= {} if value is None else {"name": value}
-        elif name in _MESSAGE_KEYS:
+        if name in _MESSAGE_KEYS:
             check_neutral(f"{where}.{name}", value, _MESSAGE_KEYS[name])
+        elif name in _TO_TEMPLATE:
+            if value is None or value == []:
+                continue
+            if not isinstance(value, _TO_TEMPLATE[name]):
+                raise _wrong(f"{where}.{name}", value, "a list" if name == "tool_calls" else "a text")
+            message[name] = _calls(f"{where}.{name}", value) if name == "tool_calls" else value
+        elif name in _IDS:
+            if value is not None and role != "assistant":
+                raise _wrong(f"{where}.{name}", value, "them in an assistant's message alone")
         elif name not in ("role", "content"):
-            raise wrong(f".{name}: there is no such field here")
+            what = f"{where}.{name}: there is no such field here"
+            raise APIError(400, what, param="messages", code="invalid_value")
     return message
 
 
-def _is_byte_level(tokenizer: Any) -> bool:
-    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+def _calls(where: str, calls: list) -> list[dict]:
+    """Arguments as objects, which templates write as JSON in their own way; what the model drew that is none stays."""
+    made = []
+    for number, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _wrong(
+                f"{where}[{number}]", call, '{"type": "function", "function": {"name": ..., "arguments": ...}}'
+            )
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                read = json.loads(arguments)
+            except (ValueError, RecursionError):
+                read = None
+            arguments = read if isinstance(read, dict) else arguments
+        made.append({**call, "function": {**function, "arguments": {} if arguments is None else arguments}})
+    return made
+
+
+def _drawn(index: int, message: dict) -> list[int]:
+    """All ids up to the end of an answer that was drawn. Their values are checked with the whole prompt's."""
+    found: list[int] = []
+    for name in _IDS:
+        ids = message.get(name)
+        if not isinstance(ids, list) or not ids or not set(map(type, ids)) <= {int}:
+            raise _wrong(f"messages[{index}].{name}", ids, f"token ids, beside {' and '.join(_IDS)} of the answer")
+        found += ids
+    return found
+
+
+def _part(tokenizer: Any, name: str) -> dict | None:
+    """A part of a fast tokenizer as it is described in its file; None where there is none, or none that says."""
     try:
-        state = json.loads(decoder.__getstate__())
-    except Exception:  # no fast tokenizer, or none that says: its tokens' texts are all that is known
-        return False
-    return any(part.get("type") == "ByteLevel" for part in (state, *state.get("decoders", ())))
+        return json.loads(getattr(tokenizer.backend_tokenizer, name).__getstate__())
+    except Exception:
+        return None
+
+
+def _kinds(tokenizer: Any, name: str) -> set[str]:
+    """The types of a part and of those that it is made of."""
+    return {str(one.get("type")) for one in _flat(_part(tokenizer, name))}
+
+
+def _flat(part: dict | None) -> list[dict]:
+    inner = [one for key in ("normalizers", "pretokenizers", "decoders") for one in (part or {}).get(key, ())]
+    return [*([part] if part else []), *(deeper for one in inner for deeper in _flat(one))]
+
+
+def _longest(tokenizer: Any, letters: dict[str, int] | None) -> int | None:
+    """Bytes of a text, without blanks, that one token can stand for at most. None where that is not sure: what drops
+    parts of a text, or has one token for anything that it does not know."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    model = getattr(backend, "model", None)
+    if type(model).__name__ != "BPE":
+        return None
+    for part in _flat(_part(tokenizer, "normalizer")):
+        pattern, content = part.get("pattern"), part.get("content", "")
+        replaces = part["type"] == "Replace" and isinstance(pattern, dict) and pattern.get("String") == " " and content
+        if not (replaces or part["type"] in ("Sequence", "NFC", "Prepend")):
+            return None
+    for part in _flat(_part(tokenizer, "pre_tokenizer")):
+        drops = part.get("behavior") == "Removed"
+        if drops or part["type"] not in ("Sequence", "ByteLevel", "Split", "Digits", "Metaspace", "Punctuation"):
+            return None
+    vocabulary = tokenizer.get_vocab()
+    bytewise = [f"<0x{byte:02X}>" for byte in range(256)] if model.byte_fallback else letters
+    if bytewise is None or not set(bytewise) <= set(vocabulary):
+        return None
+    composed = 3 if "NFC" in _kinds(tokenizer, "normalizer") else 1  # three Hangul letters become one
+    added = [str(token).encode() for token in getattr(tokenizer, "added_tokens_decoder", {}).values()]
+    plain = (name if letters else name.replace("\u2581", " ").encode() for name in vocabulary)
+    return composed * max(map(len, [*plain, *added]))
 
 
 def _byte_letters() -> dict[str, int]:

@@ -80,7 +80,7 @@ def load(
         model = model.to(device)
         model.requires_grad_(False)
         tokenizer = found if tokenizer is None else tokenizer
-    return Loaded(model.eval(), tokenizer, _eos_token_ids(model, tokenizer), name)
+    return Loaded(model.eval(), tokenizer, _eos_token_ids(model, tokenizer, name), name)
 
 
 def load_tokenizer(source: "str | os.PathLike") -> Any:
@@ -130,7 +130,9 @@ def load_in_stages(
 
 
 def without_weights(model, tokenizer: Any, origin: "Origin", device: str | torch.device) -> Loaded:
-    return Loaded(model, tokenizer, _eos_token_ids(model, tokenizer), origin.source, origin, torch.device(device))
+    return Loaded(
+        model, tokenizer, _eos_token_ids(model, tokenizer, origin.source), origin.source, origin, torch.device(device)
+    )
 
 
 def default_device(source: "str | os.PathLike | torch.nn.Module") -> torch.device:
@@ -316,13 +318,21 @@ def _explain(name: str, error: Exception) -> Exception:
     return kind(f"weights: {name}: {what}")
 
 
-def _eos_token_ids(model: torch.nn.Module, tokenizer: Any) -> tuple[int, ...]:
-    """The generation config's, as in Hugging Face's generate; else the config's, else the tokenizer's."""
-    for owner in (getattr(model, "generation_config", None), model.config, tokenizer):
+def _eos_token_ids(model: torch.nn.Module, tokenizer: Any, name: str) -> tuple[int, ...]:
+    """The generation config's, as in Hugging Face's generate, else the config's; and the tokenizer's own: where a base
+    model was trained to chat, one of the two is often left behind."""
+
+    def of(owner: Any) -> set[int]:
         ids = getattr(owner, "eos_token_id", None)
-        if ids is not None:
-            return tuple(sorted(ids)) if isinstance(ids, Iterable) else (ids,)
-    return ()
+        return set() if ids is None else set(ids) if isinstance(ids, Iterable) else {ids}
+
+    config, own = of(getattr(model, "generation_config", None)) or of(model.config), of(tokenizer)
+    if config and own - config:
+        log.warning(
+            "%s: texts end with the token ids %s by its configuration and %s by its tokenizer: answers stop at either",
+            name, sorted(config), sorted(own),
+        )  # fmt: skip
+    return tuple(sorted(config | own))
 
 
 def some(names: Iterable, most: int = 6) -> str:

@@ -1,0 +1,125 @@
+"""From what a request asks to the token ids of its prompts: in threads of their own, and checked before and after."""
+
+from collections.abc import Callable
+from typing import Any
+
+from .answers import Job
+from .errors import APIError
+from .lanes import Lane
+from .protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from .tokens import Chat, Tokens
+
+_LONG = 32 << 10  # characters: tokenizing more takes long enough to have a thread of its own
+
+
+class Prompts:
+    """Of one server. Long texts have a tokenizer and a thread of their own, so that nobody else waits for them.
+
+    most   tokens that a prompt may have
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, most: int, most_samples: int):
+        self.tokens = Tokens(tokenizer)
+        self.vocab_size, self.most, self.most_samples = vocab_size, most, most_samples
+        self._short, self._long = Lane("vexact-serve-tokens"), Lane("vexact-serve-long-tokens")
+        self._others: Tokens | None = None  # of the long ones
+
+    def close(self) -> None:
+        self._short.close()
+        self._long.close()
+
+    async def do(self, size: int, function: Callable, *given: Any) -> Any:
+        """function(tokens, *given) in a thread; size: characters that it is about."""
+        if size <= _LONG:
+            return await self._short.do(size, function, self.tokens, *given)
+        if self._others is None:
+            self._others = await self._short.do(0, self.tokens.another)
+        return await self._long.do(size, function, self._others, *given)
+
+    async def of_text(self, asked: CompletionRequest) -> list[Job]:
+        prompt = asked.prompt
+        if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], int)):
+            prompt = [prompt]
+        if not isinstance(prompt, list) or not prompt:
+            raise APIError(400, "prompt: expected a text, a list of token ids, or several of either", param="prompt")
+        self.check_samples(len(prompt), 1 if asked.n is None else asked.n)
+        special = asked.add_special_tokens is not False
+        jobs = []
+        for one in prompt:
+            if isinstance(one, str):
+                ids = await self.do(len(one), Tokens.encode, one, special, self.most)
+                job = Job(ids, one if asked.echo else None)
+            elif isinstance(one, list):
+                job = Job(self.check_ids(one, "prompt"))
+            else:
+                raise APIError(400, "prompt: expected texts or lists of token ids in the list", param="prompt")
+            jobs.append(self._checked(job, "prompt"))
+            if asked.echo and job.echo is None:
+                job.echo = await self.do(len(one), Tokens.decode, one)
+        return jobs
+
+    async def of_chat(self, asked: ChatRequest) -> Job:
+        if asked.prompt_token_ids is None:
+            return self._checked(Job(await self._chat(asked)), "messages")
+        if asked.messages:
+            message = "prompt_token_ids: they are the whole prompt, expected no messages with them"
+            raise APIError(400, message, param="prompt_token_ids")
+        name = "prompt_token_ids"
+        return self._checked(Job(self.check_ids(asked.prompt_token_ids, name)), name)
+
+    async def of_tokenize(self, asked: TokenizeRequest) -> tuple[list[int], list[str] | None]:
+        """Ids, and what they are called where that is wanted."""
+        if (asked.prompt is None) == (asked.messages is None):
+            raise APIError(400, "prompt: expected either prompt or messages", param="prompt")
+        if asked.messages is not None:
+            ids = await self._chat(asked)
+        else:
+            special = asked.add_special_tokens is not False
+            ids = await self.do(len(asked.prompt), Tokens.encode, asked.prompt, special, None)
+        return ids, await self.do(len(ids), Tokens.names, ids) if asked.return_token_strs else None
+
+    async def _chat(self, asked: ChatRequest | TokenizeRequest) -> list[int]:
+        go_on = bool(asked.continue_final_message)
+        chat = Chat(
+            asked.messages or [],
+            generate=not go_on if asked.add_generation_prompt is None else asked.add_generation_prompt,
+            go_on=go_on,
+            special=bool(asked.add_special_tokens),
+            tools=asked.tools or None,
+            effort=asked.reasoning_effort,
+            options=asked.chat_template_kwargs or {},
+        )
+        most = None if isinstance(asked, TokenizeRequest) else self.most
+        return await self.do(chat.size, Tokens.chat, chat, most)
+
+    def check_samples(self, prompts: int, n: int) -> None:
+        if prompts > self.most_samples:
+            raise APIError(400, f"prompt: got {prompts}, expected at most {self.most_samples}", param="prompt")
+        if n * prompts > self.most_samples:
+            got = f"got {prompts} prompts of n={n}, expected at most {self.most_samples} samples"
+            raise APIError(400, f"n: {got} in one request", param="n")
+
+    def check_ids(self, ids: list, param: str) -> list[int]:
+        """Lengths first: of millions each would be looked at."""
+        if len(ids) > self.most:
+            raise self._too_long(param, len(ids))
+        if not set(map(type, ids)) <= {int}:
+            raise APIError(400, f"{param}: expected texts or lists of token ids in the list", param=param)
+        bad = next((token for token in ids if not 0 <= token < self.vocab_size), None)
+        if bad is not None:
+            message = f"{param}: got the token id {bad}, expected 0 to {self.vocab_size - 1}"
+            raise APIError(400, message, param=param)
+        return ids
+
+    def _checked(self, job: Job, param: str) -> Job:
+        """Before the engine refuses it, and in this API's words."""
+        if not job.prompt_ids:
+            raise APIError(400, f"{param}: no tokens in it", param=param)
+        if len(job.prompt_ids) > self.most:
+            raise self._too_long(param, len(job.prompt_ids))
+        self.check_ids(job.prompt_ids, param)
+        return job
+
+    def _too_long(self, param: str, length: int) -> APIError:
+        message = f"{param}: got {length} tokens, expected at most {self.most}"
+        return APIError(400, message, param=param, code="context_length_exceeded")
