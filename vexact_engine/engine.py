@@ -31,12 +31,11 @@ from .runner import shapes
 from .runner.sleep import TAGS, check_level, named_tags
 from .text import Text, chat_ids, conversations
 from .weights.load import Loaded, default_device, load, load_in_stages
-from .weights.update import pairs_of, targets
+from .weights.update import buckets, pairs_of, targets
 
 if TYPE_CHECKING:  # it needs msgspec
     from .handover.intake import Intake
 
-_BUCKET = 256 << 20  # bytes of new weights that are handed over at once
 _WORTH_IT = 16  # requests: to make fewer takes no longer than to wait for a launch
 _DROPPED = "sleep(level=2) has dropped the weights: update them first"
 
@@ -104,6 +103,7 @@ class Engine:
         dtype: str | torch.dtype | None = None,
         config: EngineConfig | None = None,
         tokenizer: Any = None,
+        trust_remote_code: bool = False,
     ) -> "Engine":
         """An engine for a model directory, a GGUF file, a model on the Hub, or a loaded Hugging Face model.
 
@@ -113,7 +113,10 @@ class Engine:
                         devices from `device` on, and `engine.model` has no weights
         device, dtype   where and in what; None: where a loaded model is, else on the GPU if there is one; in bfloat16,
                         or what a loaded model has
-        tokenizer       to use instead of the one beside the weights; without any, prompts are token ids, and no text
+        tokenizer       None: the one beside the weights; a path or a name on the Hub: the one there; False: none, and
+                        prompts are token ids; or the tokenizer itself
+        trust_remote_code  run the Python that a directory brings for its tokenizer; a model's is never run. Unasked
+                        such a model has no tokenizer, and the log says so
         raises          FileNotFoundError, ValueError, TypeError: what cannot be loaded and why; UnsupportedModule (a
                         ValueError) naming the modules whose bits could depend on the batch; ModelInUse
         """
@@ -121,7 +124,8 @@ class Engine:
             check_kv_segment(config.kv_segment, default_device(path_or_model) if device is None else device)
         read = load if config is None or config.pipeline_parallel_size == 1 else load_in_stages
         with torch.device("cpu"):  # not the caller's default device
-            loaded = read(path_or_model, device=device, dtype=dtype, tokenizer=tokenizer)
+            options = {"tokenizer": tokenizer, "trust_remote_code": trust_remote_code}
+            loaded = read(path_or_model, device=device, dtype=dtype, **options)
         return cls(loaded, config)
 
     def __repr__(self) -> str:
@@ -395,7 +399,7 @@ class Engine:
         pairs = pairs_of(named_tensors)
         if specs is not None:
             with self.begin_update(numerics=numerics, specs=specs, keep_cache=keep_cache) as pieces:
-                for bucket in _buckets(pairs):
+                for bucket in buckets(pairs):
                     pieces.write(bucket)
                 return pieces.finish()
         loop.check_open()
@@ -586,15 +590,3 @@ class Engine:
                 draw("generating", finished, len(samples), f"{rate:.0f} tokens/s")
                 if done.wait(0.1):
                     return
-
-
-def _buckets(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    bucket, size = [], 0
-    for name, tensor in pairs:
-        bucket.append((name, tensor))
-        size += tensor.nbytes if isinstance(tensor, Tensor) else 0
-        if size >= _BUCKET:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket
