@@ -63,9 +63,9 @@ def read_directory(path: "str | os.PathLike") -> Directory:
         )
     if not config_file.is_file():
         raise FileNotFoundError(f"weights: {path}: no config.json, expected a Hugging Face model directory")
-    config = _json(config_file)
-    if not isinstance(config, dict):
-        raise ValueError(f"weights: {config_file}: got a {type(config).__name__}, expected an object")
+    config = _object(config_file)
+    if (generation := path / "generation_config.json").is_file():
+        _object(generation)  # transformers would pass over one that it cannot read
     _check_config(config_file, config)
     files, places = _files(path, config)
     held = {file: _headers(file) for file in files}
@@ -86,9 +86,16 @@ def read_directory(path: "str | os.PathLike") -> Directory:
 def check_kinds(path: Path) -> None:
     """Nothing that transformers might open is a pipe, a socket or a device: reading one may never end."""
     for entry in os.scandir(path):
-        ordinary = entry.is_file() or entry.is_dir() or not os.path.exists(entry.path)
+        ordinary = os.path.isfile(entry.path) or os.path.isdir(entry.path) or not os.path.exists(entry.path)
         if entry.name.endswith(_READ_BY_TRANSFORMERS) and not ordinary:
             raise ValueError(f"weights: {entry.path} is a pipe, a socket or a device, expected a file")
+
+
+def _object(file: Path) -> dict:
+    found = _json(file)
+    if not isinstance(found, dict):
+        raise ValueError(f"weights: {file}: got a {type(found).__name__}, expected an object")
+    return found
 
 
 def _json(file: Path):
@@ -114,7 +121,7 @@ def _check_config(file: Path, config: Mapping) -> None:
 
 def _files(path: Path, config: Mapping) -> tuple[tuple[Path, ...], dict[str, Path]]:
     """The files, and of an index where it says that each tensor is."""
-    there = sorted(entry.name for entry in os.scandir(path) if entry.is_file())
+    there = sorted(entry.name for entry in os.scandir(path) if os.path.isfile(entry.path))
     if any(_DISTRIBUTED.fullmatch(name) for name in there):
         name = next(name for name in there if _DISTRIBUTED.fullmatch(name))
         raise ValueError(f"weights: {path / name}: a distributed checkpoint is not read: save it with save_pretrained")

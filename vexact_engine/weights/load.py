@@ -7,7 +7,6 @@ directory.py decides which files are read, and conversion.py whether they fit, b
 
 import logging
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,7 +115,7 @@ def load_in_stages(
         try:
             origin = settled(Origin(str(path), kind))
             model = skeleton(origin)
-        except (OSError, KeyError) as error:
+        except Exception as error:
             raise error if str(error).startswith("weights: ") else explain(str(path), error) from error
     return replace(without_weights(model, found, origin, device), name=os.fspath(source))
 
@@ -201,12 +200,7 @@ def _load_directory(path: Path, name: str, dtype: torch.dtype) -> torch.nn.Modul
     from .partial import empty_model
 
     directory = read_directory(path)
-    with quiet():
-        try:
-            model = empty_model(directory, dtype)
-        except Exception as error:
-            raise error if str(error).startswith("weights: ") else explain(name, error) from error
-    fit(model, directory)
+    fit(empty_model(directory, dtype), directory)
     return _from_pretrained(str(path), dtype, name, use_safetensors=True)
 
 
@@ -254,8 +248,8 @@ def _eos_token_ids(model: torch.nn.Module, tokenizer: Any, name: str) -> tuple[i
     tuned for chat ends its answers with that one, whatever its base's configuration says."""
     found: set[int] = set()
     for owner in (getattr(model, "generation_config", None), model.config):
-        found = found or _ids(owner)
-    more = _ids(tokenizer) - found
+        found = found or _ids(owner, name)
+    more = _ids(tokenizer, name) - found
     if found and more:
         log.warning(
             "weights: %s: a text ends with %s, as the configuration says, and with %s, the tokenizer's own",
@@ -264,6 +258,13 @@ def _eos_token_ids(model: torch.nn.Module, tokenizer: Any, name: str) -> tuple[i
     return tuple(sorted(found | more))
 
 
-def _ids(owner: Any) -> set[int]:
+def _ids(owner: Any, name: str) -> set[int]:
     ids = getattr(owner, "eos_token_id", None)
-    return set() if ids is None else set(ids) if isinstance(ids, Iterable) else {ids}
+    every = [] if ids is None else list(ids) if isinstance(ids, list | tuple | set | torch.Tensor) else [ids]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in map(_number, every)):
+        raise ValueError(f"weights: {name}: eos_token_id: got {ids!r}, expected a token id or a list of them")
+    return {_number(i) for i in every}
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

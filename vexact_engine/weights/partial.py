@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vexact_ops.patch import kept_in_fp32
 
+from .config import explain, quiet, read_config
 from .conversion import Fit, fit
 from .directory import Directory, read_directory, some
 
@@ -43,14 +44,16 @@ def settled(origin: Origin) -> Origin:
 
 
 def empty_model(directory: Directory, dtype: torch.dtype) -> nn.Module:
-    """The model of a directory, on the meta device, with the dtypes that from_pretrained gives it."""
+    """The model of a directory, on the meta device, with the dtypes that from_pretrained gives it. FileNotFoundError or
+    ValueError for a configuration that transformers cannot make one of."""
     from transformers import AutoModelForCausalLM
 
-    from .config import read_config
-
     config = read_config(str(directory.path))
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    with torch.device("meta"), quiet():
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        except Exception as error:  # of numbers that are none, negative or too large, whatever says so
+            raise explain(str(directory.path), error) from error
     wide = kept_in_fp32(model, dtype)  # what from_pretrained keeps wider than the rest
     for name, tensor in _tensors(model).items():
         if name in wide:

@@ -221,7 +221,9 @@ def unfilled(config, dtype: str, device: torch.device | str = "cpu", generation_
 
     def made() -> torch.nn.Module:
         own = copy.deepcopy(config)
-        return AutoModelForCausalLM.from_config(own, dtype=as_dtype(dtype, device), attn_implementation="eager")
+        return AutoModelForCausalLM.from_config(
+            own, dtype=as_dtype(dtype, device), attn_implementation="eager", trust_remote_code=False
+        )
 
     with torch.device("meta"):
         names = made()

@@ -84,10 +84,15 @@ def _own_code(path: Path) -> str:
 
 
 def _made(folder: str, label: str, trust: bool, **options) -> Any:
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
     with quiet():
         try:
+            if trust and (Path(folder) / "config.json").is_file():  # it would be made by Python of its own, too
+                try:
+                    options["config"] = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+                except (ValueError, KeyError):  # of no model of transformers
+                    options["config"] = PreTrainedConfig.from_pretrained(folder)
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust, **options)
         except Exception as error:
             said = explain(f"{label}: tokenizer", error)
