@@ -553,6 +553,15 @@ def test_yarn_stretches_what_was_there_before_it(tmp_path, rope, length):
         Engine.from_pretrained(tmp_path, device="cpu", config=EngineConfig(max_model_len=length + 1))
 
 
+def test_a_length_without_end_takes_no_memory(saved):
+    edit(saved, max_position_embeddings=10**12)
+    config = EngineConfig(page_size=4096, show_progress=False)
+    with Engine.from_pretrained(saved, device="cpu", config=config) as engine:
+        assert engine.config.max_model_len == 10**12
+        (c,) = engine.generate([[5, 6]], SamplingParams(max_new_tokens=3, ignore_eos=True))
+        assert len(c.token_ids) == 3
+
+
 # Models and tensors that are wrapped
 
 
