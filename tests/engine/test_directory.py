@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from vexact_engine import Engine, EngineConfig, SamplingParams
+from vexact_engine import Engine, EngineConfig, SamplingParams, cli
 from vexact_engine.weights.load import load, load_in_stages
 from vexact_engine.weights.partial import fill, skeleton
 from vexact_engine.weights.tokenizer import load_tokenizer
@@ -496,6 +496,20 @@ def test_another_tokenizer_or_none(saved, tmp_path_factory):
     (empty := tmp_path_factory.mktemp("empty")).mkdir(exist_ok=True)
     with pytest.raises(FileNotFoundError, match=f"tokenizer: {empty}: found none there"):
         load(saved, device="cpu", tokenizer=empty)
+
+
+def test_commands_take_another_tokenizer(tmp_path_factory, own, capsys):
+    path, mark = own
+    edit(path, vocab_size=None)
+    save(path, vocab_size=300)
+    there = tmp_path_factory.mktemp("tokenizer")
+    byte_tokenizer().save_pretrained(there)
+    command = ["generate", "--quiet", "--device", "cpu", "--model", str(path), "--max-new-tokens", "2", "abc"]
+    for options, code in (([], 2), (["--tokenizer", "none"], 2), (["--tokenizer", str(there)], 0)):
+        assert cli.main([*command, *options]) == code
+        assert code == 0 or "tokenizer" in capsys.readouterr().err
+    assert not mark.exists()
+    assert cli.main([*command, "--trust-remote-code"]) == 0 and mark.exists()
 
 
 def test_a_text_ends_where_the_tokenizer_says_too(saved, caplog):

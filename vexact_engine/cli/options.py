@@ -46,7 +46,7 @@ def model(parser, or_config=False):
 def tokenizer(parser):
     parser.add_argument(
         "--tokenizer", metavar="DIR|HUB-ID|none",
-        help="another one than the one beside the weights; none: prompts are token ids",
+        help="where the tokenizer is (beside the weights); none: prompts are token ids",
     )  # fmt: skip
     parser.add_argument(
         "--trust-remote-code", action="store_true",
