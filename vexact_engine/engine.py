@@ -100,6 +100,7 @@ class Engine(Frontend):
         dtype: str | torch.dtype | None = None,
         config: EngineConfig | None = None,
         tokenizer: Any = None,
+        trust_remote_code: bool = False,
     ) -> "Engine":
         """An engine for a model directory, a GGUF file, a model on the Hub, or a loaded Hugging Face model.
 
@@ -109,7 +110,10 @@ class Engine(Frontend):
                         devices from `device` on, and `engine.model` has no weights
         device, dtype   where and in what; None: where a loaded model is, else on the GPU if there is one; in bfloat16,
                         or what a loaded model has
-        tokenizer       to use instead of the one beside the weights; without any, prompts are token ids, and no text
+        tokenizer       None: the one beside the weights; a path or a name on the Hub: the one there; False: none, and
+                        prompts are token ids; or the tokenizer itself
+        trust_remote_code  run the Python that a directory brings for its tokenizer; a model's is never run. Unasked
+                        such a model has no tokenizer, and the log says so
         raises          FileNotFoundError, ValueError, TypeError: what cannot be loaded and why; UnsupportedModule (a
                         ValueError) naming the modules whose bits could depend on the batch; ModelInUse
         """
@@ -117,7 +121,8 @@ class Engine(Frontend):
             check_kv_segment(config.kv_segment, default_device(path_or_model) if device is None else device)
         read = load if config is None or config.pipeline_parallel_size == 1 else load_in_stages
         with torch.device("cpu"):  # not the caller's default device
-            loaded = read(path_or_model, device=device, dtype=dtype, tokenizer=tokenizer)
+            options = {"tokenizer": tokenizer, "trust_remote_code": trust_remote_code}
+            loaded = read(path_or_model, device=device, dtype=dtype, **options)
         return cls(loaded, config)
 
     def __repr__(self) -> str:

@@ -59,7 +59,8 @@ def run_bisect(args) -> int:
     with options.progress(args) as progress:
         progress("load", 0, 1)
         if args.config:
-            loaded = load_random(args.config, dtype=args.dtype, device=device, seed=args.seed, layers=args.layers)
+            chosen = {"seed": args.seed, "layers": args.layers, **options.tokenizer_of(args)}
+            loaded = load_random(args.config, dtype=args.dtype, device=device, **chosen)
         else:
             loaded = options.load(args, device)
         if prompts is None:

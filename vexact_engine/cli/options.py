@@ -39,7 +39,19 @@ def model(parser, or_config=False):
     group.add_argument("--model", metavar="DIR|GGUF|HUB-ID", help="safetensors directory, GGUF file or Hub name")
     if or_config:
         group.add_argument("--config", metavar="NAME", help="random weights at a known model's sizes: qwen3-8b, ...")
+    tokenizer(parser)
     where(parser)
+
+
+def tokenizer(parser):
+    parser.add_argument(
+        "--tokenizer", metavar="DIR|HUB-ID|none",
+        help="where the tokenizer is (beside the weights); none: prompts are token ids",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trust-remote-code", action="store_true",
+        help="run the Python that a directory brings for its tokenizer (never, and nobody is asked)",
+    )  # fmt: skip
 
 
 def where(parser):
@@ -219,7 +231,13 @@ def device(name: str):
 def load(args, device):
     from ..weights.load import load
 
-    return load(args.model, dtype=args.dtype, device=device)
+    return load(args.model, dtype=args.dtype, device=device, **tokenizer_of(args))
+
+
+def tokenizer_of(args) -> dict:
+    """As loaders take it."""
+    chosen = False if args.tokenizer == "none" else args.tokenizer
+    return {"tokenizer": chosen, "trust_remote_code": args.trust_remote_code}
 
 
 def progress(args, lines=True):

@@ -32,6 +32,7 @@ def add_recipe(commands) -> None:
     recipe.add_argument(
         "--task-options", type=_object, metavar="JSON", help='of the dataset, such as {"max_terms": 3} (its own)'
     )
+    options.tokenizer(recipe)
     options.where(recipe)
     options.seed_option(recipe)
     recipe.add_argument(

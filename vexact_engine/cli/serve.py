@@ -21,6 +21,7 @@ def add_serve(commands) -> None:
         ),
     )
     serve.add_argument("model", metavar="DIR|GGUF|HUB-ID", help="safetensors directory, GGUF file or Hub name")
+    options.tokenizer(serve)
     options.where(serve)
     options.engine(serve)
     replicas = serve.add_argument_group("replicas")
@@ -154,11 +155,13 @@ def _engine(args, device, config):
         from ..engine import Engine
 
         if config.pipeline_parallel_size > 1:
-            return Engine.from_pretrained(args.model, device=device, dtype=args.dtype, config=config)
+            choices = options.tokenizer_of(args)
+            return Engine.from_pretrained(args.model, device=device, dtype=args.dtype, config=config, **choices)
         return Engine(options.load(args, device), config)
     from ..parallel.replicas import Replicas
 
     choices = {"device": str(device), "dtype": args.dtype, "max_restarts": args.max_restarts}
+    choices |= options.tokenizer_of(args)
     return Replicas.from_pretrained(args.model, replicas=args.replicas, config=config, **choices)
 
 

@@ -116,7 +116,8 @@ def run_verify(args) -> int:
         progress("load", 0, 1)
         if random_weights:
             source = args.config or args.model
-            loaded = load_random(source, dtype=args.dtype, device=device, seed=args.seed, layers=args.layers)
+            chosen = {"seed": args.seed, "layers": args.layers, **options.tokenizer_of(args)}
+            loaded = load_random(source, dtype=args.dtype, device=device, **chosen)
         else:
             loaded = options.load(args, device)
         if prompts is None:

@@ -218,8 +218,9 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def from_pretrained(
-    path: str, device: str, dtype: str | None, config: Mapping[str, Any] | None, threads: int | None
-) -> Any:
+    path: str, device: str, dtype: str | None, config: Mapping[str, Any] | None, threads: int | None,
+    tokenizer: str | bool | None = None, trust_remote_code: bool = False,
+) -> Any:  # fmt: skip
     """What a replica makes: arguments as Engine.from_pretrained has them, in words."""
     import torch
 
@@ -229,4 +230,5 @@ def from_pretrained(
     if threads is not None:
         torch.set_num_threads(threads)
     config = None if config is None else EngineConfig(**config)
-    return Engine.from_pretrained(path, device=device, dtype=dtype, config=config)
+    options = {"tokenizer": tokenizer, "trust_remote_code": trust_remote_code}
+    return Engine.from_pretrained(path, device=device, dtype=dtype, config=config, **options)

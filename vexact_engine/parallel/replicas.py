@@ -26,7 +26,8 @@ from ..request import Completion, check_ids, check_name, check_params, encoded, 
 from ..runner import saver
 from ..runner.sleep import TAGS, check_level, named_tags
 from ..text import Text
-from ..weights.load import as_dtype, load_tokenizer
+from ..weights.load import as_dtype
+from ..weights.tokenizer import load_tokenizer
 from ..weights.update import check_specs, pairs_of
 from . import messages as m
 from .fleet import FleetUpdate
@@ -141,6 +142,7 @@ class Replicas(Frontend):
         dtype: str | torch.dtype | None = None,
         config: EngineConfig | None = None,
         tokenizer: Any = None,
+        trust_remote_code: bool = False,
         ray: bool = False,
         max_restarts: int = 0,
         start_timeout: float = 1800.0,
@@ -149,6 +151,8 @@ class Replicas(Frontend):
 
         device   "cpu", whose cores they share; or "cuda": each has a GPU of its own, or one for each of its stages, of
                  those that this process sees, or that Ray has
+        tokenizer, trust_remote_code  as Engine.from_pretrained has them; one that is no path is this process's alone,
+                 and replicas have the one beside the weights
         ray      as actors, on whichever machines of Ray's cluster; `path` must be there too
         """
         if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
@@ -168,13 +172,17 @@ class Replicas(Frontend):
             "dtype": None if dtype is None else dtype_name(as_dtype(dtype, device)),
             "config": None if config is None else m.as_dict(config) | {"show_progress": False},
             "threads": threads,
+            "tokenizer": os.fspath(tokenizer) if isinstance(tokenizer, str | os.PathLike) else None,
+            "trust_remote_code": trust_remote_code,
         }
+        if tokenizer is False:
+            arguments["tokenizer"] = False
         made = cls(
             _MAKE,
             [arguments] * replicas,
             environments=environments,
             ray_options=ray_options,
-            tokenizer=load_tokenizer(path) if tokenizer is None else tokenizer,
+            tokenizer=load_tokenizer(path, tokenizer, trust_remote_code=trust_remote_code),
             max_restarts=max_restarts,
             start_timeout=start_timeout,
         )

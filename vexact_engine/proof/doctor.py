@@ -80,7 +80,7 @@ def needs(model: str | None, shapes: Sequence[tuple[int, int]]) -> Needs:
         from transformers import AutoConfig
 
         check_name(model)
-        found = needs_of(AutoConfig.from_pretrained(model))
+        found = needs_of(AutoConfig.from_pretrained(model, trust_remote_code=False))
     return replace(found, matrices=(*found.matrices, *(Matrix(n, k) for n, k in shapes)))
 
 

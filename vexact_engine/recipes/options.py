@@ -23,6 +23,8 @@ class Options:
     model              "smollm2"; a directory, GGUF file or Hub name; or a name of weights.random.CONFIGS, whose
                        dimensions then get random weights
     layers             random weights: the first so many layers alone
+    tokenizer          a path or a name on the Hub in place of the one beside the weights; "none": none
+    trust_remote_code  run the Python that a directory brings for its tokenizer
     task, task_options see tasks.make; None: reasoning-gym's chain_sum of two digits, without a tokenizer "evens"
     device, dtype      of trainer and engine; the trainer's masters are fp32 always
     ranks              trainer processes, each on a GPU of its own from `device` on; the engine shares the first one's
@@ -39,6 +41,8 @@ class Options:
 
     model: str = SMOLLM2
     layers: int | None = None
+    tokenizer: str | None = None
+    trust_remote_code: bool = False
     task: str | None = None
     task_options: dict[str, Any] = field(default_factory=dict)
     device: str = "cpu"
@@ -91,10 +95,14 @@ class Options:
 
     def load(self, dtype: str, device: torch.device) -> Loaded:
         """The model, on its device; no parameter wants a gradient."""
+        chosen = {
+            "tokenizer": False if self.tokenizer == "none" else self.tokenizer,
+            "trust_remote_code": self.trust_remote_code,
+        }
         if self.model in CONFIGS:
-            return load_random(self.model, dtype=dtype, device=device, seed=self.seed, layers=self.layers)
+            return load_random(self.model, dtype=dtype, device=device, seed=self.seed, layers=self.layers, **chosen)
         path = fetch_smollm2() if self.model == SMOLLM2 else self.model
-        return replace(load(path, dtype=dtype, device=device), name=self.model)
+        return replace(load(path, dtype=dtype, device=device, **chosen), name=self.model)
 
     def engine_config(self) -> EngineConfig:
         """Room for all answers of a step at once, up to 256 of them. On a GPU the rest of it is the trainer's."""

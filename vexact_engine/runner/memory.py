@@ -36,6 +36,12 @@ def default_num_pages(
     return min(room // page, config.max_num_seqs * -(-max_model_len // config.page_size))
 
 
+def most_pages(config: EngineConfig, bytes_per_token: int, device: torch.device) -> int:
+    """Pages that no sequence can have more of, however long a text the model says that it was made for."""
+    total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else CPU_MOST
+    return max(1, total // (bytes_per_token * config.page_size))
+
+
 def available_bytes() -> int:
     """Memory that this process may still take: the machine's, or its control group's where that has less."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())

@@ -181,11 +181,12 @@ class Runner:
         longest = -(-(config.max_model_len or 1 << 20) // config.page_size)
         few = self._caches(1, 1)
         stand_in = tuple(cache * self.shape.layers for cache in few)
-        pages = longest if config.num_pages is None else min(longest, config.num_pages)
+        per_token = self.shape.per_token * self.dtype.itemsize
+        most = memory.most_pages(config, per_token, self.device) if config.num_pages is None else config.num_pages
+        pages = min(longest, most)
         self.buffers = Buffers(stand_in, self._slots, pages, self._tokens, self.device)
         if config.num_pages is None:  # behind the forward: what that moves and takes is in use by now
             step = self._rehearse(progress) if self.device.type == "cuda" else 0
-            per_token = self.shape.per_token * self.dtype.itemsize
             count = memory.default_num_pages(config, per_token, config.max_model_len or 1 << 20, self.device, step)
             self.config = replace(config, num_pages=self._agree(count))
         # Nobody's bits depend on what has not been stored, and on a CPU untouched memory is never taken; on a GPU it is

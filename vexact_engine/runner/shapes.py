@@ -46,5 +46,15 @@ def vocab_size(model: torch.nn.Module) -> int:
 
 
 def max_positions(model: torch.nn.Module) -> int | None:
-    """How long a text the model was made for; None where it does not say."""
-    return getattr(decoder_config(model), "max_position_embeddings", None)
+    """How long a text the model was made for; None where it does not say. With YaRN that is its factor times the length
+    before it, which model cards have one write down beside max_position_embeddings as it was."""
+    config = decoder_config(model)
+    said = getattr(config, "max_position_embeddings", None)
+    given = getattr(config, "rope_parameters", None) or {}
+    for rope in (given, *given.values()):  # of all layers, or by their kind
+        if not isinstance(rope, dict) or rope.get("rope_type") != "yarn":
+            continue
+        before = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
+        stretched = int(before * rope["factor"]) if before and rope.get("factor") else 0
+        said = max(said or 0, stretched) or None
+    return said

@@ -1,9 +1,12 @@
-"""Whether a name that is no path here is a model on the Hub, asked once and quickly: the loader would ask five times
-for half a minute where there is no network, and most such names are mistyped paths."""
+"""Names on the Hub. Whether one is there is asked once and quickly: the loader would ask five times for half a minute
+where there is no network, and most names that are no path here are mistyped paths. Its files come into the Hub's cache,
+and are a directory like any other then."""
 
+import json
 from pathlib import Path
 
 SECONDS = 5  # for the Hub's answer
+_SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
 
 
 def check_name(name: str) -> None:
@@ -37,6 +40,53 @@ def check_name(name: str) -> None:
     if answer.status_code in (401, 403, 404):
         said = answer.headers.get("X-Error-Message") or f"HTTP {answer.status_code}"
         raise FileNotFoundError(f"{missing}, and the Hub has no such model for you: {said}")
+
+
+def snapshot(name: str, weights: bool = False) -> Path:
+    """The directory in the Hub's cache with a model's files, of one revision.
+
+    weights  those too, and no more of them than transformers would read
+    raises   FileNotFoundError, as check_name; or where a file cannot be had
+    """
+    check_name(name)
+    import huggingface_hub as hub
+
+    from .directory import INDEX, SINGLE
+
+    try:
+        folder = Path(hub.snapshot_download(name, allow_patterns=[*_SMALL]))
+        if weights:
+            asked = _named(folder / "config.json", "transformers_weights")
+            for file in [asked] if isinstance(asked, str) else [SINGLE, INDEX]:
+                if (folder / file).is_file() or _fetched(name, file, folder):
+                    if file.endswith(".index.json"):
+                        shards = {str(shard) for shard in (_named(folder / file, "weight_map") or {}).values()}
+                        hub.snapshot_download(name, revision=folder.name, allow_patterns=sorted(shards))
+                    break
+    except (OSError, RuntimeError, *_transport_errors()) as error:
+        what = " ".join(str(error).split())
+        raise FileNotFoundError(f"weights: {name}: the Hub: {type(error).__name__}: {what}") from error
+    return folder
+
+
+def _fetched(name: str, file: str, folder: Path) -> bool:
+    import huggingface_hub as hub
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        hub.hf_hub_download(name, file, revision=folder.name)
+    except EntryNotFoundError:  # offline: nor in the cache
+        return False
+    return True
+
+
+def _named(file: Path, key: str):
+    """What a file of JSON says under a key; None where it is none: whoever reads the directory says so."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found.get(key) if isinstance(found, dict) else None
 
 
 def _transport_errors() -> tuple[type[Exception], ...]:

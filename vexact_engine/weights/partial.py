@@ -1,17 +1,17 @@
 """A model of which only some tensors are there, the rest on the meta device: for who holds a few of its layers."""
 
-import json
 from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from vexact_ops.patch import kept_in_fp32
 
-from .experts import aliases, expert_views
-from .load import check_directory, some
+from .config import explain, quiet, read_config
+from .conversion import Fit, fit
+from .directory import Directory, read_directory, some
 
 
 @dataclass(frozen=True)
@@ -21,44 +21,80 @@ class Origin:
     source   a directory with config.json and safetensors; or, with a seed, what load_random takes
     seed     of random weights
     layers   of random weights: the first so many alone
+    untied   names that config.json ties to others, while the files have other values for them; None: not known yet
     """
 
     source: str
     dtype: torch.dtype
     seed: int | None = None
     layers: int | None = None
+    untied: tuple[str, ...] | None = None
+
+
+def settled(origin: Origin) -> Origin:
+    """With what has to be read to be known, once for all who take their weights from there."""
+    if origin.seed is not None or origin.untied is not None:
+        return origin
+    directory = read_directory(origin.source)
+    model = empty_model(directory, origin.dtype)
+    found = fit(model, directory)
+    with _Files(directory) as files:
+        apart = (a for a, b in found.doubled if not torch.equal(*(_whole(model, found, n, files) for n in (a, b))))
+        return replace(origin, untied=tuple(sorted(apart)))
+
+
+def empty_model(directory: Directory, dtype: torch.dtype) -> nn.Module:
+    """The model of a directory, on the meta device, with the dtypes that from_pretrained gives it. FileNotFoundError or
+    ValueError for a configuration that transformers cannot make one of."""
+    from transformers import AutoModelForCausalLM
+
+    config = read_config(str(directory.path))
+    with torch.device("meta"), quiet():
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        except Exception as error:  # of numbers that are none, negative or too large, whatever says so
+            raise explain(str(directory.path), error) from error
+    wide = kept_in_fp32(model, dtype)  # what from_pretrained keeps wider than the rest
+    for name, tensor in _tensors(model).items():
+        if name in wide:
+            tensor.data = tensor.data.float()
+    return model
 
 
 def skeleton(origin: Origin) -> nn.Module:
     """The whole model without its weights. What its rotation turns by is there, for that is in no checkpoint."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     from .random import config_of
 
     if origin.seed is None:
-        check_directory(Path(origin.source))
-        config = AutoConfig.from_pretrained(origin.source)
+        directory = read_directory(origin.source)
+        model = empty_model(directory, origin.dtype)
+        fit(model, directory)
+        for name in origin.untied or ():
+            _put(model, name, nn.Parameter(torch.empty_like(_tensors(model)[name]), requires_grad=False))
+            model.all_tied_weights_keys.pop(name, None)
+        if (directory.path / "generation_config.json").exists():
+            model.generation_config = GenerationConfig.from_pretrained(origin.source)
     else:
         config = config_of(origin.source, origin.layers)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=origin.dtype)
-    if origin.seed is None and (Path(origin.source) / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(origin.source)
-    if origin.seed is None:  # what from_pretrained keeps wider than the rest
-        wide = kept_in_fp32(model, origin.dtype)
-        for name, tensor in _tensors(model).items():
-            if name in wide:
-                tensor.data = tensor.data.float()
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=origin.dtype, trust_remote_code=False)
     model.requires_grad_(False)
     for name, module in model.named_modules():
         kept = module._non_persistent_buffers_set & {k for k, v in module._buffers.items() if v is not None}
         if not kept:
             continue
-        for buffer in kept:  # not finite, should nobody write there
-            module._buffers[buffer] = torch.full_like(module._buffers[buffer], float("nan"), device="cpu")
+        unlikely = {}
+        for buffer in kept:  # what stays, should nobody write there
+            dtype = module._buffers[buffer].dtype
+            unlikely[buffer] = (
+                float("nan") if dtype.is_floating_point else dtype != torch.bool and torch.iinfo(dtype).min
+            )
+            module._buffers[buffer] = torch.full_like(module._buffers[buffer], unlikely[buffer], device="cpu")
         with torch.no_grad():
             model._init_weights(module)  # as from_pretrained has them made
-        if not all(module._buffers[buffer].isfinite().all() for buffer in kept):
+        if any(_still(module._buffers[buffer], value) for buffer, value in unlikely.items()):
             raise ValueError(f"weights: {origin.source}: {name}: transformers does not say how to make {some(kept)}")
     return model.eval()
 
@@ -81,12 +117,9 @@ def fill(model: nn.Module, names: Iterable[str], origin: Origin, device: torch.d
 
 
 def _fill_from_files(model: nn.Module, names: set[str], source: str, device: torch.device) -> None:
-    from safetensors import safe_open
-
-    path, shared, old = Path(source), _shared(model), aliases(model)
-    meta = _tensors(model)
-    place: dict[str, Tensor] = {}  # name in the files -> where it goes
-    wholes: dict[str, str] = {}  # the same -> a tensor of the model that it is part of, or is
+    directory, shared, meta = read_directory(source), _shared(model), _tensors(model)
+    whole = empty_model(directory, next(model.parameters()).dtype)
+    place: dict[str, Tensor] = {}
     for name in names:
         if not meta[name].is_meta:
             _put(model, name, meta[name].to(device))
@@ -97,34 +130,57 @@ def _fill_from_files(model: nn.Module, names: set[str], source: str, device: tor
         for alias in shared.get(name, (name,)):
             _put(model, alias, made)
             place[alias] = made.detach()
-            wholes[alias] = name
-    for part, (stacked, view) in expert_views(model).items():
-        if stacked in place:
-            place[part], wholes[part] = view, stacked
-    missing = {name: _tensors(model)[name].numel() for name in set(wholes.values())}
-    index = path / "model.safetensors.index.json"
-    files = ["model.safetensors"]
-    if index.exists():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    seen: set[str] = set()
-    for file in files:
-        with safe_open(path / file, framework="pt") as opened:
-            for given in opened.keys():  # noqa: SIM118 - it is no dictionary
-                name = old.get(given, given)
-                if name not in place or wholes[name] in seen:
-                    continue
-                value, target = opened.get_tensor(given), place[name]
-                if value.shape != target.shape:
-                    raise ValueError(
-                        f"weights: {path / file}: {given} is {tuple(value.shape)}, expected {tuple(target.shape)}"
-                    )
-                target.copy_(value)
-                missing[wholes[name]] -= target.numel()
-                if not missing[wholes[name]]:
-                    seen.add(wholes[name])
-    absent = [name for name, count in missing.items() if count]
-    if absent:
-        raise ValueError(f"weights: {source}: not there, or not under the names of transformers: {some(absent)}")
+    found, state = fit(whole, directory), whole.state_dict()
+    with _Files(directory) as files:
+        for step in found.steps:
+            if any(target in place for target in step.targets):
+                made = step.make(whole, lambda name, kind=state[step.key].dtype: files.read(name).to(kind))
+                for target in step.targets:
+                    if target in place:
+                        place[target].copy_(made[target])
+    _initialize(model, place)
+
+
+@torch.no_grad()
+def _initialize(model: nn.Module, names: Iterable[str]) -> None:
+    """What from_pretrained does to modules once their tensors are there: nothing to a tensor that was loaded, but
+    youtu's embedding has its row of padding set to 0."""
+    tensors = _tensors(model)
+    for name in names:
+        tensors[name]._is_hf_initialized = True
+    for path in {name.rpartition(".")[0] for name in names}:
+        model._initialize_weights(model.get_submodule(path))
+
+
+def _still(tensor: Tensor, value: float) -> bool:
+    """Whether any element is what a buffer was filled with."""
+    return bool((tensor.isnan() if tensor.is_floating_point() else tensor == value).any())
+
+
+def _whole(model: nn.Module, found: Fit, name: str, files: "_Files") -> Tensor:
+    step = next(step for step in found.steps if name in step.targets)
+    return step.make(model, lambda n: files.read(n).to(model.state_dict()[step.key].dtype))[name]
+
+
+class _Files:
+    """A directory's files, each opened when something is read from it."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory, self._stack, self._opened = directory, ExitStack(), {}
+
+    def __enter__(self) -> "_Files":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._stack.close()
+
+    def read(self, name: str) -> Tensor:
+        from safetensors import safe_open
+
+        file = self._directory.tensors[name].file
+        if file not in self._opened:
+            self._opened[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+        return self._opened[file].get_tensor(name)
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

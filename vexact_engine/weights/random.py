@@ -5,12 +5,14 @@ import copy
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from .hub import check_name
 from .load import Loaded, as_dtype, load, without_weights
 from .partial import Origin, skeleton
+from .tokenizer import load_tokenizer
 
 _QWEN3 = {
     "model_type": "qwen3",
@@ -178,6 +180,8 @@ def load_random(
     seed: int = 0,
     layers: int | None = None,
     whole: bool = True,
+    tokenizer: Any = None,
+    trust_remote_code: bool = False,
 ) -> Loaded:
     """A model of a config's true dimensions with random weights: for configs without weights.
 
@@ -186,11 +190,10 @@ def load_random(
     seed     the weights are a function of it, of the device's kind and of torch's version
     layers   the first so many alone, each of its true size; None: all
     whole    False: for an engine of several stages, which make their own weights: the model has none
+    tokenizer, trust_remote_code  as load has them
     raises   FileNotFoundError, or ValueError for a config that transformers does not know or that has fewer layers;
              TypeError on dtype
     """
-    from transformers import AutoTokenizer
-
     kind = as_dtype(dtype, device)
     if source not in CONFIGS:
         check_name(source)
@@ -200,8 +203,8 @@ def load_random(
         model = _made(config, kind, device, seed) if whole else skeleton(origin)
     except OSError as error:
         raise FileNotFoundError(f"{source}: {' '.join(str(error).split())}") from None
-    has_tokenizer = any(os.path.exists(os.path.join(source, name)) for name in ("tokenizer.json", "tokenizer.model"))
-    tokenizer = AutoTokenizer.from_pretrained(source) if has_tokenizer else None
+    if tokenizer is not None or os.path.isdir(source):
+        tokenizer = load_tokenizer(source, tokenizer, trust_remote_code=trust_remote_code)
     if whole:
         loaded = load(model, device=device, dtype=dtype, tokenizer=tokenizer)
     else:
@@ -218,7 +221,9 @@ def unfilled(config, dtype: str, device: torch.device | str = "cpu", generation_
 
     def made() -> torch.nn.Module:
         own = copy.deepcopy(config)
-        return AutoModelForCausalLM.from_config(own, dtype=as_dtype(dtype, device), attn_implementation="eager")
+        return AutoModelForCausalLM.from_config(
+            own, dtype=as_dtype(dtype, device), attn_implementation="eager", trust_remote_code=False
+        )
 
     with torch.device("meta"):
         names = made()
@@ -250,7 +255,10 @@ def config_of(source: str, layers: int | None = None):
     """The config of `load_random`."""
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(**CONFIGS[source]) if source in CONFIGS else AutoConfig.from_pretrained(source)
+    if source in CONFIGS:
+        config = AutoConfig.for_model(**CONFIGS[source])
+    else:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     if layers is not None:
         _cut(config, source, layers)
     return config
@@ -260,7 +268,7 @@ def _made(config, dtype: torch.dtype, device: torch.device | str, seed: int) -> 
     from transformers import AutoModelForCausalLM
 
     with own_generators(device, seed), torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms begin at 1 and biases at 0, where a mistake with either cannot show
                 parameter.data += 0.1 * torch.randn_like(parameter)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from vexact_ops import same_bits
 
+from .directory import some
 from .experts import aliases, expert_views
-from .load import some
+from .names import hint
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ def _pairs(given: Iterable, op: str) -> Iterator[tuple[str, Tensor]]:
         name, tensor = pair
         if not isinstance(name, str):
             raise TypeError(f"{op}: named_tensors: got a {type(name).__name__} for the name of a tensor")
+        if what := wrapped(tensor):
+            raise TypeError(f"{op}: named_tensors: {name} is {what}")
         yield name, tensor
 
 
@@ -55,6 +58,19 @@ def grouped(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Ten
             group, size = [], 0
     if group:
         yield group
+
+
+def wrapped(tensor: object) -> str:
+    """What a tensor is whose memory is not its values alone, and what to give instead; "" for a plain one."""
+    if not isinstance(tensor, Tensor) or type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return ""
+    kind = type(tensor).__name__
+    if hasattr(tensor, "full_tensor"):
+        return (
+            f"a {kind}, of which each rank of a parallel trainer has a shard, expected a whole tensor: give its "
+            "full_tensor(), which every rank has to call"
+        )
+    return f"a {kind}, expected a plain tensor: one that is quantised or wrapped has to be converted first"
 
 
 class Spec(NamedTuple):
@@ -257,7 +273,8 @@ class Update:
             raise ValueError(f"update_weights: {given} was not announced")
         target = self._targets.get(name)
         if target is None:
-            raise ValueError(f"update_weights: unknown: {given}")
+            said = hint([given], self._targets.keys())
+            raise ValueError(f"update_weights: unknown: {given}" + (f" ({said})" if said else ""))
         if came is not None and (came == target.numel() or not isinstance(value, Piece)):
             raise ValueError(f"update_weights: repeated: {given} came before")
         if name in self._parts or self._came.get(self._stacked.get(name, "")) is not None:
@@ -266,7 +283,7 @@ class Update:
             _check(name, value, target)
             return target
         start, values = value
-        is_tensor = isinstance(values, Tensor) and not values.is_meta
+        is_tensor = isinstance(values, Tensor) and not values.is_meta and not wrapped(values)
         if not (is_tensor or isinstance(values, Spec)) or len(values.shape) != 1:
             raise TypeError(f"update_weights: {given}: a piece is {_kind(values)}, expected a tensor of one dimension")
         if values.dtype != target.dtype:
@@ -319,7 +336,8 @@ def _check_names(places: Places, given: Set[str]) -> None:
     missing += [name for name, (stacked, _) in views.items() if stacked in in_parts and name not in given]
     buffers = [name for name in missing if not isinstance(wanted.get(name), torch.nn.Parameter) and name not in views]
     missing = [name for name in missing if name not in buffers]
-    wrong = [f"unknown: {some(unknown)}"] if unknown else []
+    said = hint(unknown, wanted.keys() | views.keys())
+    wrong = [f"unknown: {some(unknown)}" + (f" ({said})" if said else "")] if unknown else []
     wrong += [f"missing: {some(missing)}"] if missing else []
     if wrong:
         raise ValueError(f"update_weights: {'; '.join(wrong)}")
@@ -348,6 +366,8 @@ def _targets_of(places: Places, given: Mapping[str, object]) -> dict[str, Tensor
 
 def _check(name: str, given, target: Tensor) -> None:
     """ValueError or TypeError unless a tensor, or what is said of one, fits."""
+    if what := wrapped(given):
+        raise TypeError(f"{name} is {what}")
     is_tensor = isinstance(given, Tensor) and given.layout is torch.strided and not given.is_meta
     if not is_tensor and not isinstance(given, Spec):
         raise TypeError(f"{name} is {_kind(given)}, expected a dense tensor")

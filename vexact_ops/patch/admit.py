@@ -145,7 +145,7 @@ def needs_of(model: Any) -> Needs:
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model)
+            model = AutoModelForCausalLM.from_config(model, trust_remote_code=False)
     config = model.config.get_text_config(decoder=True) if hasattr(model, "config") else None
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     matrices: dict[Matrix, None] = {}

@@ -1,0 +1,59 @@
+"""config.json as transformers understands it, of a model that transformers itself has the class of; and transformers'
+errors and bars as they are shown here."""
+
+import contextlib
+import io
+import sys
+from collections.abc import Iterator
+
+
+def read_config(name: str, label: str | None = None, **options):
+    """The config of a causal language model.
+
+    name      a directory, or with gguf_file the folder of that
+    label     what messages call it
+    raises    FileNotFoundError or ValueError; for a model that Python of the directory's own would have to make, too:
+              that never runs
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    label = label or name
+    with quiet():
+        try:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
+        except Exception as error:
+            raise explain(label, error) from error
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        kind = getattr(config, "model_type", type(config).__name__)
+        raise ValueError(f"weights: {label}: model type {kind!r} is no causal language model of transformers")
+    return config
+
+
+def explain(name: str, error: Exception) -> Exception:
+    """The loader's error, in one line that begins with whose it is."""
+    kind = FileNotFoundError if isinstance(error, OSError) else ValueError
+    what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if name.endswith(".gguf"):
+        what = f"truncated or damaged, or no GGUF that transformers reads: {what}"
+    return kind(f"weights: {name}: {what}")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hugging Face's bars on a terminal only (some ignore its switch and write to stderr whatever it says), and its
+    report on missing weights not at all: they are refused here."""
+    from transformers.utils import logging as hf
+
+    verbosity, bars = hf.get_verbosity(), hf.is_progress_bar_enabled()
+    hf.set_verbosity_error()
+    try:
+        if sys.stderr.isatty():
+            yield
+        else:
+            hf.disable_progress_bar()
+            with contextlib.redirect_stderr(io.StringIO()):
+                yield
+    finally:
+        hf.set_verbosity(verbosity)
+        if bars:
+            hf.enable_progress_bar()

@@ -1,0 +1,228 @@
+"""Which files of a model directory are its weights, and what they say they hold: decided once, for every loader.
+
+The order is that of transformers' from_pretrained, so that a trainer and all loaders here read the same tensors: the
+file that config.json names as transformers_weights, else model.safetensors, else the shards of
+model.safetensors.index.json. What else may take part in what a model computes (an adapter, scales of quantised weights,
+another format) is refused by name. Only headers are read, and nothing of the size that config.json asks for is made.
+"""
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+log = logging.getLogger(__name__)
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_ONE_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
+_DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_READ_BY_TRANSFORMERS = (".json", ".safetensors", ".jinja", ".model", ".txt", ".py", ".tiktoken")
+_LARGEST_JSON = 256 << 20  # bytes: the index of the largest models has 20 MB
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of one of its tensors. dtype: as safetensors calls it, "BF16"."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Directory:
+    """
+    config    config.json as it stands there
+    files     of the weights, in the order that they are read in
+    tensors   all that they hold, by name
+    """
+
+    path: Path
+    config: Mapping
+    files: tuple[Path, ...]
+    tensors: Mapping[str, Header]
+
+
+def read_directory(path: "str | os.PathLike") -> Directory:
+    """A directory's config and the headers of its weights: all there and whole, each expert's too.
+
+    raises   FileNotFoundError or ValueError that name the file and what is wrong with it
+    """
+    path = Path(path)
+    check_kinds(path)
+    adapter, config_file = path / "adapter_config.json", path / "config.json"
+    if adapter.exists():
+        what = "beside the weights" if config_file.is_file() else "of an adapter alone"
+        raise ValueError(
+            f"weights: {adapter}: a directory {what}; adapters are not read: merge it into the weights "
+            "(merge_and_unload() of peft), save those, and load them without this file"
+        )
+    if not config_file.is_file():
+        raise FileNotFoundError(f"weights: {path}: no config.json, expected a Hugging Face model directory")
+    config = _object(config_file)
+    if (generation := path / "generation_config.json").is_file():
+        _object(generation)  # transformers would pass over one that it cannot read
+    _check_config(config_file, config)
+    files, places = _files(path, config)
+    held = {file: _headers(file) for file in files}
+    for file, headers in held.items():
+        if absent := {name for name, where in places.items() if where == file} - headers.keys():
+            raise ValueError(f"weights: {file} lacks tensors that the index says it has: {some(absent)}")
+    tensors: dict[str, Header] = {}
+    for file, headers in held.items():
+        if twice := headers.keys() & tensors.keys():
+            name = min(twice)
+            raise ValueError(f"weights: {file}: {name} is in {tensors[name].file.name} too: which one counts?")
+        tensors |= headers
+    _check_experts(path, tensors)
+    _check_layers(config_file, config, len(tensors))
+    return Directory(path, config, files, tensors)
+
+
+def check_kinds(path: Path) -> None:
+    """Nothing that transformers might open is a pipe, a socket or a device: reading one may never end."""
+    for entry in os.scandir(path):
+        ordinary = os.path.isfile(entry.path) or os.path.isdir(entry.path) or not os.path.exists(entry.path)
+        if entry.name.endswith(_READ_BY_TRANSFORMERS) and not ordinary:
+            raise ValueError(f"weights: {entry.path} is a pipe, a socket or a device, expected a file")
+
+
+def _object(file: Path) -> dict:
+    found = _json(file)
+    if not isinstance(found, dict):
+        raise ValueError(f"weights: {file}: got a {type(found).__name__}, expected an object")
+    return found
+
+
+def _json(file: Path):
+    size = file.stat().st_size
+    if size > _LARGEST_JSON:
+        raise ValueError(f"weights: {file} has {size} bytes, expected at most {_LARGEST_JSON}")
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"weights: {file} is not JSON: {error}") from error
+
+
+def _check_config(file: Path, config: Mapping) -> None:
+    """What else transformers would do with the weights because config.json says so."""
+    if config.get("quantization_config") or config.get("compression_config"):
+        raise ValueError(
+            f"weights: {file}: quantization_config: the weights are quantised, which is not read: save them in bf16, "
+            "fp16 or fp32, without it"
+        )
+    if config.get("fusion_config"):
+        raise ValueError(f"weights: {file}: fusion_config: fused modules are not read: take it out")
+
+
+def _files(path: Path, config: Mapping) -> tuple[tuple[Path, ...], dict[str, Path]]:
+    """The files, and of an index where it says that each tensor is."""
+    there = sorted(entry.name for entry in os.scandir(path) if os.path.isfile(entry.path))
+    if any(_DISTRIBUTED.fullmatch(name) for name in there):
+        name = next(name for name in there if _DISTRIBUTED.fullmatch(name))
+        raise ValueError(f"weights: {path / name}: a distributed checkpoint is not read: save it with save_pretrained")
+    chosen = config.get("transformers_weights")
+    if chosen is not None:
+        name = _inside(path / "config.json", chosen, "transformers_weights")
+        if not name.endswith((".safetensors", ".safetensors.index.json")) or not (path / name).is_file():
+            what = f"{path / 'config.json'}: transformers_weights: got {chosen!r}"
+            raise FileNotFoundError(f"weights: {what}, expected a file of safetensors, or their index, that is there")
+    else:
+        chosen = next((name for name in (SINGLE, INDEX) if name in there), None)
+    if chosen is None:
+        raise _no_weights(path, there)
+    if not chosen.endswith(".index.json"):
+        others = [name for name in there if re.search(r"-\d{5}-of-\d{5}\.safetensors$", name)]
+        if others and chosen == SINGLE:
+            log.warning("weights: %s: %s is read, as transformers does; not read: %s", path, SINGLE, some(others))
+        return (path / chosen,), {}
+    return _shards(path / chosen)
+
+
+def _shards(index: Path) -> tuple[tuple[Path, ...], dict[str, Path]]:
+    found = _json(index)
+    places = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(places, dict) or not places or not isinstance(found.get("metadata"), dict):
+        what = "expected weight_map, names of tensors and of their files, and metadata"
+        raise ValueError(f"weights: {index} is no index of safetensors files: {what}")
+    where = {name: index.parent / _inside(index, file, f"weight_map: {name}") for name, file in places.items()}
+    for file in dict.fromkeys(where.values()):
+        if not file.name.endswith(".safetensors"):
+            raise ValueError(f"weights: {index}: it names {file.name}, expected files of safetensors")
+        if not file.is_file():
+            raise FileNotFoundError(f"weights: {file}: the index names this file, and it is not there")
+    return tuple(sorted(set(where.values()), key=lambda file: str(file.relative_to(index.parent)))), where
+
+
+def _inside(file: Path, name: object, what: str) -> str:
+    """A file's name that stays in the directory."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise ValueError(f"weights: {file}: {what}: got {name!r}, expected the name of a file")
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise ValueError(f"weights: {file}: {what}: got {name!r}, expected a file of this directory")
+    return name
+
+
+def _no_weights(path: Path, there: list[str]) -> Exception:
+    dangling = [n for n in (SINGLE, INDEX) if os.path.lexists(path / n)]
+    if dangling:
+        return FileNotFoundError(f"weights: {path / dangling[0]}: a link to a file that is not there")
+    stray = [name for name in there if name.endswith(".safetensors")]
+    pickles = [name for name in there if name.endswith((".bin", ".pt", ".pth"))]
+    expected = f"no {SINGLE} and no {INDEX}"
+    if stray:
+        what = f"found {some(stray)}: a variant has to be renamed, and shards need their index"
+    elif pickles:
+        what = f"found {some(pickles)}: other formats are not read; transformers' save_pretrained writes safetensors"
+    else:
+        what = "other formats are not read"
+    return FileNotFoundError(f"weights: {path}: {expected}; {what}")
+
+
+def _headers(file: Path) -> dict[str, Header]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:  # checks that the tensors cover the file exactly
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no dictionary
+            return {n: Header(file, tuple(part.get_shape()), part.get_dtype()) for n, part in slices.items()}
+    except (SafetensorError, OSError) as error:
+        with open(file, "rb") as raw:
+            pointer = raw.read(40).startswith(b"version https://git-lfs")
+        what = "a pointer of Git LFS: git lfs pull fetches what it stands for" if pointer else str(error)
+        raise ValueError(f"weights: {file} is truncated or damaged ({file.stat().st_size} bytes): {what}") from error
+
+
+def _check_experts(path: Path, names: Iterable[str]) -> None:
+    """Of experts that come one by one, each has what another has: whoever stacks them would take the next one's."""
+    held: dict[str, dict[str, set[int]]] = {}
+    for name in names:
+        if found := _ONE_EXPERT.fullmatch(name):
+            held.setdefault(found[1], {}).setdefault(found[3], set()).add(int(found[2]))
+    absent: list[str] = []
+    for block, parts in held.items():
+        every = set().union(*parts.values())
+        if max(every) >= len(every):  # a number far away is no reason to count up to it
+            absent.append(f"{block}.{next(e for e in range(len(every)) if e not in every)}")
+        absent += [f"{block}.{e}.{part}" for part, has in parts.items() for e in sorted(every - has)]
+    if absent:
+        raise ValueError(f"weights: {path}: experts of a layer that differ in what they have: missing {some(absent)}")
+
+
+def _check_layers(file: Path, config: Mapping, most: int) -> None:
+    """Before transformers makes so many: a layer has a tensor at least."""
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key in _LAYERS:
+            count = part.get(key)
+            if isinstance(count, int) and count > most:
+                raise ValueError(f"weights: {file}: {key}: got {count}, but the files hold {most} tensors in all")
+
+
+def some(names: Iterable, most: int = 6) -> str:
+    """A few of many, and how many more."""
+    names = sorted(map(str, names))
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
