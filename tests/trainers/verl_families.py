@@ -2,7 +2,7 @@
 the trainer's are other floats than the rollout's, before a step and, after a hand-over, behind it.
 
     python -m trainers.verl_families fsdp2             # or veomni, or both; then names of families, or none for all
-    python -m trainers.verl_families fsdp2 --lines benchmarks/results/verl_families.jsonl && python tests/readme.py write
+    python -m trainers.verl_families fsdp2 --lines benchmarks/results/verl_families.jsonl   # then tests/readme.py write
 
 All families of one engine are done in one process a rank, without Ray.
 """

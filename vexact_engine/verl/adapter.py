@@ -56,7 +56,11 @@ class ServerAdapter(BaseRollout):
         if wire_format != "named_tensors":
             raise NotImplementedError(f"vexact: wire_format: got {wire_format!r}, expected named_tensors")
         if kwargs.get("peft_config") is not None:
-            raise NotImplementedError("vexact: LoRA that is not merged: set actor_rollout_ref.model.lora.merge=True")
+            raise NotImplementedError(
+                "vexact: actor_rollout_ref.model.lora_rank: got adapters, expected 0: a rollout computes with whole "
+                "weights alone. verl's own actor merges them (model.lora.merge=True), and its log-probabilities are "
+                "not the rollout's; the vexact actor trains without LoRA"
+            )
         items = ensure_async_iterator(weights)
         try:
             about = await weights.begin() if hasattr(weights, "begin") else getattr(weights, "about", None)
