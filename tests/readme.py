@@ -192,6 +192,31 @@ def verified() -> str:
     return "\n".join(rows)
 
 
+def verl_families() -> str:
+    """A table: of which families verl's engines compute the rollout's log-probabilities, and what is refused."""
+    newest = {(r["case"], r["transformers"]): r for r in _records("verl_families")}
+    groups: dict[tuple[str, ...], list[dict]] = {}
+    for record in newest.values():
+        groups.setdefault((record["case"].split()[1], record["transformers"], record["commit"]), []).append(record)
+    rows = ["| engine | families | tokens of each | differ before / after a step |", "| --- | --- | --- | --- |"]
+    refused = []
+    for (engine, version, commit), records in sorted(groups.items()):
+        ran = [r for r in records if not r["refused"]]
+        names = ", ".join(f"`{r['case'].split()[0]}`" for r in ran)
+        tokens = " to ".join(str(n) for n in sorted({r["tokens"] for r in ran}))
+        what = f"{_NAMES[engine]}, transformers {version}, {commit}"
+        rows.append(
+            f"| {what} | {len(ran)}: {names} | {tokens} | {sum(r['before'] for r in ran)} / "
+            f"{sum(r['after'] for r in ran)} |"
+        )
+        refused += [
+            f"- {_NAMES[engine]}, `{r['case'].split()[0]}`: refused, {r['refused'].splitlines()[0]}"
+            for r in records
+            if r["refused"]
+        ]
+    return "\n".join([*rows, "", *refused])
+
+
 def peers() -> str:
     """A table: what others give and what it costs: measured where the records have it (bold), else as published."""
     kernels = {(r["room"], r["case"], r["backend"]): r for r in _records("h200") if "us" in r}
@@ -304,7 +329,14 @@ def _beside(record: dict) -> str:
     return f" (others had {record['others']:.1f} cores)" if record["others"] > 0.1 * record["cores"] else ""
 
 
-GENERATED = {"ops": ops, "verified": verified, "peers": peers, "demo": demo, "commands": commands_took}
+GENERATED = {
+    "ops": ops,
+    "verified": verified,
+    "verl families": verl_families,
+    "peers": peers,
+    "demo": demo,
+    "commands": commands_took,
+}
 
 
 def generate(path: Path) -> str:

@@ -34,6 +34,7 @@ class Job:
     entropy_coeff: float = 0.01
     saved: str | None = None  # a folder: the checkpoint of what `after` is of, written, moved away from, and read back
     refused: bool = False  # building it, or asking it, raises: what it says is all there is
+    handed_over: bool = False  # to an engine of the same folder, in bf16, once it has been asked
 
 
 @dataclass
@@ -136,7 +137,8 @@ def configs(job: Job) -> dict[str, Any]:
         "fused_kernel_options": {"impl_backend": "torch"},
         "enable_gradient_checkpointing": False,
         "external_lib": "vexact_engine.verl.actor" if os.environ.get("VERL_ENGINE_VENDOR") else None,
-        "override_config": {"attn_implementation": "sdpa"},
+        # the stock actor's attention; an aligned one is built without any of its own
+        "override_config": {} if os.environ.get("VERL_ENGINE_VENDOR") else {"attn_implementation": "sdpa"},
         **job.model_config,
     }
     if job.backend == "veomni":
@@ -206,6 +208,13 @@ def do(job: Job) -> Result:
         with engine.train_mode():
             metrics.append(engine.train_batch(batch(), loss)["metrics"])
 
+    if job.handed_over:
+        from vexact_engine import Engine, EngineConfig
+
+        from .handing import hand_over
+
+        with Engine.from_pretrained(job.model, config=EngineConfig(num_pages=64)) as rollout:
+            hand_over(rollout, engine.get_per_tensor_param()[0], kept["model_config"])
     for _ in range(job.steps):
         train()
     after = inferred()["log_probs"] if job.steps else []

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,9 @@ MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 if not MISSING:  # before anything imports verl: it looks once
     os.environ.setdefault("VERL_PLATFORM", "cpu")
     os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "trainers.cpu_platform")
+
+# Of the checkout what reads its README files needs `benchmarks`: behind all that is installed, a wheel of ours too.
+sys.path.append(str(Path(__file__).parents[2]))
 
 SECONDS = float(os.environ.get("VEXACT_TRAINERS_SECONDS", "900"))  # of one run of main_ppo, its start included
 RUN_BYTES = 6 << 30  # of memory, for the ten to fifteen processes of a run

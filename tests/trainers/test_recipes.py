@@ -2,10 +2,12 @@
 
 import itertools
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
+import readme
 
 import vexact_engine
 
@@ -14,6 +16,7 @@ from .models import make_prompts
 from .ppo import ZERO, launch, metrics_in, on_this_machine
 
 FOLDER = Path(vexact_engine.__file__).parent / "recipes" / "verl"
+READMES = readme.ROOT / "vexact_engine" / "recipes" / "verl" / "README.md", readme.ROOT / "README.md"
 RECIPES = ("qwen3_1_7b", "qwen3_30b_a3b", "moonlight")
 SHARDINGS, SIZES = ("fsdp2", "veomni"), ("full", "smoke")
 
@@ -50,25 +53,54 @@ def test_a_recipe_is_what_verl_accepts(recipe, sharding, size, models):
     assert engine.pipeline_parallel_size == ours.rollout.pipeline_model_parallel_size
 
 
-def test_a_shrunk_recipe_runs(models, tmp_path):
+# Behind a README's command: a small model and few tokens, on a machine without GPUs and without a network.
+SMALL = {
+    "actor_rollout_ref.actor.optim.lr": 1e-3,
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 512,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+    "actor_rollout_ref.rollout.agent.num_workers": 1,
+    "actor_rollout_ref.rollout.max_num_seqs": 16,
+    "actor_rollout_ref.rollout.n": 2,
+    "data.dataloader_num_workers": 0,
+    "data.max_prompt_length": 64,
+    "data.max_response_length": 16,
+    "data.train_batch_size": 4,
+    "reward.num_workers": 1,
+    "trainer.n_gpus_per_node": 1,
+    "trainer.total_training_steps": 3,
+}
+
+
+@pytest.mark.parametrize("file,family", zip(READMES, ("qwen3_moe", "qwen3")))
+def test_a_readme_s_command_runs_as_it_stands(file, family, models, tmp_path):
+    (line,) = (line for line in readme.commands(file) if line.startswith(("bash ", "python -m verl.")))
+    assert "..." not in line
     prompts = make_prompts(tmp_path / "data")
     settings = {
-        "sharding": "fsdp2",
-        "size": "smoke",
-        "actor_rollout_ref.model.path": models("qwen3_moe"),
-        "actor_rollout_ref.actor.optim.lr": 1e-3,
+        **SMALL,
+        "actor_rollout_ref.model.path": models(family),
         "data.train_files": prompts,
         "data.val_files": prompts,
         **on_this_machine("cpu", 1, tmp_path),
     }
     env = environment(VERL_FILE_LOGGER_PATH=str(tmp_path / "metrics.jsonl"))
-    command = ["bash", str(FOLDER / "run.sh"), "qwen3_30b_a3b", *(f"{key}={value}" for key, value in settings.items())]
+    line = line.replace("vexact_engine/recipes/verl/run.sh", str(FOLDER / "run.sh"))  # a wheel has it too
+    command = ["bash", "-c", f'exec {line} "$@"', "bash", *(f"{key}={value}" for key, value in settings.items())]
     launch(command, env, tmp_path, timeout=900)
     metrics = metrics_in(tmp_path)
     assert len(metrics) == 3
     for step in metrics:
         assert {name: step[name] for name in ZERO} == dict.fromkeys(ZERO, 0.0)
         assert step["actor/grad_norm"] > 1e-3
+
+
+def test_what_a_readme_installs_is_what_ci_installs():
+    made = (readme.ROOT / ".ci" / "trainers").read_text()
+    for file in READMES:
+        lines = [line for line in readme.commands(file) if line.startswith("pip install") and "verl" in line]
+        assert len(lines) == 2
+        assert re.fullmatch(r'pip install -e "\.\[(verl|verl,veomni)\]"', lines[0])
+        assert lines[1].replace("install", "install -q") in made or f"{lines[1].split('install ')[1]} veomni" in made
 
 
 def test_a_recipe_without_a_name_says_which_there_are():

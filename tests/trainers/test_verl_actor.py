@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from verl.workers.config import HFModelConfig
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, SamplingParams
@@ -13,6 +14,7 @@ from vexact_ops.testing import assert_bitwise
 
 from .actor_ranks import Job, run
 from .environment import environment
+from .handing import hand_over, scored
 from .models import make_model
 
 FAMILIES = {
@@ -50,6 +52,11 @@ REFUSED = {
     "liger": ({"model_config": {"use_liger": True}}, "use_liger: got True"),
     "activations": ({"model_config": {"enable_activation_offload": True}}, "enable_activation_offload: got True"),
     "fsdp1": ({"backend": "fsdp"}, "strategy: got fsdp, but VERL_ENGINE_VENDOR=vexact serves fsdp2 and veomni"),
+    "computed-in-fp32": (
+        {"engine": {"mixed_precision": {"param_dtype": "fp32"}}, "handed_over": True},
+        "vexact: actor.fsdp_config.mixed_precision.param_dtype: the trainer computes in float32, but rollout.dtype is "
+        "bfloat16",
+    ),
     "sum-pi": ({"data": {"calculate_sum_pi_squared": True}}, "calculate_sum_pi_squared: it needs T x V logits"),
     "top-k": ({"data": {"distillation_use_topk": True}}, "distillation_use_topk: it needs T x V logits"),
     "option": (
@@ -177,23 +184,23 @@ def test_entropies_are_the_patched_model_s(family, fsdp2, rollouts, folders):
 
 
 def moved(path, weights, rows):
-    """Our engine with a trainer's weights: its log-probability of every token but the first."""
-    cast = {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
-    ask = SamplingParams(max_new_tokens=1, prompt_logprobs=True)
+    """Our engine with what the trainer handed over, by our adapter: its log-probability of every token but the first,
+    before and after."""
+    every = [prompt + response for prompt, response in rows]
     with Engine.from_pretrained(path, config=EngineConfig(num_pages=128)) as engine:
-        before = engine.generate([p + r for p, r in rows], ask)
-        buffers = {name for name in cast if name.endswith("e_score_correction_bias")}
-        cast.update({name: weights[name] for name in buffers})
-        engine.update_weights(cast, numerics=engine.numerics())
-        after = engine.generate([p + r for p, r in rows], ask)
-    return [[torch.tensor(c.prompt_logprobs[1:]) for c in done] for done in (before, after)]
+        before = scored(engine, every)
+        hand_over(engine, weights.items(), HFModelConfig(path=path))
+        return before, scored(engine, every)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_after_training_they_are_those_of_the_handed_over_weights(family, fsdp2, rollouts, folders):
-    before, after = moved(folders[family], fsdp2[family].weights, rollouts[family].rows)
+    weights = fsdp2[family].weights
+    before, after = moved(folders[family], weights, rollouts[family].rows)
     assert_bitwise(without_last(fsdp2[family].after), after)
     assert any(not torch.equal(b, a) for b, a in zip(before, after)), "nothing was learnt"
+    others = {name for name, tensor in weights.items() if tensor.dtype != torch.bfloat16}
+    assert all(name.endswith("e_score_correction_bias") for name in others), "as the trainer's forward has them"
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -279,6 +286,7 @@ def test_the_stock_engines_fail_it(folders, rollouts, tmp_path):
 
 TWICE = """
 import importlib
+from verl.workers import engine as engines
 from verl.workers.engine import EngineRegistry
 stock = {(b, d): c for b, own in EngineRegistry._engines["language_model"].items() for d, c in own.items()}
 import vexact_engine.verl.actor as actor
@@ -287,8 +295,9 @@ actor.register()
 again = {(b, d): c for b, own in EngineRegistry._engines["language_model"].items() for d, c in own.items()}
 assert first == again and all(first[key] is cls for key, cls in stock.items())
 assert {d for _, d in first.keys() - stock.keys()} == {("cuda", "vexact"), ("cpu", "vexact")}
-for backend in ("fsdp2", "veomni"):
-    assert issubclass(EngineRegistry.get_engine_cls("language_model", backend), actor.AlignedEngine)
+assert EngineRegistry.get_engine_cls("language_model", "fsdp2") is actor.AlignedFSDPEngine
+served = actor.RefusedEngine if engines.VeOmniEngineWithLMHead is None else actor.AlignedEngine
+assert issubclass(EngineRegistry.get_engine_cls("language_model", "veomni"), served)
 for backend in actor.OTHERS:
     assert EngineRegistry.get_engine_cls("language_model", backend) is actor.RefusedEngine
 print("registered")

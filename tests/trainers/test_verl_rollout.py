@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import inspect
 import os
 import subprocess
 import sys
@@ -226,11 +227,10 @@ def test_what_a_teacher_asks_for(running, path, k):
 LONG = 250  # tokens, as many as fit: far from drawn when somebody aborts after the first
 
 
-async def begun(server, count):
+async def begun(server, count, name="r{}"):
     """Calls that are being computed: each has drawn a token, and has most of its tokens before it."""
-    calls = [
-        asyncio.ensure_future(server.generate(PROMPT, {**VERLS, "max_tokens": LONG}, f"r{i}")) for i in range(count)
-    ]
+    asked, names = {**VERLS, "max_tokens": LONG}, [name.format(i) for i in range(count)]
+    calls = [asyncio.ensure_future(server.generate(PROMPT, dict(asked), each)) for each in names]
     drawn = []
     while len(drawn) < count or not all(drawn):
         assert not any(call.done() for call in calls)
@@ -292,28 +292,57 @@ def test_one_call_is_aborted(running):
     assert [output.stop_reason for output in outputs] == ["completed", "aborted", "completed"]
 
 
+def request_id_of_verls_loop() -> str:
+    """What verl's loops call every request with full_determinism: their priority is 0, for nothing in the trainer's
+    batches says another."""
+    from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+    from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
+
+    assert "priority" not in inspect.getsource(inspect.getmodule(AgentLoopManagerTQ))
+    priority = inspect.signature(ToolAgentLoop.run).parameters["priority"].default
+    return ToolAgentLoop._make_request_id(priority, full_determinism=True)
+
+
 def test_full_determinism(path):
-    """Seeds follow from the request: samples differ, runs do not, and an aborted one goes on as if it were not."""
-    on = "actor_rollout_ref.rollout.full_determinism=true"
+    """As verl's loop asks: n calls of one id and one prompt have n answers, the same in every run whatever else comes
+    between; other steps have others; and what goes on with an aborted call is drawn as if it had not been."""
+    on, name, n = "actor_rollout_ref.rollout.full_determinism=true", request_id_of_verls_loop(), 4
+    prompts = [PROMPT, [9, 8, 7], PROMPT[:2]]
+    orders = [[0, 1, 2] * n, [2] * n + [0] * n + [1] * n, [0, 1, 2] * n]
     found = []
-    for seed in (42, 42, 43):
+    for seed, order in zip((42, 42, 43), orders):
         with Running(path, on, f"actor_rollout_ref.rollout.seed={seed}") as running:
-            whole = [running.generate(request_id=f"det-{i}", max_tokens=LONG).token_ids for i in range(3)]
-            server = running.server
+            server, asked = running.server, {**VERLS, "max_tokens": LONG}
 
-            async def go(server=server):
-                calls = await begun(server, 1)
-                await server.abort_all_requests()
-                had = (await calls[0]).token_ids
-                await server.resume_generation()
-                rest = {**VERLS, "max_tokens": LONG - len(had)}
-                return had + (await server.generate(PROMPT + had, rest, "r0")).token_ids
+            def answers(order=order, server=server, running=running, asked=asked):
+                async def go():
+                    calls = [asyncio.ensure_future(server.generate(prompts[i], dict(asked), name)) for i in order]
+                    return [(i, tuple((await call).token_ids)) for i, call in zip(order, calls)]
 
-            pieces = running.call(go())
-            assert pieces == running.generate(request_id="r0", max_tokens=LONG).token_ids
-            found.append(whole)
-    assert found[0] == found[1] != found[2]
-    assert len(set(map(tuple, found[0]))) == 3
+                return sorted(running.call(go()))
+
+            first = answers()
+            assert len(set(first)) == len(order)
+            running.call(server.set_global_steps(1))
+            second = answers()
+            assert not set(first) & set(second)
+            found.append((first, second))
+    assert found[0] == found[1] and not set(found[0][0]) & set(found[2][0])
+    with Running(path, on, "actor_rollout_ref.rollout.seed=42") as running:
+        server = running.server
+
+        async def broken_off():
+            calls = await begun(server, n, name)
+            await server.abort_all_requests()
+            had = [(await call).token_ids for call in calls]
+            await server.resume_generation()
+            rest = [
+                server.generate(PROMPT + tokens, {**asked, "max_tokens": LONG - len(tokens)}, name) for tokens in had
+            ]
+            return [(0, tuple(tokens + (await later).token_ids)) for tokens, later in zip(had, rest)]
+
+        pieces = sorted(running.call(broken_off()))
+    assert pieces == [answer for answer in found[0][0] if answer[0] == 0]
 
 
 def test_no_answer_from_weights_that_never_came(path):
@@ -472,7 +501,7 @@ def test_what_an_adapter_takes_and_refuses(path, monkeypatch, kind):
     assert taken == ["a", "b", "c"]
     for told, said in (
         ({"wire_format": "delta_flush"}, "delta_flush"),
-        ({"peft_config": {"r": 8}}, r"lora\.merge=True"),
+        ({"peft_config": {"r": 8}}, "lora_rank: got adapters, expected 0"),
     ):
         with pytest.raises(NotImplementedError, match=said):
             asyncio.run(follower.update_weights(make(), **told))

@@ -31,8 +31,12 @@ from . import attention_options, check_versions
 check_versions()
 
 from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
+from verl.utils.model import convert_weight_keys
 from verl.workers import engine as engines
 from verl.workers.engine import BaseEngine, EngineRegistry
+
+from .handed import About, Weights, computed_dtypes
 
 VENDOR = "vexact"
 DEVICES = ("cuda", "cpu")
@@ -70,6 +74,18 @@ class AlignedEngine:
         inputs["vexact_score"] = vx.patch.Score(target, rows, temperature, entropy)
         return inputs, kept
 
+    def get_per_tensor_param(self, *args, **kwargs):
+        """verl's, in the dtypes that this engine's forward computes with: a router that transformers keeps in fp32 is
+        rounded for it by FSDP2's mixed precision, and so is what a rollout gets."""
+        items, adapters = super().get_per_tensor_param(*args, **kwargs)
+        computes = computed_dtypes(self.module)
+        embedding = self.module.get_input_embeddings().weight
+        name = next(name for name, parameter in self.module.named_parameters() if parameter is embedding)
+        options = {"kv_segment": self.aligned.options["kv_segment"], "latent_attention": self.aligned.options["latent"]}
+        numerics = vx.numerics(get_device_name(), **{key: value or None for key, value in options.items()})
+        about = About(numerics, str(computes[name]).removeprefix("torch."), self.computes_by)
+        return Weights(items, convert_weight_keys(computes, self.module), about), adapters
+
     def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
         pad, offsets = output_args.get("pad_size", 0), micro_batch["input_ids"].offsets()
         values = (value[: value.shape[0] - pad] for value in output)
@@ -82,9 +98,14 @@ class AlignedEngine:
 class AlignedFSDPEngine(AlignedEngine, engines.FSDPEngineWithLMHead):
     """verl's FSDP2 engine; `aligned` is the handle of its patch."""
 
+    computes_by = "actor.fsdp_config.mixed_precision.param_dtype"
+
     def _build_module(self):
+        # Whatever attention it is built with is replaced, and eager is the one that each class of transformers has.
+        config = copy.deepcopy(self.model_config.hf_config)
+        config._attn_implementation = "eager"
         # verl's fused kernels replace the forward of the model's class, for everyone in the process
-        with _changed(self, "model_config", use_fused_kernels=False):
+        with _changed(self, "model_config", hf_config=config, use_fused_kernels=False):
             return super()._build_module()
 
     def _build_fsdp_module(self, module):
@@ -101,6 +122,8 @@ def _veomni_engine() -> type[BaseEngine]:
 
     class AlignedVeOmniEngine(AlignedEngine, engines.VeOmniEngineWithLMHead):
         """verl's VeOmni engine, on VeOmni's kernels named vexact whatever its config says; `aligned` as above."""
+
+        computes_by = "actor.veomni.mixed_precision"
 
         def _build_model_optimizer(self):
             check_versions(veomni=True)

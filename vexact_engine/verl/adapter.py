@@ -13,6 +13,8 @@ from verl.workers.rollout.utils import ensure_async_iterator
 import vexact_ops as vx
 
 from ..handover.sender import WeightSender
+from ..weights.load import as_dtype
+from .handed import About
 from .server import LARGEST_BUCKET, engine_options, server_name
 
 
@@ -46,18 +48,27 @@ class ServerAdapter(BaseRollout):
     ) -> None:
         """All weights, to the server. Every rank takes every item, whatever fails: each is a collective.
 
-        weights   an iterator, asynchronous or not, of (Hugging Face name, whole tensor) in the trainer's dtype
-        raises    HandoverFailed, PeerLost, with what the engine has now; NotImplementedError, before any item
+        weights   an iterator, asynchronous or not, of (Hugging Face name, whole tensor). An aligned trainer's say what
+                  they are of (handed.About); verl's own actor's do not, and are taken for what the options say
+        raises    HandoverFailed, PeerLost, with what the engine has now; ValueError where the trainer computes in
+                  another dtype than rollout.dtype; NotImplementedError, before any item
         """
         if wire_format != "named_tensors":
             raise NotImplementedError(f"vexact: wire_format: got {wire_format!r}, expected named_tensors")
         if kwargs.get("peft_config") is not None:
-            raise NotImplementedError("vexact: LoRA that is not merged: set actor_rollout_ref.model.lora.merge=True")
+            raise NotImplementedError(
+                "vexact: actor_rollout_ref.model.lora_rank: got adapters, expected 0: a rollout computes with whole "
+                "weights alone. verl's own actor merges them (model.lora.merge=True), and its log-probabilities are "
+                "not the rollout's; the vexact actor trains without LoRA"
+            )
         items = ensure_async_iterator(weights)
         try:
+            about = await weights.begin() if hasattr(weights, "begin") else getattr(weights, "about", None)
+            if about is not None:
+                about.refuse(as_dtype(self.config.dtype, get_device_name()))
             if self.is_leader_rank:
                 server = self._server()
-                sender = self._sender_to(await server.get_weights_address.remote())
+                sender = self._sender_to(await server.get_weights_address.remote(), about)
                 received = server.receive_weights.remote()
                 await sender.asend(items)
                 await received
@@ -71,12 +82,15 @@ class ServerAdapter(BaseRollout):
         """Servers start after the trainers, and one that has died may have a successor."""
         return ray.get_actor(server_name(self.replica_rank))
 
-    def _sender_to(self, address: str) -> WeightSender:
-        if self._sender is None or self._sender.address != address:
-            if self._sender is not None:
-                self._sender.close()
+    def _sender_to(self, address: str, about: About | None = None) -> WeightSender:
+        if about is None:
             options = attention_options(self.model_config)  # the trainer's; the engine's may be others
             numerics = vx.numerics(get_device_name(), **{name: value or None for name, value in options.items()})
+        else:
+            numerics = about.numerics
+        if self._sender is None or (self._sender.address, self._sender.numerics) != (address, numerics):
+            if self._sender is not None:
+                self._sender.close()
             size = min(self.config.checkpoint_engine.update_weights_bucket_megabytes << 20, LARGEST_BUCKET)
             self._sender = WeightSender(address, numerics=numerics, bucket_bytes=size, timeout=self._timeout)
         return self._sender

@@ -25,15 +25,43 @@ from ..errors import HandoverFailed, PeerLost
 from ..handover.messages import Part
 from ..handover.packing import ALIGN, pack, unpack
 from ..handover.protocol import until
+from .handed import About
 from .server import LARGEST_BUCKET
 
 
 class Bucket(msgspec.Struct):
-    """What lies in the next bytes. Without parts there are none: that was all, or why it was not."""
+    """What lies in the next bytes. Without parts there are none: that was all, or why it was not; the first has none
+    either, but what the trainer's weights are of, where that is known."""
 
     parts: tuple[Part, ...] = ()
     used: int = 0
     error: str = ""
+    about: About | None = None
+
+
+class Arriving:
+    """What a rollout worker receives, (name, tensor) by (name, tensor): each good until the next is asked for.
+
+    about   what they are of, once `begin` has returned; None where the trainer has not said it
+    """
+
+    def __init__(self, engine: "Broadcast") -> None:
+        self._engine, self._begun, self.about = engine, False, None
+
+    async def begin(self) -> About | None:
+        if not self._begun:
+            self._begun = True
+            self.about = self._engine._guarded(self._engine._hear).about
+        return self.about
+
+    async def __aiter__(self) -> AsyncIterator[tuple[str, Tensor]]:
+        await self.begin()
+        try:
+            for item in unpack(self._engine._received()):
+                yield item
+        except BaseException:
+            self._engine._leave()
+            raise
 
 
 @CheckpointEngineRegistry.register("vexact")
@@ -98,6 +126,7 @@ class Broadcast(CheckpointEngine):
         items = iter(weights)
         try:
             if self._group is not None:
+                self._announce(Bucket(about=getattr(weights, "about", None)))
                 self._send(items)
         except BaseException as e:
             self._store.set(str(self._index), msgspec.msgpack.encode(Bucket(error=f"{type(e).__name__}: {e}")))
@@ -135,25 +164,27 @@ class Broadcast(CheckpointEngine):
         except dist.DistStoreError as error:
             raise PeerLost(f"weights: {who}: nothing came within {self.timeout.total_seconds():g} s") from error
 
-    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Tensor]]:
-        """(name, tensor): good until the next is asked for."""
+    def receive_weights(self, global_steps: int | None = None) -> Arriving:
+        return Arriving(self)
+
+    def _guarded(self, do: Callable) -> Any:
         try:
-            for item in unpack(self._received()):
-                yield item
+            return do()
         except BaseException:
             self._leave()
             raise
 
+    def _hear(self) -> Bucket:
+        self._store.set(f"{self._index}/{self._rank}", b"")
+        said = self._patiently(self._store.get, str(self._index), "the trainer")
+        bucket, self._index = msgspec.msgpack.decode(said, type=Bucket), self._index + 1
+        if bucket.error:
+            raise HandoverFailed(f"weights: the trainer broke off: {bucket.error}")
+        return bucket
+
     def _received(self) -> Iterator[tuple[Tensor, list[Part]]]:
         memory = torch.empty(self.bucket_size, dtype=torch.uint8, device=self.device)
-        while True:
-            self._store.set(f"{self._index}/{self._rank}", b"")
-            said = self._patiently(self._store.get, str(self._index), "the trainer")
-            bucket, self._index = msgspec.msgpack.decode(said, type=Bucket), self._index + 1
-            if bucket.error:
-                raise HandoverFailed(f"weights: the trainer broke off: {bucket.error}")
-            if not bucket.parts:
-                return
+        while (bucket := self._hear()).parts:
             work = self._group.broadcast(memory[: bucket.used], 0)
             until(work.is_completed, self.timeout.total_seconds(), "the trainer: bytes")  # NCCL's `wait` knows no end
             work.wait()

@@ -11,6 +11,7 @@ from . import check_versions
 
 check_versions()
 import ray
+from cachetools import LRUCache
 from verl.utils import normalize_token_ids
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import get_device_name
@@ -42,6 +43,10 @@ _ONLY = {  # verl's names of what this rollout has one value of, and why
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p", "min_new_tokens", "stop", "stop_token_ids", "ignore_eos", "seed"}
 _NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "n": 1}
 _OF_TEXT = {"detokenize", "skip_special_tokens", "spaces_between_special_tokens"}
+
+
+def _digest(*what: object) -> bytes:
+    return hashlib.blake2b(repr(what).encode(), digest_size=16).digest()
 
 
 def server_name(replica_rank: int, kind: str = "", suffix: str = "") -> str:
@@ -85,6 +90,11 @@ class Server:
         self._shut = self._rejecting = False
         self._turned = asyncio.Event()
         self._steps: dict[int, int] = {}  # the engine's weight_version -> verl's global_steps
+        # full_determinism's: of this step, by what was asked, how often it was; and the seeds of aborted calls, by what
+        # whoever goes on with them will ask
+        self._step: object = None
+        self._calls_of: LRUCache[bytes, int] = LRUCache(1 << 18)
+        self._broken_off: LRUCache[bytes, list[int]] = LRUCache(1 << 16)
         self._receiving: asyncio.Future | None = None
         tool = (profiler := self.config.profiler) and (profiler.tool_config or {}).get(profiler.tool)
         stages, tool = self.config.pipeline_model_parallel_size, tool and omega_conf_to_dataclass(tool)
@@ -128,8 +138,11 @@ class Server:
         """One sample of one prompt.
 
         sampling_params  vLLM's names. Without a seed each call has its own; with full_determinism it follows from
-                         rollout.seed, request_id and global_steps. prompt_logprobs is what verl's teacher asks for: of
-                         the token after each of the prompt's (0), or the K likeliest there
+                         rollout.seed, request_id, prompt_ids, global_steps, and how many calls of these came before:
+                         verl's loop gives all its requests one id then, and calls n times for n answers. So a prompt
+                         has the same n answers in every run, in the order in which the calls come; what goes on with
+                         an aborted call is drawn as if nothing had been. prompt_logprobs is what verl's teacher asks
+                         for: of the token after each of the prompt's (0), or the K likeliest
         returns          log_probs of the whole distribution at the request's temperature, before top-k and top-p: what
                          the trainer recomputes. A call that is aborted returns what it has
         raises           ValueError, TypeError: what is wrong with this call
@@ -146,9 +159,13 @@ class Server:
             await self._turned.wait()
         if self._shut:
             return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields=self._stamp([]))
+        if self.config.full_determinism and params.seed is None:
+            params = replace(params, seed=self._seed(ids, request_id))
         (done,) = await self._run([ids], params, request_id)
         extra = self._stamp(done.weight_versions) | {"num_cached_tokens": done.metrics.cached_tokens}
         aborted = done.finish_reason == "abort"
+        if aborted and self.config.full_determinism:
+            self._broken_off.setdefault(_digest(request_id, ids + done.token_ids), []).append(params.seed)
         if teaches is not None and not aborted:
             _, *tops = done.prompt_top_logprobs or [{token: value} for token, value in zip(ids, done.prompt_logprobs)]
             extra["prompt_ids"] = [*(list(top) for top in tops), [0] * max(teaches, 1)]
@@ -189,15 +206,26 @@ class Server:
         most = max(1, asked.pop("max_tokens", asked.pop("max_new_tokens", most)))
         given = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k", "ignore_eos")}
         given["max_new_tokens"] = most if longest is None else min(most, longest - length)
-        if config.full_determinism:
-            told = f"{config.seed} {request_id} {self._steps.get(self.engine.weight_version)}"
-            given["seed"] = int.from_bytes(hashlib.blake2b(told.encode(), digest_size=8).digest(), "big")
         if "min_tokens" in asked:
             asked["min_new_tokens"] = asked.pop("min_tokens")
         if unknown := ", ".join(sorted(asked.keys() - _SAMPLING)):
             raise ValueError(f"vexact: sampling_params: got {unknown}: there is no such parameter here")
         given |= asked
         return SamplingParams(**given | {"top_k": 0 if given["top_k"] == -1 else given["top_k"]})
+
+    def _seed(self, ids: list[int], request_id: str) -> int:
+        """Of a call of full_determinism's: that of the call that it goes on with, where one was aborted."""
+        if waiting := self._broken_off.get(_digest(request_id, ids)):
+            return waiting.pop()
+        version = self.engine.weight_version
+        step = self._steps.get(version, f"of weights {version}")
+        if step != self._step:
+            self._step = step
+            self._calls_of.clear()
+        what = _digest(request_id, ids)
+        place = self._calls_of.get(what, 0)
+        self._calls_of[what] = place + 1
+        return int.from_bytes(_digest(self.config.seed, step, what, place)[:8], "big")
 
     def _stamp(self, versions: list[int]) -> dict[str, Any]:
         """Which weights these tokens are of; without any, those that are there."""

@@ -8,6 +8,8 @@ from torch import Tensor
 
 # Model types whose checkpoints say block_sparse_moe, and w1, w3, w2 for gate, up and down.
 _SHORT = {"mixtral"}
+_NAMES = ("gate_proj", "up_proj", "down_proj")
+_SHORT_NAMES = ("w1", "w3", "w2")
 
 
 def expert_views(model: torch.nn.Module) -> dict[str, tuple[str, Tensor]]:
@@ -23,7 +25,7 @@ def expert_views(model: torch.nn.Module) -> dict[str, tuple[str, Tensor]]:
             continue
         gate_up, down = (weights[name].detach() for name in ("gate_up_proj", "down_proj"))
         old = path.replace(".mlp.", ".block_sparse_moe.") if short else path
-        names = ("w1", "w3", "w2") if short else ("gate_proj", "up_proj", "down_proj")
+        names = _SHORT_NAMES if short else _NAMES
         for expert, (both, last) in enumerate(zip(gate_up, down)):
             for name, view in zip(names, (*both.chunk(2), last)):
                 stacked = f"{path}.{'down_proj' if view is last else 'gate_up_proj'}"
@@ -47,8 +49,14 @@ def per_expert(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def aliases(model: torch.nn.Module) -> dict[str, str]:
-    """Old names of whole parameters -> their names now."""
+    """Old names of whole parameters -> their names now; and of such a model's experts the names that verl takes the
+    stacked ones apart by, whatever the model (`mlp.experts.E.gate_proj.weight`) -> those of its checkpoints."""
     if getattr(model.config, "model_type", None) not in _SHORT:
         return {}
     names = (name for name in model.state_dict() if ".mlp." in name and ".experts." not in name)
-    return {name.replace(".mlp.", ".block_sparse_moe."): name for name in names}
+    found = {name.replace(".mlp.", ".block_sparse_moe."): name for name in names}
+    for name in expert_views(model):
+        path, short, _ = name.rsplit(".", 2)
+        other = path.replace(".block_sparse_moe.", ".mlp."), _NAMES[_SHORT_NAMES.index(short)]
+        found[f"{other[0]}.{other[1]}.weight"] = name
+    return found

@@ -112,7 +112,7 @@ class Places:
     def every(self) -> dict[str, Tensor]:
         """By all names that may be given, single experts' and old ones among them."""
         found = self.targets | {name: view for name, (_, view) in self.views.items()}
-        return found | {old: found[new] for old, new in self.old.items()}
+        return found | {old: found[new] for old, new in self.old.items() if new in found}
 
     def copy(self, device: torch.device | str) -> "Places":
         """The same names, tied where these are, in memory of their own that holds nothing yet; pinned where it is the

@@ -267,8 +267,8 @@ def _scaling(module: nn.Module, prefix: str) -> float:
 
 
 class Tables:
-    """cos and sin, to be unpacked or indexed as a tuple is. FSDP2 rounds tensors in tuples, dictionaries and dataclasses
-    on their way into a unit (MixedPrecisionPolicy.cast_forward_inputs); into another object it does not look."""
+    """cos and sin, to be unpacked or indexed as a tuple is. FSDP2 rounds tensors in tuples, dictionaries and
+    dataclasses on their way into a unit (MixedPrecisionPolicy.cast_forward_inputs); it does not look into this."""
 
     __slots__ = ("_pair",)
 

@@ -1,0 +1,83 @@
+"""A trainer's weights on their way to a rollout, and what is known of the forward that they are of."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+_EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.weight$")
+
+
+class About(msgspec.Struct, frozen=True):
+    """Of a trainer's forward.
+
+    numerics   vexact_ops.numerics there, with the options that its model is patched with
+    dtype      what its hidden states are in, as torch names it
+    setting    verl's name of what sets that
+    """
+
+    numerics: dict[str, Any]
+    dtype: str
+    setting: str
+
+    def refuse(self, dtype: torch.dtype) -> None:
+        """raises ValueError where a rollout of this dtype would compute in another one"""
+        if self.dtype != (other := str(dtype).removeprefix("torch.")):
+            raise ValueError(
+                f"vexact: {self.setting}: the trainer computes in {self.dtype}, but rollout.dtype is {other}: their "
+                "log-probabilities would differ. Set both alike"
+            )
+
+
+class Weights:
+    """(name, tensor) pairs, for verl to pass on as the iterator that it is.
+
+    items      of the trainer's masters
+    computes   of each parameter and buffer the dtype that its forward has it in (computed_dtypes). They are rounded to
+               that, to nearest even, as FSDP2 casts its masters
+    raises     RuntimeError on a name that is neither's
+    """
+
+    def __init__(self, items: Iterator[tuple[str, Tensor]], computes: Mapping[str, torch.dtype], about: About) -> None:
+        self._items, self._computes, self.about = iter(items), computes, about
+
+    def __iter__(self) -> "Weights":
+        return self
+
+    def __next__(self) -> tuple[str, Tensor]:
+        name, tensor = next(self._items)
+        kind = self._computes.get(name) or self._computes.get(_EXPERT.sub(_stacked, name))
+        if kind is None:
+            raise RuntimeError(
+                f"vexact: weights: {name}: verl hands it over, but the trainer's model has none so named"
+            )
+        return name, tensor.to(kind)
+
+
+def _stacked(name: re.Match) -> str:
+    """Of one expert's tensor, the parameter that verl has taken apart."""
+    return f".experts.{'down_proj' if name[1] == 'down' else 'gate_up_proj'}"
+
+
+def computed_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """By name, the dtype in which a forward of the model has a parameter or a buffer: units of FSDP2 cast their
+    parameters, and no buffers."""
+    found: dict[str, torch.dtype] = {}
+
+    def walk(module: nn.Module, path: str, cast: torch.dtype | None) -> None:
+        if isinstance(module, FSDPModule):
+            cast = module._get_fsdp_state()._mp_policy.param_dtype
+        for name, value in (*module._parameters.items(), *module._buffers.items()):
+            if value is not None:
+                casts = cast is not None and name in module._parameters and value.is_floating_point()
+                found[f"{path}{name}"] = cast if casts else value.dtype
+        for name, child in module._modules.items():
+            if child is not None:
+                walk(child, f"{path}{name}.", cast)
+
+    walk(model, "", None)
+    return found
