@@ -98,6 +98,16 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   // kv_cache: the index of the first token with a slot out of range, with nothing written, or -1
   m.def("kv_cache_store(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> int");
 
+  // causal_conv: false, with nothing written, where offsets, slots or lengths are out of range
+  m.def("causal_conv_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor cu_seqlens, bool silu, Tensor(a!) y) -> bool");
+  m.def("causal_conv_paged_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) taps, Tensor slots, Tensor context_lens, Tensor cu_seqlens_q, bool silu, Tensor(b!) y) -> bool");
+  m.def("causal_conv_bwd(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor cu_seqlens, bool silu, Tensor(a!) dpre, Tensor(b!) dx, Tensor(c!) dweight, Tensor(d!)? dbias) -> ()");
+
+  // gated_delta: false, with nothing written, where offsets, slots, lengths, g or beta are out of range
+  m.def("gated_delta_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens, Tensor? initial_state, float scale, bool l2norm, Tensor(a!) out, Tensor(b!)? final_state) -> bool");
+  m.def("gated_delta_paged_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor(b!) open_k, Tensor(c!) open_u, Tensor(d!) open_g, Tensor slots, Tensor context_lens, Tensor cu_seqlens_q, int max_seqlen_q, float scale, bool l2norm, Tensor(e!) out) -> bool");
+  m.def("gated_delta_varlen_bwd(Tensor dout, Tensor? dfinal_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens, Tensor? initial_state, float scale, bool l2norm, Tensor(a!) parts_q, Tensor(b!) parts_k, Tensor(c!) dq, Tensor(d!) dk, Tensor(e!) dv, Tensor(f!) dg, Tensor(g!) dbeta, Tensor(h!)? dinitial_state) -> ()");
+
   // sampler
   m.def("sample(Tensor logits, Tensor seeds, Tensor positions, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor(a!) ids, Tensor(b!) logprobs, Tensor(c!) raw_logprobs) -> ()");
 

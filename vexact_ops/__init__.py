@@ -31,6 +31,10 @@ _WHERE = {
     "attention_varlen": "attention.op",
     "attention_paged": "attention.op",
     "kv_cache_store": "kv_cache.op",
+    "causal_conv": "causal_conv.op",
+    "causal_conv_paged": "causal_conv.op",
+    "gated_delta_varlen": "gated_delta.op",
+    "gated_delta_paged": "gated_delta.op",
     "sample": "sampler.op",
     # about this process
     "admit": "patch.admit",
@@ -107,7 +111,11 @@ if TYPE_CHECKING:  # `as`: these are public, for type checkers too
     from ._core.tune import tune as tune
     from .attention.op import attention_paged as attention_paged
     from .attention.op import attention_varlen as attention_varlen
+    from .causal_conv.op import causal_conv as causal_conv
+    from .causal_conv.op import causal_conv_paged as causal_conv_paged
     from .fused_moe.op import fused_moe as fused_moe
+    from .gated_delta.op import gated_delta_paged as gated_delta_paged
+    from .gated_delta.op import gated_delta_varlen as gated_delta_varlen
     from .grouped_linear.op import grouped_linear as grouped_linear
     from .kv_cache.op import kv_cache_store as kv_cache_store
     from .linear.bmm import bmm as bmm

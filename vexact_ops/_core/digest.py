@@ -35,6 +35,7 @@ _NO_ARITHMETIC = {
     "numerics",
     "operator",
     "race",
+    "sequences",
     "tune",
 }
 _NOT_OPS = {"__init__", "reference", "cpu", "triton", "cuda", "cute", "cute_backward", "cute_objects"}
