@@ -1,5 +1,7 @@
 """The meaning of causal_conv in plain PyTorch, in x's own precision: call it with float64."""
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ def causal_conv_ref(
     width = weight.shape[1]
     offsets = [0, x.shape[0]] if cu_seqlens is None else cu_seqlens.tolist()
     outputs = []
-    for begin, end in zip(offsets, offsets[1:]):
+    for begin, end in itertools.pairwise(offsets):
         padded = torch.nn.functional.pad(x[begin:end], (0, 0, width - 1, 0))
         y = sum(weight[:, w] * padded[w : w + end - begin] for w in range(width))
         y = y if bias is None else y + bias

@@ -154,10 +154,10 @@ def gated_delta_paged(
     cu_seqlens_q  (B + 1,) int32: sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]; from 0 to T
     max_seqlen_q  at least the most rows of a sequence; no effect on bits
     returns       (T, Hv, dv) in q.dtype
-    bits          those of gated_delta_varlen for the same sequence, for any split into calls, slot and batch. A sequence
-                  in its first chunk has a state of zeros, whatever its slot holds. Rows that were appended too many are
-                  forgotten by a call with a smaller context_len, unless one of them ended a chunk. What a slot holds
-                  beyond its open rows has no influence
+    bits          those of gated_delta_varlen for the same sequence, for any split into calls, slot and batch. In its
+                  first chunk a sequence has a state of zeros, whatever its slot holds. Rows that were appended too many
+                  are forgotten by a call with a smaller context_len, unless one of them ended a chunk. What a slot
+                  holds beyond its open rows has no influence
     grad          none: a RuntimeError where an input requires one in grad mode
     raises        TypeError on dtype, ValueError on shape, strides, values (on CPU) or device, BackendUnavailable. On a
                   GPU values are not looked at (that would stall the stream); they touch no memory but the arguments'

@@ -1,5 +1,7 @@
 """The meaning of gated_delta in plain PyTorch, row by row, in q's own precision: call it with float64."""
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ def gated_delta_ref(
         q, k = (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q, k = (x.repeat_interleave(group, dim=1) for x in (q, k))
     offsets, outputs, finals = cu_seqlens.tolist(), [], []
-    for b, (begin, end) in enumerate(zip(offsets, offsets[1:])):
+    for b, (begin, end) in enumerate(itertools.pairwise(offsets)):
         state = q.new_zeros(v.shape[1], q.shape[2], v.shape[2]) if initial_state is None else initial_state[b]
         for t in range(begin, end):
             state = state * g[t].exp()[:, None, None]
