@@ -367,6 +367,77 @@ def _linear_sample(device: str, half: bool) -> Iterator[Case]:
         yield "linear_sample", name, drawn
 
 
+def _delta(device: str, half: bool) -> Iterator[Case]:
+    lengths = [1, 33, 70]
+    for width, bias, activation in ((4, True, "silu"), (4, False, None), (2, False, "silu"), (8, True, None)):
+
+        def conv(make, width=width, bias=bias, activation=activation):
+            x, weight = make.tricky(sum(lengths), 70), make.values(70, width)
+            more, cu = [make.values(70)] if bias else [], offsets(lengths, device)
+            fn = lambda x, w, b=None: vx.causal_conv(x, w, b, cu_seqlens=cu, activation=activation)  # noqa: E731
+            taps, count = make.values(4, 8, 70), torch.tensor([9, 33, 80], dtype=torch.int32, device=device)
+            slots = torch.tensor([2, -1, 0], dtype=torch.int32, device=device)
+            options = {"activation": activation}
+            bias_or_none = more[0] if more else None
+            y = vx.causal_conv_paged(x, weight, bias_or_none, taps, slots, count, cu, **options)
+            return [*with_grads(make, fn, x, weight, *more), y, taps]
+
+        yield "causal_conv", f"W={width} bias={bias} {activation}", conv
+
+    for heads, dims, norm in (((1, 2), (32, 48), True), ((2, 2), (16, 16), False), ((1, 1), (24, 40), True)):
+
+        def rows(make, count, heads=heads, dims=dims, norm=norm):
+            low = {} if norm else {"low": -4, "high": -3}  # without the norm, keys are short enough not to explode
+            q, k = (make.values(count, heads[0], dims[0], **low) for _ in "qk")
+            g = -make.values(count, heads[1], low=-12, high=-2).float().abs()
+            return q, k, make.values(count, heads[1], dims[1]), g, make.values(count, heads[1], low=-5, high=-2).abs()
+
+        def train(make, rows=rows, heads=heads, dims=dims, norm=norm):
+            initial = make.values(3, heads[1], *dims, low=-6, high=-2).float()
+            cu, given = offsets(lengths, device), rows(make, sum(lengths))
+            options = {"qk_l2norm": norm, "return_final_state": True}
+            fn = lambda *t: vx.gated_delta_varlen(*t[:5], cu, initial_state=t[5], **options)  # noqa: E731
+            return with_grads(make, fn, *given, initial)
+
+        def paged(make, rows=rows, heads=heads, dims=dims, norm=norm):
+            memory = [make.values(4, heads[1], *dims, low=-6, high=-2).float(), make.values(4, 64, heads[0], dims[0])]
+            memory += [make.values(4, 64, heads[1], dims[1], low=-4, high=0).float()]
+            memory += [-make.values(4, 64, heads[1], low=-12, high=-2).float().abs().cumsum(1)]
+            counts = [1, 1, 70, 3]
+            step = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([2, 0, 3, 1], [64, 90, 100, 3])]
+            call = *step, offsets(counts, device), max(counts)
+            return [vx.gated_delta_paged(*rows(make, sum(counts)), *memory, *call, qk_l2norm=norm), *memory]
+
+        name = f"{heads[0]}/{heads[1]} x {dims[0]}/{dims[1]}{'' if norm else ', no norm'}"
+        yield "gated_delta", name, train
+        yield "gated_delta", f"{name}, paged", paged
+
+    def gates(make):
+        a, b = make.tricky(20, 48, low=-4, high=5), make.tricky(20, 48, low=-4, high=5)
+        a_log, dt_bias = make.values(48).float(), make.values(48).float()
+        return with_grads(make, vx.delta_gates, a, b, a_log, dt_bias)
+
+    yield "gated_delta", "gates", gates
+
+    for n in (1, 70, 1500):
+
+        def gated(make, n=n):
+            x, gate, weight = make.tricky(9, n), make.tricky(9, n, low=-4, high=3), make.values(n)
+            return [
+                *with_grads(make, vx.rmsnorm_gated, x, gate, weight),
+                vx.rmsnorm_gated(make.hard(44, n), make.hard(44, n), weight),
+            ]
+
+        yield "rmsnorm", f"gated N={n}", gated
+
+        def sigmoid(make, n=n):
+            x, gate, one = make.tricky(9, n), make.tricky(9, n, low=-4, high=3), make.values(9, 1)
+            hard = vx.sigmoid_mul(make.hard(44, n), make.hard(44, n))
+            return [*with_grads(make, vx.sigmoid_mul, x, gate), *with_grads(make, vx.sigmoid_mul, x, one), hard]
+
+        yield "silu_mul", f"sigmoid N={n}", sigmoid
+
+
 # What a case has: lengths, (Hq, Hk, D, Dv), options.
 ATTENTION = {
     "causal": ([1, 130, 33], (4, 2, 64, 64), {}),
@@ -447,7 +518,15 @@ def dtypes(device: str) -> dict[str, torch.dtype]:
 
 def cases(device: str) -> Iterator[tuple[str, str, Callable[[], list[Tensor]]]]:
     """(room, name, run): every op and option, in every dtype that the device's kernels take."""
-    for family in (_products, _elementwise, _head, _linear_sample, _sampler, _attention):  # the slowest to compile last
+    for family in (
+        _products,
+        _elementwise,
+        _head,
+        _linear_sample,
+        _sampler,
+        _delta,
+        _attention,
+    ):  # the slowest to compile last
         for short, dtype in dtypes(device).items():
             if family is _sampler and dtype != torch.float32:
                 continue

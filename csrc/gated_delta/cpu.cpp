@@ -141,6 +141,43 @@ void gated_delta_varlen_bwd(Tensor dout, std::optional<Tensor> dfinal_state, Ten
            mutable_states(dinitial_state, "dinitial_state", op)});
 }
 
+DeltaGates gates_args(const Tensor& a, const Tensor& b, const Tensor& a_log, const Tensor& dt_bias) {
+  STD_TORCH_CHECK(a.dim() == 2, "a: expected (T, Hv)");
+  const int64_t rows = a.size(0), heads = a.size(1);
+  const Dtype dtype = dtype_of(a, "a");
+  check_2d(a, "a", rows, heads);
+  check_2d(b, "b", rows, heads, dtype);
+  check_1d(a_log, "a_log", heads);
+  check_1d(dt_bias, "dt_bias", heads);
+  return {dtype,
+          rows,
+          heads,
+          a.stride(0),
+          b.stride(0),
+          data(a),
+          data(b),
+          values<float>(a_log, "a_log"),
+          values<float>(dt_bias, "dt_bias")};
+}
+
+void delta_gates_fwd(Tensor a, Tensor b, Tensor a_log, Tensor dt_bias, Tensor g, Tensor beta) {
+  const DeltaGates op = gates_args(a, b, a_log, dt_bias);
+  check_contiguous(g, "g", op.rows, op.heads, Dtype::f32);
+  check_contiguous(beta, "beta", op.rows, op.heads, op.dtype);
+  VX_CALL(delta_gates_fwd, {op, mutable_values<float>(g, "g"), mutable_data(beta)});
+}
+
+void delta_gates_bwd(Tensor dg, Tensor dbeta, Tensor a, Tensor b, Tensor a_log, Tensor dt_bias, Tensor da, Tensor db,
+                     Tensor da_log, Tensor ddt_bias) {
+  const DeltaGates op = gates_args(a, b, a_log, dt_bias);
+  check_contiguous(dg, "dg", op.rows, op.heads, Dtype::f32);
+  for (const Tensor* t : {&dbeta, &da, &db}) check_contiguous(*t, "dbeta, da, db", op.rows, op.heads, op.dtype);
+  check_1d(da_log, "da_log", op.heads);
+  check_1d(ddt_bias, "ddt_bias", op.heads);
+  VX_CALL(delta_gates_bwd, {op, values<float>(dg, "dg"), data(dbeta), mutable_data(da), mutable_data(db),
+                            mutable_values<float>(da_log, "da_log"), mutable_values<float>(ddt_bias, "ddt_bias")});
+}
+
 }  // namespace
 }  // namespace vx
 
@@ -148,4 +185,6 @@ STABLE_TORCH_LIBRARY_IMPL(vexact_native, CPU, m) {
   m.impl("gated_delta_varlen_fwd", VX_BOX(&vx::gated_delta_varlen_fwd));
   m.impl("gated_delta_paged_fwd", VX_BOX(&vx::gated_delta_paged_fwd));
   m.impl("gated_delta_varlen_bwd", VX_BOX(&vx::gated_delta_varlen_bwd));
+  m.impl("delta_gates_fwd", VX_BOX(&vx::delta_gates_fwd));
+  m.impl("delta_gates_bwd", VX_BOX(&vx::delta_gates_bwd));
 }

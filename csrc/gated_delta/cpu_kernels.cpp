@@ -3,6 +3,7 @@
 #include "common/parallel.h"
 #include "common/vec.h"
 #include "gated_delta/chunk.h"
+#include "silu_mul/gate.h"
 
 namespace vx::VEXACT_ISA {
 namespace {
@@ -241,8 +242,63 @@ void backward(const GatedDeltaBwd& f) {
   });
 }
 
+// log(1 + e^x), which is x above 20 as torch has it. log(1 + q) loses q's low bits; q / (u - 1) puts them back.
+VX_INLINE F16 softplus(F16 x) {
+  const F16 q = exp(neg(abs(x))), u = set1(1.0f) + q, up = u - set1(1.0f);
+  const F16 low = select(up > zero(), log(u) * (q / up), q);
+  const F16 y = select(x > zero(), x, zero()) + low;
+  return select(is_nan(x), x, select(x > set1(20.0f), x, y));
+}
+
+template <class T>
+void gates_forward(const DeltaGatesFwd& f) {
+  const DeltaGates& op = f.op;
+  parallel_for(0, op.rows, 1 + 1024 / (op.heads + 1), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+      for_chunks(op.heads, [&](int64_t i, int lanes) {
+        const F16 x = load_lanes(static_cast<const T*>(op.a) + row * op.a_stride + i, lanes) +
+                      load_lanes(op.dt_bias + i, lanes);
+        store_lanes(f.g + row * op.heads + i, neg(exp(load_lanes(op.a_log + i, lanes)) * softplus(x)), lanes);
+        const F16 b = load_lanes(static_cast<const T*>(op.b) + row * op.b_stride + i, lanes);
+        store_lanes(static_cast<T*>(f.beta) + row * op.heads + i, gate_of(b).s, lanes);
+      });
+  });
+}
+
+template <class T>
+void gates_backward(const DeltaGatesBwd& f) {
+  const DeltaGates& op = f.op;
+  // order: a_log and dt_bias sum the rows one by one, ascending; threads share out the heads.
+  parallel_for(0, (op.heads + 15) / 16, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+      const int64_t i = chunk * 16;
+      const int lanes = int(op.heads - i < 16 ? op.heads - i : 16);
+      const F16 rate = exp(load_lanes(op.a_log + i, lanes)), bias = load_lanes(op.dt_bias + i, lanes);
+      F16 of_log = zero(), of_bias = zero();
+      for (int64_t row = 0; row < op.rows; ++row) {
+        const int64_t at = row * op.heads + i;
+        const F16 x = load_lanes(static_cast<const T*>(op.a) + row * op.a_stride + i, lanes) + bias;
+        const F16 d = neg(load_lanes(f.dg + at, lanes) * rate), slope = select(x > set1(20.0f), set1(1.0f), gate_of(x).s);
+        const F16 da = d * slope;
+        of_log = fma(d, softplus(x), of_log);
+        of_bias = of_bias + da;
+        store_lanes(static_cast<T*>(f.da) + at, da, lanes);
+        const Gate b = gate_of(load_lanes(static_cast<const T*>(op.b) + row * op.b_stride + i, lanes));
+        store_lanes(static_cast<T*>(f.db) + at, load_lanes(static_cast<const T*>(f.dbeta) + at, lanes) * (b.s * b.rest),
+                    lanes);
+      }
+      store_lanes(f.da_log + i, of_log, lanes);
+      store_lanes(f.ddt_bias + i, of_bias, lanes);
+    }
+  });
+}
+
 }  // namespace
 
+void delta_gates_fwd(const DeltaGatesFwd& a) { a.op.dtype == Dtype::f32 ? gates_forward<float>(a) : gates_forward<bf16>(a); }
+void delta_gates_bwd(const DeltaGatesBwd& a) {
+  a.op.dtype == Dtype::f32 ? gates_backward<float>(a) : gates_backward<bf16>(a);
+}
 void gated_delta_fwd(const GatedDeltaFwd& a) { a.op.dtype == Dtype::f32 ? forward<float>(a) : forward<bf16>(a); }
 void gated_delta_bwd(const GatedDeltaBwd& a) { a.op.dtype == Dtype::f32 ? backward<float>(a) : backward<bf16>(a); }
 

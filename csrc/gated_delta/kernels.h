@@ -47,7 +47,30 @@ struct GatedDeltaBwd {
   float *dg, *dbeta, *dinitial;    // (tokens, hv) twice, (sequences, hv, dk, dv) or null
 };
 
+struct DeltaGates {
+  Dtype dtype;                     // of a, b and beta
+  int64_t rows, heads, a_stride, b_stride;
+  const void *a, *b;               // (rows, heads), rows a_stride and b_stride elements apart
+  const float *a_log, *dt_bias;    // (heads,)
+};
+
+struct DeltaGatesFwd {
+  DeltaGates op;
+  float* g;                        // (rows, heads)
+  void* beta;                      // (rows, heads)
+};
+
+struct DeltaGatesBwd {
+  DeltaGates op;
+  const float* dg;                 // (rows, heads), contiguous as all below
+  const void* dbeta;
+  void *da, *db;
+  float *da_log, *ddt_bias;        // (heads,)
+};
+
 }  // namespace vx
 
 VX_DECLARE_KERNEL(void gated_delta_fwd(const GatedDeltaFwd& a))
 VX_DECLARE_KERNEL(void gated_delta_bwd(const GatedDeltaBwd& a))
+VX_DECLARE_KERNEL(void delta_gates_fwd(const DeltaGatesFwd& a))
+VX_DECLARE_KERNEL(void delta_gates_bwd(const DeltaGatesBwd& a))

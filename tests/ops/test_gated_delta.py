@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vexact_ops as vx
-from vexact_ops.gated_delta.reference import gated_delta_ref
-from vexact_ops.testing import assert_bitwise, check_repeatable
+from vexact_ops.gated_delta.reference import delta_gates_ref, gated_delta_ref
+from vexact_ops.testing import assert_bitwise, check_repeatable, check_rows
 
 BACKENDS = pytest.mark.parametrize("device,backend", room_backends("gated_delta"))
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
@@ -472,3 +472,88 @@ def test_bad_arguments_of_slots_are_named():
     with pytest.raises(RuntimeError, match=f"{op}: state requires a gradient"):
         run(tensors=[state.clone().requires_grad_(), open_k, open_u, open_g])
     assert_bitwise(memory.tensors, before)  # nothing was written
+
+
+# delta_gates
+
+
+def gates(a, b, dg, dbeta, a_log, dt_bias, backend):
+    a, b = a.clone().requires_grad_(), b.clone().requires_grad_()
+    out = vx.delta_gates(a, b, a_log, dt_bias, backend=backend)
+    return *(x.detach() for x in out), *torch.autograd.grad(out, (a, b), (dg, dbeta))
+
+
+def gate_inputs(rows, heads, dtype, device, seed):
+    draw = torch.Generator().manual_seed(seed)
+    a, b = (8 * torch.randn(rows, heads, generator=draw).to(dtype) for _ in "ab")
+    dg, dbeta = torch.randn(rows, heads, generator=draw), torch.randn(rows, heads, generator=draw).to(dtype)
+    a_log, dt_bias = torch.rand(heads, generator=draw).log(), torch.randn(heads, generator=draw)
+    return tuple(x.to(device) for x in (a, b, dg, dbeta, a_log, dt_bias))
+
+
+@BACKENDS
+@DTYPES
+@given(heads=st.sampled_from([1, 5, 32, 48]), rows=st.integers(1, 9), seed=st.integers(0, 2**16))
+def test_gates_stand_alone(device, backend, dtype, heads, rows, seed):
+    *rowwise, a_log, dt_bias = gate_inputs(rows, heads, dtype, device, seed)
+    check_rows(lambda *t: gates(*t, a_log, dt_bias, backend), *rowwise, seed=seed)
+
+
+@pytest.mark.parametrize("device,backend", room_backends("gated_delta", "triton"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@given(heads=st.sampled_from([1, 5, 32, 48]), rows=st.integers(1, 9), seed=st.integers(0, 2**16))
+def test_gates_on_a_gpu_have_the_bits_of_a_cpu(device, backend, dtype, heads, rows, seed):
+    inputs = gate_inputs(rows, heads, dtype, "cpu", seed)
+    found = gates(*(x.to(device) for x in inputs), backend)
+    assert_bitwise([x.cpu() for x in found], gates(*inputs, "cpu"))
+
+
+@BACKENDS
+@DTYPES
+def test_accuracy_of_gates_alone(device, backend, dtype):
+    a, b, dg, dbeta, a_log, dt_bias = gate_inputs(500, 32, dtype, device, 0)
+    assert float(a.max()) > 20  # where softplus is its argument
+
+    def run(fn, *tensors, upstream):
+        leaves = [x.detach().clone().requires_grad_() for x in tensors]
+        out = fn(*leaves)
+        return *(x.detach() for x in out), *torch.autograd.grad(out, leaves, upstream)
+
+    def stock(a, b, a_log, dt_bias):
+        return -a_log.float().exp() * torch.nn.functional.softplus(a.float() + dt_bias), b.sigmoid()
+
+    exact = run(delta_gates_ref, *(x.double() for x in (a, b, a_log, dt_bias)), upstream=(dg.double(), dbeta.double()))
+    ours = run(lambda *t: vx.delta_gates(*t, backend=backend), a, b, a_log, dt_bias, upstream=(dg, dbeta))
+    theirs = run(stock, a, b, a_log, dt_bias, upstream=(dg, dbeta))
+    for name, o, t, e in zip(("g", "beta", "a", "b", "a_log", "dt_bias"), ours, theirs, exact, strict=True):
+        error, stock_error = (float((x.double() - e).norm() / e.norm()) for x in (o, t))
+        assert error <= 2 * stock_error + 1e-7, f"{name}: {error:.3g} against the stock form's {stock_error:.3g}"
+
+
+@BACKENDS
+def test_gates_repeat_and_opcheck(device, backend):
+    a, b, dg, dbeta, a_log, dt_bias = gate_inputs(333, 48, torch.bfloat16, device, 1)
+
+    def run():
+        leaves = [x.clone().requires_grad_() for x in (a, b, a_log, dt_bias)]
+        out = vx.delta_gates(*leaves, backend=backend)
+        return *out, *torch.autograd.grad(out, leaves, (dg, dbeta))
+
+    check_repeatable(run)
+    args = [x[:3].float().requires_grad_() for x in (a, b)] + [x.requires_grad_() for x in (a_log, dt_bias)]
+    torch.library.opcheck(torch.ops.vexact.delta_gates.default, (*args, backend))
+
+
+def test_bad_arguments_of_gates_are_named():
+    a, b, _, _, a_log, dt_bias = gate_inputs(3, 4, torch.float32, "cpu", 0)
+    for message, args, kind in (
+        ("a: got dtype int64", (a.long(), b, a_log, dt_bias), TypeError),
+        ("b: got dtype bfloat16, expected float32 as a has", (a, b.bfloat16(), a_log, dt_bias), TypeError),
+        (r"b: got shape \(3, 2\), expected \(3, 4\)", (a, b[:, :2], a_log, dt_bias), ValueError),
+        (r"a_log: got shape \(2,\), expected \(4,\)", (a, b, a_log[:2], dt_bias), ValueError),
+        ("dt_bias: got dtype float64", (a, b, a_log, dt_bias.double()), TypeError),
+    ):
+        with pytest.raises(kind, match=f"delta_gates: {message}"):
+            vx.delta_gates(*args)
+    g, beta = vx.delta_gates(a[:0], b[:0], a_log, dt_bias)
+    assert g.shape == beta.shape == (0, 4)

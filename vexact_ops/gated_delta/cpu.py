@@ -49,3 +49,13 @@ def paged_fwd(
         _explain_gates(op, g, beta)
         raise AssertionError(f"{op}: the kernel refused offsets, slots, lengths and gates that are in order")
     return out
+
+
+def delta_gates_fwd(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, g: Tensor, beta: Tensor) -> None:
+    native.ops().delta_gates_fwd(a, b, a_log, dt_bias, g, beta)
+
+
+def delta_gates_bwd(dg: Tensor, dbeta: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor):
+    grads = a.new_empty(a.shape), b.new_empty(b.shape), torch.empty_like(a_log), torch.empty_like(dt_bias)
+    native.ops().delta_gates_bwd(dg, dbeta, a, b, a_log, dt_bias, *grads)
+    return grads

@@ -35,3 +35,7 @@ def gated_delta_ref(
         finals.append(state)
     out = torch.stack(outputs) if outputs else torch.zeros_like(v)
     return out, torch.stack(finals) if finals else q.new_zeros(0, v.shape[1], q.shape[2], v.shape[2])
+
+
+def delta_gates_ref(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    return -a_log.exp() * torch.nn.functional.softplus(a + dt_bias), torch.sigmoid(b)

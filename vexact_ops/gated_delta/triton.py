@@ -25,6 +25,8 @@ from torch import Tensor
 
 from .._core.triton import OPTIONS, block, exp_term, fold_sum, on
 from .op import CHUNK
+from .triton_gates import delta_gates_bwd as delta_gates_bwd
+from .triton_gates import delta_gates_fwd as delta_gates_fwd
 
 PER_CALL = ["tokens", "sequences", "slot_count"]
 _CHUNK = tl.constexpr(CHUNK)
