@@ -155,19 +155,17 @@ def solve(u, s, new, kn, qn, sums, beta, v, TF: tl.constexpr):
     qs = dot(qn, state, TF)
     o = tl.zeros_like(v)
     newer = tl.broadcast_to(tl.where(new, 1.0, 0.0)[:, None], v.shape)
-    for n in tl.static_range(_BLOCKS):
+    for n in range(_BLOCKS):  # no unrolling: it would take minutes to compile
         a_rows, p_rows = block_of(a, n), block_of(p, n)
         fresh = block_of(newer, n) > 0.0
-        u_block, o_sum = block_of(left, n), tl.zeros([_BLOCK, v.shape[1]], tl.float32)
-        if n > 0:
-            before = (place < n * _BLOCK)[None, :]
-            known = tf(tl.where((place < n * _BLOCK)[:, None], u, 0.0), TF)
-            u_block = u_block - (dot(tf(tl.where(before, a_rows, 0.0), TF), known, TF) + 0.0)
-            o_sum = dot(tf(tl.where(before, p_rows, 0.0), TF), known, TF) + 0.0
+        before = (place < n * _BLOCK)[None, :]
+        known = tf(tl.where((place < n * _BLOCK)[:, None], u, 0.0), TF)
+        u_block = block_of(left, n) - (dot(tf(tl.where(before, a_rows, 0.0), TF), known, TF) + 0.0)
+        o_sum = dot(tf(tl.where(before, p_rows, 0.0), TF), known, TF) + 0.0
         u_block = tl.where(fresh, u_block, block_of(u, n))
         o_block = tl.fma(block_of(right, n), block_of(qs, n), o_sum)
         a_own, p_own = columns_of(a_rows, n), columns_of(p_rows, n)
-        for j in tl.static_range(_BLOCK):  # order: the own block's rows ascending, one fma each
+        for j in range(_BLOCK):  # order: the own block's rows ascending, one fma each
             z = tl.broadcast_to(row_of(u_block, j)[None, :], u_block.shape)
             from_u = tl.broadcast_to(column_of(a_own, j)[:, None], u_block.shape)
             from_o = tl.broadcast_to(column_of(p_own, j)[:, None], u_block.shape)
@@ -376,7 +374,7 @@ def _token_kernel(
         u_i = (b * tl.fma(first * -1.0, row_of(of_state, 0), value) + 0.0) - row_of(of_rows, 0)
         o_i = tl.fma(first, row_of(of_state, 1), row_of(of_rows, 1))
         own = block_of(u, n)
-        for j in tl.static_range(_BLOCK):
+        for j in range(_BLOCK):
             at = n * _BLOCK + j
             z = row_of(own, j)
             from_u = tl.zeros([BV], tl.float32) + tl.sum(tl.where(place == at, a, 0.0), axis=0)

@@ -36,15 +36,15 @@ def _gradient_of_u(a, w, last, TF: tl.constexpr):
     """w (64, N) less what later rows of A take: w_j - sum over i > j of A_ij w_i."""
     place, sub = tl.arange(0, _CHUNK), tl.arange(0, _BLOCK)
     at = tl.trans(a)  # at[j, i] = A_ij
-    for back in tl.static_range(_BLOCKS):
+    for back in range(_BLOCKS):
         n = _BLOCKS - 1 - back
-        rows, part = block_of(at, n), block_of(w, n)
-        if back > 0:  # order: later blocks in one accumulator, ascending; then the own block's rows, descending
-            later = place >= (n + 1) * _BLOCK
-            known = tf(tl.where(later[:, None], w, 0.0), TF)
-            part = part - dot(tf(tl.where(later[None, :], rows, 0.0), TF), known, TF)
+        rows = block_of(at, n)
+        # order: later blocks in one accumulator, ascending; then the own block's rows, descending
+        later = place >= (n + 1) * _BLOCK
+        known = tf(tl.where(later[:, None], w, 0.0), TF)
+        part = block_of(w, n) - dot(tf(tl.where(later[None, :], rows, 0.0), TF), known, TF)
         own = columns_of(rows, n)
-        for count in tl.static_range(_BLOCK):
+        for count in range(_BLOCK):
             i = _BLOCK - 1 - count
             z = tl.broadcast_to(row_of(part, i)[None, :], part.shape)
             factor = tl.broadcast_to(column_of(own, i)[:, None], part.shape)
