@@ -5,7 +5,8 @@ The declared arithmetic, for every kernel of the class; fp32, fused where it say
 nearest, ties away from zero, for 16-bit inputs; x itself for fp32 inputs, whose products are then plain fp32.
 
 1. r = 1 / sqrt(fold_sum(x x) + 1e-6); kn = tf(k r), qn = tf(q r); without the norm kn = tf(k), qn = tf(q).
-2. G_i = G_(i-1) + g_i from +0 at the chunk's start; e_ij = exp_term(G_i - G_j), E_i = exp_term(G_i).
+2. G_i = G_(i-1) + g_i from +0 at the chunk's start; e_ij = exp_term(G_i - G_j), E_i = exp_term(G_i); with fp32 inputs
+   exp_down in its place.
 3. Products, each a chain of K ascending from +0 in one accumulator: ks_i = kn_i tf(S), qs_i = qn_i tf(S),
    kk_ij = kn_i kn_j, qk_ij = qn_i kn_j. A_ij = beta_i (e_ij kk_ij) and P_ij = e_ij qk_ij, selected by j < i and j <= i.
    Over the rows j of earlier blocks of 16: a_i = sum tf(A_ij) tf(u_j) + 0, p_i = sum tf(P_ij) tf(u_j) + 0.
@@ -23,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, block, exp_term, fold_sum, on
+from .._core.triton import OPTIONS, block, exp_down, exp_term, fold_sum, on
 from .op import CHUNK
 from .triton_gates import delta_gates_bwd as delta_gates_bwd
 from .triton_gates import delta_gates_fwd as delta_gates_fwd
@@ -64,6 +65,16 @@ def tf(x, TF: tl.constexpr):
     if TF:
         bits = x.to(tl.int32, bitcast=True)
         y = tl.where(tl.abs(x) < float("inf"), ((bits + 0x1000) & -8192).to(tl.float32, bitcast=True), x)
+    return y
+
+
+@triton.jit
+def decay(x, TF: tl.constexpr):
+    """e^x for x of at most 0: exp_term for 16-bit inputs, to 2^-24 for fp32 ones."""
+    if TF:
+        y = exp_term(x)
+    else:
+        y = exp_down(x)
     return y
 
 
@@ -135,7 +146,7 @@ def coefficients(kn, qn, sums, beta, TF: tl.constexpr):
     """A (64, 64), what u_j is multiplied by in u_i, and P, in o_i."""
     place = tl.arange(0, _CHUNK)
     i, j = place[:, None], place[None, :]
-    e = exp_term(sums[:, None] - sums[None, :])
+    e = decay(sums[:, None] - sums[None, :], TF)
     kt = tl.trans(kn)
     a = tl.where(j < i, beta[:, None] * (e * dot(kn, kt, TF)), 0.0)
     p = tl.where(j <= i, e * dot(qn, kt, TF), 0.0)
@@ -149,7 +160,7 @@ def solve(u, s, new, kn, qn, sums, beta, v, TF: tl.constexpr):
     sub = tl.arange(0, _BLOCK)
     a, p = coefficients(kn, qn, sums, beta, TF)
     state = tf(s, TF)
-    first = exp_term(sums)[:, None]
+    first = decay(sums, TF)[:, None]
     left = beta[:, None] * tl.fma(tl.broadcast_to(first * -1.0, v.shape), dot(kn, state, TF), v)
     right = first * tl.full(v.shape, 1.0, tl.float32)
     qs = dot(qn, state, TF)
@@ -182,10 +193,10 @@ def advance(s, u, kn, sums, last, TF: tl.constexpr):
     place = tl.arange(0, _CHUNK)
     total = tl.sum(tl.where(place == last - 1, sums, 0.0), axis=0)
     there = place < last
-    rest = exp_term(tl.where(there, total - sums, 0.0))
+    rest = decay(tl.where(there, total - sums, 0.0), TF)
     kd = tf(tl.where(there[:, None], rest[:, None] * kn, 0.0), TF)
     added = dot(tl.trans(kd), tf(tl.where(there[:, None], u, 0.0), TF), TF)
-    return tl.fma(tl.broadcast_to(exp_term(total), s.shape), s, added)
+    return tl.fma(tl.broadcast_to(decay(total, TF), s.shape), s, added)
 
 
 @triton.jit
@@ -362,7 +373,7 @@ def _token_kernel(
         of_state = dot(both, tf(s, TF), TF)
         grams = dot(both, tl.trans(kn), TF)
         sums = tl.where(place == i, total, sums)
-        e = exp_term(total - sums)
+        e = decay(total - sums, TF)
         a = tl.where(place < i, b * (e * row_of(grams, 0)), 0.0)
         p = tl.where(place <= i, e * row_of(grams, 1), 0.0)
         n = i // _BLOCK
@@ -370,7 +381,7 @@ def _token_kernel(
         factors = tl.where((sub == 0)[:, None], tl.where(earlier, a, 0.0)[None, :], 0.0)
         factors = tl.where((sub == 1)[:, None], tl.where(earlier, p, 0.0)[None, :], factors)
         of_rows = dot(tf(factors, TF), tf(tl.where(earlier[:, None], u, 0.0), TF), TF)
-        first = tl.zeros([BV], tl.float32) + exp_term(total)
+        first = tl.zeros([BV], tl.float32) + decay(total, TF)
         u_i = (b * tl.fma(first * -1.0, row_of(of_state, 0), value) + 0.0) - row_of(of_rows, 0)
         o_i = tl.fma(first, row_of(of_state, 1), row_of(of_rows, 1))
         own = block_of(u, n)

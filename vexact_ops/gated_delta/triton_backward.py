@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._core.triton import OPTIONS, exp_term, fold_sum, on
+from .._core.triton import OPTIONS, fold_sum, on
 from .op import CHUNK
 from .triton import (
     PER_CALL,
@@ -15,6 +15,7 @@ from .triton import (
     chunks,
     column_of,
     columns_of,
+    decay,
     dot,
     extent,
     in_block,
@@ -101,9 +102,9 @@ def _bwd_kernel(
         kn, qn, st, dst = tf(x, TF), tf(y, TF), tf(s, TF), tf(ds, TF)
         sums = running_sums(g, row.to(tl.int64), head, 0, last, 0.0, HV)
         total = tl.sum(tl.where(place == last - 1, sums, 0.0), axis=0)
-        rest = tl.where(live, exp_term(tl.where(live, total - sums, 0.0)), 0.0)
-        first = exp_term(sums)
-        e = tl.where(j <= i, exp_term(tl.where(j <= i, sums[:, None] - sums[None, :], 0.0)), 0.0)
+        rest = tl.where(live, decay(tl.where(live, total - sums, 0.0), TF), 0.0)
+        first = decay(sums, TF)
+        e = tl.where(j <= i, decay(tl.where(j <= i, sums[:, None] - sums[None, :], 0.0), TF), 0.0)
         kk, qk = dot(kn, tl.trans(kn), TF), dot(qn, tl.trans(kn), TF)
         a = tl.where(j < i, b[:, None] * (e * kk), 0.0)
         p = tl.where(j <= i, e * qk, 0.0)
@@ -131,7 +132,7 @@ def _bwd_kernel(
         taken = _rows_sum(x * h)
         of_all = tl.sum(tl.reshape(_rows_sum(tl.reshape(taken, [1, _CHUNK])), [1]), axis=0)
         of_state = tl.sum(tl.reshape(_rows_sum(tl.reshape(_rows_sum(ds * s), [1, DKP])), [1]), axis=0)
-        last_sum = tl.where(place == last - 1, of_all + exp_term(total) * of_state, 0.0)
+        last_sum = tl.where(place == last - 1, of_all + decay(total, TF) * of_state, 0.0)
         dsums = (dsums - taken) + last_sum
         # order: the gradient of g_i takes those of the sums from the last to i, in a tree
         dg = _rows_sum(tl.where(j >= i, tl.broadcast_to(dsums[None, :], [_CHUNK, _CHUNK]), 0.0))
@@ -141,7 +142,7 @@ def _bwd_kernel(
         keys_at = ((columns + at) * HV + head)[:, None] * DK + d[None, :]
         tl.store(parts_q + keys_at, dq, mask=live[:, None] & deep)
         tl.store(parts_k + keys_at, dk, mask=live[:, None] & deep)
-        ds = exp_term(total) * ds + (dot(tl.trans(kn), by_kt, TF) + dot(tl.trans(qn), by_qt, TF))
+        ds = decay(total, TF) * ds + (dot(tl.trans(kn), by_kt, TF) + dot(tl.trans(qn), by_qt, TF))
         chunk -= 1
     if INITIAL:
         tl.store(dinitial + whose + plane, ds, mask=inside)
