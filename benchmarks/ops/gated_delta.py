@@ -7,6 +7,7 @@ import torch
 
 import vexact_ops as vx
 
+from ..checks import reference
 from ..harness import Case, random
 from ..peers import installed
 from ..shapes import Shape
@@ -29,29 +30,9 @@ def _normed(x):
 
 
 def _stock(q, k, v, g, beta, cu):
-    """The chunked form in torch, fp32: (I + A)^-1 by a triangular solve, then the scan over chunks."""
-    tokens, group, dk, dtype = q.shape[0], v.shape[1] // k.shape[1], q.shape[2], v.dtype
-    pad = -tokens % CHUNK
-
-    def chunks(x):
-        x = torch.nn.functional.pad(x.float(), (0, 0) * (x.dim() - 1) + (0, pad))
-        return x.view(-1, CHUNK, *x.shape[1:]).transpose(1, 2)  # (N, H, C, ...)
-
-    q, k = (chunks(_normed(x).repeat_interleave(group, dim=1)) for x in (q, k))
-    v, sums, beta = chunks(v), chunks(g).cumsum(2), chunks(beta)
-    decay = (sums[..., :, None] - sums[..., None, :]).tril().exp().tril()
-    system = (beta[..., None] * (k @ k.mT) * decay).tril(-1)
-    both = torch.cat([v, k * sums.exp()[..., None]], -1) * beta[..., None]
-    u, w = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True).split([v.shape[-1], dk], -1)
-    inside, outs = (q @ k.mT) * decay, []
-    state = v.new_zeros(v.shape[1], dk, v.shape[3])
-    for n in range(len(q)):
-        new = u[n] - w[n] @ state
-        outs.append((q[n] * sums[n].exp()[..., None]) @ state + inside[n] @ new)
-        rest = (sums[n][:, -1:] - sums[n]).exp()[..., None]
-        state = state * sums[n][:, -1].exp()[:, None, None] + (k[n] * rest).mT @ new
-    out = torch.stack(outs).transpose(1, 2).flatten(0, 1)[:tokens]
-    return (out * dk**-0.5).to(dtype)
+    """The chunked form in torch, fp32 inside, as Hugging Face has it."""
+    chunked = reference("gated_delta", "gated_delta_chunks_ref")
+    return chunked(*(x.float() for x in (q, k, v, g, beta)))[0].to(v.dtype)
 
 
 def _recurrent(q, k, v, g, beta, state, *rest):

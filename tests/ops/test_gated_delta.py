@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vexact_ops as vx
-from vexact_ops.gated_delta.reference import delta_gates_ref, gated_delta_ref
+from vexact_ops.gated_delta.reference import delta_gates_ref, gated_delta_chunks_ref, gated_delta_ref
 from vexact_ops.testing import assert_bitwise, check_repeatable, check_rows
 
 BACKENDS = pytest.mark.parametrize("device,backend", room_backends("gated_delta"))
@@ -335,6 +335,13 @@ def test_repeatable(device, backend):
     check_repeatable(run)
 
 
+def test_the_chunked_reference_is_the_recurrent_one():
+    rows = [x.double() for x in rows_of(150, (1, 3), (16, 24), torch.float64, "cpu", 13)]
+    out, final = gated_delta_chunks_ref(*rows)
+    expected, state = gated_delta_ref(*rows, ints("cpu", 0, 150))
+    torch.testing.assert_close((out, final[None]), (expected, state), rtol=1e-9, atol=1e-12)
+
+
 @BACKENDS
 @pytest.mark.parametrize(
     "dtype,tokens",
@@ -353,7 +360,7 @@ def test_accuracy_against_the_stock_chunked_form(device, backend, dtype, tokens)
     beta = torch.sigmoid(torch.randn(tokens, 2, generator=draw)).to(device, dtype)
     rows = q, k, v, g, beta
     out, final = train(rows, [tokens], backend)
-    exact, exact_final = gated_delta_ref(*(x.cpu().double() for x in rows), ints("cpu", 0, tokens))
+    exact, exact_final = gated_delta_chunks_ref(*(x.cpu().double() for x in rows))
     options = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
     wide = (x.repeat_interleave(2, dim=1)[None] for x in (q, k))
     stock, stock_final = torch_chunk_gated_delta_rule(*wide, *(x[None] for x in (v, g, beta)), **options)
@@ -361,7 +368,7 @@ def test_accuracy_against_the_stock_chunked_form(device, backend, dtype, tokens)
     def error(x, e):
         return float((x.cpu().double() - e).norm() / e.norm())
 
-    for name, x, t, e in (("out", out, stock[0], exact), ("final state", final, stock_final, exact_final)):
+    for name, x, t, e in (("out", out, stock[0], exact), ("final state", final[0], stock_final[0], exact_final)):
         ours, theirs = error(x, e), error(t.to(dtype), e)  # a state too, as the dtype holds it
         assert ours <= 2 * theirs + 1e-7, f"{name}: {ours:.3g} against the stock form's {theirs:.3g}"
 
@@ -528,7 +535,8 @@ def test_accuracy_of_gates_alone(device, backend, dtype):
     theirs = run(stock, a, b, a_log, dt_bias, upstream=(dg, dbeta))
     for name, o, t, e in zip(("g", "beta", "a", "b", "a_log", "dt_bias"), ours, theirs, exact, strict=True):
         error, stock_error = (float((x.double() - e).norm() / e.norm()) for x in (o, t))
-        assert error <= 2 * stock_error + 1e-7, f"{name}: {error:.3g} against the stock form's {stock_error:.3g}"
+        summed = 0.4 * len(a) ** 0.5 * 2**-24 if name in ("a_log", "dt_bias") else 1e-7  # in one accumulator
+        assert error <= 2 * stock_error + summed, f"{name}: {error:.3g} against the stock form's {stock_error:.3g}"
 
 
 @BACKENDS
