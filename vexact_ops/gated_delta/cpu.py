@@ -42,6 +42,7 @@ def paged_fwd(
     q, k, v, g, beta, state, open_k, open_u, open_g, slots, context_lens, cu_seqlens_q, max_seqlen_q, scale, l2norm
 ):
     op, out = "gated_delta_paged", torch.empty(v.shape, dtype=v.dtype)
+    g, beta = g.contiguous(), beta.float().contiguous()
     tensors = q, k, v, g, beta, state, open_k, open_u, open_g, slots, context_lens, cu_seqlens_q
     if not native.ops().gated_delta_paged_fwd(*tensors, max_seqlen_q, scale, l2norm, out):
         offsets = explain_offsets(op, "cu_seqlens_q", cu_seqlens_q, q.shape[0], "q", max_seqlen_q)

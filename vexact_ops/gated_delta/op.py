@@ -272,7 +272,7 @@ def _bwd_fake(dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, *option
 def _paged(q, k, v, g, beta, state, open_k, open_u, open_g, slots, context_lens, cu_seqlens_q, longest, *options):
     *options, backend = options
     step = slots.contiguous(), context_lens.contiguous(), cu_seqlens_q.contiguous(), longest
-    tensors = *_inputs(q, k, v, g, beta), state, open_k, open_u, open_g
+    tensors = _rows(q), _rows(k), _rows(v), g, beta, state, open_k, open_u, open_g  # g and beta as they come
     return ROOM.module(backend).paged_fwd(*tensors, *step, *options)
 
 

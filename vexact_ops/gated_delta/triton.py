@@ -493,6 +493,7 @@ def paged_fwd(
     q, k, v, g, beta, state, open_k, open_u, open_g, slots, context_lens, cu_seqlens_q, max_seqlen_q, scale, l2norm
 ):
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    g, beta = g.contiguous(), beta.float().contiguous()
     if q.shape[0] and slots.shape[0]:
         where = slots_of(state, open_k, open_u, open_g, slots, context_lens)
         rest = where, state.shape[0], cu_seqlens_q, scale, l2norm, out
