@@ -76,6 +76,7 @@ SECONDS = {
     ".cu": 10,
     "csrc/attention/cuda.cu": 120,
     "csrc/attention/latent.cu": 55,
+    "csrc/gated_delta/cpu_kernels.cpp": 25,
     "csrc/grouped_linear/cuda.cu": 40,
     "csrc/grouped_linear/small_m.cu": 25,
     "csrc/linear/cuda.cu": 30,

@@ -26,6 +26,7 @@ class Shape:
     )
     N: int = 0
     K: int = 0
+    delta: tuple[int, int, int, int] | None = None  # key heads, value heads, dk and dv of its gated delta nets
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """Name -> (N, K) of one layer's matrices as they are fused for speed, and of the head."""
@@ -54,6 +55,9 @@ SHAPES = {
         Shape("qwen3-30b-a3b", 2048, 6144, 32, 4, 128, 151936, 48, E=128, top_k=8, expert_I=768),
         Shape("moonlight-16b-a3b", 2048, 11264, 16, 16, 192, 163840, 27, 64, 6, 1408, 128, (576, 512)),
         Shape("deepseek-v3", 7168, 18432, 128, 128, 192, 129280, 61, 256, 8, 2048, 128, (576, 512)),
+        Shape("qwen3.5-9b", 4096, 12288, 16, 4, 256, 248320, 32, delta=(16, 32, 128, 128)),
+        Shape("qwen3.5-35b-a3b", 2048, 512, 16, 2, 256, 248320, 40, 256, 8, 512, delta=(16, 32, 128, 128)),
+        Shape("qwen3-next-80b-a3b", 2048, 512, 16, 2, 256, 151936, 48, 512, 10, 512, delta=(16, 32, 128, 128)),
         Shape("olmoe-1b-7b", 2048, 1024, 16, 16, 128, 50304, 16, E=64, top_k=8, expert_I=1024),
     )
 }

@@ -54,6 +54,8 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   // rmsnorm
   m.def("rmsnorm_fwd(Tensor x, Tensor weight, Tensor? residual, float eps, bool gemma, Tensor(a!) y, Tensor(b!)? new_residual, Tensor(c!) rstd) -> ()");
   m.def("rmsnorm_bwd(Tensor dy, Tensor? dnew_residual, Tensor x, Tensor weight, Tensor rstd, bool gemma, Tensor(a!) dx, Tensor(b!) dweight) -> ()");
+  m.def("rmsnorm_gated_fwd(Tensor x, Tensor gate, Tensor weight, float eps, Tensor(a!) y, Tensor(b!) rstd) -> ()");
+  m.def("rmsnorm_gated_bwd(Tensor dy, Tensor x, Tensor gate, Tensor weight, Tensor rstd, Tensor(a!) dx, Tensor(b!) dgate, Tensor(c!) dweight) -> ()");
 
   // rope
   m.def("rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool transpose, Tensor(a!) q_out, Tensor(b!) k_out) -> ()");
@@ -62,6 +64,8 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   // silu_mul
   m.def("silu_mul_fwd(Tensor gate, Tensor up, bool gelu, Tensor(a!) y) -> ()");
   m.def("silu_mul_bwd(Tensor dy, Tensor gate, Tensor up, bool gelu, Tensor(a!) dgate, Tensor(b!) dup) -> ()");
+  m.def("sigmoid_mul_fwd(Tensor x, Tensor gate, Tensor(a!) y) -> ()");
+  m.def("sigmoid_mul_bwd(Tensor dy, Tensor x, Tensor gate, Tensor(a!) dx, Tensor(b!) dgate) -> ()");
 
   // log_softmax, mean
   m.def("log_softmax_fwd(Tensor x, Tensor(a!) y, Tensor(b!) lse) -> ()");
@@ -97,6 +101,18 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
 
   // kv_cache: the index of the first token with a slot out of range, with nothing written, or -1
   m.def("kv_cache_store(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> int");
+
+  // causal_conv: false, with nothing written, where offsets, slots or lengths are out of range
+  m.def("causal_conv_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor cu_seqlens, bool silu, Tensor(a!) y) -> bool");
+  m.def("causal_conv_paged_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) taps, Tensor slots, Tensor context_lens, Tensor cu_seqlens_q, bool silu, Tensor(b!) y) -> bool");
+  m.def("causal_conv_bwd(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor cu_seqlens, bool silu, Tensor(a!) dpre, Tensor(b!) dx, Tensor(c!) dweight, Tensor(d!)? dbias) -> ()");
+
+  // gated_delta: false, with nothing written, where offsets, slots, lengths, g or beta are out of range
+  m.def("gated_delta_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens, Tensor? initial_state, float scale, bool l2norm, Tensor(a!) out, Tensor(b!)? final_state) -> bool");
+  m.def("gated_delta_paged_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor(b!) open_k, Tensor(c!) open_u, Tensor(d!) open_g, Tensor slots, Tensor context_lens, Tensor cu_seqlens_q, int max_seqlen_q, float scale, bool l2norm, Tensor(e!) out) -> bool");
+  m.def("gated_delta_varlen_bwd(Tensor dout, Tensor? dfinal_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens, Tensor? initial_state, float scale, bool l2norm, Tensor(a!) parts_q, Tensor(b!) parts_k, Tensor(c!) dq, Tensor(d!) dk, Tensor(e!) dv, Tensor(f!) dg, Tensor(g!) dbeta, Tensor(h!)? dinitial_state) -> ()");
+  m.def("delta_gates_fwd(Tensor a, Tensor b, Tensor a_log, Tensor dt_bias, Tensor(a!) g, Tensor(b!) beta) -> ()");
+  m.def("delta_gates_bwd(Tensor dg, Tensor dbeta, Tensor a, Tensor b, Tensor a_log, Tensor dt_bias, Tensor(a!) da, Tensor(b!) db, Tensor(c!) da_log, Tensor(d!) ddt_bias) -> ()");
 
   // sampler
   m.def("sample(Tensor logits, Tensor seeds, Tensor positions, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor(a!) ids, Tensor(b!) logprobs, Tensor(c!) raw_logprobs) -> ()");

@@ -202,6 +202,7 @@ def rmsnorm(d: Draw) -> None:
     again(d, with_gradients(d, lambda x: vx.rmsnorm(x, weight), 1), (x, dy))
     residual = d.special(d.values(rows, n))
     again(d, lambda x, r: vx.rmsnorm(x, weight, residual=r), (x, residual))
+    again(d, with_gradients(d, lambda x, g: vx.rmsnorm_gated(x, g, weight), 2), (x, residual, dy))
 
 
 def rope(d: Draw) -> None:
@@ -241,6 +242,7 @@ def silu_mul(d: Draw) -> None:
     gate, up, dy = d.special(d.values(rows, n)), d.special(d.values(rows, n)), d.values(rows, n)
     activation = d.kind(["silu", "gelu_tanh"])
     again(d, with_gradients(d, lambda g, u: vx.silu_mul(g, u, activation=activation), 2), (gate, up, dy))
+    again(d, with_gradients(d, vx.sigmoid_mul, 2), (up, gate if d.chance(0.5) else gate[:, :1], dy))
 
 
 def log_softmax(d: Draw) -> None:
@@ -398,11 +400,77 @@ def attention(d: Draw) -> None:
     assert_bitwise(paged, whole[rows], f"from pages of {page}: {counts} queries of {reach} keys")
 
 
+def causal_conv(d: Draw) -> None:
+    channels, width = d.kind([1, 16, 70, 300]), d.kind([2, 4, 4, 8])
+    activation, ring = d.kind(["silu", None]), 16
+    lengths = [d.of([1, 2, d.int(1, 70)]) for _ in range(d.int(1, 4))]
+    x, weight = d.values(sum(lengths), channels), d.values(channels, width)
+    bias = d.values(channels) if d.kind([True, False]) else None
+    chosen = d.int(0, len(lengths) - 1)
+    begin, end = sum(lengths[:chosen]), sum(lengths[: chosen + 1])
+    beside = d.special(x)
+    x = torch.cat([beside[:begin], x[begin:end], beside[end:]])
+
+    def run(x: Tensor, lengths: list[int]) -> Tensor:
+        return vx.causal_conv(x, weight, bias, cu_seqlens=offsets(lengths, d.device), activation=activation)
+
+    expected = run(x, lengths)[begin:end]
+    x = d.placed(x[begin:end])
+    assert_bitwise(run(x, [end - begin]), expected, f"sequence {chosen} alone")
+    taps, outs, at = torch.full((3, ring, channels), torch.nan, dtype=x.dtype, device=d.device), [], 0
+    while at < len(x):
+        count = min(d.of([1, 1, 3, d.int(1, 40)]), len(x) - at)
+        step = [torch.tensor([v], dtype=torch.int32, device=d.device) for v in (1, at + count)]
+        call = *step, offsets([count], d.device)
+        outs.append(vx.causal_conv_paged(x[at : at + count], weight, bias, taps, *call, activation=activation))
+        at += count
+    assert_bitwise(torch.cat(outs), expected, f"in {len(outs)} calls")
+
+
+def gated_delta(d: Draw) -> None:
+    hk, group = d.kind([1, 2]), d.kind([1, 2, 3])
+    dk, dv = d.kind([(16, 16), (32, 48), (64, 64), (128, 128)])
+    options = {"qk_l2norm": d.kind([True, True, False])}
+    lengths = [d.of([1, 2, 64, d.int(1, 70), d.int(1, 200)]) for _ in range(d.int(1, 3))]
+    total = sum(lengths)
+    q, k, v = d.values(total, hk, dk), d.values(total, hk, dk), d.values(total, hk * group, dv)
+    if not options["qk_l2norm"]:
+        k = (k.float() / (1 + k.float().norm(dim=-1, keepdim=True))).to(k.dtype)
+    g = -d.values(total, hk * group, dtype=torch.float32).abs()
+    beta = torch.sigmoid(d.values(total, hk * group, dtype=torch.float32)).to(d.dtype)
+    chosen = d.int(0, len(lengths) - 1)
+    begin, end = sum(lengths[:chosen]), sum(lengths[: chosen + 1])
+    for x in (q, k, v):  # all but one sequence: special values next door
+        beside = d.special(x.flatten(1)).view(x.shape)
+        x[:begin], x[end:] = beside[:begin], beside[end:]
+    rows = q, k, v, g, beta
+
+    def run(rows: Outputs, lengths: list[int]) -> Outputs:
+        return vx.gated_delta_varlen(*rows, offsets(lengths, d.device), return_final_state=True, **options)
+
+    out, final = run(rows, lengths)
+    out, final = out[begin:end], final[chosen : chosen + 1]
+    rows = tuple(d.placed(x[begin:end]) for x in rows)
+    assert_bitwise(run(rows, [end - begin]), (out, final), f"sequence {chosen} alone")
+    shapes = ((hk * group, dk, dv), (64, hk, dk), (64, hk * group, dv), (64, hk * group))
+    memory = [torch.full((3, *shape), torch.nan, dtype=torch.float32, device=d.device) for shape in shapes]
+    memory[1], outs, at = memory[1].to(d.dtype), [], 0
+    while at < end - begin:
+        count = min(d.of([1, 1, 1, 3, 16, 64, d.int(1, 130)]), end - begin - at)
+        step = [torch.tensor([v], dtype=torch.int32, device=d.device) for v in (1, at + count)]
+        call = *step, offsets([count], d.device), count
+        outs.append(vx.gated_delta_paged(*(x[at : at + count] for x in rows), *memory, *call, **options))
+        at += count
+    assert_bitwise(torch.cat(outs), out, f"in {len(outs)} calls")
+    if at % 64 == 0:
+        assert_bitwise(memory[0][1:2], final, "the state where a chunk ends")
+
+
 ROOMS: dict[str, Callable[[Draw], None]] = {
     check.__name__: check
     for check in (
-        attention, fused_moe, grouped_linear, kv_cache, linear, linear_cross_entropy, linear_sample, linear_silu_mul,
-        log_softmax, mean, moe_route, rmsnorm, rope, sampler, silu_mul,
+        attention, causal_conv, fused_moe, gated_delta, grouped_linear, kv_cache, linear, linear_cross_entropy,
+        linear_sample, linear_silu_mul, log_softmax, mean, moe_route, rmsnorm, rope, sampler, silu_mul,
     )
 }  # fmt: skip
 

@@ -44,6 +44,14 @@ class Inputs:
 FP32 = torch.float32
 INT32 = torch.int32
 
+
+def delta_rows(i, rows):
+    """q, k, v, g, beta of gated_delta."""
+    g = -0.1 * i.new(rows, 2, dtype=FP32, least=0.1).detach()
+    beta = torch.sigmoid(i.new(rows, 2).detach().float()).to(i.dtype)
+    return i.new(rows, 1, 16), i.new(rows, 1, 16), i.new(rows, 2, 16), g.requires_grad_(), beta.requires_grad_()
+
+
 # op -> (room, what makes (arguments, options) of it); an op's name may go on after a dot
 CASES = {
     "linear": ("linear", lambda i: ((i.new(5, 40), i.new(24, 40), i.new(24)), {})),
@@ -72,6 +80,7 @@ CASES = {
     ),
     "rmsnorm": ("rmsnorm", lambda i: ((i.new(5, 70), i.new(70)), {})),
     "rmsnorm.residual": ("rmsnorm", lambda i: ((i.new(5, 70), i.new(70)), {"residual": i.new(5, 70)})),
+    "rmsnorm_gated": ("rmsnorm", lambda i: ((i.new(5, 70), i.new(5, 70), i.new(70)), {})),
     "rope": ("rope", lambda i: ((i.new(5, 3, 16), i.new(5, 1, 16), i.new(5, 16).detach(), i.new(5, 16).detach()), {})),
     "rope_cos_sin": (
         "rope",
@@ -90,6 +99,8 @@ CASES = {
     "linear_silu_mul": ("linear_silu_mul", lambda i: ((i.new(5, 40), i.new(48, 40), i.new(48)), {})),
     "linear_silu_mul.one": ("linear_silu_mul", lambda i: ((i.new(5, 640).detach(), i.new(320, 640).detach()), {})),
     "silu_mul": ("silu_mul", lambda i: ((i.new(5, 40),), {})),
+    "sigmoid_mul": ("silu_mul", lambda i: ((i.new(5, 40), i.new(5, 40)), {})),
+    "sigmoid_mul.row": ("silu_mul", lambda i: ((i.new(5, 40), i.new(5, 1)), {})),
     "log_softmax": ("log_softmax", lambda i: ((i.new(5, 600),), {})),
     "log_softmax.fp32": ("log_softmax", lambda i: ((i.new(4, 600),), {"out_dtype": FP32})),
     "mean": ("mean", lambda i: ((i.new(5, 600), -1), {})),
@@ -138,6 +149,40 @@ CASES = {
             {"window": 5},
         ),
     ),
+    "causal_conv": (
+        "causal_conv",
+        lambda i: ((i.new(7, 24), i.new(24, 4), i.new(24)), {"cu_seqlens": i.ints(0, 3, 7, dtype=INT32)}),
+    ),
+    "causal_conv_paged": (
+        "causal_conv",
+        lambda i: (
+            (
+                *(i.new(4, 24), i.new(24, 4), None, i.new(3, 4, 24), i.ints(2, 0, dtype=INT32)),
+                *(i.ints(3, 6, dtype=INT32), i.ints(0, 3, 4, dtype=INT32)),
+            ),
+            {},
+        ),
+    ),
+    "gated_delta_varlen": (
+        "gated_delta",
+        lambda i: ((*delta_rows(i, 9), i.ints(0, 6, 9, dtype=INT32)), {"return_final_state": True}),
+    ),
+    "gated_delta_paged": (
+        "gated_delta",
+        lambda i: (
+            (
+                *(x.detach() for x in delta_rows(i, 3)),
+                *(i.new(3, 2, 16, 16, dtype=FP32), i.new(3, 64, 1, 16), i.new(3, 64, 2, 16, dtype=FP32)),
+                *(i.new(3, 64, 2, dtype=FP32), i.ints(2, 0, dtype=INT32), i.ints(67, 2, dtype=INT32)),
+                *(i.ints(0, 1, 3, dtype=INT32), 2),
+            ),
+            {},
+        ),
+    ),
+    "delta_gates": (
+        "gated_delta",
+        lambda i: ((i.new(5, 4), i.new(5, 4), i.new(4, dtype=FP32), i.new(4, dtype=FP32)), {}),
+    ),
     "kv_cache_store": (
         "kv_cache",
         lambda i: (
@@ -167,7 +212,16 @@ CASES = {
         for name, options in (("plain", {"temperature": 0.8, "softcap": 5.0}), ("cut", {"top_k": 50, "top_p": 0.9}))
     },
 }
-NO_GRADIENT = {"attention_paged", "kv_cache_store", "rope_kv_store", "sample", "linear_sample", "rope_cos_sin"}
+NO_GRADIENT = {
+    "attention_paged",
+    "causal_conv_paged",
+    "gated_delta_paged",
+    "kv_cache_store",
+    "rope_kv_store",
+    "sample",
+    "linear_sample",
+    "rope_cos_sin",
+}
 NO_GRADIENT |= {"linear_silu_mul.one", "linear_silu_mul.few"}  # where none is asked for it may be one kernel
 PARAMS = [
     pytest.param(name, *param.values, id=f"{name}-{param.id}", marks=param.marks)

@@ -22,6 +22,8 @@ PROGRAM = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sani
 # What of a room's GPU tests: few, small, and each kernel at least once; each selection runs in a process of its own.
 # CUDA graphs need the caching allocator.
 CASES = {
+    "causal_conv": ("bf16 and (stand_alone or any_split or gradients) or no_slot",),
+    "gated_delta": ("bf16 and (stand_alone or any_split or gradients_of) or a_slot_is or no_slot or without_rows",),
     "attention": (
         "bf16 and (every_path or queries_stand or gradients_of_a_sequence)",
         "decode_of_few and (140-300 or 80-900) and heads8 or prompt_in_chunks and 16 or latent_gradients",

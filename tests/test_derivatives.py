@@ -50,6 +50,12 @@ def turned(q, k, cos, sin):
     return turn(q), turn(k)
 
 
+def delta_rows(rows):
+    """q, k, v, g, beta of gated_delta."""
+    q, k, v = numbers(rows, 1, 16), numbers(rows, 1, 16, seed=1), numbers(rows, 2, 16, seed=2)
+    return q, k, v, -numbers(rows, 2, seed=3).abs(), numbers(rows, 2, seed=4).sigmoid()
+
+
 LONG = torch.int64
 CASES = {
     "linear": Case((numbers(3, 16), numbers(8, 16, seed=1), numbers(8, seed=2)), 3),
@@ -64,6 +70,7 @@ CASES = {
         4,
     ),
     "rmsnorm": Case((numbers(3, 16), numbers(16, seed=1)), 2),
+    "rmsnorm_gated": Case((numbers(3, 16), numbers(3, 16, seed=1), numbers(16, seed=2)), 3),
     "rope": Case(
         (numbers(3, 2, 16), numbers(3, 1, 16, seed=1), numbers(3, 16, seed=2), numbers(3, 16, seed=3)), 2, plain=turned
     ),
@@ -77,6 +84,20 @@ CASES = {
     ),
     "linear_silu_mul": Case((numbers(3, 16), numbers(8, 16, seed=1), numbers(8, seed=2)), 0),
     "silu_mul": Case((numbers(3, 16), numbers(3, 16, seed=1)), 2),
+    "sigmoid_mul": Case((numbers(3, 16), numbers(3, 16, seed=1)), 2),
+    "causal_conv": Case((numbers(3, 16), numbers(16, 4, seed=1), numbers(16, seed=2)), 3),
+    "causal_conv_paged": Case(
+        (numbers(1, 16), numbers(16, 4), numbers(16), numbers(2, 4, 16), ints(1), ints(5), ints(0, 1)), 0
+    ),
+    "gated_delta_varlen": Case((*delta_rows(3), ints(0, 3)), 5),
+    "gated_delta_paged": Case(
+        (
+            *(*delta_rows(1), numbers(2, 2, 16, 16), numbers(2, 64, 1, 16), numbers(2, 64, 2, 16)),
+            *(numbers(2, 64, 2), ints(1), ints(5), ints(0, 1), 1),
+        ),
+        0,
+    ),
+    "delta_gates": Case((numbers(3, 4), numbers(3, 4, seed=1), numbers(4, seed=2), numbers(4, seed=3)), 4),
     "log_softmax": Case((numbers(3, 16),), 1),
     "mean": Case((numbers(3, 16),), 1),
     "sum": Case((numbers(3, 16),), 1),

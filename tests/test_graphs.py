@@ -64,12 +64,58 @@ def loss_step(hidden, weight, target):
         return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
 
 
+def a_token_each(seed):
+    """Slots and lengths of sequences that decode: in the first chunk, at chunks' ends, and behind them."""
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(seed))[:ROWS]
+    lens = torch.tensor([1, 64, 65, 100, 128], dtype=torch.int32).roll(seed)
+    return order.to(torch.int32).cuda(), lens.cuda()
+
+
+def convolve(x, weight, taps, slots, lens):
+    taps, cu = taps.clone(), torch.arange(ROWS + 1, dtype=torch.int32, device="cuda")
+    return vx.causal_conv_paged(x, weight, None, taps, slots, lens, cu), taps
+
+
+def delta_rows(seed):
+    q, k, v = random(seed, ROWS, HK, 64), random(seed + 1, ROWS, HK, 64), random(seed + 2, ROWS, HQ, 64)
+    return q, k, v, -random(seed + 3, ROWS, HQ).float().abs(), random(seed + 4, ROWS, HQ).sigmoid()
+
+
+def delta_memory(seed):
+    state, open_u = random(seed + 5, 8, HQ, 64, 64).float(), random(seed + 6, 8, 64, HQ, 64).float()
+    return state, random(seed + 7, 8, 64, HK, 64), open_u, -random(seed + 8, 8, 64, HQ).float().abs()
+
+
+def delta(q, k, v, g, beta, state, open_k, open_u, open_g, slots, lens):
+    memory = [t.clone() for t in (state, open_k, open_u, open_g)]
+    cu = torch.arange(ROWS + 1, dtype=torch.int32, device="cuda")
+    return vx.gated_delta_paged(q, k, v, g, beta, *memory, slots, lens, cu, 1), *memory
+
+
 # name -> (function, seed -> its inputs)
 OPS = {
     "rmsnorm": (vx.rmsnorm, lambda s: (random(s, ROWS, 512), random(s + 1, 512))),
     "rmsnorm-residual": (
         lambda x, w, r: vx.rmsnorm(x, w, 1e-6, r),
         lambda s: (random(s, ROWS, 512), random(s + 1, 512), random(s + 2, ROWS, 512)),
+    ),
+    "rmsnorm_gated": (
+        vx.rmsnorm_gated,
+        lambda s: (random(s, ROWS, 128), random(s + 1, ROWS, 128), random(s + 2, 128)),
+    ),
+    "sigmoid_mul": (vx.sigmoid_mul, lambda s: (random(s, ROWS, 512), random(s + 1, ROWS, 512))),
+    "causal_conv": (
+        lambda x, w: vx.causal_conv(x, w),
+        lambda s: (random(s, ROWS, 512), random(s + 1, 512, 4)),
+    ),
+    "causal_conv_paged": (
+        convolve,
+        lambda s: (random(s, ROWS, 512), random(s + 1, 512, 4), random(s + 2, 8, 4, 512), *a_token_each(s)),
+    ),
+    "gated_delta_paged": (delta, lambda s: (*delta_rows(s), *delta_memory(s), *a_token_each(s))),
+    "delta_gates": (
+        vx.delta_gates,
+        lambda s: (*(random(s + i, ROWS, HQ) for i in range(2)), *(random(s + i, HQ).float() for i in (2, 3))),
     ),
     "rope": (
         vx.rope,
@@ -228,5 +274,6 @@ def test_the_bits_do_not_depend_on_the_stream():
 def test_every_room_that_decodes_is_here():
     covered = {"rmsnorm", "rope", "silu_mul", "kv_cache", "log_softmax", "mean", "linear", "linear_cross_entropy"}
     covered |= {"sampler", "linear_sample", "linear_silu_mul", "attention", "moe_route", "grouped_linear", "fused_moe"}
+    covered |= {"causal_conv", "gated_delta"}
     vx.numerics()
     assert covered == {name for name, room in backend.ROOMS.items() if room.cuda}

@@ -49,6 +49,9 @@ COMPOSED_OF = {
     "linear_silu_mul": {"linear", "rmsnorm", "silu_mul"},  # a norm precedes it where it is timed
     "grouped_linear": {"linear", "silu_mul"},
     "fused_moe": {"grouped_linear", "silu_mul"},
+    "rmsnorm": {"silu_mul"},
+    "causal_conv": {"silu_mul"},
+    "gated_delta": {"silu_mul"},
 }
 
 

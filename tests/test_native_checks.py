@@ -128,6 +128,11 @@ def cases(t, device):
         "moe_route_bwd": ((f(3, 2), x(3, 8), f(3, 2), i(*[1] * 6).view(3, 2), False, True, 1.0, x(3, 8)), {}),
         "rmsnorm_fwd": ((x(3, 8), x(8), x(3, 8), 1e-6, False, x(3, 8), x(3, 8), f(3)), {}),
         "rmsnorm_bwd": ((x(3, 8), x(3, 8), x(3, 8), x(8), f(3), False, x(3, 8), x(8)), {}),
+        "rmsnorm_gated_fwd": ((x(3, 8), x(3, 8), x(8), 1e-6, x(3, 8), f(3)), {}),
+        "rmsnorm_gated_bwd": ((x(3, 8), x(3, 8), x(3, 8), x(8), f(3), x(3, 8), x(3, 8), x(8)), {}),
+        "sigmoid_mul_fwd": ((x(3, 8), x(3, 8), x(3, 8)), {}),
+        "sigmoid_mul_bwd": ((x(3, 8), x(3, 8), x(3, 8), x(3, 8), x(3, 8)), {}),
+        **_of_delta_nets(x, f, i),
         "rope": (
             (x(3, 2, 8), x(3, 1, 8), f(3, 8), f(3, 8), False, False, x(3, 2, 8), x(3, 1, 8)),
             {},
@@ -154,6 +159,26 @@ def cases(t, device):
             ),
             {},
         ),
+    }
+
+
+def _of_delta_nets(x, f, i):
+    cu, slots, lens = i(0, 2, 3), i(1, 0), i(2, 9)
+    rows = x(3, 1, 16), x(3, 1, 16), x(3, 2, 16), f(3, 2).neg_(), f(3, 2).sigmoid_()
+    initial, out = f(2, 2, 16, 16), x(3, 2, 16)
+    memory = f(2, 2, 16, 16), x(2, 64, 1, 16), f(2, 64, 2, 16), f(2, 64, 2)
+    grads = f(3, 2, 16), f(3, 2, 16), x(3, 1, 16), x(3, 1, 16), x(3, 2, 16), f(3, 2), f(3, 2), f(2, 2, 16, 16)
+    taps = f(4, 8), f(8)
+    gates = x(3, 8), x(3, 8), f(8), f(8)
+    return {
+        "causal_conv_fwd": ((x(3, 8), *taps, cu, True, x(3, 8)), {}),
+        "causal_conv_paged_fwd": ((x(3, 8), *taps, x(2, 4, 8), slots, lens, cu, True, x(3, 8)), {}),
+        "causal_conv_bwd": ((x(3, 8), x(3, 8), *taps, cu, True, f(3, 8), x(3, 8), f(4, 8), f(8)), {}),
+        "gated_delta_varlen_fwd": ((*rows, cu, initial, 0.25, True, out, f(2, 2, 16, 16)), {}),
+        "gated_delta_paged_fwd": ((*rows, *memory, slots, lens, cu, 2, 0.25, True, out), {}),
+        "gated_delta_varlen_bwd": ((out, f(2, 2, 16, 16), *rows, cu, initial, 0.25, True, *grads), {}),
+        "delta_gates_fwd": ((*gates, f(3, 8), x(3, 8)), {}),
+        "delta_gates_bwd": ((f(3, 8), x(3, 8), *gates, x(3, 8), x(3, 8), f(8), f(8)), {}),
     }
 
 

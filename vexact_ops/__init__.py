@@ -16,10 +16,12 @@ _WHERE = {
     "moe_route": "moe_route.op",
     "fused_moe": "fused_moe.op",
     "rmsnorm": "rmsnorm.op",
+    "rmsnorm_gated": "rmsnorm.gated",
     "rope": "rope.op",
     "rope_cos_sin": "rope.op",
     "rope_kv_store": "rope.op",
     "silu_mul": "silu_mul.op",
+    "sigmoid_mul": "silu_mul.sigmoid",
     "log_softmax": "log_softmax.op",
     "mean": "mean.op",
     "sum": "mean.op",
@@ -31,6 +33,11 @@ _WHERE = {
     "attention_varlen": "attention.op",
     "attention_paged": "attention.op",
     "kv_cache_store": "kv_cache.op",
+    "causal_conv": "causal_conv.op",
+    "causal_conv_paged": "causal_conv.op",
+    "gated_delta_varlen": "gated_delta.op",
+    "gated_delta_paged": "gated_delta.op",
+    "delta_gates": "gated_delta.gates",
     "sample": "sampler.op",
     # about this process
     "admit": "patch.admit",
@@ -107,7 +114,12 @@ if TYPE_CHECKING:  # `as`: these are public, for type checkers too
     from ._core.tune import tune as tune
     from .attention.op import attention_paged as attention_paged
     from .attention.op import attention_varlen as attention_varlen
+    from .causal_conv.op import causal_conv as causal_conv
+    from .causal_conv.op import causal_conv_paged as causal_conv_paged
     from .fused_moe.op import fused_moe as fused_moe
+    from .gated_delta.gates import delta_gates as delta_gates
+    from .gated_delta.op import gated_delta_paged as gated_delta_paged
+    from .gated_delta.op import gated_delta_varlen as gated_delta_varlen
     from .grouped_linear.op import grouped_linear as grouped_linear
     from .kv_cache.op import kv_cache_store as kv_cache_store
     from .linear.bmm import bmm as bmm
@@ -122,9 +134,11 @@ if TYPE_CHECKING:  # `as`: these are public, for type checkers too
     from .mean.op import sum as sum
     from .moe_route.op import moe_route as moe_route
     from .patch.admit import admit as admit
+    from .rmsnorm.gated import rmsnorm_gated as rmsnorm_gated
     from .rmsnorm.op import rmsnorm as rmsnorm
     from .rope.op import rope as rope
     from .rope.op import rope_cos_sin as rope_cos_sin
     from .rope.op import rope_kv_store as rope_kv_store
     from .sampler.op import sample as sample
     from .silu_mul.op import silu_mul as silu_mul
+    from .silu_mul.sigmoid import sigmoid_mul as sigmoid_mul

@@ -2,6 +2,7 @@
 
 #include "common/parallel.h"
 #include "common/vec.h"
+#include "silu_mul/gate.h"
 
 namespace vx::VEXACT_ISA {
 namespace {
@@ -115,8 +116,80 @@ void backward(const RmsnormBwd& a) {
   });
 }
 
+template <class T>
+void gated_forward(const RmsnormGatedFwd& a) {
+  const T* weight = static_cast<const T*>(a.weight);
+  parallel_for(0, a.rows, 1 + 8192 / (a.n + 1), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+      const T* gate = static_cast<const T*>(a.gate) + row * a.gate_stride;
+      const float squares = sum_products(a.n, [&](int64_t i, int lanes) {
+        F16 v = load_lanes(x + i, lanes);
+        return Pair{v, v};
+      });
+      const float rstd = 1.0f / std::sqrt(squares / float(a.n) + a.eps);
+      a.rstd[row] = rstd;
+      each_chunk(a.n, [&](int64_t i, int lanes) {
+        const F16 normed = rounded<T>(load_lanes(x + i, lanes) * set1(rstd));
+        const F16 weighted = rounded<T>(normed * load_lanes(weight + i, lanes)), g = load_lanes(gate + i, lanes);
+        store_lanes(static_cast<T*>(a.y) + row * a.n + i, weighted * (g * gate_of(g).s), lanes);
+      });
+    }
+  });
+}
+
+template <class T>
+void gated_backward(const RmsnormGatedBwd& a) {
+  const T *weight = static_cast<const T*>(a.weight), *dy = static_cast<const T*>(a.dy), *x = static_cast<const T*>(a.x);
+  const T* gate = static_cast<const T*>(a.gate);
+  auto silu = [&](int64_t at, int lanes) {
+    const F16 g = load_lanes(gate + at, lanes);
+    return g * gate_of(g).s;
+  };
+  parallel_for(0, a.rows, 1 + 8192 / (a.n + 1), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t at = row * a.n;
+      const F16 scale = set1(a.rstd[row]);
+      auto to_normed = [&](int64_t i, int lanes) {  // the gradient of the normalised row
+        return (load_lanes(dy + at + i, lanes) * silu(at + i, lanes)) * load_lanes(weight + i, lanes);
+      };
+      const float dot = sum_products(a.n, [&](int64_t i, int lanes) {
+        return Pair{to_normed(i, lanes), load_lanes(x + at + i, lanes) * scale};
+      });
+      const F16 mean = set1(dot / float(a.n));
+      each_chunk(a.n, [&](int64_t i, int lanes) {
+        const F16 normed = load_lanes(x + at + i, lanes) * scale, g = load_lanes(gate + at + i, lanes);
+        const F16 weighted = rounded<T>(rounded<T>(normed) * load_lanes(weight + i, lanes));
+        const F16 slope = gate_slope(g, gate_of(g), false);
+        store_lanes(static_cast<T*>(a.dgate) + at + i, (load_lanes(dy + at + i, lanes) * weighted) * slope, lanes);
+        store_lanes(static_cast<T*>(a.dx) + at + i, scale * (to_normed(i, lanes) - normed * mean), lanes);
+      });
+    }
+  });
+  // order: dweight sums the rows one by one, ascending; threads share out the columns.
+  parallel_for(0, (a.n + 15) / 16, 1 + 4096 / (a.rows + 1), [&](int64_t begin, int64_t end) {
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+      const int64_t i = chunk * 16;
+      const int lanes = int(a.n - i < 16 ? a.n - i : 16);
+      F16 acc = zero();
+      for (int64_t row = 0; row < a.rows; ++row) {
+        const int64_t at = row * a.n + i;
+        const F16 normed = rounded<T>(load_lanes(x + at, lanes) * set1(a.rstd[row]));
+        acc = fma(load_lanes(dy + at, lanes) * silu(at, lanes), normed, acc);
+      }
+      store_lanes(static_cast<T*>(a.dweight) + i, acc, lanes);
+    }
+  });
+}
+
 }  // namespace
 
+void rmsnorm_gated_fwd(const RmsnormGatedFwd& a) {
+  a.dtype == Dtype::f32 ? gated_forward<float>(a) : gated_forward<bf16>(a);
+}
+void rmsnorm_gated_bwd(const RmsnormGatedBwd& a) {
+  a.dtype == Dtype::f32 ? gated_backward<float>(a) : gated_backward<bf16>(a);
+}
 void rmsnorm_fwd(const RmsnormFwd& a) { a.dtype == Dtype::f32 ? forward<float>(a) : forward<bf16>(a); }
 void rmsnorm_bwd(const RmsnormBwd& a) { a.dtype == Dtype::f32 ? backward<float>(a) : backward<bf16>(a); }
 

@@ -31,7 +31,28 @@ struct RmsnormBwd {
   bool gemma;
 };
 
+struct RmsnormGatedFwd {
+  Dtype dtype;           // of x, gate, weight and y
+  int64_t rows, n;
+  const void *x, *gate;  // (rows, n), rows x_stride and gate_stride elements apart
+  int64_t x_stride, gate_stride;
+  const void* weight;    // (n,)
+  float eps;
+  void* y;               // (rows, n) contiguous
+  float* rstd;           // (rows,)
+};
+
+struct RmsnormGatedBwd {
+  Dtype dtype;
+  int64_t rows, n;
+  const void *dy, *x, *gate, *weight;  // the first three (rows, n) contiguous
+  const float* rstd;
+  void *dx, *dgate, *dweight;          // (rows, n) twice, (n,)
+};
+
 }  // namespace vx
 
 VX_DECLARE_KERNEL(void rmsnorm_fwd(const RmsnormFwd& a))
 VX_DECLARE_KERNEL(void rmsnorm_bwd(const RmsnormBwd& a))
+VX_DECLARE_KERNEL(void rmsnorm_gated_fwd(const RmsnormGatedFwd& a))
+VX_DECLARE_KERNEL(void rmsnorm_gated_bwd(const RmsnormGatedBwd& a))

@@ -1,5 +1,5 @@
 #include "common/box.h"
-#include "common/tensor.h"
+#include "common/values.h"
 #include "silu_mul/kernels.h"
 
 namespace vx {
@@ -27,10 +27,42 @@ void silu_mul_bwd(Tensor dy, Tensor gate, Tensor up, bool gelu, Tensor dgate, Te
                          mutable_data(dgate), mutable_data(dup), dgate.stride(0), dup.stride(0)});
 }
 
+// gate: (rows, n), or (rows, 1) for one gate a row.
+bool check_gate(const Tensor& gate, int64_t rows, int64_t n, Dtype dtype) {
+  STD_TORCH_CHECK(gate.dim() == 2 && (gate.size(1) == n || gate.size(1) == 1), "gate: expected (R, N) or (R, 1)");
+  check_2d(gate, "gate", rows, gate.size(1), dtype);
+  return gate.size(1) == n && n != 1;
+}
+
+void sigmoid_mul_fwd(Tensor x, Tensor gate, Tensor y) {
+  STD_TORCH_CHECK(x.dim() == 2, "x: expected (R, N)");
+  const int64_t rows = x.size(0), n = x.size(1);
+  const Dtype dtype = dtype_of(x, "x");
+  check_2d(x, "x", rows, n);
+  check_contiguous(y, "y", rows, n, dtype);
+  const bool each = check_gate(gate, rows, n, dtype);
+  VX_CALL(sigmoid_mul_fwd, {dtype, rows, n, each, data(x), data(gate), x.stride(0), gate.stride(0), mutable_data(y)});
+}
+
+void sigmoid_mul_bwd(Tensor dy, Tensor x, Tensor gate, Tensor dx, Tensor dgate) {
+  STD_TORCH_CHECK(x.dim() == 2, "x: expected (R, N)");
+  const int64_t rows = x.size(0), n = x.size(1);
+  const Dtype dtype = dtype_of(x, "x");
+  check_2d(x, "x", rows, n);
+  check_contiguous(dy, "dy", rows, n, dtype);
+  check_contiguous(dx, "dx", rows, n, dtype);
+  const bool each = check_gate(gate, rows, n, dtype);
+  check_contiguous(dgate, "dgate", rows, gate.size(1), dtype);
+  VX_CALL(sigmoid_mul_bwd, {dtype, rows, n, each, data(dy), data(x), data(gate), x.stride(0), gate.stride(0),
+                            mutable_data(dx), mutable_data(dgate)});
+}
+
 }  // namespace
 }  // namespace vx
 
 STABLE_TORCH_LIBRARY_IMPL(vexact_native, CPU, m) {
   m.impl("silu_mul_fwd", VX_BOX(&vx::silu_mul_fwd));
   m.impl("silu_mul_bwd", VX_BOX(&vx::silu_mul_bwd));
+  m.impl("sigmoid_mul_fwd", VX_BOX(&vx::sigmoid_mul_fwd));
+  m.impl("sigmoid_mul_bwd", VX_BOX(&vx::sigmoid_mul_bwd));
 }

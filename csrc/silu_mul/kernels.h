@@ -25,7 +25,27 @@ struct SiluMulBwd {
   int64_t dgate_stride, dup_stride;
 };
 
+struct SigmoidMulFwd {
+  Dtype dtype;
+  int64_t rows, n;
+  bool each;                  // a gate of its own for each element, else one for the row
+  const void *x, *gate;       // (rows, n) and (rows, n | 1), row strides below
+  int64_t x_stride, gate_stride;
+  void* y;                    // (rows, n) contiguous
+};
+
+struct SigmoidMulBwd {
+  Dtype dtype;
+  int64_t rows, n;
+  bool each;
+  const void *dy, *x, *gate;  // row strides below; dy contiguous
+  int64_t x_stride, gate_stride;
+  void *dx, *dgate;           // (rows, n), (rows, n | 1) contiguous
+};
+
 }  // namespace vx
 
 VX_DECLARE_KERNEL(void silu_mul_fwd(const SiluMulFwd& a))
 VX_DECLARE_KERNEL(void silu_mul_bwd(const SiluMulBwd& a))
+VX_DECLARE_KERNEL(void sigmoid_mul_fwd(const SigmoidMulFwd& a))
+VX_DECLARE_KERNEL(void sigmoid_mul_bwd(const SigmoidMulBwd& a))

@@ -20,11 +20,14 @@ def ints(*values, dtype=torch.int32):
     return torch.tensor(values, dtype=dtype)
 
 
+# q, k, v, g, beta of gated_delta
+DELTA = [bf16(3, 1, 16), bf16(3, 1, 16), bf16(3, 2, 16), -torch.rand(3, 2), torch.rand(3, 2)]
 # op -> (tensors, what else it takes)
 CASES = {
     "linear": ([bf16(3, 16), bf16(8, 16), bf16(8)], {}),
     "bmm": ([bf16(2, 3, 16), bf16(2, 16, 8)], {}),
     "rmsnorm": ([bf16(3, 16), bf16(16)], {}),
+    "rmsnorm_gated": ([bf16(3, 16), bf16(3, 16), bf16(16)], {}),
     "rope": ([bf16(3, 2, 16), bf16(3, 1, 16), bf16(3, 16), bf16(3, 16)], {}),
     "rope_kv_store": (
         [
@@ -36,6 +39,21 @@ CASES = {
     "rope_cos_sin": ([ints(0, 1, dtype=torch.int64), torch.rand(8)], {"dtype": torch.bfloat16}),
     "linear_silu_mul": ([bf16(3, 16), bf16(8, 16), bf16(8)], {}),
     "silu_mul": ([bf16(3, 16), bf16(3, 16)], {}),
+    "sigmoid_mul": ([bf16(3, 16), bf16(3, 16)], {}),
+    "causal_conv": ([bf16(3, 16), bf16(16, 4), bf16(16)], {}),
+    "causal_conv_paged": (
+        [bf16(3, 16), bf16(16, 4), bf16(16), bf16(2, 4, 16), ints(1, 0), ints(2, 9), ints(0, 2, 3)],
+        {},
+    ),
+    "gated_delta_varlen": ([*DELTA, ints(0, 2, 3)], {}),
+    "gated_delta_paged": (
+        [
+            *(*DELTA, torch.zeros(2, 2, 16, 16), bf16(2, 64, 1, 16), torch.zeros(2, 64, 2, 16), torch.zeros(2, 64, 2)),
+            *(ints(1, 0), ints(2, 70), ints(0, 2, 3)),
+        ],
+        {"max_seqlen_q": 2},
+    ),
+    "delta_gates": ([bf16(3, 4), bf16(3, 4), torch.zeros(4), torch.ones(4)], {}),
     "linear_logits": ([bf16(3, 16), bf16(8, 16)], {}),
     "linear_logprobs": ([bf16(3, 16), bf16(8, 16), ints(0, 1, 2, dtype=torch.int64)], {}),
     "linear_cross_entropy": ([bf16(3, 16), bf16(8, 16), ints(0, 1, 2, dtype=torch.int64)], {}),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vexact_ops as vx
-from vexact_ops.rmsnorm.reference import rmsnorm_ref
+from vexact_ops.rmsnorm.reference import rmsnorm_gated_ref, rmsnorm_ref
 from vexact_ops.testing import assert_bitwise, cancelling, check_repeatable, check_rows, tricky
 
 BACKENDS = pytest.mark.parametrize("device,backend", room_backends("rmsnorm"))
@@ -141,3 +141,87 @@ def test_zero_rows_give_zero_rows():
     y.sum().backward()
     assert x.grad.shape == (0, 8)
     assert torch.equal(w.grad, torch.zeros(8))
+
+
+# rmsnorm_gated
+
+
+def gated(x, gate, dy, weight, backend):
+    x, gate = x.clone().requires_grad_(), gate.clone().requires_grad_()
+    y = vx.rmsnorm_gated(x, gate, weight, backend=backend)
+    return y.detach(), *torch.autograd.grad(y, (x, gate), dy)
+
+
+@BACKENDS
+@DTYPES
+@given(n=SIZES, rows=st.integers(1, 9), seed=st.integers(0, 2**16))
+def test_gated_rows_stand_alone(device, backend, dtype, n, rows, seed):
+    x, w = make(rows, n, dtype, device, seed)
+    gate, dy = (tricky(rows, n, seed=seed + i, dtype=dtype, device=device) for i in (2, 3))
+    check_rows(lambda *t: gated(*t, w, backend), x, gate, dy, seed=seed)
+
+
+@BACKENDS
+@DTYPES
+@given(n=SIZES, seed=st.integers(0, 2**16))
+def test_a_gated_norm_is_rounded_where_it_says_alone(device, backend, dtype, n, seed):
+    """The norm with its weight is rmsnorm, rounded twice; silu of the gate is not rounded before the last product."""
+    (x, w), gate = make(5, n, dtype, device, seed), tricky(5, n, seed=seed + 2, dtype=dtype, device=device)
+    normed = vx.rmsnorm(x, w, backend=backend)
+    expected = vx.silu_mul(gate, normed, backend=backend)
+    assert_bitwise(vx.rmsnorm_gated(x, gate, w, backend=backend), expected)
+
+
+@BACKENDS
+@DTYPES
+def test_gated_accuracy(device, backend, dtype):
+    """At most twice the error of the module's own operations, gradients too."""
+    draw = torch.Generator().manual_seed(1)
+    x, gate, dy = (torch.randn(200, 128, generator=draw).to(device, dtype) for _ in range(3))
+    w = torch.randn(128, generator=draw).to(device, dtype)
+
+    def stock(x, gate, w):
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return ((w * h.to(x.dtype)) * torch.nn.functional.silu(gate.float())).to(x.dtype)
+
+    def run(fn, *tensors, dy=dy):
+        leaves = [t.detach().clone().requires_grad_() for t in tensors]
+        y = fn(*leaves)
+        return y.detach(), *torch.autograd.grad(y, leaves, dy)
+
+    exact = run(rmsnorm_gated_ref, x.double(), gate.double(), w.double(), dy=dy.double())
+    ours = run(lambda *t: vx.rmsnorm_gated(*t, backend=backend), x, gate, w)
+    theirs = run(stock, x, gate, w)
+    for name, o, t, e in zip(("y", "dx", "dgate", "dweight"), ours, theirs, exact, strict=True):
+        error, stock_error = ((v.double() - e).norm() / e.norm() for v in (o, t))
+        assert error <= 2 * stock_error + 2e-7, f"{name}: {error:.3g} against the stock op's {stock_error:.3g}"
+
+
+@BACKENDS
+def test_gated_repeats_and_opchecks(device, backend):
+    (x, w), gate = make(133, 577, torch.bfloat16, device, 0), tricky(133, 577, seed=2, device=device).bfloat16()
+
+    def run():
+        leaves = [t.clone().requires_grad_() for t in (x, gate, w)]
+        y = vx.rmsnorm_gated(*leaves, backend=backend)
+        return y, *torch.autograd.grad(y, leaves, torch.ones_like(y))
+
+    check_repeatable(run)
+    args = [t.float().requires_grad_() for t in (x[:3], gate[:3], w)]
+    torch.library.opcheck(torch.ops.vexact.rmsnorm_gated.default, (*args, 1e-6, backend))
+
+
+def test_bad_arguments_of_the_gated_norm_are_named():
+    x, gate, w = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
+    with pytest.raises(TypeError, match="rmsnorm_gated: x: got dtype int64"):
+        vx.rmsnorm_gated(x.long(), gate, w)
+    with pytest.raises(TypeError, match="rmsnorm_gated: gate: got dtype bfloat16, expected float32 as x has"):
+        vx.rmsnorm_gated(x, gate.bfloat16(), w)
+    with pytest.raises(ValueError, match=r"rmsnorm_gated: gate: got shape \(3, 4\), expected \(3, 8\)"):
+        vx.rmsnorm_gated(x, gate[:, :4], w)
+    with pytest.raises(ValueError, match=r"rmsnorm_gated: weight: got shape \(4,\), expected \(8,\)"):
+        vx.rmsnorm_gated(x, gate, w[:4])
+    with pytest.raises(ValueError, match="rmsnorm_gated: eps: got -1"):
+        vx.rmsnorm_gated(x, gate, w, -1)
+    assert vx.rmsnorm_gated(x[:0], gate[:0], w).shape == (0, 8)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vexact_ops as vx
-from vexact_ops.silu_mul.reference import silu_mul_ref
+from vexact_ops.silu_mul.reference import sigmoid_mul_ref, silu_mul_ref
 from vexact_ops.testing import assert_bitwise, check_repeatable, check_rows, tricky
 
 BACKENDS = pytest.mark.parametrize("device,backend", room_backends("silu_mul"))
@@ -161,3 +161,97 @@ def test_zero_rows_give_zero_rows():
     assert y.shape == (0, 4)
     y.sum().backward()
     assert x.grad.shape == (0, 8)
+
+
+# sigmoid_mul
+
+GATES = pytest.mark.parametrize("width", ["each", "one"])
+
+
+def gated(x, gate, dy, backend):
+    x, gate = x.clone().requires_grad_(), gate.clone().requires_grad_()
+    y = vx.sigmoid_mul(x, gate, backend=backend)
+    return y.detach(), *torch.autograd.grad(y, (x, gate), dy)
+
+
+@BACKENDS
+@DTYPES
+@GATES
+@given(n=SIZES, rows=st.integers(1, 9), seed=st.integers(0, 2**16))
+def test_sigmoid_gated_rows_stand_alone(device, backend, dtype, width, n, rows, seed):
+    x, gate, dy = (tricky(rows, n, seed=seed + i, dtype=dtype, device=device) for i in range(3))
+    gate = gate if width == "each" else gate[:, :1]
+    check_rows(lambda *t: gated(*t, backend), x, gate, dy, seed=seed)
+
+
+@pytest.mark.parametrize("device,backend", room_backends("silu_mul", "triton"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@given(n=SIZES, rows=st.integers(1, 9), seed=st.integers(0, 2**16))
+def test_a_gpu_has_the_bits_of_a_cpu_with_a_sigmoid(device, backend, dtype, n, rows, seed):
+    inputs = [tricky(rows, n, seed=seed + i, dtype=dtype) for i in range(3)]
+    found = gated(*(t.to(device) for t in inputs), backend)
+    assert_bitwise([t.cpu() for t in found], gated(*inputs, "cpu"))
+
+
+@BACKENDS
+@DTYPES
+def test_a_sigmoid_gate_is_rounded_before_the_product(device, backend, dtype):
+    """As the modules have it: torch's own operations, wherever its sigmoid rounds to the nearest."""
+    x = torch.randn(2, 5, 6, 64, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    wide = torch.randn(2, 5, 6, 128, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    gate = wide[..., 64:]  # part of a projection, head by head
+    y = vx.sigmoid_mul(x, gate, backend=backend)
+    exact = gate.double().sigmoid().to(dtype)
+    agree = (vx.sigmoid_mul(torch.ones_like(x), gate, backend=backend) == exact) | (dtype == torch.float32)
+    assert float(agree.float().mean()) > 0.995
+    assert_bitwise(y[agree], (vx.sigmoid_mul(torch.ones_like(x), gate, backend=backend) * x)[agree])
+
+
+@BACKENDS
+@DTYPES
+@GATES
+def test_sigmoid_mul_accuracy(device, backend, dtype, width):
+    draw = torch.Generator().manual_seed(1)
+    x, gate, dy = (2 * torch.randn(64, n, generator=draw).to(device, dtype) for n in (500, 500, 500))
+    gate = gate if width == "each" else gate[:, :1]
+
+    def run(fn, *tensors, dy=dy):
+        leaves = [t.detach().clone().requires_grad_() for t in tensors]
+        y = fn(*leaves)
+        return y.detach(), *torch.autograd.grad(y, leaves, dy)
+
+    exact = run(sigmoid_mul_ref, x.double(), gate.double(), dy=dy.double())
+    ours = run(lambda *t: vx.sigmoid_mul(*t, backend=backend), x, gate)
+    theirs = run(lambda x, g: torch.sigmoid(g) * x, x, gate)
+    for name, o, t, e in zip(("y", "dx", "dgate"), ours, theirs, exact, strict=True):
+        error, stock_error = ((v.double() - e).norm() / e.norm() for v in (o, t))
+        assert error <= 2 * stock_error + 1e-7, f"{name}: {error:.3g} against the stock op's {stock_error:.3g}"
+
+
+@BACKENDS
+@GATES
+def test_sigmoid_mul_repeats_and_opchecks(device, backend, width):
+    x, gate = (tricky(33, 577, seed=i, dtype=torch.bfloat16, device=device) for i in (0, 1))
+    gate = gate if width == "each" else gate[:, :1]
+    check_repeatable(lambda: gated(x, gate, torch.ones_like(x), backend))
+    args = x[:3].float().requires_grad_(), gate[:3].float().requires_grad_()
+    torch.library.opcheck(torch.ops.vexact.sigmoid_mul.default, (*args, backend))
+
+
+def test_a_gate_that_forgets_its_row_is_caught():
+    x, gate = torch.randn(8, 16), torch.randn(8, 16)
+    with pytest.raises(AssertionError, match="differ"):
+        check_rows(lambda x, g: vx.sigmoid_mul(x, g.roll(1, 0)), x, gate)
+
+
+def test_bad_arguments_of_sigmoid_mul_are_named():
+    x, gate = torch.randn(3, 8), torch.randn(3, 8)
+    with pytest.raises(TypeError, match="sigmoid_mul: x: got dtype int64"):
+        vx.sigmoid_mul(x.long(), gate)
+    with pytest.raises(TypeError, match="sigmoid_mul: gate: got dtype bfloat16, expected float32 as x has"):
+        vx.sigmoid_mul(x, gate.bfloat16())
+    with pytest.raises(ValueError, match=r"sigmoid_mul: gate: got shape \(3, 4\), expected \(3, 8\)"):
+        vx.sigmoid_mul(x, gate[:, :4])
+    with pytest.raises(ValueError, match=r"sigmoid_mul: x: got shape \(3, 0\)"):
+        vx.sigmoid_mul(x[:, :0], gate[:, :0])
+    assert vx.sigmoid_mul(x[:0], gate[:0]).shape == (0, 8)

@@ -228,6 +228,39 @@ def _attention(device, dtype):
         assert_bitwise(paged, trained[rows], f"{name} and training")
 
 
+def _causal_conv(device, dtype):
+    x, weight = tricky(60, 70, seed=0, dtype=dtype, device=device), tricky(70, 4, seed=1, dtype=dtype, device=device)
+    trained = vx.causal_conv(x, weight)
+    check_repeatable(lambda: vx.causal_conv(x, weight))
+    taps, begin = torch.full((2, 4, 70), float("nan"), dtype=dtype, device=device), 0
+    for count in (5, 1, 1, 40, 1, 12):
+        step = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([1], [begin + count], [0, count]))
+        rows = slice(begin, begin + count)
+        assert_bitwise(vx.causal_conv_paged(x[rows], weight, None, taps, *step), trained[rows], f"{count} rows")
+        begin += count
+
+
+def _gated_delta(device, dtype):
+    tokens, heads, dim = 150, 4, 32
+    q, k = (tricky(tokens, 2, dim, seed=s, dtype=dtype, device=device) for s in (0, 1))
+    v = tricky(tokens, heads, dim, seed=2, dtype=dtype, device=device)
+    a, b = (tricky(tokens, heads, seed=s, dtype=dtype, device=device) for s in (3, 4))
+    parameters = (torch.zeros(heads, device=device), torch.full((heads,), -2.0, device=device))
+    rows = q, k, v, *vx.delta_gates(a, b, *parameters)
+    whole = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+    trained = vx.gated_delta_varlen(*rows, whole)
+    check_repeatable(lambda: vx.gated_delta_varlen(*rows, whole))
+    shapes = ((heads, dim, dim), (64, 2, dim), (64, heads, dim), (64, heads))
+    memory = [torch.full((2, *shape), float("nan"), dtype=torch.float32, device=device) for shape in shapes]
+    memory[1], begin = memory[1].to(dtype), 0
+    for count in (62, 1, 1, 1, 70, 15):
+        step = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([1], [begin + count], [0, count]))
+        part = tuple(x[begin : begin + count] for x in rows)
+        out = vx.gated_delta_paged(*part, *memory, *step, count)
+        assert_bitwise(out, trained[begin : begin + count], f"{count} rows from row {begin} on")
+        begin += count
+
+
 CHECKS: tuple[tuple[str, str, Callable], ...] = (
     ("linear", "a row alone, threads, instruction sets", _linear),
     ("rmsnorm", "a row alone, threads, instruction sets", _rmsnorm),
@@ -242,5 +275,7 @@ CHECKS: tuple[tuple[str, str, Callable], ...] = (
     ("linear_cross_entropy", "a row alone, threads, instruction sets", _head),
     ("sampler", "a row alone; sampled == trained log-probabilities", _sampler),
     ("linear_sample", "a row alone; hidden states == logits", _linear_sample),
+    ("causal_conv", "decode == chunk == training", _causal_conv),
+    ("gated_delta", "decode == chunk == training", _gated_delta),
     ("attention + kv_cache", "decode == chunk == prefill == training", _attention),
 )

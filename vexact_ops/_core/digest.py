@@ -35,9 +35,11 @@ _NO_ARITHMETIC = {
     "numerics",
     "operator",
     "race",
+    "sequences",
     "tune",
 }
 _NOT_OPS = {"__init__", "reference", "cpu", "triton", "cuda", "cute", "cute_backward", "cute_objects"}
+_NOT_OPS |= {"triton_backward", "triton_gates"}
 _NOT_ROOMS = {"patch", "testing"}  # no op is computed in them
 
 

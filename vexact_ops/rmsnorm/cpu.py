@@ -18,3 +18,13 @@ def rmsnorm_bwd(dy: Tensor, dnew_residual: Tensor | None, x: Tensor, weight: Ten
     dx, dweight = torch.empty_like(x), torch.empty_like(weight)
     native.ops().rmsnorm_bwd(dy, dnew_residual, x, weight, rstd, gemma, dx, dweight)
     return dx, dweight
+
+
+def rmsnorm_gated_fwd(x: Tensor, gate: Tensor, weight: Tensor, eps: float, y: Tensor, rstd: Tensor) -> None:
+    native.ops().rmsnorm_gated_fwd(x, gate, weight, eps, y, rstd)
+
+
+def rmsnorm_gated_bwd(dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, rstd: Tensor):
+    grads = torch.empty_like(x), torch.empty_like(gate), torch.empty_like(weight)
+    native.ops().rmsnorm_gated_bwd(dy, x, gate, weight, rstd, *grads)
+    return grads

@@ -9,3 +9,7 @@ def rmsnorm_ref(x: Tensor, weight: Tensor, eps: float = 1e-6, residual: Tensor |
     normed = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
     y = normed * (weight if style == "llama" else 1 + weight)
     return y if residual is None else (y, h)
+
+
+def rmsnorm_gated_ref(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    return rmsnorm_ref(x, weight, eps) * gate * torch.sigmoid(gate)

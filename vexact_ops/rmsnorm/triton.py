@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._core.triton import OPTIONS, begin_beside, chunk, early, on, sum_rows, tree_sum
+from ..silu_mul.triton import gate_slope, sigmoid
 
 WIDEST = 16384
 
@@ -142,3 +143,91 @@ def rmsnorm_bwd(dy: Tensor, dnew_residual: Tensor | None, x: Tensor, weight: Ten
             dy, x, rstd, parts, rows, GEMMA=gemma, N=n, ROWS=64, COLUMNS=64, num_warps=4, **OPTIONS
         )
     return dx, sum_rows(parts, weight.dtype)
+
+
+@triton.jit
+def _silu(g):
+    s, _ = sigmoid(g, False)
+    return g * s
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gated_fwd_kernel(
+    x, gate, weight, y, rstd, rows, x_stride, gate_stride, eps,
+    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin_beside(PDL)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = (row < rows)[:, None]
+    lanes = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in tl.static_range(0, N, BLOCK):
+        h = _load(x, row, x_stride, start, live, N, BLOCK)
+        lanes += h * h  # order: blocks of columns are added lane by lane, ascending; the lanes in a tree
+    scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tree_sum(lanes), float(N)) + eps))
+    tl.store(rstd + row[:, None], scale, mask=live)
+    for start in tl.static_range(0, N, BLOCK):
+        if N > BLOCK:
+            h = _load(x, row, x_stride, start, live, N, BLOCK)
+        normed = (h * scale).to(x.dtype.element_ty).to(tl.float32) * _weight(weight, start, False, N, BLOCK)
+        g = _load(gate, row, gate_stride, start, live, N, BLOCK)
+        _store(y, normed.to(x.dtype.element_ty).to(tl.float32) * _silu(g), row, start, live, N, BLOCK)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gated_bwd_kernel(
+    dy, x, gate, weight, rstd, dx, dgate, rows, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = (row < rows)[:, None]
+    scale = tl.load(rstd + row[:, None], mask=live, other=0.0)
+    lanes = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in tl.static_range(0, N, BLOCK):
+        d = _load(dy, row, N, start, live, N, BLOCK) * _silu(_load(gate, row, N, start, live, N, BLOCK))
+        d = d * _weight(weight, start, False, N, BLOCK)
+        lanes = tl.fma(d, _load(x, row, N, start, live, N, BLOCK) * scale, lanes)  # order: as in _dx_kernel
+    mean = tl.div_rn(tree_sum(lanes), float(N))
+    for start in tl.static_range(0, N, BLOCK):
+        up, g = _load(dy, row, N, start, live, N, BLOCK), _load(gate, row, N, start, live, N, BLOCK)
+        normed, w = _load(x, row, N, start, live, N, BLOCK) * scale, _weight(weight, start, False, N, BLOCK)
+        s, rest = sigmoid(g, False)
+        weighted = (normed.to(x.dtype.element_ty).to(tl.float32) * w).to(x.dtype.element_ty).to(tl.float32)
+        _store(dgate, (up * weighted) * gate_slope(g, s, rest, False), row, start, live, N, BLOCK)
+        _store(dx, scale * ((up * (g * s)) * w - normed * mean), row, start, live, N, BLOCK)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gated_dweight_kernel(dy, x, gate, rstd, parts, rows, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    part = tl.program_id(0).to(tl.int64)
+    row = part * ROWS + tl.arange(0, ROWS)[None, :]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[:, None]
+    inside = (row < rows) & (column < N)
+    normed = tl.load(x + row * N + column, mask=inside, other=0.0).to(tl.float32)
+    normed = normed * tl.load(rstd + row, mask=row < rows, other=0.0)
+    normed = normed.to(x.dtype.element_ty).to(tl.float32)
+    g = _silu(tl.load(gate + row * N + column, mask=inside, other=0.0).to(tl.float32))
+    d = tl.load(dy + row * N + column, mask=inside, other=0.0).to(tl.float32) * g
+    tl.store(parts + part * N + column, tree_sum(d * normed), mask=column < N)  # order: sum_rows says the rest
+
+
+def rmsnorm_gated_fwd(x: Tensor, gate: Tensor, weight: Tensor, eps: float, y: Tensor, rstd: Tensor) -> None:
+    rows, n = x.shape
+    tile = _tile(n)
+    if rows:
+        with on(x):
+            _gated_fwd_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+                x, gate, weight, y, rstd, rows, x.stride(0), gate.stride(0), eps, N=n, **tile, **early(x)
+            )
+
+
+def rmsnorm_gated_bwd(dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, rstd: Tensor):
+    (rows, n), dx, dgate = x.shape, torch.empty_like(x), torch.empty_like(gate)
+    if rows == 0:
+        return dx, dgate, torch.zeros_like(weight)
+    tile = _tile(n)
+    parts = torch.empty(triton.cdiv(rows, 64), n, dtype=torch.float32, device=x.device)
+    with on(x):
+        _gated_bwd_kernel[(triton.cdiv(rows, tile["ROWS"]),)](dy, x, gate, weight, rstd, dx, dgate, rows, N=n, **tile)
+        _gated_dweight_kernel[(parts.shape[0], triton.cdiv(n, 64))](
+            dy, x, gate, rstd, parts, rows, N=n, ROWS=64, COLUMNS=64, num_warps=4, **OPTIONS
+        )
+    return dx, dgate, sum_rows(parts, weight.dtype)

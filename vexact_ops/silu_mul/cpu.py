@@ -11,3 +11,11 @@ def silu_mul_fwd(gate: Tensor, up: Tensor, gelu: bool, y: Tensor) -> None:
 
 def silu_mul_bwd(dy: Tensor, gate: Tensor, up: Tensor, gelu: bool, dgate: Tensor, dup: Tensor) -> None:
     native.ops().silu_mul_bwd(dy, gate, up, gelu, dgate, dup)
+
+
+def sigmoid_mul_fwd(x: Tensor, gate: Tensor, y: Tensor) -> None:
+    native.ops().sigmoid_mul_fwd(x, gate, y)
+
+
+def sigmoid_mul_bwd(dy: Tensor, x: Tensor, gate: Tensor, dx: Tensor, dgate: Tensor) -> None:
+    native.ops().sigmoid_mul_bwd(dy, x, gate, dx, dgate)

@@ -8,3 +8,7 @@ def silu_mul_ref(gate: Tensor, up: Tensor | None = None, *, activation: str = "s
     if up is None:
         gate, up = gate.chunk(2, -1)
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+def sigmoid_mul_ref(x: Tensor, gate: Tensor) -> Tensor:
+    return gate.sigmoid() * x

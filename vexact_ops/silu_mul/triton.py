@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, begin, early, exp_down, on
+from .._core.triton import OPTIONS, begin, chunk, early, exp_down, on, tree_sum
 
 SLOPE = tl.constexpr(1.5957691216)  # 2 sqrt(2 / pi): tanh(u / 2) = 2 sigmoid(u) - 1
 CUBIC = tl.constexpr(0.044715)
@@ -107,4 +107,67 @@ def silu_mul_bwd(dy: Tensor, gate: Tensor, up: Tensor, gelu: bool, dgate: Tensor
             _bwd_kernel[(rows, triton.cdiv(n, tile["BLOCK"]))](
                 dy, gate, up, dgate, dup, n, *(t.stride(0) for t in (dy, gate, up, dgate, dup)),
                 GELU=gelu, **tile, **OPTIONS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _sigmoid_fwd_kernel(
+    x, gate, y, n, x_stride, gate_stride, EACH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    begin(PDL)
+    row, column, inside = _place(n, BLOCK)
+    v = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    at = column if EACH else column * 0
+    s, _ = sigmoid(tl.load(gate + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32), False)
+    s = s.to(y.dtype.element_ty).to(tl.float32)
+    tl.store(y + row * n + column, (s * v).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sigmoid_bwd_kernel(
+    dy, x, gate, dx, dgate, x_stride, gate_stride, EACH: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.zeros([1, BLOCK], tl.float32)
+    for start in range(0, N, BLOCK):
+        column = start + tl.arange(0, BLOCK)[None, :]
+        inside = column < N
+        d = tl.load(dy + row * N + column, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+        at = column if EACH else column * 0
+        s, rest = sigmoid(tl.load(gate + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32), False)
+        tl.store(
+            dx + row * N + column, (d * s.to(dx.dtype.element_ty).to(tl.float32)).to(dx.dtype.element_ty), mask=inside
+        )
+        if EACH:
+            tl.store(dgate + row * N + column, ((d * v) * (s * rest)).to(dgate.dtype.element_ty), mask=inside)
+        else:
+            lanes = tl.fma(d, v, lanes)  # order: blocks of columns lane by lane, ascending; the lanes in a tree
+    if not EACH:
+        s, rest = sigmoid(tl.load(gate + row * gate_stride + tl.zeros([1, 1], tl.int32)).to(tl.float32), False)
+        total = tree_sum(lanes) * (s * rest)
+        tl.store(dgate + row + tl.zeros([1, 1], tl.int32), total.to(dgate.dtype.element_ty))
+
+
+def _each(x: Tensor, gate: Tensor) -> bool:
+    return gate.shape[1] == x.shape[1] != 1
+
+
+def sigmoid_mul_fwd(x: Tensor, gate: Tensor, y: Tensor) -> None:
+    rows, n = y.shape
+    if y.numel():
+        tile = _tile(y, rows)
+        with on(y):
+            _sigmoid_fwd_kernel[(rows, triton.cdiv(n, tile["BLOCK"]))](
+                x, gate, y, n, x.stride(0), gate.stride(0), EACH=_each(x, gate), **tile, **OPTIONS
+            )
+
+
+def sigmoid_mul_bwd(dy: Tensor, x: Tensor, gate: Tensor, dx: Tensor, dgate: Tensor) -> None:
+    rows, n = x.shape
+    if x.numel():
+        with on(x):
+            _sigmoid_bwd_kernel[(rows,)](
+                dy, x, gate, dx, dgate, x.stride(0), gate.stride(0), EACH=_each(x, gate), N=n, BLOCK=chunk(n, 2048),
+                num_warps=4, **OPTIONS,
             )  # fmt: skip

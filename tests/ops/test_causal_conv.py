@@ -1,0 +1,249 @@
+"""causal_conv: sequences stand alone, any split has training's bits, gradients, bad arguments are named."""
+
+import pytest
+import torch
+from conftest import Kinds, room_backends
+from hypothesis import given
+from hypothesis import strategies as st
+
+import vexact_ops as vx
+from vexact_ops.causal_conv.reference import causal_conv_ref
+from vexact_ops.testing import assert_bitwise, check_repeatable
+
+BACKENDS = pytest.mark.parametrize("device,backend", room_backends("causal_conv"))
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+KINDS = Kinds(2, seed=1, channels=[1, 16, 70, 300], width=[2, 3, 4, 8], bias=[True, False], activation=["silu", None])
+
+
+def ints(device, *values):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def offsets(device, lengths):
+    return ints(device, *torch.tensor([0, *lengths]).cumsum(0).tolist())
+
+
+def inputs(tokens, kind, dtype, device, seed):
+    """Taps that nearly cancel, so that a changed order shows."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, kind.channels, generator=draw).to(dtype)
+    weight = torch.randn(kind.channels, kind.width, generator=draw)
+    weight[:, 1::2] = -weight[:, : kind.width // 2 * 2 : 2] * (1 + 2**-6)
+    bias = torch.randn(kind.channels, generator=draw).to(dtype).to(device) if kind.bias else None
+    return x.to(device), weight.to(dtype).to(device), bias
+
+
+def check_alone(run, x, lengths):
+    whole = run(x, lengths)
+    begin = 0
+    for number, length in enumerate(lengths):
+        assert_bitwise(run(x[begin : begin + length], [length]), whole[begin : begin + length], f"sequence {number}")
+        begin += length
+    beside = x.clone()
+    beside[: begin - lengths[-1]] = torch.nan
+    assert_bitwise(run(beside, lengths)[begin - lengths[-1] :], whole[begin - lengths[-1] :], "NaN next door")
+
+
+@BACKENDS
+@DTYPES
+@given(kind=KINDS.drawn, lengths=st.lists(st.integers(1, 40), min_size=2, max_size=5), seed=st.integers(0, 2**16))
+def test_sequences_stand_alone(device, backend, dtype, kind, lengths, seed):
+    kind = KINDS.at(kind, device, dtype)
+    x, weight, bias = inputs(sum(lengths), kind, dtype, device, seed)
+
+    def run(x, lengths):
+        cu = offsets(device, lengths)
+        return vx.causal_conv(x, weight, bias, cu_seqlens=cu, activation=kind.activation, backend=backend)
+
+    check_alone(run, x, lengths)
+    wide = torch.cat([x, x], 1)[:, : kind.channels]  # rows of a wider tensor, as a projection gives them
+    assert_bitwise(run(wide, lengths), run(x, lengths))
+
+
+def test_rows_of_another_sequence_are_caught():
+    x = torch.randn(20, 16, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    with pytest.raises(AssertionError, match="differ"):
+        check_alone(lambda x, lengths: vx.causal_conv(x, weight), x, [12, 8])
+
+
+@BACKENDS
+@DTYPES
+@given(data=st.data(), kind=KINDS.drawn, tokens=st.integers(1, 60), seed=st.integers(0, 2**16))
+def test_any_split_of_one_alone_has_trainings_bits(device, backend, dtype, data, kind, tokens, seed):
+    """Two sequences in each call, in slots that hold NaN at first; rows that were too many are forgotten."""
+    kind = KINDS.at(kind, device, dtype)
+    x, weight, bias = inputs(2 * tokens, kind, dtype, device, seed)
+    options = {"activation": kind.activation, "backend": backend}
+    expected = [vx.causal_conv(t, weight, bias, **options) for t in (x[:tokens], x[tokens:])]
+    ring = 16
+    room = ring - kind.width + 1
+    taps = torch.full((4, ring, kind.channels), torch.nan, dtype=dtype, device=device)
+    at, found = 0, ([], [])
+    while at < tokens:
+        count = min(data.draw(st.sampled_from([1, 1, 2, 3, 5, 17, 40])), tokens - at)
+        drafts = min(data.draw(st.integers(0, room)), room) if at else 0
+        if drafts:
+            wrong = torch.full((drafts, kind.channels), 3.0, dtype=dtype, device=device)
+            step = ints(device, 2), ints(device, at + drafts), offsets(device, [drafts])
+            vx.causal_conv_paged(wrong, weight, bias, taps, *step, **options)
+        both = torch.cat([x[at : at + count], x[tokens + at : tokens + at + count]])
+        step = ints(device, 2, 0), ints(device, at + count, at + count), offsets(device, [count, count])
+        for outs, y in zip(found, vx.causal_conv_paged(both, weight, bias, taps, *step, **options).split(count)):
+            outs.append(y)
+        at += count
+    for outs, e in zip(found, expected, strict=True):
+        assert_bitwise(torch.cat(outs), e)
+    for last in range(min(tokens, ring)):
+        assert_bitwise(taps[0, (tokens - 1 - last) % ring], x[2 * tokens - 1 - last])
+    assert taps[[1, 3]].isnan().all()
+
+
+def test_a_call_that_forgets_its_taps_is_caught():
+    x = torch.randn(9, 16, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    with pytest.raises(AssertionError, match="differ"):
+        assert_bitwise(
+            torch.cat([vx.causal_conv(x[:5], weight), vx.causal_conv(x[5:], weight)]), vx.causal_conv(x, weight)
+        )
+
+
+@BACKENDS
+def test_no_slot_stores_nothing_on_a_gpu(device, backend):
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(0)).to(device)
+    weight, taps = torch.ones(16, 4, device=device), torch.full((2, 4, 16), torch.nan, device=device)
+    step = ints(device, -1, 1), ints(device, 99, 2), ints(device, 0, 3, 5)
+    y = vx.causal_conv_paged(x, weight, None, taps, *step, backend=backend)
+    assert_bitwise(y, vx.causal_conv(x, weight, cu_seqlens=ints(device, 0, 3, 5), backend=backend))
+    assert_bitwise(taps[1, :2], x[3:])
+    assert taps[0].isnan().all() and taps[1, 2:].isnan().all()
+
+
+@BACKENDS
+@DTYPES
+@given(kind=KINDS.drawn, seed=st.integers(0, 2**16))
+def test_gradients_of_a_sequence_stand_alone(device, backend, dtype, kind, seed):
+    kind, lengths = KINDS.at(kind, device, dtype), [9, 1, 70]
+    x, weight, bias = inputs(sum(lengths), kind, dtype, device, seed)
+    dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+
+    def dx(x, dy, lengths):
+        x = x.detach().requires_grad_()
+        cu = offsets(device, lengths)
+        y = vx.causal_conv(x, weight, bias, cu_seqlens=cu, activation=kind.activation, backend=backend)
+        return torch.autograd.grad(y, x, dy)[0]
+
+    expected, begin = dx(x, dy, lengths), 0
+    for length in lengths:
+        own = slice(begin, begin + length)
+        assert_bitwise(dx(x[own], dy[own], [length]), expected[own])
+        begin += length
+    beside = torch.cat([torch.full_like(x[:10], torch.nan), x[10:]])
+    assert_bitwise(dx(beside, dy, lengths)[10:], expected[10:], "NaN next door")
+
+
+@BACKENDS
+@DTYPES
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_accuracy_on_a_gpu(device, backend, dtype, activation):
+    """At most twice the error of torch's convolution and activation in the same dtype, gradients too."""
+    draw = torch.Generator().manual_seed(2)
+    x, weight, bias = (torch.randn(*s, generator=draw).to(device, dtype) for s in ((300, 48), (48, 4), (48,)))
+    dy = torch.randn(300, 48, generator=draw).to(device, dtype)
+
+    def stock(x, weight, bias):
+        y = torch.nn.functional.conv1d(x.t()[None], weight[:, None], bias, padding=3, groups=48)[0, :, :300].t()
+        return torch.nn.functional.silu(y) if activation else y
+
+    def run(fn, *tensors, dy=dy):
+        leaves = [t.detach().clone().requires_grad_() for t in tensors]
+        y = fn(*leaves)
+        return y.detach(), *torch.autograd.grad(y, leaves, dy)
+
+    wide = [t.double() for t in (x, weight, bias)]
+    exact = run(lambda *t: causal_conv_ref(*t, activation=activation), *wide, dy=dy.double())
+    ours = run(lambda *t: vx.causal_conv(*t, activation=activation, backend=backend), x, weight, bias)
+    theirs = run(stock, x, weight, bias)
+    for name, o, t, e in zip(("y", "dx", "dweight", "dbias"), ours, theirs, exact, strict=True):
+        error, stock_error = (float((v.double() - e).norm() / e.norm()) for v in (o, t))
+        assert error <= 2 * stock_error + 1e-7, f"{name}: {error:.3g} against the stock op's {stock_error:.3g}"
+
+
+@BACKENDS
+@DTYPES
+def test_repeatable(device, backend, dtype):
+    draw = torch.Generator().manual_seed(3)
+    leaves = [torch.randn(*s, generator=draw).to(device, dtype).requires_grad_() for s in ((400, 70), (70, 4), (70,))]
+    cu = ints(device, 0, 3, 200, 200, 400)
+
+    def run():
+        y = vx.causal_conv(*leaves, cu_seqlens=cu, backend=backend)
+        return y, *torch.autograd.grad(y.float().sin().sum(), leaves)
+
+    check_repeatable(run)
+
+
+@BACKENDS
+def test_opcheck(device, backend):
+    x, weight, bias = (torch.randn(*s, device=device, requires_grad=True) for s in ((5, 16), (16, 4), (16,)))
+    cu = ints(device, 0, 2, 5)
+    torch.library.opcheck(torch.ops.vexact.causal_conv.default, (x, weight, bias, cu, True, backend))
+    taps, step = torch.zeros(3, 4, 16, device=device), (ints(device, 2, 0), ints(device, 2, 3), cu)
+    args = x.detach(), weight.detach(), bias.detach(), taps, *step, True, backend
+    torch.library.opcheck(torch.ops.vexact.causal_conv_paged.default, args)
+
+
+def test_both_devices_would_have_the_same_bits_in_the_interpreter():
+    """The arithmetic is the same operation for operation; on a machine with a GPU the compiled kernels are compared."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device is visible to torch")
+    draw = torch.Generator().manual_seed(4)
+    x, weight, bias = (torch.randn(*s, generator=draw) for s in ((300, 70), (70, 4), (70,)))
+    on_gpu = vx.causal_conv(x.cuda(), weight.cuda(), bias.cuda())
+    assert_bitwise(on_gpu.cpu(), vx.causal_conv(x, weight, bias))
+
+
+def test_bad_arguments_are_named():
+    x, weight, bias = torch.randn(5, 16), torch.randn(16, 4), torch.randn(16)
+    for message, args, kind in (
+        ("x: got dtype int64", (x.long(), weight), TypeError),
+        ("x: got dtype float16, which a GPU serves", (x.half(), weight.half()), TypeError),
+        ("weight: got dtype bfloat16, expected float32 as x has", (x, weight.bfloat16()), TypeError),
+        (r"weight: got shape \(8, 4\), expected \(16, W\)", (x, weight[:8]), ValueError),
+        ("weight: got 9 taps, expected 2 to 8", (x, torch.randn(16, 9)), ValueError),
+        ("weight: got 1 taps, expected 2 to 8", (x, weight[:, :1]), ValueError),
+        (r"bias: got shape \(8,\)", (x, weight, bias[:8]), ValueError),
+    ):
+        with pytest.raises(kind, match=f"causal_conv: {message}"):
+            vx.causal_conv(*args)
+    with pytest.raises(ValueError, match="causal_conv: activation: got 'gelu', expected one of None, 'silu'"):
+        vx.causal_conv(x, weight, activation="gelu")
+    with pytest.raises(ValueError, match="causal_conv: cu_seqlens: got 4 as its last value, expected 5"):
+        vx.causal_conv(x, weight, cu_seqlens=ints("cpu", 0, 4))
+    taps, step = torch.full((3, 4, 16), 7.0), (ints("cpu", 1), ints("cpu", 5), ints("cpu", 0, 5))
+    op = "causal_conv_paged"
+    for message, ring in (("taps: got a ring of 3, expected a power of two of at least 4", taps[:, :3]),
+                          ("taps: got a ring of 2", taps[:, :2])):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{op}: {message}"):
+            vx.causal_conv_paged(x, weight, None, ring, *step)
+    with pytest.raises(TypeError, match=f"{op}: taps: got dtype bfloat16, expected float32 as x has"):
+        vx.causal_conv_paged(x, weight, None, taps.bfloat16(), *step)
+    with pytest.raises(ValueError, match=rf"{op}: slots\[0\]: got 3, expected -1 \(none\) or one of 3 slots"):
+        vx.causal_conv_paged(x, weight, None, taps, ints("cpu", 3), *step[1:])
+    with pytest.raises(ValueError, match=rf"{op}: context_lens\[0\]: got 4, expected at least 5"):
+        vx.causal_conv_paged(x, weight, None, taps, step[0], ints("cpu", 4), step[2])
+    two = ints("cpu", 1, 1), ints("cpu", 2, 3), ints("cpu", 0, 2, 5)
+    with pytest.raises(ValueError, match=rf"{op}: slots\[1\]: got 1, which is slots\[0\] too"):
+        vx.causal_conv_paged(x, weight, None, taps, *two)
+    with pytest.raises(RuntimeError, match=f"{op}: weight requires a gradient"):
+        vx.causal_conv_paged(x, weight.requires_grad_(), None, taps, *step)
+    assert (taps == 7).all()  # nothing was written
+
+
+def test_empty_inputs():
+    weight = torch.randn(16, 4, requires_grad=True)
+    assert vx.causal_conv(torch.empty(0, 16), weight).shape == (0, 16)
+    x = torch.empty(0, 16, requires_grad=True)
+    dx, dweight = torch.autograd.grad(vx.causal_conv(x, weight, cu_seqlens=ints("cpu", 0, 0)).sum(), (x, weight))
+    assert dx.shape == (0, 16)
+    assert_bitwise(dweight, torch.zeros(16, 4))

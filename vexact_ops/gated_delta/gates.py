@@ -1,0 +1,83 @@
+"""What a gated delta net's decay and write strength are made of."""
+
+import torch
+from torch import Tensor
+
+from .._core import check
+from .._core.operator import Operator
+from .op import ROOM
+
+
+def delta_gates(
+    a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, *, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """g = -exp(a_log) * softplus(a + dt_bias) and beta = sigmoid(b), as Hugging Face's Qwen3.5 and Qwen3-Next do.
+
+    a, b      (T, Hv) bf16 | fp32, on a GPU also fp16; rows may be strided, as parts of one projection
+    a_log     (Hv,) bf16 | fp16 | fp32: the logarithm of each head's rate
+    dt_bias   (Hv,) likewise
+    returns   g (T, Hv) fp32, at most 0, and beta (T, Hv) in b.dtype, from 0 to 1: for gated_delta_varlen and
+              gated_delta_paged. softplus(x) is x where x is above 20, as torch has it
+    bits      elementwise in fp32, the same on a CPU and a GPU; g is not rounded, beta once
+    grad      a and b as bits; a_log and dt_bias sum rows in a fixed order (on a CPU ascending), repeatable for one
+              fixed batch
+    raises    TypeError on dtype, ValueError on shape or device, BackendUnavailable
+    example
+    >>> g, beta = vx.delta_gates(torch.randn(3, 4), torch.randn(3, 4), torch.zeros(4), torch.ones(4))
+    >>> bool((g < 0).all()), bool(((beta > 0) & (beta < 1)).all())
+    (True, True)
+    """
+    op = "delta_gates"
+    check.tensor(op, "a", a, check.FLOATS, 2)
+    check.tensor(op, "b", b)
+    check.same_dtype(op, "b", b, "a", a)
+    check.shape(op, "b", b, a.shape)
+    if a.shape[1] == 0:
+        raise ValueError(f"{op}: a: got shape {tuple(a.shape)}, expected (T, Hv) with Hv of at least 1")
+    for arg, x in (("a_log", a_log), ("dt_bias", dt_bias)):
+        check.tensor(op, arg, x, check.FLOATS)
+        check.shape(op, arg, x, a.shape[1:])
+    check.same_device(op, a=a, b=b, a_log=a_log, dt_bias=dt_bias)
+    backend = ROOM.resolve(a.device, backend)
+    check.served(op, "a", a.dtype, backend)
+    return _delta_gates(check.rows(a), check.rows(b), a_log, dt_bias, backend)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float().contiguous()
+
+
+def _fwd(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, backend: str):
+    g, beta = torch.empty(a.shape, dtype=torch.float32, device=a.device), b.new_empty(b.shape)
+    ROOM.module(backend).delta_gates_fwd(a, b, _wide(a_log), _wide(dt_bias), g, beta)
+    return g, beta
+
+
+def _bwd(dg, dbeta, a, b, a_log, dt_bias, backend):
+    tensors = dg.contiguous(), dbeta.contiguous(), a, b, _wide(a_log), _wide(dt_bias)
+    da, db, da_log, ddt_bias = ROOM.module(backend).delta_gates_bwd(*tensors)
+    return da, db, da_log.to(a_log.dtype), ddt_bias.to(dt_bias.dtype)
+
+
+def _setup(ctx, inputs, output):
+    *tensors, ctx.backend = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx, dg, dbeta):
+    return *_delta_gates_bwd(dg, dbeta, *ctx.saved_tensors, ctx.backend), None
+
+
+_delta_gates_bwd = Operator(
+    "delta_gates_bwd(Tensor dg, Tensor dbeta, Tensor a, Tensor b, Tensor a_log, Tensor dt_bias, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _bwd,
+    lambda dg, dbeta, *rest: tuple(x.new_empty(x.shape) for x in rest[:4]),
+)
+_delta_gates = Operator(
+    "delta_gates(Tensor a, Tensor b, Tensor a_log, Tensor dt_bias, str backend) -> (Tensor, Tensor)",
+    _fwd,
+    lambda a, b, a_log, dt_bias, backend: (a.new_empty(a.shape, dtype=torch.float32), b.new_empty(b.shape)),
+    _setup,
+    _backward,
+)
