@@ -114,6 +114,10 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("delta_gates_fwd(Tensor a, Tensor b, Tensor a_log, Tensor dt_bias, Tensor(a!) g, Tensor(b!) beta) -> ()");
   m.def("delta_gates_bwd(Tensor dg, Tensor dbeta, Tensor a, Tensor b, Tensor a_log, Tensor dt_bias, Tensor(a!) da, Tensor(b!) db, Tensor(c!) da_log, Tensor(d!) ddt_bias) -> ()");
 
+  // gated_delta on SM90: sequences with one row in the call; all others, or whole ones
+  m.def("gated_delta_decode(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor(b!) open_k, Tensor(c!) open_u, Tensor(d!) open_g, Tensor slots, Tensor context_lens, Tensor cu_seqlens_q, float scale, bool l2norm, Tensor(e!) out) -> ()");
+  m.def("gated_delta_chunks(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens, Tensor? initial_state, Tensor(a!)? final_state, Tensor(b!)? states, Tensor(c!)? us, Tensor(d!)? state, Tensor? open_k, Tensor(e!)? open_u, Tensor? open_g, Tensor? slots, Tensor? context_lens, float scale, bool l2norm, int columns, Tensor(f!)? out) -> ()");
+
   // sampler
   m.def("sample(Tensor logits, Tensor seeds, Tensor positions, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor(a!) ids, Tensor(b!) logprobs, Tensor(c!) raw_logprobs) -> ()");
 

@@ -9,7 +9,7 @@ from .._core import check, sequences
 from .._core.backend import Room
 from .._core.operator import Operator
 
-ROOM = Room("gated_delta", cpu=("cpu",), cuda=("triton",))
+ROOM = Room("gated_delta", cpu=("cpu",), cuda=("cuda", "triton"))
 CHUNK = 64  # rows of a chunk, cut from the start of a sequence
 WIDEST = 256
 GROUP = 64  # value heads of a key head, at most
@@ -144,7 +144,7 @@ def gated_delta_paged(
     q, k, v, g, beta, scale, qk_l2norm   as in gated_delta_varlen
     state         (slots, Hv, dk, dv) fp32; each slot contiguous, as below; written in place, as all four are
     open_k        (slots, 64, Hk, dk) in q.dtype: k as given, before the norm
-    open_u        (slots, 64, Hv, dv) fp32
+    open_u        (slots, 64, Hv, dv) fp32: u, on a GPU times the norm's factor of k
     open_g        (slots, 64, Hv) fp32: the running sum G
     slots         (B,) int32: each sequence's slot, no two the same. -1: none; its rows start a sequence, and nothing is
                   stored (padding of a step)

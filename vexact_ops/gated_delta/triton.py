@@ -4,17 +4,21 @@ sequence one after another, and one for single tokens, which reads the state and
 The declared arithmetic, for every kernel of the class; fp32, fused where it says fma. tf(x): x rounded to tf32, to the
 nearest, ties away from zero, for 16-bit inputs; x itself for fp32 inputs, whose products are then plain fp32.
 
-1. r = 1 / sqrt(fold_sum(x x) + 1e-6); kn = tf(k r), qn = tf(q r); without the norm kn = tf(k), qn = tf(q).
+1. r = 1 / sqrt(fold_sum(k k) + 1e-6), rq the same of q; 1 without the norm.
 2. G_i = G_(i-1) + g_i from +0 at the chunk's start; e_ij = exp_term(G_i - G_j), E_i = exp_term(G_i); with fp32 inputs
    exp_down in its place.
-3. Products, each a chain of K ascending from +0 in one accumulator: ks_i = kn_i tf(S), qs_i = qn_i tf(S),
-   kk_ij = kn_i kn_j, qk_ij = qn_i kn_j. A_ij = beta_i (e_ij kk_ij) and P_ij = e_ij qk_ij, selected by j < i and j <= i.
-   Over the rows j of earlier blocks of 16: a_i = sum tf(A_ij) tf(u_j) + 0, p_i = sum tf(P_ij) tf(u_j) + 0.
-4. u_i = (beta_i fma(-E_i, ks_i, v_i) + 0) - a_i, then fma(-A_ij, u_j, u_i) for rows j < i of the own block, ascending;
-   o_i = fma(E_i, qs_i, p_i), then fma(P_ij, u_j, o_i) for j <= i; the output is scale o_i, rounded once. Here A_ij,
-   P_ij, u_j and qs_i have + 0 added, so that a sum over a selection may fetch them: -0 becomes +0.
-5. S' = fma(exp_term(G_last), S, sum over j ascending of tf(exp_term(G_last - G_j) kn_j) tf(u_j)), rows that are not
-   there being zeros.
+3. Products, each a chain of K ascending from +0 in one accumulator, k and q as they came: kk_ij = k_i k_j,
+   qk_ij = q_i k_j, ks_i = k_i tf(S), qs_i = q_i tf(S). A_ij = (beta_i r_i) (e_ij kk_ij) and P_ij = rq_i (e_ij qk_ij),
+   selected by j < i and j <= i. With w_j = r_j u_j, over the rows j of earlier blocks of 16:
+   a_i = sum tf(A_ij) tf(w_j) + 0, p_i = sum tf(P_ij) tf(w_j) + 0.
+4. u_i = (beta_i fma(-(E_i r_i), ks_i, v_i) + 0) - a_i, then fma(-A_ij, w_j, u_i) for rows j < i of the own block,
+   ascending; o_i = fma(E_i rq_i, qs_i, p_i), then fma(P_ij, w_j, o_i) for j <= i; the output is scale o_i, rounded
+   once. Here A_ij, P_ij, w_j and qs_i have + 0 added, so that a sum over a selection may fetch them: -0 becomes +0.
+5. S' = fma(exp_term(G_last), S, sum over j ascending of k_j tf(exp_term(G_last - G_j) w_j)), rows that are not there
+   being zeros.
+
+So old rows are needed as k, w and G alone, products among keys run in 16 bits, and a norm is computed once: open_u
+holds w.
 """
 
 from typing import NamedTuple
@@ -24,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._core import gpu
 from .._core.triton import OPTIONS, block, exp_down, exp_term, fold_sum, on
 from .op import CHUNK
 from .triton_gates import delta_gates_bwd as delta_gates_bwd
@@ -80,20 +85,33 @@ def decay(x, TF: tl.constexpr):
 
 @triton.jit
 def dot(a, b, TF: tl.constexpr):
-    """a @ b of operands that tf has rounded."""
+    """a @ b of fp32 operands that tf has rounded."""
     # order: K ascending in one accumulator
     return tl.dot(a, b, input_precision="tf32" if TF else "ieee")
 
 
 @triton.jit
+def raw_dot(a, b):
+    """a @ b of operands as they came."""
+    # order: K ascending in one accumulator
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def norm_factor(x, L2NORM: tl.constexpr):
+    """1 / norm of each row, fp32."""
+    r = tl.full([x.shape[0]], 1.0, tl.float32)
+    if L2NORM:
+        x = x.to(tl.float32)
+        r = tl.div_rn(r, tl.sqrt_rn(fold_sum(x * x) + 1e-6))
+    return r
+
+
+@triton.jit
 def normed(x, L2NORM: tl.constexpr):
     """Rows divided by their norm, in fp32, and 1 / norm."""
-    r = tl.full([x.shape[0]], 1.0, tl.float32)
-    y = x
-    if L2NORM:
-        r = tl.div_rn(r, tl.sqrt_rn(fold_sum(x * x) + 1e-6))
-        y = x * r[:, None]
-    return y, r
+    r = norm_factor(x, L2NORM)
+    return x * r[:, None], r
 
 
 @triton.jit
@@ -142,61 +160,63 @@ def running_sums(g, row, head, a, last, before, HV: tl.constexpr):
 
 
 @triton.jit
-def coefficients(kn, qn, sums, beta, TF: tl.constexpr):
-    """A (64, 64), what u_j is multiplied by in u_i, and P, in o_i."""
+def coefficients(k, q, r, rq, sums, beta, TF: tl.constexpr):
+    """A (64, 64), what w_j is multiplied by in u_i, and P, in o_i."""
     place = tl.arange(0, _CHUNK)
     i, j = place[:, None], place[None, :]
     e = decay(sums[:, None] - sums[None, :], TF)
-    kt = tl.trans(kn)
-    a = tl.where(j < i, beta[:, None] * (e * dot(kn, kt, TF)), 0.0)
-    p = tl.where(j <= i, e * dot(qn, kt, TF), 0.0)
+    kt = tl.trans(k)
+    a = tl.where(j < i, (beta * r)[:, None] * (e * raw_dot(k, kt)), 0.0)
+    p = tl.where(j <= i, rq[:, None] * (e * raw_dot(q, kt)), 0.0)
     return a, p
 
 
 @triton.jit
-def solve(u, s, new, kn, qn, sums, beta, v, TF: tl.constexpr):
-    """u and o (64, N), each o before the scale; rows that are not `new` keep the u that they have."""
+def solve(w, s, new, k, q, r, rq, sums, beta, v, TF: tl.constexpr):
+    """u, w and o (64, N), each o before the scale; rows that are not `new` keep the w that they have."""
     place = tl.arange(0, _CHUNK)
     sub = tl.arange(0, _BLOCK)
-    a, p = coefficients(kn, qn, sums, beta, TF)
+    a, p = coefficients(k, q, r, rq, sums, beta, TF)
     state = tf(s, TF)
-    first = decay(sums, TF)[:, None]
-    left = beta[:, None] * tl.fma(tl.broadcast_to(first * -1.0, v.shape), dot(kn, state, TF), v)
-    right = first * tl.full(v.shape, 1.0, tl.float32)
-    qs = dot(qn, state, TF)
-    o = tl.zeros_like(v)
+    first = decay(sums, TF)
+    from_state = tl.broadcast_to(((first * r) * -1.0)[:, None], v.shape)
+    left = beta[:, None] * tl.fma(from_state, dot(k.to(tl.float32), state, TF), v)
+    right = (first * rq)[:, None] * tl.full(v.shape, 1.0, tl.float32)
+    qs = dot(q.to(tl.float32), state, TF)
+    u, o = tl.zeros_like(v), tl.zeros_like(v)
     newer = tl.broadcast_to(tl.where(new, 1.0, 0.0)[:, None], v.shape)
+    factors = tl.broadcast_to(r[:, None], v.shape)
     for n in range(_BLOCKS):  # no unrolling: it would take minutes to compile
         a_rows, p_rows = block_of(a, n), block_of(p, n)
-        fresh = block_of(newer, n) > 0.0
+        fresh, r_block, w_block = block_of(newer, n) > 0.0, block_of(factors, n), block_of(w, n)
         before = (place < n * _BLOCK)[None, :]
-        known = tf(tl.where((place < n * _BLOCK)[:, None], u, 0.0), TF)
+        known = tf(tl.where((place < n * _BLOCK)[:, None], w, 0.0), TF)
         u_block = block_of(left, n) - (dot(tf(tl.where(before, a_rows, 0.0), TF), known, TF) + 0.0)
         o_sum = dot(tf(tl.where(before, p_rows, 0.0), TF), known, TF) + 0.0
-        u_block = tl.where(fresh, u_block, block_of(u, n))
         o_block = tl.fma(block_of(right, n), block_of(qs, n), o_sum)
         a_own, p_own = columns_of(a_rows, n), columns_of(p_rows, n)
         for j in range(_BLOCK):  # order: the own block's rows ascending, one fma each
-            z = tl.broadcast_to(row_of(u_block, j)[None, :], u_block.shape)
+            z = row_of(tl.where(fresh, r_block * u_block, w_block), j)
+            z = tl.broadcast_to(z[None, :], u_block.shape)
             from_u = tl.broadcast_to(column_of(a_own, j)[:, None], u_block.shape)
             from_o = tl.broadcast_to(column_of(p_own, j)[:, None], u_block.shape)
-            u_block = tl.where(fresh & (sub > j)[:, None], tl.fma(from_u * -1.0, z, u_block), u_block)
+            u_block = tl.where((sub > j)[:, None], tl.fma(from_u * -1.0, z, u_block), u_block)
             o_block = tl.where((sub >= j)[:, None], tl.fma(from_o, z, o_block), o_block)
+        w = in_block(w, tl.where(fresh, r_block * u_block, w_block), n)
         u = in_block(u, u_block, n)
         o = in_block(o, o_block, n)
-    return u, o
+    return u, w, o
 
 
 @triton.jit
-def advance(s, u, kn, sums, last, TF: tl.constexpr):
+def advance(s, w, k, sums, last, TF: tl.constexpr):
     """The state behind place last - 1; rows behind it are zeros."""
     place = tl.arange(0, _CHUNK)
     total = tl.sum(tl.where(place == last - 1, sums, 0.0), axis=0)
     there = place < last
     rest = decay(tl.where(there, total - sums, 0.0), TF)
-    kd = tf(tl.where(there[:, None], rest[:, None] * kn, 0.0), TF)
-    added = dot(tl.trans(kd), tf(tl.where(there[:, None], u, 0.0), TF), TF)
-    return tl.fma(tl.broadcast_to(decay(total, TF), s.shape), s, added)
+    added = tf(tl.where(there[:, None], rest[:, None] * w, 0.0), TF)
+    return tl.fma(tl.broadcast_to(decay(total, TF), s.shape), s, dot(tl.trans(k.to(tl.float32)), added, TF))
 
 
 @triton.jit
@@ -239,11 +259,11 @@ def _chunks_kernel(
     if SLOTS:
         slot, position = origin(slots, sequence, end - begin, slot_count)
         writes = slot >= 0
-        at = tl.maximum(slot, 0)
-        state = slots.state + at * slots.state_slot + head * DK * DV + plane
-        k_open = slots.open_k + at * slots.k_slot + key_head * DK + d[None, :] + place[:, None] * (HK * DK)
-        u_open = slots.open_u + at * slots.u_slot + head * DV + c[None, :] + place[:, None] * (HV * DV)
-        g_open = slots.open_g + at * slots.g_slot + head
+        held = tl.maximum(slot, 0)
+        state = slots.state + held * slots.state_slot + head * DK * DV + plane
+        k_open = slots.open_k + held * slots.k_slot + key_head * DK + d[None, :] + place[:, None] * (HK * DK)
+        u_open = slots.open_u + held * slots.u_slot + head * DV + c[None, :] + place[:, None] * (HV * DV)
+        g_open = slots.open_g + held * slots.g_slot + head
         wanted = end - begin > 1  # single tokens have a kernel of their own
         a = position % _CHUNK
         s = tl.load(state, mask=inside & wanted & (position >= _CHUNK), other=0.0)
@@ -260,27 +280,25 @@ def _chunks_kernel(
             new, old = (place >= a) & (place < last), place < a
             at = (row + place - a).to(tl.int64)
             x = tl.load(k + at[:, None] * strides.k_row + key_head * strides.k_head + d[None, :],
-                        mask=new[:, None] & deep, other=0.0).to(tl.float32)  # fmt: skip
+                        mask=new[:, None] & deep, other=0.0)  # fmt: skip
             y = tl.load(q + at[:, None] * strides.q_row + key_head * strides.q_head + d[None, :],
-                        mask=new[:, None] & deep, other=0.0).to(tl.float32)  # fmt: skip
+                        mask=new[:, None] & deep, other=0.0)  # fmt: skip
             value = tl.load(v + at[:, None] * strides.v_row + head * strides.v_head + c[None, :],
                             mask=new[:, None] & wide, other=0.0).to(tl.float32)  # fmt: skip
-            b = tl.load(beta + at * HV + head, mask=new, other=0.0)
-            u = tl.zeros([_CHUNK, BV], tl.float32)
+            b = tl.load(beta + at * HV + head, mask=new, other=0.0).to(tl.float32)
+            w = tl.zeros([_CHUNK, BV], tl.float32)
             sums = tl.zeros([_CHUNK], tl.float32)
             before = 0.0
             if SLOTS:
-                x = tl.where(old[:, None], tl.load(k_open, mask=old[:, None] & deep, other=0.0).to(tl.float32), x)
-                u = tl.load(u_open, mask=old[:, None] & wide, other=0.0)
+                x = tl.where(old[:, None], tl.load(k_open, mask=old[:, None] & deep, other=0.0), x)
+                w = tl.load(u_open, mask=old[:, None] & wide, other=0.0)
                 sums = tl.load(g_open + place * HV, mask=old, other=0.0)
                 before = tl.load(g_open + (a - 1) * HV, mask=a > 0, other=0.0)
             sums = tl.where(old, sums, running_sums(g, row.to(tl.int64), head, a, last, before, HV))
-            x, _ = normed(x, L2NORM)
-            y, _ = normed(y, L2NORM)
-            kn, qn = tf(x, TF), tf(y, TF)
+            r, rq = norm_factor(x, L2NORM), norm_factor(y, L2NORM)
             if KEEP:
                 tl.store(states + (chunk.to(tl.int64) * HV + head) * DK * DV + plane, s, mask=inside)
-            u, o = solve(u, s, new, kn, qn, sums, b, value, TF)
+            u, w, o = solve(w, s, new, x, y, r, rq, sums, b, value, TF)
             rows_at = (at * HV + head)[:, None] * DV + c[None, :]
             if KEEP:
                 tl.store(us + rows_at, u, mask=new[:, None] & wide)
@@ -288,9 +306,9 @@ def _chunks_kernel(
                 tl.store(out + rows_at, (scale * o).to(out.dtype.element_ty), mask=new[:, None] & wide)
             if SLOTS:
                 appended = new & writes & (last < _CHUNK)
-                tl.store(u_open, u, mask=appended[:, None] & wide)
+                tl.store(u_open, w, mask=appended[:, None] & wide)
             if (last == _CHUNK) | FINAL:
-                s = advance(s, u, kn, sums, last, TF)
+                s = advance(s, w, x, sums, last, TF)
                 if SLOTS:
                     tl.store(state, s, mask=inside & writes)
             row += last - a
@@ -332,11 +350,16 @@ def _append_kernel(
 
 @triton.jit(do_not_specialize=PER_CALL)
 def _token_kernel(
-    q, k, v, g, beta, out, offsets, slots, tokens, sequences, slot_count, strides, scale,
+    q, k, v, g, beta, out, offsets, slots, tokens, sequences, slot_count, strides, scale, q_wide, k_wide,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, BV: tl.constexpr,
-    L2NORM: tl.constexpr, TF: tl.constexpr,
+    L2NORM: tl.constexpr, TF: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sequences with one row in the call. Rows 0 and 1 of a product's tile are those of k and of q."""
+    """Sequences with one row in the call. Rows 0 and 1 of a product's tile are those of k and of q.
+
+    Of a tile of 16 rows the compiler makes another instruction than of chunks, and with it, where an operand was loaded
+    in 16 bits and widened, another order of K (Triton 3.6, SM90: the even ones of 16 first). So on SM90 a tile has as
+    many ROWS as a chunk; or, where that takes too much shared memory, k and q are loaded as WIDE ones, (T, Hk, dk) fp32.
+    """
     sequence, head = tl.program_id(2), tl.program_id(1)
     begin, end = extent(offsets, sequence, tokens)
     if end - begin == 1:
@@ -345,7 +368,7 @@ def _token_kernel(
         i = position % _CHUNK
         d, c = tl.arange(0, DKP), tl.program_id(0) * BV + tl.arange(0, BV)
         wide, deep = c < DV, d < DK
-        key_head, place, sub = head // (HV // HK), tl.arange(0, _CHUNK), tl.arange(0, _BLOCK)
+        key_head, place = head // (HV // HK), tl.arange(0, _CHUNK)
         row = begin.to(tl.int64)
         inside = deep[:, None] & wide[None, :]
         state = slots.state + here * slots.state_slot + head * DK * DV + (d * DV)[:, None] + c[None, :]
@@ -355,36 +378,44 @@ def _token_kernel(
         into_u = slots.open_u + here * slots.u_slot + head * DV + c
         into_g = slots.open_g + here * slots.g_slot + head
         open_k = tl.load(into_k[None, :] + place[:, None] * (HK * DK), mask=old[:, None] & deep[None, :], other=0.0)
-        u = tl.load(into_u[None, :] + place[:, None] * (HV * DV), mask=old[:, None] & wide[None, :], other=0.0)
+        w = tl.load(into_u[None, :] + place[:, None] * (HV * DV), mask=old[:, None] & wide[None, :], other=0.0)
         sums = tl.load(into_g + place * HV, mask=old, other=0.0)
         before = tl.load(into_g + (i - 1) * HV, mask=i > 0, other=0.0)
         x = tl.load(k + row * strides.k_row + key_head * strides.k_head + d, mask=deep, other=0.0)
         y = tl.load(q + row * strides.q_row + key_head * strides.q_head + d, mask=deep, other=0.0)
         value = tl.load(v + row * strides.v_row + head * strides.v_head + c, mask=wide, other=0.0).to(tl.float32)
-        b = tl.load(beta + row * HV + head)
+        b = tl.load(beta + row * HV + head).to(tl.float32)
         total = before + tl.load(g + row * HV + head)
 
         mine = (place == i)[:, None]
-        keys, _ = normed(tl.where(mine, x[None, :], open_k).to(tl.float32), L2NORM)
-        kn = tf(keys, TF)
-        both = tl.where((sub == 0)[:, None], x.to(tl.float32)[None, :], 0.0)
-        both, _ = normed(tl.where((sub == 1)[:, None], y.to(tl.float32)[None, :], both), L2NORM)
-        both = tf(both, TF)
-        of_state = dot(both, tf(s, TF), TF)
-        grams = dot(both, tl.trans(kn), TF)
+        keys = tl.where(mine, x[None, :], open_k)
+        tile = tl.arange(0, ROWS)
+        zeros = tl.zeros([ROWS, DKP], x.dtype)
+        both = tl.where((tile == 0)[:, None], x[None, :], tl.where((tile == 1)[:, None], y[None, :], zeros))
+        factors = norm_factor(both, L2NORM)
+        r, rq = tl.sum(tl.where(tile == 0, factors, 0.0), axis=0), tl.sum(tl.where(tile == 1, factors, 0.0), axis=0)
+        widened = both.to(tl.float32)
+        if WIDE:
+            at_wide = (row * HK + key_head) * DK + d
+            x_wide = tl.load(k_wide + at_wide, mask=deep, other=0.0)
+            y_wide = tl.load(q_wide + at_wide, mask=deep, other=0.0)
+            widened = tl.where((tile == 1)[:, None], y_wide[None, :], 0.0)
+            widened = tl.where((tile == 0)[:, None], x_wide[None, :], widened)
+        of_state = dot(widened, tf(s, TF), TF)
+        grams = raw_dot(both, tl.trans(keys))
         sums = tl.where(place == i, total, sums)
         e = decay(total - sums, TF)
-        a = tl.where(place < i, b * (e * row_of(grams, 0)), 0.0)
-        p = tl.where(place <= i, e * row_of(grams, 1), 0.0)
+        a = tl.where(place < i, (b * r) * (e * row_of(grams, 0)), 0.0)
+        p = tl.where(place <= i, rq * (e * row_of(grams, 1)), 0.0)
         n = i // _BLOCK
         earlier = place < n * _BLOCK
-        factors = tl.where((sub == 0)[:, None], tl.where(earlier, a, 0.0)[None, :], 0.0)
-        factors = tl.where((sub == 1)[:, None], tl.where(earlier, p, 0.0)[None, :], factors)
-        of_rows = dot(tf(factors, TF), tf(tl.where(earlier[:, None], u, 0.0), TF), TF)
+        factors = tl.where((tile == 0)[:, None], tl.where(earlier, a, 0.0)[None, :], 0.0)
+        factors = tl.where((tile == 1)[:, None], tl.where(earlier, p, 0.0)[None, :], factors)
+        of_rows = dot(tf(factors, TF), tf(tl.where(earlier[:, None], w, 0.0), TF), TF)
         first = tl.zeros([BV], tl.float32) + decay(total, TF)
-        u_i = (b * tl.fma(first * -1.0, row_of(of_state, 0), value) + 0.0) - row_of(of_rows, 0)
-        o_i = tl.fma(first, row_of(of_state, 1), row_of(of_rows, 1))
-        own = block_of(u, n)
+        u_i = (b * tl.fma((first * r) * -1.0, row_of(of_state, 0), value) + 0.0) - row_of(of_rows, 0)
+        o_i = tl.fma(first * rq, row_of(of_state, 1), row_of(of_rows, 1))
+        own = block_of(w, n)
         for j in range(_BLOCK):
             at = n * _BLOCK + j
             z = row_of(own, j)
@@ -393,13 +424,14 @@ def _token_kernel(
             u_i = tl.where(at < i, tl.fma(from_u * -1.0, z, u_i), u_i)
             o_i = tl.where(at < i, tl.fma(from_o, z, o_i), o_i)
         last = tl.zeros([BV], tl.float32) + tl.sum(tl.where(place == i, p, 0.0), axis=0)
-        o_i = tl.fma(last, u_i + 0.0, o_i)
+        w_i = r * u_i
+        o_i = tl.fma(last, w_i + 0.0, o_i)
         tl.store(out + (row * HV + head) * DV + c, (scale * o_i).to(out.dtype.element_ty), mask=wide)
         if i == _CHUNK - 1:
-            s = advance(s, tl.where(mine, u_i[None, :], u), kn, sums, _CHUNK, TF)
+            s = advance(s, tl.where(mine, w_i[None, :], w), keys, sums, _CHUNK, TF)
             tl.store(state, s, mask=inside & known)
         else:
-            tl.store(into_u + i * (HV * DV), u_i, mask=wide & known)
+            tl.store(into_u + i * (HV * DV), w_i, mask=wide & known)
             if tl.program_id(0) == 0:
                 tl.store(into_g + i * HV, total, mask=known)
                 if head % (HV // HK) == 0:
@@ -466,20 +498,30 @@ def paged_chunks(q, k, v, g, beta, slots: Slots, slot_count: int, cu_seqlens_q, 
             q, k, v, g, beta, out, cu_seqlens_q, g, g, slots, g, g, tokens, batch, slot_count, strides, scale,
             SLOTS=True, INITIAL=False, FINAL=False, KEEP=False, num_warps=8, num_stages=1, **size, **OPTIONS,
         )  # fmt: skip
-        shared = {name: size[name] for name in ("HK", "HV", "DK", "DKP")}
+    append(q, k, v, g, cu_seqlens_q, slots, slot_count)
+
+
+def append(q, k, v, g, cu_seqlens_q, slots: Slots, slot_count: int) -> None:
+    """Stores k and G of the chunks that such sequences leave open."""
+    tokens, batch, size = q.shape[0], cu_seqlens_q.shape[0] - 1, sizes(q, v, True)
+    shared = {name: size[name] for name in ("HK", "HV", "DK", "DKP")}
+    with on(q):
         _append_kernel[v.shape[1], batch](
-            k, g, cu_seqlens_q, slots, tokens, batch, slot_count, strides, num_warps=4, **shared, **OPTIONS
+            k, g, cu_seqlens_q, slots, tokens, batch, slot_count, strides_of(q, k, v), num_warps=4, **shared, **OPTIONS
         )
 
 
 def paged_tokens(q, k, v, g, beta, slots: Slots, slot_count: int, cu_seqlens_q, scale, l2norm, out) -> None:
     """Sequences with one row in the call; others are left alone."""
     tokens, batch, size = q.shape[0], cu_seqlens_q.shape[0] - 1, sizes(q, v, l2norm)
+    chunked = size["TF"] and q.is_cuda and gpu.sm90(q.device)
+    wide = chunked and size["DKP"] > 128
     grid = triton.cdiv(v.shape[2], size["BV"]), v.shape[1], batch
     with on(q):
         _token_kernel[grid](
             q, k, v, g, beta, out, cu_seqlens_q, slots, tokens, batch, slot_count, strides_of(q, k, v), scale,
-            num_warps=4, num_stages=1, **size, **OPTIONS,
+            q.float().contiguous() if wide else g, k.float().contiguous() if wide else g,
+            ROWS=CHUNK if chunked and not wide else 16, WIDE=wide, num_warps=4, num_stages=1, **size, **OPTIONS,
         )  # fmt: skip
 
 

@@ -178,7 +178,8 @@ def _gates_kernel(parts, out, count, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + at, total, mask=at < count)
 
 
-def backward(dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm):
+def backward(dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, kept=None):
+    """kept: what `chunks` gives with keep, where somebody has made it."""
     tokens, batch, size = q.shape[0], cu_seqlens.shape[0] - 1, sizes(q, v, l2norm)
     (hk, dk), (hv, dv) = q.shape[1:], v.shape[1:]
     fp32 = {"dtype": torch.float32, "device": q.device}
@@ -187,7 +188,7 @@ def backward(dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, scale, l
     dinitial = None if initial_state is None else torch.empty(initial_state.shape, **fp32)
     if batch == 0 or (tokens == 0 and dinitial is None):
         return out_q, out_k, out_v, out_g, out_beta, dinitial
-    states, us = chunks(q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, keep=True)
+    states, us = kept or chunks(q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, keep=True)
     blocks = triton.cdiv(dv, size["BV"])
     parts_q, parts_k = (torch.empty((blocks, tokens, hv, dk), **fp32) for _ in "qk")
     parts_g, parts_beta = (torch.empty((blocks, tokens, hv), **fp32) for _ in "gb")

@@ -1,0 +1,193 @@
+// archs: 90a
+// Bindings and launches of gated_delta on SM90: bf16 and fp16, rows and slots on 16-byte boundaries.
+#include "common/cuda.h"
+#include "common/values.h"
+#include "gated_delta/chunks.cuh"
+#include "gated_delta/decode.cuh"
+
+namespace vx {
+namespace {
+
+template <class T, int DK>
+void launch(const GatedDeltaDecode& args, int device, cudaStream_t stream) {
+  auto kernel = delta::decode_kernel<T, DK>;
+  constexpr int kBytes = sizeof(delta::DecodeShared<T, DK>);
+  static std::atomic<uint64_t> allowed{0};
+  allow_shared_memory(kernel, kBytes, device, allowed);
+  const dim3 grid(unsigned(args.hv * (args.dv / kDecodeColumns)), unsigned(args.sequences));
+  VX_CUDA_CHECK(sm90::launch_chained(kernel, grid, kDecodeThreads, kBytes, stream, args));
+}
+
+template <class T>
+void launch(const GatedDeltaDecode& args, int device, cudaStream_t stream) {
+  switch (args.dk) {
+    case 64: return launch<T, 64>(args, device, stream);
+    case 128: return launch<T, 128>(args, device, stream);
+    default: launch<T, 256>(args, device, stream);
+  }
+}
+
+template <class T, int COLUMNS>
+void launch(const GatedDeltaChunks& args, int device, cudaStream_t stream) {
+  auto kernel = delta::chunks_kernel<T, 128, COLUMNS>;
+  constexpr int kBytes = sizeof(delta::ChunkShared<T, 128, COLUMNS>);
+  static std::atomic<uint64_t> allowed{0};
+  allow_shared_memory(kernel, kBytes, device, allowed);
+  const dim3 grid(unsigned(args.hv * (args.dv / COLUMNS)), unsigned(args.sequences));
+  VX_CUDA_CHECK(sm90::launch_chained(kernel, grid, kChunkThreads, kBytes, stream, args));
+}
+
+void check_rows(const Tensor& t, const char* name, int64_t rows, int64_t heads, int64_t d, ScalarType dtype) {
+  STD_TORCH_CHECK(t.dim() == 3 && t.size(0) == rows && t.size(1) == heads && t.size(2) == d && t.scalar_type() == dtype,
+                  "gated_delta: ", name, ": expected (", rows, ", ", heads, ", ", d, ") in the dtype of q");
+  check_last_dim_contiguous(t, name);
+}
+
+// Slots of contiguous elements, each on a 16-byte boundary; returns the elements from one to the next.
+int64_t check_slots(const Tensor& t, const char* name, int64_t slots, std::initializer_list<int64_t> sizes) {
+  int64_t size = 1;
+  auto expected = sizes.end();
+  for (int64_t d = t.dim() - 1; d > 0; --d) {
+    --expected;
+    STD_TORCH_CHECK(t.size(d) == *expected && (t.size(d) == 1 || t.stride(d) == size), "gated_delta: ", name,
+                    ": expected contiguous slots of its sizes");
+    size *= *expected;
+  }
+  const int64_t step = slots > 1 ? t.stride(0) : size, each = 16 / t.element_size();
+  STD_TORCH_CHECK(t.size(0) == slots && expected == sizes.begin(), "gated_delta: ", name, ": expected ", slots, " slots");
+  STD_TORCH_CHECK(step % each == 0 && reinterpret_cast<uintptr_t>(data(t)) % 16 == 0, "gated_delta: ", name,
+                  ": expected slots on 16-byte boundaries");
+  return step;
+}
+
+// What both kernels take: rows of this call, and where sequences lie.
+template <class Args>
+void fill_rows(Args& args, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
+               const Tensor& offsets, double scale, bool l2norm) {
+  STD_TORCH_CHECK(q.dim() == 3 && v.dim() == 3 && offsets.numel() > 0, "gated_delta: expected q (T, Hk, dk), v (T, Hv, dv)");
+  const int64_t tokens = q.size(0), hk = q.size(1), dk = q.size(2), hv = v.size(1), dv = v.size(2);
+  const ScalarType dtype = q.scalar_type();
+  STD_TORCH_CHECK(dtype == ScalarType::BFloat16 || dtype == ScalarType::Half, "gated_delta: q: expected bf16 or fp16");
+  STD_TORCH_CHECK(dk > 0 && dk <= 256 && dv > 0 && dv <= 256 && hk > 0 && hv > 0 && hv % hk == 0, "gated_delta: heads");
+  const int64_t sequences = offsets.numel() - 1;
+  STD_TORCH_CHECK(sequences < 65536 && tokens < (1ll << 31), "gated_delta: too many sequences or rows");
+  check_rows(q, "q", tokens, hk, dk, dtype);
+  check_rows(k, "k", tokens, hk, dk, dtype);
+  check_rows(v, "v", tokens, hv, dv, dtype);
+  check_2d(g, "g", tokens, hv);
+  check_2d(beta, "beta", tokens, hv);
+  const bool wide = beta.scalar_type() == ScalarType::Float;
+  STD_TORCH_CHECK(g.scalar_type() == ScalarType::Float && (wide || beta.scalar_type() == dtype),
+                  "gated_delta: g: expected fp32; beta: fp32, or as q");
+  args.q = data(q), args.k = data(k), args.v = data(v);
+  args.q_row = q.stride(0), args.q_head = q.stride(1), args.k_row = k.stride(0), args.k_head = k.stride(1);
+  args.v_row = v.stride(0), args.v_head = v.stride(1);
+  args.g = static_cast<const float*>(data(g)), args.beta = data(beta), args.wide_beta = wide;
+  args.g_row = g.stride(0), args.beta_row = beta.stride(0);
+  args.offsets = values<int32_t>(offsets, "cu_seqlens", sequences + 1);
+  args.sequences = int(sequences), args.tokens = int(tokens);
+  args.hk = int(hk), args.hv = int(hv), args.dk = int(dk), args.dv = int(dv);
+  args.scale = float(scale), args.l2norm = l2norm;
+}
+
+// What sequences go on from, and where they go on.
+template <class Args>
+void fill_slots(Args& args, const Tensor& q, const Tensor& state, const Tensor& open_k, const Tensor& open_u,
+                const Tensor& open_g, const Tensor& slots, const Tensor& context_lens) {
+  STD_TORCH_CHECK(open_k.dim() == 4 && open_u.dim() == 4 && open_g.dim() == 3 && state.dim() == 4 &&
+                      open_k.scalar_type() == q.scalar_type() && state.scalar_type() == ScalarType::Float &&
+                      open_u.scalar_type() == ScalarType::Float && open_g.scalar_type() == ScalarType::Float,
+                  "gated_delta: expected slots in fp32, open_k as q");
+  const int64_t count = state.size(0), hk = args.hk, hv = args.hv, dk = args.dk, dv = args.dv;
+  STD_TORCH_CHECK(count < (1ll << 31), "gated_delta: too many slots");
+  args.state_slot = check_slots(state, "state", count, {hv, dk, dv});
+  args.k_slot = check_slots(open_k, "open_k", count, {kChunk, hk, dk});
+  args.w_slot = check_slots(open_u, "open_u", count, {kChunk, hv, dv});
+  args.g_slot = check_slots(open_g, "open_g", count, {kChunk, hv});
+  args.state = static_cast<float*>(mutable_data(state));
+  args.open_w = static_cast<float*>(mutable_data(open_u));
+  args.slots = values<int32_t>(slots, "slots", args.sequences);
+  args.context_lens = values<int32_t>(context_lens, "context_lens", args.sequences);
+  args.slot_count = int(count);
+}
+
+void check_out(const Tensor& out, const Tensor& v) {
+  STD_TORCH_CHECK(out.dim() == 3 && out.is_contiguous() && out.numel() == v.numel() && out.scalar_type() == v.scalar_type(),
+                  "gated_delta: out: expected contiguous, as v");
+}
+
+// One row of each sequence that has one in this call; the others are left to another kernel.
+void gated_delta_decode(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state, Tensor open_k, Tensor open_u,
+                        Tensor open_g, Tensor slots, Tensor context_lens, Tensor cu_seqlens_q, double scale, bool l2norm,
+                        Tensor out) {
+  GatedDeltaDecode args{};
+  fill_rows(args, q, k, v, g, beta, cu_seqlens_q, scale, l2norm);
+  fill_slots(args, q, state, open_k, open_u, open_g, slots, context_lens);
+  args.open_k = mutable_data(open_k), args.open_g = static_cast<float*>(mutable_data(open_g));
+  STD_TORCH_CHECK((args.dk == 64 || args.dk == 128 || args.dk == 256) && args.dv % kDecodeColumns == 0,
+                  "gated_delta: expected heads of 64, 128 or 256, and values of a multiple of ", kDecodeColumns);
+  check_out(out, v);
+  args.out = mutable_data(out);
+  if (args.sequences == 0 || args.tokens == 0) return;
+  const DeviceGuard guard = on_device_of(q);
+  const cudaStream_t stream = current_stream(q);
+  if (q.scalar_type() == ScalarType::BFloat16)
+    launch<__nv_bfloat16>(args, q.get_device_index(), stream);
+  else
+    launch<__half>(args, q.get_device_index(), stream);
+}
+
+float* planes(const std::optional<Tensor>& t, const char* name, int64_t size) {
+  if (!t) return nullptr;
+  STD_TORCH_CHECK(t->is_contiguous() && t->numel() >= size && t->scalar_type() == ScalarType::Float, "gated_delta: ", name,
+                  ": expected contiguous fp32 of at least ", size, " values");
+  return static_cast<float*>(mutable_data(*t));
+}
+
+// Whole sequences, or with slots those of more than one row; a block takes this many columns.
+void gated_delta_chunks(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens,
+                        std::optional<Tensor> initial_state, std::optional<Tensor> final_state, std::optional<Tensor> states,
+                        std::optional<Tensor> us, std::optional<Tensor> state, std::optional<Tensor> open_k,
+                        std::optional<Tensor> open_u, std::optional<Tensor> open_g, std::optional<Tensor> slots,
+                        std::optional<Tensor> context_lens, double scale, bool l2norm, int64_t columns,
+                        std::optional<Tensor> out) {
+  GatedDeltaChunks args{};
+  fill_rows(args, q, k, v, g, beta, cu_seqlens, scale, l2norm);
+  const auto aligned = [](const Tensor& t) {
+    return t.stride(0) % 8 == 0 && t.stride(1) % 8 == 0 && reinterpret_cast<uintptr_t>(data(t)) % 16 == 0;
+  };
+  STD_TORCH_CHECK(aligned(q) && aligned(k) && aligned(v), "gated_delta: expected rows and heads on 16-byte boundaries");
+  STD_TORCH_CHECK(args.dk == 128 && (columns == 32 || columns == 64) && args.dv % columns == 0,
+                  "gated_delta: expected heads of 128, and values of a multiple of ", columns, ", 32 or 64");
+  const int64_t plane = int64_t(args.hv) * args.dk * args.dv;
+  args.initial = planes(initial_state, "initial_state", args.sequences * plane);
+  args.final_state = planes(final_state, "final_state", args.sequences * plane);
+  args.states = planes(states, "states", (args.tokens / kChunk + args.sequences) * plane);
+  args.us = planes(us, "us", v.numel());
+  if (slots) {
+    STD_TORCH_CHECK(state && open_k && open_u && open_g && context_lens && !initial_state && !final_state && !states,
+                    "gated_delta: slots: expected all that they hold, and no other states");
+    fill_slots(args, q, *state, *open_k, *open_u, *open_g, *slots, *context_lens);
+    args.open_k = data(*open_k), args.open_g = static_cast<float*>(mutable_data(*open_g));
+  }
+  if (out) {
+    check_out(*out, v);
+    args.out = mutable_data(*out);
+  }
+  if (args.sequences == 0) return;
+  const DeviceGuard guard = on_device_of(q);
+  const cudaStream_t stream = current_stream(q);
+  const int device = q.get_device_index();
+  if (q.scalar_type() == ScalarType::BFloat16)
+    columns == 32 ? launch<__nv_bfloat16, 32>(args, device, stream) : launch<__nv_bfloat16, 64>(args, device, stream);
+  else
+    columns == 32 ? launch<__half, 32>(args, device, stream) : launch<__half, 64>(args, device, stream);
+}
+
+}  // namespace
+}  // namespace vx
+
+STABLE_TORCH_LIBRARY_IMPL(vexact_native, CUDA, m) {
+  m.impl("gated_delta_decode", TORCH_BOX(&vx::gated_delta_decode));
+  m.impl("gated_delta_chunks", TORCH_BOX(&vx::gated_delta_chunks));
+}

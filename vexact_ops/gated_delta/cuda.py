@@ -1,0 +1,285 @@
+"""The GPU's own class on SM90: 16-bit inputs by the kernels of csrc/gated_delta, the rest by the Triton kernels.
+
+Single rows of sequences (decode.cuh) and chunks (chunks.cuh) are proposed each for itself, and verified byte for byte
+against the Triton kernels, what they leave in slots included (contract: verify, then trust). How many columns of a head
+a block of the chunks' kernel takes is raced, once for few blocks and once for more than the GPU runs at once.
+"""
+
+import functools
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._core import digest, gpu, native
+from .._core.admit import Candidate, Decision, Proposal, canonical_by_rule, decided, race_on_gpu
+from .._core.proof.inputs import special_rows
+from . import triton, triton_backward
+from .op import CHUNK
+from .triton_gates import delta_gates_bwd as delta_gates_bwd
+from .triton_gates import delta_gates_fwd as delta_gates_fwd
+
+DECODE, CHUNKS = "decode", "chunks"
+COLUMNS = 32, 64
+
+
+class Call(NamedTuple):
+    """What decides which kernel computes a part of a call.
+
+    part     DECODE, single rows of sequences, or CHUNKS
+    heads    sequences times value heads, which says how many blocks there are
+    aligned  whether all that is copied lies on 16-byte boundaries
+    """
+
+    part: str
+    device: torch.device
+    dtype: torch.dtype
+    hk: int
+    hv: int
+    dk: int
+    dv: int
+    l2norm: bool
+    heads: int = 1
+    aligned: bool = True
+
+    @classmethod
+    def of(cls, part: str, q: Tensor, k: Tensor, v: Tensor, l2norm: bool, sequences: int, *slots: Tensor) -> "Call":
+        rows = (q, k, v) if part == CHUNKS else ()
+        aligned = all(_aligned(t, t.stride()[:2]) for t in rows) and all(_aligned(t, t.stride()[:1]) for t in slots)
+        (_, hk, dk), (_, hv, dv) = q.shape, v.shape
+        return cls(part, q.device, q.dtype, hk, hv, dk, dv, l2norm, sequences * hv, aligned)
+
+
+def _aligned(t: Tensor, strides: tuple[int, ...]) -> bool:
+    size = t.element_size()
+    return t.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in strides)
+
+
+def route(call: Call) -> Decision:
+    """Which kernel computes a part of a call: dispatch takes it, `explain` shows it, `admit` asks for it early."""
+    rule = _rule(call)
+    if rule:
+        return canonical_by_rule("triton", rule)
+    crowded = call.part == CHUNKS and call.heads * call.dv >= 128 * gpu.multiprocessors(call.device)
+    return _decision(call.device, *call[:1], *call[2:8], crowded)
+
+
+def _rule(call: Call) -> str | None:
+    if call.dtype not in (torch.bfloat16, torch.float16):
+        return "other kernels take bf16 and fp16"
+    if call.dk not in (DEPTHS if call.part == DECODE else (128,)) or call.dv % 64:
+        return "other kernels take heads of other sizes"
+    if not call.aligned:
+        return "rows or slots do not begin on 16-byte boundaries"
+    return gpu.not_sm90(call.device)
+
+
+DEPTHS = 64, 128, 256  # of keys, in the kernel for single rows
+
+
+@functools.cache
+def _native():
+    return native.ops().gated_delta_decode.default, native.ops().gated_delta_chunks.default
+
+
+def varlen_fwd(q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, final):
+    columns = _columns(route(Call.of(CHUNKS, q, k, v, l2norm, cu_seqlens.shape[0] - 1)).chosen.name)
+    if not columns:
+        return triton.varlen_fwd(q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, final)
+    return _whole(columns, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, final)
+
+
+def varlen_bwd(dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm):
+    columns = _columns(route(Call.of(CHUNKS, q, k, v, l2norm, cu_seqlens.shape[0] - 1)).chosen.name)
+    kept = _kept(columns, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm) if columns else None
+    return triton_backward.backward(dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, kept)
+
+
+def paged_fwd(
+    q, k, v, g, beta, state, open_k, open_u, open_g, slots, context_lens, cu_seqlens_q, max_seqlen_q, scale, l2norm
+):
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    if not (q.shape[0] and slots.shape[0]):
+        return out
+    g, beta = (x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous() for x in (g, beta))
+    memory, sequences = (state, open_k, open_u, open_g), slots.shape[0]
+    step = slots, context_lens, cu_seqlens_q
+    for part, least in ((DECODE, 1), (CHUNKS, 2)):
+        if max_seqlen_q >= least:
+            name = route(Call.of(part, q, k, v, l2norm, sequences, *memory)).chosen.name
+            _paged(part, name, q, k, v, g, beta, memory, step, scale, l2norm, out)
+    return out
+
+
+def _columns(name: str) -> int:
+    """Of the chunks' kernel of this name; 0: it is the canonical one."""
+    return 0 if name == "triton" else int(name.split()[-1])
+
+
+def _whole(columns, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, final):
+    shape = cu_seqlens.shape[0] - 1, v.shape[1], q.shape[2], v.shape[2]
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    state = torch.empty(shape, dtype=torch.float32, device=v.device) if final else None
+    rows = q, k, v, g, beta, cu_seqlens
+    _native()[1](*rows, initial_state, state, None, None, *[None] * 6, scale, l2norm, columns, out)
+    return out, state
+
+
+def _kept(columns, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm):
+    """The states at chunk starts and u, for the backward, as triton.chunks gives them."""
+    fp32 = {"dtype": torch.float32, "device": q.device}
+    shape = q.shape[0] // CHUNK + cu_seqlens.shape[0], v.shape[1], q.shape[2], v.shape[2]
+    states, us = torch.empty(shape, **fp32), torch.empty(v.shape, **fp32)
+    rows = q, k, v, g, beta, cu_seqlens
+    _native()[1](*rows, initial_state, None, states, us, *[None] * 6, scale, l2norm, columns, None)
+    return states, us
+
+
+def _paged(part, name, q, k, v, g, beta, memory, step, scale, l2norm, out) -> None:
+    slots, context_lens, offsets = step
+    if name == "triton":
+        where = triton.slots_of(*memory, slots, context_lens)
+        run = triton.paged_tokens if part == DECODE else triton.paged_chunks
+        run(q, k, v, g.contiguous(), beta.float().contiguous(), where, memory[0].shape[0], offsets, scale, l2norm, out)
+    elif part == DECODE:
+        _native()[0](q, k, v, g, beta, *memory, slots, context_lens, offsets, scale, l2norm, out)
+    else:
+        rows, of = (q, k, v, g, beta, offsets), (*memory, slots, context_lens)
+        _native()[1](*rows, None, None, None, None, *of, scale, l2norm, _columns(name), out)
+        triton.append(q, k, v, g.contiguous(), offsets, triton.slots_of(*of), memory[0].shape[0])
+
+
+# ---- admission
+
+
+@decided
+def _decision(
+    device: torch.device, part: str, dtype: torch.dtype, hk: int, hv: int, dk: int, dv: int, l2norm: bool, crowded: bool
+) -> Proposal:
+    source = digest.of_files(__file__, native=digest.of_extension("gated_delta", "cuda"))
+    names = [f"sm90 {part} {columns}" for columns in (COLUMNS if part == CHUNKS else (64,))]
+    sizes = f"Hk={hk} Hv={hv} dk={dk} dv={dv} {'norm' if l2norm else 'no norm'}{' crowded' if crowded else ''}"
+    return Proposal(
+        f"gated_delta {part} {str(dtype).removeprefix('torch.')} {sizes}",
+        [Candidate(name, functools.partial(_verified, part, name), source) for name in names],
+        Candidate("triton", functools.partial(_verified, part, "triton"), digest.canonical("gated_delta")),
+        lambda: _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded),
+        functools.partial(_race, part) if part == CHUNKS else None,
+    )
+
+
+def _verified(part: str, name: str, rows, memory, step, initial, l2norm):
+    """All that a kernel of this name computes of a case, and leaves behind."""
+    memory, out = [t.clone() for t in memory], torch.zeros_like(rows[2])
+    _paged(part, name, *rows, memory, step, 0.3, l2norm, out)
+    found = [out, *memory]
+    if part == CHUNKS:
+        whole = *rows, step[2], initial, 0.3, l2norm
+        kept = triton.chunks(*whole, keep=True) if name == "triton" else _kept(_columns(name), *whole)
+        found += [*_whole_by(name, *whole), *_used(*kept, step[2])]
+    return found
+
+
+def _whole_by(name, *whole):
+    return triton.varlen_fwd(*whole, True) if name == "triton" else _whole(_columns(name), *whole, True)
+
+
+def _used(states: Tensor, us: Tensor, offsets: Tensor) -> list[Tensor]:
+    """Of what is kept for the backward what is written: the states of chunks that there are."""
+    ends = enumerate(itertools.pairwise(offsets.tolist()))
+    there = [begin // CHUNK + b + n for b, (begin, end) in ends for n in range(-(-(end - begin) // CHUNK))]
+    return [states[there], us]
+
+
+def _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded) -> list[tuple]:
+    """Sequences at every kind of place in a chunk, new and old, with a slot and without one; rows whose products with
+    the state cancel, special values beside ordinary ones, gates at their ends; what no sequence owns is NaN."""
+    draw = torch.Generator(device).manual_seed(dk + dv)
+
+    def new(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, device=device, dtype=torch.float32)
+
+    places = [0, 1, 2, 15, 16, 17, 31, 40, 48, 62, 63]
+    known = [n * CHUNK + place for n in (0, 2) for place in places] * (2 if part == DECODE else 1)
+    counts = [1] * len(known) if part == DECODE else [(1, 2, 17, 63, 64, 130, 3)[i % 7] for i in range(len(known))]
+    if part == CHUNKS:
+        counts[3] = 0
+    sequences, tokens = len(known), sum(counts)
+    offsets = torch.tensor([0, *counts], device=device).cumsum(0).int()
+    lens = torch.tensor([a + b for a, b in zip(known, counts)], dtype=torch.int32, device=device)
+    slots = torch.randperm(sequences + 2, generator=draw, device=device)[:sequences].int()
+    slots[5] = -1
+    count = sequences + 2
+
+    def memory(k_scale: float, states: Tensor) -> list[Tensor]:
+        held = new(count, CHUNK, hk, dk) * k_scale, new(count, CHUNK, hv, dv) * 0.3, -new(count, CHUNK, hv).abs() * 0.1
+        place = torch.full((count,), CHUNK, device=device)
+        place[slots[slots >= 0].long()] = torch.tensor(known, device=device)[slots >= 0] % CHUNK
+        beyond = torch.arange(CHUNK, device=device)[None] >= place[:, None]
+        open_k, open_u, open_g = (
+            t.masked_fill(beyond.view(*beyond.shape, *[1] * (t.dim() - 2)), torch.nan) for t in held
+        )
+        return [states, open_k.to(dtype), open_u, open_g.cumsum(1)]
+
+    def gates() -> tuple[Tensor, Tensor]:
+        g = -new(tokens, hv).abs() * torch.exp2(torch.randint(-9, 2, (tokens, hv), generator=draw, device=device))
+        return g, torch.sigmoid(2 * new(tokens, hv))
+
+    found = []
+    half, order = new(count, hv, dk // 2, dv), torch.randperm(dk, generator=draw, device=device)
+    half *= torch.exp2(torch.randint(-12, 13, half.shape, generator=draw, device=device))
+    cancels = torch.cat([half, -half], 2)[:, :, order].contiguous()
+    initial = cancels[:sequences].contiguous()
+    for kind in range(4):
+        q, k, v = new(tokens, hk, dk), new(tokens, hk, dk), new(tokens, hv, dv)
+        g, beta = gates()
+        states = new(count, hv, dk, dv)
+        if kind == 1:  # rows meet the state's halves with equal values: what is left is rounding
+            q, k = (torch.cat([x[..., : dk // 2]] * 2, 2)[..., order] for x in (q, k))
+            states = cancels
+        elif kind == 2:
+            q, k, v = (special_rows(x.flatten(1), seed=i).view(x.shape) for i, x in enumerate((q, k, v)))
+        elif kind == 3:
+            g = (
+                g
+                * torch.tensor([0.0, 1.0, 300.0, torch.inf], device=device)[torch.arange(tokens, device=device) % 4][
+                    :, None
+                ]
+            )
+            g, beta = g.nan_to_num(nan=0.0, neginf=-torch.inf), beta.round()
+        rows = q.to(dtype), k.to(dtype), v.to(dtype), g, beta if kind % 2 else beta.to(dtype)
+        given = memory(1.0, states)
+        found.append((rows, given, (slots, lens, offsets), None if kind == 0 else initial, l2norm))
+    if part == CHUNKS:  # what is raced, the last one: whole sequences
+        batch, each = (max(2, 256 * gpu.multiprocessors(device) // (hv * dv)), 256) if crowded else (1, 1024)
+        tokens, sequences = batch * each, batch
+        g, beta = gates()
+        rows = *(new(tokens, h, d).to(dtype) for h, d in ((hk, dk), (hk, dk), (hv, dv))), g, beta.to(dtype)
+        offsets = torch.arange(0, tokens + 1, each, dtype=torch.int32, device=device)
+        none = torch.full((batch,), -1, dtype=torch.int32, device=device)
+        found.append((rows, memory(1.0, cancels), (none, none + each + 1, offsets), None, l2norm))
+    return found
+
+
+def _race(part: str, candidates, case) -> list[float | Exception]:
+    rows, _, (_, _, offsets), initial, l2norm = case
+    calls = [[functools.partial(_whole_by, one.name, *rows, offsets, initial, 0.3, l2norm)] * 4 for one in candidates]
+    return race_on_gpu(calls)
+
+
+def explain(op: str, *, q: Tensor, k: Tensor, v: Tensor, l2norm: bool, **given) -> list[tuple[str, Decision]]:
+    """Which kernels compute a call, of the operator's arguments by name."""
+    if "slots" not in given:
+        return [(CHUNKS, route(Call.of(CHUNKS, q, k, v, l2norm, given["cu_seqlens"].shape[0] - 1)))]
+    memory, sequences = [given[name] for name in ("state", "open_k", "open_u", "open_g")], given["slots"].shape[0]
+    parts = (DECODE, CHUNKS) if given["max_seqlen_q"] > 1 else (DECODE,)
+    return [(part, route(Call.of(part, q, k, v, l2norm, sequences, *memory))) for part in parts]
+
+
+def admit(
+    hk: int, hv: int, dk: int, dv: int, dtype: torch.dtype, device: torch.device | str = "cuda", l2norm: bool = True
+) -> list[Decision]:
+    """Verify ahead of time what a model of these heads needs, for few sequences and for many."""
+    sizes = gpu.with_index(device), dtype, hk, hv, dk, dv, l2norm
+    return [route(Call(DECODE, *sizes)), route(Call(CHUNKS, *sizes)), route(Call(CHUNKS, *sizes, heads=1 << 20))]
