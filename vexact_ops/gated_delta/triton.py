@@ -358,7 +358,7 @@ def _token_kernel(
 
     Of a tile of 16 rows the compiler makes another instruction than of chunks, and with it, where an operand was loaded
     in 16 bits and widened, another order of K (Triton 3.6, SM90: the even ones of 16 first). So on SM90 a tile has as
-    many ROWS as a chunk; or, where that takes too much shared memory, k and q are loaded as WIDE ones, (T, Hk, dk) fp32.
+    many ROWS as a chunk; where that takes too much shared memory, k and q are loaded as WIDE ones, (T, Hk, dk) fp32.
     """
     sequence, head = tl.program_id(2), tl.program_id(1)
     begin, end = extent(offsets, sequence, tokens)
