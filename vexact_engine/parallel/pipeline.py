@@ -95,12 +95,11 @@ def split(model: torch.nn.Module, config: EngineConfig) -> tuple[range, ...]:
         shared = set.intersection(*(described.names(range(i, i + 1)) for i in every)) if len(every) > 1 else set()
         head = {described.head.weight, described.norm.weight} if described.head else {described.norm.weight}
         beside = shared | head | {described.embedding.weight}
-        rows, width = -(-config.max_num_seqs // stages), next(model.parameters()).element_size()
+        rows, dtype = -(-config.max_num_seqs // stages), next(model.parameters()).dtype
         costs = []
         for i, layer in zip(every, described.layers):
-            cache, window = layer.cache, layer.attention.part.window
-            keys = min(context, window or context) * cache.heads * (cache.k_dim + (0 if cache.shared else cache.v_dim))
-            costs.append(size(described.names(range(i, i + 1)) - beside) + rows * keys * width)
+            keys = min(context, layer.memory.window or context) * layer.memory.bytes_per_token(dtype)
+            costs.append(size(described.names(range(i, i + 1)) - beside) + rows * keys)
         return cut(costs, size(head), stages)
 
 

@@ -224,7 +224,7 @@ class Stage:
 
     def _do_numbers(self) -> None:
         """For whoever wants to know what a stage holds."""
-        caches = (cache.untyped_storage() for part in self.runner.buffers.caches for cache in part)
+        caches = (cache.untyped_storage() for cache in self.runner.buffers.caches.tensors())
         held = {storage._cdata: storage.nbytes() for storage in caches}
         self.send("done", os.getpid(), len(self.runner.layers), sum(held.values()))
 

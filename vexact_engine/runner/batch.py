@@ -9,7 +9,7 @@ from torch import Tensor
 
 import vexact_ops as vx
 
-Caches = tuple[Sequence[Tensor], Sequence[Tensor]]  # of each layer: keys, values
+from .memory import Caches
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ def plain(
     input_ids   (T,), or one id for all
     store       whether keys and values are stored
     """
-    device, page_size = caches[0][0].device, caches[0][0].shape[1]
+    device, page_size = caches.keys[0].device, caches.keys[0].shape[1]
     lengths = np.array([end - start for start, end in spans])
     cu = np.cumsum([0, *lengths])
     positions = np.concatenate([np.arange(*span) for span in spans])

@@ -23,7 +23,8 @@ from torch import Tensor
 import vexact_ops as vx
 
 from ..core.step import Rows, Step
-from .batch import Batch, Caches
+from .batch import Batch
+from .memory import Caches
 
 _LINE = 16  # bytes: columns begin at multiples, always, for Triton compiles a kernel anew for pointers that do not
 _MOST_PAGES = 4096  # new ones of a step that its copy has room for; there may be more, in a copy of their own
@@ -143,7 +144,7 @@ class Buffers:
 
     def __init__(self, caches: Caches, slots: int, max_pages: int, tokens: int, device: torch.device):
         self.caches, self.device, self.slots = caches, device, slots
-        self.page_size = caches[0][0].shape[1]
+        self.page_size = caches.keys[0].shape[1]
         self.rows = Rows(slots, max_pages)
         self.table = torch.zeros(slots + 1, max_pages, dtype=torch.int32, device=device)
         most = Body(tokens, tokens + slots + 1, tokens, tokens, tokens, max_pages)
@@ -269,7 +270,7 @@ class Buffers:
         take. They still store nothing. Nobody may have a slot."""
         columns, count = self.columns(body), body.sequences
         context, slots, table = columns["context"], columns["slots"], self.table[:count]
-        table.random_(len(self.caches[0][0]))
+        table.random_(len(self.caches.keys[0]))
         context.copy_(torch.tensor(lengths, dtype=torch.int32))
         slots.copy_(torch.arange(count))
         try:

@@ -354,8 +354,7 @@ class Decoder:
         self.factor = _factor(weights, described.embedding.factor) if first else None
         self.rotary = [(weights.cast(r.inv_freq, torch.float32), r.scaling, r.dtype) for r in described.rotary]
         self.layers = [
-            tuple(_Block(weights, block, described.kv_segment) for block in (layer.attention, layer.feed_forward))
-            for layer in chosen
+            tuple(_Block(weights, block, described.kv_segment) for block in layer.blocks) for layer in chosen
         ]
         norm = described.norm
         self.norm = (weights[norm.weight], norm.eps, norm.style) if last else None
@@ -380,12 +379,13 @@ class Decoder:
                 x = x * self.factor
         last = None if self.norm is None else self.layers[-1]
         for layer, k_cache, v_cache in zip(self.layers, batch.paged.k_caches, batch.paged.v_caches):
-            (attention, feed_forward), rows = layer, batch.rows if layer is last else None
-            h, residual = attention.read(x, residual)
-            x = attention.then(attention.part(h, step, k_cache, v_cache, rows))
+            (first, *others), rows = layer, batch.rows if layer is last else None
+            h, residual = first.read(x, residual)
+            x = first.then(first.part(h, step, k_cache, v_cache, rows))
             residual = rows_of(residual, rows)
-            h, residual = feed_forward.read(x, residual)
-            x = feed_forward.then(feed_forward.part(h))
+            for block in others:
+                h, residual = block.read(x, residual)
+                x = block.then(block.part(h))
         if self.norm is None:
             return x, residual
         weight, eps, style = self.norm

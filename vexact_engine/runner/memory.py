@@ -1,13 +1,65 @@
-"""How large the KV cache may be."""
+"""What an engine keeps of its sequences, made from what each layer remembers, and how large it may be."""
 
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
+from vexact_ops.patch.description import Pages
 
 from ..config import EngineConfig
 
 # On a CPU the cache shares memory with everything else that runs there, a trainer above all.
 CPU_SHARE, CPU_MOST = 0.25, 8 << 30
+
+
+class Caches(NamedTuple):
+    """Of each layer its keys and its values, (pages, page_size, heads, dim)."""
+
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Each once."""
+        return iter({id(tensor): tensor for tensor in itertools.chain(*self)}.values())
+
+
+def make(
+    memories: Sequence[Pages], pages: int, page_size: int, dtype: torch.dtype, device: torch.device, one: bool = False
+) -> Caches:
+    """New memory for these layers.
+
+    one     layers that remember alike have the same: for what nothing is stored in
+    """
+    # Nobody's bits depend on what has not been stored, and on a CPU untouched memory is never taken; on a GPU it is
+    # zeroed, as attention is faster where what lies behind a sequence's last key is finite.
+    new = torch.zeros if device.type == "cuda" else torch.empty
+
+    def pair(memory: Pages) -> tuple[Tensor, Tensor]:
+        kind = {"dtype": memory.dtype or dtype, "device": device}
+        k = new(pages, page_size, memory.heads, memory.k_dim, **kind)
+        if memory.shared:
+            return k, k[..., : memory.v_dim]
+        return k, new(pages, page_size, memory.heads, memory.v_dim, **kind)
+
+    made = {memory: pair(memory) for memory in memories} if one else {}
+    pairs = [made[memory] if one else pair(memory) for memory in memories]
+    return Caches([k for k, _ in pairs], [v for _, v in pairs])
+
+
+def bytes_per_token(memories: Sequence[Pages], dtype: torch.dtype) -> int:
+    """What a token takes in all these layers."""
+    return sum(memory.bytes_per_token(dtype) for memory in memories)
+
+
+def text(memories: Sequence[Pages]) -> str:
+    """What is kept, in words; so a window, which `make` does not look at, is none of it."""
+    kept = (replace(memory, window=None) for memory in memories)
+    return ", ".join(f"{len(list(alike))} x {memory}" for memory, alike in itertools.groupby(kept))
 
 
 def default_num_pages(

@@ -19,16 +19,18 @@ import torch
 from torch import Tensor
 
 import vexact_ops as vx
+from vexact_ops.patch.description import Pages
 
 from ..config import EngineConfig
 from ..core.scheduler import Sampled
 from ..core.step import Step
 from ..progress import Progress, bar
 from . import graphs, memory, saver, shapes
-from .batch import Batch, Caches
+from .batch import Batch
 from .buffers import Body, Buffers, Head, Host, Work, send
 from .decoder import Decoder, Weights
 from .forward import Forward, forward
+from .memory import Caches
 from .sleep import parted
 
 log = logging.getLogger(__name__)
@@ -152,7 +154,7 @@ class Runner:
 
     def __init__(self, model: torch.nn.Module, handle, config: EngineConfig, device: torch.device):
         self.model, self.handle, self.device = model, handle, device
-        self.shape = self._cache_shape(shapes.cache_shape(model, latent=config.latent_attention))
+        self.memories = self._memories()
         self.dtype = next(model.parameters()).dtype
         self.config = config
         self._tokens = config.max_num_batched_tokens
@@ -179,31 +181,30 @@ class Runner:
     def _start(self, progress: Progress) -> None:
         config = self.config
         longest = -(-(config.max_model_len or 1 << 20) // config.page_size)
-        few = self._caches(1, 1)
-        stand_in = tuple(cache * self.shape.layers for cache in few)
+        stand_in = self._caches(1, one=True)
         pages = longest if config.num_pages is None else min(longest, config.num_pages)
         self.buffers = Buffers(stand_in, self._slots, pages, self._tokens, self.device)
         if config.num_pages is None:  # behind the forward: what that moves and takes is in use by now
             step = self._rehearse(progress) if self.device.type == "cuda" else 0
-            per_token = self.shape.per_token * self.dtype.itemsize
+            per_token = memory.bytes_per_token(self.memories, self.dtype)
             count = memory.default_num_pages(config, per_token, config.max_model_len or 1 << 20, self.device, step)
             self.config = replace(config, num_pages=self._agree(count))
-        # Nobody's bits depend on what has not been stored, and on a CPU untouched memory is never taken; on a GPU it is
-        # zeroed, as attention is faster where what lies behind a sequence's last key is finite.
         with self.regions["kv_cache"].allocating() if self.regions else contextlib.nullcontext():
-            self.buffers.caches = self._caches(self.config.num_pages, self.shape.layers)
+            self.buffers.caches = self._caches(self.config.num_pages)
         self.capture(progress)
 
     def longest_first(self) -> bool:
         """Whether attention of single tokens wants those of most keys first: on an H200 its kernel has a block on each
         multiprocessor, which takes one sequence's keys of a head and, once done, the next ones that nobody has."""
-        return self.device.type == "cuda" and self.config.kv_segment is None and not self.shape.shared
+        return (
+            self.device.type == "cuda" and self.config.kv_segment is None and not any(m.shared for m in self.memories)
+        )
 
     # What a stage of a pipeline does otherwise (stages.py)
 
-    def _cache_shape(self, whole: shapes.CacheShape) -> shapes.CacheShape:
-        """Of the layers that are computed here."""
-        return whole
+    def _memories(self) -> tuple[Pages, ...]:
+        """What the layers remember that are computed here."""
+        return self.handle.memories()
 
     def _agree(self, pages: int) -> int:
         """As many as everybody has room for."""
@@ -247,15 +248,8 @@ class Runner:
     def _forward(self) -> tuple[Forward, str]:
         return forward(self.handle)
 
-    def _caches(self, pages: int, layers: int) -> Caches:
-        """Those of the keys and those of the values, for some layers."""
-        made = pages, self.config.page_size, self.shape.heads
-        new = torch.zeros if self.device.type == "cuda" else torch.empty
-        k, v = (
-            [new(*made, dim, dtype=self.dtype, device=self.device) for _ in range(layers if own else 0)]
-            for dim, own in ((self.shape.k_dim, True), (self.shape.v_dim, not self.shape.shared))
-        )
-        return k, v or [keys[..., : self.shape.v_dim] for keys in k]
+    def _caches(self, pages: int, one: bool = False) -> Caches:
+        return memory.make(self.memories, pages, self.config.page_size, self.dtype, self.device, one)
 
     # A step
 
@@ -488,7 +482,7 @@ class Runner:
 
         self._pad(body, head)
         with self.buffers.long_padding(body, lengths):
-            tuned = vx.tune(step, capture, f"decodes of {body.tokens} rows: {self.shape}")
+            tuned = vx.tune(step, capture, f"decodes of {body.tokens} rows: {memory.text(self.memories)}")
         changed = [f"{one.product}: {one.chosen}, not {one.raced}" for one in tuned if one.chosen != one.raced]
         if changed:
             log.info("in a step of %d rows other kernels are faster than alone: %s", body.tokens, "; ".join(changed))

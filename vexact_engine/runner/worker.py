@@ -21,8 +21,8 @@ from ..handover.session import Reading
 from ..handover.threads import half_the_threads
 from ..weights.update import Places, Update, apply_update, plan_update
 from ..weights.watch import Watch
+from . import memory
 from .runner import Pending, Runner
-from .shapes import cache_shape
 from .sleep import ASLEEP, Memory
 
 if TYPE_CHECKING:  # they need msgspec
@@ -153,11 +153,11 @@ class Worker:
                     f"Engine: {name} has been replaced by a tensor that is {tensor.dtype} on {tensor.device}, expected "
                     f"{self.dtype} on {self.device}"
                 )
-        shape = cache_shape(self.model, latent=self.config.latent_attention)
-        if shape != self._runner.shape:
+        kept, expected = (memory.text(found) for found in (self._handle.memories(), self._runner.memories))
+        if kept != expected:
             raise WeightsTorn(
-                f"Engine: the model has been changed to one whose KV cache is {shape}, expected {self._runner.shape}: "
-                "put that back, or close the engine and make another"
+                f"Engine: the model has been changed to one whose cache is {kept}, expected {expected}: put that back, "
+                "or close the engine and make another"
             )
         revision = self._handle.revision(tensors=True)
         self._make_forward()

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import vexact_ops as vx
+
+from .description import Pages
 
 
 @dataclass
@@ -90,6 +93,14 @@ class Score:
         self.temperature, self.return_entropy = temperature, return_entropy
 
 
+class Asked(NamedTuple):
+    """What an attention module asks for, and what a cache has to keep for it."""
+
+    module: nn.Module
+    kwargs: dict
+    memory: Pages
+
+
 @dataclass(frozen=True)
 class Layout:
     """Which rows of a (B, S) batch are tokens, and of which sequence; computed once for all layers."""
@@ -102,7 +113,7 @@ class Layout:
     k_index: Tensor | None  # rows of the flattened (B * keys) that are
     paged: PagedBatch | None = None
     kv_segment: int | None = None
-    seen: list | None = None  # the audit's record of what each attention module asks for
+    seen: list[Asked] | None = None  # the audit's record of what each attention module asks for
     autocast: bool = False  # the forward was called under autocast, which is off inside
 
 
@@ -231,7 +242,10 @@ def attend(
     if dropout:
         raise ValueError(f"vexact attention: dropout: got {dropout}, expected 0: a dropped key is not aligned")
     if layout.seen is not None:
-        layout.seen.append((module, sliding_window, kwargs))
+        begins = [(t.untyped_storage()._cdata, t.storage_offset()) for t in (key, value)]
+        shared = begins[0] == begins[1]
+        memory = Pages(key.shape[1], key.shape[3], value.shape[3], shared, window=sliding_window)
+        layout.seen.append(Asked(module, kwargs, memory))
     batch, heads, length, _ = query.shape
     options = {
         "scale": scaling,

@@ -56,13 +56,10 @@ class _Reader:
             raise _refuse("the embedding", table)
         embedding = Embedding(table.args[0].args[0], factor)
         blocks = [self.block(stream, branch, f"block {i}") for i, (stream, branch) in enumerate(reversed(sums))]
-        layers = []
-        for i, pair in enumerate(zip(blocks[::2], blocks[1::2])):
-            if [isinstance(block.part, (Attention, Latent)) for block in pair] != [True, False]:
-                raise NotDescribed(f"layer {i}: it is not attention and then a feed-forward block")
-            layers.append(Layer(*pair))
-        if len(blocks) % 2:
-            raise NotDescribed(f"layer {len(layers)}: half of it is missing")
+        begins = [i for i, block in enumerate(blocks) if block.part.memory is not None]
+        if blocks and begins[:1] != [0]:
+            raise NotDescribed("block 0: it remembers nothing, expected attention before all else")
+        layers = (Layer(tuple(blocks[a:b])) for a, b in zip(begins, (*begins[1:], len(blocks))))
         return Decoder(embedding, tuple(self.rotary), tuple(layers), norm, head, kv_segment)
 
     # pieces

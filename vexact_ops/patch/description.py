@@ -3,7 +3,7 @@
     Decoder
       embedding   Embedding             rows of a table, times a number
       rotary      Rotary...             the tables of angles that layers use
-      layers      Layer...              attention, then feed_forward, each a Block
+      layers      Layer...              blocks, of which the first remembers what came before
         Block                           x + factor * after(part(before(x))): a residual sum around
           part    Attention             projections, norms of heads, rotation, attention, output projection
                   Latent                the same from compressed keys and values, expanded or absorbed
@@ -11,6 +11,9 @@
                   Mixture               Router, Experts, and shared experts (an Mlp) whose output is added
       norm        Norm                  of the last sum
       head        Head                  the output layer
+
+Each part says what it remembers of a sequence (`part.memory`): Pages, which grow with it, or None. What an engine keeps
+is made from that alone.
 
 Weights are names, as the model's named_parameters() and named_buffers() have them (of tied ones the first): so a
 description can be printed, compared and sent, holds of a model on the meta device, and stays true when weights are
@@ -82,13 +85,24 @@ class Rope:
 
 
 @dataclass(frozen=True)
-class Cache:
-    """What a paged cache keeps of a token of one layer; shared: values are the first part of the keys."""
+class Pages:
+    """Keys and values of each token, in pages.
+
+    shared  values are the first part of the keys
+    dtype   None: the model's
+    window  no query sees a key that lies so many places before it or more; None: any may be seen
+    """
 
     heads: int
     k_dim: int
     v_dim: int
     shared: bool = False
+    dtype: torch.dtype | None = None
+    window: int | None = None
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Of a model of this dtype."""
+        return self.heads * (self.k_dim + (0 if self.shared else self.v_dim)) * (self.dtype or dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -116,8 +130,8 @@ class Attention:
     out_norm: Norm | None
 
     @property
-    def cache(self) -> Cache:
-        return Cache(self.kv_heads, self.dim, self.v_dim)
+    def memory(self) -> Pages:
+        return Pages(self.kv_heads, self.dim, self.v_dim, window=self.window)
 
 
 @dataclass(frozen=True)
@@ -149,10 +163,10 @@ class Latent:
     absorbed: bool
 
     @property
-    def cache(self) -> Cache:
+    def memory(self) -> Pages:
         if self.absorbed:
-            return Cache(1, self.rank + self.rope.dim, self.rank, True)
-        return Cache(self.heads, self.nope + self.rope.dim, self.v_dim)
+            return Pages(1, self.rank + self.rope.dim, self.rank, True, window=self.window)
+        return Pages(self.heads, self.nope + self.rope.dim, self.v_dim, window=self.window)
 
 
 @dataclass(frozen=True)
@@ -165,6 +179,8 @@ class Mlp:
     down: Linear
     activation: str
     norm: Norm | None = None
+
+    memory = None
 
 
 @dataclass(frozen=True)
@@ -203,6 +219,8 @@ class Mixture:
     experts: Experts
     shared: Mlp | None
 
+    memory = None
+
 
 @dataclass(frozen=True)
 class Block:
@@ -216,12 +234,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Layer:
-    attention: Block
-    feed_forward: Block
+    """blocks: the first remembers, the others look at one token at a time."""
+
+    blocks: tuple[Block, ...]
 
     @property
-    def cache(self) -> Cache:
-        return self.attention.part.cache
+    def memory(self) -> Pages:
+        return self.blocks[0].part.memory
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ..attention.op import KEY_BLOCK, check_segment
 from ..attention.op import ROOM as ATTENTION
 from . import forwards, lora, plan
 from .batch import Score, check_cu
-from .description import Decoder
+from .description import Decoder, Pages
 from .stage import Stage
 from .state import LOCK, Patch, Report
 
@@ -78,6 +78,13 @@ class Handle:
         self._check()
         with LOCK:
             return self._patch.describe()
+
+    def memories(self) -> tuple[Pages, ...]:
+        """What each layer remembers of a sequence: of the description, or, where there is none, what attention is
+        called with. RuntimeError after undo()."""
+        self._check()
+        with LOCK:
+            return self._patch.memories()
 
     def stage(self, layers: range) -> Stage:
         """Some layers of the patched decoder on their own, by the model's own Python: for pipelines, whose stages may

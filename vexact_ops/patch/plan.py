@@ -227,8 +227,9 @@ def check_runs(patch: "Patch") -> None:
         _refuse_operations(patch, modules, path, f"runs {', '.join(sorted(operations))} outside the aligned ops")
     paths = {id(m): path for path, m in modules.items()}
     reasons = {}
-    for module, window, kwargs in seen:
-        reason = _attention_problem(patch.base.config, module, window, kwargs)
+    patch.attended = {module.layer_idx: memory for module, _, memory in seen if hasattr(module, "layer_idx")}
+    for module, kwargs, memory in seen:
+        reason = _attention_problem(patch.base.config, module, memory.window, kwargs)
         if reason:
             reasons[paths[id(module)]] = reason
     for path, reason in reasons.items():
