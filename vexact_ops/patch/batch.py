@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import vexact_ops as vx
 
-from .description import Pages
+from .description import Pages, State
 
 
 @dataclass
@@ -22,15 +22,20 @@ class PagedBatch:
     context_lens        (B,) int32: keys of each sequence, this step's included
     cu_seqlens_q        (B + 1,) int32: sequence b has the tokens cu_seqlens_q[b] to cu_seqlens_q[b + 1]
     max_seqlen_q        at least the most tokens of a sequence in this step
+    states              of each layer that has a state its slots' tensors, in the order of State.slot(), else None;
+                        k_caches and v_caches have None there
+    state_slots         (B,) int32: each sequence's slot in them; -1: none (padding)
     """
 
-    k_caches: Sequence[Tensor]
-    v_caches: Sequence[Tensor]
+    k_caches: Sequence[Tensor | None]
+    v_caches: Sequence[Tensor | None]
     slot_mapping: Tensor
     block_table: Tensor
     context_lens: Tensor
     cu_seqlens_q: Tensor
     max_seqlen_q: int
+    states: Sequence[Sequence[Tensor] | None] = ()
+    state_slots: Tensor | None = None
 
     def check(self) -> None:
         """Look at every number in it, which makes the host wait for a GPU: for whoever builds batches and wants an
@@ -38,7 +43,7 @@ class PagedBatch:
 
         raises  ValueError naming the field, the sequence or token, what it is and what was expected
         """
-        pages, size = self.k_caches[0].shape[:2]
+        pages, size = next(cache.shape[:2] for cache in self.k_caches if cache is not None)
         table, slots = self.block_table.tolist(), self.slot_mapping.tolist()
         context, offsets = self.context_lens.tolist(), self.cu_seqlens_q.tolist()
         if not len(table) == len(context) == len(offsets) - 1:
@@ -94,11 +99,11 @@ class Score:
 
 
 class Asked(NamedTuple):
-    """What an attention module asks for, and what a cache has to keep for it."""
+    """What a module that remembers asks attention for, and what has to be kept for it."""
 
     module: nn.Module
     kwargs: dict
-    memory: Pages
+    memory: Pages | State
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ class Layout:
     k_index: Tensor | None  # rows of the flattened (B * keys) that are
     paged: PagedBatch | None = None
     kv_segment: int | None = None
-    seen: list[Asked] | None = None  # the audit's record of what each attention module asks for
+    seen: list[Asked] | None = None  # the audit's record of what each module that remembers asks for
     autocast: bool = False  # the forward was called under autocast, which is off inside
 
 
@@ -192,6 +197,17 @@ def positions_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
     begins = cu_seqlens.clamp(0, tokens)
     owner = torch.searchsorted(begins, place, right=True) - 1  # -1, the last one, where the first begins late
     return (place - begins[owner])[None].long()
+
+
+def one_axis(position_ids: Tensor | None) -> Tensor | None:
+    """Positions of text that come on several axes (A, B, S), as models of images have them, are (B, S) ones."""
+    if position_ids is None or position_ids.dim() != 3:
+        return position_ids
+    if not bool((position_ids == position_ids[:1]).all()):
+        raise ValueError(
+            "position_ids: got other positions on one axis than on another, expected those of text, which are equal"
+        )
+    return position_ids[0]
 
 
 def restarts(position_ids: Tensor, batch: int, length: int) -> Tensor | None:
