@@ -36,7 +36,7 @@ from ..core.step import Encoder
 from ..errors import EngineAsleep, HandoverFailed, StageDied, WeightsTorn
 from ..handover.session import READ, Reading
 from ..progress import bar
-from ..runner import saver
+from ..runner import memory, saver
 from ..runner.sleep import ASLEEP
 from ..weights.load import Loaded
 from ..weights.update import Piece, Spec, Update, plan_update
@@ -181,6 +181,8 @@ class PipelineWorker:
             )
         self.config = config
         self.layers = split(self.model, config)
+        with vx.patch.hf(self.model, kv_segment=config.kv_segment, latent=config.latent_attention) as handle:
+            self.chunk = memory.chunk_of(handle.memories())
         self.depth, self.longest_first = count + 1, False
         self._encoder = Encoder()
         self._stages: list[_Stage] = []

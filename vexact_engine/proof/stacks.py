@@ -216,7 +216,7 @@ def _paged(handle, sequences, chunk) -> Iterator[Call]:
         tables.append(range(pages, pages + -(-len(sequence) // PAGE)))
         pages = tables[-1].stop
 
-    caches = memory.make(handle.memories(), pages, PAGE, first.dtype, first.device)
+    caches = memory.make(handle.memories(), pages, PAGE, len(sequences), first.dtype, first.device)
     forward = patched_forward(model)
     offsets = [sum(map(len, sequences[:i])) for i in range(len(sequences))]
     longest = max(map(len, sequences))
@@ -226,5 +226,5 @@ def _paged(handle, sequences, chunk) -> Iterator[Call]:
         spans = [(begin, min(begin + step, len(sequences[i]))) for i in due]
         ids = torch.tensor([t for i, (x, y) in zip(due, spans) for t in sequences[i][x:y]], dtype=torch.int64)
         rows = torch.cat([torch.arange(offsets[i] + x, offsets[i] + y) for i, (x, y) in zip(due, spans)])[None]
-        batch = plain(caches, [tables[i] for i in due], spans, ids)
+        batch = plain(caches, [tables[i] for i in due], spans, ids, owners=due)
         yield Call(rows, lambda batch=batch: handle.logits(forward(batch)))

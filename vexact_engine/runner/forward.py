@@ -106,7 +106,7 @@ def _same_bits(handle, described, layers: range, fused: Forward, patched: Forwar
         tables.append(range(pages, pages + -(-end // page)))
         pages = tables[-1].stop
     memories = [layer.memory for layer in chosen]
-    noisy = memory.make(memories, pages, page, weight.dtype, weight.device, one=True)
+    noisy = memory.make(memories, pages, page, len(mixed), weight.dtype, weight.device, one=True)
     for tensor in noisy.tensors():
         tensor.copy_(noise(*tensor.shape))
     tokens = sum(end - start for start, end in mixed)
@@ -115,7 +115,7 @@ def _same_bits(handle, described, layers: range, fused: Forward, patched: Forwar
     states = [noise(tokens, weight.shape[0]) for _ in range(2)] if layers.start else []
 
     def run(run: Forward) -> list[Tensor]:
-        caches = memory.make(memories, pages, page, weight.dtype, weight.device, one=True)
+        caches = memory.make(memories, pages, page, len(mixed), weight.dtype, weight.device, one=True)
         for tensor, start in zip(caches.tensors(), noisy.tensors()):
             tensor.copy_(start)
         outs = list(caches.tensors())

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import vexact_ops as vx
-from vexact_ops.patch.description import Pages
+from vexact_ops.patch.description import Pages, State
 
 from ..config import EngineConfig
 from ..core.scheduler import Sampled
@@ -156,6 +156,10 @@ class Runner:
         self.model, self.handle, self.device = model, handle, device
         self.memories = self._memories()
         self.dtype = next(model.parameters()).dtype
+        states = memory.chunk_of(handle.memories()) is not None
+        if config.num_snapshots is None or not (states and config.enable_prefix_cache):
+            kept = -(-config.max_num_seqs // 4) if states and config.enable_prefix_cache else 0
+            config = replace(config, num_snapshots=kept)
         self.config = config
         self._tokens = config.max_num_batched_tokens
         self._slots = min(config.max_num_seqs, self._tokens)  # no more run at once
@@ -181,28 +185,30 @@ class Runner:
     def _start(self, progress: Progress) -> None:
         config = self.config
         longest = -(-(config.max_model_len or 1 << 20) // config.page_size)
-        stand_in = self._caches(1, one=True)
+        stand_in = self._caches(1, slots=1, one=True)
         pages = longest if config.num_pages is None else min(longest, config.num_pages)
-        self.buffers = Buffers(stand_in, self._slots, pages, self._tokens, self.device)
+        self.buffers = Buffers(stand_in, config.page_size, self._slots, pages, self._tokens, self.device)
         if config.num_pages is None:  # behind the forward: what that moves and takes is in use by now
             step = self._rehearse(progress) if self.device.type == "cuda" else 0
             per_token = memory.bytes_per_token(self.memories, self.dtype)
-            count = memory.default_num_pages(config, per_token, config.max_model_len or 1 << 20, self.device, step)
+            states = self._slots * memory.bytes_per_slot(self.memories, self.dtype)
+            states += self.config.num_snapshots * memory.bytes_per_snapshot(self.memories, self.dtype)
+            longest = config.max_model_len or 1 << 20
+            count = memory.default_num_pages(config, per_token, longest, self.device, step, states)
             self.config = replace(config, num_pages=self._agree(count))
         with self.regions["kv_cache"].allocating() if self.regions else contextlib.nullcontext():
-            self.buffers.caches = self._caches(self.config.num_pages)
+            self.buffers.caches = self._caches(self.config.num_pages, self._slots)
         self.capture(progress)
 
     def longest_first(self) -> bool:
         """Whether attention of single tokens wants those of most keys first: on an H200 its kernel has a block on each
         multiprocessor, which takes one sequence's keys of a head and, once done, the next ones that nobody has."""
-        return (
-            self.device.type == "cuda" and self.config.kv_segment is None and not any(m.shared for m in self.memories)
-        )
+        latent = any(isinstance(kept, Pages) and kept.shared for kept in self.memories)
+        return self.device.type == "cuda" and self.config.kv_segment is None and not latent
 
     # What a stage of a pipeline does otherwise (stages.py)
 
-    def _memories(self) -> tuple[Pages, ...]:
+    def _memories(self) -> tuple[Pages | State, ...]:
         """What the layers remember that are computed here."""
         return self.handle.memories()
 
@@ -248,8 +254,10 @@ class Runner:
     def _forward(self) -> tuple[Forward, str]:
         return forward(self.handle)
 
-    def _caches(self, pages: int, one: bool = False) -> Caches:
-        return memory.make(self.memories, pages, self.config.page_size, self.dtype, self.device, one)
+    def _caches(self, pages: int, slots: int, one: bool = False) -> Caches:
+        snapshots = 0 if one else self.config.num_snapshots
+        made = self.config.page_size, slots, self.dtype, self.device, one, snapshots
+        return memory.make(self.memories, pages, *made)
 
     # A step
 
@@ -274,6 +282,7 @@ class Runner:
         host = buffers.send(step, body, head)
         with buffers.kept(host):
             self._receive(step)
+            buffers.restore(step)
             top = scores = None
             if forward:
                 forward.replay()
@@ -290,6 +299,7 @@ class Runner:
                 slots = step.chunks["slot"][step.chunks["draws"] > 0]
                 top = _Top(self.handle, self._hidden, buffers.rows.occupants["top"][slots])
             self._hand_on(step, work)
+            buffers.save(step)
             draws = head.draws if head else 0
             buffers.fetch(host, draws)
             return Pending(buffers, host, draws, work.draws, top, scores)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vexact_ops.patch.description import Pages
+from vexact_ops.patch.description import Pages, State
 
 from ..config import EngineConfig
 from ..core.step import Step
@@ -97,7 +97,7 @@ class StageRunner(Runner):
     def _forward(self) -> tuple[Forward, str]:
         return forward(self.handle, self.layers)
 
-    def _memories(self) -> tuple[Pages, ...]:
+    def _memories(self) -> tuple[Pages | State, ...]:
         return self.handle.memories()[self.layers.start : self.layers.stop]
 
     def _agree(self, pages: int) -> int:

@@ -57,6 +57,7 @@ class Worker:
     backend        the one that ops are computed with, whatever other threads or the process choose; None: the default
     depth          how many plans may be in flight
     longest_first  whether attention wants the decodes of most keys first
+    chunk          tokens of a chunk of the model's states; None: it has none
     numerics       what fixes the bits, from now on
     raises         ModelInUse where another engine has the model; what patch.hf raises
     """
@@ -88,6 +89,7 @@ class Worker:
             self._places = Places.of(model)
             self._encoder = Encoder()
             self.longest_first = self._runner.longest_first()
+            self.chunk = memory.chunk_of(self._runner.memories)
             asked = config.async_scheduling
             self.depth = 2 if (self.device.type == "cuda" if asked is None else asked) else 1
         except BaseException:
