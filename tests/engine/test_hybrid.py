@@ -1,5 +1,6 @@
 """Models of gated delta nets beside attention: states in slots, snapshots in the prefix cache, the trainer's bits."""
 
+import asyncio
 import functools
 import sys
 from dataclasses import replace
@@ -176,15 +177,20 @@ def test_where_chunks_are_cut(page_size, chunk, length, budgets):
 # What else an engine does
 
 
+async def first_of(engine, prompt) -> None:
+    """A request that is aborted after its first token."""
+    stream = engine.stream(prompt, SamplingParams(max_new_tokens=60, ignore_eos=True))
+    await anext(stream)
+    await stream.aclose()
+
+
 @each_device
 def test_abort_sleep_and_new_weights(device, dtype):
     kind = KINDS[1]
     expected = alone(kind, device, dtype)
     other = tiny(kind, dtype, seed=1, device=device)
     with launch(kind, device, dtype, **WARM) as engine:
-        stream = engine.stream(PROMPTS[2], SamplingParams(max_new_tokens=60, ignore_eos=True))
-        next(iter(stream))
-        stream.close()
+        asyncio.run(first_of(engine, PROMPTS[2]))
         assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
         engine.sleep(1)
         engine.wake_up()
