@@ -109,6 +109,16 @@ def bytes_per_snapshot(memories: Memories, dtype: torch.dtype) -> int:
     return sum(part.bytes(dtype) for part in kept)
 
 
+def sizes(memories: Memories, config: EngineConfig, slots: int, dtype: torch.dtype) -> str:
+    """How much of what is kept is pages, states and snapshots."""
+    page = config.page_size * bytes_per_token(memories, dtype)
+    parts = [("pages", config.num_pages, page)]
+    if chunk_of(memories) is not None:
+        parts += [("sequences' states", slots, bytes_per_slot(memories, dtype))]
+        parts += [("snapshots", config.num_snapshots, bytes_per_snapshot(memories, dtype))]
+    return ", ".join(f"{count} {what} of {each >> 10} KiB ({count * each >> 20} MiB)" for what, count, each in parts)
+
+
 def text(memories: Memories) -> str:
     """What is kept, in words; so a window, which `make` does not look at, is none of it."""
     kept = (replace(memory, window=None) if isinstance(memory, Pages) else memory for memory in memories)

@@ -198,6 +198,7 @@ class Runner:
             self.config = replace(config, num_pages=self._agree(count))
         with self.regions["kv_cache"].allocating() if self.regions else contextlib.nullcontext():
             self.buffers.caches = self._caches(self.config.num_pages, self._slots)
+        log.info("cache: %s", memory.sizes(self.memories, self.config, self._slots, self.dtype))
         self.capture(progress)
 
     def longest_first(self) -> bool:
