@@ -177,6 +177,15 @@ def test_where_chunks_are_cut(page_size, chunk, length, budgets):
 # What else an engine does
 
 
+def test_weights_by_the_names_of_a_model_with_vision():
+    kind, device, dtype = KINDS[0], "cpu", torch.bfloat16
+    expected, own = alone(kind, device, dtype), dict(tiny(kind, dtype).named_parameters())
+    with Engine.from_pretrained(tiny(kind, dtype, seed=1), device=device, config=ROOMY) as engine:
+        assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] != expected
+        engine.update_weights({name.replace("model.", "model.language_model.", 1): p for name, p in own.items()})
+        assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
+
+
 async def first_of(engine, prompt) -> None:
     """A request that is aborted after its first token."""
     stream = engine.stream(prompt, SamplingParams(max_new_tokens=60, ignore_eos=True))

@@ -47,8 +47,13 @@ def per_expert(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def aliases(model: torch.nn.Module) -> dict[str, str]:
-    """Old names of whole parameters -> their names now."""
-    if getattr(model.config, "model_type", None) not in _SHORT:
+    """Other names of whole parameters -> their names here: old ones, and those of the text half of a model with vision,
+    "model.language_model.layers..." for "model.layers..."."""
+    kind = getattr(model.config, "model_type", None) or ""
+    if kind.endswith("_text"):
+        own = (name.removeprefix("model.") for name in model.state_dict() if name.startswith("model."))
+        return {f"model.language_model.{name}": f"model.{name}" for name in own}
+    if kind not in _SHORT:
         return {}
     names = (name for name in model.state_dict() if ".mlp." in name and ".experts." not in name)
     return {name.replace(".mlp.", ".block_sparse_moe."): name for name in names}
