@@ -284,9 +284,8 @@ def _apart(x: Tensor) -> Tensor:
 class _GatedDelta:
     def __init__(self, weights: Weights, part: d.GatedDelta):
         self.by_head, self.heads = part.z is None, (part.key_heads, part.k_dim, part.v_dim)
-        first = (part.qkv,) if part.z is None else (part.qkv, part.z)
-        second = (part.b,) if part.a is None else (part.b, part.a)
-        self.first, self.second = _Product(weights, *first), _Product(weights, *second)
+        read = (linear for linear in (part.qkv, part.z, part.b, part.a) if linear is not None)
+        self.read = _Product(weights, *read)
         self.conv = weights[part.conv].squeeze(1), weights.maybe(part.conv_bias)
         self.gates = weights[part.a_log], weights[part.dt_bias]
         self.norm, self.o = (weights[part.norm.weight], part.norm.eps), weights.rows(part.o)
@@ -295,7 +294,7 @@ class _GatedDelta:
 
     def __call__(self, x: Tensor, step: _Step, *slots: Tensor, rows: Tensor | None = None) -> Tensor:
         state, taps, *opened = slots
-        parts = (*self.first(x), *self.second(x))
+        parts = self.read(x)
         qkv, z, b, a = by_head(*parts, *self.heads) if self.by_head else parts
         _, context, offsets, longest = step.table
         qkv = vx.causal_conv_paged(qkv, *self.conv, taps, step.states, context, offsets)
