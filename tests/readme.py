@@ -166,8 +166,9 @@ def verified() -> str:
     rows = ["| what | where | at |", "| --- | --- | --- |"]
     rows.append(f"| outputs and gradients of {len(rooms)} rooms | {', '.join(map(numerics, golden))} | {held} |")
     rows.append(
-        f"| {len(vx.patch.COVERED)} families of transformers, tiny: Llama, Qwen2 and 3, Qwen3-MoE, Mistral, Mixtral, "
-        "Gemma, Phi, OLMo, GLM-4-MoE, DeepSeek-V3, Moonlight, ... (`vexact_ops.patch.COVERED`) | CPU | "
+        f"| {len(vx.patch.COVERED)} families of transformers, tiny: Llama, Qwen2 and 3, Qwen3-MoE, Qwen3-Next, "
+        "Qwen3.5, Mistral, Mixtral, Gemma, Phi, OLMo, GLM-4-MoE, DeepSeek-V3, Moonlight, ... "
+        "(`vexact_ops.patch.COVERED`) | CPU | "
         f"{held} |"
     )
     groups: dict[tuple[str, str], list[str]] = {}

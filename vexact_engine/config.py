@@ -34,6 +34,10 @@ class EngineConfig:
     max_num_batched_tokens   tokens computed per step: each running decode takes one, prefill chunks share the rest
     max_model_len            prompt plus generated tokens of one sequence; None: what the model was made for
     enable_prefix_cache      reuse the pages of a prompt that begins like an earlier one
+    num_snapshots            of a model whose layers have states (gated delta nets): copies of a sequence's states that
+                             the prefix cache keeps, to go on from; 0: nothing of a prompt is reused; None: a quarter of
+                             max_num_seqs. The states themselves are `max_num_seqs` times a fixed size: they come out of
+                             the same memory as pages do, before them
     kv_segment               attention's key segment, part of the numerics: None, or the trainer's own value
     latent_attention         where attention is latent (DeepSeek-V3, Moonlight): cache compressed keys instead of every
                              head's; part of the numerics: the trainer's own patch.hf(latent=...)
@@ -58,6 +62,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
     enable_prefix_cache: bool = True
+    num_snapshots: int | None = None
     kv_segment: int | None = None
     latent_attention: bool = False
     reserve: float | None = None
@@ -71,6 +76,7 @@ class EngineConfig:
         for name in ("page_size", "max_num_seqs", "max_num_batched_tokens", "pipeline_parallel_size"):
             _set_int(self, name, 1)
         _set_int(self, "num_pages", 1, optional=True)
+        _set_int(self, "num_snapshots", 0, optional=True)
         _set_int(self, "max_model_len", 2, optional=True)  # one token of prompt, one generated
         _set_int(self, "kv_segment", 1, optional=True)
         _set_real(self, "gpu_memory_utilization", lambda u: 0 < u <= 1, "a number above 0 and at most 1")

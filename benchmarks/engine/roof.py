@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vexact_engine.runner import shapes
+import vexact_ops as vx
+from vexact_engine.runner import memory, shapes
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Sizes:
 
 def sizes(model: torch.nn.Module, *, latent: bool = False) -> Sizes:
     config = shapes.decoder_config(model)
+    with vx.patch.hf(model, latent=latent) as handle:
+        memories = handle.memories()
     table = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is table
@@ -56,5 +59,5 @@ def sizes(model: torch.nn.Module, *, latent: bool = False) -> Sizes:
         layers=layers,
         experts=experts,
         top_k=getattr(config, "num_experts_per_tok", 0) if experts else 0,
-        per_token=shapes.cache_shape(model, latent=latent).per_token * table.dtype.itemsize,
+        per_token=memory.bytes_per_token(memories, table.dtype),
     )

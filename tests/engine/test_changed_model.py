@@ -219,7 +219,7 @@ def test_a_model_that_needs_another_cache_is_refused_until_it_is_put_back(old):
         model.model.layers.append(third)
         model.config.num_hidden_layers = 3
         for _ in range(2):
-            with pytest.raises(WeightsTorn, match=r"cache is CacheShape\(layers=3, .* expected CacheShape\(layers=2,"):
+            with pytest.raises(WeightsTorn, match=r"cache is 3 x Pages\(.* expected 2 x Pages\("):
                 ask(engine)
         del model.model.layers[2]
         model.config.num_hidden_layers = 2

@@ -13,6 +13,7 @@ import vexact_ops as vx
 from vexact_engine.runner.batch import plain
 from vexact_engine.runner.decoder import Decoder, Weights
 from vexact_engine.runner.forward import _same_bits, forward, patched_forward
+from vexact_engine.runner.memory import Caches
 from vexact_ops.patch import COVERED
 from vexact_ops.testing import assert_bitwise
 
@@ -34,9 +35,10 @@ def caches_of(described, pages: int, page: int = 4):
     """NaN where nothing has been stored: (keys, values) of each layer."""
     pairs = []
     for layer in described.layers:
-        k = torch.full((pages, page, layer.cache.heads, layer.cache.k_dim), torch.nan)
-        shape = (pages, page, layer.cache.heads, layer.cache.v_dim)
-        pairs.append((k, None if layer.cache.shared else torch.full(shape, torch.nan), layer.cache))
+        memory = layer.memory
+        k = torch.full((pages, page, memory.heads, memory.k_dim), torch.nan)
+        shape = (pages, page, memory.heads, memory.v_dim)
+        pairs.append((k, None if memory.shared else torch.full(shape, torch.nan), memory))
     return pairs
 
 
@@ -69,7 +71,7 @@ def run(stages, described, dtype, seqs):
         for work, tables, ids in steps(seqs):
             spans, state = [(a, b) for _, a, b in work], ()
             for layers, stage in stages:
-                batch = plain((ks[layers.start : layers.stop], vs[layers.start : layers.stop]), tables, spans, ids)
+                batch = plain(Caches(*(part[layers.start : layers.stop] for part in (ks, vs))), tables, spans, ids)
                 state = stage(batch, *state)
             for (i, _, _), rows in zip(work, state.split([b - a for a, b in spans])):
                 out[i].append(rows)
@@ -272,7 +274,7 @@ def test_of_the_rows_alone_that_are_wanted_the_last_layer_computes_what_follows_
         def states(forwards, rows):
             (ks, vs), state = prepared(described, dtype, 7), ()
             for layers, stage in forwards:
-                batch = plain((ks[layers.start : layers.stop], vs[layers.start : layers.stop]), tables, spans, ids)
+                batch = plain(Caches(*(part[layers.start : layers.stop] for part in (ks, vs))), tables, spans, ids)
                 batch.rows = rows
                 state = stage(batch, *state)
             return state, torch.cat([x.flatten() for x in (*ks, *vs)])
@@ -351,15 +353,14 @@ def test_every_wrong_reading_is_noticed(name):
         assert _same_bits(handle, found, whole, Decoder(weights, found, whole), patched)
         tried = 0
         for i, layer in enumerate(found.layers):
-            for side in ("attention", "feed_forward"):
-                block = getattr(layer, side)
+            for at, block in enumerate(layer.blocks):
                 wrong = [replace(block, part=replace(block.part, **{n: v})) for n, v in names_of_changes(block.part)]
                 wrong += [replace(block, **{n: None}) for n in ("before", "after", "factor") if getattr(block, n)]
                 for other in wrong:
                     if name == "deepseek_v3" and getattr(other.part, "rope", 1) is None:
                         continue
                     layers = list(found.layers)
-                    layers[i] = replace(layer, **{side: other})
+                    layers[i] = replace(layer, blocks=(*layer.blocks[:at], other, *layer.blocks[at + 1 :]))
                     misread = Decoder(Weights(model), replace(found, layers=tuple(layers)), whole)
                     assert not _same_bits(handle, found, whole, misread, patched), other
                     tried += 1

@@ -300,13 +300,16 @@ def misread(monkeypatch, change):
     monkeypatch.setattr(forward, "Decoder", made)
 
 
-def with_part(block, **changes):
-    return replace(block, part=replace(block.part, **changes))
+def with_part(layer, at, **changes):
+    """The layer with another part in its block at this place."""
+    blocks = list(layer.blocks)
+    blocks[at] = replace(blocks[at], part=replace(blocks[at].part, **changes))
+    return replace(layer, blocks=tuple(blocks))
 
 
 @each_device
 def test_a_fused_forward_with_other_bits_is_not_used(device, dtype, monkeypatch, caplog):
-    misread(monkeypatch, lambda layer: replace(layer, feed_forward=with_part(layer.feed_forward, activation="silu")))
+    misread(monkeypatch, lambda layer: with_part(layer, 1, activation="silu"))
     with launch(device, "Gemma2") as engine:
         assert engine.path == "patched: its bits are not those of the patched Gemma2ForCausalLM"
         assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == alone(device, "Gemma2", dtype)
@@ -316,7 +319,7 @@ def test_a_fused_forward_with_other_bits_is_not_used(device, dtype, monkeypatch,
 @each_device
 def test_a_wrong_window_is_noticed(device, dtype, monkeypatch):
     """The comparison looks behind the window, not at a short prompt alone."""
-    misread(monkeypatch, lambda layer: replace(layer, attention=with_part(layer.attention, window=13)))
+    misread(monkeypatch, lambda layer: with_part(layer, 0, window=13))
     with launch(device, "Mistral") as engine:
         assert engine.path.startswith("patched: its bits")
 

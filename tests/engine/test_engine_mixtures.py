@@ -17,10 +17,11 @@ from test_engine_bits import PARAMS, PROMPTS, ROOMY, alone, check_together
 
 import vexact_ops as vx
 from vexact_engine import Engine
-from vexact_engine.runner.shapes import CacheShape, cache_shape
+from vexact_engine.runner.memory import bytes_per_token
 from vexact_engine.weights.experts import expert_views, per_expert
 from vexact_engine.weights.load import load
 from vexact_engine.weights.update import apply_update, plan_update
+from vexact_ops.patch.description import Pages
 from vexact_ops.testing import assert_bitwise
 
 FAMILIES = ["Qwen3Moe", "Mixtral", "Olmoe", "DeepseekV3"]
@@ -94,8 +95,9 @@ def test_a_token_that_the_router_cannot_place_fails_its_request_alone(device, dt
 
 def test_a_cache_of_expanded_heads():
     model = build("DeepseekV3")
-    assert cache_shape(model) == CacheShape(3, 4, 24, 12)
-    assert cache_shape(model).per_token == 3 * 4 * 36
+    with vx.patch.hf(model) as handle:
+        assert handle.memories() == (Pages(4, 24, 12),) * 3
+        assert bytes_per_token(handle.memories(), torch.bfloat16) == 2 * 3 * 4 * 36
     with Engine.from_pretrained(model, config=ROOMY) as engine:
         caches = engine._worker._runner.buffers.caches
         assert [tuple(c[0].shape) for c in caches] == [(64, 16, 4, 24), (64, 16, 4, 12)]
@@ -107,7 +109,7 @@ def test_a_latent_cache(device, dtype):
     """Compressed keys alone are stored; batches, chunks, a warm prefix cache and the trainer have the same bits."""
     config = replace(ROOMY, latent_attention=True, page_size=3, num_pages=40, max_num_batched_tokens=11)
     with Engine.from_pretrained(build("DeepseekV3", dtype, device=device), device=device, config=config) as engine:
-        assert engine._worker._runner.shape == (3, 1, 32, 24, True) and engine._worker._runner.shape.per_token == 3 * 32
+        assert engine._worker._runner.memories == (Pages(1, 32, 24, shared=True),) * 3
         keys, values = (part[0] for part in engine._worker._runner.buffers.caches)
         assert keys.shape == (40, 3, 1, 32) and values.shape == (40, 3, 1, 24)
         assert values.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr()

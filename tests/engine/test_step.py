@@ -12,7 +12,7 @@ from vexact_engine.core.step import OCCUPANT, Encoder, Rows, Step
 from vexact_engine.request import Request
 
 CONFIG = EngineConfig(page_size=4, num_pages=24, max_num_seqs=6, max_num_batched_tokens=13, reserve=0.0)
-PARTS = "occupants", "pages", "page_ids", "chunks", "token_ids", "targets"
+PARTS = "occupants", "pages", "page_ids", "chunks", "token_ids", "targets", "restores", "saves"
 
 
 def same(step, other):
@@ -154,8 +154,8 @@ def test_differences_alone_are_told():
         step = encoder.encode(plan)
         told.append([len(getattr(step, part)) for part in PARTS])
         scheduler.commit(plan, receiver.run(step))
-    assert told[0] == [1, 1, 2, 1, 6, 0]
-    assert told[1:] == [[0, begins, begins, 1, 1, 0] for begins in (0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1)]
+    assert told[0] == [1, 1, 2, 1, 6, 0, 0, 0]
+    assert told[1:] == [[0, begins, begins, 1, 1, 0, 0, 0] for begins in (0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1)]
 
 
 def test_a_token_that_is_being_drawn_is_a_placeholder():

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import vexact_ops as vx
+from vexact_ops.patch.description import Pages as Memory
 from vexact_ops.testing import assert_bitwise
 
 SIZES = {
@@ -28,6 +29,14 @@ SIZES = {
 }
 WINDOW = {"sliding_window": 4}
 MIXED = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+HYBRID = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
 # What the families with an entry here differ in, set so that it shows.
 FAMILIES = {
     "llama": {"tie_word_embeddings": True, "attention_bias": True},  # SmolLM2 ties
@@ -67,6 +76,23 @@ FAMILIES = {
     "seed_oss": {},
     "smollm3": {"no_rope_layers": [1, 0]},
     "vaultgemma": {**MIXED, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    # gated delta nets beside attention
+    "qwen3_5_text": HYBRID,
+    "qwen3_next": {
+        **HYBRID,
+        "decoder_sparse_step": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+    },
+    "qwen3_5_moe_text": {
+        **HYBRID,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+    },
     # mixtures of experts
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 3},
@@ -91,7 +117,8 @@ FAMILIES = {
 }
 NAMED = ["llama", "qwen2", "qwen3", "mistral", "gemma2"]  # those that the library promises by name
 MIXTURES = ["qwen3_moe", "mixtral", "olmoe", "deepseek_v3"]
-FURTHER = [name for name in FAMILIES if name not in [*NAMED, *MIXTURES]]
+HYBRIDS = ["qwen3_5_text", "qwen3_next", "qwen3_5_moe_text"]
+FURTHER = [name for name in FAMILIES if name not in [*NAMED, *MIXTURES, *HYBRIDS]]
 
 
 def family(name: str, *marks):
@@ -232,26 +259,21 @@ class Pages:
     """A paged cache for a few sequences, its pages in random order."""
 
     def __init__(self, model, count: int, page_size: int, dtype, seed: int = 0, per_sequence: int = 16):
-        attention = next(m for m in model.modules() if type(m).__name__.endswith("Attention"))
-        config = model.config
-        k_dim = v_dim = getattr(attention, "head_dim", None)
-        if hasattr(config, "kv_lora_rank"):
-            k_dim, v_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-        shape = (count * per_sequence + 3, page_size, config.num_key_value_heads)
-        latent = model._vexact.options["latent"]
-        if latent:
-            shape, k_dim, v_dim = (*shape[:2], 1), config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank
-        self.device = model.device
-        self.k, self.v = (
-            [
-                torch.full((*shape, dim), float("nan"), dtype=dtype, device=self.device)
-                for _ in range(config.num_hidden_layers)
-            ]
-            for dim in (k_dim, v_dim)
-        )
-        if latent:
-            self.v = [keys[..., :v_dim] for keys in self.k]
-        order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(seed))
+        self.device, places = model.device, (count * per_sequence + 3, page_size)
+        self.k, self.v, self.states = [], [], []
+
+        def new(*shape, dtype=dtype):
+            return torch.full(shape, float("nan"), dtype=dtype, device=self.device)
+
+        for memory in model._vexact.memories():
+            pages = isinstance(memory, Memory)
+            self.k.append(new(*places, memory.heads, memory.k_dim) if pages else None)
+            shared = pages and memory.shared
+            v = self.k[-1][..., : memory.v_dim] if shared else pages and new(*places, memory.heads, memory.v_dim)
+            self.v.append(v if pages else None)
+            kept = () if pages else memory.slot()
+            self.states.append([new(count, *k.shape, dtype=k.dtype or dtype) for k in kept] or None)
+        order = torch.randperm(places[0], generator=torch.Generator().manual_seed(seed))
         self.table = order[: count * per_sequence].view(count, per_sequence)
         self.page_size, self.length = page_size, [0] * count
 
@@ -273,6 +295,8 @@ class Pages:
             context_lens=torch.tensor([self.length[i] for i, _ in work], dtype=torch.int32, device=self.device),
             cu_seqlens_q=sizes.cumsum(0).to(self.device, torch.int32),
             max_seqlen_q=int(sizes.max()),
+            states=self.states,
+            state_slots=torch.tensor([i for i, _ in work], dtype=torch.int32, device=self.device),
         )
         positions = torch.cat(positions)[None].to(self.device)
         out = model(ids[None], position_ids=positions, vexact_paged=batch, use_cache=False, **kwargs)

@@ -13,7 +13,6 @@ import vexact_ops as vx
 from vexact_ops.patch import COVERED, NotDescribed
 from vexact_ops.patch.description import (
     Attention,
-    Cache,
     Factor,
     Head,
     Latent,
@@ -21,6 +20,7 @@ from vexact_ops.patch.description import (
     Mixture,
     Mlp,
     Norm,
+    Pages,
     Rope,
     Rotary,
 )
@@ -54,20 +54,20 @@ def test_a_dense_decoder():
     def norm(name: str) -> Norm:
         return Norm(f"{path}.{name}.weight", 1e-6, "gemma", 32)
 
-    assert (layer.attention.before, layer.attention.after) == (
+    assert (layer.blocks[0].before, layer.blocks[0].after) == (
         norm("input_layernorm"),
         norm("post_attention_layernorm"),
     )
-    assert layer.feed_forward.before == norm("pre_feedforward_layernorm")
-    assert layer.feed_forward.after == norm("post_feedforward_layernorm")
-    attention = layer.attention.part
+    assert layer.blocks[1].before == norm("pre_feedforward_layernorm")
+    assert layer.blocks[1].after == norm("post_feedforward_layernorm")
+    attention = layer.blocks[0].part
     assert isinstance(attention, Attention)
     assert attention.q == Linear(f"{path}.self_attn.q_proj.weight", None, 64, 32)
     assert (attention.heads, attention.kv_heads, attention.dim, attention.v_dim) == (4, 2, 16, 16)
     assert (attention.window, attention.softcap, attention.scale) == (4, 2.0, 12**-0.5)
-    assert found.layers[1].attention.part.window is None
-    assert attention.rope == Rope(0, 16) and attention.q_norm is None and layer.cache == Cache(2, 16, 16)
-    mlp = layer.feed_forward.part
+    assert found.layers[1].blocks[0].part.window is None
+    assert attention.rope == Rope(0, 16) and attention.q_norm is None and layer.memory == Pages(2, 16, 16, window=4)
+    mlp = layer.blocks[1].part
     assert isinstance(mlp, Mlp) and mlp.activation == "gelu_tanh" and mlp.down.inputs == 48
 
 
@@ -87,25 +87,25 @@ def test_a_dense_decoder():
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_attention_modules_differ_in(name, read):
-    got, expected = read(described(name)[0].layers[0].attention.part)
+    got, expected = read(described(name)[0].layers[0].blocks[0].part)
     assert got == expected
 
 
 def test_where_layers_differ():
-    assert [layer.attention.part.rope for layer in described("smollm3")[0].layers] == [Rope(0, 16), None]
-    factors = {layer.attention.factor for layer in described("granite")[0].layers}
+    assert [layer.blocks[0].part.rope for layer in described("smollm3")[0].layers] == [Rope(0, 16), None]
+    factors = {layer.blocks[0].factor for layer in described("granite")[0].layers}
     assert factors == {Factor(0.22)}
     assert described("granite")[0].embedding.factor == Factor(3.0)
     post = described("olmo2")[0].layers[0]
-    assert post.attention.before is None and post.attention.after.weight.endswith("post_attention_layernorm.weight")
-    assert described("arcee")[0].layers[0].feed_forward.part.gate is None
-    assert described("bitnet")[0].layers[0].feed_forward.part.norm is not None
+    assert post.blocks[0].before is None and post.blocks[0].after.weight.endswith("post_attention_layernorm.weight")
+    assert described("arcee")[0].layers[0].blocks[1].part.gate is None
+    assert described("bitnet")[0].layers[0].blocks[1].part.norm is not None
 
 
 def test_mixtures():
     found, _ = described("deepseek_v3")
-    assert isinstance(found.layers[0].feed_forward.part, Mlp)
-    mixture = found.layers[1].feed_forward.part
+    assert isinstance(found.layers[0].blocks[1].part, Mlp)
+    mixture = found.layers[1].blocks[1].part
     assert isinstance(mixture, Mixture)
     router = mixture.router
     assert (router.top_k, router.score, router.normalize, router.groups, router.top_k_groups) == (
@@ -118,7 +118,7 @@ def test_mixtures():
     assert router.bias == "model.layers.1.mlp.gate.e_score_correction_bias" and router.scale == 2.5 and router.wide
     assert mixture.experts.gate_up == "model.layers.1.mlp.experts.gate_up_proj"
     assert mixture.shared.up.weight == "model.layers.1.mlp.shared_experts.up_proj.weight"
-    plain = described("qwen3_moe")[0].layers[1].feed_forward.part
+    plain = described("qwen3_moe")[0].layers[1].blocks[1].part
     assert plain.shared is None and plain.router.rounded == torch.bfloat16 and plain.router.score == "softmax"
 
 
@@ -127,7 +127,7 @@ def test_mixtures():
 def test_latent_attention(absorbed, q_lora_rank):
     found, _ = described("deepseek_v3", latent=absorbed, q_lora_rank=q_lora_rank)
     for layer in found.layers:
-        latent = layer.attention.part
+        latent = layer.blocks[0].part
         assert isinstance(latent, Latent) and latent.absorbed == absorbed
         assert (latent.heads, latent.rank, latent.nope, latent.v_dim, latent.rope) == (
             4,
@@ -137,7 +137,7 @@ def test_latent_attention(absorbed, q_lora_rank):
             Rope(0, 8, apart=True),
         )
         assert (latent.q_a is None) == (q_lora_rank is None) and latent.kv_norm.size == 24
-        assert layer.cache == (Cache(1, 32, 24, True) if absorbed else Cache(4, 24, 12))
+        assert layer.memory == (Pages(1, 32, 24, True) if absorbed else Pages(4, 24, 12))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "deepseek_v3"])
@@ -229,7 +229,6 @@ class Other(modeling_llama.LlamaDecoderLayer):
 OTHERS = {
     "side by side": (lambda self, x, a, h: x + (a + self.mlp(h)), "has no words"),
     "one after the other": (lambda self, x, a, h: x + self.mlp(self.post_attention_layernorm(a)), "has no words"),
-    "attention alone": (lambda self, x, a, h: x + a, "not attention and then a feed-forward block"),
     "a doubled stream": (lambda self, x, a, h: 2 * x + a, "has no words"),
     "a sum in place": (lambda self, x, a, h: (x + a).add_(self.mlp(h)), "has no words"),
     "an input that was scaled": (lambda self, x, a, h: x + a + self.mlp(h * 2), "has no words"),

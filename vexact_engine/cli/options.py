@@ -135,6 +135,9 @@ def engine(parser):
     )
     group.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its beginning")
     group.add_argument(
+        "--num-snapshots", type=count, metavar="N", help="copies of states that the prefix cache keeps (hybrid models)"
+    )
+    group.add_argument(
         "--kv-segment", type=positive, metavar="N", help="attention's key segment; part of the numerics (none)"
     )
     group.add_argument("--latent-attention", action="store_true", help="cache compressed keys (DeepSeek)")
@@ -204,6 +207,7 @@ def engine_of(args) -> dict:
         "max_num_batched_tokens": args.max_num_batched_tokens,
         "max_model_len": args.max_model_len,
         "enable_prefix_cache": not args.no_prefix_cache,
+        "num_snapshots": args.num_snapshots,
         "kv_segment": args.kv_segment,
         "latent_attention": args.latent_attention,
     }

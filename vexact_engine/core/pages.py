@@ -14,6 +14,8 @@ from collections import OrderedDict
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
+from .snapshots import Snapshots
+
 
 @dataclass
 class PageStats:
@@ -39,7 +41,10 @@ class PagePool:
     Not thread-safe. Freeing a page that nobody holds raises RuntimeError: it would give one page to two sequences.
     """
 
-    def __init__(self, num_pages: int, page_size: int, enable_prefix_cache: bool = True):
+    def __init__(
+        self, num_pages: int, page_size: int, enable_prefix_cache: bool = True, snapshots: Snapshots | None = None
+    ):
+        self.snapshots = snapshots if enable_prefix_cache else None
         self.num_pages = num_pages
         self.page_size = page_size
         self.enable_prefix_cache = enable_prefix_cache
@@ -134,6 +139,18 @@ class PagePool:
         found = pages[:max_pages]
         return found, ids[len(found)]
 
+    def known(self, key) -> int | None:
+        """The page that is known by this key."""
+        return self._tree.get(key)
+
+    def behind(self, pages: list[int], node: int) -> tuple[list[int], int]:
+        """Of pages that `match` has found, those that a sequence can go on behind, and the id of the last of them: all,
+        where there are no states."""
+        if self.snapshots is None:
+            return pages, node
+        pages = pages[: self.snapshots.usable(pages)]
+        return pages, self._nodes[pages[-1]][1] if pages else self.root
+
     def register(self, page: int, key) -> int:
         """Say that all of a held page has been computed and holds what `key` says. Returns the id for its children.
 
@@ -155,9 +172,13 @@ class PagePool:
         self._nodes = [None] * self.num_pages
         self.root = self._new_id()
         self.forgotten += 1
+        if self.snapshots is not None:
+            self.snapshots.clear()
 
     def _forget(self, page):
         self.forgotten += 1
+        if self.snapshots is not None:
+            self.snapshots.forget(page)
         del self._tree[self._nodes[page][0]]
         self._nodes[page] = None
 

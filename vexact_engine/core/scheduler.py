@@ -30,6 +30,7 @@ from operator import attrgetter
 from ..config import EngineConfig
 from ..request import Request, Sequence, State
 from .pages import Known, PagePool
+from .snapshots import Snapshots
 
 # Room for half of what running sequences are likely to generate yet is left free for them when another is let in: that
 # halves what preemption computes twice, and costs a few steps in a hundred; room for all of it would cost half of them
@@ -44,6 +45,7 @@ class Chunk:
 
     pages          its page table, long enough for `end` tokens (Sequence.pages, which later plans may extend)
     slot           the row that it has in the runner's buffers; later plans may give it to others
+    restore, save  the snapshot that its state begins with; the place that its state is copied to at its end
     needs_sample   whether the last token's logits are to be sampled: the drawn token has position `end`
     """
 
@@ -54,6 +56,8 @@ class Chunk:
     pages: list[int]
     epoch: int
     slot: int
+    restore: int | None = None
+    save: int | None = None
 
     @property
     def length(self) -> int:
@@ -128,6 +132,7 @@ class Scheduler:
                     sequence with stop strings. Without it they are refused
     longest_first   decodes of most keys come first, for attention that begins the next one where one is done: so all of
                     it ends at about one time. Else in the order of arrival
+    chunk           tokens of a chunk of the model's states; None: it has none
     """
 
     def __init__(
@@ -138,11 +143,15 @@ class Scheduler:
         vocab_size: int | None = None,
         find_stop: Callable[[Sequence], str | None] | None = None,
         longest_first: bool = False,
+        chunk: int | None = None,
     ):
         if config.num_pages is None:
             raise ValueError("Scheduler: config.num_pages is None, expected the number of pages that the cache has")
         self.config = config
-        self.pool = PagePool(config.num_pages, config.page_size, config.enable_prefix_cache)
+        reuse, self._snapshots = config.enable_prefix_cache, None
+        if chunk is not None and (reuse := reuse and bool(config.num_snapshots)):
+            self._snapshots = Snapshots(config.num_snapshots, config.page_size, chunk)
+        self.pool = PagePool(config.num_pages, config.page_size, reuse, self._snapshots)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.vocab_size = vocab_size
         self.find_stop = find_stop
@@ -306,7 +315,7 @@ class Scheduler:
         plan = StepPlan([], self.weight_version)
         chunks, size = plan.chunks, self.pool.page_size
         budget = self.config.max_num_batched_tokens
-        running, prefills, told = State.RUNNING, [], 0
+        running, prefills, told, snapshots = State.RUNNING, [], 0, self._snapshots
 
         step = self.stats.steps
         # This loop and that of `commit` are the host's time for each token of a decode.
@@ -327,7 +336,10 @@ class Scheduler:
             sequence.last_step = step
             sequence.in_flight = in_flight + 1
             told += start < sequence.num_prompt
-            chunks.append(Chunk(sequence, start, end, True, sequence.pages, sequence.epoch, sequence.slot))
+            chunk = Chunk(sequence, start, end, True, sequence.pages, sequence.epoch, sequence.slot)
+            if snapshots is not None and not end % snapshots.sparse:
+                chunk.save = snapshots.take()
+            chunks.append(chunk)
         num_decodes = len(chunks)
         if self.longest_first:
             chunks.sort(key=attrgetter("end"), reverse=True)
@@ -366,11 +378,15 @@ class Scheduler:
             chosen = ready
         return set(heapq.nsmallest(-(-len(self.running) // stages), chosen, lambda sequence: sequence.last_step))
 
-    def _plan(self, plan, sequence, length):
-        start = sequence.num_planned
+    def _plan(self, plan, sequence, length, restore=None):
+        start, save = sequence.num_planned, None
+        if self._snapshots is not None:
+            end, worth = self._snapshots.cut(start, start + length, len(sequence.tokens) + sequence.in_flight)
+            length, save = end - start, self._snapshots.take() if worth else None
         end = sequence.num_planned = start + length
         needs_sample = end == len(sequence.tokens) + sequence.in_flight
-        plan.chunks.append(Chunk(sequence, start, end, needs_sample, sequence.pages, sequence.epoch, sequence.slot))
+        place = sequence.pages, sequence.epoch, sequence.slot
+        plan.chunks.append(Chunk(sequence, start, end, needs_sample, *place, restore, save))
         if needs_sample:
             sequence.in_flight += 1
             sequence.last_step = self.stats.steps
@@ -415,6 +431,7 @@ class Scheduler:
                 # so that n samples of a prompt, or n requests with one beginning, compute that only once.
                 passed.append(self.waiting.popleft())
                 continue
+            known, node = pool.behind(known, node)
             missing = pool.pages_for(len(sequence.tokens)) - len(known)
             room = pool.num_available - missing - pool.num_unheld(known)
             if course is None and self._share:
@@ -425,6 +442,7 @@ class Scheduler:
                 self._blocked = sequence
                 break
             self.waiting.popleft()
+            restore = self._snapshots.of(known[-1]) if self._snapshots is not None and known else None
             pool.hold(known)
             sequence.pages = known + [pool.allocate() for _ in range(missing)]
             sequence.num_computed = sequence.num_planned = len(known) * pool.page_size
@@ -436,7 +454,7 @@ class Scheduler:
             insort(self.running, sequence, key=lambda other: other.arrival)
             self.stats.prefix_tokens += sequence.num_computed
             computing.add(self._next_key(sequence))
-            budget -= self._plan(plan, sequence, min(len(sequence.tokens) - sequence.num_planned, budget))
+            budget -= self._plan(plan, sequence, min(len(sequence.tokens) - sequence.num_planned, budget), restore)
         self.waiting.extendleft(reversed(passed))
 
     def _expected(self, sequence, held):
@@ -513,8 +531,11 @@ class Scheduler:
             alive = sequence.state is not finished
             if alive and sequence.epoch == chunk.epoch:
                 sequence.num_computed = end = chunk.end
-                if sequence.num_known < end // size:
-                    self._know(sequence)
+                page = self._know(sequence) if sequence.num_known < end // size else None
+                if chunk.save is not None:
+                    self._snapshots.put(page, chunk.save)
+            elif chunk.save is not None:
+                self._snapshots.put(None, chunk.save)
             if chunk.needs_sample:
                 sequence.in_flight -= 1
                 if alive:
@@ -549,15 +570,19 @@ class Scheduler:
             last = self._in_flight.pop()
             for chunk in last.chunks:
                 chunk.sequence.in_flight -= chunk.needs_sample
+                if chunk.save is not None:
+                    self._snapshots.put(None, chunk.save)
                 if chunk.sequence.epoch == chunk.epoch and not chunk.sequence.finished:
                     self.preempt(chunk.sequence)
 
     def _know(self, sequence):
-        """Tell the prefix cache of the pages that are full now."""
-        full = sequence.num_computed // self.pool.page_size
+        """Tell the prefix cache of the pages that are full now. Returns the one that it knows for the last of them."""
+        full, page = sequence.num_computed // self.pool.page_size, None
         while sequence.num_known < full and (key := self._next_key(sequence)):
             sequence.node = self.pool.register(sequence.pages[sequence.num_known], key)
             sequence.num_known += 1
+            page = self.pool.known(key)
+        return page
 
     def _find_stop(self, sequence, may_stop):
         """What a sample has before it may stop is read and passed over."""

@@ -40,6 +40,9 @@ PAGES = np.dtype([("slot", np.int32), ("first", np.int32), ("count", np.int32)])
 # the first `scored` of them the log-probability of a target is wanted.
 CHUNK = np.dtype([(name, np.int32) for name in ("slot", "start", "length", "draws", "scored")])
 
+# The state of a slot is copied from a snapshot before anything is computed, or to one once all is.
+COPY = np.dtype([(name, np.int32) for name in ("slot", "snapshot")])
+
 _PARTS = {
     "occupants": OCCUPANT,
     "pages": PAGES,
@@ -47,8 +50,10 @@ _PARTS = {
     "chunks": CHUNK,
     "token_ids": np.dtype(np.int32),
     "targets": np.dtype(np.int32),
+    "restores": COPY,
+    "saves": COPY,
 }
-_MAGIC = 0x32504554535856  # "VXSTEP2"
+_MAGIC = 0x33504554535856  # "VXSTEP3"
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +65,7 @@ class Step:
     pages       what is added to the pages of slots, and `page_ids` which ones, one part after the other
     chunks      what is computed, and `token_ids` of it, one chunk after the other
     targets     the tokens whose log-probabilities are wanted, one chunk after the other
+    restores, saves   states that are copied before and after all this
     """
 
     number: int
@@ -69,6 +75,8 @@ class Step:
     chunks: np.ndarray
     token_ids: np.ndarray
     targets: np.ndarray
+    restores: np.ndarray
+    saves: np.ndarray
 
     def to_bytes(self) -> bytes:
         parts = [getattr(self, name) for name in _PARTS]
@@ -104,7 +112,7 @@ class Encoder:
     def encode(self, plan: StepPlan) -> Step:
         """At once after `schedule`, before anything else happens to the plan's sequences."""
         rows, occupants = self._rows, []
-        pages, page_ids, chunks, ids, targets = (array("i") for _ in range(5))
+        pages, page_ids, chunks, ids, targets, restores, saves = (array("i") for _ in range(7))
         for chunk in plan.chunks:
             sequence, slot, start, end, epoch = chunk.sequence, chunk.slot, chunk.start, chunk.end, chunk.epoch
             held, count = chunk.pages, 0
@@ -117,6 +125,10 @@ class Encoder:
                 pages.extend((slot, count, len(held) - count))
                 page_ids.extend(held[count:] if count else held)
                 rows[slot] = sequence, epoch, len(held)
+            if chunk.restore is not None:
+                restores.extend((slot, chunk.restore))
+            if chunk.save is not None:
+                saves.extend((slot, chunk.save))
             tokens = sequence.tokens
             if end - start == 1:
                 ids.append(tokens[start] if start < len(tokens) else PLACEHOLDER)
@@ -129,7 +141,7 @@ class Encoder:
                 scored = len(wanted)
             chunks.extend((slot, start, end - start, chunk.needs_sample, scored))
         number, self._number = self._number, self._number + 1
-        given = pages, page_ids, chunks, ids, targets
+        given = pages, page_ids, chunks, ids, targets, restores, saves
         kinds = list(_PARTS.values())[1:]
         return Step(
             number, np.array(occupants, OCCUPANT), *(np.frombuffer(part, kind) for part, kind in zip(given, kinds))

@@ -31,6 +31,7 @@ def assemble(loaded: Loaded, config, vocab_size: int, has_text: bool, backend, f
             vocab_size=vocab_size,
             find_stop=find_stop if has_text else None,
             longest_first=worker.longest_first,
+            chunk=worker.chunk,
         )
     except BaseException:
         worker.close()

@@ -41,7 +41,7 @@ from ..handover.messages import Bucket, dtype_of
 from ..handover.packing import bucket_bytes, packed
 from ..handover.session import READ, Reading
 from ..progress import bar
-from ..runner import saver
+from ..runner import memory, saver
 from ..runner.sleep import ASLEEP
 from ..weights.load import Loaded
 from ..weights.update import Piece, Spec, Update, plan_update
@@ -101,12 +101,11 @@ def split(model: torch.nn.Module, config: EngineConfig) -> tuple[range, ...]:
         shared = set.intersection(*(described.names(range(i, i + 1)) for i in every)) if len(every) > 1 else set()
         head = {described.head.weight, described.norm.weight} if described.head else {described.norm.weight}
         beside = shared | head | {described.embedding.weight}
-        rows, width = -(-config.max_num_seqs // stages), next(model.parameters()).element_size()
+        rows, dtype = -(-config.max_num_seqs // stages), next(model.parameters()).dtype
         costs = []
         for i, layer in zip(every, described.layers):
-            cache, window = layer.cache, layer.attention.part.window
-            keys = min(context, window or context) * cache.heads * (cache.k_dim + (0 if cache.shared else cache.v_dim))
-            costs.append(size(described.names(range(i, i + 1)) - beside) + rows * keys * width)
+            keys = min(context, layer.memory.window or context) * layer.memory.bytes_per_token(dtype)
+            costs.append(size(described.names(range(i, i + 1)) - beside) + rows * keys)
         return cut(costs, size(head), stages)
 
 
@@ -193,6 +192,8 @@ class PipelineWorker:
             )
         self.config = config
         self.layers = split(self.model, config)
+        with vx.patch.hf(self.model, kv_segment=config.kv_segment, latent=config.latent_attention) as handle:
+            self.chunk = memory.chunk_of(handle.memories())
         self.depth, self.longest_first = count + 1, False
         self._encoder = Encoder()
         self._stages: list[_Stage] = []

@@ -184,7 +184,7 @@ class Stage:
 
     def do_numbers(self) -> tuple[int, int, int]:
         """For whoever wants to know what a stage holds."""
-        caches = (cache.untyped_storage() for part in self.runner.buffers.caches for cache in part)
+        caches = (cache.untyped_storage() for cache in self.runner.buffers.caches.tensors())
         held = {storage._cdata: storage.nbytes() for storage in caches}
         return os.getpid(), len(self.runner.layers), sum(held.values())
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import vexact_ops as vx
 
+from ..runner import memory
 from ..runner.batch import plain
 from ..runner.forward import patched_forward
-from ..runner.shapes import cache_shape
 
 PAGE = 16
 CACHES = ("cache", "past_key_values")
@@ -205,23 +205,18 @@ def _packed(model, sequences, batch) -> Iterator[Call]:
 @contextlib.contextmanager
 def _open_engine(model, sequences, *, chunk, kv_segment, latent):
     with _evaluated(model), vx.patch.hf(model, kv_segment=kv_segment, latent=latent) as handle:
-        yield handle.model, _paged(handle, sequences, chunk, latent)
+        yield handle.model, _paged(handle, sequences, chunk)
 
 
-def _paged(handle, sequences, chunk, latent) -> Iterator[Call]:
+def _paged(handle, sequences, chunk) -> Iterator[Call]:
     model = handle.model
-    first, shape = next(model.parameters()), cache_shape(model, latent=latent)
+    first = next(model.parameters())
     tables, pages = [], 0
     for sequence in sequences:
         tables.append(range(pages, pages + -(-len(sequence) // PAGE)))
         pages = tables[-1].stop
 
-    def made(dim: int) -> list[Tensor]:
-        places = pages, PAGE, shape.heads, dim
-        return [torch.zeros(places, dtype=first.dtype, device=first.device) for _ in range(shape.layers)]
-
-    keys = made(shape.k_dim)
-    caches = keys, [k[..., : shape.v_dim] for k in keys] if shape.shared else made(shape.v_dim)
+    caches = memory.make(handle.memories(), pages, PAGE, len(sequences), first.dtype, first.device)
     forward = patched_forward(model)
     offsets = [sum(map(len, sequences[:i])) for i in range(len(sequences))]
     longest = max(map(len, sequences))
@@ -231,5 +226,5 @@ def _paged(handle, sequences, chunk, latent) -> Iterator[Call]:
         spans = [(begin, min(begin + step, len(sequences[i]))) for i in due]
         ids = torch.tensor([t for i, (x, y) in zip(due, spans) for t in sequences[i][x:y]], dtype=torch.int64)
         rows = torch.cat([torch.arange(offsets[i] + x, offsets[i] + y) for i, (x, y) in zip(due, spans)])[None]
-        batch = plain(caches, [tables[i] for i in due], spans, ids)
+        batch = plain(caches, [tables[i] for i in due], spans, ids, owners=due)
         yield Call(rows, lambda batch=batch: handle.logits(forward(batch)))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import vexact_ops as vx
 
-Caches = tuple[Sequence[Tensor], Sequence[Tensor]]  # of each layer: keys, values
+from .memory import Caches
 
 
 @dataclass(slots=True)
@@ -36,7 +36,12 @@ def rows_of(x: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def plain(
-    caches: Caches, tables: Sequence[Sequence[int]], spans: Sequence[tuple[int, int]], input_ids=0, store: bool = True
+    caches: Caches,
+    tables: Sequence[Sequence[int]],
+    spans: Sequence[tuple[int, int]],
+    input_ids=0,
+    store: bool = True,
+    owners: Sequence[int] | None = None,
 ) -> Batch:
     """A batch by hand.
 
@@ -44,8 +49,10 @@ def plain(
     spans       first position and the one behind the last, of each
     input_ids   (T,), or one id for all
     store       whether keys and values are stored
+    owners      each sequence's slot, where there are states; None: in their order
     """
-    device, page_size = caches[0][0].device, caches[0][0].shape[1]
+    device = next(caches.tensors()).device
+    page_size = next((cache.shape[1] for cache in caches.keys if cache is not None), max(end for _, end in spans))
     lengths = np.array([end - start for start, end in spans])
     cu = np.cumsum([0, *lengths])
     positions = np.concatenate([np.arange(*span) for span in spans])
@@ -63,5 +70,12 @@ def plain(
     ids = torch.full((len(positions),), input_ids, dtype=torch.int64) if isinstance(input_ids, int) else input_ids
     places = slots, table, [end for _, end in spans], cu
     kinds = torch.int64, torch.int32, torch.int32, torch.int32
-    paged = vx.patch.PagedBatch(*caches, *map(there, places, kinds), max_seqlen_q=int(lengths.max()))
+    paged = vx.patch.PagedBatch(
+        caches.keys,
+        caches.values,
+        *map(there, places, kinds),
+        max_seqlen_q=int(lengths.max()),
+        states=caches.states,
+        state_slots=there(range(len(tables)) if owners is None else owners, torch.int32) if caches.states else None,
+    )
     return Batch(ids.to(device), there(positions), paged)

@@ -23,7 +23,8 @@ from torch import Tensor
 import vexact_ops as vx
 
 from ..core.step import Rows, Step
-from .batch import Batch, Caches
+from .batch import Batch
+from .memory import Caches
 
 _LINE = 16  # bytes: columns begin at multiples, always, for Triton compiles a kernel anew for pointers that do not
 _MOST_PAGES = 4096  # new ones of a step that its copy has room for; there may be more, in a copy of their own
@@ -58,6 +59,7 @@ class Body:
         yield "places", np.int64, self.tokens  # where in the cache keys and values go; -1 stores nothing
         yield "rows", np.int64, 0 if self.all_drawn else self.draws  # the tokens that are drawn after
         yield "slots", np.int64, self.sequences
+        yield "states", np.int32, self.sequences  # the same, and -1 for padding
         yield "starts", np.int32, self.sequences + 1
         yield "context", np.int32, self.sequences
 
@@ -141,9 +143,9 @@ class Buffers:
     tokens      of a step, at most
     """
 
-    def __init__(self, caches: Caches, slots: int, max_pages: int, tokens: int, device: torch.device):
+    def __init__(self, caches: Caches, page_size: int, slots: int, max_pages: int, tokens: int, device: torch.device):
         self.caches, self.device, self.slots = caches, device, slots
-        self.page_size = caches[0][0].shape[1]
+        self.page_size = page_size
         self.rows = Rows(slots, max_pages)
         self.table = torch.zeros(slots + 1, max_pages, dtype=torch.int32, device=device)
         most = Body(tokens, tokens + slots + 1, tokens, tokens, tokens, max_pages)
@@ -216,12 +218,12 @@ class Buffers:
             to["places"][:tokens] = self.rows.table[owners, page].astype(np.int64) * self.page_size + offset
             if not body.all_drawn:
                 to["rows"][:draws] = offsets[drawn] - 1
-            to["slots"][:count] = slots
+            to["slots"][:count] = to["states"][:count] = slots
             to["starts"][1 : count + 1] = offsets
             to["context"][:count] = ends
         to["starts"][0] = 0
         missing = body.tokens - tokens
-        to["slots"][count:] = self.slots
+        to["slots"][count:], to["states"][count:] = self.slots, -1
         if missing:
             to["ids"][tokens:] = 0 if ids is None else ids(missing)
             to["sources"][tokens:] = self.middle // 8 + np.arange(tokens, body.tokens)
@@ -268,16 +270,18 @@ class Buffers:
         """Decodes that are padding have slots and so many keys meanwhile, in pages at random: for the time that steps
         take. They still store nothing. Nobody may have a slot."""
         columns, count = self.columns(body), body.sequences
-        context, slots, table = columns["context"], columns["slots"], self.table[:count]
-        table.random_(len(self.caches[0][0]))
+        context, slots, states, table = columns["context"], columns["slots"], columns["states"], self.table[:count]
+        table.random_(next((len(cache) for cache in self.caches.keys if cache is not None), 1))
         context.copy_(torch.tensor(lengths, dtype=torch.int32))
         slots.copy_(torch.arange(count))
+        states.copy_(torch.arange(count))
         try:
             yield
         finally:
             table.zero_()
             context.fill_(1)
             slots.fill_(self.slots)
+            states.fill_(-1)
 
     # On the device
 
@@ -304,8 +308,28 @@ class Buffers:
         else:
             input_ids = self.words[c["sources"]].clamp_(min=0)
             table = self.table[:, : body.width][c["slots"]]
-        paged = vx.patch.PagedBatch(*self.caches, c["places"], table, c["context"], c["starts"], body.longest)
+        keys, values, states, _ = self.caches
+        step = c["places"], table, c["context"], c["starts"], body.longest
+        paged = vx.patch.PagedBatch(keys, values, *step, states, c["states"] if states else None)
         return Batch(input_ids, c["positions"], paged, embedded=embedded), c["rows"]
+
+    def restore(self, step: Step) -> None:
+        """Before a step: states that its sequences go on from."""
+        if len(step.restores):
+            self._copy(step.restores, self.caches.snapshots, self.caches.states)
+
+    def save(self, step: Step) -> None:
+        """Behind a step: copies of states that others may go on from."""
+        if len(step.saves):
+            self._copy(step.saves, self.caches.states, self.caches.snapshots, reverse=True)
+
+    def _copy(self, copies: np.ndarray, of: Sequence, to: Sequence, reverse: bool = False) -> None:
+        slots, places = (send(copies[name].astype(np.int64), self.device) for name in ("slot", "snapshot"))
+        source, target = (slots, places) if reverse else (places, slots)
+        for old, new in zip(of, to):
+            if old is not None and new is not None:
+                for a, b in zip(old, new):
+                    b.index_copy_(0, target, a.index_select(0, source))
 
     def take(self, hidden: Tensor, rows: Tensor, out: Tensor) -> None:
         """out[:] = hidden[rows]."""

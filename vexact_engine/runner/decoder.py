@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 import vexact_ops as vx
 from vexact_ops.patch import description as d
+from vexact_ops.patch.delta import by_head
 
 from .batch import Batch, rows_of
+from .memory import Caches
 
 
 @torch.no_grad()
@@ -136,11 +138,12 @@ def _factor(weights: Weights, factor: d.Factor | None) -> float | Tensor | None:
 class _Step:
     """What all layers of a step share."""
 
-    __slots__ = ("settled", "slots", "table", "tables", "tokens")
+    __slots__ = ("settled", "slots", "states", "table", "tables", "tokens")
 
     def __init__(self, batch: Batch, rotary: Sequence[tuple]):
         paged = batch.paged
         self.tokens, self.slots = batch.positions.shape[0], paged.slot_mapping
+        self.states = paged.state_slots
         self.table = paged.block_table, paged.context_lens, paged.cu_seqlens_q, paged.max_seqlen_q
         # A token a sequence: no other's key or value of this step is seen, and a projection lies behind all the rest.
         self.settled = paged.max_seqlen_q == 1
@@ -160,7 +163,8 @@ class _Attention:
     def __init__(self, weights: Weights, part: d.Attention, kv_segment: int | None):
         self.qkv, self.o = _Product(weights, part.q, part.k, part.v), weights.rows(part.o)
         self.heads, self.kv_heads, self.dim, self.v_dim = part.heads, part.kv_heads, part.dim, part.v_dim
-        self.alike = [part.heads, part.kv_heads, part.kv_heads] if part.v_dim == part.dim else None
+        self.gated = part.gated
+        self.alike = [part.heads, part.kv_heads, part.kv_heads] if part.v_dim == part.dim and not part.gated else None
         self.norms = _norm(weights, part.q_norm), _norm(weights, part.k_norm)
         if part.q_norm is not None and part.q_norm.size != part.dim:  # of all heads together
             self.alike = None
@@ -184,11 +188,15 @@ class _Attention:
             q, k, v = self.qkv.whole(x).view(tokens, -1, self.dim).split_with_sizes(self.alike, 1)
         else:
             q, k, v = self.qkv(x)
+            if self.gated:
+                q, gate = q.view(tokens, self.heads, 2 * self.dim).split_with_sizes((self.dim, self.dim), 2)
             if self.across[0]:
                 q = q_norm(q)
             if self.across[1]:
                 k = k_norm(k)
-            q, k = q.view(tokens, self.heads, self.dim), k.view(tokens, self.kv_heads, self.dim)
+            if not self.gated:
+                q = q.view(tokens, self.heads, self.dim)
+            k = k.view(tokens, self.kv_heads, self.dim)
             v = v.view(tokens, self.kv_heads, self.v_dim)
         if self.v_factor is not None:
             v = v * self.v_factor
@@ -204,8 +212,11 @@ class _Attention:
         else:
             q, k = self._normed(*vx.rope(q, k, *step.tables[self.tables], interleaved=self.interleaved))
             vx.kv_cache_store(k, v, k_cache, v_cache, step.slots)
-        out = vx.attention_paged(q, k_cache, v_cache, *step.table, settled=step.settled, **self.asked).view(tokens, -1)
+        out = vx.attention_paged(q, k_cache, v_cache, *step.table, settled=step.settled, **self.asked)
         out = rows_of(out, rows)
+        if self.gated:
+            out = vx.sigmoid_mul(out, rows_of(gate, rows))
+        out = out.flatten(1)
         if self.out_norm is not None:
             out = self.out_norm(out)
         return vx.linear(out, *self.o)
@@ -270,6 +281,33 @@ def _apart(x: Tensor) -> Tensor:
     return x.unflatten(2, (-1, 2)).transpose(2, 3).reshape(x.shape)
 
 
+class _GatedDelta:
+    def __init__(self, weights: Weights, part: d.GatedDelta):
+        self.by_head, self.heads = part.z is None, (part.key_heads, part.k_dim, part.v_dim)
+        read = (linear for linear in (part.qkv, part.z, part.b, part.a) if linear is not None)
+        self.read = _Product(weights, *read)
+        self.conv = weights[part.conv].squeeze(1), weights.maybe(part.conv_bias)
+        self.gates = weights[part.a_log], weights[part.dt_bias]
+        self.norm, self.o = (weights[part.norm.weight], part.norm.eps), weights.rows(part.o)
+        keys = part.key_heads * part.k_dim
+        self.widths = keys, keys, part.value_heads * part.v_dim
+
+    def __call__(self, x: Tensor, step: _Step, *slots: Tensor, rows: Tensor | None = None) -> Tensor:
+        state, taps, *opened = slots
+        parts = self.read(x)
+        qkv, z, b, a = by_head(*parts, *self.heads) if self.by_head else parts
+        _, context, offsets, longest = step.table
+        qkv = vx.causal_conv_paged(qkv, *self.conv, taps, step.states, context, offsets)
+        heads, k_dim, v_dim = self.heads
+        q, k, v = qkv.split_with_sizes(self.widths, 1)
+        q, k, v = q.unflatten(1, (heads, k_dim)), k.unflatten(1, (heads, k_dim)), v.unflatten(1, (-1, v_dim))
+        g, beta = vx.delta_gates(a, b, *self.gates)
+        out = vx.gated_delta_paged(q, k, v, g, beta, state, *opened, step.states, context, offsets, longest)
+        out, z = rows_of(out, rows), rows_of(z, rows)
+        weight, eps = self.norm
+        return vx.linear(vx.rmsnorm_gated(out, z.unflatten(1, (-1, v_dim)), weight, eps).flatten(1), *self.o)
+
+
 class _Mlp:
     def __init__(self, weights: Weights, part: d.Mlp):
         gated = part.gate is not None
@@ -301,6 +339,7 @@ class _Mixture:
         self.experts = weights[experts.gate_up], weights[experts.down]
         self.activation = experts.activation
         self.shared = None if part.shared is None else _Mlp(weights, part.shared)
+        self.gate = None if part.gate is None else weights.rows(part.gate)
 
     def __call__(self, x: Tensor) -> Tensor:
         read, weight = (x.float(), self.router.float()) if self.cast else (x, self.router)
@@ -308,7 +347,10 @@ class _Mixture:
         bias = None if self.bias is None else self.bias.float()
         chosen, ids = vx.moe_route(logits, self.top_k, bias=bias, **self.options)
         out = vx.fused_moe(x, *self.experts, chosen, ids, activation=self.activation)
-        return out if self.shared is None else out + self.shared(x)
+        if self.shared is None:
+            return out
+        shared = self.shared(x)
+        return out + (shared if self.gate is None else vx.sigmoid_mul(shared, vx.linear(x, *self.gate)))
 
 
 class _Block:
@@ -317,7 +359,7 @@ class _Block:
     __slots__ = ("after", "before", "factor", "part")
 
     def __init__(self, weights: Weights, block: d.Block, kv_segment: int | None):
-        kind = {d.Attention: _Attention, d.Latent: _Latent, d.Mlp: _Mlp, d.Mixture: _Mixture}[type(block.part)]
+        kind = _PARTS[type(block.part)]
         attends = kind in (_Attention, _Latent)
         self.part = kind(weights, block.part, kv_segment) if attends else kind(weights, block.part)
         before = block.before
@@ -340,6 +382,15 @@ class _Block:
         return x if self.factor is None else x * self.factor
 
 
+_PARTS = {
+    d.Attention: _Attention,
+    d.Latent: _Latent,
+    d.GatedDelta: _GatedDelta,
+    d.Mlp: _Mlp,
+    d.Mixture: _Mixture,
+}
+
+
 class Decoder:
     """The layers of a range, with the embedding where it is the first stage and the final norm where it is the last.
 
@@ -354,8 +405,7 @@ class Decoder:
         self.factor = _factor(weights, described.embedding.factor) if first else None
         self.rotary = [(weights.cast(r.inv_freq, torch.float32), r.scaling, r.dtype) for r in described.rotary]
         self.layers = [
-            tuple(_Block(weights, block, described.kv_segment) for block in (layer.attention, layer.feed_forward))
-            for layer in chosen
+            tuple(_Block(weights, block, described.kv_segment) for block in layer.blocks) for layer in chosen
         ]
         norm = described.norm
         self.norm = (weights[norm.weight], norm.eps, norm.style) if last else None
@@ -379,13 +429,15 @@ class Decoder:
             if self.factor is not None:
                 x = x * self.factor
         last = None if self.norm is None else self.layers[-1]
-        for layer, k_cache, v_cache in zip(self.layers, batch.paged.k_caches, batch.paged.v_caches):
-            (attention, feed_forward), rows = layer, batch.rows if layer is last else None
-            h, residual = attention.read(x, residual)
-            x = attention.then(attention.part(h, step, k_cache, v_cache, rows))
+        paged = batch.paged
+        for layer, kept in zip(self.layers, Caches(paged.k_caches, paged.v_caches, paged.states).layers()):
+            (first, *others), rows = layer, batch.rows if layer is last else None
+            h, residual = first.read(x, residual)
+            x = first.then(first.part(h, step, *kept, rows=rows))
             residual = rows_of(residual, rows)
-            h, residual = feed_forward.read(x, residual)
-            x = feed_forward.then(feed_forward.part(h))
+            for block in others:
+                h, residual = block.read(x, residual)
+                x = block.then(block.part(h))
         if self.norm is None:
             return x, residual
         weight, eps, style = self.norm

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import vexact_ops as vx
 
+from . import memory
 from .batch import Batch, plain, rows_of
 from .decoder import Decoder, Weights
 from .shapes import max_positions
@@ -87,16 +88,16 @@ def _patched_stage(stage, count: int) -> Forward:
 @torch.no_grad()
 def _same_bits(handle, described, layers: range, fused: Forward, patched: Forward) -> bool:
     """Both forwards on steps of several sequences: a prompt, a chunk that ends behind every window, single tokens, the
-    first of a sequence among them, then of these the last tokens alone, then single tokens alone; layers of one shape
-    share a cache of noise. Of stages, the sum of what they give on."""
+    first of a sequence among them, then of these the last tokens alone, then single tokens alone, in caches of noise
+    that layers of one kind share. Of stages, the sum of what they give on."""
     chosen = [described.layers[i] for i in layers]
-    weight = handle.model.get_parameter(chosen[0].attention.part.o.weight)
+    weight = handle.model.get_parameter(chosen[0].blocks[0].part.o.weight)
     generator = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.float32, generator=generator).to(weight.device, weight.dtype)
 
-    page, far = 16, max(layer.attention.part.window or 0 for layer in chosen) + 70
+    page, far = 16, max(layer.memory.window or 0 for layer in chosen) + 70
     limit = min(far, max_positions(handle.model) or far)
     mixed = [(0, min(5, limit)), (limit - min(3, limit), limit), (limit - 1, limit), (0, 1)]
     single = [(end - 1, end) for _, end in mixed]
@@ -104,25 +105,23 @@ def _same_bits(handle, described, layers: range, fused: Forward, patched: Forwar
     for _, end in mixed:
         tables.append(range(pages, pages + -(-end // page)))
         pages = tables[-1].stop
-    caches = {
-        cache: [noise(pages, page, cache.heads, dim) for dim in (cache.k_dim, cache.v_dim)]
-        for cache in dict.fromkeys(layer.cache for layer in chosen)
-    }
+    memories = [layer.memory for layer in chosen]
+    noisy = memory.make(memories, pages, page, len(mixed), weight.dtype, weight.device, one=True)
+    for tensor in noisy.tensors():
+        tensor.copy_(noise(*tensor.shape))
     tokens = sum(end - start for start, end in mixed)
     vocabulary = handle.model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(vocabulary, (tokens,), generator=generator)
     states = [noise(tokens, weight.shape[0]) for _ in range(2)] if layers.start else []
 
     def run(run: Forward) -> list[Tensor]:
-        made = {}
-        for cache, (k, v) in caches.items():
-            k = k.clone()
-            made[cache] = k, k[..., : cache.v_dim] if cache.shared else v.clone()
-        pairs = [made[layer.cache] for layer in chosen]
-        outs = [part for pair in made.values() for part in pair]
+        caches = memory.make(memories, pages, page, len(mixed), weight.dtype, weight.device, one=True)
+        for tensor, start in zip(caches.tensors(), noisy.tensors()):
+            tensor.copy_(start)
+        outs = list(caches.tensors())
         for spans, drawn in ((mixed, False), (mixed, True), (single, False)):
             ends = list(itertools.accumulate(end - start for start, end in spans))
-            batch = plain(([k for k, _ in pairs], [v for _, v in pairs]), tables, spans, ids[: ends[-1]])
+            batch = plain(caches, tables, spans, ids[: ends[-1]])
             if drawn and layers.stop == len(described.layers):
                 batch.rows = torch.tensor(ends, dtype=torch.int64, device=weight.device) - 1
             out = run(batch, *(state[: ends[-1]] for state in states))

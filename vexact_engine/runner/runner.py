@@ -19,16 +19,18 @@ import torch
 from torch import Tensor
 
 import vexact_ops as vx
+from vexact_ops.patch.description import Pages, State
 
 from ..config import EngineConfig
 from ..core.scheduler import Sampled
 from ..core.step import Step
 from ..progress import Progress, bar
 from . import graphs, memory, saver, shapes
-from .batch import Batch, Caches
+from .batch import Batch
 from .buffers import Body, Buffers, Head, Host, Work, send
 from .decoder import Decoder, Weights
 from .forward import Forward, forward
+from .memory import Caches
 from .sleep import parted
 
 log = logging.getLogger(__name__)
@@ -152,8 +154,12 @@ class Runner:
 
     def __init__(self, model: torch.nn.Module, handle, config: EngineConfig, device: torch.device):
         self.model, self.handle, self.device = model, handle, device
-        self.shape = self._cache_shape(shapes.cache_shape(model, latent=config.latent_attention))
+        self.memories = self._memories()
         self.dtype = next(model.parameters()).dtype
+        states = memory.chunk_of(handle.memories()) is not None
+        if config.num_snapshots is None or not (states and config.enable_prefix_cache):
+            kept = -(-config.max_num_seqs // 4) if states and config.enable_prefix_cache else 0
+            config = replace(config, num_snapshots=kept)
         self.config = config
         self._tokens = config.max_num_batched_tokens
         self._slots = min(config.max_num_seqs, self._tokens)  # no more run at once
@@ -179,32 +185,34 @@ class Runner:
     def _start(self, progress: Progress) -> None:
         config = self.config
         longest = -(-(config.max_model_len or 1 << 20) // config.page_size)
-        few = self._caches(1, 1)
-        stand_in = tuple(cache * self.shape.layers for cache in few)
-        per_token = self.shape.per_token * self.dtype.itemsize
+        stand_in = self._caches(1, slots=1, one=True)
+        per_token = memory.bytes_per_token(self.memories, self.dtype)
+        states = self._slots * memory.bytes_per_slot(self.memories, self.dtype)
+        states += config.num_snapshots * memory.bytes_per_snapshot(self.memories, self.dtype)
         most = memory.most_pages(config, per_token, self.device) if config.num_pages is None else config.num_pages
         pages = min(longest, most)
-        self.buffers = Buffers(stand_in, self._slots, pages, self._tokens, self.device)
+        self.buffers = Buffers(stand_in, config.page_size, self._slots, pages, self._tokens, self.device)
         if config.num_pages is None:  # behind the forward: what that moves and takes is in use by now
             step = self._rehearse(progress) if self.device.type == "cuda" else 0
-            count = memory.default_num_pages(config, per_token, config.max_model_len or 1 << 20, self.device, step)
+            length = config.max_model_len or 1 << 20
+            count = memory.default_num_pages(config, per_token, length, self.device, step, states)
             self.config = replace(config, num_pages=self._agree(count))
-        # Nobody's bits depend on what has not been stored, and on a CPU untouched memory is never taken; on a GPU it is
-        # zeroed, as attention is faster where what lies behind a sequence's last key is finite.
         with self.regions["kv_cache"].allocating() if self.regions else contextlib.nullcontext():
-            self.buffers.caches = self._caches(self.config.num_pages, self.shape.layers)
+            self.buffers.caches = self._caches(self.config.num_pages, self._slots)
+        log.info("cache: %s", memory.sizes(self.memories, self.config, self._slots, self.dtype))
         self.capture(progress)
 
     def longest_first(self) -> bool:
         """Whether attention of single tokens wants those of most keys first: on an H200 its kernel has a block on each
         multiprocessor, which takes one sequence's keys of a head and, once done, the next ones that nobody has."""
-        return self.device.type == "cuda" and self.config.kv_segment is None and not self.shape.shared
+        latent = any(isinstance(kept, Pages) and kept.shared for kept in self.memories)
+        return self.device.type == "cuda" and self.config.kv_segment is None and not latent
 
     # What a stage of a pipeline does otherwise (stages.py)
 
-    def _cache_shape(self, whole: shapes.CacheShape) -> shapes.CacheShape:
-        """Of the layers that are computed here."""
-        return whole
+    def _memories(self) -> tuple[Pages | State, ...]:
+        """What the layers remember that are computed here."""
+        return self.handle.memories()
 
     def _agree(self, pages: int) -> int:
         """As many as everybody has room for."""
@@ -248,15 +256,10 @@ class Runner:
     def _forward(self) -> tuple[Forward, str]:
         return forward(self.handle)
 
-    def _caches(self, pages: int, layers: int) -> Caches:
-        """Those of the keys and those of the values, for some layers."""
-        made = pages, self.config.page_size, self.shape.heads
-        new = torch.zeros if self.device.type == "cuda" else torch.empty
-        k, v = (
-            [new(*made, dim, dtype=self.dtype, device=self.device) for _ in range(layers if own else 0)]
-            for dim, own in ((self.shape.k_dim, True), (self.shape.v_dim, not self.shape.shared))
-        )
-        return k, v or [keys[..., : self.shape.v_dim] for keys in k]
+    def _caches(self, pages: int, slots: int, one: bool = False) -> Caches:
+        snapshots = 0 if one else self.config.num_snapshots
+        made = self.config.page_size, slots, self.dtype, self.device, one, snapshots
+        return memory.make(self.memories, pages, *made)
 
     # A step
 
@@ -281,6 +284,7 @@ class Runner:
         host = buffers.send(step, body, head)
         with buffers.kept(host):
             self._receive(step)
+            buffers.restore(step)
             top = scores = None
             if forward:
                 forward.replay()
@@ -297,6 +301,7 @@ class Runner:
                 slots = step.chunks["slot"][step.chunks["draws"] > 0]
                 top = _Top(self.handle, self._hidden, buffers.rows.occupants["top"][slots])
             self._hand_on(step, work)
+            buffers.save(step)
             draws = head.draws if head else 0
             buffers.fetch(host, draws)
             return Pending(buffers, host, draws, work.draws, top, scores)
@@ -489,7 +494,7 @@ class Runner:
 
         self._pad(body, head)
         with self.buffers.long_padding(body, lengths):
-            tuned = vx.tune(step, capture, f"decodes of {body.tokens} rows: {self.shape}")
+            tuned = vx.tune(step, capture, f"decodes of {body.tokens} rows: {memory.text(self.memories)}")
         changed = [f"{one.product}: {one.chosen}, not {one.raced}" for one in tuned if one.chosen != one.raced]
         if changed:
             log.info("in a step of %d rows other kernels are faster than alone: %s", body.tokens, "; ".join(changed))

@@ -1,6 +1,4 @@
-"""What a model's config says of it: the sizes of its cache, its vocabulary, how long a text it was made for."""
-
-from typing import NamedTuple
+"""What a model's config says of it: its vocabulary, how long a text it was made for."""
 
 import torch
 
@@ -8,33 +6,6 @@ import torch
 def decoder_config(model: torch.nn.Module):
     """The config that describes the decoder, where a composite one wraps it."""
     return model.config.get_text_config(decoder=True)
-
-
-class CacheShape(NamedTuple):
-    """The KV cache of a model: its keys and values may differ in size, or values be the first part of the keys."""
-
-    layers: int
-    heads: int
-    k_dim: int
-    v_dim: int
-    shared: bool = False
-
-    @property
-    def per_token(self) -> int:
-        """Elements of one token, all layers together."""
-        return self.layers * self.heads * (self.k_dim if self.shared else self.k_dim + self.v_dim)
-
-
-def cache_shape(model: torch.nn.Module, *, latent: bool = False) -> CacheShape:
-    """latent: of a model that is patched with latent=True."""
-    config = decoder_config(model)
-    layers, heads = config.num_hidden_layers, config.num_attention_heads
-    if latent:
-        return CacheShape(layers, 1, config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank, shared=True)
-    if getattr(config, "kv_lora_rank", None):  # every head's keys and values, expanded
-        return CacheShape(layers, heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return CacheShape(layers, getattr(config, "num_key_value_heads", None) or heads, dim, dim)
 
 
 def vocab_size(model: torch.nn.Module) -> int:

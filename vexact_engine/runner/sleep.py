@@ -252,8 +252,7 @@ class Memory:
         return parts
 
     def _sleep_kv_cache(self, level: int) -> list[Storages]:
-        caches = (cache for part in self._runner.buffers.caches for cache in part)
-        part = Storages(caches, self._runner.regions.get("kv_cache"))
+        part = Storages(self._runner.buffers.caches.tensors(), self._runner.regions.get("kv_cache"))
         part.give_back(keep=False)
         return [part]
 

@@ -13,13 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vexact_ops.patch.description import Pages, State
+
 from ..config import EngineConfig
 from ..core.step import Step
 from .batch import Batch
 from .buffers import Work, send
 from .forward import Forward, forward
 from .runner import Runner
-from .shapes import CacheShape, decoder_config
+from .shapes import decoder_config
 
 
 class Link:
@@ -95,8 +97,8 @@ class StageRunner(Runner):
     def _forward(self) -> tuple[Forward, str]:
         return forward(self.handle, self.layers)
 
-    def _cache_shape(self, whole: CacheShape) -> CacheShape:
-        return whole._replace(layers=len(self.layers))
+    def _memories(self) -> tuple[Pages | State, ...]:
+        return self.handle.memories()[self.layers.start : self.layers.stop]
 
     def _agree(self, pages: int) -> int:
         return self.link.least(pages)

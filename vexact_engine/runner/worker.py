@@ -21,8 +21,8 @@ from ..handover.session import Reading
 from ..handover.threads import half_the_threads
 from ..weights.update import Places, Update, apply_update, plan_update
 from ..weights.watch import Watch
+from . import memory
 from .runner import Pending, Runner
-from .shapes import cache_shape
 from .sleep import ASLEEP, Memory
 
 if TYPE_CHECKING:  # they need msgspec
@@ -57,6 +57,7 @@ class Worker:
     backend        the one that ops are computed with, whatever other threads or the process choose; None: the default
     depth          how many plans may be in flight
     longest_first  whether attention wants the decodes of most keys first
+    chunk          tokens of a chunk of the model's states; None: it has none
     numerics       what fixes the bits, from now on
     raises         ModelInUse where another engine has the model; what patch.hf raises
     """
@@ -88,6 +89,7 @@ class Worker:
             self._places = Places.of(model)
             self._encoder = Encoder()
             self.longest_first = self._runner.longest_first()
+            self.chunk = memory.chunk_of(self._runner.memories)
             asked = config.async_scheduling
             self.depth = 2 if (self.device.type == "cuda" if asked is None else asked) else 1
         except BaseException:
@@ -153,11 +155,11 @@ class Worker:
                     f"Engine: {name} has been replaced by a tensor that is {tensor.dtype} on {tensor.device}, expected "
                     f"{self.dtype} on {self.device}"
                 )
-        shape = cache_shape(self.model, latent=self.config.latent_attention)
-        if shape != self._runner.shape:
+        kept, expected = (memory.text(found) for found in (self._handle.memories(), self._runner.memories))
+        if kept != expected:
             raise WeightsTorn(
-                f"Engine: the model has been changed to one whose KV cache is {shape}, expected {self._runner.shape}: "
-                "put that back, or close the engine and make another"
+                f"Engine: the model has been changed to one whose cache is {kept}, expected {expected}: put that back, "
+                "or close the engine and make another"
             )
         revision = self._handle.revision(tensors=True)
         self._make_forward()

@@ -49,9 +49,14 @@ def per_expert(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def aliases(model: torch.nn.Module) -> dict[str, str]:
-    """Old names of whole parameters -> their names now; and of such a model's experts the names that verl takes the
-    stacked ones apart by, whatever the model (`mlp.experts.E.gate_proj.weight`) -> those of its checkpoints."""
-    if getattr(model.config, "model_type", None) not in _SHORT:
+    """Other names of whole parameters -> their names here: old ones; those of the text half of a model with vision,
+    "model.language_model.layers..." for "model.layers..."; and of a model whose experts have names of their own those
+    that verl takes the stacked ones apart by, whatever the model (`mlp.experts.E.gate_proj.weight`)."""
+    kind = getattr(model.config, "model_type", None) or ""
+    if kind.endswith("_text"):
+        own = (name.removeprefix("model.") for name in model.state_dict() if name.startswith("model."))
+        return {f"model.language_model.{name}": f"model.{name}" for name in own}
+    if kind not in _SHORT:
         return {}
     names = (name for name in model.state_dict() if ".mlp." in name and ".experts." not in name)
     found = {name.replace(".mlp.", ".block_sparse_moe."): name for name in names}

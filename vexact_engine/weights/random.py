@@ -37,6 +37,22 @@ def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) 
     }
 
 
+def _hybrid(kind: str, hidden: int, layers: int, kv_heads: int, **options) -> dict:
+    """Three gated delta nets, then full attention with heads of 256 of which a quarter is rotated."""
+    delta = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+    delta |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_key_value_heads": kv_heads}
+    sizes |= {"num_attention_heads": 16, "head_dim": 256, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6}
+    text = {"vocab_size": 248320, "eos_token_id": 248044, "tie_word_embeddings": False}
+    return {"model_type": kind, **delta, **sizes, **text, "rope_parameters": rope, **options}
+
+
+def _experts(count: int, top_k: int) -> dict:
+    sizes = {"num_experts": count, "num_experts_per_tok": top_k, "norm_topk_prob": True}
+    return sizes | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+
+
 # What config.json of each says of sizes and options.
 CONFIGS = {
     "smollm2-135m": {
@@ -93,6 +109,11 @@ CONFIGS = {
         "mlp_only_layers": [],
         "tie_word_embeddings": False,
     },
+    "qwen3.5-9b": _hybrid("qwen3_5_text", 4096, 32, 4, intermediate_size=12288),
+    "qwen3.5-35b-a3b": _hybrid("qwen3_5_moe_text", 2048, 40, 2, **_experts(256, 8)),
+    "qwen3-next-80b-a3b": _hybrid(
+        "qwen3_next", 2048, 48, 2, vocab_size=151936, bos_token_id=151643, eos_token_id=151645, **_experts(512, 10)
+    ),
     "moonlight-16b-a3b": {
         "model_type": "deepseek_v3",
         "vocab_size": 163840,

@@ -22,7 +22,8 @@ from . import mixture
 from .report import table
 
 GATED_PAIR = "gate_proj", "up_proj"
-JOINED = ("q_proj", "k_proj", "v_proj"), GATED_PAIR  # into one product, by the engine
+DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba")
+JOINED = ("q_proj", "k_proj", "v_proj"), GATED_PAIR, *DELTA  # into one product, by the engine
 
 
 @dataclass(frozen=True)

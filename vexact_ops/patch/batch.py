@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import vexact_ops as vx
+
+from .description import Pages, State
 
 
 @dataclass
@@ -19,15 +22,20 @@ class PagedBatch:
     context_lens        (B,) int32: keys of each sequence, this step's included
     cu_seqlens_q        (B + 1,) int32: sequence b has the tokens cu_seqlens_q[b] to cu_seqlens_q[b + 1]
     max_seqlen_q        at least the most tokens of a sequence in this step
+    states              of each layer that has a state its slots' tensors, in the order of State.slot(), else None;
+                        k_caches and v_caches have None there
+    state_slots         (B,) int32: each sequence's slot in them; -1: none (padding)
     """
 
-    k_caches: Sequence[Tensor]
-    v_caches: Sequence[Tensor]
+    k_caches: Sequence[Tensor | None]
+    v_caches: Sequence[Tensor | None]
     slot_mapping: Tensor
     block_table: Tensor
     context_lens: Tensor
     cu_seqlens_q: Tensor
     max_seqlen_q: int
+    states: Sequence[Sequence[Tensor] | None] = ()
+    state_slots: Tensor | None = None
 
     def check(self) -> None:
         """Look at every number in it, which makes the host wait for a GPU: for whoever builds batches and wants an
@@ -35,7 +43,7 @@ class PagedBatch:
 
         raises  ValueError naming the field, the sequence or token, what it is and what was expected
         """
-        pages, size = self.k_caches[0].shape[:2]
+        pages, size = next(cache.shape[:2] for cache in self.k_caches if cache is not None)
         table, slots = self.block_table.tolist(), self.slot_mapping.tolist()
         context, offsets = self.context_lens.tolist(), self.cu_seqlens_q.tolist()
         if not len(table) == len(context) == len(offsets) - 1:
@@ -90,6 +98,14 @@ class Score:
         self.temperature, self.return_entropy = temperature, return_entropy
 
 
+class Asked(NamedTuple):
+    """What a module that remembers asks attention for, and what has to be kept for it."""
+
+    module: nn.Module
+    kwargs: dict
+    memory: Pages | State
+
+
 @dataclass(frozen=True)
 class Layout:
     """Which rows of a (B, S) batch are tokens, and of which sequence; computed once for all layers."""
@@ -102,7 +118,7 @@ class Layout:
     k_index: Tensor | None  # rows of the flattened (B * keys) that are
     paged: PagedBatch | None = None
     kv_segment: int | None = None
-    seen: list | None = None  # the audit's record of what each attention module asks for
+    seen: list[Asked] | None = None  # the audit's record of what each module that remembers asks for
     autocast: bool = False  # the forward was called under autocast, which is off inside
 
 
@@ -183,6 +199,17 @@ def positions_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return (place - begins[owner])[None].long()
 
 
+def one_axis(position_ids: Tensor | None) -> Tensor | None:
+    """Positions of text that come on several axes (A, B, S), as models of images have them, are (B, S) ones."""
+    if position_ids is None or position_ids.dim() != 3:
+        return position_ids
+    if not bool((position_ids == position_ids[:1]).all()):
+        raise ValueError(
+            "position_ids: got other positions on one axis than on another, expected those of text, which are equal"
+        )
+    return position_ids[0]
+
+
 def restarts(position_ids: Tensor, batch: int, length: int) -> Tensor | None:
     """Cumulative lengths of the sequences in a batch whose positions restart inside a row, or None where none do."""
     new = position_ids.expand(batch, length).diff(dim=1) != 1
@@ -231,7 +258,10 @@ def attend(
     if dropout:
         raise ValueError(f"vexact attention: dropout: got {dropout}, expected 0: a dropped key is not aligned")
     if layout.seen is not None:
-        layout.seen.append((module, sliding_window, kwargs))
+        begins = [(t.untyped_storage()._cdata, t.storage_offset()) for t in (key, value)]
+        shared = begins[0] == begins[1]
+        memory = Pages(key.shape[1], key.shape[3], value.shape[3], shared, window=sliding_window)
+        layout.seen.append(Asked(module, kwargs, memory))
     batch, heads, length, _ = query.shape
     options = {
         "scale": scaling,

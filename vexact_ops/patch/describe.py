@@ -13,6 +13,7 @@ from .description import (
     Embedding,
     Experts,
     Factor,
+    GatedDelta,
     Head,
     Latent,
     Layer,
@@ -56,13 +57,10 @@ class _Reader:
             raise _refuse("the embedding", table)
         embedding = Embedding(table.args[0].args[0], factor)
         blocks = [self.block(stream, branch, f"block {i}") for i, (stream, branch) in enumerate(reversed(sums))]
-        layers = []
-        for i, pair in enumerate(zip(blocks[::2], blocks[1::2])):
-            if [isinstance(block.part, (Attention, Latent)) for block in pair] != [True, False]:
-                raise NotDescribed(f"layer {i}: it is not attention and then a feed-forward block")
-            layers.append(Layer(*pair))
-        if len(blocks) % 2:
-            raise NotDescribed(f"layer {len(layers)}: half of it is missing")
+        begins = [i for i, block in enumerate(blocks) if block.part.memory is not None]
+        if blocks and begins[:1] != [0]:
+            raise NotDescribed("block 0: it remembers nothing, expected attention before all else")
+        layers = (Layer(tuple(blocks[a:b])) for a, b in zip(begins, (*begins[1:], len(blocks))))
         return Decoder(embedding, tuple(self.rotary), tuple(layers), norm, head, kv_segment)
 
     # pieces
@@ -156,6 +154,12 @@ class _Reader:
             if inside.op == "attention_varlen":
                 o, _ = self.linear(value, where)
                 return self.attention(inside, o, inner, where)
+            if inner is None and (gated := self.gate_of(inside)) is not None:
+                o, _ = self.linear(value, where)
+                return self.gated(*gated, o, where)
+            if inside.op == "rmsnorm_gated":
+                o, _ = self.linear(value, where)
+                return self.delta(inside, o, where)
             if inside.op == "bmm":
                 o, _ = self.linear(value, where)
                 return self.absorbed(inside, o, where)
@@ -194,10 +198,15 @@ class _Reader:
 
     def mixture(self, value: Value, where: str) -> tuple[Mixture, Value]:
         where = f"{where}: its mixture"
-        shared, of = None, None
+        shared, of, shared_gate = None, None, None
         if value.op == "add":
             routed, added = sorted(value.args, key=lambda part: part.op != "fused_moe")
-            shared, of = self.mlp(added, where)
+            gate = self.gate_of(added)
+            shared, of = self.mlp(added if gate is None else gate[0], where)
+            if gate is not None:
+                shared_gate, read = self.linear(gate[1], where)
+                if read is not of or shared_gate.features != 1:
+                    raise _refuse(f"{where}: its shared experts' gate", gate[1])
             value = routed
         if value.op != "fused_moe" or value.out != 0:
             raise _refuse(where, value)
@@ -226,7 +235,7 @@ class _Reader:
         read = read.args[0] if router.cast and read.op == "to" else read
         if read is not x or of not in (None, x):
             raise _refuse(f"{where}: another input of its router or shared experts", read)
-        return Mixture(router, experts, shared), x
+        return Mixture(router, experts, shared, shared_gate), x
 
     def router(self, logits: Value, options: dict, rounded, where: str) -> Router:
         if logits.op != "linear":
@@ -239,9 +248,77 @@ class _Reader:
         linear = Linear(self.name(of, where), None, *of.shape)
         return Router(linear, wide=dtype.itemsize == 4, cast=cast, rounded=rounded, **options)
 
+    # gates
+
+    def gate_of(self, value: Value) -> tuple[Value, Value] | None:
+        """Of a product with a sigmoid: what is multiplied, and what the sigmoid is of."""
+        if value.op == "sigmoid_mul":
+            return value.args[0], value.args[1]
+        parts = [part for part in value.args if isinstance(part, Value)] if value.op == "mul" else []
+        gates = [part for part in parts if part.op == "sigmoid_mul" and part.args[0].op == "ones_like"]
+        if len(parts) != 2 or len(gates) != 1:
+            return None
+        return next(part for part in parts if part is not gates[0]), gates[0].args[1]
+
+    def gated(self, value: Value, gate: Value, o: Linear, where: str):
+        """Attention whose queries' projection has of each head a query and a gate."""
+        if value.op != "attention_varlen":
+            raise _refuse(where, value)
+        return self.attention(value, o, None, where, gate)
+
+    # gated delta nets
+
+    def delta(self, value: Value, o: Linear, where: str):
+        where = f"{where}: its gated delta net"
+        rows, z, weight, eps, *_ = value.args
+        norm = Norm(self.name(weight, where), eps, "gated", weight.shape[0])
+        if rows.op != "gated_delta_varlen" or rows.out != 0:
+            raise _refuse(where, rows)
+        q, k, v, g, beta, _, initial, scale, l2norm, *_ = rows.args
+        (_, key_heads, k_dim), _, (_, value_heads, v_dim) = rows.inputs[:3]
+        if initial is not None or not l2norm or scale != k_dim**-0.5:
+            raise _refuse(where, rows)
+        conv = self.columns((q, k, v), (key_heads * k_dim, key_heads * k_dim, value_heads * v_dim), where)
+        if conv.op != "causal_conv" or not conv.args[4]:
+            raise _refuse(where, conv)
+        mixed, taps, bias, *_ = conv.args
+        if g.op != "delta_gates" or g.call != beta.call or (g.out, beta.out) != (0, 1):
+            raise _refuse(where, g)
+        a, b, a_log, dt_bias, *_ = g.args
+        if mixed.op == "cat" and len(mixed.args) == 3:
+            shared = value_heads // key_heads
+            qkvz = self.columns((*mixed.args, z), (k_dim, k_dim, shared * v_dim, shared * v_dim), where)
+            (qkv, x), (b, read) = (
+                self.linear(qkvz, where),
+                self.linear(self.columns((b, a), (shared,) * 2, where), where),
+            )
+            widths, z, a, others = (qkv.features, b.features), None, None, [read]
+            if widths != (key_heads * 2 * (k_dim + shared * v_dim), 2 * value_heads):
+                raise _refuse(where, qkvz)
+        else:
+            (qkv, x), *parts = (self.linear(part, where) for part in (mixed, z, b, a))
+            (z, b, a), others = zip(*parts)
+        if any(of is not x for of in others):
+            raise _refuse(f"{where}: another input of a gate", others[0])
+        found = GatedDelta(
+            qkv, z, b, a, o, self.name(taps, where), None if bias is None else self.name(bias, where), taps.shape[-1],
+            self.name(a_log, where), self.name(dt_bias, where), norm, key_heads, value_heads, k_dim, v_dim,
+        )  # fmt: skip
+        return found, x
+
+    def columns(self, parts: tuple[Value, ...], widths: tuple[int, ...], where: str) -> Value:
+        """What these are the columns of, one after another."""
+        at, whole = 0, None
+        for part, width in zip(parts, widths):
+            of, *cut = part.args if part.op == "slice" else (None,)
+            if cut != [-1, at, at + width, 1] or whole not in (None, of):
+                raise _refuse(where, part)
+            at, whole = at + width, of
+        return whole
+
     # attention
 
-    def attention(self, value: Value, o: Linear, out_norm: Norm | None, where: str):
+    def attention(self, value: Value, o: Linear, out_norm: Norm | None, where: str, gate: Value | None = None):
         where = f"{where}: its attention"
         q, k, v, _, cu_k, _, sinks, scale, causal, window, softcap, *_ = value.args
         if not causal or cu_k is not None:
@@ -267,14 +344,18 @@ class _Reader:
         norms = before if any(before) else after
         if any(before) and any(after):
             raise NotDescribed(f"{where}: norms before and after the rotation have no words in a description")
+        (_, heads, dim), (_, kv_heads, _), (_, _, v_dim) = value.inputs[:3]
+        if gate is not None:  # a head's query and then its gate
+            q = self.columns((q, gate), (dim, dim), f"{where}: its gate")
         v_factor, v = self.factor(v)
         (q, x), (k, of_k), (v, of_v) = (self.linear(part, where) for part in (q, k, v))
         if of_k is not x or of_v is not x:
             raise _refuse(f"{where}: another input of keys or values", of_k)
-        (_, heads, dim), (_, kv_heads, _), (_, _, v_dim) = value.inputs[:3]
+        if q.features != (heads if gate is None else 2 * heads) * dim:
+            raise NotDescribed(f"{where}: its queries have no words in a description")
         found = Attention(
             q, k, v, o, heads, kv_heads, dim, v_dim, rope=turned, q_norm=norms[0], k_norm=norms[1],
-            norms_after_rope=any(after), v_factor=v_factor, out_norm=out_norm, **asked,
+            norms_after_rope=any(after), v_factor=v_factor, out_norm=out_norm, gated=gate is not None, **asked,
         )  # fmt: skip
         return found, x
 

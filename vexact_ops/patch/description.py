@@ -3,14 +3,18 @@
     Decoder
       embedding   Embedding             rows of a table, times a number
       rotary      Rotary...             the tables of angles that layers use
-      layers      Layer...              attention, then feed_forward, each a Block
+      layers      Layer...              blocks, of which the first remembers what came before
         Block                           x + factor * after(part(before(x))): a residual sum around
           part    Attention             projections, norms of heads, rotation, attention, output projection
                   Latent                the same from compressed keys and values, expanded or absorbed
+                  GatedDelta            a short convolution and the gated delta rule, gated norm, output projection
                   Mlp                   gate, up, activation, down
                   Mixture               Router, Experts, and shared experts (an Mlp) whose output is added
       norm        Norm                  of the last sum
       head        Head                  the output layer
+
+Each part says what it remembers of a sequence (`part.memory`): Pages, which grow with it, a State, which does not, or
+None. What an engine keeps is made from that alone.
 
 Weights are names, as the model's named_parameters() and named_buffers() have them (of tied ones the first): so a
 description can be printed, compared and sent, holds of a model on the meta device, and stays true when weights are
@@ -18,9 +22,12 @@ replaced. Where a projection is a part of a larger one, `rows` says which rows o
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import torch
+
+from ..gated_delta.op import CHUNK
 
 
 class NotDescribed(ValueError):
@@ -82,19 +89,73 @@ class Rope:
 
 
 @dataclass(frozen=True)
-class Cache:
-    """What a paged cache keeps of a token of one layer; shared: values are the first part of the keys."""
+class Kept:
+    """A tensor of a state, or a row of one; dtype None: the model's."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        return math.prod(self.shape) * (self.dtype or dtype).itemsize
+
+
+@dataclass(frozen=True)
+class State:
+    """What does not grow with a sequence: it has a slot. Written at the end of each chunk of so many tokens.
+
+    tensors    what is kept over a chunk's end
+    open_rows  rows of the tokens of the chunk that is open
+    """
+
+    tensors: tuple[Kept, ...]
+    chunk: int
+    open_rows: tuple[Kept, ...]
+
+    window = None
+
+    def slot(self) -> tuple[Kept, ...]:
+        """All that a slot holds: the tensors, then for each of the open rows a tensor of a chunk of them."""
+        rows = (dataclasses.replace(row, shape=(self.chunk, *row.shape)) for row in self.open_rows)
+        return (*self.tensors, *rows)
+
+    def bytes_per_slot(self, dtype: torch.dtype) -> int:
+        """Of a model of this dtype."""
+        return sum(kept.bytes(dtype) for kept in self.slot())
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Keys and values of each token, in pages.
+
+    shared  values are the first part of the keys
+    dtype   None: the model's
+    window  no query sees a key that lies so many places before it or more; None: any may be seen
+    """
 
     heads: int
     k_dim: int
     v_dim: int
     shared: bool = False
+    dtype: torch.dtype | None = None
+    window: int | None = None
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Of a model of this dtype."""
+        return self.heads * (self.k_dim + (0 if self.shared else self.v_dim)) * (self.dtype or dtype).itemsize
 
 
 @dataclass(frozen=True)
 class Attention:
     """q, k and v of the block's input; norms of q and k before the rotation or after it; what attention is asked for;
-    a norm and a projection of what comes out. Values may be multiplied by a number before they are stored."""
+    a norm and a projection of what comes out. Values may be multiplied by a number before they are stored.
+
+    gated  q's rows are of each head its query and then a gate: what comes out is multiplied by the gate's sigmoid
+           (sigmoid_mul)
+    """
 
     q: Linear
     k: Linear
@@ -114,10 +175,11 @@ class Attention:
     norms_after_rope: bool
     v_factor: Factor | None
     out_norm: Norm | None
+    gated: bool = False
 
     @property
-    def cache(self) -> Cache:
-        return Cache(self.kv_heads, self.dim, self.v_dim)
+    def memory(self) -> Pages:
+        return Pages(self.kv_heads, self.dim, self.v_dim, window=self.window)
 
 
 @dataclass(frozen=True)
@@ -149,10 +211,51 @@ class Latent:
     absorbed: bool
 
     @property
-    def cache(self) -> Cache:
+    def memory(self) -> Pages:
         if self.absorbed:
-            return Cache(1, self.rank + self.rope.dim, self.rank, True)
-        return Cache(self.heads, self.nope + self.rope.dim, self.v_dim)
+            return Pages(1, self.rank + self.rope.dim, self.rank, True, window=self.window)
+        return Pages(self.heads, self.nope + self.rope.dim, self.v_dim, window=self.window)
+
+
+def delta_state(key_heads: int, value_heads: int, k_dim: int, v_dim: int, taps: int) -> State:
+    """What a gated delta net keeps (gated_delta_paged, causal_conv_paged)."""
+    channels, ring = 2 * key_heads * k_dim + value_heads * v_dim, 1 << (taps - 1).bit_length()
+    fp32 = torch.float32
+    return State(
+        (Kept("state", (value_heads, k_dim, v_dim), fp32), Kept("taps", (ring, channels))),
+        CHUNK,
+        (Kept("k", (key_heads, k_dim)), Kept("u", (value_heads, v_dim), fp32), Kept("g", (value_heads,), fp32)),
+    )
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """qkv, mixed by a convolution of each channel (causal_conv with silu); g and beta of a and b (delta_gates);
+    gated_delta_varlen with the l2 norm; a norm that z gates (rmsnorm_gated), and o.
+
+    z, a     None: their columns and those of qkv and b go key head by key head, (q, k, v, z) and (b, a)
+    conv     a name, (channels, 1, taps)
+    """
+
+    qkv: Linear
+    z: Linear | None
+    b: Linear
+    a: Linear | None
+    o: Linear
+    conv: str
+    conv_bias: str | None
+    taps: int
+    a_log: str
+    dt_bias: str
+    norm: Norm
+    key_heads: int
+    value_heads: int
+    k_dim: int
+    v_dim: int
+
+    @property
+    def memory(self) -> State:
+        return delta_state(self.key_heads, self.value_heads, self.k_dim, self.v_dim, self.taps)
 
 
 @dataclass(frozen=True)
@@ -165,6 +268,8 @@ class Mlp:
     down: Linear
     activation: str
     norm: Norm | None = None
+
+    memory = None
 
 
 @dataclass(frozen=True)
@@ -199,16 +304,21 @@ class Experts:
 
 @dataclass(frozen=True)
 class Mixture:
+    """gate: the shared experts' output is multiplied by the sigmoid of this, one number a token (sigmoid_mul)."""
+
     router: Router
     experts: Experts
     shared: Mlp | None
+    gate: Linear | None = None
+
+    memory = None
 
 
 @dataclass(frozen=True)
 class Block:
     """x + factor * after(part(before(x)))."""
 
-    part: Attention | Latent | Mlp | Mixture
+    part: Attention | Latent | GatedDelta | Mlp | Mixture
     before: Norm | None
     after: Norm | None
     factor: Factor | None
@@ -216,12 +326,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Layer:
-    attention: Block
-    feed_forward: Block
+    """blocks: the first remembers, the others look at one token at a time."""
+
+    blocks: tuple[Block, ...]
 
     @property
-    def cache(self) -> Cache:
-        return self.attention.part.cache
+    def memory(self) -> Pages | State:
+        return self.blocks[0].part.memory
 
 
 @dataclass(frozen=True)
@@ -258,7 +369,9 @@ class Decoder:
         return set(_names(parts))
 
 
-_NAMES = ("weight", "bias", "buffer", "inv_freq", "sinks", "gate_up", "down")
+_NAMES = (
+    "weight", "bias", "buffer", "inv_freq", "sinks", "gate_up", "down", "conv", "conv_bias", "a_log", "dt_bias",
+)  # fmt: skip
 
 
 def _names(part):

@@ -96,10 +96,13 @@ def base_forward(
         raise ValueError(f"input_ids: got shape {tuple(given.shape)}, expected (B, S) with at least one token")
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions: got True, but attention weights are never formed")
+    position_ids = batch.one_axis(position_ids)
     if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape[1] != size[1]):
         raise ValueError(f"position_ids: got shape {tuple(position_ids.shape)}, expected (B or 1, {size[1]})")
     options = {"kv_segment": patch.options["kv_segment"], "seen": patch.seen, "autocast": vexact_autocast}
     past = int(cache.get_seq_length()) if cache is not None else 0
+    if patch.states and use_cache is None and cache is None and torch.is_grad_enabled():
+        use_cache = False  # whatever the config says: what goes on from a state has no gradients
     alone = None  # the name of an argument that goes without a cache
     if vexact_paged is not None:
         alone = "vexact_paged"

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ..attention.op import KEY_BLOCK, check_segment
 from ..attention.op import ROOM as ATTENTION
 from . import forwards, lora, plan
-from .batch import Score, check_cu
-from .description import Decoder
+from .batch import Score, check_cu, one_axis
+from .description import Decoder, Pages, State
 from .stage import Stage
 from .state import LOCK, Patch, Report
 
@@ -78,6 +78,13 @@ class Handle:
         self._check()
         with LOCK:
             return self._patch.describe()
+
+    def memories(self) -> tuple[Pages | State, ...]:
+        """What each layer remembers of a sequence: of the description, or, where there is none, what attention is
+        called with. RuntimeError after undo()."""
+        self._check()
+        with LOCK:
+            return self._patch.memories()
 
     def stage(self, layers: range) -> Stage:
         """Some layers of the patched decoder on their own, by the model's own Python: for pipelines, whose stages may
@@ -163,7 +170,8 @@ class Handle:
         input_ids       (B, S), or one packed row (1, T) or (T,)
         cu_seqlens      (N + 1,) where the packed row's sequences begin, and its end
         attention_mask  (B, S) of a batch padded left or right
-        position_ids    (B, S); without the two above, a sequence ends where they do not go on by one
+        position_ids    (B, S), or several equal axes of them; without the two above, a sequence ends where they do not
+                        go on by one
         temperature     logits are divided by it: a number, or one for each of input_ids in fp32, for what follows it
         return_entropy  also the entropy of each distribution
         returns         fp32 like input_ids: at t, log p(input_ids[t + 1] | input_ids[..t]); 0 at the last token of a
@@ -186,6 +194,7 @@ class Handle:
         ids = input_ids if input_ids.dim() == 2 else input_ids[None]
         if position_ids is not None and position_ids.dim() == 1:
             position_ids = position_ids[None]
+        position_ids = one_axis(position_ids)
         follows = torch.ones_like(ids, dtype=torch.bool)
         follows[:, -1] = False
         if attention_mask is not None:

@@ -27,6 +27,7 @@ from ..silu_mul.op import ACTIVATIONS
 from ..silu_mul.reference import silu_mul_ref
 from .batch import attend
 from .forwards import CACHES
+from .gates import with_sigmoid
 from .slots import without_slots
 
 
@@ -288,6 +289,8 @@ class Tables:
 @functools.cache
 def _rotary_forward(cast: bool) -> Callable:
     def rotary_forward(self, x, position_ids, layer_type=None):
+        if position_ids.dim() == 3:  # an axis more: of text all are equal (base_forward sees to that)
+            position_ids = position_ids[0]
         prefix = "" if layer_type is None else f"{layer_type}_"
         inv_freq = getattr(self, f"{prefix}inv_freq").to(x.device, torch.float32)
         dtype = x.dtype if cast else torch.float32
@@ -340,6 +343,7 @@ def _attention_forward(cls: type) -> tuple[Callable, str]:
     # torch.compile looks a function's globals up through its module's name, and would find the stock ones there.
     scope.pop("__name__", None)
     label = "attention_varlen, attention_paged"
+    scope = with_sigmoid(original, scope)
     turns = [name for name in TURNS if name in original.__code__.co_names]
     for name in turns:
         scope[name] = rope_function(scope[name])

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from .._core.backend import BackendUnavailable
-from . import audit, forwards, lora, mixture, pieces, slots
+from . import audit, delta, forwards, gates, lora, mixture, pieces, slots
 from . import latent as latent_form
+from .description import Pages
 from .pieces import NotCovered
 
 if TYPE_CHECKING:
@@ -138,6 +139,8 @@ def _place(patch: "Patch", path: str, module: nn.Module) -> None:
         if module.max_norm is not None:
             raise NotCovered("max_norm rescales rows by their norm")
         patch.keep(path, module, "stock: a lookup is exact")
+    elif isinstance(module, nn.Conv1d) and id(module) in patch.inner:
+        patch.keep(path, module)
     elif isinstance(module, _STRUCTURE):
         patch.keep(path, module, "holds modules")
     elif cls.__module__.startswith("torch.nn.modules.activation") and not module._parameters:
@@ -174,6 +177,12 @@ def _place(patch: "Patch", path: str, module: nn.Module) -> None:
     elif mixture.is_router(module):
         forward, note = mixture.router_forward(module, f"{path}.weight" in patch.kept)
         patch.replace(path, module, forward, "linear, moe_route", note)
+    elif delta.is_delta(module):
+        patch.replace(path, module, *delta.delta_forward(module, patch.tried))
+        patch.inner.add(id(module.conv1d))
+        patch.states = True
+    elif delta.is_gated_norm(module):
+        patch.replace(path, module, delta.gated_norm_forward(module), "rmsnorm_gated")
     elif module._parameters:
         forward, style = pieces.norm_forward(module)
         patch.replace(path, module, forward, "rmsnorm", style)
@@ -193,6 +202,9 @@ def _place(patch: "Patch", path: str, module: nn.Module) -> None:
                 return
             except NotCovered as reason:  # its linear layers are covered; the audit judges the rest
                 patch.blocks[path] = str(reason)
+        if gates.calls_sigmoid(module):
+            patch.replace(path, module, gates.sigmoid_forward(type(module)), "sigmoid_mul", f"{EXACT} but for sigmoids")
+            return
         patch.keep(path, module)
 
 
@@ -227,8 +239,10 @@ def check_runs(patch: "Patch") -> None:
         _refuse_operations(patch, modules, path, f"runs {', '.join(sorted(operations))} outside the aligned ops")
     paths = {id(m): path for path, m in modules.items()}
     reasons = {}
-    for module, window, kwargs in seen:
-        reason = _attention_problem(patch.base.config, module, window, kwargs)
+    patch.attended = {module.layer_idx: memory for module, _, memory in seen if hasattr(module, "layer_idx")}
+    for module, kwargs, memory in seen:
+        attends = isinstance(memory, Pages)
+        reason = attends and _attention_problem(patch.base.config, module, memory.window, kwargs)
         if reason:
             reasons[paths[id(module)]] = reason
     for path, reason in reasons.items():

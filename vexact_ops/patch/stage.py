@@ -46,7 +46,7 @@ class Stage:
         if first != (hidden is None):
             raise ValueError(f"stage: hidden: got {'none' if hidden is None else 'some'} for layers {self.layers}")
         before = (None,) * self.layers.start  # modules know their place among all layers
-        caches = [(*before, *part) for part in (paged.k_caches, paged.v_caches)]
+        caches = [(*before, *part) for part in (paged.k_caches, paged.v_caches, paged.states)]
         given = {"input_ids": input_ids[None]} if first else {"inputs_embeds": self.hidden}
         try:
             out = self.base(
@@ -54,7 +54,7 @@ class Stage:
                 position_ids=positions[None],
                 use_cache=False,
                 return_dict=True,
-                vexact_paged=dataclasses.replace(paged, k_caches=caches[0], v_caches=caches[1]),
+                vexact_paged=dataclasses.replace(paged, k_caches=caches[0], v_caches=caches[1], states=caches[2]),
                 vexact_checked=True,
             )
         finally:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from . import forwards, plan
 from .describe import describe
-from .description import Decoder, Head, NotDescribed
+from .description import Decoder, Head, NotDescribed, Pages, State
 from .report import table
 
 LOCK = threading.RLock()
@@ -87,7 +87,9 @@ class Patch:
         self.cache = forwards.CACHES[0]  # by which name the decoder's own forward takes one
         self.kept: set[str] = set()  # parameters and buffers that the class keeps in fp32
         self.lax = False  # whether arguments that no forward knows go by, if they are no cache
+        self.states = False  # whether layers have a state, which no cache of transformers holds
         self.description = None  # or why there is none
+        self.attended: dict[int, Pages | State] = {}  # what each layer remembers, by what the audit saw
         self.tried = {}  # what is known of modules that are alike
         self.blocks: dict[str, str] = {}  # feed-forward blocks without an aligned form, by path, and why
         self.inner: set[int] = set()  # modules whose block computes what they would
@@ -181,6 +183,12 @@ class Patch:
         if isinstance(self.description, NotDescribed):
             raise self.description.with_traceback(None)
         return self.description
+
+    def memories(self) -> tuple[Pages | State, ...]:
+        try:
+            return tuple(layer.memory for layer in self.describe().layers)
+        except NotDescribed:
+            return tuple(memory for _, memory in sorted(self.attended.items()))
 
     def replace(self, path: str, module: nn.Module, forward: Callable, ops: str, note: str = "", name: str = "forward"):
         self.changes.append(_Change(module, forward, name))

@@ -1,0 +1,266 @@
+"""Gated delta nets, tried like all other pieces (see pieces.py): the layer, and the gated norm that it ends with.
+
+A layer projects a token to queries, keys and values (which a short convolution mixes with those of the tokens before),
+a gate z, and two numbers a value head from which come how fast its state decays and how much of a value is written. Its
+own forward knows no packed rows, and computes a prompt and a token that follows it in two ways; here both are one op's.
+"""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import vexact_ops as vx
+
+from .batch import Asked, Layout
+from .description import State, delta_state
+from .forwards import one_cache
+from .pieces import NotCovered, agree, class_of, is_linear, random, run_stock, small_linear, twin
+
+APART = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+BY_HEAD = ("in_proj_qkvz", "in_proj_ba")
+_SIZES = {"num_v_heads": 4, "num_k_heads": 2, "head_k_dim": 6, "head_v_dim": 5, "conv_kernel_size": 4}
+_HIDDEN = 7
+
+
+def is_delta(module: nn.Module) -> bool:
+    parts = {"conv1d", "norm", "out_proj"} <= set(module._modules) and {"A_log", "dt_bias"} <= set(module._parameters)
+    return parts and set(_SIZES) <= set(vars(module))
+
+
+def projections(module: nn.Module) -> tuple[str, ...]:
+    names = next((names for names in (APART, BY_HEAD) if set(names) <= set(module._modules)), None)
+    if names is None or not all(is_linear(module._modules[name]) for name in (*names, "out_proj")):
+        raise NotCovered("a gated delta net with projections of another form")
+    return names
+
+
+def delta_forward(module: nn.Module, tried: dict) -> tuple[Callable, str]:
+    """The aligned forward of a gated delta net, once it is known to be the same function as its own; `tried` keeps what
+    is known of modules that are alike."""
+    names = projections(module)
+    if set(module._modules) != {*names, "conv1d", "norm", "out_proj"} or len(module._parameters) != 2:
+        raise NotCovered("a gated delta net with parts that no aligned op covers")
+    if not is_gated_norm(module.norm):
+        raise NotCovered(f"a gated delta net that ends with a {type(module.norm).__name__}")
+    conv = module.conv1d
+    if not isinstance(conv, nn.Conv1d) or "forward" in conv.__dict__ or type(conv).forward is not nn.Conv1d.forward:
+        raise NotCovered("its convolution has a forward of its own")
+    key = class_of(module), names, conv.bias is None, module.activation
+    if key not in tried:
+        try:
+            _check(module, names)
+            tried[key] = ""
+        except NotCovered as reason:
+            tried[key] = str(reason)
+    if tried[key]:
+        raise NotCovered(tried[key])
+    return _delta_forward(names), "causal_conv, delta_gates, gated_delta_varlen, gated_delta_paged"
+
+
+@functools.cache
+def _delta_forward(names: tuple[str, ...]) -> Callable:
+    def delta_forward(
+        self, hidden_states, cache=None, attention_mask=None, cache_params=None, vexact_layout=None, **kwargs
+    ):
+        layout = vexact_layout
+        if layout is None:
+            raise RuntimeError("vexact: call the patched model, not its layers: its forward describes the batch")
+        if layout.seen is not None:
+            layout.seen.append(Asked(self, {}, memory_of(self)))
+        x = hidden_states.flatten(0, 1)
+        if layout.q_index is not None:
+            x = x[layout.q_index]
+        qkv, z, b, a = _projected(self, x, names)
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        slots, step, longest = _remembered(self, layout, one_cache(cache, cache_params), x)
+        if slots is None:
+            qkv = vx.causal_conv(qkv, weight, bias, cu_seqlens=layout.cu_q, activation=self.activation)
+        else:
+            state, taps, *opened = slots
+            qkv = vx.causal_conv_paged(qkv, weight, bias, taps, *step, activation=self.activation)
+        q, k, v = qkv.split((self.key_dim, self.key_dim, self.value_dim), -1)
+        q, k = (t.unflatten(1, (-1, self.head_k_dim)) for t in (q, k))
+        v = v.unflatten(1, (-1, self.head_v_dim))
+        g, beta = vx.delta_gates(a, b, self.A_log, self.dt_bias)
+        if slots is None:
+            out = vx.gated_delta_varlen(q, k, v, g, beta, layout.cu_q)
+        else:
+            out = vx.gated_delta_paged(q, k, v, g, beta, state, *opened, *step, longest)
+        out = self.out_proj(self.norm(out, z).flatten(1))
+        if layout.q_index is not None:
+            full = out.new_zeros(hidden_states.shape[:2].numel(), out.shape[1])
+            out = full.index_copy(0, layout.q_index, out)
+        return out.view(*hidden_states.shape[:2], -1)
+
+    return delta_forward
+
+
+def _remembered(module: nn.Module, layout: Layout, cache, x: Tensor):
+    """The tensors of the slots that a call goes on from; slots, lengths and offsets of its sequences; the most rows of
+    one. None, None, None: its sequences begin and end with it."""
+    paged = layout.paged
+    if paged is not None:
+        step = paged.state_slots, paged.context_lens, paged.cu_seqlens_q
+        return paged.states[module.layer_idx], step, paged.max_seqlen_q
+    if cache is None:
+        return None, None, None
+    lengths = (layout.cu_q if layout.cu_k is None else layout.cu_k).diff()
+    slots = torch.arange(len(lengths), dtype=torch.int32, device=x.device)
+    kept = _cached(module, cache, len(lengths), x)
+    return kept, (slots, lengths, layout.cu_q), layout.max_q
+
+
+def _cached(module: nn.Module, cache, batch: int, x: Tensor) -> list[Tensor]:
+    """What a cache of transformers holds of this layer, a slot a row of the batch: as several recurrent states of it,
+    so that what reorders or selects rows does so with these."""
+    layer = cache.layers[module.layer_idx] if module.layer_idx < len(cache.layers) else None
+    if not hasattr(layer, "recurrent_states"):
+        raise ValueError(
+            f"cache: its layer {module.layer_idx} is a {type(layer).__name__}, which keeps no states: expected one "
+            "made for the model, as DynamicCache(config=model.config)"
+        )
+    kept = memory_of(module).slot()
+    if layer.number_of_states != len(kept):
+        if any(layer.has_previous_state.values()):
+            raise ValueError("cache: got one that was begun without the patch, expected one of the patched model's")
+        names = "conv_states", "is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state"
+        for name, value in zip(names, (None, False, True, True)):
+            setattr(layer, name, dict.fromkeys(range(len(kept)), value))
+        layer.conv_kernel_size = dict.fromkeys(range(len(kept)), module.conv1d.weight.shape[-1])
+        layer.number_of_states, layer.device, layer.dtype = len(kept), x.device, x.dtype
+        layer.recurrent_states = {
+            i: torch.zeros(batch, *part.shape, dtype=part.dtype or x.dtype, device=x.device)
+            for i, part in enumerate(kept)
+        }
+    return list(layer.recurrent_states.values())
+
+
+def memory_of(module: nn.Module) -> State:
+    heads = module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim
+    return delta_state(*heads, module.conv1d.weight.shape[-1])
+
+
+def _projected(module: nn.Module, x: Tensor, names: tuple[str, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(T, D) to qkv (T, C), z (T, Hv, dv), b and a (T, Hv)."""
+    made = [module._modules[name](x) for name in names]
+    if names is BY_HEAD:
+        made = by_head(*made, module.num_k_heads, module.head_k_dim, module.head_v_dim)
+    qkv, z, b, a = made
+    return qkv, z.unflatten(1, (-1, module.head_v_dim)), b, a
+
+
+def by_head(qkvz: Tensor, ba: Tensor, heads: int, k_dim: int, v_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """From columns that go key head by key head: of each its query, its key, its values and its gates; and its b, its
+    a. Returns qkv, z, b and a."""
+    shared = ba.shape[1] // (2 * heads)  # value heads of a key head
+    q, k, v, z = qkvz.unflatten(1, (heads, -1)).split((k_dim, k_dim, shared * v_dim, shared * v_dim), -1)
+    b, a = ba.unflatten(1, (heads, -1)).split((shared, shared), -1)
+    return torch.cat([part.flatten(1) for part in (q, k, v)], 1), z.flatten(1), b.flatten(1), a.flatten(1)
+
+
+def _check(module: nn.Module, names: tuple[str, ...]) -> None:
+    """That it computes what the ops do, by its own forward on a small float64 twin."""
+    sizes = dict(_SIZES)
+    hv, hk, dk, dv, taps = sizes.values()
+    sizes |= {"hidden_size": _HIDDEN, "key_dim": hk * dk, "value_dim": hv * dv, "conv_dim": 2 * hk * dk + hv * dv}
+    widths = (sizes["conv_dim"], hv * dv, hv, hv) if names is APART else (sizes["conv_dim"] + hv * dv, 2 * hv)
+    modules = {name: small_linear(_HIDDEN, width, i + 1) for i, (name, width) in enumerate(zip(names, widths))}
+    modules["out_proj"] = small_linear(hv * dv, _HIDDEN, 7)
+    modules["norm"] = twin(module.norm, parameters={"weight": random(dv, seed=8)})
+    channels, bias = sizes["conv_dim"], module.conv1d.bias is not None
+    conv = torch.nn.utils.skip_init(
+        nn.Conv1d, channels, channels, taps, groups=channels, padding=taps - 1, bias=bias, dtype=torch.float64
+    )
+    for i, parameter in enumerate(conv.parameters()):
+        parameter.data.copy_(random(*parameter.shape, seed=9 + i))
+    modules["conv1d"] = conv
+    tried = twin(module, modules, {"A_log": random(hv, seed=11), "dt_bias": random(hv, seed=12)})
+    tried.__dict__.update(sizes, training=False)
+    x = 2 * random(2, 9, _HIDDEN, seed=13)
+    got = run_stock(tried, x, forward=_torch_forward(type(module)).__get__(tried))
+    expected = torch.stack([_plain(tried, row, names) for row in x])
+    if not agree(got, expected):
+        raise NotCovered("a gated delta net of another form than the aligned op's")
+
+
+def _torch_forward(cls: type) -> Callable:
+    """The class's forward on torch alone: where other libraries are installed, it calls theirs."""
+    original = inspect.unwrap(cls.forward)
+    scope = dict(original.__globals__)
+    for name in original.__code__.co_names:
+        if isinstance(scope.get(name), types.FunctionType):
+            scope[name] = inspect.unwrap(scope[name])
+    forward = types.FunctionType(original.__code__, scope, original.__name__, original.__defaults__)
+    forward.__kwdefaults__ = original.__kwdefaults__
+    return forward
+
+
+@torch.no_grad()
+def _plain(module: nn.Module, x: Tensor, names: tuple[str, ...]) -> Tensor:
+    """Token by token, of one sequence (T, H), as the ops' contracts have it."""
+    qkv, z, b, a = _projected(module, x, names)
+    weight, bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
+    padded = torch.cat((qkv.new_zeros(weight.shape[1] - 1, qkv.shape[1]), qkv))
+    qkv = (padded.unfold(0, weight.shape[1], 1) * weight).sum(-1)
+    qkv = qkv if bias is None else qkv + bias
+    qkv = qkv * qkv.sigmoid()
+    q, k, v = qkv.split((module.key_dim, module.key_dim, module.value_dim), -1)
+    heads = module.num_v_heads // module.num_k_heads
+    q, k = (t.unflatten(1, (-1, module.head_k_dim)) for t in (q, k))
+    q, k = ((t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(heads, 1) for t in (q, k))
+    v = v.unflatten(1, (-1, module.head_v_dim))
+    decay = (-module.A_log.exp() * nn.functional.softplus(a + module.dt_bias)).exp()
+    state, rows = q.new_zeros(v.shape[1], q.shape[2], v.shape[2]), []
+    for t in range(len(x)):
+        state = state * decay[t][:, None, None]
+        written = b[t].sigmoid()[:, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
+        state = state + k[t][:, :, None] * written[:, None]
+        rows.append(torch.einsum("hkv,hk->hv", state, q[t]) * module.head_k_dim**-0.5)
+    out = _plain_norm(torch.stack(rows), z, module.norm.weight, _eps(module.norm))
+    return module.out_proj(out.flatten(1))
+
+
+# the gated norm
+
+
+def is_gated_norm(module: nn.Module) -> bool:
+    takes = list(inspect.signature(inspect.unwrap(class_of(module).forward)).parameters)
+    return set(module._parameters) == {"weight"} and not module._modules and len(takes) == 3 and takes[2] == "gate"
+
+
+def _eps(module: nn.Module) -> float:
+    return getattr(module, _eps_name(module))
+
+
+def _eps_name(module: nn.Module) -> str:
+    name = next((name for name in ("variance_epsilon", "eps") if isinstance(getattr(module, name, None), float)), None)
+    if name is None:
+        raise NotCovered("not a root-mean-square norm: it has no epsilon")
+    return name
+
+
+def _plain_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight * (gate * gate.sigmoid())
+
+
+def gated_norm_forward(module: nn.Module) -> Callable:
+    """The aligned forward of a root-mean-square norm whose output is multiplied by a gate's silu."""
+    name, n = _eps_name(module), module.weight.shape[0]
+    weight, x, gate = random(n, seed=1), random(3, n, seed=2), random(3, n, seed=3)
+    x[0] *= getattr(module, name) ** 0.5  # so small that epsilon shows
+    got = run_stock(twin(module, parameters={"weight": weight}), x, gate)
+    if not agree(got, _plain_norm(x, gate, weight, getattr(module, name))):
+        raise NotCovered("not a gated root-mean-square norm that an aligned op computes")
+    return _gated_norm_forward(name)
+
+
+@functools.cache
+def _gated_norm_forward(eps_name: str) -> Callable:
+    def gated_norm_forward(self, hidden_states, gate):
+        return vx.rmsnorm_gated(hidden_states, gate, self.weight, getattr(self, eps_name))
+
+    return gated_norm_forward
