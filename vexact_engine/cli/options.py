@@ -97,9 +97,7 @@ def sampling(parser, max_new_tokens):
     group.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="the likeliest tokens up to this mass (1.0: all)"
     )
-    group.add_argument(
-        "--top-k", type=top_k, default=0, metavar="K", help="so many of the likeliest tokens (0 or -1: all)"
-    )
+    group.add_argument("--top-k", type=top_k, default=0, metavar="K", help="so many of the likeliest (0 or -1: all)")
     group.add_argument(
         "--min-p", type=float, default=0.0, metavar="P", help="no token below this share of the likeliest (0.0: all)"
     )
