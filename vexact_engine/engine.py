@@ -433,8 +433,8 @@ class Engine(Frontend):
         self._loop.abort(list(tickets))
 
     @property
-    def _mail(self) -> Callable[[asyncio.AbstractEventLoop, Callable, Any], None]:
-        return self._loop.mail
+    def _call_in(self) -> Callable[[asyncio.AbstractEventLoop, Callable, Any], None]:
+        return self._loop.call_in
 
     @property
     def _at_once(self) -> int:

@@ -151,7 +151,7 @@ class Frontend(ABC):
 
     @property
     @abstractmethod
-    def _mail(self) -> Callable[[asyncio.AbstractEventLoop, Callable, Any], None]:
+    def _call_in(self) -> Callable[[asyncio.AbstractEventLoop, Callable, Any], None]:
         """For the thread that says what has come: `call(item)` in an asyncio loop, with what else there is for it. It
         holds no reference to this: an engine that nobody has any more ends."""
 
@@ -173,7 +173,7 @@ class Frontend(ABC):
 
     def _notifier(self, call: Callable, *item: Any) -> Callable:
         """What has `call` called in the asyncio loop that runs here; called itself in whichever thread."""
-        return functools.partial(self._mail, asyncio.get_running_loop(), call, *item)
+        return functools.partial(self._call_in, asyncio.get_running_loop(), call, *item)
 
     def _requests(self, prompts, params, request_ids) -> list[tuple]:
         self.check_open()

@@ -187,7 +187,7 @@ def test_a_config_that_cannot_be(config, message):
 
 
 def test_extreme_parameters(engine):
-    params = [replace(PARAMS, top_p=1e-300), replace(PARAMS, top_k=2**70), replace(PARAMS, min_p=1e-300)]
+    params = [replace(PARAMS, top_p=1e-300), replace(PARAMS, top_k=2**63 - 1), replace(PARAMS, min_p=1e-300)]
     greedy, *rest = engine.generate([PROMPTS[0]] * 3, params)
     assert greedy.token_ids == engine.generate([PROMPTS[0]], replace(PARAMS, temperature=0.0))[0].token_ids
     assert [c.token_ids for c in rest] == [engine.generate([PROMPTS[0]], PARAMS)[0].token_ids] * 2

@@ -439,7 +439,7 @@ def test_one_wake_up_a_step_for_an_asyncio_loop(depth):
             here = asyncio.get_running_loop()
             original = here.call_soon_threadsafe
             here.call_soon_threadsafe = lambda *args: calls.append(1) or original(*args)
-            listen = functools.partial(bench.loop.mail, here, items.append)
+            listen = functools.partial(bench.loop.call_in, here, items.append)
             done, _ = bench.ask(*[[i] for i in range(6)], listen=listen, max_new_tokens=20)
             end = time.monotonic() + 120
             while not done.is_set() or len(items) < 6 * 20:  # the last are on their way
@@ -545,7 +545,7 @@ def waiting(in_flight):
         def ready(self):
             return now[0] >= self.end
 
-    loop._changed, loop._closing, loop._inbox, loop._mail, loop._typical = Changed(), False, deque(), {}, {}
+    loop._changed, loop._closing, loop._inbox, loop._outgoing, loop._typical = Changed(), False, deque(), {}, {}
     loop._pending, loop._aborts = [None] * in_flight, deque()
     return loop, now, Step
 

@@ -128,11 +128,7 @@ BAD_CHAT = [
     ({"messages": [{"role": "user", "content": 5}]}, "messages", ".content: got 5"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "got 'image_url'"),
     ({"messages": [{"role": "user", "content": "hi", "mood": "good"}]}, "messages", ".mood: there is no such field"),
-    (
-        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}]},
-        "messages",
-        'expected {"type": "function"',
-    ),
+    ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}]}, "messages", "calls[0]: got"),
     ({"messages": [{"role": "tool", "content": "", "tool_call_id": 5}]}, "messages", "got 5, expected a text"),
     ({"messages": USER, "tools": ["x"]}, "tools", "dictionary"),
     ({"messages": USER, "reasoning_effort": "high"}, "reasoning_effort", "not served"),

@@ -133,6 +133,18 @@ def test_a_line_about_the_same_trouble_comes_once_in_a_while(caplog, monkeypatch
     assert [r.getMessage() for r in caplog.records] == ["it is full", "it is full (2 more since the last time)"]
 
 
+def test_what_is_no_http_has_one_line_in_the_log(engine, caplog):
+    with serving.serve(engine) as server:
+        for _ in range(20):
+            with connect(server) as raw:
+                raw.sendall(b"\x16\x03\x01 this is none\r\n\r\n")
+                assert ended(raw).startswith(b"HTTP/1.1 400 ")
+        assert httpx.get(server.url + "/health").status_code == 200
+    assert [r.getMessage() for r in caplog.records if "Invalid HTTP" in r.getMessage()] == [
+        "Invalid HTTP request received."
+    ]
+
+
 def test_silent_connections_shut_nobody_out_and_fill_no_disk(model):  # noqa: F811
     """300 of them at 256 descriptors."""
     with Process(model, "--header-timeout", 5, files=256) as server:

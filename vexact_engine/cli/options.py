@@ -97,7 +97,7 @@ def sampling(parser, max_new_tokens):
     group.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="the likeliest tokens up to this mass (1.0: all)"
     )
-    group.add_argument("--top-k", type=count, default=0, metavar="K", help="so many of the likeliest tokens (0: all)")
+    group.add_argument("--top-k", type=top_k, default=0, metavar="K", help="so many of the likeliest (0 or -1: all)")
     group.add_argument(
         "--min-p", type=float, default=0.0, metavar="P", help="no token below this share of the likeliest (0.0: all)"
     )
@@ -159,6 +159,10 @@ def count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of 0 or more")
     return int(text)
+
+
+def top_k(text: str) -> int:
+    return 0 if text == "-1" else count(text)  # vLLM's word for all of them
 
 
 def seed(text: str) -> int:

@@ -148,7 +148,7 @@ class Loop:
         self._held: list[Ticket] = []  # handed over during a pause that lets the others end
         self._paused: str | None = None  # as pause() and resume() have it
         self._resting: str | None = None  # in between(): goes before that
-        self._mail: dict = {}  # asyncio loop -> calls for it
+        self._outgoing: dict = {}  # asyncio loop -> calls for it
         self._launched: list[Callable[[], None]] = []  # of those who wait for a launch
         self.updating = self.asleep = False
         self.missing: str | None = None
@@ -605,15 +605,15 @@ class Loop:
 
     # Out
 
-    def mail(self, asyncio_loop, call: Callable, item) -> None:
-        """In the thread: `call(item)` in an asyncio loop, once this turn is over."""
-        self._mail.setdefault(asyncio_loop, []).append((call, item))
+    def call_in(self, asyncio_loop, call: Callable, item) -> None:
+        """In the thread: `call(item)` in an asyncio loop, once this round of the loop is over."""
+        self._outgoing.setdefault(asyncio_loop, []).append((call, item))
 
     def _flush(self) -> None:
-        if not self._mail:
+        if not self._outgoing:
             return
-        mail, self._mail = self._mail, {}
-        for asyncio_loop, calls in mail.items():
+        outgoing, self._outgoing = self._outgoing, {}
+        for asyncio_loop, calls in outgoing.items():
             try:
                 asyncio_loop.call_soon_threadsafe(_call_all, calls)
             except RuntimeError:  # it is closed: nobody listens any more

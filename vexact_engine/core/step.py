@@ -17,7 +17,6 @@ import numpy as np
 from ..request import Sequence
 from .scheduler import PLACEHOLDER, StepPlan
 
-_INT64_MAX = 2**63 - 1
 _FP32_TINY = float(np.finfo(np.float32).tiny)  # a top_p that fp32 would round to zero keeps the likeliest token too
 
 # Who a slot is given to. Drawn with these; `top` likeliest tokens are wanted beside each draw, and `prompt_top` beside
@@ -150,8 +149,8 @@ class Encoder:
 
 def _occupant(slot: int, sequence: Sequence) -> tuple:
     p = sequence.params
-    top_k, top_p = min(p.top_k, _INT64_MAX), max(p.top_p, _FP32_TINY)
-    return slot, p.num_top_logprobs, sequence.seed, top_k, p.temperature, top_p, p.min_p, p.num_prompt_top_logprobs
+    top_p = max(p.top_p, _FP32_TINY)
+    return slot, p.num_top_logprobs, sequence.seed, p.top_k, p.temperature, top_p, p.min_p, p.num_prompt_top_logprobs
 
 
 class Rows:

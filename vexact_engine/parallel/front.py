@@ -54,7 +54,7 @@ class Front:
         self._waiting: dict[int, Job] = {}  # until a replica is there that takes them
         self._ending: dict[int, tuple[Replica, Job, float]] = {}  # by key: whose end is asked for, and due by then
         self._keys = iter(range(1 << 62))
-        self._mail: dict[Any, list[tuple[Callable, Any]]] = {}
+        self._outgoing: dict[Any, list[tuple[Callable, Any]]] = {}
         self._closing = self._closed = False
         self._selector = selectors.DefaultSelector()
         self._wake_out, self._wake_in = socket.socketpair()
@@ -167,9 +167,9 @@ class Front:
                 self._complete_here(job)
             self._flush()
 
-    def mail(self, asyncio_loop, call: Callable, item) -> None:
+    def call_in(self, asyncio_loop, call: Callable, item) -> None:
         """Behind the lock: `call(item)` in an asyncio loop, with what else there is for it."""
-        self._mail.setdefault(asyncio_loop, []).append((call, item))
+        self._outgoing.setdefault(asyncio_loop, []).append((call, item))
 
     def ask(self, what: str, among: Sequence[Replica] | None = None, **arguments: Any) -> dict[int, Any]:
         """What each replica answers, or the exception that it raises; ReplicaDied for one that dies meanwhile,
@@ -537,10 +537,10 @@ class Front:
             log.warning("%s is started in the place of the one that %s", replica, reason)
 
     def _flush(self) -> None:
-        if not self._mail:
+        if not self._outgoing:
             return
-        mail, self._mail = self._mail, {}
-        for asyncio_loop, calls in mail.items():
+        outgoing, self._outgoing = self._outgoing, {}
+        for asyncio_loop, calls in outgoing.items():
             with contextlib.suppress(RuntimeError):  # it is closed: nobody listens any more
                 asyncio_loop.call_soon_threadsafe(_call_all, calls)
 

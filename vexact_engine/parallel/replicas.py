@@ -417,8 +417,8 @@ class Replicas(Frontend):
         self._front.withdraw(tickets)
 
     @property
-    def _mail(self) -> Callable[[asyncio.AbstractEventLoop, Callable, Any], None]:
-        return self._front.mail
+    def _call_in(self) -> Callable[[asyncio.AbstractEventLoop, Callable, Any], None]:
+        return self._front.call_in
 
     @property
     def _at_once(self) -> int:

@@ -56,6 +56,7 @@ class Connections:
         self._many = Trouble(
             f"there are {most} connections: the one that has been silent for longest ends for each more"
         )
+        self._strangers: dict[str, Trouble] = {}  # by uvicorn's own words, of which there are a few
         self._none = Trouble("there are no files left to open for connections: clients wait")
 
     def add(self, connection: "Connection") -> bool:
@@ -72,6 +73,13 @@ class Connections:
     def remove(self, connection: "Connection") -> None:
         self.all.discard(connection)
         self.silent.pop(connection, None)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """For uvicorn's log, as a logging.Filter: what strangers bring about has a line once in a while."""
+        if record.levelno != logging.WARNING:
+            return True
+        self._strangers.setdefault(str(record.msg), Trouble(str(record.msg))).note()
+        return False
 
     def on_error(self, loop: asyncio.AbstractEventLoop, context: dict) -> None:
         """The event loop's: one line where it has no file for a connection, of which it would say thousands."""

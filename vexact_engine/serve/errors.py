@@ -61,8 +61,6 @@ def as_api_error(error: BaseException, request_id: str = "") -> APIError:
         return APIError(504, "the engine does not answer; the server's log says more", code="no_answer", retry=5)
     if isinstance(error, WeightsTorn | EngineAsleep):
         return APIError(503, str(error), code="engine_not_ready", retry=5)
-    if isinstance(error, TimeoutError):  # what stands still has a limit of its own
-        return APIError(504, str(error) or "the engine does not answer", code="engine_timeout")
     log.error("%s: failed", request_id or "a request", exc_info=error)
     if isinstance(error, StepFailed):
         return APIError(500, "the computation of a step failed; the server's log says more", code="step_failed")

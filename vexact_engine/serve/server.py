@@ -100,7 +100,7 @@ class Server:
         server = _Uvicorn(config)
         loop = self._loop = asyncio.get_running_loop()
         loop.set_exception_handler(connections.on_error)
-        with self._signals(loop):
+        with self._signals(loop), _filtered("uvicorn.error", connections):
             serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))
             while not (server.started or serving.done()):
                 await asyncio.sleep(0.01)
@@ -144,6 +144,16 @@ class Server:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _filtered(name: str, by: Connections) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    logger.addFilter(by)
+    try:
+        yield
+    finally:
+        logger.removeFilter(by)
 
 
 class _Uvicorn(uvicorn.Server):
