@@ -246,6 +246,8 @@ def check(ran: Run) -> int:
         # the next step has other weights; VeOmni's schedule ends at 0 behind the last one
         assert metrics["actor/grad_norm"] > 1e-3 and (metrics["actor/lr"] > 0 or number + 1 == case.steps)
         assert step["step"] == number + 1 and len(step["samples"]) == 8
+        answers = {(tuple(sample["prompts"]), tuple(sample["responses"])) for sample in step["samples"]}
+        assert len(answers) == 8, "two samples of a prompt are one"
         tokens += check_step(step["samples"], version=number)
     check_training(ran)
     assert tokens > case.steps * 8 * 4
