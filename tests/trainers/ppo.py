@@ -78,7 +78,6 @@ def overrides(case: Case, model: Path, prompts: Path, folder: Path) -> list[str]
         "actor_rollout_ref.model.external_lib": f"[{','.join(external)}]",
         "actor_rollout_ref.model.use_remove_padding": True,
         "actor_rollout_ref.model.enable_gradient_checkpointing": False,
-        "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
         f"{actor}.policy_loss.loss_mode": "recorded",
         f"{actor}.ppo_mini_batch_size": 4,
         f"{actor}.ppo_micro_batch_size_per_gpu": 2,
@@ -103,6 +102,8 @@ def overrides(case: Case, model: Path, prompts: Path, folder: Path) -> list[str]
         "trainer.total_epochs": 1,
         **on_this_machine(case.device, case.ranks, folder),
     }
+    if case.vendor is None:
+        given["+actor_rollout_ref.model.override_config.attn_implementation"] = "sdpa"
     if case.engine == "fsdp2":
         given[f"{actor}.strategy"] = "fsdp2"
         given[f"{actor}.fsdp_config.use_torch_compile"] = False
@@ -246,6 +247,8 @@ def check(ran: Run) -> int:
         # the next step has other weights; VeOmni's schedule ends at 0 behind the last one
         assert metrics["actor/grad_norm"] > 1e-3 and (metrics["actor/lr"] > 0 or number + 1 == case.steps)
         assert step["step"] == number + 1 and len(step["samples"]) == 8
+        answers = {(tuple(sample["prompts"]), tuple(sample["responses"])) for sample in step["samples"]}
+        assert len(answers) == 8, "two samples of a prompt are one"
         tokens += check_step(step["samples"], version=number)
     check_training(ran)
     assert tokens > case.steps * 8 * 4

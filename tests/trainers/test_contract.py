@@ -69,11 +69,18 @@ SIGNATURES = {
         "self, micro_batch, loss_function, forward_only"
     ),
     "verl.workers.engine.fsdp.transformer_impl:logprobs_from_logits": "logits, labels, inplace_backward=True",
+    "verl.workers.engine.fsdp.transformer_impl:FSDPEngine.get_per_tensor_param": (
+        "self, layered_summon=False, base_sync_done=False, **kwargs"
+    ),
+    "verl.workers.engine.veomni.transformer_impl:VeOmniEngine.get_per_tensor_param": "self, **kwargs",
+    "verl.utils.model:convert_weight_keys": "state_dict, model",
     "verl.workers.engine.veomni.transformer_impl:VeOmniEngine._build_model_optimizer": "self",
     "verl.workers.engine.veomni.transformer_impl:VeOmniEngineWithLMHead.prepare_model_inputs": "self, micro_batch",
     "verl.workers.engine.veomni.transformer_impl:VeOmniEngineWithLMHead.prepare_model_outputs": (
         "self, output, output_args, micro_batch, logits_processor_func"
     ),
+    # our manager of agent loops
+    "verl.experimental.agent_loop.agent_loop:AgentLoopManager._init_agent_loop_workers": "self",
     # vx.patch.veomni
     "veomni.ops.kernel_registry:KernelSpec.__init__": (
         "self, name, op_name, variant, factory, hardware, description=''"
@@ -112,6 +119,8 @@ ABSTRACT = {
 NAMES = {
     "verl.workers.rollout.base": ("_ROLLOUT_REGISTRY",),
     "verl.workers.rollout.replica": ("RolloutMode", "TokenOutput"),
+    "verl.trainer.ppo.v1.agent_loop_tq": ("AgentLoopManagerTQ",),
+    "torch.distributed.fsdp:FSDPModule": ("_get_fsdp_state",),
     "veomni.ops.kernel_registry": ("KERNEL_REGISTRY",),
     "veomni.ops.kernels.cross_entropy": ("install_loss_mapping",),
     "veomni.ops.dispatch:OpSlot": ("bind", "use_non_eager_impl", "is_bound", "bound_kernel"),

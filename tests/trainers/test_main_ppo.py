@@ -7,15 +7,20 @@ what the trainer computed for it again (old_log_probs), and what the training fo
 
 import copy
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 import torch
 
 from .models import FAMILIES
-from .ppo import Case, Run, check, check_training, compared
+from .ppo import Case, Run, check, check_training, compared, lines, run
 
 TWO_RANKS = [Case(family, engine) for engine in ("fsdp2", "veomni") for family in FAMILIES]
-ONE_RANK = [Case(family, ranks=1) for family in FAMILIES]  # VeOmni has no FSDP for one rank
+# VeOmni has no FSDP for one rank. verl gives all requests one id then: the samples of a prompt differ nevertheless
+DETERMINISTIC = ("actor_rollout_ref.rollout.full_determinism=True",)
+ONE_RANK = [Case(family, ranks=1, overrides=DETERMINISTIC) for family in FAMILIES]
 IN_CI = [*TWO_RANKS, ONE_RANK[0]]
 EVERY = [*TWO_RANKS, *ONE_RANK]
 STOCK = Case("qwen3", vendor=None)
@@ -134,3 +139,23 @@ def test_every_token_has_the_bits_of_the_weights_that_drew_it(case, trained, mod
     if case.mode == "colocate_async":
         assert spanning, "no request was aborted in flight and went on with newer weights"
     assert spanning or current
+
+
+WATCHED = ("+actor_rollout_ref.rollout.agent.agent_loop_manager_class=vexact_engine.verl.agents.Manager",)
+
+
+def test_a_run_ends_when_an_agent_loop_worker_has_died(models, tmp_path):
+    """verl's own manager waits for its samples without a limit."""
+    folder = tmp_path / "run"
+    case = Case("qwen3", ranks=1, steps=200, overrides=WATCHED)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run, case, models("qwen3"), folder, 400)
+        while not lines(folder / "metrics.jsonl"):
+            assert not running.done(), running.exception()
+            time.sleep(0.2)
+        for process in psutil.process_iter(["cmdline"]):
+            named = "AgentLoopWorker" in " ".join(process.info["cmdline"] or ())
+            if named and process.environ().get("VEXACT_RECORD") == str(folder):  # of this run
+                process.kill()
+        with pytest.raises(AssertionError, match="vexact: an agent-loop worker has died"):
+            running.result()

@@ -9,10 +9,11 @@ Importing this package touches nothing; check_versions() says what is missing.
 |              |        | `set_global_steps` are new in 0.9                                                            |
 |              |        | actor: `EngineRegistry` with vendors (`_engines` is private), `_build_module` before         |
 |              |        | `_build_fsdp_module`, `prepare_model_inputs` and its `input_ids_rmpad_rolled`,               |
-|              |        | `temperature_rmpad`, `pad_size`                                                              |
+|              |        | `temperature_rmpad`, `pad_size`; `get_per_tensor_param`, and `_get_fsdp_state` of torch's    |
+|              |        | FSDPModule, which says what a forward casts parameters to                                    |
 | veomni       | 0.1.12 | `KernelSpec`, `KERNEL_REGISTRY`, the slots of the generated modeling files                   |
 | transformers | >=5.5  | 5.23 breaks `import veomni` 0.1.12: <5.23 beside it; 5.24 keeps routers in fp32, which       |
-|              |        | FSDP2 rounds for a forward, and verl for the rollout                                         |
+|              |        | FSDP2 rounds for a forward, and our actor for the rollout                                    |
 
 verl and VeOmni are installed with --no-deps (their bounds exclude each other's and ours); what they need otherwise is
 in the extras vexact[verl] and vexact[veomni].
