@@ -498,6 +498,13 @@ def test_another_tokenizer_or_none(saved, tmp_path_factory):
         load(saved, device="cpu", tokenizer=empty)
 
 
+@pytest.mark.parametrize("named", ["flash_attention_2", "some/kernels", "some/kernels@main:function"])
+def test_an_attention_that_a_file_names_is_not_fetched_or_looked_for(saved, named):
+    expected = outcome(whole, saved)
+    edit(saved, attn_implementation=named, _attn_implementation=named)
+    assert [outcome(loader, saved) for loader in LOADERS] == [expected] * 2
+
+
 def test_commands_take_another_tokenizer(tmp_path_factory, own, capsys):
     path, mark = own
     edit(path, vocab_size=None)

@@ -18,6 +18,7 @@ from vexact_ops.patch.admit import Matrix, Needs, needs_of
 from vexact_ops.testing import assert_bitwise, cancelling, check_grouped, check_repeatable, check_rows, tricky
 
 from ..runner import saver
+from ..weights.config import read_config
 from ..weights.hub import check_name
 from .machine import environment
 
@@ -77,10 +78,8 @@ def needs(model: str | None, shapes: Sequence[tuple[int, int]]) -> Needs:
     features."""
     found = Needs()
     if model:
-        from transformers import AutoConfig
-
         check_name(model)
-        found = needs_of(AutoConfig.from_pretrained(model, trust_remote_code=False))
+        found = needs_of(read_config(model))
     return replace(found, matrices=(*found.matrices, *(Matrix(n, k) for n, k in shapes)))
 
 

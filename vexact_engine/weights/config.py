@@ -26,6 +26,13 @@ def read_config(name: str, label: str | None = None, **options):
     if type(config) not in AutoModelForCausalLM._model_mapping:
         kind = getattr(config, "model_type", type(config).__name__)
         raise ValueError(f"weights: {label}: model type {kind!r} is no causal language model of transformers")
+    return plain(config)
+
+
+def plain(config):
+    """Without an implementation of attention that its file may name: one that is not installed here, or kernels that
+    would come from the Hub and run. What runs is ours once the model is patched."""
+    config._attn_implementation = None
     return config
 
 

@@ -70,8 +70,7 @@ def skeleton(origin: Origin) -> nn.Module:
     if origin.seed is None:
         directory = read_directory(origin.source)
         model = empty_model(directory, origin.dtype)
-        fit(model, directory)
-        for name in origin.untied or ():
+        for name in settled(origin).untied or ():
             _put(model, name, nn.Parameter(torch.empty_like(_tensors(model)[name]), requires_grad=False))
             model.all_tied_weights_keys.pop(name, None)
         if (directory.path / "generation_config.json").exists():
@@ -103,7 +102,7 @@ def fill(model: nn.Module, names: Iterable[str], origin: Origin, device: torch.d
     """Give a skeleton the tensors of these names. ValueError where the directory does not have one."""
     names = set(names)
     if origin.seed is None:
-        _fill_from_files(model, names, origin.source, device)
+        _fill_from_files(model, names, origin.source, origin.dtype, device)
         return
     from .random import load_random
 
@@ -116,9 +115,9 @@ def fill(model: nn.Module, names: Iterable[str], origin: Origin, device: torch.d
             _put(model, alias, tensors[name])
 
 
-def _fill_from_files(model: nn.Module, names: set[str], source: str, device: torch.device) -> None:
+def _fill_from_files(model: nn.Module, names: set[str], source: str, dtype: torch.dtype, device: torch.device) -> None:
     directory, shared, meta = read_directory(source), _shared(model), _tensors(model)
-    whole = empty_model(directory, next(model.parameters()).dtype)
+    whole = empty_model(directory, dtype)
     place: dict[str, Tensor] = {}
     for name in names:
         if not meta[name].is_meta:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .config import plain
 from .hub import check_name
 from .load import Loaded, as_dtype, load, without_weights
 from .partial import Origin, skeleton
@@ -279,7 +280,7 @@ def config_of(source: str, layers: int | None = None):
     if source in CONFIGS:
         config = AutoConfig.for_model(**CONFIGS[source])
     else:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config = plain(AutoConfig.from_pretrained(source, trust_remote_code=False))
     if layers is not None:
         _cut(config, source, layers)
     return config
