@@ -244,7 +244,7 @@ def _gated_delta(device, dtype):
     q, k = (tricky(tokens, 2, dim, seed=s, dtype=dtype, device=device) for s in (0, 1))
     v = tricky(tokens, heads, dim, seed=2, dtype=dtype, device=device)
     a, b = (tricky(tokens, heads, seed=s, dtype=dtype, device=device) for s in (3, 4))
-    parameters = (torch.zeros(heads, device=device), torch.full((heads,), -2.0, device=device))
+    parameters = (torch.full((heads,), v, dtype=torch.float32, device=device) for v in (0.0, -2.0))
     rows = q, k, v, *vx.delta_gates(a, b, *parameters)
     whole = torch.tensor([0, tokens], dtype=torch.int32, device=device)
     trained = vx.gated_delta_varlen(*rows, whole)

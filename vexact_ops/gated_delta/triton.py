@@ -459,12 +459,12 @@ def chunks(q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, final=Fal
     """The outputs and the final states of packed sequences; with keep, what the backward needs: states at chunk
     starts (that of chunk n of sequence b at cu_seqlens[b] // 64 + b + n) and u."""
     tokens, batch, size = q.shape[0], cu_seqlens.shape[0] - 1, sizes(q, v, l2norm)
-    fp32 = {"dtype": torch.float32, "device": q.device}
+    device = q.device
     out = torch.empty((0,) if keep else v.shape, dtype=v.dtype, device=v.device)
     plane = v.shape[1], q.shape[2], v.shape[2]
-    state = torch.empty((batch, *plane), **fp32) if final else None
-    states = torch.empty((tokens // CHUNK + batch + 1, *plane), **fp32) if keep else None
-    us = torch.empty(v.shape, **fp32) if keep else None
+    state = torch.empty((batch, *plane), dtype=torch.float32, device=device) if final else None
+    states = torch.empty((tokens // CHUNK + batch + 1, *plane), dtype=torch.float32, device=device) if keep else None
+    us = torch.empty(v.shape, dtype=torch.float32, device=device) if keep else None
     if batch and (tokens or final):
         grid = triton.cdiv(v.shape[2], size["BV"]), v.shape[1], batch
         with on(q):

@@ -182,16 +182,19 @@ def backward(dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, scale, l
     """kept: what `chunks` gives with keep, where somebody has made it."""
     tokens, batch, size = q.shape[0], cu_seqlens.shape[0] - 1, sizes(q, v, l2norm)
     (hk, dk), (hv, dv) = q.shape[1:], v.shape[1:]
-    fp32 = {"dtype": torch.float32, "device": q.device}
+    device = q.device
     out_q, out_k, out_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    out_g, out_beta = torch.empty(g.shape, **fp32), torch.empty(g.shape, **fp32)
-    dinitial = None if initial_state is None else torch.empty(initial_state.shape, **fp32)
+    out_g, out_beta = (
+        torch.empty(g.shape, dtype=torch.float32, device=device),
+        torch.empty(g.shape, dtype=torch.float32, device=device),
+    )
+    dinitial = None if initial_state is None else torch.empty(initial_state.shape, dtype=torch.float32, device=device)
     if batch == 0 or (tokens == 0 and dinitial is None):
         return out_q, out_k, out_v, out_g, out_beta, dinitial
     states, us = kept or chunks(q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, keep=True)
     blocks = triton.cdiv(dv, size["BV"])
-    parts_q, parts_k = (torch.empty((blocks, tokens, hv, dk), **fp32) for _ in "qk")
-    parts_g, parts_beta = (torch.empty((blocks, tokens, hv), **fp32) for _ in "gb")
+    parts_q, parts_k = (torch.empty((blocks, tokens, hv, dk), dtype=torch.float32, device=device) for _ in "qk")
+    parts_g, parts_beta = (torch.empty((blocks, tokens, hv), dtype=torch.float32, device=device) for _ in "gb")
     with on(q):
         _bwd_kernel[blocks, hv, batch](
             dout, g if dfinal is None else dfinal, q, k, v, g, beta, cu_seqlens, states, us, parts_q, parts_k, out_v,
