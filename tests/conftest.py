@@ -12,6 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+# Threads that wait for each other sleep, in processes that tests start too: where there are more of them than cores,
+# those that spin take half of all time. The runtime reads it when torch loads it.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import on_gpu
 import pytest
 import torch
