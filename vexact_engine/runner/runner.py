@@ -383,7 +383,8 @@ class Runner:
         make = functools.partial(self._ladder, progress)
         kept, most, pages = None, self._most_rows(), self.buffers.max_pages
         if self._recorder.lasting:
-            kept = sizes.Kept(sizes.about(self.model, self.path, self.config, most, pages), most, self.device)
+            how = _PADDING, _PADDING_OF_CHUNKS, _HIDDEN
+            kept = sizes.Kept(sizes.about(self.model, self.path, self.config, most, pages, how), most, self.device)
             self._chosen = self._chosen or kept.recall()
         known = dict(self._chosen)
         try:

@@ -19,14 +19,16 @@ _KIND, _METHOD = "graphs", "method 1"  # sizes that were chosen by another metho
 Chosen = dict[str, list[int]]  # of each kind of graphs, ascending
 
 
-def about(model: torch.nn.Module, path: str, config: EngineConfig, most: Mapping[str, int], pages: int) -> str:
+def about(
+    model: torch.nn.Module, path: str, config: EngineConfig, most: Mapping[str, int], pages: int, how: tuple[float, ...]
+) -> str:
     """All that decides which sizes are worth a graph, but for the machine: the weights' names, shapes and dtypes, how
-    hidden states are computed, and what steps may hold."""
+    hidden states are computed, what steps may hold, and what padding may cost (`how`)."""
     shapes = sorted((name, list(p.shape), str(p.dtype)) for name, p in model.named_parameters())
     weights = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:12]
     kind = f"{type(model).__name__} {weights} {path.split(':')[0]} {vx.current_backend() or 'default'}"
     cache = f"{pages} pages of {config.page_size}, segment {config.kv_segment}"
-    return f"{kind}, {most['decodes']} sequences, {most['chunks']} tokens, {cache}, {_METHOD}"
+    return f"{kind}, {most['decodes']} sequences, {most['chunks']} tokens, {cache}, {_METHOD} {how}"
 
 
 class Kept:

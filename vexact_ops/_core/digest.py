@@ -41,7 +41,7 @@ _NO_ARITHMETIC = {
     "tune",
 }
 _NOT_OPS = {"__init__", "reference", "cpu", "triton", "cuda", "cute", "cute_backward", "cute_objects"}
-_NOT_OPS |= {"triton_backward", "triton_gates"}
+_NOT_OPS |= {"tiles", "triton_backward", "triton_gates"}
 _NOT_ROOMS = {"patch", "testing"}  # no op is computed in them
 
 
