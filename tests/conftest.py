@@ -12,7 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+# Threads that wait for each other sleep, in processes that tests start too: where there are more of them than cores,
+# those that spin take half of all time. The runtime reads it when torch loads it.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import on_gpu
+import processes
+import proofs
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
@@ -143,10 +149,22 @@ def pytest_xdist_auto_num_workers():
     return on_gpu.processes()
 
 
+pytest_addoption = proofs.pytest_addoption
+
+
+def _kept_proofs() -> Path | None:
+    from vexact_ops._core.disk import folder
+
+    return folder("proofs")
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs a GPU; -m cuda runs these alone")
     config.addinivalue_line("markers", "long: takes a minute and more on a GPU; among the first of a process")
+    config.addinivalue_line("markers", 'process: starts a Python process; -m "not process" leaves these out')
     config.pluginmanager.register(on_gpu.OnGpu())
+    config.pluginmanager.register(processes.Processes())
+    config.pluginmanager.register(proofs.Proofs(config, _kept_proofs()))
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
@@ -159,6 +177,7 @@ def pytest_collection_modifyitems(items):
 
     items[:] = [item for item in items if is_case(item)]
     on_gpu.mark(items)
+    processes.mark(items)
 
 
 @pytest.fixture

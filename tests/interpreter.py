@@ -35,8 +35,10 @@ def _two_product(a, b):
 def _odd_sum(a, b):
     """a + b rounded to odd: an inexact sum ends in a set bit, so that rounding it again is as good as rounding once."""
     s, e = _two_sum(a, b)
-    nudge = (e != 0) & ((s.view(np.int64) & 1) == 0) & np.isfinite(s)
-    return np.where(nudge, np.nextafter(s, np.where(e > 0, np.inf, -np.inf)), s)
+    bits = s.view(np.int64)
+    nudge = (np.abs(e) > 0) & ((bits & 1) == 0)  # where s is not finite, e is NaN
+    away = ((bits ^ e.view(np.int64)) >> 63) | 1  # 1 where e points away from zero, as s does, else -1
+    return (bits + nudge * away).view(np.float64)
 
 
 def fma(a, b, c):
@@ -64,8 +66,10 @@ def _create_fma(self, x, y, z):
 
 def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
     x, y, acc = _to_float(a.data, a.dtype), _to_float(b.data, b.dtype), d.data
+    x, y = x.astype(np.float64), y.astype(np.float64)  # so that products are exact
     for k in range(x.shape[-1]):  # order: as the CPU kernels
-        acc = fma(x[..., :, k, None], y[..., None, k, :], acc)
+        product = x[..., :, k, None] * y[..., None, k, :]
+        acc = _odd_sum(product, acc.astype(np.float64)).astype(np.float32)
     return TensorHandle(acc, d.dtype.scalar)
 
 

@@ -22,6 +22,8 @@ NOT_OPS = {
     "cuda_stream",
     "synchronize",
     "tune",
+    "recall",
+    "remember",
 }
 NOT_OPS |= {"BackendUnavailable", "patch", "testing"}
 

@@ -168,7 +168,7 @@ def test_the_rivals_are_the_best_of_both_kinds(monkeypatch):
     verdicts += [admit.Verdict(cuda.TRITON, 0, 10.0), admit.Verdict("wgmma not timed", 0)]
     chosen = admit.Candidate("cublaslt 0", len)
     decision = admit.Decision("", chosen, "", tuple(verdicts))
-    monkeypatch.setattr(cuda.Product, "decision", lambda product: decision)
+    monkeypatch.setattr(cuda, "route", lambda product: decision)
     monkeypatch.setattr(cuda, "_tuned", {})
     x, w, out = (torch.empty(s, dtype=torch.bfloat16) for s in ((24, 2048), (1024, 2048), (24, 1024)))
     call = cuda.Noted(x, w, True, None, out, False)

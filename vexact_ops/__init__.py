@@ -49,6 +49,8 @@ _WHERE = {
     "cuda_stream": "_core.graph",
     "synchronize": "_core.graph",
     "tune": "_core.tune",
+    "recall": "_core.choices",
+    "remember": "_core.choices",
     "backends": "_core.backend",
     "current_backend": "_core.backend",
     "set_backend": "_core.backend",
@@ -103,6 +105,8 @@ if TYPE_CHECKING:  # `as`: these are public, for type checkers too
     from ._core.backend import current_backend as current_backend
     from ._core.backend import set_backend as set_backend
     from ._core.backend import use_backend as use_backend
+    from ._core.choices import recall as recall
+    from ._core.choices import remember as remember
     from ._core.explain import explain as explain
     from ._core.graph import cuda_graph as cuda_graph
     from ._core.graph import cuda_stream as cuda_stream

@@ -2,6 +2,7 @@
 buffers, padding and sizes are those of a GPU. Bits are those of steps without padding, whatever the sizes."""
 
 import itertools
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -365,6 +366,51 @@ def test_kernels_are_chosen_in_steps_of_long_contexts(recording, monkeypatch):
     assert all(different == len(context) for context, different in seen) and set(after) == {(1, False)}
     monkeypatch.setattr(vx, "tune", lambda *_: [])
     assert outcomes("Qwen3", CONFIG)[0] == got[0]
+
+
+@pytest.fixture
+def lasting(recording, monkeypatch, tmp_path):
+    """Sizes are kept as on a GPU. Returns how many recordings were timed."""
+    timed, seconds = [], graphs.HostRecorder.seconds
+    monkeypatch.setenv("VEXACT_CACHE", str(tmp_path))
+    monkeypatch.delenv("VEXACT_CHOICES", raising=False)
+    monkeypatch.setattr(graphs.HostRecorder, "lasting", True)
+    monkeypatch.setattr(graphs.HostRecorder, "seconds", lambda *a: timed.append(1) or seconds(*a))
+    return timed
+
+
+def test_sizes_are_chosen_once_for_engines_that_are_alike(lasting, monkeypatch):
+    """And the kernels of those sizes are met, and chosen in a step, in each process before they are recorded."""
+    met, tuned, compute = [], [], Runner._compute
+    monkeypatch.setattr(
+        Runner, "_compute", lambda self, body, *a, **k: met.append(body) or compute(self, body, *a, **k)
+    )
+    monkeypatch.setattr(vx, "tune", lambda run, capture, about: tuned.append(about) or [])
+    first = outcomes("Qwen3", CONFIG)
+    assert len(lasting) > 10
+    steps, chosen = set(tuned), len(lasting)
+    for kept in (met, tuned):
+        kept.clear()
+    assert outcomes("Qwen3", CONFIG) == first and len(lasting) == chosen, "nothing was timed"
+    assert tuned and set(tuned) <= steps and len(tuned) == len(first[1][0])
+    assert len(met) > sum(map(len, first[1])) - len(first[1][-1])
+    outcomes("Qwen3", replace(CONFIG, max_num_seqs=5))
+    assert len(lasting) > chosen, "another step, other sizes"
+
+
+@pytest.mark.parametrize("damage", ["empty", "other kinds", "too large", "not ascending", "no numbers"])
+def test_sizes_that_cannot_be_are_chosen_anew(lasting, damage, tmp_path):
+    first = outcomes("Qwen3", CONFIG)
+    (path,) = [p for p in tmp_path.rglob("*.json") if "chosen" in p.parts]
+    content, timed = json.loads(path.read_text()), len(lasting)
+    chosen = content["chosen"]
+    if damage == "other kinds":
+        chosen["more"] = chosen.pop("decodes")
+    else:
+        wrong = {"empty": [], "too large": [1, 1 << 20], "not ascending": [2, 1, 7], "no numbers": ["1", 7]}
+        chosen["decodes"] = wrong[damage]
+    path.write_text(json.dumps(content))
+    assert outcomes("Qwen3", CONFIG)[0] == first[0] and len(lasting) > timed
 
 
 def test_no_memory_at_the_start_says_what_to_lower(monkeypatch):

@@ -156,7 +156,7 @@ def test_every_tile_has_the_triton_kernels_bits(dtype):
 def test_every_tile_for_few_rows_has_the_triton_kernels_bits(tokens, dtype):
     """Of tiles that cut the weight evenly and not, in blocks of their own and in persistent ones; for fewer rows of x
     than a tile has, and for more than two tiles."""
-    from vexact_ops.linear import cuda
+    from vexact_ops.linear import cuda, tiles
 
     for n, k, m, bias in ((968, 392, tokens - 3, True), (1024, 1024, 2 * tokens + 1, False)):
         product = cuda.Product(torch.device("cuda", 0), dtype, dtype, m, n, k, bias=bias)
@@ -164,7 +164,7 @@ def test_every_tile_for_few_rows_has_the_triton_kernels_bits(tokens, dtype):
         expected = [product.canonical(*case) for case in cases]
         for rows in (8, 16, 24, 40, 64, 72, 128):
             for boxes in (2, 4, 8) if tokens <= 16 else (2,) if tokens == 64 else (2, 4):
-                ring = min(2 + rows // 8 % 3, cuda._ring(rows, tokens, boxes, 1))
+                ring = min(2 + rows // 8 % 3, tiles.ring_of(rows, tokens, boxes, 1))
                 for ending in ("", " persistent 1") if ring >= 2 else ():
                     name = f"wgmma {rows}x{tokens}x{64 * boxes} ring {ring} ahead {ring // 2} lead {ring // 2}{ending}"
                     run = cuda.candidate(name).run
@@ -202,9 +202,9 @@ def test_an_fp32_tile_that_is_none_is_refused(wrong):
 
 @ON_SM90
 def test_kernels_take_their_own_dtype_alone():
-    from vexact_ops.linear import cuda
+    from vexact_ops.linear import cuda, tiles
 
-    for dtype, name in ((torch.bfloat16, "fma 8x8"), (torch.float32, cuda.tiled_names(80, 1024, 1024)[0])):
+    for dtype, name in ((torch.bfloat16, "fma 8x8"), (torch.float32, str(tiles.tiled(80, 1024, 1024)[0]))):
         x, w = cancelling(80, 1024, 1024, seed=1, dtype=dtype, device="cuda")
         with pytest.raises(RuntimeError, match="does not take this product"):
             cuda.candidate(name).run(x, w, True, None, x.new_zeros(80, 1024))
@@ -213,13 +213,14 @@ def test_kernels_take_their_own_dtype_alone():
 @pytest.mark.skipif(not native.built_with_cuda(), reason="built without CUDA")
 def test_kernels_for_few_rows_are_there():
     """All that are proposed; by their name, what is none is refused."""
-    from vexact_ops.linear import cuda
+    from vexact_ops.linear import tiles
 
     for n, k in ((576, 576), (2048, 2048), (2048, 6144), (4096, 12288), (6144, 4096), (24576, 4096), (151936, 1024)):
-        for top in range(8, cuda.SMALL_M + 1, 8):
-            names = cuda.skinny_names(top, n, k)
+        for top in range(8, tiles.SMALL_M + 1, 8):
+            found = tiles.skinny(top, n, k)
+            names = [str(tile) for tile in found]
             assert 0 < len(names) == len(set(names)) <= 30
-            tokens = {int(name.split()[1].split("x")[1]) for name in names}
+            tokens = {tile.tokens for tile in found}
             assert len(tokens) == 1 and top <= tokens.pop() <= (top if top <= 48 else 64)
             for name in names:
                 assert native.ops().linear_kernel(name) > 0, name
@@ -230,28 +231,27 @@ def test_kernels_for_few_rows_are_there():
 
 def test_a_low_weight_is_cut_into_fewer_tiles_too():
     """Where those of one wave are so low that x is most of what they read."""
-    from vexact_ops.linear import cuda
+    from vexact_ops.linear import tiles
 
     def heights(top, n):
-        return {int(name.split()[1].split("x")[0]) for name in cuda.skinny_names(top, n, 2048)}
+        return {tile.rows for tile in tiles.skinny(top, n, 2048)}
 
     assert heights(24, 2048) == {16, 24, 32} and heights(8, 2048) == {16}
     assert max(heights(24, 24576)) <= 128
 
 
 def test_tiles_fill_the_multiprocessors_once():
-    from vexact_ops.linear import cuda
+    from vexact_ops.linear import tiles
 
-    assert cuda.tiled_names(256, 4096, 4096)[0] == "wgmma tile 64x128 cluster 1 ring 9"
+    assert str(tiles.tiled(256, 4096, 4096)[0]) == "wgmma tile 64x128 cluster 1 ring 9"
     for m, n, k in ((72, 1024, 1024), (256, 4096, 4096), (184, 19456, 2560), (752, 576, 576), (1024, 4096, 4096)):
-        names = cuda.tiled_names(m, n, k)
-        assert 0 < len(names) <= 12 and len(set(names)) == len(names)
-        for name in names:
-            rows, tokens = map(int, name.split()[2].split("x"))
-            assert -(-m // tokens) * -(-n // rows) <= 132, name
+        found = tiles.tiled(m, n, k)
+        assert 0 < len(found) <= 12 and len(set(found)) == len(found)
+        for tile in found:
+            assert -(-m // tile.tokens) * -(-n // tile.rows) <= 132, tile
             if native.built_with_cuda():
-                assert native.ops().linear_kernel(name) > 0
-    assert cuda.tiled_names(1024, 151936, 4096) == ()
+                assert native.ops().linear_kernel(str(tile)) > 0
+    assert tiles.tiled(1024, 151936, 4096) == ()
     if native.built_with_cuda():
         for wrong in ("60x64 cluster 1 ring 4", "64x72 cluster 1 ring 4", "128x64 cluster 1 ring 4",
                       "64x64 cluster 3 ring 4", "64x64 cluster 1 ring 99", "192x208 cluster 1 ring 2"):  # fmt: skip
@@ -346,10 +346,11 @@ def test_a_graph_replays_the_eager_bits():
 @ON_SM90
 def test_a_chained_kernel_reads_what_has_just_been_written():
     """Our kernels for few rows start before the one before them has ended: never may they see what was there before."""
-    from vexact_ops.linear import cuda
+    from vexact_ops.linear import cuda, tiles
 
     make = functools.partial(torch.empty, dtype=torch.bfloat16, device="cuda")
-    names = [*cuda.skinny_names(16, 1024, 1024), *cuda.tiled_names(80, 1024, 1024), *cuda.tiled_names(256, 4096, 1024)]
+    of = *tiles.skinny(16, 1024, 1024), *tiles.tiled(80, 1024, 1024), *tiles.tiled(256, 4096, 1024)
+    names = [str(tile) for tile in of]
     assert any("tile" in name for name in names) and any("cluster 2" in name for name in names)
     numbers = [cuda._ops()[0].linear_kernel(name) for name in names]
     g = torch.Generator("cuda").manual_seed(0)

@@ -159,25 +159,24 @@ def test_bad_arguments_are_named():
         vx.linear_silu_mul(x.half(), weight.half(), backend="cpu")
 
 
-def test_names_of_kernels_are_read():
-    from vexact_ops.linear.cuda import SHARED_BYTES
+def test_kernels_that_are_proposed_fit():
+    from vexact_ops.linear.tiles import SHARED_BYTES, Skinny
     from vexact_ops.linear_silu_mul import cuda
 
-    assert cuda._sizes("wgmma 48x8x256 ring 3 ahead 1 lead 1000") == (True, (48, 8, 4, 3, 1, 1000, 0))
-    assert cuda._sizes("wgmma 64x16x128 ring 13 ahead 6 lead 9 persistent 1") == (True, (64, 16, 2, 13, 6, 9, 1))
-    assert cuda._sizes("wgmma wide 256x192 ring 4") == (False, (256, 192, 4))
+    assert str(Skinny(48, 8, 4, 3, 1, 1000)) == "wgmma 48x8x256 ring 3 ahead 1 lead 1000"
+    assert str(Skinny(64, 16, 2, 13, 6, 9, 1)) == "wgmma 64x16x128 ring 13 ahead 6 lead 9 persistent 1"
+    assert str(cuda.Wide(256, 192, 4)) == "wgmma wide 256x192 ring 4"
     for n, k in ((160, 640), (6144, 1024), (12288, 2048), (24576, 4096), (57344, 8192)):
         for rows in (1, 16, 40, 64, 65, 128, 250, 1024):
             top = cuda.class_of(rows)
-            found = [cuda._sizes(name) for name in cuda.names(top, n, k, 132)]
-            assert found and all(few == (rows <= 64) for few, _ in found)
-            for high, tokens, boxes, ring, *_ in (sizes for few, sizes in found if few):
+            found = cuda.kernels(top, n, k, 132)
+            assert found and len(set(map(str, found))) == len(found)
+            assert all(isinstance(tile, Skinny) == (rows <= 64) for tile in found)
+            for high, tokens, boxes, ring, *_ in found if rows <= 64 else ():
                 shared = ring * boxes * (high * 128 + max(1024, tokens * 128)) + -high % 64 * 128 + 1024
                 assert high % 16 == 0 and tokens >= top and ring >= 3 and shared <= SHARED_BYTES
                 assert -(-n // high) > 132 or 2 * shared + 2048 > SHARED_BYTES, "a wave spreads over all of them"
-            if rows <= 64:
-                continue
-            for _, (tokens, width, ring) in found:
+            for tokens, width, ring in found if rows > 64 else ():
                 assert (tokens, width) in cuda.WIDE and ring >= 2
                 assert tokens == 64 or -(-top // (tokens - 64)) > -(-top // tokens), "no fewer rows would do"
                 assert ring * (tokens + width) * 128 + 1024 <= SHARED_BYTES
@@ -196,8 +195,8 @@ def test_a_wave_of_tiles_is_cut_to_the_multiprocessors():
     """Gates and ups of 8B over 256 rows are 128 tiles of 256 by 192; of 1.7B, half as many columns, of 128."""
     from vexact_ops.linear_silu_mul import cuda
 
-    assert cuda.names(256, 24576, 4096, 132)[0].startswith("wgmma wide 256x192 ")
-    assert cuda.names(256, 12288, 2048, 132)[0].startswith("wgmma wide 128x192 ")
+    assert cuda.kernels(256, 24576, 4096, 132)[0][:2] == (256, 192)
+    assert cuda.kernels(256, 12288, 2048, 132)[0][:2] == (128, 192)
 
 
 # --- the choice, on a CPU: kernels in the place of SM90's
@@ -224,13 +223,14 @@ def on_cpu(monkeypatch, tmp_path):
     def race(calls, **options):
         for call in calls:
             call[0]()  # with what follows
-        return [asked.us(call[0].args[0]) for call in calls]
+        return [asked.us(call[0].args[0].name) for call in calls]
 
     monkeypatch.setenv("VEXACT_CACHE", str(tmp_path))
     monkeypatch.delenv("VEXACT_ADMIT", raising=False)
     monkeypatch.setattr(admit, "_decisions", {})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: types.SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(cuda, "_rule_of_sizes", lambda *sizes: None)
+    monkeypatch.setattr(cuda.gpu, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(cuda.gpu, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(cuda.linear, "SMALL", 0)
     monkeypatch.setattr(cuda, "_native", lambda: (few, few))
     monkeypatch.setattr(cuda, "_canonical", lambda x, weight, gelu: cpu.linear_silu_mul(x, weight, None, gelu))
     monkeypatch.setattr(cuda, "race_on_gpu", race)
@@ -247,19 +247,18 @@ def test_the_faster_way_is_taken_of_those_with_the_bytes(on_cpu, rows, width, fa
     cuda, asked = on_cpu
     width += 8 * ["one", "two", "none has the bytes", "one, by chance"].index(faster)
     x, weight = make(rows, width, 72, 0, torch.bfloat16, "cpu", plain=0)
-    names = cuda.names(cuda.class_of(rows), 2 * width, 72)
-    best = names[1]
+    tiles = cuda.kernels(cuda.class_of(rows), 2 * width, 72)
+    best = str(tiles[1])
     apart = {"one": 2.03, "two": 1.0, "one, by chance": 2.01}.get(faster)
     asked.us = lambda name: {best: 2.0, cuda.APART: apart}.get(name, 3.0)
     if faster == "none has the bytes":
-        asked.wrong = cuda._sizes(best)[1]
+        asked.wrong = tiles[1]
         asked.us = lambda name: 1.0 if name == cuda.APART else 2.0
     assert_bitwise(cuda.linear_silu_mul(x, weight, None, True), composed(x, weight, activation="gelu_tanh"))
-    tried = {cuda._sizes(name)[1] for name in names}
-    assert set(asked.ran) == tried, "each of them was verified"
+    assert set(asked.ran) == set(tiles), "each of them was verified"
     asked.ran.clear()
     assert_bitwise(cuda.linear_silu_mul(x, weight, None, False), composed(x, weight))
-    assert asked.ran == ([cuda._sizes(best)[1]] if faster == "one" else [])
+    assert asked.ran == ([tiles[1]] if faster == "one" else [])
     decision = cuda._decision(x.device, x.dtype, 2 * width, 72, cuda.class_of(rows))
     assert decision.chosen.name == (best if faster == "one" else cuda.APART)
     refused = [v.candidate for v in decision.verdicts if not v.admitted]
@@ -279,8 +278,8 @@ def test_the_race_is_long_and_as_in_a_model(on_cpu, monkeypatch, rows):
     raced = []
     monkeypatch.setattr(cuda, "race_on_gpu", lambda calls, **how: raced.append((calls, how)) or [1.0] * len(calls))
     x, weight = make(rows, width, k, 0, torch.bfloat16, "cpu")
-    one = next(iter(cuda.names(cuda.class_of(rows), 2 * width, k)))
-    cuda._race([cuda.Candidate(one, None, ""), cuda.Candidate(cuda.APART, None, "")], (x, weight, False))
+    one = cuda.candidate(cuda.kernels(cuda.class_of(rows), 2 * width, k)[0], "")
+    cuda._race([one, cuda.Candidate(cuda.APART, None, "")], (x, weight, False))
     ((calls, how),) = raced
     sets = {call.args[1].data_ptr() for call in calls[0]}
     assert len(sets) == 8 and [c.args[1:] for c in calls[0]] == [c.args[1:] for c in calls[1]], "the same weights"
@@ -350,12 +349,12 @@ def test_every_kernel_has_the_bytes_of_the_two(
     wide = torch.full((rows, k + 16), float("nan"), dtype=dtype, device=device)
     wide[:, 8 : 8 + k] = x
     expected = composed(x, weight, activation=activation, backend="triton")
-    names = {name: 0 for n in (2 * width, 12288, 24576) for name in cuda.names(cuda.class_of(rows), n, k)}
+    tiles = {tile: 0 for n in (2 * width, 12288, 24576) for tile in cuda.kernels(cuda.class_of(rows), n, k)}
     if rows > 64:
-        names |= {f"wgmma wide {tokens}x{n} ring {ring}": 0 for tokens, n in cuda.WIDE for ring in (2, 4)}
-    for name in names:
+        tiles |= {cuda.Wide(*of, ring): 0 for of in cuda.WIDE for ring in (2, 4)}
+    for tile in tiles:
         for operand in (x, wide[:, 8 : 8 + k]):
-            assert_bitwise(cuda._run(name, operand, weight, activation == "gelu_tanh"), expected, name)
+            assert_bitwise(cuda._run(tile, operand, weight, activation == "gelu_tanh"), expected, str(tile))
 
 
 @ON_SM90

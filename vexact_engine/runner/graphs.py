@@ -26,7 +26,12 @@ _REPLAYS = 3  # that a time is the least of; the first one is of a graph that is
 
 
 class Recorder(Protocol):
-    """How work is recorded, and how long it takes."""
+    """How work is recorded, and how long it takes.
+
+    lasting  whether times are worth keeping for other processes
+    """
+
+    lasting: bool
 
     def record(self, run: Run) -> Run:
         """A function that does the same again, on what the same buffers hold then."""
@@ -47,6 +52,8 @@ class CudaRecorder:
 
     region   that this memory is to lie in
     """
+
+    lasting = True
 
     def __init__(self, device: torch.device, region: "Region | None" = None):
         self.device, self._region = device, region
@@ -91,6 +98,8 @@ class CudaRecorder:
 
 class HostRecorder:
     """The same on a CPU, where a function is its own recording: for tests of padding and sizes."""
+
+    lasting = False
 
     def session(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()

@@ -25,7 +25,7 @@ from ..config import EngineConfig
 from ..core.scheduler import Sampled
 from ..core.step import Step
 from ..progress import Progress, bar
-from . import graphs, memory, saver, shapes
+from . import graphs, memory, saver, shapes, sizes
 from .batch import Batch
 from .buffers import Body, Buffers, Head, Host, Work, send
 from .decoder import Decoder, Weights
@@ -170,7 +170,8 @@ class Runner:
         self.regions = {name: found.region(name) for name in names}
         self._recorder = None if config.enforce_eager else graphs.recorder(device, self.regions.get("graphs"))
         self.eager = "" if self._recorder else "enforce_eager" if config.enforce_eager else "no GPU"
-        self._chosen: dict[str, list[int]] = {}  # sizes, once they have been measured
+        self._chosen: dict[str, list[int]] = {}  # sizes of graphs, once they are known
+        self._met: set[str] = set()  # kinds of graphs whose kernels have been compiled, verified and chosen
         with bar(config.show_progress) as progress, vx.must_admit():
             try:
                 self.make_forward()
@@ -379,12 +380,18 @@ class Runner:
             self._record(shown)
         self.captured = not self.eager
         if not self.eager:
-            sizes = {name: f"{len(found)} up to {max(found, default=0)} rows" for name, found in self._chosen.items()}
-            log.info("CUDA graphs: %s, in %.1f s", sizes, time.perf_counter() - begin)
+            found = {name: f"{len(own)} up to {max(own, default=0)} rows" for name, own in self._chosen.items()}
+            log.info("CUDA graphs: %s, in %.1f s", found, time.perf_counter() - begin)
 
     def _record(self, progress: Progress) -> None:
         plain, cut = (functools.partial(Head, plain=kind) for kind in (True, False))
         make = functools.partial(self._ladder, progress)
+        kept, most, pages = None, self._most_rows(), self.buffers.max_pages
+        if self._recorder.lasting:
+            how = _PADDING, _PADDING_OF_CHUNKS, _HIDDEN
+            kept = sizes.Kept(sizes.about(self.model, self.path, self.config, most, pages, how), most, self.device)
+            self._chosen = self._chosen or kept.recall()
+        known = dict(self._chosen)
         try:
             with self._recorder.session():
                 self._mixed = make("chunks", self._mixed_body, None)
@@ -395,6 +402,8 @@ class Runner:
                     self._decode_cut = make("decodes with cuts", self._decode_body, cut, like="decodes")
                     self._heads = make("draws", None, plain)
                     self._heads_cut = make("draws with cuts", None, cut, like="draws")
+            if kept and self._chosen != known:
+                kept.remember(self._chosen)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -402,6 +411,12 @@ class Runner:
             self.eager = f"the forward cannot be recorded: {type(error).__name__}: {error}"
             log.warning("CUDA graphs: none: %s", self.eager, exc_info=True)
             self._recorder = None
+
+    def _most_rows(self) -> dict[str, int]:
+        """The most rows of a graph of each kind."""
+        chunks = ["chunks", *(f"chunks of {-(-self._slots // share)} sequences" for share in _FEWER)]
+        single = ["decodes", *(["decodes with cuts", "draws", "draws with cuts"] if self.draws else [])]
+        return dict.fromkeys(chunks, self._tokens) | dict.fromkeys(single, self._slots)
 
     def _ladder(
         self,
@@ -432,16 +447,19 @@ class Runner:
             del held
             return self._recorder.seconds(ladder.fit(size).replay)
 
-        known = name in self._chosen
-        if known or like:
-            self._chosen[name] = self._chosen[like or name]
-            for done, size in enumerate(reversed(self._chosen[name])):
-                progress(f"graphs of {name}", done, len(self._chosen[name]), f"{size} rows")
-                record(size, True, known)
+        met = name in self._met
+        if like or name in self._chosen:
+            known = self._chosen[name] = self._chosen[like or name]
+            for done, size in enumerate(reversed(known)):
+                progress(f"graphs of {name}", done, len(known), f"{size} rows")
+                held = self._tune(body_of(size), head_of(size)) if body_of and head_of and not (met or like) else None
+                record(size, met or like is not None, met)
+                del held
         else:
             most, tolerance = (self._slots, _PADDING) if head_of else (self._most_mixed(), _PADDING_OF_CHUNKS)
             self._chosen[name] = graphs.choose(seconds, most, tolerance) if most else []
             ladder.keep(set(self._chosen[name]))
+        self._met.add(name)
         return ladder
 
     def _fewer(self, progress: Progress, most: int) -> None:
@@ -455,7 +473,7 @@ class Runner:
             found, body = more.fit(size), self._mixed_body(size, most)
             if body != found.body and (known is None or size in known):
                 progress(f"graphs of {name}", done, len(more.sizes), f"{size} rows")
-                if known is None:
+                if name not in self._met:
                     self._pad(body, None)
                     self._compute(body)
                 made = graphs.Recorded(body, None, self._recorder.record(lambda body=body: self._run(body, None)))
@@ -464,6 +482,7 @@ class Runner:
                     own.append(size)
             ladder.put(size, found)
         self._chosen[name] = own
+        self._met.add(name)
         if own:
             self._mixed_few.insert(0, (most, ladder))
 

@@ -19,7 +19,6 @@ import json
 import math
 import os
 import re
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +28,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import digest, gpu, graph
+from . import choices, gpu, graph
+from .disk import folder, machine, store
 from .proof.bitwise import count_different
 from .race import race_on_gpu
 
@@ -197,6 +197,8 @@ def admitted(proposal: Proposal, device: torch.device | str) -> Decision:
                 _in_progress.discard((device, name))
             # what the kernels hold on to is not kept alive with it
             _decisions[device, name] = replace(decision, chosen=_named(decision.chosen), seconds=0.0)
+    if proposal.race and decision.verdicts:
+        choices.record(choices.KERNELS, decision.key, decision.chosen.name)
     for watcher in watchers if decision.seconds else ():
         watcher(decision)
     return decision
@@ -261,7 +263,7 @@ def _settle(proposal: Proposal, device: torch.device, name: str) -> Decision:
         return _choose(proposal, verdicts, 0.0)
     begin = time.perf_counter()
     try:
-        verdicts, lasting = _verify(proposal, device)
+        verdicts, lasting = _verify_named(proposal, device) or _verify(proposal, device)
     except ContextLost:
         raise
     except Exception as failure:  # of the canonical kernel, of the cases, or of the memory
@@ -287,6 +289,9 @@ def _choose(proposal: Proposal, verdicts: Sequence[Verdict], seconds: float) -> 
         refused = "; ".join(str(v) for v in verdicts)
         return Decision(proposal.key, proposal.canonical, f"all refused: {refused}", tuple(verdicts), seconds=seconds)
     chosen = next(c for c in proposal.candidates if c.name == best)
+    if proposal.race and len(verdicts) < len(proposal.candidates):
+        why = "the fastest where this kind of GPU was timed; here it has the canonical kernel's bytes"
+        return Decision(proposal.key, chosen, why, tuple(verdicts), seconds=seconds)
     among = sum(v.admitted for v in verdicts)
     timed = next(v.us for v in verdicts if v.candidate == best) is not None
     if best != fastest(verdicts):
@@ -312,6 +317,19 @@ def fastest(verdicts: Sequence[Verdict], favourite: str | None = None, margin: f
         return us * (1 - margin) if v.candidate == favourite else us
 
     return min(admitted, key=time_of).candidate
+
+
+def _verify_named(proposal: Proposal, device: torch.device) -> tuple[list[Verdict], bool] | None:
+    """The verdict on the one candidate that was the fastest where this kind of GPU was timed, which needs no race; None
+    where none is known or it is refused: then all are verified."""
+    name = choices.kernel(proposal.key, device) if proposal.race else None
+    named = [candidate for candidate in proposal.candidates if candidate.name == name]
+    if not named or len(proposal.candidates) == 1:
+        return None
+    if named[0] is proposal.canonical:
+        return [Verdict(name, 0)], True
+    verdicts, lasting = _verify(replace(proposal, candidates=named, race=None), device)
+    return (verdicts, lasting) if verdicts[0].admitted else None
 
 
 def _verify(proposal: Proposal, device: torch.device) -> tuple[list[Verdict], bool]:
@@ -455,42 +473,6 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 # --- on disk --------------------------------------------------------------------------------------------------------
 
 
-def folder(kind: str = "admissions") -> Path | None:
-    """Where verdicts are kept, or another kind of files: in $VEXACT_CACHE, or the user's cache directory; None for a
-    user who has none."""
-    if os.environ.get("VEXACT_CACHE"):
-        return Path(os.environ["VEXACT_CACHE"]) / kind
-    base = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (Path(base) if base else Path.home() / ".cache") / "vexact" / kind
-    except (RuntimeError, KeyError, OSError):
-        return None
-
-
-@functools.cache
-def machine(device: torch.device) -> str:
-    """A digest of what could change any kernel's bits or time: the GPU, and what compiles for it."""
-    try:
-        import triton
-
-        triton_version = triton.__version__
-    except ImportError:
-        triton_version = None
-    parts = [device.type, torch.__version__, torch.version.cuda, triton_version, os.environ.get("TRITON_INTERPRET")]
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        api = torch._C._cuda_getDriverVersion() if hasattr(torch._C, "_cuda_getDriverVersion") else None
-        parts += [
-            properties.name,
-            properties.major,
-            properties.minor,
-            properties.multi_processor_count,
-            digest.driver(),
-            api,
-        ]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
-
-
 def _digest(proposal: Proposal) -> str:
     """What the verdicts hold for, but for the machine. With other candidates it is another proposal."""
     kernels = sorted((kernel.name, kernel.source) for kernel in proposal.candidates)
@@ -506,8 +488,11 @@ def _read(proposal: Proposal, path: Path | None) -> list[Verdict] | None:
         same = stored["key"] == proposal.key and all(_sound(v) for v in verdicts)
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    names = sorted(v.candidate for v in verdicts) if same else None
-    return verdicts if names == sorted(c.name for c in proposal.candidates) else None
+    if not same:
+        return None
+    names, proposed = [v.candidate for v in verdicts], [c.name for c in proposal.candidates]
+    one = proposal.race and len(names) == 1 and names[0] in proposed and verdicts[0].admitted  # as _verify_named has it
+    return verdicts if one or sorted(names) == sorted(proposed) else None
 
 
 def _sound(v: Verdict) -> bool:
@@ -521,20 +506,3 @@ def _sound(v: Verdict) -> bool:
 
 def _write(proposal: Proposal, path: Path | None, verdicts: Sequence[Verdict]) -> None:
     store(path, json.dumps({"key": proposal.key, "verdicts": [asdict(v) for v in verdicts]}))
-
-
-def store(path: Path | None, content: str) -> None:
-    """Atomic: other processes see the whole file or none. A cache that cannot be written is no obstacle."""
-    if path is None:
-        return
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(handle, "w") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            if temporary:
-                os.unlink(temporary)

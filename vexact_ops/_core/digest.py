@@ -27,7 +27,9 @@ _NO_ARITHMETIC = {
     "admit",
     "backend",
     "check",
+    "choices",
     "digest",
+    "disk",
     "explain",
     "gpu",
     "graph",
@@ -39,7 +41,7 @@ _NO_ARITHMETIC = {
     "tune",
 }
 _NOT_OPS = {"__init__", "reference", "cpu", "triton", "cuda", "cute", "cute_backward", "cute_objects"}
-_NOT_OPS |= {"triton_backward", "triton_gates"}
+_NOT_OPS |= {"tiles", "triton_backward", "triton_gates"}
 _NOT_ROOMS = {"patch", "testing"}  # no op is computed in them
 
 
@@ -178,6 +180,15 @@ def of_extension(room: str, kind: str) -> str | None:
 
         return native.fingerprint()
     return stored[kind].get(room)
+
+
+@functools.cache
+def of_all_extensions() -> str | None:
+    """What the extension was built from, all rooms together; None where it is missing."""
+    from . import native
+
+    stored = _stored()
+    return stored if stored is None else _hash([], stored) if stored else native.fingerprint()
 
 
 def _included(path: Path, csrc: Path) -> set[Path]:

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from . import admit
+from . import admit, choices
 
 GAIN = 0.002  # the share of the step's time that a rival has to win
 LEAST, MOST = 3, 50  # rounds, in each of which everybody has two turns
@@ -114,6 +114,7 @@ def tune(run: Callable[[], object], capture: Callable[[], Replay], about: str = 
     for key, (one, names) in rivals.items():
         chosen = kept[key] if kept else _fastest(one, names, capture)
         one.use(chosen)
+        choices.record(choices.KERNELS, one[0].key, chosen)
         tuned.append(Tuned(one[0].key, names[0], chosen))
     if kept is None:
         chosen = {key: one.chosen for key, one in zip(rivals, tuned)}

@@ -26,7 +26,8 @@ from .._core import digest, gpu, native, tune
 from .._core.admit import Candidate, Decision, Proposal, admitted, canonical_by_rule, race_on_gpu
 from .._core.proof.inputs import special_rows
 from .._core.triton import copy_rows
-from . import triton
+from . import tiles, triton
+from .tiles import SMALL_M
 from .triton import bmm, linear_dbias
 
 __all__ = ["admit", "bmm", "explain", "linear_dbias", "linear_dweight", "linear_dx", "linear_fwd", "matmul", "route"]
@@ -36,15 +37,11 @@ TRITON = "triton"  # the canonical kernel
 FMA = ("fma 8x8", "fma 16x16", "fma 32x32", "fma 64x64", "fma 128x128")
 RESUMED = [f"wgmma 128x256x64 resumed group {group}" for group in (4, 8, 16)]
 SMALL = 100_000  # elements of a weight: below, no kernel is worth the time to verify it
-SMALL_M = 64  # rows that our kernels for few rows take
-FEW = (8, 16, 24, 32, 40, 48, 64)  # rows of x that a tile of theirs has
 DECODED = 1024  # rows that our kernels for few tiles take, and a step of decodes has
 LARGE = 5e10  # multiplications from which on it pays to try more of cublasLt's kernels: some 150 us
 LARGE_FP32 = 1e9  # and in fp32 to try cublasLt's at all
-SHARED_BYTES = 226 * 1024  # of one SM90 multiprocessor, for one or several blocks
 NEAR = 1.2  # times the best of a race: who is slower there does not win in a step
 OURS, LIBRARY = 5, 2  # rivals that are tried there, of our kernels and of a library's, which are much alike
-FROM_THE_START = 1000  # stages left to load when the next kernel may start: more than there are
 # what linear_matmul takes for a kernel, and what it returns
 ASK, CANONICAL, UNKNOWN, DONE, BIAS_OFF_16 = -1, 0, -1, 1, 2
 
@@ -275,9 +272,9 @@ class Product:
         if self.a_k and self.b_k and not self.resume and self.top <= DECODED:
             processors = gpu.multiprocessors(self.device)
             if self.top <= SMALL_M:
-                names += skinny_names(self.top, self.n, self.k, processors)
+                names += map(str, tiles.skinny(self.top, self.n, self.k, processors))
             elif self.out_aligned and self.out_dtype == self.dtype:
-                names += tiled_names(self.m, self.n, self.k, processors)
+                names += map(str, tiles.tiled(self.m, self.n, self.k, processors))
         if self.resume and (self.a_k or not self.b_k) and self.n % 2 == 0:
             names += RESUMED
         if library:
@@ -449,104 +446,6 @@ def cublaslt_version() -> tuple[int, str | None]:
         return native.ops().linear_cublaslt_version(":".join(paths)), None
     except RuntimeError as error:
         return 0, str(error).splitlines()[0]
-
-
-@functools.cache
-def tiled_names(m: int, n: int, k: int, processors: int = 132) -> tuple[str, ...]:
-    """Our kernels for m rows of x and an (n, k) weight where one tile a multiprocessor is all there is to do: those
-    that should be the fastest, by what bounds them. A step of 64 along k takes as many clocks as wgmma needs, or as
-    shared memory needs to be written and read once by wgmma, 128 bytes a clock.
-
-    A name says how many rows of the weight and of x a tile has, how many blocks have the weight's in common, and how
-    many stages there are.
-    """
-    timed = []
-    for groups, most in ((1, 256), (3, 192)):
-        for tokens in range(64, most + 1, 16):
-            across, down = -(-m // tokens), -(-n // (64 * groups))
-            narrowest = tokens == 64 or -(-m // (tokens - 16)) > across
-            if narrowest and across * down <= processors:
-                step = max(2 * groups * tokens, 128 * groups + tokens + groups * tokens)
-                timed.append((step, groups, tokens, across))
-    found = []
-    for _, groups, tokens, across in sorted(timed)[:3]:
-        stage = (64 * groups + tokens) * 128
-        rings = [min(16, (SHARED_BYTES - 1024) // stage)]
-        if groups == 1 and tokens <= 128 and k <= 1536:  # short sums: the next kernel's blocks find room beside these
-            rings.append((SHARED_BYTES // 2 - 2048) // stage)
-        for cluster in (1, 2) if across % 2 == 0 else (1,):
-            found += [f"wgmma tile {64 * groups}x{tokens} cluster {cluster} ring {ring}" for ring in rings]
-    return tuple(found)
-
-
-@functools.cache
-def skinny_names(top: int, n: int, k: int, processors: int = 132, unit: int = 8) -> tuple[str, ...]:
-    """Our kernels for up to `top` rows of x (at most SMALL_M) and an (n, k) weight: of all that there could be those
-    that were the fastest, or within some per cent of it, for some matrix of the models that we have measured.
-
-    A name says how many rows of the weight, rows of x and k a stage of the ring holds, and how many stages there are;
-    how many of them are asked for before the kernel before has ended; how many are left to load when the kernel after
-    may start; and how many persistent blocks a multiprocessor gets, where it is not one block per tile. The rows of the
-    weight are a multiple of `unit`.
-    """
-    tokens = next(t for t in FEW if top <= t)
-    found = {}
-    for place, rows in enumerate(_heights(n, 64 if tokens <= 16 else 128, processors, unit)):
-        first = place == 0
-        sizes = (2,) if tokens == 64 or rows > 64 else (4, 8) if rows <= 24 and tokens <= 16 else (2, 4)
-        for boxes in sizes:
-            for blocks in (1, 2, 3, 4):  # how many blocks share a multiprocessor
-                ring = _ring(rows, tokens, boxes, blocks)
-                persistent = blocks == 1 and rows * processors < n
-                if ring < 3 or (blocks == 1 and not persistent and tokens < 64):
-                    continue
-                if blocks > 2 and not (first and boxes == sizes[0]):
-                    continue
-                if k <= 1024:
-                    chains = (ring, ring), (ring // 2, ring // 2)
-                elif n * k < 45e6:
-                    chains = (ring // 2, ring // 2), (ring // 2, ring), (0, ring), (ring // 2, FROM_THE_START)
-                else:
-                    chains = (ring // 2, FROM_THE_START), (0, ring)
-                if boxes != sizes[0] or blocks != 2:  # of the larger stages, and of other blocks, one will do
-                    chains = chains[:1] if blocks != 3 else chains[:2]
-                for ahead, lead in chains:
-                    name = f"wgmma {rows}x{tokens}x{64 * boxes} ring {ring} ahead {ahead} lead {lead}"
-                    found[name + " persistent 1" * persistent] = None
-    for rows in _taller(n, processors, unit) if tokens > 8 else ():  # eight rows of x are little to read
-        for boxes, blocks in ((2, 1), (2, 2)) if tokens == 64 else ((2, 1), (2, 2), (4, 1)):
-            ring = _ring(rows, tokens, boxes, blocks)
-            for lead in (ring // 2, FROM_THE_START) if ring >= 3 else ():
-                found[f"wgmma {rows}x{tokens}x{64 * boxes} ring {ring} ahead {ring // 2} lead {lead}"] = None
-    return tuple(found)
-
-
-def _ring(rows: int, tokens: int, boxes: int, blocks: int) -> int:
-    """Stages that fit into the share of a multiprocessor's shared memory that so many blocks leave each other."""
-    room = SHARED_BYTES // blocks - 1024 - -rows % 64 * 128
-    return min(32, room // (boxes * (rows * 128 + max(1024, tokens * 128))))
-
-
-def _taller(n: int, processors: int, unit: int) -> list[int]:
-    """Rows of a weight's tile, some more than those of one wave where these are few: x is most of what such tiles read,
-    and what the L2 cache gives all multiprocessors together limits them. Fewer tiles ask it for less."""
-    one = -(-n // processors // unit) * unit
-    return sorted({rows for rows in (-(-3 * one // 2 // unit) * unit, 2 * one) if one < rows <= min(64, n)})
-
-
-def _heights(n: int, most: int, processors: int, unit: int) -> list[int]:
-    """Rows of a weight's tile, at most so many, that give all multiprocessors nearly the same number of tiles."""
-
-    def height(waves: int) -> int:
-        return max(unit, -(-n // (processors * waves) // unit) * unit)
-
-    waves = next(w for w in range(1, n + 1) if height(w) <= most)
-    found = [height(waves)]
-    if waves > 1:
-        found.append(height(waves + 1))
-    if n >= 4096:
-        found.append(64)
-    return sorted(set(found))
 
 
 def admit(

@@ -10,7 +10,6 @@ silu_mul's: same bits.
 
 import functools
 import math
-import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,6 +19,8 @@ from torch import Tensor
 from .._core import digest, gpu, native
 from .._core.admit import Candidate, Decision, Proposal, canonical_by_rule, decided, race_on_gpu
 from ..linear import cuda as linear
+from ..linear import tiles
+from ..linear.tiles import SHARED_BYTES, SMALL_M, Skinny
 from ..rmsnorm.triton import rmsnorm_fwd
 from ..silu_mul.triton import silu_mul_fwd
 from . import triton
@@ -30,8 +31,8 @@ WIDE = [(tokens, width) for tokens in (64, 128, 192, 256) for width in (128, 192
 
 
 def linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
-    name = route(Call.of(x, weight, bias)).chosen.name
-    return _apart(x, weight, bias, gelu) if name == APART else _run(name, x, weight, gelu)
+    chosen = route(Call.of(x, weight, bias)).chosen
+    return _apart(x, weight, bias, gelu) if chosen.name == APART else chosen.run(x, weight, gelu)
 
 
 class Call(NamedTuple):
@@ -60,10 +61,20 @@ def route(call: Call) -> Decision:
     return canonical_by_rule(APART, rule) if rule else _decision(*call[:4], class_of(call.rows))
 
 
-def _run(name: str, x: Tensor, weight: Tensor, gelu: bool) -> Tensor:
+class Wide(NamedTuple):
+    """A kernel for more rows: rows of x and of the weight in a tile, and stages. Its text is its name in verdicts."""
+
+    tokens: int
+    width: int
+    ring: int
+
+    def __str__(self) -> str:
+        return f"wgmma wide {self.tokens}x{self.width} ring {self.ring}"
+
+
+def _run(tile: Skinny | Wide, x: Tensor, weight: Tensor, gelu: bool) -> Tensor:
     out = x.new_empty(x.shape[0], weight.shape[0] // 2)
-    few, sizes = _sizes(name)
-    _native()[0 if few else 1](x, weight, gelu, *sizes, out)
+    _native()[isinstance(tile, Wide)](x, weight, gelu, *tile, out)
     return out
 
 
@@ -77,17 +88,6 @@ def _apart(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> Tensor
 @functools.cache
 def _native():
     return native.ops().linear_silu_mul_few.default, native.ops().linear_silu_mul_wide.default
-
-
-@functools.cache
-def _sizes(name: str) -> tuple[bool, tuple[int, ...]]:
-    """Whether it is a kernel for few rows, and what it is called with: rows, tokens, boxes, stages, ahead, lead and
-    blocks of a multiprocessor; or tokens, width and stages."""
-    numbers = tuple(map(int, re.findall(r"\d+", name)))
-    if " wide " in name:
-        return False, numbers
-    rows, tokens, depth, *ring, per_sm = (*numbers, 0)[:7]
-    return True, (rows, tokens, depth // 64, *ring, per_sm)
 
 
 def class_of(rows: int) -> int:
@@ -116,30 +116,32 @@ def _rule(call: Call) -> str | None:
 @decided
 def _decision(device: torch.device, dtype: torch.dtype, n: int, k: int, top: int) -> Proposal:
     native_sources = " ".join(f"{digest.of_extension(room, 'cuda')}" for room in ("linear_silu_mul", "linear"))
-    source = digest.of_files(__file__, linear.__file__, native=native_sources)
+    source = digest.of_files(__file__, tiles.__file__, native=native_sources)
     processors = gpu.multiprocessors(device)
     canonical = Candidate(APART, _canonical, digest.canonical("linear_silu_mul"))
     return Proposal(
         f"linear_silu_mul {str(dtype).removeprefix('torch.')} R<={top} N={n} K={k}",
-        [*(Candidate(name, functools.partial(_run, name), source) for name in names(top, n, k, processors)), canonical],
+        [*(candidate(tile, source) for tile in kernels(top, n, k, processors)), canonical],
         canonical,
         lambda: _cases(device, dtype, n, k, top),
         _race,
-        margin=0.01 if top <= linear.SMALL_M else 0.005,  # of a chain, or of it and a copy: less may be chance
+        margin=0.01 if top <= SMALL_M else 0.005,  # of a chain, or of it and a copy: less may be chance
     )
 
 
-def names(top: int, n: int, k: int, processors: int = 132) -> tuple[str, ...]:
+def candidate(tile: Skinny | Wide, source: str) -> Candidate:
+    return Candidate(str(tile), functools.partial(_run, tile), source)
+
+
+def kernels(top: int, n: int, k: int, processors: int = 132) -> tuple[Skinny | Wide, ...]:
     """Our kernels for up to `top` rows of x and an (n, k) weight. More than SMALL_M rows are cut into tiles: those that
     should be the fastest, by what bounds them. A step of 64 along k takes as many clocks as wgmma needs, or as shared
-    memory needs to be written and read by wgmma, 128 bytes a clock; the start and the end of a tile take some 8,000.
-
-    The name of such a kernel says how many rows of x and of the weight a tile has, and how many stages there are."""
-    if top <= linear.SMALL_M:
-        found = [name for name in linear.skinny_names(top, n, k, processors, unit=16) if _spreads(name, n, processors)]
-        found += _alone_names(top, n, processors)
+    memory needs to be written and read by wgmma, 128 bytes a clock; the start and the end of a tile take some 8,000."""
+    if top <= SMALL_M:
+        found = [tile for tile in tiles.skinny(top, n, k, processors, unit=16) if _spreads(tile, n, processors)]
+        found += _alone(top, n, processors)
         # blocks of the product that follows crowd where the first ones of this kernel end, unless it has ended
-        return tuple(dict.fromkeys([*found, *(re.sub(r"lead \d+", "lead 0", name) for name in found)]))
+        return tuple(dict.fromkeys([*found, *(tile._replace(lead=0) for tile in found)]))
     timed = []
     for tokens, width in WIDE:
         down, across = -(-top // tokens), -(-n // width)
@@ -147,32 +149,30 @@ def names(top: int, n: int, k: int, processors: int = 132) -> tuple[str, ...]:
             step = max(tokens * width // 32, width // 64 * (64 + tokens) + tokens + width)
             waves = -(-down * across // processors)
             timed.append((waves * (step * -(-k // 64) + 8000), tokens, width))
-    found = []
-    for _, tokens, width in sorted(timed)[:4]:
-        ring = min(16, (linear.SHARED_BYTES - 1024) // ((tokens + width) * 128))
-        found.append(f"wgmma wide {tokens}x{width} ring {ring}")
-    return tuple(found)
+    best = (of for _, *of in sorted(timed)[:4])
+    rings = (((tokens, width), (SHARED_BYTES - 1024) // ((tokens + width) * 128)) for tokens, width in best)
+    return tuple(Wide(*of, min(16, ring)) for of, ring in rings)
 
 
-def _spreads(name: str, n: int, processors: int) -> bool:
+def _spreads(tile: Skinny, n: int, processors: int) -> bool:
     """Whether a kernel's tiles are more than a wave, or two of them have no room on one multiprocessor: else they may
     meet there while others have none, and it takes one time or another (1.7B at 24 rows: the chain 26 or 31 us)."""
-    rows, tokens, boxes, ring, *_ = _sizes(name)[1]
-    return -(-n // rows) > processors or 2 * (ring * boxes * (rows + max(8, tokens)) * 128 + 2048) > linear.SHARED_BYTES
+    shared = tile.ring * tile.boxes * (tile.rows + max(8, tile.tokens)) * 128 + 2048
+    return -(-n // tile.rows) > processors or 2 * shared > SHARED_BYTES
 
 
-def _alone_names(top: int, n: int, processors: int) -> list[str]:
+def _alone(top: int, n: int, processors: int) -> list[Skinny]:
     """Those whose tiles are one wave, with so much of the shared memory that two of a launch never meet on one
     multiprocessor while others have none: all of it, or just over half, which leaves room to the next kernel's."""
-    tokens, rows = next(t for t in linear.FEW if top <= t), -(-n // processors // 16) * 16
+    tokens, rows = next(t for t in tiles.FEW if top <= t), -(-n // processors // 16) * 16
     found = []
     for boxes in (2, 4) if tokens < 64 else (2,):
         stage, other = boxes * (rows * 128 + max(1024, tokens * 128)), 1024 + -rows % 64 * 128
-        whole = min(32, (linear.SHARED_BYTES - other) // stage)
-        half = (linear.SHARED_BYTES // 2 + 1024 - other) // stage + 1
+        whole = min(32, (SHARED_BYTES - other) // stage)
+        half = (SHARED_BYTES // 2 + 1024 - other) // stage + 1
         for ring in sorted({half, whole}) if rows <= 128 and 3 <= half <= whole else ():
-            for lead in (ring // 2, linear.FROM_THE_START)[: 2 if boxes == 2 else 1]:
-                found.append(f"wgmma {rows}x{tokens}x{64 * boxes} ring {ring} ahead {ring // 2} lead {lead}")
+            for lead in (ring // 2, tiles.FROM_THE_START)[: 2 if boxes == 2 else 1]:
+                found.append(Skinny(rows, tokens, boxes, ring, ring // 2, lead))
     return found
 
 
@@ -210,16 +210,16 @@ def _race(candidates: list[Candidate], case: tuple) -> list[float | Exception]:
     least = max(size / 4e12, x.shape[0] * size / 7e14, 8e-6)  # seconds of the chain
     sets *= max(1, math.ceil(1e-3 / (least * len(sets))))
     ones, residual = x.new_ones(x.shape[1]), x.clone()
-    rest = _copy_of(1.5 * least, x.device) if x.shape[0] > linear.SMALL_M else None
+    rest = _copy_of(1.5 * least, x.device) if x.shape[0] > SMALL_M else None
 
-    def call(name: str, weight: Tensor, down: Tensor) -> None:
+    def call(one: Candidate, weight: Tensor, down: Tensor) -> None:
         if rest:
             rest()
         read = rmsnorm_fwd(x, ones, residual, 1e-6, False)[0]
-        h = _apart(read, weight, None, False) if name == APART else _run(name, read, weight, False)
+        h = _apart(read, weight, None, False) if one.name == APART else one.run(read, weight, False)
         linear.linear_fwd(h, down, None, x.dtype)
 
-    calls = [[functools.partial(call, one.name, *of) for of in sets] for one in candidates]
+    calls = [[functools.partial(call, one, *of) for of in sets] for one in candidates]
     return race_on_gpu(calls, rounds=3, finalists=4, final=24)
 
 

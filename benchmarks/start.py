@@ -1,0 +1,118 @@
+"""How long an engine takes from nothing until it can compute: on a machine that knows nothing, where the library brings
+what was chosen on such a GPU; where it does not; and again in another process.
+
+python -m benchmarks start --shape qwen3-1.7b,qwen3-8b
+python -m benchmarks start --shape qwen3-1.7b,qwen3-8b --record
+
+--record writes what was chosen where all was timed (kernels by shapes, sizes of graphs by engines) to
+vexact_ops/_core/chosen/<gpu>.json, beside what is there: data that other machines with this GPU start with. Bits are
+no matter of it: a kernel that is named there is verified on each machine as ever. In a checkout.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from vexact_ops._core import choices
+
+from .harness import ROOT, environment
+
+ROWS, TRAINING_ROWS = 512, 8192
+
+_CHILD = """
+import json, sys, time
+begin = time.perf_counter()
+import torch
+import vexact_ops as vx
+from vexact_engine import Engine, EngineConfig
+from vexact_engine.weights.random import config_of, load_random
+from vexact_ops._core import admit, choices
+shape, device, rows, training, layers = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+imported = time.perf_counter() - begin
+if rows:
+    vx.admit(config_of(shape), rows=rows, training_rows=[training], progress=True)
+begin = time.perf_counter()
+loaded = load_random(shape, device=device, layers=layers or None)
+if device == "cuda":
+    torch.cuda.synchronize()
+made = time.perf_counter() - begin
+begin = time.perf_counter()
+with Engine(loaded, EngineConfig(show_progress=False)) as engine:
+    started = time.perf_counter() - begin
+    engine.generate([[1, 2, 3]], None)
+found = admit.decisions()
+print(json.dumps({
+    "import_s": round(imported, 2), "weights_s": round(made, 2), "ours": round(started, 2),
+    "decisions": len(found), "kernels": sum(len(one.verdicts) for one in found),
+    "verifying_s": round(sum(one.seconds for one in found), 2), "recorded": choices.recorded(),
+}))
+"""
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("start")
+    group.add_argument("--record", action="store_true", help="keep what was chosen, as data of the library (measure)")
+
+
+def run(args: argparse.Namespace) -> Iterator[dict]:
+    """Three records per shape: `all timed` and `as shipped`, with caches of verdicts and kernels that are empty, and
+    `warm`. With --record one."""
+    for shape in args.shape.split(","):
+        if args.record:
+            with _caches() as caches:
+                found = _child(args, shape, caches | {"VEXACT_CHOICES": "0"}, ROWS, TRAINING_ROWS)
+            path = _merge(found.pop("recorded"), args.device)
+            yield _record(args, shape, "recorded", found) | {"file": str(path.relative_to(ROOT))}
+            continue
+        with _caches() as caches:
+            yield _record(args, shape, "all timed", _child(args, shape, caches | {"VEXACT_CHOICES": "0"}))
+        with _caches() as caches:
+            yield _record(args, shape, "as shipped", _child(args, shape, caches))
+            yield _record(args, shape, "warm", _child(args, shape, caches))
+
+
+class _caches(tempfile.TemporaryDirectory):
+    """Variables by which a process finds caches that are empty."""
+
+    def __enter__(self) -> dict[str, str]:
+        folder = super().__enter__()
+        return {"VEXACT_CACHE": f"{folder}/vexact", "TRITON_CACHE_DIR": f"{folder}/triton"}
+
+
+def _child(args: argparse.Namespace, shape: str, variables: dict, rows: int = 0, training: int = 0) -> dict:
+    rows = rows if args.device == "cuda" else 0  # there is nothing to verify for a CPU
+    numbers = map(str, (rows, training, args.layers or 0))
+    command = [sys.executable, "-c", _CHILD, shape, args.device, *numbers]
+    done = subprocess.run(command, env=os.environ | variables, stdout=subprocess.PIPE, check=True, cwd=ROOT)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _record(args: argparse.Namespace, shape: str, start: str, found: dict) -> dict:
+    found.pop("recorded", None)
+    own = {"room": "start", "case": f"{shape} {start}", "backend": "vexact", "unit": "s"}
+    return {**own, **found, "device": args.device, **environment(args.device)}
+
+
+def _merge(recorded: dict[str, dict], device: str, folder: Path = choices.FOLDER) -> Path:
+    """Into the file of this machine's GPU."""
+    import torch
+
+    name = choices.name_of(torch.device("cuda", torch.cuda.current_device())) if device == "cuda" else "cpu"
+    path = folder / f"{name}.json"
+    there = json.loads(path.read_text()) if path.exists() else {}
+    for kind, of in recorded.items():
+        there[kind] = dict(sorted({**there.get(kind, {}), **of}.items()))
+    made = environment(device)
+    there["made"] = {key: made[key] for key in ("gpu", "torch", "triton", "commit", "date")}
+    folder.mkdir(exist_ok=True)
+    lines = (
+        f"{json.dumps(kind)}: {{\n" + ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in of.items()) + "\n}"
+        for kind, of in sorted(there.items())
+    )
+    path.write_text("{" + ",\n".join(lines) + "}\n")  # a line for each choice, as differences are read
+    return path
