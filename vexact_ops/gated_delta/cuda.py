@@ -268,8 +268,11 @@ def _race(part: str, candidates, case) -> list[float | Exception]:
     return race_on_gpu(calls)
 
 
-def explain(op: str, *, q: Tensor, k: Tensor, v: Tensor, l2norm: bool, **given) -> list[tuple[str, Decision]]:
+def explain(op: str, **given) -> list[tuple[str, Decision]]:
     """Which kernels compute a call, of the operator's arguments by name."""
+    if op.startswith("delta_gates"):
+        return []  # one kernel, Triton's
+    q, k, v, l2norm = (given[name] for name in ("q", "k", "v", "l2norm"))
     if "slots" not in given:
         return [(CHUNKS, route(Call.of(CHUNKS, q, k, v, l2norm, given["cu_seqlens"].shape[0] - 1)))]
     memory, sequences = [given[name] for name in ("state", "open_k", "open_u", "open_g")], given["slots"].shape[0]
