@@ -24,8 +24,8 @@ _INT64_MAX = 2**63 - 1  # what steps and messages between processes carry
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How the engine uses its machine. No field may change a bit of any output, except `kv_segment` and
-    `latent_attention`.
+    """How the engine uses its machine. No field may change a bit of any output, except `kv_segment`,
+    `latent_attention` and `longrope`.
 
     page_size                tokens per page of the KV cache
     num_pages                pages in the cache; None: as many as `gpu_memory_utilization` leaves room for
@@ -41,6 +41,9 @@ class EngineConfig:
     kv_segment               attention's key segment, part of the numerics: None, or the trainer's own value
     latent_attention         where attention is latent (DeepSeek-V3, Moonlight): cache compressed keys instead of every
                              head's; part of the numerics: the trainer's own patch.hf(latent=...)
+    longrope                 of a model whose rope type is longrope, the factors of all sequences: "short", for those
+                             within its original length, or "long"; part of the numerics: the trainer's own
+                             patch.hf(longrope=...)
     reserve                  fraction of the running sequences' remaining tokens kept free when another is admitted: 0
                              preempts often where the cache is small, 1 never, and takes many more steps; None: half of
                              what finished ones have used of theirs
@@ -65,6 +68,7 @@ class EngineConfig:
     num_snapshots: int | None = None
     kv_segment: int | None = None
     latent_attention: bool = False
+    longrope: str | None = None
     reserve: float | None = None
     enforce_eager: bool = False
     async_scheduling: bool | None = None
@@ -84,6 +88,8 @@ class EngineConfig:
             _set_real(self, "reserve", lambda share: 0 <= share <= 1, "a number from 0 to 1, or None")
         _check_bool(self, "enable_prefix_cache")
         _check_bool(self, "latent_attention")
+        if self.longrope not in (None, "short", "long"):
+            raise _value_error(self, "longrope", "None, short or long")
         _check_bool(self, "enforce_eager")
         _check_bool(self, "async_scheduling", optional=True)
         if not isinstance(self.sleep_backend, str):

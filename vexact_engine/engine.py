@@ -22,7 +22,7 @@ from .config import EngineConfig, SamplingParams
 from .core.loop import Loop, check_pause, drop
 from .core.scheduler import Stats
 from .frontend import Frontend, Prompt
-from .handover.session import TORN, WeightUpdate, check_numerics, check_version
+from .handover.session import TORN, WeightUpdate, check_numerics, check_version, with_model
 from .outputs import Call, Increment, Load, Ticket
 from .parallel.assembly import assemble, complete
 from .request import Begun, Completion, Request, check_name, check_params, encoded, refused
@@ -276,9 +276,9 @@ class Engine(Frontend):
                         model's shape and dtype, on any device. Buffers (in a state_dict, not in named_parameters) may
                         be left out, and then stay as they are. Without `specs` an iterator is read to its end first,
                         so that all tensors lie in memory at once
-        numerics        the trainer's vexact_ops.numerics(), with its kv_segment and latent_attention where it has such:
-                        refused where it differs from this engine's, for then its log-probabilities may be other
-                        ones. A trainer in this process asks for its own all the same: its options may differ. For
+        numerics        of the trainer's patch, handle.numerics(): refused, field by field, where it differs from this
+                        engine's, for then log-probabilities may. Of a trainer without one vexact_ops.numerics(), with
+                        its options; weights of a model patched in this process bring its numbers with them. Of
                         weights that no trainer computes with, a checkpoint's say, engine.numerics()
         specs           name -> (shape, dtype) of every tensor, checked before anything is written: then the tensors are
                         read and written one bucket after the other, and the iterator may make each as it is asked for.
@@ -294,7 +294,7 @@ class Engine(Frontend):
                         (the caches may). EngineClosed
         """
         loop, worker = self._loop, self._worker
-        pairs = pairs_of(named_tensors)
+        numerics, pairs = with_model(numerics, pairs_of(named_tensors))
         if specs is not None:
             with self.begin_update(numerics=numerics, specs=specs, keep_cache=keep_cache) as pieces:
                 for bucket in grouped(pairs):

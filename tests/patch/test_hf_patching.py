@@ -340,7 +340,8 @@ def test_report_tells_of_frequencies_that_a_cast_has_rounded():
     model = tiny("llama").to(torch.bfloat16)
     with vx.patch.hf(model) as handle:
         notes = {r.path: r.note for r in handle.report()}
-        assert notes["model.rotary_emb"] == "inv_freq is torch.bfloat16"
+        said = "inv_freq was rounded to bfloat16: computed again from its config"
+        assert notes["model.rotary_emb"] == said
 
 
 # refusals

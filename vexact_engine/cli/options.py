@@ -141,6 +141,9 @@ def engine(parser):
         "--kv-segment", type=positive, metavar="N", help="attention's key segment; part of the numerics (none)"
     )
     group.add_argument("--latent-attention", action="store_true", help="cache compressed keys (DeepSeek)")
+    group.add_argument(
+        "--longrope", choices=("short", "long"), help="factors of all sequences (Phi-3 of a long context)"
+    )
 
 
 def dtype(text: str) -> str:
@@ -214,6 +217,7 @@ def engine_of(args) -> dict:
         "num_snapshots": args.num_snapshots,
         "kv_segment": args.kv_segment,
         "latent_attention": args.latent_attention,
+        "longrope": args.longrope,
     }
 
 

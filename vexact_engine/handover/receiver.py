@@ -10,13 +10,11 @@ from typing import Protocol
 
 import torch
 
-import vexact_ops as vx
-
 from ..errors import HandoverFailed, PeerLost, UpdateIncomplete
 from . import messages as m
 from . import protocol
 from .intake import MODES, check_mode
-from .session import Reading
+from .session import Reading, difference
 
 log = logging.getLogger(__name__)
 
@@ -284,7 +282,7 @@ class WeightReceiver:
             versions = f"the sender's version is {hello.version}, the receiver's {m.VERSION}"
             return f"weights: refused: protocol: {versions}"
         try:
-            differ = vx.numerics_difference(hello.numerics, self.engine.numerics(), forward=True)
+            differ = difference(hello.numerics, self.engine.numerics())
         except (TypeError, RecursionError) as error:
             return f"weights: refused: numerics: {error}"
         if differ:

@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +18,8 @@ from ..weights.update import Piece, Update
 
 if TYPE_CHECKING:  # it needs msgspec
     from . import messages as m
+
+log = logging.getLogger(__name__)
 
 TORN = "an update of the weights broke off in the middle: update them again"
 
@@ -216,6 +220,37 @@ def check_version(op: str, version: object) -> None:
         raise ValueError(f"{op}: version: got {version!r}, expected None, or 1 to {2**53 - 1}")
 
 
+def difference(given: Mapping[str, object], own: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+    """Where a trainer's numerics and an engine's differ, gradients aside; without its model's numbers where the trainer
+    gives none, which is said once."""
+    if "model" not in given:
+        _say_unknown()
+        own = {name: value for name, value in own.items() if name != "model"}
+    return vx.numerics_difference(given, own, forward=True)
+
+
+@functools.cache
+def _say_unknown() -> None:
+    log.warning(
+        "weights: the trainer's numerics say nothing of its model, whose epsilons, frequencies, windows and dtypes may "
+        "be others than this engine's: give handle.numerics() of its patch (vexact_ops.patch.hf), which has them"
+    )
+
+
+def with_model(
+    given: Mapping[str, object] | None, pairs: Iterator[tuple[str, Tensor]]
+) -> tuple[Mapping[str, object] | None, Iterator[tuple[str, Tensor]]]:
+    """A trainer's numerics, with its model's numbers where it gives none but a patched model of this process holds the
+    first of its tensors; and the pairs, that one among them."""
+    if not isinstance(given, Mapping) or "model" in given:
+        return given, pairs
+    first = next(pairs, None)
+    if first is None:
+        return given, pairs
+    found = vx.patch.model_of(first[1])
+    return given if found is None else {**given, "model": found}, itertools.chain((first,), pairs)
+
+
 def check_numerics(given: Mapping[str, object] | None, own: Mapping, device: str) -> None:
     """TypeError or ValueError unless a trainer's numerics are those of an engine on that kind of device, gradients
     aside."""
@@ -223,11 +258,12 @@ def check_numerics(given: Mapping[str, object] | None, own: Mapping, device: str
         call = ", ".join([f'"{device}"', *(f"{name}={value}" for name, value in own["options"].items())])
         got = "none" if given is None else type(given).__name__
         raise TypeError(
-            f"update_weights: numerics: got {got}, expected what fixes the trainer's bits: "
-            f"numerics=vexact_ops.numerics({call}), called in its process with its options; for weights that no "
-            "trainer computes with, numerics=engine.numerics()"
+            f"update_weights: numerics: got {got}, expected what fixes the trainer's bits: numerics=handle.numerics() "
+            f"of its patch (vexact_ops.patch.hf), or of a trainer that has none numerics=vexact_ops.numerics({call}), "
+            "called in its process with its options; for weights that no trainer computes with, "
+            "numerics=engine.numerics()"
         )
-    differ = vx.numerics_difference(given, own, forward=True)
+    differ = difference(given, own)
     if differ:
         found = "; ".join(f"{where}: got {got!r}, expected {mine!r}" for where, (got, mine) in differ.items())
         raise ValueError(

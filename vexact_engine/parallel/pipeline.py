@@ -89,7 +89,8 @@ def split(model: torch.nn.Module, config: EngineConfig) -> tuple[range, ...]:
     """The layers of each stage, by what a plan of decodes reads there, which is the time that it takes: weights, and
     keys of a context that is usual. The embedding is looked up, a row a token: it takes memory and no time."""
     stages, context = config.pipeline_parallel_size, min(_CONTEXT, config.max_model_len or _CONTEXT)
-    with vx.patch.hf(model, kv_segment=config.kv_segment, latent=config.latent_attention) as handle:
+    options = {"kv_segment": config.kv_segment, "latent": config.latent_attention, "longrope": config.longrope}
+    with vx.patch.hf(model, **options, training=False) as handle:
         described = handle.describe()
         tensors = dict(model.named_parameters(remove_duplicate=False))
         tensors |= dict(model.named_buffers(remove_duplicate=False))
@@ -235,7 +236,8 @@ class PipelineWorker:
         ready = [stage.ready for stage in self._stages]
         names = ("config", "path", "numerics", "held", "sleep_backend")
         configs, paths, numerics, held, sleeps = ([facts[name] for facts in ready] for name in names)
-        if any(other != numerics[0] for other in numerics):
+        # A number may stand in a buffer that the first stage alone has: the model's are the same, of one config.
+        if any({**other, "model": None} != {**numerics[0], "model": None} for other in numerics):
             self._bury("the stages' numerics differ: their bits could, too")
             raise RuntimeError(f"Engine: pipeline: {self.dead}")
         self.config, self.numerics, self.held = EngineConfig(**configs[0]), numerics[0], tuple(held)

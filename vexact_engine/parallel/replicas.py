@@ -21,6 +21,7 @@ from ..frontend import Frontend
 from ..handover.buffers import HOST, Buckets, BucketSpace
 from ..handover.messages import Bucket, dtype_name
 from ..handover.packing import bucket_bytes, check_whole, packed
+from ..handover.session import with_model
 from ..outputs import Call, Load
 from ..request import Completion, check_ids, check_name, check_params, encoded, fresh, refused, token_ids
 from ..runner import saver
@@ -274,7 +275,7 @@ class Replicas(Frontend):
                   way: those get no requests until the next update, and what they had goes on at the others. What breaks
                   off for all (the iterator raises) leaves all torn: requests end with WeightsTorn until the next one
         """
-        pairs = pairs_of(named_tensors)
+        numerics, pairs = with_model(numerics, pairs_of(named_tensors))
         if specs is None:
             pairs = list(pairs)
             for name, tensor in pairs:

@@ -95,13 +95,14 @@ class Stage:
         origin = Origin(**{**a.origin, "dtype": dtype_of(a.origin["dtype"])})
         self.model, config, layers = skeleton(origin), EngineConfig(**a.config), range(*a.layers[a.rank])
         options = {"kv_segment": config.kv_segment, "latent": config.latent_attention}
+        options |= {"longrope": config.longrope, "training": False}
         handle = vx.patch.hf(self.model, **options)
         names = handle.describe().names(layers)
         handle.undo()
         fill(self.model, names, origin, device)
         self.handle = vx.patch.hf(self.model, **options)
         self.runner = StageRunner(self.model, self.handle, config, device, layers, link, a.ahead)
-        numerics = vx.numerics(device, kv_segment=config.kv_segment, latent_attention=config.latent_attention or None)
+        numerics = self.handle.numerics(device)
         self.rank, self.last, self.device = a.rank, self.runner.draws, device
         self._places = places = Places.of(self.model).present()
         held = sum(t.nbytes for t in {id(t): t for t in places.targets.values()}.values())

@@ -77,11 +77,12 @@ class Worker:
                 self.stream = vx.cuda_stream(self.device)
                 torch.cuda.set_stream(self.stream)
             latent = config.latent_attention
-            self._handle = vx.patch.hf(model, kv_segment=config.kv_segment, latent=latent)
+            options = {"kv_segment": config.kv_segment, "latent": latent, "longrope": config.longrope}
+            self._handle = vx.patch.hf(model, **options, training=False)
             self._stack.callback(self._handle.undo)
             self._runner = Runner(model, self._handle, config, self.device)
             self.config, self.path = self._runner.config, self._runner.path
-            self.numerics = vx.numerics(self.device, kv_segment=config.kv_segment, latent_attention=latent or None)
+            self.numerics = self._handle.numerics(self.device)
             self._memory = Memory(self._runner)
             self._memories: Memories | None = None  # of another process, that weights come in
             self._watch, self._missed = Watch(model), ""

@@ -4,12 +4,12 @@ from .aten import aten
 from .batch import PagedBatch, Score
 from .covered import COVERED
 from .description import NotDescribed
-from .hf import hf, untested
+from .hf import hf, model_of, untested
 from .pieces import kept_in_fp32
 from .plan import UnsupportedModule
 from .veomni import veomni
 
 __all__ = [
-    "COVERED", "NotDescribed", "PagedBatch", "Score", "UnsupportedModule", "aten", "hf", "kept_in_fp32", "untested",
-    "veomni",
+    "COVERED", "NotDescribed", "PagedBatch", "Score", "UnsupportedModule", "aten", "hf", "kept_in_fp32",
+    "model_of", "untested", "veomni",
 ]  # fmt: skip

@@ -15,17 +15,22 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Elementwise and correctly rounded, or data movement that is no view.
-EXACT = {
-    *("add", "sub", "rsub", "mul", "div", "neg", "abs", "relu", "square", "sqrt", "clamp", "clamp_min", "clamp_max"),
-    *("threshold_backward", "squeeze_", "unsqueeze_", "transpose_", "t_", "resize_"),
-    *("maximum", "minimum", "where", "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf"),
-    *("add_", "sub_", "mul_", "div_", "clamp_", "masked_fill", "masked_fill_"),
+# What has the same bits in every batch, by what it does to each dtype. Of any: what moves data, compares for equality,
+# or adds (a complex sum is two real ones).
+_ANY = {
+    *("add", "sub", "rsub", "neg", "add_", "sub_", "where", "eq", "ne", "masked_fill", "masked_fill_"),
+    *("squeeze_", "unsqueeze_", "transpose_", "t_", "resize_"),
     *("_to_copy", "clone", "copy_", "contiguous", "cat", "stack", "constant_pad_nd", "repeat", "repeat_interleave"),
     *("embedding", "index", "index_select", "index_copy", "gather", "slice_scatter", "select_scatter"),
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros", "zeros_like", "new_zeros"),
     *("ones", "ones_like", "new_ones", "full", "full_like", "new_full", "fill_", "zero_", "scalar_tensor", "arange"),
     *("lift_fresh", "lift_fresh_copy", "_unsafe_view", "roll", "flip", "tril", "triu"),
+}
+# Of real numbers: elementwise and correctly rounded. A complex product or quotient is made of several roundings, fused
+# or not as the place in a row has it.
+_REAL = {
+    *("mul", "div", "abs", "relu", "square", "sqrt", "clamp", "clamp_min", "clamp_max", "threshold_backward"),
+    *("maximum", "minimum", "lt", "le", "gt", "ge", "isnan", "isinf", "mul_", "div_", "clamp_"),
 }
 
 
@@ -34,19 +39,21 @@ def exact(func, args: tuple, kwargs: dict, out) -> bool:
     if func.namespace == "vexact" or func.is_view:
         return True
     name = func.overloadpacket.__name__
-    if name in EXACT and func.namespace in ("aten", "prims"):
-        return kwargs.get("alpha", 1) == 1  # a scaled sum may be one fused operation or two
     if name in ("index_put", "index_put_", "_index_put_impl_"):
         return not (args[3] if len(args) > 3 else kwargs.get("accumulate", False))
     made = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
     if not made:  # a question about a tensor, not a value
         return True
-    if func.namespace in ("aten", "prims"):
-        if name == "pow" and len(args) > 1 and args[1] in (1, 2):
-            return True
-        read = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        return not any(t.is_floating_point() or t.is_complex() for t in (*read, *made))
-    return False
+    if func.namespace not in ("aten", "prims"):
+        return False
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)] + made
+    floats = any(t.is_floating_point() or t.is_complex() for t in tensors)
+    if name in _ANY:
+        return not floats or kwargs.get("alpha", 1) == 1  # a scaled sum may be one fused operation or two
+    real = not any(t.is_complex() for t in tensors) and not any(isinstance(a, complex) for a in args)
+    if name in _REAL or (name == "pow" and len(args) > 1 and args[1] in (1, 2)):
+        return not floats or (real and kwargs.get("rounding_mode") is None)
+    return not floats
 
 
 class Watch(TorchDispatchMode):
@@ -72,15 +79,16 @@ class Watch(TorchDispatchMode):
         return ""
 
 
-def run(model: nn.Module, names: dict[int, str], call) -> dict[str, set[str]]:
+def run(model: nn.Module, names: dict[int, str], call, trains: bool = True) -> dict[str, set[str]]:
     """call(model, input_ids) on fake copies of the model's tensors: what each module executed that is not exact.
 
-    Once as for inference and once as for training; the modules' training flags and tensors come back as they were.
+    Once as for inference and, if it trains, once as for training; the modules' training flags and tensors come back as
+    they were.
     """
     flags = [(module, module.training) for module in model.modules()]
     found: dict[str, set[str]] = {}
     try:
-        for training in (False, True):
+        for training in (False, True) if trains else (False,):
             for module, _ in flags:
                 module.training = training
             with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake:

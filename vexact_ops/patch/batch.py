@@ -255,13 +255,13 @@ def attend(
             "autocast: a patched model computes in the dtype of its weights, and they are float32 here: cast the "
             "model, or let FSDP2's mixed precision do so"
         )
-    if dropout:
-        raise ValueError(f"vexact attention: dropout: got {dropout}, expected 0: a dropped key is not aligned")
     if layout.seen is not None:
         begins = [(t.untyped_storage()._cdata, t.storage_offset()) for t in (key, value)]
         shared = begins[0] == begins[1]
         memory = Pages(key.shape[1], key.shape[3], value.shape[3], shared, window=sliding_window)
-        layout.seen.append(Asked(module, kwargs, memory))
+        layout.seen.append(Asked(module, {**kwargs, "dropout": dropout or None}, memory))
+    elif dropout:
+        raise ValueError(f"vexact attention: dropout: got {dropout}, expected 0: a dropped key is not aligned")
     batch, heads, length, _ = query.shape
     options = {
         "scale": scaling,

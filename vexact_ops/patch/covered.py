@@ -1,5 +1,8 @@
 """The families of transformers, by model_type, whose tiny random models patch.hf was seen to cover, with packed rows
-equal to rows alone. Written by tests/patch/test_covered.py, which holds it; nothing decides by it what is patched."""
+equal to rows alone. Written by tests/patch/test_covered.py, which holds it; nothing decides by it what is patched.
+
+Where a configuration asks for the rope type longrope (of Phi-3 those of a long context), patch.hf and the engine want
+the choice of its factors: longrope="short" or "long"."""
 
 COVERED = (
     "arcee",
@@ -9,6 +12,7 @@ COVERED = (
     "deepseek_v3",
     "dots1",
     "ernie4_5",
+    "exaone",
     "exaone4",
     "exaone_moe",
     "flex_olmo",
@@ -47,6 +51,8 @@ COVERED = (
     "qwen3_5_text",
     "qwen3_moe",
     "qwen3_next",
+    "sarvam_mla",
+    "sarvam_moe",
     "seed_oss",
     "smollm3",
     "solar_open",

@@ -31,7 +31,12 @@ from .trace import Value, hidden_states
 
 def describe(model: nn.Module, base: nn.Module, head: Head | None, kv_segment: int | None) -> Decoder:
     """The description of a patched model. Raises NotDescribed."""
-    return _Reader().decoder(hidden_states(model, base), head, kv_segment)
+    return read(hidden_states(model, base), head, kv_segment)
+
+
+def read(hidden: Value, head: Head | None, kv_segment: int | None) -> Decoder:
+    """The description of the decoder whose final hidden states these are. Raises NotDescribed."""
+    return _Reader().decoder(hidden, head, kv_segment)
 
 
 def _refuse(where: str, value: object) -> NotDescribed:

@@ -369,7 +369,8 @@ class Decoder:
         return set(_names(parts))
 
 
-_NAMES = (
+# Fields that name a parameter or buffer.
+NAMES = (
     "weight", "bias", "buffer", "inv_freq", "sinks", "gate_up", "down", "conv", "conv_bias", "a_log", "dt_bias",
 )  # fmt: skip
 
@@ -378,7 +379,7 @@ def _names(part):
     if dataclasses.is_dataclass(part):
         for field in dataclasses.fields(part):
             value = getattr(part, field.name)
-            if isinstance(value, str) and field.name in _NAMES:
+            if isinstance(value, str) and field.name in NAMES:
                 yield value
             else:
                 yield from _names(value)

@@ -7,14 +7,16 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from .._core.numerics import numerics
 from ..attention.op import KEY_BLOCK, check_segment
 from ..attention.op import ROOM as ATTENTION
-from . import forwards, lora, plan
+from . import forwards, lora, plan, rotary
 from .batch import Score, check_cu, one_axis
 from .description import Decoder, Pages, State
 from .stage import Stage
-from .state import LOCK, Patch, Report
+from .state import ACTIVE, LOCK, Patch, Report
 
 TESTED = (5, 24)  # the newest release of transformers that the tests have seen
 _LOG = logging.getLogger(__name__)
@@ -46,8 +48,8 @@ class Handle:
         return self._patch.model
 
     @property
-    def options(self) -> dict[str, int | bool | None]:
-        """kv_segment and latent, as given to `hf`."""
+    def options(self) -> dict[str, int | bool | str | None]:
+        """kv_segment, latent and longrope, as given to `hf`."""
         return dict(self._patch.options)
 
     def revision(self, *, tensors: bool = False) -> int:
@@ -94,6 +96,28 @@ class Handle:
         """
         return Stage(self._patch.base, self.describe(), layers)
 
+    def numerics(self, device: torch.device | str | None = None) -> dict:
+        """Everything that fixes this model's bits but its weights: vexact_ops.numerics(device, ...) with the options of
+        the patch, and under "model" the numbers that the model computes with: epsilons, windows, scalings, top_k,
+        rotary frequencies, the dtypes that it computes in. A hand-over compares it with the engine's, field by field.
+
+        Read off the forward as describe() reads it, without adapters (LoRA) and in the dtypes that FSDP2's mixed
+        precision casts weights to, so call it once the model is wrapped; kept until modules or dtypes change. Names of
+        weights, and which are tied, make no difference.
+
+        device  as vexact_ops.numerics has it; by default where the model is
+        raises  RuntimeError after undo()
+        """
+        self._check()
+        patch = self._patch
+        if device is None:
+            where = next(patch.model.parameters()).device.type
+            device = None if where == "meta" else where
+        options = {"kv_segment": patch.options["kv_segment"], "longrope": patch.options["longrope"]}
+        options["latent_attention"] = patch.options["latent"] or None
+        with LOCK:
+            return {**numerics(device, **options), "model": patch.numerics()}
+
     def undo(self) -> None:
         """Give the model its own forwards back (with the last handle). Raises RuntimeError where something else has
         replaced a patched forward meanwhile."""
@@ -107,13 +131,13 @@ class Handle:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., H) final hidden states to (..., V) fp32 logits, with the model's scaling and softcap; never rounded."""
-        self._check()
+        self._check_head("logits")
         return forwards.logits_of(self._patch, hidden)
 
     def score(self, hidden: Tensor, target: Tensor) -> Tensor:
         """log p(target[r]) after final hidden states hidden[r], at temperature 1: (R, H), (R,) int64 to (R,) fp32. The
         bits of `logprobs`."""
-        self._check()
+        self._check_head("score")
         return forwards.score(self._patch, hidden, target, 1.0, False)
 
     def sample(
@@ -129,7 +153,7 @@ class Handle:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """vexact_ops.sample(self.logits(hidden), seeds, positions, ...), byte for byte; (R, H) hidden. Where top_k,
         top_p and min_p are left as they are, a GPU stores no logits (vexact_ops.linear_sample)."""
-        self._check()
+        self._check_head("sample")
         options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         return forwards.sampled(self._patch, hidden, seeds, positions, **options)
 
@@ -179,10 +203,8 @@ class Handle:
         bits            a value depends on its own sequence, the weights and the temperature alone
         raises          ValueError on shapes, RuntimeError after undo()
         """
-        self._check()
+        self._check_head("logprobs")
         patch = self._patch
-        if patch.head is None:
-            raise ValueError(f"logprobs: {type(patch.model).__name__} has no output layer")
         if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int32, torch.int64):
             got = f"dtype {input_ids.dtype}" if isinstance(input_ids, Tensor) else f"a {type(input_ids).__name__}"
             raise TypeError(f"logprobs: input_ids: got {got}, expected token ids, int32 or int64")
@@ -224,10 +246,38 @@ class Handle:
         whole = tuple(v.new_zeros(ids.numel()).index_copy(0, index, v).view(input_ids.shape) for v in values)
         return whole if return_entropy else whole[0]
 
+    def _check_head(self, op: str) -> None:
+        self._check()
+        if self._patch.head is None:
+            name = type(self._patch.model).__name__
+            raise ValueError(
+                f"{op}: {name} has no output layer, expected a causal language model: load it with AutoModelForCausalLM"
+            )
+
     def _check(self) -> None:
         if not self._active:
             raise RuntimeError("this patch has been undone")
         self._patch.check()
+
+
+def model_of(tensor: Tensor) -> dict | None:
+    """handle.numerics()["model"] of the patched model of this process that the tensor is a parameter of, as such or as
+    state_dict() gives it; None where there is none."""
+    if not isinstance(tensor, Tensor) or tensor.is_meta or isinstance(tensor, FakeTensor):
+        return None
+    with LOCK:
+        for patch in tuple(ACTIVE):
+            if any(_is_of(tensor, parameter) for parameter in patch.model.parameters()):
+                return patch.numerics()
+    return None
+
+
+def _is_of(tensor: Tensor, parameter: Tensor) -> bool:
+    if tensor is parameter:
+        return True
+    if any(type(t) not in (Tensor, nn.Parameter) for t in (tensor, parameter)) or not tensor.numel():
+        return False
+    return tensor.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
 
 
 def untested(version: str) -> str:
@@ -244,7 +294,15 @@ def _say_once(what: str) -> None:
     _LOG.warning("patch.hf: %s", what)
 
 
-def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None, latent: bool = False) -> Handle:
+def hf(
+    model: nn.Module,
+    *,
+    strict: bool = True,
+    kv_segment: int | None = None,
+    latent: bool = False,
+    longrope: str | None = None,
+    training: bool = True,
+) -> Handle:
     """Run a Hugging Face decoder on aligned ops: training, generation and a paged engine get the same bits.
 
     model       a loaded causal language model of transformers, or its decoder alone, in PEFT's wrapper or not; nothing
@@ -255,6 +313,9 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None, 
     latent      keep latent attention (DeepSeek, Moonlight) compressed: one key head of kv_lora_rank + rope, and values
                 that are its first kv_lora_rank, in training as in a paged cache. Other bits than the expanded form, a
                 smaller cache, more work in attention (latent.py says how much): declare it on both sides
+    longrope    which factors a rotary embedding of the type longrope has for all sequences, "short" or "long", where
+                transformers looks at the longest one of the batch: declare it on both sides
+    training    False, of an engine: rates of dropout are passed over, and raise where it is trained after all
     returns     a Handle: context manager, report(), undo(), logprobs(), logits()
 
     What changes, for this instance: linear layers, root-mean-square norms, gated feed-forward blocks, the routers and
@@ -312,15 +373,18 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None, 
         _say_once(what)
     model = lora.base_of(model)
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"patch.hf: model: got {type(model).__name__}, expected a transformers PreTrainedModel")
+        raise TypeError(
+            f"patch.hf: model: got {type(model).__name__}, expected a transformers PreTrainedModel{_inside(model)}"
+        )
     check_kv_segment(kv_segment, next(model.parameters()).device)
     if not isinstance(latent, bool):
         raise TypeError(f"patch.hf: latent: got {type(latent).__name__}, expected a bool")
-    options = {"kv_segment": kv_segment, "latent": latent}
+    rotary.check_longrope("patch.hf", longrope)
+    options = {"kv_segment": kv_segment, "latent": latent, "longrope": longrope}
     with LOCK:
         patch = model.__dict__.get("_vexact")
         if patch is None:
-            patch = Patch(model, options, strict)
+            patch = Patch(model, options, strict, training)
             patch.build()
         elif patch.model is not model:
             raise ValueError(
@@ -330,10 +394,26 @@ def hf(model: nn.Module, *, strict: bool = True, kv_segment: int | None = None, 
             raise ValueError(f"patch.hf: options: got {options}, but the model is patched with {patch.options}")
         else:
             patch.check()
+            if training and not patch.trains:
+                patch.train()
             if strict:
                 plan.refuse_problems(patch)
         patch.handles += 1
         return Handle(patch)
+
+
+def _inside(model: object) -> str:
+    """Where a model is in what wraps it, in words."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, nn.Module):
+        return ""
+    if isinstance(model._modules.get("_orig_mod"), nn.Module):
+        return (
+            ": a compiled model is patched first and compiled then: patch its _orig_mod, and call torch.compile again"
+        )
+    path = next((path for path, module in model.named_modules() if isinstance(module, PreTrainedModel)), "")
+    return f": patch the one inside, its {path}" if path else ""
 
 
 def check_kv_segment(kv_segment: int | None, device: torch.device | str) -> None:

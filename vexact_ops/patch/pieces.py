@@ -22,7 +22,7 @@ import vexact_ops as vx
 
 from ..rmsnorm.op import STYLES
 from ..rmsnorm.reference import rmsnorm_ref
-from ..rope.reference import rope_cos_sin_ref, rope_ref
+from ..rope.reference import rope_ref
 from ..silu_mul.op import ACTIVATIONS
 from ..silu_mul.reference import silu_mul_ref
 from .batch import attend
@@ -213,95 +213,6 @@ def _mlp_forward(fused: bool, activation: str) -> Callable:
     return fused_forward if fused else mlp_forward
 
 
-# rotary tables
-
-
-def frequencies(module: nn.Module) -> list[str]:
-    """Prefixes of the module's `inv_freq` buffers: one per layer type, or the empty one."""
-    names = [name for name in module._buffers if name.endswith("inv_freq") and not name.endswith("original_inv_freq")]
-    return [name.removesuffix("inv_freq") for name in names]
-
-
-def rotary_forward(module: nn.Module) -> Callable:
-    prefixes = frequencies(module)
-    rope_types = getattr(module, "rope_type", "default")
-    for rope_type in rope_types.values() if isinstance(rope_types, dict) else [rope_types]:
-        if "dynamic" in rope_type or rope_type == "longrope":
-            raise NotCovered(
-                f"rope type {rope_type!r}: its frequencies depend on the longest sequence of the batch, so a token's "
-                "bits would depend on its neighbours"
-            )
-    if module._parameters or module._modules:
-        raise NotCovered("a rotary embedding of another form")
-    if any(getattr(module, f"{prefix}inv_freq").device.type == "meta" for prefix in prefixes):
-        try:  # what they will be
-            with torch.device("cpu"):
-                module = class_of(module)(module.config)
-        except Exception as error:
-            raise NotCovered("its frequencies are on the meta device, and it cannot be made from its config") from error
-    positions = torch.tensor([[0, 1, 2, 7, 300]], dtype=torch.int64)
-    dtypes = set()
-    for prefix in prefixes:
-        inv_freq = getattr(module, f"{prefix}inv_freq")
-        tried = twin(module)
-        tried.__dict__["_buffers"] = {
-            name: None if b is None or b.is_meta else b.cpu() for name, b in module._buffers.items()
-        }
-        for dtype in (torch.float32, torch.bfloat16):
-            args = [torch.zeros(1, 5, 4, dtype=dtype), positions, *([prefix.removesuffix("_")] if prefix else [])]
-            got = run_stock(tried, *args)
-            expected = rope_cos_sin_ref(positions[0], inv_freq.cpu(), scaling=_scaling(module, prefix))
-            if len(got) != 2 or not all(
-                agree(g, e[None], 1e-2 if g.dtype == torch.bfloat16 else 1e-4) for g, e in zip(got, expected)
-            ):
-                raise NotCovered("a rotary embedding whose tables no aligned op computes")
-            dtypes.add((dtype, got[0].dtype))
-    if dtypes == {(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)}:
-        return _rotary_forward(cast=True)
-    if {out for _, out in dtypes} == {torch.float32}:
-        return _rotary_forward(cast=False)
-    raise NotCovered("a rotary embedding whose tables have another dtype")
-
-
-def _scaling(module: nn.Module, prefix: str) -> float:
-    return float(getattr(module, f"{prefix}attention_scaling", 1.0))
-
-
-class Tables:
-    """cos and sin, to be unpacked or indexed as a tuple is. FSDP2 rounds tensors in tuples, dictionaries and
-    dataclasses on their way into a unit (MixedPrecisionPolicy.cast_forward_inputs); it does not look into this."""
-
-    __slots__ = ("_pair",)
-
-    def __init__(self, cos: Tensor, sin: Tensor) -> None:
-        self._pair = cos, sin
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index):
-        return self._pair[index]
-
-    def __iter__(self):
-        return iter(self._pair)
-
-
-@functools.cache
-def _rotary_forward(cast: bool) -> Callable:
-    def rotary_forward(self, x, position_ids, layer_type=None):
-        if position_ids.dim() == 3:  # an axis more: of text all are equal (base_forward sees to that)
-            position_ids = position_ids[0]
-        prefix = "" if layer_type is None else f"{layer_type}_"
-        inv_freq = getattr(self, f"{prefix}inv_freq").to(x.device, torch.float32)
-        dtype = x.dtype if cast else torch.float32
-        flat = position_ids.reshape(-1).to(x.device)
-        tables = vx.rope_cos_sin(flat, inv_freq, scaling=_scaling(self, prefix), dtype=dtype)
-        cos, sin = (t.view(*position_ids.shape, -1) for t in tables)
-        return Tables(cos, sin) if not cast and self._vexact.sharded() else (cos, sin)
-
-    return rotary_forward
-
-
 # attention: the module's own code, with two of the globals that it calls replaced
 
 
@@ -426,4 +337,15 @@ def rotation(form: str, part: bool) -> Callable:
 
 
 def identity_forward(self, input):
+    if self.training and self.p > 0:
+        refuse_training(self, "p", self.p)
     return input
+
+
+def refuse_training(module: nn.Module, name: str, value: float) -> None:
+    """What a patch for an engine has passed over, in a model that is trained after all."""
+    if not module._vexact.trains:
+        raise ValueError(
+            f"{type(module).__name__}: {name}: got {value} in training, expected 0: the model was patched with "
+            "training=False, as an engine does; a dropped value is not aligned"
+        )

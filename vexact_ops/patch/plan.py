@@ -4,14 +4,14 @@ A patch (state.py) is what the answers are written to.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from .._core.backend import BackendUnavailable
-from . import audit, delta, forwards, gates, lora, mixture, pieces, slots
+from . import audit, delta, forwards, gates, lora, mixture, pieces, rotary, slots
 from . import latent as latent_form
 from .description import Pages
 from .pieces import NotCovered
@@ -69,6 +69,11 @@ def find(patch: "Patch") -> None:
     for path, module in model.named_modules():
         if "_vexact" in module.__dict__:
             raise ValueError(f"patch.hf: model: its part {path} is already patched on its own: undo that first")
+        drops = _drops(module) if patch.trains else []
+        for reason in drops:
+            patch.refuse(path, module, reason)
+        if drops and not patch.strict:
+            continue
         try:
             _place(patch, path, module)
         except NotCovered as reason:
@@ -116,13 +121,23 @@ def around_attention(patch: "Patch") -> list[nn.Module]:
     return [modules[path] for path in sorted(paths - {""})]
 
 
+def _drops(module: nn.Module) -> list[str]:
+    """What a module drops in training, and how not to."""
+    if isinstance(module, nn.Dropout):
+        found = {"p": module.p} if module.p > 0 else {}
+    else:
+        found = {n: v for n, v in vars(module).items() if "dropout" in n and isinstance(v, float) and v > 0}
+    return [
+        f"{name} is {value}: a dropped value is not aligned, set it to 0"
+        + (f" (from_pretrained(..., {name}=0.0))" if hasattr(getattr(module, "config", None), name) else "")
+        for name, value in found.items()
+    ]
+
+
 def _place(patch: "Patch", path: str, module: nn.Module) -> None:
     cls = pieces.class_of(module)
     if "forward" in module.__dict__:
         raise NotCovered("its forward has been replaced on this instance (by hooks or kernels of another library)")
-    for name, value in vars(module).items():
-        if "dropout" in name and isinstance(value, float) and value > 0:
-            raise NotCovered(f"{name} is {value}: a dropped value is not aligned, set it to 0")
     if id(module) in patch.heads:
         if lora.is_peft(module):
             raise NotCovered("LoRA of the output layer: its logits are formed from one weight")
@@ -132,8 +147,6 @@ def _place(patch: "Patch", path: str, module: nn.Module) -> None:
         pieces.check_linear(module, head=False)
         patch.replace(path, module, pieces.linear_forward, "linear")
     elif isinstance(module, nn.Dropout):
-        if module.p > 0:
-            raise NotCovered(f"p is {module.p}: a dropped value is not aligned, set it to 0")
         patch.replace(path, module, pieces.identity_forward, "(identity)")
     elif isinstance(module, nn.Embedding):
         if module.max_norm is not None:
@@ -157,9 +170,11 @@ def _place(patch: "Patch", path: str, module: nn.Module) -> None:
         patch.cache = _cache_name(module)
         patch.lax = cls.__module__.startswith(slots.GENERATED)  # VeOmni's collators name more than its models read
         patch.replace(path, module, forwards.base_forward, "(lays out the batch)", f"{EXACT}; autocast is off inside")
-    elif pieces.frequencies(module):
-        note = next((f"inv_freq is {b.dtype}" for b in module.buffers() if b.dtype != torch.float32), "")
-        patch.replace(path, module, pieces.rotary_forward(module), "rope_cos_sin", note)
+    elif rotary.prefixes(module):
+        forward, note, put = rotary.rotary(module, patch.options["longrope"])
+        for name, value in put.items():
+            patch.put(module, name, value)
+        patch.replace(path, module, forward, "rope_cos_sin", note)
     elif pieces.is_attention(module) and patch.cache not in (names := pieces.cache_names(module)):
         raise NotCovered(f"it takes a cache as {names[0]}, its decoder as {patch.cache}: it would not get one")
     elif pieces.is_attention(module) and patch.options["latent"]:
@@ -220,33 +235,38 @@ def _cache_name(base: nn.Module) -> str:
 
 
 def check_runs(patch: "Patch") -> None:
-    """Run the patched model on fake tensors and refuse what is neither aligned nor exact."""
+    """Run the patched model on fake tensors and refuse what is neither aligned nor exact. What has been refused already
+    runs as stock: of that, nothing more is said of the operations that it runs."""
     modules = dict(patch.model.named_modules())
+    refused = {path for path, _, _ in patch.problems}
     patch.seen = []
     try:
-        found = audit.run(patch.model, {id(m): path for path, m in modules.items()}, _small_call)
+        found = audit.run(patch.model, {id(m): path for path, m in modules.items()}, _small_call, patch.trains)
     except BackendUnavailable:  # no fault of the model's
         raise
     except Exception as error:
         path = _blame(error, {id(m): path for path, m in modules.items()})
         known = isinstance(error, NotCovered)
+        if refused and not known:  # what is refused may well be why
+            return
         reason = str(error) if known else f"it does not run on a small batch ({type(error).__name__}: {error})"
         patch.refuse(path, modules[path], reason, None if known else error)
         return
     finally:
         seen, patch.seen = patch.seen, None
     for path, operations in found.items():
+        if path in refused:
+            continue
         _refuse_operations(patch, modules, path, f"runs {', '.join(sorted(operations))} outside the aligned ops")
     paths = {id(m): path for path, m in modules.items()}
-    reasons = {}
     patch.attended = {module.layer_idx: memory for module, _, memory in seen if hasattr(module, "layer_idx")}
-    for module, kwargs, memory in seen:
-        attends = isinstance(memory, Pages)
-        reason = attends and _attention_problem(patch.base.config, module, memory.window, kwargs)
-        if reason:
-            reasons[paths[id(module)]] = reason
-    for path, reason in reasons.items():
-        patch.refuse(path, modules[path], reason)
+    for module, asked, memory in seen:
+        if not isinstance(memory, Pages):
+            continue
+        path = paths[id(module)]
+        given = {**asked, "dropout": None} if path in refused else asked
+        for reason in _attention_problems(patch.base.config, module, memory.window, given):
+            patch.refuse(path, modules[path], reason)
 
 
 def _refuse_operations(patch: "Patch", modules: dict[str, nn.Module], path: str, what: str) -> None:
@@ -280,22 +300,22 @@ def _small_call(model: nn.Module, ids: Tensor):
     return model(input_ids=ids, use_cache=False)
 
 
-def _attention_problem(config, module: nn.Module, window: int | None, kwargs: dict) -> str | None:
+def _attention_problems(config, module: nn.Module, window: int | None, kwargs: dict) -> Iterator[str]:
     """What an attention module asks for beyond what our attention does, or asks for in its mask alone: the masks, which
     are not built here, are made from the decoder's config."""
     unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in _KNOWN_KWARGS)
     if unknown:
-        return f"it asks attention for {', '.join(unknown)}"
+        yield f"it asks attention for {', '.join(unknown)}"
     if not getattr(module, "is_causal", True) or not getattr(config, "is_causal", True):
-        return "its attention is not causal"
+        yield "its attention is not causal"
     layer_types = getattr(config, "layer_types", None)
     kind = layer_types[module.layer_idx] if layer_types and hasattr(module, "layer_idx") else None
     if kind not in (None, "full_attention", "sliding_attention"):
-        return f"its layer type is {kind!r}"
+        yield f"its layer type is {kind!r}"
+        return  # whose mask is another
     masked = getattr(config, "sliding_window", None) if kind != "full_attention" else None
     if masked != window:
-        return f"its mask has a window of {masked}, but it asks attention for {window}"
-    return None
+        yield f"its mask has a window of {masked}, but it asks attention for {window}"
 
 
 def _causal_forward(patch: "Patch") -> Callable:

@@ -5,6 +5,7 @@ import logging
 import re
 import threading
 import types
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,14 +13,16 @@ from html import escape
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 
-from . import forwards, plan
+from . import facts, forwards, plan, rotary
 from .describe import describe
 from .description import Decoder, Head, NotDescribed, Pages, State
 from .report import table
 
 LOCK = threading.RLock()
+ACTIVE: "weakref.WeakSet[Patch]" = weakref.WeakSet()  # of this process
 _LOG = logging.getLogger(__name__)
 
 
@@ -61,6 +64,16 @@ class _Change:
     name: str = "forward"  # of the method that it stands for
 
 
+@dataclass
+class _Buffer:
+    """A buffer that is another one while the patch lasts."""
+
+    store: dict[str, torch.Tensor]
+    name: str
+    before: torch.Tensor
+    after: torch.Tensor
+
+
 @contextlib.contextmanager
 def _apart(model: nn.Module) -> Iterator[None]:
     """Pieces are tried on small tensors, whatever the caller's default device and autocast are."""
@@ -74,8 +87,9 @@ def _apart(model: nn.Module) -> Iterator[None]:
 class Patch:
     """All that is changed about one model, shared by its nested handles. Lives in the `__dict__` of what it changed."""
 
-    def __init__(self, model: nn.Module, options: dict, strict: bool):
+    def __init__(self, model: nn.Module, options: dict, strict: bool, trains: bool = True):
         self.model, self.options, self.strict, self.handles = model, options, strict, 0
+        self.trains = trains
         self.builds = 0
         self.clear()
 
@@ -90,6 +104,7 @@ class Patch:
         self.states = False  # whether layers have a state, which no cache of transformers holds
         self.description = None  # or why there is none
         self.attended: dict[int, Pages | State] = {}  # what each layer remembers, by what the audit saw
+        self.facts: tuple | None = None  # what facts.py has read, and of which state
         self.tried = {}  # what is known of modules that are alike
         self.blocks: dict[str, str] = {}  # feed-forward blocks without an aligned form, by path, and why
         self.inner: set[int] = set()  # modules whose block computes what they would
@@ -97,6 +112,8 @@ class Patch:
         self.joined: set[int] = set()  # routers whose block chooses, and which were replaced with it
         self.tree: tuple[list, list, list] = [], [], []
         self.numbers: tuple[list, list, list] = [], [], []
+        self.buffers: list[_Buffer] = []
+        self.frequencies: list[list] = []  # where they stand, their names, and what they were when last looked at
         self.tensors: list[tuple] = []
         self.around: list[nn.Module] = []  # attention, and what it is in below the decoder
 
@@ -104,8 +121,6 @@ class Patch:
         """Find out what becomes of each module, and change them; an error leaves the model as it was."""
         with _apart(self.model):
             plan.find(self)
-            if self.strict:
-                plan.refuse_problems(self)
             self.apply()
             try:
                 plan.check_runs(self)
@@ -118,6 +133,12 @@ class Patch:
         parents = [c for c in children if c]
         self.tree = parents, [tuple(c.values()) for c in parents], [c for c in children if not c]
         self.numbers, self.tensors = plan.numbers(self), plan.tensors(self.model)
+        with _apart(self.model):
+            self.frequencies = [
+                [module._buffers, name, value]
+                for module in self.model.modules()
+                for name, value in rotary.frequencies(module, self.options["longrope"]).items()
+            ]
         self.around = plan.around_attention(self)
         self.builds += 1
 
@@ -129,11 +150,24 @@ class Patch:
 
     def changed(self) -> bool:
         """A module of the tree has other children than when it was patched, or a number another value that was read
-        then, or a bias where there was none. 60 us for the 727 of 48 layers."""
+        then, or a bias where there was none; or rotary frequencies have been cast. 60 us for the 727 of 48 layers."""
         parents, children, leaves = self.tree
         holders, names, values = self.numbers
         others = [tuple(c.values()) for c in parents] != children or any(leaves)
-        return others or list(map(dict.get, holders, names)) != values
+        return others or list(map(dict.get, holders, names)) != values or self._recast()
+
+    def _recast(self) -> bool:
+        """Whether rotary frequencies are others than when last looked at. A move to another device makes other tensors
+        of them, a cast of the model other numbers: they are read once for every tensor."""
+        for known in self.frequencies:
+            store, name, before = known
+            now = store.get(name)
+            if now is before or isinstance(now, FakeTensor) or (now is not None and now.is_meta):
+                continue
+            if now is None or now.dtype != before.dtype or not torch.equal(now.cpu(), before.cpu()):
+                return True
+            known[2] = now
+        return False
 
     changed._dynamo_marked_constant = True  # a new trace looks at the modules of now (as _core/backend.py's _reason)
 
@@ -143,8 +177,8 @@ class Patch:
             return
         if torch.compiler.is_compiling():
             raise RuntimeError(
-                "patch.hf: modules were put in or taken out after the patch: call the model once without "
-                "torch.compile, which covers them or says why not, and compile it then"
+                "patch.hf: modules were put in or taken out after the patch, or numbers set: call the model once "
+                "without torch.compile, which covers them or says why not, and compile it then"
             )
         with LOCK:
             if self.changed():
@@ -155,6 +189,15 @@ class Patch:
         with LOCK:
             if plan.tensors(self.model) != self.tensors:
                 self.renew()
+
+    def train(self) -> None:
+        """What was patched for an engine is to be trained too: cover it for that, or refuse it."""
+        self.trains = True
+        try:
+            self.renew()
+        except BaseException:
+            self.trains = False
+            raise
 
     def renew(self) -> None:
         """Cover what is there now, or refuse it: then the patch is as it was."""
@@ -171,10 +214,7 @@ class Patch:
     def describe(self) -> Decoder:
         self.check()
         if self.description is None:
-            head = None
-            if self.head is not None:
-                name = next((name for name, p in self.model.named_parameters() if p is self.head.weight), None)
-                head = None if name is None else Head(name, self.scale, self.softcap)
+            head = self.described_head()
             try:
                 with _apart(self.model):
                     self.description = describe(self.model, self.base, head, self.options["kv_segment"])
@@ -190,9 +230,23 @@ class Patch:
         except NotDescribed:
             return tuple(memory for _, memory in sorted(self.attended.items()))
 
+    def described_head(self) -> Head | None:
+        weight = None if self.head is None else getattr(self.head, "weight", None)
+        name = next((name for name, p in self.model.named_parameters() if p is weight), None)
+        return None if name is None else Head(name, self.scale, self.softcap)
+
+    def numerics(self) -> dict:
+        self.check()
+        with _apart(self.model):
+            return facts.facts(self)
+
     def replace(self, path: str, module: nn.Module, forward: Callable, ops: str, note: str = "", name: str = "forward"):
         self.changes.append(_Change(module, forward, name))
         self.report.append(Row(path, type(module).__name__, ops, note))
+
+    def put(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+        """A buffer that has to be another one."""
+        self.buffers.append(_Buffer(module._buffers, name, module._buffers[name], tensor))
 
     def keep(self, path: str, module: nn.Module, note: str = plan.EXACT) -> None:
         if id(module) in self.inner:
@@ -200,19 +254,25 @@ class Patch:
         self.report.append(Row(path, type(module).__name__, "", note))
 
     def refuse(self, path: str, module: nn.Module, reason: str, cause: BaseException | None = None) -> None:
-        if any(path == known for known, _, _ in self.problems):
+        problem = path, type(module).__name__, reason
+        if problem in self.problems:
             return
         if cause is not None:
             _LOG.debug("patch.hf: %s (%s): %s", path or "(root)", type(module).__name__, reason, exc_info=cause)
             self.cause = self.cause or cause
-        self.problems.append((path, type(module).__name__, reason))
+        self.problems.append(problem)
         self.report = Report(row for row in self.report if row.path != path or row.replacement)
-        self.keep(path, module, f"NOT COVERED: {reason}")
+        reasons = "; ".join(why for where, _, why in self.problems if where == path)
+        self.keep(path, module, f"NOT COVERED: {reasons}")
 
     def apply(self) -> None:
         for change in self.changes:
             change.module.__dict__["_vexact"] = self
             change.module.__dict__[change.name] = types.MethodType(change.forward, change.module)
+        for buffer in self.buffers:
+            if buffer.store.get(buffer.name) is buffer.before:
+                buffer.store[buffer.name] = buffer.after
+        ACTIVE.add(self)
         if self.loss:
             self.model.__dict__["_loss_function"] = forwards.aligned_loss
 
@@ -226,6 +286,10 @@ class Patch:
                 )
         for change in self.changes:
             del change.module.__dict__[change.name], change.module.__dict__["_vexact"]
+        ACTIVE.discard(self)
+        for buffer in self.buffers:
+            if buffer.store.get(buffer.name) is buffer.after:
+                buffer.store[buffer.name] = buffer.before
         if self.loss and self.model.__dict__.get("_loss_function") is forwards.aligned_loss:
             del self.model.__dict__["_loss_function"]
 

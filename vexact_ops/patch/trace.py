@@ -6,6 +6,7 @@ was read compares with the forward itself.
 """
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -138,12 +139,21 @@ class _Recorder(TorchDispatchMode):
         return True
 
 
-def hidden_states(model: torch.nn.Module, base: torch.nn.Module) -> Value:
-    """The final hidden states of one sequence of a few tokens. The model may lie on meta; nothing of it changes."""
+def hidden_states(
+    model: torch.nn.Module, base: torch.nn.Module, dtypes: Mapping[str, torch.dtype] | None = None
+) -> Value:
+    """The final hidden states of one sequence of a few tokens. The model may lie on meta; nothing of it changes.
+
+    dtypes   by name, of parameters that are cast before the forward
+    """
     # Not in inference mode, where composite operations come to the recorder as one.
     with torch.inference_mode(False), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
         caller = audit.Caller(model, lambda model, ids: base(input_ids=ids, use_cache=False))
         fakes, device = audit.fake_copies(caller, fake)
+        for name, dtype in (dtypes or {}).items():
+            fake_name = f"model.{name}"
+            if fake_name in fakes and fakes[fake_name].dtype != dtype:
+                fakes[fake_name] = fakes[fake_name].to(dtype)
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
         first = {id(tensor): name for name, tensor in reversed(fakes.items())}
         recorder = _Recorder({n.removeprefix("model."): t for n, t in fakes.items() if first[id(t)] == n})

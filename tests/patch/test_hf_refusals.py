@@ -1,0 +1,85 @@
+"""A refusal names all that is in the way at once, in words that say what to do."""
+
+import pytest
+import torch
+from families import alone, sequences, tiny
+from torch import nn
+
+import vexact_ops as vx
+from vexact_ops.testing import assert_bitwise
+
+
+class Quantised(nn.Linear):
+    def forward(self, x):
+        return super().forward(x)
+
+
+def refusal(model, **options) -> str:
+    with pytest.raises((vx.patch.UnsupportedModule, TypeError, ValueError)) as caught:
+        vx.patch.hf(model, **options)
+    return str(caught.value)
+
+
+def test_what_modules_run_is_said_beside_modules_that_are_refused():
+    model = tiny("llama", num_hidden_layers=3)
+    layers = model.model.layers
+    layers[0].mlp.up_proj = Quantised(32, 48, bias=False)
+    layers[1].self_attn.attention_dropout = 0.1
+    layers[1].self_attn.is_causal = False
+    layers[2].mlp.act_fn = nn.Softmax(-1)
+    said = refusal(model)
+    for pattern in (
+        "layers.0.mlp.up_proj (Quantised): a linear layer with a forward",
+        "layers.1.self_attn (LlamaAttention): attention_dropout is 0.1",
+        "layers.1.self_attn (LlamaAttention): its attention is not causal",
+        "layers.2.mlp.act_fn (Softmax): runs aten._softmax outside the aligned ops",
+    ):
+        assert pattern in said, said
+    assert "layers.1.self_attn.q_proj" not in said and "asks attention for dropout" not in said
+
+
+def test_dropout_of_a_published_configuration_is_an_engines_no_trainers():
+    model, seqs = tiny("llama"), sequences()
+    with vx.patch.hf(model):
+        expected = alone(model, seqs)
+    model.config.attention_dropout = 0.1
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    assert "set it to 0 (from_pretrained(..., attention_dropout=0.0))" in refusal(model)
+    with vx.patch.hf(model, training=False):
+        assert_bitwise(alone(model, seqs), expected)
+        assert "attention_dropout is 0.1" in refusal(model)  # a trainer's, of the same model
+        assert_bitwise(alone(model, seqs), expected)
+        with pytest.raises(ValueError, match=r"dropout: got 0\.1, expected 0"):
+            model.train()(input_ids=seqs[0][None])
+
+
+def test_a_module_of_dropout_in_a_model_that_is_trained_after_all():
+    model, seqs = tiny("llama"), sequences()
+    attention = model.model.layers[0].self_attn
+    attention.o_proj = nn.Sequential(attention.o_proj, nn.Dropout(0.2))
+    with vx.patch.hf(model, training=False):
+        alone(model.eval(), seqs)
+        with pytest.raises(ValueError, match=r"Dropout: p: got 0\.2 in training, expected 0"):
+            model.train()(input_ids=seqs[0][None])
+
+
+def test_a_compiled_model_and_other_wrappers():
+    model = tiny("llama")
+    assert "a compiled model is patched first and compiled then" in refusal(torch.compile(model))
+    assert "patch the one inside, its 0" in refusal(nn.Sequential(model))
+    assert "expected a transformers PreTrainedModel" in refusal(nn.Linear(2, 2))
+
+
+def test_a_model_without_an_output_layer():
+    model = tiny("llama").model
+    with vx.patch.hf(model) as handle:
+        hidden = torch.zeros(1, 32)
+        for name, given in {
+            "logits": (hidden,),
+            "score": (hidden, torch.zeros(1, dtype=torch.long)),
+            "sample": (hidden, 0, 0),
+            "logprobs": (torch.zeros(1, 3, dtype=torch.long),),
+        }.items():
+            with pytest.raises(ValueError, match=f"{name}: LlamaModel has no output layer, .* AutoModelForCausalLM"):
+                getattr(handle, name)(*given)

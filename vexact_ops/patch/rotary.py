@@ -1,0 +1,216 @@
+"""Rotary tables: how they are recognised, and the frequencies that they are made from.
+
+Frequencies are buffers that no checkpoint holds: every process computes its own. A cast of the whole model
+(`.bfloat16()`) rounds them, and another device's `pow` may differ in the last bit, so a patch puts back what the
+configuration says wherever what it finds is a rounding of that.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import vexact_ops as vx
+
+from ..rope.reference import rope_cos_sin_ref
+from .pieces import NotCovered, agree, class_of, run_stock, twin
+
+LONGROPE = ("short", "long")
+_NARROW = torch.bfloat16, torch.float16
+_DEVICES = 2**-20  # relative: what another device's pow may differ by, far below any change that somebody made
+
+
+def prefixes(module: nn.Module) -> list[str]:
+    """Of the module's `inv_freq` buffers: one per layer type, or the empty one."""
+    names = [name for name in module._buffers if name.endswith("inv_freq") and not name.endswith("original_inv_freq")]
+    return [name.removesuffix("inv_freq") for name in names]
+
+
+def frequencies(module: nn.Module, longrope: str | None) -> dict[str, Tensor]:
+    """What a patched module's buffers of them hold, by name; of those on the meta device, what they will have to."""
+    names = [f"{prefix}inv_freq" for prefix in prefixes(module)]
+    if not any(module._buffers[name].is_meta for name in names):
+        return {name: module._buffers[name] for name in names}
+    configured = _configured(module, longrope)
+    return {name: configured[name] if module._buffers[name].is_meta else module._buffers[name] for name in names}
+
+
+def _types(module: nn.Module) -> list[str]:
+    kinds = getattr(module, "rope_type", "default")
+    return list(kinds.values()) if isinstance(kinds, dict) else [kinds]
+
+
+def has_longrope(module: nn.Module) -> bool:
+    return "longrope" in _types(module)
+
+
+def check_longrope(where: str, longrope: str | None) -> None:
+    if longrope is not None and longrope not in LONGROPE:
+        raise ValueError(f"{where}: longrope: got {longrope!r}, expected None, 'short' or 'long'")
+
+
+def rotary(module: nn.Module, longrope: str | None = None) -> tuple[Callable, str, dict[str, Tensor]]:
+    """The aligned forward of a rotary embedding, a note, and by name the frequencies that have to be put into its
+    buffers. Raises NotCovered."""
+    if any("dynamic" in kind for kind in _types(module)):
+        raise NotCovered(
+            "rope type 'dynamic': its frequencies depend on the longest sequence of the batch, so a token's bits would "
+            "depend on its neighbours"
+        )
+    if has_longrope(module) and longrope is None:
+        raise NotCovered(
+            "rope type 'longrope': its frequencies depend on the longest sequence of the batch, so a token's bits "
+            "would depend on its neighbours: declare the factors of all sequences, on both sides: longrope='short' "
+            "(those within original_max_position_embeddings) or longrope='long'"
+        )
+    if module._parameters or module._modules:
+        raise NotCovered("a rotary embedding of another form")
+    configured = _configured(module, longrope)
+    found, notes = {}, []
+    for prefix in prefixes(module):
+        name = f"{prefix}inv_freq"
+        value, note = _judged(module, name, configured)
+        if value is not None:
+            found[name] = value
+        notes += [note] if note else []
+    return _forward(module, configured, found), "; ".join(dict.fromkeys(notes)), found
+
+
+def _configured(module: nn.Module, longrope: str | None) -> dict[str, Tensor]:
+    """What a module of its class and configuration is made with, on a CPU; empty where that cannot be made."""
+    try:
+        with torch.device("cpu"):
+            fresh = class_of(module)(module.config)
+            found = {name: buffer for name, buffer in fresh._buffers.items() if buffer is not None}
+            if longrope == "long":
+                found |= _long(module)
+    except Exception as error:
+        if has_longrope(module) or any(b is not None and b.is_meta for b in module._buffers.values()):
+            what = "declared factors" if has_longrope(module) else "frequencies, which are on the meta device,"
+            raise NotCovered(f"its {what} cannot be made from its config") from error
+        return {}
+    return found
+
+
+def _long(module: nn.Module) -> dict[str, Tensor]:
+    """As transformers' own forward computes them for a sequence beyond the original length."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    found = {}
+    for prefix in prefixes(module):
+        kind = prefix.removesuffix("_")
+        of = module.config.rope_parameters[kind] if kind else module.config.rope_parameters
+        if of["rope_type"] == "longrope":
+            options = {"layer_type": kind} if kind else {}
+            length = of["original_max_position_embeddings"] + 1
+            make = ROPE_INIT_FUNCTIONS["longrope"]
+            found[f"{prefix}inv_freq"] = make(module.config, torch.device("cpu"), seq_len=length, **options)[0]
+    return found
+
+
+def _judged(module: nn.Module, name: str, configured: dict[str, Tensor]) -> tuple[Tensor | None, str]:
+    """What has to stand there instead, or None, and what to say of it."""
+    buffer, wanted = module._buffers[name], configured.get(name)
+    if buffer.is_meta:
+        return None, ""
+    here = buffer.detach().cpu()
+    dtype = str(buffer.dtype).removeprefix("torch.")
+    if wanted is None or wanted.shape != here.shape:
+        if buffer.dtype in _NARROW:
+            raise NotCovered(f"its {name} is {dtype}, and {_CAST}; it cannot be computed again from its config")
+        return None, ""
+    put = wanted.to(buffer.device)
+    if buffer.dtype == torch.float32 and torch.equal(here, wanted):
+        return None, ""
+    if has_longrope(module):  # whatever a forward before has left there
+        return put, "longrope: declared factors"
+    for narrow in _NARROW:
+        if torch.equal(here.double(), wanted.to(narrow).double()):
+            return put, f"{name} was rounded to {str(narrow).removeprefix('torch.')}: computed again from its config"
+    if buffer.dtype in _NARROW:
+        raise NotCovered(
+            f"its {name} is {dtype}, and {_CAST}; it is not what its config gives, rounded, so that it cannot be "
+            "computed again"
+        )
+    near = bool(((here.double() - wanted.double()).abs() <= _DEVICES * wanted.double().abs()).all())
+    if near:
+        return put, f"{name} was computed on another device or in {dtype}: computed again from its config"
+    return None, f"{name} is not what its config gives: kept, and compared with the engine's"
+
+
+_CAST = "frequencies are float32: load with dtype=... or cast parameters alone, not by .bfloat16() or .to(dtype)"
+
+
+def _forward(module: nn.Module, configured: dict[str, Tensor], put: dict[str, Tensor]) -> Callable:
+    positions = torch.tensor([[0, 1, 2, 7, 300]], dtype=torch.int64)
+    dtypes = set()
+    for prefix in prefixes(module):
+        name = f"{prefix}inv_freq"
+        buffers = {
+            key: configured.get(key) if b is None or b.is_meta else b.cpu() for key, b in module._buffers.items()
+        }
+        buffers |= {key: value.cpu() for key, value in put.items()}
+        tried = twin(module)
+        tried.__dict__["_buffers"] = buffers
+        if has_longrope(module):  # its own forward would put others there
+            tried.__dict__["rope_type"] = _without_longrope(module)
+        for dtype in (torch.float32, torch.bfloat16):
+            args = [torch.zeros(1, 5, 4, dtype=dtype), positions, *([prefix.removesuffix("_")] if prefix else [])]
+            got = run_stock(tried, *args)
+            expected = rope_cos_sin_ref(positions[0], buffers[name], scaling=_scaling(module, prefix))
+            if len(got) != 2 or not all(
+                agree(g, e[None], 1e-2 if g.dtype == torch.bfloat16 else 1e-4) for g, e in zip(got, expected)
+            ):
+                raise NotCovered("a rotary embedding whose tables no aligned op computes")
+            dtypes.add((dtype, got[0].dtype))
+    if dtypes == {(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)}:
+        return _rotary_forward(cast=True)
+    if {out for _, out in dtypes} == {torch.float32}:
+        return _rotary_forward(cast=False)
+    raise NotCovered("a rotary embedding whose tables have another dtype")
+
+
+def _without_longrope(module: nn.Module):
+    kinds = module.rope_type
+    return dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
+
+
+def _scaling(module: nn.Module, prefix: str) -> float:
+    return float(getattr(module, f"{prefix}attention_scaling", 1.0))
+
+
+class Tables:
+    """cos and sin, to be unpacked or indexed as a tuple is. FSDP2 rounds tensors in tuples, dictionaries and
+    dataclasses on their way into a unit (MixedPrecisionPolicy.cast_forward_inputs); into another object it does not
+    look."""
+
+    __slots__ = ("_pair",)
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self._pair = cos, sin
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index):
+        return self._pair[index]
+
+    def __iter__(self):
+        return iter(self._pair)
+
+
+@functools.cache
+def _rotary_forward(cast: bool) -> Callable:
+    def rotary_forward(self, x, position_ids, layer_type=None):
+        if position_ids.dim() == 3:  # an axis more: of text all are equal (base_forward sees to that)
+            position_ids = position_ids[0]
+        prefix = "" if layer_type is None else f"{layer_type}_"
+        inv_freq = getattr(self, f"{prefix}inv_freq").to(x.device, torch.float32)
+        dtype = x.dtype if cast else torch.float32
+        flat = position_ids.reshape(-1).to(x.device)
+        tables = vx.rope_cos_sin(flat, inv_freq, scaling=_scaling(self, prefix), dtype=dtype)
+        cos, sin = (t.view(*position_ids.shape, -1) for t in tables)
+        return Tables(cos, sin) if not cast and self._vexact.sharded() else (cos, sin)
+
+    return rotary_forward
