@@ -106,7 +106,7 @@ class Device:
 class Text:
     """Each token is a letter."""
 
-    silent, bytes = frozenset(), {}
+    silent, bytes, specials = frozenset(), {}, {}
 
     def decode(self, ids):
         return "".join(chr(97 + i) for i in ids)
