@@ -155,11 +155,11 @@ def _grads_kernel(
         i, j = place[:, None], place[None, :]
         at = (row + place).to(tl.int64)
         d = tl.arange(0, DKP)
-        some = live[:, None] & (d < DK)[None, :]
+        full = live[:, None] & (d < DK)[None, :]
         k_at = k + at[:, None] * strides.k_row + key_head * strides.k_head
         q_at = q + at[:, None] * strides.q_row + key_head * strides.q_head
-        _, of_k = normed(tl.load(k_at + d[None, :], mask=some, other=0.0).to(tl.float32), L2NORM)
-        _, of_q = normed(tl.load(q_at + d[None, :], mask=some, other=0.0).to(tl.float32), L2NORM)
+        _, of_k = normed(tl.load(k_at + d[None, :], mask=full, other=0.0).to(tl.float32), L2NORM)
+        _, of_q = normed(tl.load(q_at + d[None, :], mask=full, other=0.0).to(tl.float32), L2NORM)
         there = live[:, None] & wide
         rows_at = (at * HV + head)[:, None] * DV + c[None, :]
         do = scale * tl.load(dout + rows_at, mask=there, other=0.0).to(tl.float32)
