@@ -16,12 +16,14 @@ TESTS = Path(__file__).parent
 FEW = (
     "cpu-triton and (alone or gpu or tile) and not fp16 and not (gradients_of_a_sequence and fp32)"
     " and not (test_tokens_stand_alone and (gelu_tanh or fp32))"
+    " and not (test_gated_delta and not"
+    " (a_slot_is or gates or no_slot or without_rows or any_split and bf16 or against_float64 and no-norm))"
     " or cpu-triton and default_dtype_does_not_show and bf16"
     " or cpu-triton and test_step_kernels"
     " or cpu-triton and (steps_along or several_trees and 2049 or left_the_window and sinks and d80 and bf16)"
 )
 # An item for each room that takes long, and for those together that do not: a process takes four seconds to begin.
-ALONE = ("attention", "fused_moe", "limits", "linear_cross_entropy", "linear_gpu")
+ALONE = ("attention", "fused_moe", "gated_delta", "limits", "linear_cross_entropy", "linear_gpu")
 ROOMS = sorted(path.stem.removeprefix("test_") for path in (TESTS / "ops").glob("test_*.py"))
 FILES = {room: [f"ops/test_{room}.py"] for room in ALONE}
 FILES["other rooms"] = [f"ops/test_{room}.py" for room in ROOMS if room not in ALONE]

@@ -193,14 +193,21 @@ def test_opcheck(device, backend):
     torch.library.opcheck(torch.ops.vexact.causal_conv_paged.default, args)
 
 
-def test_both_devices_would_have_the_same_bits_in_the_interpreter():
-    """The arithmetic is the same operation for operation; on a machine with a GPU the compiled kernels are compared."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device is visible to torch")
+@pytest.mark.parametrize("device,backend", room_backends("causal_conv", "triton"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_a_gpu_has_the_bits_of_a_cpu(device, backend, dtype, activation):
     draw = torch.Generator().manual_seed(4)
-    x, weight, bias = (torch.randn(*s, generator=draw) for s in ((300, 70), (70, 4), (70,)))
-    on_gpu = vx.causal_conv(x.cuda(), weight.cuda(), bias.cuda())
-    assert_bitwise(on_gpu.cpu(), vx.causal_conv(x, weight, bias))
+    tensors = [torch.randn(*s, generator=draw).to(dtype) for s in ((100, 70), (70, 4), (70,))]
+    dy, lengths = torch.randn(100, 70, generator=draw).to(dtype), [30, 0, 70]
+
+    def run(device, backend):
+        leaves = [t.to(device).requires_grad_() for t in tensors]
+        options = {"cu_seqlens": offsets(device, lengths), "activation": activation, "backend": backend}
+        y = vx.causal_conv(*leaves, **options)
+        return [t.detach().cpu() for t in (y, torch.autograd.grad(y, leaves[0], dy.to(device))[0])]
+
+    assert_bitwise(run(device, backend), run("cpu", "cpu"))
 
 
 def test_bad_arguments_are_named():

@@ -206,7 +206,7 @@ def test_rows_behind_do_not_reach_a_row_alone(device, backend, dtype):
         assert_bitwise(outs, expected[: last + 1], f"without what is behind row {last}")
         for value in (torch.nan, torch.inf):
             poisoned = [x.clone() for x in rows]
-            for x in poisoned[:3]:
+            for x in poisoned[: 5 if value != value else 3]:  # g and beta have bounds
                 x[last + 1 :] = value
             outs, _ = train(poisoned, [tokens], backend)
             assert_bitwise(outs[: last + 1], expected[: last + 1], f"{value} behind row {last}")

@@ -1,6 +1,7 @@
-"""The Triton backward: states at chunk starts and u are made anew by the forward's kernel; then the chunks of a
-sequence go by from the last to the first, each program with some columns of dv. What sums over columns (the gradients
-of q, k, g and beta) is stored for each block of them and added ascending, with the value heads of a key head.
+"""The Triton backward, in three steps. States at chunk starts and u are made anew by the forward's kernel. A scan from
+the last chunk of a sequence to the first gives the gradients of u and of the states behind chunks. From all these a
+chunk's gradients follow, each chunk by itself; those that sum over columns of dv (of q, k, g and beta) are stored for
+each block of columns and added ascending, with the value heads of a key head.
 """
 
 import torch
@@ -33,7 +34,7 @@ _BLOCKS = tl.constexpr(CHUNK // 16)
 
 
 @triton.jit
-def _gradient_of_u(a, w, last, TF: tl.constexpr):
+def _gradient_of_u(a, w, TF: tl.constexpr):
     """w (64, N) less what later rows of A take: w_j - sum over i > j of A_ij w_i."""
     place, sub = tl.arange(0, _CHUNK), tl.arange(0, _BLOCK)
     at = tl.trans(a)  # at[j, i] = A_ij
@@ -55,30 +56,40 @@ def _gradient_of_u(a, w, last, TF: tl.constexpr):
 
 
 @triton.jit
-def _rows_sum(x):
-    return fold_sum(x)
+def _fold(x):
+    """The sum of a vector, as a scalar."""
+    return tl.sum(fold_sum(tl.reshape(x, [1, x.shape[0]])), axis=0)
+
+
+@triton.jit
+def _decays(sums, last, TF: tl.constexpr):
+    """exp(G_i - G_j) for j <= i; exp(G_i); exp(G_last - G_j); and exp(G_last)."""
+    place = tl.arange(0, _CHUNK)
+    seen = place[None, :] <= place[:, None]
+    total = tl.sum(tl.where(place == last - 1, sums, 0.0), axis=0)
+    e = tl.where(seen, decay(tl.where(seen, sums[:, None] - sums[None, :], 0.0), TF), 0.0)
+    rest = tl.where(place < last, decay(tl.where(place < last, total - sums, 0.0), TF), 0.0)
+    return e, decay(sums, TF), rest, decay(total, TF)
 
 
 @triton.jit(do_not_specialize=PER_CALL)
-def _bwd_kernel(
-    dout, dfinal, q, k, v, g, beta, offsets, states, us, parts_q, parts_k, dv, parts_g, parts_beta, dinitial,
-    tokens, sequences, strides, scale,
+def _scan_kernel(
+    dout, dfinal, q, k, g, beta, offsets, dstates, ws, dinitial, tokens, sequences, strides, scale,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, BV: tl.constexpr,
     FINAL: tl.constexpr, INITIAL: tl.constexpr, L2NORM: tl.constexpr, TF: tl.constexpr,
 ):  # fmt: skip
+    """From the last chunk of a sequence to the first: the gradients of u, and of the states behind chunks."""
     sequence, head = tl.program_id(2), tl.program_id(1)
     begin, end = extent(offsets, sequence, tokens)
     d, c = tl.arange(0, DKP), tl.program_id(0) * BV + tl.arange(0, BV)
     wide, deep = (c < DV)[None, :], (d < DK)[None, :]
     key_head, place = head // (HV // HK), tl.arange(0, _CHUNK)
-    i, j = place[:, None], place[None, :]
     plane = (d * DV)[:, None] + c[None, :]
     inside = (d < DK)[:, None] & wide
     whose = (sequence.to(tl.int64) * HV + head) * DK * DV
     ds = tl.zeros([DKP, BV], tl.float32)
     if FINAL:
         ds = tl.load(dfinal + whose + plane, mask=inside, other=0.0)
-    columns = tl.program_id(0).to(tl.int64) * tokens
     chunk = (end - begin + _CHUNK - 1) // _CHUNK - 1
     while chunk >= 0:
         row = begin + chunk * _CHUNK
@@ -89,63 +100,129 @@ def _bwd_kernel(
                     mask=live[:, None] & deep, other=0.0).to(tl.float32)  # fmt: skip
         y = tl.load(q + at[:, None] * strides.q_row + key_head * strides.q_head + d[None, :],
                     mask=live[:, None] & deep, other=0.0).to(tl.float32)  # fmt: skip
-        there = live[:, None] & wide
-        value = tl.load(v + at[:, None] * strides.v_row + head * strides.v_head + c[None, :], mask=there, other=0.0)
         rows_at = (at * HV + head)[:, None] * DV + c[None, :]
-        do = scale * tl.load(dout + rows_at, mask=there, other=0.0).to(tl.float32)
-        u = tl.load(us + rows_at, mask=there, other=0.0)
+        do = scale * tl.load(dout + rows_at, mask=live[:, None] & wide, other=0.0).to(tl.float32)
         b = tl.load(beta + at * HV + head, mask=live, other=0.0)
-        index = (begin // _CHUNK + sequence + chunk).to(tl.int64) * HV + head
-        s = tl.load(states + index * DK * DV + plane, mask=inside, other=0.0)
         x, _ = normed(x, L2NORM)
         y, _ = normed(y, L2NORM)
-        kn, qn, st, dst = tf(x, TF), tf(y, TF), tf(s, TF), tf(ds, TF)
+        kn, qn = tf(x, TF), tf(y, TF)
         sums = running_sums(g, row.to(tl.int64), head, 0, last, 0.0, HV)
-        total = tl.sum(tl.where(place == last - 1, sums, 0.0), axis=0)
-        rest = tl.where(live, decay(tl.where(live, total - sums, 0.0), TF), 0.0)
-        first = decay(sums, TF)
-        e = tl.where(j <= i, decay(tl.where(j <= i, sums[:, None] - sums[None, :], 0.0), TF), 0.0)
-        kk, qk = dot(kn, tl.trans(kn), TF), dot(qn, tl.trans(kn), TF)
-        a = tl.where(j < i, b[:, None] * (e * kk), 0.0)
-        p = tl.where(j <= i, e * qk, 0.0)
-        dot_, ut = tf(do, TF), tf(u, TF)
-        w = rest[:, None] * dot(kn, dst, TF) + dot(tf(tl.trans(p), TF), dot_, TF)
-        w = _gradient_of_u(a, w, last, TF)
-        wt = tf(w, TF)
-        # what beta multiplies: v less what the state and earlier rows give
-        ks, qs = dot(kn, st, TF), dot(qn, st, TF)
-        bare = tl.where(j < i, e * kk, 0.0)
-        left = (value.to(tl.float32) - first[:, None] * ks) - dot(tf(bare, TF), ut, TF)
-        by_k, by_q = (b * first)[:, None] * w * -1.0, first[:, None] * do
-        dbeta = _rows_sum(w * left)
-        dsums = _rows_sum(by_k * ks + by_q * qs)
-        dkk = tl.where(j < i, b[:, None] * e * dot(wt, tl.trans(ut), TF) * -1.0, 0.0)
-        dqk = tl.where(j <= i, e * dot(dot_, tl.trans(ut), TF), 0.0)
-        m = tl.where(j < i, dkk * kk + dqk * qk, 0.0)
-        dsums = dsums + (_rows_sum(m) - _rows_sum(tl.trans(m)))
-        dkt, dqt, by_kt, by_qt = tf(dkk, TF), tf(dqk, TF), tf(by_k, TF), tf(by_q, TF)
-        h = rest[:, None] * dot(ut, tl.trans(dst), TF)
-        dq = dot(by_qt, tl.trans(st), TF) + dot(dqt, kn, TF)
-        dk = dot(by_kt, tl.trans(st), TF) + dot(dkt, kn, TF)
-        dk = dk + (dot(tl.trans(dkt), kn, TF) + dot(tl.trans(dqt), qn, TF))
-        dk = dk + h
-        taken = _rows_sum(x * h)
-        of_all = tl.sum(tl.reshape(_rows_sum(tl.reshape(taken, [1, _CHUNK])), [1]), axis=0)
-        of_state = tl.sum(tl.reshape(_rows_sum(tl.reshape(_rows_sum(ds * s), [1, DKP])), [1]), axis=0)
-        last_sum = tl.where(place == last - 1, of_all + decay(total, TF) * of_state, 0.0)
-        dsums = (dsums - taken) + last_sum
-        # order: the gradient of g_i takes those of the sums from the last to i, in a tree
-        dg = _rows_sum(tl.where(j >= i, tl.broadcast_to(dsums[None, :], [_CHUNK, _CHUNK]), 0.0))
-        tl.store(dv + rows_at, (b[:, None] * w).to(dv.dtype.element_ty), mask=there)
-        tl.store(parts_beta + (columns + at) * HV + head, dbeta, mask=live)
-        tl.store(parts_g + (columns + at) * HV + head, dg, mask=live)
-        keys_at = ((columns + at) * HV + head)[:, None] * DK + d[None, :]
-        tl.store(parts_q + keys_at, dq, mask=live[:, None] & deep)
-        tl.store(parts_k + keys_at, dk, mask=live[:, None] & deep)
-        ds = decay(total, TF) * ds + (dot(tl.trans(kn), by_kt, TF) + dot(tl.trans(qn), by_qt, TF))
+        e, first, rest, whole = _decays(sums, last, TF)
+        a = tl.where(place[None, :] < place[:, None], b[:, None] * (e * dot(kn, tl.trans(kn), TF)), 0.0)
+        p = e * dot(qn, tl.trans(kn), TF)
+        index = (begin // _CHUNK + sequence + chunk).to(tl.int64) * HV + head
+        tl.store(dstates + index * DK * DV + plane, ds, mask=inside)
+        w = rest[:, None] * dot(kn, tf(ds, TF), TF) + dot(tf(tl.trans(p), TF), tf(do, TF), TF)
+        w = _gradient_of_u(a, w, TF)
+        tl.store(ws + rows_at, w, mask=live[:, None] & wide)
+        by_k, by_q = tf((b * first)[:, None] * w * -1.0, TF), tf(first[:, None] * do, TF)
+        ds = whole * ds + (dot(tl.trans(kn), by_k, TF) + dot(tl.trans(qn), by_q, TF))
         chunk -= 1
     if INITIAL:
         tl.store(dinitial + whose + plane, ds, mask=inside)
+
+
+@triton.jit
+def _find_chunk(offsets, index, tokens, sequences, SEQUENCES: tl.constexpr):
+    """The sequence whose chunk has this index among the states, and which of its chunks it is."""
+    before = tl.zeros([], tl.int32)
+    for start in range(0, sequences, SEQUENCES):
+        n = start + tl.arange(0, SEQUENCES)
+        begin = tl.load(offsets + n, mask=n < sequences, other=0)
+        first = tl.minimum(tl.maximum(begin, 0), tokens) // _CHUNK + n
+        before += tl.sum(((first <= index) & (n < sequences)).to(tl.int32), axis=0)
+    sequence = tl.maximum(before - 1, 0)
+    begin, end = extent(offsets, sequence, tokens)
+    return begin, end, index - begin // _CHUNK - sequence
+
+
+@triton.jit(do_not_specialize=PER_CALL)
+def _grads_kernel(
+    dout, q, k, v, g, beta, offsets, states, dstates, us, ws, parts_q, parts_k, dv, parts_g, parts_beta,
+    tokens, sequences, strides, scale,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, BV: tl.constexpr,
+    DB: tl.constexpr, L2NORM: tl.constexpr, TF: tl.constexpr, SEQUENCES: tl.constexpr,
+):  # fmt: skip
+    """One chunk, one value head, some columns of dv: all gradients, from the states and u and from their gradients.
+    dk goes by in blocks of DB, so that what products take fits into shared memory."""
+    index, head = tl.program_id(0), tl.program_id(1)
+    begin, end, chunk = _find_chunk(offsets, index, tokens, sequences, SEQUENCES)
+    row = begin + chunk * _CHUNK
+    if (chunk >= 0) & (row < end):
+        last = tl.minimum(_CHUNK, end - row)
+        c, place = tl.program_id(2) * BV + tl.arange(0, BV), tl.arange(0, _CHUNK)
+        key_head, wide, live = head // (HV // HK), (c < DV)[None, :], place < last
+        i, j = place[:, None], place[None, :]
+        at = (row + place).to(tl.int64)
+        d = tl.arange(0, DKP)
+        full = live[:, None] & (d < DK)[None, :]
+        k_at = k + at[:, None] * strides.k_row + key_head * strides.k_head
+        q_at = q + at[:, None] * strides.q_row + key_head * strides.q_head
+        _, of_k = normed(tl.load(k_at + d[None, :], mask=full, other=0.0).to(tl.float32), L2NORM)
+        _, of_q = normed(tl.load(q_at + d[None, :], mask=full, other=0.0).to(tl.float32), L2NORM)
+        there = live[:, None] & wide
+        rows_at = (at * HV + head)[:, None] * DV + c[None, :]
+        do = scale * tl.load(dout + rows_at, mask=there, other=0.0).to(tl.float32)
+        u = tf(tl.load(us + rows_at, mask=there, other=0.0), TF)
+        w = tl.load(ws + rows_at, mask=there, other=0.0)
+        b = tl.load(beta + at * HV + head, mask=live, other=0.0)
+        sums = running_sums(g, row.to(tl.int64), head, 0, last, 0.0, HV)
+        e, first, rest, whole = _decays(sums, last, TF)
+        here = (index.to(tl.int64) * HV + head) * DK * DV
+        kk, qk = tl.zeros([_CHUNK, _CHUNK], tl.float32), tl.zeros([_CHUNK, _CHUNK], tl.float32)
+        ks, qs = tl.zeros([_CHUNK, BV], tl.float32), tl.zeros([_CHUNK, BV], tl.float32)
+        of_state = tl.zeros([DB], tl.float32)
+        for start in range(0, DKP, DB):  # order: blocks of dk ascending
+            part = start + tl.arange(0, DB)
+            some = live[:, None] & (part < DK)[None, :]
+            x = tl.load(k_at + part[None, :], mask=some, other=0.0).to(tl.float32) * of_k[:, None]
+            y = tl.load(q_at + part[None, :], mask=some, other=0.0).to(tl.float32) * of_q[:, None]
+            inside = (part < DK)[:, None] & wide
+            s = tl.load(states + here + (part * DV)[:, None] + c[None, :], mask=inside, other=0.0)
+            ds = tl.load(dstates + here + (part * DV)[:, None] + c[None, :], mask=inside, other=0.0)
+            kn, qn, st = tf(x, TF), tf(y, TF), tf(s, TF)
+            kk += dot(kn, tl.trans(kn), TF)
+            qk += dot(qn, tl.trans(kn), TF)
+            ks += dot(kn, st, TF)
+            qs += dot(qn, st, TF)
+            of_state += fold_sum(ds * s)
+        value = tl.load(v + at[:, None] * strides.v_row + head * strides.v_head + c[None, :], mask=there, other=0.0)
+        earlier = tf(tl.where(j < i, e * kk, 0.0), TF)
+        left = (value.to(tl.float32) - first[:, None] * ks) - dot(earlier, u, TF)  # what beta multiplies
+        by_k, by_q = (b * first)[:, None] * w * -1.0, first[:, None] * do
+        dbeta, dsums = fold_sum(w * left), fold_sum(by_k * ks + by_q * qs)
+        ut = tl.trans(u)
+        dkk = tl.where(j < i, b[:, None] * e * dot(tf(w, TF), ut, TF) * -1.0, 0.0)
+        dqk = tl.where(j <= i, e * dot(tf(do, TF), ut, TF), 0.0)
+        m = tl.where(j < i, dkk * kk + dqk * qk, 0.0)
+        dsums = dsums + (fold_sum(m) - fold_sum(tl.trans(m)))
+        tl.store(dv + rows_at, (b[:, None] * w).to(dv.dtype.element_ty), mask=there)
+        by_k, by_q, dkk, dqk = tf(by_k, TF), tf(by_q, TF), tf(dkk, TF), tf(dqk, TF)
+        columns = tl.program_id(2).to(tl.int64) * tokens
+        keys_at = ((columns + at) * HV + head)[:, None] * DK
+        taken = tl.zeros([_CHUNK], tl.float32)
+        for start in range(0, DKP, DB):
+            part = start + tl.arange(0, DB)
+            some = live[:, None] & (part < DK)[None, :]
+            x = tl.load(k_at + part[None, :], mask=some, other=0.0).to(tl.float32) * of_k[:, None]
+            y = tl.load(q_at + part[None, :], mask=some, other=0.0).to(tl.float32) * of_q[:, None]
+            inside = (part < DK)[:, None] & wide
+            s = tl.load(states + here + (part * DV)[:, None] + c[None, :], mask=inside, other=0.0)
+            ds = tl.load(dstates + here + (part * DV)[:, None] + c[None, :], mask=inside, other=0.0)
+            kn, qn, st = tf(x, TF), tf(y, TF), tl.trans(tf(s, TF))
+            h = rest[:, None] * dot(u, tl.trans(tf(ds, TF)), TF)
+            dq = dot(by_q, st, TF) + dot(dqk, kn, TF)
+            dk = dot(by_k, st, TF) + dot(dkk, kn, TF)
+            dk = dk + (dot(tl.trans(dkk), kn, TF) + dot(tl.trans(dqk), qn, TF))
+            tl.store(parts_q + keys_at + part[None, :], dq, mask=some)
+            tl.store(parts_k + keys_at + part[None, :], dk + h, mask=some)
+            taken += fold_sum(x * h)
+        of_all = _fold(taken) + whole * _fold(of_state)
+        dsums = (dsums - taken) + tl.where(place == last - 1, of_all, 0.0)
+        # order: the gradient of g_i takes those of the sums from i to the last, in a tree
+        dg = fold_sum(tl.where(j >= i, tl.broadcast_to(dsums[None, :], [_CHUNK, _CHUNK]), 0.0))
+        tl.store(parts_beta + (columns + at) * HV + head, dbeta, mask=live)
+        tl.store(parts_g + (columns + at) * HV + head, dg, mask=live)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -182,24 +259,28 @@ def backward(dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, scale, l
     """kept: what `chunks` gives with keep, where somebody has made it."""
     tokens, batch, size = q.shape[0], cu_seqlens.shape[0] - 1, sizes(q, v, l2norm)
     (hk, dk), (hv, dv) = q.shape[1:], v.shape[1:]
-    device = q.device
+    new = {"device": q.device}
     out_q, out_k, out_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    out_g, out_beta = (
-        torch.empty(g.shape, dtype=torch.float32, device=device),
-        torch.empty(g.shape, dtype=torch.float32, device=device),
-    )
-    dinitial = None if initial_state is None else torch.empty(initial_state.shape, dtype=torch.float32, device=device)
+    out_g, out_beta = (torch.empty(g.shape, dtype=torch.float32, **new) for _ in "gb")
+    dinitial = None if initial_state is None else torch.empty(initial_state.shape, dtype=torch.float32, **new)
     if batch == 0 or (tokens == 0 and dinitial is None):
         return out_q, out_k, out_v, out_g, out_beta, dinitial
     states, us = kept or chunks(q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, keep=True)
-    blocks = triton.cdiv(dv, size["BV"])
-    parts_q, parts_k = (torch.empty((blocks, tokens, hv, dk), dtype=torch.float32, device=device) for _ in "qk")
-    parts_g, parts_beta = (torch.empty((blocks, tokens, hv), dtype=torch.float32, device=device) for _ in "gb")
+    dstates, ws = torch.empty_like(states), torch.empty_like(us)
+    columns = min(triton.next_power_of_2(max(dv, 16)), 64)  # of a program that makes gradients
+    blocks = triton.cdiv(dv, columns)
+    parts_q, parts_k = (torch.empty((blocks, tokens, hv, dk), dtype=torch.float32, **new) for _ in "qk")
+    parts_g, parts_beta = (torch.empty((blocks, tokens, hv), dtype=torch.float32, **new) for _ in "gb")
+    options, strides = {"num_warps": 8, "num_stages": 1, **OPTIONS}, strides_of(q, k, v)
     with on(q):
-        _bwd_kernel[blocks, hv, batch](
-            dout, g if dfinal is None else dfinal, q, k, v, g, beta, cu_seqlens, states, us, parts_q, parts_k, out_v,
-            parts_g, parts_beta, g if dinitial is None else dinitial, tokens, batch, strides_of(q, k, v), scale,
-            FINAL=dfinal is not None, INITIAL=dinitial is not None, num_warps=8, num_stages=1, **size, **OPTIONS,
+        _scan_kernel[triton.cdiv(dv, size["BV"]), hv, batch](
+            dout, g if dfinal is None else dfinal, q, k, g, beta, cu_seqlens, dstates, ws,
+            g if dinitial is None else dinitial, tokens, batch, strides, scale,
+            FINAL=dfinal is not None, INITIAL=dinitial is not None, **size, **options,
+        )  # fmt: skip
+        _grads_kernel[states.shape[0], hv, blocks](
+            dout, q, k, v, g, beta, cu_seqlens, states, dstates, us, ws, parts_q, parts_k, out_v, parts_g, parts_beta,
+            tokens, batch, strides, scale, DB=min(size["DKP"], 64), SEQUENCES=128, **{**size, "BV": columns}, **options,
         )  # fmt: skip
         if tokens:
             shared = {name: size[name] for name in ("HK", "HV", "DK", "DKP", "L2NORM")}
