@@ -256,7 +256,8 @@ class Proofs:
                 self._keep(unit, len(nodeids))
 
     def _all_passed(self, unit: str, nodeids: list[str]) -> bool:
-        if self.config.option.markexpr and Path(unit.partition("::")[0]).name in {*processes.FILES, *processes.TESTS}:
+        path = self.sources.root / unit.partition("::")[0]
+        if self.config.option.markexpr and (processes.is_whole(path) or processes.tests_of(path)):
             return False  # some of it was left out
         found = [self._outcomes.get(nodeid, set()) for nodeid in nodeids]
         fine = all("teardown passed" in one and not any("failed" in o or "proven" in o for o in one) for one in found)
