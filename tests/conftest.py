@@ -152,19 +152,15 @@ def pytest_xdist_auto_num_workers():
 pytest_addoption = proofs.pytest_addoption
 
 
-def _kept_proofs() -> Path | None:
-    from vexact_ops._core.disk import folder
-
-    return folder("proofs")
-
-
 def pytest_configure(config):
+    from vexact_ops._core import disk
+
     config.addinivalue_line("markers", "cuda: needs a GPU; -m cuda runs these alone")
     config.addinivalue_line("markers", "long: takes a minute and more on a GPU; among the first of a process")
     config.addinivalue_line("markers", 'process: starts a Python process; -m "not process" leaves these out')
     config.pluginmanager.register(on_gpu.OnGpu())
     config.pluginmanager.register(processes.Processes())
-    config.pluginmanager.register(proofs.Proofs(config, _kept_proofs()))
+    config.pluginmanager.register(proofs.Proofs(config, disk.folder("proofs"), disk.store))
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

@@ -1,10 +1,12 @@
 """A pytest plugin: which tests start Python processes (the mark `process`), each of which imports torch and more: much
 of what a run costs. `pytest -m "not process"` is the inner loop.
 
-Marked are the files and tests below, and whatever has the mark itself. What starts a process without it is named at the
-end of a run.
+Marked are the files below, tests that start one in their own file, and whatever has the mark itself. What starts a
+process without it is named at the end of a run.
 """
 
+import ast
+import functools
 import os
 import sys
 from pathlib import Path
@@ -29,29 +31,47 @@ FILES = {
     "test_typing.py",
     "trainers",  # all in the folder
 }
-TESTS = {
-    "test_hf_training.py": {"test_log_probabilities_are_the_engine_s"},
-    "test_hf_wrapped.py": {"test_two_ranks"},
-    "test_linear_cross_entropy.py": {"test_training_never_holds_the_logits"},
-    "test_explain.py": {
-        "test_a_failing_explanation_stops_no_run",
-        "test_a_line_for_each_call",
-        "test_another_level_is_refused",
-        "test_where_it_is_off_nothing_is_in_the_way_of_a_call",
-    },
-}
+START = {"subprocess", "Popen", "multiprocessing", "ProcessPoolExecutor"}
+PYTHON = {"executable", "multiprocessing", "ProcessPoolExecutor"}  # not git or nvidia-smi
 
 
-def is_marked(item: pytest.Item) -> bool:
-    if item.get_closest_marker("process"):
-        return True
-    path, name = Path(item.path), getattr(item, "originalname", item.name)
-    return path.name in FILES or path.parent.name in FILES or name in TESTS.get(path.name, ())
+@functools.cache
+def tests_of(path: Path) -> set[str]:
+    """The tests of a file that start one, in functions and fixtures of the same file too."""
+    tree = ast.parse(path.read_text())
+    uses = {node.name: _names(node) for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    found = {name for name, used in uses.items() if _any(used, START) and _any(used, PYTHON)}
+    while more := {name for name, used in uses.items() if used & found} - found:
+        found |= more
+    return {name for name in found if name.startswith("test_")}
+
+
+def _any(used: set[str], names: set[str]) -> bool:
+    return any(name.lstrip(".") in names for name in used)
+
+
+def _names(node: ast.AST) -> set[str]:
+    """All that is named in a function, its arguments (fixtures) among it."""
+    found = set()
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Name):
+            found.add(inner.id)
+        elif isinstance(inner, ast.arg):
+            found.add(inner.arg)
+        elif isinstance(inner, ast.Attribute):
+            found.add(f".{inner.attr}")  # subprocess.run is no function of the file that is called run
+    return found
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a file's tests are marked by where they are."""
+    return path.name in FILES or path.parent.name in FILES
 
 
 def mark(items: list[pytest.Item]) -> None:
     for item in items:
-        if is_marked(item):
+        path, name = Path(item.path), getattr(item, "originalname", None) or item.name
+        if is_whole(path) or name in tests_of(path):
             item.add_marker(pytest.mark.process)
 
 

@@ -16,7 +16,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -165,8 +165,10 @@ def _machine() -> list:
 class Proofs:
     """Skips what has passed, and keeps what passes."""
 
-    def __init__(self, config: pytest.Config, folder: Path | None, root: Path = ROOT):
-        self.config, self.folder, self.sources = config, folder, Sources(root)
+    def __init__(
+        self, config: pytest.Config, folder: Path | None, store: Callable[[Path, str], object], root: Path = ROOT
+    ):
+        self.config, self.folder, self.sources, self._store = config, folder, Sources(root), store
         self._keys: dict[str, str | None] = {}
         self._expected: set[str] = set()
         self._outcomes: dict[str, set[str]] = {}
@@ -178,7 +180,8 @@ class Proofs:
     @property
     def writes(self) -> bool:
         option = self.config.option
-        chosen = option.keyword or option.markexpr not in ("", "not process") or getattr(option, "lf", False)
+        chosen = option.keyword or option.markexpr not in ("", "not process") or option.deselect
+        chosen = chosen or getattr(option, "lf", False)
         names = any("::" in str(arg) for arg in self.config.invocation_params.args)
         return self.folder is not None and not (chosen or names or hasattr(self.config, "workerinput"))
 
@@ -253,17 +256,16 @@ class Proofs:
                 self._keep(unit, len(nodeids))
 
     def _all_passed(self, unit: str, nodeids: list[str]) -> bool:
-        if self.config.option.markexpr and Path(unit.partition("::")[0]).name in {*processes.FILES, *processes.TESTS}:
+        path = self.sources.root / unit.partition("::")[0]
+        if self.config.option.markexpr and (processes.is_whole(path) or processes.tests_of(path)):
             return False  # some of it was left out
         found = [self._outcomes.get(nodeid, set()) for nodeid in nodeids]
         fine = all("teardown passed" in one and not any("failed" in o or "proven" in o for o in one) for one in found)
         return fine and any("call passed" in one for one in found)
 
     def _keep(self, unit: str, tests: int) -> None:
-        from vexact_ops._core.disk import store
-
         content = {"unit": unit, "tests": tests, "date": datetime.date.today().isoformat()}
-        store(self.folder / f"{self.key(unit)}.json", json.dumps(content))
+        self._store(self.folder / f"{self.key(unit)}.json", json.dumps(content))
 
     def pytest_terminal_summary(self, terminalreporter):
         skipped = [r for r in terminalreporter.stats.get("skipped", ()) if PROVEN in str(r.longrepr)]

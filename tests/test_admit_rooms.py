@@ -230,7 +230,7 @@ def test_gradients_whose_kernel_could_not_be_verified_are_no_other_kernels_in_si
     from vexact_ops._core.admit import Decision, Verdict
     from vexact_ops.attention import cuda
 
-    call = cuda.Call("backward", CPU, torch.bfloat16, cuda.Shape(2, 64, 64, "causal"), flash=True)
+    call = cuda.Call("backward", CPU, torch.bfloat16, True, False, cuda.Shape(2, 64, 64, "causal"))
     theirs, triton = Candidate(cuda.FLASH_ATTN, None), Candidate(cuda.TRITON, None)
     monkeypatch.setattr(cuda, "_cute", lambda: "installed")
 

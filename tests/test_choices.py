@@ -154,3 +154,18 @@ def test_a_file_is_named_by_its_gpu(monkeypatch):
     assert choices.name_of(torch.device("cuda", 0)) == "nvidia-h100-80gb-hbm3"
     choices.name_of.cache_clear()
     assert choices._read("no such GPU") == {} and choices.shipped(torch.device("cpu")) == {}
+
+
+def test_what_is_recorded_comes_beside_what_is_there(tmp_path, monkeypatch):
+    from benchmarks import start
+
+    first = {"kernels": {"a product": "slow", "b product": "fast"}, "graphs": {"an engine": {"decodes": [1, 8]}}}
+    path = start._merge(first, "cpu", tmp_path / "chosen")
+    start._merge({"kernels": {"a product": "fast", "c product": "fast"}}, "cpu", tmp_path / "chosen")
+    monkeypatch.setattr(choices, "FOLDER", path.parent)
+    choices._read.cache_clear()
+    found = choices._read(path.stem)
+    choices._read.cache_clear()
+    assert found["kernels"] == {"a product": "fast", "b product": "fast", "c product": "fast"}
+    assert found["graphs"] == first["graphs"] and found["made"].keys() >= {"torch", "commit", "date"}
+    assert '  "b product": "fast",\n' in path.read_text(), "a line for each"

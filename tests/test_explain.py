@@ -16,7 +16,7 @@ from vexact_ops._core import admit, gpu
 from vexact_ops._core import explain as explaining
 from vexact_ops._core.admit import Candidate, Decision, Verdict
 from vexact_ops._core.backend import PROBES, ROOMS
-from vexact_ops._core.operator import OPERATORS
+from vexact_ops._core.registry import OPERATORS
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(bool(PROBES["cpu"]()), reason="the compiled extension is missing")
@@ -192,6 +192,7 @@ WITH_ROUTES = {
     "linear_sample": ("_draws",),
     "linear_cross_entropy": ("_heads",),
     "fused_moe": ("_planning", "_rows", "_combining", "_gating"),
+    "gated_delta": ("_decision",),
 }
 
 
@@ -251,7 +252,7 @@ def test_a_decision_that_was_just_made_is_told_to_whoever_watches(monkeypatch, t
 CALLS = """
 import torch
 import vexact_ops as vx
-from vexact_ops._core.operator import OPERATORS
+from vexact_ops._core.registry import OPERATORS
 x = torch.ones(3, 64, dtype=torch.bfloat16, requires_grad=True)
 w = torch.ones(10, 64, dtype=torch.bfloat16)
 vx.linear(x, w).sum().backward()

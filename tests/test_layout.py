@@ -118,6 +118,34 @@ def test_the_core_imports_nothing_that_is_built_on_it():
                 assert name.split(".")[1] == "_core", f"{path.relative_to(ROOT)} imports {name}"
 
 
+def circles(files: dict[str, set[str]]) -> set[str]:
+    """The files that reach themselves by what each of them imports."""
+
+    def reached(start: str) -> set[str]:
+        found, todo = set(), list(files[start])
+        while todo:
+            name = todo.pop()
+            if name in files and name not in found:
+                found.add(name)
+                todo += files[name]
+        return found
+
+    return {name for name in files if name in reached(name)}
+
+
+def test_no_file_of_the_core_or_of_a_room_imports_itself_by_way_of_others():
+    """Inside functions neither: shared types and errors are in the lower file."""
+    folders = {"_core", *ROOMS} - {"gated_delta"}  # whose backward is made of the forward's parts, and asked for by it
+    files = {}
+    for path in (ROOT / "vexact_ops").rglob("*.py"):
+        if path.relative_to(ROOT).parts[1] in folders:
+            own = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            names = imports(path) - ({"vexact_ops._core.operator.Operator"} if path.name == "registry.py" else set())
+            files[own] = {part for name in names for part in (name, name.rpartition(".")[0])}
+    assert not circles(files)
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {"b", "c"}
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_core_and_what_it_is_composed_of(room):
     allowed = {room, "_core"} | COMPOSED_OF.get(room, set())

@@ -154,3 +154,28 @@ def test_once(): assert len(tries) == 1
     out = run_toy(tmp_path, body, "-n0", "--tb=short")
     assert "2 failed, 1 passed" in out, out
     assert "could not be made by another process" in out and out.count("the first reason") >= 2, out
+
+
+def test_what_starts_a_process_is_marked(tmp_path):
+    """By itself, by what it calls, or by a fixture of its file; other commands than Python are no matter."""
+    import processes
+
+    file = tmp_path / "test_toy.py"
+    file.write_text("""
+import subprocess, sys
+def run():
+    return subprocess.run([sys.executable, "-c", ""])
+@pytest.fixture
+def served():
+    return run()
+def test_itself(): subprocess.run([sys.executable])
+def test_by_a_call(): run()
+def test_by_a_fixture(served): pass
+def test_git(): subprocess.run(["git", "log"])
+def test_none(): pass
+""")
+    assert processes.tests_of(file) == {"test_itself", "test_by_a_call", "test_by_a_fixture"}
+    assert "test_training_never_holds_the_logits" in processes.tests_of(TESTS / "ops/test_linear_cross_entropy.py")
+    assert "test_two_ranks" in processes.tests_of(TESTS / "patch/test_hf_wrapped.py")
+    for name in processes.FILES - {"trainers"}:
+        assert list(TESTS.rglob(name)), f"tests/processes.py: there is no {name}"

@@ -101,7 +101,7 @@ proofs.Sources.key = lambda self, path, *more, **facts: str(hash(path.read_text(
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: ...")
-    config.pluginmanager.register(proofs.Proofs(config, Path({folder!r}), Path({root!r})))
+    config.pluginmanager.register(proofs.Proofs(config, Path({folder!r}), Path.write_text, Path({root!r})))
 """
 
 
@@ -109,7 +109,8 @@ def pytest_configure(config):
 def test_a_file_that_has_passed_is_skipped_until_it_changes(tmp_path):
     file = tmp_path / "tests" / "ops" / "test_toy.py"
     file.parent.mkdir(parents=True)
-    (tmp_path / "vexact_ops").mkdir()
+    for folder in ("vexact_ops", "kept"):
+        (tmp_path / folder).mkdir()
     (tmp_path / "vexact_ops" / "__init__.py").write_text("")
     (tmp_path / "conftest.py").write_text(CONFTEST.format(folder=str(tmp_path / "kept"), root=str(tmp_path)))
 

@@ -15,10 +15,7 @@ from types import ModuleType
 import torch
 
 from . import native
-
-
-class BackendUnavailable(RuntimeError):
-    """A backend that was asked for, or is the only one for a device, cannot run here; the message says why."""
+from .native import BackendUnavailable as BackendUnavailable  # the public name is this module's
 
 
 def _cpu() -> str | None:

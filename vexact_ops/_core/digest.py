@@ -37,6 +37,7 @@ _NO_ARITHMETIC = {
     "numerics",
     "operator",
     "race",
+    "registry",
     "sequences",
     "tune",
 }

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import admit
 from .admit import Decision, canonical_by_rule
+from .registry import OPERATORS
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,6 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace != "vexact":
             return func(*args, **(kwargs or {}))
-        from .operator import OPERATORS
-
         name = func._schema.name.removeprefix("vexact::")
         self.calls.append((name, args))
         return OPERATORS[name].fake(*args)
@@ -107,8 +106,6 @@ class _Recording(TorchDispatchMode):
 
 def described(name: str, args: tuple) -> Call:
     """A call by what the operator was given."""
-    from .operator import OPERATORS
-
     operator = OPERATORS[name]
     tensors = tuple(_shown(t) for t in admit.tensors_of(list(args)))
     if not operator.has_backend:

@@ -12,6 +12,10 @@ from torch import Tensor
 _LIBRARY = Path(__file__).parent.parent / "_native.abi3.so"
 
 
+class BackendUnavailable(RuntimeError):
+    """A backend that was asked for, or is the only one for a device, cannot run here; the message says why."""
+
+
 @functools.cache
 def _load() -> str | None:
     if not _LIBRARY.exists():
@@ -32,8 +36,6 @@ def ops():
     """torch.ops.vexact_native, loaded. Raises BackendUnavailable with the reason."""
     reason = _load()
     if reason is not None:
-        from .backend import BackendUnavailable
-
         raise BackendUnavailable(reason)
     return torch.ops.vexact_native
 

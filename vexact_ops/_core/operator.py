@@ -20,10 +20,11 @@ from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.autograd import forward_ad, profiler
 from torch.compiler import is_compiling
 
+from .registry import OPERATORS
+
 _functorch_level = _C._functorch.maybe_current_level
 _LIBRARY = torch.library.Library("vexact", "FRAGMENT")
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
-OPERATORS: dict[str, "Operator"] = {}  # by name
 _VALUES = frozenset((type(None), bool, int, float, str, torch.dtype))  # arguments that are no tensors
 
 

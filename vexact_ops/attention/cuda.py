@@ -248,7 +248,8 @@ class Call(NamedTuple):
     """What decides which kernel computes a call, from what its operator is given (by name, and more than these).
 
     part     "forward", "paged" or "backward"
-    flash    whether it belongs to the flash order
+    flash    whether it belongs to the flash order; latent: whether its keys hold their values
+    shape    of a case that more than one kernel may compute, else None: decodes ask at every layer
     long     whether flash-attn-4's kernel takes it, and is worth its launch
     segment  kv_segment; page: keys in one
     """
@@ -256,44 +257,47 @@ class Call(NamedTuple):
     part: str
     device: torch.device
     dtype: torch.dtype
-    shape: Shape
     flash: bool
+    latent: bool
+    shape: Shape | None
     long: bool = True
     segment: int | None = None
     page: int = 0
 
     @classmethod
     def forward(cls, q, k, v, max_seqlen, sinks, scale, causal, window, softcap, kv_segment, **_) -> "Call":
-        shape, ours = Shape.of(q, k, v, causal, window), flash(q, v, sinks, scale, softcap)
-        long = _is_long(q, max_seqlen) and k.shape[0] > 0
-        return cls("forward", q.device, q.dtype, shape, ours, long, kv_segment)
+        ours, long = flash(q, v, sinks, scale, softcap), _is_long(q, max_seqlen) and k.shape[0] > 0
+        shape = Shape.of(q, k, v, causal, window) if ours and long else None
+        return cls("forward", q.device, q.dtype, ours, q.shape[2] == LATENT, shape, long, kv_segment)
 
     @classmethod
     def paged(
         cls, q, k_cache, v_cache, block_table, max_seqlen_q, sinks, scale, window, softcap, kv_segment, **_
     ) -> "Call":  # fmt: skip
-        shape, ours = Shape.of(q, k_cache, v_cache, True, window), flash(q, v_cache, sinks, scale, softcap)
+        ours, latent, shape = flash(q, v_cache, sinks, scale, softcap), q.shape[2] == LATENT, None
         pages, page = k_cache.shape[:2]
         long = max_seqlen_q >= LONG_CHUNK and _is_long(q, block_table.shape[1] * page) and pages > 0
-        long = long and block_table.stride(1) == 1 and _pages_fit(shape, page)
-        return cls("paged", q.device, q.dtype, shape, ours, long, kv_segment, page)
+        if long and ours:
+            shape = Shape.of(q, k_cache, v_cache, True, window)
+            long = block_table.stride(1) == 1 and _pages_fit(shape, page)
+        return cls("paged", q.device, q.dtype, ours, latent, shape, long, kv_segment, page)
 
     @classmethod
     def backward(cls, q, k, v, sinks, scale, causal, window, softcap, **_) -> "Call":
-        shape = Shape.of(q, k, v, causal, window)
-        return cls("backward", q.device, q.dtype, shape, flash(q, v, sinks, scale, softcap))
+        ours, shape = flash(q, v, sinks, scale, softcap), Shape.of(q, k, v, causal, window)
+        return cls("backward", q.device, q.dtype, ours, q.shape[2] == LATENT, shape)
 
 
 def route(call: Call) -> Decision:
     """Which kernel computes a call: dispatch takes it, `explain` shows it, `admit` asks for it ahead of time."""
-    part, device, dtype, shape, ours, long, segment, page = call
+    part, device, dtype, ours, latent, shape, long, segment, page = call
     if not ours:
         return canonical_by_rule(TRITON, "not a case of the flash order (see attention_varlen)")
     if part == "backward":
-        if shape.d == LATENT:
+        if latent:
             return canonical_by_rule(TRITON, "the one backward of latent attention")
         return canonical_by_rule(TRITON, _why_not()) if _cute() is None else _backward(device, dtype, shape)
-    if shape.d == LATENT:
+    if latent:
         return canonical_by_rule(FLASH_LATENT, "the one kernel of latent attention")
     if not long:
         return canonical_by_rule(OURS, _SHORT[part])
@@ -315,7 +319,7 @@ def _pages_fit(shape: Shape, page: int) -> bool:
 
 def _fast_backward(call: Call) -> bool:
     decision = route(call)
-    proposed = call.shape.d != LATENT and _cute() is not None and os.environ.get("VEXACT_ADMIT") != "0"
+    proposed = not call.latent and _cute() is not None and os.environ.get("VEXACT_ADMIT") != "0"
     if proposed and not decision.verdicts:  # the Triton kernels' bits are others
         raise RuntimeError(
             f"attention_varlen: this backward has not been verified yet ({decision.why}): call it once before, outside "
@@ -507,7 +511,7 @@ def admit(
     found = []
     for window in windows:
         shape = Shape.of(q, k, v, causal, window)
-        call = Call("forward", device, dtype, shape, flash(q, v, None, d**-0.5, None), segment=segment)
+        call = Call("forward", device, dtype, flash(q, v, None, d**-0.5, None), d == LATENT, shape, segment=segment)
         found.append(route(call))
         if page is not None and _pages_fit(shape, page):
             found.append(route(call._replace(part="paged", page=page)))
