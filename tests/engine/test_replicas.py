@@ -27,6 +27,7 @@ from vexact_engine import (
     UpdateIncomplete,
     WeightsMissing,
 )
+from vexact_engine.parallel.fleet import FleetUpdate
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = EngineConfig(num_pages=256, page_size=4, max_num_batched_tokens=64, show_progress=False, max_model_len=250)
@@ -424,24 +425,28 @@ def test_one_dies_or_fails_while_weights_come(path, new, monkeypatch):
         assert all(c.finish_reason == "length" for c in running.result())
         assert [bits(c)[:3] for c in replicas.generate(PROMPTS, PARAMS)] == new
         # one that cannot write the second bucket: its requests go on at the other
-        front, send = replicas._front, replicas._send_bucket
+        front, send = replicas._front, FleetUpdate.send_bucket
         turns = iter(range(100))
 
-        def lose(writing, memory, parts, used):
-            if next(turns) == 1 and 1 in writing:
-                bad = [msgspec.structs.replace(part, name=part.name + "x") for part in parts]
-                futures = send({1: writing[1]}, memory, bad, used)
-                return futures | send({i: r for i, r in writing.items() if i != 1}, memory, parts, used)
-            return send(writing, memory, parts, used)
+        def lose(self, bucket, payload):
+            if next(turns) != 1:
+                return send(self, bucket, payload)
+            bad = [msgspec.structs.replace(part, name=part.name + "x") for part in bucket.parts]
+            writing, self.writing = self.writing, {1: self.writing[1]}
+            answers = send(self, msgspec.structs.replace(bucket, parts=bad), payload)
+            self.writing = {i: r for i, r in writing.items() if i != 1}
+            answers |= send(self, bucket, payload)
+            self.writing = writing
+            return answers
 
-        replicas._send_bucket = lose
+        monkeypatch.setattr(FleetUpdate, "send_bucket", lose)
         running = pool.submit(replicas.generate, PROMPTS, LONG)
         until(lambda: front.replicas[1].jobs and front.replicas[2].jobs)
         with pytest.raises(UpdateIncomplete, match=r"version 2 is in use on replicas 2, not on others: replica 1: Val"):
             replicas.update_weights(state, numerics=replicas.numerics())
         assert [r.fresh for r in replicas.replicas] == [False, False, True]
         assert all(c.finish_reason == "length" for c in running.result())
-        replicas._send_bucket = send
+        monkeypatch.setattr(FleetUpdate, "send_bucket", send)
         assert [bits(c)[:3] for c in replicas.generate(PROMPTS, PARAMS)] == new
         assert replicas.update_weights(state, numerics=replicas.numerics()) == 3
         assert [r.fresh for r in replicas.replicas] == [False, True, True]
