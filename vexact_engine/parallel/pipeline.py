@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 import vexact_ops as vx
+from vexact_ops.patch.description import State
 
 from ..config import EngineConfig
 from ..core.scheduler import Sampled, StepPlan
@@ -105,7 +106,8 @@ def split(model: torch.nn.Module, config: EngineConfig) -> tuple[range, ...]:
         rows, dtype = -(-config.max_num_seqs // stages), next(model.parameters()).dtype
         costs = []
         for i, layer in zip(every, described.layers):
-            keys = min(context, layer.memory.window or context) * layer.memory.bytes_per_token(dtype)
+            kept, tokens = layer.memory, min(context, layer.memory.window or context)
+            keys = kept.bytes_per_slot(dtype) if isinstance(kept, State) else tokens * kept.bytes_per_token(dtype)
             costs.append(size(described.names(range(i, i + 1)) - beside) + rows * keys)
         return cut(costs, size(head), stages)
 

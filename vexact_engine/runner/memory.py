@@ -170,7 +170,7 @@ def default_num_pages(
 def most_pages(config: EngineConfig, bytes_per_token: int, device: torch.device) -> int:
     """Pages that no sequence can have more of, however long a text the model says that it was made for."""
     total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else CPU_MOST
-    return max(1, total // (bytes_per_token * config.page_size))
+    return max(1, total // (max(bytes_per_token, 1) * config.page_size))
 
 
 def available_bytes() -> int:

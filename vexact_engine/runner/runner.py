@@ -156,10 +156,9 @@ class Runner:
         self.model, self.handle, self.device = model, handle, device
         self.memories = self._memories()
         self.dtype = next(model.parameters()).dtype
-        states = memory.chunk_of(handle.memories()) is not None
-        if config.num_snapshots is None or not (states and config.enable_prefix_cache):
-            kept = -(-config.max_num_seqs // 4) if states and config.enable_prefix_cache else 0
-            config = replace(config, num_snapshots=kept)
+        if memory.chunk_of(handle.memories()) is not None:
+            kept = -(-config.max_num_seqs // 4) if config.num_snapshots is None else config.num_snapshots
+            config = replace(config, num_snapshots=kept if config.enable_prefix_cache else 0)
         self.config = config
         self._tokens = config.max_num_batched_tokens
         self._slots = min(config.max_num_seqs, self._tokens)  # no more run at once
@@ -189,7 +188,7 @@ class Runner:
         stand_in = self._caches(1, slots=1, one=True)
         per_token = memory.bytes_per_token(self.memories, self.dtype)
         states = self._slots * memory.bytes_per_slot(self.memories, self.dtype)
-        states += config.num_snapshots * memory.bytes_per_snapshot(self.memories, self.dtype)
+        states += (config.num_snapshots or 0) * memory.bytes_per_snapshot(self.memories, self.dtype)
         most = memory.most_pages(config, per_token, self.device) if config.num_pages is None else config.num_pages
         pages = min(longest, most)
         self.buffers = Buffers(stand_in, config.page_size, self._slots, pages, self._tokens, self.device)
@@ -258,7 +257,7 @@ class Runner:
         return forward(self.handle)
 
     def _caches(self, pages: int, slots: int, one: bool = False) -> Caches:
-        snapshots = 0 if one else self.config.num_snapshots
+        snapshots = 0 if one else self.config.num_snapshots or 0
         made = self.config.page_size, slots, self.dtype, self.device, one, snapshots
         return memory.make(self.memories, pages, *made)
 
