@@ -140,7 +140,7 @@ def ops() -> str:
 
 def _records(name: str) -> list[dict]:
     path = ROOT / "benchmarks" / "results" / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 _NAMES = {
