@@ -2,8 +2,14 @@
 models and tensors that are wrapped."""
 
 import builtins
+import hashlib
+import http.server
 import json
+import os
 import shutil
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -138,10 +144,10 @@ def test_a_text_ends_where_the_tokenizer_says_too(saved, caplog):
 
 
 def test_a_name_on_the_hub_is_a_directory_like_any_other(tmp_path, monkeypatch):
-    import huggingface_hub as hub
+    from huggingface_hub import constants
 
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     place = tmp_path / "models--some--model" / "snapshots" / ("0" * 40)
     save(place, shards=True)
     (tmp_path / "models--some--model" / "refs").mkdir()
@@ -155,6 +161,58 @@ def test_a_name_on_the_hub_is_a_directory_like_any_other(tmp_path, monkeypatch):
         load("some/model", device="cpu")
     with pytest.raises(FileNotFoundError, match=r"'some/other': no such file .*, nor is it in the Hub's cache"):
         load("some/other", device="cpu")
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """One repository, some/model, of the files in `place`; `asked` are those that were fetched."""
+
+    place: Path
+    asked: set[str]
+
+    def log_message(self, *_): ...
+
+    def do_GET(self):
+        path, headers = self.path.split("?")[0], {"X-Repo-Commit": "a" * 40}
+        body = b""
+        if path.startswith("/api/models/some/model/tree"):
+            files = [
+                {"type": "file", "path": f.name, "size": f.stat().st_size, "oid": "0"} for f in self.place.iterdir()
+            ]
+            body = json.dumps(files).encode()
+        elif path.startswith("/api/models/some/model"):
+            files = [{"rfilename": file.name} for file in self.place.iterdir()]
+            body = json.dumps({"id": "some/model", "sha": "a" * 40, "siblings": files}).encode()
+        elif (file := self.place / path.rpartition("/")[2]).is_file():
+            body = file.read_bytes()
+            headers["ETag"] = hashlib.sha256(body).hexdigest()
+            if self.command == "GET":
+                self.asked.add(file.name)
+        else:
+            headers["X-Error-Code"] = "EntryNotFound"
+        self.send_response(200 if body else 404)
+        for key, value in {**headers, "Content-Length": len(body)}.items():
+            self.send_header(key, str(value))
+        self.end_headers()
+        self.wfile.write(body if self.command == "GET" else b"")
+
+    do_HEAD = do_GET
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_of_a_name_on_the_hub_come_the_files_that_are_read(tmp_path, shards):
+    save(tmp_path / "model", shards=shards)
+    wanted = {file.name for file in (tmp_path / "model").iterdir()}
+    for name in ("pytorch_model.bin", "consolidated.safetensors", "model.fp16.safetensors"):
+        (tmp_path / "model" / name).write_bytes(b"x")
+    handler = type("Handler", (Hub,), {"place": tmp_path / "model", "asked": set()})
+    code = "from vexact_engine.weights.load import load; print(load('some/model', device='cpu').name)"
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        where = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "home")}
+        env = {**os.environ, **where, "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "0"}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+        server.shutdown()
+    assert done.stdout == "some/model\n" and handler.asked == wanted, done.stderr
 
 
 # How long a text may be
