@@ -51,18 +51,21 @@ def snapshot(name: str, weights: bool = False) -> Path:
     check_name(name)
     import huggingface_hub as hub
 
+    from .config import quiet
     from .directory import INDEX, SINGLE
 
     try:
-        folder = Path(hub.snapshot_download(name, allow_patterns=[*_SMALL]))
-        if weights:
-            asked = _named(folder / "config.json", "transformers_weights")
-            for file in [asked] if isinstance(asked, str) else [SINGLE, INDEX]:
-                if (folder / file).is_file() or _fetched(name, file, folder):
-                    if file.endswith(".index.json"):
-                        shards = {str(shard) for shard in (_named(folder / file, "weight_map") or {}).values()}
-                        hub.snapshot_download(name, revision=folder.name, allow_patterns=sorted(shards))
-                    break
+        with quiet():
+            folder = Path(hub.snapshot_download(name, allow_patterns=[*_SMALL]))
+            if weights:
+                asked = _named(folder / "config.json", "transformers_weights")
+                for file in [asked] if isinstance(asked, str) else [SINGLE, INDEX]:
+                    if (folder / file).is_file() or _fetched(name, file, folder):
+                        if file.endswith(".index.json"):
+                            places = _named(folder / file, "weight_map")
+                            shards = set(map(str, places.values())) if isinstance(places, dict) else set()
+                            hub.snapshot_download(name, revision=folder.name, allow_patterns=sorted(shards))
+                        break
     except (OSError, RuntimeError, *_transport_errors()) as error:
         what = " ".join(str(error).split())
         raise FileNotFoundError(f"weights: {name}: the Hub: {type(error).__name__}: {what}") from error
