@@ -1,5 +1,5 @@
 """Every family that the patch covers, under verl's engines: the trainer's log-probabilities are the rollout's, bit for
-bit, before a step and behind it; what is refused is known, and said in the README, whose table is of such a run."""
+bit, before a step and behind it; what is refused is known. The README's table is of such runs."""
 
 import pytest
 import readme
@@ -33,8 +33,17 @@ def test_no_log_probability_is_another_float(outcomes):
     assert all(outcome.tokens or outcome.refused for outcome in outcomes)
 
 
-def test_what_is_refused_is_what_the_readme_says(backend, outcomes):
-    kept = {r["case"].split()[0]: r["refused"] for r in readme._records("verl_families") if backend in r["case"]}
-    assert set(kept) >= {outcome.family for outcome in outcomes}, "python -m trainers.verl_families writes them anew"
-    said = {outcome.family: outcome.refused.split(":")[0] for outcome in outcomes if outcome.refused}
-    assert said == {name: kept[name].split(":")[0] for name in kept if kept[name] and name in FAMILIES[backend]}
+# Not by verl's side: attention whose values are as wide as no configuration of the engine's cache says, and a package
+# that VeOmni's own code imports.
+REFUSED = {"fsdp2": {"mimo_v2_flash": "v_cache"}, "veomni": {"seed_oss": "liger_kernel"}}
+
+
+def test_what_is_refused_is_known(backend, outcomes):
+    refused = {outcome.family: outcome.refused for outcome in outcomes if outcome.refused}
+    assert not {name: said for name, said in refused.items() if REFUSED[backend].get(name, said + "?") not in said}
+
+
+def test_the_records_of_the_readme_are_of_such_runs():
+    kept = readme._records("verl_families")
+    assert not [record["case"] for record in kept if record["before"] or record["after"]]
+    assert {record["case"].split()[0] for record in kept} <= set(COVERED)
