@@ -168,9 +168,12 @@ def default_num_pages(
 
 
 def most_pages(config: EngineConfig, bytes_per_token: int, device: torch.device) -> int:
-    """Pages that no sequence can have more of, however long a text the model says that it was made for."""
+    """Of one sequence: no more than there is memory for, however long a text the model says that it was made for."""
+    longest = -(-(config.max_model_len or 1 << 20) // config.page_size)
+    if config.num_pages is not None:
+        return min(longest, config.num_pages)
     total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else CPU_MOST
-    return max(1, total // (max(bytes_per_token, 1) * config.page_size))
+    return max(1, min(longest, total // max(1, bytes_per_token * config.page_size)))
 
 
 def available_bytes() -> int:

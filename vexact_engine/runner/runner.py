@@ -184,13 +184,11 @@ class Runner:
 
     def _start(self, progress: Progress) -> None:
         config = self.config
-        longest = -(-(config.max_model_len or 1 << 20) // config.page_size)
         stand_in = self._caches(1, slots=1, one=True)
         per_token = memory.bytes_per_token(self.memories, self.dtype)
         states = self._slots * memory.bytes_per_slot(self.memories, self.dtype)
         states += (config.num_snapshots or 0) * memory.bytes_per_snapshot(self.memories, self.dtype)
-        most = memory.most_pages(config, per_token, self.device) if config.num_pages is None else config.num_pages
-        pages = min(longest, most)
+        pages = memory.most_pages(config, per_token, self.device)
         self.buffers = Buffers(stand_in, config.page_size, self._slots, pages, self._tokens, self.device)
         if config.num_pages is None:  # behind the forward: what that moves and takes is in use by now
             step = self._rehearse(progress) if self.device.type == "cuda" else 0
