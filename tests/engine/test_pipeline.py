@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_models import bits, build, check_idle, held, prompts, until
+from transformers import AutoModelForCausalLM
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineAsleep, EngineConfig, SamplingParams, StageDied, WeightsMissing, WeightsTorn
@@ -81,7 +82,9 @@ def is_gone(pid):
 
 
 def test_two_stages_have_the_bits_of_one(saved, staged):
-    assert staged.path == "fused" and staged.numerics() == vx.numerics("cpu", kv_segment=None)
+    numerics = staged.numerics()
+    with vx.patch.hf(AutoModelForCausalLM.from_pretrained(saved[0], dtype="auto")) as handle:
+        assert staged.path == "fused" and numerics == handle.numerics("cpu")
     for _ in range(2):  # cold and warm
         assert ask(staged) == saved[1]
     assert staged.stats.preemptions > 0 and staged.stats.prefix_tokens > 0

@@ -2,6 +2,7 @@
 people do, have the same log-probabilities and the same numerics, or both refuse by name."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -99,3 +100,23 @@ def test_a_cast_that_rounds_routers_is_refused_by_their_name(tmp_path):
         given = {n: p.float() if n in kept else p for n, p in copy.deepcopy(model).named_parameters()}
         with vx.patch.hf(model) as handle, pytest.raises(ValueError, match=r"model\.dtype\.router: got 'bfloat16'"):
             engine.update_weights(given, numerics=handle.numerics())
+
+
+@pytest.mark.parametrize("choice", ["short", "long"])
+def test_declared_factors_of_longrope(choice, tmp_path):
+    factors = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + 0.3 * i for i in range(8)]}
+    rope = {**ROPE, "rope_type": "longrope", **factors}
+    _model.__wrapped__("Llama", torch.bfloat16, 0, (("rope_parameters", rope),)).save_pretrained(tmp_path)
+    with pytest.raises(vx.patch.UnsupportedModule, match="longrope='short'"):
+        Engine.from_pretrained(tmp_path, device="cpu", config=CONFIG)
+    config = replace(CONFIG, longrope=choice)
+    with Engine.from_pretrained(tmp_path, device="cpu", config=config) as engine:
+        (found,) = engine.generate([list(range(3, 43))], SamplingParams(max_new_tokens=40, seed=3, ignore_eos=True))
+        model = TRAINERS["cast"](tmp_path)
+        other = {"short": "long", "long": "short"}[choice]
+        with vx.patch.hf(model, longrope=other) as handle, pytest.raises(ValueError, match=r"options\.longrope: got"):
+            engine.update_weights(model.named_parameters(), numerics=handle.numerics())
+        with vx.patch.hf(model, longrope=choice) as handle, torch.no_grad():
+            got = handle.logprobs(torch.tensor([found.prompt_ids + found.token_ids]))[0, 39:-1]
+            assert_bitwise(got, torch.tensor(found.logprobs))
+            engine.update_weights(model.named_parameters(), numerics=handle.numerics())

@@ -126,7 +126,7 @@ def test_described_they_are_cast_and_their_logits_wide():
     model = made()
     with vx.patch.hf(model) as handle:
         found = handle.describe()
-    parts = [layer.feed_forward.part for layer in found.layers]
+    parts = [layer.blocks[1].part for layer in found.layers]
     (router, *_) = [part.router for part in parts if hasattr(part, "router")]
     assert (router.wide, router.cast, router.linear.weight) == (True, True, next(iter(routers(model))))
 

@@ -266,7 +266,7 @@ def test_a_revision_for_tensors_covers_those_that_were_registered_since():
     with vx.patch.hf(model) as handle:
         first, before = handle.revision(), handle.describe()
         down = model.model.layers[0].mlp.down_proj
-        assert before.layers[0].feed_forward.part.down.bias is None
+        assert before.layers[0].blocks[1].part.down.bias is None
         assert handle.revision(tensors=True) == first and handle.describe() is before
         down.register_buffer("mine", torch.ones(3))
         assert handle.revision() == first  # what a forward looks for
@@ -276,7 +276,7 @@ def test_a_revision_for_tensors_covers_those_that_were_registered_since():
         down.bias = nn.Parameter(torch.ones_like(down.weight[:, 0]))
         second = handle.revision()
         assert second != first and handle.revision(tensors=True) == second
-        assert handle.describe().layers[0].feed_forward.part.down.bias == "model.layers.0.mlp.down_proj.bias"
+        assert handle.describe().layers[0].blocks[1].part.down.bias == "model.layers.0.mlp.down_proj.bias"
         model.lm_head.bias = nn.Parameter(torch.ones_like(model.lm_head.weight[:, 0]))
         for _ in range(2):
             with pytest.raises(vx.patch.UnsupportedModule, match=r"lm_head \(Linear\): an output layer with a bias"):
