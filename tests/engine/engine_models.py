@@ -185,7 +185,7 @@ def held(engine, step, asked=True):
     def gated(plan):
         if next(count) == step:
             reached.set()
-            until(lambda: go.is_set() or (asked and loop._inbox) or loop._closing)
+            until(lambda: go.is_set() or (asked and (loop._inbox or loop._aborts)) or loop._closing)
         return launch(plan)
 
     worker.launch = gated

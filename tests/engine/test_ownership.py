@@ -10,8 +10,8 @@ from engine_models import bits, build, check_idle, prompts, until
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineClosed, EngineConfig, ModelInUse, SamplingParams, WeightsTorn
-from vexact_engine import engine as engine_module
 from vexact_engine.runner.decoder import join
+from vexact_engine.weights import update as update_module
 
 CONFIG = EngineConfig(num_pages=64, page_size=4, max_num_batched_tokens=16, show_progress=False)
 PROMPTS = prompts(3, longest=20)
@@ -228,7 +228,7 @@ def test_an_update_from_the_model_s_own_memory(streamed, old):
 
 def test_buckets_are_read_as_they_are_written(monkeypatch, new):
     """Tensors of a generator do not live together, and the generator runs in the caller's thread."""
-    monkeypatch.setattr(engine_module, "_BUCKET", 1)
+    monkeypatch.setattr(update_module, "_AT_ONCE", 1)
     alive, most, threads = 0, 0, set()
     state = build("Llama", seed=1).state_dict()
 
@@ -266,7 +266,7 @@ def test_a_source_that_needs_the_engine_does_not_hang_it(old, new):
 
 @pytest.mark.parametrize("when", ["at once", "later"])
 def test_a_stream_of_weights_that_breaks_off(monkeypatch, old, new, when):
-    monkeypatch.setattr(engine_module, "_BUCKET", 1)
+    monkeypatch.setattr(update_module, "_AT_ONCE", 1)
     state = build("Llama", seed=1).state_dict()
 
     def source():
