@@ -322,6 +322,29 @@ def test_gradients_on_a_gpu_against_float64(device, backend, options):
 
 
 @BACKENDS
+@pytest.mark.parametrize("dims", [(128, 128), (256, 128), (64, 256)], ids=["d128", "d256-128", "d64-256"])
+def test_gradients_of_wide_heads_on_a_gpu(device, backend, dims):
+    """At true sizes: what a kernel holds has to fit into a GPU's shared memory."""
+    dims, lengths = ((16, 16), [5, 18]) if interpreted(device, backend) else (dims, [70, 130])
+    rows = rows_of(sum(lengths), (1, 2), dims, torch.bfloat16, device, 14)
+    dout = torch.randn(rows[2].shape, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+
+    def grads(rows, lengths, dout):
+        leaves = [x.detach().clone().requires_grad_() for x in rows]
+        return torch.autograd.grad(train(leaves, lengths, backend)[0], leaves, dout)
+
+    found = grads(rows, lengths, dout)
+    alone = grads(cut(rows, lengths[0], None), lengths[1:], dout[lengths[0] :])
+    assert_bitwise(alone, cut(found, lengths[0], None))
+    wide = [x.detach().double().cpu().requires_grad_() for x in rows]
+    exact = gated_delta_ref(*wide, offsets("cpu", lengths))[0]
+    expected = torch.autograd.grad(exact, wide, dout.double().cpu())
+    for name, ours, e in zip(("q", "k", "v", "g", "beta"), found, expected, strict=True):
+        error = float((ours.cpu().double() - e).norm() / e.norm())
+        assert error < 8e-3, f"{name}: {error:.3g}"
+
+
+@BACKENDS
 def test_repeatable(device, backend):
     tokens = 20 if interpreted(device, backend) else 200
     rows = rows_of(tokens, (2, 4), (24, 40), torch.bfloat16, device, 7)

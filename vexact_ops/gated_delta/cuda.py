@@ -128,9 +128,8 @@ def _whole(columns, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, 
 
 def _kept(columns, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm):
     """The states at chunk starts and u, for the backward, as triton.chunks gives them."""
-    fp32 = {"dtype": torch.float32, "device": q.device}
     shape = q.shape[0] // CHUNK + cu_seqlens.shape[0], v.shape[1], q.shape[2], v.shape[2]
-    states, us = torch.empty(shape, **fp32), torch.empty(v.shape, **fp32)
+    states, us = (torch.empty(s, dtype=torch.float32, device=q.device) for s in (shape, v.shape))
     rows = q, k, v, g, beta, cu_seqlens
     _native()[1](*rows, initial_state, None, states, us, *[None] * 6, scale, l2norm, columns, None)
     return states, us
@@ -206,7 +205,7 @@ def _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded) -> list[tuple]:
     if part == CHUNKS:
         counts[3] = 0
     sequences, tokens = len(known), sum(counts)
-    offsets = torch.tensor([0, *counts], device=device).cumsum(0).int()
+    offsets = torch.tensor([0, *counts], dtype=torch.int64, device=device).cumsum(0).int()
     lens = torch.tensor([a + b for a, b in zip(known, counts)], dtype=torch.int32, device=device)
     slots = torch.randperm(sequences + 2, generator=draw, device=device)[:sequences].int()
     slots[5] = -1
@@ -214,8 +213,8 @@ def _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded) -> list[tuple]:
 
     def memory(k_scale: float, states: Tensor) -> list[Tensor]:
         held = new(count, CHUNK, hk, dk) * k_scale, new(count, CHUNK, hv, dv) * 0.3, -new(count, CHUNK, hv).abs() * 0.1
-        place = torch.full((count,), CHUNK, device=device)
-        place[slots[slots >= 0].long()] = torch.tensor(known, device=device)[slots >= 0] % CHUNK
+        place = torch.full((count,), CHUNK, dtype=torch.int64, device=device)
+        place[slots[slots >= 0].long()] = torch.tensor(known, dtype=torch.int64, device=device)[slots >= 0] % CHUNK
         beyond = torch.arange(CHUNK, device=device)[None] >= place[:, None]
         open_k, open_u, open_g = (
             t.masked_fill(beyond.view(*beyond.shape, *[1] * (t.dim() - 2)), torch.nan) for t in held
@@ -243,9 +242,9 @@ def _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded) -> list[tuple]:
         elif kind == 3:
             g = (
                 g
-                * torch.tensor([0.0, 1.0, 300.0, torch.inf], device=device)[torch.arange(tokens, device=device) % 4][
-                    :, None
-                ]
+                * torch.tensor([0.0, 1.0, 300.0, torch.inf], dtype=torch.float32, device=device)[
+                    torch.arange(tokens, device=device) % 4
+                ][:, None]
             )
             g, beta = g.nan_to_num(nan=0.0, neginf=-torch.inf), beta.round()
         rows = q.to(dtype), k.to(dtype), v.to(dtype), g, beta if kind % 2 else beta.to(dtype)

@@ -72,54 +72,88 @@ def _decays(sums, last, TF: tl.constexpr):
     return e, decay(sums, TF), rest, decay(total, TF)
 
 
+@triton.jit
+def _factors(at, live, dims, L2NORM: tl.constexpr, DK: tl.constexpr):
+    """1 / norm of a chunk's rows of one head."""
+    x = tl.load(at + dims[None, :], mask=live[:, None] & (dims < DK)[None, :], other=0.0)
+    _, r = normed(x.to(tl.float32), L2NORM)
+    return r
+
+
+@triton.jit
+def _part(at, live, dims, r, DK: tl.constexpr):
+    """Some columns of them, times that."""
+    x = tl.load(at + dims[None, :], mask=live[:, None] & (dims < DK)[None, :], other=0.0)
+    return x.to(tl.float32) * r[:, None]
+
+
 @triton.jit(do_not_specialize=PER_CALL)
 def _scan_kernel(
     dout, dfinal, q, k, g, beta, offsets, dstates, ws, dinitial, tokens, sequences, strides, scale,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, BV: tl.constexpr,
-    FINAL: tl.constexpr, INITIAL: tl.constexpr, L2NORM: tl.constexpr, TF: tl.constexpr,
+    DB: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr, L2NORM: tl.constexpr, TF: tl.constexpr,
 ):  # fmt: skip
-    """From the last chunk of a sequence to the first: the gradients of u, and of the states behind chunks."""
+    """From the last chunk of a sequence to the first: the gradients of u, and of the states behind chunks. dk goes by
+    in blocks of DB, and a state's gradient from chunk to chunk in memory: all of it would not fit into an SM."""
     sequence, head = tl.program_id(2), tl.program_id(1)
     begin, end = extent(offsets, sequence, tokens)
-    d, c = tl.arange(0, DKP), tl.program_id(0) * BV + tl.arange(0, BV)
-    wide, deep = (c < DV)[None, :], (d < DK)[None, :]
-    key_head, place = head // (HV // HK), tl.arange(0, _CHUNK)
-    plane = (d * DV)[:, None] + c[None, :]
-    inside = (d < DK)[:, None] & wide
+    c, place = tl.program_id(0) * BV + tl.arange(0, BV), tl.arange(0, _CHUNK)
+    wide, key_head = (c < DV)[None, :], head // (HV // HK)
     whose = (sequence.to(tl.int64) * HV + head) * DK * DV
-    ds = tl.zeros([DKP, BV], tl.float32)
-    if FINAL:
-        ds = tl.load(dfinal + whose + plane, mask=inside, other=0.0)
     chunk = (end - begin + _CHUNK - 1) // _CHUNK - 1
+    there = dstates + ((begin // _CHUNK + sequence + chunk).to(tl.int64) * HV + head) * DK * DV
+    for start in range(0, DKP, DB):
+        part = start + tl.arange(0, DB)
+        plane, inside = (part * DV)[:, None] + c[None, :], (part < DK)[:, None] & wide
+        ds = tl.zeros([DB, BV], tl.float32)
+        if FINAL:
+            ds = tl.load(dfinal + whose + plane, mask=inside, other=0.0)
+        tl.store(there + plane, ds, mask=inside & (chunk >= 0))
+        if INITIAL:
+            tl.store(dinitial + whose + plane, ds, mask=inside & (chunk < 0))
+    tl.debug_barrier()
     while chunk >= 0:
         row = begin + chunk * _CHUNK
         last = tl.minimum(_CHUNK, end - row)
         live = place < last
         at = (row + place).to(tl.int64)
-        x = tl.load(k + at[:, None] * strides.k_row + key_head * strides.k_head + d[None, :],
-                    mask=live[:, None] & deep, other=0.0).to(tl.float32)  # fmt: skip
-        y = tl.load(q + at[:, None] * strides.q_row + key_head * strides.q_head + d[None, :],
-                    mask=live[:, None] & deep, other=0.0).to(tl.float32)  # fmt: skip
+        k_at = k + at[:, None] * strides.k_row + key_head * strides.k_head
+        q_at = q + at[:, None] * strides.q_row + key_head * strides.q_head
+        of_k = _factors(k_at, live, tl.arange(0, DKP), L2NORM, DK)
+        of_q = _factors(q_at, live, tl.arange(0, DKP), L2NORM, DK)
         rows_at = (at * HV + head)[:, None] * DV + c[None, :]
         do = scale * tl.load(dout + rows_at, mask=live[:, None] & wide, other=0.0).to(tl.float32)
         b = tl.load(beta + at * HV + head, mask=live, other=0.0)
-        x, _ = normed(x, L2NORM)
-        y, _ = normed(y, L2NORM)
-        kn, qn = tf(x, TF), tf(y, TF)
         sums = running_sums(g, row.to(tl.int64), head, 0, last, 0.0, HV)
         e, first, rest, whole = _decays(sums, last, TF)
-        a = tl.where(place[None, :] < place[:, None], b[:, None] * (e * dot(kn, tl.trans(kn), TF)), 0.0)
-        p = e * dot(qn, tl.trans(kn), TF)
-        index = (begin // _CHUNK + sequence + chunk).to(tl.int64) * HV + head
-        tl.store(dstates + index * DK * DV + plane, ds, mask=inside)
-        w = rest[:, None] * dot(kn, tf(ds, TF), TF) + dot(tf(tl.trans(p), TF), tf(do, TF), TF)
+        here = dstates + ((begin // _CHUNK + sequence + chunk).to(tl.int64) * HV + head) * DK * DV
+        kk, qk = tl.zeros([_CHUNK, _CHUNK], tl.float32), tl.zeros([_CHUNK, _CHUNK], tl.float32)
+        from_state = tl.zeros([_CHUNK, BV], tl.float32)
+        for start in range(0, DKP, DB):  # order: blocks of dk ascending
+            dims = start + tl.arange(0, DB)
+            kn, qn = tf(_part(k_at, live, dims, of_k, DK), TF), tf(_part(q_at, live, dims, of_q, DK), TF)
+            held = (dims < DK)[:, None] & wide
+            behind = tl.load(here + (dims * DV)[:, None] + c[None, :], mask=held, other=0.0)
+            kk += dot(kn, tl.trans(kn), TF)
+            qk += dot(qn, tl.trans(kn), TF)
+            from_state += dot(kn, tf(behind, TF), TF)
+        a = tl.where(place[None, :] < place[:, None], b[:, None] * (e * kk), 0.0)
+        p = e * qk
+        w = rest[:, None] * from_state + dot(tf(tl.trans(p), TF), tf(do, TF), TF)
         w = _gradient_of_u(a, w, TF)
         tl.store(ws + rows_at, w, mask=live[:, None] & wide)
         by_k, by_q = tf((b * first)[:, None] * w * -1.0, TF), tf(first[:, None] * do, TF)
-        ds = whole * ds + (dot(tl.trans(kn), by_k, TF) + dot(tl.trans(qn), by_q, TF))
+        for start in range(0, DKP, DB):
+            dims = start + tl.arange(0, DB)
+            kn, qn = tf(_part(k_at, live, dims, of_k, DK), TF), tf(_part(q_at, live, dims, of_q, DK), TF)
+            at_state, held = (dims * DV)[:, None] + c[None, :], (dims < DK)[:, None] & wide
+            behind = tl.load(here + at_state, mask=held, other=0.0)
+            before = whole * behind + (dot(tl.trans(kn), by_k, TF) + dot(tl.trans(qn), by_q, TF))
+            tl.store(here - HV * DK * DV + at_state, before, mask=held & (chunk > 0))
+            if INITIAL:
+                tl.store(dinitial + whose + at_state, before, mask=held & (chunk == 0))
+        tl.debug_barrier()  # what this wrote, other threads read
         chunk -= 1
-    if INITIAL:
-        tl.store(dinitial + whose + plane, ds, mask=inside)
 
 
 @triton.jit
@@ -268,7 +302,7 @@ def backward(dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, scale, l
     states, us = kept or chunks(q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, keep=True)
     dstates, ws = torch.empty_like(states), torch.empty_like(us)
     columns = min(triton.next_power_of_2(max(dv, 16)), 64)  # of a program that makes gradients
-    blocks = triton.cdiv(dv, columns)
+    blocks, deep = triton.cdiv(dv, columns), min(size["DKP"], 64)
     parts_q, parts_k = (torch.empty((blocks, tokens, hv, dk), dtype=torch.float32, **new) for _ in "qk")
     parts_g, parts_beta = (torch.empty((blocks, tokens, hv), dtype=torch.float32, **new) for _ in "gb")
     options, strides = {"num_warps": 8, "num_stages": 1, **OPTIONS}, strides_of(q, k, v)
@@ -276,11 +310,11 @@ def backward(dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, scale, l
         _scan_kernel[triton.cdiv(dv, size["BV"]), hv, batch](
             dout, g if dfinal is None else dfinal, q, k, g, beta, cu_seqlens, dstates, ws,
             g if dinitial is None else dinitial, tokens, batch, strides, scale,
-            FINAL=dfinal is not None, INITIAL=dinitial is not None, **size, **options,
+            DB=deep, FINAL=dfinal is not None, INITIAL=dinitial is not None, **size, **options,
         )  # fmt: skip
         _grads_kernel[states.shape[0], hv, blocks](
             dout, q, k, v, g, beta, cu_seqlens, states, dstates, us, ws, parts_q, parts_k, out_v, parts_g, parts_beta,
-            tokens, batch, strides, scale, DB=min(size["DKP"], 64), SEQUENCES=128, **{**size, "BV": columns}, **options,
+            tokens, batch, strides, scale, DB=deep, SEQUENCES=128, **{**size, "BV": columns}, **options,
         )  # fmt: skip
         if tokens:
             shared = {name: size[name] for name in ("HK", "HV", "DK", "DKP", "L2NORM")}
