@@ -244,6 +244,7 @@ def test_what_a_state_takes():
     assert memory.bytes_per_token(memories, torch.bfloat16) == 2 * (2 * 16 + 2 * 16)
 
 
+@pytest.mark.process
 @each_kind
 def test_stages_have_the_bits_of_one(kind, tmp_path):
     tiny(kind, torch.bfloat16).save_pretrained(tmp_path)
@@ -255,6 +256,7 @@ def test_stages_have_the_bits_of_one(kind, tmp_path):
         assert engine.stats.prefix_tokens > 0
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not hasattr(transformers, "Qwen3_5Config"), reason="transformers has no qwen3_5")
 def test_the_text_half_of_a_checkpoint_with_vision(tmp_path):
     """Names begin with model.language_model; the tower's weights and those of MTP are passed over."""

@@ -144,9 +144,11 @@ def tiny(name: str, dtype=torch.float32, seed: int = 0, device="cpu", **changes)
     model.config._experts_implementation = "eager"  # likewise: the others have no float64
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             value = torch.randn(parameter.shape, generator=g)
-            if parameter.dim() > 1:
+            if name.endswith("A_log"):  # that transformers draws from the global generator
+                parameter.copy_(value)
+            elif parameter.dim() > 1:
                 parameter.copy_(value * 1.5 / parameter.shape[1] ** 0.5)
             else:
                 parameter.add_(value * 0.3)
