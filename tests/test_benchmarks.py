@@ -416,6 +416,7 @@ def test_flashinfer_is_beside_ours_where_keys_and_values_are_of_one_size(flashin
     assert not any("flashinfer" in who for case, who in found.items() if "kv_segment" in case or "deepseek" in case)
 
 
+@pytest.mark.process
 def test_memory_sweeps_over_tokens(monkeypatch, tmp_path):
     from benchmarks import memory
 
