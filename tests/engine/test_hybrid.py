@@ -67,7 +67,7 @@ def test_the_trainer_has_the_engines_bits(kind, device, dtype):
 @each_kind
 @each_device
 def test_batches_chunks_and_preemption_change_nothing(kind, device, dtype):
-    options = {"num_pages": 40, "page_size": 8, "max_num_batched_tokens": 11, "max_num_seqs": 4}
+    options = {"num_pages": 20, "page_size": 8, "max_num_batched_tokens": 11, "max_num_seqs": 4}
     with launch(kind, device, dtype, **options) as engine:
         assert engine.path == "fused"
         assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == alone(kind, device, dtype)
@@ -182,7 +182,8 @@ def test_weights_by_the_names_of_a_model_with_vision():
     expected, own = alone(kind, device, dtype), dict(tiny(kind, dtype).named_parameters())
     with Engine.from_pretrained(tiny(kind, dtype, seed=1), device=device, config=ROOMY) as engine:
         assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] != expected
-        engine.update_weights({name.replace("model.", "model.language_model.", 1): p for name, p in own.items()})
+        given = {name.replace("model.", "model.language_model.", 1): p for name, p in own.items()}
+        engine.update_weights(given, numerics=engine.numerics())
         assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
 
 
@@ -205,10 +206,10 @@ def test_abort_sleep_and_new_weights(device, dtype):
         engine.wake_up()
         assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
         own = {name: value.clone() for name, value in engine.model.named_parameters()}
-        engine.update_weights(other.named_parameters())
+        engine.update_weights(other.named_parameters(), numerics=engine.numerics())
         changed = [bits(c) for c in engine.generate(PROMPTS, PARAMS)]
         assert changed != expected
-        engine.update_weights(own.items())
+        engine.update_weights(own.items(), numerics=engine.numerics())
         assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
         check_idle(engine)
 
