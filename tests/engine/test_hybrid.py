@@ -66,12 +66,25 @@ def test_the_trainer_has_the_engines_bits(kind, device, dtype):
 
 @each_kind
 @each_device
-def test_batches_chunks_and_preemption_change_nothing(kind, device, dtype):
+def test_batches_and_chunks_change_nothing(kind, device, dtype):
     options = {"num_pages": 20, "page_size": 8, "max_num_batched_tokens": 11, "max_num_seqs": 4}
     with launch(kind, device, dtype, **options) as engine:
         assert engine.path == "fused"
         assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == alone(kind, device, dtype)
-        assert engine.stats.preemptions > 0 and engine.stats.partial_prefills > 0
+        assert engine.stats.partial_prefills > 0
+        check_idle(engine)
+
+
+@each_kind
+@each_device
+def test_preemption_changes_nothing(kind, device, dtype):
+    """All begin in one page, and no two can end: states of two chunks are computed anew."""
+    prompts, params = ids((5, 6, 7)), [SamplingParams(max_new_tokens=70, seed=i, ignore_eos=True) for i in range(3)]
+    with launch(kind, device, dtype) as engine:
+        expected = [bits(c) for c in engine.generate(prompts, params)]
+    with launch(kind, device, dtype, num_pages=14, page_size=8) as engine:
+        assert [bits(c) for c in engine.generate(prompts, params)] == expected
+        assert engine.stats.preemptions > 0
         check_idle(engine)
 
 
