@@ -66,12 +66,25 @@ def test_the_trainer_has_the_engines_bits(kind, device, dtype):
 
 @each_kind
 @each_device
-def test_batches_chunks_and_preemption_change_nothing(kind, device, dtype):
-    options = {"num_pages": 40, "page_size": 8, "max_num_batched_tokens": 11, "max_num_seqs": 4}
+def test_batches_and_chunks_change_nothing(kind, device, dtype):
+    options = {"num_pages": 20, "page_size": 8, "max_num_batched_tokens": 11, "max_num_seqs": 4}
     with launch(kind, device, dtype, **options) as engine:
         assert engine.path == "fused"
         assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == alone(kind, device, dtype)
-        assert engine.stats.preemptions > 0 and engine.stats.partial_prefills > 0
+        assert engine.stats.partial_prefills > 0
+        check_idle(engine)
+
+
+@each_kind
+@each_device
+def test_preemption_changes_nothing(kind, device, dtype):
+    """All begin in one page, and no two can end: states of two chunks are computed anew."""
+    prompts, params = ids((5, 6, 7)), [SamplingParams(max_new_tokens=70, seed=i, ignore_eos=True) for i in range(3)]
+    with launch(kind, device, dtype) as engine:
+        expected = [bits(c) for c in engine.generate(prompts, params)]
+    with launch(kind, device, dtype, num_pages=14, page_size=8) as engine:
+        assert [bits(c) for c in engine.generate(prompts, params)] == expected
+        assert engine.stats.preemptions > 0
         check_idle(engine)
 
 
@@ -182,7 +195,8 @@ def test_weights_by_the_names_of_a_model_with_vision():
     expected, own = alone(kind, device, dtype), dict(tiny(kind, dtype).named_parameters())
     with Engine.from_pretrained(tiny(kind, dtype, seed=1), device=device, config=ROOMY) as engine:
         assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] != expected
-        engine.update_weights({name.replace("model.", "model.language_model.", 1): p for name, p in own.items()})
+        given = {name.replace("model.", "model.language_model.", 1): p for name, p in own.items()}
+        engine.update_weights(given, numerics=engine.numerics())
         assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
 
 
@@ -205,10 +219,10 @@ def test_abort_sleep_and_new_weights(device, dtype):
         engine.wake_up()
         assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
         own = {name: value.clone() for name, value in engine.model.named_parameters()}
-        engine.update_weights(other.named_parameters())
+        engine.update_weights(other.named_parameters(), numerics=engine.numerics())
         changed = [bits(c) for c in engine.generate(PROMPTS, PARAMS)]
         assert changed != expected
-        engine.update_weights(own.items())
+        engine.update_weights(own.items(), numerics=engine.numerics())
         assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
         check_idle(engine)
 
