@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import torch
 from engine_models import bits, build, byte_tokenizer, prompts, until
+from processes import children_of, is_alive
 
 from vexact_engine import (
     Engine,
@@ -374,12 +375,6 @@ def test_replicas_of_stages(path, one):
         until(lambda: not any(map(is_alive, stages)))
 
 
-def children_of(pid):
-    return [
-        int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in (task / "children").read_text().split()
-    ]
-
-
 def test_one_is_started_again_in_its_place(path, one, new, caplog):
     with Replicas.from_pretrained(path, replicas=1, config=CONFIG, max_restarts=2) as replicas:
         expected = [bits(c) for c in one.generate(PROMPTS[:3], LONG)]
@@ -488,13 +483,6 @@ def test_what_cannot_be_made_says_why(path, tmp_path):
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="replicas: got 2, expected at most 0: there are 0 GPUs"):
             Replicas.from_pretrained(path, replicas=2, device="cuda")
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_close_ends_what_runs_and_leaves_nothing(path):

@@ -550,12 +550,9 @@ class Runner:
 
     @torch.inference_mode()
     def _rehearse(self, progress: Progress) -> int:
-        """Bytes that the largest step and the graphs take beside weights and caches.
-
-        Without graphs, steps of every power of two of tokens go first, of single tokens and with a chunk among them:
-        kernels that are compiled, verified and chosen for a shape when they first meet it do so here, and not under a
-        request. With them, that is done for each of their sizes.
-        """
+        """Bytes that the largest step and the graphs take beside weights and caches. Without graphs, steps of every
+        power of two of tokens go first, of single tokens and with a chunk among them: kernels are compiled, verified
+        and chosen here, and not under a request. With them, that is done for each of their sizes."""
         powers = () if self._recorder else range(self._tokens.bit_length())
         for done, size in enumerate(1 << i for i in powers):
             progress("kernels", done, len(powers), f"{size} rows")
@@ -575,8 +572,7 @@ class Runner:
         return step + (self._room_for_graphs(*most) if self._recorder else 0)
 
     def _room_for_graphs(self, body: Body, head: Head) -> int:
-        """Bytes that they take: the memory that all of them share is that of the largest, and each has some of its
-        own."""
+        """Bytes that they take: they share the memory of the largest one, and each has some of its own."""
 
         def used(*kinds: tuple) -> int:
             torch.cuda.empty_cache()
