@@ -144,6 +144,8 @@ _CAST = "frequencies are float32: load with dtype=... or cast parameters alone, 
 
 def _forward(module: nn.Module, configured: dict[str, Tensor], put: dict[str, Tensor]) -> Callable:
     positions = torch.tensor([[0, 1, 2, 7, 300]], dtype=torch.int64)
+    # of three axes, as text has them, which older releases want
+    given = positions.expand(3, -1, -1) if hasattr(module, "mrope_section") else positions
     dtypes = set()
     for prefix in prefixes(module):
         name = f"{prefix}inv_freq"
@@ -156,7 +158,7 @@ def _forward(module: nn.Module, configured: dict[str, Tensor], put: dict[str, Te
         if has_longrope(module):  # its own forward would put others there
             tried.__dict__["rope_type"] = _without_longrope(module)
         for dtype in (torch.float32, torch.bfloat16):
-            args = [torch.zeros(1, 5, 4, dtype=dtype), positions, *([prefix.removesuffix("_")] if prefix else [])]
+            args = [torch.zeros(1, 5, 4, dtype=dtype), given, *([prefix.removesuffix("_")] if prefix else [])]
             got = run_stock(tried, *args)
             expected = rope_cos_sin_ref(positions[0], buffers[name], scaling=_scaling(module, prefix))
             if len(got) != 2 or not all(
