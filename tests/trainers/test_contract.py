@@ -255,7 +255,9 @@ def refuses(ours, positional: int, keywords: set[str]) -> str | None:
 
 
 def is_async(function) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+    """Whether its caller awaits it, or iterates asynchronously over what it returns."""
+    iterates = hasattr(inspect.signature(function).return_annotation, "__aiter__")
+    return iterates or inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
 
 
 @pytest.mark.parametrize("path", OURS)
