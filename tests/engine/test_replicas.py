@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from children import children_of, is_alive
 from engine_models import bits, build, byte_tokenizer, prompts, until
-from processes import children_of, is_alive
 
 from vexact_engine import (
     Engine,
