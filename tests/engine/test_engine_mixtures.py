@@ -100,7 +100,7 @@ def test_a_cache_of_expanded_heads():
         assert bytes_per_token(handle.memories(), torch.bfloat16) == 2 * 3 * 4 * 36
     with Engine.from_pretrained(model, config=ROOMY) as engine:
         caches = engine._worker._runner.buffers.caches
-        assert [tuple(c[0].shape) for c in caches] == [(64, 16, 4, 24), (64, 16, 4, 12)]
+        assert [tuple(c[0].shape) for c in caches[:2]] == [(64, 16, 4, 24), (64, 16, 4, 12)]
         assert engine.generate(PROMPTS[:1], PARAMS[:1])[0].token_ids == alone("cpu", "DeepseekV3", torch.bfloat16)[0][0]
 
 
@@ -110,7 +110,7 @@ def test_a_latent_cache(device, dtype):
     config = replace(ROOMY, latent_attention=True, page_size=3, num_pages=40, max_num_batched_tokens=11)
     with Engine.from_pretrained(build("DeepseekV3", dtype, device=device), device=device, config=config) as engine:
         assert engine._worker._runner.memories == (Pages(1, 32, 24, shared=True),) * 3
-        keys, values = (part[0] for part in engine._worker._runner.buffers.caches)
+        keys, values = (part[0] for part in engine._worker._runner.buffers.caches[:2])
         assert keys.shape == (40, 3, 1, 32) and values.shape == (40, 3, 1, 24)
         assert values.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr()
         alone = [bits(engine.generate([p], q)[0]) for p, q in zip(PROMPTS, PARAMS)]
