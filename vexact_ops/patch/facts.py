@@ -176,7 +176,8 @@ def _digest(buffer: Tensor) -> str | None:
     if buffer.is_meta:
         return None
     values = buffer.detach().to("cpu", torch.float32).contiguous().flatten()
-    text = f"{values.numel()} numbers, sha256 {hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]}"
+    # of a copy: the memory of a tensor that NumPy has seen can never be given back
+    text = f"{values.numel()} numbers, sha256 {hashlib.sha256(values.clone().numpy().tobytes()).hexdigest()[:16]}"
     return f"{values[0]:.6g} to {values[-1]:.6g}, {text}" if values.numel() else text
 
 
