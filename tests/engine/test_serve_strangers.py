@@ -292,7 +292,7 @@ def test_a_step_that_does_not_come_back_holds_no_answer_beyond_its_time(engine, 
     check_idle(engine)
 
 
-def test_a_replica_that_stands_still_holds_no_answer_and_no_end(model):  # noqa: F811
+def test_a_replica_that_stands_still_holds_no_answer_and_no_end(ctrl_c, model):  # noqa: F811
     with Process(model, "--replicas", 1, "--request-timeout", 3, "--drain-seconds", 1) as server:
         children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
         assert httpx.post(server.url + "/v1/completions", json=BODY, timeout=300).status_code == 200
