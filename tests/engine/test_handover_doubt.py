@@ -155,10 +155,11 @@ def test_who_comes_again_is_not_refused_for_a_set_that_it_has_given_up(gave_up, 
     me = messages.Peer.self("the trainer")
     hello, cancel = messages.Hello(messages.VERSION, me, vx.numerics("cpu")), messages.Cancel("PeerLost: it stalls")
     with meeting(monkeypatch, ()) as (_engine, receiver, *_):
-        monkeypatch.setattr(protocol, "wait", lambda *_: None)
+        monkeypatch.setattr(protocol.Wait, "until_heard", lambda *_: None)
         with monkeypatch.context() as patched:
             script = Script((b"again", hello), *([(b"first", cancel)] if gave_up else []))
             patched.setattr(receiver, "_socket", script)
+            patched.setattr(receiver, "_poller", script)
             if gave_up:
                 assert receiver._next(b"first", me) == cancel and script.sent == []
                 assert receiver._await(None, None) == (b"again", hello)
