@@ -146,7 +146,9 @@ def test_known_sizes_are_those_of_the_benchmarks():
         config = random.CONFIGS[name]
         latent = config.get("qk_nope_head_dim", 0) + config.get("qk_rope_head_dim", 0)
         config = {"head_dim": latent or config["hidden_size"] // config["num_attention_heads"], **config}
-        config.setdefault("intermediate_size", config.get("shared_expert_intermediate_size"))  # no layer has an MLP alone
+        config.setdefault(
+            "intermediate_size", config.get("shared_expert_intermediate_size")
+        )  # no layer has an MLP alone
         assert {k: getattr(shape, k) for k in names} == {k: config[v] for k, v in names.items()}, name
         experts = config.get("num_experts", config.get("n_routed_experts", 0))
         assert (shape.E, shape.top_k) == (experts, config.get("num_experts_per_tok", 0)), name

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import vexact_ops as vx
+from vexact_engine.runner import memory
 from vexact_engine.runner.batch import plain
 from vexact_engine.runner.decoder import Decoder, Weights
 from vexact_engine.runner.forward import _same_bits, forward, patched_forward
@@ -31,23 +32,12 @@ def model_of(name: str, dtype=torch.bfloat16):
     return tiny(name, dtype) if name in FAMILIES else small(name).to(dtype)
 
 
-def caches_of(described, pages: int, page: int = 4):
-    """NaN where nothing has been stored: (keys, values) of each layer."""
-    pairs = []
-    for layer in described.layers:
-        memory = layer.memory
-        k = torch.full((pages, page, memory.heads, memory.k_dim), torch.nan)
-        shape = (pages, page, memory.heads, memory.v_dim)
-        pairs.append((k, None if memory.shared else torch.full(shape, torch.nan), memory))
-    return pairs
-
-
-def prepared(described, dtype, pages: int, page: int = 4):
-    ks, vs = [], []
-    for k, v, cache in caches_of(described, pages, page):
-        ks.append(k.to(dtype))
-        vs.append(ks[-1][..., : cache.v_dim] if cache.shared else v.to(dtype))
-    return ks, vs
+def prepared(described, dtype, pages: int, page: int = 4, slots: int = 1) -> Caches:
+    """NaN where nothing has been stored."""
+    made = memory.make([layer.memory for layer in described.layers], pages, page, slots, dtype, torch.device("cpu"))
+    for tensor in made.tensors():
+        tensor.fill_(torch.nan)
+    return made
 
 
 def steps(seqs, page: int = 4):
@@ -65,13 +55,14 @@ def steps(seqs, page: int = 4):
 
 def run(stages, described, dtype, seqs):
     """Hidden states of every token of each sequence, through stages that pass on what they are given."""
-    ks, vs = prepared(described, dtype, sum(-(-len(s) // 4) for s in seqs))
+    caches = prepared(described, dtype, sum(-(-len(s) // 4) for s in seqs), slots=len(seqs))
     out = [[] for _ in seqs]
     with torch.no_grad():
         for work, tables, ids in steps(seqs):
             spans, state = [(a, b) for _, a, b in work], ()
             for layers, stage in stages:
-                batch = plain(Caches(*(part[layers.start : layers.stop] for part in (ks, vs))), tables, spans, ids)
+                own = Caches(*(part[layers.start : layers.stop] for part in caches))
+                batch = plain(own, tables, spans, ids, owners=[i for i, _, _ in work])
                 state = stage(batch, *state)
             for (i, _, _), rows in zip(work, state.split([b - a for a, b in spans])):
                 out[i].append(rows)
@@ -272,12 +263,13 @@ def test_of_the_rows_alone_that_are_wanted_the_last_layer_computes_what_follows_
         count = len(described.layers)
 
         def states(forwards, rows):
-            (ks, vs), state = prepared(described, dtype, 7), ()
+            caches, state = prepared(described, dtype, 7, slots=3), ()
             for layers, stage in forwards:
-                batch = plain(Caches(*(part[layers.start : layers.stop] for part in (ks, vs))), tables, spans, ids)
+                own = Caches(*(part[layers.start : layers.stop] for part in caches))
+                batch = plain(own, tables, spans, ids)
                 batch.rows = rows
                 state = stage(batch, *state)
-            return state, torch.cat([x.flatten() for x in (*ks, *vs)])
+            return state, torch.cat([x.flatten() for x in (*caches.keys, *caches.values)])
 
         fused, patched = forward(handle)[0], patched_forward(model)
         stages = [(range(a, b), forward(handle, range(a, b))[0]) for a, b in ((0, 1), (1, count))]
