@@ -81,7 +81,9 @@ class AlignedEngine:
         computes = computed_dtypes(self.module)
         embedding = self.module.get_input_embeddings().weight
         name = next(name for name, parameter in self.module.named_parameters() if parameter is embedding)
-        about = About(self.aligned.numerics(get_device_name()), str(computes[name]).removeprefix("torch."), self.computes_by)
+        options = {"kv_segment": self.aligned.options["kv_segment"], "latent_attention": self.aligned.options["latent"]}
+        numerics = vx.numerics(get_device_name(), **{key: value or None for key, value in options.items()})
+        about = About(numerics, str(computes[name]).removeprefix("torch."), self.computes_by)
         return Weights(items, convert_weight_keys(computes, self.module), about), adapters
 
     def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
