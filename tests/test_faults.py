@@ -1,4 +1,7 @@
-"""The attack on the processes around an engine: a short share of it passes, and what it looks for it finds. Of the hand-over it is not run here yet: that part of it has not passed."""
+"""The attack on the processes around an engine: a short share of it passes, and what it looks for it finds.
+
+Not of the hand-over yet: that part of it has not passed.
+"""
 
 import json
 

@@ -121,7 +121,7 @@ def test_what_waits_for_the_only_replica_is_answered_and_goes_on(path, wanted):
         assert later.result(PATIENCE) == wanted
 
 
-def test_a_stream_ends_with_what_it_has(path):
+def test_a_stream_ends_with_what_it_has(ctrl_c, path):
     import asyncio
 
     with replicas_of(path, 1) as replicas:
