@@ -86,7 +86,7 @@ def gated_delta_varlen(
                    inside. G is summed ascending. Products over dk, over the rows of earlier blocks of 16 in the chunk
                    and over a whole chunk are one accumulator each, ascending; then the rows of the own block, one fma
                    each, ascending. On a GPU, with 16-bit inputs, operands of such products are rounded to tf32 (to the
-                   nearest, ties to even). Equal to gated_delta_paged for any split of a sequence into calls
+                   nearest, ties away from 0). Equal to gated_delta_paged for any split of a sequence into calls
     grad           q, k, v, g, beta, initial_state, as bits of their own sequence. States at chunk starts are made anew
                    in the backward pass: memory is O(T / 64) states
     raises         TypeError on dtype, ValueError on shape, values (on CPU: offsets, g above 0, beta outside [0, 1]) or
