@@ -48,8 +48,8 @@ def test_either_of_two_ends_of_a_text_ends_it_and_that_is_said_once(tmp_path, ca
         assert ended == {PAD, EOS}, "both were drawn"
         ignoring = answers(engine, ignore_eos=True)
         assert any({PAD, EOS} <= set(c.token_ids[:-1]) for c in ignoring)
-    said = [r.getMessage() for r in caplog.records if "answers stop at either" in r.getMessage()]
-    assert len(said) == 1 and "[0] by its configuration and [2] by its tokenizer" in said[0]
+    said = [r.getMessage() for r in caplog.records if "a text ends with" in r.getMessage()]
+    assert len(said) == 1 and "with 0, as the configuration says, and with 2, the tokenizer's own" in said[0]
 
 
 def test_nothing_is_said_where_both_are_the_same(tmp_path, caplog):

@@ -296,7 +296,6 @@ def test_experts_that_only_look_known_are_refused(cls):
         ("mixtral", {"router_jitter_noise": 0.1}, ["model.layers.0.mlp (MixtralSparseMoeBlock)", "uniform"]),
         ("qwen3_moe", {"output_router_logits": True}, ["(root) (Qwen3MoeForCausalLM)", "load balancing loss"]),
         ("qwen3_moe", {"hidden_act": "relu"}, ["model.layers.0.mlp.experts (Qwen3MoeExperts)", "activation"]),
-        ("qwen2_moe", {"num_experts": 4, "shared_expert_intermediate_size": 16}, ["Qwen2MoeSparseMoeBlock", "sigmoid"]),
     ],
 )
 def test_what_is_not_covered_is_named(name, changes, words):
