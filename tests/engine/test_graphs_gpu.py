@@ -41,8 +41,9 @@ def outcomes(engine, params=PARAMS):
 
 def sizes(engine):
     runner = engine._worker._runner
-    ladders = runner._decode, runner._decode_cut, runner._mixed, runner._heads, runner._heads_cut
-    return [ladder.sizes for ladder in (*ladders, *(few for _, few in runner._mixed_few))]
+    made = runner.graphs
+    ladders = made.decode, made.decode_cut, made.mixed, made.heads, made.heads_cut
+    return [ladder.sizes for ladder in (*ladders, *(few for _, few in made.mixed_few))]
 
 
 @pytest.mark.parametrize(
@@ -61,13 +62,13 @@ def sizes(engine):
 def test_graphs_have_the_bits_of_call_by_call(family, options, monkeypatch):
     config = replace(CONFIG, **options)
     with launch(replace(config, enforce_eager=True), family) as engine:
-        assert engine._worker._runner.eager == "enforce_eager" and not any(sizes(engine))
+        assert engine._worker._runner.graphs.eager == "enforce_eager" and not any(sizes(engine))
         expected = outcomes(engine)
     for name in ("_PADDING", "_PADDING_OF_CHUNKS"):
-        monkeypatch.setattr(f"vexact_engine.runner.runner.{name}", -1.0)  # every size is split
+        monkeypatch.setattr(f"vexact_engine.runner.record.{name}", -1.0)  # every size is split
     with launch(config, family) as engine:
         runner = engine._worker._runner
-        assert runner.eager == "" and all(len(found) > 3 for found in sizes(engine))
+        assert runner.graphs.eager == "" and all(len(found) > 3 for found in sizes(engine))
         replays = 0
         fit = graphs.Ladder.fit
 
@@ -83,7 +84,7 @@ def test_graphs_have_the_bits_of_call_by_call(family, options, monkeypatch):
         assert outcomes(engine) == expected  # from a warm prefix cache, other sizes
         with_top = [replace(p, num_top_logprobs=i % 3) for i, p in enumerate(PARAMS)]
         assert outcomes(engine, with_top) == expected
-        runner.release()
+        runner.graphs.release()
         assert not any(sizes(engine))
         assert outcomes(engine) == expected
     tight = replace(config, max_num_seqs=5, max_num_batched_tokens=23, page_size=32, num_pages=9)
@@ -95,10 +96,10 @@ def test_graphs_are_given_back_and_made_again():
     with launch() as engine:
         expected, runner = outcomes(engine), engine._worker._runner
         with torch.cuda.stream(engine._worker.stream):
-            engine._loop.call(runner.release)
+            engine._loop.call(runner.graphs.release)
             held = torch.cuda.memory_reserved()
             assert outcomes(engine) == expected
-            engine._loop.call(runner.capture)
+            engine._loop.call(runner.graphs.capture)
         assert all(sizes(engine)) and torch.cuda.memory_reserved() >= held
         assert outcomes(engine) == expected
 
@@ -134,14 +135,14 @@ def test_a_forward_that_cannot_be_recorded_is_computed_call_by_call(monkeypatch,
 
     with launch(replace(CONFIG, enforce_eager=True)) as engine:
         expected = outcomes(engine)
-    compute = Runner._compute
+    compute = Runner.compute
 
     def waiting(self, body, **options):
         compute(self, body, **options)
-        self._hidden.sum().item()
+        self.hidden.sum().item()
 
-    monkeypatch.setattr(Runner, "_compute", waiting)
+    monkeypatch.setattr(Runner, "compute", waiting)
     with launch() as engine:
-        assert "the forward cannot be recorded" in engine._worker._runner.eager
+        assert "the forward cannot be recorded" in engine._worker._runner.graphs.eager
         assert "CUDA graphs: none" in caplog.text and not any(sizes(engine))
         assert outcomes(engine) == expected

@@ -18,6 +18,7 @@ from vexact_engine.core.scheduler import Scheduler
 from vexact_engine.core.step import Encoder
 from vexact_engine.request import Request
 from vexact_engine.runner import buffers, graphs
+from vexact_engine.runner.record import Graphs
 from vexact_engine.runner.runner import Runner
 from vexact_ops._core import admit
 
@@ -44,13 +45,13 @@ def recording(monkeypatch):
     used = {"decode": 0, "decode_cut": 0, "mixed": 0, "heads": 0, "heads_cut": 0, "mixed_few": 0}
     monkeypatch.setattr(graphs, "recorder", lambda *_: graphs.HostRecorder())
     for name in ("_PADDING", "_PADDING_OF_CHUNKS"):
-        monkeypatch.setattr(f"vexact_engine.runner.runner.{name}", -2.0)  # every size is split and kept, however long
-    monkeypatch.setattr("vexact_engine.runner.runner._HIDDEN", 1e9)
+        monkeypatch.setattr(f"vexact_engine.runner.record.{name}", -2.0)  # every size is split and kept, however long
+    monkeypatch.setattr("vexact_engine.runner.record._HIDDEN", 1e9)
     launch, fit = Runner.launch, graphs.Ladder.fit
 
     def counting(self, step):
-        few = [("mixed_few", ladder) for _, ladder in self._mixed_few]
-        for name, ladder in [*((name, getattr(self, f"_{name}")) for name in [*used][:-1]), *few]:
+        few = [("mixed_few", ladder) for _, ladder in self.graphs.mixed_few]
+        for name, ladder in [*((name, getattr(self.graphs, name)) for name in [*used][:-1]), *few]:
             ladder.fit = lambda rows, name=name, ladder=ladder: note(name, fit(ladder, rows))
         return launch(self, step)
 
@@ -63,8 +64,9 @@ def recording(monkeypatch):
 
 
 def ladders(runner):
-    few = [ladder for _, ladder in runner._mixed_few]
-    return runner._decode, runner._decode_cut, runner._mixed, runner._heads, runner._heads_cut, *few
+    made = runner.graphs
+    few = [ladder for _, ladder in made.mixed_few]
+    return made.decode, made.decode_cut, made.mixed, made.heads, made.heads_cut, *few
 
 
 def outcomes(family, config, params=PARAMS):
@@ -156,13 +158,13 @@ def test_steps_that_are_launched_ahead_have_the_same_bits(depth, kind, request):
 
 def test_steps_of_few_sequences_have_graphs_of_their_own_where_those_win(recording, monkeypatch):
     asked = []
-    monkeypatch.setattr(Runner, "_wins", lambda _, one, other: asked.append((one, other)) or 6 <= one.body.tokens <= 12)
+    monkeypatch.setattr(Graphs, "_wins", lambda _, one, other: asked.append((one, other)) or 6 <= one.body.tokens <= 12)
     alone = Alone()
     runner, sent = alone.runner, []
-    full = runner._mixed
-    assert [most for most, _ in runner._mixed_few] == [2, 4] and max(full.sizes) > 12 > min(full.sizes)
+    full = runner.graphs.mixed
+    assert [most for most, _ in runner.graphs.mixed_few] == [2, 4] and max(full.sizes) > 12 > min(full.sizes)
     for again in range(2):
-        (_, two), (_, four) = runner._mixed_few
+        (_, two), (_, four) = runner.graphs.mixed_few
         assert two.sizes == four.sizes == full.sizes
         for size in full.sizes:
             rows = [ladder.fit(size).body for ladder in (two, four, full)]
@@ -174,8 +176,8 @@ def test_steps_of_few_sequences_have_graphs_of_their_own_where_those_win(recordi
         if not again:
             assert asked and all(one.body.draws < other.body.draws for one, other in asked)
             asked.clear()
-            runner.capture()
-            full = runner._mixed
+            runner.graphs.capture()
+            full = runner.graphs.mixed
     assert not asked, "what has been measured is not measured again"
     send = runner.buffers.send
     runner.buffers.send = lambda step, body, *more: (sent.append((len(step.chunks), body)), send(step, body, *more))[1]
@@ -258,14 +260,14 @@ def test_the_forward_is_asked_for_no_more_rows_than_are_drawn_after(kind, reques
 
 def test_behind_attention_a_step_without_a_graph_has_as_many_rows_as_some_step_of_decodes(recording, monkeypatch):
     """Products' kernels are verified for a number of rows: one that no graph has would be new under a request."""
-    monkeypatch.setattr("vexact_engine.runner.runner._HIDDEN", -1.0)
+    monkeypatch.setattr("vexact_engine.runner.record._HIDDEN", -1.0)
     prompts, params = PROMPTS[:3], SamplingParams(max_new_tokens=2, temperature=1.0, seed=1, ignore_eos=True)
     expected, seen = [], []
     for sizes in ({3}, {2, 4}):
         with Engine.from_pretrained(build("Qwen3"), config=CONFIG) as engine:
             runner = engine._worker._runner
-            assert not runner._mixed.sizes and sizes <= {*runner._decode.sizes}
-            runner._decode.keep(sizes)
+            assert not runner.graphs.mixed.sizes and sizes <= {*runner.graphs.decode.sizes}
+            runner.graphs.decode.keep(sizes)
             compute = runner.forward
             runner.forward = lambda batch, compute=compute: (seen.append(batch.rows), compute(batch))[1]
             expected.append([bits(one) for one in engine.generate(prompts, params)])
@@ -287,10 +289,10 @@ def test_graphs_are_given_back_and_made_again(recording):
         expected = [bits(c) for c in engine.generate(PROMPTS, PARAMS)]
         sizes = [list(ladder.sizes) for ladder in ladders(runner)]
         before = dict(recording)
-        runner.release()
+        runner.graphs.release()
         assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
         assert recording == before
-        runner.capture()
+        runner.graphs.capture()
         assert [ladder.sizes for ladder in ladders(runner)] == sizes
         assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
         assert recording != before
@@ -302,11 +304,11 @@ def test_new_addresses_are_captured_anew(way, recording):
     with Engine.from_pretrained(build("Qwen3"), config=CONFIG) as engine:
         expected = [bits(c) for c in engine.generate(PROMPTS, PARAMS)]
         runner, made = engine._worker._runner, []
-        record = runner._recorder.record
-        runner._recorder.record = lambda run: (made.append(run), record(run))[1]
+        record = runner.graphs._recorder.record
+        runner.graphs._recorder.record = lambda run: (made.append(run), record(run))[1]
         if way == "slept":
             engine.sleep(1)
-            assert not runner._decode.sizes
+            assert not runner.graphs.decode.sizes
             engine.wake_up(["weights"])
             assert not made
             engine.wake_up()
@@ -337,27 +339,27 @@ def test_kernels_are_chosen_in_steps_of_long_contexts(recording, monkeypatch):
 
     def looked_at(run, capture, about):
         run()
-        runner = made[-1]
-        body = runner._decode_body(int(about.split()[2]))
-        context = runner.buffers.columns(body)["context"].tolist()
-        pages = runner.buffers.batch(body)[0].paged.block_table
+        recorded, its_buffers = made[-1]
+        body = recorded.decode_body(int(about.split()[2]))
+        context = its_buffers.columns(body)["context"].tolist()
+        pages = its_buffers.batch(body)[0].paged.block_table
         seen.append((context, len(pages.unique(dim=0))))
         replays = [capture() for _ in range(3)]
         assert all(replay() >= 0 for replay in replays * 2)
         return []
 
-    made, after, tuned = [], [], Runner._tune
+    made, after, tuned = [], [], Graphs._tune
 
     def tuning(self, *sizes):
-        made.append(self)
+        made.append((self, self._runner.buffers))
         held = tuned(self, *sizes)
-        after.append((len(held), bool(self.buffers.table.any())))
+        after.append((len(held), bool(self._runner.buffers.table.any())))
         return held
 
-    monkeypatch.setattr(Runner, "_tune", tuning)
+    monkeypatch.setattr(Graphs, "_tune", tuning)
     monkeypatch.setattr(vx, "tune", looked_at)
     got = outcomes("Qwen3", CONFIG)
-    longest = min(1024, made[0].buffers.max_pages * 4)
+    longest = min(1024, made[0][1].max_pages * 4)
     assert {len(context) for context, _ in seen} >= set(got[1][0]) and len(seen) > 3
     assert all(
         max(context) == longest and min(context) == longest // min(8, 8 ** (len(context) - 1)) for context, _ in seen
@@ -381,9 +383,9 @@ def lasting(recording, monkeypatch, tmp_path):
 
 def test_sizes_are_chosen_once_for_engines_that_are_alike(lasting, monkeypatch):
     """And the kernels of those sizes are met, and chosen in a step, in each process before they are recorded."""
-    met, tuned, compute = [], [], Runner._compute
+    met, tuned, compute = [], [], Runner.compute
     monkeypatch.setattr(
-        Runner, "_compute", lambda self, body, *a, **k: met.append(body) or compute(self, body, *a, **k)
+        Runner, "compute", lambda self, body, *a, **k: met.append(body) or compute(self, body, *a, **k)
     )
     monkeypatch.setattr(vx, "tune", lambda run, capture, about: tuned.append(about) or [])
     first = outcomes("Qwen3", CONFIG)
@@ -417,7 +419,7 @@ def test_no_memory_at_the_start_says_what_to_lower(monkeypatch):
     def full(self, progress=None):
         raise torch.OutOfMemoryError("tried to allocate 3 GiB")
 
-    monkeypatch.setattr(Runner, "capture", full)
+    monkeypatch.setattr(Graphs, "capture", full)
     wanted = r"lower gpu_memory_utilization .*max_num_batched_tokens \(now 23\) or max_num_seqs \(now 7\).* 3 GiB"
     with pytest.raises(torch.OutOfMemoryError, match=wanted):
         Engine.from_pretrained(build("Qwen3"), config=CONFIG)

@@ -233,14 +233,15 @@ def expected():
 
 def recorded(engine):
     runner = engine._worker._runner
-    return [id(ladder.fit(size).replay) for ladder in (runner._mixed, runner._decode) for size in ladder.sizes]
+    ladders = runner.graphs.mixed, runner.graphs.decode
+    return [id(ladder.fit(size).replay) for ladder in ladders for size in ladder.sizes]
 
 
 @pytest.mark.parametrize(
     "tags", [TAGS, ("weights", "kv_cache"), ("weights",), ("kv_cache",), ("graphs",)], ids="+".join
 )
 def test_graphs_outlive_any_sleep(engine, expected, tags):
-    assert engine.sleep_backend == "memory_saver: a stand-in" and engine._worker._runner.captured
+    assert engine.sleep_backend == "memory_saver: a stand-in" and engine._worker._runner.graphs.captured
     before = recorded(engine)
     places = [p.data_ptr() for p in [*engine.model.parameters(), *engine.model.buffers()]]
     assert before and ask(engine) == expected
@@ -273,7 +274,7 @@ def test_weights_that_are_replaced_while_caches_and_graphs_sleep(engine, expecte
         mine.data = theirs.data
     engine.update_weights(build().state_dict(), numerics=engine.numerics())
     engine.wake_up()
-    assert engine._worker._runner.captured and ask(engine) == expected
+    assert engine._worker._runner.graphs.captured and ask(engine) == expected
 
 
 def test_a_cache_that_wakes_holds_finite_numbers(engine):

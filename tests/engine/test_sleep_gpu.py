@@ -81,7 +81,7 @@ def free():
 
 def graphs(engine):
     runner = engine._worker._runner
-    ladders = runner._decode, runner._mixed, runner._heads
+    ladders = runner.graphs.decode, runner.graphs.mixed, runner.graphs.heads
     return [{size: id(ladder.fit(size).replay) for size in ladder.sizes} for ladder in ladders]
 
 
@@ -104,7 +104,7 @@ def test_a_gpu_has_its_memory_back(level, backend):
         recorded, places = graphs(engine), addresses(engine)
         assert recorded[0]
         given = engine.sleep(level)
-        assert bool(runner._decode.sizes) == (backend == "memory_saver") and given["graphs"] > 0
+        assert bool(runner.graphs.decode.sizes) == (backend == "memory_saver") and given["graphs"] > 0
         left = held(engine)
         cache = 16384 * 16 * 2 * 4 * 2 * 16 * 2
         assert given["weights"] > 0.95 * weights and given["kv_cache"] > 0.95 * cache

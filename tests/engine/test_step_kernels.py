@@ -111,7 +111,7 @@ def test_an_engine_with_these_kernels_has_the_bits_of_others(family, where, monk
         if way == "recorded":
             monkeypatch.setattr(graphs, "recorder", lambda *_: graphs.HostRecorder())
         with Engine.from_pretrained(build(family), config=config) as engine:
-            assert engine.path == "fused" and engine._worker._runner.captured == (way == "recorded")
+            assert engine.path == "fused" and engine._worker._runner.graphs.captured == (way == "recorded")
             done = engine.generate(prompts(6), params)
             got.append([(bits(one), str(one.top_logprobs)) for one in done])
         assert bool(used) == (way != "torch")

@@ -123,6 +123,11 @@ class Host:
         self.address = self.drawn.data_ptr()
         self.event = torch.cuda.Event() if pinned else None
 
+    def wait(self) -> None:
+        """Until what was last fetched is there."""
+        if self.event is not None:
+            self.event.synchronize()
+
     def columns(self, part: Body | Head, middle: int) -> dict[str, np.ndarray]:
         places, size = _places(part)
         first = middle if isinstance(part, Body) else middle - size

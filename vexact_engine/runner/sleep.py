@@ -220,10 +220,10 @@ class Memory:
                 raise MemoryError(f"wake_up: no memory for {tag}, which takes {known >> 20} MiB: {error}") from error
             del self._asleep[tag]
             taken[tag] = known if before is None else self.held() - before
-        if taken and not self._asleep and not self._runner.captured:
+        if taken and not self._asleep and not self._runner.graphs.captured:
             before = self.held()
             try:
-                self._runner.capture()
+                self._runner.graphs.capture()
             except torch.OutOfMemoryError as error:
                 self.sleep(1, ["graphs"])
                 raise MemoryError(f"wake_up: no memory for graphs: {error}") from error
@@ -258,7 +258,7 @@ class Memory:
 
     def _sleep_graphs(self, level: int) -> list[Storages]:
         if not self._graphs_stay:
-            self._runner.release()
+            self._runner.graphs.release()
             return []
         part = Storages(region=self._runner.regions["graphs"])
         part.give_back(keep=False)
@@ -267,7 +267,7 @@ class Memory:
     @property
     def _graphs_stay(self) -> bool:
         """Whether what is recorded holds as it is, wherever memory goes and comes."""
-        return bool(self._runner.regions) and self._runner.captured
+        return bool(self._runner.regions) and self._runner.graphs.captured
 
     def held(self) -> int | None:
         """Bytes of the device that this process holds, as torch counts, which knows nothing of regions that are paused;

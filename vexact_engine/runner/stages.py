@@ -111,9 +111,9 @@ class StageRunner(Runner):
         torch.add(*out, out=self._made[:tokens])
         return None
 
-    def _draw(self, head, hidden) -> None:
+    def draw(self, head, hidden) -> None:
         if self.draws:
-            super()._draw(head, hidden)
+            super().draw(head, hidden)
 
     @torch.inference_mode()
     def settle(self) -> None:

@@ -166,7 +166,7 @@ class Worker:
         self._make_forward()
         self._revision = revision
         if not self.asleep:
-            self._runner.capture()
+            self._runner.graphs.capture()
         self._watch.note()  # modules may be others than those that it knows
 
     def _make_forward(self) -> None:
