@@ -24,7 +24,7 @@ from test_covered import small
 
 sys.path.pop(0)
 NOT_FUSED: dict[str, str] = {}  # covered families that run patched, and why
-LATENT = ["axk1", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"]
+LATENT = ["axk1", "deepseek_v3", "glm4_moe_lite", "minicpm3", "sarvam_mla", "youtu"]
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 

@@ -46,6 +46,7 @@ COVERED = (
     "olmoe",
     "phi3",
     "qwen2",
+    "qwen2_moe",
     "qwen3",
     "qwen3_5_moe_text",
     "qwen3_5_text",
