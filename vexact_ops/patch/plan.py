@@ -3,24 +3,21 @@
 A patch (state.py) is what the answers are written to.
 """
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from .._core.backend import BackendUnavailable
-from . import audit, delta, forwards, gates, lora, mixture, pieces, rotary, slots
-from . import latent as latent_form
+from . import audit, lora, pieces
 from .description import Pages
 from .pieces import NotCovered
+from .recognise import Facts, Keep, Replace, cache_name, check_own_forward, recognise
 
 if TYPE_CHECKING:
     from .state import Patch
 
-_STRUCTURE = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.Identity)
-EXACT = "stock: elementwise and correctly rounded, or a copy"
 _KNOWN_KWARGS = {
     "position_ids", "use_cache", "cache_position", "is_causal", "output_attentions", "output_hidden_states",
     "output_router_logits",
@@ -56,7 +53,6 @@ def find(patch: "Patch") -> None:
         raise ValueError(
             f"patch.hf: model: got {type(model).__name__}, an encoder and a decoder, expected a decoder alone"
         )
-    patch.kept = pieces.kept_in_fp32(model)
     children = dict(model.named_children())
     parts = {id(part) for part in (patch.base, patch.head)}
     if patch.head is not None:
@@ -66,6 +62,7 @@ def find(patch: "Patch") -> None:
             f"patch.hf: model: got {type(model).__name__} (of {', '.join(children)}), expected a decoder, or a causal "
             "language model of a decoder and an output layer"
         )
+    facts, placed = _facts(patch), set[int]()
     for path, module in model.named_modules():
         if "_vexact" in module.__dict__:
             raise ValueError(f"patch.hf: model: its part {path} is already patched on its own: undo that first")
@@ -75,11 +72,45 @@ def find(patch: "Patch") -> None:
         if drops and not patch.strict:
             continue
         try:
-            _place(patch, path, module)
+            check_own_forward(module)
+            if id(module) in placed:
+                continue
+            answer = recognise(module, replace(facts, path=path, inner=id(module) in patch.inner))
         except NotCovered as reason:
             patch.refuse(path, module, str(reason), reason.__cause__)
+        else:
+            placed |= _write(patch, path, module, answer)
     if patch.options["latent"] and not any(row.note == "latent" for row in patch.report):
         patch.refuse("", model, "latent: no attention of it is latent")
+
+
+def _facts(patch: "Patch") -> Facts:
+    try:
+        cache = cache_name(patch.base)
+    except NotCovered:  # said of the decoder, when its turn comes
+        cache = patch.cache
+    kept, options = frozenset(pieces.kept_in_fp32(patch.model)), patch.options
+    heads = frozenset(patch.heads)
+    return Facts(
+        patch.model, patch.base, patch.head, heads, kept, cache, options["latent"], options["longrope"], patch.tried
+    )
+
+
+def _write(patch: "Patch", path: str, module: nn.Module, answer: Replace | Keep) -> set[int]:
+    """Returns the children for whom it has spoken."""
+    if answer.unaligned:
+        patch.blocks[path] = answer.unaligned
+    if isinstance(answer, Keep):
+        patch.keep(path, module, answer.note)
+        return set()
+    vars(patch).update(answer.known)
+    patch.inner.update(map(id, answer.computes))
+    for name, tensor in answer.buffers.items():
+        patch.put(module, name, tensor)
+    patch.replace(path, module, answer.forward, answer.ops, answer.note, answer.name)
+    for name, child in answer.children.items():
+        _write(patch, f"{path}.{name}", module._modules[name], child)
+    return {id(module._modules[name]) for name in answer.children}
 
 
 _OF_NO_BIT = {"training", "gradient_checkpointing", "name_or_path", "in_features", "out_features"}
@@ -132,106 +163,6 @@ def _drops(module: nn.Module) -> list[str]:
         + (f" (from_pretrained(..., {name}=0.0))" if hasattr(getattr(module, "config", None), name) else "")
         for name, value in found.items()
     ]
-
-
-def _place(patch: "Patch", path: str, module: nn.Module) -> None:
-    cls = pieces.class_of(module)
-    if "forward" in module.__dict__:
-        raise NotCovered("its forward has been replaced on this instance (by hooks or kernels of another library)")
-    if id(module) in patch.heads:
-        if lora.is_peft(module):
-            raise NotCovered("LoRA of the output layer: its logits are formed from one weight")
-        pieces.check_linear(module, head=True)
-        patch.replace(path, module, pieces.head_forward, "linear_logits", "fp32 logits")
-    elif isinstance(module, nn.Linear):
-        pieces.check_linear(module, head=False)
-        patch.replace(path, module, pieces.linear_forward, "linear")
-    elif isinstance(module, nn.Dropout):
-        patch.replace(path, module, pieces.identity_forward, "(identity)")
-    elif isinstance(module, nn.Embedding):
-        if module.max_norm is not None:
-            raise NotCovered("max_norm rescales rows by their norm")
-        patch.keep(path, module, "stock: a lookup is exact")
-    elif isinstance(module, nn.Conv1d) and id(module) in patch.inner:
-        patch.keep(path, module)
-    elif isinstance(module, _STRUCTURE):
-        patch.keep(path, module, "holds modules")
-    elif cls.__module__.startswith("torch.nn.modules.activation") and not module._parameters:
-        patch.keep(path, module)
-    elif isinstance(module, nn.ParameterDict) and not len(module):
-        patch.keep(path, module, "holds nothing")
-    elif lora.is_peft(module):
-        patch.keep(path, module, lora.check(module, patch.tried))
-    elif not cls.__module__.startswith(("transformers.", slots.GENERATED)):
-        raise NotCovered("no module of transformers, and none of torch's that an aligned op covers")
-    elif module is patch.model and module is not patch.base:
-        patch.replace(path, module, _causal_forward(patch), "linear_logits", _loss(patch))
-    elif module is patch.base:
-        patch.cache = _cache_name(module)
-        patch.lax = cls.__module__.startswith(slots.GENERATED)  # VeOmni's collators name more than its models read
-        patch.replace(path, module, forwards.base_forward, "(lays out the batch)", f"{EXACT}; autocast is off inside")
-    elif rotary.prefixes(module):
-        forward, note, put = rotary.rotary(module, patch.options["longrope"])
-        for name, value in put.items():
-            patch.put(module, name, value)
-        patch.replace(path, module, forward, "rope_cos_sin", note)
-    elif pieces.is_attention(module) and patch.cache not in (names := pieces.cache_names(module)):
-        raise NotCovered(f"it takes a cache as {names[0]}, its decoder as {patch.cache}: it would not get one")
-    elif pieces.is_attention(module) and patch.options["latent"]:
-        if not latent_form.is_latent(module):
-            raise NotCovered("latent: its keys and values are not made from compressed ones")
-        patch.replace(path, module, *latent_form.latent_forward(module, patch.tried), "latent")
-    elif pieces.is_attention(module):
-        patch.replace(path, module, *pieces.attention_forward(module))
-    elif mixture.is_experts(module):
-        forward, note = mixture.experts_forward(module)
-        patch.replace(path, module, forward, "fused_moe", note)
-        patch.inner.update(id(m) for m in module.children())
-    elif id(module) in patch.joined:
-        return
-    elif mixture.is_router(module):
-        forward, note = mixture.router_forward(module, f"{path}.weight" in patch.kept)
-        patch.replace(path, module, forward, "linear, moe_route", note)
-    elif delta.is_delta(module):
-        patch.replace(path, module, *delta.delta_forward(module, patch.tried))
-        patch.inner.add(id(module.conv1d))
-        patch.states = True
-    elif delta.is_gated_norm(module):
-        patch.replace(path, module, delta.gated_norm_forward(module), "rmsnorm_gated")
-    elif module._parameters:
-        forward, style = pieces.norm_forward(module)
-        patch.replace(path, module, forward, "rmsnorm", style)
-    else:
-        mixture.check_block(module)
-        if mixture.chooses(module):
-            logits, choice, note = mixture.choice_forwards(module, f"{path}.gate.weight" in patch.kept)
-            patch.joined.add(id(module.gate))
-            patch.replace(path, module, choice, "moe_route", note, mixture.CHOICE)
-            patch.replace(f"{path}.gate", module.gate, logits, "linear", "logits; its block chooses")
-            return
-        if pieces.is_mlp(module):
-            try:
-                forward, activation = pieces.mlp_forward(module)
-                patch.replace(path, module, forward, "silu_mul", activation)
-                patch.inner.update(id(m) for m in module.children() if not pieces.is_linear(m))
-                return
-            except NotCovered as reason:  # its linear layers are covered; the audit judges the rest
-                patch.blocks[path] = str(reason)
-        if gates.calls_sigmoid(module):
-            patch.replace(path, module, gates.sigmoid_forward(type(module)), "sigmoid_mul", f"{EXACT} but for sigmoids")
-            return
-        patch.keep(path, module)
-
-
-def _cache_name(base: nn.Module) -> str:
-    """By which name caches come and go: what goes in is what comes out."""
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-
-    names = pieces.cache_names(base)
-    found = [name for name in names if name in CausalLMOutputWithPast.__dataclass_fields__]
-    if not found:
-        raise NotCovered(f"its forward takes a cache as {names[0]}, but transformers' outputs have none of that name")
-    return found[0]
 
 
 def check_runs(patch: "Patch") -> None:
@@ -316,65 +247,3 @@ def _attention_problems(config, module: nn.Module, window: int | None, kwargs: d
     masked = getattr(config, "sliding_window", None) if kind != "full_attention" else None
     if masked != window:
         yield f"its mask has a window of {masked}, but it asks attention for {window}"
-
-
-def _causal_forward(patch: "Patch") -> Callable:
-    """The forward of decoder + output layer, once the class's own one is known to do nothing else."""
-    from transformers.modeling_outputs import MoeModelOutputWithPast
-
-    model, config = patch.model, patch.model.config
-    if getattr(config, "output_router_logits", False):
-        raise NotCovered("config.output_router_logits asks for a load balancing loss, which no aligned op computes")
-    base_name, head_name = (
-        next(name for name, m in model.named_children() if m is part) for part in (patch.base, patch.head)
-    )
-
-    class Hidden(nn.Module):
-        def __getattr__(self, name):
-            raise AttributeError(f"no {name}", name=name, obj=self)
-
-        def forward(self, *args, **kwargs):
-            return MoeModelOutputWithPast(last_hidden_state=hidden)
-
-    hidden, head = 3 * pieces.random(2, 4, 8, seed=1), pieces.small_linear(8, 11, seed=2)
-    tried = pieces.twin(model, {base_name: Hidden(), head_name: head})
-    try:
-        got = pieces.run_stock(tried, input_ids=torch.zeros(2, 4, dtype=torch.int64))
-    except NotCovered as reason:
-        missing = getattr(reason.__cause__, "name", None)
-        if not isinstance(reason.__cause__, AttributeError) or not missing:
-            raise
-        of = type(patch.base).__name__ + ("" if isinstance(reason.__cause__.obj, nn.Module) else "'s output")
-        raise NotCovered(
-            f"it is more than a decoder and an output layer: its forward reads {missing!r} of its {of}"
-        ) from reason.__cause__
-    patch.scale = float(getattr(config, "logits_scaling", None) or 1.0)
-    patch.softcap = getattr(config, "final_logit_softcapping", None)
-    expected = hidden @ head.weight.detach().t() / patch.scale
-    if patch.softcap is not None:
-        expected = torch.tanh(expected / patch.softcap) * patch.softcap
-    if not pieces.agree(got.logits, expected):
-        factor = float((got.logits / expected).median())
-        if pieces.agree(got.logits, expected * factor):
-            raise NotCovered(f"it multiplies the logits by {factor:.6g}, and not by one over config.logits_scaling")
-        raise NotCovered("it does something to the logits that no aligned op computes")
-    if math.frexp(patch.scale)[0] != 0.5:
-        raise NotCovered(f"it divides the logits by {patch.scale}: only powers of two are exact in the hidden states")
-    if not slots.has_loss_slot(model):
-        return forwards.wrapped_causal_forward()
-    if patch.scale != 1 or patch.softcap is not None:
-        raise NotCovered("VeOmni's slot of the loss knows neither logits_scaling nor final_logit_softcapping")
-    return slots.causal_forward(pieces.class_of(model))
-
-
-def _loss(patch: "Patch") -> str:
-    if slots.has_loss_slot(patch.model):
-        patch.loss = False  # not read: the slot is
-        return "VeOmni's own forward; loss: linear_cross_entropy, log-probabilities: linear_logprobs"
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    used = patch.model.loss_function
-    if slots.is_of_veomni(used):  # which puts its own in transformers' place, for the whole process
-        used = ForCausalLMLoss
-    patch.loss = used is ForCausalLMLoss and "_loss_function" not in patch.model.__dict__
-    return "loss: linear_cross_entropy" if patch.loss else "loss: your own function, not covered"

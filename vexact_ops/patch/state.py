@@ -99,7 +99,6 @@ class Patch:
         self.heads: set[int] = set()  # the output layer, or its copies
         self.scale, self.softcap = 1.0, None
         self.cache = forwards.CACHES[0]  # by which name the decoder's own forward takes one
-        self.kept: set[str] = set()  # parameters and buffers that the class keeps in fp32
         self.lax = False  # whether arguments that no forward knows go by, if they are no cache
         self.states = False  # whether layers have a state, which no cache of transformers holds
         self.description = None  # or why there is none
@@ -109,7 +108,6 @@ class Patch:
         self.blocks: dict[str, str] = {}  # feed-forward blocks without an aligned form, by path, and why
         self.inner: set[int] = set()  # modules whose block computes what they would
         self.between: set[int] = set()  # experts whose block changes their weights after the router
-        self.joined: set[int] = set()  # routers whose block chooses, and which were replaced with it
         self.tree: tuple[list, list, list] = [], [], []
         self.numbers: tuple[list, list, list] = [], [], []
         self.buffers: list[_Buffer] = []
@@ -248,7 +246,7 @@ class Patch:
         """A buffer that has to be another one."""
         self.buffers.append(_Buffer(module._buffers, name, module._buffers[name], tensor))
 
-    def keep(self, path: str, module: nn.Module, note: str = plan.EXACT) -> None:
+    def keep(self, path: str, module: nn.Module, note: str) -> None:
         if id(module) in self.inner:
             note = "not run: its block computes it"
         self.report.append(Row(path, type(module).__name__, "", note))

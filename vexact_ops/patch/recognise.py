@@ -1,0 +1,326 @@
+"""The table of pieces: what becomes of one module, by the first piece that knows it.
+
+Each piece is `recognise(module, facts) -> Replace | Keep | None`, and raises NotCovered where the module looks like it
+and is not. Facts are what is known of the model before; plan.py writes the answers down.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import delta, forwards, gates, lora, mixture, pieces, rotary, slots
+from . import latent as latent_form
+from .pieces import NotCovered
+
+_STRUCTURE = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.Identity)
+EXACT = "stock: elementwise and correctly rounded, or a copy"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of a model, and of the module that is looked at.
+
+    head     of its copies, if PEFT made any, each is in `heads`
+    kept     names of parameters and buffers that the class keeps in fp32
+    cache    by which name the decoder's own forward takes one
+    tried    what is known of modules that are alike: a memory of the trials, no fact
+    inner    whether the module's block computes what it would
+    """
+
+    model: nn.Module
+    base: nn.Module
+    head: nn.Module | None
+    heads: frozenset[int]
+    kept: frozenset[str]
+    cache: str
+    latent: bool
+    longrope: str | None
+    tried: dict = field(repr=False, compare=False)
+    path: str = ""
+    inner: bool = False
+
+
+@dataclass(frozen=True)
+class Replace:
+    """Another forward (or, by name, another method).
+
+    buffers   those that have to be other ones, by name
+    computes  modules whose work this forward does
+    children  what becomes of children by name, who are not looked at themselves
+    known     what the model is now known to do, by the name of the patch's field
+    unaligned why the block around it has no aligned form
+    """
+
+    forward: Callable
+    ops: str
+    note: str = ""
+    name: str = "forward"
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    computes: tuple[nn.Module, ...] = ()
+    children: Mapping[str, "Replace"] = field(default_factory=dict)
+    known: Mapping[str, Any] = field(default_factory=dict)
+    unaligned: str = ""
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The module's own forward, and why its bits are those of a row alone."""
+
+    note: str = EXACT
+    unaligned: str = ""
+
+
+Answer = Replace | Keep | None
+
+
+def check_own_forward(module: nn.Module) -> None:
+    if "forward" in module.__dict__:
+        raise NotCovered("its forward has been replaced on this instance (by hooks or kernels of another library)")
+
+
+def recognise(module: nn.Module, facts: Facts) -> Replace | Keep:
+    """What becomes of it. Raises NotCovered."""
+    return next(answer for piece in PIECES if (answer := piece(module, facts)) is not None)
+
+
+# Of torch and of PEFT
+
+
+def head(module: nn.Module, facts: Facts) -> Answer:
+    if id(module) not in facts.heads:
+        return None
+    if lora.is_peft(module):
+        raise NotCovered("LoRA of the output layer: its logits are formed from one weight")
+    pieces.check_linear(module, head=True)
+    return Replace(pieces.head_forward, "linear_logits", "fp32 logits")
+
+
+def linear(module: nn.Module, facts: Facts) -> Answer:
+    if not isinstance(module, nn.Linear):
+        return None
+    pieces.check_linear(module, head=False)
+    return Replace(pieces.linear_forward, "linear")
+
+
+def dropout(module: nn.Module, facts: Facts) -> Answer:
+    return Replace(pieces.identity_forward, "(identity)") if isinstance(module, nn.Dropout) else None
+
+
+def embedding(module: nn.Module, facts: Facts) -> Answer:
+    if not isinstance(module, nn.Embedding):
+        return None
+    if module.max_norm is not None:
+        raise NotCovered("max_norm rescales rows by their norm")
+    return Keep("stock: a lookup is exact")
+
+
+def inner_convolution(module: nn.Module, facts: Facts) -> Answer:
+    return Keep() if facts.inner and isinstance(module, nn.Conv1d) else None
+
+
+def structure(module: nn.Module, facts: Facts) -> Answer:
+    return Keep("holds modules") if isinstance(module, _STRUCTURE) else None
+
+
+def activation(module: nn.Module, facts: Facts) -> Answer:
+    of_torch = pieces.class_of(module).__module__.startswith("torch.nn.modules.activation")
+    return Keep() if of_torch and not module._parameters else None
+
+
+def empty(module: nn.Module, facts: Facts) -> Answer:
+    return Keep("holds nothing") if isinstance(module, nn.ParameterDict) and not len(module) else None
+
+
+def adapter(module: nn.Module, facts: Facts) -> Answer:
+    return Keep(lora.check(module, facts.tried)) if lora.is_peft(module) else None
+
+
+def stranger(module: nn.Module, facts: Facts) -> Answer:
+    if not pieces.class_of(module).__module__.startswith(("transformers.", slots.GENERATED)):
+        raise NotCovered("no module of transformers, and none of torch's that an aligned op covers")
+    return None
+
+
+# The model and its decoder
+
+
+def causal_model(module: nn.Module, facts: Facts) -> Answer:
+    if module is not facts.model or module is facts.base:
+        return None
+    forward, scale, softcap = _causal_forward(facts)
+    ours, note = _loss(module)
+    return Replace(forward, "linear_logits", note, known={"scale": scale, "softcap": softcap, "loss": ours})
+
+
+def decoder(module: nn.Module, facts: Facts) -> Answer:
+    if module is not facts.base:
+        return None
+    cache_name(module)
+    lax = pieces.class_of(module).__module__.startswith(slots.GENERATED)  # its collators name more than models read
+    note = f"{EXACT}; autocast is off inside"
+    return Replace(forwards.base_forward, "(lays out the batch)", note, known={"cache": facts.cache, "lax": lax})
+
+
+def cache_name(base: nn.Module) -> str:
+    """By which name caches come and go: what goes in is what comes out. Raises NotCovered."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    names = pieces.cache_names(base)
+    found = [name for name in names if name in CausalLMOutputWithPast.__dataclass_fields__]
+    if not found:
+        raise NotCovered(f"its forward takes a cache as {names[0]}, but transformers' outputs have none of that name")
+    return found[0]
+
+
+def _causal_forward(facts: Facts) -> tuple[Callable, float, float | None]:
+    """The forward of decoder + output layer, once the class's own one is known to do nothing else."""
+    from transformers.modeling_outputs import MoeModelOutputWithPast
+
+    model, base, config = facts.model, facts.base, facts.model.config
+    if getattr(config, "output_router_logits", False):
+        raise NotCovered("config.output_router_logits asks for a load balancing loss, which no aligned op computes")
+    base_name, head_name = (
+        next(name for name, m in model.named_children() if m is part) for part in (base, facts.head)
+    )
+
+    class Hidden(nn.Module):
+        def __getattr__(self, name):
+            raise AttributeError(f"no {name}", name=name, obj=self)
+
+        def forward(self, *args, **kwargs):
+            return MoeModelOutputWithPast(last_hidden_state=hidden)
+
+    hidden, head = 3 * pieces.random(2, 4, 8, seed=1), pieces.small_linear(8, 11, seed=2)
+    tried = pieces.twin(model, {base_name: Hidden(), head_name: head})
+    try:
+        got = pieces.run_stock(tried, input_ids=torch.zeros(2, 4, dtype=torch.int64))
+    except NotCovered as reason:
+        missing = getattr(reason.__cause__, "name", None)
+        if not isinstance(reason.__cause__, AttributeError) or not missing:
+            raise
+        of = type(base).__name__ + ("" if isinstance(reason.__cause__.obj, nn.Module) else "'s output")
+        raise NotCovered(
+            f"it is more than a decoder and an output layer: its forward reads {missing!r} of its {of}"
+        ) from reason.__cause__
+    scale = float(getattr(config, "logits_scaling", None) or 1.0)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    expected = hidden @ head.weight.detach().t() / scale
+    if softcap is not None:
+        expected = torch.tanh(expected / softcap) * softcap
+    if not pieces.agree(got.logits, expected):
+        factor = float((got.logits / expected).median())
+        if pieces.agree(got.logits, expected * factor):
+            raise NotCovered(f"it multiplies the logits by {factor:.6g}, and not by one over config.logits_scaling")
+        raise NotCovered("it does something to the logits that no aligned op computes")
+    if math.frexp(scale)[0] != 0.5:
+        raise NotCovered(f"it divides the logits by {scale}: only powers of two are exact in the hidden states")
+    if not slots.has_loss_slot(model):
+        return forwards.wrapped_causal_forward(), scale, softcap
+    if scale != 1 or softcap is not None:
+        raise NotCovered("VeOmni's slot of the loss knows neither logits_scaling nor final_logit_softcapping")
+    return slots.causal_forward(pieces.class_of(model)), scale, softcap
+
+
+def _loss(model: nn.Module) -> tuple[bool, str]:
+    """Whether its loss function is to be ours, and what is computed."""
+    if slots.has_loss_slot(model):  # the function is not read, the slot is
+        return False, "VeOmni's own forward; loss: linear_cross_entropy, log-probabilities: linear_logprobs"
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    used = model.loss_function
+    if slots.is_of_veomni(used):  # which puts its own in transformers' place, for the whole process
+        used = ForCausalLMLoss
+    if used is ForCausalLMLoss and "_loss_function" not in model.__dict__:
+        return True, "loss: linear_cross_entropy"
+    return False, "loss: your own function, not covered"
+
+
+# Layers
+
+
+def rotary_tables(module: nn.Module, facts: Facts) -> Answer:
+    if not rotary.prefixes(module):
+        return None
+    forward, note, buffers = rotary.rotary(module, facts.longrope)
+    return Replace(forward, "rope_cos_sin", note, buffers=buffers)
+
+
+def attention(module: nn.Module, facts: Facts) -> Answer:
+    if not pieces.is_attention(module):
+        return None
+    if facts.cache not in (names := pieces.cache_names(module)):
+        raise NotCovered(f"it takes a cache as {names[0]}, its decoder as {facts.cache}: it would not get one")
+    if not facts.latent:
+        return Replace(*pieces.attention_forward(module))
+    if not latent_form.is_latent(module):
+        raise NotCovered("latent: its keys and values are not made from compressed ones")
+    return Replace(*latent_form.latent_forward(module, facts.tried), "latent")
+
+
+def experts(module: nn.Module, facts: Facts) -> Answer:
+    if not mixture.is_experts(module):
+        return None
+    forward, note = mixture.experts_forward(module)
+    return Replace(forward, "fused_moe", note, computes=tuple(module.children()))
+
+
+def router(module: nn.Module, facts: Facts) -> Answer:
+    if not mixture.is_router(module):
+        return None
+    forward, note = mixture.router_forward(module, f"{facts.path}.weight" in facts.kept)
+    return Replace(forward, "linear, moe_route", note)
+
+
+def delta_net(module: nn.Module, facts: Facts) -> Answer:
+    if not delta.is_delta(module):
+        return None
+    forward, ops = delta.delta_forward(module, facts.tried)
+    return Replace(forward, ops, computes=(module.conv1d,), known={"states": True})
+
+
+def gated_norm(module: nn.Module, facts: Facts) -> Answer:
+    return Replace(delta.gated_norm_forward(module), "rmsnorm_gated") if delta.is_gated_norm(module) else None
+
+
+def norm(module: nn.Module, facts: Facts) -> Answer:
+    if not module._parameters:
+        return None
+    forward, style = pieces.norm_forward(module)
+    return Replace(forward, "rmsnorm", style)
+
+
+def choice(module: nn.Module, facts: Facts) -> Answer:
+    """A block that chooses experts by its router's logits."""
+    mixture.check_block(module)
+    if not mixture.chooses(module):
+        return None
+    logits, chosen, note = mixture.choice_forwards(module, f"{facts.path}.gate.weight" in facts.kept)
+    gate = Replace(logits, "linear", "logits; its block chooses")
+    return Replace(chosen, "moe_route", note, mixture.CHOICE, children={"gate": gate})
+
+
+def block(module: nn.Module, facts: Facts) -> Answer:
+    """All that is left: a feed-forward block, or what adds, moves and calls, which the audit judges."""
+    unaligned = ""
+    if pieces.is_mlp(module):
+        try:
+            forward, activation = pieces.mlp_forward(module)
+            computes = tuple(m for m in module.children() if not pieces.is_linear(m))
+            return Replace(forward, "silu_mul", activation, computes=computes)
+        except NotCovered as reason:  # its linear layers are covered; the audit judges the rest
+            unaligned = str(reason)
+    if gates.calls_sigmoid(module):
+        forward = gates.sigmoid_forward(type(module))
+        return Replace(forward, "sigmoid_mul", f"{EXACT} but for sigmoids", unaligned=unaligned)
+    return Keep(unaligned=unaligned)
+
+
+PIECES: tuple[Callable[[nn.Module, Facts], Answer], ...] = (
+    head, linear, dropout, embedding, inner_convolution, structure, activation, empty, adapter, stranger,
+    causal_model, decoder,
+    rotary_tables, attention, experts, router, delta_net, gated_norm, norm, choice, block,
+)  # fmt: skip
