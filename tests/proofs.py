@@ -44,8 +44,11 @@ class Sources:
 
     def __init__(self, root: Path = ROOT):
         self.root = root
-        self._where = dict(self._public())
         self._names: dict[Path, tuple[set[str], set[str], bool]] = {}
+
+    @functools.cached_property
+    def _where(self) -> dict[str, str]:
+        return dict(self._public())
 
     def _public(self) -> Iterator[tuple[str, str]]:
         """Public names of vexact_ops, and the parts that they come from."""
@@ -173,7 +176,8 @@ class Proofs:
     def __init__(
         self, config: pytest.Config, folder: Path | None, store: Callable[[Path, str], object], root: Path = ROOT
     ):
-        self.config, self.folder, self.sources, self._store = config, folder, Sources(root), store
+        self.config, self.sources, self._store = config, Sources(root), store
+        self.folder = folder if (root / "vexact_ops").is_dir() else None  # an installed package's sources are elsewhere
         self._keys: dict[str, str | None] = {}
         self._expected: set[str] = set()
         self._outcomes: dict[str, set[str]] = {}

@@ -79,6 +79,12 @@ def test_versions_builds_and_settings_count(monkeypatch):
     assert key() == first
 
 
+def test_tests_of_an_installed_package_are_no_proofs(pytestconfig, tmp_path):
+    """As .ci/package has them: no sources are beside them."""
+    found = proofs.Proofs(pytestconfig, tmp_path, Path.write_text, tmp_path)
+    assert not found.reads and not found.writes
+
+
 TOY = """
 import pytest
 
