@@ -160,8 +160,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", 'process: starts a Python process; -m "not process" leaves these out')
     config.pluginmanager.register(on_gpu.OnGpu())
     config.pluginmanager.register(processes.Processes())
-    if proofs.has_sources():  # the tests of an archive are run against a wheel, whose sources are elsewhere
-        config.pluginmanager.register(proofs.Proofs(config, disk.folder("proofs"), disk.store))
+    config.pluginmanager.register(proofs.Proofs(config, disk.folder("proofs"), disk.store))
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

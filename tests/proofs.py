@@ -162,11 +162,6 @@ def _machine() -> list:
     return [platform.machine(), platform.system(), sys.version, isa, versions, sorted(settings.items())]
 
 
-def has_sources(root: Path = ROOT) -> bool:
-    """Whether what the tests depend on stands beside them."""
-    return (root / "vexact_ops" / "__init__.py").exists()
-
-
 # --- the plugin -----------------------------------------------------------------------------------------------------
 
 

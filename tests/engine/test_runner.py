@@ -384,9 +384,7 @@ def lasting(recording, monkeypatch, tmp_path):
 def test_sizes_are_chosen_once_for_engines_that_are_alike(lasting, monkeypatch):
     """And the kernels of those sizes are met, and chosen in a step, in each process before they are recorded."""
     met, tuned, compute = [], [], Runner.compute
-    monkeypatch.setattr(
-        Runner, "compute", lambda self, body, *a, **k: met.append(body) or compute(self, body, *a, **k)
-    )
+    monkeypatch.setattr(Runner, "compute", lambda self, body, *a, **k: met.append(body) or compute(self, body, *a, **k))
     monkeypatch.setattr(vx, "tune", lambda run, capture, about: tuned.append(about) or [])
     first = outcomes("Qwen3", CONFIG)
     assert len(lasting) > 10
