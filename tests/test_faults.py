@@ -1,7 +1,4 @@
-"""The attack on the processes around an engine: a short share of it passes, and what it looks for it finds.
-
-Not of the hand-over yet: that part of it has not passed.
-"""
+"""The attack on the processes around an engine: a short share of it passes, and what it looks for it finds."""
 
 import json
 
@@ -16,7 +13,7 @@ def attack(capsys, *options):
     return code, json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-@pytest.mark.parametrize("target, rounds", [("replicas", 3), ("stages", 2)])
+@pytest.mark.parametrize("target, rounds", [("handover", 6), ("replicas", 3), ("stages", 2)])
 def test_a_short_share(target, rounds, capsys):
     before = dict(vars(limits))
     code, found = attack(capsys, target, "--rounds", str(rounds), "--seed", "3")
@@ -25,6 +22,15 @@ def test_a_short_share(target, rounds, capsys):
     assert one["rounds"] == rounds and one["counts"]["checked"] >= 4 * rounds
     assert not any(one["left"].values()) and not one["counts"].get("differ") and not one["counts"].get("late")
     assert dict(vars(limits)) == before
+
+
+def test_what_differs_or_is_left_is_found(capsys, monkeypatch):
+    monkeypatch.setattr(faults.Handover, "phases", ("raise at the begin",))
+    monkeypatch.setattr(faults, "bits", lambda c, real=faults.bits: (real(c), id(c)))
+    monkeypatch.setattr(faults, "buckets", lambda: 2)
+    code, found = attack(capsys, "handover", "--rounds", "1")
+    said = "\n".join(found["targets"][0]["failures"])
+    assert code == 1 and "other bits" in said and "2 buckets are left" in said
 
 
 def test_what_comes_too_late_is_found():
