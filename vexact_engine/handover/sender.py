@@ -10,6 +10,7 @@ from torch import Tensor
 import vexact_ops as vx
 
 from ..errors import HandoverFailed, PeerLost
+from ..weights.names import hint
 from . import messages as m
 from . import protocol
 from .buffers import CUDA, HOST, Buckets, BucketSpace, checksum, gpu_named
@@ -268,7 +269,9 @@ class _Session:
     def _check(self, name: str, tensor: Tensor) -> torch.dtype:
         check_whole(name, tensor)
         if name not in self.manifest:
-            raise ValueError(f"weights: unknown: {name} is none of the engine's {len(self.manifest)} tensors")
+            said = hint([name], self.manifest.keys())
+            what = f"{name} is none of the engine's {len(self.manifest)} tensors"
+            raise ValueError(f"weights: unknown: {what}" + (f" ({said})" if said else ""))
         shape, dtype = self.manifest[name]
         if name in self.sent:
             raise ValueError(f"weights: repeated: {name} came before")
