@@ -65,7 +65,7 @@ class Trainer:
 
     def numerics(self) -> dict:
         """What fixes this trainer's bits, for the engine to compare with its own."""
-        return vx.numerics(self.device) if self._handle is None else self._handle.numerics(self.device)
+        return vx.numerics(self.device) if self._handle is None else self._handle.numerics(self.device, rounded=True)
 
     @torch.no_grad()
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:

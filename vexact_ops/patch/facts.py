@@ -19,25 +19,30 @@ from torch.distributed.fsdp import FSDPModule
 
 from . import lora
 from .describe import read
-from .description import NAMES, Decoder, Experts, Factor, Linear, Norm, NotDescribed, Rotary, Router
+from .description import NAMES, Decoder, Experts, Factor, Layer, Linear, Mixture, Norm, NotDescribed, Rotary, Router
 from .trace import Value, hidden_states
 
 if TYPE_CHECKING:
     from .state import Patch
 
+EITHER = " or float32"  # of a router's weight, once it has been rounded
 _OF_FORM = ("rows",)  # in which tensor a weight lies: no number
 _ROLES = {Linear: "linear", Norm: "norm", Router: "router", Experts: "experts"}
 
 
-def facts(patch: "Patch") -> dict[str, Any]:
-    """A JSON-serialisable dictionary; equal ones compute the same with equal weights."""
+def facts(patch: "Patch", rounded: bool = False) -> dict[str, Any]:
+    """A JSON-serialisable dictionary; equal ones compute the same with equal weights.
+
+    rounded  of weights that are handed over in the dtypes of the forward: where a router computes in fp32 of a weight
+             that the forward has in a narrower dtype, whoever takes it may hold it in either
+    """
     dtypes = compute_dtypes(patch.model)
     key = patch.builds, tuple(dtypes.items())
     if patch.facts is None or patch.facts[0] != key:
         patch.facts = key, _found(patch, dtypes)
     found, buffers = patch.facts[1], dict(patch.model.named_buffers(remove_duplicate=False))
     if isinstance(found, Decoder):
-        return _described(found, dtypes, buffers)
+        return _described(found, dtypes, buffers, rounded)
     head = {} if patch.head is None else {"head": {"scale": patch.scale, "softcap": patch.softcap}}
     return _traced(found, dtypes, buffers, patch.model) | head
 
@@ -103,7 +108,9 @@ def _without_adapters(model: nn.Module) -> Iterator[None]:
 # From a description
 
 
-def _described(found: Decoder, dtypes: dict[str, torch.dtype], buffers: dict[str, Tensor]) -> dict[str, Any]:
+def _described(
+    found: Decoder, dtypes: dict[str, torch.dtype], buffers: dict[str, Tensor], rounded: bool
+) -> dict[str, Any]:
     layers = [dict(_fields(layer, buffers)) for layer in found.layers]
     names = dict.fromkeys(name for layer in layers for name in layer)
     whole = {
@@ -118,7 +125,11 @@ def _described(found: Decoder, dtypes: dict[str, torch.dtype], buffers: dict[str
     for role, name in _weights((found.embedding, found.layers, found.norm, found.head), "linear"):
         if name in dtypes:
             used.setdefault(role, {})[_text(dtypes[name])] = None
-    return {"dtype": {role: ", ".join(sorted(texts)) for role, texts in used.items()}, **whole}
+    said = {role: ", ".join(sorted(texts)) for role, texts in used.items()}
+    casts = all(router.cast for router in _routers(found.layers))
+    if rounded and casts and said.get("router") in ("bfloat16", "float16"):
+        said["router"] += EITHER
+    return {"dtype": said, **whole}
 
 
 def _fields(part: Any, buffers: dict[str, Tensor], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -154,6 +165,11 @@ def _weights(part: Any, role: str) -> Iterator[tuple[str, str]]:
     elif isinstance(part, tuple | list):
         for item in part:
             yield from _weights(item, role)
+
+
+def _routers(layers: tuple[Layer, ...]) -> Iterator[Router]:
+    for layer in layers:
+        yield from (block.part.router for block in layer.blocks if isinstance(block.part, Mixture))
 
 
 def _factor(factor: Factor, buffers: dict[str, Tensor]) -> float | None:

@@ -96,7 +96,7 @@ class Handle:
         """
         return Stage(self._patch.base, self.describe(), layers)
 
-    def numerics(self, device: torch.device | str | None = None) -> dict:
+    def numerics(self, device: torch.device | str | None = None, *, rounded: bool = False) -> dict:
         """Everything that fixes this model's bits but its weights: vexact_ops.numerics(device, ...) with the options of
         the patch, and under "model" the numbers that the model computes with: epsilons, windows, scalings, top_k,
         rotary frequencies, the dtypes that it computes in. A hand-over compares it with the engine's, field by field.
@@ -105,8 +105,11 @@ class Handle:
         precision casts weights to, so call it once the model is wrapped; kept until modules or dtypes change. Names of
         weights, and which are tied, make no difference.
 
-        device  as vexact_ops.numerics has it; by default where the model is
-        raises  RuntimeError after undo()
+        device   as vexact_ops.numerics has it; by default where the model is
+        rounded  of a trainer that hands its weights over in the dtypes that its forward has them in: an engine may then
+                 hold in fp32 what a router casts to fp32 anyway ("bfloat16 or float32"). Without, an engine whose
+                 routers are of another dtype is refused, for it would compute with masters that were not rounded
+        raises   RuntimeError after undo()
         """
         self._check()
         patch = self._patch
@@ -116,7 +119,7 @@ class Handle:
         options = {"kv_segment": patch.options["kv_segment"], "longrope": patch.options["longrope"]}
         options["latent_attention"] = patch.options["latent"] or None
         with LOCK:
-            return {**numerics(device, **options), "model": patch.numerics()}
+            return {**numerics(device, **options), "model": patch.numerics(rounded)}
 
     def undo(self) -> None:
         """Give the model its own forwards back (with the last handle). Raises RuntimeError where something else has

@@ -233,10 +233,10 @@ class Patch:
         name = next((name for name, p in self.model.named_parameters() if p is weight), None)
         return None if name is None else Head(name, self.scale, self.softcap)
 
-    def numerics(self) -> dict:
+    def numerics(self, rounded: bool = False) -> dict:
         self.check()
         with _apart(self.model):
-            return facts.facts(self)
+            return facts.facts(self, rounded)
 
     def replace(self, path: str, module: nn.Module, forward: Callable, ops: str, note: str = "", name: str = "forward"):
         self.changes.append(_Change(module, forward, name))
