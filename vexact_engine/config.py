@@ -11,7 +11,7 @@ import operator
 from collections.abc import Iterable, Sized
 from dataclasses import InitVar, dataclass
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # Positive temperatures outside this range overflow or flatten fp32 logits, and then the distribution means nothing.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e5
@@ -97,6 +97,11 @@ class EngineConfig:
         if self.sleep_backend not in SLEEP_BACKENDS:
             raise _value_error(self, "sleep_backend", f"one of {', '.join(SLEEP_BACKENDS)}")
         _check_bool(self, "show_progress", optional=True)
+
+    @property
+    def patch_options(self) -> dict[str, Any]:
+        """vexact_ops.patch.hf's, of the trainer as of the engine: what of this is part of the numerics."""
+        return {"kv_segment": self.kv_segment, "latent": self.latent_attention, "longrope": self.longrope}
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,7 @@ def prove(model: torch.nn.Module, run: Run, config, size: Sizes, *, batch: int |
         rescore(
             model,
             samples,
-            kv_segment=config.kv_segment,
-            latent=config.latent_attention,
+            options=config.patch_options,
             progress=routes.progress if routes else quiet,
             **options,
         )

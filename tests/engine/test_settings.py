@@ -11,6 +11,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, SamplingParams
+from vexact_engine.handover.session import difference
+from vexact_engine.proof.bisect import bisect
+from vexact_engine.proof.prompts import synthetic_prompts
+from vexact_engine.proof.stacks import engine as chunks
+from vexact_engine.proof.stacks import patched
+from vexact_engine.proof.verify import verify
 from vexact_ops.testing import assert_bitwise
 
 CONFIG = EngineConfig(page_size=4, num_pages=64, max_num_seqs=4, max_num_batched_tokens=32, show_progress=False)
@@ -98,20 +104,52 @@ def test_a_cast_that_rounds_routers_is_refused_by_their_name(tmp_path):
         if not kept:
             pytest.skip("this release of transformers keeps no router in fp32")
         given = {n: p.float() if n in kept else p for n, p in copy.deepcopy(model).named_parameters()}
-        with vx.patch.hf(model) as handle, pytest.raises(ValueError, match=r"model\.dtype\.router: got 'bfloat16'"):
-            engine.update_weights(given, numerics=handle.numerics())
+        with vx.patch.hf(model) as handle, torch.no_grad():
+            with pytest.raises(ValueError, match=r"model\.dtype\.router: got 'bfloat16'"):
+                engine.update_weights(given, numerics=handle.numerics())
+            engine.update_weights(given, numerics=handle.numerics(rounded=True))
+            (found,) = engine.generate([list(range(3, 43))], SamplingParams(max_new_tokens=9, seed=3))
+            got = handle.logprobs(torch.tensor([found.prompt_ids + found.token_ids]))[0, 39:-1]
+            assert_bitwise(got, torch.tensor(found.logprobs))
+
+
+@pytest.mark.parametrize("family", ["DeepseekV3", "Qwen3Moe"])
+def test_which_routers_may_be_of_another_dtype(family):
+    """Those that cast to fp32 anyway, of who rounds them first; and never a narrower one than the trainer's."""
+    routers = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        routers[dtype] = model = copy.deepcopy(build(family)).bfloat16()
+        for name, parameter in model.named_parameters():
+            if name.endswith("mlp.gate.weight") and family == "DeepseekV3":
+                parameter.data = parameter.data.to(dtype)
+    with vx.patch.hf(routers[torch.bfloat16]) as narrow, vx.patch.hf(routers[torch.float32]) as wide:
+        differ = {
+            (trainer, engine, rounded): difference(one.numerics(rounded=rounded), other.numerics())
+            for trainer, one in (("narrow", narrow), ("wide", wide))
+            for engine, other in (("narrow", narrow), ("wide", wide))
+            for rounded in (False, True)
+        }
+    others = set() if family == "Qwen3Moe" else {"model.dtype.router"}
+    kept = any(name.endswith("gate.weight") for name in vx.patch.kept_in_fp32(routers[torch.bfloat16]))
+    if others and not kept:  # then it is no cast either that an engine multiplies by
+        others.add("model.layers.blocks.1.part.router.cast")
+    for (trainer, engine, rounded), found in differ.items():
+        may = trainer == engine or (trainer == "narrow" and rounded and kept)
+        assert set(found) == (set() if may else others)
+
+
+FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + 0.3 * i for i in range(8)]}
+LONGROPE = (("rope_parameters", {**ROPE, "rope_type": "longrope", **FACTORS}),)
 
 
 @pytest.mark.parametrize("choice", ["short", "long"])
 def test_declared_factors_of_longrope(choice, tmp_path):
-    factors = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + 0.3 * i for i in range(8)]}
-    rope = {**ROPE, "rope_type": "longrope", **factors}
-    _model.__wrapped__("Llama", torch.bfloat16, 0, (("rope_parameters", rope),)).save_pretrained(tmp_path)
+    _model.__wrapped__("Llama", torch.bfloat16, 0, LONGROPE).save_pretrained(tmp_path)
     with pytest.raises(vx.patch.UnsupportedModule, match="longrope='short'"):
         Engine.from_pretrained(tmp_path, device="cpu", config=CONFIG)
-    config = replace(CONFIG, longrope=choice)
+    config, params = replace(CONFIG, longrope=choice), SamplingParams(max_new_tokens=40, seed=3, ignore_eos=True)
     with Engine.from_pretrained(tmp_path, device="cpu", config=config) as engine:
-        (found,) = engine.generate([list(range(3, 43))], SamplingParams(max_new_tokens=40, seed=3, ignore_eos=True))
+        (found,) = engine.generate([list(range(3, 43))], params)
         model = TRAINERS["cast"](tmp_path)
         other = {"short": "long", "long": "short"}[choice]
         with vx.patch.hf(model, longrope=other) as handle, pytest.raises(ValueError, match=r"options\.longrope: got"):
@@ -120,3 +158,20 @@ def test_declared_factors_of_longrope(choice, tmp_path):
             got = handle.logprobs(torch.tensor([found.prompt_ids + found.token_ids]))[0, 39:-1]
             assert_bitwise(got, torch.tensor(found.logprobs))
             engine.update_weights(model.named_parameters(), numerics=handle.numerics())
+    verified = verify(tmp_path, synthetic_prompts(2, [40], 61, seed=1), params, config=config)
+    assert verified.equal and verified.numerics["options"] == {"longrope": choice}
+    stack = patched(model, longrope=choice)
+    assert stack.name == f"patched:longrope={choice}"
+    assert bisect(stack, chunks(model, longrope=choice), [[5, 6, 7]]).equal
+
+
+@pytest.mark.process
+def test_declared_factors_of_longrope_in_stages(tmp_path):
+    _model.__wrapped__("Llama", torch.bfloat16, 0, LONGROPE).save_pretrained(tmp_path)
+    found = []
+    for stages in (1, 2):
+        config = replace(CONFIG, longrope="long", pipeline_parallel_size=stages)
+        with Engine.from_pretrained(tmp_path, device="cpu", config=config) as engine:
+            (done,) = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=9, seed=3, ignore_eos=True))
+            found.append((done.token_ids, done.logprobs))
+    assert found[0] == found[1]

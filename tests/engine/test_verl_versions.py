@@ -64,10 +64,16 @@ def test_importing_it_touches_nothing():
     assert done.stdout == "[]\n", done.stderr
 
 
-def test_options_of_the_trainer_s_attention():
-    assert verl.attention_options({}) == {"kv_segment": None, "latent_attention": False}
-    asked = {"fused_kernel_options": {"impl_backend": "torch", "vexact": {"kv_segment": 128}}}
-    assert verl.attention_options(asked) == {"kv_segment": 128, "latent_attention": False}
-    for wrong, error in (({"segment": 1}, ValueError), ({"kv_segment": "128"}, TypeError), (3, TypeError)):
+def test_options_that_the_trainer_declares():
+    assert verl.declared_options({}) == {"kv_segment": None, "latent_attention": False, "longrope": None}
+    asked = {"fused_kernel_options": {"impl_backend": "torch", "vexact": {"kv_segment": 128, "longrope": "long"}}}
+    assert verl.declared_options(asked) == {"kv_segment": 128, "latent_attention": False, "longrope": "long"}
+    wrongs = (
+        ({"segment": 1}, ValueError),
+        ({"kv_segment": "128"}, TypeError),
+        (3, TypeError),
+        ({"longrope": 4}, ValueError),
+    )
+    for wrong, error in wrongs:
         with pytest.raises(error, match=r"model\.fused_kernel_options\.vexact"):
-            verl.attention_options({"fused_kernel_options": {"vexact": wrong}})
+            verl.declared_options({"fused_kernel_options": {"vexact": wrong}})

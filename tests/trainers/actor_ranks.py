@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vexact_engine.errors import HandoverFailed
+
 from .environment import environment
 
 TIMEOUT = 600
@@ -34,6 +36,7 @@ class Job:
     entropy_coeff: float = 0.01
     saved: str | None = None  # a folder: the checkpoint of what `after` is of, written, moved away from, and read back
     refused: bool = False  # building it, or asking it, raises: what it says is all there is
+    set_in_code: dict[str, Any] = field(default_factory=dict)  # on the trainer's configuration, by nobody's option
     handed_over: bool = False  # to an engine of the same folder, in bf16, once it has been asked
 
 
@@ -179,6 +182,8 @@ def do(job: Job) -> Result:
         return batch_of(job, job.rows[own], temperature)
 
     kept = configs(job)
+    for name, value in job.set_in_code.items():
+        setattr(kept["model_config"].hf_config, name, value)
     engine = EngineRegistry.new(model_type="language_model", backend=job.backend, **kept)
     engine.initialize()
 
@@ -252,7 +257,7 @@ def main(folder: Path, rank: int, size: int) -> None:
     for job in torch.load(folder / "jobs.pt", weights_only=False):
         try:
             results[job.name] = do(job)
-        except (NotImplementedError, ValueError, TypeError) as error:
+        except (NotImplementedError, ValueError, TypeError, HandoverFailed) as error:
             if not job.refused:
                 raise
             results[job.name] = Result(error=str(error))

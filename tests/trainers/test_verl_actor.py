@@ -25,6 +25,7 @@ FAMILIES = {
 }
 LENGTHS = (5, 9, 3, 12)
 STEPS = 2
+IN_BF16 = ("qwen3", "deepseek_v3")  # whose weights are held so: no masters in fp32
 # What verl's settings may be without a bit of the log-probabilities changing, and (whether) of the trained weights.
 SAME = {
     "again": ({}, True),
@@ -56,6 +57,14 @@ REFUSED = {
         {"engine": {"mixed_precision": {"param_dtype": "fp32"}}, "handed_over": True},
         "vexact: actor.fsdp_config.mixed_precision.param_dtype: the trainer computes in float32, but rollout.dtype is "
         "bfloat16",
+    ),
+    "another-epsilon": (
+        {"model_config": {"override_config": {"rms_norm_eps": 1e-3}}, "handed_over": True},
+        "weights: refused: numerics: model.layers.blocks.0.part.q_norm.eps: the trainer has 0.001, the engine 1e-06",
+    ),
+    "another-rotation": (
+        {"set_in_code": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "handed_over": True},
+        "weights: refused: numerics: model.rotary.0.inv_freq: the trainer has '1 to ",
     ),
     "sum-pi": ({"data": {"calculate_sum_pi_squared": True}}, "calculate_sum_pi_squared: it needs T x V logits"),
     "top-k": ({"data": {"distillation_use_topk": True}}, "distillation_use_topk: it needs T x V logits"),
@@ -135,6 +144,7 @@ def fsdp2(request, folders, rollouts, tmp_path_factory):
             temperature=[0.7, 1.3, 0.7, 1.3],
             data={"use_remove_padding": False},
         ),
+        *(job(f"{family}-in-bf16", folders, rollouts, family, engine={"model_dtype": "bf16"}) for family in IN_BF16),
         job("saved", folders, rollouts, saved=str(tmp_path_factory.mktemp("saved"))),
         job("saved-tied", folders, rollouts, "qwen3-tied", saved=str(tmp_path_factory.mktemp("saved"))),
         job("segments", folders, rollouts, rollout="segments", steps=0, model_config=segments),
@@ -201,6 +211,17 @@ def test_after_training_they_are_those_of_the_handed_over_weights(family, fsdp2,
     assert any(not torch.equal(b, a) for b, a in zip(before, after)), "nothing was learnt"
     others = {name for name, tensor in weights.items() if tensor.dtype != torch.bfloat16}
     assert all(name.endswith("e_score_correction_bias") for name in others), "as the trainer's forward has them"
+
+
+@pytest.mark.parametrize("family", IN_BF16)
+def test_weights_in_bf16(family, fsdp2, rollouts, folders):
+    """verl's fsdp_config.model_dtype: all of the model is cast, with its rotary frequencies and its routers."""
+    found, rollout = fsdp2[f"{family}-in-bf16"], rollouts[family]
+    assert {tensor.dtype for tensor in found.weights.values()} == {torch.bfloat16}
+    assert_bitwise(without_last(found.logprobs), rollout.every(), "old_log_probs")
+    assert_bitwise(without_last(found.trained[0]), rollout.every(), "the first training forward")
+    _, after = moved(folders[family], found.weights, rollout.rows)
+    assert_bitwise(without_last(found.after), after, "after training")
 
 
 @pytest.mark.parametrize("name", SAME)

@@ -90,8 +90,7 @@ def split(model: torch.nn.Module, config: EngineConfig) -> tuple[range, ...]:
     """The layers of each stage, by what a plan of decodes reads there, which is the time that it takes: weights, and
     keys of a context that is usual. The embedding is looked up, a row a token: it takes memory and no time."""
     stages, context = config.pipeline_parallel_size, min(_CONTEXT, config.max_model_len or _CONTEXT)
-    options = {"kv_segment": config.kv_segment, "latent": config.latent_attention, "longrope": config.longrope}
-    with vx.patch.hf(model, **options, training=False) as handle:
+    with vx.patch.hf(model, **config.patch_options, training=False) as handle:
         described = handle.describe()
         tensors = dict(model.named_parameters(remove_duplicate=False))
         tensors |= dict(model.named_buffers(remove_duplicate=False))
@@ -195,7 +194,7 @@ class PipelineWorker:
             )
         self.config = config
         self.layers = split(self.model, config)
-        with vx.patch.hf(self.model, kv_segment=config.kv_segment, latent=config.latent_attention) as handle:
+        with vx.patch.hf(self.model, **config.patch_options, training=False) as handle:
             self.chunk = memory.chunk_of(handle.memories())
         self.depth, self.longest_first = count + 1, False
         self._encoder = Encoder()

@@ -94,8 +94,7 @@ class Stage:
         link = Link(device)
         origin = Origin(**{**a.origin, "dtype": dtype_of(a.origin["dtype"])})
         self.model, config, layers = skeleton(origin), EngineConfig(**a.config), range(*a.layers[a.rank])
-        options = {"kv_segment": config.kv_segment, "latent": config.latent_attention}
-        options |= {"longrope": config.longrope, "training": False}
+        options = {**config.patch_options, "training": False}
         handle = vx.patch.hf(self.model, **options)
         names = handle.describe().names(layers)
         handle.undo()

@@ -87,22 +87,31 @@ def patched(
     pad: str = "right",
     kv_segment: int | None = None,
     latent: bool = False,
+    longrope: str | None = None,
 ) -> Stack:
     """vx.patch.hf(model), in training form: all sequences packed into one row, or, with pack=False, as in `stock`."""
     _check_layout(batch, pad, None)
     options = {"pack": pack, "batch": batch, "pad": pad, "kv_segment": kv_segment, "latent": latent}
-    defaults = {"pack": True, "batch": None, "pad": "right", "kv_segment": None, "latent": False}
+    options |= {"longrope": longrope}
+    defaults = {"pack": True, "batch": None, "pad": "right", "kv_segment": None, "latent": False, "longrope": None}
     opened = functools.partial(_open_patched, model)
     return Stack(_named("patched", options, defaults), _device(model), opened, options, "patched")
 
 
-def engine(model: nn.Module, *, chunk: int | None = 16, kv_segment: int | None = None, latent: bool = False) -> Stack:
+def engine(
+    model: nn.Module,
+    *,
+    chunk: int | None = 16,
+    kv_segment: int | None = None,
+    latent: bool = False,
+    longrope: str | None = None,
+) -> Stack:
     """vx.patch.hf(model) on a paged cache, as the engine runs it: chunks of prompts, or decodes with chunk=1, of all
     sequences in each step. The forward is the patched model's own, whose bits the engine's faster one is proven to
     have on every model before it is used."""
     _check_layout(None, "right", chunk)
-    options = {"chunk": chunk, "kv_segment": kv_segment, "latent": latent}
-    defaults = {"chunk": 16, "kv_segment": None, "latent": False}
+    options = {"chunk": chunk, "kv_segment": kv_segment, "latent": latent, "longrope": longrope}
+    defaults = {"chunk": 16, "kv_segment": None, "latent": False, "longrope": None}
     opened = functools.partial(_open_engine, model)
     return Stack(_named("engine", options, defaults), _device(model), opened, options, "engine")
 
@@ -183,8 +192,8 @@ def _call(model, ids, mask, positions, begin, end, cache, cached) -> Tensor:
 
 
 @contextlib.contextmanager
-def _open_patched(model, sequences, *, pack, batch, pad, kv_segment, latent):
-    with _evaluated(model), vx.patch.hf(model, kv_segment=kv_segment, latent=latent) as handle:
+def _open_patched(model, sequences, *, pack, batch, pad, **options):
+    with _evaluated(model), vx.patch.hf(model, **options) as handle:
         if not pack:
             yield handle.model, _padded(handle.model, sequences, batch, pad, None)
         else:
@@ -203,8 +212,8 @@ def _packed(model, sequences, batch) -> Iterator[Call]:
 
 
 @contextlib.contextmanager
-def _open_engine(model, sequences, *, chunk, kv_segment, latent):
-    with _evaluated(model), vx.patch.hf(model, kv_segment=kv_segment, latent=latent) as handle:
+def _open_engine(model, sequences, *, chunk, **options):
+    with _evaluated(model), vx.patch.hf(model, **options) as handle:
         yield handle.model, _paged(handle, sequences, chunk)
 
 

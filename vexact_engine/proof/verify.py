@@ -12,8 +12,10 @@ import gc
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -303,8 +305,7 @@ def verify(
         model,
         [sample for sample in samples + shown if sample.token_ids],
         temperature=temperatures.pop(),
-        kv_segment=config.kv_segment,
-        latent=config.latent_attention,
+        options=config.patch_options,
         pack_tokens=pack_tokens,
         seed=seed,
         progress=progress,
@@ -338,7 +339,12 @@ def verify(
         statistics=statistics,
         gradients=gradients,
         settings={"engine": asdict(config), "sampling": asdict(each[0]) | {"seed": seed}, "chat": chat},
-        numerics=vx.numerics(device, kv_segment=config.kv_segment, latent_attention=config.latent_attention or None),
+        numerics=vx.numerics(
+            device,
+            kv_segment=config.kv_segment,
+            latent_attention=config.latent_attention or None,
+            longrope=config.longrope,
+        ),
         environment=environment(device),
         seconds=time.perf_counter() - begin,
         errors=list(dict.fromkeys(f"{sample.source}: {sample.error}" for sample in samples if sample.error)),
@@ -485,8 +491,7 @@ def rescore(
     samples: Sequence[Sample],
     *,
     temperature: float = 1.0,
-    kv_segment: int | None = None,
-    latent: bool = False,
+    options: Mapping[str, Any] = MappingProxyType({}),
     pack_tokens: int | None = None,
     seed: int = 0,
     progress: Progress = quiet,
@@ -494,6 +499,7 @@ def rescore(
     """Fill every sample's `trainer` with the patched model's log-probabilities, in training form.
 
     model     patched for the time, in training mode, every parameter requiring its gradient; then as it was
+    options   of the patch
     returns   what the backward pass gave on the packed batch with the most sequences
     raises    patch.hf's UnsupportedModule, for dropout among other things
     """
@@ -507,7 +513,7 @@ def rescore(
     model.requires_grad_(True)
     gradients = None
     try:
-        with vx.patch.hf(model, kv_segment=kv_segment, latent=latent) as handle, torch.enable_grad():
+        with vx.patch.hf(model, **options) as handle, torch.enable_grad():
             for number, batch in enumerate(packs):
                 progress("re-score", number, len(packs))
                 picked = _score(handle, batch, temperature)

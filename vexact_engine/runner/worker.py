@@ -76,9 +76,7 @@ class Worker:
                 vx.synchronize(self.device)  # whoever made the weights, on whichever stream
                 self.stream = vx.cuda_stream(self.device)
                 torch.cuda.set_stream(self.stream)
-            latent = config.latent_attention
-            options = {"kv_segment": config.kv_segment, "latent": latent, "longrope": config.longrope}
-            self._handle = vx.patch.hf(model, **options, training=False)
+            self._handle = vx.patch.hf(model, **config.patch_options, training=False)
             self._stack.callback(self._handle.undo)
             self._runner = Runner(model, self._handle, config, self.device)
             self.config, self.path = self._runner.config, self._runner.path

@@ -56,27 +56,30 @@ def check_versions(*, veomni: bool = False) -> None:
         raise RuntimeError(f"vexact_engine.verl: {'; '.join(problems)}. Run: {' && '.join(lines)}")
 
 
-def attention_options(model_config: Any) -> dict[str, Any]:
-    """The trainer's kv_segment and latent_attention, which are part of its numerics: as the rollout's own, under
-    `+actor_rollout_ref.model.fused_kernel_options.vexact.kv_segment=...` (or `.latent_attention=true`).
+def declared_options(model_config: Any) -> dict[str, Any]:
+    """The trainer's kv_segment, latent_attention and longrope, which are part of its numerics: as the rollout's own,
+    under `+actor_rollout_ref.model.fused_kernel_options.vexact.kv_segment=...` (or `.latent_attention=true`, or
+    `.longrope=short`).
 
     model_config  verl's HFModelConfig, or the mapping that it is made of
-    returns       {"kv_segment": ..., "latent_attention": ...}
-    raises        ValueError on any other name; TypeError on the kind of a value
+    returns       {"kv_segment": ..., "latent_attention": ..., "longrope": ...}
+    raises        ValueError on any other name, or another choice of longrope's; TypeError on the kind of a value
     """
     asked = (model_config.get("fused_kernel_options") or {}).get("vexact") or {}
-    options = {"kv_segment": None, "latent_attention": False}
+    options = {"kv_segment": None, "latent_attention": False, "longrope": None}
     where = "model.fused_kernel_options.vexact"
     if not isinstance(asked, Mapping):
         raise TypeError(f"{where}: got {type(asked).__name__}, expected a mapping")
     unknown = sorted(set(asked) - set(options))
     if unknown:
-        raise ValueError(f"{where}: got {', '.join(unknown)}, expected {' or '.join(options)}")
+        raise ValueError(f"{where}: got {', '.join(unknown)}, expected of {', '.join(options)}")
     options.update(asked)
     if options["kv_segment"] is not None and type(options["kv_segment"]) is not int:
         raise TypeError(f"{where}.kv_segment: got {type(options['kv_segment']).__name__}, expected an int or null")
     if type(options["latent_attention"]) is not bool:
         raise TypeError(f"{where}.latent_attention: got {type(options['latent_attention']).__name__}, expected a bool")
+    if options["longrope"] not in (None, "short", "long"):
+        raise ValueError(f"{where}.longrope: got {options['longrope']!r}, expected null, short or long")
     return options
 
 

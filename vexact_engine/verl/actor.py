@@ -26,7 +26,7 @@ from torch import Tensor
 
 import vexact_ops as vx
 
-from . import attention_options, check_versions
+from . import check_versions, declared_options
 
 check_versions()
 
@@ -81,8 +81,7 @@ class AlignedEngine:
         computes = computed_dtypes(self.module)
         embedding = self.module.get_input_embeddings().weight
         name = next(name for name, parameter in self.module.named_parameters() if parameter is embedding)
-        options = {"kv_segment": self.aligned.options["kv_segment"], "latent_attention": self.aligned.options["latent"]}
-        numerics = vx.numerics(get_device_name(), **{key: value or None for key, value in options.items()})
+        numerics = self.aligned.numerics(get_device_name(), rounded=True)
         about = About(numerics, str(computes[name]).removeprefix("torch."), self.computes_by)
         return Weights(items, convert_weight_keys(computes, self.module), about), adapters
 
@@ -109,8 +108,7 @@ class AlignedFSDPEngine(AlignedEngine, engines.FSDPEngineWithLMHead):
             return super()._build_module()
 
     def _build_fsdp_module(self, module):
-        options = attention_options(self.model_config)
-        self.aligned = vx.patch.hf(module, kv_segment=options["kv_segment"], latent=options["latent_attention"])
+        self.aligned = vx.patch.hf(module, **_patch_options(self.model_config))
         if self.rank == 0:
             _LOG.info("the model on aligned ops:\n%s", self.aligned.report())
         return super()._build_fsdp_module(module)
@@ -138,10 +136,7 @@ def _veomni_engine() -> type[BaseEngine]:
 
         def _maybe_apply_async_activation_offload(self, module):
             # built, and not sharded yet
-            options = attention_options(self.model_config)
-            self.aligned = self.veomni.cover(
-                module, kv_segment=options["kv_segment"], latent=options["latent_attention"]
-            )
+            self.aligned = self.veomni.cover(module, **_patch_options(self.model_config))
             super()._maybe_apply_async_activation_offload(module)
 
     return AlignedVeOmniEngine
@@ -194,6 +189,11 @@ def refuse(model_config, engine_config) -> None:
             f"router_replay.mode: got {replay.mode}, expected disabled: the rollout's and the trainer's routers choose "
             "the same experts, bit for bit, and the rollout records none"
         )
+
+
+def _patch_options(model_config) -> dict:
+    options = declared_options(model_config)
+    return {"latent": options.pop("latent_attention"), **options}
 
 
 @contextmanager

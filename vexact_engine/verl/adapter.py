@@ -2,7 +2,7 @@
 
 import os
 
-from . import attention_options, check_versions
+from . import check_versions, declared_options
 
 check_versions()
 import ray
@@ -84,7 +84,7 @@ class ServerAdapter(BaseRollout):
 
     def _sender_to(self, address: str, about: About | None = None) -> WeightSender:
         if about is None:
-            options = attention_options(self.model_config)  # the trainer's; the engine's may be others
+            options = declared_options(self.model_config)  # the trainer's; the engine's may be others
             numerics = vx.numerics(get_device_name(), **{name: value or None for name, value in options.items()})
         else:
             numerics = about.numerics

@@ -15,7 +15,7 @@ _EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 class About(msgspec.Struct, frozen=True):
     """Of a trainer's forward.
 
-    numerics   vexact_ops.numerics there, with the options that its model is patched with
+    numerics   its patch's, of weights that are handed over rounded
     dtype      what its hidden states are in, as torch names it
     setting    verl's name of what sets that
     """

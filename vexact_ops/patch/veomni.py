@@ -84,12 +84,14 @@ class VeOmni:
         """What is changed for the process. What became of a model's modules: cover(model).report()."""
         return Report(self._process.rows)
 
-    def cover(self, model: nn.Module, *, kv_segment: int | None = None, latent: bool = False) -> Handle:
+    def cover(
+        self, model: nn.Module, *, kv_segment: int | None = None, latent: bool = False, longrope: str | None = None
+    ) -> Handle:
         """Run a model that VeOmni built on aligned ops alone: patch.hf for VeOmni's generated classes.
 
         model       of build_foundation_model with `fields` chosen, on meta or not, before or after
                     build_parallelize_model (FSDP2, expert parallelism, gradient checkpointing)
-        kv_segment  and latent: as in patch.hf, declared alike in the engine
+        kv_segment  and latent, longrope: as in patch.hf, declared alike in the engine
         returns     patch.hf's Handle: report(), undo(), logprobs()
 
         The causal language model's forward stays VeOmni's, so that its output keeps its fields: loss, and with
@@ -109,7 +111,7 @@ class VeOmni:
                 raise RuntimeError("patch.veomni: this patch has been undone")
             _check_built(model)
             slots.refuse_sequence_parallel()
-            handle = hf(model, kv_segment=kv_segment, latent=latent)
+            handle = hf(model, kv_segment=kv_segment, latent=latent, longrope=longrope)
             self._handles.append(handle)
             return handle
 
