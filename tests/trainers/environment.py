@@ -26,6 +26,7 @@ def environment(vendor: str | None = "vexact", device: str = "cpu", **more: str)
         "PYTHONWARNINGS": "ignore",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_memory_monitor_refresh_ms": "0",  # it would kill workers where other programs fill the memory
+        "RAY_prestart_worker_first_driver": "0",  # a process for each CPU that it is told of: nobody asks for them
         "RAY_worker_niceness": "0",  # at Ray's own 15 a run waits until whoever else tests on this machine is done
         "HF_HUB_OFFLINE": "1",
         **more,

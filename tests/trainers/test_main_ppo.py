@@ -21,9 +21,16 @@ TWO_RANKS = [Case(family, engine) for engine in ("fsdp2", "veomni") for family i
 # VeOmni has no FSDP for one rank. verl gives all requests one id then: the samples of a prompt differ nevertheless
 DETERMINISTIC = ("actor_rollout_ref.rollout.full_determinism=True",)
 ONE_RANK = [Case(family, ranks=1, overrides=DETERMINISTIC) for family in FAMILIES]
-IN_CI = [*TWO_RANKS, ONE_RANK[0]]
+# Each engine with experts, and latent attention once each way: test_verl_actor and test_verl_families have every family
+# under both, and a README's command (test_recipes) runs the dense one.
+IN_CI = [
+    Case("qwen3_moe"),
+    Case("qwen3_moe", "veomni"),
+    Case("deepseek_v3", "veomni"),
+    Case("deepseek_v3", ranks=1, overrides=DETERMINISTIC),
+]
 EVERY = [*TWO_RANKS, *ONE_RANK]
-STOCK = Case("qwen3", vendor=None)
+STOCK = Case("qwen3", ranks=1, vendor=None)
 # Requests are aborted and go on with newer weights, so that a token's weights are not always the trainer's. The
 # checkpoints that verl writes after each step say what each version would have said.
 SAVED = (
