@@ -8,6 +8,7 @@ _WHERE = {
     "Engine": "engine",
     "EngineConfig": "config",
     "SamplingParams": "config",
+    "Speculation": "config",
     "Completion": "request",
     "Increment": "outputs",
     "Load": "outputs",
@@ -48,6 +49,7 @@ __all__ = [
     "Replicas",
     "RequestError",
     "SamplingParams",
+    "Speculation",
     "StageDied",
     "StepFailed",
     "UpdateIncomplete",
@@ -75,7 +77,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from .config import EngineConfig, SamplingParams
+    from .config import EngineConfig, SamplingParams, Speculation
     from .engine import Engine
     from .errors import (
         EngineAsleep,

@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import InitVar, dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,50 @@ _IN_RANGE = f"0 (greedy), or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
 SLEEP_BACKENDS = ("auto", "storages", "memory_saver")
 MAX_SAMPLES = 4096  # of one prompt: each holds a copy of its ids
 MAX_STOP_TOKEN_IDS = 4096  # of one request
+MAX_DRAFT = 1 << 20  # tokens of one request's answers
+MAX_DRAFT_TOKENS = 64  # of a sequence in a step
+SOURCES = ("given", "answers", "samples", "text")
 _INT64_MAX = 2**63 - 1  # what steps and messages between processes carry
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How tokens are drafted that a step then verifies, several of a sequence at once. Completions are byte for byte
+    those without it: what is accepted is what would have been drawn.
+
+    max_draft_tokens   of a sequence in a step, 1 to 64
+    sources            where drafts come from, any of
+                       "given": SamplingParams.draft, an answer that is handed in;
+                       "answers": what was answered to the same prompt before, with the same seed first of all, which
+                       the engine keeps (Engine.answers);
+                       "samples": other samples of the same prompt, that run or ran, and the sequence's own text;
+                       "text": its own text alone
+    answer_tokens      of "answers", kept at most: prompts and answers together, 4 bytes each. The prompts that were
+                       used longest ago go first
+    always             verify as much as there is. False: as much as makes tokens per second more, by the times that
+                       steps took and by how often drafts were right
+    """
+
+    max_draft_tokens: int = 8
+    sources: tuple[str, ...] = SOURCES
+    answer_tokens: int = 1 << 24
+    always: bool = False
+
+    def __post_init__(self):
+        _set_int(self, "max_draft_tokens", 1, MAX_DRAFT_TOKENS)
+        _set_int(self, "answer_tokens", 1, _INT64_MAX)
+        _check_bool(self, "always")
+        expected = f"some of {', '.join(SOURCES)}"
+        if isinstance(self.sources, str):
+            object.__setattr__(self, "sources", (self.sources,))
+        if not isinstance(self.sources, Iterable) or isinstance(self.sources, bytes | Mapping):
+            raise _type_error(self, "sources", expected)
+        sources = tuple(self.sources)
+        if not all(isinstance(name, str) for name in sources):
+            raise _type_error(self, "sources", expected)
+        if not sources or not set(sources) <= set(SOURCES):
+            raise _value_error(self, "sources", expected)
+        object.__setattr__(self, "sources", tuple(name for name in SOURCES if name in sources))
 
 
 @dataclass(frozen=True)
@@ -54,6 +97,8 @@ class EngineConfig:
                              addresses and so CUDA graphs stay, in a process that was started with its library;
                              "storages", by emptying tensors' storages; "auto": the first where it can be used.
                              Engine.sleep_backend says which it is
+    speculation              how tokens are drafted that steps then verify: a Speculation, or its fields as a mapping;
+                             None: a step draws one token of a sequence
     pipeline_parallel_size   stages that the layers are cut into, each in a process of its own and on a GPU of its own
     show_progress            a progress bar; None: on a terminal only
     """
@@ -74,6 +119,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     sleep_backend: str = "auto"
     pipeline_parallel_size: int = 1
+    speculation: Speculation | None = None
     show_progress: bool | None = None
 
     def __post_init__(self):
@@ -96,6 +142,14 @@ class EngineConfig:
             raise _type_error(self, "sleep_backend", f"one of {', '.join(SLEEP_BACKENDS)}")
         if self.sleep_backend not in SLEEP_BACKENDS:
             raise _value_error(self, "sleep_backend", f"one of {', '.join(SLEEP_BACKENDS)}")
+        if isinstance(self.speculation, Mapping):
+            unknown = sorted(set(map(str, self.speculation)) - set(Speculation.__dataclass_fields__))
+            if unknown:
+                known = ", ".join(Speculation.__dataclass_fields__)
+                raise ValueError(f"EngineConfig: speculation has {', '.join(unknown)}, expected {known}")
+            object.__setattr__(self, "speculation", Speculation(**self.speculation))
+        if not isinstance(self.speculation, Speculation | None):
+            raise _type_error(self, "speculation", "a Speculation or None")
         _check_bool(self, "show_progress", optional=True)
 
     @property
@@ -126,6 +180,9 @@ class SamplingParams:
     prompt_logprobs    report the log-probabilities of the prompt's own tokens, at temperature 1. All of the prompt is
                        computed then, once for each sample: nothing is taken from the prefix cache
     num_prompt_top_logprobs   with these, those of this many of the likeliest tokens at each of the prompt's positions
+    draft              token ids of an answer, or several, that the model may give: where EngineConfig.speculation has
+                       "given" among its sources they are verified several at once, sample i's own is the i-th, in
+                       turns. No effect on any byte of a completion; what is not drawn again costs some time
     skip_special_tokens   leave special tokens out of an answer's text. False: they are in it, but for one that ended it
     include_stop_str_in_output   leave the stop string that ended an answer at the end of its text, and, where special
                        tokens are in it, the special token
@@ -149,6 +206,7 @@ class SamplingParams:
     num_prompt_top_logprobs: int = 0
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    draft: tuple[tuple[int, ...], ...] = ()
     if TYPE_CHECKING:  # vLLM's names, for type checkers: no fields
         max_tokens: InitVar[int | None] = None
         min_tokens: InitVar[int | None] = None
@@ -197,6 +255,8 @@ class SamplingParams:
         if not all(map(is_unicode, stop)):
             raise _value_error(self, "stop", "Unicode: half a character can never be found")
         object.__setattr__(self, "stop", stop)
+        if self.draft != ():
+            object.__setattr__(self, "draft", _answers(self))
 
 
 _ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "logprobs": "num_top_logprobs"}
@@ -248,6 +308,27 @@ def _as_int(config, name, value, expected):
         return operator.index(value)
     except TypeError:
         raise _type_error(config, name, expected) from None
+
+
+def _answers(params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+    """Of `draft`, which may be one answer or several, of lists, arrays or tensors."""
+    given, expected = params.draft, "token ids, or several lists of them"
+    if given is None:
+        return ()
+    given = given.tolist() if hasattr(given, "tolist") else given
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+        raise _type_error(params, "draft", expected)
+    several = [each.tolist() if hasattr(each, "tolist") else each for each in given]
+    if not any(isinstance(each, Iterable) and not isinstance(each, str | bytes | Mapping) for each in several):
+        several = [several]
+    if not all(isinstance(each, Iterable) for each in several):
+        raise _type_error(params, "draft", expected)
+    answers = [tuple(_as_int(params, "draft", token, expected) for token in each) for each in several]
+    if (count := sum(map(len, answers))) > MAX_DRAFT:
+        raise ValueError(f"SamplingParams: draft has {count} tokens, expected at most {MAX_DRAFT}")
+    if any(not 0 <= token <= _INT64_MAX for answer in answers for token in answer):
+        raise _value_error(params, "draft", "token ids of 0 or more, below 2**63")
+    return tuple(answer for answer in answers if answer)
 
 
 def _set_int(config, name, low, high=None, optional=False):

@@ -19,8 +19,9 @@ import vexact_ops as vx
 from vexact_ops.patch.hf import check_kv_segment
 
 from .config import EngineConfig, SamplingParams
+from .core.answers import Answers
 from .core.loop import Loop, check_pause, drop
-from .core.scheduler import Stats
+from .core.plan import Stats
 from .frontend import Frontend, Prompt
 from .handover.session import TORN, WeightUpdate, check_numerics, check_version, with_model
 from .outputs import Call, Increment, Load, Ticket
@@ -361,6 +362,29 @@ class Engine(Frontend):
         """Forget all keys and values, between two steps: what comes, and what runs, is computed anew. That changes no
         bit, unless the weights were changed behind the engine's back."""
         self._loop.call(self._scheduler.reset_cache)
+
+    # Answers that drafts come from
+
+    def save_answers(self, path: str | os.PathLike) -> None:
+        """Into a file what was answered to prompts, by seed: for an engine of the same vocabulary to draft from.
+
+        raises   ValueError where EngineConfig.speculation keeps none; OSError
+        """
+        self._loop.call(lambda: self._answers("save_answers").save(path))
+
+    def load_answers(self, path: str | os.PathLike) -> None:
+        """Take those of a file beside what is kept.
+
+        raises   ValueError where that is no such file, has ids beyond the vocabulary, or none are kept; OSError. Then
+                 nothing of it is taken
+        """
+        self._loop.call(lambda: self._answers("load_answers").load(path))
+
+    def _answers(self, method: str) -> Answers:
+        drafter = self._scheduler.drafter
+        if drafter is None or drafter.answers is None:
+            raise ValueError(f'{method}: this engine keeps none: "answers" is no source of EngineConfig.speculation')
+        return drafter.answers
 
     @property
     def weight_version(self) -> int:

@@ -74,6 +74,7 @@ class Metrics:
     finished        it had its last token, or was aborted
     cached_tokens   of its prompt, not computed, because the prefix cache had them when it started
     preemptions     times it had to give back its pages
+    drafted_tokens  that steps have verified beside those they were to draw, of which `accepted_tokens` were right
     """
 
     arrived: float
@@ -82,6 +83,8 @@ class Metrics:
     finished: float
     cached_tokens: int = 0
     preemptions: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -221,12 +224,16 @@ class Sequence:
     last_step       the step that its latest token was to be drawn in
     stop_ids        tokens that end it, the model's own among them where it minds those
     limit           tokens it may reach, and `limit_note` says which limit that is if it is the cache's
-    started_at, token_times, finished_at, cached_tokens, preemptions   as in Metrics
+    drafts          what its Drafter knows of it (core/drafts.py); None without one
+    started_at, token_times, finished_at, cached_tokens, preemptions, drafted, accepted   as in Metrics
     """
 
     __slots__ = (
+        "accepted",
         "arrival",
         "cached_tokens",
+        "drafted",
+        "drafts",
         "epoch",
         "error",
         "finish_reason",
@@ -278,7 +285,8 @@ class Sequence:
         self.limit, self.limit_note = self.num_prompt + self.params.max_new_tokens, None
         self.finish_reason = self.stop_reason = self.error = None
         self.started_at, self.finished_at, self.token_times = None, None, []
-        self.cached_tokens = self.preemptions = 0
+        self.cached_tokens = self.preemptions = self.drafted = self.accepted = 0
+        self.drafts = None
         self.epoch = self.in_flight = 0
         self.forget_pages()
 
@@ -345,6 +353,8 @@ class Sequence:
                 finished=self.finished_at,
                 cached_tokens=self.cached_tokens,
                 preemptions=self.preemptions,
+                drafted_tokens=self.drafted,
+                accepted_tokens=self.accepted,
             ),
         )
 
@@ -419,6 +429,8 @@ def check_params(params, vocab_size: int) -> None:
     for name in ("num_top_logprobs", "num_prompt_top_logprobs"):
         if getattr(params, name) > vocab_size:
             raise ValueError(f"{name} is {getattr(params, name)}, expected at most {vocab_size}")
+    if (most := max(map(max, params.draft), default=0)) >= vocab_size:
+        raise ValueError(f"draft has {most}, expected ids below {vocab_size}")
 
 
 def encoded(prompt, text):

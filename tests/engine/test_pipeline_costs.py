@@ -6,7 +6,8 @@ import pytest
 from toy import make, request
 
 from vexact_engine import EngineConfig
-from vexact_engine.core.scheduler import PLACEHOLDER, Sampled, Scheduler
+from vexact_engine.core.plan import PLACEHOLDER, Sampled
+from vexact_engine.core.scheduler import Scheduler
 from vexact_engine.parallel.pipeline import split
 from vexact_engine.weights.random import load_random
 

@@ -6,7 +6,8 @@ import pytest
 from toy import VOCAB, drain, expected, make, request, shape, step
 
 from vexact_engine.config import EngineConfig
-from vexact_engine.core.scheduler import PLACEHOLDER, Sampled, Scheduler
+from vexact_engine.core.plan import PLACEHOLDER, Sampled
+from vexact_engine.core.scheduler import Scheduler
 from vexact_engine.request import State
 
 # What a step is made of

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from toy import drain, expected, make, request, shape, step
 
 from vexact_engine.core.pages import PagePool
-from vexact_engine.core.scheduler import Sampled
+from vexact_engine.core.plan import Sampled
 
 
 class Nothing:

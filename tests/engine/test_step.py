@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vexact_engine.config import EngineConfig, SamplingParams
-from vexact_engine.core.scheduler import PLACEHOLDER, Sampled, Scheduler
+from vexact_engine.core.plan import PLACEHOLDER, Sampled
+from vexact_engine.core.scheduler import Scheduler
 from vexact_engine.core.step import OCCUPANT, Encoder, Rows, Step
 from vexact_engine.request import Request
 
@@ -49,8 +50,8 @@ class Receiver:
             read = [self.memory[self.place(slot, position)] for position in range(start + length)]
             positions, tokens = zip(*read)
             assert positions == tuple(range(start + length))
-            if draws:
-                self.last[slot] = toy.draw(tokens, int(self.rows.occupants["seed"][slot]), 0)
+            for count in range(start + length - draws + 1, start + length + 1):
+                self.last[slot] = toy.draw(tokens[:count], int(self.rows.occupants["seed"][slot]), 0)
                 drawn.append(self.last[slot])
         assert at == len(step.token_ids) and told == len(step.targets)
         return Sampled(drawn, [0.0] * len(drawn), [0.0] * len(drawn), [{} for _ in drawn], scores)

@@ -9,7 +9,8 @@ it should not, and it says so; a slot that two sequences have gives one the othe
 import dataclasses
 
 from vexact_engine.config import EngineConfig, SamplingParams
-from vexact_engine.core.scheduler import PLACEHOLDER, Sampled, Scheduler
+from vexact_engine.core.plan import PLACEHOLDER, Sampled
+from vexact_engine.core.scheduler import Scheduler
 from vexact_engine.request import Request, derive_seed
 
 VOCAB = 7  # small, so that stop tokens and equal prefixes are common
@@ -42,8 +43,8 @@ class ToyModel:
             assert positions == tuple(range(chunk.end)), "a place was written by another position"
             assert list(tokens[: len(known)]) == known, "a place holds another sequence's token"
             assert set(versions) == {plan.weight_version}, "keys and values of other weights were kept"
-            if chunk.needs_sample:
-                drawn.append(draw(tokens, chunk.sequence.seed, plan.weight_version))
+            for count in range(chunk.end - chunk.draws + 1, chunk.end + 1):
+                drawn.append(draw(tokens[:count], chunk.sequence.seed, plan.weight_version))
                 self.latest[chunk.slot] = drawn[-1]
         tops = [{token: -1.0} for token in drawn]
         return Sampled(drawn, [-float(t) for t in drawn], [-2.0 * t for t in drawn], tops)

@@ -144,6 +144,12 @@ def engine(parser):
     group.add_argument(
         "--longrope", choices=("short", "long"), help="factors of all sequences (Phi-3 of a long context)"
     )
+    group.add_argument(
+        "--speculation", type=positive, metavar="N", help="draft up to N tokens of a sequence, verify them in one step"
+    )
+    group.add_argument(
+        "--draft-sources", type=names, metavar="A,B", help="of drafts: given, answers, samples, text (all of them)"
+    )
 
 
 def dtype(text: str) -> str:
@@ -178,6 +184,10 @@ def picture(text: str) -> str:
     if not text.lower().endswith((".svg", ".png", ".pdf")):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a name that ends in .svg, .png or .pdf")
     return text
+
+
+def names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
 
 
 def lengths(text: str) -> list[int]:
@@ -218,7 +228,15 @@ def engine_of(args) -> dict:
         "kv_segment": args.kv_segment,
         "latent_attention": args.latent_attention,
         "longrope": args.longrope,
+        "speculation": speculation_of(args),
     }
+
+
+def speculation_of(args) -> dict | None:
+    if args.speculation is None:
+        return None
+    sources = {} if args.draft_sources is None else {"sources": args.draft_sources}
+    return {"max_draft_tokens": args.speculation, **sources}
 
 
 def device(name: str):
@@ -288,6 +306,7 @@ def check_engine(args, device) -> None:
     check_kv_segment(args.kv_segment, device)
     if device.type == "cpu":
         expect_with(args, False, "a GPU", "--gpu-memory-utilization")
+    expect_with(args, args.speculation is not None, "--speculation", "--draft-sources")
     if args.num_pages is not None:
         expect_without(args, "--num-pages", "--gpu-memory-utilization")
 
@@ -324,7 +343,13 @@ def flags(command: argparse.ArgumentParser) -> dict[str, str]:
 
 
 # Names of fields that are not those of their options.
-_OPTION_OF = {"n": "samples", "enable_prefix_cache": "no_prefix_cache", "latent": "latent_attention"}
+_OPTION_OF = {
+    "max_draft_tokens": "speculation",
+    "sources": "draft_sources",
+    "n": "samples",
+    "enable_prefix_cache": "no_prefix_cache",
+    "latent": "latent_attention",
+}
 _FIELD = re.compile(r"[\w.-]+: (\w+)( is|:) (.*)")
 
 

@@ -29,7 +29,8 @@ from ..errors import EngineClosed, EngineForked, StepFailed, WeightsMissing, Wei
 from ..outputs import Ticket
 from ..request import Request, State
 from ..request import Sequence as Sample
-from .scheduler import Sampled, Scheduler, StepPlan
+from .plan import Sampled, StepPlan
+from .scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -493,10 +494,12 @@ class Loop:
                 failure.__cause__ = error
             self._fail_all(failure)
             return
-        if -1 in sampled.token_ids:
-            self._fail_nonfinite(plan, sampled)
+        later = self._fail_nonfinite(plan, sampled) if -1 in sampled.token_ids else ()
         finished, listened = State.FINISHED, self._listened
-        for sample in scheduler.commit(plan, sampled):
+        grown = scheduler.commit(plan, sampled)
+        for sample in later:
+            self._fail_sample(sample)
+        for sample in grown:
             if sample.state is finished or sample.request in listened:
                 self._deliver(sample)
 
@@ -532,13 +535,25 @@ class Loop:
                 pending.wait()
         self._pending.clear()
 
-    def _fail_nonfinite(self, plan: StepPlan, sampled: Sampled) -> None:
-        for chunk, token in zip(plan.sampled_chunks, sampled.token_ids):
-            if token == -1 and not chunk.sequence.finished:
-                where = f"after {len(chunk.sequence.tokens)} tokens"
-                message = f"the model's logits {where} are not finite numbers (NaN or infinite weights or activations?)"
-                for sample in self.scheduler.fail(chunk.sequence.request, message):
-                    self._deliver(sample)
+    def _fail_nonfinite(self, plan: StepPlan, sampled: Sampled) -> list[Sample]:
+        """Those whose next token is none end before this step's are taken. Returns those that get some of them first:
+        a draft was right so far."""
+        row, later = 0, []
+        for chunk in plan.sampled_chunks:
+            drawn, row = sampled.token_ids[row : row + chunk.draws], row + chunk.draws
+            if drawn[0] == -1:
+                self._fail_sample(chunk.sequence)
+            elif -1 in drawn and tuple(drawn[: drawn.index(-1)]) == chunk.draft[: drawn.index(-1)]:
+                later.append(chunk.sequence)
+        return later
+
+    def _fail_sample(self, sample: Sample) -> None:
+        if sample.finished:
+            return
+        where = f"after {len(sample.tokens)} tokens"
+        message = f"the model's logits {where} are not finite numbers (NaN or infinite weights or activations?)"
+        for each in self.scheduler.fail(sample.request, message):
+            self._deliver(each)
 
     # Requests
 

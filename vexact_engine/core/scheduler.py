@@ -24,102 +24,19 @@ import time
 from bisect import bisect, insort
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from operator import attrgetter
 
 from ..config import EngineConfig
 from ..request import Request, Sequence, State
+from .drafts import Drafter
 from .pages import Known, PagePool
+from .plan import MOST_VERIFIED, Chunk, Sampled, Stats, StepPlan
 from .snapshots import Snapshots
 
 # Room for half of what running sequences are likely to generate yet is left free for them when another is let in: that
 # halves what preemption computes twice, and costs a few steps in a hundred; room for all of it would cost half of them
 # again. What is likely follows what finished ones have used of what they were allowed, 1/32 of the way each.
 _RESERVED, _FIRST_USED, _USED_WEIGHT = 0.5, 1.0, 32
-PLACEHOLDER = -1  # a token that a plan in flight is still to sample
-
-
-@dataclass(slots=True, eq=False)
-class Chunk:
-    """Tokens start .. end-1 of one sequence.
-
-    pages          its page table, long enough for `end` tokens (Sequence.pages, which later plans may extend)
-    slot           the row that it has in the runner's buffers; later plans may give it to others
-    restore, save  the snapshot that its state begins with; the place that its state is copied to at its end
-    needs_sample   whether the last token's logits are to be sampled: the drawn token has position `end`
-    """
-
-    sequence: Sequence
-    start: int
-    end: int
-    needs_sample: bool
-    pages: list[int]
-    epoch: int
-    slot: int
-    restore: int | None = None
-    save: int | None = None
-
-    @property
-    def length(self) -> int:
-        return self.end - self.start
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The ids to compute, PLACEHOLDER where one is not known yet: then it is the sequence's latest sample."""
-        known = self.sequence.tokens[self.start : self.end]
-        return known + [PLACEHOLDER] * (self.length - len(known))
-
-
-@dataclass(slots=True, eq=False)
-class StepPlan:
-    """One step's chunks, running decodes first. Falsy if there is nothing to compute."""
-
-    chunks: list[Chunk]
-    weight_version: int
-
-    def __bool__(self):
-        return bool(self.chunks)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(chunk.length for chunk in self.chunks)
-
-    @property
-    def sampled_chunks(self) -> list[Chunk]:
-        """The chunks that `commit` expects a token for, in its order."""
-        return [chunk for chunk in self.chunks if chunk.needs_sample]
-
-
-@dataclass(slots=True)
-class Sampled:
-    """What a step drew, one entry for each of plan.sampled_chunks. `top_logprobs` is read where a request wants it.
-
-    prompt_logprobs   where any chunk's request wants them, one list for each of plan.chunks: of the prompt's tokens
-                      that follow the chunk's first, second, .. token
-    prompt_top_logprobs   the same of the likeliest tokens there; None of a chunk whose request does not want them
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    raw_logprobs: list[float]
-    top_logprobs: list[dict[int, float] | None] | None = None
-    prompt_logprobs: list[list[float]] | None = None
-    prompt_top_logprobs: list[list[dict[int, float]] | None] | None = None
-
-
-@dataclass(slots=True)
-class Stats:
-    """Counts since the scheduler was made."""
-
-    steps: int = 0
-    chunks: int = 0  # runs of tokens of one sequence in one step; a decode is one of a single token
-    prefill_tokens: int = 0  # computed in chunks, a preempted sequence's second time too
-    decode_tokens: int = 0
-    prefix_tokens: int = 0  # not computed, because the prefix cache had them
-    partial_prefills: int = 0  # chunks that ended before their sequence's last token
-    mixed_steps: int = 0  # steps that held decodes and prefill chunks
-    preemptions: int = 0
-    finished: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0})
 
 
 class Scheduler:
@@ -133,6 +50,7 @@ class Scheduler:
     longest_first   decodes of most keys come first, for attention that begins the next one where one is done: so all of
                     it ends at about one time. Else in the order of arrival
     chunk           tokens of a chunk of the model's states; None: it has none
+    drafter         what drafts, where config.speculation says so
     """
 
     def __init__(
@@ -156,6 +74,8 @@ class Scheduler:
         self.vocab_size = vocab_size
         self.find_stop = find_stop
         self.longest_first = longest_first
+        self.drafter = None if config.speculation is None else Drafter(config.speculation, vocab_size)
+        self._chunk = chunk
         self.stats = Stats()
         self.weight_version = 0
         self.requests: dict[Request, None] = {}  # the unfinished ones, in the order of arrival
@@ -214,6 +134,8 @@ class Scheduler:
             sequence.arrival = self._arrivals
             self._arrivals += 1
             self.waiting.append(sequence)
+        if self.drafter is not None:
+            self.drafter.begin(request)
 
     def abort(self, request: Request) -> list[Sequence]:
         """End what is unfinished of a request, at any moment. Returns those sequences; none if it is not known here."""
@@ -247,6 +169,8 @@ class Scheduler:
 
     def _note_end(self, sequence, reason, stop_reason, error):
         sequence.finish(reason, stop_reason, error)
+        if self.drafter is not None:
+            self.drafter.end(sequence, reason)
         self.stats.finished[reason] += 1
         if sequence.request.finished:
             del self.requests[sequence.request]
@@ -301,9 +225,12 @@ class Scheduler:
         """The next step's plan. It is in flight until `commit` or `cancel`, unless it is empty.
 
         A sequence whose newest token is still being sampled is left out; with `lookahead` it is planned with a
-        PLACEHOLDER for that token. Empty if nothing can be computed before a commit, or at all.
+        PLACEHOLDER for that token, but not one whose draft is being verified. Empty if nothing can be computed before a
+        commit, or at all.
         """
         if self._stages == 1:
+            if self._in_flight and self._in_flight[-1].drafted:  # its other sequences would have their own step
+                return StepPlan([], self.weight_version)
             return self._fill(lookahead, None)
         plan = self._fill(lookahead, self._choose(lookahead))
         while not plan and (chosen := self._choose(lookahead, rested=False)):
@@ -355,11 +282,38 @@ class Scheduler:
 
         self._admit(plan, budget)
 
+        if self.drafter is not None and 0 < num_decodes == len(chunks):
+            self._draft(plan, budget)
         if plan:
             self._in_flight.append(plan)
             self.stats.steps += 1
             self.stats.mixed_steps += 0 < num_decodes < len(chunks)
         return plan
+
+    def _draft(self, plan, budget):
+        """Let decodes have more rows, where nothing else is computed: whatever waits comes first."""
+        pool, size = self.pool, self.pool.page_size
+        most = max(0, min(budget, MOST_VERIFIED - len(plan.chunks)))
+        for chunk, tokens in self.drafter.plan(plan.chunks, most, self._room):
+            sequence, pages = chunk.sequence, chunk.pages
+            while len(pages) * size < chunk.end + len(tokens) and pool.num_available > len(self.running):
+                pages.append(pool.allocate())
+            tokens = tokens[: len(pages) * size - chunk.end]
+            if tokens:
+                chunk.draft = tokens
+                sequence.num_planned = chunk.end = chunk.end + len(tokens)
+                sequence.drafted += len(tokens)
+                plan.drafted += len(tokens)
+        self.stats.drafted_tokens += plan.drafted
+        plan.planned = time.monotonic()
+
+    def _room(self, chunk):
+        """Tokens that may be drafted behind a decode: a drawn one follows the last. Rows that were appended to a state
+        are forgotten unless they end a chunk of it."""
+        if chunk.save is not None:
+            return 0
+        room = chunk.sequence.limit - chunk.end - 1
+        return room if self._chunk is None else min(room, self._chunk - 1 - chunk.end % self._chunk)
 
     def _choose(self, lookahead, rested=True):
         """In a pipeline: the decodes that are to be in this plan, their share of all: of those that no token is drawn
@@ -505,7 +459,7 @@ class Scheduler:
         if not self._in_flight or plan is not self._in_flight[0]:
             raise ValueError("commit: plan is not the oldest in flight, expected plans in the order they were made")
         asked = plan.sampled_chunks
-        wanted = len(asked)
+        wanted = len(asked) + plan.drafted
         for name in ("token_ids", "logprobs", "raw_logprobs", "top_logprobs"):
             column = getattr(sampled, name)
             if column is not None and len(column) != wanted:
@@ -527,36 +481,59 @@ class Scheduler:
         token_ids, tops = sampled.token_ids, sampled.top_logprobs
         logprobs, raw_logprobs = sampled.logprobs, sampled.raw_logprobs
         for chunk in plan.chunks:
-            sequence = chunk.sequence
-            alive = sequence.state is not finished
+            sequence, draft, end = chunk.sequence, chunk.draft, chunk.end
+            alive, ended = sequence.state is not finished, None
+            if chunk.needs_sample:
+                sequence.in_flight -= 1
+                if alive:
+                    params, tokens = sequence.params, sequence.tokens
+                    grown.append(sequence)
+                    for at in range(row, row + 1 + len(draft)) if draft else (row,):
+                        token = token_ids[at]
+                        if draft and token < 0:  # its logits are no numbers
+                            break
+                        tokens.append(token)
+                        sequence.logprobs.append(logprobs[at])
+                        sequence.raw_logprobs.append(raw_logprobs[at])
+                        sequence.weight_versions.append(version)
+                        sequence.token_times.append(now)
+                        if sequence.top_logprobs is not None:
+                            sequence.top_logprobs.append(tops[at])
+                        may_stop = len(tokens) - sequence.num_prompt >= params.min_new_tokens
+                        if token in sequence.stop_ids and may_stop:
+                            ended = "stop", token
+                        elif params.stop and (found := self._find_stop(sequence, may_stop)):
+                            ended = found
+                        elif len(tokens) == sequence.limit:
+                            ended = "length", None, sequence.limit_note
+                        if ended or at - row == len(draft) or token != draft[at - row]:
+                            break
+                    if draft:
+                        end = self._accepted(chunk, at - row)
+                row += 1 + len(draft)
             if alive and sequence.epoch == chunk.epoch:
-                sequence.num_computed = end = chunk.end
+                sequence.num_computed = end
                 page = self._know(sequence) if sequence.num_known < end // size else None
                 if chunk.save is not None:
                     self._snapshots.put(page, chunk.save)
             elif chunk.save is not None:
                 self._snapshots.put(None, chunk.save)
-            if chunk.needs_sample:
-                sequence.in_flight -= 1
-                if alive:
-                    params, tokens, token = sequence.params, sequence.tokens, token_ids[row]
-                    tokens.append(token)
-                    sequence.logprobs.append(logprobs[row])
-                    sequence.raw_logprobs.append(raw_logprobs[row])
-                    sequence.weight_versions.append(version)
-                    sequence.token_times.append(now)
-                    if sequence.top_logprobs is not None:
-                        sequence.top_logprobs.append(tops[row])
-                    grown.append(sequence)
-                    may_stop = len(tokens) - sequence.num_prompt >= params.min_new_tokens
-                    if token in sequence.stop_ids and may_stop:
-                        self._finish(sequence, "stop", token)
-                    elif params.stop and (found := self._find_stop(sequence, may_stop)):
-                        self._finish(sequence, *found)
-                    elif len(tokens) == sequence.limit:
-                        self._finish(sequence, "length", error=sequence.limit_note)
-                row += 1
+            if ended:
+                self._finish(sequence, *ended)
+        if plan.planned is not None:
+            self.drafter.note_time(plan, now)
         return grown
+
+    def _accepted(self, chunk, count):
+        """So many tokens of a draft were drawn, and the next is to be. Rows behind them are computed again, in the same
+        places. Returns the end of those that are computed."""
+        sequence, end = chunk.sequence, chunk.end - len(chunk.draft) + count
+        self.drafter.note(sequence, len(chunk.draft), count)
+        sequence.accepted += count
+        self.stats.accepted_tokens += count
+        if sequence.epoch == chunk.epoch:
+            sequence.num_planned = end
+        return end
 
     def cancel(self, plan: StepPlan) -> None:
         """A plan in flight has failed, and all that were made after it go with it.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..request import Sequence
-from .scheduler import PLACEHOLDER, StepPlan
+from .plan import PLACEHOLDER, StepPlan
 
 _FP32_TINY = float(np.finfo(np.float32).tiny)  # a top_p that fp32 would round to zero keeps the likeliest token too
 
@@ -35,7 +35,7 @@ OCCUPANT = np.dtype(
 )
 # Pages of a slot, `count` from its `first` on.
 PAGES = np.dtype([("slot", np.int32), ("first", np.int32), ("count", np.int32)])
-# Tokens start .. start + length - 1 of a slot. After the last of them `draws` tokens are drawn, 0 or 1; after each of
+# Tokens start .. start + length - 1 of a slot. After each of the last `draws` of them a token is drawn; after each of
 # the first `scored` of them the log-probability of a target is wanted.
 CHUNK = np.dtype([(name, np.int32) for name in ("slot", "start", "length", "draws", "scored")])
 
@@ -138,7 +138,8 @@ class Encoder:
                 wanted = tokens[start + 1 : min(end + 1, sequence.num_prompt)]
                 targets.extend(wanted)
                 scored = len(wanted)
-            chunks.extend((slot, start, end - start, chunk.needs_sample, scored))
+            draws = chunk.draws if chunk.draft else chunk.needs_sample
+            chunks.extend((slot, start, end - start, draws, scored))
         number, self._number = self._number, self._number + 1
         given = pages, page_ids, chunks, ids, targets, restores, saves
         kinds = list(_PARTS.values())[1:]

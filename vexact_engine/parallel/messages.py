@@ -14,7 +14,7 @@ import torch
 
 from .. import errors
 from ..config import SamplingParams
-from ..core.scheduler import Sampled
+from ..core.plan import Sampled
 from ..extras import pip_line
 from ..handover import messages as weights
 from ..outputs import Increment, Load

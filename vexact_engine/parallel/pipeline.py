@@ -34,7 +34,7 @@ import vexact_ops as vx
 from vexact_ops.patch.description import State
 
 from ..config import EngineConfig
-from ..core.scheduler import Sampled, StepPlan
+from ..core.plan import Sampled, StepPlan
 from ..core.step import Encoder
 from ..errors import EngineAsleep, StageDied, WeightsTorn
 from ..handover.buffers import HOST, Buckets

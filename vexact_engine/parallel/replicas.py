@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..config import EngineConfig
 from ..core.loop import check_pause
-from ..core.scheduler import Stats
+from ..core.plan import Stats
 from ..errors import ReplicaDied
 from ..frontend import Frontend
 from ..handover.buffers import HOST, Buckets, BucketSpace

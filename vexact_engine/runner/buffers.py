@@ -41,7 +41,7 @@ class Body:
     longest    at least the most tokens of a sequence
     padding    at most so many padded tokens make a sequence
     width      pages of a sequence, at most
-    all_drawn  after every token, each a sequence's only one, something is drawn; or padding
+    all_drawn  after every token something is drawn; or padding
     """
 
     tokens: int
@@ -134,6 +134,18 @@ class Host:
         return {name: np.ndarray(count, kind, self.bytes, first + at) for name, (at, kind, count) in places.items()}
 
 
+def _draws(wanted: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of a step's draws: whose chunk's each is, whether it is that one's last, and after which token it is. `wanted` of
+    each chunk, after its last tokens; each ends before the token of its offset."""
+    drawn = np.flatnonzero(wanted)
+    if not (wanted > 1).any():
+        return drawn, np.ones(len(drawn), bool), offsets[drawn] - 1
+    counts = wanted[drawn]
+    left = np.repeat(np.cumsum(counts), counts) - np.arange(counts.sum())  # of the same chunk, this one included
+    drawn = np.repeat(drawn, counts)
+    return drawn, left == 1, offsets[drawn] - left
+
+
 def send(values: np.ndarray, device: torch.device) -> Tensor:
     """A copy of its own, for what is rare. The host does not wait for it."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
@@ -179,14 +191,14 @@ class Buffers:
     def work(self, step: Step) -> Work:
         """Take in what the step says of slots."""
         chunks = step.chunks
-        slots = chunks["slot"][chunks["draws"] > 0]
-        lengths = chunks["length"]
+        slots, lengths = chunks["slot"][chunks["draws"] > 0], chunks["length"]
         self._new = self.rows.apply(step)
         drawn = self.rows.occupants[slots]
         top = int(drawn["top"].max(initial=0))
         plain = not (top or drawn["top_k"].any() or drawn["min_p"].any() or (drawn["top_p"] < 1).any())
         context = int((chunks["start"] + lengths).max())
-        return Work(len(step.token_ids), len(chunks), len(slots), int(lengths.max()), context, top, plain)
+        draws = int(chunks["draws"].sum())
+        return Work(len(step.token_ids), len(chunks), draws, int(lengths.max()), context, top, plain)
 
     def send(self, step: Step | None, body: Body, head: Head | None, ids: Callable | None = None) -> Host:
         """Write a step's columns, padded to these sizes, and begin to copy them.
@@ -202,14 +214,15 @@ class Buffers:
         to = host.columns(body, self.middle)
         if step is None:
             tokens = count = draws = 0
-            drawn = slots = ends = np.zeros(0, np.int64)
+            drawn = slots = ends = rows = positions = np.zeros(0, np.int64)
+            latest = np.zeros(0, bool)
         else:
             tokens, count = len(step.token_ids), len(step.chunks)
             slots, begins, lengths, wanted, _ = (step.chunks[name].astype(np.int64) for name in step.chunks.dtype.names)
             ends = begins + lengths
-            drawn = np.flatnonzero(wanted)
-            draws = len(drawn)
             offsets = np.cumsum(lengths)
+            drawn, latest, rows = _draws(wanted, offsets)
+            draws = len(drawn)
             if tokens == count:
                 owners, positions = slots, begins
             else:
@@ -222,7 +235,7 @@ class Buffers:
             to["positions"][:tokens] = positions
             to["places"][:tokens] = self.rows.table[owners, page].astype(np.int64) * self.page_size + offset
             if not body.all_drawn:
-                to["rows"][:draws] = offsets[drawn] - 1
+                to["rows"][:draws] = rows
             to["slots"][:count] = to["states"][:count] = slots
             to["starts"][1 : count + 1] = offsets
             to["context"][:count] = ends
@@ -248,9 +261,9 @@ class Buffers:
             to = host.columns(head, self.middle)
             chosen = slots[drawn]
             occupants = self.rows.occupants[chosen]
-            to["slots"][:draws], to["slots"][draws:] = chosen, self.slots
+            to["slots"][:draws], to["slots"][draws:] = np.where(latest, chosen, self.slots), self.slots
             to["seeds"][:draws], to["seeds"][draws:] = occupants["seed"], 0
-            to["positions"][:draws], to["positions"][draws:] = ends[drawn], 0
+            to["positions"][:draws], to["positions"][draws:] = positions[rows] + 1, 0
             warm = 0.0 if step is not None else 1.0  # greedy rows cost less than others, which are to be timed
             for name, padding in (("top_k", 0), ("temperature", warm), ("top_p", 1.0), ("min_p", 0.0)):
                 to[name][:draws], to[name][draws:] = occupants[name], padding

@@ -84,6 +84,12 @@ def make(
     return Caches(keys, values, states, copies)
 
 
+def forgetting(memories: Memories, config: EngineConfig) -> tuple[Pages | State, ...]:
+    """As they are kept where drafts are verified: what a state is given of those that are not drawn is forgotten."""
+    rows = 0 if config.speculation is None else config.speculation.max_draft_tokens
+    return tuple(kept.forgetting(rows) if rows and isinstance(kept, State) else kept for kept in memories)
+
+
 def chunk_of(memories: Memories) -> int | None:
     """Tokens of a chunk of the layers' states; None where none has one."""
     chunks = {memory.chunk for memory in memories if isinstance(memory, State)}

@@ -18,6 +18,7 @@ import torch
 
 import vexact_ops as vx
 
+from ..core.plan import MOST_VERIFIED
 from ..progress import Progress, bar
 from . import graphs, memory, shapes, sizes
 from .buffers import Body, Head, Work
@@ -58,7 +59,9 @@ class Graphs:
         """
         forward = draw = None
         if not whole:
-            if not self._all_drawn(work):
+            if work.longest > 1 and self._all_drawn(work):
+                ladder = self.verify if work.plain else self.verify_cut
+            elif not self._all_drawn(work):
                 ladder = next((few for most, few in self.mixed_few if work.sequences <= most), self.mixed)
             else:
                 ladder = self.decode if work.plain else self.decode_cut
@@ -77,10 +80,16 @@ class Graphs:
 
     @staticmethod
     def _all_drawn(work: Work) -> bool:
-        return work.longest == 1 and work.draws == work.tokens
+        return work.draws == work.tokens
 
     def decode_body(self, rows: int) -> Body:
         return Body(rows, rows, rows, 1, 1, self._runner.buffers.max_pages, all_drawn=True)
+
+    def _verify_body(self, rows: int) -> Body:
+        """Of decodes with drafts. Of padding no sequence is longer than those are."""
+        longest = 1 + self._runner.config.speculation.max_draft_tokens
+        sequences = min(rows, self._runner.slots + -(-rows // longest))
+        return Body(rows, sequences, rows, longest, longest, self._runner.buffers.max_pages, all_drawn=True)
 
     def _mixed_body(self, rows: int, most: int | None = None) -> Body:
         capacity = self._runner.buffers.max_pages * self._runner.config.page_size
@@ -91,6 +100,7 @@ class Graphs:
     def release(self) -> None:
         """Give back the graphs and their memory; steps are computed call by call until `capture`."""
         self.mixed = self.decode = self.decode_cut = self.heads = self.heads_cut = graphs.Ladder()
+        self.verify = self.verify_cut = graphs.Ladder()
         self.mixed_few: list[tuple[int, graphs.Ladder]] = []  # by the most sequences, ascending
         self.captured = False
         if self._recorder:
@@ -126,6 +136,10 @@ class Graphs:
                 for share in _FEWER:
                     self._fewer(progress, -(-self._runner.slots // share))
                 self.decode = self.decode_cut = make("decodes", self.decode_body, plain)
+                if self._runner.config.speculation is not None:
+                    self.verify = self.verify_cut = make("drafts", self._verify_body, plain)
+                    if self._runner.draws:
+                        self.verify_cut = make("drafts with cuts", self._verify_body, cut, like="drafts")
                 if self._runner.draws:
                     self.decode_cut = make("decodes with cuts", self.decode_body, cut, like="decodes")
                     self.heads = make("draws", None, plain)
@@ -144,7 +158,16 @@ class Graphs:
         """The most rows of a graph of each kind."""
         chunks = ["chunks", *(f"chunks of {-(-self._runner.slots // share)} sequences" for share in _FEWER)]
         single = ["decodes", *(["decodes with cuts", "draws", "draws with cuts"] if self._runner.draws else [])]
-        return dict.fromkeys(chunks, self._runner.tokens) | dict.fromkeys(single, self._runner.slots)
+        most = dict.fromkeys(chunks, self._runner.tokens) | dict.fromkeys(single, self._runner.slots)
+        if self._runner.config.speculation is not None:
+            drafts = ["drafts", *(["drafts with cuts"] if self._runner.draws else [])]
+            most |= dict.fromkeys(drafts, self._most_verified())
+        return most
+
+    def _most_verified(self) -> int:
+        """Rows of a step of drafts that has a graph."""
+        longest = 1 + self._runner.config.speculation.max_draft_tokens
+        return min(self._runner.tokens, self._runner.slots * longest, MOST_VERIFIED)
 
     def _ladder(
         self,
@@ -168,9 +191,13 @@ class Graphs:
                 self._run(None if known_body else body, None if known_head else head)
             ladder.put(size, graphs.Recorded(body, head, self._recorder.record(lambda: self._run(body, head))))
 
+        def tune(size: int) -> list[graphs.Run] | None:
+            body = body_of and head_of and body_of(size)
+            return self._tune(body, head_of(size)) if body and body.longest == 1 else None
+
         def seconds(size: int) -> float:
             progress(f"graphs of {name}", len(ladder.sizes), len(ladder.sizes) + 1, f"{size} rows")
-            held = self._tune(body_of(size), head_of(size)) if body_of and head_of else None
+            held = tune(size)
             record(size, False, False)
             del held
             return self._recorder.seconds(ladder.fit(size).replay)
@@ -180,11 +207,12 @@ class Graphs:
             known = self._chosen[name] = self._chosen[like or name]
             for done, size in enumerate(reversed(known)):
                 progress(f"graphs of {name}", done, len(known), f"{size} rows")
-                held = self._tune(body_of(size), head_of(size)) if body_of and head_of and not (met or like) else None
+                held = None if met or like else tune(size)
                 record(size, met or like is not None, met)
                 del held
         else:
-            most, tolerance = (self._runner.slots, _PADDING) if head_of else (self._most_mixed(), _PADDING_OF_CHUNKS)
+            most = self._most_rows()[name] if head_of else self._most_mixed()
+            tolerance = _PADDING if head_of and body_of is not self._verify_body else _PADDING_OF_CHUNKS
             self._chosen[name] = graphs.choose(seconds, most, tolerance) if most else []
             ladder.keep(set(self._chosen[name]))
         self._met.add(name)
@@ -292,7 +320,7 @@ class Graphs:
             for body, plain in ((self._mixed_body(size), True), (self.decode_body(rows), False)):
                 self._pad(body, Head(rows, plain))
                 self._run(body, Head(rows, plain))
-        most = self._mixed_body(self._runner.tokens), Head(self._runner.slots, plain=False)
+        most = self._mixed_body(self._runner.tokens), Head(self._runner.most_draws, plain=False)
         progress("kernels", 0, 1, f"{self._runner.tokens} rows")
         self._pad(*most)
         self._run(*most)

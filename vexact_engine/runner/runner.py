@@ -19,7 +19,7 @@ import vexact_ops as vx
 from vexact_ops.patch.description import Pages, State
 
 from ..config import EngineConfig
-from ..core.scheduler import Sampled
+from ..core.plan import MOST_VERIFIED, Sampled
 from ..core.step import Step
 from ..progress import Progress, bar
 from . import memory, saver
@@ -137,7 +137,7 @@ class Runner:
     config   as given; in it, num_pages is filled in where it is None
     path     how hidden states are computed: "fused", or "patched: " and why
     graphs   of its steps, where there are any
-    tokens, slots   of a step at most
+    tokens, slots, most_draws   of a step at most
     regions  of memory that is paused while it sleeps: "weights", "buffers", "kv_cache", "graphs". None where storages
              are emptied instead; `sleep_backend` says which, and why
     """
@@ -146,7 +146,7 @@ class Runner:
 
     def __init__(self, model: torch.nn.Module, handle, config: EngineConfig, device: torch.device):
         self.model, self.handle, self.device = model, handle, device
-        self.memories = self._memories()
+        self.memories = memory.forgetting(self._memories(), config)
         self.dtype = next(model.parameters()).dtype
         if memory.chunk_of(handle.memories()) is not None:
             kept = -(-config.max_num_seqs // 4) if config.num_snapshots is None else config.num_snapshots
@@ -154,6 +154,8 @@ class Runner:
         self.config = config
         self.tokens = config.max_num_batched_tokens
         self.slots = min(config.max_num_seqs, self.tokens)  # no more run at once
+        verified = 0 if config.speculation is None else min(MOST_VERIFIED, self.tokens)
+        self.most_draws = max(self.slots, verified)
         self.hidden: Tensor | None = None  # of the rows that are drawn after
         found, self.sleep_backend = saver.choose(config.sleep_backend, device)
         names = ("weights", "buffers", "kv_cache", "graphs") if found else ()
@@ -276,7 +278,7 @@ class Runner:
             elif head and not (forward and forward.head):
                 self.draw(head, self.hidden)
             if work.top and self.draws:
-                slots = step.chunks["slot"][step.chunks["draws"] > 0]
+                slots = np.repeat(step.chunks["slot"], step.chunks["draws"])
                 top = _Top(self.handle, self.hidden, buffers.rows.occupants["top"][slots])
             self._hand_on(step, work)
             buffers.save(step)
@@ -294,7 +296,7 @@ class Runner:
         if hidden is None:
             return None
         if self.hidden is None:
-            self.hidden = hidden.new_zeros(self.slots, hidden.shape[1])
+            self.hidden = hidden.new_zeros(self.most_draws, hidden.shape[1])
         if aside and body.draws:
             if batch.rows is None and not body.all_drawn:
                 self.buffers.take(hidden, rows, self.hidden[: body.draws])

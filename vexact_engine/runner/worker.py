@@ -14,7 +14,7 @@ from torch import Tensor
 import vexact_ops as vx
 
 from ..config import EngineConfig
-from ..core.scheduler import StepPlan
+from ..core.plan import StepPlan
 from ..core.step import Encoder
 from ..errors import EngineAsleep, HandoverFailed, ModelInUse, WeightsTorn
 from ..handover.session import Reading
@@ -154,7 +154,8 @@ class Worker:
                     f"Engine: {name} has been replaced by a tensor that is {tensor.dtype} on {tensor.device}, expected "
                     f"{self.dtype} on {self.device}"
                 )
-        kept, expected = (memory.text(found) for found in (self._handle.memories(), self._runner.memories))
+        found = memory.forgetting(self._handle.memories(), self.config), self._runner.memories
+        kept, expected = map(memory.text, found)
         if kept != expected:
             raise WeightsTorn(
                 f"Engine: the model has been changed to one whose cache is {kept}, expected {expected}: put that back, "

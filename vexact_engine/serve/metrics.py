@@ -81,6 +81,8 @@ class _OfEngine:
             ),
             "vexact_decode_tokens": ("Tokens computed one by one", stats.decode_tokens),
             "vexact_prefix_cached_tokens": ("Tokens that the prefix cache had", stats.prefix_tokens),
+            "vexact_drafted_tokens": ("Tokens that were drafted and verified", stats.drafted_tokens),
+            "vexact_accepted_tokens": ("Drafted tokens that were drawn", stats.accepted_tokens),
         }
         for name, (text, value) in counts.items():
             yield CounterMetricFamily(name, text, value=value)

@@ -90,11 +90,13 @@ class Rope:
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor of a state, or a row of one; dtype None: the model's."""
+    """A tensor of a state, or a row of one; dtype None: the model's. ring: the last rows, that of position p in row
+    p % length, a power of two."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
+    ring: bool = False
 
     def bytes(self, dtype: torch.dtype) -> int:
         return math.prod(self.shape) * (self.dtype or dtype).itemsize
@@ -118,6 +120,15 @@ class State:
         """All that a slot holds: the tensors, then for each of the open rows a tensor of a chunk of them."""
         rows = (dataclasses.replace(row, shape=(self.chunk, *row.shape)) for row in self.open_rows)
         return (*self.tensors, *rows)
+
+    def forgetting(self, rows: int) -> "State":
+        """The same with longer rings: so many rows that were appended too many are forgotten."""
+
+        def longer(kept: Kept) -> Kept:
+            ring, *rest = kept.shape
+            return dataclasses.replace(kept, shape=(1 << (ring + rows - 1).bit_length(), *rest)) if kept.ring else kept
+
+        return dataclasses.replace(self, tensors=tuple(map(longer, self.tensors)))
 
     def bytes_per_slot(self, dtype: torch.dtype) -> int:
         """Of a model of this dtype."""
@@ -222,7 +233,7 @@ def delta_state(key_heads: int, value_heads: int, k_dim: int, v_dim: int, taps: 
     channels, ring = 2 * key_heads * k_dim + value_heads * v_dim, 1 << (taps - 1).bit_length()
     fp32 = torch.float32
     return State(
-        (Kept("state", (value_heads, k_dim, v_dim), fp32), Kept("taps", (ring, channels))),
+        (Kept("state", (value_heads, k_dim, v_dim), fp32), Kept("taps", (ring, channels), ring=True)),
         CHUNK,
         (Kept("k", (key_heads, k_dim)), Kept("u", (value_heads, v_dim), fp32), Kept("g", (value_heads,), fp32)),
     )

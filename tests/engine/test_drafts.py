@@ -1,0 +1,333 @@
+"""Drafts without a model: what is found in texts, what is kept of answers, what a step is taken to cost; and that a
+scheduler with drafts of every kind draws what it draws without. The model is a toy (toy.py)."""
+
+import random
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from toy import VOCAB, drain, draw, expected, make, request
+
+from vexact_engine.config import SamplingParams, Speculation
+from vexact_engine.core.answers import MOST_OF_A_PROMPT, Answers
+from vexact_engine.core.pace import Pace, bucket
+from vexact_engine.core.plan import Sampled
+from vexact_engine.core.suffixes import ROOT, Suffixes
+from vexact_engine.request import Request, derive_seed
+
+ALWAYS = Speculation(max_draft_tokens=4, always=True)
+
+# What stood before
+
+
+def stood_before(texts, number, end):
+    """The most tokens before `end` of a text that stand anywhere else."""
+    for length in range(end, 0, -1):
+        for other, text in enumerate(texts):
+            for at in range(length, len(text) + 1):
+                if (other, at) != (number, end) and text[at - length : at] == texts[number][end - length : end]:
+                    return length
+    return 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), max_size=30))
+def test_the_longest_end_that_stood_before_is_found(added):
+    suffixes, texts, states = Suffixes(), [[] for _ in range(4)], [ROOT] * 4
+    for number, token in added:
+        text = texts[number]
+        text.append(token)
+        states[number], match = suffixes.extend(states[number], token, number, len(text))
+        assert match.length == stood_before(texts, number, len(text))
+        for other, end in ((match.text, match.end), (match.first_text, match.first_end)):
+            if match.length:
+                assert texts[other][end - match.length : end] == text[-match.length :]
+                assert (other, end) != (number, len(text))
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 5000])
+def test_a_token_is_added_in_constant_time_on_average(vocabulary):
+    def seconds(count):
+        suffixes, state, source = Suffixes(), ROOT, random.Random(0)
+        begin = time.process_time()
+        for end in range(1, count + 1):
+            state, _ = suffixes.extend(state, source.randrange(vocabulary), 0, end)
+        assert len(suffixes) <= 2 * count
+        return time.process_time() - begin
+
+    assert min(seconds(16000) for _ in range(2)) < 40 * min(seconds(1000) for _ in range(3))  # a square: 256
+
+
+# What is kept
+
+
+def test_answers_are_kept_within_bounds(tmp_path):
+    answers = Answers(60, VOCAB)
+    answers.put([1, 2], 5, [3, 4])
+    answers.put([1, 2], 5, [4])
+    answers.put([1, 2], 6, [5, 6])
+    assert {seed: list(one) for seed, one in answers.of([1, 2]).items()} == {5: [4], 6: [5, 6]} and answers.tokens == 5
+    assert answers.of([2, 1]) == {} and len(answers) == 2
+    answers.put([3], -(2**63), [1] * 50)
+    answers.of([1, 2])
+    answers.put([4], 1, [2] * 9)  # the prompt that was used longest ago goes
+    assert not answers.of([3]) and answers.tokens == 5 + 10
+    answers.put([4], 1, [2] * 60)  # more than all
+    assert list(answers.of([4])[1]) == [2] * 9
+    answers.save(tmp_path / "kept")
+    again = Answers(60, VOCAB)
+    again.load(tmp_path / "kept")
+    assert [(list(p), seed, list(a)) for p, seed, a in again] == [(list(p), seed, list(a)) for p, seed, a in answers]
+    assert again.tokens == answers.tokens and [path.name for path in tmp_path.iterdir()] == ["kept"]
+    for seed in range(MOST_OF_A_PROMPT + 3):
+        again.put([6], seed, [])
+    assert min(again.of([6])) == 3
+    again.clear()
+    assert not len(again) and again.tokens == 0
+
+
+def test_files_that_hold_no_answers_are_refused(tmp_path):
+    answers, path = Answers(100), tmp_path / "kept"
+    answers.put([1, 2], 5, [3, 40])
+    answers.save(path)
+    whole = path.read_bytes()
+    with pytest.raises(ValueError, match="has the token id 40, expected ids from 0 to 6"):
+        Answers(100, VOCAB).load(path)
+    for damaged, what in ((b"", "no file of answers"), (whole[:-1], "damaged"), (whole[:30], "damaged")):
+        path.write_bytes(damaged)
+        fresh = Answers(100)
+        with pytest.raises(ValueError, match=what):
+            fresh.load(path)
+        assert not len(fresh)
+    path.write_bytes(whole[:10] + b"\xff" * 16 + whole[26:])
+    with pytest.raises(ValueError, match="damaged"):
+        Answers(100).load(path)
+
+
+# What it costs
+
+
+def measured(times):
+    """A Pace that has measured (sequences, rows) -> seconds."""
+    pace = Pace()
+    for _ in range(8):
+        for (sequences, rows), seconds in times.items():
+            pace.note(sequences, rows, seconds)
+    return pace
+
+
+def test_drafts_are_verified_where_that_is_faster():
+    assert Pace().worth(1, [0.9] * 4) == 0  # nothing is known yet: a step of single tokens first
+    free = measured({(1, 1): 1.0, (1, 8): 1.0})
+    assert free.worth(1, [0.9, 0.5, 0.1]) == 3
+    dear = measured({(1, 1): 1.0, (1, 2): 2.0, (1, 3): 3.0})
+    assert dear.worth(1, [0.9, 0.8]) == 0
+    some = measured({(1, 1): 1.0, (1, 2): 1.1, (1, 3): 1.2, (1, 4): 9.0})
+    assert some.worth(1, [0.9, 0.8, 0.7]) == 2
+    assert some.worth(1, [0.05]) == 0
+    assert measured({(1, 1): 1.0}).worth(1, [0.3] * 5) == 5  # what was never measured is tried
+    again = measured({(4, 4): 1.0, (4, 5): 3.0})
+    assert sum(again.worth(4, [0.9]) for _ in range(640)) == 10  # and now and then anew
+
+
+def test_the_first_step_of_a_kind_is_not_counted():
+    pace = Pace()
+    pace.note(2, 2, 100.0)
+    assert pace.seconds(2, 2) is None
+    pace.note(2, 2, 1.0)
+    assert pace.seconds(2, 2) == 1.0
+    assert [bucket(n) for n in (1, 7, 8, 9, 16, 17, 33, 256, 257)] == [1, 7, 8, 10, 16, 20, 40, 256, 320]
+
+
+# What is drawn
+
+
+def right_answer(prompt, seed, count):
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(draw(tokens, seed, 0))
+    return tokens[len(prompt) :]
+
+
+def drafted(data, number, length):
+    """A request with answers at hand: right ones, wrong ones, right ones that go wrong, too long ones, none."""
+    prompt, count, n = [3 + (number // 3 + t) % 4 for t in range(length)], 1 + number % 12, 1 + number % 3
+    seed = data.draw(st.integers(0, 3))
+    answers = []
+    for index in range(n):
+        right = right_answer(prompt, derive_seed(seed, index), count + 3)
+        kind = data.draw(st.sampled_from(["right", "wrong", "mixed", "none"]))
+        if kind == "wrong":
+            right = [(t + 1) % VOCAB for t in right]
+        elif kind == "mixed":
+            right = [t if data.draw(st.integers(0, 3)) else (t + 1) % VOCAB for t in right]
+        answers.append(right if kind != "none" else [0])
+    stops = [data.draw(st.integers(0, VOCAB - 1))] if data.draw(st.booleans()) else []
+    return Request(prompt, SamplingParams(max_new_tokens=count, seed=seed, n=n, draft=answers, stop_token_ids=stops))
+
+
+ACTIONS = ["step", "step", "step", "add", "add", "preempt", "abort", "cancel", "reset"]
+
+
+@given(st.data(), st.integers(1, 3), st.booleans(), st.integers(1, 4))
+def test_whatever_is_drafted_the_same_is_drawn(data, depth, cache, stages):
+    """At random: requests, preemptions, aborts, failed steps, resets, on a cache that is too small."""
+    scheduler, model = make(
+        num_pages=14,
+        max_num_seqs=5,
+        max_num_batched_tokens=12,
+        enable_prefix_cache=cache,
+        pipeline_parallel_size=stages,
+        speculation=ALWAYS,
+        eos_token_ids=[6],
+    )
+    pending, requests = [], []
+
+    def turn():
+        plan = scheduler.schedule(lookahead=depth > 1)
+        if plan:
+            pending.append((plan, model.run(plan)))
+            assert plan.num_tokens <= 12 and all(c.end < c.sequence.limit for c in plan.chunks)
+        assert plan or pending or not scheduler.has_unfinished
+        if pending and (len(pending) >= depth or not plan):
+            scheduler.commit(*pending.pop(0))
+        scheduler.pool.check()
+
+    for _ in range(data.draw(st.integers(1, 40))):
+        action = data.draw(st.sampled_from(ACTIONS))
+        if action == "add":
+            requests.append(drafted(data, len(requests), data.draw(st.integers(1, 14))))
+            scheduler.add(requests[-1])
+        elif action == "preempt" and scheduler.running:
+            scheduler.preempt(data.draw(st.sampled_from(scheduler.running)))
+        elif action == "abort" and requests:
+            scheduler.abort(data.draw(st.sampled_from(requests)))
+        elif action == "cancel" and (plan := scheduler.schedule(lookahead=depth > 1)):
+            scheduler.cancel(pending[0][0] if pending else plan)
+            pending.clear()
+        elif action == "reset":
+            scheduler.reset_cache()
+        elif action == "step":
+            turn()
+    while scheduler.has_unfinished or pending:
+        turn()
+    assert scheduler.pool.num_available == 14 and len(scheduler._slots) == scheduler._max_running
+    stats = scheduler.stats
+    for one in requests:
+        for sequence in one.sequences:
+            assert sequence.tokens == expected(sequence)
+            assert sequence.accepted <= sequence.drafted and sequence.drafts is None
+            assert len(sequence.logprobs) == len(sequence.generated) == len(sequence.token_times)
+            if sequence.finish_reason == "length":
+                assert len(sequence.tokens) == sequence.limit and not set(sequence.generated[:-1]) & sequence.stop_ids
+            elif sequence.finish_reason == "stop":
+                assert sequence.stop_reason == sequence.tokens[-1] in sequence.stop_ids
+                assert not set(sequence.generated[:-1]) & sequence.stop_ids
+    assert stats.accepted_tokens <= stats.drafted_tokens
+    assert stats.accepted_tokens == sum(s.accepted for r in requests for s in r.sequences)
+
+
+def alone(speculation, **params):
+    scheduler, model = make(speculation=speculation, max_num_batched_tokens=64)
+    one = request([1, 2], max_new_tokens=40, **params)
+    scheduler.add(one)
+    plans = drain(scheduler, model)
+    assert one.sequences[0].tokens == expected(one.sequences[0])
+    return len(plans), one.sequences[0]
+
+
+def test_what_is_right_is_accepted_and_what_is_wrong_is_not():
+    right = right_answer([1, 2], derive_seed(5, 0), 40)
+    wrong = [(token + 1) % VOCAB for token in right]
+    steps, sequence = alone(ALWAYS, draft=right)
+    assert steps == 1 + -(-39 // 5) and (sequence.drafted, sequence.accepted) == (31, 31)
+    given_alone = Speculation(max_draft_tokens=4, always=True, sources=("given",))
+    steps, sequence = alone(given_alone, draft=wrong)
+    assert steps == 40 and sequence.accepted == 0 < sequence.drafted < 40  # it rests
+    half = right[:20] + wrong[20:21] + right[21:]
+    assert alone(given_alone, draft=half)[0] < 20  # behind a token that was another the answer is followed again
+    assert alone(given_alone)[0] == 40 and alone(None)[0] == 40
+
+
+def test_what_was_answered_before_is_drafted():
+    scheduler, model = make(speculation=ALWAYS, max_num_batched_tokens=64)
+    steps = []
+    for _ in range(2):
+        one = request([1, 2], max_new_tokens=40, n=2)
+        scheduler.add(one)
+        steps.append(len(drain(scheduler, model)))
+        assert all(s.tokens == expected(s) for s in one.sequences)
+    assert steps[1] <= 10 < steps[0] and len(scheduler.drafter.answers) == 2
+
+
+class Loop:
+    """A model that says 1, 2, 3, 4, 5 for ever."""
+
+    def run(self, plan):
+        drawn = [(chunk.end - back) % 5 + 1 for chunk in plan.chunks for back in range(chunk.draws - 1, -1, -1)]
+        return Sampled(drawn, [0.0] * len(drawn), [0.0] * len(drawn))
+
+
+@pytest.mark.parametrize("sources", [("text",), ("samples",)])
+def test_what_a_sequence_repeats_is_drafted(sources):
+    scheduler, _ = make(speculation=Speculation(max_draft_tokens=4, always=True, sources=sources))
+    scheduler.add(request([7], max_new_tokens=60))
+    assert len(drain(scheduler, Loop())) < 24
+
+
+def test_what_another_sample_has_drawn_is_drafted():
+    speculation = Speculation(max_draft_tokens=4, always=True, sources=("samples",))
+    scheduler, model = make(speculation=speculation, max_num_batched_tokens=64)
+    first, second = (Request([1, 2], SamplingParams(seed=5, max_new_tokens=30)) for _ in range(2))
+    scheduler.add(first)
+    drain(scheduler, model)
+    scheduler.add(second)
+    assert len(drain(scheduler, model)) < 12 and second.sequences[0].accepted > 20
+
+
+def test_a_step_that_computes_prompts_verifies_nothing():
+    scheduler, model = make(speculation=ALWAYS, max_num_batched_tokens=8)
+    right = right_answer([1], derive_seed(5, 0), 20)
+    scheduler.add(request([1], max_new_tokens=20, draft=right))
+    scheduler.commit(plan := scheduler.schedule(), model.run(plan))
+    scheduler.add(request([2] * 20, max_new_tokens=1))
+    for drafted_tokens in (0, 0, 0, 4):
+        plan = scheduler.schedule()
+        scheduler.commit(plan, model.run(plan))
+        assert plan.drafted == drafted_tokens
+    drain(scheduler, model)
+
+
+def test_a_plan_ahead_waits_for_drafts():
+    scheduler, model = make(speculation=ALWAYS)
+    right = right_answer([1], derive_seed(5, 0), 20)
+    scheduler.add(request([1], max_new_tokens=20, draft=right))
+    first = scheduler.schedule(lookahead=True)
+    second = scheduler.schedule(lookahead=True)  # behind a token that is still to be drawn
+    assert not first.drafted and second.chunks[0].token_ids == [-1, *right[1:5]]
+    assert not scheduler.schedule(lookahead=True)
+    scheduler.commit(first, model.run(first))
+    assert not scheduler.schedule(lookahead=True)
+    scheduler.commit(second, model.run(second))
+    assert len(scheduler.running[0].generated) == 6
+    drain(scheduler, model, lookahead=True)
+
+
+def test_states_forget_what_no_chunk_ended_with():
+    """Rows are appended within a chunk of 8 of the model's states alone."""
+    scheduler, model = make(speculation=ALWAYS, chunk=8, enable_prefix_cache=False)
+    right = right_answer([1], derive_seed(5, 0), 40)
+    scheduler.add(request([1], max_new_tokens=40, draft=right))
+    for plan in drain(scheduler, model):
+        for chunk in plan.chunks:
+            assert chunk.end // 8 == (chunk.end - len(chunk.draft)) // 8
+
+
+def test_drafts_take_no_page_from_others():
+    scheduler, model = make(num_pages=6, page_size=1, speculation=ALWAYS, enable_prefix_cache=False)
+    for seed in range(2):
+        answer = right_answer([1], derive_seed(seed, 0), 20)
+        scheduler.add(request([1], max_new_tokens=5, seed=seed, draft=answer))
+    requests = list(scheduler.requests)
+    drain(scheduler, model)
+    assert scheduler.stats.preemptions <= 1 and all(r.sequences[0].tokens == expected(r.sequences[0]) for r in requests)

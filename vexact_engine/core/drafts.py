@@ -1,0 +1,265 @@
+"""Which tokens a sequence is likely to draw next, without a model: a step verifies them, and so draws several at once.
+
+A draw depends on its seed, its position and its own row, and a row of a chunk has the bits of a row alone. So drafts
+are verified by comparing tokens; neither what is drafted nor how much of it changes a bit of a completion.
+
+Drafts come from texts (`Speculation.sources`): answers that a request brings or that were given to its prompt before
+(answers.py), and what samples of the prompt have drawn until now, the sequence itself among them. An answer is followed
+at its own place, where its noise is the same. In all texts the longest end of what was drawn that stood before is
+looked up (suffixes.py): what came after it there is drafted.
+
+How much is drafted is decided for the sequences of a step together, by what steps took (pace.py) and by how often such
+drafts were right.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from collections.abc import Sequence as Tokens
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..config import Speculation
+from ..request import Request, Sequence
+from .answers import Answers
+from .pace import Pace
+from .suffixes import NOTHING, ROOT, Match, Suffixes
+
+if TYPE_CHECKING:
+    from .plan import Chunk, StepPlan
+
+_INDEXED = 1024  # tokens that are added to automata in one step, at most: a few milliseconds
+_MOST_STATES = 1 << 20  # of all automata together, some 50 bytes each
+_MOST_PROMPT = 4096  # tokens of a prompt's end that are looked at
+_MOST_ANSWERS = 16  # to a prompt with other seeds that are looked at, the newest ones
+_SHORTEST = 2  # tokens that must have stood before
+_LIKELY = {"answer": 0.8, "text": 0.5}  # how often drafts are right that nothing is known of yet
+_FADE, _ALL_FADE = 0.8, 0.98  # how much of what one sequence knows, or all do, is left after a draft
+_ALL_WEIGHT, _LIKELY_WEIGHT = 4, 2  # tokens that count as much as what all know, and as what is likely
+_SELDOM = 0.1  # where drafts are right no more often, and the last was not, the sequence rests ...
+_LONGEST_REST = 64  # ... for twice as many steps as before, up to so many
+_TRUSTED = 8  # tokens that an answer is taken to have had right when nothing of it was compared yet
+
+
+class _Cursor:
+    """How far one text of an automaton has been added: `end` tokens, whose state is this."""
+
+    __slots__ = ("end", "match", "number", "state", "tokens")
+
+    def __init__(self, number: int, tokens: Tokens[int], end: int, state: int = ROOT, match: Match = NOTHING):
+        self.number, self.tokens, self.end, self.state, self.match = number, tokens, end, state, match
+
+
+class Texts:
+    """What was answered to a prompt and is being answered, as one automaton. Each text has the prompt at its beginning.
+
+    users   sequences that are not finished
+    """
+
+    def __init__(self, prompt: Tokens[int], answers: Tokens[Tokens[int]] = ()):
+        self.suffixes, self.users = Suffixes(), 0
+        self._texts: list[Tokens[int]] = [prompt]
+        self._prompt = _Cursor(0, prompt, max(0, len(prompt) - _MOST_PROMPT))
+        self._missing = [self.add([*prompt, *answer]) for answer in answers]
+
+    def add(self, tokens: Tokens[int]) -> _Cursor:
+        """A text that may grow."""
+        self._texts.append(tokens)
+        return _Cursor(len(self._texts) - 1, tokens, 0)
+
+    def advance(self, cursor: _Cursor, most: int) -> int:
+        """Add what is missing of a text, behind the prompt and the answers that were there at the beginning. Returns
+        how many of `most` tokens are left; none where that is not all."""
+        if self._prompt.end < len(self._prompt.tokens):
+            most = self._advance(self._prompt, most)
+        while most and self._missing:
+            most = self._advance(self._missing[-1], most)
+            if most:
+                self._missing.pop()
+        return self._advance(cursor, most) if most else 0
+
+    def _advance(self, cursor: _Cursor, most: int) -> int:
+        if not cursor.end:  # and no text begins with anything else
+            prompt = self._prompt
+            cursor.end, cursor.state, cursor.match = prompt.end, prompt.state, prompt.match
+        first, tokens, extend = cursor.end, cursor.tokens, self.suffixes.extend
+        for end in range(first + 1, min(len(tokens), first + most) + 1):
+            cursor.state, cursor.match = extend(cursor.state, tokens[end - 1], cursor.number, end)
+            cursor.end = end
+        return most - (cursor.end - first) if cursor.end == len(tokens) else 0
+
+    def after(self, match: Match, count: int) -> Tokens[int]:
+        """What came after it, the last time if that was not just now."""
+        for number, end in ((match.text, match.end), (match.first_text, match.first_end)):
+            text = self._texts[number]
+            if end < len(text):
+                return text[end : end + count]
+        return ()
+
+
+class _Answer:
+    """What a sequence may draw, in this place. `run` of its tokens, up to the last one drawn, were right."""
+
+    __slots__ = ("run", "tokens")
+
+    def __init__(self, tokens: Tokens[int]):
+        self.tokens, self.run = tokens, _TRUSTED
+
+
+class Draft(NamedTuple):
+    """`chance`: that the first token is right, and each that follows a right one."""
+
+    tokens: Tokens[int]
+    kind: tuple[str, int]
+    chance: float
+
+
+class Follower:
+    """What is known of one sequence's next tokens."""
+
+    __slots__ = ("answers", "compared", "cursor", "hits", "kind", "rest", "resting", "texts", "tries")
+
+    def __init__(self, texts: Texts | None, tokens: Tokens[int], answers: list[_Answer], compared: int):
+        self.texts, self.answers, self.compared = texts, answers, compared
+        self.cursor = None if texts is None else texts.add(tokens)
+        self.hits = self.tries = 0.0
+        self.rest = self.resting = 0
+        self.kind: tuple[str, int] = ("text", 0)  # of the draft in flight
+
+
+class Drafter:
+    """Of one scheduler, in whose thread it is called.
+
+    answers   what ended sequences have drawn; None unless "answers" is one of the sources
+    """
+
+    def __init__(self, speculation: Speculation, vocab_size: int | None = None):
+        self.speculation, self.pace = speculation, Pace()
+        self._sources = frozenset(speculation.sources)
+        self.answers = Answers(speculation.answer_tokens, vocab_size) if "answers" in self._sources else None
+        self._texts: OrderedDict[tuple[int, ...], Texts] = OrderedDict()  # by prompt, the one used longest ago first
+        self._rates: dict[tuple[str, int], list[float]] = {}  # by kind how many were right lately, and how many in all
+        self._full = False
+        self._committed = 0.0
+
+    # Sequences come and go
+
+    def begin(self, request: Request) -> None:
+        prompt, given = request.prompt_ids, request.params.draft if "given" in self._sources else ()
+        kept = {} if self.answers is None else self.answers.of(prompt)
+        shared = None
+        if "samples" in self._sources:
+            shared = self._texts.get(key := tuple(prompt))
+            if shared is None:
+                newest = [*kept.values()][: -_MOST_ANSWERS - 1 : -1]
+                shared = self._texts[key] = Texts(prompt, [*given, *newest])
+            self._texts.move_to_end(key)
+        for sequence in request.sequences:
+            if sequence.finished:
+                continue
+            answers = [given[sequence.index % len(given)]] if given else []
+            answers += [kept[sequence.seed]] if sequence.seed in kept else []
+            texts = shared
+            if texts is None and "text" in self._sources:
+                texts = Texts(prompt, answers)
+            if texts is not None:
+                texts.users += 1
+            sequence.drafts = Follower(texts, sequence.tokens, [_Answer(a) for a in answers], sequence.num_prompt)
+        self._trim()
+
+    def end(self, sequence: Sequence, reason: str) -> None:
+        follower, sequence.drafts = sequence.drafts, None
+        if follower is not None and follower.texts is not None:
+            follower.texts.users -= 1
+        if self.answers is not None and reason in ("stop", "length"):
+            self.answers.put(sequence.request.prompt_ids, sequence.seed, sequence.generated)
+
+    def _trim(self) -> None:
+        """Of prompts that nobody asks any more, those of longest ago go."""
+        states = sum(len(texts.suffixes) for texts in self._texts.values())
+        if states > _MOST_STATES // 2:
+            for key in [key for key, texts in self._texts.items() if not texts.users]:
+                states -= len(self._texts.pop(key).suffixes)
+                if states <= _MOST_STATES // 4:
+                    break
+        self._full = states >= _MOST_STATES
+
+    # A step
+
+    def plan(self, chunks: Tokens["Chunk"], budget: int, room: Callable[["Chunk"], int]) -> list[tuple["Chunk", tuple]]:
+        """Tokens to verify behind the ends of decodes, of those that are worth it: at most so many in all, and of each
+        as many as there is room for."""
+        most, left = self.speculation.max_draft_tokens, 0 if self._full else _INDEXED
+        found = []
+        for chunk in chunks:
+            follower = chunk.sequence.drafts
+            if follower is None or not (count := min(most, room(chunk))):
+                continue
+            if follower.resting:
+                follower.resting -= 1
+                continue
+            draft, left = self._draft(chunk, follower, count, left)
+            if draft is not None:
+                found.append((chunk, draft))
+        if not found or not budget:
+            return []
+        counts = [len(draft.tokens) for _, draft in found]
+        if not self.speculation.always:
+            chances = sorted((d.chance ** (j + 1) for _, d in found for j in range(len(d.tokens))), reverse=True)
+            chosen = self.pace.worth(len(chunks), chances[:budget])
+            if not chosen:
+                return []
+            least = chances[chosen - 1]
+            counts = [sum(d.chance ** (j + 1) >= least for j in range(len(d.tokens))) for _, d in found]
+        planned = []
+        for (chunk, draft), count in zip(found, counts):
+            if count := min(count, budget):
+                budget -= count
+                chunk.sequence.drafts.kind = draft.kind
+                planned.append((chunk, tuple(draft.tokens[:count])))
+        return planned
+
+    def _draft(self, chunk: "Chunk", follower: Follower, count: int, left: int) -> tuple[Draft | None, int]:
+        """What may follow behind a chunk's end, some tokens before which may be drawn just now."""
+        sequence, tokens, texts = chunk.sequence, chunk.sequence.tokens, follower.texts
+        behind, match, follows = chunk.end - len(tokens), NOTHING, ()
+        if texts is not None and left:
+            left = texts.advance(follower.cursor, left)
+            if follower.cursor.end == len(tokens) and follower.cursor.match.length >= _SHORTEST:
+                match = follower.cursor.match
+                follows = texts.after(match, behind + count)[behind:]
+        best, place = None, len(tokens) - sequence.num_prompt
+        for answer in follower.answers:
+            for at in range(follower.compared - sequence.num_prompt, place):
+                right = at < len(answer.tokens) and answer.tokens[at] == tokens[at + sequence.num_prompt]
+                answer.run = answer.run + 1 if right else 0
+            if place + behind < len(answer.tokens) and (best is None or answer.run > best.run):
+                best = answer
+        follower.compared = len(tokens)
+        if best is not None and (best.run >= _TRUSTED or best.run >= match.length or not follows):
+            kind, follows = ("answer", best.run), best.tokens[place + behind : place + behind + count]
+        elif follows:
+            kind = "text", match.length
+        else:
+            return None, left
+        kind = kind[0], min(kind[1], 32).bit_length()
+        right, tried = self._rates.get(kind, (0.0, 0.0))
+        rate = (right + _LIKELY_WEIGHT * _LIKELY[kind[0]]) / (tried + _LIKELY_WEIGHT)
+        chance = (follower.hits + _ALL_WEIGHT * rate) / (follower.tries + _ALL_WEIGHT)
+        return Draft(follows, kind, min(0.99, chance)), left
+
+    def note(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """So many tokens of its draft were right."""
+        follower, compared = sequence.drafts, min(drafted, accepted + 1)
+        rate = self._rates.setdefault(follower.kind, [0.0, 0.0])
+        rate[:] = rate[0] * _ALL_FADE + accepted, rate[1] * _ALL_FADE + compared
+        follower.hits, follower.tries = follower.hits * _FADE + accepted, follower.tries * _FADE + compared
+        if accepted:
+            follower.rest = 0
+        elif follower.hits < _SELDOM * follower.tries:
+            follower.resting = follower.rest = min(_LONGEST_REST, 2 * follower.rest + 1)
+
+    def note_time(self, plan: "StepPlan", now: float) -> None:
+        """A step of decodes is committed. It began when it was planned, or with the end of the one before, unless the
+        engine had nothing to do in between."""
+        own, between = now - plan.planned, plan.planned - self._committed
+        self._committed = now
+        self.pace.note(len(plan.chunks), plan.num_tokens, own + between if between < own else own)
