@@ -1,5 +1,6 @@
 """fused_moe: a token's row depends on that token alone, whoever shares its experts; gradients; bad arguments."""
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -346,6 +347,46 @@ def test_admission_refuses_another_order(monkeypatch, tmp_path):
         proposal = dataclasses.replace(proposal, candidates=[Candidate("broken", broken, "1")])
         (verdict,) = admitted(proposal, device).verdicts
         assert verdict.different, verdict.error
+
+
+@DTYPES
+@ACTIVATIONS
+@BACKENDS
+def test_rows_of_every_matrix_on_several_ranks_are_the_whole(device, backend, activation, dtype):
+    """Each rank has some rows of gates, ups and downs; between the two products columns are put side by side."""
+    if device == "cpu" and dtype == torch.float16:
+        pytest.skip("the CPU's kernels take none")
+    x, gate_up, down, weights, ids = inputs_of(33, 8, 3, 40, 24, 5, dtype, device)
+    ids[::5, 1] = -1
+    options = {"activation": activation, "backend": backend}
+    whole, taken = vx.fused_moe(x, gate_up, down, weights, ids, **options), []
+    for gate, up in zip(*(part.chunk(2, 1) for part in gate_up.chunk(2, 1))):
+        vx.fused_moe(
+            x,
+            torch.cat((gate, up), 1),
+            down,
+            weights,
+            ids,
+            between=lambda a: taken.append(a) or a.repeat(1, 2),
+            **options,
+        )
+    columns = torch.cat(taken, 1)
+    assert columns.shape == (99, 24)
+    for orders, says in (([0, 1], None), ([1, 0], "differ")):
+        parts = [
+            vx.fused_moe(x, gate_up, down.chunk(2, 1)[i], weights, ids, between=lambda a: columns, **options)
+            for i in orders
+        ]
+        with contextlib.nullcontext() if says is None else pytest.raises(AssertionError, match=says):
+            assert_bitwise(torch.cat(parts, 1), whole)
+
+
+def test_between_has_no_backward():
+    x, gate_up, down, weights, ids = inputs_of(3, 4, 2, 8, 8, 0, torch.float32, "cpu")
+    with pytest.raises(ValueError, match="fused_moe: between: got tensors that require gradients, expected none"):
+        vx.fused_moe(x.requires_grad_(), gate_up, down, weights, ids, between=lambda a: a)
+    with pytest.raises(ValueError, match=r"fused_moe: down_weight: got shape \(4, 8, 8, 1\), expected \(4, N, J\)"):
+        vx.fused_moe(x.detach(), gate_up, down[..., None], weights, ids, between=lambda a: a)
 
 
 @GPU

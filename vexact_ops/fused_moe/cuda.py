@@ -338,12 +338,15 @@ def _through_the_order(dtype: torch.dtype, hidden: int, slots: int, experts: int
     return slots <= SMALL_M * experts or dtype != torch.bfloat16 or hidden % 8 != 0
 
 
-def fused_moe_fwd(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, gelu: bool, keep: bool):
+def fused_moe_fwd(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, gelu: bool, keep: bool, between=None
+):
     offsets, order, position = plan(ids, gate_up.shape[0])
     rows = _apart(x, offsets, order, position)
     through = (order, ids.shape[1]) if rows is None else (None, 1)
     h, a = grouped_gate_up(x if rows is None else rows, gate_up, offsets, *through, gelu, keep)
     del rows
+    a = a if between is None else between(a)
     y = grouped_linear_fwd(a, down, offsets)
     del a
     return _combine(y, position, weights, x.shape[0]), h, offsets, order, position

@@ -1,5 +1,7 @@
 """The experts of a mixture: every token through its own few gated feed-forward blocks, and their weighted sum."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ def fused_moe(
     topk_ids: Tensor,
     *,
     activation: str = "silu",
+    between: Callable[[Tensor], Tensor] | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """sum over slots s of topk_weights[t, s] * down[e](silu_mul(gate_up[e](x[t]))), e = topk_ids[t, s].
@@ -29,6 +32,9 @@ def fused_moe(
     topk_weights    (T, k) fp32, as moe_route gives them
     topk_ids        (T, k) int32; a slot whose id is no expert (-1, E) is empty: it adds nothing, and costs nothing
     activation      as in silu_mul
+    between         for a rank with some rows of every matrix: a function of its (Tk, I) activations, sorted by expert,
+                    whose (Tk, J) result the second product takes: a gather of all ranks' columns. down_weight is
+                    (E, N, J) then, the result (T, N); without gradients
     returns         (T, H) in x.dtype
     bits            a token's row depends on that row, its weights and ids, and its experts alone: never on how many
                     other tokens an expert has. Its k results are those of grouped_linear, silu_mul and grouped_linear,
@@ -59,7 +65,8 @@ def fused_moe(
         )
     check.tensor("fused_moe", "down_weight", down_weight)
     check.same_dtype("fused_moe", "down_weight", down_weight, "x", x)
-    check.shape("fused_moe", "down_weight", down_weight, (experts, hidden, width // 2))
+    rest = ("N", "J") if between else (hidden, width // 2)
+    check.shape("fused_moe", "down_weight", down_weight, (experts, *rest))
     check.tensor("fused_moe", "topk_weights", topk_weights, (torch.float32,))
     check.shape("fused_moe", "topk_weights", topk_weights, (x.shape[0], "k"))
     check.tensor("fused_moe", "topk_ids", topk_ids, (torch.int32,))
@@ -78,12 +85,22 @@ def fused_moe(
     learning = (x, gate_up_weight, down_weight, topk_weights)
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in learning)
     gelu = activation == "gelu_tanh"
+    if between is not None:
+        if keep:
+            raise ValueError(
+                "fused_moe: between: got tensors that require gradients, expected none: it has no backward"
+            )
+        return _rows(x, gate_up_weight, down_weight, topk_weights, topk_ids, gelu, False, backend, between)[0]
     return _fused_moe(x, gate_up_weight, down_weight, topk_weights, topk_ids, gelu, keep, backend)[0]
 
 
-def _fwd(x, gate_up, down, weights, ids, gelu, keep, backend):
+def _rows(x, gate_up, down, weights, ids, gelu, keep, backend, between=None):
     args = check.rows(x), check.matrices(gate_up), check.matrices(down), weights.contiguous(), ids.contiguous()
-    out, h, *plan = ROOM.module(backend).fused_moe_fwd(*args, gelu, keep)
+    return ROOM.module(backend).fused_moe_fwd(*args, gelu, keep, between)
+
+
+def _fwd(x, gate_up, down, weights, ids, gelu, keep, backend):
+    out, h, *plan = _rows(x, gate_up, down, weights, ids, gelu, keep, backend)
     return out, x.new_empty(0, gate_up.shape[1]) if h is None else h, *plan
 
 

@@ -121,12 +121,15 @@ def _gate_bwd(
     return dh, scaled, dweights
 
 
-def fused_moe_fwd(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, gelu: bool, keep: bool):
+def fused_moe_fwd(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, gelu: bool, keep: bool, between=None
+):
     offsets, order, position = plan(ids, gate_up.shape[0])
     h = grouped_linear_fwd(x, gate_up, offsets, order, ids.shape[1])
     a = h.new_empty(h.shape[0], h.shape[1] // 2)
     silu_mul_fwd(*h.chunk(2, 1), gelu, a)
     h = h if keep else None
+    a = a if between is None else between(a)
     y = grouped_linear_fwd(a, down, offsets)
     return _combine(y, position, weights, x.shape[0]), h, offsets, order, position
 
