@@ -100,6 +100,9 @@ class EngineConfig:
     speculation              how tokens are drafted that steps then verify: a Speculation, or its fields as a mapping;
                              None: a step draws one token of a sequence
     pipeline_parallel_size   stages that the layers are cut into, each in a process of its own and on a GPU of its own
+    tensor_parallel_size     ranks that the weights of a stage are cut over by output rows, heads in attention: each a
+                             process of its own on a GPU of its own. Sizes that do not divide are refused
+    expert_parallel_size     1: ranks have rows of every expert; tensor_parallel_size: each has whole experts
     show_progress            a progress bar; None: on a terminal only
     """
 
@@ -120,11 +123,17 @@ class EngineConfig:
     sleep_backend: str = "auto"
     pipeline_parallel_size: int = 1
     speculation: Speculation | None = None
+    tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
     show_progress: bool | None = None
 
     def __post_init__(self):
-        for name in ("page_size", "max_num_seqs", "max_num_batched_tokens", "pipeline_parallel_size"):
+        for name in ("page_size", "max_num_seqs", "max_num_batched_tokens"):
             _set_int(self, name, 1)
+        for name in ("pipeline_parallel_size", "tensor_parallel_size", "expert_parallel_size"):
+            _set_int(self, name, 1)
+        if self.expert_parallel_size not in (1, self.tensor_parallel_size):
+            raise _value_error(self, "expert_parallel_size", f"1, or tensor_parallel_size, {self.tensor_parallel_size}")
         _set_int(self, "num_pages", 1, optional=True)
         _set_int(self, "num_snapshots", 0, optional=True)
         _set_int(self, "max_model_len", 2, optional=True)  # one token of prompt, one generated
@@ -156,6 +165,17 @@ class EngineConfig:
     def patch_options(self) -> dict[str, Any]:
         """vexact_ops.patch.hf's, of the trainer as of the engine: what of this is part of the numerics."""
         return {"kv_segment": self.kv_segment, "latent": self.latent_attention, "longrope": self.longrope}
+
+    @property
+    def processes(self) -> int:
+        """That an engine computes in, each on a device of its own."""
+        return self.pipeline_parallel_size * self.tensor_parallel_size
+
+    @property
+    def parallel(self) -> str:
+        """The field that asks for several of them."""
+        ranks = self.pipeline_parallel_size == 1 < self.tensor_parallel_size
+        return "tensor_parallel_size" if ranks else "pipeline_parallel_size"
 
 
 @dataclass(frozen=True)

@@ -70,9 +70,9 @@ class Engine(Frontend):
         config = config or EngineConfig()
         if not isinstance(config, EngineConfig):
             raise TypeError(f"Engine: config: got a {type(config).__name__}, expected an EngineConfig")
-        if (config.pipeline_parallel_size > 1) != (loaded.origin is not None):
+        if (config.processes > 1) != (loaded.origin is not None):
             raise ValueError(
-                f"Engine: pipeline_parallel_size: got {config.pipeline_parallel_size} and a model that is "
+                f"Engine: {config.parallel}: got {getattr(config, config.parallel)} and a model that is "
                 f"{'loaded, expected a path' if loaded.origin is None else 'in stages, expected more than 1'}"
             )
         self.model, self.name = loaded.model, loaded.name
@@ -106,9 +106,10 @@ class Engine(Frontend):
         """An engine for a model directory, a GGUF file, a model on the Hub, or a loaded Hugging Face model.
 
         path_or_model   see weights.load.load. A loaded model is taken over: patched, run in place, and its weights
-                        owned until close(); a second engine on it is refused. With pipeline_parallel_size above 1 a
-                        model directory alone: each stage, a process of its own, reads its layers from it, onto the
-                        devices from `device` on, and `engine.model` has no weights
+                        owned until close(); a second engine on it is refused. With pipeline_parallel_size or
+                        tensor_parallel_size above 1 a model directory alone: each stage or rank, a process of its own,
+                        reads its layers or rows from it, onto the devices from `device` on, and `engine.model` has no
+                        weights
         device, dtype   where and in what; None: where a loaded model is, else on the GPU if there is one; in bfloat16,
                         or what a loaded model has
         tokenizer       None: the one beside the weights; a path or a name on the Hub: the one there; False: none, and
@@ -120,7 +121,9 @@ class Engine(Frontend):
         """
         if config is not None:  # before minutes of loading
             check_kv_segment(config.kv_segment, default_device(path_or_model) if device is None else device)
-        read = load if config is None or config.pipeline_parallel_size == 1 else load_in_stages
+        read: Callable[..., Loaded] = load
+        if config is not None and config.processes > 1:
+            read = functools.partial(load_in_stages, asked=config.parallel)
         with torch.device("cpu"):  # not the caller's default device
             options = {"tokenizer": tokenizer, "trust_remote_code": trust_remote_code}
             loaded = read(path_or_model, device=device, dtype=dtype, **options)

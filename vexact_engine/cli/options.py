@@ -239,6 +239,28 @@ def speculation_of(args) -> dict | None:
     return {"max_draft_tokens": args.speculation, **sources}
 
 
+def parallel(group) -> None:
+    """How many processes an engine computes in."""
+    group.add_argument(
+        "--pipeline-parallel-size",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="stages that one engine's layers are cut into, each on a GPU of its own (1)",
+    )
+    group.add_argument(
+        "--tensor-parallel-size",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="ranks that the weights of a stage are cut over, each on a GPU of its own (1)",
+    )
+
+
+def parallel_of(args) -> dict:
+    return {name: getattr(args, name) for name in ("pipeline_parallel_size", "tensor_parallel_size")}
+
+
 def device(name: str):
     """The torch.device of --device. ValueError where torch does not see it."""
     import torch
@@ -262,6 +284,13 @@ def load(args, device):
     from ..weights.load import load
 
     return load(args.model, dtype=args.dtype, device=device, **tokenizer_of(args))
+
+
+def load_in_stages(args, device, config):
+    """The same for an engine in several processes."""
+    from ..weights.load import load_in_stages
+
+    return load_in_stages(args.model, dtype=args.dtype, device=device, asked=config.parallel, **tokenizer_of(args))
 
 
 def tokenizer_of(args) -> dict:

@@ -29,18 +29,12 @@ def add_serve(commands) -> None:
         "--replicas",
         type=options.positive,
         metavar="N",
-        help="engines in processes of their own, each with a GPU, or one a stage (none: one, in this process)",
+        help="engines in processes of their own, each with a GPU, or one a stage and rank (none: one, in this process)",
     )
     replicas.add_argument(
         "--max-restarts", type=options.count, default=0, metavar="N", help="of those that died, all together (0)"
     )
-    replicas.add_argument(
-        "--pipeline-parallel-size",
-        type=options.positive,
-        default=1,
-        metavar="N",
-        help="stages that one engine's layers are cut into, each on a GPU of its own (1)",
-    )
+    options.parallel(replicas)
     server = serve.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="where to listen (127.0.0.1: this machine alone)")
     server.add_argument("--port", type=options.count, default=8000, metavar="N", help="0 takes one that is free (8000)")
@@ -125,7 +119,7 @@ def run_serve(args) -> int:
         drain_seconds=args.drain_seconds,
         allow_origins=tuple(args.allow_origin),
     )
-    config = EngineConfig(**options.engine_of(args), pipeline_parallel_size=args.pipeline_parallel_size)
+    config = EngineConfig(**options.engine_of(args), **options.parallel_of(args))
     options.expect_with(args, args.replicas is not None, "--replicas", "--max-restarts")
     device = options.device(args.device)
     options.check_engine(args, device)
@@ -154,7 +148,7 @@ def _engine(args, device, config):
     if args.replicas is None:
         from ..engine import Engine
 
-        if config.pipeline_parallel_size > 1:
+        if config.processes > 1:
             choices = options.tokenizer_of(args)
             return Engine.from_pretrained(args.model, device=device, dtype=args.dtype, config=config, **choices)
         return Engine(options.load(args, device), config)

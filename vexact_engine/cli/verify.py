@@ -1,5 +1,6 @@
 """`vexact demo` and `vexact verify`: the main job, on a small model that is fetched or on one's own."""
 
+import functools
 import os
 import sys
 
@@ -40,6 +41,7 @@ def add_verify(commands) -> None:
     options.sampling(verify, max_new_tokens=64)
     verify.add_argument("--samples", type=options.positive, default=1, metavar="N", help="answers per prompt (1)")
     options.engine(verify)
+    options.parallel(verify)
     verify.add_argument(
         "--pack-tokens", type=options.positive, metavar="N",
         help="tokens in one packed training batch (a third of all, at most 4096)",
@@ -105,7 +107,9 @@ def run_verify(args) -> int:
     from ..weights.random import load_random
 
     params = SamplingParams(**options.sampling_of(args), n=args.samples)
-    config = EngineConfig(**options.engine_of(args))
+    config = EngineConfig(**options.engine_of(args), **options.parallel_of(args))
+    if config.processes > 1:
+        options.expect_without(args, f"--{config.parallel.replace('_', '-')}", "--share-weights")
     prompts = read_prompts(args.prompts, args.limit) if args.prompts else None  # before the model: it is quicker
     device = options.device(args.device)
     options.check_engine(args, device)
@@ -117,9 +121,11 @@ def run_verify(args) -> int:
         if random_weights:
             source = args.config or args.model
             chosen = {"seed": args.seed, "layers": args.layers, **options.tokenizer_of(args)}
-            loaded = load_random(source, dtype=args.dtype, device=device, **chosen)
+            read = functools.partial(load_random, source, dtype=args.dtype, device=device, **chosen)
+            loaded, rollout = read(), read(whole=False) if config.processes > 1 else None
         else:
             loaded = options.load(args, device)
+            rollout = options.load_in_stages(args, device, config) if config.processes > 1 else None
         if prompts is None:
             prompts = options.random_prompts(args, loaded.model)
         verification = verify(
@@ -137,6 +143,7 @@ def run_verify(args) -> int:
             seed=args.seed,
             title=f"VeXact verify: {os.path.basename(loaded.name.rstrip('/'))}",
             progress=progress,
+            rollout=rollout,
         )
     _print_samples(verification.aligned.samples[: args.show], whole=args.show)
     for error in verification.errors:

@@ -16,6 +16,7 @@ MOVE = 600.0  # to give back memory, or take it again
 
 # Of a stage
 START = 1800.0  # to make it, of its part of the weights
+PING = 2.0  # to say that it is there, by a thread that computes nothing
 STEP = 900.0  # from a plan's launch to what it draws; kernels may be compiled meanwhile
 MESSAGE = 60.0  # to take in what it is told, which it does while it computes too
 END = 5.0  # to end by itself

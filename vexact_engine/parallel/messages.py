@@ -74,13 +74,15 @@ class Close(msgspec.Struct, tag=5, array_like=True):
 class Make(msgspec.Struct, tag=6, array_like=True):
     """What a stage is made of; it is Ready then.
 
-    layers          begin and end of every stage's; this one's are layers[rank]
+    rank, ranks     which of all processes, and how many of them a stage's weights are cut over
+    layers          begin and end of every stage's; this one's are layers[rank // ranks]
     origin, config  fields of Origin and EngineConfig
     store           a file in which the stages find each other
     ahead           how many steps are launched before the first of them is waited for
     """
 
     rank: int
+    ranks: int
     layers: list[tuple[int, int]]
     device: str
     origin: dict[str, Any]
@@ -94,6 +96,12 @@ class Step(msgspec.Struct, tag=7, array_like=True):
     """Compute a step (core/step.py), whose arrays share this memory. The last stage says what was Drawn."""
 
     data: bytearray
+
+
+class Ping(msgspec.Struct, tag=8, array_like=True):
+    """Say at once that the process is there, whatever it waits for; an Answer comes."""
+
+    key: int
 
 
 class Ready(msgspec.Struct, tag=10, array_like=True):
@@ -153,7 +161,7 @@ class Drawn(msgspec.Struct, tag=16, array_like=True):
 
 ToReplica = Add | Abort | Do | Open | Take | Close
 ToFront = Ready | Failed | Increments | Done | Answer | State
-ToStage = Make | Step | Do | Open | Take | Close
+ToStage = Make | Step | Do | Open | Take | Close | Ping
 FromStage = Ready | Failed | Answer | Drawn
 
 
@@ -207,6 +215,11 @@ def exception(of: Failure) -> Exception:
     if kind is None or kind is errors.RequestError:
         return RuntimeError(f"{of.kind}: {of.text}")
     return kind(of.text)
+
+
+def name_of(rank: int, ranks: int) -> str:
+    """A process of an engine's, in words: how many ranks a stage has is `ranks`."""
+    return f"stage {rank}" if ranks == 1 else f"rank {rank}"
 
 
 def as_dict(value: Any) -> dict[str, Any]:

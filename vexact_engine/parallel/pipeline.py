@@ -1,4 +1,5 @@
-"""A pipeline: the layers in stages, each in a process of its own with a device of its own.
+"""A pipeline: the layers in stages, each in a process of its own with a device of its own; or in several, the ranks of
+a stage, over which its weights are cut by their output rows (weights/cut.py). Ranks of one stage are a pipeline too.
 
 The scheduler stays in the engine's process. Its plans go to all stages as differences by slot (core/step.py); hidden
 states go from stage to stage, and drawn ids from the last to the first, over torch.distributed, without the host: so a
@@ -44,6 +45,8 @@ from ..handover.session import READ, Reading
 from ..progress import bar
 from ..runner import memory, saver
 from ..runner.sleep import ASLEEP
+from ..weights.cut import cut as cut_weights
+from ..weights.cut import shapes
 from ..weights.load import Loaded
 from ..weights.update import Piece, Spec, Update, plan_update
 from . import limits
@@ -130,10 +133,10 @@ class _Pending:
 
 
 class _Stage:
-    """A stage's process, as the engine sees it."""
+    """A stage's process, or that of one of its ranks, as the engine sees it."""
 
-    def __init__(self, rank: int, variables: Mapping[str, str]):
-        self.rank, self.ready, self.answers = rank, None, {}
+    def __init__(self, name: str, variables: Mapping[str, str]):
+        self.name, self.ready, self.answers = name, None, {}
         ours, theirs = socket.socketpair()
         for each in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # who stands still takes no message, nor ends one
             ours.setsockopt(socket.SOL_SOCKET, each, struct.pack("ll", int(limits.MESSAGE), 0))
@@ -186,17 +189,24 @@ class PipelineWorker:
 
     def __init__(self, loaded: Loaded, config: EngineConfig, backend: str | None = None):
         self.model, self._origin, self._device, self._backend = loaded.model, loaded.origin, loaded.device, backend
-        count = config.pipeline_parallel_size
+        count = config.processes
         if self._device.type == "cuda" and torch.cuda.device_count() < count + (self._device.index or 0):
+            both = f"{config.pipeline_parallel_size} x {config.tensor_parallel_size}"
+            name, got = "pipeline_parallel_size", str(count)
+            if config.tensor_parallel_size > 1:
+                name, got = "pipeline_parallel_size x tensor_parallel_size", both
             raise ValueError(
-                f"EngineConfig: pipeline_parallel_size: got {count}, expected at most "
+                f"EngineConfig: {name}: got {got}, expected at most "
                 f"{torch.cuda.device_count() - (self._device.index or 0)}: a stage has a GPU of its own"
             )
         self.config = config
         self.layers = split(self.model, config)
         with vx.patch.hf(self.model, **config.patch_options, training=False) as handle:
             self.chunk = memory.chunk_of(handle.memories())
-        self.depth, self.longest_first = count + 1, False
+            if config.tensor_parallel_size > 1:  # what does not fit is said here, before any process is there
+                whole_experts = config.expert_parallel_size > 1
+                cut_weights(handle.describe(), shapes(self.model), 0, config.tensor_parallel_size, whole_experts)
+        self.depth, self.longest_first = len(self.layers) + 1, False
         self._encoder = Encoder()
         self._stages: list[_Stage] = []
         self.drawn: dict[int, Sampled] = {}
@@ -209,7 +219,8 @@ class PipelineWorker:
     # Stages
 
     def _start(self) -> None:
-        count, layers = len(self.layers), [(each.start, each.stop) for each in self.layers]
+        ranks = self.config.tensor_parallel_size
+        count, layers = self.config.processes, [(each.start, each.stop) for each in self.layers]
         self.dead, self.drawn, self._stages = "", {}, []
         self._encoder = Encoder()
         with tempfile.TemporaryDirectory(prefix="vexact-") as folder, bar(self.config.show_progress) as progress:
@@ -218,17 +229,18 @@ class PipelineWorker:
                     device = self._device.type
                     if device == "cuda":
                         device = f"cuda:{(self._device.index or 0) + rank}"
-                    stage = _Stage(rank, saver.environment(self.config.sleep_backend, self._device.type))
+                    name = m.name_of(rank, ranks)
+                    stage = _Stage(name, saver.environment(self.config.sleep_backend, self._device.type))
                     self._stages.append(stage)
                     make = m.Make(
-                        rank, layers, device, m.as_dict(self._origin), m.as_dict(self.config), self._backend,
+                        rank, ranks, layers, device, m.as_dict(self._origin), m.as_dict(self.config), self._backend,
                         os.path.join(folder, "store"), self.depth,
                     )  # fmt: skip
                     stage.send(m.encode([make]))
                 end = time.monotonic() + limits.START
                 for done, stage in enumerate(self._stages):
                     progress("stages", done, count, "")
-                    self.listen_until(lambda stage=stage: stage.ready is not None, end, f"stage {stage.rank}")
+                    self.listen_until(lambda stage=stage: stage.ready is not None, end, stage.name)
             except BaseException as error:
                 self._bury(self.dead or f"the stages could not be made: {error!r}")
                 if isinstance(error, StageDied):
@@ -242,7 +254,13 @@ class PipelineWorker:
             self._bury("the stages' numerics differ: their bits could, too")
             raise RuntimeError(f"Engine: pipeline: {self.dead}")
         self.config, self.numerics, self.held = EngineConfig(**configs[0]), numerics[0], tuple(held)
-        self.path, self.sleep_backend = _said(paths), _said(sleeps)
+        self.path, self.sleep_backend = self._said(paths), self._said(sleeps)
+
+    def _said(self, words: Sequence[str]) -> str:
+        """By all stages."""
+        if len(set(words)) == 1:
+            return words[0]
+        return "; ".join(f"{stage.name}: {said}" for stage, said in zip(self._stages, words))
 
     def _kill(self) -> None:
         for stage in self._stages:
@@ -258,7 +276,7 @@ class PipelineWorker:
             stage = sources[ours]
             frames = stage.frames.read()
             if frames is None:
-                self._bury(f"stage {stage.rank} has died ({_how(stage.process)})")
+                self._bury(f"{stage.name} has died ({_how(stage.process)})")
                 return
             for message in (message for frame in frames for message in m.from_stage(frame)):
                 if isinstance(message, m.Drawn):
@@ -268,8 +286,8 @@ class PipelineWorker:
                 elif isinstance(message, m.Ready):
                     stage.ready = message.facts
                 else:
-                    log.error("stage %d has failed:\n%s", stage.rank, message.trace)
-                    self._bury(f"stage {stage.rank} has failed: {message.failure.kind}: {message.failure.text}")
+                    log.error("%s has failed:\n%s", stage.name, message.trace)
+                    self._bury(f"{stage.name} has failed: {message.failure.kind}: {message.failure.text}")
                     return
 
     def _bury(self, why: str) -> None:
@@ -285,7 +303,22 @@ class PipelineWorker:
             left = end - time.monotonic()
             self.listen(max(left, 0.0))
             if left <= 0 and not ready() and not self.dead:  # this process may have stood still meanwhile
-                self._bury(f"the stages stand still: {what} did not come in time")
+                silent = self._silent()
+                if not self.dead and not ready():
+                    says = f"; nothing at all comes from {', '.join(silent)}" if silent else ""
+                    self._bury(f"the stages stand still: {what} did not come in time{says}")
+
+    def _silent(self) -> list[str]:
+        """Those that do not even say that they are there: the others may wait for them."""
+        key, end = next(self._keys), time.monotonic() + limits.PING
+        for stage in self._stages:
+            with contextlib.suppress(OSError):
+                stage.send(m.encode([m.Ping(key)]))
+        while (left := end - time.monotonic()) > 0 and not self.dead:
+            if all(key in stage.answers for stage in self._stages):
+                break
+            self.listen(left)
+        return [stage.name for stage in self._stages if stage.answers.pop(key, None) is None]
 
     # Steps
 
@@ -304,7 +337,7 @@ class PipelineWorker:
             except OSError:
                 self.listen(0)  # it may have said why
                 if not self.dead:
-                    self._bury(f"stage {stage.rank} has died ({_how(stage.process)})")
+                    self._bury(f"{stage.name} has died ({_how(stage.process)})")
                 raise StageDied(self.dead) from None
 
     def changed(self) -> bool:
@@ -393,7 +426,7 @@ class PipelineWorker:
         self._send(make(key))
         answers = []
         for stage in self._stages:
-            what = f"an answer of stage {stage.rank}"
+            what = f"an answer of {stage.name}"
             self.listen_until(lambda stage=stage: key in stage.answers, end, what)
             answers.append(stage.answers.pop(key))
         for answer in answers:
@@ -456,9 +489,9 @@ class PipelineWorker:
                 total[tag] = total.get(tag, 0) + count
             for tag, level in asleep.items():
                 self.asleep[tag] = max(level, self.asleep.get(tag, 0))
-        for rank, (*_, why) in enumerate(answers):
+        for stage, (*_, why) in zip(self._stages, answers):
             if why is not None:
-                raise MemoryError(f"{why} (stage {rank})")
+                raise MemoryError(f"{why} ({stage.name})")
         return total
 
     def _check_awake(self) -> None:
@@ -524,11 +557,6 @@ class _UpdateOfStages(Update):
         super().finish()
         if not self._staged:
             self._worker.whole()
-
-
-def _said(words: Sequence[str]) -> str:
-    """By all stages."""
-    return words[0] if len(set(words)) == 1 else "; ".join(f"stage {i}: {said}" for i, said in enumerate(words))
 
 
 def _how(process: subprocess.Popen) -> str:

@@ -150,8 +150,8 @@ class Replicas(Frontend):
     ) -> "Replicas":
         """Replicas of what Engine.from_pretrained takes, but for a loaded model.
 
-        device   "cpu", whose cores they share; or "cuda": each has a GPU of its own, or one for each of its stages, of
-                 those that this process sees, or that Ray has
+        device   "cpu", whose cores they share; or "cuda": each has a GPU of its own, or one for each of its stages and
+                 ranks, of those that this process sees, or that Ray has
         tokenizer, trust_remote_code  as Engine.from_pretrained has them; one that is no path is this process's alone,
                  and replicas have the one beside the weights
         ray      as actors, on whichever machines of Ray's cluster; `path` must be there too
@@ -160,7 +160,7 @@ class Replicas(Frontend):
             raise ValueError(f"Replicas: replicas: got {replicas!r}, expected 1 or more")
         if isinstance(path, torch.nn.Module):
             raise TypeError(f"Replicas: path: got a {type(path).__name__}, expected a path or a name on the Hub")
-        stages = 1 if config is None else config.pipeline_parallel_size
+        stages = 1 if config is None else config.processes
         environments, threads = ([{}] * replicas, None) if ray else places(device, replicas, stages)
         preload = saver.environment(EngineConfig().sleep_backend if config is None else config.sleep_backend, device)
         environments = [variables | preload for variables in environments]

@@ -27,7 +27,9 @@ from ..handover.buffers import Memories
 from ..handover.messages import Bucket, Offer, dtype_of
 from ..handover.threads import half_the_threads
 from ..runner.sleep import Memory
+from ..weights.cut import cut, shapes
 from ..weights.partial import Origin, fill, skeleton
+from ..weights.rows import Rows
 from ..weights.update import Places, Update
 from . import messages as m
 from .process import Frames, write_frame
@@ -46,7 +48,10 @@ class Stage:
         while (frames := self._frames.read()) is not None:
             for frame in frames:
                 for message in m.for_stage(frame):
-                    self._inbox.put(message)
+                    if isinstance(message, m.Ping):
+                        self.send(m.Answer(message.key))
+                    else:
+                        self._inbox.put(message)
         os._exit(1)  # nobody is there any more, whatever the other threads wait for
 
     def send(self, message: m.FromStage) -> None:
@@ -77,7 +82,7 @@ class Stage:
         try:
             answer = m.Answer(key, function())
         except (HandoverFailed, ValueError, TypeError) as error:
-            answer = m.Answer(key, failure=m.Failure(type(error).__name__, f"{error} (stage {self.rank})"))
+            answer = m.Answer(key, failure=m.Failure(type(error).__name__, f"{error} ({self.name})"))
         self.send(answer)
 
     def _make(self, a: m.Make, stack: contextlib.ExitStack) -> None:
@@ -89,20 +94,31 @@ class Stage:
             self.stream = vx.cuda_stream(device)
             torch.cuda.set_stream(self.stream)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=f"file://{a.store}", rank=a.rank, world_size=len(a.layers))
+        world = len(a.layers) * a.ranks
+        dist.init_process_group(backend, init_method=f"file://{a.store}", rank=a.rank, world_size=world)
         stack.enter_context(vx.use_backend(a.backend))
-        link = Link(device)
+        link = Link(device, a.ranks)
         origin = Origin(**{**a.origin, "dtype": dtype_of(a.origin["dtype"])})
-        self.model, config, layers = skeleton(origin), EngineConfig(**a.config), range(*a.layers[a.rank])
+        self.model, config, layers = skeleton(origin), EngineConfig(**a.config), range(*a.layers[link.stage])
         options = {**config.patch_options, "training": False}
         handle = vx.patch.hf(self.model, **options)
-        names = handle.describe().names(layers)
+        described = handle.describe()
+        names = described.names(layers)
         handle.undo()
-        fill(self.model, names, origin, device)
+        whole = shapes(self.model)
+        experts = config.expert_parallel_size > 1
+        cuts = [cut(described, whole, rank, a.ranks, experts) for rank in range(a.ranks)] if a.ranks > 1 else []
+        own = cuts[link.ranks.rank].shards if cuts else {}
+        shards = {name: own[name] for name in names & own.keys()}
+        fill(self.model, names - shards.keys(), origin, device)
         self.handle = vx.patch.hf(self.model, **options)
-        self.runner = StageRunner(self.model, self.handle, config, device, layers, link, a.ahead)
-        numerics = self.handle.numerics(device)
-        self.rank, self.last, self.device = a.rank, self.runner.draws, device
+        numerics = self.handle.numerics(device)  # of the whole weights' shapes
+        self._rows = Rows(Places.of(self.model), shards)
+        if shards:
+            fill(self.model, shards, origin, device, shards)
+        self.runner = StageRunner(self.model, self.handle, config, device, layers, link, a.ahead, cuts, whole)
+        self.last, self.device = self.runner.draws and link.ranks.rank == 0, device
+        self.name = m.name_of(a.rank, a.ranks)
         self._places = places = Places.of(self.model).present()
         held = sum(t.nbytes for t in {id(t): t for t in places.targets.values()}.values())
         self._copy: tuple[str | None, Places] | None = None  # of the weights' memory, and where that lies
@@ -149,7 +165,7 @@ class Stage:
         """What this stage holds of it."""
         with half_the_threads():
             pairs = self._memories.values(bucket)
-            self._update.write(pair for pair in pairs if self._update.knows(pair[0]))
+            self._update.write(pair for pair in self._rows.of(pairs) if self._update.knows(pair[0]))
         self._memories.fence().wait()
 
     def do_commit(self) -> None:

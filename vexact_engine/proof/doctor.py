@@ -260,6 +260,33 @@ def _gated_delta(device, dtype):
         begin += count
 
 
+def _ranks(device, dtype):
+    """Rows of weights, heads and blocks of the vocabulary that two ranks would have, side by side."""
+
+    def halves(function: Callable, *weights: torch.Tensor) -> torch.Tensor:
+        return torch.cat([function(*part) for part in zip(*(w.chunk(2, w.dim() - 2) for w in weights))], -1)
+
+    x, w = cancelling(19, 130, 80, seed=0, dtype=dtype, device=device)
+    assert_bitwise(halves(lambda w: vx.linear(x, w), w), vx.linear(x, w), "rows of a weight")
+    logits = halves(lambda w: vx.linear_logits(x, w), w)
+    assert_bitwise(logits, vx.linear_logits(x, w), "blocks of the vocabulary")
+    gates, ups = cancelling(19, 130, 2 * 5 * 24, seed=1, dtype=dtype, device=device)[1].view(2, 5, 24, 130)
+    down = tricky(5, 130, 24, seed=2, dtype=dtype, device=device)
+    route = vx.moe_route(tricky(19, 5, seed=3, device=device), 3)
+    taken: list[torch.Tensor] = []  # what each rank computes between its two products
+    for gate_up in zip(gates.chunk(2, 1), ups.chunk(2, 1)):
+        vx.fused_moe(x, torch.cat(gate_up, 1), down[..., :12], *route, between=lambda a: taken.append(a) or a)
+    joined = torch.cat(taken, 1)
+    both = torch.cat((gates, ups), 1)
+    parts = [vx.fused_moe(x, both, part, *route, between=lambda a: joined) for part in down.chunk(2, 1)]
+    assert_bitwise(torch.cat(parts, 1), vx.fused_moe(x, both, down, *route), "rows of experts")
+    q = tricky(70, 6, 64, seed=0, dtype=dtype, device=device)
+    k, v = (tricky(70, 2, 64, seed=s, dtype=dtype, device=device) for s in (1, 2))
+    cu = torch.tensor([0, 70], dtype=torch.int32, device=device)
+    heads = [vx.attention_varlen(*part, cu, 70) for part in zip(*(t.chunk(2, 1) for t in (q, k, v)))]
+    assert_bitwise(torch.cat(heads, 1), vx.attention_varlen(q, k, v, cu, 70), "heads")
+
+
 CHECKS: tuple[tuple[str, str, Callable], ...] = (
     ("linear", "a row alone, threads, instruction sets", _linear),
     ("rmsnorm", "a row alone, threads, instruction sets", _rmsnorm),
@@ -277,4 +304,5 @@ CHECKS: tuple[tuple[str, str, Callable], ...] = (
     ("causal_conv", "decode == chunk == training", _causal_conv),
     ("gated_delta", "decode == chunk == training", _gated_delta),
     ("attention + kv_cache", "decode == chunk == prefill == training", _attention),
+    ("ranks", "rows of weights, experts and heads on two == on one", _ranks),
 )

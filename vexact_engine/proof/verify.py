@@ -250,6 +250,7 @@ def verify(
     seed: int = 0,
     title: str = "Rollout against training",
     progress: Progress = quiet,
+    rollout: Loaded | None = None,
 ) -> Verification:
     """Roll out, re-score in training form, compare.
 
@@ -266,6 +267,7 @@ def verify(
     warm           roll out once more while the prefix cache knows the prompts, and compare
     share_weights  the engine runs the model itself, before it trains, instead of a copy: for models that take more than
                    half of a device's memory
+    rollout        of an engine in stages or ranks: the same model as load_in_stages gives it
     show           prompts, by index, that are answered greedily too, to be read: what is drawn at temperature 1 often
                    makes less sense. Compared apart, at temperature 1, which has to be the others' then
     returns        a Verification
@@ -293,7 +295,7 @@ def verify(
     progress("rollout", 0, len(prompts))
     started = time.perf_counter()
     samples, statistics, first, warmed, batches, shown = _rollout(
-        loaded, config, prompts, prompt_ids, each, batch_sizes, warm, share_weights, show, progress
+        loaded, config, prompts, prompt_ids, each, batch_sizes, warm, share_weights, show, progress, rollout
     )
     seconds = {"rollout": first, "again": round(time.perf_counter() - started - first, 3)}
     if not any(sample.token_ids for sample in samples):
@@ -373,14 +375,14 @@ def _params(params, count: int, seed: int) -> list[SamplingParams]:
 
 
 def _rollout(
-    loaded, config, prompts, prompt_ids, params, batch_sizes, warm, share_weights, show, progress
+    loaded, config, prompts, prompt_ids, params, batch_sizes, warm, share_weights, show, progress, rollout
 ) -> tuple[list[Sample], dict[str, int], float, Batches | None, list[Batches], list[Sample]]:
     """Generate; on a copy of the model unless told otherwise, so that engine and trainer share no memory, let alone a
     patched module."""
     started = time.perf_counter()
     device = next(loaded.model.parameters()).device
-    model = loaded.model if share_weights else copy.deepcopy(loaded.model)
-    with Engine(replace(loaded, model=model), config) as engine:
+    model = loaded.model if share_weights or rollout else copy.deepcopy(loaded.model)
+    with Engine(rollout or replace(loaded, model=model), config) as engine:
         completions = engine.generate(prompt_ids, params)
         statistics = engine_statistics(engine)
         seconds = round(time.perf_counter() - started, 3)

@@ -19,6 +19,9 @@ from vexact_ops.patch.delta import by_head
 
 from .batch import Batch, rows_of
 from .memory import Caches
+from .ranks import Alone, Ranks, Tokens
+
+_ALONE = Alone()
 
 
 @torch.no_grad()
@@ -160,7 +163,8 @@ def _asked(weights: Weights, part: d.Attention | d.Latent, kv_segment: int | Non
 
 
 class _Attention:
-    def __init__(self, weights: Weights, part: d.Attention, kv_segment: int | None):
+    def __init__(self, weights: Weights, part: d.Attention, ranks: Ranks, kv_segment: int | None):
+        self.ranks = ranks
         self.qkv, self.o = _Product(weights, part.q, part.k, part.v), weights.rows(part.o)
         self.heads, self.kv_heads, self.dim, self.v_dim = part.heads, part.kv_heads, part.dim, part.v_dim
         self.gated = part.gated
@@ -169,6 +173,7 @@ class _Attention:
         if part.q_norm is not None and part.q_norm.size != part.dim:  # of all heads together
             self.alike = None
         self.across = tuple(norm is not None and norm.size != part.dim for norm in (part.q_norm, part.k_norm))
+        self.whole = tuple(norm.size if across else 0 for norm, across in zip((part.q_norm, part.k_norm), self.across))
         self.before = not part.norms_after_rope
         q, k = part.q_norm, part.k_norm
         self.fused_norms = {}  # with the rotation
@@ -191,9 +196,9 @@ class _Attention:
             if self.gated:
                 q, gate = q.view(tokens, self.heads, 2 * self.dim).split_with_sizes((self.dim, self.dim), 2)
             if self.across[0]:
-                q = q_norm(q)
+                q = _across(q, q_norm, self.whole[0], self.ranks)
             if self.across[1]:
-                k = k_norm(k)
+                k = _across(k, k_norm, self.whole[1], self.ranks)
             if not self.gated:
                 q = q.view(tokens, self.heads, self.dim)
             k = k.view(tokens, self.kv_heads, self.dim)
@@ -216,10 +221,10 @@ class _Attention:
         out = rows_of(out, rows)
         if self.gated:
             out = vx.sigmoid_mul(out, rows_of(gate, rows))
-        out = out.flatten(1)
+        out = self.ranks.gather(out.flatten(1))
         if self.out_norm is not None:
             out = self.out_norm(out)
-        return vx.linear(out, *self.o)
+        return self.ranks.gather(vx.linear(out, *self.o))
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         q_norm, k_norm = self.norms
@@ -230,11 +235,22 @@ class _Attention:
         return q, k
 
 
+def _across(x: Tensor, norm: Callable[[Tensor], Tensor], width: int, ranks: Ranks) -> Tensor:
+    """A norm over all heads' columns, of which a rank has some; heads that several ranks have lie side by side."""
+    if ranks.size == 1:
+        return norm(x)
+    own = x.shape[1]
+    alike = ranks.size * own // width
+    whole = ranks.gather(x).view(len(x), -1, alike, own)[:, :, 0]
+    return norm(whole.reshape(len(x), width)).narrow(1, ranks.rank // alike * own, own)
+
+
 class _Latent:
     """Of compressed keys and values, expanded to every head's before attention, or absorbed into queries and outputs
     (vexact_ops/patch/latent.py says how the two differ)."""
 
-    def __init__(self, weights: Weights, part: d.Latent, kv_segment: int | None):
+    def __init__(self, weights: Weights, part: d.Latent, ranks: Ranks, kv_segment: int | None):
+        self.ranks = ranks
         first = part.q if part.q_a is None else part.q_a
         self.down = _Product(weights, first, part.kv_a)
         self.q_norm = _norm(weights, part.q_a_norm)
@@ -273,7 +289,7 @@ class _Latent:
         out = rows_of(out, rows)
         if self.absorbed:
             out = vx.bmm(out.transpose(0, 1), self.w_v).transpose(0, 1)
-        return vx.linear(out.flatten(1), *self.o)
+        return self.ranks.gather(vx.linear(self.ranks.gather(out.flatten(1)), *self.o))
 
 
 def _apart(x: Tensor) -> Tensor:
@@ -282,7 +298,8 @@ def _apart(x: Tensor) -> Tensor:
 
 
 class _GatedDelta:
-    def __init__(self, weights: Weights, part: d.GatedDelta):
+    def __init__(self, weights: Weights, part: d.GatedDelta, ranks: Ranks):
+        self.ranks = ranks
         self.by_head, self.heads = part.z is None, (part.key_heads, part.k_dim, part.v_dim)
         read = (linear for linear in (part.qkv, part.z, part.b, part.a) if linear is not None)
         self.read = _Product(weights, *read)
@@ -305,17 +322,23 @@ class _GatedDelta:
         out = vx.gated_delta_paged(q, k, v, g, beta, state, *opened, step.states, context, offsets, longest)
         out, z = rows_of(out, rows), rows_of(z, rows)
         weight, eps = self.norm
-        return vx.linear(vx.rmsnorm_gated(out, z.unflatten(1, (-1, v_dim)), weight, eps).flatten(1), *self.o)
+        out = vx.rmsnorm_gated(out, z.unflatten(1, (-1, v_dim)), weight, eps)
+        return self.ranks.gather(vx.linear(self.ranks.gather(out.flatten(1)), *self.o))
 
 
 class _Mlp:
-    def __init__(self, weights: Weights, part: d.Mlp):
+    def __init__(self, weights: Weights, part: d.Mlp, ranks: Ranks):
+        self.ranks = ranks
         gated = part.gate is not None
         self.up = _Product(weights, part.gate, part.up) if gated else _Product(weights, part.up)
         self.activation, self.gated, self.norm = part.activation, gated, _norm(weights, part.norm)
         self.down = weights.rows(part.down)
 
     def __call__(self, x: Tensor) -> Tensor:
+        return self.ranks.gather(self.columns(x))
+
+    def columns(self, x: Tensor) -> Tensor:
+        """A rank's of the output."""
         if self.activation != "relu2":
             h = self.up.gated(x, self.activation)
         elif self.gated:
@@ -323,13 +346,15 @@ class _Mlp:
             h = gate.relu().square() * up
         else:
             h = self.up.whole(x).relu().square()
+        h = self.ranks.gather(h)
         if self.norm is not None:
             h = self.norm(h)
         return vx.linear(h, *self.down)
 
 
 class _Mixture:
-    def __init__(self, weights: Weights, part: d.Mixture):
+    def __init__(self, weights: Weights, part: d.Mixture, ranks: Ranks):
+        self.ranks = ranks
         router, experts = part.router, part.experts
         self.router, self.bias = weights[router.linear.weight], weights.maybe(router.bias)
         self.dtype = torch.float32 if router.wide else None
@@ -338,7 +363,7 @@ class _Mixture:
         self.options = {name: getattr(router, name) for name in names}
         self.experts = weights[experts.gate_up], weights[experts.down]
         self.activation = experts.activation
-        self.shared = None if part.shared is None else _Mlp(weights, part.shared)
+        self.shared = None if part.shared is None else _Mlp(weights, part.shared, ranks)
         self.gate = None if part.gate is None else weights.rows(part.gate)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -346,11 +371,29 @@ class _Mixture:
         logits = vx.linear(read, weight, out_dtype=self.dtype)
         bias = None if self.bias is None else self.bias.float()
         chosen, ids = vx.moe_route(logits, self.top_k, bias=bias, **self.options)
-        out = vx.fused_moe(x, *self.experts, chosen, ids, activation=self.activation)
-        if self.shared is None:
-            return out
-        shared = self.shared(x)
-        return out + (shared if self.gate is None else vx.sigmoid_mul(shared, vx.linear(x, *self.gate)))
+        if len(self.experts[0]) < len(self.router):
+            out = self._by_expert(x, chosen, ids)
+            if self.shared is None:
+                return out
+            shared = self.shared(x)
+            return out + (shared if self.gate is None else vx.sigmoid_mul(shared, vx.linear(x, *self.gate)))
+        between = None if self.ranks.size == 1 else self.ranks.gather
+        out = vx.fused_moe(x, *self.experts, chosen, ids, activation=self.activation, between=between)
+        if self.shared is not None:
+            shared = self.shared.columns(x)
+            out = out + (shared if self.gate is None else vx.sigmoid_mul(shared, vx.linear(x, *self.gate)))
+        return self.ranks.gather(out)
+
+    def _by_expert(self, x: Tensor, chosen: Tensor, ids: Tensor) -> Tensor:
+        """Of whole experts on each rank: rows of all slots, and their sums in slot order on every rank."""
+        (tokens, slots), count = ids.shape, len(self.experts[0])
+        own = ids - self.ranks.rank * count
+        own = torch.where((own >= 0) & (own < count), own, -1).view(-1, 1)
+        rows, ones = x.repeat_interleave(slots, 0), torch.ones_like(own, dtype=torch.float32)
+        rows = self.ranks.only(vx.fused_moe(rows, *self.experts, ones, own, activation=self.activation))
+        placed = (ids >= 0) & (ids < len(self.router))
+        weights = torch.where(placed, chosen, 0.0)[:, None]  # a slot without an expert adds nothing
+        return vx.bmm(weights, rows.view(tokens, slots, -1).float())[:, 0].to(x.dtype)
 
 
 class _Block:
@@ -358,10 +401,10 @@ class _Block:
 
     __slots__ = ("after", "before", "factor", "part")
 
-    def __init__(self, weights: Weights, block: d.Block, kv_segment: int | None):
+    def __init__(self, weights: Weights, block: d.Block, ranks: Ranks, kv_segment: int | None):
         kind = _PARTS[type(block.part)]
-        attends = kind in (_Attention, _Latent)
-        self.part = kind(weights, block.part, kv_segment) if attends else kind(weights, block.part)
+        options = (kv_segment,) if kind in (_Attention, _Latent) else ()
+        self.part = kind(weights, block.part, ranks, *options)
         before = block.before
         self.before = None if before is None else (weights[before.weight], before.eps, before.style)
         self.after, self.factor = _norm(weights, block.after), _factor(weights, block.factor)
@@ -395,21 +438,30 @@ class Decoder:
     """The layers of a range, with the embedding where it is the first stage and the final norm where it is the last.
 
     weights      by name, all that `described.names(layers)` says
-    described    handle.describe()
+    described    handle.describe(), or what a rank has of it (weights/cut.py)
+    ranks        over which weights are cut
+    share        tokens of the vocabulary that each of them has but the last
     """
 
-    def __init__(self, weights: Weights, described: d.Decoder, layers: range):
+    def __init__(self, weights: Weights, described: d.Decoder, layers: range, ranks: Ranks = _ALONE, share: int = 0):
         first, last = 0 in layers, len(described.layers) - 1 in layers
         chosen = [described.layers[i] for i in layers]
-        self.embedding = weights[described.embedding.weight] if first else None
+        table = weights[described.embedding.weight] if first else None
+        self.embedding = table if ranks.size == 1 else None
+        self.tokens = None if table is None or ranks.size == 1 else Tokens(table, ranks, share)
         self.factor = _factor(weights, described.embedding.factor) if first else None
         self.rotary = [(weights.cast(r.inv_freq, torch.float32), r.scaling, r.dtype) for r in described.rotary]
         self.layers = [
-            tuple(_Block(weights, block, described.kv_segment) for block in layer.blocks) for layer in chosen
+            tuple(_Block(weights, block, ranks, described.kv_segment) for block in layer.blocks) for layer in chosen
         ]
         norm = described.norm
         self.norm = (weights[norm.weight], norm.eps, norm.style) if last else None
         self._copied = weights.copied
+
+    def _embed(self, batch: Batch) -> Tensor:
+        if self.tokens is not None:
+            return self.tokens(batch.input_ids)
+        return self.embedding[batch.input_ids] if batch.embedded is None else batch.embedded
 
     @property
     def outdated(self) -> bool:
@@ -424,8 +476,8 @@ class Decoder:
                   whose sum is the residual stream: what the next one is called with
         """
         step, x = _Step(batch, self.rotary), hidden
-        if self.embedding is not None:
-            x = self.embedding[batch.input_ids] if batch.embedded is None else batch.embedded
+        if self.embedding is not None or self.tokens is not None:
+            x = self._embed(batch)
             if self.factor is not None:
                 x = x * self.factor
         last = None if self.norm is None else self.layers[-1]

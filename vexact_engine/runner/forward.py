@@ -12,7 +12,7 @@ import vexact_ops as vx
 from . import memory
 from .batch import Batch, plain, rows_of
 from .decoder import Decoder, Weights
-from .shapes import max_positions
+from .shapes import decoder_config, max_positions
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def forward(handle, layers: range | None = None) -> tuple[Forward, str]:
     if layers is None:
         patched = patched_forward(handle.model)
     else:
-        patched = _patched_stage(handle.stage(layers), len(handle.describe().layers))
+        patched = patched_stage(handle.stage(layers), len(handle.describe().layers))
     fused, reason = fuse(handle, layers, patched)
     return (patched, f"patched: {reason}") if fused is None else (fused, "fused")
 
@@ -72,7 +72,7 @@ def patched_forward(model: torch.nn.Module) -> Forward:
     return run
 
 
-def _patched_stage(stage, count: int) -> Forward:
+def patched_stage(stage, count: int) -> Forward:
     """A stage's own Python in the form of a fused one: what it gives on is the sum, next to nothing."""
 
     def run(batch: Batch, hidden: Tensor | None = None, residual: Tensor | None = None):
@@ -90,42 +90,67 @@ def _same_bits(handle, described, layers: range, fused: Forward, patched: Forwar
     """Both forwards on steps of several sequences: a prompt, a chunk that ends behind every window, single tokens, the
     first of a sequence among them, then of these the last tokens alone, then single tokens alone, in caches of noise
     that layers of one kind share. Of stages, the sum of what they give on."""
-    chosen = [described.layers[i] for i in layers]
-    weight = handle.model.get_parameter(chosen[0].blocks[0].part.o.weight)
-    generator = torch.Generator().manual_seed(0)
-
-    def noise(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float32, generator=generator).to(weight.device, weight.dtype)
-
-    page, far = 16, max(layer.memory.window or 0 for layer in chosen) + 70
-    limit = min(far, max_positions(handle.model) or far)
+    trial = Trial(handle.model, described, layers, handle.model.get_input_embeddings().weight.shape[0])
+    far, limit = trial.far, trial.limit
     mixed = [(0, min(5, limit)), (limit - min(3, limit), limit), (limit - 1, limit), (0, 1)]
     single = [(end - 1, end) for _, end in mixed]
-    pages, tables = 0, []
-    for _, end in mixed:
-        tables.append(range(pages, pages + -(-end // page)))
-        pages = tables[-1].stop
-    memories = [layer.memory for layer in chosen]
-    noisy = memory.make(memories, pages, page, len(mixed), weight.dtype, weight.device, one=True)
+    noisy = trial.caches(described, len(mixed), -(-far // trial.page), one=True)
     for tensor in noisy.tensors():
-        tensor.copy_(noise(*tensor.shape))
-    tokens = sum(end - start for start, end in mixed)
-    vocabulary = handle.model.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(vocabulary, (tokens,), generator=generator)
-    states = [noise(tokens, weight.shape[0]) for _ in range(2)] if layers.start else []
+        tensor.copy_(trial.noise(*tensor.shape))
 
     def run(run: Forward) -> list[Tensor]:
-        caches = memory.make(memories, pages, page, len(mixed), weight.dtype, weight.device, one=True)
+        caches = trial.caches(described, len(mixed), -(-far // trial.page), one=True)
         for tensor, start in zip(caches.tensors(), noisy.tensors()):
             tensor.copy_(start)
-        outs = list(caches.tensors())
-        for spans, drawn in ((mixed, False), (mixed, True), (single, False)):
-            ends = list(itertools.accumulate(end - start for start, end in spans))
-            batch = plain(caches, tables, spans, ids[: ends[-1]])
-            if drawn and layers.stop == len(described.layers):
-                batch.rows = torch.tensor(ends, dtype=torch.int64, device=weight.device) - 1
-            out = run(batch, *(state[: ends[-1]] for state in states))
-            outs.append(out if isinstance(out, Tensor) else out[0] + out[1])
-        return outs
+        return [*caches.tensors(), *trial.run(run, caches, ((mixed, False), (mixed, True), (single, False)))]
 
     return all(vx.same_bits(a, b) for a, b in zip(run(patched), run(fused)))
+
+
+class Trial:
+    """Steps of several sequences, on which two forwards of some layers are compared.
+
+    vocabulary   tokens that the embedding has
+    far, limit   a place behind every window, and the last one that the model was made for up to there
+    """
+
+    page = 16
+
+    def __init__(self, model: torch.nn.Module, described, layers: range, vocabulary: int):
+        self._described, self._layers = described, layers
+        chosen = [described.layers[i] for i in layers]
+        weight = model.get_parameter(chosen[0].blocks[0].part.o.weight)
+        self._device, self._dtype, self._width = weight.device, weight.dtype, decoder_config(model).hidden_size
+        self.far = max(layer.memory.window or 0 for layer in chosen) + 70
+        self.limit = min(self.far, max_positions(model) or self.far)
+        self._generator = torch.Generator().manual_seed(0)
+        self._tokens = 4 * self.limit  # of a step, at most
+        self._ids = torch.randint(vocabulary, (self._tokens,), generator=self._generator)
+        self._states = [self.noise(self._tokens, self._width) for _ in range(2)] if layers.start else []
+
+    def noise(self, *shape: int) -> Tensor:
+        made = torch.randn(*shape, dtype=torch.float32, generator=self._generator)
+        return made.to(self._device, self._dtype)
+
+    def caches(self, described, sequences: int, pages: int, one: bool = False) -> memory.Caches:
+        """So many pages for each of the sequences."""
+        memories = [described.layers[i].memory for i in self._layers]
+        made = memory.make(memories, sequences * pages, self.page, sequences, self._dtype, self._device, one=one)
+        for tensor in made.tensors():
+            tensor.zero_()
+        return made
+
+    def run(self, run: Forward, caches: memory.Caches, steps) -> list[Tensor]:
+        """What a forward gives for steps, each spans of all sequences, and whether their last tokens alone are asked
+        for."""
+        outs = []
+        for spans, drawn in steps:
+            ends = list(itertools.accumulate(end - start for start, end in spans))
+            pages = -(-self.far // self.page)
+            tables = [range(i * pages, (i + 1) * pages) for i in range(len(spans))]
+            batch = plain(caches, tables, spans, self._ids[: ends[-1]])
+            if drawn and self._layers.stop == len(self._described.layers):
+                batch.rows = torch.tensor(ends, dtype=torch.int64, device=self._device) - 1
+            out = run(batch, *(state[: ends[-1]] for state in self._states))
+            outs.append(out if isinstance(out, Tensor) else out[0] + out[1])
+        return outs

@@ -124,7 +124,7 @@ class Graphs:
         plain, cut = (functools.partial(Head, plain=kind) for kind in (True, False))
         make = functools.partial(self._ladder, progress)
         kept, most, pages = None, self._most_rows(), self._runner.buffers.max_pages
-        if self._recorder.lasting:
+        if self._recorder.lasting and self._runner.ranks.size == 1:
             how = _PADDING, _PADDING_OF_CHUNKS, _HIDDEN
             of = self._runner
             kept = sizes.Kept(sizes.about(of.model, of.path, of.config, most, pages, how), most, of.device)
@@ -149,6 +149,8 @@ class Graphs:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
+            if self._runner.ranks.size > 1:  # the others have graphs, in which they wait for this one
+                raise
             self.release()
             self.eager = f"the forward cannot be recorded: {type(error).__name__}: {error}"
             log.warning("CUDA graphs: none: %s", self.eager, exc_info=True)
@@ -200,7 +202,7 @@ class Graphs:
             held = tune(size)
             record(size, False, False)
             del held
-            return self._recorder.seconds(ladder.fit(size).replay)
+            return self._seconds(ladder.fit(size).replay)
 
         met = name in self._met
         if like or name in self._chosen:
@@ -244,9 +246,20 @@ class Graphs:
 
     def _wins(self, one: graphs.Recorded, other: graphs.Recorded) -> bool:
         """Whether a forward takes less than another by more than padding may cost."""
-        took = self._recorder.seconds(one.replay)
+        took = self._seconds(one.replay)
         self._pad(other.body, None)
-        return took * (1 + _PADDING) < self._recorder.seconds(other.replay)
+        return took * (1 + _PADDING) < self._seconds(other.replay)
+
+    def _seconds(self, run: graphs.Run) -> float:
+        return self._agreed(self._recorder.seconds(run))
+
+    def _agreed(self, seconds: float) -> float:
+        """The most that it took on any rank: all of them have graphs of the same sizes, for in each all take part."""
+        ranks = self._runner.ranks
+        if ranks.size == 1:
+            return seconds
+        own = torch.tensor([[seconds]], dtype=torch.float64, device=self._runner.device)
+        return float(ranks.gather(own).max())
 
     def _tune(self, body: Body, head: Head) -> list[graphs.Run]:
         """Choose products' kernels by the time of a whole step of decodes, the longest of so many keys, the shortest of
@@ -254,7 +267,11 @@ class Graphs:
         graphs share is given back with the last of them.
 
         Up to eight graphs of a size are there at once. What they compute with is the same memory, for nothing of it
-        outlives a capture; what each has of its own is little, and there is room for that of `_MOST_GRAPHS`."""
+        outlives a capture; what each has of its own is little, and there is room for that of `_MOST_GRAPHS`.
+
+        Ranks choose alone, each product by itself: they would have to time the same steps together."""
+        if self._runner.ranks.size > 1:
+            return []
         longest = min(_TUNED_CONTEXT, self._runner.buffers.max_pages * self._runner.config.page_size)
         lengths = [max(1, int(length)) for length in np.linspace(longest, longest / 8, body.sequences)]
         held: list[graphs.Run] = []
@@ -299,10 +316,10 @@ class Graphs:
             body = self._mixed_body(size)
             self._pad(body, None)
             self._runner.compute(body)
-            device = self._recorder.seconds(lambda body=body: self._runner.compute(body))
+            device = self._seconds(lambda body=body: self._runner.compute(body))
             begin = time.perf_counter()
             self._runner.compute(body)
-            host = time.perf_counter() - begin
+            host = self._agreed(time.perf_counter() - begin)
             if device <= _HIDDEN * host:
                 return size
             size //= 2

@@ -28,6 +28,7 @@ from .buffers import Body, Buffers, Head, Host, Work, send
 from .decoder import Decoder, Weights
 from .forward import Forward, forward
 from .memory import Caches
+from .ranks import Alone, Ranks
 from .record import Graphs
 from .sleep import parted
 
@@ -65,11 +66,11 @@ class _Likeliest:
     counts   for each row of `hidden` how many
     """
 
-    def __init__(self, handle, hidden: Tensor, counts: np.ndarray):
+    def __init__(self, head, hidden: Tensor, counts: np.ndarray):
         self._counts, self._found = counts, []
         most = int(counts.max())
         for begin in range(0, len(counts), _LIKELIEST_ROWS):
-            logits = handle.logits(hidden[begin : begin + _LIKELIEST_ROWS])
+            logits = head.logits(hidden[begin : begin + _LIKELIEST_ROWS])
             found = vx.log_softmax(logits).topk(min(most, logits.shape[1]), dim=1)
             self._found.append([_to_host(part) for part in found])
 
@@ -81,10 +82,10 @@ class _Likeliest:
 class _Top:
     """The likeliest ids beside each draw."""
 
-    def __init__(self, handle, hidden: Tensor, counts: np.ndarray):
+    def __init__(self, head, hidden: Tensor, counts: np.ndarray):
         self._draws, self._wanted = len(counts), np.flatnonzero(counts)
         rows = hidden.index_select(0, send(self._wanted, hidden.device))
-        self._likeliest = _Likeliest(handle, rows, counts[self._wanted])
+        self._likeliest = _Likeliest(head, rows, counts[self._wanted])
 
     def read(self) -> list[dict[int, float] | None]:
         found: list[dict[int, float] | None] = [None] * self._draws
@@ -99,7 +100,7 @@ class _Scores:
     tops   for each chunk how many of those
     """
 
-    def __init__(self, handle, hidden: Tensor, step: Step, tops: np.ndarray):
+    def __init__(self, head, hidden: Tensor, step: Step, tops: np.ndarray):
         self._counts = step.chunks["scored"].astype(np.int64)
         before = np.cumsum(step.chunks["length"]) - step.chunks["length"]
         wanted = np.repeat(before - (np.cumsum(self._counts) - self._counts), self._counts)
@@ -107,12 +108,12 @@ class _Scores:
             send(x, hidden.device) for x in (wanted + np.arange(len(wanted)), step.targets.astype(np.int64))
         )
         scored = hidden.index_select(0, rows)
-        self._found = _to_host(handle.score(scored, target))
+        self._found = _to_host(head.score(scored, target))
         self._tops, each = tops, np.repeat(tops, self._counts)
         self._likeliest = None
         if each.any():
             rows = send(np.flatnonzero(each), hidden.device)
-            self._likeliest = _Likeliest(handle, scored.index_select(0, rows), each[each > 0])
+            self._likeliest = _Likeliest(head, scored.index_select(0, rows), each[each > 0])
 
     def read(self) -> tuple[list[list[float]], list[list[dict[int, float]] | None] | None]:
         values = [part.tolist() for part in np.split(self._found.numpy(), np.cumsum(self._counts)[:-1])]
@@ -143,6 +144,7 @@ class Runner:
     """
 
     draws = True  # a stage of a pipeline that is not the last one draws nothing
+    ranks: Ranks = Alone()  # over which the weights are cut
 
     def __init__(self, model: torch.nn.Module, handle, config: EngineConfig, device: torch.device):
         self.model, self.handle, self.device = model, handle, device
@@ -197,6 +199,11 @@ class Runner:
         return self.device.type == "cuda" and self.config.kv_segment is None and not latent
 
     # What a stage of a pipeline does otherwise (stages.py)
+
+    @property
+    def head(self):
+        """What makes logits, draws and log-probabilities of final hidden states."""
+        return self.handle
 
     def _memories(self) -> tuple[Pages | State, ...]:
         """What the layers remember that are computed here."""
@@ -272,14 +279,14 @@ class Runner:
                 hidden = self.compute(body, whole=scored)
                 if scored:
                     tops = buffers.rows.occupants["prompt_top"][step.chunks["slot"]]
-                    scores = _Scores(self.handle, hidden, step, tops)
+                    scores = _Scores(self.head, hidden, step, tops)
             if draw:
                 draw.replay()
             elif head and not (forward and forward.head):
                 self.draw(head, self.hidden)
             if work.top and self.draws:
                 slots = np.repeat(step.chunks["slot"], step.chunks["draws"])
-                top = _Top(self.handle, self.hidden, buffers.rows.occupants["top"][slots])
+                top = _Top(self.head, self.hidden, buffers.rows.occupants["top"][slots])
             self._hand_on(step, work)
             buffers.save(step)
             draws = head.draws if head else 0
@@ -308,7 +315,7 @@ class Runner:
         """After its first rows."""
         columns = self.buffers.columns(head)
         cuts = {} if head.plain else {name: columns[name] for name in ("top_k", "top_p", "min_p")}
-        ids, *values = self.handle.sample(
+        ids, *values = self.head.sample(
             hidden[: head.draws],
             columns["seeds"],
             columns["positions"],

@@ -1,4 +1,5 @@
-"""Some of a model's layers on a device of their own: what a stage of a pipeline runs.
+"""Some of a model's layers on a device of their own, or some rows of their weights: what a stage of a pipeline runs, or
+one of its ranks.
 
 Every stage is given the same steps in the same order. The first embeds tokens; each hands the residual stream on to
 the next one; the last draws, and gives the drawn ids back to the first, whose next steps may need them before the host
@@ -6,7 +7,9 @@ knows them. The stream is handed on as one tensor, the sum of the two that a fus
 adding them is the first thing that the next norm would do, with the same rounding.
 """
 
+import functools
 from collections import deque
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,47 +20,61 @@ from vexact_ops.patch.description import Pages, State
 
 from ..config import EngineConfig
 from ..core.step import Step
+from ..weights.cut import Cut
 from .batch import Batch
 from .buffers import Work, send
+from .decoder import Decoder, Weights
 from .forward import Forward, forward
+from .ranks import Alone, Group, RankedHead, Ranks
 from .runner import Runner
 from .shapes import decoder_config
+from .whole import check_ranks
 
 
 class Link:
-    """A stage's neighbours. torch.distributed is initialised, with one rank for each stage.
+    """A stage's neighbours, and the ranks beside this one. torch.distributed is initialised, with `width` ranks for
+    each stage, one stage's after another's; a rank's neighbours are those of the same number in other stages.
 
     What comes is waited for on the device's current stream alone, and what goes has a stream of its own; so have the
     ids on their way back, lest they and hidden states wait for each other.
     """
 
-    def __init__(self, device: torch.device):
-        self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
-        self._back = dist.new_group([0, self.size - 1])
+    def __init__(self, device: torch.device, width: int = 1):
+        self.width, self.device = width, device
+        self.stage, self.stages = dist.get_rank() // width, dist.get_world_size() // width
+        self.ranks: Ranks = Alone()
+        own, last = dist.get_rank() % width, (self.stages - 1) * width
+        if self.stages > 1:
+            back = [dist.new_group([rank, last + rank]) for rank in range(width)]  # all are made by all
+            self._back, self._ends = back[own], (own, last + own)
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         word = torch.zeros(1, dtype=torch.int64, device=device)  # everybody is there: before anything depends on it
-        if self.rank:
+        if self.stage:
             self.receive(word)
-        if self.rank < self.size - 1:
+        if self.stage < self.stages - 1:
             self.send(word)
-            if not self.rank:
+            if not self.stage:
                 self.take_back(word)
-        else:
+        elif self.stages > 1:
             self.give_back(word)
         self.finish()
+        if width > 1:
+            firsts = range(0, self.stages * width, width)
+            groups = [dist.new_group(list(range(first, first + width))) for first in firsts]
+            self.ranks = Group(groups[self.stage], device)
 
     def receive(self, x: Tensor) -> None:
-        dist.recv(x.view(torch.uint8), self.rank - 1)
+        dist.recv(x.view(torch.uint8), dist.get_rank() - self.width)
 
     def send(self, x: Tensor) -> None:
-        self._keep(dist.isend(x.view(torch.uint8), self.rank + 1), x)
+        self._keep(dist.isend(x.view(torch.uint8), dist.get_rank() + self.width), x)
 
     def take_back(self, ids: Tensor) -> None:
         """Of the first stage, from the last."""
-        dist.recv(ids, self.size - 1, group=self._back)
+        dist.recv(ids, self._ends[1], group=self._back)
 
     def give_back(self, ids: Tensor) -> None:
-        self._keep(dist.isend(ids, 0, group=self._back), ids)
+        self._keep(dist.isend(ids, self._ends[0], group=self._back), ids)
 
     def least(self, count: int) -> int:
         value = torch.tensor([count], dtype=torch.int64, device=self.device)
@@ -80,13 +97,26 @@ class StageRunner(Runner):
 
     layers   those of this stage; of the model, what `handle.describe().names(layers)` names is materialised
     ahead    how many steps may have been launched and not been waited for
+    cuts     what each rank computes of them; the model's weights are this one's rows. (): there is one rank, with all
+    shapes   of the whole weights, by name
     """
 
     def __init__(
-        self, model, handle, config: EngineConfig, device: torch.device, layers: range, link: Link, ahead: int
+        self,
+        model,
+        handle,
+        config: EngineConfig,
+        device: torch.device,
+        layers: range,
+        link: Link,
+        ahead: int,
+        cuts: Sequence[Cut] = (),
+        shapes: Mapping[str, Sequence[int]] | None = None,
     ):
-        self.layers, self.link, self._ahead = layers, link, ahead
-        self.first, self.draws = link.rank == 0, link.rank == link.size - 1
+        self.layers, self.link, self.ranks, self._ahead = layers, link, link.ranks, ahead
+        self._cuts, self._shapes, self._checked = cuts, shapes or {}, False
+        self.cut = cuts[self.ranks.rank] if cuts else None
+        self.first, self.draws = link.stage == 0, link.stage == link.stages - 1
         self._owed: deque[tuple[int, np.ndarray]] = deque()  # steps whose ids have not come back, and their slots
         first = model.get_input_embeddings().weight
         shape = config.max_num_batched_tokens, decoder_config(model).hidden_size
@@ -95,9 +125,24 @@ class StageRunner(Runner):
         super().__init__(model, handle, config, device)
 
     def _forward(self) -> tuple[Forward, str]:
-        return forward(self.handle, self.layers)
+        if self.cut is None:
+            return forward(self.handle, self.layers)
+        if not self._checked:
+            check_ranks(self.handle, self._cuts, self.layers, self.ranks, self._shapes)
+            self._checked = True
+        weights, share = Weights(self.model), self.cut.vocabulary[1]
+        return Decoder(weights, self.cut.described, self.layers, self.ranks, share), "fused"
+
+    @functools.cached_property
+    def head(self):
+        if self.cut is None:
+            return self.handle
+        head = self.cut.described.head
+        return RankedHead(self.model.get_parameter(head.weight), head, self.ranks, self.cut.vocabulary)
 
     def _memories(self) -> tuple[Pages | State, ...]:
+        if self.cut is not None:
+            return tuple(self.cut.described.layers[i].memory for i in self.layers)
         return self.handle.memories()[self.layers.start : self.layers.stop]
 
     def _agree(self, pages: int) -> int:
@@ -125,7 +170,7 @@ class StageRunner(Runner):
 
     def _receive(self, step: Step) -> None:
         if self.first:
-            self._take_back(self._due(step))
+            self._take_back(self._due(step))  # none where this stage draws itself
         else:
             self.link.receive(self._given[: len(step.token_ids)])
 
@@ -148,7 +193,7 @@ class StageRunner(Runner):
     def _hand_on(self, step: Step, work: Work) -> None:
         if not self.draws:
             self.link.send(self._made[: work.tokens].clone())
-        if not work.draws:
+        if not work.draws or self.link.stages == 1:
             return
         slots = step.chunks["slot"][step.chunks["draws"] > 0]
         if self.draws:

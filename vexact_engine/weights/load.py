@@ -94,9 +94,12 @@ def load_in_stages(
     dtype: str | torch.dtype | None = None,
     tokenizer: Any = None,
     trust_remote_code: bool = False,
+    asked: str = "pipeline_parallel_size",
 ) -> Loaded:
-    """A model directory, or a name on the Hub, for an engine of several stages: they read their weights themselves.
+    """A model directory, or a name on the Hub, for an engine of several stages or ranks: they read their weights
+    themselves.
 
+    asked    the option that wants several, for messages
     raises   as load; ValueError for anything but a directory with safetensors
     """
     from .partial import Origin, settled, skeleton
@@ -107,8 +110,8 @@ def load_in_stages(
     if path is None or path.is_file():
         what = f"a loaded {type(source).__name__}" if path is None else str(path)
         raise ValueError(
-            f"weights: pipeline_parallel_size: got {what}, expected a model directory with config.json and "
-            "safetensors: each stage reads its own layers from it"
+            f"weights: {asked}: got {what}, expected a model directory with config.json and safetensors: each process "
+            "reads its own layers, or rows, from it"
         )
     found = load_tokenizer(path, tokenizer, trust_remote_code=trust_remote_code)
     with quiet():

@@ -1,6 +1,6 @@
 """A model of which only some tensors are there, the rest on the meta device: for who holds a few of its layers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -11,6 +11,7 @@ from vexact_ops.patch import kept_in_fp32
 
 from .config import explain, quiet, read_config
 from .conversion import Fit, fit
+from .cut import Shard
 from .directory import Directory, read_directory, some
 
 
@@ -98,11 +99,18 @@ def skeleton(origin: Origin) -> nn.Module:
     return model.eval()
 
 
-def fill(model: nn.Module, names: Iterable[str], origin: Origin, device: torch.device) -> None:
-    """Give a skeleton the tensors of these names. ValueError where the directory does not have one."""
-    names = set(names)
+def fill(
+    model: nn.Module,
+    names: Iterable[str],
+    origin: Origin,
+    device: torch.device,
+    shards: Mapping[str, Shard] | None = None,
+) -> None:
+    """Give a skeleton the tensors of these names, or those of their rows that a rank holds. ValueError where the
+    directory does not have one."""
+    names, shards = set(names), shards or {}
     if origin.seed is None:
-        _fill_from_files(model, names, origin.source, origin.dtype, device)
+        _fill_from_files(model, names, origin.source, origin.dtype, device, shards)
         return
     from .random import load_random
 
@@ -111,24 +119,38 @@ def fill(model: nn.Module, names: Iterable[str], origin: Origin, device: torch.d
     tensors = dict(whole.named_parameters(remove_duplicate=False)) | dict(whole.named_buffers(remove_duplicate=False))
     shared = _shared(model)
     for name in names:
+        made = tensors[name]
+        if name in shards:
+            made = nn.Parameter(shards[name].take(made.detach()).clone(), requires_grad=False)
         for alias in shared.get(name, (name,)):
-            _put(model, alias, tensors[name])
+            _put(model, alias, made)
 
 
-def _fill_from_files(model: nn.Module, names: set[str], source: str, dtype: torch.dtype, device: torch.device) -> None:
+def _fill_from_files(
+    model: nn.Module,
+    names: set[str],
+    source: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    shards: Mapping[str, Shard],
+) -> None:
     directory, shared, meta = read_directory(source), _shared(model), _tensors(model)
     whole = empty_model(directory, dtype)
     place: dict[str, Tensor] = {}
+    rows: dict[str, Shard] = {}
     for name in names:
         if not meta[name].is_meta:
             _put(model, name, meta[name].to(device))
             continue
-        made = torch.empty(meta[name].shape, dtype=meta[name].dtype, device=device)
+        shape = shards[name].shape(meta[name].shape) if name in shards else meta[name].shape
+        made = torch.empty(shape, dtype=meta[name].dtype, device=device)
         if isinstance(meta[name], nn.Parameter):
             made = nn.Parameter(made, requires_grad=False)
         for alias in shared.get(name, (name,)):
             _put(model, alias, made)
             place[alias] = made.detach()
+            if name in shards:
+                rows[alias] = shards[name]
     found, state = fit(whole, directory), whole.state_dict()
     with _Files(directory) as files:
         for step in found.steps:
@@ -136,8 +158,18 @@ def _fill_from_files(model: nn.Module, names: set[str], source: str, dtype: torc
                 made = step.make(whole, lambda name, kind=state[step.key].dtype: files.read(name).to(kind))
                 for target in step.targets:
                     if target in place:
-                        place[target].copy_(made[target])
-    _initialize(model, place)
+                        own = _as_it_is_made(whole, target, made[target]) if target in rows else made[target]
+                        place[target].copy_(rows[target].take(own) if target in rows else own)
+    _initialize(model, place.keys() - rows.keys())
+
+
+def _as_it_is_made(model: nn.Module, name: str, loaded: Tensor) -> Tensor:
+    """A whole tensor, of which rows are to be taken, as from_pretrained leaves it: see `_initialize`."""
+    _put(model, name, nn.Parameter(loaded, requires_grad=False))
+    _initialize(model, [name])
+    made = _tensors(model)[name].detach()
+    _put(model, name, nn.Parameter(made.to("meta"), requires_grad=False))
+    return made
 
 
 @torch.no_grad()
