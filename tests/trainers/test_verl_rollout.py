@@ -103,7 +103,6 @@ def test_as_an_entry_point(tmp_path):
 @pytest.mark.parametrize(
     "override, said",
     [
-        ("rollout.tensor_model_parallel_size=2", r"tensor_model_parallel_size: got 2, expected 1.*Set it to 1"),
         ("rollout.data_parallel_size=2", "data_parallel_size: got 2, expected 1"),
         ("+rollout.repetition_penalty=1.1", "repetition_penalty: got 1.1, expected 1.0"),
         ("++rollout.quantization=fp8", "quantization: got 'fp8'"),
@@ -421,14 +420,16 @@ def test_nobody_sleeps_without_free_cache_engine(path):
 
 
 STAGES = ["actor_rollout_ref.rollout.pipeline_model_parallel_size=2"]
+RANKS = ["actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
 
 
-def test_stages(path):
-    """Two processes hold half the layers each: the same answers, they sleep, and an update comes to both."""
+@pytest.mark.parametrize("parallel", [STAGES, RANKS], ids=["stages", "ranks"])
+def test_stages_and_ranks(path, parallel):
+    """Two processes hold half the layers, or rows, each: the same answers, they sleep, and an update comes to both."""
     from vexact_engine import WeightSender
 
     params = SamplingParams(max_new_tokens=16, seed=3, ignore_eos=True)
-    with Running(path, *STAGES, mode="HYBRID", load_format="dummy") as running:
+    with Running(path, *parallel, mode="HYBRID", load_format="dummy") as running:
         server = running.server
         first, alone = running.generate(seed=3), reference(path, params)
         assert (first.token_ids, first.log_probs) == (alone.token_ids, alone.logprobs)
@@ -476,8 +477,9 @@ def adapter_of(path, monkeypatch, rank, replica_rank=-1, *overrides):
 
 
 def test_an_adapter_knows_its_place(path, monkeypatch):
-    found = [adapter_of(path, monkeypatch, rank, -1, *STAGES) for rank in range(4)]
-    assert [(a.replica_rank, a.is_leader_rank) for a in found] == [(0, True), (0, False), (1, True), (1, False)]
+    for parallel in (STAGES, RANKS):
+        found = [adapter_of(path, monkeypatch, rank, -1, *parallel) for rank in range(4)]
+        assert [(a.replica_rank, a.is_leader_rank) for a in found] == [(0, True), (0, False), (1, True), (1, False)]
     assert adapter_of(path, monkeypatch, 0, 7).replica_rank == 7  # as CheckpointEngineWorker says
 
 

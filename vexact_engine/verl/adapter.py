@@ -29,7 +29,8 @@ class ServerAdapter(BaseRollout):
     def __init__(self, config, model_config, device_mesh=None, replica_rank: int = -1):
         super().__init__(config, model_config, device_mesh)
         self._timeout = engine_options(self.config)[1]["timeout"]
-        rank, size = int(os.environ["RANK"]), self.config.pipeline_model_parallel_size
+        rank = int(os.environ["RANK"])
+        size = self.config.pipeline_model_parallel_size * self.config.tensor_model_parallel_size
         self.replica_rank = rank // size if replica_rank == -1 else replica_rank
         self.is_leader_rank = rank % size == 0
         self._sender: WeightSender | None = None

@@ -17,14 +17,15 @@ from .server import Server, engine_options, server_name
 
 
 class Replica(RolloutReplica):
-    """One engine, of one GPU or of pipeline_model_parallel_size of one host. Made as any of verl's."""
+    """One engine, of pipeline x tensor_model_parallel_size GPUs of one host. Made as any of verl's."""
 
     async def launch_servers(self) -> None:
         """One, on the GPUs of the replica's workers. Again: in the place of one that has died."""
         sleeps = engine_options(self.config)[0].sleep_backend
         if self.nnodes > 1:
             got = f"got {self.world_size}, expected at most {self.gpus_per_node}"
-            raise ValueError(f"vexact: rollout.pipeline_model_parallel_size: {got}: a replica is on one host")
+            name = "pipeline_model_parallel_size x tensor_model_parallel_size"
+            raise ValueError(f"vexact: rollout.{name}: {got}: a replica is on one host")
 
         def place(worker) -> tuple[str, str, dict[str, str]]:
             """Where the server is to be: what it is started with is of that machine."""

@@ -32,9 +32,7 @@ log = logging.getLogger(__name__)
 
 LARGEST_BUCKET = 512 << 20  # bytes; two of them are under way, and larger ones are no faster
 _ONLY = {  # verl's names of what this rollout has one value of, and why
-    "tensor_model_parallel_size": (1, "an engine is not cut that way, and verl's default is 2"),
-    "data_parallel_size": (1, "verl makes a replica of each GPU, or of each pipeline_model_parallel_size"),
-    "expert_parallel_size": (1, "all experts of a layer are in one stage"),
+    "data_parallel_size": (1, "verl makes a replica of each GPU, or of each tensor x pipeline_model_parallel_size"),
     "repetition_penalty": (1.0, "log-probabilities are the model's own"),
     "quantization": (None, "weights are the trainer's, bit for bit"),
     "enable_rollout_routing_replay": (False, "not needed: the trainer's routers choose the same experts"),
@@ -66,13 +64,15 @@ def engine_options(config: RolloutConfig) -> tuple[EngineConfig, dict[str, Any]]
             raise ValueError(f"vexact: rollout.{name}: got {got!r}, expected {only!r}: {why}. Set it to {only}")
     given = dict((config.engine_kwargs or {}).get("vexact") or {})
     handover = {name: given.pop(name, default) for name, default in (("handover", "in_place"), ("timeout", 60.0))}
-    known = {field.name for field in fields(EngineConfig)} - {"pipeline_parallel_size"}  # verl has a name for that
+    sizes = {f"{kind}_parallel_size": getattr(config, f"{kind}_model_parallel_size") for kind in ("pipeline", "tensor")}
+    sizes["expert_parallel_size"] = config.expert_parallel_size
+    known = {field.name for field in fields(EngineConfig)} - sizes.keys()  # verl has names for those
     if unknown := ", ".join(sorted(given.keys() - known)):
         there = ", ".join(sorted(known | {*handover}))
         raise ValueError(f"vexact: rollout.engine_kwargs.vexact: unknown: {unknown}; there is: {there}")
     asked = {name: getattr(config, name) for name in known if hasattr(config, name)}
     asked |= {"enable_prefix_cache": config.enable_prefix_caching, "show_progress": False}
-    return EngineConfig(pipeline_parallel_size=config.pipeline_model_parallel_size, **asked | given), handover
+    return EngineConfig(**sizes, **asked | given), handover
 
 
 class Server:
@@ -97,8 +97,8 @@ class Server:
         self._broken_off: LRUCache[bytes, list[int]] = LRUCache(1 << 16)
         self._receiving: asyncio.Future | None = None
         tool = (profiler := self.config.profiler) and (profiler.tool_config or {}).get(profiler.tool)
-        stages, tool = self.config.pipeline_model_parallel_size, tool and omega_conf_to_dataclass(tool)
-        self._profiler = build_rollout_dist_profiler(replica_rank, stages, config=profiler, tool_config=tool)
+        ranks, tool = self.options.processes, tool and omega_conf_to_dataclass(tool)
+        self._profiler = build_rollout_dist_profiler(replica_rank, ranks, config=profiler, tool_config=tool)
 
     async def launch_server(self) -> None:
         """Makes the engine. Raises what that raises."""
@@ -110,7 +110,7 @@ class Server:
         given, device, dtype = self.model_config, get_device_name(), self.config.dtype
         dummy = self.rollout_mode != RolloutMode.COLOCATED and "dummy" in self.config.load_format
         model = None
-        if dummy and self.options.pipeline_parallel_size == 1:
+        if dummy and self.options.processes == 1:
             model = unfilled(given.hf_config, dtype, device, given.generation_config)
         options = {"device": device, "dtype": dtype, "config": self.options, "tokenizer": given.tokenizer}
         engine = Engine.from_pretrained(given.local_path if model is None else model, **options)
