@@ -16,6 +16,8 @@ def add_recipe(commands) -> None:
         "vexact recipe grpo --task letter_counting --steps 50 --json -",
         "vexact recipe grpo --model qwen3-1.7b --device cuda --prompts 8",
         "vexact recipe grpo --model DIR --ranks 2",
+        "vexact recipe grpo --save run --record run.jsonl --steps 1000        # with --resume it goes on from there",
+        "vexact recipe grpo --replicas 2 --verify-against run.jsonl",
     )
     recipe = options.command(commands, "recipe", run_recipe, text, examples)
     recipe.add_argument("recipe", choices=("grpo",), metavar="RECIPE", help="grpo: rewards from a program, no critic")
@@ -59,41 +61,91 @@ def add_recipe(commands) -> None:
     training.add_argument(
         "--no-recompute", dest="recompute", action="store_false", help="do not score answers once more before training"
     )
+    engine = recipe.add_argument_group("engine (none of it changes a bit)")
+    _number(engine, "replicas", 1, "engines that share the answers")
+    _number(engine, "page-size", 16, "tokens per page of the cache")
+    for name, text in (
+        ("num-pages", "pages of the cache"),
+        ("max-num-seqs", "sequences computed at once"),
+        ("max-num-batched-tokens", "tokens computed in a step"),
+    ):
+        engine.add_argument(
+            f"--{name}", type=options.positive, metavar="N", help=f"{text} (room for all answers of a step)"
+        )
+    engine.add_argument(
+        "--no-prefix-cache",
+        dest="enable_prefix_cache",
+        action="store_false",
+        help="compute prompts from their start",
+    )
+    kept = recipe.add_argument_group("keeping a run")
+    kept.add_argument("--save", metavar="FOLDER", help="keep weights, optimizer and all else there, to go on from")
+    _number(kept, "save-every", 10, "steps between two that are kept; the last one always is")
+    _number(kept, "keep", 2, "the newest so many are left")
+    kept.add_argument("--resume", action="store_true", help="go on from the newest in --save; where none is, begin")
+    kept.add_argument(
+        "--record", metavar="FILE", help="a line of JSON for each step and its digests, as soon as it is through"
+    )
+    kept.add_argument(
+        "--verify-against", metavar="RECORD", help="end at the first step and tensor with other bits than there"
+    )
     recipe.add_argument("--unaligned", action="store_true", help="train once more, on the stock stack, for contrast")
     options.json_file(recipe, "every figure")
     recipe.add_argument("--plot", type=options.picture, metavar="FILE", help="draw them (.png, .svg, .pdf)")
 
 
 def run_recipe(args) -> int:
-    options.check_writable(args.json, args.plot)
-    from ..proof.machine import environment
-    from ..recipes import report
-    from ..recipes.launch import ALIGNED, launch
+    options.check_writable(args.json, args.plot, args.record)
+    options.expect_with(args, bool(args.save), "--save", "--save-every", "--keep", "--resume")
+    from ..proof.machine import environment, made_by
+    from ..recipes import record, report
+    from ..recipes.checkpoint import Saving
+    from ..recipes.launch import ALIGNED, STOCK, launch, placed
     from ..recipes.options import Options
 
     given = {field.name: getattr(args, field.name) for field in fields(Options)}
     given |= {"device": str(options.device(args.device)), "task_options": args.task_options or {}}
-    chosen = Options(**given)
+    chosen = placed(Options(**given))
     chosen.check_model()
-    out, begun = report.lines(sys.stdout), False
+    saving = Saving(args.save, args.save_every, args.keep, args.resume) if args.save else None
+    against = record.Against(args.verify_against, chosen) if args.verify_against else None
+    out, recorder, ends = report.lines(sys.stdout), None, {}
     with options.progress(args, lines=False) as progress:
+        begun = False
 
         def show(kind: str, *values) -> None:
-            nonlocal begun
+            nonlocal begun, recorder
             if not begun:  # of several processes under torchrun the first alone is heard
                 out(report.heading(chosen))
                 begun = True
+                if args.record:
+                    about = {"options": chosen.to_json(), "environment": environment(chosen.device)}
+                    resumed = {side: saving.newest(side) for side in (ALIGNED, STOCK)} if args.resume else None
+                    recorder = record.Recorder(args.record, made_by("recipe-record", args.line) | about, resumed)
             if kind == "phase":
                 progress(*values)
-            else:
+            elif kind == "step":
                 out(report.line(*values, chosen.steps))
+            elif kind == "end":
+                side, ends[side] = values
+            for seen in filter(None, (recorder, against)):
+                seen(kind, *values)
 
-        runs = launch(chosen, unaligned=args.unaligned, report=show)
+        try:
+            watch = bool(args.record or args.verify_against)
+            runs = launch(chosen, unaligned=args.unaligned, report=show, saving=saving, watch=watch)
+        except record.RunDiffers as error:
+            out(str(error))
+            return 1
     if not begun:
         return 0
     for side, run in runs.items():
         out(report.verdict(side, run))
-    equal = runs[ALIGNED].equal
+    for side, digest in ends.items():
+        out(f"{report.NAMES[side]}: parameters have SHA-256 {digest}")
+    if against is not None:
+        out(f"as {args.verify_against}: {against.compared} figures and digests compared, 0 differ")
+    equal = runs[ALIGNED].equal or (bool(args.resume) and not runs[ALIGNED].steps)
     if args.json:
         steps = {side: run.steps for side, run in runs.items()}
         options.write_json(

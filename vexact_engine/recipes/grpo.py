@@ -8,15 +8,18 @@ the answers; each answer's advantage is how much better it is than the others to
 the better ones. Everything is a function of the seed: two runs give the same numbers, bit for bit.
 
 options.py what may be chosen, tasks.py questions, rollout.py the engine's process, trainer.py the model under FSDP2,
-launch.py the trainers' processes, report.py lines and plots.
+launch.py the trainers' processes, report.py lines and plots, checkpoint.py runs that go on, record.py runs that are
+held against each other, digests.py by what.
 """
 
 import contextlib
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,13 +31,15 @@ from ..config import SamplingParams
 from ..errors import HandoverFailed
 from ..proof.compare import compare
 from ..request import Completion, derive_seed
-from . import tasks
+from . import digests, tasks
+from .checkpoint import Saving
 from .options import Options
 from .rollout import Rollout
 from .trainer import Sample, Trainer
 
 ALIGNED, STOCK = "aligned", "stock"
-# ("phase", what is done now, step, steps), and after each step ("step", side, its record)
+# ("phase", what is done now, step, steps); after each step ("step", side, its record); with `watch` also
+# ("parameters", side, step, digests of them), of step 0 before the first, and ("end", side, SHA-256 of all of them).
 Report = Callable[..., None]
 
 
@@ -56,41 +61,98 @@ class Run:
         return bool(self.steps) and compared and not self.differ and all(step["kl"] == 0 for step in self.steps)
 
 
-def run(options: Options, sides: Sequence[str], device: torch.device, report: Report) -> dict[str, Run]:
+def run(
+    options: Options,
+    sides: Sequence[str],
+    device: torch.device,
+    report: Report,
+    *,
+    saving: Saving | None = None,
+    watch: bool = False,
+) -> dict[str, Run]:
     """Each side from the same weights and questions, on this rank of the process group. Rank 0 has the engine and the
-    task; the others follow, and their Runs are empty."""
+    task; the others follow, and their Runs are empty.
+
+    saving   where it is kept, and whether it goes on from there: Runs have the steps from there on
+    watch    report digests of all parameters after each step, and their SHA-256 at the end
+    """
     with Rollout(options, device) if dist.get_rank() == 0 else contextlib.nullcontext() as rollout:
-        return {side: _train(options, side, device, rollout, report) for side in sides}
+        return {side: _Side(options, side, device, rollout, report, saving, watch).train() for side in sides}
 
 
-def _train(options: Options, side: str, device: torch.device, rollout: Rollout | None, report: Report) -> Run:
-    def phase(what: str) -> None:
-        if rollout is not None:
-            report("phase", f"{side}: {what}", len(done.steps), options.steps)
+class _Side:
+    """One trainer's steps."""
 
-    done = Run()
-    phase("load")
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    trainer = Trainer(options, mesh, device, aligned=side == ALIGNED)
-    try:
-        asked = {"seed": options.seed, "size": options.steps * options.prompts}
-        known = {"tokenizer": trainer.tokenizer, "vocab_size": trainer.vocab_size}
-        task = tasks.make(options.task, options.task_options, **known, **asked)
-        for step in range(options.steps):
-            record = _step(options, step, trainer, rollout, task, phase)
-            if record is not None:
-                done.steps.append(record)
-                report("step", side, record)
-    finally:
-        trainer.close()
-        gc.collect()  # its memory is the next one's
-    return done
+    def __init__(
+        self,
+        options: Options,
+        side: str,
+        device: torch.device,
+        rollout: Rollout | None,
+        report: Report,
+        saving: Saving | None,
+        watch: bool,
+    ):
+        self._options, self._side, self._rollout, self._saving, self._watch = options, side, rollout, saving, watch
+        self._tell = report if rollout is not None else lambda *_: None
+        self._run, self._first, self._version = Run(), 0, None
+        self._phase("load")
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        self._trainer = Trainer(options, mesh, device, aligned=side == ALIGNED)
+
+    def _phase(self, what: str) -> None:
+        self._tell("phase", f"{self._side}: {what}", self._first + len(self._run.steps), self._options.steps)
+
+    def train(self) -> Run:
+        options, trainer, saving = self._options, self._trainer, self._saving
+        try:
+            if saving is not None and saving.resume and (newest := saving.newest(self._side)):
+                self._phase("resume")
+                self._first, self._version = newest, saving.load(self._side, newest, trainer)["weight_version"] + 1
+            asked = {"seed": options.seed, "size": options.steps * options.prompts}
+            known = {"tokenizer": trainer.tokenizer, "vocab_size": trainer.vocab_size}
+            task = tasks.make(options.task, options.task_options, **known, **asked)
+            if not self._first:
+                self._digests(0)
+            for step in range(self._first, options.steps):
+                self._step(step, task)
+            if self._watch:
+                self._tell("end", self._side, trainer.sha256())
+        finally:
+            trainer.close()
+            self._trainer = None
+            gc.collect()  # its memory is the next one's
+        return self._run
+
+    def _step(self, step: int, task) -> None:
+        version, record = _step(self._options, step, self._trainer, self._rollout, task, self._phase, self._version)
+        self._version = None  # the engine counts on
+        if record is not None:
+            self._run.steps.append(record)
+            self._tell("step", self._side, record)
+        self._digests(step + 1)
+        if self._saving is not None and self._saving.is_due(step + 1, self._options.steps):
+            self._phase("save")
+            self._saving.save(self._side, step + 1, self._trainer, {"weight_version": version})
+
+    def _digests(self, step: int) -> None:
+        if self._watch:
+            self._tell("parameters", self._side, step, self._trainer.digests())
 
 
-def _step(options: Options, step: int, trainer: Trainer, rollout: Rollout | None, task, phase: Callable) -> dict | None:
+def _step(
+    options: Options,
+    step: int,
+    trainer: Trainer,
+    rollout: Rollout | None,
+    task: tasks.Task,
+    phase: Callable,
+    version: int | None,
+) -> tuple[int | None, dict | None]:
+    """The version that the weights have in the engine, and the step's record: both of rank 0."""
     clock = Clock()
     phase("weights")
-    version = _hand_over(trainer, rollout)
+    version = _hand_over(trainer, rollout, version)
     clock("hand_over")
     phase("rollout")
     samples = _everybody([_answers(options, step, rollout, task, version)] if rollout is not None else None)
@@ -111,23 +173,39 @@ def _step(options: Options, step: int, trainer: Trainer, rollout: Rollout | None
     gathered = [None] * dist.get_world_size() if rollout is not None else None
     dist.gather_object((mine, own), gathered)
     if gathered is None:
-        return None
-    return {
+        return None, None
+    return version, {
         "step": step + 1,
         "weight_version": version,
+        "answers": digests.of_answers((s.token_ids, s.rollout, s.reward) for s in samples),
         **_record(options, gathered),
         **figures,
         "seconds": clock.seconds,
+        "held": held([os.getpid(), *rollout.pids()], trainer.device),
     }
 
 
-def _hand_over(trainer: Trainer, rollout: Rollout | None) -> int | None:
+def held(pids: Sequence[int], device: torch.device) -> dict[str, float]:
+    """What processes hold together: MiB of memory and descriptors, where /proc tells; MiB that torch has allocated on
+    this process's GPU."""
+    found = {}
+    if os.path.isdir(f"/proc/{os.getpid()}"):
+        pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
+        found = {"rss_mib": round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)}
+        found["descriptors"] = sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
+    if device.type == "cuda":
+        found["gpu_mib"] = round(torch.cuda.memory_allocated(device) / 2**20, 1)
+    return found
+
+
+def _hand_over(trainer: Trainer, rollout: Rollout | None, version: int | None) -> int | None:
     if rollout is None:
         for _ in trainer.named_tensors():  # each is gathered from all ranks
             pass
         return None
     # The stock trainer has no fingerprint that anything could be promised for: the engine is told its own.
-    return rollout.update(trainer.named_tensors(), trainer.numerics() if trainer.aligned else rollout.numerics)
+    numerics = trainer.numerics() if trainer.aligned else rollout.numerics
+    return rollout.update(trainer.named_tensors(), numerics, version=version)
 
 
 def _answers(options: Options, step: int, rollout: Rollout, task, version: int) -> list[Sample]:

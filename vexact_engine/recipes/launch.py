@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from ..errors import HandoverFailed, ReplicaDied
 from ..parallel.process import how_ended
 from ..weights.fetch import fetch_smollm2
 from . import tasks
+from .checkpoint import Saving
 from .grpo import ALIGNED, STOCK, Report, Run, run
 from .options import SMOLLM2, Options
 
@@ -32,29 +34,47 @@ _KNOWN = {known.__name__: known for known in _KNOWN}
 _LAST_WORDS = 3.0  # seconds in which one who has failed for another's end may be told from that one
 
 
-def launch(options: Options, *, unaligned: bool = False, report: Report = lambda *_: None) -> dict[str, Run]:
+def launch(
+    options: Options,
+    *,
+    unaligned: bool = False,
+    report: Report = lambda *_: None,
+    saving: Saving | None = None,
+    watch: bool = False,
+) -> dict[str, Run]:
     """Train on all ranks, from the weights of `options.model`; with `unaligned` then from there once more, stock.
 
-    report    see grpo.Report
+    report    see grpo.Report; what it raises ends the run
+    saving    keep the run in a folder, or go on from there
+    watch     report digests of parameters too
     returns   side -> its Run. In a process that torchrun has started as another rank than 0 they are empty
     raises    ModuleNotFoundError without reasoning-gym, where the task is of it
               ProcessDied, ReplicaDied where a trainer, or the engine, has ended before its time; what one of them has
               raised. All others are ended then
+              FileExistsError, ValueError: a run that `saving` must not write over, or cannot go on from
     """
+    how = {"saving": saving, "watch": watch}
     sides = [ALIGNED, STOCK] if unaligned else [ALIGNED]
     task = options.task or (tasks.DEFAULT if options.model == SMOLLM2 else tasks.EVENS)
     if task != tasks.EVENS:
         tasks.reasoning_gym(task)  # before a model is fetched and loaded for it
+    options, elastic = placed(options), dist.is_torchelastic_launched()
+    if saving is not None and not (elastic and int(os.environ["RANK"])):
+        saving.begin(options)
     if options.model == SMOLLM2:
         fetch_smollm2()  # once, before every process asks for it
-    if dist.is_torchelastic_launched():
+    if elastic:
         with _group(options, None) as device:
-            options = replace(options, ranks=dist.get_world_size())
-            return run(options, sides, device, report)
+            return run(options, sides, device, report, **how)
     if options.ranks == 1:
         with _group(options, (dist.HashStore(), 0)) as device:
-            return run(options, sides, device, report)
-    return _supervise(options, sides, report)
+            return run(options, sides, device, report, **how)
+    return _supervise(options, sides, report, how)
+
+
+def placed(options: Options) -> Options:
+    """With as many ranks as torchrun has started, where it has."""
+    return replace(options, ranks=int(os.environ["WORLD_SIZE"])) if dist.is_torchelastic_launched() else options
 
 
 @contextlib.contextmanager
@@ -82,14 +102,14 @@ def _group(options: Options, where: tuple[dist.Store, int] | None) -> Iterator[t
         dist.destroy_process_group()
 
 
-def _supervise(options: Options, sides: list[str], report: Report) -> dict[str, Run]:
+def _supervise(options: Options, sides: list[str], report: Report, how: dict[str, Any]) -> dict[str, Run]:
     context = multiprocessing.get_context("spawn")
     processes, ends = [], []
     with tempfile.TemporaryDirectory(prefix="vexact-") as folder:
         try:
             for number in range(options.ranks):
                 ours, theirs = context.Pipe(duplex=False)
-                arguments = (theirs, options, sides, number, str(Path(folder) / "store"))
+                arguments = (theirs, options, sides, number, str(Path(folder) / "store"), how)
                 process = context.Process(target=_work, args=arguments, name=f"vexact-trainer-{number}")
                 process.start()
                 theirs.close()
@@ -137,13 +157,15 @@ def _watch(processes: list, ends: list[Connection], report: Report) -> dict[str,
 # In a trainer's process
 
 
-def _work(connection: Connection, options: Options, sides: list[str], number: int, path: str) -> None:
+def _work(
+    connection: Connection, options: Options, sides: list[str], number: int, path: str, how: dict[str, Any]
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, to all: the one that watches ends the others
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(max(1, torch.get_num_threads() // options.ranks))
     try:
         with _group(options, (dist.FileStore(path, options.ranks), number)) as device:
-            runs = run(options, sides, device, lambda *event: connection.send(event))
+            runs = run(options, sides, device, lambda *event: connection.send(event), **how)
         if number == 0:
             connection.send(("done", runs))
     except BaseException as error:

@@ -13,7 +13,29 @@ from ..weights.random import CONFIGS, load_random
 
 SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct, as the demo fetches it
 ADVANTAGES = ("grpo", "rloo")
-_COUNTS = ("steps", "prompts", "max_new_tokens", "max_prompt_tokens", "mini_batches", "micro_batch", "ranks")
+_COUNTS = (
+    "steps",
+    "prompts",
+    "max_new_tokens",
+    "max_prompt_tokens",
+    "mini_batches",
+    "micro_batch",
+    "ranks",
+    "replicas",
+)
+_ENGINE = ("num_pages", "max_num_seqs", "max_num_batched_tokens")
+# What two runs with the same bits may have otherwise: how long they are, where they lie and run, how the engine is cut.
+_FREE = {
+    "model",
+    "trust_remote_code",
+    "device",
+    "steps",
+    "recompute",
+    "replicas",
+    "page_size",
+    "enable_prefix_cache",
+    *_ENGINE,
+}
 
 
 @dataclass(frozen=True)
@@ -37,6 +59,9 @@ class Options:
     clip               of the ratio, to [1 - clip, 1 + clip]
     max_grad_norm      gradients are scaled down to it
     recompute          score the answers once more before training, as trainers do that cannot trust their rollout
+    replicas           engines that share the answers, all on the first trainer's device
+    page_size, num_pages, max_num_seqs, max_num_batched_tokens, enable_prefix_cache
+                       of each engine, see EngineConfig; None: room for all answers of a step. They change no bit
     """
 
     model: str = SMOLLM2
@@ -63,14 +88,21 @@ class Options:
     entropy_coefficient: float = 0.0
     max_grad_norm: float = 1.0
     recompute: bool = True
+    replicas: int = 1
+    page_size: int = 16
+    num_pages: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    enable_prefix_cache: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
+        for name in (*_COUNTS, "replicas", "page_size"):
             _set_int(self, name, 1)
         _set_int(self, "samples", 2)  # an advantage compares the answers to one prompt
         _set_int(self, "seed", 0, 2**64 - 1)
-        _set_int(self, "layers", 1, optional=True)
+        for name in ("layers", *_ENGINE):
+            _set_int(self, name, 1, optional=True)
         for name in ("temperature", "learning_rate", "clip", "max_grad_norm"):  # greedy answers would all be the same
             _set_real(self, name, lambda value: value > 0, "a number above 0")
         _set_real(self, "weight_decay", lambda value: value >= 0, "a number of 0 or more")
@@ -106,11 +138,22 @@ class Options:
 
     def engine_config(self) -> EngineConfig:
         """Room for all answers of a step at once, up to 256 of them. On a GPU the rest of it is the trainer's."""
-        config = EngineConfig(show_progress=False)
         longest = self.max_prompt_tokens + self.max_new_tokens
-        rows = min(self.prompts * self.samples, config.max_num_seqs)
-        pages = rows * -(-longest // config.page_size)
-        return replace(config, num_pages=pages, max_num_seqs=rows, max_num_batched_tokens=max(2048, rows))
+        rows = self.max_num_seqs or min(self.prompts * self.samples, EngineConfig.max_num_seqs)
+        return EngineConfig(
+            show_progress=False,
+            page_size=self.page_size,
+            num_pages=self.num_pages or rows * -(-longest // self.page_size),
+            max_num_seqs=rows,
+            max_num_batched_tokens=self.max_num_batched_tokens or max(2048, rows),
+            enable_prefix_cache=self.enable_prefix_cache,
+        )
 
     def to_json(self) -> dict:
         return asdict(self)
+
+    def check_same(self, others: dict[str, Any], whose: str) -> None:
+        """ValueError names what changes bits and is another one in `others`, another run's to_json()."""
+        for name, value in self.to_json().items():
+            if name not in _FREE and others.get(name) != value:
+                raise ValueError(f"recipe: {name}: got {value!r}, but {whose} has {others.get(name)!r}")

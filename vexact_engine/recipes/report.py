@@ -48,6 +48,8 @@ def line(side: str, step: dict[str, Any], steps: int) -> str:
 
 
 def verdict(side: str, run: Run) -> str:
+    if not run.steps:
+        return f"{NAMES[side]}: no step was left to run"
     compared, worst = sum(s["compared"] for s in run.steps), max(s["max_abs_diff"] for s in run.steps)
     kl = max((s["kl"] for s in run.steps), key=abs)
     return (

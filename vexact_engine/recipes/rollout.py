@@ -1,4 +1,4 @@
-"""The engine in a process of its own: answers come from there, weights go there."""
+"""Engines in processes of their own: answers come from there, weights go there."""
 
 import contextlib
 from collections.abc import Iterable
@@ -19,14 +19,15 @@ from .options import Options
 
 
 class Rollout:
-    """One replica of parallel.Replicas and a way to it for weights. A context manager: close() ends the process.
+    """Engines in processes of their own, and a way to them for weights. A context manager: close() ends them.
 
     raises     from every method: ReplicaDied once the process is gone, and how it ended; what making the engine raises
     """
 
     def __init__(self, options: Options, device: torch.device):
-        self._engine = Replicas(f"{__name__}:engine", [{"options": options.to_json(), "device": str(device)}])
-        # Both ends of the hand-over are in this process; the bytes go from its memory to the replica's.
+        made = {"options": options.to_json(), "device": str(device)}
+        self._engine = Replicas(f"{__name__}:engine", [made] * options.replicas)
+        # Both ends of the hand-over are in this process; the bytes go from its memory to the replicas'.
         self._receiver = WeightReceiver(self._engine, f"inproc://vexact-rollout-{id(self)}")
         self._receiving = ThreadPoolExecutor(1, thread_name_prefix="vexact-weights")
         self._sender: WeightSender | None = None
@@ -40,13 +41,17 @@ class Rollout:
         """As Engine.generate; a request that is itself at fault is an error of the whole."""
         return self._engine.generate(prompts, params, raise_on_error=True)
 
-    def update(self, named_tensors: Iterable[tuple[str, Tensor]], numerics: dict) -> int:
+    def pids(self) -> list[int]:
+        """The engines' processes."""
+        return [replica.pid for replica in self._engine.replicas if replica.pid is not None]
+
+    def update(self, named_tensors: Iterable[tuple[str, Tensor]], numerics: dict, *, version: int | None = None) -> int:
         """Hands all weights over, by CUDA IPC on a GPU and by shared memory on a CPU. Returns their version."""
         if self._sender is None:
             self._sender = WeightSender(self._receiver.address, numerics=numerics)
         received = self._receiving.submit(self._receiver.receive)
         try:
-            return self._sender.send(named_tensors)
+            return self._sender.send(named_tensors, version=version)
         except HandoverFailed:
             with contextlib.suppress(TimeoutError):
                 received.result(10)  # raises what the other end knows of it

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import vexact_ops as vx
 
+from . import digests
 from .options import Options
 
 
@@ -55,7 +56,7 @@ class Trainer:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(self.model, mesh=mesh, mp_policy=policy)
         self._parameters = list(self.model.parameters())
-        self._optimizer = torch.optim.AdamW(
+        self.optimizer = torch.optim.AdamW(
             self._parameters, lr=options.learning_rate, weight_decay=options.weight_decay
         )
 
@@ -78,6 +79,14 @@ class Trainer:
             if isinstance(tensor, torch.nn.Parameter):
                 tensor = tensor.detach().to(self._dtype)  # half the bytes to gather
             yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+    def digests(self) -> dict[str, str]:
+        """Of each fp32 parameter, see digests.of_parameters. Every rank has to call."""
+        return digests.of_parameters(dict(self.model.named_parameters()), self._mesh.get_group())
+
+    def sha256(self) -> str:
+        """Of all of them, see digests.sha256. Every rank has to call."""
+        return digests.sha256(self.model.named_parameters())
 
     # Log-probabilities
 
@@ -136,12 +145,12 @@ class Trainer:
         before = [p.detach().to_local().to(self._dtype, copy=True) for p in self._parameters]
         size = len(samples) // self.options.mini_batches
         for number, total in enumerate(tokens):
-            self._optimizer.zero_grad()
+            self.optimizer.zero_grad()
             mini = samples[number * size : (number + 1) * size]
             for start in range(0, size, self.options.micro_batch):
                 self._train(mini[start : start + self.options.micro_batch], total)
             norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.options.max_grad_norm)
-            self._optimizer.step()
+            self.optimizer.step()
         moved = sum((p.detach().to_local().to(self._dtype) != old).sum() for p, old in zip(self._parameters, before))
         dist.all_reduce(moved, group=self._mesh.get_group())
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
