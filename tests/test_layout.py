@@ -39,7 +39,8 @@ TOP_OF_THE_ENGINE = {
     "request",
     "text",
 }
-ROOMS_OF_THE_ENGINE = {"cli", "core", "runner", "weights", "handover", "parallel", "serve", "proof", "verl", "recipes"}
+ROOMS_OF_THE_ENGINE = {"cli", "core", "runner", "weights", "handover", "parallel", "serve", "proof", "recipes"}
+ROOMS_OF_THE_ENGINE |= {"verl", "trl"}
 # Which room may import which other: a room is composed of these and of nothing else of ours.
 COMPOSED_OF = {
     "linear_cross_entropy": {"linear", "log_softmax"},
@@ -168,8 +169,8 @@ def test_third_parties_are_imported_only_where_they_belong():
                 assert path.name in ("cute.py", "cute_backward.py", "cute_objects.py"), f"{where} imports {name}"
             if name == "triton":
                 assert path.stem.split("_")[0] in ("triton", "disk"), f"{where} imports {name}"
-            if name in ("transformers", "veomni", "verl", "ray"):
-                inside = where.parts[1] in ("patch", "proof", "verl", "weights")  # proof: lazily
+            if name in ("transformers", "veomni", "verl", "trl", "ray"):
+                inside = where.parts[1] in ("patch", "proof", "verl", "trl", "weights")  # proof: lazily
                 inside |= name == "ray" and where.parts[1] == "parallel"
                 assert inside, f"{where} imports {name}"
 
@@ -276,7 +277,8 @@ def test_environment_variables_have_our_prefix():
         "COLUMNS",
         "PIP_",  # and what follows: weights/index.py asks where pip or uv would
         "PIP_CONFIG_FILE",
-        "RANK",  # of a Ray worker, set by verl
+        "RANK",  # of a Ray worker, set by verl; with WORLD_SIZE of torchrun's
+        "WORLD_SIZE",
         "UV_DEFAULT_INDEX",
         "UV_INDEX_URL",
         "VERL_ENGINE_VENDOR",  # which of its registered engines verl takes

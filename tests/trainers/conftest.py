@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-NEEDED = ("verl", "veomni", "ray", "transfer_queue", "tensordict", "hydra", "torchdata")
+NEEDED = ("verl", "veomni", "ray", "transfer_queue", "tensordict", "hydra", "torchdata", "trl")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 if not MISSING:  # before anything imports verl: it looks once
     os.environ.setdefault("VERL_PLATFORM", "cpu")

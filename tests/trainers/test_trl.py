@@ -1,0 +1,130 @@
+"""TRL's GRPOTrainer with rollouts of this engine: the bytes of its loss, and what is refused by name."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+
+from vexact_engine.trl import GRPOTrainer
+from vexact_engine.trl.generation import Generation
+
+README = Path(__file__).parents[2] / "vexact_engine" / "recipes" / "README.md"
+SMALL = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6, "max_steps": 3}
+SMALL |= {"learning_rate": 1e-3, "report_to": [], "logging_steps": 1, "use_cpu": True, "save_strategy": "no"}
+
+
+def evens(completion_ids, **_):
+    """A reward that every token has a part in."""
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+
+def config(folder, **changes):
+    return trl.GRPOConfig(str(folder), **{**SMALL, **changes})
+
+
+def data(count=32):
+    return Dataset.from_dict({"prompt": ["say " + "more " * (i % 5) + str(i) for i in range(count)]})
+
+
+class Watched(GRPOTrainer):
+    """Keeps what the engine reported and what the loss had of the same answers, as TRL pads them."""
+
+    def _compute_loss(self, model, inputs):
+        self.seen = getattr(self, "seen", [])
+        self.seen.append([inputs["sampling_per_token_logps"], None, inputs["completion_mask"] != 0])
+        return super()._compute_loss(model, inputs)
+
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        found = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        if found[0].requires_grad:
+            self.seen[-1][1] = found[0].detach()
+        return found
+
+    def differ(self):
+        """(log-probabilities whose bytes differ, how many there were)."""
+        pairs = [(a[mask].view(torch.int32), b[mask].view(torch.int32)) for a, b, mask in self.seen]
+        return sum((a != b).sum().item() for a, b in pairs), sum(len(a) for a, _ in pairs)
+
+
+def train(model, folder, trainer=Watched, **changes):
+    made = trainer(model=model, reward_funcs=evens, args=config(folder, **changes), train_dataset=data())
+    made.train()
+    return made
+
+
+@pytest.mark.parametrize(
+    "family,changes",
+    [
+        ("qwen3", {"beta": 0.1, "temperature": 0.7}),
+        ("qwen3_moe", {"router_aux_loss_coef": 0.0, "gradient_accumulation_steps": 2, "top_k": 40}),
+    ],
+    ids=["qwen3, a reference", "mixture, two batches a step"],
+)
+def test_the_rollouts_log_probabilities_are_those_of_the_loss(family, changes, models, tmp_path):
+    trainer = train(str(models(family)), tmp_path, **changes)
+    differ, count = trainer.differ()
+    assert differ == 0 and count > 60
+    logs = [log for log in trainer.state.log_history if "sampling/importance_sampling_ratio/min" in log]
+    assert len(logs) == 3
+    for log in logs:
+        ratios = [log[f"sampling/importance_sampling_ratio/{which}"] for which in ("min", "mean", "max")]
+        assert ratios == [1.0] * 3 and log["sampling/sampling_logp_difference/max"] == 0 and log["grad_norm"] > 0
+    if "beta" in changes:
+        assert logs[0]["kl"] == 0 < logs[-1]["kl"]  # before anything has moved: exactly 0
+    assert trainer.engine.weight_version == 3
+    trainer.close()
+
+
+def test_a_loaded_model_and_answers_without_a_correction(models, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(models("qwen3"), dtype=torch.float32)
+    trainer = train(model, tmp_path, vllm_importance_sampling_correction=False, bf16=False, vllm_enable_sleep_mode=True)
+    differ, count = trainer.differ()
+    assert (differ, trainer.engine.dtype) == (0, torch.float32) and count > 60 and trainer.engine.asleep
+    assert not any("sampling/importance_sampling_ratio/min" in log for log in trainer.state.log_history)
+
+
+def test_an_engine_with_other_weights_differs(models, tmp_path, monkeypatch):
+    """The twin that must fail: weights stay as they were."""
+    monkeypatch.setattr(Generation, "sync_weights", lambda self: None)
+    differ, count = train(str(models("qwen3")), tmp_path).differ()
+    assert 0 < differ < count
+
+
+def test_readmes_lines(models, tmp_path, monkeypatch):
+    """As they stand, but for the model, a CPU, and fewer steps and tokens."""
+    (code,) = re.findall(r"```python needs=trl\n(.*?)```", README.read_text(), re.S)
+    assert len(code.splitlines()) <= 10
+    code = code.replace("Qwen/Qwen3-0.6B", str(models("qwen3")))
+    monkeypatch.chdir(tmp_path)
+    small = {**SMALL, "max_steps": 2}
+    whole = trl.GRPOConfig
+    monkeypatch.setattr(trl, "GRPOConfig", lambda **given: whole("out", **{**given, **small}))
+    found = {}
+    exec(code, found)
+    assert found["trainer"].state.log_history[0]["sampling/sampling_logp_difference/max"] == 0
+
+
+@pytest.mark.parametrize(
+    "changes,said",
+    [
+        ({"use_vllm": True}, "use_vllm: got True, expected False"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty: got 1.1, expected 1.0"),
+        ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32: got True, expected False"),
+    ],
+)
+def test_what_would_have_other_bits_is_refused_before_anything_is_loaded(changes, said, tmp_path):
+    with pytest.raises(ValueError, match=rf"vexact_engine\.trl: {said}"):
+        GRPOTrainer("/nowhere", evens, config(tmp_path, **changes), train_dataset=data())
+
+
+def test_adapters_and_load_balancing_losses_are_refused(models, tmp_path):
+    from peft import LoraConfig
+
+    with pytest.raises(ValueError, match=r"vexact_engine\.trl: peft_config: got LoraConfig"):
+        GRPOTrainer("/nowhere", evens, config(tmp_path), train_dataset=data(), peft_config=LoraConfig())
+    with pytest.raises(ValueError, match=r"vexact_engine\.trl: router_aux_loss_coef: expected 0\.0"):
+        GRPOTrainer(str(models("qwen3_moe")), evens, config(tmp_path), train_dataset=data())

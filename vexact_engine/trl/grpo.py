@@ -1,0 +1,143 @@
+"""The trainer: TRL's own, on aligned ops, with this engine for its rollouts."""
+
+import contextlib
+import copy
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import vexact_ops as vx
+from vexact_ops.patch.batch import Score
+
+from ..config import EngineConfig
+from ..engine import Engine
+from ..extras import pip_line
+from ..request import derive_seed
+from .generation import Generation
+
+try:
+    import trl
+except ModuleNotFoundError as error:
+    line = pip_line("trl")
+    raise ModuleNotFoundError(f"vexact_engine.trl: not installed: {error.name}. Run: {line}") from error
+
+
+class GRPOTrainer(trl.GRPOTrainer):
+    """TRL's GRPOTrainer: each log-probability that a rollout reports and the one that the loss has are the same bytes.
+    So its corrections by importance sampling are exactly 1, and may be left out (`vllm_importance_sampling_correction
+    =False`), with the forward that they need.
+
+    model          a name on the Hub or a directory, then loaded in bfloat16 unless `args.model_init_kwargs` names a
+                   dtype; or a loaded causal language model, patched here. Each process has an engine with a copy of it
+    args           a GRPOConfig. `use_vllm` stays False; what it says of memory and length holds for this engine:
+                   `vllm_gpu_memory_utilization`, `vllm_max_model_length`, `vllm_enable_sleep_mode`
+    engine_config  None: made of those
+    raises         ValueError names what would have other bits, or what the engine does not do: PEFT, Liger, an fp32
+                   head, repetition penalties, load balancing losses, DeepSpeed, another generator, images.
+                   UnsupportedModule, see vexact_ops.patch.hf
+
+    All else is TRL's, and its own arguments go on to it. Seeds of draws are functions of `args.seed`.
+    """
+
+    def __init__(
+        self,
+        model: "str | os.PathLike | PreTrainedModel",
+        reward_funcs: Any,
+        args: "trl.GRPOConfig | None" = None,
+        *,
+        engine_config: EngineConfig | None = None,
+        **kwargs: Any,
+    ):
+        args = trl.GRPOConfig("trainer_output") if args is None else copy.copy(args)
+        _refuse(args, kwargs)
+        if not isinstance(model, PreTrainedModel):
+            model = AutoModelForCausalLM.from_pretrained(
+                model, **{"dtype": torch.bfloat16, **(args.model_init_kwargs or {})}
+            )
+            args.model_init_kwargs = None
+        whole = copy.deepcopy(model).requires_grad_(False).eval()  # the engine's; a patched model has no copies
+        self._handle = vx.patch.hf(model)
+        super().__init__(model=model, reward_funcs=reward_funcs, args=args, **kwargs)
+        if self.aux_loss_enabled:
+            raise ValueError("vexact_engine.trl: router_aux_loss_coef: expected 0.0: aligned routers have no such loss")
+        self._patch_reference()
+        config = engine_config or EngineConfig(
+            gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+            max_model_len=args.vllm_max_model_length,
+            show_progress=False,
+        )
+        self.engine = Engine.from_pretrained(whole, device=self.accelerator.device, config=config, tokenizer=False)
+        seed = derive_seed(args.seed, self.accelerator.process_index) % 2**64
+        fields = self._sampling(args)
+        # From here on TRL asks as it would ask vLLM.
+        self.use_vllm, self.vllm_mode, self._last_loaded_step = True, "vexact", -1
+        self.vllm_generation = Generation(self.engine, self._handle, fields, seed, args.vllm_enable_sleep_mode)
+
+    def _sampling(self, args: "trl.GRPOConfig") -> dict[str, Any]:
+        fields = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k or 0}
+        fields |= {"min_p": self.min_p or 0.0, "max_new_tokens": self.max_completion_length}
+        fields["stop_token_ids"] = tuple(self.eos_token_ids)
+        return fields | (args.generation_kwargs or {})
+
+    def _patch_reference(self) -> None:
+        """The reference's log-probabilities are of the same ops: their difference from an equal policy's is 0."""
+        if self.ref_model is None:
+            return
+        reference = self.accelerator.unwrap_model(self.ref_model, keep_fp32_wrapper=False)
+        reference.__dict__.pop("forward", None)  # TRL's head over it
+        reference.to(self._handle.model.dtype)
+        self._reference, self.ref_model = vx.patch.hf(reference), reference
+
+    def close(self) -> None:
+        """Ends the engine; the trainer generates no more. Again does nothing."""
+        self.engine.close()
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        **more: Any,
+    ) -> tuple[Tensor, Tensor | None, None]:
+        """(B, logits_to_keep) fp32 log-probabilities of the last tokens at the rollout's temperature, and entropies."""
+        if given := sorted(name for name, value in more.items() if value is not None and value is not False):
+            raise ValueError(f"vexact_engine.trl: {', '.join(given)}: the trainer scores token ids alone")
+        keep, found = slice(-logits_to_keep - 1, -1), []
+        size = batch_size or len(input_ids)
+        for ids, mask in zip(input_ids.split(size), attention_mask.split(size)):
+            wanted = torch.zeros_like(mask, dtype=torch.bool)
+            wanted[:, keep] = mask[:, -logits_to_keep:] != 0
+            rows = wanted.flatten().nonzero()[:, 0]
+            asked = Score(ids.flatten()[rows + 1], rows, self.temperature, compute_entropy)
+            with self.accelerator.autocast() if model is not self.ref_model else contextlib.nullcontext():
+                values = model(input_ids=ids, attention_mask=mask, use_cache=False, vexact_score=asked)
+            found.append([v.new_zeros(ids.numel()).index_copy(0, rows, v).view_as(ids)[:, keep] for v in values])
+        logprobs, *entropies = (torch.cat(values) for values in zip(*found))
+        return logprobs, entropies[0] if compute_entropy else None, None
+
+
+def _refuse(args: "trl.GRPOConfig", kwargs: dict[str, Any]) -> None:
+    """ValueError names what is asked for and cannot be had, before anything is loaded."""
+    wrong = {
+        "peft_config": kwargs.get("peft_config") is not None and "None: adapters are computed unmerged here alone",
+        "use_vllm": args.use_vllm and "False: the engine generates",
+        "use_transformers_continuous_batching": args.use_transformers_continuous_batching
+        and "False: the engine generates",
+        "use_liger_kernel": args.use_liger_kernel and "False: aligned ops take its place",
+        "use_kernels": getattr(args, "use_kernels", False) and "False: aligned ops take their place",
+        "cast_lm_head_to_fp32": args.cast_lm_head_to_fp32 and "False: aligned logits are fp32 sums as they are",
+        "repetition_penalty": args.repetition_penalty != 1.0 and "1.0: the trainer's distribution has none",
+        "deepspeed": args.deepspeed is not None and "None: FSDP2 shards here",
+        "vllm_structured_outputs_regex": args.vllm_structured_outputs_regex is not None
+        and "None: draws are of the whole vocabulary",
+    }
+    for name, expected in wrong.items():
+        if expected:
+            got = kwargs.get(name, getattr(args, name, None))
+            raise ValueError(f"vexact_engine.trl: {name}: got {got!r}, expected {expected}")
