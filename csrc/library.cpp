@@ -57,6 +57,10 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("rmsnorm_gated_fwd(Tensor x, Tensor gate, Tensor weight, float eps, Tensor(a!) y, Tensor(b!) rstd) -> ()");
   m.def("rmsnorm_gated_bwd(Tensor dy, Tensor x, Tensor gate, Tensor weight, Tensor rstd, Tensor(a!) dx, Tensor(b!) dgate, Tensor(c!) dweight) -> ()");
 
+  // layer_norm
+  m.def("layer_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, Tensor(a!) y, Tensor(b!)? new_residual, Tensor(c!) mean, Tensor(d!) rstd) -> ()");
+  m.def("layer_norm_bwd(Tensor dy, Tensor? dnew_residual, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor(a!) dx, Tensor(b!)? dweight, Tensor(c!)? dbias) -> ()");
+
   // rope
   m.def("rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool transpose, Tensor(a!) q_out, Tensor(b!) k_out) -> ()");
   m.def("rope_cos_sin(Tensor positions, Tensor inv_freq, float scaling, Tensor(a!) cos, Tensor(b!) sin) -> ()");
@@ -66,6 +70,8 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("silu_mul_bwd(Tensor dy, Tensor gate, Tensor up, bool gelu, Tensor(a!) dgate, Tensor(b!) dup) -> ()");
   m.def("sigmoid_mul_fwd(Tensor x, Tensor gate, Tensor(a!) y) -> ()");
   m.def("sigmoid_mul_bwd(Tensor dy, Tensor x, Tensor gate, Tensor(a!) dx, Tensor(b!) dgate) -> ()");
+  m.def("gelu_fwd(Tensor x, bool tanh, Tensor(a!) y) -> ()");
+  m.def("gelu_bwd(Tensor dy, Tensor x, bool tanh, Tensor(a!) dx) -> ()");
 
   // log_softmax, mean
   m.def("log_softmax_fwd(Tensor x, Tensor(a!) y, Tensor(b!) lse) -> ()");

@@ -205,6 +205,14 @@ def rmsnorm(d: Draw) -> None:
     again(d, with_gradients(d, lambda x, g: vx.rmsnorm_gated(x, g, weight), 2), (x, residual, dy))
 
 
+def layer_norm(d: Draw) -> None:
+    n, rows = d.kind([64, 100, 576, 2048, 4096, 1]), d.rows()
+    weight, bias = (d.values(n) if d.chance(0.7) else None for _ in range(2))
+    x, dy, residual = d.special(d.values(rows, n)), d.values(rows, n), d.special(d.values(rows, n))
+    again(d, with_gradients(d, lambda x: vx.layer_norm(x, weight, bias), 1), (x, dy))
+    again(d, lambda x, r: vx.layer_norm(x, weight, bias, residual=r), (x, residual))
+
+
 def rope(d: Draw) -> None:
     dim, rotary = d.kind([(64, 64), (128, 128), (80, 32), (6, 4)])
     rows, heads = d.rows(), d.kind([(3, 1), (4, 4), (8, 2)])
@@ -242,6 +250,7 @@ def silu_mul(d: Draw) -> None:
     gate, up, dy = d.special(d.values(rows, n)), d.special(d.values(rows, n)), d.values(rows, n)
     activation = d.kind(["silu", "gelu_tanh"])
     again(d, with_gradients(d, lambda g, u: vx.silu_mul(g, u, activation=activation), 2), (gate, up, dy))
+    again(d, with_gradients(d, lambda x: vx.gelu(x, approximate=d.kind(["none", "tanh"])), 1), (gate, dy))
     again(d, with_gradients(d, vx.sigmoid_mul, 2), (up, gate if d.chance(0.5) else gate[:, :1], dy))
 
 
@@ -469,8 +478,9 @@ def gated_delta(d: Draw) -> None:
 ROOMS: dict[str, Callable[[Draw], None]] = {
     check.__name__: check
     for check in (
-        attention, causal_conv, fused_moe, gated_delta, grouped_linear, kv_cache, linear, linear_cross_entropy,
-        linear_sample, linear_silu_mul, log_softmax, mean, moe_route, rmsnorm, rope, sampler, silu_mul,
+        attention, causal_conv, fused_moe, gated_delta, grouped_linear, kv_cache, layer_norm, linear,
+        linear_cross_entropy, linear_sample, linear_silu_mul, log_softmax, mean, moe_route, rmsnorm, rope, sampler,
+        silu_mul,
     )
 }  # fmt: skip
 

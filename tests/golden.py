@@ -128,6 +128,28 @@ def _elementwise(device: str, half: bool) -> Iterator[Case]:
 
             yield "rmsnorm", f"{style} N={n}", norm
 
+    for n in (1, 70, 1024):
+
+        def layer(make, n=n):
+            x, weight, bias, residual = make.tricky(9, n), make.values(n), make.values(n), make.values(9, n)
+            both = lambda x, w, r: vx.layer_norm(x, w, None, 1e-5, r)  # noqa: E731
+            hard = vx.layer_norm(make.hard(12, n), weight, bias), vx.layer_norm(make.hard(12, n))
+            return [
+                *with_grads(make, vx.layer_norm, x, weight, bias),
+                *with_grads(make, both, x, weight, residual),
+                *hard,
+            ]
+
+        yield "layer_norm", f"N={n}", layer
+
+    for form in ("none", "tanh"):
+
+        def gelu(make, form=form):
+            fn = lambda x: vx.gelu(x, approximate=form)  # noqa: E731
+            return [*with_grads(make, fn, make.tricky(9, 70, low=-4, high=4)), fn(make.hard(12, 70))]
+
+        yield "silu_mul", f"gelu {form}", gelu
+
     for interleaved in (False, True):
 
         def rope(make, interleaved=interleaved):

@@ -83,6 +83,9 @@ CASES = {
     "rmsnorm": ("rmsnorm", lambda i: ((i.new(5, 70), i.new(70)), {})),
     "rmsnorm.residual": ("rmsnorm", lambda i: ((i.new(5, 70), i.new(70)), {"residual": i.new(5, 70)})),
     "rmsnorm_gated": ("rmsnorm", lambda i: ((i.new(5, 70), i.new(5, 70), i.new(70)), {})),
+    "layer_norm": ("layer_norm", lambda i: ((i.new(5, 70), i.new(70), i.new(70)), {})),
+    "layer_norm.residual": ("layer_norm", lambda i: ((i.new(5, 70), i.new(70)), {"residual": i.new(5, 70)})),
+    "layer_norm.plain": ("layer_norm", lambda i: ((i.new(5, 70),), {})),
     "rope": ("rope", lambda i: ((i.new(5, 3, 16), i.new(5, 1, 16), i.new(5, 16).detach(), i.new(5, 16).detach()), {})),
     "rope_cos_sin": (
         "rope",
@@ -103,6 +106,8 @@ CASES = {
     "silu_mul": ("silu_mul", lambda i: ((i.new(5, 40),), {})),
     "sigmoid_mul": ("silu_mul", lambda i: ((i.new(5, 40), i.new(5, 40)), {})),
     "sigmoid_mul.row": ("silu_mul", lambda i: ((i.new(5, 40), i.new(5, 1)), {})),
+    "gelu": ("silu_mul", lambda i: ((i.new(5, 40),), {})),
+    "gelu.tanh": ("silu_mul", lambda i: ((i.new(5, 40),), {"approximate": "tanh"})),
     "log_softmax": ("log_softmax", lambda i: ((i.new(5, 600),), {})),
     "log_softmax.fp32": ("log_softmax", lambda i: ((i.new(4, 600),), {"out_dtype": FP32})),
     "mean": ("mean", lambda i: ((i.new(5, 600), -1), {})),

@@ -39,6 +39,7 @@ CASES = {
         "few_rows and (bf16 or any_value or behind_the_last)",
     ),
     "kv_cache": ("slot",),
+    "layer_norm": ("stand_alone and bf16",),
     "linear": (
         "bf16 and (rows_stand_alone or strides)",
         "every_admitted and bf16 and 64",

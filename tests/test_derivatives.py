@@ -71,6 +71,7 @@ CASES = {
     ),
     "rmsnorm": Case((numbers(3, 16), numbers(16, seed=1)), 2),
     "rmsnorm_gated": Case((numbers(3, 16), numbers(3, 16, seed=1), numbers(16, seed=2)), 3),
+    "layer_norm": Case((numbers(3, 16), numbers(16, seed=1), numbers(16, seed=2)), 3),
     "rope": Case(
         (numbers(3, 2, 16), numbers(3, 1, 16, seed=1), numbers(3, 16, seed=2), numbers(3, 16, seed=3)), 2, plain=turned
     ),
@@ -84,6 +85,7 @@ CASES = {
     ),
     "linear_silu_mul": Case((numbers(3, 16), numbers(8, 16, seed=1), numbers(8, seed=2)), 0),
     "silu_mul": Case((numbers(3, 16), numbers(3, 16, seed=1)), 2),
+    "gelu": Case((numbers(3, 16),), 1),
     "sigmoid_mul": Case((numbers(3, 16), numbers(3, 16, seed=1)), 2),
     "causal_conv": Case((numbers(3, 16), numbers(16, 4, seed=1), numbers(16, seed=2)), 3),
     "causal_conv_paged": Case(

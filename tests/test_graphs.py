@@ -103,6 +103,8 @@ OPS = {
         vx.rmsnorm_gated,
         lambda s: (random(s, ROWS, 128), random(s + 1, ROWS, 128), random(s + 2, 128)),
     ),
+    "layer_norm": (vx.layer_norm, lambda s: (random(s, ROWS, 512), random(s + 1, 512), random(s + 2, 512))),
+    "gelu": (vx.gelu, lambda s: (random(s, ROWS, 512),)),
     "sigmoid_mul": (vx.sigmoid_mul, lambda s: (random(s, ROWS, 512), random(s + 1, ROWS, 512))),
     "causal_conv": (
         lambda x, w: vx.causal_conv(x, w),
@@ -274,6 +276,6 @@ def test_the_bits_do_not_depend_on_the_stream():
 def test_every_room_that_decodes_is_here():
     covered = {"rmsnorm", "rope", "silu_mul", "kv_cache", "log_softmax", "mean", "linear", "linear_cross_entropy"}
     covered |= {"sampler", "linear_sample", "linear_silu_mul", "attention", "moe_route", "grouped_linear", "fused_moe"}
-    covered |= {"causal_conv", "gated_delta"}
+    covered |= {"causal_conv", "gated_delta", "layer_norm"}
     vx.numerics()
     assert covered == {name for name, room in backend.ROOMS.items() if room.cuda}

@@ -17,11 +17,13 @@ _WHERE = {
     "fused_moe": "fused_moe.op",
     "rmsnorm": "rmsnorm.op",
     "rmsnorm_gated": "rmsnorm.gated",
+    "layer_norm": "layer_norm.op",
     "rope": "rope.op",
     "rope_cos_sin": "rope.op",
     "rope_kv_store": "rope.op",
     "silu_mul": "silu_mul.op",
     "sigmoid_mul": "silu_mul.sigmoid",
+    "gelu": "silu_mul.gelu",
     "log_softmax": "log_softmax.op",
     "mean": "mean.op",
     "sum": "mean.op",
@@ -126,6 +128,7 @@ if TYPE_CHECKING:  # `as`: these are public, for type checkers too
     from .gated_delta.op import gated_delta_varlen as gated_delta_varlen
     from .grouped_linear.op import grouped_linear as grouped_linear
     from .kv_cache.op import kv_cache_store as kv_cache_store
+    from .layer_norm.op import layer_norm as layer_norm
     from .linear.bmm import bmm as bmm
     from .linear.op import linear as linear
     from .linear_cross_entropy.op import linear_cross_entropy as linear_cross_entropy
@@ -144,5 +147,6 @@ if TYPE_CHECKING:  # `as`: these are public, for type checkers too
     from .rope.op import rope_cos_sin as rope_cos_sin
     from .rope.op import rope_kv_store as rope_kv_store
     from .sampler.op import sample as sample
+    from .silu_mul.gelu import gelu as gelu
     from .silu_mul.op import silu_mul as silu_mul
     from .silu_mul.sigmoid import sigmoid_mul as sigmoid_mul

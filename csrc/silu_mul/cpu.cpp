@@ -57,6 +57,25 @@ void sigmoid_mul_bwd(Tensor dy, Tensor x, Tensor gate, Tensor dx, Tensor dgate) 
                             mutable_data(dx), mutable_data(dgate)});
 }
 
+void gelu_fwd(Tensor x, bool tanh, Tensor y) {
+  STD_TORCH_CHECK(x.dim() == 2, "x: expected (R, N)");
+  const int64_t rows = x.size(0), n = x.size(1);
+  const Dtype dtype = dtype_of(x, "x");
+  check_2d(x, "x", rows, n);
+  check_contiguous(y, "y", rows, n, dtype);
+  VX_CALL(gelu_fwd, {dtype, rows, n, x.stride(0), data(x), tanh, mutable_data(y)});
+}
+
+void gelu_bwd(Tensor dy, Tensor x, bool tanh, Tensor dx) {
+  STD_TORCH_CHECK(x.dim() == 2, "x: expected (R, N)");
+  const int64_t rows = x.size(0), n = x.size(1);
+  const Dtype dtype = dtype_of(x, "x");
+  check_2d(x, "x", rows, n);
+  check_contiguous(dy, "dy", rows, n, dtype);
+  check_contiguous(dx, "dx", rows, n, dtype);
+  VX_CALL(gelu_bwd, {dtype, rows, n, x.stride(0), data(dy), data(x), tanh, mutable_data(dx)});
+}
+
 }  // namespace
 }  // namespace vx
 
@@ -65,4 +84,6 @@ STABLE_TORCH_LIBRARY_IMPL(vexact_native, CPU, m) {
   m.impl("silu_mul_bwd", VX_BOX(&vx::silu_mul_bwd));
   m.impl("sigmoid_mul_fwd", VX_BOX(&vx::sigmoid_mul_fwd));
   m.impl("sigmoid_mul_bwd", VX_BOX(&vx::sigmoid_mul_bwd));
+  m.impl("gelu_fwd", VX_BOX(&vx::gelu_fwd));
+  m.impl("gelu_bwd", VX_BOX(&vx::gelu_bwd));
 }

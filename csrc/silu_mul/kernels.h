@@ -43,9 +43,27 @@ struct SigmoidMulBwd {
   void *dx, *dgate;           // (rows, n), (rows, n | 1) contiguous
 };
 
+struct GeluFwd {
+  Dtype dtype;
+  int64_t rows, n, x_stride;
+  const void* x;              // (rows, n)
+  bool tanh;                  // its tanh form, else erf's
+  void* y;                    // (rows, n) contiguous
+};
+
+struct GeluBwd {
+  Dtype dtype;
+  int64_t rows, n, x_stride;
+  const void *dy, *x;         // dy contiguous
+  bool tanh;
+  void* dx;                   // (rows, n) contiguous
+};
+
 }  // namespace vx
 
 VX_DECLARE_KERNEL(void silu_mul_fwd(const SiluMulFwd& a))
 VX_DECLARE_KERNEL(void silu_mul_bwd(const SiluMulBwd& a))
 VX_DECLARE_KERNEL(void sigmoid_mul_fwd(const SigmoidMulFwd& a))
 VX_DECLARE_KERNEL(void sigmoid_mul_bwd(const SigmoidMulBwd& a))
+VX_DECLARE_KERNEL(void gelu_fwd(const GeluFwd& a))
+VX_DECLARE_KERNEL(void gelu_bwd(const GeluBwd& a))

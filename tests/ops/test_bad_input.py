@@ -28,6 +28,7 @@ CASES = {
     "bmm": ([bf16(2, 3, 16), bf16(2, 16, 8)], {}),
     "rmsnorm": ([bf16(3, 16), bf16(16)], {}),
     "rmsnorm_gated": ([bf16(3, 16), bf16(3, 16), bf16(16)], {}),
+    "layer_norm": ([bf16(3, 16), bf16(16), bf16(16)], {}),
     "rope": ([bf16(3, 2, 16), bf16(3, 1, 16), bf16(3, 16), bf16(3, 16)], {}),
     "rope_kv_store": (
         [
@@ -39,6 +40,7 @@ CASES = {
     "rope_cos_sin": ([ints(0, 1, dtype=torch.int64), torch.rand(8)], {"dtype": torch.bfloat16}),
     "linear_silu_mul": ([bf16(3, 16), bf16(8, 16), bf16(8)], {}),
     "silu_mul": ([bf16(3, 16), bf16(3, 16)], {}),
+    "gelu": ([bf16(3, 16)], {}),
     "sigmoid_mul": ([bf16(3, 16), bf16(3, 16)], {}),
     "causal_conv": ([bf16(3, 16), bf16(16, 4), bf16(16)], {}),
     "causal_conv_paged": (

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vexact_ops as vx
-from vexact_ops.silu_mul.reference import sigmoid_mul_ref, silu_mul_ref
+from vexact_ops.silu_mul.reference import gelu_ref, sigmoid_mul_ref, silu_mul_ref
 from vexact_ops.testing import assert_bitwise, check_repeatable, check_rows, tricky
 
 BACKENDS = pytest.mark.parametrize("device,backend", room_backends("silu_mul"))
@@ -255,3 +255,73 @@ def test_bad_arguments_of_sigmoid_mul_are_named():
     with pytest.raises(ValueError, match=r"sigmoid_mul: x: got shape \(3, 0\)"):
         vx.sigmoid_mul(x[:, :0], gate[:, :0])
     assert vx.sigmoid_mul(x[:0], gate[:0]).shape == (0, 8)
+
+
+# gelu
+
+FORMS = pytest.mark.parametrize("form", ["none", "tanh"])
+
+
+def with_slope(x, dy, form, backend):
+    x = x.clone().requires_grad_()
+    y = vx.gelu(x, approximate=form, backend=backend)
+    return y.detach(), *torch.autograd.grad(y, x, dy)
+
+
+@BACKENDS
+@DTYPES
+@FORMS
+def test_gelu_rows_stand_alone(device, backend, dtype, form):
+    for rows, n in ((1, 1), (5, 7), (9, 600), (70, 33)):
+        x, dy = (tricky(rows, n, seed=rows + i, dtype=dtype, device=device) for i in range(2))
+        check_rows(lambda x, dy: with_slope(x, dy, form, backend), x, dy)
+
+
+@BACKENDS
+@DTYPES
+@FORMS
+def test_gelu_accuracy(device, backend, dtype, form):
+    """At most twice the error of torch's own over the whole range; at infinities and NaN what torch gives."""
+    x = torch.linspace(-14, 14, 40000).view(40, 1000).to(device, dtype)
+    dy = torch.randn(40, 1000, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+
+    def run(fn, x, dy):
+        x = x.clone().requires_grad_()
+        y = fn(x)
+        return y.detach(), *torch.autograd.grad(y, x, dy)
+
+    exact = run(lambda x: gelu_ref(x, approximate=form), x.double(), dy.double())
+    ours = with_slope(x, dy, form, backend)
+    theirs = run(lambda x: torch.nn.functional.gelu(x, approximate=form), x, dy)
+    for name, o, t, e in zip(("y", "dx"), ours, theirs, exact, strict=True):
+        error, stock_error = ((v.double() - e).norm() / e.norm() for v in (o, t))
+        assert error <= 2 * stock_error, f"{name}: {error:.3g} against the stock op's {stock_error:.3g}"
+    ends = torch.tensor([[0.0, -0.0, float("inf"), float("nan"), -20.0, 20.0, 1.0, -1.0]], device=device, dtype=dtype)
+    got = vx.gelu(ends, approximate=form, backend=backend)
+    assert_bitwise(got[:, :4], torch.tensor([[0.0, -0.0, float("inf"), float("nan")]], device=device, dtype=dtype))
+    assert got[0, 4] == 0 and got[0, 5] == 20
+
+
+def test_gelu_of_small_negative_numbers_does_not_cancel():
+    x = -torch.linspace(1, 8, 400).view(4, 100)
+    exact = gelu_ref(x.double())
+    assert ((vx.gelu(x).double() / exact - 1).abs() < 2e-6).all()
+    assert ((torch.nn.functional.gelu(x).double() / exact - 1).abs() > 1e-3).any()
+
+
+@BACKENDS
+def test_gelu_opchecks(device, backend):
+    torch.library.opcheck(
+        torch.ops.vexact.gelu.default, (torch.randn(3, 32, device=device, requires_grad=True), False, backend)
+    )
+
+
+def test_bad_arguments_of_gelu_are_named():
+    x = torch.randn(3, 8)
+    with pytest.raises(TypeError, match="gelu: x: got dtype int64"):
+        vx.gelu(x.long())
+    with pytest.raises(ValueError, match="gelu: approximate: got 'erf'"):
+        vx.gelu(x, approximate="erf")
+    with pytest.raises(ValueError, match=r"gelu: x: got shape \(3, 0\)"):
+        vx.gelu(x[:, :0])
+    assert vx.gelu(x[:0]).shape == (0, 8)

@@ -118,6 +118,12 @@ def _rmsnorm(device, dtype):
     _rows_and_runs(lambda x, r: vx.rmsnorm(x, weight, residual=r), x, residual)
 
 
+def _layer_norm(device, dtype):
+    x, residual = (tricky(13, 577, seed=s, dtype=dtype, device=device) for s in (0, 1))
+    weight, bias = (tricky(577, seed=s, dtype=dtype, device=device) for s in (2, 3))
+    _rows_and_runs(lambda x, r: vx.layer_norm(x, weight, bias, residual=r), x, residual)
+
+
 def _rope(device, dtype):
     q, k = (tricky(11, heads, 64, seed=heads, dtype=dtype, device=device) for heads in (3, 1))
     positions = torch.arange(11, device=device) * 37
@@ -290,6 +296,7 @@ def _ranks(device, dtype):
 CHECKS: tuple[tuple[str, str, Callable], ...] = (
     ("linear", "a row alone, threads, instruction sets", _linear),
     ("rmsnorm", "a row alone, threads, instruction sets", _rmsnorm),
+    ("layer_norm", "a row alone, threads, instruction sets", _layer_norm),
     ("rope", "a row alone, threads, instruction sets", _rope),
     ("silu_mul", "a row alone, threads, instruction sets", _silu_mul),
     ("linear_silu_mul", "a row alone; one op == linear and silu_mul", _linear_silu_mul),

@@ -19,3 +19,11 @@ def sigmoid_mul_fwd(x: Tensor, gate: Tensor, y: Tensor) -> None:
 
 def sigmoid_mul_bwd(dy: Tensor, x: Tensor, gate: Tensor, dx: Tensor, dgate: Tensor) -> None:
     native.ops().sigmoid_mul_bwd(dy, x, gate, dx, dgate)
+
+
+def gelu_fwd(x: Tensor, tanh: bool, y: Tensor) -> None:
+    native.ops().gelu_fwd(x, tanh, y)
+
+
+def gelu_bwd(dy: Tensor, x: Tensor, tanh: bool, dx: Tensor) -> None:
+    native.ops().gelu_bwd(dy, x, tanh, dx)

@@ -171,3 +171,80 @@ def sigmoid_mul_bwd(dy: Tensor, x: Tensor, gate: Tensor, dx: Tensor, dgate: Tens
                 dy, x, gate, dx, dgate, x.stride(0), gate.stride(0), EACH=_each(x, gate), N=n, BLOCK=chunk(n, 2048),
                 num_warps=4, **OPTIONS,
             )  # fmt: skip
+
+
+@triton.jit
+def normal(x):
+    """The normal distribution's Phi(x) and e^(-x^2 / 2), as csrc/silu_mul/cpu_kernels.cpp has them."""
+    a = tl.abs(x)
+    a = tl.where(a < 15.0, a, 15.0)
+    square = a * a
+    missed = tl.fma(a, a, -square)
+    e = exp_down(square * -0.5)
+    density = tl.fma(e, missed * -0.5, e)
+    t = tl.div_rn(1.0, a + 2.0)
+    near = tl.full(x.shape, -7.654195542272646e-06, tl.float32)
+    near = tl.fma(near, square, 0.00011348634143359959)
+    near = tl.fma(near, square, -0.001186329871416092)
+    near = tl.fma(near, square, 0.009973322972655296)
+    near = tl.fma(near, square, -0.06649035960435867)
+    near = tl.fma(near, square, 0.3989422917366028)
+    tail = tl.full(x.shape, -29.936016082763672, tl.float32)
+    tail = tl.fma(tail, t, 43.60438919067383)
+    tail = tl.fma(tail, t, -19.038265228271484)
+    tail = tl.fma(tail, t, -0.8181650638580322)
+    tail = tl.fma(tail, t, 0.8333877325057983)
+    tail = tl.fma(tail, t, 1.1760878562927246)
+    tail = tl.fma(tail, t, 0.7999822497367859)
+    tail = tl.fma(tail, t, 0.39884838461875916)
+    tail = tl.fma(tail, t, 1.6172849655049504e-06)
+    far = density * tail
+    outer = tl.where(x > 0.0, 1.0 - far, far)
+    return tl.where(a < 1.0, tl.fma(x, near, 0.5), outer), density
+
+
+@triton.jit
+def _gelu_fwd_kernel(x, y, n, x_stride, TANH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    row, column, inside = _place(n, BLOCK)
+    v = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if TANH:
+        s, _ = sigmoid(v, True)
+    else:
+        s, _ = normal(v)
+    tl.store(y + row * n + column, (v * s).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gelu_bwd_kernel(dy, x, dx, n, x_stride, TANH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    row, column, inside = _place(n, BLOCK)
+    v = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    d = tl.load(dy + row * n + column, mask=inside, other=0.0).to(tl.float32)
+    if TANH:
+        s, rest = sigmoid(v, True)
+        slope = gate_slope(v, s, rest, True)
+    else:  # beyond 15 the density is 0
+        s, density = normal(v)
+        c = tl.where(v < 15.0, v, 15.0)
+        c = tl.where(c > -15.0, c, -15.0)
+        slope = tl.fma(c, density * 0.3989422804, s)
+    tl.store(dx + row * n + column, (d * slope).to(dx.dtype.element_ty), mask=inside)
+
+
+def gelu_fwd(x: Tensor, tanh: bool, y: Tensor) -> None:
+    rows, n = y.shape
+    if y.numel():
+        tile = _tile(y, rows)
+        with on(y):
+            _gelu_fwd_kernel[(rows, triton.cdiv(n, tile["BLOCK"]))](x, y, n, x.stride(0), TANH=tanh, **tile, **OPTIONS)
+
+
+def gelu_bwd(dy: Tensor, x: Tensor, tanh: bool, dx: Tensor) -> None:
+    rows, n = dy.shape
+    if dy.numel():
+        tile = _tile(dy, rows)
+        with on(dy):
+            _gelu_bwd_kernel[(rows, triton.cdiv(n, tile["BLOCK"]))](
+                dy, x, dx, n, x.stride(0), TANH=tanh, **tile, **OPTIONS
+            )
