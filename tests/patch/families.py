@@ -115,6 +115,8 @@ FAMILIES = {
         "topk_group": 2,
     },
 }
+# Sizes that others need.
+SMALL = {name: {"head_dim": 8} for name in ("persimmon", "phi", "stablelm")}
 NAMED = ["llama", "qwen2", "qwen3", "mistral", "gemma2"]  # those that the library promises by name
 MIXTURES = ["qwen3_moe", "mixtral", "olmoe", "deepseek_v3"]
 HYBRIDS = ["qwen3_5_text", "qwen3_next", "qwen3_5_moe_text"]
@@ -129,10 +131,13 @@ def family(name: str, *marks):
 
 def config_of(name: str, **changes):
     cls = CONFIG_MAPPING[name]
-    wanted = {**SIZES, **FAMILIES.get(name, {}), **changes}
-    config = cls(**wanted)
+    wanted = {**SIZES, **FAMILIES.get(name, SMALL.get(name, {})), **changes}
+    if "text_config" in cls.sub_configs and f"{name}_text" in CONFIG_MAPPING:  # a model of more than text
+        config = cls(text_config=config_of(f"{name}_text", **changes).to_dict())
+    else:
+        config = cls(**wanted)
     for key, value in vars(config).items():
-        if "dropout" in key and isinstance(value, float):
+        if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float):
             setattr(config, key, 0.0)
     return config
 

@@ -224,6 +224,19 @@ def _ends(counts: Tensor) -> Tensor:
     return torch.cat((counts.new_zeros(1), counts.cumsum(0))).to(torch.int32)
 
 
+def give(mask: Tensor, layout: Layout) -> None:
+    """To attention whose layers hand on no arguments but those that they know: a mask is one. It is no floating-point
+    number then, for FSDP2 makes others of those."""
+    mask.__dict__["_vexact_layout"] = layout
+
+
+def _given(module: nn.Module, mask) -> Layout | None:
+    layout = getattr(mask, "_vexact_layout", None)
+    if layout is not None and layout.seen is not None:
+        module._vexact.by_mask = True
+    return layout
+
+
 def heads_last(x: Tensor) -> Tensor:
     """(B, heads, S, D) as (B * S, heads, D), a view where the strides allow."""
     return x.transpose(1, 2).flatten(0, 1)
@@ -247,7 +260,7 @@ def attend(
 
     Padding rows give zeros. The mask has been turned into `vexact_layout` by the patched model's forward.
     """
-    layout = vexact_layout
+    layout = vexact_layout if vexact_layout is not None else _given(module, attention_mask)
     if layout is None:
         raise RuntimeError("vexact attention: call the patched model, not its layers: its forward describes the batch")
     if layout.autocast and query.dtype == torch.float32:

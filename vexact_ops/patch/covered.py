@@ -1,5 +1,6 @@
 """The families of transformers, by model_type, whose tiny random models patch.hf was seen to cover, with packed rows
-equal to rows alone. Written by tests/patch/test_covered.py, which holds it; nothing decides by it what is patched.
+equal to rows alone, and of the others what stood in the way first. Written by tests/patch/test_covered.py, which holds
+it; nothing decides by it what is patched.
 
 Where a configuration asks for the rope type longrope (of Phi-3 those of a long context), patch.hf and the engine want
 the choice of its factors: longrope="short" or "long"."""
@@ -7,11 +8,16 @@ the choice of its factors: longrope="short" or "long"."""
 COVERED = (
     "arcee",
     "axk1",
+    "biogpt",
     "bitnet",
+    "cohere",
+    "cohere2",
+    "cohere2_moe",
     "cwm",
     "deepseek_v3",
     "dots1",
     "ernie4_5",
+    "ernie4_5_moe",
     "exaone",
     "exaone4",
     "exaone_moe",
@@ -24,6 +30,10 @@ COVERED = (
     "glm4",
     "glm4_moe",
     "glm4_moe_lite",
+    "gpt-sw3",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neox",
     "granite",
     "granite_swa",
     "granitemoe",
@@ -31,23 +41,32 @@ COVERED = (
     "granitemoeshared",
     "helium",
     "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "hy_v3",
     "hyperclovax",
     "internlm3",
     "iquestcoder",
+    "jais2",
     "llama",
     "mellum",
     "mimo_v2_flash",
     "minicpm3",
+    "minimax_m2",
     "ministral",
     "mistral",
     "mixtral",
+    "nemotron",
+    "olmo",
     "olmo2",
     "olmo3",
     "olmoe",
+    "persimmon",
     "phi3",
     "qwen2",
     "qwen2_moe",
     "qwen3",
+    "qwen3_5",
+    "qwen3_5_moe",
     "qwen3_5_moe_text",
     "qwen3_5_text",
     "qwen3_moe",
@@ -57,6 +76,9 @@ COVERED = (
     "seed_oss",
     "smollm3",
     "solar_open",
+    "stablelm",
+    "starcoder2",
     "vaultgemma",
     "youtu",
 )
+REFUSED: dict[str, str] = {}

@@ -12,6 +12,7 @@ import vexact_ops as vx
 from . import batch
 
 CACHES = ("cache", "past_key_values")  # a model's cache, as transformers calls it from 5.24 on, and as it did before
+LAYERS_CACHE = "layer_past"  # as some layers hand it to their attention; attend sees whether it has come
 # What transformers hands on besides, and a decoder may pass over: of what is returned, of the loss, or said twice; and
 # the segments that a tokenizer may number, which no decoder that is covered reads.
 PASSED = frozenset({
@@ -137,11 +138,14 @@ def base_forward(
         if cache is not None or use_cache:
             raise ValueError(f"use_cache: got a cache with {alone}, expected use_cache=False")
         use_cache = False
+    # Of four dimensions: transformers takes it for a mask that is ready, and builds none.
+    mask = torch.empty(1, 1, 1, 1, dtype=torch.bool if patch.by_mask else torch.float32, device=device)
+    if patch.by_mask or patch.seen is not None:
+        batch.give(mask, layout)
     return type(self).forward(
         self,
         input_ids=input_ids,
-        # Of four dimensions: transformers takes it for a mask that is ready, and builds none.
-        attention_mask=torch.empty(1, 1, 1, 1, dtype=torch.float32, device=device),
+        attention_mask=mask,
         position_ids=position_ids,
         inputs_embeds=inputs_embeds,
         use_cache=use_cache,

@@ -9,6 +9,7 @@ import inspect
 import itertools
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from ..moe_route.op import SCORES
 from ..moe_route.reference import moe_route_ref
 from ..silu_mul.op import ACTIVATIONS
 from . import expert_parallel
-from .pieces import NotCovered, agree, random, run_stock, twin
+from .pieces import NotCovered, agree, class_of, random, run_stock, twin
 from .slots import slots_of, without_slots
 
 CHOICE = "route_tokens_to_experts"
@@ -110,10 +111,46 @@ def experts_of(module: nn.Module) -> int:
 # router
 
 
+class Form(NamedTuple):
+    """Where a router has what it chooses by.
+
+    weight  the child that holds the matrix; "": itself
+    bias    likewise of the bias on scores; None: it has none
+    given   its block calls it with the bias
+    """
+
+    weight: str = ""
+    bias: str | None = None
+    given: bool = False
+
+    def matrix(self, router: nn.Module) -> Tensor:
+        return (router._modules[self.weight] if self.weight else router).weight
+
+    def children(self) -> set[str]:
+        return {name for name in (self.weight, self.bias) if name}
+
+
+def form_of(module: nn.Module) -> Form | None:
+    """Of a module that chooses by a matrix, which is no linear layer itself."""
+    if not hasattr(module, "top_k") or isinstance(module, nn.Linear):
+        return None
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    linear = [name for name, child in children.items() if type(child) is nn.Linear and child.bias is None]
+    biased = [name for name, child in children.items() if {*child._parameters, *child._buffers} == {_BIAS}]
+    own = module._parameters.get("weight")
+    if own is not None and own.dim() == 2:
+        weight = ""
+    elif len(linear) == 1 and len(children) == 1 and not module._parameters:
+        weight = linear[0]
+    else:
+        return None
+    given = _BIAS in inspect.signature(inspect.unwrap(class_of(module).forward)).parameters
+    bias = "" if given or _BIAS in {*module._parameters, *module._buffers} else biased[0] if biased else None
+    return Form(weight, bias, given)
+
+
 def is_router(module: nn.Module) -> bool:
-    """A matrix that is no linear layer, in a module that chooses."""
-    weight = module._parameters.get("weight")
-    return weight is not None and weight.dim() == 2 and hasattr(module, "top_k") and not isinstance(module, nn.Linear)
+    return form_of(module) is not None
 
 
 def router_forward(module: nn.Module, kept: bool) -> tuple[Callable, str]:
@@ -121,26 +158,31 @@ def router_forward(module: nn.Module, kept: bool) -> tuple[Callable, str]:
 
     kept  its weights are fp32 beside those of 16 bits: see _logits
     """
-    return _router(module, lambda *found: (_router_forward(*found),), kept)
+    form = form_of(module)
+    return _router(module, lambda *found: (_router_forward(form, *found),), kept, form)
 
 
-def _router(module: nn.Module, forwards: Callable, kept: bool) -> tuple:
+def _router(module: nn.Module, forwards: Callable, kept: bool, form: Form) -> tuple:
     held = {**module._parameters, **module._buffers}
-    if set(held) - {"weight", _BIAS} or any(value is None for value in held.values()) or module._modules:
+    own = {"weight"} if form.weight == "" else set()
+    own |= {_BIAS} if form.bias == "" and not form.given else set()
+    if set(held) != own or any(value is None for value in held.values()) or set(module._modules) != form.children():
         raise NotCovered("a router of another form")
-    experts, hidden = module.weight.shape
+    experts, hidden = form.matrix(module).shape
     if isinstance(module.top_k, int) and not 0 < module.top_k <= experts:
         raise NotCovered(f"it chooses {module.top_k} of {experts} experts")
     weight, x = random(experts, hidden, seed=1) * 2 / hidden**0.5, random(_TOKENS, hidden, seed=2)
-    bias = random(experts, seed=3) / 3 if _BIAS in held else None
-    weights, ids = _try(module, x, weight, bias)
+    bias = random(experts, seed=3) / 3 if form.bias is not None else None
+    weights, ids = _try(module, form, x, weight, bias)
     logits = x @ weight.t()
     for options in _options(module, ids.shape[1]):
         if _same(weights, ids, logits, options, bias):
             break
     else:
         raise NotCovered("a router whose scores or choice no aligned op computes")
-    wide, rounded = _roundings(module, x, weight, bias, options)
+    wide, rounded = _roundings(module, form, x, weight, bias, options)
+    if kept and not wide:  # a class may compute by the dtype that its weights have
+        wide, rounded = _roundings(module, form, x, weight, bias, options, kept)
     label = " ".join(f"{key}={value}" for key, value in options.items() if value is not None)
     if kept and not wide:
         raise NotCovered("a router whose weights are kept in fp32, but whose logits are rounded")
@@ -156,7 +198,8 @@ def chooses(module: nn.Module) -> bool:
 
 def choice_forwards(module: nn.Module, kept: bool) -> tuple[Callable, Callable, str]:
     """The aligned forward of such a block's router, the block's aligned choice, and its options in words."""
-    return _router(_Joined(module), _choice_forwards, kept)
+    joined = _Joined(module)
+    return _router(joined, _choice_forwards, kept, Form(bias="" if _BIAS in joined._all() else None))
 
 
 class _Joined(nn.Module):
@@ -169,6 +212,9 @@ class _Joined(nn.Module):
             block=block, gate=gate, config=getattr(block, "config", None), top_k=getattr(block, "top_k", None)
         )
         self._parameters, self._buffers = dict(gate._parameters), dict(gate._buffers)
+
+    def _all(self) -> set[str]:
+        return {*self._parameters, *self._buffers}
 
     def forward(self, hidden_states):
         gate = twin(self.gate)
@@ -184,7 +230,7 @@ def _choice_forwards(wide: bool, rounded: bool, kept: bool, options: tuple) -> t
     top_k = options.pop("top_k")
 
     def gate_forward(self, hidden_states):
-        return _logits(self, hidden_states, wide, kept)
+        return _logits(self.weight, hidden_states, wide, kept)
 
     def route_tokens_to_experts(self, router_logits):
         weights, ids = vx.moe_route(router_logits, top_k, bias=_bias(self.gate), **options)
@@ -200,21 +246,29 @@ def check_block(module: nn.Module) -> None:
     """Of a router and experts side by side: it chooses among as many as there are. An id of no expert would be an empty
     slot to fused_moe."""
     children = [child for child in module._modules.values() if child is not None]
-    routed = [child.weight.shape[0] for child in children if is_router(child)]
+    forms = [(child, form) for child in children if (form := form_of(child)) is not None]
+    routed = [form.matrix(child).shape[0] for child, form in forms]
     held = [experts_of(child) for child in children if is_experts(child)]
     if routed and held and set(routed) != set(held):
         raise NotCovered(f"its router chooses among {routed[0]} experts, but it holds {held[0]}")
 
 
-def _try(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _put(owner: nn.Module, name: str, value: Tensor) -> None:
+    """In the place of one of a twin's, in that one's shape."""
+    where = "_parameters" if name in owner._parameters else "_buffers"
+    value = value.reshape(*getattr(owner, where)[name].shape[: -value.dim()], *value.shape)
+    value = nn.Parameter(value) if where == "_parameters" else value
+    owner.__dict__[where] = {**owner.__dict__[where], name: value}
+
+
+def _try(module: nn.Module, form: Form, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """The router's own weights and ids for a weight and bias of ours."""
-    tried = twin(module)
-    tried.__dict__["_parameters"] = {"weight": nn.Parameter(weight)}
-    tried.__dict__["_buffers"] = {}
-    if bias is not None:
-        where = "_parameters" if _BIAS in module._parameters else "_buffers"
-        tried.__dict__[where][_BIAS] = nn.Parameter(bias) if where == "_parameters" else bias
-    got = run_stock(tried, x)
+    tried = twin(module, {name: twin(module._modules[name]) for name in form.children()})
+    owners = {"": tried, **tried._modules}
+    _put(owners[form.weight], "weight", weight)
+    if bias is not None and not form.given:
+        _put(owners[form.bias], _BIAS, bias)
+    got = run_stock(tried, x, *([bias] if form.given else []))
     if not isinstance(got, tuple) or len(got) != 3 or got[1].shape != got[2].shape or got[1].shape[:1] != x.shape[:1]:
         raise NotCovered("a router that does not return logits, weights and ids")
     return got[1], got[2]
@@ -226,7 +280,7 @@ def _options(module: nn.Module, top_k: int):
         return next((getattr(o, name) for o in owners for name in names if getattr(o, name, None) is not None), None)
 
     groups = of("num_group", "n_group"), of("topk_group")
-    scales = dict.fromkeys((1.0, float(of("routed_scaling_factor") or 1.0)))
+    scales = dict.fromkeys((1.0, float(of("routed_scaling_factor", "router_scaling_factor") or 1.0)))
     kinds = [(None, None)] if None in groups else [(None, None), groups]
     for score, normalize, (count, kept), scale in itertools.product(SCORES, (True, False), kinds, scales):
         yield {
@@ -251,7 +305,9 @@ def _same(weights: Tensor, ids: Tensor, logits: Tensor, options: dict, bias: Ten
     )
 
 
-def _roundings(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict) -> tuple[bool, bool]:
+def _roundings(
+    module: nn.Module, form: Form, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict, kept: bool = False
+) -> tuple[bool, bool]:
     """Where a bf16 model rounds: whether the scores are of fp32 logits, and whether the weights are rounded to bf16.
 
     All logits are moved by a constant that softmax does not see and sigmoid turns into a factor: at -32 bf16 rounds
@@ -263,7 +319,8 @@ def _roundings(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None
         raise NotCovered("a router whose weights are always 1")
     x, weight = x.bfloat16(), weight.bfloat16()
     x[:, 0], weight[:, 0] = 8, -32 if always_1 else -4
-    got, ids = _try(module, x, weight, None if bias is None else bias.float())
+    held = weight.float() if kept else weight
+    got, ids = _try(module, form, x, held, None if bias is None else bias.float())
     if got.dtype not in (torch.float32, torch.bfloat16):
         raise NotCovered(f"a router whose weights are {got.dtype}")
     logits = x.double() @ weight.double().t()
@@ -294,13 +351,16 @@ _rounded = Operator(
 
 
 @functools.cache
-def _router_forward(wide: bool, rounded: bool, kept: bool, options: tuple) -> Callable:
+def _router_forward(form: Form, wide: bool, rounded: bool, kept: bool, options: tuple) -> Callable:
     options = dict(options)
     top_k = options.pop("top_k")
 
-    def router_forward(self, hidden_states):
-        logits = _logits(self, hidden_states, wide, kept)
-        weights, ids = vx.moe_route(logits, top_k, bias=_bias(self), **options)
+    def router_forward(self, hidden_states, e_score_correction_bias=None):
+        logits = _logits(form.matrix(self), hidden_states, wide, kept)
+        owner = self._modules[form.bias] if form.bias else self
+        bias = e_score_correction_bias if form.given else getattr(owner, _BIAS, None)
+        bias = None if bias is None else bias.float().flatten()
+        weights, ids = vx.moe_route(logits, top_k, bias=bias, **options)
         if rounded:
             if torch.compiler.is_compiling():
                 weights = _rounded(weights, hidden_states.dtype)
@@ -312,10 +372,10 @@ def _router_forward(wide: bool, rounded: bool, kept: bool, options: tuple) -> Ca
     return router_forward
 
 
-def _logits(router: nn.Module, hidden_states: Tensor, wide: bool, kept: bool) -> Tensor:
+def _logits(weight: Tensor, hidden_states: Tensor, wide: bool, kept: bool) -> Tensor:
     """Weights that a class keeps in fp32 are multiplied in fp32 whatever holds them now: FSDP2's mixed precision rounds
     them for its forward, and on a GPU a product of 16 bits has other bits than one in fp32 of equal values."""
-    x, weight = hidden_states.reshape(-1, hidden_states.shape[-1]), router.weight
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
     if not wide:
         return vx.linear(x, weight)
     if kept and weight.dtype != torch.float32 and not torch.compiler.is_compiling():

@@ -20,13 +20,15 @@ from torch.distributed.tensor import DTensor
 
 import vexact_ops as vx
 
+from ..layer_norm.reference import layer_norm_ref
 from ..rmsnorm.op import STYLES
 from ..rmsnorm.reference import rmsnorm_ref
 from ..rope.reference import rope_ref
+from ..silu_mul.gelu import FORMS as GELUS
 from ..silu_mul.op import ACTIVATIONS
-from ..silu_mul.reference import silu_mul_ref
+from ..silu_mul.reference import gelu_ref, silu_mul_ref
 from .batch import attend
-from .forwards import CACHES
+from .forwards import CACHES, LAYERS_CACHE
 from .gates import with_sigmoid
 from .slots import without_slots
 
@@ -143,12 +145,57 @@ def check_linear(module: nn.Linear, head: bool) -> None:
 # norms
 
 
+def is_layer_norm(module: nn.Module) -> bool:
+    """torch's, one derived from it, or one of transformers that says what it normalises, with parameters or without."""
+    return not module._modules and len(getattr(module, "normalized_shape", ())) == 1
+
+
+def _eps_name(module: nn.Module) -> str | None:
+    names = ("variance_epsilon", "eps", "epsilon")
+    return next((name for name in names if isinstance(getattr(module, name, None), float)), None)
+
+
+_EPS = 1e-5  # of torch's layer_norm, where a module names none; the trial tells
+
+
+def layer_norm_forward(module: nn.Module) -> tuple[Callable, str]:
+    """The aligned forward of a layer norm, and what it multiplies by and adds."""
+    held = {name: p for name, p in module._parameters.items() if p is not None}
+    if set(held) - {"weight", "bias"} or any(p.dim() != 1 for p in held.values()):
+        raise NotCovered("it holds parameters that no aligned op covers")
+    shape = next((p.shape for p in held.values()), getattr(module, "normalized_shape", None))
+    if shape is None:
+        raise NotCovered("not a layer norm: it does not say what it normalises")
+    n, eps_name = shape[0], _eps_name(module)
+    eps = _EPS if eps_name is None else getattr(module, eps_name)
+    parameters = {name: random(n, seed=i) for i, name in enumerate(held, 3)}
+    x = random(3, n, seed=2) + 1
+    x[0] = (x[0] - x[0].mean()) * eps**0.5  # so small that epsilon shows
+    got = run_stock(twin(module, parameters=parameters), x)
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    for plus in (0, 1)[: 1 + (weight is not None)]:
+        if agree(got, layer_norm_ref(x, weight + plus if plus else weight, bias, eps)):
+            words = [("1 + weight" if plus else "weight")] * (weight is not None) + ["bias"] * (bias is not None)
+            return _layer_norm_forward(eps_name, bool(plus)), ", ".join(words) or "no parameters"
+    raise NotCovered("not a layer norm that an aligned op computes")
+
+
+@functools.cache
+def _layer_norm_forward(eps_name: str | None, plus: bool) -> Callable:
+    def layer_norm_forward(self, x):
+        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+        eps = _EPS if eps_name is None else getattr(self, eps_name)
+        return vx.layer_norm(x, weight + 1 if plus else weight, bias, eps)
+
+    return layer_norm_forward
+
+
 def norm_forward(module: nn.Module) -> tuple[Callable, str]:
     """The aligned forward of a root-mean-square norm, and its style."""
     if set(module._parameters) != {"weight"} or module._parameters["weight"] is None or module.weight.dim() != 1:
         raise NotCovered("it holds parameters that no aligned op covers")
-    eps_name = next((name for name in ("variance_epsilon", "eps", "epsilon") if hasattr(module, name)), None)
-    if eps_name is None or not isinstance(getattr(module, eps_name), float):
+    eps_name = _eps_name(module)
+    if eps_name is None:
         raise NotCovered("not a root-mean-square norm: it has no epsilon")
     n = module.weight.shape[0]
     weight, x = random(n, seed=1), random(3, n, seed=2)
@@ -213,6 +260,49 @@ def _mlp_forward(fused: bool, activation: str) -> Callable:
     return fused_forward if fused else mlp_forward
 
 
+# activations without a gate
+
+
+def gelu_form(module: nn.Module) -> str | None:
+    """Of a module that holds nothing and computes one of gelu's forms, which."""
+    x = torch.linspace(-6, 6, 60, dtype=torch.float64).view(3, 20)
+    try:
+        got = run_stock(twin(module), x)
+    except NotCovered:
+        return None
+    return next((form for form in GELUS if agree(got, gelu_ref(x, approximate=form), 1e-6)), None)
+
+
+@functools.cache
+def gelu_forward(form: str) -> Callable:
+    def gelu_forward(self, input):
+        return vx.gelu(input, approximate=form)
+
+    return gelu_forward
+
+
+# linear layers whose matrix stands the other way round
+
+
+def is_transposed_linear(module: nn.Module) -> bool:
+    """GPT-2's Conv1D: x @ weight + bias."""
+    held = module._parameters
+    return set(held) == {"weight", "bias"} and hasattr(module, "nf") and all(p is not None for p in held.values())
+
+
+def transposed_linear_forward(module: nn.Module) -> Callable:
+    x, weight, bias = random(2, 3, 5, seed=1), random(5, 4, seed=2), random(4, seed=3)
+    tried = twin(module, parameters={"weight": weight, "bias": bias})
+    tried.__dict__.update(nx=5, nf=4)
+    if not agree(run_stock(tried, x), x @ weight + bias, 1e-9):
+        raise NotCovered("a linear layer that computes something else than x @ weight + bias")
+    return _transposed_linear_forward
+
+
+def _transposed_linear_forward(self, x):
+    return vx.linear(x, self.weight.t().contiguous(), self.bias)
+
+
 # attention: the module's own code, with two of the globals that it calls replaced
 
 
@@ -236,7 +326,7 @@ class Interface:
 def cache_names(module: nn.Module) -> list[str]:
     """By which names its class's own forward takes a cache."""
     takes = inspect.signature(inspect.unwrap(class_of(module).forward)).parameters
-    found = [name for name in CACHES if name in takes]
+    found = [name for name in (*CACHES, LAYERS_CACHE) if name in takes]
     if not found:
         raise NotCovered(f"its forward takes a cache by none of the names that are known here: {', '.join(CACHES)}")
     return found
@@ -268,8 +358,25 @@ def _attention_forward(cls: type) -> tuple[Callable, str]:
     return forward, label
 
 
+PAIRS = "tables in pairs"  # each angle twice in turn, where others have all of them and then all again
+
+
 def rope_function(apply: Callable) -> Callable:
     """The aligned form of a module's apply_rotary_pos_emb."""
+    return rotation(*_turned_how(apply))
+
+
+def tables_of(module: nn.Module) -> str:
+    """In which layout an attention module takes its tables: PAIRS or the usual one, ""."""
+    original = inspect.unwrap(type(module).forward)
+    names = [name for name in TURNS if name in original.__code__.co_names]
+    forms = {_turned_how(original.__globals__[name])[0] for name in names}
+    return PAIRS if forms == {PAIRS} else ""
+
+
+@functools.cache
+def _turned_how(apply: Callable) -> tuple[str, bool]:
+    """By which form of _FORMS it rotates, and whether it can rotate a part of a head."""
     apply = without_slots(apply)
     known = {"q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"}
     if not set(inspect.signature(apply).parameters) <= known:
@@ -292,14 +399,18 @@ def rope_function(apply: Callable) -> Callable:
             else:
                 reason = "wants tables half as wide as a head, each angle once"
             raise NotCovered(f"apply_rotary_pos_emb {reason}") from error
+        in_pairs = apply(q, k, *(t.chunk(2, -1)[0].repeat_interleave(2, -1)[None] for t in (cos, sin)))
         inputs = q[0].transpose(0, 1), k[0].transpose(0, 1)
         expected = {f: rope_ref(*map(_FORMS[f][0], inputs), cos, sin, interleaved=_FORMS[f][1]) for f in forms}
+        results = {form: in_pairs if form == PAIRS else got for form in forms}
         forms = {
-            form for form in forms if all(agree(g, e.transpose(0, 1)[None], 1e-6) for g, e in zip(got, expected[form]))
+            form
+            for form in forms
+            if all(agree(g, e.transpose(0, 1)[None], 1e-6) for g, e in zip(results[form], expected[form]))
         }
     if len(forms) != 1:
         raise NotCovered("apply_rotary_pos_emb rotates in a way that no aligned op computes")
-    return rotation(forms.pop(), part)
+    return forms.pop(), part
 
 
 def _as_it_is(x: Tensor) -> Tensor:
@@ -312,7 +423,12 @@ def _pairs_apart(x: Tensor) -> Tensor:
 
 
 # What is done to the heads first, and whether pairs are neighbours: halves, pairs that stay, pairs that become halves.
-_FORMS = {"halves": (_as_it_is, False), "pairs": (_as_it_is, True), "pairs to halves": (_pairs_apart, False)}
+_FORMS = {
+    "halves": (_as_it_is, False),
+    "pairs": (_as_it_is, True),
+    PAIRS: (_as_it_is, True),
+    "pairs to halves": (_pairs_apart, False),
+}
 
 
 @functools.cache

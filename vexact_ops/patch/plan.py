@@ -62,7 +62,7 @@ def find(patch: "Patch") -> None:
             f"patch.hf: model: got {type(model).__name__} (of {', '.join(children)}), expected a decoder, or a causal "
             "language model of a decoder and an output layer"
         )
-    facts, placed = _facts(patch), set[int]()
+    facts, placed, layouts = _facts(patch), set[int](), set[str]()
     for path, module in model.named_modules():
         if "_vexact" in module.__dict__:
             raise ValueError(f"patch.hf: model: its part {path} is already patched on its own: undo that first")
@@ -80,6 +80,9 @@ def find(patch: "Patch") -> None:
             patch.refuse(path, module, str(reason), reason.__cause__)
         else:
             placed |= _write(patch, path, module, answer)
+            layouts |= {answer.tables} - {None} if isinstance(answer, Replace) else set()
+    if len(layouts) > 1:
+        patch.refuse("", model, "its rotary tables are laid out in another way than its attention takes them")
     if patch.options["latent"] and not any(row.note == "latent" for row in patch.report):
         patch.refuse("", model, "latent: no attention of it is latent")
 

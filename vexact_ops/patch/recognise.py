@@ -18,6 +18,7 @@ from .pieces import NotCovered
 
 _STRUCTURE = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.Identity)
 EXACT = "stock: elementwise and correctly rounded, or a copy"
+INNER = "not run: its block computes it"
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Replace:
     children  what becomes of children by name, who are not looked at themselves
     known     what the model is now known to do, by the name of the patch's field
     unaligned why the block around it has no aligned form
+    tables    in which layout its class makes or takes rotary tables, which is to be one; None: it does neither
     """
 
     forward: Callable
@@ -61,9 +63,10 @@ class Replace:
     name: str = "forward"
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     computes: tuple[nn.Module, ...] = ()
-    children: Mapping[str, "Replace"] = field(default_factory=dict)
+    children: Mapping[str, "Replace | Keep"] = field(default_factory=dict)
     known: Mapping[str, Any] = field(default_factory=dict)
     unaligned: str = ""
+    tables: str | None = None
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,26 @@ def structure(module: nn.Module, facts: Facts) -> Answer:
     return Keep("holds modules") if isinstance(module, _STRUCTURE) else None
 
 
+def layer_norm(module: nn.Module, facts: Facts) -> Answer:
+    if not pieces.is_layer_norm(module):
+        return None
+    forward, note = pieces.layer_norm_forward(module)
+    return Replace(forward, "layer_norm", note)
+
+
+def gelu(module: nn.Module, facts: Facts) -> Answer:
+    holds = module._parameters or module._modules or module._buffers
+    if holds or facts.inner or (form := pieces.gelu_form(module)) is None:
+        return None
+    return Replace(pieces.gelu_forward(form), "gelu", "erf" if form == "none" else form)
+
+
+def transposed_linear(module: nn.Module, facts: Facts) -> Answer:
+    if not pieces.is_transposed_linear(module):
+        return None
+    return Replace(pieces.transposed_linear_forward(module), "linear", "its matrix is transposed")
+
+
 def activation(module: nn.Module, facts: Facts) -> Answer:
     of_torch = pieces.class_of(module).__module__.startswith("torch.nn.modules.activation")
     return Keep() if of_torch and not module._parameters else None
@@ -180,6 +203,10 @@ def _causal_forward(facts: Facts) -> tuple[Callable, float, float | None]:
     """The forward of decoder + output layer, once the class's own one is known to do nothing else."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
+    @dataclass
+    class Output(MoeModelOutputWithPast):
+        cross_attentions: Any = None
+
     model, base, config = facts.model, facts.base, facts.model.config
     if getattr(config, "output_router_logits", False):
         raise NotCovered("config.output_router_logits asks for a load balancing loss, which no aligned op computes")
@@ -192,7 +219,7 @@ def _causal_forward(facts: Facts) -> tuple[Callable, float, float | None]:
             raise AttributeError(f"no {name}", name=name, obj=self)
 
         def forward(self, *args, **kwargs):
-            return MoeModelOutputWithPast(last_hidden_state=hidden)
+            return Output(last_hidden_state=hidden)
 
     hidden, head = 3 * pieces.random(2, 4, 8, seed=1), pieces.small_linear(8, 11, seed=2)
     tried = pieces.twin(model, {base_name: Hidden(), head_name: head})
@@ -206,15 +233,19 @@ def _causal_forward(facts: Facts) -> tuple[Callable, float, float | None]:
         raise NotCovered(
             f"it is more than a decoder and an output layer: its forward reads {missing!r} of its {of}"
         ) from reason.__cause__
-    scale = float(getattr(config, "logits_scaling", None) or 1.0)
+    scales = dict.fromkeys((float(getattr(config, "logits_scaling", None) or 1.0), *_factors(config)))
     softcap = getattr(config, "final_logit_softcapping", None)
-    expected = hidden @ head.weight.detach().t() / scale
-    if softcap is not None:
-        expected = torch.tanh(expected / softcap) * softcap
-    if not pieces.agree(got.logits, expected):
+
+    def logits(scale: float) -> Tensor:
+        expected = hidden @ head.weight.detach().t() / scale
+        return expected if softcap is None else torch.tanh(expected / softcap) * softcap
+
+    scale = next((scale for scale in scales if pieces.agree(got.logits, logits(scale))), None)
+    if scale is None:
+        expected = logits(next(iter(scales)))
         factor = float((got.logits / expected).median())
         if pieces.agree(got.logits, expected * factor):
-            raise NotCovered(f"it multiplies the logits by {factor:.6g}, and not by one over config.logits_scaling")
+            raise NotCovered(f"it multiplies the logits by {factor:.6g}, which its config does not name")
         raise NotCovered("it does something to the logits that no aligned op computes")
     if math.frexp(scale)[0] != 0.5:
         raise NotCovered(f"it divides the logits by {scale}: only powers of two are exact in the hidden states")
@@ -223,6 +254,12 @@ def _causal_forward(facts: Facts) -> tuple[Callable, float, float | None]:
     if scale != 1 or softcap is not None:
         raise NotCovered("VeOmni's slot of the loss knows neither logits_scaling nor final_logit_softcapping")
     return slots.causal_forward(pieces.class_of(model)), scale, softcap
+
+
+def _factors(config) -> list[float]:
+    """By what logits may be divided, of those numbers of a configuration that multiply them."""
+    found = (getattr(config, name, None) for name in ("logit_scale", "lm_head_multiplier"))
+    return [1 / value for value in found if isinstance(value, int | float) and value > 0]
 
 
 def _loss(model: nn.Module) -> tuple[bool, str]:
@@ -245,20 +282,21 @@ def _loss(model: nn.Module) -> tuple[bool, str]:
 def rotary_tables(module: nn.Module, facts: Facts) -> Answer:
     if not rotary.prefixes(module):
         return None
-    forward, note, buffers = rotary.rotary(module, facts.longrope)
-    return Replace(forward, "rope_cos_sin", note, buffers=buffers)
+    forward, note, buffers, layout = rotary.rotary(module, facts.longrope)
+    return Replace(forward, "rope_cos_sin", note, buffers=buffers, tables=layout)
 
 
 def attention(module: nn.Module, facts: Facts) -> Answer:
     if not pieces.is_attention(module):
         return None
-    if facts.cache not in (names := pieces.cache_names(module)):
+    names = pieces.cache_names(module)
+    if facts.cache not in names and forwards.LAYERS_CACHE not in names:
         raise NotCovered(f"it takes a cache as {names[0]}, its decoder as {facts.cache}: it would not get one")
     if not facts.latent:
-        return Replace(*pieces.attention_forward(module))
+        return Replace(*pieces.attention_forward(module), tables=pieces.tables_of(module))
     if not latent_form.is_latent(module):
         raise NotCovered("latent: its keys and values are not made from compressed ones")
-    return Replace(*latent_form.latent_forward(module, facts.tried), "latent")
+    return Replace(*latent_form.latent_forward(module, facts.tried), "latent", tables=pieces.tables_of(module))
 
 
 def experts(module: nn.Module, facts: Facts) -> Answer:
@@ -269,10 +307,13 @@ def experts(module: nn.Module, facts: Facts) -> Answer:
 
 
 def router(module: nn.Module, facts: Facts) -> Answer:
-    if not mixture.is_router(module):
+    form = mixture.form_of(module)
+    if form is None:
         return None
-    forward, note = mixture.router_forward(module, f"{facts.path}.weight" in facts.kept)
-    return Replace(forward, "linear, moe_route", note)
+    name = ".".join(filter(None, (facts.path, form.weight, "weight")))
+    forward, note = mixture.router_forward(module, name in facts.kept)
+    children = dict.fromkeys(form.children(), Keep(INNER))
+    return Replace(forward, "linear, moe_route", note, children=children)
 
 
 def delta_net(module: nn.Module, facts: Facts) -> Answer:
@@ -289,8 +330,15 @@ def gated_norm(module: nn.Module, facts: Facts) -> Answer:
 def norm(module: nn.Module, facts: Facts) -> Answer:
     if not module._parameters:
         return None
-    forward, style = pieces.norm_forward(module)
-    return Replace(forward, "rmsnorm", style)
+    reason = None
+    for op, covers in (("rmsnorm", pieces.norm_forward), ("layer_norm", pieces.layer_norm_forward)):
+        try:
+            forward, note = covers(module)
+        except NotCovered as error:
+            reason = reason or error
+        else:
+            return Replace(forward, op, note)
+    raise reason
 
 
 def choice(module: nn.Module, facts: Facts) -> Answer:
@@ -320,7 +368,7 @@ def block(module: nn.Module, facts: Facts) -> Answer:
 
 
 PIECES: tuple[Callable[[nn.Module, Facts], Answer], ...] = (
-    head, linear, dropout, embedding, inner_convolution, structure, activation, empty, adapter, stranger,
-    causal_model, decoder,
-    rotary_tables, attention, experts, router, delta_net, gated_norm, norm, choice, block,
+    head, linear, dropout, embedding, inner_convolution, structure, layer_norm, gelu, activation, empty, adapter,
+    stranger, causal_model, decoder, transposed_linear, rotary_tables, attention, experts, router, delta_net,
+    gated_norm, norm, choice, block,
 )  # fmt: skip

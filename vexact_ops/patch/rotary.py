@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import vexact_ops as vx
 
 from ..rope.reference import rope_cos_sin_ref
-from .pieces import NotCovered, agree, class_of, run_stock, twin
+from .pieces import PAIRS, NotCovered, agree, class_of, run_stock, twin
 
 LONGROPE = ("short", "long")
 _NARROW = torch.bfloat16, torch.float16
@@ -50,9 +50,9 @@ def check_longrope(where: str, longrope: str | None) -> None:
         raise ValueError(f"{where}: longrope: got {longrope!r}, expected None, 'short' or 'long'")
 
 
-def rotary(module: nn.Module, longrope: str | None = None) -> tuple[Callable, str, dict[str, Tensor]]:
-    """The aligned forward of a rotary embedding, a note, and by name the frequencies that have to be put into its
-    buffers. Raises NotCovered."""
+def rotary(module: nn.Module, longrope: str | None = None) -> tuple[Callable, str, dict[str, Tensor], str]:
+    """The aligned forward of a rotary embedding, a note, by name the frequencies that have to be put into its buffers,
+    and in which layout its own tables are ("" or PAIRS): the forward's are in the usual one. Raises NotCovered."""
     if any("dynamic" in kind for kind in _types(module)):
         raise NotCovered(
             "rope type 'dynamic': its frequencies depend on the longest sequence of the batch, so a token's bits would "
@@ -74,7 +74,8 @@ def rotary(module: nn.Module, longrope: str | None = None) -> tuple[Callable, st
         if value is not None:
             found[name] = value
         notes += [note] if note else []
-    return _forward(module, configured, found), "; ".join(dict.fromkeys(notes)), found
+    forward, layout = _forward(module, configured, found)
+    return forward, "; ".join(dict.fromkeys([layout] * bool(layout) + notes)), found, layout
 
 
 def _configured(module: nn.Module, longrope: str | None) -> dict[str, Tensor]:
@@ -142,11 +143,11 @@ def _judged(module: nn.Module, name: str, configured: dict[str, Tensor]) -> tupl
 _CAST = "frequencies are float32: load with dtype=... or cast parameters alone, not by .bfloat16() or .to(dtype)"
 
 
-def _forward(module: nn.Module, configured: dict[str, Tensor], put: dict[str, Tensor]) -> Callable:
+def _forward(module: nn.Module, configured: dict[str, Tensor], put: dict[str, Tensor]) -> tuple[Callable, str]:
     positions = torch.tensor([[0, 1, 2, 7, 300]], dtype=torch.int64)
     # of three axes, as text has them, which older releases want
     given = positions.expand(3, -1, -1) if hasattr(module, "mrope_section") else positions
-    dtypes = set()
+    dtypes, layouts = set(), {"", PAIRS}
     for prefix in prefixes(module):
         name = f"{prefix}inv_freq"
         buffers = {
@@ -161,16 +162,24 @@ def _forward(module: nn.Module, configured: dict[str, Tensor], put: dict[str, Te
             args = [torch.zeros(1, 5, 4, dtype=dtype), given, *([prefix.removesuffix("_")] if prefix else [])]
             got = run_stock(tried, *args)
             expected = rope_cos_sin_ref(positions[0], buffers[name], scaling=_scaling(module, prefix))
-            if len(got) != 2 or not all(
-                agree(g, e[None], 1e-2 if g.dtype == torch.bfloat16 else 1e-4) for g, e in zip(got, expected)
-            ):
+            tolerance = 1e-2 if got[0].dtype == torch.bfloat16 else 1e-4
+            layouts = {
+                layout
+                for layout in layouts
+                if len(got) == 2 and all(agree(g, _laid(e, layout)[None], tolerance) for g, e in zip(got, expected))
+            }
+            if not layouts:
                 raise NotCovered("a rotary embedding whose tables no aligned op computes")
             dtypes.add((dtype, got[0].dtype))
     if dtypes == {(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)}:
-        return _rotary_forward(cast=True)
+        return _rotary_forward(cast=True), min(layouts)  # of one angle both are the same
     if {out for _, out in dtypes} == {torch.float32}:
-        return _rotary_forward(cast=False)
+        return _rotary_forward(cast=False), min(layouts)
     raise NotCovered("a rotary embedding whose tables have another dtype")
+
+
+def _laid(table: Tensor, layout: str) -> Tensor:
+    return table.chunk(2, -1)[0].repeat_interleave(2, -1) if layout == PAIRS else table
 
 
 def _without_longrope(module: nn.Module):

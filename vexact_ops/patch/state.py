@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from . import facts, forwards, plan, rotary
 from .describe import describe
 from .description import Decoder, Head, NotDescribed, Pages, State
+from .recognise import INNER
 from .report import table
 
 LOCK = threading.RLock()
@@ -100,6 +101,7 @@ class Patch:
         self.scale, self.softcap = 1.0, None
         self.cache = forwards.CACHES[0]  # by which name the decoder's own forward takes one
         self.lax = False  # whether arguments that no forward knows go by, if they are no cache
+        self.by_mask = False  # whether the layout comes to attention with the mask alone
         self.states = False  # whether layers have a state, which no cache of transformers holds
         self.description = None  # or why there is none
         self.attended: dict[int, Pages | State] = {}  # what each layer remembers, by what the audit saw
@@ -248,7 +250,7 @@ class Patch:
 
     def keep(self, path: str, module: nn.Module, note: str) -> None:
         if id(module) in self.inner:
-            note = "not run: its block computes it"
+            note = INNER
         self.report.append(Row(path, type(module).__name__, "", note))
 
     def refuse(self, path: str, module: nn.Module, reason: str, cause: BaseException | None = None) -> None:
