@@ -25,6 +25,7 @@ from vexact_engine import (
     Replicas,
     RequestError,
     SamplingParams,
+    Speculation,
     StageDied,
     StepFailed,
     UpdateIncomplete,
@@ -118,7 +119,7 @@ def patches(model: nn.Module, ids: Tensor, f: Callable[[Tensor], Tensor]) -> Non
 
 
 async def engine(path: str, model: nn.Module) -> None:
-    config = EngineConfig(page_size=16, num_pages=None, kv_segment=64)
+    config = EngineConfig(page_size=16, num_pages=None, kv_segment=64, speculation=Speculation(max_draft_tokens=4))
     params = SamplingParams(max_new_tokens=8, temperature=0.7, seed=1)
     with Engine.from_pretrained(path, device="cpu", dtype="bfloat16", config=config) as engine:
         answers: list[Completion] = engine.generate(["one", [1, 2, 3]], params)
@@ -130,6 +131,8 @@ async def engine(path: str, model: nn.Module) -> None:
         async for news in engine.stream("three", params):
             assert_type(news, Increment)
         engine.abort("nobody")
+        engine.save_answers(path)
+        engine.load_answers(path)
         engine.update_weights(model.named_parameters(), numerics=vx.numerics())
         engine.pause("keep")
         engine.resume()

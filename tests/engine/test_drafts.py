@@ -1,8 +1,10 @@
 """Drafts without a model: what is found in texts, what is kept of answers, what a step is taken to cost; and that a
 scheduler with drafts of every kind draws what it draws without. The model is a toy (toy.py)."""
 
+import itertools
 import random
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -283,6 +285,40 @@ def test_what_another_sample_has_drawn_is_drafted():
     drain(scheduler, model)
     scheduler.add(second)
     assert len(drain(scheduler, model)) < 12 and second.sequences[0].accepted > 20
+
+
+def test_what_is_added_to_texts_in_a_step_is_bounded(monkeypatch):
+    """A prompt and answers are added over several steps; nothing is drafted from texts before that is done."""
+    monkeypatch.setattr("vexact_engine.core.drafts._INDEXED", 10)
+    scheduler, model = make(
+        speculation=Speculation(max_draft_tokens=4, always=True, sources=("samples",)), num_pages=99
+    )
+    one = request([1, 2] * 12, max_new_tokens=40, draft=[[3] * 20])
+    scheduler.add(one)
+    sizes = []
+    while scheduler.has_unfinished:
+        plan = scheduler.schedule()
+        scheduler.commit(plan, model.run(plan))
+        sizes += [len(texts.suffixes) for texts in scheduler.drafter._texts.values()]
+    grown = [after - before for before, after in itertools.pairwise(sizes)]
+    assert (
+        max(grown) <= 2 * 10
+        and sum(size > 0 for size in grown) > 5
+        and one.sequences[0].tokens == expected(one.sequences[0])
+    )
+
+
+def test_texts_that_nobody_needs_are_forgotten(monkeypatch):
+    monkeypatch.setattr("vexact_engine.core.drafts._MOST_STATES", 200)
+    monkeypatch.setattr("vexact_engine.core.drafts._MOST_OF_A_PROMPT", 60)
+    scheduler, model = make(speculation=replace(ALWAYS, sources=("samples",)), max_num_batched_tokens=64)
+    for number in range(12):
+        one = request([number % 7, 1], max_new_tokens=30, seed=number)
+        scheduler.add(one)
+        drain(scheduler, model)
+        assert one.sequences[0].tokens == expected(one.sequences[0])
+        assert sum(len(texts.suffixes) for texts in scheduler.drafter._texts.values()) < 200
+    assert not any(texts.users for texts in scheduler.drafter._texts.values())
 
 
 def test_a_step_that_computes_prompts_verifies_nothing():

@@ -159,6 +159,8 @@ def test_tokens_of_prompts_are_no_part_of_it(models):
         ({"advantage": "gae"}, "Options: advantage is 'gae', expected one of grpo, rloo"),
         ({"learning_rate": float("nan")}, "Options: learning_rate is nan, expected a number above 0"),
         ({"weight_decay": -1}, "Options: weight_decay is -1, expected a number of 0 or more"),
+        ({"speculation": 65}, "Options: speculation is 65, expected an integer from 1 to 64"),
+        ({"epoch_steps": 0}, "Options: epoch_steps is 0, expected an integer of 1 or more or None"),
         ({"ranks": 3}, "expected a multiple of mini_batches x ranks, 3"),
         ({"layers": 2}, "Options: layers is 2, expected a model of "),
     ],
@@ -295,6 +297,18 @@ def test_other_models_and_options(models, family, changes):
             assert step["compared"] == step["tokens"]
 
 
+def test_answers_of_the_epoch_before_are_drafted(models, tmp_path):
+    """Every figure is the one without speculation, but for what was drafted."""
+    epochs = {"steps": 3, "epoch_steps": 1, "max_new_tokens": 12, "learning_rate": 1e-6, "recompute": False}
+    runs = [launch(options(models("Qwen3"), **epochs, speculation=count)) for count in (None, 4)]
+    plain, drafted = (figures(run)["aligned"] for run in runs)
+    counts = [(step.pop("drafted"), step.pop("accepted")) for steps in (plain, drafted) for step in steps]
+    assert plain == drafted and plain[0]["tokens"] == plain[2]["tokens"]
+    assert counts[:3] == [(0, 0)] * 3 and sum(accepted for _, accepted in counts[4:]) > 10
+    report.plot(str(tmp_path / "run.svg"), "drafts", runs[1])
+    assert "tokens of an answer a step" in (tmp_path / "run.svg").read_text()
+
+
 def test_two_ranks_have_the_same_bytes_too(models):
     first, again = (launch(options(models("Qwen3"), ranks=2)) for _ in range(2))
     assert first["aligned"].equal and figures(first) == figures(again)
@@ -414,7 +428,10 @@ def test_lines_on_a_terminal_have_colours():
             return True
 
     step = {"step": 1, "reward": 0.5, "entropy": 1.0, "grad_norm": 1.0, "moved": 0.5, "kl": 0.0, "compared": 4}
-    step |= {"differ": 0, "differ_recomputed": None, "seconds": {"train": 1.0}}
+    step |= {"differ": 0, "differ_recomputed": None, "seconds": {"train": 1.0}, "drafted": 0, "tokens": 4}
+    assert "accepted" not in report.line("aligned", step, 10)
+    drafted = report.line("aligned", step | {"drafted": 5, "accepted": 3}, 10)
+    assert "  accepted 3 of 5 drafted, 4.00 tokens a step  |" in drafted
     for stream in (Terminal(), io.StringIO()):
         report.lines(stream)(report.line("aligned", step, 10))
         assert ("\x1b[" in stream.getvalue()) == stream.isatty()

@@ -42,10 +42,16 @@ def add_recipe(commands) -> None:
     )
     step = recipe.add_argument_group("a step")
     _number(step, "steps", 10, "how many of them")
+    step.add_argument(
+        "--epoch-steps", type=options.positive, metavar="N", help="ask the first questions again after N steps (never)"
+    )
     _number(step, "prompts", 4, "questions")
     _number(step, "samples", 8, "answers to each")
     _number(step, "max-new-tokens", 32, "tokens of an answer, at most")
     _number(step, "max-prompt-tokens", 512, "tokens of a question, at most")
+    step.add_argument(
+        "--speculation", type=options.positive, metavar="N", help="draft up to N tokens of an answer at once (none)"
+    )
     step.add_argument("--temperature", type=float, default=1.0, metavar="T", help="of rollout and training (1.0)")
     training = recipe.add_argument_group("training")
     training.add_argument(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _INDEXED = 1024  # tokens that are added to automata in one step, at most: a few milliseconds
 _MOST_STATES = 1 << 20  # of all automata together, some 50 bytes each
+_MOST_OF_A_PROMPT = 1 << 17  # states: whoever comes then begins a new one
 _MOST_PROMPT = 4096  # tokens of a prompt's end that are looked at
 _MOST_ANSWERS = 16  # to a prompt with other seeds that are looked at, the newest ones
 _SHORTEST = 2  # tokens that must have stood before
@@ -67,12 +68,13 @@ class Texts:
 
     def advance(self, cursor: _Cursor, most: int) -> int:
         """Add what is missing of a text, behind the prompt and the answers that were there at the beginning. Returns
-        how many of `most` tokens are left; none where that is not all."""
-        if self._prompt.end < len(self._prompt.tokens):
-            most = self._advance(self._prompt, most)
+        how many of `most` tokens are left; where there are none, that may not be all."""
+        if len(self.suffixes) > _MOST_STATES:
+            return most
+        most = self._advance(self._prompt, most)
         while most and self._missing:
             most = self._advance(self._missing[-1], most)
-            if most:
+            if self._missing[-1].end == len(self._missing[-1].tokens):
                 self._missing.pop()
         return self._advance(cursor, most) if most else 0
 
@@ -84,7 +86,7 @@ class Texts:
         for end in range(first + 1, min(len(tokens), first + most) + 1):
             cursor.state, cursor.match = extend(cursor.state, tokens[end - 1], cursor.number, end)
             cursor.end = end
-        return most - (cursor.end - first) if cursor.end == len(tokens) else 0
+        return most - (cursor.end - first)
 
     def after(self, match: Match, count: int) -> Tokens[int]:
         """What came after it, the last time if that was not just now."""
@@ -148,7 +150,7 @@ class Drafter:
         shared = None
         if "samples" in self._sources:
             shared = self._texts.get(key := tuple(prompt))
-            if shared is None:
+            if shared is None or len(shared.suffixes) > _MOST_OF_A_PROMPT:
                 newest = [*kept.values()][: -_MOST_ANSWERS - 1 : -1]
                 shared = self._texts[key] = Texts(prompt, [*given, *newest])
             self._texts.move_to_end(key)

@@ -109,7 +109,8 @@ class _Side:
             if saving is not None and saving.resume and (newest := saving.newest(self._side)):
                 self._phase("resume")
                 self._first, self._version = newest, saving.load(self._side, newest, trainer)["weight_version"] + 1
-            asked = {"seed": options.seed, "size": options.steps * options.prompts}
+            steps = min(options.steps, options.epoch_steps or options.steps)
+            asked = {"seed": options.seed, "size": steps * options.prompts}
             known = {"tokenizer": trainer.tokenizer, "vocab_size": trainer.vocab_size}
             task = tasks.make(options.task, options.task_options, **known, **asked)
             if not self._first:
@@ -155,7 +156,8 @@ def _step(
     version = _hand_over(trainer, rollout, version)
     clock("hand_over")
     phase("rollout")
-    samples = _everybody([_answers(options, step, rollout, task, version)] if rollout is not None else None)
+    drafts = {"drafted": 0, "accepted": 0}
+    samples = _everybody([_answers(options, step, rollout, task, version, drafts)] if rollout is not None else None)
     clock("rollout")
     mine = samples[dist.get_rank() :: dist.get_world_size()]
     own = None
@@ -179,6 +181,7 @@ def _step(
         "weight_version": version,
         "answers": digests.of_answers((s.token_ids, s.rollout, s.reward) for s in samples),
         **_record(options, gathered),
+        **drafts,
         **figures,
         "seconds": clock.seconds,
         "held": held([os.getpid(), *rollout.pids()], trainer.device),
@@ -208,8 +211,10 @@ def _hand_over(trainer: Trainer, rollout: Rollout | None, version: int | None) -
     return rollout.update(trainer.named_tensors(), numerics, version=version)
 
 
-def _answers(options: Options, step: int, rollout: Rollout, task, version: int) -> list[Sample]:
-    """prompts x samples of them, judged; those to one prompt stand together."""
+def _answers(options: Options, step: int, rollout: Rollout, task, version: int, drafts: dict[str, int]) -> list[Sample]:
+    """prompts x samples of them, judged; those to one prompt stand together. What the engine has drafted is added to
+    `drafts`."""
+    step %= options.epoch_steps or options.steps
     questions = task.questions(step, options.prompts)
     for question in questions:
         if len(question.prompt_ids) > options.max_prompt_tokens:
@@ -221,6 +226,9 @@ def _answers(options: Options, step: int, rollout: Rollout, task, version: int) 
     seeds = [derive_seed(options.seed, step * options.prompts + i) % 2**64 for i in range(options.prompts)]
     params = [SamplingParams(**fields, seed=seed) for seed in seeds]
     completions = rollout.generate([q.prompt_ids for q in questions], params)
+    for completion in completions:
+        drafts["drafted"] += completion.metrics.drafted_tokens
+        drafts["accepted"] += completion.metrics.accepted_tokens
     samples = []
     for i, question in enumerate(questions):
         group = completions[i * options.samples : (i + 1) * options.samples]

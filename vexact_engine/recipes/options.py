@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..config import EngineConfig, _set_int, _set_real, _value_error
+from ..config import MAX_DRAFT_TOKENS, EngineConfig, Speculation, _set_int, _set_real, _value_error
 from ..weights.fetch import fetch_smollm2
 from ..weights.hub import check_name
 from ..weights.load import Loaded, as_dtype, load
@@ -31,6 +31,7 @@ _FREE = {
     "device",
     "steps",
     "recompute",
+    "speculation",
     "replicas",
     "page_size",
     "enable_prefix_cache",
@@ -50,6 +51,8 @@ class Options:
     task, task_options see tasks.make; None: reasoning-gym's chain_sum of two digits, without a tokenizer "evens"
     device, dtype      of trainer and engine; the trainer's masters are fp32 always
     ranks              trainer processes, each on a GPU of its own from `device` on; the engine shares the first one's
+    epoch_steps        steps of an epoch: then the questions of the first are asked again, with their seeds; None: none
+                       is asked twice
     prompts, samples   questions of a step, and answers to each: a group
     temperature        of rollout and training alike
     advantage          "grpo": (reward - mean of its group) / standard deviation of it; "rloo": reward - mean of the
@@ -58,6 +61,8 @@ class Options:
     micro_batch        sequences of one forward and backward, on each rank
     clip               of the ratio, to [1 - clip, 1 + clip]
     max_grad_norm      gradients are scaled down to it
+    speculation        tokens that are drafted of an answer in a step of the engine, at most: from what was answered to
+                       the question an epoch before above all. No bit depends on it; None: none
     recompute          score the answers once more before training, as trainers do that cannot trust their rollout
     replicas           engines that share the answers, all on the first trainer's device
     page_size, num_pages, max_num_seqs, max_num_batched_tokens, enable_prefix_cache
@@ -74,6 +79,7 @@ class Options:
     dtype: str = "bfloat16"
     ranks: int = 1
     steps: int = 10
+    epoch_steps: int | None = None
     prompts: int = 4
     samples: int = 8
     max_new_tokens: int = 32
@@ -87,6 +93,7 @@ class Options:
     clip: float = 0.2
     entropy_coefficient: float = 0.0
     max_grad_norm: float = 1.0
+    speculation: int | None = None
     recompute: bool = True
     replicas: int = 1
     page_size: int = 16
@@ -101,8 +108,10 @@ class Options:
             _set_int(self, name, 1)
         _set_int(self, "samples", 2)  # an advantage compares the answers to one prompt
         _set_int(self, "seed", 0, 2**64 - 1)
-        for name in ("layers", *_ENGINE):
+        for name in ("layers", "epoch_steps", *_ENGINE):
             _set_int(self, name, 1, optional=True)
+        if self.speculation is not None:
+            _set_int(self, "speculation", 1, MAX_DRAFT_TOKENS)
         for name in ("temperature", "learning_rate", "clip", "max_grad_norm"):  # greedy answers would all be the same
             _set_real(self, name, lambda value: value > 0, "a number above 0")
         _set_real(self, "weight_decay", lambda value: value >= 0, "a number of 0 or more")
@@ -147,6 +156,7 @@ class Options:
             max_num_seqs=rows,
             max_num_batched_tokens=self.max_num_batched_tokens or max(2048, rows),
             enable_prefix_cache=self.enable_prefix_cache,
+            speculation=None if self.speculation is None else Speculation(max_draft_tokens=self.speculation),
         )
 
     def to_json(self) -> dict:

@@ -40,11 +40,21 @@ def line(side: str, step: dict[str, Any], steps: int) -> str:
     first training forward and in the recompute."""
     seconds = "  ".join(f"{name.replace('_', ' ')} {s:.2f}" for name, s in step["seconds"].items())
     again = "" if step["differ_recomputed"] is None else f" + {step['differ_recomputed']}"
+    drafts = ""
+    if step["drafted"]:
+        drafts = (
+            f"  accepted {step['accepted']} of {step['drafted']} drafted, {tokens_per_step(step):.2f} tokens a step"
+        )
     return (
         f"{NAMES[side]:<7} {step['step']:>{len(str(steps))}}/{steps}  reward {step['reward']:.3f}  "
         f"entropy {step['entropy']:.3f}  gradient {step['grad_norm']:<6.3g}  weights moved {step['moved']:6.2%}  "
-        f"KL {figure(step['kl']):<8}  differ {step['differ']}{again} of {step['compared']}  | {seconds} s"
+        f"KL {figure(step['kl']):<8}  differ {step['differ']}{again} of {step['compared']}{drafts}  | {seconds} s"
     )
+
+
+def tokens_per_step(step: dict[str, Any]) -> float:
+    """That an answer gets in a step of the engine: 1 without drafts."""
+    return step["tokens"] / max(1, step["tokens"] - step["accepted"])
 
 
 def verdict(side: str, run: Run) -> str:
@@ -63,8 +73,8 @@ def figure(value: float) -> str:
 
 
 def plot(path: str, title: str, runs: dict[str, Run]) -> None:
-    """Reward, entropy, gradient norm, KL and log-probabilities that differ, step by step. The ending of the file's name
-    says what kind it is."""
+    """Reward, entropy, gradient norm, KL, log-probabilities that differ, and drafts, step by step. What the file's name
+    ends with says what kind it is."""
     from matplotlib.figure import Figure
 
     panels = {
@@ -74,9 +84,12 @@ def plot(path: str, title: str, runs: dict[str, Run]) -> None:
         "kl": "KL of rollout and trainer (k3, nats per token)",
         "differ": "log-probabilities that differ in bytes (%)",
     }
-    drawing = Figure(figsize=(15, 7), layout="constrained")
+    drafted = any(step["drafted"] for run in runs.values() for step in run.steps)
+    if drafted:
+        panels |= {"accepted": "drafted tokens that were accepted (%)", "tokens_per_step": "tokens of an answer a step"}
+    drawing = Figure(figsize=(20 if drafted else 15, 7), layout="constrained")
     drawing.suptitle(title)
-    axes = drawing.subplots(2, 3).flat
+    axes = drawing.subplots(2, 4 if drafted else 3).flat
     for (name, label), axis in zip(panels.items(), axes):
         for (side, run), style in zip(runs.items(), ("o-", "x--")):
             axis.plot([s["step"] for s in run.steps], list(_values(run, name)), style, label=NAMES[side])
@@ -95,5 +108,9 @@ def _values(run: Run, name: str) -> Iterable[float]:
         if name == "differ":
             differ = step["differ"] + (step["differ_recomputed"] or 0)
             yield 100 * differ / step["compared"]
+        elif name == "accepted":
+            yield 100 * step["accepted"] / max(1, step["drafted"])
+        elif name == "tokens_per_step":
+            yield tokens_per_step(step)
         else:
             yield step[name]
