@@ -62,6 +62,9 @@ def add_recipe(commands) -> None:
     _real(training, "clip", 0.2, "of the ratio")
     _real(training, "entropy-coefficient", 0.0, "what entropy is worth")
     _real(training, "max-grad-norm", 1.0, "longer gradients are cut to it")
+    training.add_argument(
+        "--any-layout", action="store_true", help="sum gradients in one tree: the same parameters on 1, 2, 4 .. ranks"
+    )
     _number(training, "mini-batches", 1, "optimizer steps of a step")
     _number(training, "micro-batch", 8, "sequences of a forward, on each rank")
     training.add_argument(

@@ -159,7 +159,7 @@ def _step(
     drafts = {"drafted": 0, "accepted": 0}
     samples = _everybody([_answers(options, step, rollout, task, version, drafts)] if rollout is not None else None)
     clock("rollout")
-    mine = samples[dist.get_rank() :: dist.get_world_size()]
+    mine = options.share(samples, dist.get_rank())
     own = None
     if options.recompute or not trainer.aligned:
         phase("recompute")
@@ -261,12 +261,14 @@ def advantages(rewards: Sequence[float], kind: str) -> list[float]:
 def _record(options: Options, gathered: list[tuple[list[Sample], list[Tensor] | None]]) -> dict[str, Any]:
     """What one step has shown. Compared are all answers that the weights of the rollout have trained on: with several
     mini-batches the first."""
-    samples = [s for mine, _ in gathered for s in mine]
-    fresh = [s for mine, _ in gathered for s in mine[: len(mine) // options.mini_batches]]
+    count = sum(len(mine) for mine, _ in gathered)
+    places = [place for rank in range(len(gathered)) for place in options.share(range(count), rank)]
+    trained = [(*pair,) for mine, own in gathered for pair in zip(mine, own or [None] * len(mine))]
+    samples, own = zip(*(trained[i] for i in sorted(range(count), key=places.__getitem__)))  # in the engine's order
+    fresh = samples[: count // options.mini_batches]
     seen = compare(torch.cat([s.rollout for s in fresh]), torch.cat([s.new for s in fresh]))
     again = None
-    if gathered[0][1] is not None:
-        own = [value for _, values in gathered for value in values]
+    if own[0] is not None:
         again = compare(torch.cat([s.rollout for s in samples]), torch.cat(own))
     tokens = sum(len(s.token_ids) for s in samples)
     expected = sum(len(s.token_ids) for s in fresh) + (tokens if again else 0)

@@ -1,5 +1,6 @@
 """What a run may choose, and the model that both of its sides load."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -61,6 +62,8 @@ class Options:
     micro_batch        sequences of one forward and backward, on each rank
     clip               of the ratio, to [1 - clip, 1 + clip]
     max_grad_norm      gradients are scaled down to it
+    any_layout         sum gradients in one tree, so that any power of two of ranks ends with the same parameters. A
+                       micro_batch is a leaf of it: mini-batches are whole numbers of these, on every rank as many
     speculation        tokens that are drafted of an answer in a step of the engine, at most: from what was answered to
                        the question an epoch before above all. No bit depends on it; None: none
     recompute          score the answers once more before training, as trainers do that cannot trust their rollout
@@ -93,6 +96,7 @@ class Options:
     clip: float = 0.2
     entropy_coefficient: float = 0.0
     max_grad_norm: float = 1.0
+    any_layout: bool = False
     speculation: int | None = None
     recompute: bool = True
     replicas: int = 1
@@ -126,6 +130,22 @@ class Options:
                 f"Options: prompts x samples: got {self.prompts} x {self.samples}, expected a multiple of "
                 f"mini_batches x ranks, {shares}: every rank runs as many forwards as every other"
             )
+
+        if self.any_layout:
+            if self.ranks & (self.ranks - 1):
+                raise _value_error(self, "ranks", "a power of two with any_layout")
+            if self.prompts * self.samples % (shares * self.micro_batch):
+                raise ValueError(
+                    f"Options: micro_batch: got {self.micro_batch} with any_layout, expected prompts x samples, "
+                    f"{self.prompts} x {self.samples}, to be a multiple of mini_batches x ranks x micro_batch"
+                )
+
+    def share(self, samples: Sequence, rank: int) -> list:
+        """What a rank trains on of a step's samples, in its order: every ranks-th of them, or of leaves."""
+        if not self.any_layout:
+            return list(samples[rank :: self.ranks])
+        leaves = [samples[i : i + self.micro_batch] for i in range(0, len(samples), self.micro_batch)]
+        return [sample for leaf in leaves[rank :: self.ranks] for sample in leaf]
 
     def check_model(self) -> None:
         """Before anything is fetched and any process started for it: the device serves the dtype, and the model is one
@@ -164,6 +184,7 @@ class Options:
 
     def check_same(self, others: dict[str, Any], whose: str) -> None:
         """ValueError names what changes bits and is another one in `others`, another run's to_json()."""
+        free = _FREE | {"ranks"} if self.any_layout else _FREE
         for name, value in self.to_json().items():
-            if name not in _FREE and others.get(name) != value:
+            if name not in free and others.get(name) != value:
                 raise ValueError(f"recipe: {name}: got {value!r}, but {whose} has {others.get(name)!r}")

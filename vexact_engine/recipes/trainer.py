@@ -56,6 +56,7 @@ class Trainer:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(self.model, mesh=mesh, mp_policy=policy)
         self._parameters = list(self.model.parameters())
+        self._tree = vx.patch.TreeGradients(self.model) if options.any_layout else None
         self.optimizer = torch.optim.AdamW(
             self._parameters, lr=options.learning_rate, weight_decay=options.weight_decay
         )
@@ -149,7 +150,12 @@ class Trainer:
             mini = samples[number * size : (number + 1) * size]
             for start in range(0, size, self.options.micro_batch):
                 self._train(mini[start : start + self.options.micro_batch], total)
-            norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.options.max_grad_norm)
+                if self._tree is not None:
+                    self._tree.add()
+            if self._tree is not None:
+                norm = self._tree.finish(self.options.max_grad_norm)
+            else:
+                norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.options.max_grad_norm)
             self.optimizer.step()
         moved = sum((p.detach().to_local().to(self._dtype) != old).sum() for p, old in zip(self._parameters, before))
         dist.all_reduce(moved, group=self._mesh.get_group())
@@ -167,7 +173,8 @@ class Trainer:
         loss = policy_loss(values, old, advantage, self.options.clip)
         if self.options.entropy_coefficient:
             loss = loss - self.options.entropy_coefficient * entropies
-        (loss.sum() * (self._mesh.size() / total)).backward()  # FSDP2 takes the mean over ranks
+        ranks = self._mesh.size() if self._tree is None else 1  # FSDP2 takes the mean over ranks, the tree the sum
+        (loss.sum() * (ranks / total)).backward()
 
 
 def policy_loss(new: Tensor, old: Tensor, advantage: Tensor, clip: float) -> Tensor:

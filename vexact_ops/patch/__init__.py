@@ -4,12 +4,13 @@ from .aten import aten
 from .batch import PagedBatch, Score
 from .covered import COVERED
 from .description import NotDescribed
+from .gradients import TreeGradients
 from .hf import hf, model_of, untested
 from .pieces import kept_in_fp32
 from .plan import UnsupportedModule
 from .veomni import veomni
 
 __all__ = [
-    "COVERED", "NotDescribed", "PagedBatch", "Score", "UnsupportedModule", "aten", "hf", "kept_in_fp32",
-    "model_of", "untested", "veomni",
+    "COVERED", "NotDescribed", "PagedBatch", "Score", "TreeGradients", "UnsupportedModule", "aten", "hf",
+    "kept_in_fp32", "model_of", "untested", "veomni",
 ]  # fmt: skip
