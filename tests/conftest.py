@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
-# Threads that wait for each other sleep, in processes that tests start too: where there are more of them than cores,
-# those that spin take half of all time. The runtime reads it when torch loads it.
+# One thread a process, in processes that tests start too: as many of them as cores run side by side. Tests of threads
+# say how many they have; those that wait for each other sleep. The runtime reads both when torch loads it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import on_gpu
@@ -37,7 +38,6 @@ settings.register_profile(
 # pytest --hypothesis-profile=thorough tests/ops -k alone: each example compares ten to twenty ways to compute a row
 settings.register_profile("thorough", parent=settings.get_profile("vexact"), derandomize=False, max_examples=100)
 settings.load_profile("vexact")
-torch.set_num_threads(2)
 if SLOW:
     import interpreter
 

@@ -14,7 +14,7 @@ import torch
 
 PER_PROCESS = 8 << 30  # of GPU memory: the largest tests take half of it
 KEEP = 2 << 30  # what a test leaves in torch's cache above this goes back to the driver, for the other processes
-CORES_PER_PROCESS = 2  # conftest.py gives each process as many threads
+CORES_PER_PROCESS = 2  # a test's own processes and threads take the other
 
 
 def processes() -> int:

@@ -15,6 +15,7 @@ from vexact_engine import Engine, EngineConfig, SamplingParams
 from vexact_engine.core.scheduler import Scheduler
 from vexact_engine.runner import forward
 from vexact_engine.runner.runner import Runner
+from vexact_ops.testing import with_threads
 
 GPU = torch.cuda.is_available()
 MODELS = [
@@ -77,7 +78,8 @@ def check_together(device, family, dtype, *, rounds=1, **options):
 
 @each_model
 def test_chunks_and_batches(device, family, dtype):
-    stats = check_together(device, family, dtype, max_num_batched_tokens=7)
+    with with_threads(2):
+        stats = check_together(device, family, dtype, max_num_batched_tokens=7)
     assert stats.chunks > stats.steps  # several sequences in a step, and prompts in pieces
 
 
