@@ -17,6 +17,7 @@ from types import SimpleNamespace
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import forks
 import on_gpu
 import processes
 import proofs
@@ -160,6 +161,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", 'process: starts a Python process; -m "not process" leaves these out')
     config.pluginmanager.register(on_gpu.OnGpu())
     config.pluginmanager.register(processes.Processes())
+    config.pluginmanager.register(forks.Forks())
     config.pluginmanager.register(proofs.Proofs(config, disk.folder("proofs"), disk.store))
 
 

@@ -27,6 +27,7 @@ FILES = {
     "test_replicas.py",
     "test_serve_process.py",
     "test_soak.py",
+    "test_stalled.py",
     "test_triton_interpreted.py",
     "test_typing.py",
     "trainers",  # all in the folder

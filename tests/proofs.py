@@ -28,7 +28,8 @@ FOLDERS = "ops", "patch"
 INTERPRETED = "test_triton_interpreted.py"  # whose items run files of tests/ops
 ALWAYS = "_core", "testing"  # parts of vexact_ops that every test goes through
 VERSIONS = "torch", "triton", "numpy", "hypothesis", "pytest", "transformers", "peft"
-PLUGINS = "conftest", "interpreter", "on_gpu", "processes", "proofs"  # they name rooms and the engine, and use none
+# They name rooms and the engine, and use none.
+PLUGINS = "conftest", "forks", "interpreter", "on_gpu", "processes", "proofs"
 PROVEN = "proven before: "
 
 

@@ -1,0 +1,264 @@
+"""A pytest plugin: replicas, stages and multiprocessing's processes begin as forks of one that has imported what they
+import, which takes each of them five seconds of a core.
+
+The first of a kind in a process of pytest begins as for users. Those after it get their descriptors, environment
+and parent in `become`, and run the line of code that `python -c` would. Whatever is asked for beyond that begins as for
+users too, and so does everything where torch sees a GPU, which no fork may use.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import inspect
+import json
+import multiprocessing.util
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+FILES = {
+    "test_forks.py",
+    "test_handover_killed.py",
+    "test_handover_many.py",
+    "test_hf_training.py",
+    "test_hf_wrapped.py",
+    "test_hybrid.py",
+    "test_pipeline.py",
+    "test_replicas.py",
+    "test_stalled.py",
+    "test_tensor_parallel.py",
+}
+# What a process runs, of each kind.
+KINDS = (
+    "from vexact_engine.parallel.process import main; main(",
+    "from vexact_engine.parallel.stage import main; main(",
+    "from multiprocessing.spawn import spawn_main; spawn_main(",
+)
+IMPORTED = (
+    "vexact_engine.parallel.process",
+    "vexact_engine.parallel.stage",
+    "vexact_engine.parallel.host",
+    "vexact_engine.engine",
+    "vexact_engine.weights.load",
+    "vexact_ops.patch.hf",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("auto", "llama", "qwen3", "qwen3_moe")),
+    "transformers.convert_slow_tokenizer",
+    "transformers.tokenization_utils_tokenizers",
+    "safetensors.torch",
+    "torch.distributed.fsdp",
+)
+# Variables that are read late, if at all: those that differ otherwise make a process begin as for users.
+LATE = {
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_MAX_P2P_NCHANNELS",
+    "PYTEST_CURRENT_TEST",
+    "PYTHONPATH",
+    "TORCHINDUCTOR_CACHE_DIR",  # torch sets it
+    "XDG_RUNTIME_DIR",
+}
+MOST = 1 << 20  # bytes of a message
+SECONDS = 300  # until the process that forks has answered: it may still import
+_ADOPT = 36  # PR_SET_CHILD_SUBREAPER: whose parent has ended is ours
+
+
+class Forks:
+    """Puts `Forked` in the place of subprocess.Popen, and starts the process that forks."""
+
+    def __init__(self):
+        import torch
+
+        self.here = sys.platform == "linux" and not torch.cuda.is_available()
+        Forked.server = None
+
+    def pytest_runtest_setup(self, item) -> None:
+        wanted = self.here and Path(item.path).name in FILES
+        if wanted and Forked.server is None:
+            Forked.server = Server()
+        subprocess.Popen = Forked if wanted else _Popen
+        multiprocessing.util.spawnv_passfds = _spawn_forked if wanted else _spawn
+
+    def pytest_sessionfinish(self) -> None:
+        if Forked.server is not None:
+            Forked.server.close()
+
+
+# In the process of pytest
+
+
+class Server:
+    """The process that forks, as pytest's sees it."""
+
+    def __init__(self):
+        self.environment, self._lock = dict(os.environ), threading.Lock()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(SECONDS)
+        with theirs:
+            command = [sys.executable, *_FLAGS, __file__, str(theirs.fileno()), json.dumps(sys.path)]
+            environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # a thread of its pool is not in a fork
+            self._process = _Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment, cwd="/"
+            )
+        self.begun: set[str] = set()
+
+    def fork(self, command: list[str], env: dict[str, str], descriptors: dict[int, int], session: bool) -> int | None:
+        """The id of a process whose parent is this one. None where it has to begin as for users.
+
+        descriptors   its numbers there, and what they are here
+        """
+        kind = self.kind(command, env)
+        if kind not in self.begun:
+            self.begun |= {kind} - {None}
+            return None
+        order = {
+            "argv": ["-c", *command[3:]],
+            "code": command[2],
+            "environment": dict(env),
+            "directory": os.getcwd(),
+            "parent": os.getpid(),
+            "session": session,
+            "numbers": list(descriptors),
+        }
+        libc = ctypes.CDLL(None)
+        with self._lock:
+            try:
+                libc.prctl(_ADOPT, 1, 0, 0, 0)
+                socket.send_fds(self._socket, [json.dumps(order).encode()], list(descriptors.values()))
+                return int(self._socket.recv(MOST)) or None
+            except (OSError, ValueError):
+                return None
+            finally:
+                libc.prctl(_ADOPT, 0, 0, 0, 0)
+
+    def kind(self, command: list[str], env: dict[str, str]) -> str | None:
+        """What is asked for, where a fork can be that."""
+        changed = {name for name in {*self.environment, *env} if self.environment.get(name) != env.get(name)}
+        if [*command[:2]] != [sys.executable, "-c"] or changed - LATE:
+            return None
+        return next((kind for kind in KINDS if kind in command[2]), None)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+
+_Popen, _spawn = subprocess.Popen, multiprocessing.util.spawnv_passfds
+_FLAGS = multiprocessing.util._args_from_interpreter_flags()
+_ARGUMENTS = [*inspect.signature(_Popen._execute_child).parameters][1:]
+
+
+class Forked(_Popen):
+    """subprocess.Popen, where a process may be a fork."""
+
+    server: Server | None = None
+
+    def _execute_child(self, *given):
+        asked = dict(zip(_ARGUMENTS, given))
+        args, env, pid = asked["args"], asked["env"], None
+        if not isinstance(args, str) and env and not any(asked[name] for name in ("executable", "preexec_fn", "cwd")):
+            pipes = {0: asked["p2cread"], 1: asked["c2pwrite"], 2: asked["errwrite"]}
+            descriptors = {number: number if mine == -1 else mine for number, mine in pipes.items()}
+            descriptors |= {number: number for number in asked["pass_fds"]}
+            pid = self.server.fork(args, env, descriptors, asked["start_new_session"])
+        if pid is None:
+            return super()._execute_child(*given)
+        sys.audit("subprocess.Popen", args[0], args, None, env)
+        self.pid, self._child_created = pid, True
+        ours = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(asked[name] for name in ours))
+
+
+def _spawn_forked(path, args, passfds) -> int:
+    """multiprocessing.util's spawnv_passfds, where a process may be a fork."""
+    command = [os.fsdecode(each) for each in args]
+    if command[1 : 1 + len(_FLAGS)] == _FLAGS:
+        del command[1 : 1 + len(_FLAGS)]
+    descriptors = {number: number for number in (0, 1, 2, *passfds)}
+    return Forked.server.fork(command, dict(os.environ), descriptors, False) or _spawn(path, args, passfds)
+
+
+# In the process that forks
+
+
+def serve(ours: socket.socket) -> dict:
+    """Forks for every order that comes. Returns in the forks alone, with the order."""
+    while True:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(ours, MOST, 16)
+        except KeyboardInterrupt:
+            continue
+        if not data:
+            os._exit(0)
+        order = json.loads(data)
+        with contextlib.ExitStack() as stack:
+            for each in descriptors:
+                stack.callback(os.close, each)
+            if len(os.listdir("/proc/self/task")) > 1:
+                ours.send(b"0")
+                continue
+            reading, writing = os.pipe()
+            between = os.fork()
+            if not between:
+                found = os.fork()
+                if found:
+                    os.write(writing, str(found).encode())
+                    os._exit(0)  # whose child is then the child of pytest's process
+                stack.pop_all()
+                ours.close(), os.close(reading), os.close(writing)
+                become(order, descriptors)
+                return order
+            os.waitpid(between, 0)
+            ours.send(os.read(reading, 64))
+            os.close(reading), os.close(writing)
+
+
+def become(order: dict, descriptors: list[int]) -> None:
+    """What a process of its own is from its start on."""
+    end = time.monotonic() + SECONDS
+    while os.getppid() != order["parent"]:
+        if time.monotonic() > end:
+            os._exit(1)
+        time.sleep(0.001)
+    above = max(*descriptors, *order["numbers"]) + 1
+    apart = [fcntl.fcntl(each, fcntl.F_DUPFD, above) for each in descriptors]
+    for each in descriptors:
+        os.close(each)
+    for each, number in zip(apart, order["numbers"]):
+        os.dup2(each, number)
+        os.close(each)
+    os.chdir(order["directory"])
+    if order["session"]:
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    sys.path[:] = ["", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
+    sys.argv[:] = order["argv"]
+    random.seed()
+
+
+def main(descriptor: int, path: list[str]) -> dict:
+    sys.path[:] = path
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: for pytest
+    for name in IMPORTED:
+        importlib.import_module(name)
+    import vexact_ops
+    from vexact_ops._core import native
+
+    for name in vexact_ops.__all__:
+        getattr(vexact_ops, name)  # imports its room
+    native.unavailable()  # loads the extension
+    gc.collect()
+    gc.freeze()
+    return serve(socket.socket(fileno=descriptor))
+
+
+if __name__ == "__main__":
+    exec(main(int(sys.argv[1]), json.loads(sys.argv[2]))["code"], {"__name__": "__main__"})

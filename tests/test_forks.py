@@ -1,0 +1,86 @@
+"""What tests start as forks is what subprocess.Popen would have started."""
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+
+import forks
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or torch.cuda.is_available(), reason="no process is a fork where torch sees a GPU"
+)
+SAYS = """
+import json, os, random, signal, sys
+print(json.dumps({
+    "parent": os.getppid(), "alone": os.getsid(0) == os.getpid(), "argv": sys.argv, "directory": os.getcwd(),
+    "variable": os.environ.get("PYTEST_CURRENT_TEST"), "path": sys.path[:2],
+    "threads": len(os.listdir("/proc/self/task")),
+    "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler, "random": random.random(),
+    "given": os.read(int(sys.argv[1]), 99).decode(), "stdin": os.read(0, 1).decode(),
+    "open": sorted(map(int, os.listdir("/proc/self/fd"))), "fork": "vexact_engine.engine" in sys.modules,
+}), flush=True)
+os._exit(7)
+"""
+
+
+def started(kind, session=False):
+    code = f"if 0: {kind})\n{SAYS}"
+    reading, writing = os.pipe()
+    os.write(writing, b"descriptors")
+    os.close(writing)
+    env = {**os.environ, "PYTEST_CURRENT_TEST": "another", "PYTHONPATH": "/tmp"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(reading)],
+        pass_fds=[reading],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        env=env,
+        start_new_session=session,
+    )
+    os.close(reading)
+    assert process.wait() == 7 and process.poll() == 7
+    with process.stdout as out:
+        return json.loads(out.read())
+
+
+@pytest.mark.process
+def test_a_fork_is_what_a_process_of_its_own_would_be():
+    kind = forks.KINDS[0]
+    forks.Forked.server.begun.discard(kind)
+    first, *others = [started(kind, session) for session in (False, False, True)]
+    assert not first["fork"] and all(other["fork"] for other in others), "the first of a kind begins as for users"
+    assert len({found.pop("random") for found in (first, *others)}) == 3
+    assert [first["alone"], *(other.pop("alone") for other in others)] == [False, False, True]
+    for other in others:
+        same = {name: value for name, value in first.items() if name not in ("alone", "fork", "argv", "open")}
+        assert {name: other[name] for name in same} == same and len(other["open"]) == len(first["open"])
+    assert first["parent"] == os.getpid() and first["threads"] == 1 and first["given"] == "descriptors"
+
+
+def _says(pipe):
+    pipe.send((os.getppid(), "vexact_engine.parallel.stage" in sys.modules, multiprocessing.current_process().name))
+
+
+@pytest.mark.process
+def test_multiprocessing_has_its_own():
+    forks.Forked.server.begun.add(forks.KINDS[2])
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_says, args=(theirs,), name="its name")
+    process.start()
+    assert ours.recv() == (os.getpid(), True, "its name")
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_what_a_fork_cannot_be_begins_as_for_users():
+    command, kind, env = [sys.executable, "-c", f"{forks.KINDS[1]})"], forks.Forked.server.kind, dict(os.environ)
+    assert kind(command, env) == kind([*command, "1"], {**env, "PYTHONPATH": "another"}) == forks.KINDS[1]
+    assert kind(command, {**env, "VEXACT_CPU_ISA": "scalar"}) is None
+    assert kind(command, {name: value for name, value in env.items() if name != "PATH"}) is None
+    assert kind([sys.executable, "-W", "ignore", *command[1:]], env) is None
+    assert kind([sys.executable, "-c", "print()"], env) is None
