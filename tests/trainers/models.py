@@ -1,4 +1,4 @@
-"""Small models of the three families, their tokenizers and their prompts, as folders. Nothing is fetched."""
+"""Small models of a few families, their tokenizers and their prompts, as folders. Nothing is fetched."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ import torch
 from vexact_engine.weights.random import CONFIGS
 
 FAMILIES = ("qwen3", "qwen3_moe", "deepseek_v3")
+HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text")
 VOCAB = 288  # 256 bytes, and the special tokens
 SIZES = {
     "vocab_size": VOCAB,
@@ -20,9 +21,20 @@ SIZES = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
+_HYBRID = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SPECIAL = {
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": {**_HYBRID, **_EXPERTS, "shared_expert_intermediate_size": 32},
     "qwen3": {},
-    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "qwen3_moe": {**_EXPERTS, "norm_topk_prob": True},
     "deepseek_v3": {  # as Moonlight's: no groups, no low-rank queries
         "num_hidden_layers": 3,
         "first_k_dense_replace": 1,
@@ -62,7 +74,7 @@ DEEPSEEK = (
         "<｜tool▁outputs▁end｜>",
     ),
 )
-TOKENS = {"qwen3": QWEN, "qwen3_moe": QWEN, "deepseek_v3": DEEPSEEK}
+TOKENS = {"qwen3": QWEN, "qwen3_moe": QWEN, "deepseek_v3": DEEPSEEK, **dict.fromkeys(HYBRIDS, QWEN)}
 QWEN_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from .models import FAMILIES
+from .models import FAMILIES, HYBRIDS
 from .ppo import Case, Run, check, check_training, compared, lines, run
 
 TWO_RANKS = [Case(family, engine) for engine in ("fsdp2", "veomni") for family in FAMILIES]
@@ -29,7 +29,7 @@ IN_CI = [
     Case("deepseek_v3", "veomni"),
     Case("deepseek_v3", ranks=1, overrides=DETERMINISTIC),
 ]
-EVERY = [*TWO_RANKS, *ONE_RANK]
+EVERY = [*TWO_RANKS, *ONE_RANK, *(Case(family) for family in HYBRIDS)]
 STOCK = Case("qwen3", ranks=1, vendor=None)
 # Requests are aborted and go on with newer weights, so that a token's weights are not always the trainer's. The
 # checkpoints that verl writes after each step say what each version would have said.
