@@ -123,11 +123,14 @@ class _Product:
         return vx.silu_mul(*self(x), activation=activation)
 
 
-def _norm(weights: Weights, norm: d.Norm | None) -> Callable[[Tensor], Tensor] | None:
+def _norm(weights: Weights, norm: d.Norm | None) -> Callable | None:
+    """(x, residual=None) -> the norm's output; with a residual, as its op returns it."""
     if norm is None:
         return None
-    weight, eps, style = weights[norm.weight], norm.eps, norm.style
-    return lambda x: vx.rmsnorm(x, weight, eps, style=style)
+    weight, bias, eps, style = weights.maybe(norm.weight), weights.maybe(norm.bias), norm.eps, norm.style
+    if style == "layer":
+        return lambda x, residual=None: vx.layer_norm(x, weight, bias, eps, residual)
+    return lambda x, residual=None: vx.rmsnorm(x, weight, eps, residual, style=style)
 
 
 def _factor(weights: Weights, factor: d.Factor | None) -> float | Tensor | None:
@@ -177,7 +180,8 @@ class _Attention:
         self.before = not part.norms_after_rope
         q, k = part.q_norm, part.k_norm
         self.fused_norms = {}  # with the rotation
-        if self.before and part.rope and q and k and not any(self.across) and (q.eps, q.style) == (k.eps, k.style):
+        alike = q and k and (q.eps, q.style) == (k.eps, k.style) and q.style != "layer"
+        if self.before and part.rope and alike and not any(self.across):
             self.norms = None, None
             self.fused_norms = {"eps": q.eps, "style": q.style}
             self.fused_norms |= {"q_weight": weights[q.weight], "k_weight": weights[k.weight]}
@@ -339,11 +343,13 @@ class _Mlp:
 
     def columns(self, x: Tensor) -> Tensor:
         """A rank's of the output."""
-        if self.activation != "relu2":
-            h = self.up.gated(x, self.activation)
-        elif self.gated:
+        if self.activation == "relu2" and self.gated:
             gate, up = self.up(x)
             h = gate.relu().square() * up
+        elif self.gated:
+            h = self.up.gated(x, self.activation)
+        elif self.activation != "relu2":
+            h = vx.gelu(self.up.whole(x), approximate="tanh" if self.activation == "gelu_tanh" else "none")
         else:
             h = self.up.whole(x).relu().square()
         h = self.ranks.gather(h)
@@ -369,7 +375,7 @@ class _Mixture:
     def __call__(self, x: Tensor) -> Tensor:
         read, weight = (x.float(), self.router.float()) if self.cast else (x, self.router)
         logits = vx.linear(read, weight, out_dtype=self.dtype)
-        bias = None if self.bias is None else self.bias.float()
+        bias = None if self.bias is None else self.bias.float().flatten()
         chosen, ids = vx.moe_route(logits, self.top_k, bias=bias, **self.options)
         if len(self.experts[0]) < len(self.router):
             out = self._by_expert(x, chosen, ids)
@@ -405,8 +411,7 @@ class _Block:
         kind = _PARTS[type(block.part)]
         options = (kv_segment,) if kind in (_Attention, _Latent) else ()
         self.part = kind(weights, block.part, ranks, *options)
-        before = block.before
-        self.before = None if before is None else (weights[before.weight], before.eps, before.style)
+        self.before = _norm(weights, block.before)
         self.after, self.factor = _norm(weights, block.after), _factor(weights, block.factor)
 
     def read(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -414,10 +419,7 @@ class _Block:
         if self.before is None:
             residual = x if residual is None else residual + x
             return residual, residual
-        weight, eps, style = self.before
-        if residual is None:
-            return vx.rmsnorm(x, weight, eps, style=style), x
-        return vx.rmsnorm(x, weight, eps, residual, style=style)
+        return (self.before(x), x) if residual is None else self.before(x, residual)
 
     def then(self, x: Tensor) -> Tensor:
         if self.after is not None:
@@ -454,8 +456,7 @@ class Decoder:
         self.layers = [
             tuple(_Block(weights, block, ranks, described.kv_segment) for block in layer.blocks) for layer in chosen
         ]
-        norm = described.norm
-        self.norm = (weights[norm.weight], norm.eps, norm.style) if last else None
+        self.norm = _norm(weights, described.norm) if last else None
         self._copied = weights.copied
 
     def _embed(self, batch: Batch) -> Tensor:
@@ -492,5 +493,4 @@ class Decoder:
                 x = block.then(block.part(h))
         if self.norm is None:
             return x, residual
-        weight, eps, style = self.norm
-        return vx.rmsnorm(x, weight, eps, residual, style=style)[0]
+        return self.norm(x, residual)[0]

@@ -86,11 +86,16 @@ class _Reader:
         return None, value
 
     def is_norm(self, value: Value) -> bool:
-        return value.op == "rmsnorm" and value.out == 0 and value.args[2] is None
+        residual = {"rmsnorm": 2, "layer_norm": 3}.get(value.op)
+        return residual is not None and value.out == 0 and value.args[residual] is None
 
     def norm(self, value: Value, where: str) -> Norm:
         if not self.is_norm(value):
             raise _refuse(where, value)
+        if value.op == "layer_norm":
+            _, weight, bias, _, eps, _ = value.args
+            names = (None if p is None else self.name(p, where) for p in (weight, bias))
+            return Norm(next(names), eps, "layer", value.shape[-1], next(names))
         _, weight, _, eps, gemma, _ = value.args
         return Norm(self.name(weight, where), eps, STYLES[gemma], weight.shape[0])
 
@@ -186,6 +191,9 @@ class _Reader:
                     raise _refuse(where, gate)
                 parts = [Linear(both.weight, both.bias, half, both.inputs, (i * half, (i + 1) * half)) for i in (0, 1)]
                 return Mlp(*parts, down, activation, norm), x
+        elif inner.op == "gelu":
+            up, tanh, _ = inner.args
+            activation = "gelu_tanh" if tanh else "gelu"
         else:
             activation, up = "relu2", inner
             if inner.op == "mul" and isinstance(inner.args[1], Value):
@@ -204,8 +212,8 @@ class _Reader:
     def mixture(self, value: Value, where: str) -> tuple[Mixture, Value]:
         where = f"{where}: its mixture"
         shared, of, shared_gate = None, None, None
-        if value.op == "add":
-            routed, added = sorted(value.args, key=lambda part: part.op != "fused_moe")
+        if (parts := self.added(value)) is not None:
+            routed, added = sorted(parts, key=lambda part: part.op != "fused_moe")
             gate = self.gate_of(added)
             shared, of = self.mlp(added if gate is None else gate[0], where)
             if gate is not None:
@@ -241,6 +249,16 @@ class _Reader:
         if read is not x or of not in (None, x):
             raise _refuse(f"{where}: another input of its router or shared experts", read)
         return Mixture(router, experts, shared, shared_gate), x
+
+    def added(self, value: Value) -> tuple[Value, ...] | None:
+        """Of a sum what is added: one of two numbers of 16 bits is the same in their dtype and in fp32, rounded."""
+        if value.op == "add":
+            return value.args
+        wide = value.args[0].args if value.op == "to" and value.args[0].op == "add" else ()
+        narrow = [part.args[0] for part in wide if isinstance(part, Value) and part.op == "to"]
+        if len(narrow) == 2 and all(part.dtype == value.dtype for part in narrow) and wide[0].dtype.itemsize == 4:
+            return tuple(narrow)
+        return None
 
     def router(self, logits: Value, options: dict, rounded, where: str) -> Router:
         if logits.op != "linear":

@@ -47,12 +47,16 @@ class Linear:
 
 @dataclass(frozen=True)
 class Norm:
-    """A root-mean-square norm over `size` elements: of a token's whole row, or of each head where that is a head's."""
+    """A norm over `size` elements: of a token's whole row, or of each head where that is a head's.
 
-    weight: str
+    style  of rmsnorm, "gated" (rmsnorm_gated), or "layer": layer_norm, which alone has a bias, or no weight
+    """
+
+    weight: str | None
     eps: float
     style: str
     size: int
+    bias: str | None = None
 
 
 @dataclass(frozen=True)
@@ -272,7 +276,8 @@ class GatedDelta:
 @dataclass(frozen=True)
 class Mlp:
     """down(norm(activation(gate(x)) * up(x))), or down(norm(activation(up(x)))) without a gate. Activations: "silu" and
-    "gelu_tanh" as silu_mul computes them, "relu2": the square of max(x, 0), rounded, before the product."""
+    "gelu_tanh" as silu_mul computes them, "relu2": the square of max(x, 0), rounded, before the product; without a gate
+    "gelu" and "gelu_tanh" of gelu too."""
 
     gate: Linear | None
     up: Linear
