@@ -203,6 +203,15 @@ UNREAD = [
             ["verify", "--model", "MODEL", "--prompts", "SHORT", "--warm"],
             "--warm: no prompt fills a page that the prefix cache could keep: the longest has 5 tokens",
         ),
+        (["verify", "--model", "MODEL", "--draft-sources", "text"], "--draft-sources: expected --speculation with it"),
+        (
+            ["verify", "--model", "MODEL", "--speculation", "65"],
+            "--speculation: got 65, expected an integer from 1 to 64",
+        ),
+        (
+            ["verify", "--model", "MODEL", "--speculation", "4", "--draft-sources", "text,mtp"],
+            "--draft-sources: got ['text', 'mtp'], expected some of given, answers, samples, text",
+        ),
         (["verify", "--model", "MODEL", "--stock-prompts", "1"], "--stock-prompts: expected --stock with it"),
         (["verify", "--model", "MODEL", "--limit", "1"], "--limit: expected --prompts with it"),
         (["verify", "--model", "MODEL", "--no-chat"], "--chat: expected --prompts with it"),

@@ -145,7 +145,7 @@ def engine(parser):
         "--longrope", choices=("short", "long"), help="factors of all sequences (Phi-3 of a long context)"
     )
     group.add_argument(
-        "--speculation", type=positive, metavar="N", help="draft up to N tokens of a sequence, verify them in one step"
+        "--speculation", type=positive, metavar="N", help="draft up to N tokens of a sequence for one step (none)"
     )
     group.add_argument(
         "--draft-sources", type=names, metavar="A,B", help="of drafts: given, answers, samples, text (all of them)"
