@@ -5,6 +5,7 @@ import itertools
 import random
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -110,35 +111,40 @@ def test_files_that_hold_no_answers_are_refused(tmp_path):
 
 
 def measured(times):
-    """A Pace that has measured (sequences, rows) -> seconds."""
+    """A Pace that has measured (sequences, drafted rows) -> seconds."""
     pace = Pace()
     for _ in range(8):
-        for (sequences, rows), seconds in times.items():
-            pace.note(sequences, rows, seconds)
+        for (sequences, drafted), seconds in times.items():
+            pace.note(sequences, drafted, seconds)
     return pace
 
 
 def test_drafts_are_verified_where_that_is_faster():
     assert Pace().worth(1, [0.9] * 4) == 0  # nothing is known yet: a step of single tokens first
-    free = measured({(1, 1): 1.0, (1, 8): 1.0})
+    free = measured({(1, 0): 1.0, (1, 7): 1.0})
     assert free.worth(1, [0.9, 0.5, 0.1]) == 3
-    dear = measured({(1, 1): 1.0, (1, 2): 2.0, (1, 3): 3.0})
+    dear = measured({(1, 0): 1.0, (1, 1): 2.0, (1, 2): 3.0})
     assert dear.worth(1, [0.9, 0.8]) == 0
-    some = measured({(1, 1): 1.0, (1, 2): 1.1, (1, 3): 1.2, (1, 4): 9.0})
+    some = measured({(1, 0): 1.0, (1, 1): 1.1, (1, 2): 1.2, (1, 3): 9.0})
     assert some.worth(1, [0.9, 0.8, 0.7]) == 2
     assert some.worth(1, [0.05]) == 0
-    assert measured({(1, 1): 1.0}).worth(1, [0.3] * 5) == 5  # what was never measured is tried
-    again = measured({(4, 4): 1.0, (4, 5): 3.0})
-    assert sum(again.worth(4, [0.9]) for _ in range(640)) == 10  # and now and then anew
+    assert measured({(1, 0): 1.0}).worth(1, [0.3] * 5) == 2  # what was never measured is tried, ...
+    assert measured({(1, 0): 1.0, (1, 2): 1.0}).worth(1, [0.3] * 5) == 4  # ... twice as much of it each time
+    again = measured({(4, 0): 1.0, (4, 1): 3.0})
+    assert sum(again.worth(4, [0.9]) for _ in range(1280)) == 10  # and now and then anew ...
+    assert sum(again.worth(4, [0.1]) for _ in range(1280)) == 0  # ... unless nothing can be gained
 
 
 def test_the_first_step_of_a_kind_is_not_counted():
     pace = Pace()
-    pace.note(2, 2, 100.0)
-    assert pace.seconds(2, 2) is None
-    pace.note(2, 2, 1.0)
-    assert pace.seconds(2, 2) == 1.0
-    assert [bucket(n) for n in (1, 7, 8, 9, 16, 17, 33, 256, 257)] == [1, 7, 8, 10, 16, 20, 40, 256, 320]
+    pace.note(2, 0, 100.0)
+    assert pace.seconds(2, 0) is None
+    pace.note(2, 0, 1.0)
+    assert pace.seconds(2, 0) == pace.seconds(2, 5) == 1.0
+    for _ in range(2):
+        pace.note(2, 9, 1.9)
+    assert pace.seconds(2, 10) == 2.0 and pace.seconds(2, 5) == 1.5, "a row is taken to cost as much as those before"
+    assert [bucket(n) for n in (0, 1, 7, 8, 9, 16, 17, 33, 256, 257)] == [0, 1, 7, 8, 10, 16, 20, 40, 256, 320]
 
 
 # What is drawn
@@ -367,3 +373,39 @@ def test_drafts_take_no_page_from_others():
     requests = list(scheduler.requests)
     drain(scheduler, model)
     assert scheduler.stats.preemptions <= 1 and all(r.sequences[0].tokens == expected(r.sequences[0]) for r in requests)
+
+
+@pytest.mark.parametrize(
+    "sequences,how,row,most",
+    [
+        (64, "wrong", 0.0, 1.02),
+        (64, "wrong", 0.05, 1.02),
+        (64, "right", 1 / 64, 1.03),  # a drafted row takes as much as another: nothing can be gained
+        (4, "right", 0.001, 0.4),
+        (1, "right", 0.02, 0.3),
+        (1, "none", 0.5, 1.03),
+    ],
+)
+def test_drafts_take_no_longer_than_none(sequences, how, row, most, monkeypatch):
+    """Where a step of B sequences takes 1 and each drafted row so much more."""
+    now = [0.0]
+    monkeypatch.setattr("vexact_engine.core.scheduler.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def seconds(speculation):
+        scheduler, model = make(
+            num_pages=8000, max_num_seqs=64, max_num_batched_tokens=1024, speculation=speculation, reserve=1.0
+        )
+        begin = now[0]
+        for seed in range(sequences):
+            right = right_answer([seed % 7, 1], derive_seed(seed, 0), 250)
+            draft = {"right": right, "wrong": [(t + 1) % VOCAB for t in right], "none": ()}[how]
+            scheduler.add(request([seed % 7, 1], max_new_tokens=250, seed=seed, draft=draft))
+        while scheduler.has_unfinished:
+            plan = scheduler.schedule()
+            now[0] += 1.0 + row * plan.drafted
+            scheduler.commit(plan, model.run(plan))
+        return now[0] - begin
+
+    sources = ("given",) if how == "wrong" else Speculation.sources
+    took = seconds(Speculation(sources=sources)) / seconds(None)
+    assert took <= most

@@ -159,10 +159,18 @@ def test_graphs_of_drafts_have_the_bits_of_others(kind, monkeypatch):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("kind", ["Llama", "qwen3_5_text"])
-def test_stages_verify_drafts(kind, tmp_path):
+@pytest.mark.parametrize(
+    "kind,cut",
+    [
+        ("Llama", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
+        ("qwen3_5_text", {"pipeline_parallel_size": 2}),
+        ("Qwen3Moe", {"tensor_parallel_size": 2, "async_scheduling": True}),
+    ],
+    ids=["dense, stages of ranks", "hybrid, stages", "mixture, ranks"],
+)
+def test_stages_and_ranks_verify_drafts(kind, cut, tmp_path):
     model(kind).save_pretrained(tmp_path)
-    config = replace(ROOMY, pipeline_parallel_size=2, max_num_batched_tokens=40, speculation=ALWAYS)
+    config = replace(ROOMY, max_num_batched_tokens=40, speculation=ALWAYS, **cut)
     with Engine.from_pretrained(tmp_path, device="cpu", config=config) as engine:
         assert engine.config.speculation == ALWAYS
         check(engine, kind, right(kind))

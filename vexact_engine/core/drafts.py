@@ -37,6 +37,7 @@ _FADE, _ALL_FADE = 0.8, 0.98  # how much of what one sequence knows, or all do, 
 _ALL_WEIGHT, _LIKELY_WEIGHT = 4, 2  # tokens that count as much as what all know, and as what is likely
 _SELDOM = 0.1  # where drafts are right no more often, and the last was not, the sequence rests ...
 _LONGEST_REST = 64  # ... for twice as many steps as before, up to so many
+_SEQUENCES_A_STEP = 8  # of a step where nothing was worth it: so many times fewer steps are not looked at next
 _TRUSTED = 8  # tokens that an answer is taken to have had right when nothing of it was compared yet
 
 
@@ -140,6 +141,7 @@ class Drafter:
         self._texts: OrderedDict[tuple[int, ...], Texts] = OrderedDict()  # by prompt, the one used longest ago first
         self._rates: dict[tuple[str, int], list[float]] = {}  # by kind how many were right lately, and how many in all
         self._full = False
+        self._skipped = self._fruitless = 0  # steps that are not looked at, for in others nothing was worth it
         self._committed = 0.0
 
     # Sequences come and go
@@ -189,6 +191,15 @@ class Drafter:
     def plan(self, chunks: Tokens["Chunk"], budget: int, room: Callable[["Chunk"], int]) -> list[tuple["Chunk", tuple]]:
         """Tokens to verify behind the ends of decodes, of those that are worth it: at most so many in all, and of each
         as many as there is room for."""
+        if self._skipped:
+            self._skipped -= 1
+            return []
+        planned = self._worth(self._found(chunks, room), len(chunks), budget) if budget else []
+        self._fruitless = 0 if planned else min(2 * self._fruitless + 1, len(chunks) // _SEQUENCES_A_STEP)
+        self._skipped = self._fruitless
+        return planned
+
+    def _found(self, chunks: Tokens["Chunk"], room: Callable[["Chunk"], int]) -> list[tuple["Chunk", Draft]]:
         most, left = self.speculation.max_draft_tokens, 0 if self._full else _INDEXED
         found = []
         for chunk in chunks:
@@ -201,15 +212,19 @@ class Drafter:
             draft, left = self._draft(chunk, follower, count, left)
             if draft is not None:
                 found.append((chunk, draft))
-        if not found or not budget:
+        return found
+
+    def _worth(self, found: list[tuple["Chunk", Draft]], sequences: int, budget: int) -> list[tuple["Chunk", tuple]]:
+        """As much of them as makes tokens per second more."""
+        if not found:
             return []
         counts = [len(draft.tokens) for _, draft in found]
         if not self.speculation.always:
             chances = sorted((d.chance ** (j + 1) for _, d in found for j in range(len(d.tokens))), reverse=True)
-            chosen = self.pace.worth(len(chunks), chances[:budget])
+            chosen = self.pace.worth(sequences, chances[:budget])
             if not chosen:
                 return []
-            least = chances[chosen - 1]
+            budget, least = chosen, chances[chosen - 1]
             counts = [sum(d.chance ** (j + 1) >= least for j in range(len(d.tokens))) for _, d in found]
         planned = []
         for (chunk, draft), count in zip(found, counts):
@@ -264,4 +279,4 @@ class Drafter:
         engine had nothing to do in between."""
         own, between = now - plan.planned, plan.planned - self._committed
         self._committed = now
-        self.pace.note(len(plan.chunks), plan.num_tokens, own + between if between < own else own)
+        self.pace.note(len(plan.chunks), plan.drafted, own + between if between < own else own)

@@ -488,9 +488,10 @@ class Scheduler:
                 if alive:
                     params, tokens = sequence.params, sequence.tokens
                     grown.append(sequence)
-                    for at in range(row, row + 1 + len(draft)) if draft else (row,):
+                    at = row
+                    while True:
                         token = token_ids[at]
-                        if draft and token < 0:  # its logits are no numbers
+                        if token < 0 and draft:  # its logits are no numbers
                             break
                         tokens.append(token)
                         sequence.logprobs.append(logprobs[at])
@@ -506,8 +507,9 @@ class Scheduler:
                             ended = found
                         elif len(tokens) == sequence.limit:
                             ended = "length", None, sequence.limit_note
-                        if ended or at - row == len(draft) or token != draft[at - row]:
+                        if not draft or ended or at - row == len(draft) or token != draft[at - row]:
                             break
+                        at += 1
                     if draft:
                         end = self._accepted(chunk, at - row)
                 row += 1 + len(draft)
