@@ -457,13 +457,13 @@ def buckets() -> int:
 
 def attack(name: str, args: argparse.Namespace, expected: list) -> dict:
     """One target, for its time."""
-    rng, counts, failures, growth = random.Random(args.seed), Counter(), [], Growth("cpu")
+    rng, counts, failures, growth = random.Random(args.seed), Counter(), Counter(), Growth("cpu")
     resource_tracker.ensure_running()  # a child of this process for good, once it has spawned any
     before, began, rounds = processes(), time.monotonic(), 0
 
     def fail(what: str) -> None:
-        failures.append(what)
-        if len(failures) > SHOWN:
+        failures[what] += 1
+        if failures[what] > 1 or len(failures) > SHOWN:
             return
         sys.stdout.write(what + "\n")
         sys.stdout.flush()
@@ -491,9 +491,10 @@ def attack(name: str, args: argparse.Namespace, expected: list) -> dict:
     for text in growth.failures():
         fail(f"{name}: {text}")
     seconds = round(time.monotonic() - began)
+    shown = [f"{what} ({times} times)" if times > 1 else what for what, times in reversed(failures.items())]
     return {
         "target": name, "rounds": rounds, "seconds": seconds, "counts": dict(sorted(counts.items())), "left": left,
-        "growth": growth.total(), "failures": failures[:SHOWN],
+        "growth": growth.total(), "failures": shown[:SHOWN],
     }  # fmt: skip
 
 
