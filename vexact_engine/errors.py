@@ -20,8 +20,8 @@ class StepFailed(RuntimeError):
 
 
 class StageDied(StepFailed):
-    """A stage of the pipeline has died, in its process or with it. Requests under way end with this; before the next
-    one all stages are made anew."""
+    """A stage of the pipeline, or a rank, has died, in its process or with it. Requests under way end with this; before
+    the next one all are made anew."""
 
 
 class WeightsTorn(RuntimeError):

@@ -183,8 +183,8 @@ def _model(args: argparse.Namespace, source: str, dtype: str) -> Iterator[dict]:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
-    stages, several = args.config.pipeline_parallel_size, args.replicas > 1
-    whole = stages == 1 and not several  # else other processes hold the weights
+    stages, ranks, several = args.config.pipeline_parallel_size, args.config.tensor_parallel_size, args.replicas > 1
+    whole = args.config.processes == 1 and not several  # else other processes hold the weights
     loaded, name, weights = load(args, source, dtype, whole)
     if on_gpu:
         torch.cuda.synchronize()
@@ -203,6 +203,7 @@ def _model(args: argparse.Namespace, source: str, dtype: str) -> Iterator[dict]:
         "layers": args.layers,
         "latent": args.config.latent_attention,
         "pipeline_parallel_size": stages,
+        **({"tensor_parallel_size": ranks} if ranks > 1 else {}),
         **({"replicas": args.replicas} if several else {}),
     }
     began = time.perf_counter()
@@ -321,6 +322,7 @@ def _sleeps(engine, done: timing.Run) -> list[dict]:
 def _record(about: dict, engine, workload: workloads.Workload, done: timing.Run, bandwidth: float) -> dict:
     count, stages = len(workload.jobs), about["pipeline_parallel_size"]
     apart = f", {stages} pipeline stages" if stages > 1 else ""
+    apart += f", {about['tensor_parallel_size']} ranks" if "tensor_parallel_size" in about else ""
     apart += f", {about['replicas']} replicas" if "replicas" in about else ""
     alike = workload.rate is None and len({job.new for job in workload.jobs}) == 1
     return {
@@ -369,13 +371,14 @@ def _steady_batch(record: dict) -> int | None:
 
 def _over_roof(record: dict, done: timing.Run, size: roof.Sizes, bandwidth: float, touched: float | None) -> dict:
     """The median decode step, and the time that bandwidth allows for what such steps read on the mean. In stages a step
-    is of as many plans as there are stages, each with its share of the sequences: a token for all of them."""
+    is of as many plans as there are stages, each with its share of the sequences: a token for all of them. Ranks read
+    their shares at once."""
     stages, steady = record["pipeline_parallel_size"], done.decode_steps(_steady_batch(record))
     if not steady:
         return {"step_ms": None, "roof_ms": None}
     _, sequences, context = (sum(column) / len(steady) for column in zip(*steady))
     touched_by_chance = size.touched(round(sequences))
-    least = size.step(round(sequences), context, touched) / bandwidth * 1e3
+    least = size.step(round(sequences), context, touched) / (bandwidth * record.get("tensor_parallel_size", 1)) * 1e3
     times = [stages * seconds for seconds, _, _ in steady]
     step = timing.median_ms(times)
     found = {

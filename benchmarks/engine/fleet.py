@@ -12,9 +12,9 @@ from vexact_engine.parallel.replicas import Replicas, places
 
 
 def replicas(args: argparse.Namespace, source: str, dtype: str) -> Replicas:
-    """args.replicas of them: on a GPU each of its own, or one for each of its stages; on a CPU they share the cores."""
+    """args.replicas of them: on a GPU each of its own, one a stage and rank; on a CPU they share the cores."""
     config = messages.as_dict(args.config)
-    environments, threads = places(args.device, args.replicas, args.config.pipeline_parallel_size)
+    environments, threads = places(args.device, args.replicas, args.config.processes)
     what = {"model": args.model, "device": args.device, "layers": args.layers}
     arguments = {"args": what, "source": source, "dtype": dtype, "config": config, "threads": threads}
     return Replicas("benchmarks.engine.fleet:made", [arguments] * args.replicas, environments=environments)
@@ -26,5 +26,5 @@ def made(args: Mapping[str, Any], source: str, dtype: str, config: Mapping[str, 
 
     if threads is not None:
         torch.set_num_threads(threads)
-    stages = config["pipeline_parallel_size"]
-    return Engine(load(argparse.Namespace(**args), source, dtype, whole=stages == 1)[0], EngineConfig(**config))
+    made = EngineConfig(**config)
+    return Engine(load(argparse.Namespace(**args), source, dtype, whole=made.processes == 1)[0], made)

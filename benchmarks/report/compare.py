@@ -67,7 +67,7 @@ def steps(kept: Kept) -> dict[tuple, dict[str, dict]]:
     found: dict[tuple, dict[str, dict]] = defaultdict(dict)
     for record in kept["engine"] + kept["h200"]:
         seen = record["backend"] != "vexact" or record.get("verify_tokens")
-        seen = seen and record.get("pipeline_parallel_size", 1) == 1
+        seen = seen and all(record.get(f"{kind}_parallel_size", 1) == 1 for kind in ("pipeline", "tensor"))
         if record["room"] == "engine" and record.get("step_ms") and record.get("batch") in (1, 256) and seen:
             found[record["model"], record.get("latent", False), record["batch"]][record["backend"]] = record
     return found

@@ -94,6 +94,18 @@ def test_verify_on_random_weights_needs_a_config_alone(capsys, tmp_path):
     assert all(v.float().std() > 0 for v in a.values()), "norm weights too"
 
 
+@pytest.mark.process
+def test_verify_rolls_out_in_ranks(capsys, tmp_path):
+    """Random weights, of which each rank makes its rows, and the trainer all."""
+    build("Qwen3").config.save_pretrained(tmp_path)
+    options = ["--num-prompts", 2, "--lengths", "5", "--max-new-tokens", 4, "--ignore-eos", "--dtype", "fp32"]
+    options += ["--model", tmp_path, "--random-weights", "--tensor-parallel-size", 2]
+    code, out, _ = run(capsys, "verify", *options)
+    assert code == 0 and "0 of 8 log-probabilities differ" in out
+    code, _, err = run(capsys, "verify", *options, "--share-weights")
+    assert code == 2 and "--share-weights: not together with --tensor-parallel-size" in err
+
+
 def test_verify_on_a_known_model_s_sizes(capsys, monkeypatch):
     small = {"vocab_size": 160, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "head_dim": 16}
     monkeypatch.setitem(random.CONFIGS, "qwen3-small", random.CONFIGS["qwen3-0.6b"] | small)

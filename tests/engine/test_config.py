@@ -31,7 +31,8 @@ def test_the_scheduling_modules_import_neither_torch_nor_numpy():
 
 BAD_VALUES = [
     *((EngineConfig, name, 0) for name in ("page_size", "num_pages", "max_num_seqs", "max_num_batched_tokens")),
-    *((EngineConfig, name, -1) for name in ("kv_segment", "pipeline_parallel_size")),
+    *((EngineConfig, name, -1) for name in ("kv_segment", "pipeline_parallel_size", "tensor_parallel_size")),
+    (EngineConfig, "expert_parallel_size", 2),  # and tensor_parallel_size 1
     (EngineConfig, "max_model_len", 1),
     *((EngineConfig, "gpu_memory_utilization", value) for value in (0, -0.5, 1.01, nan, inf)),
     *((SamplingParams, "temperature", value) for value in (nan, inf, -inf, -1, -1e-9, 1e-7, 1e6)),

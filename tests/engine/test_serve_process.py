@@ -74,11 +74,12 @@ class Process:
         return self.process.returncode, self.said()
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_it_serves_what_the_engine_gives_and_ends_with_0_on_sigterm(model, stages):
+@pytest.mark.parametrize("stages, ranks", [(1, 1), (2, 1), (1, 2)])
+def test_it_serves_what_the_engine_gives_and_ends_with_0_on_sigterm(model, stages, ranks):
     with Engine.from_pretrained(model) as engine:
         done = engine.generate("hello", SamplingParams(max_new_tokens=20, seed=4, ignore_eos=True))[0]
     options = ["--max-model-len", 100, "--num-pages", 50, "--log-level", "info", "--pipeline-parallel-size", stages]
+    options += ["--tensor-parallel-size", ranks]
     with Process(model, *options, env={"VEXACT_API_KEY": KEY}) as server:
         headers = {"authorization": f"Bearer {KEY}"}
         assert httpx.get(server.url + "/v1/models", timeout=300).status_code == 401

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from test_pipeline import CONFIG, MIXED, PROMPTS, is_gone, outcome, pids
 from test_stalled import stopped
 
-from vexact_engine import Engine, HandoverFailed, SamplingParams, StageDied, WeightsTorn
+from vexact_engine import Engine, HandoverFailed, SamplingParams, Speculation, StageDied, WeightsTorn
 from vexact_engine.parallel import limits
 from vexact_engine.runner.sleep import TAGS
 from vexact_engine.weights.experts import per_expert
@@ -43,7 +43,7 @@ def save(name: str, path) -> None:
         ("Qwen3", 2, 2, 1, False),
         ("Llama", 4, 1, 1, False),  # key-value heads on two ranks each; head and embedding are one
         ("DeepseekV3", 2, 1, 1, False),
-        ("DeepseekV3", 2, 2, 2, True),
+        ("DeepseekV3", 2, 1, 2, True),
         ("qwen3_next", 2, 1, 1, False),
     ],
 )
@@ -55,12 +55,14 @@ def test_ranks_have_the_bits_of_one(name, tensor, stages, experts, latent, tmp_p
         config = replace(CONFIG, num_pages=100, num_snapshots=6)
     with Engine.from_pretrained(tmp_path, device="cpu", config=config) as engine:
         one, numerics = ask(engine, asked, params), engine.numerics()
-    config = replace(config, tensor_parallel_size=tensor, pipeline_parallel_size=stages, expert_parallel_size=experts)
-    with Engine.from_pretrained(tmp_path, device="cpu", config=config) as engine:
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages, "expert_parallel_size": experts}
+    config = replace(config, **sizes, speculation=Speculation(max_draft_tokens=3, always=True))
+    with Engine.from_pretrained(tmp_path, device="cpu", config=config) as engine:  # which verifies drafts, too
         assert engine.path == "fused" and engine.numerics() == numerics
         for _ in range(2):  # cold and warm
             assert ask(engine, asked, params) == one
         assert engine.stats.prefix_tokens > 0 and len(pids(engine)) == tensor * stages
+        assert engine.stats.accepted_tokens > 0
         check_idle(engine)
 
 

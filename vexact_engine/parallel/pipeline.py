@@ -200,7 +200,11 @@ class PipelineWorker:
                 f"{torch.cuda.device_count() - (self._device.index or 0)}: a stage has a GPU of its own"
             )
         self.config = config
-        self.layers = split(self.model, config)
+        try:
+            self.layers = split(self.model, config)
+        except vx.patch.NotDescribed as reason:
+            got = getattr(config, config.parallel)
+            raise ValueError(f"EngineConfig: {config.parallel}: got {got}, expected 1: {reason}") from None
         with vx.patch.hf(self.model, **config.patch_options, training=False) as handle:
             self.chunk = memory.chunk_of(handle.memories())
             if config.tensor_parallel_size > 1:  # what does not fit is said here, before any process is there

@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from .shapes import decoder_config, max_positions
 log = logging.getLogger(__name__)
 
 Forward = Callable[..., Tensor]
+# Of each, spans of all sequences (a first position, the one behind the last), and whether last tokens alone are wanted
+Steps = Sequence[tuple[Sequence[tuple[int, int]], bool]]
 
 
 def forward(handle, layers: range | None = None) -> tuple[Forward, str]:
@@ -91,18 +93,19 @@ def _same_bits(handle, described, layers: range, fused: Forward, patched: Forwar
     first of a sequence among them, then of these the last tokens alone, then single tokens alone, in caches of noise
     that layers of one kind share. Of stages, the sum of what they give on."""
     trial = Trial(handle.model, described, layers, handle.model.get_input_embeddings().weight.shape[0])
-    far, limit = trial.far, trial.limit
+    limit = trial.limit
     mixed = [(0, min(5, limit)), (limit - min(3, limit), limit), (limit - 1, limit), (0, 1)]
     single = [(end - 1, end) for _, end in mixed]
-    noisy = trial.caches(described, len(mixed), -(-far // trial.page), one=True)
+    steps = (mixed, False), (mixed, True), (single, False)
+    noisy = trial.caches(described, steps, one=True)
     for tensor in noisy.tensors():
         tensor.copy_(trial.noise(*tensor.shape))
 
     def run(run: Forward) -> list[Tensor]:
-        caches = trial.caches(described, len(mixed), -(-far // trial.page), one=True)
+        caches = trial.caches(described, steps, one=True)
         for tensor, start in zip(caches.tensors(), noisy.tensors()):
             tensor.copy_(start)
-        return [*caches.tensors(), *trial.run(run, caches, ((mixed, False), (mixed, True), (single, False)))]
+        return [*caches.tensors(), *trial.run(run, caches, steps)]
 
     return all(vx.same_bits(a, b) for a, b in zip(run(patched), run(fused)))
 
@@ -111,7 +114,7 @@ class Trial:
     """Steps of several sequences, on which two forwards of some layers are compared.
 
     vocabulary   tokens that the embedding has
-    far, limit   a place behind every window, and the last one that the model was made for up to there
+    limit        a place behind every window, or the last one that the model was made for
     """
 
     page = 16
@@ -121,8 +124,8 @@ class Trial:
         chosen = [described.layers[i] for i in layers]
         weight = model.get_parameter(chosen[0].blocks[0].part.o.weight)
         self._device, self._dtype, self._width = weight.device, weight.dtype, decoder_config(model).hidden_size
-        self.far = max(layer.memory.window or 0 for layer in chosen) + 70
-        self.limit = min(self.far, max_positions(model) or self.far)
+        far = max(layer.memory.window or 0 for layer in chosen) + 70
+        self.limit = min(far, max_positions(model) or far)
         self._generator = torch.Generator().manual_seed(0)
         self._tokens = 4 * self.limit  # of a step, at most
         self._ids = torch.randint(vocabulary, (self._tokens,), generator=self._generator)
@@ -132,22 +135,25 @@ class Trial:
         made = torch.randn(*shape, dtype=torch.float32, generator=self._generator)
         return made.to(self._device, self._dtype)
 
-    def caches(self, described, sequences: int, pages: int, one: bool = False) -> memory.Caches:
-        """So many pages for each of the sequences."""
-        memories = [described.layers[i].memory for i in self._layers]
-        made = memory.make(memories, sequences * pages, self.page, sequences, self._dtype, self._device, one=one)
+    def _tables(self, steps: Steps) -> list[range]:
+        """Pages of each sequence."""
+        longest = (max(spans[i][1] for spans, _ in steps) for i in range(len(steps[0][0])))
+        ends = [0, *itertools.accumulate(-(-end // self.page) for end in longest)]
+        return [range(a, b) for a, b in itertools.pairwise(ends)]
+
+    def caches(self, described, steps: Steps, one: bool = False) -> memory.Caches:
+        """Empty ones, with pages for all sequences."""
+        memories, tables = [described.layers[i].memory for i in self._layers], self._tables(steps)
+        made = memory.make(memories, tables[-1].stop, self.page, len(tables), self._dtype, self._device, one=one)
         for tensor in made.tensors():
             tensor.zero_()
         return made
 
-    def run(self, run: Forward, caches: memory.Caches, steps) -> list[Tensor]:
-        """What a forward gives for steps, each spans of all sequences, and whether their last tokens alone are asked
-        for."""
-        outs = []
+    def run(self, run: Forward, caches: memory.Caches, steps: Steps) -> list[Tensor]:
+        """What a forward gives for them."""
+        outs, tables = [], self._tables(steps)
         for spans, drawn in steps:
             ends = list(itertools.accumulate(end - start for start, end in spans))
-            pages = -(-self.far // self.page)
-            tables = [range(i * pages, (i + 1) * pages) for i in range(len(spans))]
             batch = plain(caches, tables, spans, self._ids[: ends[-1]])
             if drawn and self._layers.stop == len(self._described.layers):
                 batch.rows = torch.tensor(ends, dtype=torch.int64, device=self._device) - 1

@@ -103,7 +103,8 @@ class RankedHead:
         """(R, H) -> (R, V) fp32."""
         rows = hidden if self._head.scale == 1 else hidden / self._head.scale
         own = vx.linear_logits(rows, self._weight, softcap=self._head.softcap)
-        own = torch.nn.functional.pad(own, (0, self._share - own.shape[1]))
+        if own.shape[1] < self._share:
+            own = torch.nn.functional.pad(own, (0, self._share - own.shape[1]))
         return self._ranks.gather(own)[:, : self._tokens]
 
     def sample(self, hidden: Tensor, seeds: Tensor, positions: Tensor, **options) -> tuple[Tensor, Tensor, Tensor]:

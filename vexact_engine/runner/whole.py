@@ -54,8 +54,8 @@ def _outs(trial: Trial, described: d.Decoder, forward) -> list[Tensor]:
     first = [(0, min(5, far)), (0, far), (0, 1), (0, far)]
     second = [(end, min(end + 3, limit)) if end < limit else (end - 1, end) for _, end in first]
     single = [(end - 1, end) for _, end in second]
-    caches = trial.caches(described, len(first), -(-trial.far // trial.page))
-    return trial.run(forward, caches, ((first, False), (second, False), (second, True), (single, False)))
+    steps = (first, False), (second, False), (second, True), (single, False)
+    return trial.run(forward, trial.caches(described, steps), steps)
 
 
 def _of_each_kind(described: d.Decoder, layers: range) -> list[int]:
