@@ -28,7 +28,7 @@ sys.path.pop(0)
 # that the module cuts out itself, learned positions, a weight that 1 is added to.
 NOT_FUSED = {
     **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), "the embedding: "),
-    **dict.fromkeys(("stablelm", "persimmon"), "its attention: cat(rope(slice("),
+    **dict.fromkeys(("fuyu", "persimmon", "stablelm"), "its attention: cat(rope(slice("),
     **dict.fromkeys(("gpt2", "gpt-sw3", "gpt_bigcode"), "embedding(transformer.wpe.weight"),
     "biogpt": "embedding(biogpt.embed_positions.weight",
     "gpt_neox": "its feed-forward block: attention_varlen(",

@@ -7,6 +7,7 @@ python tests/patch/test_covered.py    tries every decoder of the installed trans
 import inspect
 import json
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import vexact_ops as vx
-from vexact_ops.patch import COVERED, covered
-from vexact_ops.patch.covered import REFUSED
+from vexact_ops.patch import COVERED, REFUSED, covered
 from vexact_ops.testing import assert_bitwise
 
 # Sizes of mixtures and of latent attention: a configuration takes of them what it knows.
@@ -34,8 +34,8 @@ MOST = 3_000_000  # parameters: a configuration that has more did not take the s
 
 
 def small(name: str):
-    """The first model of the family that patch.hf takes. Raises what refused the last one."""
-    reason = ValueError(f"{name}: no tiny configuration")
+    """The first model of the family that patch.hf takes. Raises what refused the first one that could be made."""
+    reason = None
     for changes in KINDS:
         try:
             with torch.device("meta"):
@@ -46,8 +46,9 @@ def small(name: str):
             with vx.patch.hf(model):
                 return model
         except Exception as error:
-            reason = error
-    raise reason
+            refused = isinstance(reason, vx.patch.UnsupportedModule)
+            reason = reason if refused else error
+    raise reason or ValueError(f"{name}: no tiny configuration")
 
 
 def check(name: str) -> None:
@@ -94,6 +95,14 @@ def reason_of(error: Exception) -> str:
     return "not tried: the sizes of tests/patch/families.py make no small model of it"
 
 
+def _entry(name: str, reason: str) -> str:
+    line = f'    "{name}": {json.dumps(reason)},\n'
+    if len(line) <= 121:
+        return line
+    parts = textwrap.wrap(reason, 100, drop_whitespace=False)
+    return f'    "{name}": (\n' + "".join(f"        {json.dumps(part)}\n" for part in parts) + "    ),\n"
+
+
 def write() -> None:
     found, refused = [], {}
     for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
@@ -107,8 +116,8 @@ def write() -> None:
     path = Path(covered.__file__)
     head = path.read_text().split("COVERED = ")[0]
     names = "".join(f'    "{name}",\n' for name in sorted({*found, *kept}))
-    reasons = "".join(f'    "{name}": {json.dumps(reason)},\n' for name, reason in refused.items())
-    path.write_text(f"{head}COVERED = (\n{names})\nREFUSED = {{\n{reasons}}}  # fmt: skip\n")
+    reasons = "".join(_entry(name, reason) for name, reason in refused.items())
+    path.write_text(f"{head}COVERED = (\n{names})\nREFUSED = {{\n{reasons}}}\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from .aten import aten
 from .batch import PagedBatch, Score
-from .covered import COVERED
+from .covered import COVERED, REFUSED
 from .description import NotDescribed
 from .gradients import TreeGradients
 from .hf import hf, model_of, untested
@@ -11,6 +11,6 @@ from .plan import UnsupportedModule
 from .veomni import veomni
 
 __all__ = [
-    "COVERED", "NotDescribed", "PagedBatch", "Score", "TreeGradients", "UnsupportedModule", "aten", "hf",
+    "COVERED", "REFUSED", "NotDescribed", "PagedBatch", "Score", "TreeGradients", "UnsupportedModule", "aten", "hf",
     "kept_in_fp32", "model_of", "untested", "veomni",
 ]  # fmt: skip
