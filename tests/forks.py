@@ -32,6 +32,7 @@ FILES = {
     "test_hf_wrapped.py",
     "test_hybrid.py",
     "test_pipeline.py",
+    "test_recipe.py",
     "test_replicas.py",
     "test_stalled.py",
     "test_tensor_parallel.py",
@@ -144,6 +145,10 @@ class Server:
             return None
         return next((kind for kind in KINDS if kind in command[2]), None)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def close(self) -> None:
         self._socket.close()
         self._process.wait()
@@ -173,6 +178,11 @@ class Forked(_Popen):
         self.pid, self._child_created = pid, True
         ours = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(asked[name] for name in ours))
+
+
+def helper() -> int | None:
+    """The id of the process that forks, which ends with pytest's."""
+    return None if Forked.server is None else Forked.server.pid
 
 
 def _spawn_forked(path, args, passfds) -> int:

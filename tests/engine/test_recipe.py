@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 from engine_models import build, byte_tokenizer
@@ -68,13 +69,14 @@ def nothing_is_left(monkeypatch):
 
 
 def descendants(pid):
-    """Processes below one that still run; multiprocessing's own helper, which ends with this process, is none."""
+    """Processes below one that still run; helpers of multiprocessing and of forks.py, which end with it, are none."""
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in task.read_text().split():
             with contextlib.suppress(OSError):
                 line = Path(f"/proc/{child}/cmdline").read_bytes()
-                found += [] if b"resource_tracker" in line or not line else [int(child), *descendants(child)]
+                is_helper = b"resource_tracker" in line or int(child) == forks.helper()
+                found += [] if is_helper or not line else [int(child), *descendants(child)]
     return found
 
 
@@ -360,7 +362,7 @@ def test_what_was_not_compared_is_not_equal():
 
 
 def engines(pid):
-    return [p for p in descendants(pid) if b"vexact_engine.parallel.process" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    return sorted({*descendants(pid)} - {p.pid for p in multiprocessing.active_children()})
 
 
 def trainers(pid):
