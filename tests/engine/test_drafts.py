@@ -177,11 +177,15 @@ def drafted(data, number, length):
 ACTIONS = ["step", "step", "step", "add", "add", "preempt", "abort", "cancel", "reset"]
 
 
-@given(st.data(), st.integers(1, 3), st.booleans(), st.integers(1, 4))
-def test_whatever_is_drafted_the_same_is_drawn(data, depth, cache, stages):
-    """At random: requests, preemptions, aborts, failed steps, resets, on a cache that is too small."""
+@given(st.data(), st.integers(1, 3), st.sampled_from([0, 1, 2, 4]), st.integers(1, 4))
+def test_whatever_is_drafted_the_same_is_drawn(data, depth, page, stages):
+    """At random: requests, preemptions, aborts, failed steps, resets, on a cache that is too small; with a prefix cache
+    of pages of so many tokens, or none."""
+    size, cache = page or 4, page > 0
+    pages = 56 // size
     scheduler, model = make(
-        num_pages=14,
+        num_pages=pages,
+        page_size=size,
         max_num_seqs=5,
         max_num_batched_tokens=12,
         enable_prefix_cache=cache,
@@ -219,7 +223,7 @@ def test_whatever_is_drafted_the_same_is_drawn(data, depth, cache, stages):
             turn()
     while scheduler.has_unfinished or pending:
         turn()
-    assert scheduler.pool.num_available == 14 and len(scheduler._slots) == scheduler._max_running
+    assert scheduler.pool.num_available == pages and len(scheduler._slots) == scheduler._max_running
     stats = scheduler.stats
     for one in requests:
         for sequence in one.sequences:
@@ -344,9 +348,10 @@ def test_a_plan_ahead_waits_for_drafts():
     scheduler, model = make(speculation=ALWAYS)
     right = right_answer([1], derive_seed(5, 0), 20)
     scheduler.add(request([1], max_new_tokens=20, draft=right))
+    scheduler.add(request([2], max_new_tokens=20, seed=8))  # nothing is drafted for it, and it waits too
     first = scheduler.schedule(lookahead=True)
     second = scheduler.schedule(lookahead=True)  # behind a token that is still to be drawn
-    assert not first.drafted and second.chunks[0].token_ids == [-1, *right[1:5]]
+    assert not first.drafted and second.chunks[0].token_ids == [-1, *right[1:5]] and second.chunks[1].token_ids == [-1]
     assert not scheduler.schedule(lookahead=True)
     scheduler.commit(first, model.run(first))
     assert not scheduler.schedule(lookahead=True)
@@ -363,6 +368,25 @@ def test_states_forget_what_no_chunk_ended_with():
     for plan in drain(scheduler, model):
         for chunk in plan.chunks:
             assert chunk.end // 8 == (chunk.end - len(chunk.draft)) // 8
+
+
+def test_pages_of_what_was_not_drawn_are_known_to_nobody():
+    scheduler, model = make(page_size=1, speculation=replace(ALWAYS, sources=("given",)))
+    right = right_answer([1], derive_seed(5, 0), 20)
+    one = request([1], max_new_tokens=9, draft=[*right[:3], (right[3] + 1) % VOCAB, *right[4:]])
+    scheduler.add(one)
+    for _ in range(2):
+        plan = scheduler.schedule()
+        scheduler.commit(plan, model.run(plan))
+    sequence = one.sequences[0]
+    assert plan.drafted == 4 and sequence.generated == right[:4]
+    assert sequence.num_known == sequence.num_computed == sequence.num_planned == 4, "the last one is to be computed"
+    drain(scheduler, model)
+    other = request([1, *right], max_new_tokens=4)
+    scheduler.add(other)
+    drain(scheduler, model)
+    assert sequence.tokens == expected(sequence) and other.sequences[0].tokens == expected(other.sequences[0])
+    assert other.sequences[0].cached_tokens == 9
 
 
 def test_drafts_take_no_page_from_others():

@@ -534,6 +534,8 @@ def test_metrics_add_up(engine):
             "vexact_kv_cache_pages": 400,
             "vexact_weight_version": engine.weight_version,
             "vexact_preemptions_total": engine.stats.preemptions,
+            "vexact_drafted_tokens_total": 0,
+            "vexact_accepted_tokens_total": 0,
         }
         until(lambda: serving.metric(http, "vexact_requests_in_progress") == 0)
         assert {name: serving.metric(http, name) for name in names} == names

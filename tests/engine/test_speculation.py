@@ -354,3 +354,21 @@ def test_memory_of_states_is_as_it_was_without_speculation():
     assert plain == found
     rings = [[kept.shape[0] for kept in each[0].tensors if kept.ring] for each in (plain, longer)]
     assert rings == [[4], [16]]
+
+
+def test_sizes_of_graphs_are_kept_apart(monkeypatch, tmp_path):
+    """An engine that drafts has graphs of its own, and leaves those of one that does not as they are kept."""
+    monkeypatch.setenv("VEXACT_CACHE", str(tmp_path))
+    monkeypatch.delenv("VEXACT_CHOICES", raising=False)
+    monkeypatch.setattr(graphs, "recorder", lambda *_: graphs.HostRecorder())
+    monkeypatch.setattr(graphs.HostRecorder, "lasting", True)
+    monkeypatch.setattr(vx, "tune", lambda *_: [])
+    timed, seconds = [], graphs.HostRecorder.seconds
+    monkeypatch.setattr(graphs.HostRecorder, "seconds", lambda *a: timed.append(1) or seconds(*a))
+    counts = []
+    for speculation in (None, ALWAYS, None, ALWAYS, replace(ALWAYS, max_draft_tokens=2)):
+        config = replace(ROOMY, max_num_seqs=4, max_num_batched_tokens=16, speculation=speculation)
+        Engine.from_pretrained(build("Llama"), config=config).close()
+        counts.append(len(timed))
+        timed.clear()
+    assert [count > 0 for count in counts] == [True, True, False, False, True]

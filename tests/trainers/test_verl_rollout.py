@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vexact_engine import Engine, EngineConfig, SamplingParams, WeightsMissing
+from vexact_engine import Engine, EngineConfig, SamplingParams, Speculation, WeightsMissing
 from vexact_engine.verl.server import Server, engine_options
 
 from .environment import environment
@@ -110,6 +110,10 @@ def test_as_an_entry_point(tmp_path):
         ("+rollout.engine_kwargs.vexact.num_page=3", "unknown: num_page; there is: .*num_pages"),
         ("+rollout.engine_kwargs.vexact.kv_segment=-1", "EngineConfig: kv_segment is -1"),
         ("+rollout.engine_kwargs.vexact.pipeline_parallel_size=2", "unknown: pipeline_parallel_size"),
+        (
+            "+rollout.engine_kwargs.vexact.speculation.depth=2",
+            "EngineConfig: speculation has depth, expected max_draft",
+        ),
         ("rollout.max_num_seqs=0", "EngineConfig: max_num_seqs is 0"),
     ],
 )
@@ -125,6 +129,7 @@ def test_options(path):
     from verl.utils.config import omega_conf_to_dataclass
 
     given = {"kv_segment": 64, "latent_attention": "true", "handover": "staged", "timeout": 3.5}
+    given |= {"speculation.max_draft_tokens": 4, "speculation.sources": "[text,answers]"}
     overrides = [f"+actor_rollout_ref.rollout.engine_kwargs.vexact.{name}={value}" for name, value in given.items()]
     rollout, _ = configs(path, *STAGES, *overrides)
     options, handover = engine_options(omega_conf_to_dataclass(rollout))
@@ -136,6 +141,7 @@ def test_options(path):
         kv_segment=64,
         latent_attention=True,
         pipeline_parallel_size=2,
+        speculation=Speculation(max_draft_tokens=4, sources=("answers", "text")),
         show_progress=False,
     )
     assert handover == {"handover": "staged", "timeout": 3.5}

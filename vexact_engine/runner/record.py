@@ -125,8 +125,10 @@ class Graphs:
         make = functools.partial(self._ladder, progress)
         kept, most, pages = None, self._most_rows(), self._runner.buffers.max_pages
         if self._recorder.lasting and self._runner.ranks.size == 1:
-            how = _PADDING, _PADDING_OF_CHUNKS, _HIDDEN
+            how: tuple[float, ...] = _PADDING, _PADDING_OF_CHUNKS, _HIDDEN
             of = self._runner
+            if of.config.speculation is not None:
+                how = *how, of.config.speculation.max_draft_tokens
             kept = sizes.Kept(sizes.about(of.model, of.path, of.config, most, pages, how), most, of.device)
             self._chosen = self._chosen or kept.recall()
         known = dict(self._chosen)
