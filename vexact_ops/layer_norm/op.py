@@ -89,8 +89,8 @@ def layer_norm(
 
 
 def _outputs(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2))
-    return x.new_empty(x.shape), x.new_empty(x.shape if residual is not None else (0,)), *rows
+    mean, rstd = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2))
+    return x.new_empty(x.shape), x.new_empty(x.shape if residual is not None else (0,)), mean, rstd
 
 
 def _fwd(
