@@ -59,11 +59,11 @@ def test_patches_depend_on_every_room_and_where_they_are_asked_the_engine():
 
 
 def test_versions_builds_and_settings_count(monkeypatch):
-    path = proofs.ROOT / "tests" / "ops" / "test_mean.py"
+    path, sources = proofs.ROOT / "tests" / "ops" / "test_mean.py", proofs.Sources()
 
     def key():
         proofs._machine.cache_clear()
-        return proofs.Sources().key(path)
+        return sources.key(path)
 
     first = key()
     assert key() == first
