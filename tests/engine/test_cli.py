@@ -517,7 +517,7 @@ def test_doctor_checks_what_is_here(capsys, tmp_path):
     record = json.loads((tmp_path / "d.json").read_text())
     assert code == 0 and "checks hold" in out and "instruction sets" in out
     rooms = {name for check in record["checks"] for name in check["room"].split(" + ")}
-    assert rooms == set(record["numerics"]["cpu"]["rooms"]), "a check for every room, and no other"
+    assert rooms == {*record["numerics"]["cpu"]["rooms"], "ranks"}, "a check for every room and for ranks, and no other"
 
 
 def test_doctor_exits_1_where_a_check_fails(capsys, monkeypatch):

@@ -20,20 +20,10 @@ from vexact_ops.patch import COVERED
 from vexact_ops.testing import assert_bitwise
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "patch"))
-from families import FAMILIES, family, sequences, tiny
+from families import FAMILIES, NOT_DESCRIBED, family, sequences, tiny
 from test_covered import small
 
 sys.path.pop(0)
-# Covered families that run patched, and of why the telling words: blocks side by side, a rotation of a part of a head
-# that the module cuts out itself, learned positions, a weight that 1 is added to.
-NOT_FUSED = {
-    **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), "the embedding: "),
-    **dict.fromkeys(("fuyu", "persimmon", "stablelm"), "its attention: cat(rope(slice("),
-    **dict.fromkeys(("gpt2", "gpt-sw3", "gpt_bigcode"), "embedding(transformer.wpe.weight"),
-    "biogpt": "embedding(biogpt.embed_positions.weight",
-    "gpt_neox": "its feed-forward block: attention_varlen(",
-    "nemotron": "add(model.norm.weight, 1)",
-}
 LATENT = ["axk1", "deepseek_v3", "glm4_moe_lite", "minicpm3", "sarvam_mla", "youtu"]
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
@@ -99,8 +89,8 @@ def test_every_covered_family_is_fused_with_the_bits_of_the_patched_and_the_trai
     for latent in (False, True)[: 1 + (name in LATENT)]:
         with vx.patch.hf(model, latent=latent) as handle:
             computed, how = forward(handle)
-            if name in NOT_FUSED:
-                assert how.startswith("patched: ") and NOT_FUSED[name] in how
+            if name in NOT_DESCRIBED:
+                assert how.startswith("patched: ") and NOT_DESCRIBED[name] in how
             else:
                 assert how == "fused"
             described = remembered(handle)

@@ -115,6 +115,17 @@ FAMILIES = {
         "topk_group": 2,
     },
 }
+# Covered families that no description has words for, so that an engine runs them patched; of why the telling words:
+# blocks side by side, a rotation of a part of a head that the module cuts out itself, learned positions, a weight that
+# 1 is added to.
+NOT_DESCRIBED = {
+    **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), "the embedding: "),
+    **dict.fromkeys(("fuyu", "persimmon", "stablelm"), "its attention: cat(rope(slice("),
+    **dict.fromkeys(("gpt2", "gpt-sw3", "gpt_bigcode"), "embedding(transformer.wpe.weight"),
+    "biogpt": "embedding(biogpt.embed_positions.weight",
+    "gpt_neox": "its feed-forward block: attention_varlen(",
+    "nemotron": "add(model.norm.weight, 1)",
+}
 # Sizes that others need.
 SMALL = {name: {"head_dim": 8} for name in ("persimmon", "phi", "stablelm")}
 NAMED = ["llama", "qwen2", "qwen3", "mistral", "gemma2"]  # those that the library promises by name

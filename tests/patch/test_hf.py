@@ -519,14 +519,13 @@ def test_weights_may_change_at_any_time(device, dtype):
         assert alone(model, seqs)[0].dtype == torch.float32
 
 
-@pytest.mark.parametrize("dropout", [0.1, 0.0])
-def test_gpt2_is_refused_by_the_names_of_what_is_not_covered(dropout):
+def test_gpt2_is_refused_by_the_names_of_what_it_drops():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = dict(n_layer=1, n_head=2, n_embd=32, vocab_size=64, n_positions=32, bos_token_id=1, eos_token_id=2)
-    config = GPT2Config(**sizes, attn_pdrop=dropout, embd_pdrop=dropout, resid_pdrop=dropout)
+    config = GPT2Config(**sizes, attn_pdrop=0.1, embd_pdrop=0.1, resid_pdrop=0.1)
     for model in (GPT2LMHeadModel(config), GPT2LMHeadModel(config).transformer):
-        with pytest.raises(vx.patch.UnsupportedModule, match=r"ln_1 \(LayerNorm\)[\s\S]*c_attn \(Conv1D\)"):
+        with pytest.raises(vx.patch.UnsupportedModule, match=r"drop \(Dropout\) and 3 more: p is 0\.1"):
             vx.patch.hf(model)
         assert "_vexact" not in model.__dict__
 

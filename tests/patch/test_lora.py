@@ -341,7 +341,7 @@ def test_a_parametrization_is_refused_by_name():
 def test_what_is_not_strict_says_so_in_the_report():
     model, seqs = tiny("llama"), sequences((5,))
     with vx.patch.hf(model, strict=False) as handle:
-        model.model.norm = nn.LayerNorm(32)
+        model.model.norm = nn.PReLU()
         alone(model, seqs)
         notes = {row.path: row.note for row in handle.report()}
         assert notes["model.norm"].startswith("NOT COVERED: no module of transformers")

@@ -16,7 +16,7 @@ def add_recipe(commands) -> None:
         "vexact recipe grpo --task letter_counting --steps 50 --json -",
         "vexact recipe grpo --model qwen3-1.7b --device cuda --prompts 8",
         "vexact recipe grpo --model DIR --ranks 2",
-        "vexact recipe grpo --save run --record run.jsonl --steps 1000        # with --resume it goes on from there",
+        "vexact recipe grpo --save run --record run.jsonl --steps 1000 --resume",
         "vexact recipe grpo --replicas 2 --verify-against run.jsonl",
     )
     recipe = options.command(commands, "recipe", run_recipe, text, examples)
@@ -88,15 +88,15 @@ def add_recipe(commands) -> None:
         help="compute prompts from their start",
     )
     kept = recipe.add_argument_group("keeping a run")
-    kept.add_argument("--save", metavar="FOLDER", help="keep weights, optimizer and all else there, to go on from")
+    kept.add_argument("--save", metavar="FOLDER", help="keep all that a run goes on from there (nowhere)")
     _number(kept, "save-every", 10, "steps between two that are kept; the last one always is")
     _number(kept, "keep", 2, "the newest so many are left")
     kept.add_argument("--resume", action="store_true", help="go on from the newest in --save; where none is, begin")
     kept.add_argument(
-        "--record", metavar="FILE", help="a line of JSON for each step and its digests, as soon as it is through"
+        "--record", metavar="FILE", help="a line of JSON for each step and its digests, as soon as it is through (none)"
     )
     kept.add_argument(
-        "--verify-against", metavar="RECORD", help="end at the first step and tensor with other bits than there"
+        "--verify-against", metavar="RECORD", help="end at the first step and tensor with other bits than there (none)"
     )
     recipe.add_argument("--unaligned", action="store_true", help="train once more, on the stock stack, for contrast")
     options.json_file(recipe, "every figure")

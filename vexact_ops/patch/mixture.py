@@ -4,6 +4,7 @@ The block around the two stays the model's own Python: it moves data and adds, a
 experts are gated feed-forward blocks like any other.
 """
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -181,8 +182,9 @@ def _router(module: nn.Module, forwards: Callable, kept: bool, form: Form) -> tu
     else:
         raise NotCovered("a router whose scores or choice no aligned op computes")
     wide, rounded = _roundings(module, form, x, weight, bias, options)
-    if kept and not wide:  # a class may compute by the dtype that its weights have
-        wide, rounded = _roundings(module, form, x, weight, bias, options, kept)
+    if kept and not wide:  # a class may compute by the dtype that its weights have; others do not run with theirs
+        with contextlib.suppress(NotCovered):
+            wide, rounded = _roundings(module, form, x, weight, bias, options, kept)
     label = " ".join(f"{key}={value}" for key, value in options.items() if value is not None)
     if kept and not wide:
         raise NotCovered("a router whose weights are kept in fp32, but whose logits are rounded")
