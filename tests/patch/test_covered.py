@@ -4,6 +4,7 @@ python tests/patch/test_covered.py    tries every decoder of the installed trans
                                      and why the others are refused
 """
 
+import functools
 import inspect
 import json
 import re
@@ -34,7 +35,13 @@ MOST = 3_000_000  # parameters: a configuration that has more did not take the s
 
 
 def small(name: str):
-    """The first model of the family that patch.hf takes. Raises what refused the first one that could be made."""
+    """A model of the first tiny configuration of the family that patch.hf takes. Raises what refused the first one that
+    could be made."""
+    return tiny(name, **changes_of(name))
+
+
+@functools.cache
+def changes_of(name: str) -> dict:
     reason = None
     for changes in KINDS:
         try:
@@ -42,9 +49,8 @@ def small(name: str):
                 whole = AutoModelForCausalLM.from_config(config_of(name, **changes))
             if sum(p.numel() for p in whole.parameters()) > MOST:
                 continue
-            model = tiny(name, **changes)
-            with vx.patch.hf(model):
-                return model
+            with vx.patch.hf(tiny(name, **changes)):
+                return changes
         except Exception as error:
             refused = isinstance(reason, vx.patch.UnsupportedModule)
             reason = reason if refused else error
