@@ -33,6 +33,8 @@ FILES = {
     "test_hybrid.py",
     "test_pipeline.py",
     "test_recipe.py",
+    "test_recipe_kept.py",
+    "test_recipe_layouts.py",
     "test_replicas.py",
     "test_stalled.py",
     "test_tensor_parallel.py",
