@@ -385,7 +385,7 @@ def test_graphs_that_find_no_room_sleep_on(engine, old, monkeypatch):
     def full():
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(runner, "capture", full)
+    monkeypatch.setattr(runner.graphs, "capture", full)
     with pytest.raises(MemoryError, match="wake_up: no memory for graphs: CUDA out of memory"):
         engine.wake_up()
     assert engine.asleep == ("graphs",) and engine.state == "asleep"
