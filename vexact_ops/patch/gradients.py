@@ -29,7 +29,7 @@ class TreeGradients:
     source   the tree is that of pairwise summation; FSDP2's set_custom_reduce_scatter carries it between ranks
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module) -> None:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         meshes = {mesh for p in self._parameters if (mesh := getattr(p, "device_mesh", None)) is not None}
