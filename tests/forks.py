@@ -69,6 +69,7 @@ LATE = {
 }
 MOST = 1 << 20  # bytes of a message
 SECONDS = 300  # until the process that forks has answered: it may still import
+_INTERRUPT: object = signal.default_int_handler  # as a process begins with it: ignored, where pytest was told to
 _ADOPT = 36  # PR_SET_CHILD_SUBREAPER: whose parent has ended is ours
 
 
@@ -248,7 +249,7 @@ def become(order: dict, descriptors: list[int]) -> None:
     os.chdir(order["directory"])
     if order["session"]:
         os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, _INTERRUPT)
     os.environ.clear()
     os.environ.update(order["environment"])
     sys.path[:] = ["", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
@@ -258,7 +259,8 @@ def become(order: dict, descriptors: list[int]) -> None:
 
 def main(descriptor: int, path: list[str]) -> dict:
     sys.path[:] = path
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: for pytest
+    global _INTERRUPT
+    _INTERRUPT = signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: for pytest
     for name in IMPORTED:
         importlib.import_module(name)
     import vexact_ops
