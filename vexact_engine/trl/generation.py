@@ -5,10 +5,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vexact_ops.patch.facts import compute_dtypes
+
 from ..config import SamplingParams
 from ..engine import Engine
 from ..request import derive_seed
-from ..verl.handed import computed_dtypes
 
 
 class Generation:
@@ -32,7 +33,7 @@ class Generation:
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         model: nn.Module = self._handle.model
-        kinds = computed_dtypes(model)
+        kinds = compute_dtypes(model)
         for name, parameter in model.named_parameters():
             tensor = parameter.detach()
             tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

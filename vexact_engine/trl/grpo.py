@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import vexact_ops as vx
-from vexact_ops.patch.batch import Score
 
 from ..config import EngineConfig
 from ..engine import Engine
@@ -114,7 +113,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             wanted = torch.zeros_like(mask, dtype=torch.bool)
             wanted[:, keep] = mask[:, -logits_to_keep:] != 0
             rows = wanted.flatten().nonzero()[:, 0]
-            asked = Score(ids.flatten()[rows + 1], rows, self.temperature, compute_entropy)
+            asked = vx.patch.Score(ids.flatten()[rows + 1], rows, self.temperature, compute_entropy)
             with self.accelerator.autocast() if model is not self.ref_model else contextlib.nullcontext():
                 values = model(input_ids=ids, attention_mask=mask, use_cache=False, vexact_score=asked)
             found.append([v.new_zeros(ids.numel()).index_copy(0, rows, v).view_as(ids)[:, keep] for v in values])
