@@ -129,6 +129,13 @@ def test_a_record_that_was_cut_off_goes_on_where_the_run_does(recorded, chosen):
     assert recorded.read_text() == whole
 
 
+def test_a_record_of_another_run_is_not_gone_on_with(recorded, chosen, tmp_path, capsys):
+    whole = recorded.read_text()
+    more = ["--save", str(tmp_path / "run"), "--resume", "--record", str(recorded)]
+    assert cli.main(argv(chosen, "--seed", "7", *more)) == 2
+    assert "--seed: got 7, but " in capsys.readouterr().err and recorded.read_text() == whole
+
+
 @pytest.mark.parametrize("text,said", [("", "is empty"), ("[]\n", "line 1"), ('{"options": {}}\n{"a": 1}\n', "line 2")])
 def test_what_is_no_record_is_refused_and_stays(text, said, chosen, tmp_path):
     path = tmp_path / "other"

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import fields
 
@@ -118,6 +119,8 @@ def run_recipe(args) -> int:
     chosen.check_model()
     saving = Saving(args.save, args.save_every, args.keep, args.resume) if args.save else None
     against = record.Against(args.verify_against, chosen) if args.verify_against else None
+    if args.record and args.resume and os.path.exists(args.record):
+        chosen.check_same(record.read(args.record).options, f"{args.record}, which this run goes on with,")
     out, recorder, ends = report.lines(sys.stdout), None, {}
     with options.progress(args, lines=False) as progress:
         begun = False
