@@ -157,10 +157,11 @@ def verified() -> str:
     golden = json.loads((ROOT / "tests" / "golden.json").read_text())
     machines = {"cpu": "any x86-64 with AVX and FMA", "sm90": "H200, H100"}
     rooms = set().union(*golden.values())
+    cases = {room: golden["cpu"].get(room, {}).keys() for room in rooms}  # which every machine has, and some more
 
     def numerics(name: str) -> str:
-        missing = ", ".join(f"`{room}`" for room in sorted(rooms.difference(golden[name])))
-        return f"`{name}` ({machines.get(name, name)}{missing and f'; not {missing} yet'})"
+        missing = ", ".join(f"`{room}`" for room in sorted(rooms) if cases[room] - golden[name].get(room, {}).keys())
+        return f"`{name}` ({machines.get(name, name)}{missing and f'; not all of {missing} yet'})"
 
     held = "held by the tests"
     rows = ["| what | where | at |", "| --- | --- | --- |"]
