@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from . import engine, handover, peers, repeats, rollout, start, training
+from . import engine, handover, peers, repeats, rollout, speculation, start, training
 from .shapes import SHAPES, Shape, free
 
 ROOMS = sorted(path.stem for path in (Path(__file__).parent / "ops").glob("*.py") if path.stem != "__init__")
@@ -22,12 +22,13 @@ PROGRAMS = {
     "memory": {"shape", "dtype", "rows"},
     "repeats": {"shape", "layers"},
     "rollout": {"shape", "repeats", "layers"},
+    "speculation": {"shape", "dtype", "model", "layers", "batch", "prompt", "new", "seed"},
     "start": {"shape", "layers"},
     "training": {"shape", "repeats", "layers"},
     "verify": {"shape", "dtype", "model", "layers", "latent"},
 }
 OWN = {"engine": engine, "handover": handover, "repeats": repeats, "rollout": rollout}
-OWN |= {"start": start, "training": training}
+OWN |= {"speculation": speculation, "start": start, "training": training}
 DTYPES = ("float32", "bfloat16", "float16")
 FREE = ("n", "k", "experts", "top_k", "heads", "kv_heads", "head_dim")
 OF_A_ROOM = {"shape", "dtype", "rows", "case", "peers", "peer_path", "repeats", "eager", "refcheck", "lengths", *FREE}
