@@ -357,6 +357,8 @@ def test_rows_of_every_matrix_on_several_ranks_are_the_whole(device, backend, ac
     if device == "cpu" and dtype == torch.float16:
         pytest.skip("the CPU's kernels take none")
     x, gate_up, down, weights, ids = inputs_of(33, 8, 3, 40, 24, 5, dtype, device)
+    if dtype == torch.float16:
+        x = x + 0.25  # where all but cancels, a product of two is nothing in fp16
     ids[::5, 1] = -1
     options = {"activation": activation, "backend": backend}
     whole, taken = vx.fused_moe(x, gate_up, down, weights, ids, **options), []
