@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from . import engine, handover, peers, repeats, rollout, speculation, start, training
+from . import engine, gather, handover, peers, repeats, rollout, speculation, start, training
 from .shapes import SHAPES, Shape, free
 
 ROOMS = sorted(path.stem for path in (Path(__file__).parent / "ops").glob("*.py") if path.stem != "__init__")
@@ -17,6 +17,7 @@ PROGRAMS = {
     "admit": {"shape", "dtype"},
     "commands": {"case"},
     "engine": {"shape", "dtype", "peers", "peer_path", "model", "layers", "latent"},
+    "gather": {"rows"},
     "handover": {"shape", "repeats", "layers"},
     "imports": {"repeats"},
     "memory": {"shape", "dtype", "rows"},
@@ -27,7 +28,7 @@ PROGRAMS = {
     "training": {"shape", "repeats", "layers"},
     "verify": {"shape", "dtype", "model", "layers", "latent"},
 }
-OWN = {"engine": engine, "handover": handover, "repeats": repeats, "rollout": rollout}
+OWN = {"engine": engine, "gather": gather, "handover": handover, "repeats": repeats, "rollout": rollout}
 OWN |= {"speculation": speculation, "start": start, "training": training}
 DTYPES = ("float32", "bfloat16", "float16")
 FREE = ("n", "k", "experts", "top_k", "heads", "kv_heads", "head_dim")

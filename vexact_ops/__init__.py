@@ -50,6 +50,7 @@ _WHERE = {
     "cuda_graph": "_core.graph",
     "cuda_stream": "_core.graph",
     "synchronize": "_core.graph",
+    "Peers": "_core.peers",
     "tune": "_core.tune",
     "recall": "_core.choices",
     "remember": "_core.choices",
@@ -115,6 +116,7 @@ if TYPE_CHECKING:  # `as`: these are public, for type checkers too
     from ._core.graph import synchronize as synchronize
     from ._core.numerics import numerics as numerics
     from ._core.numerics import numerics_difference as numerics_difference
+    from ._core.peers import Peers as Peers
     from ._core.proof.bitwise import different as different
     from ._core.proof.bitwise import same_bits as same_bits
     from ._core.tune import tune as tune

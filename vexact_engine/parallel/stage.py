@@ -137,7 +137,8 @@ class Stage:
             try:
                 sampled = pending.wait()
             except BaseException as error:
-                self._fail(error)
+                why = self.runner.ranks.why()
+                self._fail(RuntimeError(f"{why} ({error})") if why else error)
             if self.last:
                 self.send(m.Drawn(number, sampled))
 

@@ -4,6 +4,7 @@ nothing here can change a bit.
 `Ranks` is all that the decoder knows of it: kernels of our own may stand in for torch.distributed.
 """
 
+import logging
 from typing import Protocol
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 import vexact_ops as vx
 from vexact_ops.patch import description as d
+
+log = logging.getLogger(__name__)
 
 _BLOCK = 64  # rows whose logits are there at once
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name from torch 2.13 on
@@ -29,6 +32,9 @@ class Ranks(Protocol):
     def only(self, x: Tensor) -> Tensor:
         """Of rows that one rank has and that are zeros (all bits) on the others, that one's."""
 
+    def why(self) -> str:
+        """What a failure of the device is due to, where that is known."""
+
 
 class Alone:
     """One rank has all columns."""
@@ -40,22 +46,35 @@ class Alone:
 
     only = gather
 
+    def why(self) -> str:
+        return ""
+
 
 class Group:
-    """Ranks by torch.distributed: gloo on CPUs, NCCL on GPUs, where a CUDA graph may hold all of it.
+    """Ranks by torch.distributed, gloo on CPUs and NCCL on GPUs; where the GPUs reach each other's memory, columns go
+    through that (vx.Peers), once every byte of some of each kind was what NCCL's are.
 
     group    of the ranks, in their order
+    by       what columns are gathered with, and why not with `Peers` where they are not
     raises   RuntimeError where the group puts columns in another order: nothing that is computed would be right
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self._group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self._device, self._peers = device, None
+        self.by = dist.get_backend(group)
         own = torch.full((2, 1), self.rank, dtype=torch.int64, device=device)  # and all are there
         found = self.gather(own)
         if found.tolist() != [list(range(self.size))] * 2:
             raise RuntimeError(f"ranks: gathered {found.tolist()}, expected each of {self.size} in its place")
+        if device.type == "cuda":
+            self._peers, why = self._admitted()
+            self.by = f"{self.by}: {why}" if why else "memory of peers"
+            log.info("ranks gather columns by %s", self.by)
 
     def gather(self, x: Tensor) -> Tensor:
+        if self._peers is not None:
+            return self._peers.gather(x)
         x = x.contiguous()
         rows, columns = x.shape
         found = x.new_empty(self.size, rows, columns)
@@ -64,8 +83,41 @@ class Group:
 
     def only(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        dist.all_reduce(_bytes(x), group=self._group)  # of whole numbers: 0 + a byte is that byte
+        if self._peers is not None:  # 0 + a whole number is that number
+            words = self.gather(x.view(torch.int16)).view(len(x), self.size, -1)
+            return words.sum(1, dtype=torch.int16).view(x.dtype)
+        dist.all_reduce(_bytes(x), group=self._group)
         return x
+
+    def why(self) -> str:
+        missing = None if self._peers is None else self._peers.missing
+        return "" if missing is None else f"rank {missing} of {self.size} did not come to a gather"
+
+    def _admitted(self) -> tuple["vx.Peers | None", str]:
+        """With the same outcome on every rank."""
+        try:
+            peers = vx.Peers(self.rank, self.size, self._device, self._exchange)
+        except (RuntimeError, ValueError) as error:  # on every rank
+            return None, str(error)
+        differ = 0
+        for turn in range(2):  # both places that a block writes to in turns
+            for rows, count in _TRIED:
+                seed = torch.Generator().manual_seed(1000 * self.rank + 10 * count + turn)
+                x = torch.randint(256, (rows, count), dtype=torch.uint8, generator=seed).to(self._device)
+                differ += not torch.equal(peers.gather(x), self.gather(x))
+        said = self.gather(torch.tensor([[differ]], dtype=torch.int64, device=self._device))
+        if not said.any():
+            return peers, ""
+        peers.close()
+        return None, "other bytes came through memory of peers"
+
+    def _exchange(self, data: bytes) -> list[bytes]:
+        found: list = [None] * self.size
+        dist.all_gather_object(found, data, group=self._group)
+        return found
+
+
+_TRIED = ((1, 1), (3, 6), (7, 20), (1, 4096), (64, 4096), (300, 2560), (2048, 8192))  # rows and bytes of each
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -1,0 +1,168 @@
+// Columns of ranks side by side, through memory of each other's GPUs. Bytes are moved and nothing is computed.
+//
+// Each rank has one piece of memory that the others write into:
+//   arrived  (ranks, kBlocks) numbers: up to which round each block of each rank has written here
+//   rounds   (kBlocks) of this rank's own blocks
+//   slots    (2, ranks, kBlocks) of kSlot bytes, in turns
+// A block and the blocks of its number on other ranks know nothing of the rest. In a round it writes its bytes into its
+// slot on each rank, says so there, waits for theirs, and puts them in place. Round n + 2 may overwrite what round n
+// left: whoever has said n + 1 had read it.
+#include "common/cuda.h"
+
+namespace vx {
+namespace {
+
+constexpr int kRanks = 8, kBlocks = 128, kThreads = 512;
+constexpr int64_t kSlot = 64 << 10, kLeast = 4 << 10;  // bytes of a block in a round, at most and at least
+constexpr int64_t kNumbers = 4ll * kBlocks * (kRanks + 1);
+
+struct Places {
+  char* base[kRanks];
+  int rank, ranks;
+};
+
+__device__ uint32_t* arrived(char* base, int rank, int block) {
+  return reinterpret_cast<uint32_t*>(base) + rank * kBlocks + block;
+}
+__device__ uint32_t* rounds(char* base, int block) { return arrived(base, kRanks, block); }
+__device__ char* slot(char* base, int turn, int rank, int block) {
+  return base + kNumbers + ((int64_t(turn) * kRanks + rank) * kBlocks + block) * kSlot;
+}
+
+__device__ void say(uint32_t* where, uint32_t round) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(where), "r"(round) : "memory");
+}
+__device__ uint32_t heard(const uint32_t* where) {
+  uint32_t round;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(round) : "l"(where) : "memory");
+  return round;
+}
+__device__ int64_t now() {
+  int64_t ns;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+  return ns;
+}
+
+// x: `total` V in rows of `width`; out: rows of ranks * width. `share`: what a block takes in a round.
+template <class V>
+__global__ void __launch_bounds__(kThreads) gather(const V* x, V* out, uint32_t total, uint32_t width, uint32_t share,
+                                                   Places places, int64_t limit, int* missing) {
+  const int block = blockIdx.x, own = places.rank, ranks = places.ranks;
+  char* const here = places.base[own];
+  const int64_t wide = int64_t(ranks) * width;
+  uint32_t round = *rounds(here, block);
+  for (int64_t begin = int64_t(block) * share; begin < total; begin += int64_t(gridDim.x) * share) {
+    const uint32_t count = uint32_t(min(int64_t(share), int64_t(total) - begin));
+    const int turn = ++round & 1;
+    for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
+      const uint32_t at = uint32_t(begin) + i, row = at / width;
+      const V value = x[at];
+      for (int rank = 0; rank < ranks; ++rank)
+        if (rank != own) reinterpret_cast<V*>(slot(places.base[rank], turn, own, block))[i] = value;
+      out[int64_t(row) * wide + int64_t(own) * width + (at - row * width)] = value;
+    }
+    __threadfence_system();
+    __syncthreads();
+    const int other = threadIdx.x;
+    if (other < ranks && other != own) {
+      say(arrived(places.base[other], own, block), round);
+      const uint32_t* where = arrived(here, other, block);
+      const int64_t since = now();
+      while (int32_t(heard(where) - round) < 0)
+        if (now() - since > limit) {
+          *missing = 1 + other;
+          __threadfence_system();
+          __trap();
+        }
+    }
+    __syncthreads();
+    for (int rank = 0; rank < ranks; ++rank) {
+      if (rank == own) continue;
+      const V* theirs = reinterpret_cast<const V*>(slot(here, turn, rank, block));
+      for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
+        const uint32_t at = uint32_t(begin) + i, row = at / width;
+        out[int64_t(row) * wide + int64_t(rank) * width + (at - row * width)] = __ldcg(theirs + i);  // not what L1 has of it
+      }
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) *rounds(here, block) = round;
+}
+
+template <class V>
+void launch(const Tensor& x, const Tensor& out, int64_t rows, int64_t bytes, const Places& places, int64_t limit,
+            int* missing) {
+  const int64_t total = rows * bytes, most = (total + kBlocks - 1) / kBlocks;
+  int64_t share = (most < kLeast ? kLeast : most > kSlot ? kSlot : most);
+  share = (share + sizeof(V) - 1) / sizeof(V);
+  if (share * int64_t(sizeof(V)) > kSlot) share = kSlot / sizeof(V);
+  STD_TORCH_CHECK(total / int64_t(sizeof(V)) < (1ll << 32) - kSlot, "peers_gather: ", total, " bytes are too many");
+  const int64_t units = total / sizeof(V), blocks = (units + share - 1) / share;
+  const int grid = int(blocks < kBlocks ? blocks : kBlocks);
+  gather<V><<<grid, kThreads, 0, current_stream(x)>>>(static_cast<const V*>(data(x)), static_cast<V*>(mutable_data(out)),
+                                                      uint32_t(units), uint32_t(bytes / sizeof(V)), uint32_t(share), places, limit,
+                                                      missing);
+  VX_CUDA_CHECK(cudaGetLastError());
+}
+
+// x (T, bytes) uint8, out (T, ranks * bytes); bases: where each rank's memory lies, in this process.
+void peers_gather(Tensor x, Tensor out, Tensor bases, int64_t rank, int64_t limit_ms, Tensor missing) {
+  const int64_t rows = x.size(0), bytes = x.size(1), ranks = bases.size(0);
+  STD_TORCH_CHECK(ranks >= 2 && ranks <= kRanks && rank >= 0 && rank < ranks, "peers_gather: 2 to 8 ranks");
+  check_2d(out, "out", rows, ranks * bytes);
+  check_1d(missing, "missing", 1);
+  if (!rows || !bytes) return;
+  Places places{{}, int(rank), int(ranks)};
+  for (int i = 0; i < ranks; ++i) places.base[i] = reinterpret_cast<char*>(static_cast<const int64_t*>(data(bases))[i]);
+  const DeviceGuard guard = on_device_of(x);
+  const uint64_t all = uint64_t(bytes) | uint64_t(data(x)) | uint64_t(data(out));
+  int* const word = static_cast<int*>(mutable_data(missing));
+  const int64_t limit = limit_ms * 1000000;
+  if (all % 16 == 0) launch<uint4>(x, out, rows, bytes, places, limit, word);
+  else if (all % 4 == 0) launch<uint32_t>(x, out, rows, bytes, places, limit, word);
+  else if (all % 2 == 0) launch<uint16_t>(x, out, rows, bytes, places, limit, word);
+  else launch<uint8_t>(x, out, rows, bytes, places, limit, word);
+}
+
+// found (1 + 8) int64: where it lies, and the handle by which other processes open it.
+void peers_take(Tensor found, int64_t device) {
+  check_1d(found, "found", 9);
+  const DeviceGuard guard(static_cast<int32_t>(device));
+  const size_t size = kNumbers + 2 * kRanks * kBlocks * kSlot;
+  void* base = nullptr;
+  VX_CUDA_CHECK(cudaMalloc(&base, size));
+  int64_t* const words = static_cast<int64_t*>(mutable_data(found));
+  static_assert(sizeof(cudaIpcMemHandle_t) == 64);
+  cudaError_t error = cudaMemset(base, 0, kNumbers);
+  if (error == cudaSuccess) error = cudaIpcGetMemHandle(reinterpret_cast<cudaIpcMemHandle_t*>(words + 1), base);
+  if (error == cudaSuccess) error = cudaDeviceSynchronize();
+  if (error != cudaSuccess) cudaFree(base);
+  VX_CUDA_CHECK(error);
+  words[0] = reinterpret_cast<int64_t>(base);
+}
+
+// The same in another process: its handle, (8) int64.
+int64_t peers_open(Tensor handle, int64_t device) {
+  check_1d(handle, "handle", 8);
+  const DeviceGuard guard(static_cast<int32_t>(device));
+  void* base = nullptr;
+  VX_CUDA_CHECK(cudaIpcOpenMemHandle(&base, *static_cast<const cudaIpcMemHandle_t*>(data(handle)),
+                                     cudaIpcMemLazyEnablePeerAccess));
+  return reinterpret_cast<int64_t>(base);
+}
+
+void peers_close(int64_t base, bool own, int64_t device) {
+  const DeviceGuard guard(static_cast<int32_t>(device));
+  void* const where = reinterpret_cast<void*>(base);
+  VX_CUDA_CHECK(own ? cudaFree(where) : cudaIpcCloseMemHandle(where));
+}
+
+}  // namespace
+}  // namespace vx
+
+STABLE_TORCH_LIBRARY_IMPL(vexact_native, CUDA, m) { m.impl("peers_gather", TORCH_BOX(&vx::peers_gather)); }
+STABLE_TORCH_LIBRARY_IMPL(vexact_native, CompositeExplicitAutograd, m) {
+  m.impl("peers_take", TORCH_BOX(&vx::peers_take));
+  m.impl("peers_open", TORCH_BOX(&vx::peers_open));
+  m.impl("peers_close", TORCH_BOX(&vx::peers_close));
+}

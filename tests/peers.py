@@ -1,0 +1,110 @@
+"""A process of test_peers.py: one rank, and what comes of its gathers.
+
+python tests/peers.py RANK SIZE DEVICE FOLDER WHAT
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import vexact_ops as vx
+
+
+def exchange_in(folder: Path, rank: int, size: int):
+    """Through files: no rank needs torch.distributed."""
+    calls = iter(range(100))
+
+    def exchange(data: bytes) -> list[bytes]:
+        call = next(calls)
+        part = folder / f"{call}.{rank}.part"
+        part.write_bytes(data)
+        part.rename(folder / f"{call}.{rank}")
+        every = [folder / f"{call}.{other}" for other in range(size)]
+        end = time.monotonic() + 120
+        while not all(path.exists() for path in every):
+            if time.monotonic() > end:
+                raise TimeoutError(f"exchange {call}: not all are there")
+            time.sleep(0.01)
+        return [path.read_bytes() for path in every]
+
+    return exchange
+
+
+def values(rank: int, rows: int, columns: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    made = torch.Generator().manual_seed(1000 * seed + rank)
+    bits = torch.randint(256, (rows, columns * dtype.itemsize), dtype=torch.uint8, generator=made)
+    return bits.view(dtype)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def gathers(peers, rank: int, size: int, device) -> None:
+    shapes = [(1, 2048), (256, 2048), (5, 3), (64, 1), (1, 100_000), (1500, 4096), (0, 8), (3, 37)]
+    for seed, (rows, columns) in enumerate(shapes * 3):
+        for dtype in (torch.bfloat16, torch.float32, torch.int64, torch.uint8):
+            own = values(rank, rows, columns, dtype, seed).to(device)
+            wanted = torch.cat([values(r, rows, columns, dtype, seed) for r in range(size)], 1)
+            assert same(peers.gather(own).cpu(), wanted), (rows, columns, dtype)
+    shifted = torch.zeros(1 + 4 * 6, dtype=torch.bfloat16, device=device)[1:].view(4, 6)  # off 4-byte boundaries
+    shifted.fill_(rank)
+    assert same(peers.gather(shifted).cpu(), torch.arange(size).repeat_interleave(6).expand(4, -1).bfloat16())
+    stream = vx.cuda_stream(device)
+    with torch.cuda.stream(stream):
+        x = torch.zeros(33, 64, dtype=torch.float32, device=device)
+        peers.gather(x)
+        found: list = []
+
+        def run():
+            found[:] = [peers.gather(peers.gather(x))]
+
+        graph = vx.cuda_graph(run)
+        for turn in range(7):
+            x.copy_(values(rank, 33, 64, torch.float32, turn))
+            graph()
+            stream.synchronize()
+            once = torch.cat([values(r, 33, 64, torch.float32, turn) for r in range(size)], 1)
+            assert same(found[0].cpu(), once.repeat(1, size)), turn
+
+
+def main() -> None:
+    rank, size, index, folder, what = (
+        int(sys.argv[1]),
+        int(sys.argv[2]),
+        int(sys.argv[3]),
+        Path(sys.argv[4]),
+        sys.argv[5],
+    )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    exchange = exchange_in(folder, rank, size)
+    if what == "unreachable" and rank == 1:
+        given = exchange
+
+        def exchange(data: bytes) -> list[bytes]:
+            return [b"\x01" * 64 if len(part) == 64 and r == 0 else part for r, part in enumerate(given(data))]
+
+    peers = vx.Peers(rank, size, device, exchange, limit=3.0 if what == "late" else 60.0)
+    if what == "late":
+        if rank == 0:
+            exchange_in(folder / "end", rank, size)(b"")
+            return
+        try:
+            peers.gather(torch.zeros(1, 8, dtype=torch.float32, device=device)).cpu()
+        except RuntimeError:
+            sys.stdout.write(f"missing: {peers.missing}\n")
+        exchange_in(folder / "end", rank, size)(b"")
+        return
+    gathers(peers, rank, size, device)
+    torch.cuda.synchronize()
+    exchange(b"done")
+    peers.close()
+    peers.close()
+    sys.stdout.write("equal\n")
+
+
+if __name__ == "__main__":
+    main()
