@@ -12,7 +12,7 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("float_mode(int? request=None) -> int");
 
   // ranks on GPUs of one host (common/peers.cu)
-  m.def("peers_take(Tensor(a!) found, int device) -> ()");
+  m.def("peers_take(Tensor(a!) found, int ranks, int device) -> ()");
   m.def("peers_open(Tensor handle, int device) -> int");
   m.def("peers_close(int base, bool own, int device) -> ()");
   m.def("peers_gather(Tensor x, Tensor(a!) out, Tensor bases, int rank, int limit_ms, Tensor missing) -> ()");

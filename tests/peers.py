@@ -43,7 +43,18 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def gathers(peers, rank: int, size: int, device) -> None:
-    shapes = [(1, 2048), (256, 2048), (5, 3), (64, 1), (1, 100_000), (1500, 4096), (0, 8), (3, 37)]
+    shapes = [
+        (1, 2048),
+        (128, 2048),
+        (129, 2048),
+        (256, 2048),
+        (5, 3),
+        (64, 1),
+        (1, 100_000),
+        (1500, 4096),
+        (0, 8),
+        (3, 37),
+    ]
     for seed, (rows, columns) in enumerate(shapes * 3):
         for dtype in (torch.bfloat16, torch.float32, torch.int64, torch.uint8):
             own = values(rank, rows, columns, dtype, seed).to(device)

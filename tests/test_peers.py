@@ -1,6 +1,7 @@
 """Columns that go through memory of each other's GPUs: bytes are moved, whatever the shapes; who does not come, or
 cannot be reached, is named. On one GPU two processes share it."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +18,11 @@ def run(folder: Path, size: int, what: str) -> list[subprocess.CompletedProcess]
     (folder / "end").mkdir()
     count = max(1, torch.cuda.device_count())
     command = [sys.executable, str(Path(__file__).with_name("peers.py"))]
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    about = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     started = [
         subprocess.Popen(
-            [*command, *map(str, (rank, size, rank % count, folder, what))], text=True, stdout=-1, stderr=-1
+            [*command, *map(str, (rank, size, rank % count, folder, what))], text=True, stdout=-1, stderr=-1, env=about
         )
         for rank in range(size)
     ]

@@ -4,9 +4,11 @@
 //   arrived  (ranks, kBlocks) numbers: up to which round each block of each rank has written here
 //   rounds   (kBlocks) of this rank's own blocks
 //   slots    (2, ranks, kBlocks) of kSlot bytes, in turns
+//   lines    (2, ranks, kBlocks, kThreads) of 16 bytes, in turns: 8 bytes and twice the round that they are of
 // A block and the blocks of its number on other ranks know nothing of the rest. In a round it writes its bytes into its
-// slot on each rank, says so there, waits for theirs, and puts them in place. Round n + 2 may overwrite what round n
-// left: whoever has said n + 1 had read it.
+// slot on each rank, says so there, waits for theirs, and puts them in place. Few bytes go as lines: whoever sees the
+// round in one has its bytes, so that they take one way and not two. Round n + 2 may overwrite what round n left:
+// whoever has sent anything of n + 1 had read it, for lines are of one round a launch.
 #include "common/cuda.h"
 
 namespace vx {
@@ -15,6 +17,7 @@ namespace {
 constexpr int kRanks = 8, kBlocks = 128, kThreads = 512;
 constexpr int64_t kSlot = 64 << 10, kLeast = 4 << 10;  // bytes of a block in a round, at most and at least
 constexpr int64_t kNumbers = 4ll * kBlocks * (kRanks + 1);
+constexpr int64_t kUnit = 8, kFew = kUnit * kThreads * kBlocks;  // bytes of a line, and of all lines of a rank
 
 struct Places {
   char* base[kRanks];
@@ -25,8 +28,16 @@ __device__ uint32_t* arrived(char* base, int rank, int block) {
   return reinterpret_cast<uint32_t*>(base) + rank * kBlocks + block;
 }
 __device__ uint32_t* rounds(char* base, int block) { return arrived(base, kRanks, block); }
-__device__ char* slot(char* base, int turn, int rank, int block) {
-  return base + kNumbers + ((int64_t(turn) * kRanks + rank) * kBlocks + block) * kSlot;
+__host__ __device__ int64_t places_of(int ranks) { return 2ll * ranks * kBlocks; }  // of blocks, in both turns
+__device__ int64_t place(const Places& p, int turn, int rank, int block) {
+  return (int64_t(turn) * p.ranks + rank) * kBlocks + block;
+}
+__device__ char* slot(const Places& p, int at, int turn, int rank, int block) {
+  return p.base[at] + kNumbers + place(p, turn, rank, block) * kSlot;
+}
+__device__ uint4* line(const Places& p, int at, int turn, int rank, int block) {
+  char* const lines = p.base[at] + kNumbers + places_of(p.ranks) * kSlot;
+  return reinterpret_cast<uint4*>(lines) + place(p, turn, rank, block) * kThreads + threadIdx.x;
 }
 
 __device__ void say(uint32_t* where, uint32_t round) {
@@ -41,6 +52,49 @@ __device__ int64_t now() {
   int64_t ns;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
   return ns;
+}
+
+__device__ void give_up(int rank, int* missing) {
+  *missing = 1 + rank;
+  __threadfence_system();
+  __trap();
+}
+
+// The same as `gather`, of at most as many units as there are lines.
+__global__ void __launch_bounds__(kThreads) gather_few(const uint2* x, uint2* out, uint32_t total, uint32_t width,
+                                                       Places places, int64_t limit, int* missing) {
+  const int block = blockIdx.x, own = places.rank, ranks = places.ranks;
+  uint32_t* const rounds_here = rounds(places.base[own], block);
+  const uint32_t round = *rounds_here + 1, at = block * kThreads + threadIdx.x;
+  const int turn = round & 1;
+  if (at < total) {
+    const uint2 value = x[at];
+    for (int rank = 0; rank < ranks; ++rank)
+      if (rank != own)
+        asm volatile("st.volatile.global.v4.u32 [%0], {%1, %3, %2, %3};" ::"l"(line(places, rank, turn, own, block)),
+                     "r"(value.x), "r"(value.y), "r"(round)
+                     : "memory");
+    const uint32_t row = at / width;
+    uint2* const to = out + int64_t(row) * ranks * width + (at - row * width);
+    to[int64_t(own) * width] = value;
+    const int64_t since = now();
+    for (int rank = 0; rank < ranks; ++rank) {
+      if (rank == own) continue;
+      const uint4* from = line(places, own, turn, rank, block);
+      uint32_t a, first, b, second;
+      while (true) {
+        asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(a), "=r"(first), "=r"(b), "=r"(second)
+                     : "l"(from)
+                     : "memory");
+        if (first == round && second == round) break;
+        if (now() - since > limit) give_up(rank, missing);
+      }
+      to[int64_t(rank) * width] = make_uint2(a, b);
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) *rounds_here = round;
 }
 
 // x: `total` V in rows of `width`; out: rows of ranks * width. `share`: what a block takes in a round.
@@ -58,7 +112,7 @@ __global__ void __launch_bounds__(kThreads) gather(const V* x, V* out, uint32_t 
       const uint32_t at = uint32_t(begin) + i, row = at / width;
       const V value = x[at];
       for (int rank = 0; rank < ranks; ++rank)
-        if (rank != own) reinterpret_cast<V*>(slot(places.base[rank], turn, own, block))[i] = value;
+        if (rank != own) reinterpret_cast<V*>(slot(places, rank, turn, own, block))[i] = value;
       out[int64_t(row) * wide + int64_t(own) * width + (at - row * width)] = value;
     }
     __threadfence_system();
@@ -69,16 +123,12 @@ __global__ void __launch_bounds__(kThreads) gather(const V* x, V* out, uint32_t 
       const uint32_t* where = arrived(here, other, block);
       const int64_t since = now();
       while (int32_t(heard(where) - round) < 0)
-        if (now() - since > limit) {
-          *missing = 1 + other;
-          __threadfence_system();
-          __trap();
-        }
+        if (now() - since > limit) give_up(other, missing);
     }
     __syncthreads();
     for (int rank = 0; rank < ranks; ++rank) {
       if (rank == own) continue;
-      const V* theirs = reinterpret_cast<const V*>(slot(here, turn, rank, block));
+      const V* theirs = reinterpret_cast<const V*>(slot(places, own, turn, rank, block));
       for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
         const uint32_t at = uint32_t(begin) + i, row = at / width;
         out[int64_t(row) * wide + int64_t(rank) * width + (at - row * width)] = __ldcg(theirs + i);  // not what L1 has of it
@@ -118,6 +168,14 @@ void peers_gather(Tensor x, Tensor out, Tensor bases, int64_t rank, int64_t limi
   const uint64_t all = uint64_t(bytes) | uint64_t(data(x)) | uint64_t(data(out));
   int* const word = static_cast<int*>(mutable_data(missing));
   const int64_t limit = limit_ms * 1000000;
+  if (rows * bytes <= kFew && all % kUnit == 0) {
+    const uint32_t units = uint32_t(rows * bytes / kUnit);
+    gather_few<<<(units + kThreads - 1) / kThreads, kThreads, 0, current_stream(x)>>>(
+        static_cast<const uint2*>(data(x)), static_cast<uint2*>(mutable_data(out)), units, uint32_t(bytes / kUnit),
+        places, limit, word);
+    VX_CUDA_CHECK(cudaGetLastError());
+    return;
+  }
   if (all % 16 == 0) launch<uint4>(x, out, rows, bytes, places, limit, word);
   else if (all % 4 == 0) launch<uint32_t>(x, out, rows, bytes, places, limit, word);
   else if (all % 2 == 0) launch<uint16_t>(x, out, rows, bytes, places, limit, word);
@@ -125,15 +183,16 @@ void peers_gather(Tensor x, Tensor out, Tensor bases, int64_t rank, int64_t limi
 }
 
 // found (1 + 8) int64: where it lies, and the handle by which other processes open it.
-void peers_take(Tensor found, int64_t device) {
+void peers_take(Tensor found, int64_t ranks, int64_t device) {
   check_1d(found, "found", 9);
+  STD_TORCH_CHECK(ranks >= 2 && ranks <= kRanks, "peers_take: 2 to 8 ranks");
   const DeviceGuard guard(static_cast<int32_t>(device));
-  const size_t size = kNumbers + 2 * kRanks * kBlocks * kSlot;
+  const size_t size = kNumbers + places_of(int(ranks)) * (kSlot + 2 * kUnit * kThreads);
   void* base = nullptr;
   VX_CUDA_CHECK(cudaMalloc(&base, size));
   int64_t* const words = static_cast<int64_t*>(mutable_data(found));
   static_assert(sizeof(cudaIpcMemHandle_t) == 64);
-  cudaError_t error = cudaMemset(base, 0, kNumbers);
+  cudaError_t error = cudaMemset(base, 0, size);  // no round is 0
   if (error == cudaSuccess) error = cudaIpcGetMemHandle(reinterpret_cast<cudaIpcMemHandle_t*>(words + 1), base);
   if (error == cudaSuccess) error = cudaDeviceSynchronize();
   if (error != cudaSuccess) cudaFree(base);

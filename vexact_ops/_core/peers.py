@@ -45,7 +45,7 @@ class Peers:
             if not native.built_with_cuda():
                 raise native.BackendUnavailable("Peers: the extension was built without its CUDA half")
             found = torch.zeros(9, dtype=torch.int64)
-            native.ops().peers_take(found, device.index)
+            native.ops().peers_take(found, size, device.index)
             self._taken, handle = int(found[0]), found[1:].numpy().tobytes()
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
