@@ -4,7 +4,7 @@
 //   arrived  (ranks, kBlocks) numbers: up to which round each block of each rank has written here
 //   rounds   (kBlocks) of this rank's own blocks
 //   slots    (2, ranks, kBlocks) of kSlot bytes, in turns
-//   lines    (2, ranks, kBlocks, kThreads) of 16 bytes, in turns: 8 bytes and twice the round that they are of
+//   lines    (2, ranks, kBlocks, kLines) of 16 bytes, in turns: 8 bytes and twice the round that they are of
 // A block and the blocks of its number on other ranks know nothing of the rest. In a round it writes its bytes into its
 // slot on each rank, says so there, waits for theirs, and puts them in place. Few bytes go as lines: whoever sees the
 // round in one has its bytes, so that they take one way and not two. Round n + 2 may overwrite what round n left:
@@ -17,7 +17,8 @@ namespace {
 constexpr int kRanks = 8, kBlocks = 128, kThreads = 512;
 constexpr int64_t kSlot = 64 << 10, kLeast = 4 << 10;  // bytes of a block in a round, at most and at least
 constexpr int64_t kNumbers = 4ll * kBlocks * (kRanks + 1);
-constexpr int64_t kUnit = 8, kFew = kUnit * kThreads * kBlocks;  // bytes of a line, and of all lines of a rank
+constexpr int kLines = 4 * kThreads;
+constexpr int64_t kUnit = 8, kFew = kUnit * kLines * kBlocks;  // bytes of a line, and of all lines of a rank
 
 struct Places {
   char* base[kRanks];
@@ -37,7 +38,7 @@ __device__ char* slot(const Places& p, int at, int turn, int rank, int block) {
 }
 __device__ uint4* line(const Places& p, int at, int turn, int rank, int block) {
   char* const lines = p.base[at] + kNumbers + places_of(p.ranks) * kSlot;
-  return reinterpret_cast<uint4*>(lines) + place(p, turn, rank, block) * kThreads + threadIdx.x;
+  return reinterpret_cast<uint4*>(lines) + place(p, turn, rank, block) * kLines;
 }
 
 __device__ void say(uint32_t* where, uint32_t round) {
@@ -60,37 +61,41 @@ __device__ void give_up(int rank, int* missing) {
   __trap();
 }
 
-// The same as `gather`, of at most as many units as there are lines.
+// The same as `gather`, of at most as many units as there are lines; `share` of them for a block.
 __global__ void __launch_bounds__(kThreads) gather_few(const uint2* x, uint2* out, uint32_t total, uint32_t width,
-                                                       Places places, int64_t limit, int* missing) {
+                                                       uint32_t share, Places places, int64_t limit, int* missing) {
   const int block = blockIdx.x, own = places.rank, ranks = places.ranks;
   uint32_t* const rounds_here = rounds(places.base[own], block);
-  const uint32_t round = *rounds_here + 1, at = block * kThreads + threadIdx.x;
+  const uint32_t round = *rounds_here + 1, begin = block * share, count = min(share, total - begin);
   const int turn = round & 1;
-  if (at < total) {
-    const uint2 value = x[at];
+  const auto to = [&](uint32_t i, int rank) {
+    const uint32_t at = begin + i, row = at / width;
+    return out + (int64_t(row) * ranks + rank) * width + (at - row * width);
+  };
+  for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
+    const uint2 value = x[begin + i];
     for (int rank = 0; rank < ranks; ++rank)
       if (rank != own)
-        asm volatile("st.volatile.global.v4.u32 [%0], {%1, %3, %2, %3};" ::"l"(line(places, rank, turn, own, block)),
+        asm volatile("st.volatile.global.v4.u32 [%0], {%1, %3, %2, %3};" ::"l"(line(places, rank, turn, own, block) + i),
                      "r"(value.x), "r"(value.y), "r"(round)
                      : "memory");
-    const uint32_t row = at / width;
-    uint2* const to = out + int64_t(row) * ranks * width + (at - row * width);
-    to[int64_t(own) * width] = value;
-    const int64_t since = now();
-    for (int rank = 0; rank < ranks; ++rank) {
-      if (rank == own) continue;
-      const uint4* from = line(places, own, turn, rank, block);
+    *to(i, own) = value;
+  }
+  const int64_t since = now();
+  for (int rank = 0; rank < ranks; ++rank) {
+    if (rank == own) continue;
+    const uint4* from = line(places, own, turn, rank, block);
+    for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
       uint32_t a, first, b, second;
       while (true) {
         asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(a), "=r"(first), "=r"(b), "=r"(second)
-                     : "l"(from)
+                     : "l"(from + i)
                      : "memory");
         if (first == round && second == round) break;
         if (now() - since > limit) give_up(rank, missing);
       }
-      to[int64_t(rank) * width] = make_uint2(a, b);
+      *to(i, rank) = make_uint2(a, b);
     }
   }
   __syncthreads();
@@ -169,10 +174,11 @@ void peers_gather(Tensor x, Tensor out, Tensor bases, int64_t rank, int64_t limi
   int* const word = static_cast<int*>(mutable_data(missing));
   const int64_t limit = limit_ms * 1000000;
   if (rows * bytes <= kFew && all % kUnit == 0) {
-    const uint32_t units = uint32_t(rows * bytes / kUnit);
-    gather_few<<<(units + kThreads - 1) / kThreads, kThreads, 0, current_stream(x)>>>(
+    const uint32_t units = uint32_t(rows * bytes / kUnit), one = kThreads * kBlocks;
+    const uint32_t share = (units + one - 1) / one * kThreads;
+    gather_few<<<(units + share - 1) / share, kThreads, 0, current_stream(x)>>>(
         static_cast<const uint2*>(data(x)), static_cast<uint2*>(mutable_data(out)), units, uint32_t(bytes / kUnit),
-        places, limit, word);
+        share, places, limit, word);
     VX_CUDA_CHECK(cudaGetLastError());
     return;
   }
@@ -187,7 +193,7 @@ void peers_take(Tensor found, int64_t ranks, int64_t device) {
   check_1d(found, "found", 9);
   STD_TORCH_CHECK(ranks >= 2 && ranks <= kRanks, "peers_take: 2 to 8 ranks");
   const DeviceGuard guard(static_cast<int32_t>(device));
-  const size_t size = kNumbers + places_of(int(ranks)) * (kSlot + 2 * kUnit * kThreads);
+  const size_t size = kNumbers + places_of(int(ranks)) * (kSlot + 2 * kUnit * kLines);
   void* base = nullptr;
   VX_CUDA_CHECK(cudaMalloc(&base, size));
   int64_t* const words = static_cast<int64_t*>(mutable_data(found));
