@@ -410,7 +410,9 @@ class Soak:
         loop = engine._loop
         state = f"{engine.state}, asleep {engine.asleep}, missing {loop.missing}, torn {loop.torn}, {engine.config}"
         faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
-        self.failures.append(f"{who} waits for ever: {len(loop._tickets)} requests, {len(loop._held)} held, {state}")
+        self.failures.append(
+            f"{who} waits for ever: {len(loop._tickets.running)} requests, {len(loop._tickets.held)} held, {state}"
+        )
         self.finish()
         os._exit(1)
 

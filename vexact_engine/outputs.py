@@ -1,12 +1,13 @@
 """From tokens to whoever waits for them: increments, tickets of requests, and the calls that they belong to."""
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .errors import RequestError
 from .request import Begun, Completion, Request, Sequence
@@ -85,6 +86,29 @@ class Call:
             over = not self.left
         if over:
             self.notify()
+
+
+class Outgoing:
+    """Calls for asyncio loops, gathered by one thread at a time: `flush` hands each loop its own in one piece."""
+
+    def __init__(self) -> None:
+        self._calls: dict[asyncio.AbstractEventLoop, list[tuple[Callable, Any]]] = {}
+
+    def put(self, asyncio_loop: asyncio.AbstractEventLoop, call: Callable, item: Any) -> None:
+        self._calls.setdefault(asyncio_loop, []).append((call, item))
+
+    def flush(self) -> None:
+        if not self._calls:
+            return
+        gathered, self._calls = self._calls, {}
+        for asyncio_loop, calls in gathered.items():
+            with contextlib.suppress(RuntimeError):  # it is closed: nobody listens any more
+                asyncio_loop.call_soon_threadsafe(_call_all, calls)
+
+
+def _call_all(calls: list[tuple[Callable, Any]]) -> None:
+    for call, item in calls:
+        call(item)
 
 
 class _Sample:

@@ -206,7 +206,9 @@ def check_idle(engine) -> None:
     def check():
         scheduler.pool.check()
         assert scheduler.pool.num_available == scheduler.pool.num_pages
-        assert len(scheduler._slots) == scheduler._max_running and not loop._pending and not loop._listened
-        assert not scheduler.has_unfinished and not loop._tickets and not loop._names and not loop._held
+        assert len(scheduler._slots) == scheduler._max_running and not loop._pending
+        tickets = loop._tickets
+        assert not scheduler.has_unfinished and not tickets.running and not tickets.listened
+        assert not tickets.named and not tickets.held
 
     loop.call(check)

@@ -392,7 +392,7 @@ def test_close_ends_a_pause():
     engine.pause("keep")
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(engine.generate, PROMPTS, PARAMS)
-        until(lambda: engine._loop._names)
+        until(lambda: engine._loop._tickets.named)
         engine.close()
         assert {c.finish_reason for c in waiting.result()} == {"abort"}
 
@@ -436,7 +436,7 @@ def test_aborting_thousands_of_samples_does_not_look_at_all_for_each(engine):
             return super().__iter__()
 
     def count():
-        (ticket,) = engine._loop._tickets.values()
+        (ticket,) = engine._loop._tickets.running.values()
         ticket.request.sequences = Counting(ticket.request.sequences)
         ticket.samples, ticket.completions = Counting(ticket.samples), Counting(ticket.completions)
 

@@ -18,7 +18,7 @@ from toy import VOCAB, ToyModel, expected, make
 from vexact_engine.config import SamplingParams
 from vexact_engine.core.loop import Loop, _size
 from vexact_engine.errors import EngineClosed, StepFailed, WeightsTorn
-from vexact_engine.outputs import Call, Ticket
+from vexact_engine.outputs import Call, Outgoing, Ticket
 from vexact_engine.request import Request, State
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2, 3])
@@ -142,7 +142,9 @@ class Bench:
 
         def idle():
             assert not self.device.in_flight and not self.loop._pending and not self.scheduler._in_flight
-            assert not self.scheduler.has_unfinished and not self.loop._tickets and not self.loop._listened
+            assert (
+                not self.scheduler.has_unfinished and not self.loop._tickets.running and not self.loop._tickets.listened
+            )
             assert len(self.scheduler._slots) == self.scheduler._max_running
             assert self.scheduler.pool.num_available == self.scheduler.pool.num_pages
             self.scheduler.pool.check()
@@ -247,7 +249,7 @@ def test_requests_come_and_go_while_the_device_computes(depth):
         first = bench.ask([1, 2])
         until(lambda: bench.device.launched == depth)
         second = bench.ask([3, 4])
-        until(lambda: len(bench.loop._tickets) == 2)  # taken in
+        until(lambda: len(bench.loop._tickets.running) == 2)  # taken in
         bench.loop.abort(first[1])
         wait(first)  # told at once
         assert first[1][0].completions[0].finish_reason == "abort"
@@ -332,7 +334,7 @@ def test_who_is_done_before_a_failed_step_is_done(depth):
     with Bench(depth, None) as bench:
         bench.device.fail[3] = "launch"
         short, long = bench.ask([1], max_new_tokens=3), bench.ask([2], max_new_tokens=9)
-        until(lambda: len(bench.loop._tickets) == 2)
+        until(lambda: len(bench.loop._tickets.running) == 2)
         bench.device.release()
         wait(short, long)
         assert short[1][0].error is None or bench.scheduler.stats.finished["error"] == 2
@@ -545,7 +547,7 @@ def waiting(in_flight):
         def ready(self):
             return now[0] >= self.end
 
-    loop._changed, loop._closing, loop._inbox, loop._outgoing, loop._typical = Changed(), False, deque(), {}, {}
+    loop._changed, loop._closing, loop._inbox, loop._outgoing, loop._typical = Changed(), False, deque(), Outgoing(), {}
     loop._pending, loop._aborts = [None] * in_flight, deque()
     return loop, now, Step
 

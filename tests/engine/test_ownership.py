@@ -439,7 +439,7 @@ def test_an_update_during_a_pause_is_at_once(old, new):
         engine.pause("keep")
         with ThreadPoolExecutor() as pool:
             waiting = pool.submit(ask, engine)
-            until(lambda: engine._loop._names)
+            until(lambda: engine._loop._tickets.named)
             engine.update_weights(build("Llama", seed=1).state_dict(), numerics=engine.numerics())
             assert not waiting.done()
             engine.resume()

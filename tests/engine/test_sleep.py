@@ -268,7 +268,7 @@ def test_aborts_reach_sleeping_requests(engine):
     with asking(engine) as pool:
         engine.sleep()
         waiting = pool.submit(engine.generate, PROMPTS[:1], PARAMS, request_ids=["x"])
-        until(lambda: engine._loop._names)
+        until(lambda: engine._loop._tickets.named)
         engine.abort("x")
         assert waiting.result(LONGEST)[0].finish_reason == "abort"
         engine.wake_up()
@@ -278,7 +278,7 @@ def test_without_weights_a_request_is_refused_and_one_from_before_waits(engine, 
     with asking(engine) as pool:
         engine.sleep(level=2)
         early = pool.submit(engine.generate, PROMPTS, PARAMS)
-        until(lambda: engine._loop._names)
+        until(lambda: engine._loop._tickets.named)
         engine.wake_up()
         with pytest.raises(WeightsMissing, match=r"sleep\(level=2\) has dropped the weights: update them first"):
             engine.generate(PROMPTS, PARAMS)
@@ -404,7 +404,7 @@ def test_close_gives_the_model_back_as_it_was(old):
             patch.setattr(Memory, "held", lambda self: None)
             engine.sleep()
             waiting = pool.submit(engine.generate, PROMPTS, PARAMS)
-            until(lambda: engine._loop._names)
+            until(lambda: engine._loop._tickets.named)
             engine.close()
             assert {c.finish_reason for c in waiting.result(LONGEST)} == {"abort"}
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -4,7 +4,6 @@ Fronts run in the callers' threads. They hand requests over (`submit`), take the
 done between two steps (`call`); what they wait for comes to them through tickets. Everything is known by the object: a
 request's name is looked up in one place, `abort_named`. So nobody needs a lock but for the inbox, nobody's torch state
 takes part in another's step, and an interrupt, which Python gives to the main thread, can only meet a front that waits.
-More than 600 lines in one file because all of them are about one thread and the locks that it shares with the fronts.
 
 One turn of the loop: do what the inbox holds; schedule and launch until `Worker.depth` plans are in flight; wait for
 the oldest, commit and deliver it. With a depth of 2 or more all of the host's work for a step (text, stop strings,
@@ -25,12 +24,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
-from ..errors import EngineClosed, EngineForked, StepFailed, WeightsMissing, WeightsTorn
-from ..outputs import Ticket
-from ..request import Request, State
+from ..errors import EngineClosed, EngineForked, StepFailed, WeightsTorn
+from ..outputs import Outgoing, Ticket
 from ..request import Sequence as Sample
 from .plan import Sampled, StepPlan
 from .scheduler import Scheduler
+from .tickets import Tickets
 
 log = logging.getLogger(__name__)
 
@@ -143,13 +142,10 @@ class Loop:
         self._typical: dict[int, float] = {}  # a plan's size -> seconds that the wait for such a one took lately
         self._closing = False
         self._fault: BaseException | None = None  # of our own: the thread has ended with it
-        self._tickets: dict[Request, Ticket] = {}  # of requests that are not done
-        self._listened: set[Request] = set()  # those of them whose tokens somebody takes one by one
-        self._names: dict[str, Ticket] = {}  # the same, and those held, by name
-        self._held: list[Ticket] = []  # handed over during a pause that lets the others end
+        self._tickets = Tickets()
         self._paused: str | None = None  # as pause() and resume() have it
         self._resting: str | None = None  # in between(): goes before that
-        self._outgoing: dict = {}  # asyncio loop -> calls for it
+        self._outgoing = Outgoing()
         self._launched: list[Callable[[], None]] = []  # of those who wait for a launch
         self.updating = self.asleep = False
         self.missing: str | None = None
@@ -276,8 +272,8 @@ class Loop:
         def stop() -> None:
             setattr(self, which, mode)
             if mode == "abort":
-                for ticket in list(self._tickets.values()):
-                    self._abort(ticket)
+                for ticket in list(self._tickets.running.values()):
+                    self._tickets.abort(ticket)
 
         self.call(stop)
 
@@ -294,9 +290,7 @@ class Loop:
             setattr(self, which, None)
             if self._stopped_by == "wait":
                 return
-            held, self._held = self._held, []
-            for ticket in held:
-                self._names.pop(ticket.request.id, None)
+            for ticket in self._tickets.release():
                 self._take(ticket)
 
         self.call(go_on)
@@ -349,7 +343,8 @@ class Loop:
 
     def _main(self, make: Callable, made: Future) -> None:
         try:
-            self.scheduler, self.worker = make(self._find_stop)
+            self.scheduler, self.worker = make(self._tickets.find_stop)
+            self._tickets.scheduler = self.scheduler
         except BaseException as error:
             self._closing = True
             made.set_exception(error)
@@ -360,7 +355,7 @@ class Loop:
         try:
             while self._obey():
                 self._advance()
-                self._flush()
+                self._outgoing.flush()
         except BaseException as error:
             log.critical("the engine's thread ends: a fault of its own", exc_info=True)
             self._fault = error
@@ -378,7 +373,7 @@ class Loop:
                 self._do(self._next())
         self._do_aborts()
         self._do_deferred()
-        self._flush()
+        self._outgoing.flush()
         return not self._closing
 
     def _next(self) -> _Command:
@@ -390,10 +385,10 @@ class Loop:
         """Of requests that are known by now; others may stand in the inbox yet."""
         for _ in range(len(self._aborts)):
             abort = self._aborts.popleft()
-            named = None if abort.name is None else self._names.get(abort.name)
+            named = None if abort.name is None else self._tickets.named.get(abort.name)
             for ticket in abort.tickets if named is None else [named]:
-                if self._names.get(ticket.request.id) is ticket:
-                    self._abort(ticket)
+                if self._tickets.named.get(ticket.request.id) is ticket:
+                    self._tickets.abort(ticket)
             if named is None and self._taken < abort.after:
                 self._aborts.append(abort)
 
@@ -432,7 +427,7 @@ class Loop:
         """Launch what can be, and take in the oldest plan in flight."""
         if self._may_schedule():
             if self.torn:
-                self._fail_all(WeightsTorn(f"Engine: {self.torn}"))
+                self._tickets.fail_all(WeightsTorn(f"Engine: {self.torn}"))
             elif self._notice_weights():
                 self._launch()
         if self._pending:
@@ -448,7 +443,7 @@ class Loop:
                 others = self.worker.renew()
                 self.scheduler.reset_cache(self.scheduler.weight_version + others)
         except Exception as error:
-            self._fail_all(error)
+            self._tickets.fail_all(error)
             return False
         return True
 
@@ -479,7 +474,6 @@ class Loop:
     def _take_in(self) -> None:
         """Wait for the oldest plan in flight, commit and deliver it. A failure of the computation itself ends every
         request, for nobody can say whose fault it is; the engine can be used again."""
-        scheduler = self.scheduler
         plan, pending = self._pending[0]
         self._await(pending, _size(plan.num_tokens))
         self._pending.popleft()
@@ -487,21 +481,14 @@ class Loop:
             sampled = pending.wait()
         except Exception as error:
             self._abandon()
-            scheduler.cancel(plan)
+            self.scheduler.cancel(plan)
             failure = error
             if not isinstance(error, StepFailed):
                 failure = StepFailed(f"a step failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error
-            self._fail_all(failure)
+            self._tickets.fail_all(failure)
             return
-        later = self._fail_nonfinite(plan, sampled) if -1 in sampled.token_ids else ()
-        finished, listened = State.FINISHED, self._listened
-        grown = scheduler.commit(plan, sampled)
-        for sample in later:
-            self._fail_sample(sample)
-        for sample in grown:
-            if sample.state is finished or sample.request in listened:
-                self._deliver(sample)
+        self._tickets.commit(plan, sampled)
 
     def _await(self, pending: Pending, size: int) -> None:
         """Until it is ready, let requests come and go. The thread sleeps for most of the time that such a wait took
@@ -522,7 +509,7 @@ class Loop:
                     self._changed.wait(pause)
             while self._inbox and not self._inbox[0].alone:
                 self._next().run()
-            self._flush()
+            self._outgoing.flush()
             taken = time.perf_counter() - begin
             late = max(typical, taken) / (16 if len(self._pending) > 1 else 128)  # somebody waits, and so does a device
             pause = min(max(_SHORTEST_PAUSE, late), _LONGEST_PAUSE)
@@ -535,104 +522,13 @@ class Loop:
                 pending.wait()
         self._pending.clear()
 
-    def _fail_nonfinite(self, plan: StepPlan, sampled: Sampled) -> list[Sample]:
-        """Those whose next token is none end before this step's are taken. Returns those that get some of them first:
-        a draft was right so far."""
-        row, later = 0, []
-        for chunk in plan.sampled_chunks:
-            drawn, row = sampled.token_ids[row : row + chunk.draws], row + chunk.draws
-            if drawn[0] == -1:
-                self._fail_sample(chunk.sequence)
-            elif -1 in drawn and tuple(drawn[: drawn.index(-1)]) == chunk.draft[: drawn.index(-1)]:
-                later.append(chunk.sequence)
-        return later
-
-    def _fail_sample(self, sample: Sample) -> None:
-        if sample.finished:
-            return
-        where = f"after {len(sample.tokens)} tokens"
-        message = f"the model's logits {where} are not finite numbers (NaN or infinite weights or activations?)"
-        for each in self.scheduler.fail(sample.request, message):
-            self._deliver(each)
-
-    # Requests
-
     def _take(self, ticket: Ticket) -> None:
-        request = ticket.request
-        if request.id in self._names:
-            self._reject(ticket, f"request {request.id!r}: another request of this id is not done yet")
-        elif self._stopped_by == "wait":
-            self._names[request.id] = ticket
-            self._held.append(ticket)
-        elif self.missing and not self.asleep:
-            ticket.fail(WeightsMissing(f"Engine: {self.missing}"))
-        else:
-            try:
-                self.scheduler.add(request)
-            except ValueError as error:
-                self._reject(ticket, str(error))
-            else:
-                self._tickets[request] = self._names[request.id] = ticket
-                if ticket.listen is not None:
-                    self._listened.add(request)
-
-    def _reject(self, ticket: Ticket, error: str | None, reason: str = "error") -> None:
-        ticket.request.reject(error, reason)
-        try:
-            for sample in ticket.request.sequences:
-                ticket.deliver(sample, self.scheduler.weight_version)
-        except Exception as failure:
-            ticket.fail(failure)
-
-    def _abort(self, ticket: Ticket) -> None:
-        if ticket in self._held:
-            self._held.remove(ticket)
-            del self._names[ticket.request.id]
-            self._reject(ticket, None, "abort")
-        else:
-            for sample in self.scheduler.abort(ticket.request):
-                self._deliver(sample)
-
-    def _deliver(self, sample: Sample) -> None:
-        ticket = self._tickets.get(sample.request)
-        if ticket is None:
-            return
-        try:
-            ticket.deliver(sample, self.scheduler.weight_version)
-        except Exception as error:  # of a tokenizer, say: this request's trouble alone
-            self.scheduler.fail(sample.request, repr(error))
-            ticket.fail(error)
-        if ticket.done:
-            self._forget(ticket)
-
-    def _forget(self, ticket: Ticket) -> None:
-        del self._tickets[ticket.request], self._names[ticket.request.id]
-        self._listened.discard(ticket.request)
-
-    def _fail_all(self, error: BaseException) -> None:
-        for ticket in list(self._tickets.values()):
-            self.scheduler.fail(ticket.request, str(error))
-            ticket.fail(error)
-            self._forget(ticket)
-
-    def _find_stop(self, sample: Sample) -> str | None:
-        return self._tickets[sample.request].find_stop(sample)
-
-    # Out
+        missing = None if self.asleep else self.missing
+        self._tickets.take(ticket, hold=self._stopped_by == "wait", missing=missing)
 
     def call_in(self, asyncio_loop, call: Callable, item) -> None:
         """In the thread: `call(item)` in an asyncio loop, once this round of the loop is over."""
-        self._outgoing.setdefault(asyncio_loop, []).append((call, item))
-
-    def _flush(self) -> None:
-        if not self._outgoing:
-            return
-        outgoing, self._outgoing = self._outgoing, {}
-        for asyncio_loop, calls in outgoing.items():
-            try:
-                asyncio_loop.call_soon_threadsafe(_call_all, calls)
-            except RuntimeError:  # it is closed: nobody listens any more
-                log.debug("an asyncio loop is closed that requests were to be delivered to")
+        self._outgoing.put(asyncio_loop, call, item)
 
     def _end(self) -> None:
         with self._changed:
@@ -643,20 +539,20 @@ class Loop:
         error = self._fault or EngineClosed("Engine: it is closed")
         for command in [*commands, *(command for _, command in self._deferred)]:
             command.refuse(error)
-        for ticket in [*self._tickets.values(), *self._held]:
+        for ticket in [*self._tickets.running.values(), *self._tickets.held]:
             if self._fault is not None:
                 ticket.fail(StepFailed(f"the engine's thread has ended: {self._fault!r}"))
             else:
-                self._abort(ticket)
+                self._tickets.abort(ticket)
         self._deferred.clear()
-        self._flush()
+        self._outgoing.flush()
         try:
             with self._alone:
                 self.worker.close()
         except Exception as failure:
             self.close_error = failure
-        self._tickets.clear()
-        self._listened.clear()
+        self._tickets.running.clear()
+        self._tickets.listened.clear()
         self.worker = None
 
 
@@ -671,11 +567,6 @@ def _is_ready(pending: Pending) -> bool:
         return pending.ready()
     except Exception:  # a device that has failed: wait() will say so
         return True
-
-
-def _call_all(calls: list) -> None:
-    for call, item in calls:
-        call(item)
 
 
 _LOOPS: "weakref.WeakSet[Loop]" = weakref.WeakSet()

@@ -23,7 +23,7 @@ from typing import Any
 import vexact_ops as vx
 
 from ..errors import EngineClosed, EngineForked, ReplicaDied, WeightsMissing
-from ..outputs import Call, Increment
+from ..outputs import Call, Increment, Outgoing
 from ..request import Completion, refused
 from . import limits
 from . import messages as m
@@ -54,7 +54,7 @@ class Front:
         self._waiting: dict[int, Job] = {}  # until a replica is there that takes them
         self._ending: dict[int, tuple[Replica, Job, float]] = {}  # by key: whose end is asked for, and due by then
         self._keys = iter(range(1 << 62))
-        self._outgoing: dict[Any, list[tuple[Callable, Any]]] = {}
+        self._outgoing = Outgoing()
         self._closing = self._closed = False
         self._selector = selectors.DefaultSelector()
         self._wake_out, self._wake_in = socket.socketpair()
@@ -136,13 +136,13 @@ class Front:
                     continue
                 self._names[job.name] = job
                 self._place(job)
-            self._flush()
+            self._outgoing.flush()
 
     def whole(self, call: Call) -> None:
         """All of its requests have been handed over."""
         with self._lock:
             call.one_done()
-            self._flush()
+            self._outgoing.flush()
 
     def withdraw(self, jobs: Iterable[Job]) -> None:
         """Nobody waits for these any more."""
@@ -165,11 +165,11 @@ class Front:
                 self._ask_for_end(job)
             if job.replica is None or job.replica.owes:
                 self._complete_here(job)
-            self._flush()
+            self._outgoing.flush()
 
     def call_in(self, asyncio_loop, call: Callable, item) -> None:
         """Behind the lock: `call(item)` in an asyncio loop, with what else there is for it."""
-        self._outgoing.setdefault(asyncio_loop, []).append((call, item))
+        self._outgoing.put(asyncio_loop, call, item)
 
     def ask(self, what: str, among: Sequence[Replica] | None = None, **arguments: Any) -> dict[int, Any]:
         """What each replica answers, or the exception that it raises; ReplicaDied for one that dies meanwhile,
@@ -247,7 +247,7 @@ class Front:
                 if replica.channel is not None:
                     replica.channel.send(*(m.Abort(key) for key in replica.jobs))
                 self._move(replica)
-            self._flush()
+            self._outgoing.flush()
 
     def updated(self, version: int, done: Iterable[int]) -> None:
         """These have new weights."""
@@ -258,7 +258,7 @@ class Front:
             for replica in self.replicas:
                 self.router.forget(replica.index)
             self._place_waiting()
-            self._flush()
+            self._outgoing.flush()
 
     def forget_pages(self) -> None:
         with self._lock:
@@ -381,16 +381,16 @@ class Front:
                         reason = channel.ended()
                         with self._lock:
                             self._on_death(replica, reason)
-                            self._flush()
+                            self._outgoing.flush()
                         continue
                     said = [message for frame in frames for message in m.for_front(frame)]
                     with self._lock:
                         for message in said:
                             self._on_message(replica, message)
-                        self._flush()
+                        self._outgoing.flush()
                 with self._lock:  # after what has come, for this process may have stood still
                     self._end_late()
-                    self._flush()
+                    self._outgoing.flush()
         except BaseException as error:
             log.critical("the thread that reads from replicas ends: a fault of its own", exc_info=True)
             with self._lock:
@@ -399,7 +399,7 @@ class Front:
                     if replica.channel is not None:
                         replica.channel.kill()
                 self._end_all(error)
-                self._flush()
+                self._outgoing.flush()
 
     def _end_late(self) -> None:
         """Requests whose end was asked for, and of which a replica has not said in time what they have."""
@@ -489,7 +489,7 @@ class Front:
                 if replica.starts > 1:
                     log.warning("%s is there again%s", replica, "" if replica.fresh else ", with its first weights")
                     self._place_waiting()
-                self._flush()
+                self._outgoing.flush()
 
         if self.paused and replica.starts > 1:
             pause = self.send(replica, "pause", lambda key: m.Do(key, "pause", {"mode": "keep"}))
@@ -536,14 +536,6 @@ class Front:
             self._start(replica)
             log.warning("%s is started in the place of the one that %s", replica, reason)
 
-    def _flush(self) -> None:
-        if not self._outgoing:
-            return
-        outgoing, self._outgoing = self._outgoing, {}
-        for asyncio_loop, calls in outgoing.items():
-            with contextlib.suppress(RuntimeError):  # it is closed: nobody listens any more
-                asyncio_loop.call_soon_threadsafe(_call_all, calls)
-
     # The end
 
     def close(self) -> None:
@@ -572,7 +564,7 @@ class Front:
                     replica.channel.close()
                     replica.channel = None
             self._end_all(None)
-            self._flush()
+            self._outgoing.flush()
         self._wake()
         if self._reader.is_alive() and threading.current_thread() is not self._reader:
             self._reader.join()
@@ -586,8 +578,3 @@ class Front:
                 self._complete_here(job)
             else:
                 self._fail(job, EngineClosed(f"Replicas: the thread that reads from them has ended: {error!r}"))
-
-
-def _call_all(calls: list) -> None:
-    for call, item in calls:
-        call(item)
