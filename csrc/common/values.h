@@ -76,5 +76,13 @@ inline void check_contiguous(const Tensor& t, const char* name, int64_t rows, in
   check_2d(t, name, rows, cols, dtype);
   STD_TORCH_CHECK(t.is_contiguous(), name, ": expected contiguous");
 }
+// Of a norm: a residual to be added, and where the sum goes.
+inline void check_residual(const std::optional<Tensor>& residual, const std::optional<Tensor>& new_residual, int64_t rows,
+                           int64_t cols, Dtype dtype) {
+  if (!residual) return;
+  check_2d(*residual, "residual", rows, cols, dtype);
+  STD_TORCH_CHECK(new_residual, "residual: new_residual is missing");
+  check_contiguous(*new_residual, "new_residual", rows, cols, dtype);
+}
 
 }  // namespace vx

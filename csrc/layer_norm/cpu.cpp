@@ -20,11 +20,7 @@ void layer_norm_fwd(Tensor x, std::optional<Tensor> weight, std::optional<Tensor
   check_parameter(bias, "bias", n, dtype);
   check_1d(mean, "mean", rows, Dtype::f32);
   check_1d(rstd, "rstd", rows, Dtype::f32);
-  if (residual) {
-    check_2d(*residual, "residual", rows, n, dtype);
-    STD_TORCH_CHECK(new_residual, "residual: new_residual is missing");
-    check_contiguous(*new_residual, "new_residual", rows, n, dtype);
-  }
+  check_residual(residual, new_residual, rows, n, dtype);
   VX_CALL(layer_norm_fwd,
           {dtype, rows, n, data(x), data(residual), data(weight), data(bias), mutable_data(y),
            mutable_data(new_residual), mutable_values<float>(mean, "mean"), mutable_values<float>(rstd, "rstd"),

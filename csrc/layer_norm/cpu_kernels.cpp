@@ -1,8 +1,6 @@
 #include "layer_norm/kernels.h"
 
-#include "common/parallel.h"
-#include "common/sums.h"
-#include "common/vec.h"
+#include "common/norm.h"
 
 namespace vx::VEXACT_ISA {
 namespace {
@@ -17,16 +15,8 @@ void forward(const LayerNormFwd& a) {
   const T *weight = static_cast<const T*>(a.weight), *bias = static_cast<const T*>(a.bias);
   parallel_for(0, a.rows, 1 + 16384 / (a.n + 1), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+      const T* x = norm_row<T>(a, row);
       T* y = static_cast<T*>(a.y) + row * a.n;
-      if (a.residual) {
-        const T* residual = static_cast<const T*>(a.residual) + row * a.residual_stride;
-        T* sum = static_cast<T*>(a.new_residual) + row * a.n;
-        for_chunks(a.n, [&](int64_t i, int lanes) {
-          store_lanes(sum + i, load_lanes(x + i, lanes) + load_lanes(residual + i, lanes), lanes);
-        });
-        x = sum;
-      }
       const float total = sum_products(a.n, [&](int64_t i, int lanes) {
         return Pair{load_lanes(x + i, lanes), set1(1.0f)};
       });
@@ -37,7 +27,7 @@ void forward(const LayerNormFwd& a) {
         const F16 d = lanes < kLanes ? select(lanes_below(lanes), off, zero()) : off;
         return Pair{d, d};
       });
-      const float rstd = 1.0f / std::sqrt(squares / float(a.n) + a.eps);
+      const float rstd = reciprocal_root(squares, a.n, a.eps);
       a.mean[row] = mean, a.rstd[row] = rstd;
       const F16 scale = set1(rstd);
       for_chunks(a.n, [&](int64_t i, int lanes) {
@@ -75,21 +65,16 @@ void backward(const LayerNormBwd& a) {
     }
   });
   if (!a.dweight && !a.dbias) return;
-  // order: dweight and dbias sum the rows one by one, ascending; threads share out the columns.
-  parallel_for(0, (a.n + 15) / 16, 1 + 4096 / (a.rows + 1), [&](int64_t begin, int64_t end) {
-    for (int64_t chunk = begin; chunk < end; ++chunk) {
-      const int64_t i = chunk * 16;
-      const int lanes = int(a.n - i < 16 ? a.n - i : 16);
-      F16 products = zero(), sum = zero();
-      for (int64_t row = 0; row < a.rows; ++row) {
-        const F16 d = load_lanes(dy + row * a.n + i, lanes);
-        const F16 normed = (load_lanes(x + row * a.n + i, lanes) - set1(a.mean[row])) * set1(a.rstd[row]);
-        products = fma(d, normed, products);
-        sum = sum + d;
-      }
-      if (a.dweight) store_lanes(static_cast<T*>(a.dweight) + i, products, lanes);
-      if (a.dbias) store_lanes(static_cast<T*>(a.dbias) + i, sum, lanes);
+  for_columns(a.rows, a.n, [&](int64_t i, int lanes) {
+    F16 products = zero(), sum = zero();
+    for (int64_t row = 0; row < a.rows; ++row) {  // order: ascending
+      const F16 d = load_lanes(dy + row * a.n + i, lanes);
+      const F16 normed = (load_lanes(x + row * a.n + i, lanes) - set1(a.mean[row])) * set1(a.rstd[row]);
+      products = fma(d, normed, products);
+      sum = sum + d;
     }
+    if (a.dweight) store_lanes(static_cast<T*>(a.dweight) + i, products, lanes);
+    if (a.dbias) store_lanes(static_cast<T*>(a.dbias) + i, sum, lanes);
   });
 }
 

@@ -13,11 +13,7 @@ void rmsnorm_fwd(Tensor x, Tensor weight, std::optional<Tensor> residual, double
   check_contiguous(y, "y", rows, n, dtype);
   check_1d(weight, "weight", n, dtype);
   check_1d(rstd, "rstd", rows, Dtype::f32);
-  if (residual) {
-    check_2d(*residual, "residual", rows, n, dtype);
-    STD_TORCH_CHECK(new_residual, "residual: new_residual is missing");
-    check_contiguous(*new_residual, "new_residual", rows, n, dtype);
-  }
+  check_residual(residual, new_residual, rows, n, dtype);
   VX_CALL(rmsnorm_fwd, {dtype, rows, n, data(x), data(residual), data(weight), mutable_data(y),
                         mutable_data(new_residual), mutable_values<float>(rstd, "rstd"), x.stride(0),
                         residual ? residual->stride(0) : 0, float(eps), gemma});

@@ -1,8 +1,6 @@
 #include "rmsnorm/kernels.h"
 
-#include "common/parallel.h"
-#include "common/sums.h"
-#include "common/vec.h"
+#include "common/norm.h"
 #include "silu_mul/gate.h"
 
 namespace vx::VEXACT_ISA {
@@ -19,34 +17,21 @@ VX_INLINE F16 rounded<float>(F16 v) {
   return v;
 }
 
-template <class F>
-VX_INLINE void each_chunk(int64_t n, F f) {
-  for (int64_t i = 0; i < n; i += 16) f(i, int(n - i < 16 ? n - i : 16));
-}
-
 template <class T>
 void forward(const RmsnormFwd& a) {
   const T* weight = static_cast<const T*>(a.weight);
   parallel_for(0, a.rows, 1 + 16384 / (a.n + 1), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+      const T* x = norm_row<T>(a, row);
       T* y = static_cast<T*>(a.y) + row * a.n;
-      if (a.residual) {
-        const T* residual = static_cast<const T*>(a.residual) + row * a.residual_stride;
-        T* sum = static_cast<T*>(a.new_residual) + row * a.n;
-        each_chunk(a.n, [&](int64_t i, int lanes) {
-          store_lanes(sum + i, load_lanes(x + i, lanes) + load_lanes(residual + i, lanes), lanes);
-        });
-        x = sum;
-      }
       const float squares = sum_products(a.n, [&](int64_t i, int lanes) {
         F16 v = load_lanes(x + i, lanes);
         return Pair{v, v};
       });
-      const float rstd = 1.0f / std::sqrt(squares / float(a.n) + a.eps);
+      const float rstd = reciprocal_root(squares, a.n, a.eps);
       a.rstd[row] = rstd;
       const F16 scale = set1(rstd);
-      each_chunk(a.n, [&](int64_t i, int lanes) {
+      for_chunks(a.n, [&](int64_t i, int lanes) {
         F16 normed = load_lanes(x + i, lanes) * scale, w = load_lanes(weight + i, lanes);
         F16 out = a.gemma ? normed * (set1(1.0f) + w) : rounded<T>(normed) * w;
         store_lanes(y + i, out, lanes);
@@ -71,7 +56,7 @@ void backward(const RmsnormBwd& a) {
         return Pair{load_lanes(dy + at + i, lanes) * w_at(i, lanes), load_lanes(x + at + i, lanes) * scale};
       });
       const F16 mean = set1(dot / float(a.n));
-      each_chunk(a.n, [&](int64_t i, int lanes) {
+      for_chunks(a.n, [&](int64_t i, int lanes) {
         F16 normed = load_lanes(x + at + i, lanes) * scale;
         F16 g = load_lanes(dy + at + i, lanes) * w_at(i, lanes);
         F16 dx = scale * (g - normed * mean);
@@ -80,18 +65,13 @@ void backward(const RmsnormBwd& a) {
       });
     }
   });
-  // order: dweight sums the rows one by one, ascending; threads share out the columns.
-  parallel_for(0, (a.n + 15) / 16, 1 + 4096 / (a.rows + 1), [&](int64_t begin, int64_t end) {
-    for (int64_t chunk = begin; chunk < end; ++chunk) {
-      const int64_t i = chunk * 16;
-      const int lanes = int(a.n - i < 16 ? a.n - i : 16);
-      F16 acc = zero();
-      for (int64_t row = 0; row < a.rows; ++row) {
-        F16 normed = load_lanes(x + row * a.n + i, lanes) * set1(a.rstd[row]);
-        acc = fma(load_lanes(dy + row * a.n + i, lanes), a.gemma ? normed : rounded<T>(normed), acc);
-      }
-      store_lanes(static_cast<T*>(a.dweight) + i, acc, lanes);
+  for_columns(a.rows, a.n, [&](int64_t i, int lanes) {
+    F16 acc = zero();
+    for (int64_t row = 0; row < a.rows; ++row) {  // order: ascending
+      F16 normed = load_lanes(x + row * a.n + i, lanes) * set1(a.rstd[row]);
+      acc = fma(load_lanes(dy + row * a.n + i, lanes), a.gemma ? normed : rounded<T>(normed), acc);
     }
+    store_lanes(static_cast<T*>(a.dweight) + i, acc, lanes);
   });
 }
 
@@ -106,9 +86,9 @@ void gated_forward(const RmsnormGatedFwd& a) {
         F16 v = load_lanes(x + i, lanes);
         return Pair{v, v};
       });
-      const float rstd = 1.0f / std::sqrt(squares / float(a.n) + a.eps);
+      const float rstd = reciprocal_root(squares, a.n, a.eps);
       a.rstd[row] = rstd;
-      each_chunk(a.n, [&](int64_t i, int lanes) {
+      for_chunks(a.n, [&](int64_t i, int lanes) {
         const F16 normed = rounded<T>(load_lanes(x + i, lanes) * set1(rstd));
         const F16 weighted = rounded<T>(normed * load_lanes(weight + i, lanes)), g = load_lanes(gate + i, lanes);
         store_lanes(static_cast<T*>(a.y) + row * a.n + i, weighted * (g * gate_of(g).s), lanes);
@@ -136,7 +116,7 @@ void gated_backward(const RmsnormGatedBwd& a) {
         return Pair{to_normed(i, lanes), load_lanes(x + at + i, lanes) * scale};
       });
       const F16 mean = set1(dot / float(a.n));
-      each_chunk(a.n, [&](int64_t i, int lanes) {
+      for_chunks(a.n, [&](int64_t i, int lanes) {
         const F16 normed = load_lanes(x + at + i, lanes) * scale, g = load_lanes(gate + at + i, lanes);
         const F16 weighted = rounded<T>(rounded<T>(normed) * load_lanes(weight + i, lanes));
         const F16 slope = gate_slope(g, gate_of(g), false);
@@ -145,19 +125,14 @@ void gated_backward(const RmsnormGatedBwd& a) {
       });
     }
   });
-  // order: dweight sums the rows one by one, ascending; threads share out the columns.
-  parallel_for(0, (a.n + 15) / 16, 1 + 4096 / (a.rows + 1), [&](int64_t begin, int64_t end) {
-    for (int64_t chunk = begin; chunk < end; ++chunk) {
-      const int64_t i = chunk * 16;
-      const int lanes = int(a.n - i < 16 ? a.n - i : 16);
-      F16 acc = zero();
-      for (int64_t row = 0; row < a.rows; ++row) {
-        const int64_t at = row * a.n + i;
-        const F16 normed = rounded<T>(load_lanes(x + at, lanes) * set1(a.rstd[row]));
-        acc = fma(load_lanes(dy + at, lanes) * silu(at, lanes), normed, acc);
-      }
-      store_lanes(static_cast<T*>(a.dweight) + i, acc, lanes);
+  for_columns(a.rows, a.n, [&](int64_t i, int lanes) {
+    F16 acc = zero();
+    for (int64_t row = 0; row < a.rows; ++row) {  // order: ascending
+      const int64_t at = row * a.n + i;
+      const F16 normed = rounded<T>(load_lanes(x + at, lanes) * set1(a.rstd[row]));
+      acc = fma(load_lanes(dy + at, lanes) * silu(at, lanes), normed, acc);
     }
+    store_lanes(static_cast<T*>(a.dweight) + i, acc, lanes);
   });
 }
 
