@@ -173,6 +173,10 @@ def test_differences_are_named():
         "options.kv_segment": (None, 128),
     }
     assert vx.numerics_difference(a, {}).keys() == {"contract", "rooms.linear", "rooms.mean"}
+    either = {**a, "contract": [1, 2]}
+    assert vx.numerics_difference(a, either) == vx.numerics_difference(either, {**a, "contract": 2}) == {}
+    assert vx.numerics_difference(either, {**a, "contract": 3}) == {"contract": ([1, 2], 3)}
+    assert vx.numerics_difference(either, {**a, "contract": [2, 1]}) == {"contract": ([1, 2], [2, 1])}
     with pytest.raises(TypeError, match="b: got list"):
         vx.numerics_difference(a, [])
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # it needs msgspec
 
 log = logging.getLogger(__name__)
 
-_ROUTER = "model.dtype.router"
 TORN = "an update of the weights broke off in the middle: update them again"
 
 
@@ -223,14 +222,11 @@ def check_version(op: str, version: object) -> None:
 
 def difference(given: Mapping[str, object], own: Mapping[str, object]) -> dict[str, tuple[object, object]]:
     """Where a trainer's numerics and an engine's differ, gradients aside; without its model's numbers where the trainer
-    gives none, which is said once. A trainer that rounds its routers says of them either of two dtypes."""
+    gives none, which is said once."""
     if "model" not in given:
         _say_unknown()
         own = {name: value for name, value in own.items() if name != "model"}
-    differ = vx.numerics_difference(given, own, forward=True)
-    if _ROUTER in differ and differ[_ROUTER][1] in str(differ[_ROUTER][0]).split(" or "):
-        del differ[_ROUTER]
-    return differ
+    return vx.numerics_difference(given, own, forward=True)
 
 
 @functools.cache

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 import vexact_ops as vx
+from vexact_ops.patch.facts import compute_dtypes
 
 from . import check_versions, declared_options
 
@@ -36,7 +37,7 @@ from verl.utils.model import convert_weight_keys
 from verl.workers import engine as engines
 from verl.workers.engine import BaseEngine, EngineRegistry
 
-from .handed import About, Weights, computed_dtypes
+from .handed import About, Weights
 
 VENDOR = "vexact"
 DEVICES = ("cuda", "cpu")
@@ -78,7 +79,8 @@ class AlignedEngine:
         """verl's, in the dtypes that this engine's forward computes with: a router that transformers keeps in fp32 is
         rounded for it by FSDP2's mixed precision, and so is what a rollout gets."""
         items, adapters = super().get_per_tensor_param(*args, **kwargs)
-        computes = computed_dtypes(self.module)
+        buffers = {name: buffer.dtype for name, buffer in self.module.named_buffers(remove_duplicate=False)}
+        computes = compute_dtypes(self.module) | buffers  # FSDP2 casts no buffer
         embedding = self.module.get_input_embeddings().weight
         name = next(name for name, parameter in self.module.named_parameters() if parameter is embedding)
         numerics = self.aligned.numerics(get_device_name(), rounded=True)

@@ -6,8 +6,7 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 
 _EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 
@@ -37,8 +36,8 @@ class Weights:
     """(name, tensor) pairs, for verl to pass on as the iterator that it is.
 
     items      of the trainer's masters
-    computes   of each parameter and buffer the dtype that its forward has it in (computed_dtypes). They are rounded to
-               that, to nearest even, as FSDP2 casts its masters
+    computes   of each parameter and buffer the dtype that its forward has it in. They are rounded to that, to nearest
+               even, as FSDP2 casts its masters
     raises     RuntimeError on a name that is neither's
     """
 
@@ -61,23 +60,3 @@ class Weights:
 def _stacked(name: re.Match) -> str:
     """Of one expert's tensor, the parameter that verl has taken apart."""
     return f".experts.{'down_proj' if name[1] == 'down' else 'gate_up_proj'}"
-
-
-def computed_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """By name, the dtype in which a forward of the model has a parameter or a buffer: units of FSDP2 cast their
-    parameters, and no buffers."""
-    found: dict[str, torch.dtype] = {}
-
-    def walk(module: nn.Module, path: str, cast: torch.dtype | None) -> None:
-        if isinstance(module, FSDPModule):
-            cast = module._get_fsdp_state()._mp_policy.param_dtype
-        for name, value in (*module._parameters.items(), *module._buffers.items()):
-            if value is not None:
-                casts = cast is not None and name in module._parameters and value.is_floating_point()
-                found[f"{path}{name}"] = cast if casts else value.dtype
-        for name, child in module._modules.items():
-            if child is not None:
-                walk(child, f"{path}{name}.", cast)
-
-    walk(model, "", None)
-    return found

@@ -137,7 +137,8 @@ def numerics_difference(
     a: Mapping[str, object], b: Mapping[str, object], *, forward: bool = False
 ) -> dict[str, tuple[object, object]]:
     """Where two fingerprints differ: {"rooms.linear": (a's value, b's)}, None where one has no such entry; empty where
-    they are equal. What has been through JSON compares as what has not.
+    they are equal. What has been through JSON compares as what has not. A list holds values that compute alike: it
+    equals each of them.
 
     forward   leave out what fixes the bits of gradients alone: equal log-probabilities are all that is asked
     raises    TypeError where one is no dictionary
@@ -153,8 +154,13 @@ def numerics_difference(
             )
     flat_a, flat_b = _flat(a), _flat(b)
     keys = [*flat_a, *(key for key in flat_b if key not in flat_a)]
-    differ = {key: (flat_a.get(key), flat_b.get(key)) for key in keys if flat_a.get(key) != flat_b.get(key)}
+    pairs = {key: (flat_a.get(key), flat_b.get(key)) for key in keys}
+    differ = {key: values for key, values in pairs.items() if not _alike(*values)}
     return {key: values for key, values in differ.items() if not (forward and key.startswith("gradients."))}
+
+
+def _alike(a: object, b: object) -> bool:
+    return a == b or (isinstance(a, list) and b in a) or (isinstance(b, list) and a in b)
 
 
 def _flat(nested: Mapping[str, object], before: str = "") -> dict[str, object]:

@@ -25,7 +25,6 @@ from .trace import Value, hidden_states
 if TYPE_CHECKING:
     from .state import Patch
 
-EITHER = " or float32"  # of a router's weight, once it has been rounded
 _OF_FORM = ("rows",)  # in which tensor a weight lies: no number
 _ROLES = {Linear: "linear", Norm: "norm", Router: "router", Experts: "experts"}
 
@@ -125,10 +124,10 @@ def _described(
     for role, name in _weights((found.embedding, found.layers, found.norm, found.head), "linear"):
         if name in dtypes:
             used.setdefault(role, {})[_text(dtypes[name])] = None
-    said = {role: ", ".join(sorted(texts)) for role, texts in used.items()}
+    said: dict[str, str | list[str]] = {role: ", ".join(sorted(texts)) for role, texts in used.items()}
     casts = all(router.cast for router in _routers(found.layers))
     if rounded and casts and said.get("router") in ("bfloat16", "float16"):
-        said["router"] += EITHER
+        said["router"] = [said["router"], "float32"]
     return {"dtype": said, **whole}
 
 

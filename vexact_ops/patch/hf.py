@@ -107,7 +107,7 @@ class Handle:
 
         device   as vexact_ops.numerics has it; by default where the model is
         rounded  of a trainer that hands its weights over in the dtypes that its forward has them in: an engine may then
-                 hold in fp32 what a router casts to fp32 anyway ("bfloat16 or float32"). Without, an engine whose
+                 hold in fp32 what a router casts to fp32 anyway: a list of both dtypes. Without, an engine whose
                  routers are of another dtype is refused, for it would compute with masters that were not rounded
         raises   RuntimeError after undo()
         """
