@@ -88,26 +88,26 @@ def run(model: nn.Module, names: dict[int, str], call, trains: bool = True) -> d
     flags = [(module, module.training) for module in model.modules()]
     found: dict[str, set[str]] = {}
     try:
-        for training in (False, True) if trains else (False,):
-            for module, _ in flags:
-                module.training = training
-            with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
-                caller = Caller(model, call)
-                fakes, device = fake_copies(caller, fake)
-                ids = torch.zeros(2, 3, dtype=torch.int64, device=device)
-                watch = Watch(names)
-                with watch, unhooked(model):
+        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+            caller = Caller(model, call)
+            fakes, device = fake_copies(caller)
+            ids = torch.zeros(2, 3, dtype=torch.int64, device=device)
+            for training in (False, True) if trains else (False,):
+                for module, _ in flags:
+                    module.training = training
+                with Watch(names) as watch, unhooked(model):
                     torch.func.functional_call(caller, fakes, (ids,), tie_weights=False)
-            for name, operations in watch.found.items():
-                found.setdefault(name, set()).update(operations)
+                for name, operations in watch.found.items():
+                    found.setdefault(name, set()).update(operations)
     finally:
         for module, training in flags:
             module.training = training
     return found
 
 
-def fake_copies(model: nn.Module, fake: FakeTensorMode) -> tuple[dict[str, Tensor], torch.device]:
-    """A fake one for each parameter and buffer, by name, and where they are; of tied tensors it is the same.
+def fake_copies(model: nn.Module) -> tuple[dict[str, Tensor], torch.device]:
+    """Under a FakeTensorMode: a fake one for each parameter and buffer, by name; and where they are. Of a sharded
+    tensor it is the whole, of tied tensors the same, of one on meta it is on a real device.
 
     Each place in a module stands there once, under its first name, for functional_call(..., tie_weights=False): given
     both names of a module that stands in two places (a layer that is run twice), it would put back what it had put in
@@ -119,16 +119,11 @@ def fake_copies(model: nn.Module, fake: FakeTensorMode) -> tuple[dict[str, Tenso
             if tensor is not None:
                 places[f"{path}.{name}"] = tensor
     device = next((t.device for t in places.values() if t.device.type != "meta"), torch.device("cpu"))
-    made = {id(t): fake_copy(t.detach(), fake, device) for t in places.values()}
+    made = {
+        id(t): torch.empty(t.shape, dtype=t.dtype, device=device if t.device.type == "meta" else t.device)
+        for t in places.values()
+    }
     return {name: made[id(t)] for name, t in places.items()}, device
-
-
-def fake_copy(tensor: Tensor, fake: FakeTensorMode, device: torch.device) -> Tensor:
-    """A fake one on a real device; of a sharded tensor the whole."""
-    if type(tensor) is Tensor and tensor.device.type != "meta":
-        return fake.from_tensor(tensor)
-    where = device if tensor.device.type == "meta" else tensor.device
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=where)
 
 
 @contextlib.contextmanager

@@ -79,7 +79,8 @@ class _Buffer:
 def _apart(model: nn.Module) -> Iterator[None]:
     """Pieces are tried on small tensors, whatever the caller's default device and autocast are."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.device("cpu"))
+        if torch.get_default_device().type != "cpu":  # torch asks Python for one at every call
+            stack.enter_context(torch.device("cpu"))
         for kind in {"cpu", next(model.parameters()).device.type} - {"meta"}:
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield

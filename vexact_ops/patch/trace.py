@@ -147,9 +147,9 @@ def hidden_states(
     dtypes   by name, of parameters that are cast before the forward
     """
     # Not in inference mode, where composite operations come to the recorder as one.
-    with torch.inference_mode(False), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    with torch.inference_mode(False), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         caller = audit.Caller(model, lambda model, ids: base(input_ids=ids, use_cache=False))
-        fakes, device = audit.fake_copies(caller, fake)
+        fakes, device = audit.fake_copies(caller)
         for name, dtype in (dtypes or {}).items():
             fake_name = f"model.{name}"
             if fake_name in fakes and fakes[fake_name].dtype != dtype:
