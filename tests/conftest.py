@@ -66,6 +66,11 @@ def room_backends(room: str, only: str | None = None) -> list:
     return params
 
 
+def interpreted(device: str, backend: str) -> bool:
+    """Whether Triton's interpreter computes: a program takes it milliseconds, so a property is shown on few of them."""
+    return (device, backend) == ("cpu", "triton")
+
+
 def devices(*dtypes: torch.dtype) -> list:
     """pytest params (device, dtype) for what whole models are tested in: by default fp32 and bf16 on the CPU, bf16 and
     fp16 on a GPU; skipped with the reason where there is none.

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import Kinds, room_backends
+from conftest import Kinds, interpreted, room_backends
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,6 +49,8 @@ def check_alone(run, x, lengths):
 @given(kind=KINDS.drawn, lengths=st.lists(st.integers(1, 40), min_size=2, max_size=5), seed=st.integers(0, 2**16))
 def test_sequences_stand_alone(device, backend, dtype, kind, lengths, seed):
     kind = KINDS.at(kind, device, dtype)
+    if interpreted(device, backend):
+        lengths = [min(n, 12) for n in lengths[:3]]
     x, weight, bias = inputs(sum(lengths), kind, dtype, device, seed)
 
     def run(x, lengths):
@@ -123,7 +125,7 @@ def test_no_slot_stores_nothing_on_a_gpu(device, backend):
 @DTYPES
 @given(kind=KINDS.drawn, seed=st.integers(0, 2**16))
 def test_gradients_of_a_sequence_stand_alone(device, backend, dtype, kind, seed):
-    kind, lengths = KINDS.at(kind, device, dtype), [9, 1, 70]
+    kind, lengths = KINDS.at(kind, device, dtype), [3, 1, 9] if interpreted(device, backend) else [9, 1, 70]
     x, weight, bias = inputs(sum(lengths), kind, dtype, device, seed)
     dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
 
@@ -138,8 +140,9 @@ def test_gradients_of_a_sequence_stand_alone(device, backend, dtype, kind, seed)
         own = slice(begin, begin + length)
         assert_bitwise(dx(x[own], dy[own], [length]), expected[own])
         begin += length
-    beside = torch.cat([torch.full_like(x[:10], torch.nan), x[10:]])
-    assert_bitwise(dx(beside, dy, lengths)[10:], expected[10:], "NaN next door")
+    before = sum(lengths[:2])
+    beside = torch.cat([torch.full_like(x[:before], torch.nan), x[before:]])
+    assert_bitwise(dx(beside, dy, lengths)[before:], expected[before:], "NaN next door")
 
 
 @BACKENDS

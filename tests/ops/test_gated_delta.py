@@ -5,7 +5,7 @@ import importlib.util
 
 import pytest
 import torch
-from conftest import Kinds, room_backends
+from conftest import Kinds, interpreted, room_backends
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,10 +17,6 @@ BACKENDS = pytest.mark.parametrize("device,backend", room_backends("gated_delta"
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 KINDS = Kinds(2, seed=3, heads=[(1, 1), (2, 4), (1, 3)], dims=[(16, 16), (32, 48), (24, 40), (64, 32)])
 SLOTS = 5
-
-
-def interpreted(device, backend):
-    return (device, backend) == ("cpu", "triton")
 
 
 def ints(device, *values):
