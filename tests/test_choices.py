@@ -1,5 +1,6 @@
 """What was chosen for its speed is not timed again: on this machine, or where the library brings it for such a GPU."""
 
+import dataclasses
 import json
 
 import pytest
@@ -108,6 +109,22 @@ def test_one_that_is_refused_or_unknown_is_as_none(cache, shipped, named, wrong)
     decision = kernels.decide()
     assert decision.chosen.name == "fast" and kernels.races == 1 and len(decision.verdicts) == 4
     assert [v.candidate for v in decision.verdicts if not v.admitted] == list(wrong)
+
+
+def test_beside_other_work_nothing_is_timed(cache, shipped):
+    """What is named is verified; the rest is left to who asks next, and nothing of it is kept."""
+    kernels = Kernels()
+    with admit.without_races():
+        decision = kernels.decide()
+        assert decision.chosen.name == "canonical" and not decision.final and "timed" in decision.why
+        assert not kernels.ran and not kernels.races and not admit._decisions and not [*cache.rglob("*.json")]
+        shipped["kernels"]["a product"] = "slow"
+        assert kernels.decide().chosen.name == "slow" and kernels.ran == ["canonical", "slow"]
+    shipped["kernels"].clear()
+    assert kernels.decide().chosen.name == "slow" and not kernels.races, "the verdict is on disk"
+    other = Kernels()
+    other.proposal = dataclasses.replace(other.proposal, key="another product")
+    assert other.decide().chosen.name == "fast" and other.races == 1
 
 
 def test_where_it_is_switched_off_all_are_timed(cache, shipped, monkeypatch):

@@ -28,6 +28,7 @@ from .outputs import Call, Increment, Load, Ticket
 from .parallel.assembly import assemble, complete
 from .request import Begun, Completion, Request, check_name, check_params, encoded, refused
 from .runner import shapes
+from .runner.ahead import verifying
 from .runner.sleep import TAGS, check_level, named_tags
 from .text import Text
 from .weights.load import Loaded, default_device, load, load_in_stages
@@ -121,7 +122,8 @@ class Engine(Frontend):
         """
         if config is not None:  # before minutes of loading
             check_kv_segment(config.kv_segment, default_device(path_or_model) if device is None else device)
-        read: Callable[..., Loaded] = load
+        ahead = functools.partial(verifying, config=config or EngineConfig())
+        read: Callable[..., Loaded] = functools.partial(load, meanwhile=ahead)
         if config is not None and config.processes > 1:
             read = functools.partial(load_in_stages, asked=config.parallel)
         with torch.device("cpu"):  # not the caller's default device

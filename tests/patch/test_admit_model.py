@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma2Config, Qwen3Config, Qwen3MoeConfig
 
 import vexact_ops as vx
+from vexact_ops._core import admit as policy
 from vexact_ops._core.admit import Candidate, Decision, Verdict
 from vexact_ops.patch import admit as module
 from vexact_ops.patch.admit import Heads, Matrix, Mixture, needs_of
@@ -22,8 +23,14 @@ QWEN3_MOE = Qwen3MoeConfig(
     num_key_value_heads=2, head_dim=16, **SMALL,
 )  # fmt: skip
 
+BY_RULE = Decision("", Candidate("triton", None), "by rule")
+
 
 def test_the_matrices_of_a_decoder_alone_and_joined():
+    assert set(needs_of(QWEN3, joined=True).matrices) == {
+        Matrix(96, 64, wide=True, head=True), Matrix(256, 64), Matrix(64, 128), Matrix(320, 64, gated=True),
+        Matrix(64, 160),
+    }  # fmt: skip
     needs = needs_of(QWEN3)
     assert set(needs.matrices) == {
         Matrix(96, 64, wide=True, head=True),
@@ -132,9 +139,18 @@ def test_progress_is_lines_where_there_is_no_terminal(asked, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_it_ends_where_it_is_told_to_and_times_nothing_unless_it_may(asked, monkeypatch):
+    races = []
+    vx.admit(QWEN3, rows=[8], until=lambda: bool(asked))
+    assert [room for room, _, _ in asked] == ["attention"]
+    monkeypatch.setattr(module.HEAD.module("cuda"), "admit", lambda *_: races.append(policy._races.get()) or BY_RULE)
+    vx.admit(QWEN3, rows=[8], timed=False)
+    vx.admit(QWEN3, rows=[8])
+    assert races == [False, True]
+
+
 def test_what_has_one_kernel_is_not_listed(asked, monkeypatch):
-    by_rule = Decision("", Candidate("triton", None), "by rule")
-    monkeypatch.setattr(module.LINEAR.module("cuda"), "admit", lambda *a, **k: by_rule)
+    monkeypatch.setattr(module.LINEAR.module("cuda"), "admit", lambda *a, **k: BY_RULE)
     found = vx.admit(QWEN3, rows=[8])
     assert [d.key.split(" ")[0] for d in found] == ["attention", "head", "draw", "gated"]
 

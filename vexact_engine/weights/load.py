@@ -7,6 +7,8 @@ directory.py decides which files are read, and conversion.py whether they fit, b
 
 import logging
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +57,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     tokenizer: Any = None,
     trust_remote_code: bool = False,
+    meanwhile: Callable[[torch.nn.Module, torch.device], AbstractContextManager[None]] | None = None,
 ) -> Loaded:
     """A model to generate with.
 
@@ -67,6 +70,7 @@ def load(
     tokenizer   None: the one beside the weights; a path or a name on the Hub: the one there; False: none, and prompts
                 are token ids; or the tokenizer itself
     trust_remote_code  run the Python that a directory brings for its tokenizer. A model's is never run
+    meanwhile   given the model, still on the host, and where it goes: a block that it goes there in
     raises      FileNotFoundError, or ValueError with the reason: truncated, incomplete or unknown; TypeError on dtype
     """
     device = default_device(source) if device is None else device
@@ -79,9 +83,10 @@ def load(
         path = _found(name)
         kind = dtype or torch.bfloat16
         model = _load_gguf(path, kind) if path.is_file() else _load_directory(path, name, kind)
-        model = model.to(device)
-        model.requires_grad_(False)
-        tokenizer = load_tokenizer(path, tokenizer, trust_remote_code=trust_remote_code)
+        with meanwhile(model, torch.device(device)) if meanwhile else nullcontext():
+            model = model.to(device)
+            model.requires_grad_(False)
+            tokenizer = load_tokenizer(path, tokenizer, trust_remote_code=trust_remote_code)
     if tokenizer is False or isinstance(tokenizer, str | os.PathLike):
         tokenizer = load_tokenizer("", tokenizer, trust_remote_code=trust_remote_code)
     return Loaded(model.eval(), tokenizer, _eos_token_ids(model, tokenizer, name), name)

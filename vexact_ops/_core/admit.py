@@ -144,6 +144,7 @@ watchers: list[Callable[[Decision], None]] = []  # told of every proposal that h
 
 
 _must: contextvars.ContextVar[bool] = contextvars.ContextVar("vexact_must_admit", default=False)
+_races: contextvars.ContextVar[bool] = contextvars.ContextVar("vexact_races", default=True)
 
 
 @contextlib.contextmanager
@@ -163,6 +164,17 @@ def must_admit() -> Iterator[None]:
         yield
     finally:
         _must.reset(token)
+
+
+@contextlib.contextmanager
+def without_races() -> Iterator[None]:
+    """In a with block, of this thread: what would have to be timed is left to whoever asks next, for other work goes on
+    beside. Its decision is the canonical kernel, and not final."""
+    token = _races.set(False)
+    try:
+        yield
+    finally:
+        _races.reset(token)
 
 
 def admitted(proposal: Proposal, device: torch.device | str) -> Decision:
@@ -195,8 +207,8 @@ def admitted(proposal: Proposal, device: torch.device | str) -> Decision:
                 decision = _settle(proposal, device, name)
             finally:
                 _in_progress.discard((device, name))
-            # what the kernels hold on to is not kept alive with it
-            _decisions[device, name] = replace(decision, chosen=_named(decision.chosen), seconds=0.0)
+            if decision.final:  # what the kernels hold on to is not kept alive with it
+                _decisions[device, name] = replace(decision, chosen=_named(decision.chosen), seconds=0.0)
     if proposal.race and decision.verdicts:
         choices.record(choices.KERNELS, decision.key, decision.chosen.name)
     for watcher in watchers if decision.seconds else ():
@@ -263,7 +275,10 @@ def _settle(proposal: Proposal, device: torch.device, name: str) -> Decision:
         return _choose(proposal, verdicts, 0.0)
     begin = time.perf_counter()
     try:
-        verdicts, lasting = _verify_named(proposal, device) or _verify(proposal, device)
+        named = _verify_named(proposal, device)
+        if named is None and proposal.race and len(proposal.candidates) > 1 and not _races.get():
+            return _canonical(proposal, "it is to be timed", final=False)
+        verdicts, lasting = named or _verify(proposal, device)
     except ContextLost:
         raise
     except Exception as failure:  # of the canonical kernel, of the cases, or of the memory

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._core.admit import Decision
+from .._core.admit import Decision, without_races
 from ..attention.op import KEY_BLOCK, check_segment
 from ..attention.op import ROOM as ATTENTION
 from ..fused_moe.op import ROOM as FUSED_MOE
@@ -99,6 +99,8 @@ def admit(
     page_size: int | None = 16,
     kv_segment: int | None = None,
     progress: bool | None = None,
+    timed: bool = True,
+    until: Callable[[], bool] | None = None,
 ) -> Admitted:
     """Verify ahead of time the fast kernels that a model needs on a GPU, so that no step has to stop for it; kept on
     disk for the processes to come.
@@ -112,6 +114,9 @@ def admit(
     page_size      of the engine's cache; None: there is none
     kv_segment     as the engine and the trainer set it
     progress       a bar on a terminal (None), lines where there is none (True), or nothing (False)
+    timed          False, for a thread beside other work: what has to be timed to be chosen is left out; kernels that
+                   were the fastest on such a GPU need no timing
+    until          asked between two kinds of calls: True ends it
     returns        a list of the decisions, each with the kernel, why, and the verdict on every candidate; str() is a
                    table. What has one kernel only is not among them
     raises         BackendUnavailable without a GPU, TypeError on the model or dtype, ValueError on rows or kv_segment
@@ -126,8 +131,10 @@ def admit(
     rows, training_rows = _counts("rows", rows, True), _counts("training_rows", training_rows, False)
     begin, found, known = time.perf_counter(), Admitted(), set()
     jobs = list(_jobs(needs, rows, training_rows, dtype, torch.device(device), page_size, kv_segment))
-    with _shown(progress) as show:
+    with _shown(progress) as show, contextlib.nullcontext() if timed else without_races():
         for done, (what, job) in enumerate(jobs):
+            if until is not None and until():
+                break
             show(what, done, len(jobs))
             for decision in job():
                 if decision.verdicts and decision.key not in known:  # what has one kernel is not worth a line
@@ -138,8 +145,11 @@ def admit(
     return found
 
 
-def needs_of(model: Any) -> Needs:
-    """The distinct shapes of a Hugging Face model, or of what its config describes."""
+def needs_of(model: Any, joined: bool = False) -> Needs:
+    """The distinct shapes of a Hugging Face model, or of what its config describes.
+
+    joined  without layers that the engine has in one product with others
+    """
     if not isinstance(model, nn.Module):
         if not hasattr(model, "to_dict") or not hasattr(model, "model_type"):
             raise TypeError(f"admit: model: got {type(model).__name__}, expected a torch.nn.Module or its config")
@@ -154,15 +164,17 @@ def needs_of(model: Any) -> Needs:
     top_ks = [module.top_k for module in model.modules() if mixture.is_router(module)]
     for module in model.modules():
         linears = {name: m for name, m in module.named_children() if isinstance(m, nn.Linear)}
-        for one in linears.values():
+        groups = [names for names in JOINED if all(name in linears for name in names)]
+        for name, one in linears.items():
+            if joined and any(name in names for names in groups):
+                continue
             last = one is head
             matrices[Matrix(one.out_features, one.in_features, one.bias is not None, wide=last, head=last)] = None
-        for names in JOINED:
-            if all(name in linears for name in names):
-                joined = [linears[name] for name in names]
-                n = sum(one.out_features for one in joined)
-                bias, pair = joined[0].bias is not None, names == GATED_PAIR
-                matrices[Matrix(n, joined[0].in_features, bias, gated=pair and not bias)] = None
+        for names in groups:
+            group = [linears[name] for name in names]
+            n = sum(one.out_features for one in group)
+            bias, pair = group[0].bias is not None, names == GATED_PAIR
+            matrices[Matrix(n, group[0].in_features, bias, gated=pair and not bias)] = None
         if mixture.is_router(module):
             matrices |= {Matrix(*module.weight.shape, wide=wide): None for wide in (True, False)}
         elif mixture.is_experts(module):

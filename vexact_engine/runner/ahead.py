@@ -1,0 +1,56 @@
+"""Kernels are verified while weights are copied to a GPU: in a thread and on a stream of their own."""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+
+import torch
+
+import vexact_ops as vx
+from vexact_ops.patch.admit import needs_of
+
+from ..config import EngineConfig
+
+log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def verifying(model: torch.nn.Module, device: torch.device, config: EngineConfig) -> Iterator[None]:
+    """What an engine of this model would verify at its start, as far as it comes until the block ends.
+
+    What has to be timed is left to the start, where nothing disturbs it; what fails here is met there again.
+
+    model   its sizes are read before the block begins
+    """
+    dtype = next(model.parameters()).dtype
+    if device.type != "cuda" or vx.current_backend() not in (None, "cuda") or dtype == torch.float32:
+        yield
+        return
+    needs, ended = needs_of(model, joined=True), threading.Event()
+
+    def verify() -> None:
+        rows = [*range(1, min(config.max_num_seqs, config.max_num_batched_tokens) + 1), config.max_num_batched_tokens]
+        how = {"dtype": dtype, "device": device, "page_size": config.page_size, "kv_segment": config.kv_segment}
+        try:
+            with _own_stream(device), vx.must_admit():
+                found = vx.admit(needs, rows=rows, **how, progress=False, timed=False, until=ended.is_set)
+            log.info("%d kinds of calls verified while weights were copied, in %.1f s", len(found), found.seconds)
+        except Exception:
+            log.info("nothing more is verified while weights are copied", exc_info=True)
+
+    thread = threading.Thread(target=verify, name="vexact-verify", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        torch.cuda.empty_cache()  # of a stream that is not used again
+
+
+@contextlib.contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
+        torch.cuda.current_stream(device).synchronize()
