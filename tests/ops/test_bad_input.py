@@ -3,6 +3,7 @@ without making the host wait. None reaches memory that is not its own, and what 
 
 import pytest
 import torch
+from op_cases import CASES, Inputs
 
 import vexact_ops as vx
 from vexact_ops.testing import assert_bitwise
@@ -20,109 +21,56 @@ def ints(*values, dtype=torch.int32):
     return torch.tensor(values, dtype=dtype)
 
 
-# q, k, v, g, beta of gated_delta
-DELTA = [bf16(3, 1, 16), bf16(3, 1, 16), bf16(3, 2, 16), -torch.rand(3, 2), torch.rand(3, 2)]
-# op -> (tensors, what else it takes)
-CASES = {
-    "linear": ([bf16(3, 16), bf16(8, 16), bf16(8)], {}),
-    "bmm": ([bf16(2, 3, 16), bf16(2, 16, 8)], {}),
-    "rmsnorm": ([bf16(3, 16), bf16(16)], {}),
-    "rmsnorm_gated": ([bf16(3, 16), bf16(3, 16), bf16(16)], {}),
-    "layer_norm": ([bf16(3, 16), bf16(16), bf16(16)], {}),
-    "rope": ([bf16(3, 2, 16), bf16(3, 1, 16), bf16(3, 16), bf16(3, 16)], {}),
-    "rope_kv_store": (
-        [
-            *(bf16(2, 2, 16), bf16(2, 1, 16), bf16(2, 1, 16), bf16(2, 16), bf16(2, 16)),
-            *(bf16(4, 4, 1, 16), bf16(4, 4, 1, 16), ints(3, 9, dtype=torch.int64)),
-        ],
-        {},
-    ),
-    "rope_cos_sin": ([ints(0, 1, dtype=torch.int64), torch.rand(8)], {"dtype": torch.bfloat16}),
-    "linear_silu_mul": ([bf16(3, 16), bf16(8, 16), bf16(8)], {}),
-    "silu_mul": ([bf16(3, 16), bf16(3, 16)], {}),
-    "gelu": ([bf16(3, 16)], {}),
-    "sigmoid_mul": ([bf16(3, 16), bf16(3, 16)], {}),
-    "causal_conv": ([bf16(3, 16), bf16(16, 4), bf16(16)], {}),
-    "causal_conv_paged": (
-        [bf16(3, 16), bf16(16, 4), bf16(16), bf16(2, 4, 16), ints(1, 0), ints(2, 9), ints(0, 2, 3)],
-        {},
-    ),
-    "gated_delta_varlen": ([*DELTA, ints(0, 2, 3)], {}),
-    "gated_delta_paged": (
-        [
-            *(*DELTA, torch.zeros(2, 2, 16, 16), bf16(2, 64, 1, 16), torch.zeros(2, 64, 2, 16), torch.zeros(2, 64, 2)),
-            *(ints(1, 0), ints(2, 70), ints(0, 2, 3)),
-        ],
-        {"max_seqlen_q": 2},
-    ),
-    "delta_gates": ([bf16(3, 4), bf16(3, 4), torch.zeros(4), torch.ones(4)], {}),
-    "linear_logits": ([bf16(3, 16), bf16(8, 16)], {}),
-    "linear_logprobs": ([bf16(3, 16), bf16(8, 16), ints(0, 1, 2, dtype=torch.int64)], {}),
-    "linear_cross_entropy": ([bf16(3, 16), bf16(8, 16), ints(0, 1, 2, dtype=torch.int64)], {}),
-    "attention_varlen": ([bf16(3, 2, 16), bf16(3, 1, 16), bf16(3, 1, 16), ints(0, 3)], {"max_seqlen": 3}),
-    "attention_paged": (
-        [bf16(1, 2, 16), bf16(4, 4, 1, 16), bf16(4, 4, 1, 16), ints(1, 2)[None], ints(5), ints(0, 1)],
-        {"max_seqlen_q": 1},
-    ),
-    "kv_cache_store": (
-        [bf16(2, 1, 16), bf16(2, 1, 16), bf16(4, 4, 1, 16), bf16(4, 4, 1, 16), ints(3, 9, dtype=torch.int64)],
-        {},
-    ),
-    "moe_route": ([bf16(3, 8)], {"top_k": 2}),
-    "grouped_linear": ([bf16(3, 16), bf16(4, 8, 16), ints(0, 1, 1, 3, 3)], {}),
-    "fused_moe": (
-        [bf16(3, 16), bf16(4, 16, 16), bf16(4, 16, 8), torch.rand(3, 2), ints(0, 3, 1, 2, 2, 3).view(3, 2)],
-        {},
-    ),
-    "linear_sample": (
-        [bf16(3, 16), bf16(8, 16), ints(1, 2, 3, dtype=torch.int64), ints(5, 6, 7, dtype=torch.int64)],
-        {},
-    ),
-    "sample": ([torch.randn(2, 50), ints(1, 2, dtype=torch.int64), ints(5, 6, dtype=torch.int64)], {}),
-}
+# The first of each op's cases
+NAMES = list({name.split(".")[0]: name for name in reversed(CASES)}.values())[::-1]
+
+
+def called(name, device):
+    """An op, its arguments, the places of tensors among them, and its options."""
+    args, options = CASES[name][1](Inputs(torch.bfloat16, device))
+    args = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
+    tensors = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
+    return getattr(vx, name.split(".")[0]), args, tensors, options
 
 
 @pytest.mark.parametrize("device,other", DEVICES)
-@pytest.mark.parametrize("op", CASES)
-def test_a_tensor_on_another_device_is_named(op, device, other):
-    tensors, options = CASES[op]
-    run = getattr(vx, op)
-    run(*(t.to(device) for t in tensors), **options)
-    for odd in range(1, len(tensors)):
-        mixed = [t.to(other if i == odd else device) for i, t in enumerate(tensors)]
-        with pytest.raises(ValueError, match=rf"^{op}: \w+: got device {other}, expected {device}"):
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tensor_on_another_device_is_named(name, device, other):
+    run, args, tensors, options = called(name, device)
+    run(*args, **options)
+    for odd in tensors[1:]:
+        mixed = [a.to(other) if i == odd else a for i, a in enumerate(args)]
+        with pytest.raises(ValueError, match=rf"^{run.__name__}: \w+: got device {other}, expected {device}"):
             run(*mixed, **options)
 
 
 @pytest.mark.parametrize("device", ["cuda" if GPU else "cpu"])
-@pytest.mark.parametrize("op", [name for name in CASES if "paged" not in name and "kv" not in name])
-def test_strides_do_not_show(op, device):
+@pytest.mark.parametrize("name", [name for name in NAMES if "paged" not in name and "kv" not in name])
+def test_strides_do_not_show(name, device):
     """Rows in a wider tensor, columns that lie one after another, every other element: the same bits, or ValueError."""
-    tensors, options = CASES[op]
-    tensors = [t.to(device) for t in tensors]
-    run = getattr(vx, op)
+    run, own, tensors, options = called(name, device)
 
     def outputs(*args):
         out = run(*args, **options)
         return out if isinstance(out, tuple) else (out,)
 
-    expected = outputs(*tensors)
+    expected = outputs(*own)
     layouts = {
         "a wider row": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
         "columns": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
         "every other element": lambda t: torch.stack([t, t], -1).flatten(-2)[..., ::2],
         "an odd beginning": lambda t: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape),
     }
-    for name, layout in layouts.items():
-        for odd, tensor in enumerate(tensors):
-            args = [layout(t) if i == odd else t for i, t in enumerate(tensors)]
-            assert torch.equal(args[odd], tensor)
+    for kind, layout in layouts.items():
+        for odd in tensors:
+            args = [layout(a) if i == odd else a for i, a in enumerate(own)]
+            assert torch.equal(args[odd], own[odd])
             try:
                 got = outputs(*args)
             except ValueError as error:
-                assert str(error).startswith(f"{op}: "), error
+                assert str(error).startswith(f"{run.__name__}: "), error
                 continue
-            assert_bitwise(got, expected, f"{op}: argument {odd}: {name}")
+            assert_bitwise(got, expected, f"{name}: argument {odd}: {kind}")
 
 
 # Values on a GPU
@@ -244,14 +192,13 @@ def test_a_parameter_that_leaves_no_token_fails_its_row_alone():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"needs 2 GPUs, torch sees {torch.cuda.device_count()}")
-@pytest.mark.parametrize("op", CASES)
-def test_an_op_runs_on_its_tensors_device_whatever_the_current_one_is(op):
-    tensors, options = CASES[op]
+@pytest.mark.parametrize("name", NAMES)
+def test_an_op_runs_on_its_tensors_device_whatever_the_current_one_is(name):
     outs = []
     for index in (0, 1):
-        args = [t.to(f"cuda:{index}") for t in tensors]
+        run, args, _, options = called(name, f"cuda:{index}")
         assert torch.cuda.current_device() == 0
-        out = getattr(vx, op)(*args, **options)
+        out = run(*args, **options)
         outs.append(args[2:4] if out is None else out if isinstance(out, tuple) else (out,))
         assert all(t.device.index == index for t in outs[-1])
     assert_bitwise(tuple(t.cpu() for t in outs[1]), tuple(t.cpu() for t in outs[0]))
