@@ -18,7 +18,7 @@ from serving import httpx
 
 from vexact_engine import Engine, EngineConfig, Replicas, SamplingParams, StageDied, UpdateIncomplete
 from vexact_engine.core import loop as core_loop
-from vexact_engine.parallel import limits
+from vexact_engine.parallel import limits, pipeline
 
 CONFIG = EngineConfig(num_pages=256, page_size=4, max_num_batched_tokens=64, show_progress=False, max_model_len=250)
 STAGED = replace(CONFIG, pipeline_parallel_size=2)
@@ -254,6 +254,59 @@ def test_an_engine_that_is_closed_ends_stages_that_stand_still(when, path, monke
             if work is not None:
                 with contextlib.suppress(Exception):
                     work.result(PATIENCE)
+
+
+def ask_and_take_back(engine, pool):
+    """Requests before and behind what waits for its turn. Each ends once it is aborted, by name or by its ticket."""
+    first = [pool.submit(engine.generate, PROMPTS[:1], LONG, request_ids=[name]) for name in "ab"]
+    until(lambda: len(engine._loop._inbox) + len(engine._loop._names) >= 2)
+    forgets = pool.submit(engine.reset_prefix_cache)  # done once nothing else is
+    until(lambda: any(command.alone for command in engine._loop._inbox))
+    end = threading.Event()
+    ticket = engine.submit(PROMPTS[1], LONG, request_id="c", notify=end.set)
+    with within():
+        engine.abort("a"), engine.abort("b"), engine.withdraw(ticket)
+        done = [each.result(PATIENCE)[0] for each in first]
+        assert end.wait(PATIENCE)
+    assert {c.finish_reason for c in (*done, *ticket.result())} == {"abort"}
+    assert not forgets.done()
+    return forgets
+
+
+def test_requests_while_stages_are_made_anew(path, wanted, monkeypatch):
+    """Which takes minutes for a large model."""
+    made = []
+
+    class Stopped(pipeline._Stage):
+        def __init__(self, *args):
+            super().__init__(*args)
+            os.kill(self.process.pid, signal.SIGSTOP)
+            made.append(self.process.pid)
+
+    with Engine.from_pretrained(path, config=STAGED) as engine, ThreadPoolExecutor(4) as pool:
+        monkeypatch.setattr(pipeline, "_Stage", Stopped)
+        first = pids_of(engine)[0]
+        os.kill(first, signal.SIGKILL)
+        until(lambda: is_gone(first))
+        begins = pool.submit(engine.generate, PROMPTS[:1], PARAMS)
+        until(lambda: len(made) == 2)
+        with stopped(*made):
+            forgets = ask_and_take_back(engine, pool)
+        forgets.result(PATIENCE)
+        assert [bits(c) for c in begins.result(PATIENCE)] == wanted[:1]
+        assert ask(engine) == wanted
+
+
+def test_requests_while_stages_that_stand_still_are_asked(path, wanted):
+    weights = build("Llama", vocab_size=259).state_dict()
+    with Engine.from_pretrained(path, config=STAGED) as engine, ThreadPoolExecutor(4) as pool:
+        with stopped(pids_of(engine)[1]):
+            update = pool.submit(engine.update_weights, weights, numerics=engine.numerics())
+            until(lambda: engine._loop.torn)
+            forgets = ask_and_take_back(engine, pool)
+        assert update.result(PATIENCE) == 1
+        forgets.result(PATIENCE)
+        assert ask(engine) == wanted
 
 
 def test_a_step_that_never_ends_is_a_failure(path, wanted, monkeypatch):

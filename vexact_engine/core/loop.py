@@ -14,6 +14,7 @@ done when nothing is in flight. What goes to one asyncio loop in a turn goes in 
 
 import atexit
 import contextlib
+import itertools
 import logging
 import os
 import threading
@@ -58,10 +59,12 @@ class Pending(Protocol):
 class Worker(Protocol):
     """What computes. Made, used and closed in the loop's thread.
 
-    depth   how many plans may be in flight; with more than one a plan holds tokens that another is still to draw
+    depth      how many plans may be in flight; with more than one a plan holds tokens that another is still to draw
+    meanwhile  to be called a few times a second while it waits for other processes: requests are aborted
     """
 
     depth: int
+    meanwhile: Callable[[], None]
 
     def changed(self) -> bool:
         """Before each plan is made: whether somebody else has changed the weights, or what was computed is gone."""
@@ -95,20 +98,22 @@ class _Failed:
 class _Command(NamedTuple):
     """Something to do in the thread.
 
-    refuse   told why, where it is not done any more
-    alone    whether nothing may be in flight meanwhile
+    refuse    told why, where it is not done any more
+    alone     whether nothing may be in flight meanwhile
+    tickets   of requests that it hands over
     """
 
     run: Callable[[], object]
     refuse: Callable[[BaseException], object]
     alone: bool
+    tickets: Sequence[Ticket] = ()
 
 
 class _Abort(NamedTuple):
-    """Requests that are to end, whatever else the inbox holds: what a wait is limited by does not wait itself.
+    """Requests that are to end, also those still in the inbox: what a wait is limited by does not wait itself.
 
     name    or one that is known by its name
-    after   how many commands had been posted before: with those, what it is about is known
+    after   how many commands had been posted before; one of the same name may come later
     """
 
     tickets: Sequence[Ticket]
@@ -199,7 +204,7 @@ class Loop:
             if launched is not None:
                 launched()
 
-        self._post(_Command(take, refuse, alone=False))
+        self._post(_Command(take, refuse, alone=False, tickets=tickets))
 
     def abort(self, tickets: Sequence[Ticket]) -> None:
         """Nobody waits for these any more. Does nothing once closed."""
@@ -350,6 +355,7 @@ class Loop:
             made.set_exception(error)
             return
         del make
+        self.worker.meanwhile = self._meanwhile
         made.set_result(None)
         del made
         try:
@@ -382,15 +388,26 @@ class Loop:
         return self._inbox.popleft()
 
     def _do_aborts(self) -> None:
-        """Of requests that are known by now; others may stand in the inbox yet."""
         for _ in range(len(self._aborts)):
             abort = self._aborts.popleft()
-            named = None if abort.name is None else self._tickets.named.get(abort.name)
-            for ticket in abort.tickets if named is None else [named]:
-                if self._tickets.named.get(ticket.request.id) is ticket:
+            known = self._tickets.named
+            tickets = abort.tickets if abort.name is None else [known.get(abort.name) or self._posted_as(abort)]
+            for ticket in tickets:
+                if ticket is not None:
                     self._tickets.abort(ticket)
-            if named is None and self._taken < abort.after:
-                self._aborts.append(abort)
+
+    def _posted_as(self, abort: _Abort) -> Ticket | None:
+        """The request of that name that had been handed over by then, and is not taken yet."""
+        with self._changed:
+            before = list(itertools.islice(self._inbox, max(0, abort.after - self._taken)))
+        tickets = (ticket for command in before for ticket in command.tickets)
+        return next((ticket for ticket in tickets if ticket.request.id == abort.name and not ticket.done), None)
+
+    def _meanwhile(self) -> None:
+        """Whatever the worker waits for."""
+        if threading.current_thread() is self._thread:
+            self._do_aborts()
+            self._flush()
 
     def _may_schedule(self) -> bool:
         stopped = self.updating or self.asleep or self.missing or self._stopped_by in ("abort", "keep")

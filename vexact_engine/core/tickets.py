@@ -29,6 +29,8 @@ class Tickets:
     def take(self, ticket: Ticket, hold: bool, missing: str | None) -> None:
         """missing: why there are no weights for it."""
         request = ticket.request
+        if ticket.done:  # aborted before
+            return
         if request.id in self.named:
             self._reject(ticket, f"request {request.id!r}: another request of this id is not done yet")
         elif hold:
@@ -54,9 +56,13 @@ class Tickets:
         return held
 
     def abort(self, ticket: Ticket) -> None:
+        """Also of one that was not taken yet."""
+        if ticket.done:
+            return
         if ticket in self.held:
             self.held.remove(ticket)
             del self.named[ticket.request.id]
+        if self.running.get(ticket.request) is not ticket:
             self._reject(ticket, None, "abort")
         else:
             for sample in self.scheduler.abort(ticket.request):

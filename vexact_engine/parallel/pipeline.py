@@ -18,6 +18,7 @@ import itertools
 import logging
 import math
 import os
+import select
 import socket
 import struct
 import subprocess
@@ -51,11 +52,12 @@ from ..weights.load import Loaded
 from ..weights.update import Piece, Spec, Update, plan_update
 from . import limits
 from . import messages as m
-from .process import Frames, write_frame
+from .process import Frames, framed
 
 log = logging.getLogger(__name__)
 
 _BUCKET = 256 << 20  # bytes of new weights that go to the stages at once
+_LOOK = 0.02  # seconds between two looks at what else there is to do
 _CONTEXT = 1024  # tokens of a sequence that stages are balanced for
 
 
@@ -135,11 +137,10 @@ class _Pending:
 class _Stage:
     """A stage's process, or that of one of its ranks, as the engine sees it."""
 
-    def __init__(self, name: str, variables: Mapping[str, str]):
-        self.name, self.ready, self.answers = name, None, {}
+    def __init__(self, name: str, variables: Mapping[str, str], meanwhile: Callable[[], None]):
+        self.name, self.ready, self.answers, self._meanwhile = name, None, {}, meanwhile
         ours, theirs = socket.socketpair()
-        for each in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # who stands still takes no message, nor ends one
-            ours.setsockopt(socket.SOL_SOCKET, each, struct.pack("ll", int(limits.MESSAGE), 0))
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(limits.MESSAGE), 0))
         self.socket, self.frames = ours, Frames(ours)
         environment = {**os.environ, **variables}
         environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
@@ -156,7 +157,18 @@ class _Stage:
             )
 
     def send(self, frame: bytes) -> None:
-        write_frame(self.socket, frame)
+        """TimeoutError where it does not take it: it stands still."""
+        left, end = memoryview(framed(frame)), time.monotonic() + limits.MESSAGE
+        space = select.poll()
+        space.register(self.socket, select.POLLOUT)
+        while left:
+            try:
+                left = left[self.socket.send(left, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise TimeoutError(f"{self.name} takes no message") from None
+                self._meanwhile()
+                space.poll(1000 * _LOOK)
 
     def interrupt(self) -> None:
         """From any thread: nothing comes of it any more, and whoever waits for that is told by the kernel."""
@@ -164,14 +176,21 @@ class _Stage:
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
+    def ended(self, seconds: float) -> bool:
+        """Whether it is gone, after so many seconds at most."""
+        end = time.monotonic() + seconds
+        while self.process.poll() is None:
+            if time.monotonic() > end:
+                return False
+            self._meanwhile()
+            time.sleep(_LOOK / 4)
+        return True
+
     def end(self, seconds: float) -> None:
         """It is gone once this returns, after so many seconds at most if it does not go by itself."""
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
+        if not self.ended(seconds):
             self.interrupt()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # in the midst of a call of its device's driver
-                self.process.wait(limits.END)
+            self.ended(limits.END)  # else it is in the midst of a call of its device's driver
         self.socket.close()
 
 
@@ -182,6 +201,7 @@ class PipelineWorker:
     layers     of each stage
     sleep_backend   how they give memory back
     numerics   what fixes the bits; all stages have the same
+    meanwhile  as core/loop.py has it
     dead       why the stages cannot be used, "" while they can
     drawn      what has come back and was not taken yet, by the number of its step
     asleep     what of the stages' memory has been given back, and at which level; of one of them is enough
@@ -211,6 +231,7 @@ class PipelineWorker:
                 whole_experts = config.expert_parallel_size > 1
                 cut_weights(handle.describe(), shapes(self.model), 0, config.tensor_parallel_size, whole_experts)
         self.depth, self.longest_first = len(self.layers) + 1, False
+        self.meanwhile: Callable[[], None] = lambda: None
         self._encoder = Encoder()
         self._stages: list[_Stage] = []
         self.drawn: dict[int, Sampled] = {}
@@ -234,7 +255,8 @@ class PipelineWorker:
                     if device == "cuda":
                         device = f"cuda:{(self._device.index or 0) + rank}"
                     name = m.name_of(rank, ranks)
-                    stage = _Stage(name, saver.environment(self.config.sleep_backend, self._device.type))
+                    variables = saver.environment(self.config.sleep_backend, self._device.type)
+                    stage = _Stage(name, variables, lambda: self.meanwhile())
                     self._stages.append(stage)
                     make = m.Make(
                         rank, ranks, layers, device, m.as_dict(self._origin), m.as_dict(self.config), self._backend,
@@ -273,14 +295,18 @@ class PipelineWorker:
             stage.end(limits.END)
         self._stages = []
 
-    def listen(self, seconds: float | None) -> None:
+    def listen(self, seconds: float) -> None:
         """Take in what stages have to say, for so long at most, or until one has said something."""
-        sources = {stage.socket: stage for stage in self._stages}
-        for ours in wait(list(sources), seconds):
+        sources, end = {stage.socket: stage for stage in self._stages}, time.monotonic() + seconds
+        while not (said := wait(list(sources), max(0.0, min(end - time.monotonic(), _LOOK)))):
+            if time.monotonic() >= end:
+                return
+            self.meanwhile()
+        for ours in said:
             stage = sources[ours]
             frames = stage.frames.read()
             if frames is None:
-                self._bury(f"{stage.name} has died ({_how(stage.process)})")
+                self._bury(f"{stage.name} has died ({self._how(stage)})")
                 return
             for message in (message for frame in frames for message in m.from_stage(frame)):
                 if isinstance(message, m.Drawn):
@@ -293,6 +319,11 @@ class PipelineWorker:
                     log.error("%s has failed:\n%s", stage.name, message.trace)
                     self._bury(f"{stage.name} has failed: {message.failure.kind}: {message.failure.text}")
                     return
+
+    def _how(self, stage: _Stage) -> str:
+        stage.ended(1.0)
+        code = stage.process.returncode
+        return "it still runs" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def _bury(self, why: str) -> None:
         """One has died: the others wait for it, and for ever."""
@@ -341,7 +372,7 @@ class PipelineWorker:
             except OSError:
                 self.listen(0)  # it may have said why
                 if not self.dead:
-                    self._bury(f"{stage.name} has died ({_how(stage.process)})")
+                    self._bury(f"{stage.name} has died ({self._how(stage)})")
                 raise StageDied(self.dead) from None
 
     def changed(self) -> bool:
@@ -561,10 +592,3 @@ class _UpdateOfStages(Update):
         super().finish()
         if not self._staged:
             self._worker.whole()
-
-
-def _how(process: subprocess.Popen) -> str:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(1.0)
-    code = process.returncode
-    return "it still runs" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -53,8 +53,12 @@ class Frames:
         return found
 
 
+def framed(frame: bytes) -> bytes:
+    return m.HEADER.pack(len(frame)) + frame
+
+
 def write_frame(ours: socket.socket, frame: bytes) -> None:
-    ours.sendall(m.HEADER.pack(len(frame)) + frame)
+    ours.sendall(framed(frame))
 
 
 def how_ended(code: int) -> str:

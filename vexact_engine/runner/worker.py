@@ -66,6 +66,7 @@ class Worker:
         self.model = model
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
+        self.meanwhile: Callable[[], None] = lambda: None  # it waits for no other process
         self._stack = contextlib.ExitStack()
         try:
             self._stack.enter_context(_owned(model))
