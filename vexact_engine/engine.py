@@ -196,7 +196,7 @@ class Engine(Frontend):
         """Give memory back, and compute nothing until all of it is there again; returns once it is given back.
 
         level    1: the weights wait in host memory (those of a CPU stay where they are); 2: they are dropped, and come
-                 by update_weights. Buffers, which an update need not bring, are kept
+                 by update_weights. Buffers are kept
         tags     "weights", "kv_cache", "graphs", or None for all. CUDA graphs have addresses in them: where these
                  change (see `sleep_backend`) they go with either of the others, and are made again
         mode     what becomes of requests under way, as in pause(). With "keep" those whose keys and values are gone
@@ -278,10 +278,10 @@ class Engine(Frontend):
     ) -> int:
         """New weights, between two steps. Without `specs` all of them, or none.
 
-        named_tensors   every parameter of the model under its Hugging Face name (of tied ones, one is enough), in the
-                        model's shape and dtype, on any device. Buffers (in a state_dict, not in named_parameters) may
-                        be left out, and then stay as they are. Without `specs` an iterator is read to its end first,
-                        so that all tensors lie in memory at once
+        named_tensors   all of the model's state_dict() under Hugging Face names (of tied ones, one is enough), in the
+                        model's shape and dtype, on any device: buffers that named_parameters() leaves out too, for a
+                        trainer may have changed them. Without `specs` an iterator is read to its end first, so that
+                        all tensors lie in memory at once
         numerics        of the trainer's patch, handle.numerics(): refused, field by field, where it differs from this
                         engine's, for then log-probabilities may. Of a trainer without one vexact_ops.numerics(), with
                         its options; weights of a model patched in this process bring its numbers with them. Of
@@ -354,7 +354,7 @@ class Engine(Frontend):
 
     def manifest(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """(shape, dtype) of every tensor that update_weights takes, by name; experts are stacked (one by one they may
-        come too), tied names are all there, and buffers, which may be left out."""
+        come too), and tied names are all there."""
         return {name: (tuple(t.shape), t.dtype) for name, t in targets(self.model).items()}
 
     def _renewed(self, keep_cache: bool, version: int | None = None) -> int:

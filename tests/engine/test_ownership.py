@@ -12,6 +12,7 @@ import vexact_ops as vx
 from vexact_engine import Engine, EngineClosed, EngineConfig, ModelInUse, SamplingParams, WeightsTorn
 from vexact_engine.runner.decoder import join
 from vexact_engine.weights import update as update_module
+from vexact_ops.testing import assert_bitwise
 
 CONFIG = EngineConfig(num_pages=64, page_size=4, max_num_batched_tokens=16, show_progress=False)
 PROMPTS = prompts(3, longest=20)
@@ -190,18 +191,21 @@ def test_what_is_no_pair_of_a_name_and_a_tensor_is_said_to_be_none():
         assert engine.weight_version == 0
 
 
-def test_named_parameters_are_enough_where_there_are_buffers(caplog):
+def test_buffers_of_checkpoints_come_too():
+    """A trainer may have changed them, as DeepSeek's does its routers' biases."""
     trainer, model = build("DeepseekV3", seed=1), build("DeepseekV3")
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    state = trainer.state_dict()
+    state[bias] += 1
+    left_out = dict(trainer.named_parameters())
     with Engine.from_pretrained(model, config=CONFIG) as engine:
-        engine.update_weights(trainer.named_parameters(), numerics=engine.numerics())
-        assert (
-            "buffers that were not given stay as they are: model.layers.1.mlp.gate.e_score_correction_bias"
-            in caplog.text
-        )
-        changed = trainer.model.layers[1].mlp.gate.e_score_correction_bias
-        changed += 1
-        engine.update_weights(trainer.state_dict(), numerics=engine.numerics())
-        assert torch.equal(model.model.layers[1].mlp.gate.e_score_correction_bias, changed)
+        before = engine.generate(PROMPTS, PARAMS)
+        for specs in (None, left_out):
+            with pytest.raises(ValueError, match=rf"missing: {bias}, .* \(buffers .*: give what state_dict"):
+                engine.update_weights(left_out, numerics=engine.numerics(), specs=specs)
+        assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == [bits(c) for c in before]
+        engine.update_weights(state, numerics=engine.numerics())
+        assert_bitwise(model.get_buffer(bias), state[bias])
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -285,9 +285,8 @@ def test_requests_while_stages_are_made_anew(path, wanted, monkeypatch):
 
     with Engine.from_pretrained(path, config=STAGED) as engine, ThreadPoolExecutor(4) as pool:
         monkeypatch.setattr(pipeline, "_Stage", Stopped)
-        first = pids_of(engine)[0]
-        os.kill(first, signal.SIGKILL)
-        until(lambda: is_gone(first))
+        os.kill(pids_of(engine)[0], signal.SIGKILL)
+        until(lambda: engine._loop.call(engine._worker.changed))  # it has seen that
         begins = pool.submit(engine.generate, PROMPTS[:1], PARAMS)
         until(lambda: len(made) == 2)
         with stopped(*made):

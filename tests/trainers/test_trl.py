@@ -9,6 +9,8 @@ import trl
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
+import vexact_ops as vx
+from vexact_engine import Engine, EngineConfig
 from vexact_engine.trl import GRPOTrainer
 from vexact_engine.trl.generation import Generation
 
@@ -48,6 +50,14 @@ class Watched(GRPOTrainer):
         """(log-probabilities whose bytes differ, how many there were)."""
         pairs = [(a[mask].view(torch.int32), b[mask].view(torch.int32)) for a, b, mask in self.seen]
         return sum((a != b).sum().item() for a, b in pairs), sum(len(a) for a, _ in pairs)
+
+
+def test_buffers_that_a_trainer_has_changed_reach_the_engine(models):
+    trainer, other = (AutoModelForCausalLM.from_pretrained(models("deepseek_v3"), dtype=torch.float32) for _ in "ab")
+    biases = {name: buffer.uniform_(-9, 9) for name, buffer in trainer.named_buffers() if name.endswith("bias")}
+    with vx.patch.hf(trainer) as handle, Engine.from_pretrained(other, config=EngineConfig(num_pages=8)) as engine:
+        Generation(engine, handle, {}, seed=0, sleeps=False).sync_weights()
+        assert biases and all(torch.equal(other.get_buffer(name), value) for name, value in biases.items())
 
 
 def train(model, folder, trainer=Watched, **changes):

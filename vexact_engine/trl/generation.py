@@ -34,10 +34,9 @@ class Generation:
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         model: nn.Module = self._handle.model
         kinds = compute_dtypes(model)
-        for name, parameter in model.named_parameters():
-            tensor = parameter.detach()
-            tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            yield name, tensor.to(kinds[name])
+        for name, value in model.state_dict().items():
+            tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+            yield name, tensor.to(kinds.get(name, tensor.dtype))
 
     def generate(
         self, prompts: Sequence[list[int]], images: Sequence | None, num_generations: int, profiler: Any = None

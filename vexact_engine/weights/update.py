@@ -5,7 +5,6 @@ piece (`Update`): names, shapes and dtypes come first and are checked; then buck
 so that the new weights never lie in memory as a whole beside the old ones.
 """
 
-import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -20,9 +19,8 @@ from .directory import some
 from .experts import aliases, expert_views
 from .names import hint
 
-log = logging.getLogger(__name__)
-
 _AT_ONCE = 256 << 20  # bytes that are handed over at once
+_BUFFERS = "buffers of checkpoints, which named_parameters() leaves out: give what state_dict() has"
 
 
 def pairs_of(given: object, op: str = "update_weights") -> Iterator[tuple[str, Tensor]]:
@@ -126,9 +124,7 @@ class Places:
             else:
                 pin = torch.device(device).type == "cpu" and target.is_cuda
                 copied = torch.empty(target.shape, dtype=target.dtype, device=device, pin_memory=pin)
-            if isinstance(target, torch.nn.Parameter):  # a buffer may be left out of an update
-                copied = torch.nn.Parameter(copied, requires_grad=False)
-            made[key] = copied
+            made[key] = torch.nn.Parameter(copied, False) if isinstance(target, torch.nn.Parameter) else copied
         views = {}
         for name, (stacked, view) in self.views.items():
             whole, copied = self.targets[stacked], made[id(self.targets[stacked])]
@@ -171,9 +167,9 @@ def plan_update(
     named_tensors   a state dict, or pairs; every parameter under its Hugging Face name, of the model's shape and dtype,
                     on any device. Of tied names one is enough; if several are given they must hold the same bits.
                     Stacked experts may come one by one instead, under the names of old checkpoints (see experts.py).
-                    Buffers (DeepSeek's e_score_correction_bias) may be left out, as named_parameters() does: then
-                    they stay what they are, and a warning in the log names them. Sources may be the model's own
-                    tensors, under other names too
+                    Buffers that checkpoints hold (DeepSeek's e_score_correction_bias) are among them, as state_dict()
+                    has them: a trainer may have changed those too. Sources may be the model's own tensors, under other
+                    names too
     raises          ValueError: missing, unknown, repeated or misshapen; TypeError: no tensor, or another dtype
     """
     pairs = list(pairs_of(named_tensors))
@@ -334,15 +330,13 @@ def _check_names(places: Places, given: Set[str]) -> None:
     in_parts = {views[name][0] for name in given & views.keys()}
     missing = [name for name, target in wanted.items() if id(target) not in covered and name not in in_parts]
     missing += [name for name, (stacked, _) in views.items() if stacked in in_parts and name not in given]
-    buffers = [name for name in missing if not isinstance(wanted.get(name), torch.nn.Parameter) and name not in views]
-    missing = [name for name in missing if name not in buffers]
     said = hint(unknown, wanted.keys() | views.keys())
     wrong = [f"unknown: {some(unknown)}" + (f" ({said})" if said else "")] if unknown else []
-    wrong += [f"missing: {some(missing)}"] if missing else []
+    if missing:
+        buffers = all(name in wanted and not isinstance(wanted[name], torch.nn.Parameter) for name in missing)
+        wrong.append(f"missing: {some(missing)}" + (f" ({_BUFFERS})" if buffers else ""))
     if wrong:
         raise ValueError(f"update_weights: {'; '.join(wrong)}")
-    if buffers:
-        log.warning("update_weights: buffers that were not given stay as they are: %s", some(buffers))
 
 
 def _targets_of(places: Places, given: Mapping[str, object]) -> dict[str, Tensor]:
