@@ -28,6 +28,7 @@ FILES = {
     "test_forks.py",
     "test_handover_killed.py",
     "test_handover_many.py",
+    "test_handover_ranks.py",
     "test_hf_training.py",
     "test_hf_wrapped.py",
     "test_hybrid.py",
