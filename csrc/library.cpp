@@ -69,7 +69,7 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
 
   // rope
   m.def("rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool transpose, Tensor(a!) q_out, Tensor(b!) k_out) -> ()");
-  m.def("rope_cos_sin(Tensor positions, Tensor inv_freq, float scaling, Tensor(a!) cos, Tensor(b!) sin) -> ()");
+  m.def("rope_cos_sin(Tensor positions, Tensor? axes, Tensor inv_freq, float scaling, Tensor(a!) cos, Tensor(b!) sin) -> ()");
 
   // silu_mul
   m.def("silu_mul_fwd(Tensor gate, Tensor up, bool gelu, Tensor(a!) y) -> ()");

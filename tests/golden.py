@@ -167,6 +167,13 @@ def _elementwise(device: str, half: bool) -> Iterator[Case]:
 
         yield "rope", "interleaved" if interleaved else "halves", rope
 
+    def axes(make):
+        positions = make.below(1 << 20, 33).view(3, 11)
+        frequencies = torch.tensor([1.0, 0.25, 2.0**-9, 2.0**-20] * 4, device=device)
+        return list(vx.rope_cos_sin(positions, frequencies, axes=[0, 1, 2, 0] * 4, dtype=make.dtype))
+
+    yield "rope", "axes", axes
+
     for activation in ("silu", "gelu_tanh"):
 
         def gated(make, activation=activation):
@@ -372,6 +379,8 @@ ATTENTION = {
     "causal": ([1, 130, 33], (4, 2, 64, 64), {}),
     "one head": ([70], (1, 1, 40, 24), {"scale": 0.3}),
     "no mask": ([5, 130], (2, 2, 64, 64), {"causal": False}),
+    "no mask, 72": ([5, 130, 64], (2, 2, 72, 72), {"causal": False}),
+    "no mask, 80": ([70], (2, 2, 80, 80), {"causal": False}),
     "window": ([1, 200], (4, 1, 128, 128), {"window": 70}),
     "softcap": ([100, 7], (2, 1, 64, 64), {"softcap": 5.0}),
     "sinks": ([100, 7], (4, 2, 64, 64), {"sinks": True}),

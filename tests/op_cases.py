@@ -91,6 +91,13 @@ CASES = {
         "rope",
         lambda i: ((i.ints(0, 1, 77, 9999), i.new(8, dtype=FP32, least=0.0).detach()), {"dtype": i.dtype}),
     ),
+    "rope_cos_sin.axes": (
+        "rope",
+        lambda i: (
+            (i.ints(0, 1, 77, 9999).view(2, 2), i.new(8, dtype=FP32, least=0.0).detach()),
+            {"axes": [0, 1] * 4, "dtype": i.dtype},
+        ),
+    ),
     "rope_kv_store": (
         "rope",
         lambda i: (

@@ -141,7 +141,7 @@ def cases(t, device):
             (x(3, 2, 8), x(3, 1, 8), f(3, 8), f(3, 8), False, False, x(3, 2, 8), x(3, 1, 8)),
             {},
         ),
-        "rope_cos_sin": ((i(0, 1, 2, dtype=I64), f(4), 1.0, x(3, 8), x(3, 8)), {}),
+        "rope_cos_sin": ((i(0, 1, 2, dtype=I64).view(1, 3), None, f(4), 1.0, x(3, 8), x(3, 8)), {}),
         "silu_mul_fwd": ((x(3, 8), x(3, 8), False, x(3, 8)), {}),
         "silu_mul_bwd": ((x(3, 8), x(3, 8), x(3, 8), False, x(3, 8), x(3, 8)), {}),
         "log_softmax_fwd": ((x(3, 8), x(3, 8), f(3, 2)), {0: either, 1: either}),

@@ -20,6 +20,7 @@ FEW = (
     " (a_slot_is or gates or no_slot or without_rows or any_split and bf16 or against_float64 and no-norm))"
     " or cpu-triton and default_dtype_does_not_show and bf16"
     " or cpu-triton and test_step_kernels"
+    " or cpu-triton and (reads_its_own_axis or own_image and 72 and bf16)"
     " or cpu-triton and (steps_along or several_trees and 2049 or left_the_window and sinks and d80 and bf16)"
 )
 # An item for each room that takes long, and for those together that do not: a process takes four seconds to begin.

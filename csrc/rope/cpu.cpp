@@ -29,16 +29,19 @@ void rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool tra
                  transpose});
 }
 
-void rope_cos_sin(Tensor positions, Tensor inv_freq, double scaling, Tensor cos, Tensor sin) {
-  const int64_t tokens = positions.size(0), frequencies = inv_freq.size(0);
-  check_1d(positions, "positions", tokens);
+// Python has seen that no axis lies beyond those of the positions.
+void rope_cos_sin(Tensor positions, std::optional<Tensor> axes, Tensor inv_freq, double scaling, Tensor cos,
+                  Tensor sin) {
+  STD_TORCH_CHECK(positions.dim() == 2 && positions.is_contiguous(), "positions: expected (axes, tokens), contiguous");
+  const int64_t tokens = positions.size(1), frequencies = inv_freq.size(0);
+  if (axes) check_1d(*axes, "axes", frequencies);
   check_1d(inv_freq, "inv_freq", frequencies);
   for (const Tensor& t : {cos, sin}) {
     check_2d(t, "cos, sin", tokens, 2 * frequencies);
     STD_TORCH_CHECK(t.is_contiguous() && t.scalar_type() == cos.scalar_type(), "cos, sin: expected contiguous, alike");
   }
   VX_CALL(rope_cos_sin, {dtype_of(cos, "cos"), tokens, frequencies, values<int64_t>(positions, "positions"),
-                         values<float>(inv_freq, "inv_freq"), float(scaling), mutable_data(cos), mutable_data(sin)});
+                         axes ? values<int32_t>(*axes, "axes") : nullptr, values<float>(inv_freq, "inv_freq"), float(scaling), mutable_data(cos), mutable_data(sin)});
 }
 
 }  // namespace

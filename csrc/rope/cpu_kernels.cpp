@@ -116,8 +116,8 @@ void cos_sin(const RopeCosSin& a) {
   parallel_for(0, a.tokens, 1 + 2048 / (f + 1), [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
       T *cos = static_cast<T*>(a.cos) + token * 2 * f, *sin = static_cast<T*>(a.sin) + token * 2 * f;
-      const float position = float(a.positions[token]);
       for (int64_t i = 0; i < f; ++i) {
+        const float position = float(a.positions[(a.axes ? a.axes[i] : 0) * a.tokens + token]);
         float s, c;
         sincos(position * a.inv_freq[i], s, c);
         cos[i] = from_f32<T>(c * a.scaling);

@@ -27,7 +27,8 @@ struct Rope {
 struct RopeCosSin {
   Dtype dtype;  // of the outputs
   int64_t tokens, frequencies;
-  const int64_t* positions;  // (tokens,)
+  const int64_t* positions;  // (axes, tokens)
+  const int32_t* axes;       // (frequencies,): the axis of each; null: the first
   const float* inv_freq;     // (frequencies,)
   float scaling;
   void *cos, *sin;  // (tokens, 2 * frequencies) contiguous

@@ -104,6 +104,54 @@ def test_gradients_of_a_sequence_stand_alone(device, backend, dtype, lengths, ki
 
 @BACKENDS
 @DTYPES
+@pytest.mark.parametrize("dim", [64, 72, 80, 128])
+def test_patches_see_their_own_image(device, backend, dtype, dim):
+    """Patches see those of their own image, all of them; an image's output and gradients are those of it alone."""
+    lengths, heads = [20, 1, 70], (2, 2)
+    q, k, v = attention_inputs(lengths, *heads, dim, dim, seed=dim, dtype=dtype, device=device)
+    image = functools.partial(vx.attention_varlen, causal=False, backend=backend)
+    check_packing(image, q, k, v, lengths, seed=dim)
+    flash = backend == "cuda" and dtype != torch.float32  # of whose backward the op says that NaN may spread
+    check_packing(gradients(image), q, k, v, lengths, seed=dim, neighbours=() if flash else None)
+    cu, longest = offsets(lengths, device), max(lengths)
+    exact = attention_varlen_ref(q.double(), k.double(), v.double(), cu, causal=False)
+    size = attention_varlen_ref(q.double(), k.double(), v.double().abs(), cu, causal=False)
+    error = ((image(q, k, v, cu, longest).double() - exact).abs() / size).max()
+    assert error < (2**-6 if dtype == torch.bfloat16 else 2**-18)
+
+
+@BACKENDS
+@DTYPES
+@pytest.mark.parametrize("dim", [72, 80])
+def test_columns_of_zeros_change_nothing(device, backend, dtype, dim):
+    """Heads of 72 and 80 have the bits of heads of 96 that end in zeros: on SM90 those are what is computed."""
+    lengths = [20, 1, 70, 300]
+    q, k, v = attention_inputs(lengths, 4, 2, dim, dim, seed=dim, dtype=dtype, device=device)
+    args = offsets(lengths, device), max(lengths)
+
+    def run(width):
+        wide = [torch.nn.functional.pad(x, (0, width - dim)).requires_grad_() for x in (q, k, v)]
+        out = vx.attention_varlen(*wide, *args, causal=False, scale=dim**-0.5, backend=backend)
+        weight = torch.cos(torch.arange(out.shape[0] * 4 * dim, device=device)).view(-1, 4, dim).to(dtype)
+        grads = torch.autograd.grad(out, wide, torch.nn.functional.pad(weight, (0, width - dim)))
+        return [x[..., :dim] for x in (out, *grads)]
+
+    assert_bitwise(run(dim), run(96))
+
+
+def test_patches_see_their_own_image_can_fail():
+    q, k, v = attention_inputs([64, 130], 2, 2, 72, 72, seed=1)
+
+    def batch_dependent(q, k, v, cu, longest):
+        segment = 64 if len(cu) > 2 else None
+        return vx.attention_varlen(q, k, v, cu, longest, causal=False, kv_segment=segment)
+
+    with pytest.raises(AssertionError, match="differ"):
+        check_packing(batch_dependent, q, k, v, [64, 130])
+
+
+@BACKENDS
+@DTYPES
 @given(st.sampled_from([1, 40, 64, 65, 150]), KINDS.drawn, WINDOWS, st.sampled_from(ODD), st.data())
 def test_gradients_know_nothing_of_what_is_not_seen(device, backend, dtype, length, kind, window, value, data):
     now, kind = data.draw(st.integers(0, length - 1)), KINDS.at(kind, device, dtype)

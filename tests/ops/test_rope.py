@@ -299,8 +299,33 @@ def test_opcheck(device, backend):
     k.requires_grad_()
     torch.library.opcheck(torch.ops.vexact.rope.default, (q, k, cos, sin, False, False, backend))
     positions = torch.arange(3, device=device)
-    args = (positions, inverse_frequencies(16, device), 1.0, torch.bfloat16, backend)
-    torch.library.opcheck(torch.ops.vexact.rope_cos_sin.default, args)
+    args = (positions, inverse_frequencies(16, device), 1.0, torch.bfloat16)
+    torch.library.opcheck(torch.ops.vexact.rope_cos_sin.default, (*args, None, backend))
+    args = (torch.stack((positions, positions)), *args[1:], [0, 1] * 4)
+    torch.library.opcheck(torch.ops.vexact.rope_cos_sin.default, (*args, backend))
+
+
+@BACKENDS
+@DTYPES
+@given(tokens=st.integers(0, 9), seed=st.integers(0, 2**16))
+def test_a_frequency_reads_its_own_axis(device, backend, dtype, tokens, seed):
+    """Of each axis the columns that the table of that axis alone has, and no neighbour's."""
+    g = torch.Generator().manual_seed(seed)
+    positions = torch.randint(-5000, 5000, (3, tokens), generator=g).to(device)
+    inv_freq = inverse_frequencies(36, device)
+    axes = torch.randint(0, 3, inv_freq.shape, generator=g).tolist()
+    options = {"scaling": 1.25, "dtype": dtype, "backend": backend}
+    whole = vx.rope_cos_sin(positions, inv_freq, axes=axes, **options)
+    for axis in range(3):
+        alone = vx.rope_cos_sin(positions[axis], inv_freq, **options)
+        mine = [i for i in range(len(axes)) if axes[i] == axis]
+        mine += [i + len(axes) for i in mine]
+        assert_bitwise([t[:, mine] for t in whole], [t[:, mine] for t in alone], f"axis {axis}")
+    exact = rope_cos_sin_ref(positions, inv_freq, axes=axes, scaling=1.25)
+    for got, want in zip(whole, exact):
+        torch.testing.assert_close(got.double(), want, rtol=2**-7, atol=2**-20)
+    if tokens:
+        assert_bitwise(vx.rope_cos_sin(positions[:, -1:], inv_freq, axes=axes, **options), [t[-1:] for t in whole])
 
 
 def test_bad_arguments_are_named():
@@ -332,6 +357,14 @@ def test_bad_arguments_are_named():
         vx.rope_cos_sin(torch.tensor([0, 2**24]), inv_freq)
     with pytest.raises(ValueError, match=r"rope_cos_sin: inv_freq: got nan"):
         vx.rope_cos_sin(torch.arange(4), torch.tensor([1.0, float("nan")]))
+    with pytest.raises(ValueError, match=r"rope_cos_sin: positions: got shape \(4,\), expected 2 dimensions"):
+        vx.rope_cos_sin(torch.arange(4), inv_freq, axes=[0] * 4)
+    two = torch.arange(4).view(2, 2)
+    for axes in ([0, 1, 2, 0], [0, 1], [0, 1, 0, -1]):
+        with pytest.raises(ValueError, match=r"rope_cos_sin: axes: got .*, expected 4 numbers from 0 to 1"):
+            vx.rope_cos_sin(two, inv_freq, axes=axes)
+    with pytest.raises(TypeError, match=r"rope_cos_sin: axes: got .*, expected a sequence of 4 ints"):
+        vx.rope_cos_sin(two, inv_freq, axes=[0.0, 1.0, 0.0, 1.0])
     with pytest.raises(ValueError, match="rope_cos_sin: scaling: got nan"):
         vx.rope_cos_sin(torch.arange(4), inv_freq, scaling=float("nan"))
 

@@ -27,6 +27,7 @@ from .._core.proof.inputs import SMALL, special_rows
 from . import triton
 
 HEAD_DIMS = {(64, 64), (96, 96), (128, 128), (192, 128), (576, 512)}
+WIDENED = {72: 96, 80: 96}  # heads of image encoders, with columns of zeros; they are never paged
 LATENT = 576  # such keys hold their values: a kernel of their own, blocks of 64 keys (csrc/attention/flash_latent.cuh)
 LONG = 256  # queries, of which each may meet LONG_WORK / queries keys: below, our kernel is as fast as a launch
 LONG_WORK = 1 << 20
@@ -38,16 +39,26 @@ OURS, FLASH_LATENT, FLASH_ATTN, TRITON = "flash", "flash, latent", "flash-attn-4
 _LOG2_E = 1.4426950408889634
 
 
-def flash(q: Tensor, v: Tensor, sinks: Tensor | None, scale: float, softcap: float | None) -> bool:
+def flash(q: Tensor, v: Tensor, sinks: Tensor | None, scale: float, softcap: float | None, causal: bool = True) -> bool:
     """Whether a case belongs to the flash order."""
     return (
         q.element_size() == 2
-        and (q.shape[-1], v.shape[-1]) in HEAD_DIMS
+        and _head_dims(q, v, causal) in HEAD_DIMS
         and sinks is None
         and softcap is None
         and scale > 0
         and gpu.sm90(q.device)
     )
+
+
+def _head_dims(q: Tensor, v: Tensor, causal: bool) -> tuple[int, int]:
+    """Those that a kernel computes: a zero more in a score's sum, or in a value, changes nothing of the others."""
+    d, dv = q.shape[-1], v.shape[-1]
+    return (WIDENED[d], WIDENED[d]) if d == dv and d in WIDENED and not causal else (d, dv)
+
+
+def _widened(width: int, *tensors: Tensor) -> list[Tensor]:
+    return [x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in tensors]
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -79,7 +90,8 @@ def varlen_fwd(q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, sinks, scale, caus
     kernel = route(Call.forward(q, k, v, max_seqlen, sinks, *options)).chosen.name
     if kernel == TRITON:
         return triton.varlen_fwd(q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, sinks, *options)
-    q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    width, wide = v.shape[2], _head_dims(q, v, causal)
+    q, k, v = (_aligned(x) for x in (*_widened(wide[0], q, k), *_widened(wide[1], v)))
     out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
     numbers = scale, causal, window, kv_segment
@@ -91,7 +103,7 @@ def varlen_fwd(q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, sinks, scale, caus
         _fast_varlen(q, k, v, cu_seqlens, cu_seqlens_k, *numbers, out, lse)
     else:
         ours(q, k, v, cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k, *numbers, out, lse)
-    return out, lse.view(lse.shape[::-1])
+    return out if width == wide[1] else out[..., :width].contiguous(), lse.view(lse.shape[::-1])
 
 
 def _fast_varlen(q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window, segment, out, lse) -> Tensor:
@@ -133,11 +145,12 @@ def varlen_bwd(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, sinks, scale, 
         return triton.varlen_bwd(dout, q, k, v, out, lse, *args)
     lse = lse.view(lse.shape[::-1])
     if _fast_backward(call):
-        q, k, v, dout, out = (_aligned(x) for x in (q, k, v, dout, out))
+        widths, wide = (q.shape[2], k.shape[2], v.shape[2]), _head_dims(q, v, causal)
+        q, k, v, dout, out = (_aligned(x) for x in (*_widened(wide[0], q, k), *_widened(wide[1], v, dout, out)))
         with torch.cuda.device(q.device):
             at, at_k, _ = _plan(cu_seqlens, cu_seqlens_k, q.shape[0], k.shape[0])
             grads = _cute().backward(dout, q, k, v, out, lse, at, at_k, scale, causal, window)
-        return *grads, None
+        return *(x if x.shape[2] == n else x[..., :n].contiguous() for x, n in zip(grads, widths)), None
     return triton.varlen_bwd(dout, q, k, v, out, (lse * _LOG2_E).t().contiguous(), *args)
 
 
@@ -228,7 +241,7 @@ class Shape(NamedTuple):
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> "Shape":
         seen = "window" if window is not None else "causal" if causal else "full"
-        return cls(q.shape[1] // k.shape[-2], q.shape[2], v.shape[-1], seen)
+        return cls(q.shape[1] // k.shape[-2], *_head_dims(q, v, causal), seen)
 
     @property
     def causal(self) -> bool:
@@ -266,7 +279,7 @@ class Call(NamedTuple):
 
     @classmethod
     def forward(cls, q, k, v, max_seqlen, sinks, scale, causal, window, softcap, kv_segment, **_) -> "Call":
-        ours, long = flash(q, v, sinks, scale, softcap), _is_long(q, max_seqlen) and k.shape[0] > 0
+        ours, long = flash(q, v, sinks, scale, softcap, causal), _is_long(q, max_seqlen) and k.shape[0] > 0
         shape = Shape.of(q, k, v, causal, window) if ours and long else None
         return cls("forward", q.device, q.dtype, ours, q.shape[2] == LATENT, shape, long, kv_segment)
 
@@ -284,7 +297,7 @@ class Call(NamedTuple):
 
     @classmethod
     def backward(cls, q, k, v, sinks, scale, causal, window, softcap, **_) -> "Call":
-        ours, shape = flash(q, v, sinks, scale, softcap), Shape.of(q, k, v, causal, window)
+        ours, shape = flash(q, v, sinks, scale, softcap, causal), Shape.of(q, k, v, causal, window)
         return cls("backward", q.device, q.dtype, ours, q.shape[2] == LATENT, shape)
 
 
@@ -511,7 +524,8 @@ def admit(
     found = []
     for window in windows:
         shape = Shape.of(q, k, v, causal, window)
-        call = Call("forward", device, dtype, flash(q, v, None, d**-0.5, None), d == LATENT, shape, segment=segment)
+        ours = flash(q, v, None, d**-0.5, None, causal)
+        call = Call("forward", device, dtype, ours, d == LATENT, shape, segment=segment)
         found.append(route(call))
         if page is not None and _pages_fit(shape, page):
             found.append(route(call._replace(part="paged", page=page)))

@@ -130,10 +130,10 @@ class _Reader:
         _, _, cos, sin, interleaved, transpose, _ = call.args
         if cos.op != "rope_cos_sin" or cos.call != sin.call or (cos.out, sin.out) != (0, 1) or transpose:
             raise _refuse(where, cos)
-        _, inv_freq, scaling, dtype, _ = cos.args
+        _, inv_freq, scaling, dtype, axes, _ = cos.args
         if inv_freq.op == "to" and inv_freq.dtype == torch.float32:
             inv_freq = inv_freq.args[0]
-        rotary = Rotary(self.name(inv_freq, where), scaling, dtype)
+        rotary = Rotary(self.name(inv_freq, where), scaling, dtype, axes)
         if rotary not in self.rotary:
             self.rotary.append(rotary)
         return Rope(self.rotary.index(rotary), cos.shape[-1], interleaved, apart)

@@ -70,11 +70,15 @@ class Factor:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Tables of cosines and sines (rope_cos_sin) of positions and fp32 frequencies, in this dtype."""
+    """Tables of cosines and sines (rope_cos_sin) of positions and fp32 frequencies, in this dtype.
+
+    axes  on which axis each frequency reads a token's position; None: there is one
+    """
 
     inv_freq: str
     scaling: float
     dtype: torch.dtype
+    axes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

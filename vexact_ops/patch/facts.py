@@ -182,9 +182,9 @@ def _factor(factor: Factor, buffers: dict[str, Tensor]) -> float | None:
 
 
 def _tables(tables: Rotary, buffers: dict[str, Tensor]) -> dict[str, Any]:
-    return {
-        "inv_freq": _digest(buffers[tables.inv_freq]), "scaling": tables.scaling, "dtype": _text(tables.dtype),
-    }  # fmt: skip
+    axes = {} if tables.axes is None else {"axes": "".join(map(str, tables.axes))}
+    numbers = {"scaling": tables.scaling, "dtype": _text(tables.dtype)}
+    return {"inv_freq": _digest(buffers[tables.inv_freq]), **numbers, **axes}
 
 
 def _digest(buffer: Tensor) -> str | None:

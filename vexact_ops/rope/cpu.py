@@ -24,13 +24,16 @@ def rope_kv_store(
     return q
 
 
-def rope_cos_sin(positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype):
+def rope_cos_sin(positions: Tensor, axes: tuple[int, ...] | None, inv_freq: Tensor, scaling: float, dtype: torch.dtype):
     for arg, value, bound, text in (("positions", positions, 2**24 - 1, "2^24 - 1"), ("inv_freq", inv_freq, 64, "64")):
         if value.numel():
             low, high = (v.item() for v in torch.aminmax(value))
             if not (-bound <= low and high <= bound):
                 raise ValueError(f"rope_cos_sin: {arg}: got {low} to {high}, expected at most {text} in magnitude")
-    cos = torch.empty(positions.shape[0], 2 * inv_freq.shape[0], dtype=dtype)
+    cos = torch.empty(positions.shape[-1], 2 * inv_freq.shape[0], dtype=dtype)
     sin = torch.empty_like(cos)
-    native.ops().rope_cos_sin(positions.long().contiguous(), inv_freq.contiguous(), scaling, cos, sin)
+    of = None if axes is None else torch.tensor(axes, dtype=torch.int32)
+    rows = positions.long().contiguous()
+    rows = rows[None] if axes is None else rows
+    native.ops().rope_cos_sin(rows, of, inv_freq.contiguous(), scaling, cos, sin)
     return cos, sin

@@ -1,5 +1,7 @@
 """Rotary position embedding: the tables of cosines and sines, and the rotation of query and key heads."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -133,21 +135,26 @@ def rope_cos_sin(
     positions: Tensor,
     inv_freq: Tensor,
     *,
+    axes: Sequence[int] | None = None,
     scaling: float = 1.0,
     dtype: torch.dtype = torch.float32,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of position * inv_freq, each times scaling, for `rope`.
 
-    positions  (T,) int64 | int32, below 2^24 in magnitude (what fp32 holds exactly)
+    positions  (T,) int64 | int32, below 2^24 in magnitude (what fp32 holds exactly); with axes (A, T): a token has a
+               position on each, as patches of an image have a row and a column
     inv_freq   (F,) fp32, at most 64 in magnitude. Values beyond either bound are refused on a CPU; on a GPU, where to
                look at them would stall the stream, they give NaN
+    axes       F numbers from 0 to A - 1: on which axis each frequency reads a token's position. Multimodal models'
+               sections, interleaved ([0, 1, 2, 0, 1, 2, ...]) or in blocks; 2-D rotation of patches is
+               rope_cos_sin(rows_and_columns, inv_freq.repeat(2), axes=[0] * F + [1] * F)
     scaling    attention scaling of the extended-context schemes
     dtype      of the result: float32 or bfloat16, on a GPU also float16
     returns    cos, sin, each (T, 2F): the F values twice, as Hugging Face lays them out
-    bits       a value depends on its position, frequency and scaling alone, on a CPU as on a GPU: the angle is one
-               fp32 product, as in Hugging Face; sine and cosine are our own (not the platform's), right to fp32
-               rounding, rounded to fp32, multiplied by scaling in fp32 and rounded to dtype
+    bits       a value depends on its position (of its axis), frequency and scaling alone, on a CPU as on a GPU: the
+               angle is one fp32 product, as in Hugging Face; sine and cosine are our own (not the platform's), right
+               to fp32 rounding, rounded to fp32, multiplied by scaling in fp32 and rounded to dtype
     grad       none
     raises     TypeError on dtype, ValueError on shape, device or value, BackendUnavailable
     example
@@ -155,7 +162,7 @@ def rope_cos_sin(
     >>> cos.tolist()[0], cos.shape
     ([1.0, 1.0, 1.0, 1.0], torch.Size([2, 4]))
     """
-    check.tensor("rope_cos_sin", "positions", positions, (torch.int64, torch.int32), ndim=1)
+    check.tensor("rope_cos_sin", "positions", positions, (torch.int64, torch.int32), ndim=1 if axes is None else 2)
     check.tensor("rope_cos_sin", "inv_freq", inv_freq, (torch.float32,), ndim=1)
     check.same_device("rope_cos_sin", positions=positions, inv_freq=inv_freq)
     scaling = check.number("rope_cos_sin", "scaling", scaling)
@@ -163,9 +170,20 @@ def rope_cos_sin(
         raise TypeError(
             f"rope_cos_sin: dtype: got {dtype}, expected torch.float32, torch.bfloat16, or on a GPU torch.float16"
         )
+    if axes is not None:
+        axes = _axes(axes, *positions.shape, *inv_freq.shape)
     backend = ROOM.resolve(positions.device, backend)
     check.served("rope_cos_sin", "dtype", dtype, backend)
-    return _rope_cos_sin(positions, inv_freq.detach(), scaling, dtype, backend)
+    return _rope_cos_sin(positions, inv_freq.detach(), scaling, dtype, axes, backend)
+
+
+def _axes(axes: Sequence[int], count: int, tokens: int, frequencies: int) -> tuple[int, ...]:
+    if isinstance(axes, str | Tensor) or not all(type(a) is int for a in axes):
+        raise TypeError(f"rope_cos_sin: axes: got {axes!r}, expected a sequence of {frequencies} ints")
+    axes = tuple(axes)
+    if len(axes) != frequencies or not all(0 <= a < count for a in axes):
+        raise ValueError(f"rope_cos_sin: axes: got {axes}, expected {frequencies} numbers from 0 to {count - 1}")
+    return axes
 
 
 def _fwd(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, transpose: bool, backend: str):
@@ -183,12 +201,13 @@ def _backward(ctx, dq, dk):
     return dq, dk, None, None, None, None, None
 
 
-def _cos_sin(positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype, backend: str):
-    return ROOM.module(backend).rope_cos_sin(positions, inv_freq, scaling, dtype)
+def _cos_sin(positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype, axes, backend: str):
+    axes = None if axes is None else tuple(axes)
+    return ROOM.module(backend).rope_cos_sin(positions, axes, inv_freq, scaling, dtype)
 
 
-def _cos_sin_fake(positions, inv_freq, scaling, dtype, backend):
-    shape = (positions.shape[0], 2 * inv_freq.shape[0])
+def _cos_sin_fake(positions, inv_freq, scaling, dtype, axes, backend):
+    shape = (positions.shape[-1], 2 * inv_freq.shape[0])
     return positions.new_empty(shape, dtype=dtype), positions.new_empty(shape, dtype=dtype)
 
 
@@ -201,7 +220,8 @@ _rope = Operator(
     _backward,
 )
 _rope_cos_sin = Operator(
-    "rope_cos_sin(Tensor positions, Tensor inv_freq, float scaling, ScalarType dtype, str backend) -> (Tensor, Tensor)",
+    "rope_cos_sin(Tensor positions, Tensor inv_freq, float scaling, ScalarType dtype, int[]? axes, str backend)"
+    " -> (Tensor, Tensor)",
     _cos_sin,
     _cos_sin_fake,
 )

@@ -1,5 +1,7 @@
 """The meaning of rope and rope_cos_sin in plain PyTorch, in the inputs' own precision: call them with float64."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,8 +20,9 @@ def rope_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: boo
     return rotate(q), rotate(k)
 
 
-def rope_cos_sin_ref(positions: Tensor, inv_freq: Tensor, *, scaling: float = 1.0):
+def rope_cos_sin_ref(positions: Tensor, inv_freq: Tensor, *, axes: Sequence[int] | None = None, scaling: float = 1.0):
     """The angle is an fp32 product by definition; its cosine and sine are float64's."""
-    angle = (positions.float()[:, None] * inv_freq.float()).double()
+    of = positions[:, None] if axes is None else positions[list(axes)].t()
+    angle = (of.float() * inv_freq.float()).double()
     angle = torch.cat((angle, angle), -1)
     return angle.cos() * scaling, angle.sin() * scaling

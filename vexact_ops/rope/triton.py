@@ -1,5 +1,6 @@
 """The Triton kernels: the CPU kernels' arithmetic, operation for operation, so that both classes have the same bits."""
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -245,14 +246,28 @@ def _double(value: tl.constexpr, BLOCK: tl.constexpr):
     return tl.full([BLOCK], value, tl.float64)
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["positions"])
 def _cos_sin_kernel(
-    positions, inv_freq, cos, sin, scaling, F: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    positions,
+    axes,
+    inv_freq,
+    cos,
+    sin,
+    scaling,
+    tokens,
+    F: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AXES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # sine and cosine as csrc/rope/cpu_kernels.cpp has them, step by step in double
     begin_beside(PDL)
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
-    position = tl.load(positions + token)
+    if AXES:
+        axis = tl.load(axes + i, mask=i < F, other=0).to(tl.int64)
+        position = tl.load(positions + axis * tokens + token)
+    else:
+        position = tl.load(positions + token)
     frequency = tl.load(inv_freq + i, mask=i < F, other=0.0)
     x = (position.to(tl.float32) * frequency).to(tl.float64)
     magic = _double(6755399441055744.0, BLOCK)
@@ -345,15 +360,21 @@ def rope_kv_store(
     return q_out
 
 
-def rope_cos_sin(positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype):
-    tokens, frequencies = positions.shape[0], inv_freq.shape[0]
+@functools.lru_cache(maxsize=64)
+def _axes_on(device: torch.device, axes: tuple[int, ...]) -> Tensor:
+    return torch.tensor(axes, dtype=torch.int32, device=device)
+
+
+def rope_cos_sin(positions: Tensor, axes: tuple[int, ...] | None, inv_freq: Tensor, scaling: float, dtype: torch.dtype):
+    tokens, frequencies = positions.shape[-1], inv_freq.shape[0]
     cos = torch.empty(tokens, 2 * frequencies, dtype=dtype, device=positions.device)
     sin = torch.empty_like(cos)
     if cos.numel():
         with on(cos):
             _cos_sin_kernel[(tokens,)](
-                positions.contiguous(), inv_freq.contiguous(), cos, sin, scaling,
-                F=frequencies, BLOCK=block(frequencies, "rope_cos_sin: frequencies"), num_warps=1, **OPTIONS,
+                positions.contiguous(), cos if axes is None else _axes_on(cos.device, axes), inv_freq.contiguous(),
+                cos, sin, scaling, tokens, F=frequencies, BLOCK=block(frequencies, "rope_cos_sin: frequencies"),
+                AXES=axes is not None, num_warps=1, **OPTIONS,
                 **early(cos),
             )  # fmt: skip
     return cos, sin
