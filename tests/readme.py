@@ -169,8 +169,8 @@ def verified() -> str:
     rows.append(
         f"| {len(vx.patch.COVERED)} families of transformers, tiny: Llama, Qwen2 and 3, Qwen3-MoE, Qwen3-Next, "
         "Qwen3.5, Mistral, Mixtral, Gemma, Phi, OLMo, GLM-4-MoE, DeepSeek-V3, Moonlight, ... "
-        "(`vexact_ops.patch.COVERED`) | CPU | "
-        f"{held} |"
+        f"(`vexact_ops.patch.COVERED`); {len(vx.patch.WITH_IMAGES)} with their image encoders: Qwen3-VL, Qwen3-VL-MoE, "
+        f"Qwen2.5-VL, Qwen3.5 (`WITH_IMAGES`) | CPU | {held} |"
     )
     groups: dict[tuple[str, str], list[str]] = {}
     for record in {(r["case"], r["weights"]): r for r in _records("verify")}.values():

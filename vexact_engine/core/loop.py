@@ -392,9 +392,8 @@ class Loop:
             abort = self._aborts.popleft()
             known = self._tickets.named
             tickets = abort.tickets if abort.name is None else [known.get(abort.name) or self._posted_as(abort)]
-            for ticket in tickets:
-                if ticket is not None:
-                    self._tickets.abort(ticket)
+            for ticket in filter(None, tickets):
+                self._tickets.abort(ticket)
 
     def _posted_as(self, abort: _Abort) -> Ticket | None:
         """The request of that name that had been handed over by then, and is not taken yet."""

@@ -2,15 +2,16 @@
 
 from .aten import aten
 from .batch import PagedBatch, Score
-from .covered import COVERED, REFUSED
+from .covered import COVERED, REFUSED, WITH_IMAGES
 from .description import NotDescribed
 from .gradients import TreeGradients
 from .hf import hf, model_of, untested
+from .images import Encoded
 from .pieces import kept_in_fp32
 from .plan import UnsupportedModule
 from .veomni import veomni
 
 __all__ = [
-    "COVERED", "REFUSED", "NotDescribed", "PagedBatch", "Score", "TreeGradients", "UnsupportedModule", "aten", "hf",
-    "kept_in_fp32", "model_of", "untested", "veomni",
+    "COVERED", "REFUSED", "WITH_IMAGES", "Encoded", "NotDescribed", "PagedBatch", "Score", "TreeGradients",
+    "UnsupportedModule", "aten", "hf", "kept_in_fp32", "model_of", "untested", "veomni",
 ]  # fmt: skip

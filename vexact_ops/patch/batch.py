@@ -210,6 +210,18 @@ def one_axis(position_ids: Tensor | None) -> Tensor | None:
     return position_ids[0]
 
 
+def text_axis(position_ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Of positions of a model of images: text's (B, S), which say where sequences begin, and those on three axes
+    (3, B, S). Of (4, B, S) the first axis is text's; of three equal ones any is."""
+    if position_ids is None or position_ids.dim() != 3:
+        return position_ids, None
+    if position_ids.shape[0] == 4:
+        return position_ids[0], position_ids[1:]
+    if position_ids.shape[0] == 3 and not bool((position_ids == position_ids[:1]).all()):
+        return None, position_ids
+    return one_axis(position_ids), None
+
+
 def restarts(position_ids: Tensor, batch: int, length: int) -> Tensor | None:
     """Cumulative lengths of the sequences in a batch whose positions restart inside a row, or None where none do."""
     new = position_ids.expand(batch, length).diff(dim=1) != 1

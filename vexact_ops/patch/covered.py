@@ -5,6 +5,8 @@ it; nothing decides by it what is patched.
 Where a configuration asks for the rope type longrope (of Phi-3 those of a long context), patch.hf and the engine want
 the choice of its factors: longrope="short" or "long"."""
 
+WITH_IMAGES = ("qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe")  # their conditional-generation classes
+
 COVERED = (
     "arcee",
     "axk1",

@@ -371,6 +371,18 @@ class Head:
 
 
 @dataclass(frozen=True)
+class Images:
+    """Of a model with an image encoder, which runs by its own Python (handle.encode): an image's rows go where `token`
+    stands, one for each merge x merge of its patches of `width` numbers. The decoder then has positions on three axes
+    (Rotary.axes), and after each of its first `deepstack` layers further rows are added to those tokens."""
+
+    token: int
+    merge: int
+    width: int
+    deepstack: int
+
+
+@dataclass(frozen=True)
 class Decoder:
     embedding: Embedding
     rotary: tuple[Rotary, ...]
@@ -378,6 +390,7 @@ class Decoder:
     norm: Norm
     head: Head | None
     kv_segment: int | None = None
+    images: Images | None = None
 
     def names(self, layers: range | None = None) -> set[str]:
         """Parameters and buffers that a stage of these layers reads: with the first layer the embedding, with the last

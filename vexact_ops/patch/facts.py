@@ -20,7 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from . import lora
 from .describe import read
 from .description import NAMES, Decoder, Experts, Factor, Layer, Linear, Mixture, Norm, NotDescribed, Rotary, Router
-from .trace import Value, hidden_states
+from .images import encode
+from .trace import Value, hidden_states, recorded
 
 if TYPE_CHECKING:
     from .state import Patch
@@ -38,12 +39,14 @@ def facts(patch: "Patch", rounded: bool = False) -> dict[str, Any]:
     dtypes = compute_dtypes(patch.model)
     key = patch.builds, tuple(dtypes.items())
     if patch.facts is None or patch.facts[0] != key:
-        patch.facts = key, _found(patch, dtypes)
-    found, buffers = patch.facts[1], dict(patch.model.named_buffers(remove_duplicate=False))
+        patch.facts = key, _found(patch, dtypes), _tower(patch, dtypes)
+    _, found, tower = patch.facts
+    buffers = dict(patch.model.named_buffers(remove_duplicate=False))
+    images = {} if tower is None else {"images": {**_traced(tower, dtypes, buffers, patch.model), **_counts(patch)}}
     if isinstance(found, Decoder):
-        return _described(found, dtypes, buffers, rounded)
+        return _described(found, dtypes, buffers, rounded) | images
     head = {} if patch.head is None else {"head": {"scale": patch.scale, "softcap": patch.softcap}}
-    return _traced(found, dtypes, buffers, patch.model) | head
+    return _traced(found, dtypes, buffers, patch.model) | head | images
 
 
 def _found(patch: "Patch", dtypes: dict[str, torch.dtype]) -> Decoder | list:
@@ -58,7 +61,27 @@ def _found(patch: "Patch", dtypes: dict[str, torch.dtype]) -> Decoder | list:
     try:
         return read(hidden, patch.described_head(), patch.options["kv_segment"])
     except NotDescribed:
-        return _operations(hidden)
+        return _operations([hidden])
+
+
+def _tower(patch: "Patch", dtypes: dict[str, torch.dtype]) -> list | None:
+    """What an image encoder computes of one image, if there is one."""
+    vision, base = patch.vision, patch.base
+    if vision is None:
+        return None
+    side = 2 * vision.merge
+
+    def call(ids: Tensor) -> list[Tensor]:
+        pixels = torch.zeros(side * side, vision.width, dtype=torch.float32, device=ids.device)
+        made = encode(vision, base, pixels, ((1, side, side),))
+        return [made.rows, *made.deepstack]
+
+    with _without_adapters(patch.model):
+        return _operations(recorded(patch.model, call, dtypes))
+
+
+def _counts(patch: "Patch") -> dict[str, int]:
+    return {name: getattr(patch.vision, name) for name in ("token", "merge", "deepstack", "width")}
 
 
 def compute_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
@@ -212,11 +235,11 @@ def _series(values: list) -> Any:
 # From a trace
 
 
-def _operations(hidden: Value) -> list[tuple[str, tuple]]:
+def _operations(results: list[Value]) -> list[tuple[str, tuple]]:
     """What was computed, in order: each operation once, with those of its arguments that are no tensors; and the names
     of the parameters and buffers that it read."""
     calls: dict[int, tuple[str, tuple]] = {}
-    known, stack = {id(hidden)}, [hidden]
+    known, stack = set(map(id, results)), list(results)
     while stack:
         value = stack.pop()
         numbers = tuple(a for a in value.args if not isinstance(a, Value | tuple))

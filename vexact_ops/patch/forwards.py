@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 import vexact_ops as vx
 
-from . import batch
+from . import batch, images
 
 CACHES = ("cache", "past_key_values")  # a model's cache, as transformers calls it from 5.24 on, and as it did before
 LAYERS_CACHE = "layer_past"  # as some layers hand it to their attention; attend sees whether it has come
@@ -87,6 +88,9 @@ def base_forward(
     patch = self._vexact
     if not vexact_checked:
         patch.check()
+    of_images = {}
+    if patch.vision is not None:
+        of_images = {n: kwargs.pop(n) for n in (*images.ARGUMENTS, *images.VIDEOS) if n in kwargs}
     refuse_unknown(self, patch, kwargs)
     cache = one_cache(cache, past_key_values)
     given = input_ids if input_ids is not None else inputs_embeds
@@ -97,9 +101,14 @@ def base_forward(
         raise ValueError(f"input_ids: got shape {tuple(given.shape)}, expected (B, S) with at least one token")
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions: got True, but attention weights are never formed")
-    position_ids = batch.one_axis(position_ids)
+    axes = None
+    if patch.vision is None:
+        position_ids = batch.one_axis(position_ids)
+    else:
+        position_ids, axes = batch.text_axis(position_ids)
     if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape[1] != size[1]):
         raise ValueError(f"position_ids: got shape {tuple(position_ids.shape)}, expected (B or 1, {size[1]})")
+    given_positions = position_ids is not None and axes is None
     options = {"kv_segment": patch.options["kv_segment"], "seen": patch.seen, "autocast": vexact_autocast}
     past = int(cache.get_seq_length()) if cache is not None else 0
     if patch.states and use_cache is None and cache is None and torch.is_grad_enabled():
@@ -138,10 +147,24 @@ def base_forward(
         if cache is not None or use_cache:
             raise ValueError(f"use_cache: got a cache with {alone}, expected use_cache=False")
         use_cache = False
+    if patch.vision is not None:
+        encoded, grids = images.images_of(patch.vision, self, input_ids, of_images, past > 0)
+        if grids and axes is None:
+            if given_positions or cache is not None or vexact_paged is not None:
+                what = "text's alone" if given_positions else "none next to a cache"
+                raise ValueError(f"position_ids: got {what} with images, expected (3 | 4, B, {size[1]}), or no cache")
+            axes = images.axes_of_batch(patch.vision, input_ids, spans_of(layout, size), grids, type(self).__name__)
     # Of four dimensions: transformers takes it for a mask that is ready, and builds none.
     mask = torch.empty(1, 1, 1, 1, dtype=torch.bool if patch.by_mask else torch.float32, device=device)
     if patch.by_mask or patch.seen is not None:
         batch.give(mask, layout)
+    if patch.vision is not None:
+        embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
+        places = position_ids.expand(3, *size) if axes is None and position_ids is not None else axes
+        options = {"use_cache": use_cache, patch.cache: cache, **kwargs, "return_dict": True}
+        options |= {"attention_mask": mask, "vexact_layout": layout}
+        out = images.compute(patch.vision, self, input_ids, embeds, encoded, places, options)
+        return out.to_tuple() if kwargs.get("return_dict") is False else out
     return type(self).forward(
         self,
         input_ids=input_ids,
@@ -153,6 +176,15 @@ def base_forward(
         **{patch.cache: cache},
         **kwargs,
     )
+
+
+def spans_of(layout: batch.Layout, size: tuple[int, int]) -> list[tuple[int, int]]:
+    """Where each sequence lies in the flattened batch, without a cache."""
+    ends = layout.cu_q.tolist()
+    if layout.q_index is None:
+        return list(itertools.pairwise(ends))
+    rows = layout.q_index.tolist()
+    return [(rows[begin], rows[end - 1] + 1) for begin, end in itertools.pairwise(ends) if end > begin]
 
 
 _READ = frozenset(inspect.signature(base_forward).parameters)
@@ -195,6 +227,9 @@ def causal_forward(
     vexact_score=None,
     vexact_autocast=False,
     cache=None,
+    pixel_values=None,
+    image_grid_thw=None,
+    mm_token_type_ids=None,
     **kwargs,
 ):
     """Hidden states, fp32 logits of the rows asked for, and the loss where labels are given. The loss never forms the
@@ -204,6 +239,10 @@ def causal_forward(
 
     patch = self._vexact
     patch.check()
+    of_images = {
+        "pixel_values": pixel_values, "image_grid_thw": image_grid_thw, "mm_token_type_ids": mm_token_type_ids
+    }  # fmt: skip
+    kwargs |= {name: value for name, value in of_images.items() if value is not None}
     if kwargs.pop("output_router_logits", None):
         raise ValueError("output_router_logits: got True, but the load balancing loss it asks for is not covered")
     own_loss = labels is not None and self.loss_function is not aligned_loss

@@ -3,6 +3,7 @@
 import functools
 import logging
 import re
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
@@ -13,8 +14,10 @@ from .._core.numerics import numerics
 from ..attention.op import KEY_BLOCK, check_segment
 from ..attention.op import ROOM as ATTENTION
 from . import forwards, lora, plan, rotary
-from .batch import Score, check_cu, one_axis
+from .batch import Score, check_cu, one_axis, text_axis
 from .description import Decoder, Pages, State
+from .grids import grids_of
+from .images import Encoded, check_pixels, encode
 from .stage import Stage
 from .state import ACTIVE, LOCK, Patch, Report
 
@@ -137,11 +140,11 @@ class Handle:
         self._check_head("logits")
         return forwards.logits_of(self._patch, hidden)
 
-    def score(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """log p(target[r]) after final hidden states hidden[r], at temperature 1: (R, H), (R,) int64 to (R,) fp32. The
-        bits of `logprobs`."""
+    def score(self, hidden: Tensor, target: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
+        """log p(target[r]) after final hidden states hidden[r]: (R, H), (R,) int64 to (R,) fp32, at a temperature or
+        one for each. The bits of `logprobs`."""
         self._check_head("score")
-        return forwards.score(self._patch, hidden, target, 1.0, False)
+        return forwards.score(self._patch, hidden, target, temperature, False)
 
     def sample(
         self,
@@ -169,6 +172,8 @@ class Handle:
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         temperature: float | Tensor = 1.0,
+        pixel_values: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
         return_entropy: Literal[False] = False,
     ) -> Tensor: ...
     @overload
@@ -180,6 +185,8 @@ class Handle:
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         temperature: float | Tensor = 1.0,
+        pixel_values: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
         return_entropy: Literal[True],
     ) -> tuple[Tensor, Tensor]: ...
     def logprobs(
@@ -190,6 +197,8 @@ class Handle:
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         temperature: float | Tensor = 1.0,
+        pixel_values: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
         return_entropy: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The log-probability of each next token, with gradients and without ever holding T x V logits.
@@ -197,9 +206,12 @@ class Handle:
         input_ids       (B, S), or one packed row (1, T) or (T,)
         cu_seqlens      (N + 1,) where the packed row's sequences begin, and its end
         attention_mask  (B, S) of a batch padded left or right
-        position_ids    (B, S), or several equal axes of them; without the two above, a sequence ends where they do not
-                        go on by one
+        position_ids    (B, S), or several axes of them, equal but for images; without the two above, a sequence ends
+                        where they do not go on by one
         temperature     logits are divided by it: a number, or one for each of input_ids in fp32, for what follows it
+        pixel_values    (N, channels * patch) of all images of the batch, one after another as their tokens come, as the
+                        model's processor makes them; with (images, 3) image_grid_thw. Where position_ids are not given
+                        on three axes (3 | 4, B, S), they are counted as the model counts them
         return_entropy  also the entropy of each distribution
         returns         fp32 like input_ids: at t, log p(input_ids[t + 1] | input_ids[..t]); 0 at the last token of a
                         sequence and at padding
@@ -219,7 +231,11 @@ class Handle:
         ids = input_ids if input_ids.dim() == 2 else input_ids[None]
         if position_ids is not None and position_ids.dim() == 1:
             position_ids = position_ids[None]
-        position_ids = one_axis(position_ids)
+        of_text = one_axis(position_ids) if patch.vision is None else text_axis(position_ids)[0]
+        if patch.vision is None:
+            position_ids = of_text
+            if pixel_values is not None or image_grid_thw is not None:
+                raise ValueError(f"logprobs: pixel_values: {type(patch.model).__name__} takes no images")
         follows = torch.ones_like(ids, dtype=torch.bool)
         follows[:, -1] = False
         if attention_mask is not None:
@@ -228,8 +244,8 @@ class Handle:
             check_cu("logprobs: cu_seqlens", cu_seqlens, ids.numel())
             ends = cu_seqlens[1:].long() - 1
             follows[0, ends[cu_seqlens.diff() > 0]] = False
-        elif position_ids is not None:
-            follows[:, :-1] = position_ids.expand_as(ids).diff(dim=1) == 1
+        elif of_text is not None:
+            follows[:, :-1] = of_text.expand_as(ids).diff(dim=1) == 1
         index = follows.flatten().nonzero()[:, 0]
         if isinstance(temperature, Tensor):
             if temperature.shape != input_ids.shape:
@@ -237,6 +253,7 @@ class Handle:
                 raise ValueError(f"logprobs: temperature: got shape {got}, expected a number or {expected}")
             temperature = temperature.flatten()[index]
         asked = Score(ids.flatten()[index + 1], index, temperature, return_entropy)
+        images = {"pixel_values": pixel_values, "image_grid_thw": image_grid_thw} if pixel_values is not None else {}
         # Through the model itself, as any forward: what wraps it (FSDP, hooks) gathers the output layer's weight there.
         values = patch.model(
             input_ids=ids,
@@ -245,9 +262,26 @@ class Handle:
             cu_seq_lens_q=cu_seqlens,
             use_cache=False,
             vexact_score=asked,
+            **images,
         )
         whole = tuple(v.new_zeros(ids.numel()).index_copy(0, index, v).view(input_ids.shape) for v in values)
         return whole if return_entropy else whole[0]
+
+    def encode(self, pixel_values: Tensor, image_grid_thw: Tensor | Sequence[Sequence[int]]) -> Encoded:
+        """What the model's image encoder makes of images: a row for each token of theirs, and those that are added
+        after the first layers. A forward takes it (vexact_images=) in place of pixel_values and image_grid_thw.
+
+        pixel_values    (N, channels * patch) of the images, one after another
+        image_grid_thw  (images, 3): frames, rows and columns of patches
+        bits            an image's rows depend on that image and the weights alone
+        raises          ValueError on shapes, and where the model has no encoder; RuntimeError after undo()
+        """
+        self._check()
+        patch = self._patch
+        if patch.vision is None:
+            raise ValueError(f"encode: {type(patch.model).__name__} has no image encoder")
+        check_pixels("encode", pixel_values, patch.vision.width)
+        return encode(patch.vision, patch.base, pixel_values, grids_of("encode", image_grid_thw, patch.vision.merge))
 
     def _check_head(self, op: str) -> None:
         self._check()
@@ -308,8 +342,9 @@ def hf(
 ) -> Handle:
     """Run a Hugging Face decoder on aligned ops: training, generation and a paged engine get the same bits.
 
-    model       a loaded causal language model of transformers, or its decoder alone, in PEFT's wrapper or not; nothing
-                else is touched, not its class, its config or any registry, so other models of the same class stay stock
+    model       a loaded causal language model of transformers, one that takes images too (WITH_IMAGES), or its decoder
+                alone, in PEFT's wrapper or not; nothing else is touched, not its class, its config or any registry, so
+                other models of the same class stay stock
     strict      refuse a model that holds anything whose bits could depend on the batch; False leaves such modules
                 stock, says so in the report, and keeps no promise
     kv_segment  cut attention's keys at multiples of this many (see attention_varlen): declare it on both sides
@@ -330,6 +365,12 @@ def hf(
     (`cache`, or as transformers before 5.24 has it, `past_key_values`),
     `vexact_paged=PagedBatch(...)` from an engine and `vexact_score=Score(...)` from a trainer. Padding rows come out as
     numbers without meaning.
+
+    Models of images: the image encoder (patches, its table of positions, rotation by row and column, attention within
+    each frame or window, mergers) is covered as the decoder is, trained or frozen. An image's rows depend on that image
+    alone, and positions on three axes are counted as the model counts them, for padded batches and packed rows, with
+    rows of text among those of images. Weights of the table's interpolation are those of transformers 5.24, also where
+    an older one has others in the last bit. Videos are refused, and so are images next to text's (B, S) position_ids.
 
     No list says which families are covered: each piece is tried against the op that would replace it, and the patched
     model runs once on fake tensors to see that nothing else reduces. Those that were seen to be covered, tiny and

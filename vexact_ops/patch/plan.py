@@ -3,10 +3,12 @@
 A patch (state.py) is what the answers are written to.
 """
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from .._core.backend import BackendUnavailable
@@ -16,6 +18,7 @@ from .pieces import NotCovered
 from .recognise import Facts, Keep, Replace, cache_name, check_own_forward, recognise
 
 if TYPE_CHECKING:
+    from .images import Vision
     from .state import Patch
 
 _KNOWN_KWARGS = {
@@ -124,7 +127,8 @@ def numbers(patch: "Patch") -> tuple[list[dict], list[str], list]:
     names, and what they were: those of the decoder's modules (an epsilon, a window, top_k) and of its config. So do
     parameters and buffers that are None, a bias that a module does not have, of all modules."""
     holders = []
-    for config in {id(part.config): part.config for part in (patch.model, patch.base)}.values():
+    configs = patch.model.config, patch.base.config, patch.base.config.get_text_config()
+    for config in {id(config): config for config in configs}.values():
         names = {"logits_scaling", "final_logit_softcapping", "output_router_logits"}
         names |= {n for n, v in vars(config).items() if type(v) in (int, float) and not n.endswith("_token_id")}
         holders += [(vars(config), name) for name in sorted(names) if not name.startswith("_")]
@@ -175,7 +179,8 @@ def check_runs(patch: "Patch") -> None:
     refused = {path for path, _, _ in patch.problems}
     patch.seen = []
     try:
-        found = audit.run(patch.model, {id(m): path for path, m in modules.items()}, _small_call, patch.trains)
+        call = functools.partial(_small_call, vision=patch.vision)
+        found = audit.run(patch.model, {id(m): path for path, m in modules.items()}, call, patch.trains)
     except BackendUnavailable:  # no fault of the model's
         raise
     except Exception as error:
@@ -199,7 +204,7 @@ def check_runs(patch: "Patch") -> None:
             continue
         path = paths[id(module)]
         given = {**asked, "dropout": None} if path in refused else asked
-        for reason in _attention_problems(patch.base.config, module, memory.window, given):
+        for reason in _attention_problems(patch.base.config.get_text_config(), module, memory.window, given):
             patch.refuse(path, modules[path], reason)
 
 
@@ -230,7 +235,21 @@ def _blame(error: BaseException, paths: dict[int, str]) -> str:
     return path
 
 
-def _small_call(model: nn.Module, ids: Tensor):
+def _small_call(model: nn.Module, ids: Tensor, vision: "Vision | None"):
+    if vision is not None:
+        side, device = 2 * vision.merge, ids.device
+        row = torch.full((1, 6), vision.token, dtype=torch.int64, device=device)
+        pixels = torch.zeros(side * side, vision.width, dtype=torch.float32, device=device)
+        ends = torch.tensor([0, 6], dtype=torch.int32, device=device)
+        model(
+            input_ids=torch.cat((ids[:1, :2], row[:, :4]), 1),
+            position_ids=torch.zeros(4, 1, 6, dtype=torch.int64, device=device),
+            cu_seq_lens_q=ends,
+            max_length_q=6,
+            pixel_values=pixels,
+            image_grid_thw=((1, side, side),),
+            use_cache=False,
+        )
     return model(input_ids=ids, use_cache=False)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import delta, forwards, gates, lora, mixture, pieces, rotary, slots
+from . import delta, forwards, gates, lora, mixture, pieces, rotary, slots, vision
 from . import latent as latent_form
 from .pieces import NotCovered
 
@@ -122,7 +122,7 @@ def embedding(module: nn.Module, facts: Facts) -> Answer:
 
 
 def inner_convolution(module: nn.Module, facts: Facts) -> Answer:
-    return Keep() if facts.inner and isinstance(module, nn.Conv1d) else None
+    return Keep() if facts.inner and isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) else None
 
 
 def structure(module: nn.Module, facts: Facts) -> Answer:
@@ -185,7 +185,11 @@ def decoder(module: nn.Module, facts: Facts) -> Answer:
     cache_name(module)
     lax = pieces.class_of(module).__module__.startswith(slots.GENERATED)  # its collators name more than models read
     note = f"{EXACT}; autocast is off inside"
-    return Replace(forwards.base_forward, "(lays out the batch)", note, known={"cache": facts.cache, "lax": lax})
+    known = {"cache": facts.cache, "lax": lax}
+    if vision.is_image_model(module):
+        known["vision"] = vision.image_model(module)
+        note += "; images among the tokens"
+    return Replace(forwards.base_forward, "(lays out the batch)", note, known=known)
 
 
 def cache_name(base: nn.Module) -> str:
@@ -206,8 +210,11 @@ def _causal_forward(facts: Facts) -> tuple[Callable, float, float | None]:
     @dataclass
     class Output(MoeModelOutputWithPast):
         cross_attentions: Any = None
+        image_outputs: Any = None
+        video_outputs: Any = None
+        rope_deltas: Any = None
 
-    model, base, config = facts.model, facts.base, facts.model.config
+    model, base, config = facts.model, facts.base, facts.model.config.get_text_config()
     if getattr(config, "output_router_logits", False):
         raise NotCovered("config.output_router_logits asks for a load balancing loss, which no aligned op computes")
     base_name, head_name = (
@@ -274,6 +281,38 @@ def _loss(model: nn.Module) -> tuple[bool, str]:
     if used is ForCausalLMLoss and "_loss_function" not in model.__dict__:
         return True, "loss: linear_cross_entropy"
     return False, "loss: your own function, not covered"
+
+
+# Images
+
+
+def patches(module: nn.Module, facts: Facts) -> Answer:
+    if not vision.is_patches(module):
+        return None
+    return Replace(vision.patches_forward(module), "linear", "patches", computes=tuple(module.children()))
+
+
+def tower(module: nn.Module, facts: Facts) -> Answer:
+    if not vision.is_tower(module):
+        return None
+    forward, buffers, note = vision.tower_forward(module)
+    tables = Replace(vision.tables_forward, "rope_cos_sin", note or "rows and columns", buffers=buffers)
+    return Replace(forward, "(lays out the images)", EXACT, children={"rotary_pos_emb": tables})
+
+
+def image_attention(module: nn.Module, facts: Facts) -> Answer:
+    if not vision.is_image_attention(module):
+        return None
+    forward = vision.image_attention_forward(pieces.class_of(module))
+    return Replace(forward, "attention_varlen, rope", "not causal, by image")
+
+
+def additions(module: nn.Module, facts: Facts) -> Answer:
+    """A decoder whose first layers are followed by an image's features."""
+    if not vision.has_deepstack(module):
+        return None
+    vision.check_deepstack(module)
+    return Replace(vision.deepstack_process, "(adds rows of images)", EXACT, "_deepstack_process")
 
 
 # Layers
@@ -369,6 +408,7 @@ def block(module: nn.Module, facts: Facts) -> Answer:
 
 PIECES: tuple[Callable[[nn.Module, Facts], Answer], ...] = (
     head, linear, dropout, embedding, inner_convolution, structure, layer_norm, gelu, activation, empty, adapter,
-    stranger, causal_model, decoder, transposed_linear, rotary_tables, attention, experts, router, delta_net,
+    stranger, causal_model, decoder, patches, tower, image_attention, additions, transposed_linear, rotary_tables,
+    attention, experts, router, delta_net,
     gated_norm, norm, choice, block,
 )  # fmt: skip

@@ -32,7 +32,7 @@ def frequencies(module: nn.Module, longrope: str | None) -> dict[str, Tensor]:
     names = [f"{prefix}inv_freq" for prefix in prefixes(module)]
     if not any(module._buffers[name].is_meta for name in names):
         return {name: module._buffers[name] for name in names}
-    configured = _configured(module, longrope)
+    configured = configured_of(module, longrope)
     return {name: configured[name] if module._buffers[name].is_meta else module._buffers[name] for name in names}
 
 
@@ -66,11 +66,11 @@ def rotary(module: nn.Module, longrope: str | None = None) -> tuple[Callable, st
         )
     if module._parameters or module._modules:
         raise NotCovered("a rotary embedding of another form")
-    configured = _configured(module, longrope)
+    configured = configured_of(module, longrope)
     found, notes = {}, []
     for prefix in prefixes(module):
         name = f"{prefix}inv_freq"
-        value, note = _judged(module, name, configured)
+        value, note = judged(module, name, configured)
         if value is not None:
             found[name] = value
         notes += [note] if note else []
@@ -78,11 +78,12 @@ def rotary(module: nn.Module, longrope: str | None = None) -> tuple[Callable, st
     return forward, "; ".join(dict.fromkeys([layout] * bool(layout) + notes)), found, layout
 
 
-def _configured(module: nn.Module, longrope: str | None) -> dict[str, Tensor]:
+def configured_of(module: nn.Module, longrope: str | None) -> dict[str, Tensor]:
     """What a module of its class and configuration is made with, on a CPU; empty where that cannot be made."""
     try:
         with torch.device("cpu"):
-            fresh = class_of(module)(module.config)
+            cls = class_of(module)
+            fresh = cls(module.config) if hasattr(module, "config") else cls(module.dim, module.theta)
             found = {name: buffer for name, buffer in fresh._buffers.items() if buffer is not None}
             if longrope == "long":
                 found |= _long(module)
@@ -110,7 +111,7 @@ def _long(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _judged(module: nn.Module, name: str, configured: dict[str, Tensor]) -> tuple[Tensor | None, str]:
+def judged(module: nn.Module, name: str, configured: dict[str, Tensor]) -> tuple[Tensor | None, str]:
     """What has to stand there instead, or None, and what to say of it."""
     buffer, wanted = module._buffers[name], configured.get(name)
     if buffer.is_meta:
@@ -144,10 +145,9 @@ _CAST = "frequencies are float32: load with dtype=... or cast parameters alone, 
 
 
 def _forward(module: nn.Module, configured: dict[str, Tensor], put: dict[str, Tensor]) -> tuple[Callable, str]:
-    positions = torch.tensor([[0, 1, 2, 7, 300]], dtype=torch.int64)
-    # of three axes, as text has them, which older releases want
-    given = positions.expand(3, -1, -1) if hasattr(module, "mrope_section") else positions
-    dtypes, layouts = set(), {"", PAIRS}
+    several = hasattr(module, "mrope_section")
+    positions = _PLACES[:, None] if several else _PLACES[:1]
+    dtypes, layouts, axes = set(), {"", PAIRS}, None
     for prefix in prefixes(module):
         name = f"{prefix}inv_freq"
         buffers = {
@@ -158,10 +158,13 @@ def _forward(module: nn.Module, configured: dict[str, Tensor], put: dict[str, Te
         tried.__dict__["_buffers"] = buffers
         if has_longrope(module):  # its own forward would put others there
             tried.__dict__["rope_type"] = _without_longrope(module)
+        if several:
+            axes = _axes_of(tried, name)
         for dtype in (torch.float32, torch.bfloat16):
-            args = [torch.zeros(1, 5, 4, dtype=dtype), given, *([prefix.removesuffix("_")] if prefix else [])]
+            args = [torch.zeros(1, 5, 4, dtype=dtype), positions, *([prefix.removesuffix("_")] if prefix else [])]
             got = run_stock(tried, *args)
-            expected = rope_cos_sin_ref(positions[0], buffers[name], scaling=_scaling(module, prefix))
+            places = _PLACES if axes else _PLACES[0]
+            expected = rope_cos_sin_ref(places, buffers[name], axes=axes, scaling=_scaling(module, prefix))
             tolerance = 1e-2 if got[0].dtype == torch.bfloat16 else 1e-4
             layouts = {
                 layout
@@ -172,10 +175,28 @@ def _forward(module: nn.Module, configured: dict[str, Tensor], put: dict[str, Te
                 raise NotCovered("a rotary embedding whose tables no aligned op computes")
             dtypes.add((dtype, got[0].dtype))
     if dtypes == {(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)}:
-        return _rotary_forward(cast=True), min(layouts)  # of one angle both are the same
+        return _rotary_forward(True, axes), min(layouts)  # of one angle both are the same
     if {out for _, out in dtypes} == {torch.float32}:
-        return _rotary_forward(cast=False), min(layouts)
+        return _rotary_forward(False, axes), min(layouts)
     raise NotCovered("a rotary embedding whose tables have another dtype")
+
+
+# of a trial, on three axes, as models of images take them
+_PLACES = torch.tensor([[0, 1, 2, 7, 300], [5, 3, 9, 11, 200], [2, 8, 4, 100, 50]], dtype=torch.int64)
+
+
+def _axes_of(tried: nn.Module, name: str) -> tuple[int, ...]:
+    """Which axis each frequency turns with, of a module whose frequencies may all be the same one."""
+    count = len(tried._buffers[name])
+    same = torch.full((count,), 2**-6, dtype=torch.float32)
+    other = twin(tried)
+    other.__dict__["_buffers"] = {**tried._buffers, name: same}
+    sin = run_stock(other, torch.zeros(1, 5, 4, dtype=torch.float32), _PLACES[:, None])[1][0, :, :count]
+    alone = [rope_cos_sin_ref(axis, same)[1][:, :1] for axis in _PLACES]
+    near = torch.stack([((sin - one).abs() < 1e-4).all(0) for one in alone])
+    if sin.shape != (5, count) or not bool((near.sum(0) == 1).all()):
+        raise NotCovered("a rotary embedding whose frequencies turn with none of three axes")
+    return tuple(near.int().argmax(0).tolist())
 
 
 def _laid(table: Tensor, layout: str) -> Tensor:
@@ -212,16 +233,16 @@ class Tables:
 
 
 @functools.cache
-def _rotary_forward(cast: bool) -> Callable:
+def _rotary_forward(cast: bool, axes: tuple[int, ...] | None) -> Callable:
     def rotary_forward(self, x, position_ids, layer_type=None):
-        if position_ids.dim() == 3:  # an axis more: of text all are equal (base_forward sees to that)
-            position_ids = position_ids[0]
         prefix = "" if layer_type is None else f"{layer_type}_"
         inv_freq = getattr(self, f"{prefix}inv_freq").to(x.device, torch.float32)
         dtype = x.dtype if cast else torch.float32
-        flat = position_ids.reshape(-1).to(x.device)
-        tables = vx.rope_cos_sin(flat, inv_freq, scaling=_scaling(self, prefix), dtype=dtype)
-        cos, sin = (t.view(*position_ids.shape, -1) for t in tables)
+        several = axes is not None and position_ids.dim() == 3
+        flat = (position_ids.flatten(1) if several else position_ids.reshape(-1)).to(x.device)
+        options = {"scaling": _scaling(self, prefix), "dtype": dtype, "axes": axes if several else None}
+        tables = vx.rope_cos_sin(flat, inv_freq, **options)
+        cos, sin = (t.view(*position_ids.shape[-2:], -1) for t in tables)
         return Tables(cos, sin) if not cast and self._vexact.sharded() else (cos, sin)
 
     return rotary_forward

@@ -8,7 +8,7 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 import torch
@@ -103,6 +103,7 @@ class Patch:
         self.cache = forwards.CACHES[0]  # by which name the decoder's own forward takes one
         self.lax = False  # whether arguments that no forward knows go by, if they are no cache
         self.by_mask = False  # whether the layout comes to attention with the mask alone
+        self.vision = None  # of a model of images: vision.Vision
         self.states = False  # whether layers have a state, which no cache of transformers holds
         self.description = None  # or why there is none
         self.attended: dict[int, Pages | State] = {}  # what each layer remembers, by what the audit saw
@@ -218,7 +219,8 @@ class Patch:
             head = self.described_head()
             try:
                 with _apart(self.model):
-                    self.description = describe(self.model, self.base, head, self.options["kv_segment"])
+                    found = describe(self.model, self.base, head, self.options["kv_segment"])
+                self.description = found if self.vision is None else replace(found, images=self.vision.described())
             except NotDescribed as reason:
                 self.description = reason
         if isinstance(self.description, NotDescribed):

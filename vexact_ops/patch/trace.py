@@ -6,7 +6,7 @@ was read compares with the forward itself.
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -142,13 +142,23 @@ class _Recorder(TorchDispatchMode):
 def hidden_states(
     model: torch.nn.Module, base: torch.nn.Module, dtypes: Mapping[str, torch.dtype] | None = None
 ) -> Value:
-    """The final hidden states of one sequence of a few tokens. The model may lie on meta; nothing of it changes.
+    """The final hidden states of one sequence of a few tokens."""
+    (found,) = recorded(model, lambda ids: [base(input_ids=ids, use_cache=False).last_hidden_state], dtypes)
+    return found
+
+
+def recorded(
+    model: torch.nn.Module,
+    call: Callable[[Tensor], list[Tensor]],
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> list[Value]:
+    """What call(ids) of a few tokens returns. The model may lie on meta; nothing of it changes.
 
     dtypes   by name, of parameters that are cast before the forward
     """
     # Not in inference mode, where composite operations come to the recorder as one.
     with torch.inference_mode(False), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-        caller = audit.Caller(model, lambda model, ids: base(input_ids=ids, use_cache=False))
+        caller = audit.Caller(model, lambda model, ids: call(ids))
         fakes, device = audit.fake_copies(caller)
         for name, dtype in (dtypes or {}).items():
             fake_name = f"model.{name}"
@@ -166,4 +176,4 @@ def hidden_states(
         finally:
             for module, training in flags:
                 module.training = training
-        return recorder.value(out.last_hidden_state)
+        return [recorder.value(x) for x in out]
