@@ -39,6 +39,7 @@ FILES = {
     "test_replicas.py",
     "test_stalled.py",
     "test_tensor_parallel.py",
+    "test_ulysses.py",
 }
 # What a process runs, of each kind.
 KINDS = (

@@ -39,6 +39,11 @@ class Job:
     set_in_code: dict[str, Any] = field(default_factory=dict)  # on the trainer's configuration, by nobody's option
     handed_over: bool = False  # to an engine of the same folder, in bf16, once it has been asked
 
+    @property
+    def ulysses(self) -> int:
+        """Ranks that share a batch's rows."""
+        return self.engine.get("ulysses_sequence_parallel_size", self.engine.get("ulysses_parallel_size", 1))
+
 
 @dataclass
 class Result:
@@ -77,7 +82,7 @@ def run(jobs: list[Job], folder: Path, ranks: int, vendor: str | None = "vexact"
         tail = "\n".join((folder / f"log{rank}.txt").read_text()[-4000:] for rank, code in enumerate(codes) if code)
         raise AssertionError(f"{ranks} ranks ended with {codes}:\n{tail}")
     parts = [torch.load(folder / f"result{rank}.pt", weights_only=False) for rank in range(ranks)]
-    return {job.name: _joined([part[job.name] for part in parts]) for job in jobs}
+    return {job.name: _joined([part[job.name] for part in parts[:: 1 if job.refused else job.ulysses]]) for job in jobs}
 
 
 def _joined(parts: list[Result]) -> Result:
@@ -171,9 +176,9 @@ def do(job: Job) -> Result:
     from verl.workers.utils.losses import ppo_loss
 
     torch.manual_seed(0)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    share = len(job.rows) // size
-    own = slice(rank * share, (rank + 1) * share)
+    rank, batches = dist.get_rank(), max(1, dist.get_world_size() // job.ulysses)
+    share = len(job.rows) // batches
+    own = slice(rank // job.ulysses * share, (rank // job.ulysses + 1) * share)
     temperature = job.temperature
     if not isinstance(temperature, float):
         temperature = torch.tensor(temperature)[own]
@@ -236,7 +241,7 @@ def do(job: Job) -> Result:
         engine.load_checkpoint(job.saved, del_local_after_load=False)
         restored = inferred()["log_probs"]
         del seen[-1], metrics[-1]
-    norms = [{"grad_norm": step["grad_norm"]} for step in metrics]
+    norms = [{name: step[name] for name in ("grad_norm",) if name in step} for step in metrics]  # some ranks have none
     return Result(first["log_probs"], first.get("entropy", []), after, seen, norms, weights, restored)
 
 

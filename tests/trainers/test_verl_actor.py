@@ -48,7 +48,10 @@ VEOMNI_SAME = {
     "checkpointed": ({"model_config": {"enable_gradient_checkpointing": True}}, True),
 }
 REFUSED = {
-    "ulysses": ({"engine": {"ulysses_sequence_parallel_size": 2}}, "ulysses_sequence_parallel_size: got 2, expected 1"),
+    "ulysses": (
+        {"engine": {"ulysses_sequence_parallel_size": 3}},
+        "ulysses_sequence_parallel_size: got 3, expected a divisor of num_attention_heads, ",
+    ),
     "lora": ({"model_config": {"lora_rank": 8}}, "lora_rank: got 8, expected 0"),
     "liger": ({"model_config": {"use_liger": True}}, "use_liger: got True"),
     "activations": ({"model_config": {"enable_activation_offload": True}}, "enable_activation_offload: got True"),
@@ -96,6 +99,9 @@ class Rollout:
 
     def drawn(self) -> list[torch.Tensor]:
         return [torch.tensor(c.logprobs) for c in self.done]
+
+
+TWO = ("qwen3", "qwen3_moe", "deepseek_v3")  # whose rows two ranks share
 
 
 def without_last(rows):
@@ -150,6 +156,9 @@ def fsdp2(request, folders, rollouts, tmp_path_factory):
         job("segments", folders, rollouts, rollout="segments", steps=0, model_config=segments),
         *(job(name, folders, rollouts, refused=True, **changes) for name, (changes, _) in REFUSED.items()),
     ]
+    if request.param == 2:
+        two = {"ulysses_sequence_parallel_size": 2}
+        jobs += [job(f"{family}-shared", folders, rollouts, family, engine=two) for family in TWO]
     return run(jobs, tmp_path_factory.mktemp("fsdp2") / "run", request.param)
 
 
@@ -168,7 +177,9 @@ def veomni(folders, rollouts, tmp_path_factory):
         made("bf16-weights", engine={"mixed_precision": False}),
         made("cooler", rollout="cooler", temperature=0.7),
         made("experts-apart", "qwen3_moe", engine={"expert_parallel_size": 2}),
-        made("ulysses", engine={"ulysses_parallel_size": 2}, refused=True),
+        *(made(f"{family}-shared", family, engine={"ulysses_parallel_size": 2}) for family in TWO),
+        made("experts-apart-shared", "qwen3_moe", engine={"ulysses_parallel_size": 2, "expert_parallel_size": 2}),
+        made("ulysses", engine={"ulysses_parallel_size": 3}, refused=True),
     ]
     return run(jobs, tmp_path_factory.mktemp("veomni") / "run", 2)
 
@@ -211,6 +222,25 @@ def test_after_training_they_are_those_of_the_handed_over_weights(family, fsdp2,
     assert any(not torch.equal(b, a) for b, a in zip(before, after)), "nothing was learnt"
     others = {name for name, tensor in weights.items() if tensor.dtype != torch.bfloat16}
     assert all(name.endswith("e_score_correction_bias") for name in others), "as the trainer's forward has them"
+
+
+def check_shared(found, family, rollouts, folders):
+    """What two ranks compute that share each row."""
+    rows = rollouts[family].rows
+    assert_bitwise(without_last(found.logprobs), rollouts[family].every(), "old_log_probs")
+    assert_bitwise(without_last(found.trained[0]), rollouts[family].every(), "the first training forward")
+    before, after = moved(folders[family], found.weights, rows)
+    assert_bitwise(without_last(found.after), after, "after training")
+    assert any(not torch.equal(b, a) for b, a in zip(before, after)), "nothing was learnt"
+
+
+@pytest.mark.parametrize("fsdp2", [2], ids=["2 ranks"], indirect=True)
+@pytest.mark.parametrize("family", TWO)
+def test_rows_that_two_ranks_share(family, fsdp2, rollouts, folders):
+    """Ulysses."""
+    found = fsdp2[f"{family}-shared"]
+    check_shared(found, family, rollouts, folders)
+    assert_bitwise(without_last(found.entropy), without_last(fsdp2[family].entropy), "entropies")
 
 
 @pytest.mark.parametrize("family", IN_BF16)
@@ -291,7 +321,12 @@ def test_veomni_experts_on_two_ranks(veomni, rollouts, folders):
 def test_veomni_weights_in_bf16_and_other_temperatures(veomni, rollouts):
     assert_bitwise(without_last(veomni["bf16-weights"].logprobs), rollouts["qwen3"].every())
     assert_bitwise(of_responses(veomni["cooler"].logprobs, rollouts["cooler"]), rollouts["cooler"].drawn())
-    assert veomni["ulysses"].error.startswith("ulysses_parallel_size: got 2, expected 1")
+    assert veomni["ulysses"].error.startswith("ulysses_parallel_size: got 3, expected a divisor of")
+
+
+@pytest.mark.parametrize("name", [*(f"{family}-shared" for family in TWO), "experts-apart-shared"])
+def test_veomni_rows_that_two_ranks_share(name, veomni, rollouts, folders):
+    check_shared(veomni[name], next((f for f in TWO if name == f"{f}-shared"), "qwen3_moe"), rollouts, folders)
 
 
 # ---- what must fail, and registering

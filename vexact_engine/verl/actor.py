@@ -11,8 +11,8 @@ patched before it is sharded (vexact_ops.patch), and what it is asked for: the l
 there, and their entropies, with gradients, formed in the output layer's own call. T x V logits are never held, so
 use_fused_kernels, entropy_checkpointing, entropy_from_logits_with_chunking and use_torch_compile change nothing.
 
-Refused by name: strategies other than fsdp2 and veomni, Ulysses above 1, LoRA, Liger, quantisation-aware training,
-router replay, offload of activations, distillation from top-k, calculate_sum_pi_squared.
+Refused by name: strategies other than fsdp2 and veomni, LoRA, Liger, quantisation-aware training, router replay,
+offload of activations, distillation from top-k, calculate_sum_pi_squared.
 """
 
 import copy
@@ -89,7 +89,7 @@ class AlignedEngine:
 
     def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
         pad, offsets = output_args.get("pad_size", 0), micro_batch["input_ids"].offsets()
-        values = (value[: value.shape[0] - pad] for value in output)
+        values = (self._gather_and_unpad_packed(value, pad) for value in output)
         return {
             name: torch.nested.nested_tensor_from_jagged(value, offsets)
             for name, value in zip(("log_probs", "entropy"), values)
@@ -110,7 +110,8 @@ class AlignedFSDPEngine(AlignedEngine, engines.FSDPEngineWithLMHead):
             return super()._build_module()
 
     def _build_fsdp_module(self, module):
-        self.aligned = vx.patch.hf(module, **_patch_options(self.model_config))
+        options = _patch_options(self.model_config)
+        self.aligned = vx.patch.hf(module, **options, sequence_parallel=self.ulysses_parallel_group)
         if self.rank == 0:
             _LOG.info("the model on aligned ops:\n%s", self.aligned.report())
         return super()._build_fsdp_module(module)
@@ -163,9 +164,10 @@ def refuse(model_config, engine_config) -> None:
     """raises NotImplementedError naming a setting of verl's under which the actor's bits would not be the rollout's"""
     if engine_config.strategy in OTHERS:
         raise NotImplementedError(f"strategy: got {engine_config.strategy}, {_STRATEGIES}")
+    heads = getattr(model_config.hf_config, "num_attention_heads", 0)
     for name in ("ulysses_sequence_parallel_size", "ulysses_parallel_size"):
-        if getattr(engine_config, name, 1) > 1:
-            raise NotImplementedError(f"{name}: got {getattr(engine_config, name)}, expected 1")
+        if heads % (size := getattr(engine_config, name, 1)):
+            raise ValueError(f"{name}: got {size}, expected a divisor of num_attention_heads, {heads}")
     if model_config.lora_rank > 0 or model_config.lora_adapter_path:
         raise NotImplementedError(
             f"lora_rank: got {model_config.lora_rank}, expected 0: a rollout has adapters merged into its weights and "

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import vexact_ops as vx
 
 from .description import Pages, State
+from .ulysses import Ulysses
 
 
 @dataclass
@@ -120,6 +121,7 @@ class Layout:
     kv_segment: int | None = None
     seen: list[Asked] | None = None  # the audit's record of what each module that remembers asks for
     autocast: bool = False  # the forward was called under autocast, which is off inside
+    ulysses: Ulysses | None = None  # the rows are one rank's share; cu_q is of all of them
 
 
 def plain(batch: int, length: int, past: int, device, **options) -> Layout:
@@ -169,6 +171,23 @@ def packed(cu_seqlens: Tensor, length: int, max_seqlen: int | None, **options) -
     if max_seqlen is None:
         max_seqlen = max(int(cu.diff().max()), 1) if cu.numel() > 1 else 1
     return Layout(cu, int(max_seqlen), None, length, None, None, **options)
+
+
+def shared(
+    ulysses: Ulysses, cu_seqlens: Tensor | None, position_ids: Tensor | None, length: int, longest: int | None,
+    device: torch.device, **options,
+) -> tuple[Layout, Tensor]:  # fmt: skip
+    """Of a row of which each rank has so many tokens. Where sequences begin is said for all of them, or seen in the
+    positions, which ranks tell one another."""
+    tokens = ulysses.size * length
+    if cu_seqlens is None and position_ids is not None:
+        cu_seqlens = restarts(ulysses.gather(position_ids), 1, tokens)
+    if cu_seqlens is None:
+        cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+    check_cu("cu_seq_lens_q", cu_seqlens, tokens, look=False)
+    if position_ids is None:
+        position_ids = positions_of(cu_seqlens, tokens)[:, ulysses.rank * length :][:, :length]
+    return packed(cu_seqlens, length, longest, ulysses=ulysses, **options), position_ids
 
 
 def check_cu(name: str, cu_seqlens: Tensor, tokens: int, look: bool = True) -> None:
@@ -313,6 +332,8 @@ def attend(
         )
     if missing:  # a window's cache has dropped its oldest keys: put their places back, as blocks are cut from the start
         k, v = (heads_last(torch.nn.functional.pad(x, (0, 0, missing, 0))) for x in (key, value))
+    if layout.ulysses is not None:
+        return _attend_shared(layout, q, k, v, options).view(batch, length, heads, -1), None
     if layout.q_index is not None:
         q, k, v = q[layout.q_index], k[layout.k_index], v[layout.k_index]
     out = vx.attention_varlen(q, k, v, layout.cu_q, layout.max_q, cu_seqlens_k=layout.cu_k, **options)
@@ -320,6 +341,19 @@ def attend(
         full = out.new_zeros(batch * length, *out.shape[1:])
         out = full.index_copy(0, layout.q_index, out)
     return out.view(batch, length, heads, -1), None
+
+
+def _attend_shared(layout: Layout, q: Tensor, k: Tensor, v: Tensor, options: dict) -> Tensor:
+    """Of this rank's rows: whole sequences of its heads, for other ranks' rows too."""
+    ulysses, heads, key_heads = layout.ulysses, q.shape[1], k.shape[1]
+    q, k, v = ulysses.to_heads(key_heads, q, k, v)
+    if options["sinks"] is not None:
+        options["sinks"] = options["sinks"][ulysses.own(heads, key_heads)]
+    if k.shape[1]:
+        out = vx.attention_varlen(q, k, v, layout.cu_q, layout.max_q, **options)
+    else:  # no head is left for it; its backward takes part in the exchange all the same
+        out = torch.cat((v, q, k), -1)[..., : v.shape[-1]]
+    return ulysses.to_rows(key_heads, heads, out)
 
 
 def _attend_paged(module, q: Tensor, k: Tensor, v: Tensor, paged: PagedBatch, options: dict) -> Tensor:

@@ -19,6 +19,7 @@ from .batch import Asked, Layout
 from .description import State, delta_state
 from .forwards import one_cache
 from .pieces import NotCovered, agree, class_of, is_linear, random, run_stock, small_linear, twin
+from .ulysses import Ulysses
 
 APART = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 BY_HEAD = ("in_proj_qkvz", "in_proj_ba")
@@ -76,20 +77,26 @@ def _delta_forward(names: tuple[str, ...]) -> Callable:
             x = x[layout.q_index]
         qkv, z, b, a = _projected(self, x, names)
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        decay, ulysses = (self.A_log, self.dt_bias), layout.ulysses
+        if ulysses is not None:
+            qkv, b, a, weight, bias, decay = _to_heads(self, ulysses, qkv, b, a, weight, bias)
         slots, step, longest = _remembered(self, layout, one_cache(cache, cache_params), x)
         if slots is None:
             qkv = vx.causal_conv(qkv, weight, bias, cu_seqlens=layout.cu_q, activation=self.activation)
         else:
             state, taps, *opened = slots
             qkv = vx.causal_conv_paged(qkv, weight, bias, taps, *step, activation=self.activation)
-        q, k, v = qkv.split((self.key_dim, self.key_dim, self.value_dim), -1)
+        share = 1 if ulysses is None else ulysses.size
+        q, k, v = qkv.split([dim // share for dim in (self.key_dim, self.key_dim, self.value_dim)], -1)
         q, k = (t.unflatten(1, (-1, self.head_k_dim)) for t in (q, k))
         v = v.unflatten(1, (-1, self.head_v_dim))
-        g, beta = vx.delta_gates(a, b, self.A_log, self.dt_bias)
+        g, beta = vx.delta_gates(a, b, *decay)
         if slots is None:
             out = vx.gated_delta_varlen(q, k, v, g, beta, layout.cu_q)
         else:
             out = vx.gated_delta_paged(q, k, v, g, beta, state, *opened, *step, longest)
+        if ulysses is not None:
+            out = ulysses.to_rows(self.num_k_heads, self.num_v_heads, out)
         out = self.out_proj(self.norm(out, z).flatten(1))
         if layout.q_index is not None:
             full = out.new_zeros(hidden_states.shape[:2].numel(), out.shape[1])
@@ -97,6 +104,26 @@ def _delta_forward(names: tuple[str, ...]) -> Callable:
         return out.view(*hidden_states.shape[:2], -1)
 
     return delta_forward
+
+
+def _to_heads(module: nn.Module, ulysses: Ulysses, qkv: Tensor, b: Tensor, a: Tensor, weight: Tensor, bias):
+    """Whole sequences of this rank's heads, and what of the weights is theirs."""
+    keys, values = module.num_k_heads, module.num_v_heads
+    if keys % ulysses.size:
+        raise ValueError(
+            f"sequence_parallel: got {ulysses.size} ranks for a gated delta net of {keys} key heads, expected a divisor"
+        )
+    dims, heads = (module.key_dim, module.key_dim, module.value_dim), (keys, keys, values)
+    q, k, v = (t.unflatten(1, (count, -1)) for t, count in zip(qkv.split(dims, -1), heads))
+    *qkv, b, a = (t.flatten(1) for t in ulysses.to_heads(keys, q, k, v, b[..., None], a[..., None]))
+    own = ulysses.own(values, keys)
+
+    def of_heads(channels: Tensor) -> Tensor:
+        parts = (t.unflatten(0, (count, -1)) for t, count in zip(channels.split(dims), heads))
+        return torch.cat([part[ulysses.own(count, keys)].flatten(0, 1) for part, count in zip(parts, heads)])
+
+    bias = None if bias is None else of_heads(bias)
+    return torch.cat(qkv, -1), b, a, of_heads(weight), bias, (module.A_log[own], module.dt_bias[own])
 
 
 def _remembered(module: nn.Module, layout: Layout, cache, x: Tensor):

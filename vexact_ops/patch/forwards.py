@@ -111,10 +111,18 @@ def base_forward(
     given_positions = position_ids is not None and axes is None
     options = {"kv_segment": patch.options["kv_segment"], "seen": patch.seen, "autocast": vexact_autocast}
     past = int(cache.get_seq_length()) if cache is not None else 0
+    shared = patch.ulysses if patch.seen is None else None
     if patch.states and use_cache is None and cache is None and torch.is_grad_enabled():
         use_cache = False  # whatever the config says: what goes on from a state has no gradients
     alone = None  # the name of an argument that goes without a cache
-    if vexact_paged is not None:
+    if shared is not None:
+        alone = "sequence_parallel"
+        if vexact_paged is not None or attention_mask is not None or size[0] != 1:
+            raise ValueError("sequence_parallel: expected a share of one packed row, and no attention_mask")
+        layout, position_ids = batch.shared(
+            shared, cu_seq_lens_q, position_ids, size[1], max_length_q, device, **options
+        )
+    elif vexact_paged is not None:
         alone = "vexact_paged"
         if attention_mask is not None or position_ids is None or size[0] != 1:
             raise ValueError("vexact_paged: expected one row of tokens with position_ids and without attention_mask")
@@ -243,6 +251,8 @@ def causal_forward(
         "pixel_values": pixel_values, "image_grid_thw": image_grid_thw, "mm_token_type_ids": mm_token_type_ids
     }  # fmt: skip
     kwargs |= {name: value for name, value in of_images.items() if value is not None}
+    if labels is not None and patch.ulysses is not None:
+        raise ValueError("labels: got some under sequence_parallel, expected vexact_score of each rank's own rows")
     if kwargs.pop("output_router_logits", None):
         raise ValueError("output_router_logits: got True, but the load balancing loss it asks for is not covered")
     own_loss = labels is not None and self.loss_function is not aligned_loss

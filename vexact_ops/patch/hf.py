@@ -4,7 +4,7 @@ import functools
 import logging
 import re
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,10 @@ from .grids import grids_of
 from .images import Encoded, check_pixels, encode
 from .stage import Stage
 from .state import ACTIVE, LOCK, Patch, Report
+from .ulysses import Ulysses
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 TESTED = (5, 24)  # the newest release of transformers that the tests have seen
 _LOG = logging.getLogger(__name__)
@@ -228,6 +232,8 @@ class Handle:
             raise ValueError(f"logprobs: input_ids: got shape {got}, expected (B, S) or (T,) with at least one token")
         if cu_seqlens is not None and attention_mask is not None:
             raise ValueError("logprobs: attention_mask: got one next to cu_seqlens, expected one of them")
+        if patch.ulysses is not None:
+            raise ValueError("logprobs: the model is patched with sequence_parallel: call it with vexact_score")
         ids = input_ids if input_ids.dim() == 2 else input_ids[None]
         if position_ids is not None and position_ids.dim() == 1:
             position_ids = position_ids[None]
@@ -339,6 +345,7 @@ def hf(
     latent: bool = False,
     longrope: str | None = None,
     training: bool = True,
+    sequence_parallel: "dist.ProcessGroup | None" = None,
 ) -> Handle:
     """Run a Hugging Face decoder on aligned ops: training, generation and a paged engine get the same bits.
 
@@ -354,6 +361,11 @@ def hf(
     longrope    which factors a rotary embedding of the type longrope has for all sequences, "short" or "long", where
                 transformers looks at the longest one of the batch: declare it on both sides
     training    False, of an engine: rates of dropout are passed over, and raise where it is trained after all
+    sequence_parallel  ranks that hold a packed row's tokens in equal shares, in this order (Ulysses). Each calls the
+                forward with its own input_ids and position_ids, and cu_seq_lens_q, if any, of the whole row; rows
+                that fill it up are a sequence of their own. Log-probabilities, entropies and gradients of
+                activations are those of one rank; gradients of weights are those of a rank's rows, to be added up.
+                For vexact_score alone: labels and handle.logprobs would want the next rank's first token
     returns     a Handle: context manager, report(), undo(), logprobs(), logits()
 
     What changes, for this instance: linear layers, root-mean-square norms, gated feed-forward blocks, the routers and
@@ -427,13 +439,23 @@ def hf(
     options = {"kv_segment": kv_segment, "latent": latent, "longrope": longrope}
     with LOCK:
         patch = model.__dict__.get("_vexact")
+        ulysses = None if sequence_parallel is None else Ulysses.of(sequence_parallel)
         if patch is None:
             patch = Patch(model, options, strict, training)
             patch.build()
+            if ulysses is not None and patch.vision is not None:
+                patch.revert()
+                raise ValueError(
+                    f"patch.hf: sequence_parallel: got ranks for a {type(model).__name__}, whose rows may have images: "
+                    "expected a text model, or None"
+                )
+            patch.ulysses = ulysses
         elif patch.model is not model:
             raise ValueError(
                 f"patch.hf: model: got a part of a {type(patch.model).__name__} that is patched as a whole: patch that"
             )
+        elif patch.ulysses != ulysses:
+            raise ValueError("patch.hf: sequence_parallel: got another group than the model is patched with")
         elif patch.options != options:
             raise ValueError(f"patch.hf: options: got {options}, but the model is patched with {patch.options}")
         else:

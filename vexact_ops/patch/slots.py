@@ -11,6 +11,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 import vexact_ops as vx
 
 from . import forwards
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 GENERATED = "veomni.models.transformers."
 LOSS = "cross_entropy_loss"
@@ -132,7 +136,7 @@ def causal_loss(
     raises            ValueError without hidden states, weights or labels, under sequence parallelism, or on what is not
                       covered: distillation from a teacher's top k; TypeError on a temperature of another dtype
     """
-    refuse_sequence_parallel()
+    refuse_sequence_parallel("give vexact_score=vexact_ops.patch.Score(...) in place of labels")
     if hidden_states is None or weights is None or (labels is None and shift_labels is None):
         raise ValueError("vexact loss: got no hidden_states, weights or labels, expected all: logits are not read")
     if teacher_topk_ids is not None or teacher_topk_log_probs is not None:
@@ -160,14 +164,21 @@ def causal_loss(
     return None, None, FusedLinearAuxOutput(log_probs=whole[0], entropy=whole[1])
 
 
-def refuse_sequence_parallel() -> None:
+def sequence_parallel() -> "ProcessGroup | None":
+    """The ranks of VeOmni's Ulysses, None where it is off. ValueError where its context parallelism is on, which cuts
+    sequences."""
     from veomni.distributed.parallel_state import get_parallel_state, is_parallel_state_initialized
 
-    if is_parallel_state_initialized() and get_parallel_state().sp_enabled:
-        raise ValueError(
-            "vexact: VeOmni's sequence parallelism (ulysses_size, cp_size) is on, expected both 1: a rank would see a "
-            "part of each sequence"
-        )
+    if not is_parallel_state_initialized():
+        return None
+    if get_parallel_state().cp_enabled:
+        raise ValueError("vexact: VeOmni's context parallelism (cp_size) is on, expected 1; ulysses_size may be more")
+    return get_parallel_state().ulysses_group
+
+
+def refuse_sequence_parallel(what: str) -> None:
+    if sequence_parallel() is not None:
+        raise ValueError(f"vexact: VeOmni's Ulysses (ulysses_size) is on: {what}")
 
 
 def refuse_replay() -> None:

@@ -21,6 +21,7 @@ from .describe import describe
 from .description import Decoder, Head, NotDescribed, Pages, State
 from .recognise import INNER
 from .report import table
+from .ulysses import Ulysses
 
 LOCK = threading.RLock()
 ACTIVE: "weakref.WeakSet[Patch]" = weakref.WeakSet()  # of this process
@@ -92,6 +93,7 @@ class Patch:
     def __init__(self, model: nn.Module, options: dict, strict: bool, trains: bool = True):
         self.model, self.options, self.strict, self.handles = model, options, strict, 0
         self.trains = trains
+        self.ulysses: Ulysses | None = None
         self.builds = 0
         self.clear()
 

@@ -168,12 +168,15 @@ def recorded(
         first = {id(tensor): name for name, tensor in reversed(fakes.items())}
         recorder = _Recorder({n.removeprefix("model."): t for n, t in fakes.items() if first[id(t)] == n})
         flags = [(module, module.training) for module in model.modules()]
+        patch = model._vexact
+        ulysses, patch.ulysses = patch.ulysses, None  # the sequence is one rank's own
         try:
             for module, _ in flags:
                 module.training = False
             with recorder, audit.unhooked(model):
                 out = torch.func.functional_call(caller, fakes, (ids,), tie_weights=False)
         finally:
+            patch.ulysses = ulysses
             for module, training in flags:
                 module.training = training
         return [recorder.value(x) for x in out]

@@ -96,22 +96,23 @@ class VeOmni:
 
         The causal language model's forward stays VeOmni's, so that its output keeps its fields: loss, and with
         return_log_probs=True fused_linear_aux.log_probs and .entropy at `temperature`; without labels, fp32 logits.
-        Sequences are packed in one row with cu_seq_lens_q (and _k), or lie in a padded batch.
+        Sequences are packed in one row with cu_seq_lens_q (and _k), or lie in a padded batch. Under VeOmni's Ulysses
+        each rank has its share of the row, cu_seq_lens_q is of the whole, and vexact_score goes in place of labels.
 
         Parameters are bf16 when the forward runs: FSDP2's mixed precision sees to that, with fp32 masters. At world
         size 1 VeOmni has no FSDP and wants init_device="cuda": there build with torch_dtype="bfloat16" and
         MixedPrecisionConfig(enable=False), or call fully_shard yourself; fp32 parameters under autocast raise.
 
         raises  ValueError where a slot of the model's module, or attn_implementation, holds something else than
-                vexact (naming VeOmni's field), or under sequence parallelism; TypeError where VeOmni did not build it;
+                vexact (naming VeOmni's field), or under context parallelism; TypeError where VeOmni did not build it;
                 UnsupportedModule as patch.hf; RuntimeError after undo()
         """
         with LOCK:
             if not self._active:
                 raise RuntimeError("patch.veomni: this patch has been undone")
             _check_built(model)
-            slots.refuse_sequence_parallel()
-            handle = hf(model, kv_segment=kv_segment, latent=latent, longrope=longrope)
+            shared = slots.sequence_parallel()
+            handle = hf(model, kv_segment=kv_segment, latent=latent, longrope=longrope, sequence_parallel=shared)
             self._handles.append(handle)
             return handle
 
@@ -264,7 +265,7 @@ def _attention(module, query, key, value, attention_mask, dropout=0.0, *, cu_seq
                 "vexact attention: got no cu_seq_lens_q, or not one row of packed sequences: cover the model "
                 "(vexact_ops.patch.veomni().cover(model)), or pack"
             )
-        slots.refuse_sequence_parallel()
+        slots.refuse_sequence_parallel("cover the model (vexact_ops.patch.veomni().cover(model))")
         kwargs["vexact_layout"] = batch.packed(cu_seq_lens_q, query.shape[2], longest)
     return batch.attend(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
 
