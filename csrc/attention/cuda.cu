@@ -100,6 +100,7 @@ void for_sizes(const Tensor& q, int64_t dv, F f) {
     if (d == 96 && dv == 96) return f(tag, integral_constant<int, 96>{}, integral_constant<int, 96>{});
     if (d == 128 && dv == 128) return f(tag, integral_constant<int, 128>{}, integral_constant<int, 128>{});
     if (d == 192 && dv == 128) return f(tag, integral_constant<int, 192>{}, integral_constant<int, 128>{});
+    if (d == 256 && dv == 256) return f(tag, integral_constant<int, 256>{}, integral_constant<int, 256>{});
     STD_TORCH_CHECK(false, "attention: no kernel for head dims ", d, " and ", dv);
   };
   q.scalar_type() == ScalarType::BFloat16 ? typed(__nv_bfloat16{}) : typed(__half{});
@@ -118,7 +119,7 @@ void attention_flash_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Ten
   check_device(device);
   Maps maps{};
   if (a.keys > 0 && q.size(2) % 64 == 0 && v.size(2) % 64 == 0) {
-    a.box = flash::kKeys;
+    a.box = flash::keys_of(int(q.size(2)));
     maps = {tensor_map(k, a.box), tensor_map(v, a.box)};
   }
   for_sizes(q, v.size(2), [&](auto tag, auto d, auto dv) {
@@ -138,10 +139,10 @@ void attention_flash_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor bloc
   const cudaStream_t stream = current_stream(q);
   const int device = q.get_device_index();
   check_device(device);
-  const int64_t page_size = k_cache.size(1);
-  const bool fits = page_size % flash::kKeys == 0 || (flash::kKeys % page_size == 0 && page_size >= 8);
+  const int64_t page_size = k_cache.size(1), keys = flash::keys_of(int(q.size(2)));
+  const bool fits = page_size % keys == 0 || (keys % page_size == 0 && page_size >= 8);
   if (fits && a.pages > 0 && q.size(2) % 64 == 0 && v_cache.size(3) % 64 == 0)
-    a.box = int(page_size < flash::kKeys ? page_size : flash::kKeys);
+    a.box = int(page_size < keys ? page_size : keys);
   const int64_t values = int64_t(a.sequences) * a.segments * q.size(1) * (v_cache.size(3) + 2);
   const int64_t flags = int64_t(a.sequences) * a.segments * q.size(1);
   // Few rows may wait for their segments one by one, in multiprocessors that others do not need.

@@ -3,7 +3,7 @@
 //
 // The order, for one row (a query head at one position), a function of absolute key positions alone:
 // - a score is one fp32 accumulator over D, 16 at a time, ascending;
-// - blocks of 128 keys, cut at multiples of 128, are taken from the last that is seen to the first (order: descending);
+// - blocks of keys_of(D) keys, cut at multiples of it, are taken from the last that is seen to the first (order: descending);
 // - the running maximum is that of the unscaled scores; a probability is exp2(fma(score, scale, -maximum * scale)),
 //   with the hardware's exp2, rounded to the inputs' dtype for the product with the values;
 // - four partial sums, of the keys that are 2t and 2t + 1 modulo 8, take a block's probabilities one by one, ascending;
@@ -28,7 +28,8 @@
 
 namespace vx::flash {
 
-constexpr int kKeys = 128;  // of a block
+// Keys of a block; half as many of wide heads, for shared memory to hold two blocks of keys and of values beside queries.
+__host__ __device__ constexpr int keys_of(int d) { return d > 192 ? 64 : 128; }
 constexpr float kLn2 = 0.693147182464599609375f;
 
 struct Args {
@@ -165,10 +166,10 @@ __device__ __forceinline__ void copy16(uint32_t to, const void* from, bool wante
 
 // A block lies in shared memory as the copy engine puts it: 64 columns after another, rows of 128 bytes, whose 16-byte
 // chunks are exchanged so that eight rows at one column are in eight different banks. Other widths: whole rows, likewise.
-template <int WIDTH>
+template <int WIDTH, int ROWS>
 __device__ __forceinline__ int chunk_at(int row, int chunk) {
   constexpr int kChunks = WIDTH / 8;
-  if constexpr (kChunks % 8 == 0) return ((chunk / 8 * kKeys + row) * 8 + ((chunk ^ row) & 7)) * 16;
+  if constexpr (kChunks % 8 == 0) return ((chunk / 8 * ROWS + row) * 8 + ((chunk ^ row) & 7)) * 16;
   return (row * kChunks + (chunk ^ ((row >> 1) & 3))) * 16;
 }
 
@@ -189,16 +190,16 @@ __device__ __forceinline__ int2 locate(const Args& a, int sequence, int k_begin,
 }
 
 // The keys of a block, or their values: rows of one head. A row that is not to be read becomes zeros.
-template <int WIDTH, int THREADS>
+template <int WIDTH, int KEYS, int THREADS>
 __device__ __forceinline__ void load_block(uint32_t to, const void* base, int64_t page_step, int64_t row_step,
                                            const int2* places) {
   constexpr int kChunks = WIDTH / 8;
 #pragma unroll 4
-  for (int i = threadIdx.x; i < kKeys * kChunks; i += THREADS) {
+  for (int i = threadIdx.x; i < KEYS * kChunks; i += THREADS) {
     const int row = i / kChunks, chunk = i - row * kChunks;
     const int2 at = places[row];
     const int64_t from = max(at.x, 0) * page_step + at.y * row_step + chunk * 8;
-    copy16(to + chunk_at<WIDTH>(row, chunk), static_cast<const char*>(base) + from * 2, at.x >= 0);
+    copy16(to + chunk_at<WIDTH, KEYS>(row, chunk), static_cast<const char*>(base) + from * 2, at.x >= 0);
   }
 }
 

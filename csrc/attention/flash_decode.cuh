@@ -33,6 +33,7 @@ __device__ __forceinline__ int32_t* ready_at(const Args& a, int sequence, int sp
 
 template <int D, int DV, int SLOTS>
 struct DecodeShared {
+  static constexpr int kKeys = keys_of(D);
   static constexpr int kSlot = kKeys * (D > DV ? D : DV) * 2;
   alignas(1024) uint8_t slots[SLOTS][kSlot];
   alignas(16) uint8_t p[kDecodeRows][kKeys * 2 + 16];  // probabilities as the product with V takes them
@@ -50,6 +51,7 @@ __global__ void __launch_bounds__(kDecodeThreads) decode_kernel(const Args a) {
 #ifdef VX_FLASH_DEVICE
   static_assert(SLOTS % 2 == 1);
   constexpr int kAhead = (SLOTS - 1) / 2;  // blocks
+  constexpr int kKeys = keys_of(D), kEach = kKeys / 4;  // of a block, and of a warp
   constexpr int kTiles = DV / 32;          // columns of a warp, in eights
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& s = *reinterpret_cast<DecodeShared<D, DV, SLOTS>*>(raw);
@@ -110,7 +112,7 @@ __global__ void __launch_bounds__(kDecodeThreads) decode_kernel(const Args a) {
       return locate(a, sequence, 0, (last - n) * kKeys + tid, lo, hi);
     };
     auto note = [&](int n, int2 at) {
-      s.places[n & 1][tid] = at;
+      if (tid < kKeys) s.places[n & 1][tid] = at;
     };
     auto issue = [&](int n) {  // K and V of block last - n
 #pragma unroll
@@ -118,9 +120,9 @@ __global__ void __launch_bounds__(kDecodeThreads) decode_kernel(const Args a) {
         const uint32_t slot = (unit0 + 2 * n + half) % SLOTS, bar = shared_address(&s.full[slot]);
         const uint32_t to = shared_address(s.slots[slot]);
         if (half == 0)
-          load_block<D, kDecodeThreads>(to, k, a.k_page, a.k_row, s.places[n & 1]);
+          load_block<D, kKeys, kDecodeThreads>(to, k, a.k_page, a.k_row, s.places[n & 1]);
         else
-          load_block<DV, kDecodeThreads>(to, v, a.v_page, a.v_row, s.places[n & 1]);
+          load_block<DV, kKeys, kDecodeThreads>(to, v, a.v_page, a.v_row, s.places[n & 1]);
         arrive_when_copied(bar);
       }
     };
@@ -158,25 +160,25 @@ __global__ void __launch_bounds__(kDecodeThreads) decode_kernel(const Args a) {
       const uint32_t k_unit = unit0 + 2 * n, v_unit = k_unit + 1;
 
       barrier_wait(shared_address(&s.full[k_unit % SLOTS]), (k_unit / SLOTS) & 1);
-      float c[4][4] = {};
+      float c[kEach / 8][4] = {};
       {
         const uint32_t base = shared_address(s.slots[k_unit % SLOTS]);
 #pragma unroll
         for (int kk = 0; kk < D / 32; ++kk)  // order: D ascending
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
+          for (int j = 0; j < kEach / 8; ++j) {
             uint32_t b[4];
-            ldmatrix4(b, base + chunk_at<D>(warp * 32 + j * 8 + lane % 8, kk * 4 + lane / 8));
+            ldmatrix4(b, base + chunk_at<D, kKeys>(warp * kEach + j * 8 + lane % 8, kk * 4 + lane / 8));
             mma<T>(c[j], qf[2 * kk], b[0], b[1]);
             mma<T>(c[j], qf[2 * kk + 1], b[2], b[3]);
           }
       }
       if (key0 < lo || key0 + kKeys > hi) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
+        for (int j = 0; j < kEach / 8; ++j)
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            const int key = key0 + warp * 32 + j * 8 + t * 2 + e;
+            const int key = key0 + warp * kEach + j * 8 + t * 2 + e;
             if (key < lo || key >= hi) c[j][e] = c[j][2 + e] = -INFINITY;
           }
       }
@@ -184,7 +186,7 @@ __global__ void __launch_bounds__(kDecodeThreads) decode_kernel(const Args a) {
       for (int r = 0; r < 2; ++r) {
         float x = fmaxf(c[0][2 * r], c[0][2 * r + 1]);
 #pragma unroll
-        for (int j = 1; j < 4; ++j) x = fmaxf(x, fmaxf(c[j][2 * r], c[j][2 * r + 1]));
+        for (int j = 1; j < kEach / 8; ++j) x = fmaxf(x, fmaxf(c[j][2 * r], c[j][2 * r + 1]));
         x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
         x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
         if (t == 0) s.top[warp][g + 8 * r] = x;
@@ -206,10 +208,10 @@ __global__ void __launch_bounds__(kDecodeThreads) decode_kernel(const Args a) {
         m[r] = x;
         if (warp == 0 && t == 0) s.kept[row] = kept[r];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
+        for (int j = 0; j < kEach / 8; ++j) {
           const float p0 = exp2_fast(__fmaf_rn(c[j][2 * r], a.scale, -shift));
           const float p1 = exp2_fast(__fmaf_rn(c[j][2 * r + 1], a.scale, -shift));
-          const int key = warp * 32 + j * 8 + t * 2;
+          const int key = warp * kEach + j * 8 + t * 2;
           *reinterpret_cast<float2*>(&s.sums[row][key]) = make_float2(p0, p1);
           *reinterpret_cast<uint32_t*>(&s.p[row][key * 2]) = pack<T>(p0, p1);
         }
@@ -232,7 +234,7 @@ __global__ void __launch_bounds__(kDecodeThreads) decode_kernel(const Args a) {
           for (int j = 0; j < kTiles; j += 2) {
             uint32_t b[4];  // with an odd number of tiles the last read is of a neighbour's columns, and unused
             const int column = min(warp * kTiles + j + lane / 16, DV / 8 - 1);
-            ldmatrix4_trans(b, base + chunk_at<DV>(kk * 16 + lane % 16, column));
+            ldmatrix4_trans(b, base + chunk_at<DV, kKeys>(kk * 16 + lane % 16, column));
             mma<T>(acc[j], pf, b[0], b[1]);
             if (j + 1 < kTiles) mma<T>(acc[j + 1], pf, b[2], b[3]);
           }

@@ -63,7 +63,7 @@ Args arguments(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
   check_rows(v, "v", hk, dv, type);
   check_rows(out, "out", hq, dv, type);
   STD_TORCH_CHECK(out.is_contiguous() && out.size(0) == q.size(0), "out: expected contiguous (T, Hq, Dv)");
-  STD_TORCH_CHECK(window >= 0 && segment >= 0 && segment % flash::kKeys == 0, "attention: kv_segment ", segment);
+  STD_TORCH_CHECK(window >= 0 && segment >= 0 && segment % 128 == 0, "attention: kv_segment ", segment);
   Args a{};
   a.q = data(q), a.k = data(k), a.v = data(v), a.out = mutable_data(out);
   a.q_at = ints(q_at, "cu_seqlens_q", q_at.numel());

@@ -23,6 +23,7 @@ __device__ __forceinline__ int boxed_at(int row, int chunk, int rows) {
 
 template <int D, int DV, int ROWS>
 struct StreamShared {
+  static constexpr int kKeys = keys_of(D);
   static constexpr int kSlot = kKeys * (D > DV ? D : DV) * 2;
   static constexpr int kSlots = (192 << 10) / kSlot;
   static_assert(kSlots % 2 == 0);  // so that a slot holds keys only, or values only: nobody waits for what another fills
@@ -38,7 +39,8 @@ struct StreamShared {
   int until[kMostSplit];  // segments of the sequences up to each, where segments are items
 };
 
-// A sequence, or one of its segments, and one head of its keys.
+// A sequence, or one of its segments, and one head of its keys, of which a block has KEYS.
+template <int KEYS>
 struct Item {
   int sequence, split, head, row_tile, token, lo, hi, last, blocks;
   __device__ __forceinline__ Item(const Args& a, const int* until, int item, int heads) {
@@ -56,8 +58,8 @@ struct Item {
       split = which - (sequence ? until[sequence - 1] : 0) + sight.first_segment(a.segment);
       lo = max(lo, split * a.segment), hi = min(hi, (split + 1) * a.segment);
     }
-    last = (hi - 1) / kKeys;
-    blocks = token >= 0 && hi > lo ? last - lo / kKeys + 1 : 0;
+    last = (hi - 1) / KEYS;
+    blocks = token >= 0 && hi > lo ? last - lo / KEYS + 1 : 0;
   }
   __device__ __forceinline__ int* ready(const Args& a) const {
     return ready_at(a, sequence, split, row_tile, head);
@@ -176,13 +178,14 @@ struct Turns {
 // blocks in turn; unit u lies in slot u % kSlots.
 template <int HALF, int WIDTH, class Shared>
 __device__ __forceinline__ void fetch(const Args& a, Shared& s, const CUtensorMap& map, int items, int heads) {
+  constexpr int kKeys = Shared::kKeys;
   const int lane = threadIdx.x % 32;
   const int boxes = kKeys / a.box, shift = __ffs(boxes) - 1, each = 32 >> shift;  // blocks that one look serves
   uint32_t unit = HALF;
   bool waited = !a.settled;
   Turns<Shared> turns(a, s, items);
   for (; turns.more(); HALF == 0 ? turns.name_next() : turns.next()) {
-    const Item it(a, s.until, turns.item, heads);
+    const Item<Shared::kKeys> it(a, s.until, turns.item, heads);
     const int32_t* table = a.table + it.sequence * a.table_row;
     // The page of this lane's box, of blocks n and on, and the place there; -1 for a box of which no key is seen.
     auto look_up = [&](int n) -> int2 {
@@ -230,10 +233,12 @@ __device__ __forceinline__ void fetch(const Args& a, Shared& s, const CUtensorMa
 // their probabilities. A maximum is the same in any order.
 template <class T, int D, int ROWS, class Shared>
 __device__ __forceinline__ void score(const Args& a, Shared& s, int warp, int items, int heads) {
+  constexpr int kKeys = Shared::kKeys, kEach = kKeys / 4;  // of a block, and of a warp
+  constexpr int kParts = kEach / (ROWS == 8 ? 16 : 8);     // products of a warp
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   uint32_t unit = 0, done = 0;
   for (Turns<Shared> turns(a, s, items); turns.more(); turns.next()) {
-    const Item it(a, s.until, turns.item, heads);
+    const Item<Shared::kKeys> it(a, s.until, turns.item, heads);
     if (it.blocks == 0) continue;
     // the query's fragments; rows beyond the group are zeros, and nothing of theirs is stored
     uint32_t qf[D / 16][4];
@@ -252,35 +257,35 @@ __device__ __forceinline__ void score(const Args& a, Shared& s, int warp, int it
       const int key0 = (it.last - n) * kKeys;
       const uint32_t slot = unit % Shared::kSlots, base = shared_address(s.slots[slot]);
       barrier_wait(shared_address(&s.full[slot]), unit / Shared::kSlots & 1);
-      float c[ROWS / 4][4] = {};
+      float c[kParts][4] = {};
       if constexpr (ROWS == 8) {  // 16 keys by 8 rows
 #pragma unroll
         for (int kk = 0; kk < D / 16; ++kk)  // order: D ascending
 #pragma unroll
-          for (int j = 0; j < 2; ++j) {
+          for (int j = 0; j < kParts; ++j) {
             uint32_t keys[4];
-            ldmatrix4(keys, base + boxed_at<D>(warp * 32 + j * 16 + lane % 16, kk * 2 + lane / 16, a.box));
+            ldmatrix4(keys, base + boxed_at<D>(warp * kEach + j * 16 + lane % 16, kk * 2 + lane / 16, a.box));
             mma<T>(c[j], keys, qf[kk][0], qf[kk][2]);
           }
       } else {  // 16 rows by 8 keys
 #pragma unroll
         for (int kk = 0; kk < D / 32; ++kk)  // order: D ascending
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
+          for (int j = 0; j < kParts; ++j) {
             uint32_t b[4];
-            ldmatrix4(b, base + boxed_at<D>(warp * 32 + j * 8 + lane % 8, kk * 4 + lane / 8, a.box));
+            ldmatrix4(b, base + boxed_at<D>(warp * kEach + j * 8 + lane % 8, kk * 4 + lane / 8, a.box));
             mma<T>(c[j], qf[2 * kk], b[0], b[1]);
             mma<T>(c[j], qf[2 * kk + 1], b[2], b[3]);
           }
       }
       // c[j][e] is of this key of the block, and this row
       const auto key_of = [&](int j, int e) {
-        return warp * 32 + (ROWS == 8 ? j * 16 + e / 2 * 8 + g : j * 8 + t * 2 + e % 2);
+        return warp * kEach + (ROWS == 8 ? j * 16 + e / 2 * 8 + g : j * 8 + t * 2 + e % 2);
       };
       const auto row_of = [&](int e) { return ROWS == 8 ? t * 2 + e % 2 : e / 2 * 8 + g; };
       if (key0 < it.lo || key0 + kKeys > it.hi) {
 #pragma unroll
-        for (int j = 0; j < ROWS / 4; ++j)
+        for (int j = 0; j < kParts; ++j)
 #pragma unroll
           for (int e = 0; e < 4; ++e)
             if (key0 + key_of(j, e) < it.lo || key0 + key_of(j, e) >= it.hi) c[j][e] = -INFINITY;
@@ -289,7 +294,7 @@ __device__ __forceinline__ void score(const Args& a, Shared& s, int warp, int it
       const int rows[2] = {row_of(0), row_of(3)};
       float top[2] = {-INFINITY, -INFINITY}, kept[2], shift[2];
 #pragma unroll
-      for (int j = 0; j < ROWS / 4; ++j)
+      for (int j = 0; j < kParts; ++j)
 #pragma unroll
         for (int e = 0; e < 4; ++e) top[which(e)] = fmaxf(top[which(e)], c[j][e]);
 #pragma unroll
@@ -315,7 +320,7 @@ __device__ __forceinline__ void score(const Args& a, Shared& s, int warp, int it
       const uint32_t ring = done % Shared::kRing, turn = done / Shared::kRing;
       if (turn) barrier_wait(shared_address(&s.taken[ring]), (turn - 1) & 1);
 #pragma unroll
-      for (int j = 0; j < ROWS / 4; ++j)
+      for (int j = 0; j < kParts; ++j)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
           s.probabilities[ring][row_of(e)][key_of(j, e)] = exp2_fast(__fmaf_rn(c[j][e], a.scale, -shift[which(e)]));
@@ -353,10 +358,10 @@ struct Columns {
   }
 
   // order: keys of a block ascending
-  template <class Place>
-  __device__ __forceinline__ void multiply(const uint32_t (&p)[kKeys / 16][4], Place place) {
+  template <int SIXTEENS, class Place>
+  __device__ __forceinline__ void multiply(const uint32_t (&p)[SIXTEENS][4], Place place) {
 #pragma unroll
-    for (int kk = 0; kk < kKeys / 16; ++kk)
+    for (int kk = 0; kk < SIXTEENS; ++kk)
 #pragma unroll
       for (int j = 0; j < kTiles; j += 2) {
         uint32_t b[4];
@@ -395,6 +400,7 @@ struct Columns {
 // Four warps: sums and output, each of a quarter of V's columns.
 template <class T, int DV, int ROWS, class Shared>
 __device__ __forceinline__ void carry(const Args& a, Shared& s, int warp, int items, int heads) {
+  constexpr int kKeys = Shared::kKeys;
   constexpr int kTiles = DV / 32;  // columns of a warp, in eights
   constexpr int R = ROWS / 8;      // rows of a thread
   static_assert((kTiles & (kTiles - 1)) == 0);
@@ -402,7 +408,7 @@ __device__ __forceinline__ void carry(const Args& a, Shared& s, int warp, int it
   const uint32_t mine = boxed_at<DV>(lane % 16, warp * kTiles + lane / 16, a.box);
   uint32_t unit = 1, done = 0;
   for (Turns<Shared> turns(a, s, items); turns.more(); turns.next()) {
-    const Item it(a, s.until, turns.item, heads);
+    const Item<Shared::kKeys> it(a, s.until, turns.item, heads);
     if (it.token < 0) continue;
     float m[R], l[R], high[R], all[R];  // the latter two, and out, of segments that are done
     Columns<T, DV, ROWS> acc, out;
@@ -552,7 +558,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   if (warp < 4) {
     if (a.ready) {  // nothing is ready yet; only then may who waits for it begin
       if (tid == 0) {
-        for (int item = blockIdx.x; item < items; item += gridDim.x) *Item(a, s.until, item, heads).ready(a) = 0;
+        for (int item = blockIdx.x; item < items; item += gridDim.x) *Item<Shared::kKeys>(a, s.until, item, heads).ready(a) = 0;
         __threadfence();
       }
       asm volatile("bar.sync 1, 128;" ::: "memory");

@@ -10,6 +10,7 @@ constexpr int kDepth = 2;  // blocks of keys in flight
 
 template <int D, int DV>
 struct TileShared {
+  static constexpr int kKeys = keys_of(D);
   alignas(1024) uint8_t k[kDepth][kKeys * D * 2];
   alignas(1024) uint8_t v[kDepth][kKeys * DV * 2];
   alignas(1024) uint8_t q[kTileRows * D * 2];
@@ -55,14 +56,14 @@ struct Seen {
 
 // acc + p @ v where v is not finite everywhere: the product without what is not; then that is put in where it is seen:
 // times a probability above 0 it is itself, times 0 or NaN it is NaN.
-template <class T, int DV>
+template <class T, int DV, int KEYS>
 __device__ __noinline__ void careful_product(float (*acc)[4], const uint32_t (*p)[4], uint32_t v, Seen seen) {
   const int lane = threadIdx.x % 32, t = lane % 4;
 #pragma unroll 1
   for (int j = 0; j < DV / 8; j += 2) {
     float up[2][4] = {}, down[2][4] = {}, bad[2][4] = {};
 #pragma unroll 1
-    for (int kk = 0; kk < kKeys / 16; ++kk) {  // order: keys of a block ascending
+    for (int kk = 0; kk < KEYS / 16; ++kk) {  // order: keys of a block ascending
       uint32_t pf[4], some[4], lost[4], b[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -76,7 +77,7 @@ __device__ __noinline__ void careful_product(float (*acc)[4], const uint32_t (*p
           lost[i] |= (sees && !weighs ? Pair<T>::kOne : 0u) << (16 * e);
         }
       }
-      ldmatrix4_trans(b, v + chunk_at<DV>(kk * 16 + lane % 16, j + lane / 16));
+      ldmatrix4_trans(b, v + chunk_at<DV, KEYS>(kk * 16 + lane % 16, j + lane / 16));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const uint32_t b0 = b[2 * half], b1 = b[2 * half + 1], inf = Pair<T>::kInf, minus = inf | 0x8000u;
@@ -104,9 +105,8 @@ __global__ void __launch_bounds__(kTileThreads, 1)
     tile_kernel(const Args a, const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
                 int tiles) {
 #ifdef VX_FLASH_DEVICE
-  static_assert(kTileRows == kKeys);  // chunk_at serves both
   using Shared = TileShared<D, DV>;
-  constexpr int kColumns = DV / 8, kScores = kKeys / 8;
+  constexpr int kKeys = Shared::kKeys, kColumns = DV / 8, kScores = kKeys / 8;
   extern __shared__ __align__(1024) uint8_t raw[];
   if (BOXES && shared_address(raw) % 1024) __trap();  // where the copy engine would exchange other chunks
   auto& s = *reinterpret_cast<Shared*>(raw);
@@ -152,9 +152,9 @@ __global__ void __launch_bounds__(kTileThreads, 1)
       const int slot = (loaded + n) % kDepth;
       const uint32_t k_full = shared_address(&s.k_full[slot]), v_full = shared_address(&s.v_full[slot]);
       if (!BOXES) {
-        load_block<D, kTileThreads>(shared_address(s.k[slot]), k, a.k_page, a.k_row, s.places[slot]);
+        load_block<D, kKeys, kTileThreads>(shared_address(s.k[slot]), k, a.k_page, a.k_row, s.places[slot]);
         arrive_when_copied(k_full);
-        load_block<DV, kTileThreads>(shared_address(s.v[slot]), v, a.v_page, a.v_row, s.places[slot]);
+        load_block<DV, kKeys, kTileThreads>(shared_address(s.v[slot]), v, a.v_page, a.v_row, s.places[slot]);
         arrive_when_copied(v_full);
       } else if (warp == 0) {
         if (lane == 0) barrier_expect(k_full, kKeys * D * 2), barrier_expect(v_full, kKeys * DV * 2);
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
       const int row = i / (D / 8), chunk = i % (D / 8), position = (first_row + row) / a.group;
       const T* from = static_cast<const T*>(a.q) + int64_t(queries.begin + position) * a.q_row +
                       (head * a.group + (first_row + row) % a.group) * a.q_head + chunk * 8;
-      *reinterpret_cast<uint4*>(s.q + chunk_at<D>(row, chunk)) =
+      *reinterpret_cast<uint4*>(s.q + chunk_at<D, kTileRows>(row, chunk)) =
           position < queries.length ? *reinterpret_cast<const uint4*>(from) : uint4{};
     }
     __syncthreads();
@@ -225,12 +225,12 @@ __global__ void __launch_bounds__(kTileThreads, 1)
         for (int kk = 0; kk < D / 32; ++kk) {  // order: D ascending
           uint32_t qf[2][4];
           const int row = warp * 16 + lane % 16, chunk = kk * 4 + lane / 16;
-          ldmatrix4(qf[0], shared_address(s.q) + chunk_at<D>(row, chunk));
-          ldmatrix4(qf[1], shared_address(s.q) + chunk_at<D>(row, chunk + 2));
+          ldmatrix4(qf[0], shared_address(s.q) + chunk_at<D, kTileRows>(row, chunk));
+          ldmatrix4(qf[1], shared_address(s.q) + chunk_at<D, kTileRows>(row, chunk + 2));
 #pragma unroll
           for (int j = 0; j < kScores; ++j) {
             uint32_t b[4];
-            ldmatrix4(b, base + chunk_at<D>(j * 8 + lane % 8, kk * 4 + lane / 8));
+            ldmatrix4(b, base + chunk_at<D, kKeys>(j * 8 + lane % 8, kk * 4 + lane / 8));
             mma<T>(c[j], qf[0], b[0], b[1]);
             mma<T>(c[j], qf[1], b[2], b[3]);
           }
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
       if (ragged || edge) {
         for (int i = tid; i < kKeys * (DV / 8); i += kTileThreads) {
           const int key = key0 + i / (DV / 8);
-          uint4& y = *reinterpret_cast<uint4*>(s.v[slot] + chunk_at<DV>(key - key0, i % (DV / 8)));
+          uint4& y = *reinterpret_cast<uint4*>(s.v[slot] + chunk_at<DV, kKeys>(key - key0, i % (DV / 8)));
           if (key < lo || key >= hi)
             y = uint4{};
           else if (ragged)
@@ -296,7 +296,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
 #pragma unroll
           for (int j = 0; j < kColumns; j += 2) {
             uint32_t b[4];
-            ldmatrix4_trans(b, base + chunk_at<DV>(kk * 16 + lane % 16, j + lane / 16));
+            ldmatrix4_trans(b, base + chunk_at<DV, kKeys>(kk * 16 + lane % 16, j + lane / 16));
             mma<T>(acc[j], p[kk], b[0], b[1]);
             mma<T>(acc[j + 1], p[kk], b[2], b[3]);
           }
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
         for (int i = 0; i < kColumns * 4; ++i) y[i / 4][i % 4] = acc[i / 4][i % 4];
 #pragma unroll
         for (int i = 0; i < kKeys / 4; ++i) weights[i / 4][i % 4] = p[i / 4][i % 4];
-        careful_product<T, DV>(y, weights, base, {key0, k_len, a.causal, a.window, {place[0], place[1]}});
+        careful_product<T, DV, kKeys>(y, weights, base, {key0, k_len, a.causal, a.window, {place[0], place[1]}});
 #pragma unroll
         for (int i = 0; i < kColumns * 4; ++i) acc[i / 4][i % 4] = y[i / 4][i % 4];
       }

@@ -319,3 +319,14 @@ def test_another_tower_is_refused(models):
     model.model.visual.__class__ = Other
     with pytest.raises(vx.patch.UnsupportedModule, match=r"model\.visual|no module of transformers"):
         vx.patch.hf(model)
+
+
+def test_ranks_that_share_a_row_are_refused(monkeypatch):
+    from vexact_ops.patch import ulysses
+
+    monkeypatch.setattr(ulysses.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(ulysses.dist, "get_rank", lambda group: 0)
+    model = image_models.tiny("qwen3_vl")
+    with pytest.raises(ValueError, match=r"sequence_parallel: got ranks for a Qwen3VL\w+, whose rows may have images"):
+        vx.patch.hf(model, sequence_parallel=object())
+    vx.patch.hf(model).undo()

@@ -26,7 +26,7 @@ from .._core.proof.bitwise import count_different
 from .._core.proof.inputs import SMALL, special_rows
 from . import triton
 
-HEAD_DIMS = {(64, 64), (96, 96), (128, 128), (192, 128), (576, 512)}
+HEAD_DIMS = {(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512)}
 WIDENED = {72: 96, 80: 96}  # heads of image encoders, with columns of zeros; they are never paged
 LATENT = 576  # such keys hold their values: a kernel of their own, blocks of 64 keys (csrc/attention/flash_latent.cuh)
 LONG = 256  # queries, of which each may meet LONG_WORK / queries keys: below, our kernel is as fast as a launch
@@ -59,6 +59,11 @@ def _head_dims(q: Tensor, v: Tensor, causal: bool) -> tuple[int, int]:
 
 def _widened(width: int, *tensors: Tensor) -> list[Tensor]:
     return [x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in tensors]
+
+
+def keys_of(d: int) -> int:
+    """Keys of a block, as csrc/attention/flash.cuh has it."""
+    return 64 if d > 192 else 128
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -326,7 +331,8 @@ _SHORT = {
 
 
 def _pages_fit(shape: Shape, page: int) -> bool:
-    boxes = page % 128 == 0 or (128 % page == 0 and page >= 8)  # that fill a block
+    keys = keys_of(shape.d)
+    boxes = page % keys == 0 or (keys % page == 0 and page >= 8)  # that fill a block
     return boxes and (192 if shape.d <= 96 else 128) % shape.group == 0  # tiles of all that share keys
 
 

@@ -39,9 +39,10 @@ from quack import copy_utils, layout_utils, sm90_utils
 from torch import Tensor
 
 from . import cute_backward, cute_objects
+from .cuda import keys_of
 
 VERSION = "4.0.0b36"  # whose source this file was written against
-KEYS = 128  # of a block
+WIDE = 256  # heads of which flash-attn-4 takes blocks of 80 keys, which no page divides, but for windows
 _LN_2 = 0.69314718
 _SHARED_BYTES = 226 * 1024  # of a block
 _DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
@@ -109,11 +110,10 @@ def _come_after(a, b, *, loc=None, ip=None):
 class Forward(FlashAttentionForwardSm90):
     """The forward on packed sequences; segment_blocks: blocks of keys in a segment, None for one segment."""
 
-    beside = 23, 23  # of a thread's probabilities, two rows of 32: the last that must be there before a wait
-
     def __init__(self, *args, segment_blocks: int | None, **kwargs):
         super().__init__(*args, **kwargs)
         self.segment_blocks = segment_blocks
+        self.beside = self.tile_n * 3 // 16 - 1  # of a row's probabilities in a thread: the last there before a wait
         if not self.intra_wg_overlap or self.score_mod is not None or self.mask_mod is not None:
             raise AssertionError("a case that the loop below does not know")
         # Segments that are done wait in shared memory where it holds them: registers would slow down every block.
@@ -150,7 +150,7 @@ class Forward(FlashAttentionForwardSm90):
             mask_fn(acc_S=scores, n_block=n_block)
         kept = softmax.online_softmax(scores, check_inf=check_inf)
         rows = layout_utils.reshape_acc_to_mn(scores)
-        _come_after(rows[0, self.beside[0]], rows[1, self.beside[1]])
+        _come_after(rows[0, self.beside], rows[1, self.beside])
         warpgroup.wait_group(0)
         pipeline_v.consumer_release(before)
         wide = layout_utils.reshape_acc_to_frgA(scores)
@@ -492,14 +492,14 @@ def _reach(window: int | None) -> tuple[int | None, int | None]:
 
 def _kernel(make, q: Tensor, heads_k: int, dv: int, causal: bool, window: int | None, segment: int | None, **more):
     heads, d = q.shape[1], q.shape[2]
-    config = _tile_size_fwd_sm90(d, dv, causal and window is None, window is not None)
-    if config.n_block_size != KEYS:
+    config, keys = _tile_size_fwd_sm90(d, dv, causal and window is None, window is not None), keys_of(d)
+    if config.n_block_size != keys and d != WIDE:
         raise RuntimeError(f"flash-attn-4 takes blocks of {config.n_block_size} keys here")
     return make(
         _DTYPES[q.dtype], d, dv, heads // heads_k, is_causal=causal and window is None, is_local=window is not None,
-        pack_gqa=heads > heads_k, tile_m=config.m_block_size, tile_n=config.n_block_size, num_stages=2,
+        pack_gqa=heads > heads_k, tile_m=config.m_block_size, tile_n=keys, num_stages=2,
         num_threads=384, Q_in_regs=False, intra_wg_overlap=config.intra_wg_overlap, mma_pv_is_rs=config.mma_pv_is_rs,
-        has_aux_tensors=True, segment_blocks=None if segment is None else segment // KEYS, **more,
+        has_aux_tensors=True, segment_blocks=None if segment is None else segment // keys, **more,
     )  # fmt: skip
 
 
