@@ -44,6 +44,7 @@ class Case:
     reference   inputs in float64 -> what a provider should give, for --refcheck; a tuple may be shorter than theirs
     terms       so many products are summed in one accumulator: what --refcheck allows beside twice the stock error
     captured    False: the op looks at values on the host, so it is always launched eagerly
+    steps       so many steps a call of a provider makes; times, bytes and flops are those of one
     bytes       least bytes moved, each input and output once
     flops       floating-point operations
     """
@@ -57,6 +58,7 @@ class Case:
     flops: float = 0.0
     stock: str = "torch"
     captured: bool = True
+    steps: int = 1
     extra: dict = field(default_factory=dict)
     alone: Callable[..., tuple] | None = None
     reference: Callable | None = None
@@ -174,7 +176,8 @@ def measure(
     errors = checks.errors(case, chosen) if refcheck else {}
     bandwidth, rate = ceilings(device)
     roof = max(case.bytes / bandwidth, case.flops / rate)
-    times = _interleaved(_runners(case, chosen, device, roof, eager), repeats)
+    rounds = _interleaved(_runners(case, chosen, device, roof * case.steps, eager), repeats)
+    times = {name: [seconds / case.steps for seconds in samples] for name, samples in rounds.items()}
     ours, stock = times.get("vexact"), times.get(case.stock)
     records = []
     for name, samples in times.items():

@@ -55,6 +55,13 @@ PEERS = {
         "a deterministic backward on request; over batches no statement (timed with its splits off)",
         "https://github.com/Dao-AILab/flash-attention",
     ),
+    "flash-linear-attention": Peer(
+        "flash-linear-attention",
+        "#7b4ea3",
+        "flash-linear-attention",
+        "no statement",
+        "https://github.com/fla-org/flash-linear-attention",
+    ),
     "quack": Peer("quack", "#009e73", "quack-kernels", "no statement", "https://github.com/Dao-AILab/quack"),
     "liger": Peer("Liger", "#cc79a7", "liger-kernel", "no statement", "https://github.com/linkedin/Liger-Kernel"),
     "flashinfer": Peer(
