@@ -36,20 +36,23 @@ def _begin_of(row, offsets, sequences, SEQUENCES: tl.constexpr):
 
 
 @triton.jit
-def _input(x, row, begin, column, back, live, x_stride):
+def _input(x, row, begin, column, there, back, live, x_stride):
+    """Of columns as they follow each other, or loads would be of one element each."""
     at = row - back
-    inside = (live & (at >= begin))[:, None]
+    inside = (live & (at >= begin))[:, None] & there[None, :]
     return tl.load(x + at.to(tl.int64)[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
-def _remembered(taps, slot, first, row, begin, column, back, live, slot_stride, RING: tl.constexpr, D: tl.constexpr):
+def _remembered(
+    taps, slot, first, row, begin, column, there, back, live, slot_stride, RING: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
     """The input `back` rows before a row where that is one of an earlier call."""
     at = row - back
     position = first + (at - begin)
     inside = live & (at < begin) & (position >= 0) & (slot >= 0)
     where = tl.maximum(slot, 0).to(tl.int64) * slot_stride + (position & (RING - 1)).to(tl.int64) * D
-    return tl.load(taps + where[:, None] + column[None, :], mask=inside[:, None], other=0.0)
+    return tl.load(taps + where[:, None] + column[None, :], mask=inside[:, None] & there[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=PER_CALL)
@@ -74,10 +77,11 @@ def _fwd_kernel(
     inside = live[:, None] & there[None, :]
     for w in tl.static_range(W):  # order: taps from the oldest to the newest, one accumulator
         tap = tl.load(weight + column * W + w, mask=there, other=0.0).to(tl.float32)
-        safe = tl.where(there, column, 0)
-        value = _input(x, row, begin, safe, W - 1 - w, live, x_stride).to(tl.float32)
+        value = _input(x, row, begin, column, there, W - 1 - w, live, x_stride).to(tl.float32)
         if RING:
-            old = _remembered(taps, slot, first, row, begin, safe, W - 1 - w, live, slot_stride, RING, D)
+            old = _remembered(
+                taps, slot, first, row, begin, column, there, W - 1 - w, live, slot_stride, RING, D
+            )  # fmt: skip
             value = tl.where((row - (W - 1 - w) < begin)[:, None], old.to(tl.float32), value)
         acc = tl.fma(tl.broadcast_to(tap[None, :], [ROWS, BLOCK]), value, acc)
     if BIAS:
