@@ -256,8 +256,10 @@ def test_every_native_op_is_here():
         "attention_flash_paged",
         "attention_packed_plan",
         "attention_paged_plan",
+        "gated_delta_backward",
         "gated_delta_chunks",
         "gated_delta_decode",
+        "gated_delta_whole",
     }
     assert {*cases(BF16, "cpu")} | on_gpu | ELSEWHERE == declared
 

@@ -2,8 +2,10 @@
 // Bindings and launches of gated_delta on SM90: bf16 and fp16, rows and slots on 16-byte boundaries.
 #include "common/cuda.h"
 #include "common/values.h"
+#include "gated_delta/backward.cuh"
 #include "gated_delta/chunks.cuh"
 #include "gated_delta/decode.cuh"
+#include "gated_delta/whole.cuh"
 
 namespace vx {
 namespace {
@@ -35,6 +37,49 @@ void launch(const GatedDeltaChunks& args, int device, cudaStream_t stream) {
   allow_shared_memory(kernel, kBytes, device, allowed);
   const dim3 grid(unsigned(args.hv * (args.dv / COLUMNS)), unsigned(args.sequences));
   VX_CUDA_CHECK(sm90::launch_chained(kernel, grid, kChunkThreads, kBytes, stream, args));
+}
+
+template <class T, int COLUMNS, int STAGES>
+void launch_whole(const GatedDeltaChunks& args, const delta::Prepared* prepared, int device, cudaStream_t stream) {
+  auto kernel = delta::whole_kernel<T, COLUMNS, STAGES>;
+  constexpr int kBytes = sizeof(delta::WholeShared<T, COLUMNS, STAGES>);
+  static_assert(kBytes <= (STAGES == 1 ? 113 << 10 : 227 << 10));
+  static std::atomic<uint64_t> allowed{0};
+  allow_shared_memory(kernel, kBytes, device, allowed);
+  const dim3 grid(unsigned(args.hv * (args.dv / COLUMNS)), unsigned(args.sequences));
+  kernel<<<grid, kChunkThreads, kBytes, stream>>>(args, prepared);
+  VX_CUDA_CHECK(cudaGetLastError());
+}
+
+template <class T>
+void launch(const GatedDeltaChunks& args, const GatedDeltaBackward& rows, delta::Prepared* prepared, int columns,
+            int stages, int device, cudaStream_t stream) {
+  constexpr int kBytes = sizeof(delta::PrepareShared<T>);
+  static std::atomic<uint64_t> allowed{0};
+  allow_shared_memory(delta::prepare_kernel<T>, kBytes, device, allowed);
+  if (args.tokens) {
+    const dim3 grid(unsigned(args.tokens / kChunk + args.sequences), unsigned(args.hk));
+    delta::prepare_kernel<T><<<grid, kBackwardThreads, kBytes, stream>>>(rows, prepared);
+    VX_CUDA_CHECK(cudaGetLastError());
+  }
+  if (columns == 64) return launch_whole<T, 64, 2>(args, prepared, device, stream);
+  stages == 1 ? launch_whole<T, 32, 1>(args, prepared, device, stream) : launch_whole<T, 32, 2>(args, prepared, device, stream);
+}
+
+template <class T, int COLUMNS>
+void launch(const GatedDeltaBackward& args, int64_t chunks, int device, cudaStream_t stream) {
+  auto scan = delta::scan_kernel<T, COLUMNS>;
+  constexpr int kScan = sizeof(delta::ScanShared<T, COLUMNS>), kGrads = sizeof(delta::GradsShared<T>);
+  static_assert(kScan <= 227 << 10 && kGrads <= 227 << 10);
+  static std::atomic<uint64_t> scan_allowed{0}, grads_allowed{0};
+  allow_shared_memory(scan, kScan, device, scan_allowed);
+  allow_shared_memory(delta::grads_kernel<T>, kGrads, device, grads_allowed);
+  const dim3 columns(unsigned(args.hv * (args.dv_size / COLUMNS)), unsigned(args.sequences));
+  scan<<<columns, kBackwardThreads, kScan, stream>>>(args);
+  VX_CUDA_CHECK(cudaGetLastError());
+  if (args.tokens == 0) return;
+  delta::grads_kernel<T><<<dim3(unsigned(chunks), unsigned(args.hk)), kBackwardThreads, kGrads, stream>>>(args);
+  VX_CUDA_CHECK(cudaGetLastError());
 }
 
 void check_rows(const Tensor& t, const char* name, int64_t rows, int64_t heads, int64_t d, ScalarType dtype) {
@@ -144,6 +189,96 @@ float* planes(const std::optional<Tensor>& t, const char* name, int64_t size) {
   return static_cast<float*>(mutable_data(*t));
 }
 
+// What the kernels of whole sequences take of their rows.
+GatedDeltaBackward rows_of(const GatedDeltaChunks& from) {
+  GatedDeltaBackward args{};
+  args.q = from.q, args.k = from.k, args.v = from.v;
+  args.q_row = from.q_row, args.q_head = from.q_head, args.k_row = from.k_row, args.k_head = from.k_head;
+  args.v_row = from.v_row, args.v_head = from.v_head;
+  args.g = from.g, args.beta = static_cast<const float*>(from.beta);
+  args.offsets = from.offsets;
+  args.sequences = from.sequences, args.tokens = from.tokens, args.hk = from.hk, args.hv = from.hv, args.dv_size = from.dv;
+  args.scale = from.scale, args.l2norm = from.l2norm;
+  return args;
+}
+
+GatedDeltaChunks fill_whole(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
+                            const Tensor& cu_seqlens, double scale, bool l2norm, int64_t columns) {
+  GatedDeltaChunks args{};
+  fill_rows(args, q, k, v, g, beta, cu_seqlens, scale, l2norm);
+  const auto aligned = [](const Tensor& t) {
+    return t.stride(0) % 8 == 0 && t.stride(1) % 8 == 0 && reinterpret_cast<uintptr_t>(data(t)) % 16 == 0;
+  };
+  STD_TORCH_CHECK(aligned(q) && aligned(k) && aligned(v), "gated_delta: expected rows and heads on 16-byte boundaries");
+  STD_TORCH_CHECK(args.dk == 128 && (columns == 32 || columns == 64) && args.dv % 64 == 0 && args.wide_beta &&
+                      g.is_contiguous() && beta.is_contiguous(),
+                  "gated_delta: expected heads of 128, values of a multiple of 64, contiguous fp32 gates");
+  return args;
+}
+
+// Whole sequences, in blocks of so many columns, with copies of so many chunks at a time. prepared: fp32, of 5504 values
+// for each chunk and value head.
+void gated_delta_whole(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens,
+                       std::optional<Tensor> initial_state, std::optional<Tensor> final_state, std::optional<Tensor> states,
+                       std::optional<Tensor> us, Tensor prepared, double scale, bool l2norm, int64_t columns, int64_t stages,
+                       std::optional<Tensor> out) {
+  GatedDeltaChunks args = fill_whole(q, k, v, g, beta, cu_seqlens, scale, l2norm, columns);
+  const int64_t plane = int64_t(args.hv) * args.dk * args.dv, chunks = args.tokens / kChunk + args.sequences;
+  args.initial = planes(initial_state, "initial_state", args.sequences * plane);
+  args.final_state = planes(final_state, "final_state", args.sequences * plane);
+  args.states = planes(states, "states", chunks * plane);
+  args.us = planes(us, "us", v.numel());
+  static_assert(sizeof(delta::Prepared) == 5504 * 4);
+  const auto to = reinterpret_cast<delta::Prepared*>(planes(prepared, "prepared", chunks * args.hv * 5504));
+  if (out) {
+    check_out(*out, v);
+    args.out = mutable_data(*out);
+  }
+  if (args.sequences == 0) return;
+  const GatedDeltaBackward rows = rows_of(args);
+  const DeviceGuard guard = on_device_of(q);
+  const cudaStream_t stream = current_stream(q);
+  const int device = q.get_device_index();
+  if (q.scalar_type() == ScalarType::BFloat16)
+    launch<__nv_bfloat16>(args, rows, to, int(columns), int(stages), device, stream);
+  else
+    launch<__half>(args, rows, to, int(columns), int(stages), device, stream);
+}
+
+void check_out(const Tensor& out, const Tensor& like, const char* name) {
+  STD_TORCH_CHECK(out.is_contiguous() && out.numel() == like.numel() && out.scalar_type() == like.scalar_type(),
+                  "gated_delta: ", name, ": expected contiguous, of the size and dtype of what it is the gradient of");
+}
+
+// All gradients, from what gated_delta_chunks keeps; a block of the first kernel takes this many columns.
+void gated_delta_backward(Tensor dout, std::optional<Tensor> dfinal, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta,
+                          Tensor cu_seqlens, Tensor states, Tensor us, double scale, bool l2norm, int64_t columns,
+                          Tensor dstates, Tensor dus, Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta,
+                          std::optional<Tensor> dinitial) {
+  const GatedDeltaChunks rows = fill_whole(q, k, v, g, beta, cu_seqlens, scale, l2norm, columns);
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(data(dout)) % 16 == 0, "gated_delta: dout: expected a 16-byte boundary");
+  check_out(dout, v, "dout"), check_out(dq, q, "dq"), check_out(dk, k, "dk"), check_out(dv, v, "dv");
+  check_out(dg, g, "dg"), check_out(dbeta, beta, "dbeta");
+  const int64_t plane = int64_t(rows.hv) * rows.dk * rows.dv, chunks = rows.tokens / kChunk + rows.sequences;
+  GatedDeltaBackward args = rows_of(rows);
+  args.dout = data(dout);
+  args.dfinal = planes(dfinal, "dfinal_state", rows.sequences * plane);
+  args.dinitial = planes(dinitial, "dinitial_state", rows.sequences * plane);
+  args.states = planes(states, "states", chunks * plane), args.dstates = planes(dstates, "dstates", chunks * plane);
+  args.us = planes(us, "us", v.numel()), args.dus = planes(dus, "dus", v.numel());
+  args.dq = mutable_data(dq), args.dk = mutable_data(dk), args.dv = mutable_data(dv);
+  args.dg = static_cast<float*>(mutable_data(dg)), args.dbeta = static_cast<float*>(mutable_data(dbeta));
+  if (args.sequences == 0) return;
+  const DeviceGuard guard = on_device_of(q);
+  const cudaStream_t stream = current_stream(q);
+  const int device = q.get_device_index();
+  if (q.scalar_type() == ScalarType::BFloat16)
+    columns == 32 ? launch<__nv_bfloat16, 32>(args, chunks, device, stream)
+                  : launch<__nv_bfloat16, 64>(args, chunks, device, stream);
+  else
+    columns == 32 ? launch<__half, 32>(args, chunks, device, stream) : launch<__half, 64>(args, chunks, device, stream);
+}
+
 // Whole sequences, or with slots those of more than one row; a block takes this many columns.
 void gated_delta_chunks(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens,
                         std::optional<Tensor> initial_state, std::optional<Tensor> final_state, std::optional<Tensor> states,
@@ -190,4 +325,6 @@ void gated_delta_chunks(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Ten
 STABLE_TORCH_LIBRARY_IMPL(vexact_native, CUDA, m) {
   m.impl("gated_delta_decode", TORCH_BOX(&vx::gated_delta_decode));
   m.impl("gated_delta_chunks", TORCH_BOX(&vx::gated_delta_chunks));
+  m.impl("gated_delta_whole", TORCH_BOX(&vx::gated_delta_whole));
+  m.impl("gated_delta_backward", TORCH_BOX(&vx::gated_delta_backward));
 }

@@ -1,12 +1,14 @@
 """The GPU's own class on SM90: 16-bit inputs by the kernels of csrc/gated_delta, the rest by the Triton kernels.
 
-Single rows of sequences (decode.cuh) and chunks (chunks.cuh) are proposed each for itself, and verified byte for byte
-against the Triton kernels, what they leave in slots included (contract: verify, then trust). How many columns of a head
-a block of the chunks' kernel takes is raced, once for few blocks and once for more than the GPU runs at once.
+Single rows of sequences (decode.cuh), chunks of a paged call (chunks.cuh), whole sequences (whole.cuh) and the backward
+(backward.cuh) are proposed each for itself, and verified byte for byte against the Triton kernels, what they leave in
+slots included (contract: verify, then trust). How many columns of a head a block of the latter three takes is raced,
+once for few blocks and once for more than the GPU runs at once.
 """
 
 import functools
 import itertools
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -20,14 +22,16 @@ from .op import CHUNK
 from .triton_gates import delta_gates_bwd as delta_gates_bwd
 from .triton_gates import delta_gates_fwd as delta_gates_fwd
 
-DECODE, CHUNKS = "decode", "chunks"
-COLUMNS = 32, 64
+DECODE, CHUNKS, WHOLE, BACKWARD = "decode", "chunks", "whole", "backward"
+# columns of a head in a block; of whole sequences also how many chunks are on their way at a time
+TILES = {DECODE: ("64",), CHUNKS: ("32", "64"), WHOLE: ("32 1", "32 2", "64 2"), BACKWARD: ("32", "64")}
+PREPARED = 5504  # fp32 values of a chunk and a value head that do not wait for a state
 
 
 class Call(NamedTuple):
     """What decides which kernel computes a part of a call.
 
-    part     DECODE, single rows of sequences, or CHUNKS
+    part     DECODE, single rows of sequences, CHUNKS of a paged call, WHOLE sequences, or their BACKWARD
     heads    sequences times value heads, which says how many blocks there are
     aligned  whether all that is copied lies on 16-byte boundaries
     """
@@ -45,7 +49,7 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, part: str, q: Tensor, k: Tensor, v: Tensor, l2norm: bool, sequences: int, *slots: Tensor) -> "Call":
-        rows = (q, k, v) if part == CHUNKS else ()
+        rows = () if part == DECODE else (q, k, v)
         aligned = all(_aligned(t, t.stride()[:2]) for t in rows) and all(_aligned(t, t.stride()[:1]) for t in slots)
         (_, hk, dk), (_, hv, dv) = q.shape, v.shape
         return cls(part, q.device, q.dtype, hk, hv, dk, dv, l2norm, sequences * hv, aligned)
@@ -61,7 +65,7 @@ def route(call: Call) -> Decision:
     rule = _rule(call)
     if rule:
         return canonical_by_rule("triton", rule)
-    crowded = call.part == CHUNKS and call.heads * call.dv >= 128 * gpu.multiprocessors(call.device)
+    crowded = call.part != DECODE and call.heads * call.dv >= 128 * gpu.multiprocessors(call.device)
     return _decision(call.device, *call[:1], *call[2:8], crowded)
 
 
@@ -80,20 +84,22 @@ DEPTHS = 64, 128, 256  # of keys, in the kernel for single rows
 
 @functools.cache
 def _native():
-    return native.ops().gated_delta_decode.default, native.ops().gated_delta_chunks.default
+    ops = native.ops()
+    names = "decode", "chunks", "whole", "backward"
+    return SimpleNamespace(**{name: getattr(ops, f"gated_delta_{name}").default for name in names})
 
 
 def varlen_fwd(q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, final):
-    columns = _columns(route(Call.of(CHUNKS, q, k, v, l2norm, cu_seqlens.shape[0] - 1)).chosen.name)
-    if not columns:
-        return triton.varlen_fwd(q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, final)
-    return _whole(columns, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, final)
+    name = route(Call.of(WHOLE, q, k, v, l2norm, cu_seqlens.shape[0] - 1)).chosen.name
+    return _whole(name, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, final)
 
 
 def varlen_bwd(dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm):
-    columns = _columns(route(Call.of(CHUNKS, q, k, v, l2norm, cu_seqlens.shape[0] - 1)).chosen.name)
-    kept = _kept(columns, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm) if columns else None
-    return triton_backward.backward(dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, kept)
+    sequences = cu_seqlens.shape[0] - 1
+    forward = route(Call.of(WHOLE, q, k, v, l2norm, sequences)).chosen.name
+    backward = route(Call.of(BACKWARD, q, k, v, l2norm, sequences, dout)).chosen.name
+    kept = _kept(forward, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm)
+    return _gradients(backward, dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, kept)
 
 
 def paged_fwd(
@@ -112,27 +118,57 @@ def paged_fwd(
     return out
 
 
-def _columns(name: str) -> int:
-    """Of the chunks' kernel of this name; 0: it is the canonical one."""
-    return 0 if name == "triton" else int(name.split()[-1])
+def _tile(name: str) -> list[int]:
+    """Numbers that a kernel's name ends in: TILES."""
+    return [int(word) for word in name.split() if word.isdecimal()]
 
 
-def _whole(columns, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, final):
+def _prepared(v: Tensor, offsets: Tensor) -> Tensor:
+    chunks = v.shape[0] // CHUNK + offsets.shape[0] - 1
+    return torch.empty(chunks * v.shape[1] * PREPARED, dtype=torch.float32, device=v.device)
+
+
+def _whole(name, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, final):
+    rows = q, k, v, g, beta, cu_seqlens
+    if name == "triton":
+        return triton.varlen_fwd(*rows, initial_state, scale, l2norm, final)
     shape = cu_seqlens.shape[0] - 1, v.shape[1], q.shape[2], v.shape[2]
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     state = torch.empty(shape, dtype=torch.float32, device=v.device) if final else None
-    rows = q, k, v, g, beta, cu_seqlens
-    _native()[1](*rows, initial_state, state, None, None, *[None] * 6, scale, l2norm, columns, out)
+    _sequences(name, *rows, initial_state, state, None, None, scale, l2norm, out)
     return out, state
 
 
-def _kept(columns, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm):
+def _sequences(name, q, k, v, g, beta, cu_seqlens, initial_state, state, states, us, scale, l2norm, out) -> None:
+    """By the kernels of whole sequences, or by the one of chunks, which whole ones are for it."""
+    tensors = q, k, v, g, beta, cu_seqlens, initial_state, state, states, us
+    if CHUNKS in name:
+        _native().chunks(*tensors, *[None] * 6, scale, l2norm, *_tile(name), out)
+    else:
+        _native().whole(*tensors, _prepared(v, cu_seqlens), scale, l2norm, *_tile(name), out)
+
+
+def _kept(name, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm):
     """The states at chunk starts and u, for the backward, as triton.chunks gives them."""
+    rows = q, k, v, g, beta, cu_seqlens
+    if name == "triton" or q.shape[0] == 0:
+        return triton.chunks(*rows, initial_state, scale, l2norm, keep=True)
     shape = q.shape[0] // CHUNK + cu_seqlens.shape[0], v.shape[1], q.shape[2], v.shape[2]
     states, us = (torch.empty(s, dtype=torch.float32, device=q.device) for s in (shape, v.shape))
-    rows = q, k, v, g, beta, cu_seqlens
-    _native()[1](*rows, initial_state, None, states, us, *[None] * 6, scale, l2norm, columns, None)
+    _sequences(name, *rows, initial_state, None, states, us, scale, l2norm, None)
     return states, us
+
+
+def _gradients(name, dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, kept):
+    if name == "triton" or q.shape[0] == 0:
+        return triton_backward.backward(dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, kept)
+    rows = q, k, v, g, beta, cu_seqlens
+    states, us = kept
+    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, g, beta)]
+    dinitial = None if initial_state is None else torch.empty_like(initial_state)
+    own = torch.empty_like(states), torch.empty_like(us)
+    _native().backward(dout, dfinal, *rows, states, us, scale, l2norm, *_tile(name), *own, *grads, dinitial)
+    return *grads, dinitial
 
 
 def _paged(part, name, q, k, v, g, beta, memory, step, scale, l2norm, out) -> None:
@@ -142,10 +178,10 @@ def _paged(part, name, q, k, v, g, beta, memory, step, scale, l2norm, out) -> No
         run = triton.paged_tokens if part == DECODE else triton.paged_chunks
         run(q, k, v, g.contiguous(), beta.float().contiguous(), where, memory[0].shape[0], offsets, scale, l2norm, out)
     elif part == DECODE:
-        _native()[0](q, k, v, g, beta, *memory, slots, context_lens, offsets, scale, l2norm, out)
+        _native().decode(q, k, v, g, beta, *memory, slots, context_lens, offsets, scale, l2norm, out)
     else:
         rows, of = (q, k, v, g, beta, offsets), (*memory, slots, context_lens)
-        _native()[1](*rows, None, None, None, None, *of, scale, l2norm, _columns(name), out)
+        _native().chunks(*rows, None, None, None, None, *of, scale, l2norm, *_tile(name), out)
         triton.append(q, k, v, g.contiguous(), offsets, triton.slots_of(*of), memory[0].shape[0])
 
 
@@ -157,31 +193,36 @@ def _decision(
     device: torch.device, part: str, dtype: torch.dtype, hk: int, hv: int, dk: int, dv: int, l2norm: bool, crowded: bool
 ) -> Proposal:
     source = digest.of_files(__file__, native=digest.of_extension("gated_delta", "cuda"))
-    names = [f"sm90 {part} {columns}" for columns in (COLUMNS if part == CHUNKS else (64,))]
+    kinds = (WHOLE, CHUNKS) if part == WHOLE else (part,)
+    names = [f"sm90 {kind} {tile}" for kind in kinds for tile in TILES[kind]]
     sizes = f"Hk={hk} Hv={hv} dk={dk} dv={dv} {'norm' if l2norm else 'no norm'}{' crowded' if crowded else ''}"
     return Proposal(
         f"gated_delta {part} {str(dtype).removeprefix('torch.')} {sizes}",
         [Candidate(name, functools.partial(_verified, part, name), source) for name in names],
         Candidate("triton", functools.partial(_verified, part, "triton"), digest.canonical("gated_delta")),
         lambda: _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded),
-        functools.partial(_race, part) if part == CHUNKS else None,
+        None if part == DECODE else functools.partial(_race, part),
     )
 
 
 def _verified(part: str, name: str, rows, memory, step, initial, l2norm):
     """All that a kernel of this name computes of a case, and leaves behind."""
+    if part == BACKWARD:
+        return [x for x in _gradients_of(name, rows, step[2], initial, l2norm) if x is not None]
+    if part == WHOLE:
+        whole = *rows[:4], rows[4].float(), step[2], initial, 0.3, l2norm
+        return [*_whole(name, *whole, True), *_used(*_kept(name, *whole), step[2])]
     memory, out = [t.clone() for t in memory], torch.zeros_like(rows[2])
     _paged(part, name, *rows, memory, step, 0.3, l2norm, out)
-    found = [out, *memory]
-    if part == CHUNKS:
-        whole = *rows, step[2], initial, 0.3, l2norm
-        kept = triton.chunks(*whole, keep=True) if name == "triton" else _kept(_columns(name), *whole)
-        found += [*_whole_by(name, *whole), *_used(*kept, step[2])]
-    return found
+    return [out, *memory]
 
 
-def _whole_by(name, *whole):
-    return triton.varlen_fwd(*whole, True) if name == "triton" else _whole(_columns(name), *whole, True)
+def _gradients_of(name: str, rows, offsets, initial, l2norm):
+    """From upstream gradients that a case's values stand for: its v, and its states behind the last rows."""
+    dout, *rows = rows[2].flip(0).contiguous(), *rows[:4], rows[4].float()
+    kept = triton.chunks(*rows, offsets, initial, 0.3, l2norm, keep=True)
+    dfinal = None if initial is None else initial.flip(0).contiguous()
+    return _gradients(name, dout, dfinal, *rows, offsets, initial, 0.3, l2norm, kept)
 
 
 def _used(states: Tensor, us: Tensor, offsets: Tensor) -> list[Tensor]:
@@ -202,7 +243,7 @@ def _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded) -> list[tuple]:
     places = [0, 1, 2, 15, 16, 17, 31, 40, 48, 62, 63]
     known = [n * CHUNK + place for n in (0, 2) for place in places] * (2 if part == DECODE else 1)
     counts = [1] * len(known) if part == DECODE else [(1, 2, 17, 63, 64, 130, 3)[i % 7] for i in range(len(known))]
-    if part == CHUNKS:
+    if part != DECODE:
         counts[3] = 0
     sequences, tokens = len(known), sum(counts)
     offsets = torch.tensor([0, *counts], dtype=torch.int64, device=device).cumsum(0).int()
@@ -250,7 +291,7 @@ def _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded) -> list[tuple]:
         rows = q.to(dtype), k.to(dtype), v.to(dtype), g, beta if kind % 2 else beta.to(dtype)
         given = memory(1.0, states)
         found.append((rows, given, (slots, lens, offsets), None if kind == 0 else initial, l2norm))
-    if part == CHUNKS:  # what is raced, the last one: whole sequences
+    if part != DECODE:  # what is raced, the last one: whole sequences
         batch, each = (max(2, 256 * gpu.multiprocessors(device) // (hv * dv)), 256) if crowded else (1, 1024)
         tokens, sequences = batch * each, batch
         g, beta = gates()
@@ -262,9 +303,17 @@ def _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded) -> list[tuple]:
 
 
 def _race(part: str, candidates, case) -> list[float | Exception]:
-    rows, _, (_, _, offsets), initial, l2norm = case
-    calls = [[functools.partial(_whole_by, one.name, *rows, offsets, initial, 0.3, l2norm)] * 4 for one in candidates]
-    return race_on_gpu(calls)
+    rows, memory, step, initial, l2norm = case
+    wide = *rows[:4], rows[4].float()
+    whole = *wide, step[2], initial, 0.3, l2norm
+    if part == CHUNKS:
+        out = torch.empty_like(rows[2])
+        run, given = functools.partial(_paged, part), (*rows, memory, step, 0.3, l2norm, out)
+    elif part == WHOLE:
+        run, given = _whole, (*whole, True)
+    else:
+        run, given = _gradients, (rows[2], None, *whole, triton.chunks(*whole, keep=True))
+    return race_on_gpu([[functools.partial(run, one.name, *given)] * 4 for one in candidates])
 
 
 def explain(op: str, **given) -> list[tuple[str, Decision]]:
@@ -272,16 +321,21 @@ def explain(op: str, **given) -> list[tuple[str, Decision]]:
     if op.startswith("delta_gates"):
         return []  # one kernel, Triton's
     q, k, v, l2norm = (given[name] for name in ("q", "k", "v", "l2norm"))
+    if op.endswith("bwd"):
+        return [(BACKWARD, route(Call.of(BACKWARD, q, k, v, l2norm, given["cu_seqlens"].shape[0] - 1, given["dout"])))]
     if "slots" not in given:
-        return [(CHUNKS, route(Call.of(CHUNKS, q, k, v, l2norm, given["cu_seqlens"].shape[0] - 1)))]
+        return [(WHOLE, route(Call.of(WHOLE, q, k, v, l2norm, given["cu_seqlens"].shape[0] - 1)))]
     memory, sequences = [given[name] for name in ("state", "open_k", "open_u", "open_g")], given["slots"].shape[0]
     parts = (DECODE, CHUNKS) if given["max_seqlen_q"] > 1 else (DECODE,)
     return [(part, route(Call.of(part, q, k, v, l2norm, sequences, *memory))) for part in parts]
 
 
 def admit(
-    hk: int, hv: int, dk: int, dv: int, dtype: torch.dtype, device: torch.device | str = "cuda", l2norm: bool = True
-) -> list[Decision]:
+    hk: int, hv: int, dk: int, dv: int, dtype: torch.dtype, device: torch.device | str = "cuda", l2norm: bool = True,
+    training: bool = False,
+) -> list[Decision]:  # fmt: skip
     """Verify ahead of time what a model of these heads needs, for few sequences and for many."""
     sizes = gpu.with_index(device), dtype, hk, hv, dk, dv, l2norm
-    return [route(Call(DECODE, *sizes)), route(Call(CHUNKS, *sizes)), route(Call(CHUNKS, *sizes, heads=1 << 20))]
+    parts = (CHUNKS, WHOLE, *((BACKWARD,) if training else ()))
+    calls = [Call(part, *sizes, heads=heads) for part in parts for heads in (1, 1 << 20)]
+    return [route(call) for call in (Call(DECODE, *sizes), *calls)]

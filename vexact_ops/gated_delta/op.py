@@ -88,7 +88,7 @@ def gated_delta_varlen(
                    each, ascending. On a GPU, with 16-bit inputs, operands of such products are rounded to tf32 (to the
                    nearest, ties away from 0). Equal to gated_delta_paged for any split of a sequence into calls
     grad           q, k, v, g, beta, initial_state, as bits of their own sequence. States at chunk starts are made anew
-                   in the backward pass: memory is O(T / 64) states
+                   in the backward pass: memory is O(T / 64) states; on SM90 the forward takes a third of one a chunk
     raises         TypeError on dtype, ValueError on shape, values (on CPU: offsets, g above 0, beta outside [0, 1]) or
                    device, BackendUnavailable. NaN is no error: it stays in its sequence
     source         Yang, Kautz and Hatamizadeh, Gated Delta Networks, arXiv 2412.06464

@@ -1,7 +1,25 @@
 """The Triton backward, in three steps. States at chunk starts and u are made anew by the forward's kernel. A scan from
 the last chunk of a sequence to the first gives the gradients of u and of the states behind chunks. From all these a
-chunk's gradients follow, each chunk by itself; those that sum over columns of dv (of q, k, g and beta) are stored for
-each block of columns and added ascending, with the value heads of a key head.
+chunk's gradients follow, each chunk by itself; those that sum over columns of dv (of q, k, g and beta) are made for
+each block of 64 columns and added ascending, with the value heads of a key head.
+
+The declared arithmetic, in the words of triton.py: k and q as they came, r, rq, e_ij, E_i, A, P, w as there, and
+d_i = scale dout_i, R_j = exp_term(G_last - G_j), S the state before a chunk, S' what is known of the one behind it.
+Rows that are not there are zeros. Every sum is one accumulator from +0, ascending, unless something else is said.
+
+1. dw_j = fma(R_j, sum k_j tf(dS'), sum over all i of tf(P_ij) tf(d_i)), P_ij being 0 for i < j, less the sum over rows
+   i of later blocks of 16, from the last block on, of tf(A_ij) tf(du_i), then fma(-A_ij, du_i, dw_j) for rows i > j of
+   the own block, descending; du_j = r_j dw_j.
+2. dS = fma(exp_term(G_last), dS', sum q_i tf(Y_i), and on it sum k_i tf(X_i)), with X_i = -(((beta_i E_i) r_i) du_i)
+   and Y_i = (E_i rq_i) d_i.
+3. dv_i = beta_i du_i. left_i = fma(-(E_i r_i), k_i tf(S), v_i) - sum over j < i of tf(r_i (e_ij kk_ij)) tf(w_j); the
+   gradient of beta_i is du_i left_i.
+4. D_ij = -((beta_i r_i) (e_ij tf(du_i) tf(w_j))) for j < i, F_ij = rq_i (e_ij tf(d_i) tf(w_j)) for j <= i.
+5. dq_i = sum tf(Y_i) tf(S), on it sum tf(F_ij) k_j. h_j = sum tf(R_j w_j) tf(dS'); dk_j = h_j, on it sum tf(X_j) tf(S),
+   sum tf(D_ji) k_i, sum tf(D_ij) k_i, sum tf(F_ij) q_i. Both are then those of what the norm made: less n (n dk), n
+   being k_j r_j or q_i rq_i.
+6. The gradient of G_i: X_i (k_i tf(S)) + Y_i (q_i tf(S)), plus the differences of rows and columns of
+   D_ij kk_ij + F_ij qk_ij over j < i, less k_i h_i; of G_last also all k_i h_i and exp_term(G_last) (dS' S).
 """
 
 import torch
@@ -20,6 +38,7 @@ from .triton import (
     dot,
     extent,
     in_block,
+    norm_factor,
     normed,
     row_of,
     running_sums,
@@ -34,25 +53,40 @@ _BLOCKS = tl.constexpr(CHUNK // 16)
 
 
 @triton.jit
-def _gradient_of_u(a, w, TF: tl.constexpr):
-    """w (64, N) less what later rows of A take: w_j - sum over i > j of A_ij w_i."""
+def _dot_on(total, a, b, TF: tl.constexpr):
+    """total + a @ b of fp32 operands that tf has rounded."""
+    # order: K ascending in the accumulator that there is
+    return tl.dot(a, b, acc=total, input_precision="tf32" if TF else "ieee")
+
+
+@triton.jit
+def _raw_dot_on(total, a, b):
+    # order: as above, of operands as they came
+    return tl.dot(a, b, acc=total, input_precision="ieee")
+
+
+@triton.jit
+def _gradient_of_u(a, dw, r, TF: tl.constexpr):
+    """du (64, N) from dw before what later rows of A take."""
     place, sub = tl.arange(0, _CHUNK), tl.arange(0, _BLOCK)
     at = tl.trans(a)  # at[j, i] = A_ij
-    for back in range(_BLOCKS):
+    factors = tl.broadcast_to(r[:, None], dw.shape)
+    du, taken = tl.zeros_like(dw), tl.zeros_like(dw)
+    for back in range(_BLOCKS):  # order: blocks from the last to the first, in one accumulator; of each, rows ascending
         n = _BLOCKS - 1 - back
-        rows = block_of(at, n)
-        # order: later blocks in one accumulator, ascending; then the own block's rows, descending
-        later = place >= (n + 1) * _BLOCK
-        known = tf(tl.where(later[:, None], w, 0.0), TF)
-        part = block_of(w, n) - dot(tf(tl.where(later[None, :], rows, 0.0), TF), known, TF)
-        own = columns_of(rows, n)
+        r_block, own = block_of(factors, n), columns_of(block_of(at, n), n)
+        part = block_of(dw, n) - block_of(taken, n)
+        # order: the own block's rows, descending
         for count in range(_BLOCK):
             i = _BLOCK - 1 - count
-            z = tl.broadcast_to(row_of(part, i)[None, :], part.shape)
+            z = tl.broadcast_to(row_of(r_block * part, i)[None, :], part.shape)
             factor = tl.broadcast_to(column_of(own, i)[:, None], part.shape)
             part = tl.where((sub < i)[:, None], tl.fma(factor * -1.0, z, part), part)
-        w = in_block(w, part, n)
-    return w
+        du = in_block(du, r_block * part, n)
+        here = place // _BLOCK == n
+        known = tf(tl.where(here[:, None], du, 0.0), TF)
+        taken = _dot_on(taken, tf(tl.where(here[None, :], at, 0.0), TF), known, TF)
+    return du
 
 
 @triton.jit
@@ -65,7 +99,7 @@ def _fold(x):
 def _decays(sums, last, TF: tl.constexpr):
     """exp(G_i - G_j) for j <= i; exp(G_i); exp(G_last - G_j); and exp(G_last)."""
     place = tl.arange(0, _CHUNK)
-    seen = place[None, :] <= place[:, None]
+    seen = (place[None, :] <= place[:, None]) & (place < last)[:, None]
     total = tl.sum(tl.where(place == last - 1, sums, 0.0), axis=0)
     e = tl.where(seen, decay(tl.where(seen, sums[:, None] - sums[None, :], 0.0), TF), 0.0)
     rest = tl.where(place < last, decay(tl.where(place < last, total - sums, 0.0), TF), 0.0)
@@ -73,18 +107,9 @@ def _decays(sums, last, TF: tl.constexpr):
 
 
 @triton.jit
-def _factors(at, live, dims, L2NORM: tl.constexpr, DK: tl.constexpr):
-    """1 / norm of a chunk's rows of one head."""
-    x = tl.load(at + dims[None, :], mask=live[:, None] & (dims < DK)[None, :], other=0.0)
-    _, r = normed(x.to(tl.float32), L2NORM)
-    return r
-
-
-@triton.jit
-def _part(at, live, dims, r, DK: tl.constexpr):
-    """Some columns of them, times that."""
-    x = tl.load(at + dims[None, :], mask=live[:, None] & (dims < DK)[None, :], other=0.0)
-    return x.to(tl.float32) * r[:, None]
+def _part(at, live, dims, DK: tl.constexpr):
+    """Some columns of a chunk's rows of one head."""
+    return tl.load(at + dims[None, :], mask=live[:, None] & (dims < DK)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=PER_CALL)
@@ -119,8 +144,8 @@ def _scan_kernel(
         at = (row + place).to(tl.int64)
         k_at = k + at[:, None] * strides.k_row + key_head * strides.k_head
         q_at = q + at[:, None] * strides.q_row + key_head * strides.q_head
-        of_k = _factors(k_at, live, tl.arange(0, DKP), L2NORM, DK)
-        of_q = _factors(q_at, live, tl.arange(0, DKP), L2NORM, DK)
+        r = norm_factor(_part(k_at, live, tl.arange(0, DKP), DK), L2NORM)
+        rq = norm_factor(_part(q_at, live, tl.arange(0, DKP), DK), L2NORM)
         rows_at = (at * HV + head)[:, None] * DV + c[None, :]
         do = scale * tl.load(dout + rows_at, mask=live[:, None] & wide, other=0.0).to(tl.float32)
         b = tl.load(beta + at * HV + head, mask=live, other=0.0)
@@ -131,24 +156,26 @@ def _scan_kernel(
         from_state = tl.zeros([_CHUNK, BV], tl.float32)
         for start in range(0, DKP, DB):  # order: blocks of dk ascending
             dims = start + tl.arange(0, DB)
-            kn, qn = tf(_part(k_at, live, dims, of_k, DK), TF), tf(_part(q_at, live, dims, of_q, DK), TF)
+            x, y = _part(k_at, live, dims, DK), _part(q_at, live, dims, DK)
             held = (dims < DK)[:, None] & wide
             behind = tl.load(here + (dims * DV)[:, None] + c[None, :], mask=held, other=0.0)
-            kk += dot(kn, tl.trans(kn), TF)
-            qk += dot(qn, tl.trans(kn), TF)
-            from_state += dot(kn, tf(behind, TF), TF)
-        a = tl.where(place[None, :] < place[:, None], b[:, None] * (e * kk), 0.0)
-        p = e * qk
-        w = rest[:, None] * from_state + dot(tf(tl.trans(p), TF), tf(do, TF), TF)
-        w = _gradient_of_u(a, w, TF)
+            kk = _raw_dot_on(kk, x, tl.trans(x))
+            qk = _raw_dot_on(qk, y, tl.trans(x))
+            from_state = _dot_on(from_state, x.to(tl.float32), tf(behind, TF), TF)
+        exists = live[:, None]
+        a = tl.where((place[None, :] < place[:, None]) & exists, (b * r)[:, None] * (e * kk), 0.0)
+        p = tl.where((place[None, :] <= place[:, None]) & exists, rq[:, None] * (e * qk), 0.0)
+        of_rows = dot(tf(tl.trans(p), TF), tf(do, TF), TF)
+        w = _gradient_of_u(a, tl.fma(tl.broadcast_to(rest[:, None], of_rows.shape), from_state, of_rows), r, TF)
         tl.store(ws + rows_at, w, mask=live[:, None] & wide)
-        by_k, by_q = tf((b * first)[:, None] * w * -1.0, TF), tf(first[:, None] * do, TF)
+        by_k, by_q = tf(((b * first) * r)[:, None] * w * -1.0, TF), tf((first * rq)[:, None] * do, TF)
         for start in range(0, DKP, DB):
             dims = start + tl.arange(0, DB)
-            kn, qn = tf(_part(k_at, live, dims, of_k, DK), TF), tf(_part(q_at, live, dims, of_q, DK), TF)
+            x, y = _part(k_at, live, dims, DK).to(tl.float32), _part(q_at, live, dims, DK).to(tl.float32)
             at_state, held = (dims * DV)[:, None] + c[None, :], (dims < DK)[:, None] & wide
             behind = tl.load(here + at_state, mask=held, other=0.0)
-            before = whole * behind + (dot(tl.trans(kn), by_k, TF) + dot(tl.trans(qn), by_q, TF))
+            added = _dot_on(dot(tl.trans(y), by_q, TF), tl.trans(x), by_k, TF)
+            before = tl.fma(tl.broadcast_to(whole, behind.shape), behind, added)
             tl.store(here - HV * DK * DV + at_state, before, mask=held & (chunk > 0))
             if INITIAL:
                 tl.store(dinitial + whose + at_state, before, mask=held & (chunk == 0))
@@ -188,16 +215,15 @@ def _grads_kernel(
         key_head, wide, live = head // (HV // HK), (c < DV)[None, :], place < last
         i, j = place[:, None], place[None, :]
         at = (row + place).to(tl.int64)
-        d = tl.arange(0, DKP)
-        full = live[:, None] & (d < DK)[None, :]
         k_at = k + at[:, None] * strides.k_row + key_head * strides.k_head
         q_at = q + at[:, None] * strides.q_row + key_head * strides.q_head
-        _, of_k = normed(tl.load(k_at + d[None, :], mask=full, other=0.0).to(tl.float32), L2NORM)
-        _, of_q = normed(tl.load(q_at + d[None, :], mask=full, other=0.0).to(tl.float32), L2NORM)
+        r = norm_factor(_part(k_at, live, tl.arange(0, DKP), DK), L2NORM)
+        rq = norm_factor(_part(q_at, live, tl.arange(0, DKP), DK), L2NORM)
         there = live[:, None] & wide
         rows_at = (at * HV + head)[:, None] * DV + c[None, :]
         do = scale * tl.load(dout + rows_at, mask=there, other=0.0).to(tl.float32)
-        u = tf(tl.load(us + rows_at, mask=there, other=0.0), TF)
+        factor = r[:, None] * tl.load(us + rows_at, mask=there, other=0.0)  # w: what u is multiplied by
+        u = tf(factor, TF)
         w = tl.load(ws + rows_at, mask=there, other=0.0)
         b = tl.load(beta + at * HV + head, mask=live, other=0.0)
         sums = running_sums(g, row.to(tl.int64), head, 0, last, 0.0, HV)
@@ -208,48 +234,48 @@ def _grads_kernel(
         of_state = tl.zeros([DB], tl.float32)
         for start in range(0, DKP, DB):  # order: blocks of dk ascending
             part = start + tl.arange(0, DB)
-            some = live[:, None] & (part < DK)[None, :]
-            x = tl.load(k_at + part[None, :], mask=some, other=0.0).to(tl.float32) * of_k[:, None]
-            y = tl.load(q_at + part[None, :], mask=some, other=0.0).to(tl.float32) * of_q[:, None]
+            x, y = _part(k_at, live, part, DK), _part(q_at, live, part, DK)
             inside = (part < DK)[:, None] & wide
             s = tl.load(states + here + (part * DV)[:, None] + c[None, :], mask=inside, other=0.0)
             ds = tl.load(dstates + here + (part * DV)[:, None] + c[None, :], mask=inside, other=0.0)
-            kn, qn, st = tf(x, TF), tf(y, TF), tf(s, TF)
-            kk += dot(kn, tl.trans(kn), TF)
-            qk += dot(qn, tl.trans(kn), TF)
-            ks += dot(kn, st, TF)
-            qs += dot(qn, st, TF)
+            st = tf(s, TF)
+            kk = _raw_dot_on(kk, x, tl.trans(x))
+            qk = _raw_dot_on(qk, y, tl.trans(x))
+            ks = _dot_on(ks, x.to(tl.float32), st, TF)
+            qs = _dot_on(qs, y.to(tl.float32), st, TF)
             of_state += fold_sum(ds * s)
         value = tl.load(v + at[:, None] * strides.v_row + head * strides.v_head + c[None, :], mask=there, other=0.0)
-        earlier = tf(tl.where(j < i, e * kk, 0.0), TF)
-        left = (value.to(tl.float32) - first[:, None] * ks) - dot(earlier, u, TF)  # what beta multiplies
-        by_k, by_q = (b * first)[:, None] * w * -1.0, first[:, None] * do
+        before, seen = (j < i) & live[:, None], (j <= i) & live[:, None]
+        earlier = tf(tl.where(before, r[:, None] * (e * kk), 0.0), TF)
+        from_state = tl.broadcast_to(((first * r) * -1.0)[:, None], ks.shape)
+        left = tl.fma(from_state, ks, value.to(tl.float32)) - (dot(earlier, u, TF) + 0.0)  # what beta multiplies
+        by_k, by_q = ((b * first) * r)[:, None] * w * -1.0, (first * rq)[:, None] * do
         dbeta, dsums = fold_sum(w * left), fold_sum(by_k * ks + by_q * qs)
         ut = tl.trans(u)
-        dkk = tl.where(j < i, b[:, None] * e * dot(tf(w, TF), ut, TF) * -1.0, 0.0)
-        dqk = tl.where(j <= i, e * dot(tf(do, TF), ut, TF), 0.0)
+        dkk = tl.where(before, (b * r)[:, None] * (e * dot(tf(w, TF), ut, TF)) * -1.0, 0.0)
+        dqk = tl.where(seen, rq[:, None] * (e * dot(tf(do, TF), ut, TF)), 0.0)
         m = tl.where(j < i, dkk * kk + dqk * qk, 0.0)
         dsums = dsums + (fold_sum(m) - fold_sum(tl.trans(m)))
         tl.store(dv + rows_at, (b[:, None] * w).to(dv.dtype.element_ty), mask=there)
         by_k, by_q, dkk, dqk = tf(by_k, TF), tf(by_q, TF), tf(dkk, TF), tf(dqk, TF)
+        added = tf(rest[:, None] * factor, TF)  # what the state was added
         columns = tl.program_id(2).to(tl.int64) * tokens
         keys_at = ((columns + at) * HV + head)[:, None] * DK
         taken = tl.zeros([_CHUNK], tl.float32)
         for start in range(0, DKP, DB):
             part = start + tl.arange(0, DB)
             some = live[:, None] & (part < DK)[None, :]
-            x = tl.load(k_at + part[None, :], mask=some, other=0.0).to(tl.float32) * of_k[:, None]
-            y = tl.load(q_at + part[None, :], mask=some, other=0.0).to(tl.float32) * of_q[:, None]
+            x, y = _part(k_at, live, part, DK).to(tl.float32), _part(q_at, live, part, DK).to(tl.float32)
             inside = (part < DK)[:, None] & wide
             s = tl.load(states + here + (part * DV)[:, None] + c[None, :], mask=inside, other=0.0)
             ds = tl.load(dstates + here + (part * DV)[:, None] + c[None, :], mask=inside, other=0.0)
-            kn, qn, st = tf(x, TF), tf(y, TF), tl.trans(tf(s, TF))
-            h = rest[:, None] * dot(u, tl.trans(tf(ds, TF)), TF)
-            dq = dot(by_q, st, TF) + dot(dqk, kn, TF)
-            dk = dot(by_k, st, TF) + dot(dkk, kn, TF)
-            dk = dk + (dot(tl.trans(dkk), kn, TF) + dot(tl.trans(dqk), qn, TF))
+            st = tl.trans(tf(s, TF))
+            dq = _dot_on(dot(by_q, st, TF), dqk, x, TF)
+            h = dot(added, tl.trans(tf(ds, TF)), TF)
+            dk = _dot_on(_dot_on(h, by_k, st, TF), dkk, x, TF)
+            dk = _dot_on(_dot_on(dk, tl.trans(dkk), x, TF), tl.trans(dqk), y, TF)
             tl.store(parts_q + keys_at + part[None, :], dq, mask=some)
-            tl.store(parts_k + keys_at + part[None, :], dk + h, mask=some)
+            tl.store(parts_k + keys_at + part[None, :], dk, mask=some)
             taken += fold_sum(x * h)
         of_all = _fold(taken) + whole * _fold(of_state)
         dsums = (dsums - taken) + tl.where(place == last - 1, of_all, 0.0)
@@ -275,8 +301,8 @@ def _keys_kernel(
             sum_ += tl.load(parts + at[:, None] * DK + d[None, :], mask=inside, other=0.0)
     if L2NORM:
         value = tl.load(x + row[:, None] * row_stride + key_head * head_stride + d[None, :], mask=inside, other=0.0)
-        y, r = normed(value.to(tl.float32), L2NORM)
-        sum_ = r[:, None] * (sum_ - y * fold_sum(y * sum_)[:, None])
+        y, _ = normed(value.to(tl.float32), L2NORM)
+        sum_ = sum_ - y * fold_sum(y * sum_)[:, None]
     tl.store(dx + (row * HK + key_head)[:, None] * DK + d[None, :], sum_.to(dx.dtype.element_ty), mask=inside)
 
 

@@ -1,0 +1,486 @@
+// The backward of a gated delta net, with the bits of the Triton kernels (triton_backward.py declares them); no torch
+// headers.
+//
+// scan_kernel goes through a sequence's chunks from the last to the first, for COLUMNS columns of a value head: warps 0
+// to 3 make the gradients of u, 16 rows each, warps 4 to 7 what the outputs' gradients give to them and to the state's.
+// The state's gradient stays in registers, 16 rows of it in a warp. grads_kernel takes a chunk of a key head: the
+// gradients of q and k stay in registers, where all of its value heads' columns, 64 at a time, are added to them.
+#pragma once
+#include "gated_delta/rows.cuh"
+
+namespace vx {
+namespace delta {
+
+template <class T, int COLUMNS>
+struct ScanShared {
+  T k[kChunk][kDepth + 8], q[kChunk][kDepth + 8];
+  float s[kDepth][COLUMNS + 8];  // the state's gradient as multiplied: rounded to tf32
+  float d[kChunk][COLUMNS + 8], w[kChunk][COLUMNS + 8];  // the outputs' gradients, and those of u
+  float a[kChunk][kChunk + 4], p[kChunk][kChunk + 4];
+  Gates gates;
+  float r_k[kChunk], r_q[kChunk];
+};
+
+template <class T>
+struct GradsShared {
+  T k[kChunk][kDepth + 8], q[kChunk][kDepth + 8];
+  float s[kDepth][72], ds[kDepth][72];  // as multiplied: rounded to tf32
+  float w[kChunk][72], du[kChunk][72], d[kChunk][72];
+  float a[kChunk][72], p[kChunk][72];  // gradients of the products among keys
+  Gates gates;
+  float r_k[kChunk], r_q[kChunk];
+  float of_state[kDepth], taken[2][kChunk], sums[kChunk], columns[kChunk], dg[kChunk], dbeta[kChunk];
+};
+
+template <class T, int COLUMNS>
+__global__ void __launch_bounds__(kBackwardThreads, COLUMNS <= 32 ? 2 : 1) scan_kernel(const GatedDeltaBackward args) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  constexpr int kTiles = COLUMNS / 8, kOwn = COLUMNS / 32;
+  extern __shared__ __align__(16) unsigned char memory[];
+  auto& sh = *reinterpret_cast<ScanShared<T, COLUMNS>*>(memory);
+  const int splits = args.dv_size / COLUMNS, h = blockIdx.x / splits, c0 = blockIdx.x % splits * COLUMNS, b = blockIdx.y;
+  const int hk = h / (args.hv / args.hk);
+  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+  const bool of_u = warp < 4;
+  const int block = warp % 4, first = 16 * block;
+  const int begin = min(max(args.offsets[b], 0), args.tokens), end = max(min(args.offsets[b + 1], args.tokens), begin);
+  const int64_t plane = int64_t(kDepth) * args.dv_size, whose = (int64_t(b) * args.hv + h) * plane + c0;
+
+  // The state's gradient: rows 16 warp + gid and + 8, columns 8 n + 2 tig and the next.
+  float s[kTiles][4];
+  each_pair(s, [&](int r, int c, float& x, float& y) {
+    float2 two{0, 0};
+    if (args.dfinal) two = *reinterpret_cast<const float2*>(args.dfinal + whose + int64_t(16 * warp + r) * args.dv_size + c);
+    x = two.x, y = two.y;
+  });
+  const auto put = [&](float* to) {
+    each_pair(s, [&](int r, int c, float x, float y) {
+      *reinterpret_cast<float2*>(to + int64_t(16 * warp + r) * args.dv_size + c) = float2{x, y};
+    });
+  };
+  for (int n = tid; n < kChunk * (kChunk + 4); n += kBackwardThreads) sh.p[0][n] = 0.0f;
+
+  for (int chunk = (end - begin + kChunk - 1) / kChunk - 1; chunk >= 0; --chunk) {
+    const int row = begin + chunk * kChunk, last = min(kChunk, end - row);
+    load_keys<T>(sh, args, row, last, hk);
+    each_pair(s, [&](int r, int c, float x, float y) {
+      *reinterpret_cast<float2*>(&sh.s[16 * warp + r][c]) = float2{rounded(x), rounded(y)};
+    });
+    put(args.dstates + (int64_t(begin / kChunk + b + chunk) * args.hv + h) * plane + c0);
+    for (int n = tid; n < kChunk * (COLUMNS / 8); n += kBackwardThreads) {
+      const int i = n / (COLUMNS / 8), part = n % (COLUMNS / 8) * 8;
+      T eight[8];
+      uint4 x{};
+      if (i < last)
+        x = *reinterpret_cast<const uint4*>(static_cast<const T*>(args.dout) +
+                                            (int64_t(row + i) * args.hv + h) * args.dv_size + c0 + part);
+      *reinterpret_cast<uint4*>(eight) = x;
+#pragma unroll
+      for (int m = 0; m < 8; ++m) sh.d[i][part + m] = args.scale * widen(eight[m]);
+    }
+    if (warp == 0) make_gates(sh.gates, args, row, last, h);
+    copies_wait<0>();
+    __syncthreads();
+    make_norms<T>(sh, args.l2norm);
+    {
+      // Products of the rows' keys, or queries, with the keys up to their own block.
+      const auto& g = sh.gates.g;
+      auto& to = of_u ? sh.a : sh.p;
+#pragma unroll 1
+      for (int n = 0; n <= block; ++n) {
+        float d[2][4] = {};
+        products_of<T, 2>(d, (of_u ? sh.k : sh.q)[first], sh.k + 16 * n);
+        each_pair(d, [&](int r, int c, float x, float y) {
+          const int i = first + r, j = 16 * n + c;
+          const float f = of_u ? sh.gates.beta[i] * sh.r_k[i] : sh.r_q[i];
+          const int seen = i < last ? (of_u ? i : i + 1) : 0;  // of these keys on: none
+          x = j < seen ? f * (exp_term(g[i] - g[j]) * x) : 0.0f;
+          y = j + 1 < seen ? f * (exp_term(g[i] - g[j + 1]) * y) : 0.0f;
+          if (!of_u || n < block) x = rounded(x), y = rounded(y);
+          *reinterpret_cast<float2*>(&to[i][j]) = float2{x, y};
+        });
+      }
+    }
+    float x[kTiles][4] = {};
+    if (of_u)
+      multiply<kDepth>(x, [&](int r, int k) { return widen(sh.k[first + r][k]); }, [&](int k, int c) { return sh.s[k][c]; });
+    __syncthreads();  // all rows of p are there
+    float y[kTiles][4] = {};
+    if (!of_u) {
+      multiply<kChunk>(y, [&](int r, int k) { return sh.p[k][first + r]; }, [&](int k, int c) { return rounded(sh.d[k][c]); });
+      each_pair(y, [&](int r, int c, float x, float y) { *reinterpret_cast<float2*>(&sh.w[first + r][c]) = float2{x, y}; });
+    }
+    __syncthreads();
+    float z[kTiles][4] = {};  // what is added to the state's gradient
+    const auto of_q = [&] {
+      multiply<kChunk>(
+          z, [&](int r, int k) { return widen(sh.q[k][16 * warp + r]); },
+          [&](int k, int c) { return rounded((sh.gates.decay[k] * sh.r_q[k]) * sh.d[k][c]); });
+    };
+    if (of_u) {
+      each_pair(x, [&](int r, int c, float& low, float& high) {
+        const float2 two = *reinterpret_cast<const float2*>(&sh.w[first + r][c]);
+        low = fmaf(sh.gates.rest[first + r], low, two.x), high = fmaf(sh.gates.rest[first + r], high, two.y);
+      });
+      // order: blocks of 16 rows from the last to the first
+#pragma unroll 1
+      for (int turn = kChunk / 16 - 1; turn >= 0; --turn) {
+        if (block == turn) {
+          // before its own block's rows, from where the products left it to a column a thread
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) x[n][e] = x[n][e] - (y[n][e] + 0.0f);
+          each_pair(x, [&](int r, int c, float low, float high) {
+            *reinterpret_cast<float2*>(&sh.w[first + r][c]) = float2{low, high};
+          });
+          __syncwarp();
+#pragma unroll
+          for (int own = 0; own < kOwn; ++own) {
+            const int c = lane + 32 * own;
+            float part[16];
+#pragma unroll
+            for (int i = 0; i < 16; ++i) part[i] = sh.w[first + i][c];
+            // order: the own block's rows, descending
+#pragma unroll
+            for (int i = 15; i >= 0; --i) {
+              part[i] = sh.r_k[first + i] * part[i];
+              const float u = part[i] + 0.0f;
+#pragma unroll
+              for (int j = 0; j < i; ++j) part[j] = fmaf(-(sh.a[first + i][first + j] + 0.0f), u, part[j]);
+            }
+            float* const to = args.dus + (int64_t(row + first) * args.hv + h) * args.dv_size + c0 + c;
+#pragma unroll
+            for (int i = 0; i < 16; ++i) {
+              sh.w[first + i][c] = part[i];
+              if (first + i < last) to[int64_t(i) * args.hv * args.dv_size] = part[i];
+            }
+          }
+        }
+        asm volatile("bar.sync 1, 128;" ::: "memory");
+        if (block < turn)
+          multiply<16>(
+              y, [&](int r, int k) { return sh.a[16 * turn + k][first + r]; },
+              [&](int k, int c) { return rounded(sh.w[16 * turn + k][c]); });
+      }
+    } else {
+      of_q();
+    }
+    __syncthreads();
+    if (of_u) of_q();
+    multiply<kChunk>(
+        z, [&](int r, int k) { return widen(sh.k[k][16 * warp + r]); },
+        [&](int k, int c) { return rounded(-(((sh.gates.beta[k] * sh.gates.decay[k]) * sh.r_k[k]) * sh.w[k][c])); });
+    const float whole = exp_term(sh.gates.g[last - 1]);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] = fmaf(whole, s[n][e], z[n][e]);
+    __syncthreads();
+  }
+  if (args.dinitial) put(args.dinitial + whose);
+#endif
+}
+
+template <class T>
+__global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedDeltaBackward args) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(16) unsigned char memory[];
+  auto& sh = *reinterpret_cast<GradsShared<T>*>(memory);
+  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, gid = lane / 4, tig = lane % 4;
+  const bool of_k = warp < 4;
+  const int first = 16 * (warp % 4), half = warp / 4;  // this warp's rows, and its 64 of the keys' dims
+  const int index = blockIdx.x, hk = blockIdx.y, group = args.hv / args.hk, splits = args.dv_size / 64;
+  const FoundChunk found(args, index);
+  const int row = found.begin + found.chunk * kChunk, last = min(kChunk, found.end - row);
+  if (found.chunk < 0 || last <= 0) return;
+
+  load_keys<T>(sh, args, row, last, hk);
+  copies_wait<0>();
+  __syncthreads();
+  make_norms<T>(sh, args.l2norm);
+  float gram[8][4] = {};  // warps 0 to 3: keys times keys, the others: queries times keys
+  products_of<T, 8>(gram, (of_k ? sh.k : sh.q)[first], sh.k);
+  float sum_q[8][4] = {}, sum_k[8][4] = {};  // gradients before those of the norms: this warp's rows and dims
+
+  for (int one = 0; one < group; ++one) {  // order: value heads ascending, of each the columns' blocks ascending
+    const int h = hk * group + one;
+    __syncthreads();
+    if (warp == 0) make_gates(sh.gates, args, row, last, h);
+    if (tid < kChunk) sh.dg[tid] = sh.dbeta[tid] = 0.0f;
+    __syncthreads();
+    const auto& gates = sh.gates;
+    const float whole = exp_term(gates.g[last - 1]);
+    const auto e = [&](int i, int j) { return exp_term(gates.g[i] - gates.g[j]); };
+#pragma unroll 1
+    for (int split = 0; split < splits; ++split) {
+      const int64_t states_at = (int64_t(index) * args.hv + h) * kDepth * args.dv_size + 64 * split;
+      const auto at = [&](int i) { return (int64_t(row + i) * args.hv + h) * args.dv_size + 64 * split; };
+      for (int n = tid; n < kDepth * 16; n += kBackwardThreads) {
+        const int r = n / 16, c = n % 16 * 4;
+        const int64_t from = states_at + int64_t(r) * args.dv_size + c;
+        const float4 x = *reinterpret_cast<const float4*>(args.states + from);
+        const float4 y = *reinterpret_cast<const float4*>(args.dstates + from);
+        float f[4] = {y.x * x.x, y.y * x.y, y.z * x.z, y.w * x.w};
+        // order: the upper half is added to the lower one
+#pragma unroll
+        for (int width = 8; width; width /= 2)
+#pragma unroll
+          for (int m = 0; m < 4; ++m) f[m] = f[m] + __shfl_xor_sync(0xffffffffu, f[m], width);
+        if (c == 0) sh.of_state[r] = (f[0] + f[2]) + (f[1] + f[3]);
+        *reinterpret_cast<float4*>(&sh.s[r][c]) = float4{rounded(x.x), rounded(x.y), rounded(x.z), rounded(x.w)};
+        *reinterpret_cast<float4*>(&sh.ds[r][c]) = float4{rounded(y.x), rounded(y.y), rounded(y.z), rounded(y.w)};
+      }
+      for (int n = tid; n < kChunk * 16; n += kBackwardThreads) {
+        const int i = n / 16, c = n % 16 * 4;
+        float4 u{}, du{};
+        uint2 d{};
+        if (i < last) {
+          u = *reinterpret_cast<const float4*>(args.us + at(i) + c);
+          du = *reinterpret_cast<const float4*>(args.dus + at(i) + c);
+          d = *reinterpret_cast<const uint2*>(static_cast<const T*>(args.dout) + at(i) + c);
+        }
+        const float r = sh.r_k[i];
+        T four[4];
+        *reinterpret_cast<uint2*>(four) = d;
+        *reinterpret_cast<float4*>(&sh.w[i][c]) = float4{r * u.x, r * u.y, r * u.z, r * u.w};
+        *reinterpret_cast<float4*>(&sh.du[i][c]) = du;
+        *reinterpret_cast<float4*>(&sh.d[i][c]) = float4{args.scale * widen(four[0]), args.scale * widen(four[1]),
+                                                         args.scale * widen(four[2]), args.scale * widen(four[3])};
+        if (i < last) {
+          const float b = gates.beta[i];
+          narrow(four[0], b * du.x), narrow(four[1], b * du.y), narrow(four[2], b * du.z), narrow(four[3], b * du.w);
+          *reinterpret_cast<uint2*>(static_cast<T*>(args.dv) + at(i) + c) = *reinterpret_cast<uint2*>(four);
+        }
+      }
+      if (of_k)
+        each_pair(gram, [&](int r, int j, float x, float y) {
+          const int i = first + r;
+          const int seen = i < last ? i : 0;  // of these keys on: none
+          const float f = sh.r_k[i];
+          *reinterpret_cast<float2*>(&sh.a[i][j]) =
+              float2{j < seen ? rounded(f * (e(i, j) * x)) : 0.0f, j + 1 < seen ? rounded(f * (e(i, j + 1) * y)) : 0.0f};
+        });
+      __syncthreads();
+
+      // The rows' keys, or queries, times the state; what beta multiplies.
+      float x[8][4] = {};
+      const auto& rows = of_k ? sh.k : sh.q;
+      multiply<kDepth>(x, [&](int r, int k) { return widen(rows[first + r][k]); }, [&](int k, int c) { return sh.s[k][c]; });
+      const auto given = [&](int k, int c) { return rounded(sh.w[k][c]); };
+      float left[8][4] = {};
+      if (of_k) {
+        multiply<kChunk>(left, [&](int r, int k) { return sh.a[first + r][k]; }, given);
+        each_pair(left, [&](int, int, float& low, float& high) { low = low + 0.0f, high = high + 0.0f; });
+      } else {
+        each_pair(x, [&](int r, int c, float low, float high) {
+          const int i = first + r;
+          const float f = gates.decay[i] * sh.r_q[i];
+          *reinterpret_cast<float2*>(&sh.p[i][c]) = float2{(f * sh.d[i][c]) * low, (f * sh.d[i][c + 1]) * high};
+        });
+      }
+      __syncthreads();
+      float row_low = 0.0f, row_high = 0.0f;  // of the gradient of G, rows first + gid and + 8
+      if (of_k) {
+        const int64_t v_at = h * args.v_head + 64 * split;
+#pragma unroll
+        for (int n = 0; n < 8; ++n)
+#pragma unroll
+          for (int m = 0; m < 2; ++m) {
+            const int i = first + gid + 8 * m, c = 8 * n + 2 * tig;
+            T two[2];
+            uint32_t bits = 0;
+            if (i < last)
+              bits = *reinterpret_cast<const uint32_t*>(static_cast<const T*>(args.v) + (row + i) * args.v_row + v_at + c);
+            *reinterpret_cast<uint32_t*>(two) = bits;
+            const float f = -(gates.decay[i] * sh.r_k[i]), fx = (gates.beta[i] * gates.decay[i]) * sh.r_k[i];
+#pragma unroll
+            for (int e2 = 0; e2 < 2; ++e2) {
+              const float du = sh.du[i][c + e2], ks = x[n][2 * m + e2];
+              left[n][2 * m + e2] = du * (fmaf(f, ks, widen(two[e2])) - left[n][2 * m + e2]);
+              x[n][2 * m + e2] = (-(fx * du)) * ks + sh.p[i][c + e2];
+            }
+          }
+        float low, high;
+        fold_rows(left, low, high);
+        fold_rows(x, row_low, row_high);
+        if (tig == 0) {
+          sh.dbeta[first + gid] = sh.dbeta[first + gid] + low;
+          sh.dbeta[first + gid + 8] = sh.dbeta[first + gid + 8] + high;
+        }
+      }
+      // Gradients of the products among keys: of keys with keys, and of queries with keys.
+      float grad[8][4] = {};
+      const auto& theirs = of_k ? sh.du : sh.d;
+      multiply<kChunk>(
+          grad, [&](int r, int k) { return rounded(theirs[first + r][k]); },
+          [&](int k, int c) { return rounded(sh.w[c][k]); });
+      each_pair(grad, [&](int r, int j, float& x, float& y) {
+        const int i = first + r;
+        const int seen = i < last ? (of_k ? i : i + 1) : 0;
+        const float f = of_k ? -(gates.beta[i] * sh.r_k[i]) : sh.r_q[i];
+        x = j < seen ? f * (e(i, j) * x) : 0.0f, y = j + 1 < seen ? f * (e(i, j + 1) * y) : 0.0f;
+      });
+      __syncthreads();  // a and p are read
+      if (!of_k) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n)
+#pragma unroll
+          for (int m = 0; m < 2; ++m)
+            *reinterpret_cast<float2*>(&sh.p[first + gid + 8 * m][8 * n + 2 * tig]) =
+                float2{grad[n][2 * m] * gram[n][2 * m], grad[n][2 * m + 1] * gram[n][2 * m + 1]};
+      }
+      __syncthreads();
+      if (of_k) {
+        float m[8][4];
+#pragma unroll
+        for (int n = 0; n < 8; ++n)
+#pragma unroll
+          for (int e4 = 0; e4 < 4; ++e4) {
+            const int i = first + gid + 8 * (e4 / 2), j = 8 * n + 2 * tig + e4 % 2;
+            m[n][e4] = j < i ? grad[n][e4] * gram[n][e4] + sh.p[i][j] : 0.0f;
+            sh.a[i][j] = m[n][e4];
+          }
+        float low, high;
+        fold_rows(m, low, high);
+        if (tig == 0) sh.sums[first + gid] = low, sh.sums[first + gid + 8] = high;
+      }
+      __syncthreads();
+      if (tid < kChunk) {
+        float f[kChunk];
+#pragma unroll
+        for (int i = 0; i < kChunk; ++i) f[i] = sh.a[i][tid];
+        fold<kChunk>(f);
+        sh.columns[tid] = f[0];
+      }
+      __syncthreads();
+      if (of_k && tig == 0)
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          const int i = first + gid + 8 * m;
+          sh.sums[i] = (m ? row_high : row_low) + (sh.sums[i] - sh.columns[i]);
+        }
+      {
+        auto& to = of_k ? sh.a : sh.p;
+        each_pair(grad, [&](int r, int j, float x, float y) {
+          *reinterpret_cast<float2*>(&to[first + r][j]) = float2{rounded(x), rounded(y)};
+        });
+      }
+      __syncthreads();
+
+      const int d0 = 64 * half;
+      {
+        float dq[8][4] = {};
+        multiply<64>(
+            dq, [&](int r, int c) { return rounded((gates.decay[first + r] * sh.r_q[first + r]) * sh.d[first + r][c]); },
+            [&](int c, int d) { return sh.s[d0 + d][c]; });
+        multiply<kChunk>(dq, [&](int r, int j) { return sh.p[first + r][j]; }, [&](int j, int d) { return widen(sh.k[j][d0 + d]); });
+#pragma unroll
+        for (int n = 0; n < 8; ++n)
+#pragma unroll
+          for (int e4 = 0; e4 < 4; ++e4) sum_q[n][e4] = sum_q[n][e4] + dq[n][e4];
+      }
+      float dk[8][4] = {};
+      multiply<64>(
+          dk, [&](int r, int c) { return rounded(gates.rest[first + r] * sh.w[first + r][c]); },
+          [&](int c, int d) { return sh.ds[d0 + d][c]; });
+      {
+        float m[8][4], low, high;
+#pragma unroll
+        for (int n = 0; n < 8; ++n)
+#pragma unroll
+          for (int e4 = 0; e4 < 4; ++e4)
+            m[n][e4] = widen(sh.k[first + gid + 8 * (e4 / 2)][d0 + 8 * n + 2 * tig + e4 % 2]) * dk[n][e4];
+        fold_rows(m, low, high);
+        if (tig == 0) sh.taken[half][first + gid] = low, sh.taken[half][first + gid + 8] = high;
+      }
+      multiply<64>(
+          dk,
+          [&](int r, int c) {
+            return rounded(-(((gates.beta[first + r] * gates.decay[first + r]) * sh.r_k[first + r]) * sh.du[first + r][c]));
+          },
+          [&](int c, int d) { return sh.s[d0 + d][c]; });
+      const auto key = [&](int j, int d) { return widen(sh.k[j][d0 + d]); };
+      multiply<kChunk>(dk, [&](int r, int j) { return sh.a[first + r][j]; }, key);
+      multiply<kChunk>(dk, [&](int r, int j) { return sh.a[j][first + r]; }, key);
+      multiply<kChunk>(dk, [&](int r, int j) { return sh.p[j][first + r]; }, [&](int j, int d) { return widen(sh.q[j][d0 + d]); });
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int e4 = 0; e4 < 4; ++e4) sum_k[n][e4] = sum_k[n][e4] + dk[n][e4];
+      __syncthreads();
+      if (tid < kChunk) {
+        // What the state behind the chunk takes: of every row, and of what was there before.
+        float f[kChunk], of_state[kChunk];
+        const auto taken = [&](int i) { return sh.taken[0][i] + sh.taken[1][i]; };
+#pragma unroll
+        for (int i = 0; i < kChunk; ++i) f[i] = taken(i), of_state[i] = sh.of_state[i] + sh.of_state[i + 64];
+        fold<kChunk>(f);
+        fold<kChunk>(of_state);
+        const float mine = (sh.sums[tid] - taken(tid)) + (tid == last - 1 ? f[0] + whole * of_state[0] : 0.0f);
+        asm volatile("bar.sync 1, 64;" ::: "memory");
+        sh.sums[tid] = mine;
+        asm volatile("bar.sync 1, 64;" ::: "memory");
+        // order: the gradient of g_i takes those of the sums from i to the last, in a tree
+#pragma unroll
+        for (int j = 0; j < kChunk; ++j) f[j] = j >= tid ? sh.sums[j] : 0.0f;
+        fold<kChunk>(f);
+        sh.dg[tid] = sh.dg[tid] + f[0];
+      }
+      __syncthreads();
+    }
+    if (tid < last) {
+      const int64_t to = int64_t(row + tid) * args.hv + h;
+      args.dg[to] = sh.dg[tid], args.dbeta[to] = sh.dbeta[tid];
+    }
+  }
+
+  // What the norms leave of them: of each row, n (n dk) less, over both halves of the dims.
+#pragma unroll
+  for (int which = 0; which < 2; ++which) {
+    auto& sum = which ? sum_k : sum_q;
+    const auto& x = which ? sh.k : sh.q;
+    const float* const r = which ? sh.r_k : sh.r_q;
+    float n_sum[2] = {0.0f, 0.0f};
+    if (args.l2norm) {
+      float m[8][4];
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int e4 = 0; e4 < 4; ++e4) {
+          const int i = first + gid + 8 * (e4 / 2);
+          m[n][e4] = (widen(x[i][64 * half + 8 * n + 2 * tig + e4 % 2]) * r[i]) * sum[n][e4];
+        }
+      __syncthreads();
+      if (half) each_pair(m, [&](int r2, int c, float a, float b) { *reinterpret_cast<float2*>(&sh.w[first + r2][c]) = float2{a, b}; });
+      __syncthreads();
+      if (!half) {
+        each_pair(m, [&](int r2, int c, float& a, float& b) { a = a + sh.w[first + r2][c], b = b + sh.w[first + r2][c + 1]; });
+        fold_rows(m, n_sum[0], n_sum[1]);
+        if (tig == 0) sh.sums[first + gid] = n_sum[0], sh.sums[first + gid + 8] = n_sum[1];
+      }
+      __syncthreads();
+      n_sum[0] = sh.sums[first + gid], n_sum[1] = sh.sums[first + gid + 8];
+    }
+    T* const out = static_cast<T*>(which ? args.dk : args.dq);
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        const int i = first + gid + 8 * m, c = 64 * half + 8 * n + 2 * tig;
+        if (i >= last) continue;
+        T two[2];
+#pragma unroll
+        for (int e2 = 0; e2 < 2; ++e2) {
+          float value = sum[n][2 * m + e2];
+          if (args.l2norm) value = value - (widen(x[i][c + e2]) * r[i]) * n_sum[m];
+          narrow(two[e2], value);
+        }
+        *reinterpret_cast<uint32_t*>(out + (int64_t(row + i) * args.hk + hk) * kDepth + c) = *reinterpret_cast<uint32_t*>(two);
+      }
+  }
+#endif
+}
+
+}  // namespace delta
+}  // namespace vx
