@@ -120,7 +120,8 @@ __global__ void __launch_bounds__(kBackwardThreads, COLUMNS <= 32 ? 2 : 1) scan_
     if (of_u) {
       each_pair(x, [&](int r, int c, float& low, float& high) {
         const float2 two = *reinterpret_cast<const float2*>(&sh.w[first + r][c]);
-        low = fmaf(sh.gates.rest[first + r], low, two.x), high = fmaf(sh.gates.rest[first + r], high, two.y);
+        low = fmaf(sh.gates.rest[first + r], low, two.x) + 0.0f;
+        high = fmaf(sh.gates.rest[first + r], high, two.y) + 0.0f;
       });
       // order: blocks of 16 rows from the last to the first
 #pragma unroll 1

@@ -25,6 +25,7 @@ from .._core.proof.attention import Pages, attention_inputs, offsets
 from .._core.proof.bitwise import count_different
 from .._core.proof.inputs import SMALL, special_rows
 from . import triton
+from .op import flash_keys
 
 HEAD_DIMS = {(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512)}
 WIDENED = {72: 96, 80: 96}  # heads of image encoders, with columns of zeros; they are never paged
@@ -59,11 +60,6 @@ def _head_dims(q: Tensor, v: Tensor, causal: bool) -> tuple[int, int]:
 
 def _widened(width: int, *tensors: Tensor) -> list[Tensor]:
     return [x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in tensors]
-
-
-def keys_of(d: int) -> int:
-    """Keys of a block, as csrc/attention/flash.cuh has it."""
-    return 64 if d > 192 else 128
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -331,7 +327,7 @@ _SHORT = {
 
 
 def _pages_fit(shape: Shape, page: int) -> bool:
-    keys = keys_of(shape.d)
+    keys = flash_keys(shape.d)
     boxes = page % keys == 0 or (keys % page == 0 and page >= 8)  # that fill a block
     return boxes and (192 if shape.d <= 96 else 128) % shape.group == 0  # tiles of all that share keys
 

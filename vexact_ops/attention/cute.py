@@ -39,7 +39,7 @@ from quack import copy_utils, layout_utils, sm90_utils
 from torch import Tensor
 
 from . import cute_backward, cute_objects
-from .cuda import keys_of
+from .op import flash_keys
 
 VERSION = "4.0.0b36"  # whose source this file was written against
 WIDE = 256  # heads of which flash-attn-4 takes blocks of 80 keys, which no page divides, but for windows
@@ -492,7 +492,7 @@ def _reach(window: int | None) -> tuple[int | None, int | None]:
 
 def _kernel(make, q: Tensor, heads_k: int, dv: int, causal: bool, window: int | None, segment: int | None, **more):
     heads, d = q.shape[1], q.shape[2]
-    config, keys = _tile_size_fwd_sm90(d, dv, causal and window is None, window is not None), keys_of(d)
+    config, keys = _tile_size_fwd_sm90(d, dv, causal and window is None, window is not None), flash_keys(d)
     if config.n_block_size != keys and d != WIDE:
         raise RuntimeError(f"flash-attn-4 takes blocks of {config.n_block_size} keys here")
     return make(

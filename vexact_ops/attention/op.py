@@ -14,6 +14,11 @@ KEY_BLOCK = {"cpu": 64, "triton": 64, "cuda": 128}  # keys in a block of a backe
 _INT32 = (torch.int32,)
 
 
+def flash_keys(d: int) -> int:
+    """Keys in a block of the flash order, as csrc/attention/flash.cuh has it: a multiple of them is in KEY_BLOCK."""
+    return 64 if d > 192 else 128
+
+
 def attention_varlen(
     q: Tensor,
     k: Tensor,

@@ -7,9 +7,9 @@ The declared arithmetic, in the words of triton.py: k and q as they came, r, rq,
 d_i = scale dout_i, R_j = exp_term(G_last - G_j), S the state before a chunk, S' what is known of the one behind it.
 Rows that are not there are zeros. Every sum is one accumulator from +0, ascending, unless something else is said.
 
-1. dw_j = fma(R_j, sum k_j tf(dS'), sum over all i of tf(P_ij) tf(d_i)), P_ij being 0 for i < j, less the sum over rows
-   i of later blocks of 16, from the last block on, of tf(A_ij) tf(du_i), then fma(-A_ij, du_i, dw_j) for rows i > j of
-   the own block, descending; du_j = r_j dw_j.
+1. dw_j = fma(R_j, sum k_j tf(dS'), sum over all i of tf(P_ij) tf(d_i)) + 0, P_ij being 0 for i < j, less the sum over
+   rows i of later blocks of 16, from the last block on, of tf(A_ij) tf(du_i), then fma(-A_ij, du_i, dw_j) for rows
+   i > j of the own block, descending; du_j = r_j dw_j.
 2. dS = fma(exp_term(G_last), dS', sum q_i tf(Y_i), and on it sum k_i tf(X_i)), with X_i = -(((beta_i E_i) r_i) du_i)
    and Y_i = (E_i rq_i) d_i.
 3. dv_i = beta_i du_i. left_i = fma(-(E_i r_i), k_i tf(S), v_i) - sum over j < i of tf(r_i (e_ij kk_ij)) tf(w_j); the
