@@ -128,19 +128,6 @@ struct GroupedTiles {
   }
 };
 
-struct GroupedRing {
-  uint32_t tiles, full, empty;
-  int stage_bytes, stages;
-  int slot;
-  uint32_t phase;
-  __device__ __forceinline__ uint32_t stage() const { return tiles + slot * stage_bytes; }
-  __device__ __forceinline__ uint32_t ready() const { return full + 8 * slot; }
-  __device__ __forceinline__ uint32_t free() const { return empty + 8 * slot; }
-  __device__ __forceinline__ void advance() {
-    if (++slot == stages) slot = 0, phase ^= 1;
-  }
-};
-
 // Zeros to the rows of k from `from` to the next multiple of 16, which are another expert's, in this warpgroup's box of
 // A and in B's. The other warpgroup writes the same to B's: neither waits for the other.
 template <int UNITS>
@@ -157,7 +144,7 @@ __device__ __forceinline__ void clear_tail(uint32_t stage, int group, int from) 
 
 // What one multiplying warpgroup does for a tile of UNITS, `depth` of k.
 template <int UNITS, Grouped MODE>
-__device__ __forceinline__ void grouped_multiply(GroupedRing& ring, int depth, int group, uint32_t staged,
+__device__ __forceinline__ void grouped_multiply(Ring& ring, int depth, int group, uint32_t staged,
                                                  uint32_t staged_full, uint32_t staged_empty, uint32_t staged_phase) {
   constexpr bool A_ACROSS = MODE == Grouped::across || MODE == Grouped::sums, B_ACROSS = MODE == Grouped::sums;
   const int thread = threadIdx.x % 128;
@@ -178,7 +165,7 @@ __device__ __forceinline__ void grouped_multiply(GroupedRing& ring, int depth, i
     before = ring.slot;
   };
   for (; B_ACROSS ? left >= kGroupedDepth : left > 0; left -= kGroupedDepth) {
-    barrier_wait(ring.ready(), ring.phase);
+    ring.await_ready();
     wgmma_begin();
 #pragma unroll
     for (int k = 0; k < kGroupedDepth / 16; ++k) multiply(k);
@@ -188,7 +175,7 @@ __device__ __forceinline__ void grouped_multiply(GroupedRing& ring, int depth, i
     ring.advance();
   }
   if (B_ACROSS && left > 0) {
-    barrier_wait(ring.ready(), ring.phase);
+    ring.await_ready();
     if (left % 16) clear_tail<UNITS>(ring.stage(), group, left);
     for (int k = 0; 16 * k < left; ++k) {
       wgmma_begin();
@@ -306,22 +293,16 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGroupedThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t memory[];
   constexpr int kOwn = MODE == Grouped::gate_up ? kGroupedFeatures / 2 : kGroupedFeatures;  // of a block's tile
-  GroupedRing ring{shared_address(memory)};
-  ring.stages = g.stages;
-  ring.stage_bytes = grouped_stage_bytes(g.units);
-  const uint32_t staged = ring.tiles + g.stages * ring.stage_bytes;
-  const int staged_half = g.units * kUnit * 128;  // bytes: a multiplying warpgroup's 64 features
-  ring.full = staged + 2 * staged_half, ring.empty = ring.full + 8 * kGroupedMostStages;
+  const int stage_bytes = grouped_stage_bytes(g.units), staged_half = g.units * kUnit * 128;  // a warpgroup's 64 features
+  const uint32_t base = shared_address(memory), staged = base + g.stages * stage_bytes, full = staged + 2 * staged_half;
+  Ring ring(base, full, full + 8 * kGroupedMostStages, g.stages, stage_bytes);
   const uint32_t staged_full = ring.empty + 8 * kGroupedMostStages, staged_empty = staged_full + 8;
-  int* const numbers = reinterpret_cast<int*>(memory + (staged_empty + 8 - ring.tiles));
+  int* const numbers = reinterpret_cast<int*>(memory + (staged_empty + 8 - base));
   const int rank = cluster_rank();
   const int bundles = (g.features + 2 * kOwn - 1) / (2 * kOwn);
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < g.stages; ++i) {
-      barrier_init(ring.full + 8 * i, 1);
-      barrier_init(ring.empty + 8 * i, 4);  // both multiplying warpgroups of both blocks
-    }
+    ring.init(4);  // both multiplying warpgroups of both blocks
     barrier_init(staged_full, 256);
     barrier_init(staged_empty, kStoreThreads);
     barrier_init_fence();
@@ -355,7 +336,7 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGroupedThreads, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
     if (threadIdx.x < 32) {
       const bool loads = is_elected();
-      ring.slot = 0, ring.phase = 1;
+      ring.phase = 1;
       GroupedTiles<MODE> tiles(g, numbers, bundles, turns);
       GroupedTile at;
       while (tiles.next(at)) {
@@ -363,7 +344,7 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGroupedThreads, 1)
         const int box_bytes = box_rows * kGroupedDepth * 2, boxes = (at.units * kUnit + box_rows - 1) / box_rows;
         const uint32_t bytes = kGroupedWeight + boxes * box_bytes;
         for (int k = at.first; k < at.first + at.depth; k += kGroupedDepth) {
-          barrier_wait(ring.free(), ring.phase);  // passes at once in the first round
+          ring.await_free();
           const uint32_t a = ring.stage(), b = a + kGroupedWeight, ready = ring.ready();
           if (loads) {
             barrier_expect(ready, bytes);
@@ -395,7 +376,6 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGroupedThreads, 1)
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
-    ring.slot = 0, ring.phase = 0;
     uint32_t staged_phase = 1;
     GroupedTiles<MODE> tiles(g, numbers, bundles, turns);
     GroupedTile at;

@@ -9,7 +9,7 @@
 #include <algorithm>
 
 #include "common/elect.cuh"
-#include "common/sm90.cuh"
+#include "common/sm90_ring.cuh"
 
 namespace vx::sm90 {
 
@@ -82,18 +82,14 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGemmThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ uint8_t memory[];
   __shared__ __align__(8) uint64_t barriers[2 * kGemmStages];
-  const uint32_t ring = (shared_address(memory) + 1023) & ~1023u;
-  const uint32_t full = shared_address(barriers), empty = full + 8 * kGemmStages;
+  Ring ring(memory, barriers, kGemmStages, kGemmStage, kGemmStages);
   const int rank = cluster_rank(), clusters = gridDim.x / 2;
   const int rows = at_most(g.m, g.m_live, g.m_first), depth = at_most(g.k, g.k_live, 0);
   const int pairs = (rows + 2 * kGemmRows - 1) / (2 * kGemmRows), columns = (g.n + kGemmColumns - 1) / kGemmColumns;
   const int steps = (depth + kGemmDepth - 1) / kGemmDepth, turns = pairs * columns;
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kGemmStages; ++i) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, 4);  // both multiplying warpgroups of both blocks
-    }
+    ring.init(4);  // both multiplying warpgroups of both blocks
     barrier_init_fence();
   }
   cluster_sync();
@@ -101,8 +97,7 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGemmThreads, 1)
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x < 32 && is_elected()) {
-      int slot = 0;
-      uint32_t phase = 1;
+      ring.phase = 1;
       for (int turn = blockIdx.x / 2; turn < turns; turn += clusters) {
         const int2 at = gemm_place(turn, pairs, columns, g.group);
         const int m0 = (2 * at.x + rank) * kGemmRows, n0 = at.y * kGemmColumns;
@@ -110,26 +105,26 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGemmThreads, 1)
         if (A_ACROSS && g.a_piece) az = m0 / g.a_piece, ax = m0 % g.a_piece;
         for (int step = 0; step < steps; ++step) {
           const int k = step * kGemmDepth;
-          barrier_wait(empty + 8 * slot, phase);  // passes at once in the first round
-          barrier_expect(full + 8 * slot, kGemmStage);
-          const uint32_t a = ring + slot * kGemmStage, b = a + 2 * kGemmBox;
+          ring.await_free();
+          barrier_expect(ring.ready(), kGemmStage);
+          const uint32_t a = ring.stage(), b = a + 2 * kGemmBox;
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             if constexpr (A_ACROSS)
-              copy_box(a + i * kGemmBox, &a_map, full + 8 * slot, ax + 64 * i, k, az);
+              copy_box(a + i * kGemmBox, &a_map, ring.ready(), ax + 64 * i, k, az);
             else
-              copy_box(a + i * kGemmBox, &a_map, full + 8 * slot, ax, m0 + 64 * i, az);
+              copy_box(a + i * kGemmBox, &a_map, ring.ready(), ax, m0 + 64 * i, az);
           }
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int box = 2 * rank + i, n = n0 + 64 * box;
-            copy_box_to(3, b + box * kGemmBox, &b_map, full + 8 * slot, B_ACROSS ? n : k, B_ACROSS ? k : n, 0);
+            copy_box_to(3, b + box * kGemmBox, &b_map, ring.ready(), B_ACROSS ? n : k, B_ACROSS ? k : n, 0);
           }
           if constexpr (!A_ACROSS) {
             ax += kGemmDepth;
             if (ax == g.a_piece) ax = 0, ++az;
           }
-          if (++slot == kGemmStages) slot = 0, phase ^= 1;
+          ring.advance();
         }
       }
     }
@@ -138,8 +133,6 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGemmThreads, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1, thread = threadIdx.x % 128;
     const int row_in = 64 * group + thread / 32 * 16 + thread % 32 / 4, column_in = thread % 4 * 2;
-    int slot = 0;
-    uint32_t phase = 0;
     float d[128];
     for (int turn = blockIdx.x / 2; turn < turns; turn += clusters) {
       const int2 at = gemm_place(turn, pairs, columns, g.group);
@@ -149,8 +142,8 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGemmThreads, 1)
       for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
       int before = -1;
       for (int step = 0; step < steps; ++step) {
-        barrier_wait(full + 8 * slot, phase);
-        const uint32_t a = ring + slot * kGemmStage + group * kGemmBox, b = ring + slot * kGemmStage + 2 * kGemmBox;
+        ring.await_ready();
+        const uint32_t a = ring.stage() + group * kGemmBox, b = ring.stage() + 2 * kGemmBox;
         wgmma_begin();
 #pragma unroll
         for (int k = 0; k < kGemmDepth / 16; ++k)  // order: K ascending; products of one accumulator run in issue order
@@ -159,12 +152,12 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGemmThreads, 1)
               B_ACROSS ? operand_across(b + 2048 * k, kGemmBox) : operand(b + 32 * k));
         wgmma_commit();
         wgmma_wait<1>();  // the stage before this one has been read
-        if (before >= 0 && thread < 2) barrier_arrive_at(empty + 8 * before, thread);
-        before = slot;
-        if (++slot == kGemmStages) slot = 0, phase ^= 1;
+        if (before >= 0 && thread < 2) barrier_arrive_at(ring.empty + 8 * before, thread);
+        before = ring.slot;
+        ring.advance();
       }
       wgmma_wait<0>();
-      if (before >= 0 && thread < 2) barrier_arrive_at(empty + 8 * before, thread);
+      if (before >= 0 && thread < 2) barrier_arrive_at(ring.empty + 8 * before, thread);
 #pragma unroll
       for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
       epilogue.end(d, row, column);

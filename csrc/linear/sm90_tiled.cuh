@@ -9,7 +9,7 @@
 // order: K ascending in steps of 16, one fp32 accumulator per output element, no split of K; the K tail is zeros.
 #pragma once
 #include "common/elect.cuh"
-#include "common/sm90.cuh"
+#include "common/sm90_ring.cuh"
 
 namespace vx::sm90 {
 
@@ -129,8 +129,7 @@ __global__ void __launch_bounds__(tiled_threads(GROUPS), GROUPS == 1 ? 2 : 1)
   constexpr int kRows = 64 * GROUPS, kWeightBytes = kRows * 128, kStageBytes = kWeightBytes + TOKENS * 128;
   extern __shared__ uint8_t memory[];
   __shared__ __align__(8) uint64_t barriers[2 * kTiledStages];
-  const uint32_t ring = (shared_address(memory) + 1023) & ~1023u;
-  const uint32_t full = shared_address(barriers), empty = full + 8 * kTiledStages;
+  Ring ring(memory, barriers, a.stages, kStageBytes, kTiledStages);
   const int steps = (a.k + kTiledDepth - 1) / kTiledDepth;
   const int rank = blockIdx.x % a.cluster;  // the blocks of a cluster lie side by side along the rows of x
   const int n0 = blockIdx.x / a.token_tiles * kRows, m0 = blockIdx.x % a.token_tiles * TOKENS;
@@ -138,10 +137,7 @@ __global__ void __launch_bounds__(tiled_threads(GROUPS), GROUPS == 1 ? 2 : 1)
   if (threadIdx.x == 128 * GROUPS) {
     prefetch_map(&weight_map);
     prefetch_map(&x_map);
-    for (int i = 0; i < a.stages; ++i) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, GROUPS * a.cluster);
-    }
+    ring.init(GROUPS * a.cluster);
     barrier_init_fence();
   }
   __syncthreads();
@@ -158,20 +154,19 @@ __global__ void __launch_bounds__(tiled_threads(GROUPS), GROUPS == 1 ? 2 : 1)
       for (int i = 0; i < min(a.stages / 2, steps); ++i) prefetch_box(&weight_map, i * kTiledDepth, n);
       wait_for_kernel_before();
       const int start_next = max(0, steps - a.stages);
-      int slot = 0;
-      uint32_t phase = 1;
+      ring.phase = 1;
       for (int step = 0; step < steps; ++step) {
         if (step == start_next) let_kernel_after_start();
-        barrier_wait(empty + 8 * slot, phase);  // passes at once in the first round
-        barrier_expect(full + 8 * slot, kStageBytes);
-        const uint32_t to = ring + slot * kStageBytes;
+        ring.await_free();
+        barrier_expect(ring.ready(), kStageBytes);
+        const uint32_t to = ring.stage();
         const int k = step * kTiledDepth;
         if (a.cluster > 1)
-          copy_box_to(all, to + rank * share * 128, &weight_map, full + 8 * slot, k, n, weight_policy);
+          copy_box_to(all, to + rank * share * 128, &weight_map, ring.ready(), k, n, weight_policy);
         else
-          copy_box(to, &weight_map, full + 8 * slot, k, n, weight_policy);
-        copy_box(to + kWeightBytes, &x_map, full + 8 * slot, k, m0, keep);
-        if (++slot == a.stages) slot = 0, phase ^= 1;
+          copy_box(to, &weight_map, ring.ready(), k, n, weight_policy);
+        copy_box(to + kWeightBytes, &x_map, ring.ready(), k, m0, keep);
+        ring.advance();
       }
     }
     __syncwarp();
@@ -182,11 +177,10 @@ __global__ void __launch_bounds__(tiled_threads(GROUPS), GROUPS == 1 ? 2 : 1)
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; ++i) d[i] = 0.0f;
     wait_for_kernel_before();
-    int slot = 0, before = 0;
-    uint32_t phase = 0;
+    int before = 0;
     for (int step = 0; step < steps; ++step) {
-      barrier_wait(full + 8 * slot, phase);
-      const uint32_t stage = __shfl_sync(~0u, ring + slot * kStageBytes, 0);
+      ring.await_ready();
+      const uint32_t stage = __shfl_sync(~0u, ring.stage(), 0);
       const uint64_t weight = operand(stage + group * 64 * 128), x = operand(stage + kWeightBytes);
       wgmma_begin();
 #pragma unroll
@@ -194,9 +188,9 @@ __global__ void __launch_bounds__(tiled_threads(GROUPS), GROUPS == 1 ? 2 : 1)
         multiply_tile<T, TOKENS>(d, weight + 2 * k, x + 2 * k);
       wgmma_commit();
       wgmma_wait<1>();  // the stage before this one has been read
-      if (step && thread < a.cluster) barrier_arrive_at(empty + 8 * before, thread);
-      before = slot;
-      if (++slot == a.stages) slot = 0, phase ^= 1;
+      if (step && thread < a.cluster) barrier_arrive_at(ring.empty + 8 * before, thread);
+      before = ring.slot;
+      ring.advance();
     }
     wgmma_wait<0>();
 #pragma unroll
@@ -214,7 +208,7 @@ __global__ void __launch_bounds__(tiled_threads(GROUPS), GROUPS == 1 ? 2 : 1)
     // its way to shared memory: 128 bytes for a row of x, their 16-byte pieces swizzled as the copy engine has them. The
     // ring has been read by all, and nothing more comes into it.
     asm volatile("bar.sync 1, %0;" ::"n"(128 * GROUPS) : "memory");
-    const uint32_t tile = ring + group * TOKENS * 128;
+    const uint32_t tile = ring.base + group * TOKENS * 128;
     const uint32_t at = tile + (lane / 16 * 8 + lane % 8) * 128 + (((2 * warp + lane / 8 % 2) ^ (lane % 8)) << 4);
 #pragma unroll
     for (int j = 0; j < TOKENS / 8; j += 2) {

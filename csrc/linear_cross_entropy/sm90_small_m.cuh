@@ -23,17 +23,13 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGemmThreads, 1)
   constexpr int kStages = small_m_stages(ROWS), kStage = small_m_stage_bytes(ROWS), kA = ROWS / 64;
   extern __shared__ uint8_t memory[];
   __shared__ __align__(8) uint64_t barriers[2 * kStages];
-  const uint32_t ring = (shared_address(memory) + 1023) & ~1023u;
-  const uint32_t full = shared_address(barriers), empty = full + 8 * kStages;
+  Ring ring(memory, barriers, kStages, kStage, kStages);
   const int rank = cluster_rank(), clusters = gridDim.x / 2;
   const int steps = (g.k + kGemmDepth - 1) / kGemmDepth;
   const int turns = at_most(g.m, g.m_live, g.m_first) > 0 ? (g.n + 2 * kGemmColumns - 1) / (2 * kGemmColumns) : 0;
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, 2 * kA);  // the multiplying warpgroups of both blocks that read it
-    }
+    ring.init(2 * kA);  // the multiplying warpgroups of both blocks that read a stage
     barrier_init_fence();
   }
   cluster_sync();
@@ -41,22 +37,21 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGemmThreads, 1)
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x < 32 && is_elected()) {
-      int slot = 0;
-      uint32_t phase = 1;
+      ring.phase = 1;
       for (int turn = blockIdx.x / 2; turn < turns; turn += clusters) {
         const int n0 = (2 * turn + rank) * kGemmColumns;
         for (int step = 0; step < steps; ++step) {
           const int k = step * kGemmDepth;
-          barrier_wait(empty + 8 * slot, phase);  // passes at once in the first round
-          barrier_expect(full + 8 * slot, kStage);
-          const uint32_t a = ring + slot * kStage, b = a + kA * kGemmBox;
+          ring.await_free();
+          barrier_expect(ring.ready(), kStage);
+          const uint32_t a = ring.stage(), b = a + kA * kGemmBox;
           if constexpr (kA == 2)
-            copy_box_to(3, a + rank * kGemmBox, &a_map, full + 8 * slot, k, 64 * rank, 0);
+            copy_box_to(3, a + rank * kGemmBox, &a_map, ring.ready(), k, 64 * rank, 0);
           else if (step % 2 == rank)
-            copy_box_to(3, a, &a_map, full + 8 * slot, k, 0, 0);
+            copy_box_to(3, a, &a_map, ring.ready(), k, 0, 0);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) copy_box(b + i * kGemmBox, &b_map, full + 8 * slot, k, n0 + 64 * i, 0);
-          if (++slot == kStages) slot = 0, phase ^= 1;
+          for (int i = 0; i < 4; ++i) copy_box(b + i * kGemmBox, &b_map, ring.ready(), k, n0 + 64 * i, 0);
+          ring.advance();
         }
       }
     }
@@ -75,24 +70,24 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGemmThreads, 1)
       for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
       // A barrier tells apart one phase from the next alone: the other group must have seen all before this tile's.
       if (kA == 1 && number > 0) asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory");
-      int slot = number * steps % kStages, before = -1;
-      uint32_t phase = number * steps / kStages & 1;
+      int before = -1;
+      ring.slot = number * steps % kStages, ring.phase = number * steps / kStages & 1;
       for (int step = 0; step < steps; ++step) {
-        barrier_wait(full + 8 * slot, phase);
-        const uint32_t a = ring + slot * kStage + (kA == 2 ? group * kGemmBox : 0), b = ring + slot * kStage + kA * kGemmBox;
+        ring.await_ready();
+        const uint32_t a = ring.stage() + (kA == 2 ? group * kGemmBox : 0), b = ring.stage() + kA * kGemmBox;
         wgmma_begin();
 #pragma unroll
         for (int k = 0; k < kGemmDepth / 16; ++k)  // order: K ascending; products of one accumulator run in issue order
           multiply_256<T, false, false>(d, operand(a + 32 * k), operand(b + 32 * k));
         wgmma_commit();
         wgmma_wait<1>();  // the stage before this one has been read
-        if (before >= 0 && thread < 2) barrier_arrive_at(empty + 8 * before, thread);
-        before = slot;
-        if (++slot == kStages) slot = 0, phase ^= 1;
+        if (before >= 0 && thread < 2) barrier_arrive_at(ring.empty + 8 * before, thread);
+        before = ring.slot;
+        ring.advance();
       }
       if (kA == 1 && turn + clusters < turns) asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory");
       wgmma_wait<0>();
-      if (before >= 0 && thread < 2) barrier_arrive_at(empty + 8 * before, thread);
+      if (before >= 0 && thread < 2) barrier_arrive_at(ring.empty + 8 * before, thread);
 #pragma unroll
       for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
       if (n0 < g.n) epilogue.end(d, row, n0 + column_in);  // where the tiles are odd in number the last one is nobody's
@@ -170,39 +165,35 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(dhidden_threads(GROUPS), 1)
   constexpr int kStages = dhidden_stages(GROUPS, TOKENS), kStage = dhidden_stage_bytes(GROUPS, TOKENS);
   extern __shared__ uint8_t memory[];
   __shared__ __align__(8) uint64_t barriers[2 * kStages];
-  const uint32_t ring = (shared_address(memory) + 1023) & ~1023u;
-  const uint32_t full = shared_address(barriers), empty = full + 8 * kStages;
+  Ring ring(memory, barriers, kStages, kStage, kStages);
   const int rank = cluster_rank(), cluster = blockIdx.x / 2, pair = cluster % a.pairs;
   const int n0 = cluster / a.pairs * 64 * GROUPS, m0 = (2 * pair + rank) * TOKENS;
   const int tokens = at_most(a.tokens, a.live, 0), steps = (a.k + kGemmDepth - 1) / kGemmDepth;
   if (2 * pair * TOKENS >= tokens) return;  // both blocks of the cluster
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, 2 * GROUPS);
-    }
+    ring.init(2 * GROUPS);
     barrier_init_fence();
   }
   cluster_sync();
 
   if (threadIdx.x >= 128 * GROUPS) {
     if (is_elected()) {
-      int slot = 0, x = 0, z = 0;
-      uint32_t phase = 1;
+      ring.phase = 1;
+      int x = 0, z = 0;
       for (int step = 0; step < steps; ++step) {
         const int k = step * kGemmDepth;
-        barrier_wait(empty + 8 * slot, phase);  // passes at once in the first round
-        barrier_expect(full + 8 * slot, kStage);
-        const uint32_t weight = ring + slot * kStage;
+        ring.await_free();
+        barrier_expect(ring.ready(), kStage);
+        const uint32_t weight = ring.stage();
         if constexpr (GROUPS == 2)
-          copy_box_to(3, weight + rank * kGemmBox, &weight_map, full + 8 * slot, n0 + 64 * rank, k, 0);
+          copy_box_to(3, weight + rank * kGemmBox, &weight_map, ring.ready(), n0 + 64 * rank, k, 0);
         else if (step % 2 == rank)
-          copy_box_to(3, weight, &weight_map, full + 8 * slot, n0, k, 0);
-        copy_box(weight + GROUPS * kGemmBox, &d_map, full + 8 * slot, x, m0, z);
+          copy_box_to(3, weight, &weight_map, ring.ready(), n0, k, 0);
+        copy_box(weight + GROUPS * kGemmBox, &d_map, ring.ready(), x, m0, z);
         x += kGemmDepth;
         if (x == a.chunk) x = 0, ++z;
-        if (++slot == kStages) slot = 0, phase ^= 1;
+        ring.advance();
       }
     }
     __syncwarp();
@@ -216,11 +207,10 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(dhidden_threads(GROUPS), 1)
       const float first = a.start && m < a.tokens && n < a.width ? a.start[int64_t(m) * a.width + n] : 0.0f;
       asm volatile("mov.b32 %0, %1;" : "=f"(d[i]) : "f"(first) : "memory");  // not later: products would not overlap
     }
-    int slot = 0, before = -1;
-    uint32_t phase = 0;
+    int before = -1;
     for (int step = 0; step < steps; ++step) {
-      barrier_wait(full + 8 * slot, phase);
-      const uint32_t stage = __shfl_sync(~0u, ring + slot * kStage, 0);
+      ring.await_ready();
+      const uint32_t stage = __shfl_sync(~0u, ring.stage(), 0);
       const uint32_t weight = stage + group * kGemmBox, x = stage + GROUPS * kGemmBox;
       wgmma_begin();
 #pragma unroll
@@ -228,9 +218,9 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(dhidden_threads(GROUPS), 1)
         multiply_columns<TOKENS>(d, operand_across(weight + 2048 * k, kGemmBox), operand(x + 32 * k));
       wgmma_commit();
       wgmma_wait<1>();  // the stage before this one has been read
-      if (before >= 0 && thread < 2) barrier_arrive_at(empty + 8 * before, thread);
-      before = slot;
-      if (++slot == kStages) slot = 0, phase ^= 1;
+      if (before >= 0 && thread < 2) barrier_arrive_at(ring.empty + 8 * before, thread);
+      before = ring.slot;
+      ring.advance();
     }
     wgmma_wait<0>();
 #pragma unroll

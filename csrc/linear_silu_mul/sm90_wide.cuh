@@ -93,8 +93,7 @@ __global__ void __launch_bounds__(wide_threads(GROUPS), 1)
   constexpr int kWidth = 64 * GROUPS, kXBytes = TOKENS * 128, kStageBytes = kXBytes + kWidth * 128;
   extern __shared__ uint8_t memory[];
   __shared__ __align__(8) uint64_t barriers[2 * kTiledStages];
-  const uint32_t ring = (shared_address(memory) + 1023) & ~1023u;
-  const uint32_t full = shared_address(barriers), empty = full + 8 * kTiledStages;
+  Ring ring(memory, barriers, a.stages, kStageBytes, kTiledStages);
   const int steps = (a.k + kTiledDepth - 1) / kTiledDepth;
   const int m0 = blockIdx.x % a.token_tiles * TOKENS, n0 = blockIdx.x / a.token_tiles * kWidth;
 
@@ -102,10 +101,7 @@ __global__ void __launch_bounds__(wide_threads(GROUPS), 1)
     prefetch_map(&weight_map);
     prefetch_map(&x_map);
     prefetch_map(&out_map);
-    for (int i = 0; i < a.stages; ++i) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, GROUPS);
-    }
+    ring.init(GROUPS);
     barrier_init_fence();
   }
   __syncthreads();
@@ -117,11 +113,11 @@ __global__ void __launch_bounds__(wide_threads(GROUPS), 1)
   asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(keep));
   const uint64_t weight_policy = a.token_tiles == 1 ? once : keep;
   const auto load_weight = [&](int step, int slot) {
-    barrier_expect(full + 8 * slot, kStageBytes - kXBytes + a.x_rows * 128);
-    PairedRows::copy(ring + slot * kStageBytes + kXBytes, &weight_map, full + 8 * slot, step * kTiledDepth, n0, weight_policy);
+    barrier_expect(ring.full + 8 * slot, kStageBytes - kXBytes + a.x_rows * 128);
+    PairedRows::copy(ring.base + slot * kStageBytes + kXBytes, &weight_map, ring.full + 8 * slot, step * kTiledDepth, n0, weight_policy);
   };
   const auto load_x = [&](int step, int slot) {
-    copy_box(ring + slot * kStageBytes, &x_map, full + 8 * slot, step * kTiledDepth, m0, keep);
+    copy_box(ring.base + slot * kStageBytes, &x_map, ring.full + 8 * slot, step * kTiledDepth, m0, keep);
   };
   if (loads && is_elected()) {
     const int first = min(a.stages, steps);
@@ -139,12 +135,12 @@ __global__ void __launch_bounds__(wide_threads(GROUPS), 1)
   wait_for_kernel_before();
   // From step `last` on nothing is loaded any more, and each group in its turn takes all that is left.
   const int last = max(0, steps - a.stages + 1), start_next = max(1, steps - 2 * a.stages);
-  int slot = 0, before = 0;
-  uint32_t phase = 0, phase_before = 0;
+  int before = 0;
+  uint32_t phase_before = 0;
   for (int step = 0; step < steps; ++step) {
     if (step == last && group) asm volatile("bar.sync %0, 256;" ::"r"(group) : "memory");
-    barrier_wait(full + 8 * slot, phase);
-    const uint32_t stage = __shfl_sync(~0u, ring + slot * kStageBytes, 0);
+    ring.await_ready();
+    const uint32_t stage = __shfl_sync(~0u, ring.stage(), 0);
     const uint64_t x = operand(stage), weight = operand(stage + kXBytes + group * 64 * 128);
     wgmma_begin();
 #pragma unroll
@@ -153,20 +149,20 @@ __global__ void __launch_bounds__(wide_threads(GROUPS), 1)
     wgmma_commit();
     wgmma_wait<1>();  // the stage before this one has been read
     if (step) {
-      if (thread == 0) barrier_arrive(empty + 8 * before);
+      if (thread == 0) barrier_arrive(ring.empty + 8 * before);
       const int next = step - 1 + a.stages;
       if (loads && next < steps) {
         if (step == start_next) let_kernel_after_start();
         if (is_elected()) {
-          barrier_wait(empty + 8 * before, phase_before);
+          barrier_wait(ring.empty + 8 * before, phase_before);
           load_weight(next, before);
           load_x(next, before);
         }
         __syncwarp();
       }
     }
-    before = slot, phase_before = phase;
-    if (++slot == a.stages) slot = 0, phase ^= 1;
+    before = ring.slot, phase_before = ring.phase;
+    ring.advance();
   }
   if (group + 1 < GROUPS) asm volatile("bar.arrive %0, 256;" ::"r"(group + 1) : "memory");
   wgmma_wait<0>();
@@ -174,7 +170,7 @@ __global__ void __launch_bounds__(wide_threads(GROUPS), 1)
   for (int i = 0; i < TOKENS / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
   // Results leave through the group's own rows of the weight in the first slots: no other group reads them, and nothing
   // more comes into them.
-  const uint32_t own = ring + kXBytes + group * 64 * 128;
+  const uint32_t own = ring.base + kXBytes + group * 64 * 128;
   if (a.gelu)
     wide_epilogue<T, true, TOKENS>(d, own, kStageBytes, GROUPS + group, &out_map, n0 / 2 + group * 32, m0);
   else
