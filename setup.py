@@ -55,7 +55,8 @@ CXX_FLAGS = [
 ]
 NVCC_FLAGS = ["-O3", "-std=c++20", "--fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden,-ffp-contract=off"]
 ISA_FLAGS = {
-    "scalar": ["-mavx", "-mfma", "-mf16c", "-fno-tree-vectorize", "-fno-tree-slp-vectorize"],
+    # For CPUs with FMA and no AVX2, which are few: -O1 compiles in a quarter of the time.
+    "scalar": ["-mavx", "-mfma", "-mf16c", "-O1", "-fno-tree-vectorize", "-fno-tree-slp-vectorize"],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "avx512": [
         "-mavx512f",
