@@ -25,7 +25,7 @@ NOT_OPS = {
     "recall",
     "remember",
 }
-NOT_OPS |= {"BackendUnavailable", "patch", "testing"}
+NOT_OPS |= {"BackendUnavailable", "Peers", "patch", "testing"}
 
 
 class Inputs:

@@ -33,7 +33,7 @@ class Peers:
         exchange: Callable[[bytes], Sequence[bytes]],
         *,
         limit: float = 600.0,
-    ):
+    ) -> None:
         if not (2 <= size <= _MOST_RANKS and 0 <= rank < size):
             raise ValueError(f"Peers: got rank {rank} of {size}, expected one of 2 to {_MOST_RANKS}")
         self.rank, self.size, self.device = rank, size, device
