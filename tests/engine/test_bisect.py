@@ -174,6 +174,24 @@ def test_mixtures_and_biases_are_equal_in_the_engine_and_in_training(mixture):
         assert found.equal and found.compared > 50, found
 
 
+@pytest.mark.parametrize("chunk", [5, 1])
+def test_ranks_have_the_bits_of_one(chunk, model, mixture):
+    for each in (model, mixture):
+        found = bisect(stacks.patched(each), stacks.engine(each, chunk=chunk, tp=2), SEQUENCES)
+        layers = each.config.num_hidden_layers
+        assert found.equal and found.compared == 2 * layers + 3, found.verdict()  # what goes in, comes out; logits
+
+
+def test_a_bit_planted_in_a_weight_of_ranks_is_found_in_its_layer(model):
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.layers[1].mlp.down_proj.weight[-1] *= 1 + 2**-7  # of the second rank
+    found = bisect(stacks.patched(model), stacks.engine(other, tp=2), SEQUENCES)
+    assert (found.module, found.cls) == ("model.layers.1", type(model.model.layers[1]).__name__)
+    with pytest.raises(ValueError, match="tensor_parallel_size: got 5, which does not fit"):
+        bisect(stacks.patched(model), stacks.engine(model, tp=5), SEQUENCES)
+
+
 def test_logits_that_cannot_be_compared_are_not_said_to_be_equal(model):
     """All that is compared is equal: but for one model's logits, which are of the last tokens alone, or of others."""
 
@@ -408,6 +426,8 @@ def test_the_command(capsys, tmp_path):
 
     code, out, err = run("patched", "engine:chunk=5")
     assert (code, err) == (0, "") and out.splitlines()[-1].startswith("no difference: "), out
+    code, out, _ = run("engine:chunk=1", "engine:tp=2")
+    assert code == 0 and "no difference: " in out, out
     page = tmp_path / "b.html"
     code, out, _ = run("stock", f"{tmp_path}/mine.py:twisted", "--json", "-", "--html", page)
     record = json.loads(out)
@@ -419,6 +439,8 @@ def test_the_command(capsys, tmp_path):
         (["stock", "stock:pad=top"], "STACK_B: pad: got 'top', expected left or right"),
         (["stock:batch=0"], "STACK_A: batch: got 0, expected a whole number of 1 or more"),
         (["patched:kv_segment=7"], "STACK_A: kv_segment: got 7, expected None or a multiple of 64"),
+        (["engine:tp=0"], "STACK_A: tp: got 0, expected a whole number of 1 or more"),
+        (["patched", "engine:tp=5"], "tensor_parallel_size: got 5, which does not fit"),
         (["stock:what=1"], "STACK_A: stock has no option 'what', expected batch, pad, chunk"),
         (["stock", f"{tmp_path}/broken.py:f"], "broken.py fails: SyntaxError"),
         (["stock", f"{tmp_path}/mine.py:number"], "STACK_B: got int, expected a torch.nn.Module"),

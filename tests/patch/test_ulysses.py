@@ -10,19 +10,23 @@ import vexact_ops as vx
 from vexact_ops.testing import assert_bitwise
 
 pytestmark = pytest.mark.process
-RANKS = 4
 LENGTHS = (7, 1, 22, 5, 10, 3)  # 48 rows: cuts at 12, 24 and 36 of four ranks, none of them where a sequence begins
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 FAMILIES = {
     "llama": {},  # two key heads: of four ranks two have none
-    "gemma2": {
-        "hidden_size": 48,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-    },  # windows, softcaps; three heads of two ranks
+    "gemma2": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3},  # windows, softcaps
     "qwen3_moe": HEADS,
     "qwen3_next": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
 }
+
+
+def packed(device):
+    return pack(sequences(LENGTHS, device=device))
+
+
+def share(group):
+    rows = sum(LENGTHS) // dist.get_world_size(group)
+    return slice(dist.get_rank(group) * rows, (dist.get_rank(group) + 1) * rows)
 
 
 def seen(model, embeds, positions, cu, target, temperature, weight):
@@ -41,44 +45,43 @@ def seen(model, embeds, positions, cu, target, temperature, weight):
     return logprobs.detach(), entropies.detach(), embeds.grad[0], *(each.grad[0] for each in given)
 
 
-def check(name: str, changes: dict, groups: dict, latent: bool = False) -> None:
-    model = tiny(name, torch.bfloat16, **changes).train()
-    ids, cu, positions = pack(sequences(LENGTHS))
+def check(name: str, changes: dict, groups: list, device: str, latent: bool = False) -> None:
+    model = tiny(name, torch.bfloat16, device=device, **changes).train()
+    ids, cu, positions = packed(device)
     with torch.no_grad():
         embeds = model.get_input_embeddings()(ids)
     target, rows = ids[0].roll(-1), ids.shape[1]
     g = torch.Generator().manual_seed(3)
-    temperature, weight = (torch.rand(rows, generator=g) + 0.5 for _ in range(2))
+    temperature, weight = ((torch.rand(rows, generator=g) + 0.5).to(device) for _ in range(2))
     with vx.patch.hf(model, latent=latent):
         expected = seen(model, embeds, positions, cu, target, temperature, weight)
-    for size, group in groups.items():
-        share = rows // size
-        own = slice(dist.get_rank(group) * share, (dist.get_rank(group) + 1) * share)
+    for group in groups:
+        own = share(group)
         with vx.patch.hf(model, latent=latent, sequence_parallel=group) as handle:
-            handle.numerics("cpu")  # which no other rank takes part in
+            handle.numerics()  # which no other rank takes part in
             for given in (cu, None) if name == "llama" else (None,):
                 got = seen(model, embeds[:, own], positions[:, own], given, target[own], temperature[own], weight[own])
+                what = f"{name}, {dist.get_world_size(group)} ranks, cu {given is not None}"
                 for number, (a, b) in enumerate(zip(got, expected, strict=True)):
-                    assert_bitwise(a, b[own], f"{name}, {size} ranks, cu {given is not None}: value {number}")
+                    assert_bitwise(a, b[own], f"{what}: value {number}")
 
 
-def alone_differs() -> None:
+def alone_differs(device: str) -> None:
     """The twin that must fail: a share whose rank asks no other one."""
-    model = tiny("llama", torch.bfloat16)
-    ids, cu, positions = pack(sequences(LENGTHS))
-    own = slice(dist.get_rank() * 12, (dist.get_rank() + 1) * 12)
+    model = tiny("llama", torch.bfloat16, device=device)
+    ids, cu, positions = packed(device)
+    own = share(dist.group.WORLD)
     with torch.no_grad(), vx.patch.hf(model):
         asked = vx.patch.Score(ids[0].roll(-1))
         (whole,) = model(ids, cu_seq_lens_q=cu, vexact_score=asked)
-        (share,) = model(ids[:, own], position_ids=positions[:, own], vexact_score=vx.patch.Score(asked.target[own]))
-    assert torch.equal(share, whole[own]) == (dist.get_rank() == 0)
+        (alone,) = model(ids[:, own], position_ids=positions[:, own], vexact_score=vx.patch.Score(asked.target[own]))
+    assert torch.equal(alone, whole[own]) == (dist.get_rank() == 0)
 
 
-def refused(groups: dict) -> None:
-    group = groups[RANKS]
-    ids, cu, positions = pack(sequences(LENGTHS))
-    own = slice(dist.get_rank(group) * 12, (dist.get_rank(group) + 1) * 12)
-    model = tiny("qwen3", torch.bfloat16)
+def refused(device: str) -> None:
+    ids, cu, positions = packed(device)
+    group, own, size = dist.group.WORLD, share(dist.group.WORLD), dist.get_world_size()
+    model = tiny("qwen3", torch.bfloat16, device=device)
     asked = vx.patch.Score(ids[0, own])
     with vx.patch.hf(model, sequence_parallel=group) as handle:
         with pytest.raises(ValueError, match="labels: got some under sequence_parallel"):
@@ -86,36 +89,44 @@ def refused(groups: dict) -> None:
         with pytest.raises(ValueError, match="logprobs: the model is patched with sequence_parallel"):
             handle.logprobs(ids[:, own])
         with pytest.raises(ValueError, match="sequence_parallel: expected a share of one packed row"):
-            model(ids[:, own], attention_mask=torch.ones(1, 12))
+            model(ids[:, own], attention_mask=torch.ones_like(ids[:, own]))
         with pytest.raises(ValueError, match="use_cache"):
             model(ids[:, own], position_ids=positions[:, own], use_cache=True)
-        with pytest.raises(ValueError, match=r"cu_seq_lens_q: got .*expected an ascent from 0 to the 48 tokens"):
-            model(ids[:, own], cu_seq_lens_q=torch.tensor([0, 12]), vexact_score=asked)
+        if device == "cpu":  # where they are looked at
+            with pytest.raises(ValueError, match=r"cu_seq_lens_q: got .*expected an ascent from 0 to the 48 tokens"):
+                model(ids[:, own], cu_seq_lens_q=torch.tensor([0, 12]), vexact_score=asked)
         with pytest.raises(ValueError, match="sequence_parallel: got another group"):
             vx.patch.hf(model)
-    hybrid = tiny("qwen3_next", torch.bfloat16)
-    told = pytest.raises(ValueError, match="4 ranks for a gated delta net of 2 key heads, expected a divisor")
+    keys = size + 1
+    heads = {"linear_num_key_heads": keys, "linear_num_value_heads": keys}
+    hybrid = tiny("qwen3_next", torch.bfloat16, device=device, **heads)
+    told = pytest.raises(ValueError, match=f"{size} ranks for a gated delta net of {keys} key heads, expected a div")
     with vx.patch.hf(hybrid, sequence_parallel=group), told:
         hybrid(ids[:, own], cu_seq_lens_q=cu, vexact_score=asked)
 
 
-def a_rank(rank: int, path: str) -> None:
+def a_rank(rank: int, path: str, device: str, ranks: int) -> None:
     torch.set_num_threads(1)
-    with world("cpu", rank, RANKS, dist.FileStore(path, RANKS)):
-        halves = [dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3))]
-        groups = {2: halves[rank // 2], RANKS: dist.group.WORLD}
+    own = device if device == "cpu" else f"{device}:{rank}"
+    with world(device, rank, ranks, dist.FileStore(path, ranks)):
+        groups = [dist.group.WORLD]
+        if ranks == 4:
+            groups.append([dist.new_group(list(half)) for half in ((0, 1), (2, 3))][rank // 2])
         for name, changes in FAMILIES.items():
-            check(name, changes, groups)
-        check("deepseek_v3", {}, groups, latent=True)
-        alone_differs()
-        refused(groups)
+            check(name, changes, groups, own)
+        check("deepseek_v3", {}, groups, own, latent=True)
+        alone_differs(own)
+        refused(own)
 
 
-def test_shares_of_a_row_have_the_bits_of_one_rank(tmp_path):
-    torch.multiprocessing.spawn(a_rank, (str(tmp_path / "store"),), nprocs=RANKS)
+@pytest.mark.parametrize("device, ranks", [("cpu", 4), ("cuda", 2)], ids=["cpu", "cuda-2"])
+def test_shares_of_a_row_have_the_bits_of_one_rank(device, ranks, tmp_path):
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs, torch sees {torch.cuda.device_count()}")
+    torch.multiprocessing.spawn(a_rank, (str(tmp_path / "store"), device, ranks), nprocs=ranks)
 
 
-def test_one_rank_has_all(tmp_path):
+def test_one_rank_has_all():
     with world("cpu"):
         assert vx.patch.ulysses.Ulysses.of(dist.group.WORLD) is None
-        check("llama", {}, {1: dist.group.WORLD})
+        check("llama", {}, [dist.group.WORLD], "cpu")

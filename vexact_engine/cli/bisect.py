@@ -11,7 +11,8 @@ _STACKS = """\
 stacks, each with options behind a colon:
   stock      the Hugging Face model as it is: batch=N (all), pad=left|right, chunk=N (all at once; 1 decodes)
   patched    vx.patch.hf(model), packed as a trainer does: kv_segment=N, latent=true, pack=false, batch=N, pad=...
-  engine     the patched model on a paged cache: chunk=N (16; 1 decodes), kv_segment=N, latent=true
+  engine     the patched model on a paged cache: chunk=N (16; 1 decodes), kv_segment=N, latent=true;
+             tp=N: over N ranks, of which layers, the final norm and logits are seen
              both: longrope=short|long
   FILE.py:NAME   NAME(model) of a file of yours, given a copy: a model whose modules have the same names, or a Stack"""
 

@@ -15,6 +15,7 @@ import vexact_ops as vx
 from ..runner import memory
 from ..runner.batch import plain
 from ..runner.forward import patched_forward
+from .ranks import Ranked
 
 PAGE = 16
 CACHES = ("cache", "past_key_values")
@@ -105,13 +106,17 @@ def engine(
     kv_segment: int | None = None,
     latent: bool = False,
     longrope: str | None = None,
+    tp: int = 1,
 ) -> Stack:
     """vx.patch.hf(model) on a paged cache, as the engine runs it: chunks of prompts, or decodes with chunk=1, of all
     sequences in each step. The forward is the patched model's own, whose bits the engine's faster one is proven to
-    have on every model before it is used."""
+    have on every model before it is used. With tp above 1 it is the engine's over so many ranks, each with its rows of
+    the weights, of which layers, final norm and logits are seen."""
     _check_layout(None, "right", chunk)
-    options = {"chunk": chunk, "kv_segment": kv_segment, "latent": latent, "longrope": longrope}
-    defaults = {"chunk": 16, "kv_segment": None, "latent": False, "longrope": None}
+    if not isinstance(tp, int) or isinstance(tp, bool) or tp < 1:
+        raise ValueError(f"stack: tp: got {tp!r}, expected a whole number of 1 or more")
+    options = {"chunk": chunk, "kv_segment": kv_segment, "latent": latent, "longrope": longrope, "tp": tp}
+    defaults = {"chunk": 16, "kv_segment": None, "latent": False, "longrope": None, "tp": 1}
     opened = functools.partial(_open_engine, model)
     return Stack(_named("engine", options, defaults), _device(model), opened, options, "engine")
 
@@ -212,21 +217,26 @@ def _packed(model, sequences, batch) -> Iterator[Call]:
 
 
 @contextlib.contextmanager
-def _open_engine(model, sequences, *, chunk, **options):
+def _open_engine(model, sequences, *, chunk, tp, **options):
     with _evaluated(model), vx.patch.hf(model, **options) as handle:
-        yield handle.model, _paged(handle, sequences, chunk)
+        if tp == 1:
+            forward = patched_forward(handle.model)
+            memories, logits = [handle.memories()], lambda batches: handle.logits(forward(*batches))
+            yield handle.model, _paged(model, memories, logits, sequences, chunk)
+        else:
+            ranked = Ranked(handle, tp)
+            yield ranked.model, _paged(model, ranked.memories, ranked.logits, sequences, chunk)
 
 
-def _paged(handle, sequences, chunk) -> Iterator[Call]:
-    model = handle.model
+def _paged(model, memories, logits, sequences, chunk) -> Iterator[Call]:
+    """memories   of each rank; logits: of a batch that each has with its own"""
     first = next(model.parameters())
     tables, pages = [], 0
     for sequence in sequences:
         tables.append(range(pages, pages + -(-len(sequence) // PAGE)))
         pages = tables[-1].stop
 
-    caches = memory.make(handle.memories(), pages, PAGE, len(sequences), first.dtype, first.device)
-    forward = patched_forward(model)
+    each = [memory.make(own, pages, PAGE, len(sequences), first.dtype, first.device) for own in memories]
     offsets = [sum(map(len, sequences[:i])) for i in range(len(sequences))]
     longest = max(map(len, sequences))
     step = chunk or longest
@@ -235,5 +245,5 @@ def _paged(handle, sequences, chunk) -> Iterator[Call]:
         spans = [(begin, min(begin + step, len(sequences[i]))) for i in due]
         ids = torch.tensor([t for i, (x, y) in zip(due, spans) for t in sequences[i][x:y]], dtype=torch.int64)
         rows = torch.cat([torch.arange(offsets[i] + x, offsets[i] + y) for i, (x, y) in zip(due, spans)])[None]
-        batch = plain(caches, [tables[i] for i in due], spans, ids, owners=due)
-        yield Call(rows, lambda batch=batch: handle.logits(forward(batch)))
+        batches = [plain(caches, [tables[i] for i in due], spans, ids, owners=due) for caches in each]
+        yield Call(rows, lambda batches=batches: logits(batches))

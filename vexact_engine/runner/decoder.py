@@ -469,10 +469,17 @@ class Decoder:
         """Whether something has been written since that it computes with a copy of."""
         return any(tensor._version != version for tensor, version in self._copied)
 
-    def __call__(self, batch: Batch, hidden: Tensor | None = None, residual: Tensor | None = None):
+    def __call__(
+        self,
+        batch: Batch,
+        hidden: Tensor | None = None,
+        residual: Tensor | None = None,
+        seen: Callable[[Tensor], object] | None = None,
+    ):
         """A stage that is not the first is given the two that the one before it gave.
 
         batch     its caches are those of these layers, in their order; its rows are for the last stage
+        seen      called with the residual stream (T, H) before each layer and behind the last
         returns   (T, H) final hidden states from the last stage, or (R, H) of its rows; from others two tensors (T, H),
                   whose sum is the residual stream: what the next one is called with
         """
@@ -484,6 +491,8 @@ class Decoder:
         last = None if self.norm is None else self.layers[-1]
         paged = batch.paged
         for layer, kept in zip(self.layers, Caches(paged.k_caches, paged.v_caches, paged.states).layers()):
+            if seen is not None:
+                seen(x if residual is None else x + residual)
             (first, *others), rows = layer, batch.rows if layer is last else None
             h, residual = first.read(x, residual)
             x = first.then(first.part(h, step, *kept, rows=rows))
@@ -491,6 +500,8 @@ class Decoder:
             for block in others:
                 h, residual = block.read(x, residual)
                 x = block.then(block.part(h))
+        if seen is not None:
+            seen(x + residual)
         if self.norm is None:
             return x, residual
         return self.norm(x, residual)[0]
