@@ -34,6 +34,7 @@ TOP_OF_THE_ENGINE = {
     "errors",
     "extras",
     "frontend",
+    "images",
     "outputs",
     "progress",
     "request",

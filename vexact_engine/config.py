@@ -87,6 +87,9 @@ class EngineConfig:
     longrope                 of a model whose rope type is longrope, the factors of all sequences: "short", for those
                              within its original length, or "long"; part of the numerics: the trainer's own
                              patch.hf(longrope=...)
+    image_tokens_per_step    of a model of images: a step takes in one more image to encode while those that it has come
+                             to fewer tokens than this, so that decodes need not wait for many
+    image_cache_tokens       tokens of images whose encoding is kept on the device, those used last, by their content
     reserve                  fraction of the running sequences' remaining tokens kept free when another is admitted: 0
                              preempts often where the cache is small, 1 never, and takes many more steps; None: half of
                              what finished ones have used of theirs
@@ -117,6 +120,8 @@ class EngineConfig:
     kv_segment: int | None = None
     latent_attention: bool = False
     longrope: str | None = None
+    image_tokens_per_step: int = 4096
+    image_cache_tokens: int = 65536
     reserve: float | None = None
     enforce_eager: bool = False
     async_scheduling: bool | None = None
@@ -129,6 +134,8 @@ class EngineConfig:
 
     def __post_init__(self):
         for name in ("page_size", "max_num_seqs", "max_num_batched_tokens"):
+            _set_int(self, name, 1)
+        for name in ("image_tokens_per_step", "image_cache_tokens"):
             _set_int(self, name, 1)
         for name in ("pipeline_parallel_size", "tensor_parallel_size", "expert_parallel_size"):
             _set_int(self, name, 1)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import vexact_ops as vx
+from vexact_ops.patch.description import Images
 from vexact_ops.patch.hf import check_kv_segment
 
 from .config import EngineConfig, SamplingParams
@@ -24,9 +25,10 @@ from .core.loop import Loop, check_pause, drop
 from .core.plan import Stats
 from .frontend import Frontend, Prompt
 from .handover.session import TORN, WeightUpdate, check_numerics, check_version, with_model
+from .images import Pictures, taken
 from .outputs import Call, Increment, Load, Ticket
 from .parallel.assembly import assemble, complete
-from .request import Begun, Completion, Request, check_name, check_params, encoded, refused
+from .request import Begun, Completion, Request, check_name, check_params, encoded, refused, token_ids
 from .runner import shapes
 from .runner.ahead import verifying
 from .runner.sleep import TAGS, check_level, named_tags
@@ -54,6 +56,8 @@ class Engine(Frontend):
     forgotten. A write through `.data` is not noticed; call reset_prefix_cache() after one, while nothing runs.
 
     config, tokenizer, model   as they are in use: num_pages and max_model_len are filled in; the tokenizer is a copy
+    image_processor            transformers' own, of the model's directory; None: there is none, and images come as
+                               ready pixel_values. May be set
     stats                      counts since the start, live: steps, tokens, preemptions, ...
     weight_version             0, and one more after every update
     path                       how hidden states are computed: "fused", or "patched: " and why; never a matter of bits
@@ -82,6 +86,7 @@ class Engine(Frontend):
         first = next(self.model.parameters())
         self.device, self.dtype = loaded.device or first.device, first.dtype
         self.vocab_size = shapes.vocab_size(self.model)
+        self.image_processor = loaded.image_processor
         config = complete(config, loaded)
         backend = vx.current_backend()  # of here and now, for good
         made = functools.partial(assemble, loaded, config, self.vocab_size, self._text is not None, backend)
@@ -400,6 +405,11 @@ class Engine(Frontend):
         return self._scheduler.stats
 
     @property
+    def images(self) -> Images | None:
+        """What the model takes of images; None: it takes none here."""
+        return getattr(self._worker, "images", None)
+
+    @property
     def path(self) -> str:
         return self._worker.path
 
@@ -514,7 +524,13 @@ class Engine(Frontend):
             check_params(params, self.vocab_size)
             if params.stop and self._text is not None:
                 params = self._text.with_stop_ids(params)
-            request = Request(encoded(prompt, self._text), params, name, begun)
+            if isinstance(prompt, Mapping):
+                given, images = taken(prompt, self.images, self.image_processor)
+                ids = token_ids(encoded(given, self._text))
+                pictures = Pictures(ids, images, self.images) if images else None
+                request = Request(ids if pictures is None else pictures.prompt_ids, params, name, begun, pictures)
+            else:
+                request = Request(encoded(prompt, self._text), params, name, begun)
             ids = request.prompt_ids
         except Exception as error:
             return refused(ids, params, name, error, self.weight_version)

@@ -18,7 +18,7 @@ from .progress import bar, quiet
 from .request import Completion, as_requests, start_order
 from .text import chat_ids, conversations
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
 Listen = Callable[[Increment | BaseException], None]
 
 
@@ -62,7 +62,10 @@ class Frontend(ABC):
         """Complete every prompt; returns when all are done.
 
         prompts         texts or lists of token ids; a text is taken as it stands (apply a chat template first; one that
-                        begins with the beginning-of-sequence token gets no second one)
+                        begins with the beginning-of-sequence token gets no second one). With images: {"prompt": text}
+                        or {"prompt_token_ids": ids} with "images": [...] (PIL images, paths, bytes, "data:" URIs), or
+                        with ready "pixel_values" and "image_grid_thw" as the model's processor makes them. In the
+                        prompt an image token stands for each image, or all of its tokens
         params          one for all, or one for each
         request_ids     names for `abort`, one for each prompt
         raise_on_error  raise RequestError, which holds all completions, where any has finish_reason "error"

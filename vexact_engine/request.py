@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Set
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from .config import SamplingParams, is_unicode
 
@@ -118,6 +119,9 @@ class Completion:
     seed              the request's seed, drawn where none was given: with it the same tokens come again
     stop_reason       the token id or the string that ended it, where finish_reason is "stop"
     metrics           times and costs; None for a request that was refused before it was one
+    pixel_values, image_grid_thw   of a prompt with images the very ones that were encoded, as a trainer's forward
+                      takes them, and position_ids (3, tokens) int64, the places of prompt and answer on three axes; on
+                      the CPU
     """
 
     prompt_ids: list[int]
@@ -137,6 +141,9 @@ class Completion:
     metrics: Metrics | None = None
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[dict[int, float] | None] | None = None
+    pixel_values: Any = None
+    image_grid_thw: Any = None
+    position_ids: Any = None
 
     def __repr__(self) -> str:
         """One line: the lists are as long as the text."""
@@ -168,6 +175,7 @@ class Request:
     """One prompt and what is wanted of it. TypeError if the prompt is not token ids, ValueError if it is empty.
 
     begun       for each sample what it has already, where some of this was computed elsewhere
+    pictures    the images of the prompt (images.Pictures); None: it has none
     id          for people, and for `abort`; everything else knows a request by the object. Drawn where none is given
     unfinished  how many of its samples still run or wait
     pages       what the scheduler knows of its prompt in the prefix cache, for all its samples
@@ -179,7 +187,9 @@ class Request:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         begun: "list[Begun] | None" = None,
+        pictures: Any = None,
     ):
+        self.pictures = pictures
         self.prompt_ids = token_ids(prompt_ids)
         if not self.prompt_ids:
             raise ValueError("Request: prompt_ids is empty, expected at least one token id")
@@ -194,6 +204,11 @@ class Request:
         self.pages = None
         for sequence, had in zip(self.sequences, begun or ()):
             sequence.begin(had)
+
+    @property
+    def keys(self) -> list:
+        """What the prefix cache knows the prompt's tokens by."""
+        return self.prompt_ids if self.pictures is None else self.pictures.keys
 
     @property
     def finished(self) -> bool:
@@ -320,6 +335,13 @@ class Sequence:
     def generated(self) -> list[int]:
         return self.tokens[self.num_prompt :]
 
+    @property
+    def keys(self) -> list:
+        """What the prefix cache knows its tokens by."""
+        if self.request.pictures is None:
+            return self.tokens
+        return [*self.request.pictures.keys, *self.tokens[self.num_prompt :]]
+
     def finish(self, reason: str, stop_reason=None, error: str | None = None) -> None:
         """For the scheduler, which knows what the sequence holds."""
         self.request.unfinished -= not self.finished
@@ -341,6 +363,7 @@ class Sequence:
             prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
             prompt_top_logprobs=None if self.prompt_top_logprobs is None else list(self.prompt_top_logprobs),
             error=self.error,
+            **({} if self.request.pictures is None else self.request.pictures.for_trainers(len(self.tokens))),
             request_id=self.request.id,
             index=self.index,
             seed=self.request.seed,

@@ -42,18 +42,20 @@ FAMILIES = {
 }
 
 
-def config_of(name: str):
+def config_of(name: str, vocabulary: int = 64):
+    """The last four tokens are those of images, videos, and the marks around them."""
     text, tower = FAMILIES[name]
-    text = {key: value for key, value in text.items() if value is not None}
-    ids = {"image_token_id": IMAGE, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
+    text = {key: value for key, value in text.items() if value is not None} | {"vocab_size": vocabulary}
+    names = "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"
+    ids = {name: vocabulary - 4 + i for i, name in enumerate(names)}
     config = CONFIG_MAPPING[name](text_config=text, vision_config=tower, tie_word_embeddings=False, **ids)
     config._attn_implementation = "eager"
     return config
 
 
-def tiny(name: str, dtype: torch.dtype = torch.bfloat16):
+def tiny(name: str, dtype: torch.dtype = torch.bfloat16, vocabulary: int = 64):
     """With weights that tell every part: biases and tables are not 0."""
-    model = AutoModelForImageTextToText.from_config(config_of(name)).eval()
+    model = AutoModelForImageTextToText.from_config(config_of(name, vocabulary)).eval()
     g = torch.Generator().manual_seed(1)
     for path, p in model.named_parameters():
         if p.dim() > 1:

@@ -51,12 +51,14 @@ class Chunk:
 class StepPlan:
     """One step's chunks, running decodes first. Falsy if there is nothing to compute.
 
+    image_epoch   changes with what images were encoded with
     drafted   tokens of drafts
     planned   when it was made, in time.monotonic() seconds; None where that is not measured
     """
 
     chunks: list[Chunk]
     weight_version: int
+    image_epoch: int = 0
     drafted: int = 0
     planned: float | None = None
 

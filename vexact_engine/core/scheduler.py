@@ -29,6 +29,7 @@ from operator import attrgetter
 from ..config import EngineConfig
 from ..request import Request, Sequence, State
 from .drafts import Drafter
+from .images import Encodings
 from .pages import Known, PagePool
 from .plan import MOST_VERIFIED, Chunk, Sampled, Stats, StepPlan
 from .snapshots import Snapshots
@@ -79,6 +80,7 @@ class Scheduler:
         self.stats = Stats()
         self.weight_version = 0
         self.requests: dict[Request, None] = {}  # the unfinished ones, in the order of arrival
+        self.encodings = Encodings(config.image_tokens_per_step, config.image_cache_tokens)
         self.running: list[Sequence] = []  # both in the order of arrival
         self.waiting: deque[Sequence] = deque()
         self._in_flight: deque[StepPlan] = deque()
@@ -205,6 +207,7 @@ class Scheduler:
             for sequence in reversed(list(self.running)):
                 self.preempt(sequence)
         self.pool.invalidate()
+        self.encodings.forget()
         if weight_version is not None:
             self.weight_version = weight_version
         heads = [line[0] for line in (self.running, self.waiting) if line]
@@ -239,7 +242,7 @@ class Scheduler:
 
     def _fill(self, lookahead, chosen):
         """A plan with no other decodes than those chosen; None: with all."""
-        plan = StepPlan([], self.weight_version)
+        plan = StepPlan([], self.weight_version, self.encodings.begin())
         chunks, size = plan.chunks, self.pool.page_size
         budget = self.config.max_num_batched_tokens
         running, prefills, told, snapshots = State.RUNNING, [], 0, self._snapshots
@@ -334,6 +337,9 @@ class Scheduler:
 
     def _plan(self, plan, sequence, length, restore=None):
         start, save = sequence.num_planned, None
+        length = self.encodings.end_of(sequence.request, start, start + length) - start
+        if not length:
+            return 0
         if self._snapshots is not None:
             end, worth = self._snapshots.cut(start, start + length, len(sequence.tokens) + sequence.in_flight)
             length, save = end - start, self._snapshots.take() if worth else None
@@ -379,13 +385,15 @@ class Scheduler:
             # So is all of a prompt whose log-probabilities are wanted.
             most = 0 if sequence.prompt_logprobs is not None else (len(sequence.tokens) - 1) // pool.page_size
             known, node = self._match(sequence, most)
-            wanted = pool.key(node, sequence.tokens, len(known)) if len(known) < most else None
+            wanted = pool.key(node, sequence.keys, len(known)) if len(known) < most else None
             if wanted is not None and wanted in computing:
                 # Its next page is being computed for another sequence just now. It will find it in a later step,
                 # so that n samples of a prompt, or n requests with one beginning, compute that only once.
                 passed.append(self.waiting.popleft())
                 continue
             known, node = pool.behind(known, node)
+            if self.encodings.must_wait(sequence.request, len(known) * pool.page_size):
+                break
             missing = pool.pages_for(len(sequence.tokens)) - len(known)
             room = pool.num_available - missing - pool.num_unheld(known)
             if course is None and self._share:
@@ -440,16 +448,16 @@ class Scheduler:
         if request.pages is None:
             request.pages = Known()
         whole = min(most, len(request.prompt_ids) // pool.page_size)
-        found, node = pool.match(request.prompt_ids, whole, request.pages)
+        found, node = pool.match(request.keys, whole, request.pages)
         if len(found) < whole or whole == most:
             return found, node
         own = Known()
         own.pages, own.ids, own.forgotten = list(found), list(request.pages.ids[: whole + 1]), pool.forgotten
-        return pool.match(sequence.tokens, most, own)
+        return pool.match(sequence.keys, most, own)
 
     def _next_key(self, sequence):
         """The prefix cache's key for the page that this running sequence fills next; None if it is not full soon."""
-        return self.pool.key(sequence.node, sequence.tokens, sequence.num_known)
+        return self.pool.key(sequence.node, sequence.keys, sequence.num_known)
 
     def commit(self, plan: StepPlan, sampled: Sampled) -> list[Sequence]:
         """Take what the oldest plan in flight drew. Returns the sequences that got a token, finished ones among them.

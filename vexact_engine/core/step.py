@@ -20,7 +20,7 @@ from .plan import PLACEHOLDER, StepPlan
 _FP32_TINY = float(np.finfo(np.float32).tiny)  # a top_p that fp32 would round to zero keeps the likeliest token too
 
 # Who a slot is given to. Drawn with these; `top` likeliest tokens are wanted beside each draw, and `prompt_top` beside
-# each target.
+# each target. What the model turns by is a token's place in the sequence and `shift`.
 OCCUPANT = np.dtype(
     [
         ("slot", np.int32),
@@ -31,6 +31,7 @@ OCCUPANT = np.dtype(
         ("top_p", np.float32),
         ("min_p", np.float32),
         ("prompt_top", np.int32),
+        ("shift", np.int32),
     ]
 )
 # Pages of a slot, `count` from its `first` on.
@@ -52,7 +53,7 @@ _PARTS = {
     "restores": COPY,
     "saves": COPY,
 }
-_MAGIC = 0x33504554535856  # "VXSTEP3"
+_MAGIC = 0x34504554535856  # "VXSTEP4"
 
 
 @dataclass(slots=True, eq=False)
@@ -150,8 +151,9 @@ class Encoder:
 
 def _occupant(slot: int, sequence: Sequence) -> tuple:
     p = sequence.params
-    top_p = max(p.top_p, _FP32_TINY)
-    return slot, p.num_top_logprobs, sequence.seed, p.top_k, p.temperature, top_p, p.min_p, p.num_prompt_top_logprobs
+    top_p, pictures = max(p.top_p, _FP32_TINY), sequence.request.pictures
+    shift, tops = 0 if pictures is None else pictures.shift, (p.num_top_logprobs, p.num_prompt_top_logprobs)
+    return slot, tops[0], sequence.seed, p.top_k, p.temperature, top_p, p.min_p, tops[1], shift
 
 
 class Rows:

@@ -232,7 +232,7 @@ class Buffers:
             to["ids"][:tokens] = step.token_ids
             known = self.middle // 8 + np.arange(tokens)
             to["sources"][:tokens] = np.where(step.token_ids < 0, owners, known)
-            to["positions"][:tokens] = positions
+            to["positions"][:tokens] = positions + self.rows.occupants["shift"][owners]
             to["places"][:tokens] = self.rows.table[owners, page].astype(np.int64) * self.page_size + offset
             if not body.all_drawn:
                 to["rows"][:draws] = rows

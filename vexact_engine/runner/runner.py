@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 import vexact_ops as vx
-from vexact_ops.patch.description import Pages, State
+from vexact_ops.patch.description import Images, Pages, State
 
 from ..config import EngineConfig
 from ..core.plan import MOST_VERIFIED, Sampled
 from ..core.step import Step
+from ..images import Scene
 from ..progress import Progress, bar
 from . import memory, saver
 from .batch import Batch
@@ -28,6 +29,7 @@ from .buffers import Body, Buffers, Head, Host, Work, send
 from .decoder import Decoder, Weights
 from .forward import Forward, forward
 from .memory import Caches
+from .pictures import Gallery, pictured
 from .ranks import Alone, Ranks
 from .record import Graphs
 from .sleep import parted
@@ -158,6 +160,13 @@ class Runner:
         self.slots = min(config.max_num_seqs, self.tokens)  # no more run at once
         verified = 0 if config.speculation is None else min(MOST_VERIFIED, self.tokens)
         self.most_draws = max(self.slots, verified)
+        self.images, self.gallery, self.undrawn = self._images(), None, None
+        if self.images is not None:
+            self.gallery = Gallery(handle, device, config.image_cache_tokens)
+            self.pictured = pictured(model, self.gallery)
+            names = ("image_token_id", "video_token_id")
+            ids = sorted({i for name in names if (i := getattr(model.config, name, None)) is not None})
+            self.undrawn = torch.tensor(ids, dtype=torch.int64, device=device)
         self.hidden: Tensor | None = None  # of the rows that are drawn after
         found, self.sleep_backend = saver.choose(config.sleep_backend, device)
         names = ("weights", "buffers", "kv_cache", "graphs") if found else ()
@@ -209,6 +218,13 @@ class Runner:
         """What the layers remember that are computed here."""
         return self.handle.memories()
 
+    def _images(self) -> Images | None:
+        """What the model takes of images."""
+        try:
+            return self.handle.describe().images
+        except vx.patch.NotDescribed:
+            return None
+
     def _agree(self, pages: int) -> int:
         """As many as everybody has room for."""
         return pages
@@ -259,12 +275,19 @@ class Runner:
     # A step
 
     @torch.inference_mode()
-    def launch(self, step: Step) -> Pending:
-        """Begin to compute a step, behind those launched before."""
+    def launch(self, step: Step, scene: Scene | None = None, epoch: int = 0) -> Pending:
+        """Begin to compute a step, behind those launched before.
+
+        scene   places on three axes, and images, where tokens of prompts with some are among its own
+        epoch   images that were encoded in another one are encoded anew
+        """
+        if self.gallery is not None and self.gallery.epoch != epoch:
+            self.gallery.clear()
+            self.gallery.epoch = epoch
         buffers = self.buffers
         work = buffers.work(step)
         scored = self.draws and len(step.targets) > 0
-        forward, draw = self.graphs.fit(work, whole=scored)
+        forward, draw = self.graphs.fit(work, whole=scored or scene is not None)
         body = forward.body if forward else self.graphs.body(work)
         recorded = draw or forward
         head = (recorded and recorded.head) or (Head(work.draws, work.plain) if work.draws else None)
@@ -276,7 +299,7 @@ class Runner:
             if forward:
                 forward.replay()
             else:
-                hidden = self.compute(body, whole=scored)
+                hidden = self.compute(body, whole=scored, scene=scene)
                 if scored:
                     tops = buffers.rows.occupants["prompt_top"][step.chunks["slot"]]
                     scores = _Scores(self.head, hidden, step, tops)
@@ -293,13 +316,13 @@ class Runner:
             buffers.fetch(host, draws)
             return Pending(buffers, host, draws, work.draws, top, scores)
 
-    def compute(self, body: Body, whole: bool = False, aside: bool = True) -> Tensor | None:
+    def compute(self, body: Body, whole: bool = False, aside: bool = True, scene: Scene | None = None) -> Tensor | None:
         """Final hidden states, of all tokens where `whole` says so; those that are drawn after are put aside."""
         embedding = self.forward.embedding if isinstance(self.forward, Decoder) else None
         batch, rows = self.buffers.batch(body, embedding)
         if self.draws and not whole and body.draws < body.tokens:
             batch.rows = rows if body.draws else rows.new_zeros(1)  # some token: ops of no rows are not worth a thought
-        hidden = self._forward_of(batch)
+        hidden = self._forward_of(batch) if scene is None else self.pictured(batch, scene)
         if hidden is None:
             return None
         if self.hidden is None:
@@ -315,11 +338,22 @@ class Runner:
         """After its first rows."""
         columns = self.buffers.columns(head)
         cuts = {} if head.plain else {name: columns[name] for name in ("top_k", "top_p", "min_p")}
-        ids, *values = self.head.sample(
-            hidden[: head.draws],
-            columns["seeds"],
-            columns["positions"],
-            temperature=columns["temperature"],
-            **cuts,
-        )
+        rows, asked = hidden[: head.draws], (columns["seeds"], columns["positions"])
+        if self.undrawn is None:
+            ids, *values = self.head.sample(rows, *asked, temperature=columns["temperature"], **cuts)
+        else:
+            ids, *values = self._draw_text(rows, asked, columns["temperature"], cuts)
         self.buffers.keep(columns, ids, values)
+
+    def _draw_text(self, rows: Tensor, asked: tuple, temperature: Tensor, cuts: dict) -> tuple[Tensor, ...]:
+        """As sample, but that what stands for an image is never drawn; log-probabilities are over all, as a trainer
+        has them."""
+        logits = self.head.logits(rows).index_fill(1, self.undrawn, float("-inf"))
+        ids, *_ = vx.sample(logits, *asked, temperature=temperature, **cuts)
+        there, own = ids.clamp(min=0), torch.where(temperature > 0, temperature, 1.0)
+        return ids, self.head.score(rows, there, own), self.head.score(rows, there)
+
+    def forget_images(self) -> None:
+        """Give back what an encoder has made of them."""
+        if self.gallery is not None:
+            self.gallery.clear()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import vexact_ops as vx
+from vexact_ops.patch.description import Images
 
 from ..config import EngineConfig
 from ..core.plan import StepPlan
@@ -19,6 +20,7 @@ from ..core.step import Encoder
 from ..errors import EngineAsleep, HandoverFailed, ModelInUse, WeightsTorn
 from ..handover.session import Reading
 from ..handover.threads import half_the_threads
+from ..images import scene_of
 from ..weights.update import Places, Update, apply_update, plan_update
 from ..weights.watch import Watch
 from . import memory
@@ -100,9 +102,17 @@ class Worker:
     def sleep_backend(self) -> str:
         return self._runner.sleep_backend
 
+    @property
+    def images(self) -> Images | None:
+        """What the model takes of images; None: it takes none."""
+        return self._runner.images
+
     def launch(self, plan: StepPlan) -> Pending:
         """Begin to compute a plan, behind those launched before. At once after `schedule`."""
-        return self._runner.launch(self._encoder.encode(plan))
+        step = self._encoder.encode(plan)
+        if self.images is None:
+            return self._runner.launch(step)
+        return self._runner.launch(step, scene_of(plan), plan.image_epoch)
 
     def fence(self) -> Callable[[], None]:
         """In any thread: what it has given its device to do until now comes first. The function returned is for the
@@ -271,6 +281,7 @@ class Worker:
     def sleep(self, level: int, tags: Iterable[str]) -> dict[str, int]:
         """Bytes given back, by tag. Nothing that was in the caches is there afterwards."""
         self.wait()
+        self._runner.forget_images()
 
         def move() -> dict[str, int]:
             if self._memory.will_empty_weights(level, tags) and self._memory.unsettled():

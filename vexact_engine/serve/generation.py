@@ -168,7 +168,7 @@ class Generation(Response):
         )
         answers = Answers(self.chat, self.id, model, service.fingerprint, jobs, n, wanted, service.prompts.tokens)
         self.names = [f"{self.id}-{index}" for index in range(len(jobs))]
-        return answers, bool(asked.stream), [job.prompt_ids for job in jobs], params
+        return answers, bool(asked.stream), [job.given for job in jobs], params
 
     def _top(self, asked) -> int | None:
         if self.chat:

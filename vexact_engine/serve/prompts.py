@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from ..images import Image, Pictures, opened_images
 from .answers import Job
 from .errors import APIError
 from .lanes import Lane
@@ -15,10 +16,14 @@ _LONG = 32 << 10  # characters: tokenizing more takes long enough to have a thre
 class Prompts:
     """Of one server. Long texts have a tokenizer and a thread of their own, so that nobody else waits for them.
 
-    most   tokens that a prompt may have
+    most    tokens that a prompt may have
+    images, processor   what the model takes of images, and what makes them of pictures; None: none
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, most: int, most_samples: int):
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, most: int, most_samples: int, images: Any = None, processor: Any = None
+    ):
+        self.images, self.image_processor = images, processor
         self.tokens = Tokens(tokenizer)
         self.vocab_size, self.most, self.most_samples = vocab_size, most, most_samples
         self._short, self._long = Lane("vexact-serve-tokens"), Lane("vexact-serve-long-tokens")
@@ -60,7 +65,8 @@ class Prompts:
 
     async def of_chat(self, asked: ChatRequest) -> Job:
         if asked.prompt_token_ids is None:
-            return self._checked(Job(await self._chat(asked)), "messages")
+            ids, images = await self._chat(asked)
+            return self._checked(Job(ids, images=images), "messages")
         if asked.messages:
             message = "prompt_token_ids: they are the whole prompt, expected no messages with them"
             raise APIError(400, message, param="prompt_token_ids")
@@ -72,13 +78,13 @@ class Prompts:
         if (asked.prompt is None) == (asked.messages is None):
             raise APIError(400, "prompt: expected either prompt or messages", param="prompt")
         if asked.messages is not None:
-            ids = await self._chat(asked)
+            ids, _ = await self._chat(asked)
         else:
             special = asked.add_special_tokens is not False
             ids = await self.do(len(asked.prompt), Tokens.encode, asked.prompt, special, None)
         return ids, await self.do(len(ids), Tokens.names, ids) if asked.return_token_strs else None
 
-    async def _chat(self, asked: ChatRequest | TokenizeRequest) -> list[int]:
+    async def _chat(self, asked: ChatRequest | TokenizeRequest) -> tuple[list[int], list[Image]]:
         go_on = bool(asked.continue_final_message)
         chat = Chat(
             asked.messages or [],
@@ -88,9 +94,25 @@ class Prompts:
             tools=asked.tools or None,
             effort=asked.reasoning_effort,
             options=asked.chat_template_kwargs or {},
+            images=None if self.images is None else [],
         )
         most = None if isinstance(asked, TokenizeRequest) else self.most
-        return await self.do(chat.size, Tokens.chat, chat, most)
+        ids = await self.do(chat.size, Tokens.chat, chat, most)
+        if not chat.images:
+            return ids, []
+        return await self.do(sum(len(url) for _, url in chat.images), self._pictured, ids, chat.images)
+
+    def _pictured(self, tokens: Tokens, ids: list[int], urls: list[tuple[str, str]]) -> tuple[list[int], list[Image]]:
+        found: list[Image] = []
+        for where, url in urls:
+            try:
+                found += opened_images([url], self.images, self.image_processor)
+            except (TypeError, ValueError) as error:
+                raise APIError(400, f"{where}: {error}", param="messages", code="invalid_value") from None
+        try:
+            return Pictures(ids, found, self.images).prompt_ids, found
+        except ValueError as error:
+            raise APIError(400, f"messages: {error}", param="messages", code="invalid_value") from None
 
     def check_samples(self, prompts: int, n: int) -> None:
         if prompts > self.most_samples:

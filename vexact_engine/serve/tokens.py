@@ -36,6 +36,7 @@ class Chat:
 
     generate, go_on   add what an answer begins with; or go on with the last message
     special           whether the tokenizer adds its own special tokens to the template's text
+    images            where those of the messages are collected: of each its place and its URL. None: they take none
     """
 
     messages: list[dict]
@@ -45,11 +46,12 @@ class Chat:
     tools: list[dict] | None = None
     effort: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    images: list[tuple[str, str]] | None = None
 
     @property
     def size(self) -> int:
         """Characters, about."""
-        texts = (message.get("content") for message in self.messages)
+        texts = [message.get("content") for message in self.messages]
         return 64 * len(self.messages) + sum(len(text) if isinstance(text, str) else 256 for text in texts)
 
 
@@ -123,7 +125,9 @@ class Tokens:
             options.setdefault("reasoning_effort", chat.effort)
         elif chat.effort is not None:
             check_neutral("reasoning_effort", chat.effort, ("none",))
-        made = [_message(index, message, "developer" in source) for index, message in enumerate(chat.messages)]
+        made = [
+            _message(index, message, "developer" in source, chat.images) for index, message in enumerate(chat.messages)
+        ]
         if not made:
             raise APIError(400, "messages: there are none, expected one or more", param="messages")
         if chat.go_on and (chat.generate or made[-1]["role"] != "assistant"):
@@ -199,20 +203,35 @@ def _wrong(where: str, got: Any, expected: str) -> APIError:
     return APIError(400, f"{where}: got {_short(got)}, expected {expected}", param="messages", code="invalid_value")
 
 
-def _message(index: int, given: dict, knows_developer: bool) -> dict:
+def _image(where: str, part: dict, images: list[tuple[str, str]] | None) -> dict:
+    """Of an image_url part what a template takes for it."""
+    if images is None:
+        raise _wrong(where, "image_url", "a text: the model takes no images, or runs in several processes")
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, dict) else given
+    if not isinstance(url, str) or not url.startswith("data:"):
+        raise _wrong(f"{where}.image_url.url", url, "a data: URI: nothing is fetched")
+    images.append((where, url))
+    return {"type": "image"}
+
+
+def _message(index: int, given: dict, knows_developer: bool, images: list[tuple[str, str]] | None = None) -> dict:
     where = f"messages[{index}]"
     role, content = given.get("role"), given.get("content")
     if role not in _ROLES:
         raise _wrong(f"{where}.role", role, f"one of {', '.join(_ROLES)}")
     if isinstance(content, list):
-        parts = []
+        parts: list[Any] = []
         for number, part in enumerate(content):
+            if isinstance(part, dict) and part.get("type") == "image_url":
+                parts.append(_image(f"{where}.content[{number}]", part, images))
+                continue
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 kind = part.get("type") if isinstance(part, dict) else part
                 raise _wrong(f"{where}.content[{number}]", kind, '{"type": "text", "text": "..."}')
-            parts.append(part["text"])
-        content = "\n".join(parts)
-    if not isinstance(content, str) and not (content is None and role == "assistant"):
+            parts.append({"type": "text", "text": part["text"]})
+        content = parts if any(part["type"] == "image" for part in parts) else "\n".join(p["text"] for p in parts)
+    if not isinstance(content, str | list) and not (content is None and role == "assistant"):
         raise _wrong(f"{where}.content", content, "a text or a list of parts")
     message = {"role": "system" if role == "developer" and not knows_developer else role, "content": content or ""}
     for name, value in given.items():

@@ -6,16 +6,18 @@ import io
 import sys
 from collections.abc import Iterator
 
+from vexact_ops.patch import WITH_IMAGES
+
 
 def read_config(name: str, label: str | None = None, **options):
-    """The config of a causal language model.
+    """The config of a causal language model, or of one of images (auto_class).
 
     name      a directory, or with gguf_file the folder of that
     label     what messages call it
     raises    FileNotFoundError or ValueError; for a model that Python of the directory's own would have to make, too:
               that never runs
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     label = label or name
     with quiet():
@@ -23,10 +25,20 @@ def read_config(name: str, label: str | None = None, **options):
             config = AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
         except Exception as error:
             raise explain(label, error) from error
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if auto_class(config) is None:
         kind = getattr(config, "model_type", type(config).__name__)
         raise ValueError(f"weights: {label}: model type {kind!r} is no causal language model of transformers")
     return plain(config)
+
+
+def auto_class(config):
+    """Which of transformers' classes makes its model: that of causal language models, or where it knows none, of those
+    of images that are covered; None: neither."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    if type(config) in AutoModelForCausalLM._model_mapping:
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText if getattr(config, "model_type", None) in WITH_IMAGES else None
 
 
 def plain(config):

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vexact_ops.patch import kept_in_fp32
+from vexact_ops.patch import WITH_IMAGES, kept_in_fp32
 
-from .config import explain, quiet, read_config
+from .config import auto_class, explain, quiet, read_config
 from .conversion import fit
 from .directory import read_directory, some
 from .hub import snapshot
-from .tokenizer import load_tokenizer
+from .tokenizer import load_image_processor, load_tokenizer
 
 if TYPE_CHECKING:
     from .partial import Origin
@@ -40,6 +40,7 @@ class Loaded:
     name            where it came from, for messages
     origin          where stages of a pipeline take their weights from, each its own: then `model` has none
     device          where those are to be
+    image_processor transformers' own of a directory; None where there is none
     """
 
     model: torch.nn.Module
@@ -48,6 +49,7 @@ class Loaded:
     name: str
     origin: "Origin | None" = None
     device: torch.device | None = None
+    image_processor: Any = None
 
 
 def load(
@@ -73,7 +75,7 @@ def load(
     meanwhile   given the model, still on the host, and where it goes: a block that it goes there in
     raises      FileNotFoundError, or ValueError with the reason: truncated, incomplete or unknown; TypeError on dtype
     """
-    device = default_device(source) if device is None else device
+    device, processor = default_device(source) if device is None else device, None
     if dtype is not None:
         dtype = as_dtype(dtype, device)
     if isinstance(source, torch.nn.Module):
@@ -87,9 +89,12 @@ def load(
             model = model.to(device)
             model.requires_grad_(False)
             tokenizer = load_tokenizer(path, tokenizer, trust_remote_code=trust_remote_code)
+        if model.config.model_type in WITH_IMAGES:
+            processor = load_image_processor(path, name)
     if tokenizer is False or isinstance(tokenizer, str | os.PathLike):
         tokenizer = load_tokenizer("", tokenizer, trust_remote_code=trust_remote_code)
-    return Loaded(model.eval(), tokenizer, _eos_token_ids(model, tokenizer, name), name)
+    eos = _eos_token_ids(model, tokenizer, name)
+    return Loaded(model.eval(), tokenizer, eos, name, image_processor=processor)
 
 
 def load_in_stages(
@@ -125,6 +130,8 @@ def load_in_stages(
             model = skeleton(origin)
         except Exception as error:
             raise error if str(error).startswith("weights: ") else explain(str(path), error) from error
+    if model.config.model_type in WITH_IMAGES:
+        raise ValueError(f"weights: {asked}: got {path}, a model that takes images: it runs in one process, expected 1")
     return replace(without_weights(model, found, origin, device), name=os.fspath(source))
 
 
@@ -214,14 +221,12 @@ def _load_directory(path: Path, name: str, dtype: torch.dtype) -> torch.nn.Modul
 
 def _from_pretrained(name: str, dtype: torch.dtype, label: str, **options) -> torch.nn.Module:
     """Hugging Face's loader, which must find a value for every parameter."""
-    from transformers import AutoModelForCausalLM
-
     config = read_config(name, label, **{key: value for key, value in options.items() if key == "gguf_file"})
     with quiet():
         # Mismatched sizes are let through here, only to be named below.
         options |= {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(name, config=config, trust_remote_code=False, **options)
+            model, info = auto_class(config).from_pretrained(name, config=config, trust_remote_code=False, **options)
         except Exception as error:
             raise explain(label, error) from error
     problems = {key: value for key, value in info.items() if value and key != "unexpected_keys"}

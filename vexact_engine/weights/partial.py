@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vexact_ops.patch import kept_in_fp32
 
-from .config import explain, quiet, read_config
+from .config import auto_class, explain, quiet, read_config
 from .conversion import Fit, fit
 from .cut import Shard
 from .directory import Directory, read_directory, some
@@ -47,12 +47,10 @@ def settled(origin: Origin) -> Origin:
 def empty_model(directory: Directory, dtype: torch.dtype) -> nn.Module:
     """The model of a directory, on the meta device, with the dtypes that from_pretrained gives it. FileNotFoundError or
     ValueError for a configuration that transformers cannot make one of."""
-    from transformers import AutoModelForCausalLM
-
     config = read_config(str(directory.path))
     with torch.device("meta"), quiet():
         try:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            model = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
         except Exception as error:  # of numbers that are none, negative or too large, whatever says so
             raise explain(str(directory.path), error) from error
     wide = kept_in_fp32(model, dtype)  # what from_pretrained keeps wider than the rest

@@ -1,0 +1,78 @@
+"""Steps with tokens of images: what an encoder has made of them, kept by content, and the forward that takes it."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import vexact_ops as vx
+
+from ..core.images import Recent
+from ..images import Image, Rows, Scene
+from .batch import Batch, rows_of
+
+
+class Gallery:
+    """Encoded images on the device, those used last.
+
+    capacity   tokens of images that are kept. A step's own are there whatever it is
+    epoch      of the weights that made them
+    """
+
+    def __init__(self, handle, device: torch.device, capacity: int):
+        self._handle, self._device = handle, device
+        self._recent, self._encoded = Recent(capacity), dict[bytes, vx.patch.Encoded]()
+        self.epoch, self.encodings = 0, 0
+
+    def clear(self) -> None:
+        self._recent.clear()
+        self._encoded.clear()
+
+    def of_step(self, rows: list[Rows], count: int) -> vx.patch.Encoded | None:
+        """What stands among so many tokens; images that are not there are encoded together."""
+        if not rows:
+            return None
+        images = {row.image.digest: row.image for row in rows}
+        self._encode([image for digest, image in images.items() if digest not in self._encoded])
+        found = [self._encoded[row.image.digest] for row in rows]
+        where = torch.zeros(1, count, dtype=torch.bool)
+        for row in rows:
+            where[0, row.at : row.at + row.end - row.begin] = True
+        parts = [torch.cat([e.rows[r.begin : r.end] for e, r in zip(found, rows)])]
+        for i in range(len(found[0].deepstack)):
+            parts.append(torch.cat([e.deepstack[i][r.begin : r.end] for e, r in zip(found, rows)]))
+        for image in images.values():
+            for digest in self._recent.use(image):
+                self._encoded.pop(digest, None)
+        return vx.patch.Encoded(parts[0], tuple(parts[1:]), where.to(self._device))
+
+    def _encode(self, images: list[Image]) -> None:
+        if not images:
+            return
+        self.encodings += len(images)
+        pixels = torch.cat([image.pixels for image in images]).to(self._device)
+        rows, deepstack = self._handle.encode(pixels, [image.grid for image in images])[:2]
+        counts = [image.tokens for image in images]
+        for image, *parts in zip(images, rows.split(counts), *(stack.split(counts) for stack in deepstack)):
+            first, *others = (part.clone() for part in parts)  # of a split none would let go of the memory of all
+            self._encoded[image.digest] = vx.patch.Encoded(first, tuple(others))
+
+
+def pictured(model: torch.nn.Module, gallery: Gallery) -> Callable[[Batch, Scene], Tensor]:
+    """The patched forward of a step with places on three axes: any fused one has its bits."""
+    base = model.base_model
+
+    def run(batch: Batch, scene: Scene) -> Tensor:
+        count = batch.input_ids.shape[0]
+        axes = torch.from_numpy(scene.axes).to(batch.positions.device)
+        out = base(
+            input_ids=batch.input_ids[None],
+            position_ids=torch.cat((batch.positions[None], axes))[:, None],
+            use_cache=False,
+            return_dict=True,
+            vexact_paged=batch.paged,
+            vexact_images=gallery.of_step(scene.rows, count),
+        )
+        return rows_of(out.last_hidden_state[0], batch.rows)
+
+    return run
