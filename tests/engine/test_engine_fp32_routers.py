@@ -88,7 +88,7 @@ def test_fp32_routers_are_taken_and_no_other_mixture():
 
 def test_an_update_brings_each_tensor_in_its_own_dtype():
     new = made(seed=1)
-    given, names = dict(new.named_parameters()), list(routers(new))
+    given, names = new.state_dict(), list(routers(new))
     with launch("cpu", model=made()) as engine:
         assert {engine.manifest()[name][1] for name in names} == {torch.float32}
         rounded = given | {name: given[name].bfloat16() for name in names}

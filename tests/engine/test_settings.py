@@ -93,7 +93,7 @@ def test_an_engine_and_its_trainers_agree(name, tmp_path):
                     with torch.no_grad():
                         got = handle.logprobs(row)[0, len(completion.prompt_ids) - 1 : -1]
                     assert_bitwise(got, torch.tensor(completion.logprobs), f"{name}, {kind}")
-                engine.update_weights(model.named_parameters(), numerics=handle.numerics())
+                engine.update_weights(model.state_dict(), numerics=handle.numerics())
 
 
 def test_a_cast_that_rounds_routers_is_refused_by_their_name(tmp_path):
@@ -103,7 +103,8 @@ def test_a_cast_that_rounds_routers_is_refused_by_their_name(tmp_path):
         kept = {n for n, p in engine.model.named_parameters() if p.dtype == torch.float32}
         if not kept:
             pytest.skip("this release of transformers keeps no router in fp32")
-        given = {n: p.float() if n in kept else p for n, p in copy.deepcopy(model).named_parameters()}
+        held = engine.manifest()
+        given = {name: value.to(held[name][1]) for name, value in copy.deepcopy(model).state_dict().items()}
         with vx.patch.hf(model) as handle, torch.no_grad():
             with pytest.raises(ValueError, match=r"model\.dtype\.router: got 'bfloat16'"):
                 engine.update_weights(given, numerics=handle.numerics())
@@ -153,11 +154,11 @@ def test_declared_factors_of_longrope(choice, tmp_path):
         model = TRAINERS["cast"](tmp_path)
         other = {"short": "long", "long": "short"}[choice]
         with vx.patch.hf(model, longrope=other) as handle, pytest.raises(ValueError, match=r"options\.longrope: got"):
-            engine.update_weights(model.named_parameters(), numerics=handle.numerics())
+            engine.update_weights(model.state_dict(), numerics=handle.numerics())
         with vx.patch.hf(model, longrope=choice) as handle, torch.no_grad():
             got = handle.logprobs(torch.tensor([found.prompt_ids + found.token_ids]))[0, 39:-1]
             assert_bitwise(got, torch.tensor(found.logprobs))
-            engine.update_weights(model.named_parameters(), numerics=handle.numerics())
+            engine.update_weights(model.state_dict(), numerics=handle.numerics())
     verified = verify(tmp_path, synthetic_prompts(2, [40], 61, seed=1), params, config=config)
     assert verified.equal and verified.numerics["options"] == {"longrope": choice}
     stack = patched(model, longrope=choice)
