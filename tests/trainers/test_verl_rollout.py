@@ -365,7 +365,7 @@ def test_no_answer_from_weights_that_never_came(path):
 
 
 def test_a_model_with_buffers_is_read_whatever_the_format(models):
-    """An update need not bring a router's e_score_correction_bias: it must be the checkpoint's."""
+    """A router's e_score_correction_bias is the checkpoint's before any update."""
     from transformers import AutoModelForCausalLM
 
     path = models("deepseek_v3")
