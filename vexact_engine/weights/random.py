@@ -237,7 +237,7 @@ def load_random(
 
 def unfilled(config, dtype: str, device: torch.device | str = "cpu", generation_config=None) -> torch.nn.Module | None:
     """A model of a config for an engine whose weights an update will bring: what stands there until then means nothing.
-    None where it has buffers that are part of a checkpoint: an update need not bring those.
+    None where it has buffers that are part of a checkpoint: those are read from it.
     """
     from transformers import AutoModelForCausalLM
 
