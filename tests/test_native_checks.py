@@ -207,6 +207,7 @@ ELSEWHERE |= {
 }
 ELSEWHERE |= {"attention_latent_varlen", "attention_latent_paged"}
 ELSEWHERE |= {"linear_silu_mul_few", "linear_silu_mul_wide"}
+ELSEWHERE |= {"peers_take", "peers_open", "peers_close", "peers_gather"}  # which several processes call: test_peers.py
 
 
 def other(tensor, dtype):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import vexact_ops as vx
+from vexact_ops._core import native
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -51,6 +52,26 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
 def test_memory_that_cannot_be_reached_is_refused_on_every_rank(tmp_path):
     for done in run(tmp_path, 2, "unreachable"):
         assert done.returncode == 1 and "Peers: rank 1 cannot reach the others' memory: " in done.stderr
+
+
+@GPU
+def test_what_is_no_number_of_its_kind_is_no_address():
+    ops, words = native.ops(), torch.zeros(9, dtype=torch.int64)
+    x, out = (torch.zeros(2, columns, dtype=torch.uint8, device="cuda") for columns in (8, 16))
+    bases, missing = words[:2], torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    for other in (torch.float32, torch.int32, torch.bfloat16):
+        with pytest.raises(RuntimeError, match="found: expected int64"):
+            ops.peers_take(words.to(other), 2, 0)
+        with pytest.raises(RuntimeError, match="handle: expected int64"):
+            ops.peers_open(words[:8].to(other), 0)
+        with pytest.raises(RuntimeError, match="bases: expected int64"):
+            ops.peers_gather(x, out, bases.to(other), 0, 1, missing)
+        with pytest.raises(RuntimeError, match="expected contiguous bytes"):
+            ops.peers_gather(x.to(other), out, bases, 0, 1, missing)
+    with pytest.raises(RuntimeError, match="missing: expected int32"):
+        ops.peers_gather(x, out, bases, 0, 1, missing.long())
+    with pytest.raises(RuntimeError, match="2 to 8 ranks"):
+        ops.peers_take(words, 9, 0)
 
 
 def test_sizes_are_refused():

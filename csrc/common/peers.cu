@@ -10,6 +10,7 @@
 // round in one has its bytes, so that they take one way and not two. Round n + 2 may overwrite what round n left:
 // whoever has sent anything of n + 1 had read it, for lines are of one round a launch.
 #include "common/cuda.h"
+#include "common/values.h"
 
 namespace vx {
 namespace {
@@ -164,14 +165,17 @@ void launch(const Tensor& x, const Tensor& out, int64_t rows, int64_t bytes, con
 void peers_gather(Tensor x, Tensor out, Tensor bases, int64_t rank, int64_t limit_ms, Tensor missing) {
   const int64_t rows = x.size(0), bytes = x.size(1), ranks = bases.size(0);
   STD_TORCH_CHECK(ranks >= 2 && ranks <= kRanks && rank >= 0 && rank < ranks, "peers_gather: 2 to 8 ranks");
+  check_2d(x, "x", rows, bytes);
   check_2d(out, "out", rows, ranks * bytes);
-  check_1d(missing, "missing", 1);
+  for (const Tensor* t : {&x, &out})
+    STD_TORCH_CHECK(t->scalar_type() == ScalarType::Byte && t->is_contiguous(), "x, out: expected contiguous bytes");
+  const int64_t* const where = values<int64_t>(bases, "bases", ranks);
+  int* const word = mutable_values<int32_t>(missing, "missing", 1);
   if (!rows || !bytes) return;
   Places places{{}, int(rank), int(ranks)};
-  for (int i = 0; i < ranks; ++i) places.base[i] = reinterpret_cast<char*>(static_cast<const int64_t*>(data(bases))[i]);
+  for (int i = 0; i < ranks; ++i) places.base[i] = reinterpret_cast<char*>(where[i]);
   const DeviceGuard guard = on_device_of(x);
   const uint64_t all = uint64_t(bytes) | uint64_t(data(x)) | uint64_t(data(out));
-  int* const word = static_cast<int*>(mutable_data(missing));
   const int64_t limit = limit_ms * 1000000;
   if (rows * bytes <= kFew && all % kUnit == 0) {
     const uint32_t units = uint32_t(rows * bytes / kUnit), one = kThreads * kBlocks;
@@ -190,13 +194,12 @@ void peers_gather(Tensor x, Tensor out, Tensor bases, int64_t rank, int64_t limi
 
 // found (1 + 8) int64: where it lies, and the handle by which other processes open it.
 void peers_take(Tensor found, int64_t ranks, int64_t device) {
-  check_1d(found, "found", 9);
+  int64_t* const words = mutable_values<int64_t>(found, "found", 9);
   STD_TORCH_CHECK(ranks >= 2 && ranks <= kRanks, "peers_take: 2 to 8 ranks");
   const DeviceGuard guard(static_cast<int32_t>(device));
   const size_t size = kNumbers + places_of(int(ranks)) * (kSlot + 2 * kUnit * kLines);
   void* base = nullptr;
   VX_CUDA_CHECK(cudaMalloc(&base, size));
-  int64_t* const words = static_cast<int64_t*>(mutable_data(found));
   static_assert(sizeof(cudaIpcMemHandle_t) == 64);
   cudaError_t error = cudaMemset(base, 0, size);  // no round is 0
   if (error == cudaSuccess) error = cudaIpcGetMemHandle(reinterpret_cast<cudaIpcMemHandle_t*>(words + 1), base);
@@ -208,10 +211,10 @@ void peers_take(Tensor found, int64_t ranks, int64_t device) {
 
 // The same in another process: its handle, (8) int64.
 int64_t peers_open(Tensor handle, int64_t device) {
-  check_1d(handle, "handle", 8);
+  const int64_t* const words = values<int64_t>(handle, "handle", 8);
   const DeviceGuard guard(static_cast<int32_t>(device));
   void* base = nullptr;
-  VX_CUDA_CHECK(cudaIpcOpenMemHandle(&base, *static_cast<const cudaIpcMemHandle_t*>(data(handle)),
+  VX_CUDA_CHECK(cudaIpcOpenMemHandle(&base, *reinterpret_cast<const cudaIpcMemHandle_t*>(words),
                                      cudaIpcMemLazyEnablePeerAccess));
   return reinterpret_cast<int64_t>(base);
 }
