@@ -191,13 +191,13 @@ def test_tensors_move_in_and_keep_what_they_share():
     region, base = made_of.region("weights"), torch.arange(12, dtype=torch.int32)
     tensors = [base.view(3, 4), base[4:8], torch.ones(3, dtype=torch.bfloat16), torch.empty(0, dtype=torch.int32)]
     wanted = [t.clone() for t in tensors]
-    assert len(region.strays(tensors)) == 2 and region.take_in(tensors)
-    assert not region.strays(tensors) and not region.take_in(tensors)
+    assert len(region.misplaced(tensors)) == 2 and region.take_in(tensors)
+    assert not region.misplaced(tensors) and not region.take_in(tensors)
     assert all(torch.equal(a, b) for a, b in zip(tensors, wanted)) and region.nbytes == 48 + 6
     tensors[1].fill_(-1)
     assert tensors[0][1].tolist() == [-1] * 4 and base[4] == 4
     tensors[2].data = torch.zeros(3, dtype=torch.bfloat16)  # somebody puts another one there
-    assert [len(group) for group in region.strays(tensors)] == [1] and region.take_in(tensors)
+    assert [len(group) for group in region.misplaced(tensors)] == [1] and region.take_in(tensors)
 
 
 def test_the_stand_in_ends_where_the_library_would():
@@ -260,7 +260,7 @@ def test_weights_that_were_replaced_are_taken_in_and_graphs_made_anew(engine, ex
         mine.data = theirs.data
     assert engine.sleep(tags=["weights"]).keys() == {"graphs", "weights"}
     engine.wake_up(["weights"])
-    assert not engine._worker._runner.strays()
+    assert not engine._worker._runner.misplaced()
     assert ask(engine) == expected and recorded(engine) and recorded(engine) != before
     engine.sleep()
     engine.wake_up()

@@ -149,7 +149,7 @@ class Loop:
         self._fault: BaseException | None = None  # of our own: the thread has ended with it
         self._tickets = Tickets()
         self._paused: str | None = None  # as pause() and resume() have it
-        self._resting: str | None = None  # in between(): goes before that
+        self._pause_between: str | None = None  # in between(): goes before that
         self._outgoing = Outgoing()
         self._launched: list[Callable[[], None]] = []  # of those who wait for a launch
         self.updating = self.asleep = False
@@ -268,10 +268,10 @@ class Loop:
         """What `function` returns, called in the thread during a pause of its own: who pauses or resumes meanwhile
         decides what is paused afterwards. One at a time."""
         try:
-            self._stop("_resting", mode)
+            self._stop("_pause_between", mode)
             return self.call(function)
         finally:
-            self._go_on("_resting")
+            self._go_on("_pause_between")
 
     def _stop(self, which: str, mode: str) -> None:
         def stop() -> None:
@@ -302,7 +302,7 @@ class Loop:
 
     @property
     def _stopped_by(self) -> str | None:
-        return self._resting or self._paused
+        return self._pause_between or self._paused
 
     @property
     def paused(self) -> bool:
@@ -359,7 +359,7 @@ class Loop:
         made.set_result(None)
         del made
         try:
-            while self._obey():
+            while self._do_inbox():
                 self._advance()
                 self._outgoing.flush()
         except BaseException as error:
@@ -367,7 +367,7 @@ class Loop:
             self._fault = error
         self._end()
 
-    def _obey(self) -> bool:
+    def _do_inbox(self) -> bool:
         """Wait until there is something to do, do what the inbox holds. False at the end."""
         with self._changed:
             while not (

@@ -181,7 +181,7 @@ class WeightReceiver:
                 for _ in range(_AT_ONCE):
                     if not self._socket.poll(0):
                         break
-                    self._hear()
+                    self._next_message()
                 self._say_goodbye()
                 self._let_go()
 
@@ -205,7 +205,7 @@ class WeightReceiver:
                     raise HandoverFailed("weights: the receiver is closed")
                 if not self._socket.poll(0 if self._waiting else protocol.POLL):
                     break
-                self._note(*self._hear())
+                self._note(*self._next_message())
             for hello in [hello for hello in self._waiting.values() if hello.peer.alive]:
                 sender = [by for by, other in self._waiting.items() if other.peer == hello.peer][-1]
                 return sender, self._waiting.pop(sender)
@@ -229,7 +229,7 @@ class WeightReceiver:
         self._skipped = reason
         log.warning("weights: skipped a set that its sender broke off before it began: %s", reason)
 
-    def _hear(self, sender: bytes = b"", name: str = "") -> tuple[bytes, m.Message | None]:
+    def _next_message(self, sender: bytes = b"", name: str = "") -> tuple[bytes, m.Message | None]:
         """A message, and who said it. What is none is dropped, but for this sender's: HandoverFailed."""
         by, *parts = self._socket.recv_multipart()
         try:
@@ -268,7 +268,7 @@ class WeightReceiver:
                 other = self._waiting.popitem()[0]
                 self._post(other, m.Refused(f"weights: refused: {peer.name} is sending its own at the moment"))
             wait.until_heard(self._poller)
-            by, message = self._hear(sender, peer.name)
+            by, message = self._next_message(sender, peer.name)
             if by == sender:
                 return message
             wait.heard_another(self._poller)

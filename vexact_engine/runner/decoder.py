@@ -279,7 +279,7 @@ class _Latent:
         c, k_turned = compressed.split_with_sizes((rank, rope.dim), 1)
         c, k_turned = self.kv_norm(c), k_turned[:, None]
         if rope.apart:
-            q_turned, k_turned = _apart(q_turned), _apart(k_turned)
+            q_turned, k_turned = _halves(q_turned), _halves(k_turned)
         q_turned, k_turned = vx.rope(q_turned, k_turned, *step.tables[rope.tables], interleaved=rope.interleaved)
         if self.absorbed:
             q = vx.bmm(q.transpose(0, 1), self.w_k).transpose(0, 1)
@@ -296,7 +296,7 @@ class _Latent:
         return self.ranks.gather(vx.linear(self.ranks.gather(out.flatten(1)), *self.o))
 
 
-def _apart(x: Tensor) -> Tensor:
+def _halves(x: Tensor) -> Tensor:
     """Neighbours x0, x1, x2, x3 half a head apart: x0, x2, x1, x3."""
     return x.unflatten(2, (-1, 2)).transpose(2, 3).reshape(x.shape)
 

@@ -32,7 +32,7 @@ from .memory import Caches
 from .pictures import Gallery, pictured
 from .ranks import Alone, Ranks
 from .record import Graphs
-from .sleep import parted
+from .sleep import weights_and_buffers
 
 log = logging.getLogger(__name__)
 
@@ -243,13 +243,13 @@ class Runner:
         """Of the tensors that the model holds now. Graphs of others are no longer used: new ones are captured."""
         self.graphs.release()
         self.forward, self.path = self._forward()
-        if self.strays():
+        if self.misplaced():
             del self.forward  # it holds the memory that they leave
-            for name, tensors in zip(("weights", "buffers"), parted(self.model)):
+            for name, tensors in zip(("weights", "buffers"), weights_and_buffers(self.model)):
                 self.regions[name].take_in(tensors)
             self.forward, self.path = self._forward()
 
-    def follow(self, spare: Forward | None = None) -> None:
+    def rebind(self, spare: Forward | None = None) -> None:
         """The model's tensors lie elsewhere, each one laid out as before: the same forward, of them, or one that was
         made of them before. No graph may have been made of the others, and bits that were compared need not be again.
         """
@@ -259,10 +259,10 @@ class Runner:
             described = self.handle.describe()
             self.forward = Decoder(Weights(self.model), described, range(len(described.layers)))
 
-    def strays(self) -> bool:
+    def misplaced(self) -> bool:
         """Whether some weights are to lie in regions, and lie elsewhere."""
-        pairs = zip(("weights", "buffers"), parted(self.model)) if self.regions else ()
-        return any(self.regions[name].strays(tensors) for name, tensors in pairs)
+        pairs = zip(("weights", "buffers"), weights_and_buffers(self.model)) if self.regions else ()
+        return any(self.regions[name].misplaced(tensors) for name, tensors in pairs)
 
     def _forward(self) -> tuple[Forward, str]:
         return forward(self.handle)

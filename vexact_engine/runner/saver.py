@@ -294,7 +294,7 @@ class Region:
         self._saver.library.cdll.tms_resume(self._tag.encode())
         self.paused = False
 
-    def strays(self, tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    def misplaced(self, tensors: Iterable[Tensor]) -> list[list[Tensor]]:
         """Those whose memory is elsewhere, by storage."""
         found: dict[int, list[Tensor]] = {}
         for tensor in tensors:
@@ -305,12 +305,12 @@ class Region:
 
     @torch.no_grad()
     def take_in(self, tensors: Iterable[Tensor]) -> bool:
-        """Move the strays among them here, one storage after another; whether there were any. Tensors that share a
+        """Move the misplaced among them here, one storage after another; whether there were any. Tensors that share a
         storage share one afterwards; views that are not given still show the old one."""
-        strays, waiting = self.strays(tensors), 0
-        found = bool(strays)
-        while strays:
-            group = strays.pop()
+        misplaced, waiting = self.misplaced(tensors), 0
+        found = bool(misplaced)
+        while misplaced:
+            group = misplaced.pop()
             old = group[0].untyped_storage()
             with self.allocating():
                 new = torch.empty(old.nbytes(), dtype=torch.uint8, device=old.device).untyped_storage()
@@ -322,7 +322,7 @@ class Region:
             self._saver.cuda.wait()  # before the old one is gone: it may be another stream's
             del group, old
             waiting += new.nbytes()
-            if waiting >= _AT_ONCE or not strays:
+            if waiting >= _AT_ONCE or not misplaced:
                 self._saver.cuda.trim()
                 waiting = 0
         return found

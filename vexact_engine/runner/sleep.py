@@ -142,7 +142,7 @@ def own(tensors: Iterable[Tensor]) -> bool:
     return bool(moved)
 
 
-def parted(model: torch.nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+def weights_and_buffers(model: torch.nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """Parameters, and what an update need not bring: buffers, with parameters that share their memory."""
     buffers = [b for b in model.buffers() if not b.is_meta]
     kept = {b.untyped_storage()._cdata for b in buffers}
@@ -175,7 +175,7 @@ class Memory:
         """Whether some weights lie in memory that cannot be given back as it is: the forward has to be made again, of
         where they lie then."""
         if self._runner.regions:
-            return self._runner.strays()
+            return self._runner.misplaced()
         return own([*self._runner.model.parameters(), *self._runner.model.buffers()])
 
     def sleep(self, level: int, tags: Iterable[str]) -> dict[str, int]:
@@ -237,7 +237,7 @@ class Memory:
         if not self.will_empty_weights(level, ["weights"]):
             return []
         regions = self._runner.regions
-        weights, buffers = parted(self._runner.model)
+        weights, buffers = weights_and_buffers(self._runner.model)
         parts = [Storages(weights, regions.get("weights")), Storages(buffers, regions.get("buffers"))]
         try:
             parts[1].give_back(keep=True)

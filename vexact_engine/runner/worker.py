@@ -219,7 +219,7 @@ class Worker:
         if self._places.exchange(update.places, came, every):
             where, revision, spare = update.places.spare.pop("forward", (None, None, None))
             same = (where, revision) == ([t.data_ptr() for t in every], self._revision)
-            self._runner.follow(spare if same and not getattr(spare, "outdated", False) else None)
+            self._runner.rebind(spare if same and not getattr(spare, "outdated", False) else None)
             update.places.spare["forward"] = used  # of the memory that the copy has now
             self._watch.note_moved()
         else:

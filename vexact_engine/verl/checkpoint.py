@@ -51,7 +51,7 @@ class Arriving:
     async def begin(self) -> About | None:
         if not self._begun:
             self._begun = True
-            self.about = self._engine._guarded(self._engine._hear).about
+            self.about = self._engine._guarded(self._engine._next_bucket).about
         return self.about
 
     async def __aiter__(self) -> AsyncIterator[tuple[str, Tensor]]:
@@ -174,7 +174,7 @@ class Broadcast(CheckpointEngine):
             self._leave()
             raise
 
-    def _hear(self) -> Bucket:
+    def _next_bucket(self) -> Bucket:
         self._store.set(f"{self._index}/{self._rank}", b"")
         said = self._patiently(self._store.get, str(self._index), "the trainer")
         bucket, self._index = msgspec.msgpack.decode(said, type=Bucket), self._index + 1
@@ -184,7 +184,7 @@ class Broadcast(CheckpointEngine):
 
     def _received(self) -> Iterator[tuple[Tensor, list[Part]]]:
         memory = torch.empty(self.bucket_size, dtype=torch.uint8, device=self.device)
-        while (bucket := self._hear()).parts:
+        while (bucket := self._next_bucket()).parts:
             work = self._group.broadcast(memory[: bucket.used], 0)
             until(work.is_completed, self.timeout.total_seconds(), "the trainer: bytes")  # NCCL's `wait` knows no end
             work.wait()

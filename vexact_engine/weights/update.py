@@ -117,7 +117,7 @@ class Places:
         host's and these are a GPU's. From host to host it is laid out as theirs is: see `exchange`."""
         made: dict[int, Tensor] = {}
         distinct = {id(target): target for target in self.targets.values()}
-        laid = _Laid(distinct.values()) if torch.device(device).type == "cpu" else None
+        laid = _HostLayout(distinct.values()) if torch.device(device).type == "cpu" else None
         for key, target in distinct.items():
             if laid is not None and laid.knows(target):
                 copied = laid.copy(target)
@@ -182,7 +182,7 @@ def plan_update(
         if first[2] is not source and not same_bits(first[2].detach(), source.detach()):
             raise ValueError(f"update_weights: {first[0]} and {name} are tied, but hold different values")
     own = places.memory()
-    return [(target, _apart(target, source, own)) for _, target, source in plan.values()]
+    return [(target, _readable(target, source, own)) for _, target, source in plan.values()]
 
 
 @torch.no_grad()
@@ -190,7 +190,7 @@ def apply_update(plan: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Copy, in place: whoever holds a view of a parameter sees the new values."""
     for target, source in plan:
         if source is not target:
-            target.copy_(_near(source, target))
+            target.copy_(_on_the_gpu_of(source, target))
 
 
 class Piece(NamedTuple):
@@ -245,7 +245,7 @@ class Update:
             if not foreign and _memory(source) in self._own and not _is(source, target):
                 raise ValueError(f"update_weights: {given} is memory of the model that is updated: give a copy")
             if not first:
-                target.copy_(_near(source, target))
+                target.copy_(_on_the_gpu_of(source, target))
             elif not same_bits(target.detach(), source.detach()):
                 raise ValueError(f"update_weights: {first} and {given} are tied, but hold different values")
 
@@ -390,14 +390,14 @@ def _spec(name: str, given) -> Spec:
     return Spec(tuple(shape), dtype)
 
 
-def _near(source: Tensor, target: Tensor) -> Tensor:
+def _on_the_gpu_of(source: Tensor, target: Tensor) -> Tensor:
     """The source, or a copy on the target's GPU where it is on another one: what the target lies in may be mapped for
     its own GPU alone (runner/saver.py), and torch copies from the source's side."""
     apart = source.is_cuda and target.is_cuda and source.device != target.device
     return source.to(target.device) if apart else source
 
 
-class _Laid:
+class _HostLayout:
     """Storages for copies of tensors on the host, and in each of them what lies there as it does in theirs."""
 
     def __init__(self, tensors: Iterable[Tensor]):
@@ -430,7 +430,7 @@ def _is(source: Tensor, target: Tensor) -> bool:
     return source.data_ptr() == target.data_ptr() and source.stride() == target.stride()
 
 
-def _apart(target: Tensor, source: Tensor, own: set[tuple]) -> Tensor:
+def _readable(target: Tensor, source: Tensor, own: set[tuple]) -> Tensor:
     """The source, or a copy where it is memory that this update may write into before it is read."""
     if _memory(source) not in own:
         return source

@@ -77,7 +77,7 @@ class _Buffer:
 
 
 @contextlib.contextmanager
-def _apart(model: nn.Module) -> Iterator[None]:
+def _isolated(model: nn.Module) -> Iterator[None]:
     """Pieces are tried on small tensors, whatever the caller's default device and autocast are."""
     with contextlib.ExitStack() as stack:
         if torch.get_default_device().type != "cpu":  # torch asks Python for one at every call
@@ -123,7 +123,7 @@ class Patch:
 
     def build(self) -> None:
         """Find out what becomes of each module, and change them; an error leaves the model as it was."""
-        with _apart(self.model):
+        with _isolated(self.model):
             plan.find(self)
             self.apply()
             try:
@@ -137,7 +137,7 @@ class Patch:
         parents = [c for c in children if c]
         self.tree = parents, [tuple(c.values()) for c in parents], [c for c in children if not c]
         self.numbers, self.tensors = plan.numbers(self), plan.tensors(self.model)
-        with _apart(self.model):
+        with _isolated(self.model):
             self.frequencies = [
                 [module._buffers, name, value]
                 for module in self.model.modules()
@@ -220,7 +220,7 @@ class Patch:
         if self.description is None:
             head = self.described_head()
             try:
-                with _apart(self.model):
+                with _isolated(self.model):
                     found = describe(self.model, self.base, head, self.options["kv_segment"])
                 self.description = found if self.vision is None else replace(found, images=self.vision.described())
             except NotDescribed as reason:
@@ -242,7 +242,7 @@ class Patch:
 
     def numerics(self, rounded: bool = False) -> dict:
         self.check()
-        with _apart(self.model):
+        with _isolated(self.model):
             return facts.facts(self, rounded)
 
     def replace(self, path: str, module: nn.Module, forward: Callable, ops: str, note: str = "", name: str = "forward"):
