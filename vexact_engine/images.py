@@ -177,7 +177,9 @@ def _is_placed(chunk: Chunk) -> bool:
 def taken(prompt: Mapping[str, Any], described: Images | None, processor: Any | None) -> tuple[Any, list[Image]]:
     """A prompt's text or token ids, and its images. TypeError or ValueError naming what is wrong."""
     if unknown := sorted(set(map(str, prompt)) - set(_FIELDS)):
-        raise ValueError(f"prompt: got {', '.join(unknown)}, expected of {', '.join(_FIELDS)}")
+        raise ValueError(
+            f"prompt: got a dict with {', '.join(unknown)}, expected a list of token ids, or of {', '.join(_FIELDS)}"
+        )
     given = [prompt[name] for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
     if len(given) != 1:
         raise ValueError(f"prompt: got {len(given)} of prompt and prompt_token_ids, expected one of them")

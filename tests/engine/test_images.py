@@ -233,7 +233,10 @@ def test_what_is_wrong_with_a_request_is_said_of_it_alone(pair):
         ({**sound, "image_grid_thw": grid + 1}, "expected (t, h, w) of at least 1"),
         ({"prompt_token_ids": ids, "image_grid_thw": grid}, "image_grid_thw: got one without pixel_values"),
         ({"prompt_token_ids": ids, "pixel_values": given}, "expected image_grid_thw with them"),
-        ({**sound, "videos": []}, "prompt: got videos, expected of prompt, prompt_token_ids, images"),
+        (
+            {**sound, "videos": []},
+            "prompt: got a dict with videos, expected a list of token ids, or of prompt, prompt_token_ids",
+        ),
         ({"pixel_values": given, "image_grid_thw": grid}, "got 0 of prompt and prompt_token_ids"),
         ({"prompt_token_ids": ids, "images": [given]}, "images[0]: got a Tensor, expected a PIL image"),
         ({"prompt_token_ids": ids, "images": "cat.png"}, "images: got a str, expected a list"),

@@ -406,7 +406,7 @@ class Loop:
         """Whatever the worker waits for."""
         if threading.current_thread() is self._thread:
             self._do_aborts()
-            self._flush()
+            self._outgoing.flush()
 
     def _may_schedule(self) -> bool:
         stopped = self.updating or self.asleep or self.missing or self._stopped_by in ("abort", "keep")
