@@ -259,7 +259,7 @@ def test_an_engine_that_is_closed_ends_stages_that_stand_still(when, path, monke
 def ask_and_take_back(engine, pool):
     """Requests before and behind what waits for its turn. Each ends once it is aborted, by name or by its ticket."""
     first = [pool.submit(engine.generate, PROMPTS[:1], LONG, request_ids=[name]) for name in "ab"]
-    until(lambda: len(engine._loop._inbox) + len(engine._loop._names) >= 2)
+    until(lambda: len(engine._loop._inbox) + len(engine._loop._tickets.named) >= 2)
     forgets = pool.submit(engine.reset_prefix_cache)  # done once nothing else is
     until(lambda: any(command.alone for command in engine._loop._inbox))
     end = threading.Event()
