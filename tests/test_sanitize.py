@@ -117,7 +117,7 @@ def test_candidates_race_without_graphs_in_the_sanitizers_processes(monkeypatch)
     monkeypatch.setattr(race, "cuda_graph", race.cuda_graph)
     calls = []
     sanitize.pytest_sessionstart()
-    race._captured([lambda: calls.append(0), lambda: calls.append(1)])()
+    race._captured([lambda: calls.append(0), lambda: calls.append(1)], pool=(0, 0))()
     assert calls == [0, 0, 1]
 
 
