@@ -1,5 +1,5 @@
-"""Ranks on GPUs of one host put columns side by side by writing into each other's memory: some microseconds where a
-collective of NCCL takes ten, and no memory of a CUDA graph that holds it."""
+"""Ranks on GPUs of one host put columns side by side by writing into each other's memory, without a collective; how
+long both take, `python -m benchmarks gather` says."""
 
 from collections.abc import Callable, Sequence
 
