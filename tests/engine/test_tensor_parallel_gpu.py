@@ -50,18 +50,21 @@ def models(name):
     return pair
 
 
+@pytest.mark.parametrize("ranks, stages", [(2, 1), (4, 1), (2, 2)], ids=["2", "4", "2 x 2 stages"])
 @pytest.mark.parametrize(
-    "name, experts, latent",
+    "name, whole_experts, latent",
     [
-        ("Qwen3", 1, False),
-        ("Qwen3Moe", 1, False),
-        ("Qwen3Moe", 2, False),
-        ("DeepseekV3", 1, False),
-        ("DeepseekV3", 2, True),
-        ("qwen3_next", 1, False),
+        ("Qwen3", False, False),
+        ("Qwen3Moe", False, False),
+        ("Qwen3Moe", True, False),
+        ("DeepseekV3", False, False),
+        ("DeepseekV3", True, True),
+        ("qwen3_next", False, False),
     ],
 )
-def test_two_gpus_have_the_bits_of_one(name, experts, latent, tmp_path):
+def test_ranks_have_the_bits_of_one_gpu(name, whole_experts, latent, ranks, stages, tmp_path):
+    if torch.cuda.device_count() < ranks * stages:
+        pytest.skip(f"needs {ranks * stages} GPUs, torch sees {torch.cuda.device_count()}")
     model, other = models(name)
     model.save_pretrained(tmp_path)
     first, new = ({k: v.clone() for k, v in one.state_dict().items()} for one in (model, other))
@@ -71,7 +74,8 @@ def test_two_gpus_have_the_bits_of_one(name, experts, latent, tmp_path):
         engine.update_weights(new, numerics=numerics)
         renewed = ask(engine)
     assert renewed != expected
-    ranked = replace(config, tensor_parallel_size=2, expert_parallel_size=experts)
+    layout = {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages}
+    ranked = replace(config, **layout, expert_parallel_size=ranks if whole_experts else 1)
     drafting = replace(ranked, speculation=Speculation(max_draft_tokens=3, always=True))
     with Engine.from_pretrained(tmp_path, device="cuda", config=drafting) as engine:
         assert engine.numerics() == numerics

@@ -119,7 +119,7 @@ def a_rank(rank: int, path: str, device: str, ranks: int) -> None:
         refused(own)
 
 
-@pytest.mark.parametrize("device, ranks", [("cpu", 4), ("cuda", 2)], ids=["cpu", "cuda-2"])
+@pytest.mark.parametrize("device, ranks", [("cpu", 4), ("cuda", 2), ("cuda", 4)], ids=["cpu", "cuda-2", "cuda-4"])
 def test_shares_of_a_row_have_the_bits_of_one_rank(device, ranks, tmp_path):
     if device == "cuda" and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs, torch sees {torch.cuda.device_count()}")
