@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> Iterator[dict]:
     """
     if torch.cuda.device_count() < args.ranks:
         raise RuntimeError(f"gather: torch sees {torch.cuda.device_count()} GPUs, expected {args.ranks} or more")
-    rows = [int(text) for text in (args.rows if args.rows_given else "1,16,64,256").split(",")]
+    rows = list(args.rows) if args.rows_given else [1, 16, 64, 256]
     with tempfile.TemporaryDirectory() as folder:
         given = map(json.dumps, (rows, COLUMNS, IN_A_GRAPH, REPLAYS))
         common = [str(args.ranks), f"{folder}/store", *given]
