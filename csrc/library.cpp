@@ -23,13 +23,18 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("linear_dweight(Tensor dy, Tensor x, Tensor(a!) dweight) -> ()");
   m.def("linear_dbias(Tensor dy, Tensor(a!) dbias) -> ()");
   m.def("bmm(Tensor a, Tensor b, Tensor(a!) out) -> ()");
-  // linear on a GPU: kernels by name, the table of those in use, and where cublasLt gets its names from
+  // linear on a GPU: the numbers of its kernels, by what they are made with (vexact_ops/linear/tiles.py), the table of
+  // those in use, and cublasLt's algorithms: tile, stages, cluster, swizzle and eight words of each
   m.def("linear_matmul(Tensor a, Tensor b, bool b_t, Tensor? bias, Tensor(a!) out, bool resume, int kernel) -> int");
-  m.def("linear_kernel(str name) -> int");
+  m.def("linear_skinny(int rows, int tokens, int boxes, int ring, int ahead, int lead, int per_sm) -> int");
+  m.def("linear_tiled(int rows, int tokens, int cluster, int ring) -> int");
+  m.def("linear_fma(int rows, int columns) -> int");
+  m.def("linear_resumed(int group) -> int");
+  m.def("linear_cublaslt(int[] words) -> int");
   m.def("linear_class(int size, bool rows) -> int");
   m.def("linear_choose(Tensor a, Tensor b, bool b_t, Tensor? bias, Tensor out, bool resume, int kernel) -> bool");
   m.def("linear_cublaslt_version(str paths) -> int");
-  m.def("linear_cublaslt_algorithms(int device, bool is_f32, bool is_bf16, bool out_f32, bool bias, bool a_k, bool b_k, int m, int n, int k, int most) -> str");
+  m.def("linear_cublaslt_algorithms(int device, bool is_f32, bool is_bf16, bool out_f32, bool bias, bool a_k, bool b_k, int m, int n, int k, int most) -> int[]");
 
   // grouped_linear: false, with nothing written, where offsets do not ascend from 0 to at most the number of rows
   m.def("grouped_linear_fwd(Tensor x, Tensor weight, Tensor offsets, Tensor(a!) out) -> bool");

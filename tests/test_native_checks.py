@@ -190,7 +190,11 @@ def _of_delta_nets(x, f, i):
 ELSEWHERE = {"float_mode", "cpu_isa", "built_with_cuda", "source_digests", "moe_plan_scratch"}
 ELSEWHERE |= {
     "linear_matmul",
-    "linear_kernel",
+    "linear_skinny",
+    "linear_tiled",
+    "linear_fma",
+    "linear_resumed",
+    "linear_cublaslt",
     "linear_choose",
     "linear_class",
     "linear_cublaslt_version",

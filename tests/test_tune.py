@@ -160,24 +160,32 @@ def test_of_calls_that_are_alike_one_is_kept():
 
 def test_the_rivals_are_the_best_of_both_kinds(monkeypatch):
     """Kernels of a library are much alike in a step: however many a race puts first, ours are tried too."""
-    from vexact_ops.linear import cuda
+    from vexact_ops.linear import cuda, tiles
 
-    library, ours = ([f"{kind} {i}" for i in range(8)] for kind in ("cublaslt", "wgmma"))
+    def named(*kernels):
+        return [cuda.candidate(kernel).name for kernel in kernels]
+
+    monkeypatch.setattr(cuda, "_kernels", {})
+    monkeypatch.setattr(cuda, "_source", lambda cublaslt: "")
+    library = named(*(tiles.CublasLt(i, 0, 0, 0, (i,) * 8) for i in range(8)))
+    ours = named(*(tiles.Tiled(64, 64 + 16 * i, 1, 4) for i in range(8)))
+    slow, wrong, not_timed = named(*(tiles.Tiled(192, 64, 1, ring) for ring in (2, 3, 4)))
     verdicts = [admit.Verdict(name, 0, 10.0 + 0.1 * i) for i, name in enumerate([*library, *ours])]
-    verdicts += [admit.Verdict("wgmma slow", 0, 12.1), admit.Verdict("wgmma wrong", 3, 9.0)]
-    verdicts += [admit.Verdict(cuda.TRITON, 0, 10.0), admit.Verdict("wgmma not timed", 0)]
-    chosen = admit.Candidate("cublaslt 0", len)
+    verdicts += [admit.Verdict(slow, 0, 12.1), admit.Verdict(wrong, 3, 9.0)]
+    verdicts += [admit.Verdict(cuda.TRITON, 0, 10.0), admit.Verdict(not_timed, 0)]
+    chosen = admit.Candidate(library[0], len)
     decision = admit.Decision("", chosen, "", tuple(verdicts))
     monkeypatch.setattr(cuda, "route", lambda product: decision)
     monkeypatch.setattr(cuda, "_tuned", {})
     x, w, out = (torch.empty(s, dtype=torch.bfloat16) for s in ((24, 2048), (1024, 2048), (24, 1024)))
     call = cuda.Noted(x, w, True, None, out, False)
-    assert call.names() == ["cublaslt 0", *ours[: cuda.OURS], *library[1 : 1 + cuda.LIBRARY]]
-    tall = ["wgmma 16x24x128 a", "wgmma 16x24x128 b", "wgmma 24x24x128 a", "wgmma 24x24x128 b", "wgmma 32x24x128 a"]
+    assert call.names() == [library[0], *ours[: cuda.OURS], *library[1 : 1 + cuda.LIBRARY]]
+    heights = (16, 4), (16, 8), (24, 4), (24, 8), (32, 4)
+    tall = named(*(tiles.Skinny(rows, 24, 2, ring, 1, 1) for rows, ring in heights))
     verdicts[:] = [admit.Verdict(name, 0, 10.0 + 0.1 * i) for i, name in enumerate(tall)]
     decision = admit.Decision("", admit.Candidate(tall[0], len), "", tuple(verdicts))
     assert call.names() == [tall[0], tall[2], tall[4], tall[1], tall[3]], "of each height one first"
-    cuda._tuned[call._product] = "wgmma 1"
+    cuda._tuned[call._product] = ours[1]
     assert call.names() == [], "once"
     call.forget()
     decision = admit.Decision("", chosen, "", tuple(verdicts), final=False)

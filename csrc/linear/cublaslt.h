@@ -220,28 +220,15 @@ class Kernel {
   Algorithm algorithm_;
 };
 
-// "cublaslt tile 23 stages 35 cluster 3 swizzle 1 <words in hexadecimal>": for people, and exact.
-inline std::string name_of(const Algorithm& algorithm) {
+// An algorithm's tile, stages, cluster and swizzle, by the library's numbers, and its words.
+inline void describe(const Algorithm& algorithm, std::vector<int64_t>& numbers) {
   const auto get = [&](int attribute, auto value) {
     size_t written = 0;
     need_library().algorithm_get(&algorithm, attribute, &value, sizeof value, &written);
-    return std::to_string(value);
+    numbers.push_back(value);
   };
-  std::string name = "cublaslt tile " + get(kTile, uint32_t(0)) + " stages " + get(kStages, uint32_t(0)) + " cluster " +
-                     get(kCluster, uint16_t(0)) + " swizzle " + get(kSwizzle, uint32_t(0)) + " ";
-  char hex[17];
-  for (uint64_t word : algorithm.words) {
-    snprintf(hex, sizeof hex, "%016llx", static_cast<unsigned long long>(word));
-    name += hex;
-  }
-  return name;
-}
-
-inline bool parse(const std::string& name, Algorithm& algorithm) {
-  const size_t digits = sizeof algorithm.words * 2, at = name.rfind(' ') + 1;
-  if (name.rfind("cublaslt ", 0) != 0 || name.size() - at != digits) return false;
-  for (int i = 0; i < 8; ++i) algorithm.words[i] = std::stoull(name.substr(at + 16 * i, 16), nullptr, 16);
-  return true;
+  get(kTile, uint32_t(0)), get(kStages, uint32_t(0)), get(kCluster, uint16_t(0)), get(kSwizzle, uint32_t(0));
+  for (uint64_t word : algorithm.words) numbers.push_back(int64_t(word));
 }
 
 }  // namespace vx::lt

@@ -3,13 +3,16 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <atomic>
 #include <bit>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
 #include <type_traits>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "common/cuda.h"
@@ -24,7 +27,7 @@
 namespace vx {
 namespace {
 
-// A kernel by its name: what admission verifies, and what the table points to.
+// A kernel: what admission verifies, and what the table points to.
 class Kernel {
  public:
   virtual ~Kernel() = default;
@@ -160,31 +163,17 @@ struct Resumed : Kernel {
   }
 };
 
-std::unique_ptr<Kernel> make_kernel(const std::string& name) {
-  int rows, tokens, depth, stages, ahead, lead, per_sm = 0;
-  if (sscanf(name.c_str(), "wgmma %dx%dx%d ring %d ahead %d lead %d persistent %d", &rows, &tokens, &depth, &stages, &ahead,
-             &lead, &per_sm) >= 6)
-    return std::make_unique<Skinny>(rows, tokens, depth / sm90::kBoxK, stages, ahead, lead, per_sm);
-  Tiling t{};
-  if (sscanf(name.c_str(), "wgmma tile %dx%d cluster %d ring %d", &rows, &t.tokens, &t.cluster, &t.stages) == 4) {
-    t.groups = rows % 64 ? 0 : rows / 64;
-    return std::make_unique<Tiled>(t);
-  }
-  FmaTile tile{};
-  if (sscanf(name.c_str(), "fma %dx%d", &tile.rows, &tile.columns) == 2) return std::make_unique<Fma>(tile);
-  int group;
-  if (sscanf(name.c_str(), "wgmma 128x256x64 resumed group %d", &group) == 1) return std::make_unique<Resumed>(group);
-  lt::Algorithm algorithm;
-  if (lt::parse(name, algorithm)) return std::make_unique<CublasLt>(algorithm);
-  STD_TORCH_CHECK(false, "linear: no kernel is called '", name, "'");
-}
-
 constexpr int64_t kAsk = -1, kCanonical = 0;  // instead of a kernel's number, counted from 1
 
 struct Kernels {
   std::shared_mutex lock;
   std::vector<std::unique_ptr<Kernel>> all;
-  std::unordered_map<std::string, int64_t> numbers;
+
+  int64_t add(std::unique_ptr<Kernel> kernel) {
+    const std::unique_lock guard(lock);
+    all.push_back(std::move(kernel));
+    return int64_t(all.size());
+  }
 
   Kernel& at(int64_t number) {
     const std::shared_lock guard(lock);
@@ -307,18 +296,35 @@ int64_t linear_matmul(Tensor a, Tensor b, bool b_t, std::optional<Tensor> bias, 
   return chosen->run(p, current_stream(a));
 }
 
-// The number of a kernel that linear_matmul takes, by its name.
-int64_t linear_kernel(std::string name) {
-  const std::unique_lock guard(kernels().lock);
-  auto [entry, is_new] = kernels().numbers.try_emplace(name, 0);
-  if (is_new) try {
-      kernels().all.push_back(make_kernel(name));
-      entry->second = int64_t(kernels().all.size());
-    } catch (...) {
-      kernels().numbers.erase(entry);
-      throw;
-    }
-  return entry->second;
+// A size of a kernel: of what does not fit, none is made.
+int size_of(int64_t value) {
+  STD_TORCH_CHECK(value >= 0 && value <= 1 << 20, "linear: no kernel has a size of ", value);
+  return int(value);
+}
+
+// Each makes a kernel, and gives the number that linear_matmul takes.
+int64_t linear_skinny(int64_t rows, int64_t tokens, int64_t boxes, int64_t ring, int64_t ahead, int64_t lead,
+                      int64_t per_sm) {
+  return kernels().add(std::make_unique<Skinny>(size_of(rows), size_of(tokens), size_of(boxes), size_of(ring),
+                                                size_of(ahead), size_of(lead), size_of(per_sm)));
+}
+
+int64_t linear_tiled(int64_t rows, int64_t tokens, int64_t cluster, int64_t ring) {
+  const int groups = rows % 64 ? 0 : size_of(rows) / 64;
+  return kernels().add(std::make_unique<Tiled>(Tiling{groups, size_of(tokens), size_of(cluster), size_of(ring)}));
+}
+
+int64_t linear_fma(int64_t rows, int64_t columns) {
+  return kernels().add(std::make_unique<Fma>(FmaTile{size_of(rows), size_of(columns)}));
+}
+
+int64_t linear_resumed(int64_t group) { return kernels().add(std::make_unique<Resumed>(size_of(group))); }
+
+int64_t linear_cublaslt(std::vector<int64_t> words) {
+  lt::Algorithm algorithm;
+  STD_TORCH_CHECK(words.size() == std::size(algorithm.words), "linear: no algorithm has ", words.size(), " words");
+  std::copy(words.begin(), words.end(), algorithm.words);
+  return kernels().add(std::make_unique<CublasLt>(algorithm));
 }
 
 // From now on, products of this kind are this kernel's, or the canonical one's where it is 0. Asked with -1, nothing
@@ -341,10 +347,10 @@ int64_t linear_cublaslt_version(std::string paths) {
   return int64_t(lt::need_library().version());
 }
 
-// Names of algorithms for products of these sizes, without workspace and reduction, the library's favourite first, one a
-// line. Operands lie side by side, on 16-byte boundaries.
-std::string linear_cublaslt_algorithms(int64_t device, bool is_f32, bool is_bf16, bool out_f32, bool bias, bool a_k,
-                                       bool b_k, int64_t m, int64_t n, int64_t k, int64_t most) {
+// Algorithms for products of these sizes, without workspace and reduction, the library's favourite first: of each its
+// tile, stages, cluster, swizzle and eight words. Operands lie side by side, on 16-byte boundaries.
+std::vector<int64_t> linear_cublaslt_algorithms(int64_t device, bool is_f32, bool is_bf16, bool out_f32, bool bias,
+                                                bool a_k, bool b_k, int64_t m, int64_t n, int64_t k, int64_t most) {
   STD_TORCH_CHECK(m > 0 && n > 0 && k > 0 && most > 0 && most <= 1024, "linear: no algorithms of these sizes");
   const auto padded = [](int64_t size) { return (size + 7) / 8 * 8; };
   Product p{};
@@ -355,9 +361,9 @@ std::string linear_cublaslt_algorithms(int64_t device, bool is_f32, bool is_bf16
   p.bias = bias ? reinterpret_cast<const void*>(uintptr_t(256)) : nullptr;  // asked for its presence alone
   p.device = int(device);
   const DeviceGuard guard{int32_t(device)};
-  std::string names;
-  for (const lt::Algorithm& algorithm : lt::Descriptors().algorithms(p, int(most))) names += lt::name_of(algorithm) + "\n";
-  return names;
+  std::vector<int64_t> numbers;
+  for (const lt::Algorithm& algorithm : lt::Descriptors().algorithms(p, int(most))) lt::describe(algorithm, numbers);
+  return numbers;
 }
 
 }  // namespace
@@ -369,7 +375,11 @@ STABLE_TORCH_LIBRARY_IMPL(vexact_native, CUDA, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vexact_native, CompositeExplicitAutograd, m) {
-  m.impl("linear_kernel", TORCH_BOX(&vx::linear_kernel));
+  m.impl("linear_skinny", TORCH_BOX(&vx::linear_skinny));
+  m.impl("linear_tiled", TORCH_BOX(&vx::linear_tiled));
+  m.impl("linear_fma", TORCH_BOX(&vx::linear_fma));
+  m.impl("linear_resumed", TORCH_BOX(&vx::linear_resumed));
+  m.impl("linear_cublaslt", TORCH_BOX(&vx::linear_cublaslt));
   m.impl("linear_class", TORCH_BOX(&vx::linear_class));
   m.impl("linear_cublaslt_version", TORCH_BOX(&vx::linear_cublaslt_version));
   m.impl("linear_cublaslt_algorithms", TORCH_BOX(&vx::linear_cublaslt_algorithms));

@@ -1,7 +1,6 @@
 """linear: every output element is one fp32 accumulator over ascending k, on every path; gradients; bad arguments."""
 
 import math
-import types
 from fractions import Fraction
 
 import numpy as np
@@ -338,19 +337,21 @@ def test_products_of_a_step_are_raced_behind_a_short_kernel(monkeypatch, rows, l
         ran.append((number, b.data_ptr()))
         return cuda.DONE
 
-    monkeypatch.setattr(cuda, "_ops", lambda: (types.SimpleNamespace(linear_kernel=lambda name: name), run))
+    monkeypatch.setattr(cuda, "_ops", lambda: (None, run))
+    monkeypatch.setattr(cuda, "_number", lambda kernel: kernel)
     monkeypatch.setattr(cuda, "copy_rows", lambda x, y: ran.append((x.shape, y.data_ptr() != x.data_ptr())))
     monkeypatch.setattr(cuda, "race_on_gpu", lambda calls, **_: raced.extend(calls) or [1.0] * len(calls))
     product = cuda.Product(
         torch.device("cpu"), torch.bfloat16, torch.bfloat16, rows, 48, 40, a_k=layout[0] == "n", b_k=layout[1] == "t"
     )
-    assert product.race([cuda.candidate("one"), cuda.candidate("two")], product.tensors()) == [1.0, 1.0]
+    two = cuda.RESUMED[:2]
+    assert product.race([cuda.candidate(kernel) for kernel in two], product.tensors()) == [1.0, 1.0]
     assert len(raced[0]) == len(raced[1]) > 8
-    for name, calls in zip(("one", "two"), raced):
+    for kernel, calls in zip(two, raced):
         ran.clear()
         for call in calls:
             call()
-        products = [of for of in ran if of[0] == name]
+        products = [of for of in ran if of[0] == kernel]
         weights = {weight for _, weight in products}
         assert len(products) == len(calls) and len(weights) == (64 if decodes else 8), "in turn"
         between = [((product.m, product.k), True)] if decodes else []

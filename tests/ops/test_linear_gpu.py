@@ -68,7 +68,7 @@ def test_every_admitted_kernel_has_the_triton_kernels_bits(layout, dtype, bias, 
     expected = triton.matmul(a, b, out.clone(), extra, resume=resume)
     for verdict in verdicts:
         if verdict.admitted and verdict.candidate != cuda.TRITON:
-            ours = cuda.candidate(verdict.candidate, resume).run(a, b, False, extra, out)
+            ours = cuda.candidate(cuda._kernels[verdict.candidate], resume).run(a, b, False, extra, out)
             assert_bitwise(ours, expected, verdict.candidate)
 
 
@@ -134,7 +134,7 @@ def test_admission_takes_another_tile_and_refuses_another_order(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_every_tile_has_the_triton_kernels_bits(dtype):
     """Of tiles of every size, in clusters and alone, on what admission verifies on; sizes that no tile divides."""
-    from vexact_ops.linear import cuda
+    from vexact_ops.linear import cuda, tiles
 
     for n, k, m, bias in ((968, 392, 333, True), (1024, 1024, 264, False)):
         product = cuda.Product(torch.device("cuda", 0), dtype, dtype, m, n, k, bias=bias)
@@ -144,10 +144,10 @@ def test_every_tile_has_the_triton_kernels_bits(dtype):
             for tokens in range(64, most + 1, 16):
                 for cluster in (1, 2):
                     ring = 2 + tokens // 16 % 3
-                    name = f"wgmma tile {64 * groups}x{tokens} cluster {cluster} ring {ring}"
-                    run = cuda.candidate(name).run
+                    tile = tiles.Tiled(64 * groups, tokens, cluster, ring)
+                    run = cuda.candidate(tile).run
                     for case, want in zip(cases, expected):
-                        assert_bitwise(run(*case), want, f"{name}, {len(want)} rows")
+                        assert_bitwise(run(*case), want, f"{tile}, {len(want)} rows")
 
 
 @ON_SM90
@@ -165,11 +165,11 @@ def test_every_tile_for_few_rows_has_the_triton_kernels_bits(tokens, dtype):
         for rows in (8, 16, 24, 40, 64, 72, 128):
             for boxes in (2, 4, 8) if tokens <= 16 else (2,) if tokens == 64 else (2, 4):
                 ring = min(2 + rows // 8 % 3, tiles.ring_of(rows, tokens, boxes, 1))
-                for ending in ("", " persistent 1") if ring >= 2 else ():
-                    name = f"wgmma {rows}x{tokens}x{64 * boxes} ring {ring} ahead {ring // 2} lead {ring // 2}{ending}"
-                    run = cuda.candidate(name).run
+                for per_sm in (0, 1) if ring >= 2 else ():
+                    tile = tiles.Skinny(rows, tokens, boxes, ring, ring // 2, ring // 2, per_sm)
+                    run = cuda.candidate(tile).run
                     for case, want in zip(cases, expected):
-                        assert_bitwise(run(*case), want, f"{name}, {len(want)} rows")
+                        assert_bitwise(run(*case), want, f"{tile}, {len(want)} rows")
 
 
 @ON_SM90
@@ -189,44 +189,59 @@ def test_every_fp32_tile_has_the_triton_kernels_bits(m, n, k, resume, layout):
         )
         for case in product.cases():
             want = product.canonical(*case)
-            for name in cuda.FMA:
-                assert_bitwise(cuda.candidate(name, resume).run(*case), want, f"{name}, {len(want)} rows, {bias}")
+            for tile in cuda.FMA:
+                assert_bitwise(cuda.candidate(tile, resume).run(*case), want, f"{tile}, {len(want)} rows, {bias}")
 
 
 @pytest.mark.skipif(not native.built_with_cuda(), reason="built without CUDA")
-@pytest.mark.parametrize("wrong", ["fma 8x16", "fma 0x0", "fma 128x64"])
-def test_an_fp32_tile_that_is_none_is_refused(wrong):
-    with pytest.raises(RuntimeError, match="no kernel has tiles"):
-        native.ops().linear_kernel(wrong)
+def test_an_fp32_tile_or_a_size_that_is_none_is_refused():
+    for wrong in ((8, 16), (0, 0), (128, 64)):
+        with pytest.raises(RuntimeError, match="no kernel has tiles"):
+            native.ops().linear_fma(*wrong)
+    for wrong in ((2**32 + 8, 8), (-8, 8)):
+        with pytest.raises(RuntimeError, match=f"no kernel has a size of {wrong[0]}"):
+            native.ops().linear_fma(*wrong)
+    with pytest.raises(RuntimeError, match="no algorithm has 7 words"):
+        native.ops().linear_cublaslt([0] * 7)
+
+
+def test_the_text_of_a_kernel_is_its_name_in_verdicts():
+    """Verdicts that are kept, and kernels that are shipped as the fastest, have it."""
+    from vexact_ops.linear import tiles
+
+    assert str(tiles.Fma(16, 16)) == "fma 16x16"
+    assert str(tiles.Resumed(8)) == "wgmma 128x256x64 resumed group 8"
+    words = (1, -1, 2**62, 0, 0, 0, 0, 255)  # of 64 bits without a sign, which come with one
+    text = "0000000000000001ffffffffffffffff4000000000000000" + 4 * "0000000000000000" + "00000000000000ff"
+    assert str(tiles.CublasLt(23, 35, 3, 1, words)) == f"cublaslt tile 23 stages 35 cluster 3 swizzle 1 {text}"
 
 
 @ON_SM90
 def test_kernels_take_their_own_dtype_alone():
     from vexact_ops.linear import cuda, tiles
 
-    for dtype, name in ((torch.bfloat16, "fma 8x8"), (torch.float32, str(tiles.tiled(80, 1024, 1024)[0]))):
+    for dtype, tile in ((torch.bfloat16, tiles.Fma(8, 8)), (torch.float32, tiles.tiled(80, 1024, 1024)[0])):
         x, w = cancelling(80, 1024, 1024, seed=1, dtype=dtype, device="cuda")
         with pytest.raises(RuntimeError, match="does not take this product"):
-            cuda.candidate(name).run(x, w, True, None, x.new_zeros(80, 1024))
+            cuda.candidate(tile).run(x, w, True, None, x.new_zeros(80, 1024))
 
 
 @pytest.mark.skipif(not native.built_with_cuda(), reason="built without CUDA")
 def test_kernels_for_few_rows_are_there():
-    """All that are proposed; by their name, what is none is refused."""
-    from vexact_ops.linear import tiles
+    """All that are proposed; what is none is refused."""
+    from vexact_ops.linear import cuda, tiles
 
     for n, k in ((576, 576), (2048, 2048), (2048, 6144), (4096, 12288), (6144, 4096), (24576, 4096), (151936, 1024)):
         for top in range(8, tiles.SMALL_M + 1, 8):
             found = tiles.skinny(top, n, k)
-            names = [str(tile) for tile in found]
-            assert 0 < len(names) == len(set(names)) <= 30
+            assert 0 < len(found) == len(set(map(str, found))) <= 30
             tokens = {tile.tokens for tile in found}
             assert len(tokens) == 1 and top <= tokens.pop() <= (top if top <= 48 else 64)
-            for name in names:
-                assert native.ops().linear_kernel(name) > 0, name
-    for wrong in ("16x64x256", "16x20x128", "16x56x128", "16x24x512", "12x8x128", "16x8x64"):
+            for tile in found:
+                assert cuda._number(tile) > 0, tile
+    for wrong in ((16, 64, 4), (16, 20, 2), (16, 56, 2), (16, 24, 8), (12, 8, 2), (16, 8, 1)):
         with pytest.raises(RuntimeError, match="are no kernel"):
-            native.ops().linear_kernel(f"wgmma {wrong} ring 2 ahead 1 lead 1")
+            native.ops().linear_skinny(*wrong, 2, 1, 1, 0)
 
 
 def test_a_low_weight_is_cut_into_fewer_tiles_too():
@@ -241,7 +256,7 @@ def test_a_low_weight_is_cut_into_fewer_tiles_too():
 
 
 def test_tiles_fill_the_multiprocessors_once():
-    from vexact_ops.linear import tiles
+    from vexact_ops.linear import cuda, tiles
 
     assert str(tiles.tiled(256, 4096, 4096)[0]) == "wgmma tile 64x128 cluster 1 ring 9"
     for m, n, k in ((72, 1024, 1024), (256, 4096, 4096), (184, 19456, 2560), (752, 576, 576), (1024, 4096, 4096)):
@@ -250,13 +265,13 @@ def test_tiles_fill_the_multiprocessors_once():
         for tile in found:
             assert -(-m // tile.tokens) * -(-n // tile.rows) <= 132, tile
             if native.built_with_cuda():
-                assert native.ops().linear_kernel(str(tile)) > 0
+                assert cuda._number(tile) > 0
     assert tiles.tiled(1024, 151936, 4096) == ()
     if native.built_with_cuda():
-        for wrong in ("60x64 cluster 1 ring 4", "64x72 cluster 1 ring 4", "128x64 cluster 1 ring 4",
-                      "64x64 cluster 3 ring 4", "64x64 cluster 1 ring 99", "192x208 cluster 1 ring 2"):  # fmt: skip
+        wrongs = (60, 64, 1, 4), (64, 72, 1, 4), (128, 64, 1, 4), (64, 64, 3, 4), (64, 64, 1, 99), (192, 208, 1, 2)
+        for wrong in wrongs:
             with pytest.raises(RuntimeError, match="no kernel has tiles"):
-                native.ops().linear_kernel(f"wgmma tile {wrong}")
+                native.ops().linear_tiled(*wrong)
 
 
 @ON_SM90
@@ -291,10 +306,10 @@ def test_adding_at_the_end_is_no_resumption(tmp_path, monkeypatch):
     monkeypatch.setenv("VEXACT_CACHE", str(tmp_path))
 
     product = cuda.Product(torch.device("cuda", 0), torch.bfloat16, torch.float32, 256, 512, 1024, resume=True)
-    names = product.cublaslt_names(4)  # it would add the old values to the finished sum
-    candidates, canonical = [cuda.candidate(name, True) for name in names], product.proposal().canonical
+    found = product.algorithms(4)  # they would add the old values to the finished sum
+    candidates, canonical = [cuda.candidate(one, True) for one in found], product.proposal().canonical
     decision = admitted(Proposal("test", candidates, canonical, product.cases), product.device)
-    assert names and decision.chosen is canonical
+    assert found and decision.chosen is canonical
     assert all(verdict.different > 0 for verdict in decision.verdicts)
 
 
@@ -350,9 +365,8 @@ def test_a_chained_kernel_reads_what_has_just_been_written():
 
     make = functools.partial(torch.empty, dtype=torch.bfloat16, device="cuda")
     of = *tiles.skinny(16, 1024, 1024), *tiles.tiled(80, 1024, 1024), *tiles.tiled(256, 4096, 1024)
-    names = [str(tile) for tile in of]
-    assert any("tile" in name for name in names) and any("cluster 2" in name for name in names)
-    numbers = [cuda._ops()[0].linear_kernel(name) for name in names]
+    assert {tile.cluster for tile in of if isinstance(tile, tiles.Tiled)} == {1, 2}
+    numbers = [cuda._number(tile) for tile in of]
     g = torch.Generator("cuda").manual_seed(0)
     inputs = [
         ((torch.randn(2, 512, 1024, generator=g, device="cuda")).bfloat16(),
@@ -504,7 +518,7 @@ def test_explain_names_the_kernel_that_runs():
     ((_, decision),) = cuda.explain("linear_dweight", dy=x @ w.t(), x=x, dtype=torch.bfloat16)
     assert "linear tn" in decision.key and "M=512 N=1024 K<=64" in decision.key
     ((_, decision),) = cuda.explain("linear", x=x.float(), weight=w.float(), bias=None, out_dtype=torch.float32)
-    assert decision.chosen.name in cuda.FMA and "float32->float32 M<=40" in decision.key
+    assert decision.chosen.name in map(str, cuda.FMA) and "float32->float32 M<=40" in decision.key
     for a, b in ((x, w), (x.float(), w.float())):
         ((_, decision),) = cuda.explain("linear", x=a[:, 1:], weight=b[:, 1:], bias=None, out_dtype=a.dtype)
         assert decision.chosen.name == cuda.TRITON and not decision.verdicts

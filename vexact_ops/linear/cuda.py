@@ -27,15 +27,15 @@ from .._core.admit import Candidate, Decision, Proposal, admitted, canonical_by_
 from .._core.proof.inputs import special_rows
 from .._core.triton import copy_rows
 from . import tiles, triton
-from .tiles import SMALL_M
+from .tiles import SMALL_M, CublasLt, Fma, Kernel, Resumed, Skinny, Tiled
 from .triton import bmm, linear_dbias
 
 __all__ = ["admit", "bmm", "explain", "linear_dbias", "linear_dweight", "linear_dx", "linear_fwd", "matmul", "route"]
 
 LARGEST = 8192  # larger classes verify the choice of this one
 TRITON = "triton"  # the canonical kernel
-FMA = ("fma 8x8", "fma 16x16", "fma 32x32", "fma 64x64", "fma 128x128")
-RESUMED = [f"wgmma 128x256x64 resumed group {group}" for group in (4, 8, 16)]
+FMA = [Fma(size, size) for size in (8, 16, 32, 64, 128)]
+RESUMED = [Resumed(group) for group in (4, 8, 16)]
 SMALL = 100_000  # elements of a weight: below, no kernel is worth the time to verify it
 DECODED = 1024  # rows that our kernels for few tiles take, and a step of decodes has
 LARGE = 5e10  # multiplications from which on it pays to try more of cublasLt's kernels: some 150 us
@@ -102,7 +102,7 @@ def _settle(a: Tensor, b: Tensor, b_t: bool, bias: Tensor | None, out: Tensor, r
         return False
     decision = route(Product.of(a, b, b_t, bias, out, resume))
     if decision.final:
-        _ops()[0].linear_choose(a, b, b_t, bias, out, resume, _number(decision.chosen.name))
+        _choose(decision.chosen.name, a, b, b_t, bias, out, resume)
     return decision.final
 
 
@@ -124,14 +124,14 @@ class Noted:
         timed = sorted((v for v in decision.verdicts if v.admitted and v.us is not None), key=lambda v: v.us)
         chosen = decision.chosen.name
         names = [v.candidate for v in timed if v.us <= NEAR * timed[0].us and v.candidate not in (chosen, TRITON)]
-        ours, library = ([name for name in names if name.startswith("cublaslt") == kind] for kind in (False, True))
+        ours, library = ([n for n in names if isinstance(_kernels[n], CublasLt) is kind] for kind in (False, True))
         return [chosen, *_varied(ours, chosen)[:OURS], *library[:LIBRARY]]
 
     def source(self) -> str:
-        return candidate("cublaslt").source
+        return _source(cublaslt=True)
 
     def use(self, name: str) -> None:
-        _ops()[0].linear_choose(*self._call, _number(name))
+        _choose(name, *self._call)
         _tuned[self._product] = name
 
     def forget(self) -> None:
@@ -140,15 +140,30 @@ class Noted:
 
 def _varied(names: list[str], chosen: str) -> list[str]:
     """The first of each height of the weight's tiles that is not the chosen one's, then the others."""
-    first: dict[str, str] = {}
+    first: dict[tuple, str] = {}
     for name in names:
-        first.setdefault(name.split("x")[0], name)  # "wgmma 24", "wgmma tile 64"
-    first.pop(chosen.split("x")[0], None)
+        first.setdefault(_height(name), name)
+    first.pop(_height(chosen), None)
     return list(dict.fromkeys([*first.values(), *names]))
 
 
-def _number(name: str) -> int:
-    return CANONICAL if name == TRITON else _ops()[0].linear_kernel(name)
+def _height(name: str) -> tuple:
+    kernel = _kernels.get(name)
+    return type(kernel), kernel.rows if isinstance(kernel, Skinny | Tiled | Fma) else name
+
+
+def _choose(name: str, *call) -> None:
+    _ops()[0].linear_choose(*call, CANONICAL if name == TRITON else _number(_kernels[name]))
+
+
+@functools.lru_cache(maxsize=None, typed=True)
+def _number(kernel: Kernel) -> int:
+    """What linear_matmul takes for it."""
+    ops = _ops()[0]
+    if isinstance(kernel, CublasLt):
+        return ops.linear_cublaslt(kernel.words)
+    make = {Skinny: ops.linear_skinny, Tiled: ops.linear_tiled, Fma: ops.linear_fma, Resumed: ops.linear_resumed}
+    return make[type(kernel)](*kernel)
 
 
 def route(product: "Product") -> Decision:
@@ -163,7 +178,7 @@ def route(product: "Product") -> Decision:
     if product not in _tuned:
         return decision
     why = "where it stands in a step the fastest of those that were the best in a race"
-    return replace(decision, chosen=candidate(_tuned[product], product.resume), why=why)
+    return replace(decision, chosen=candidate(_kernels[_tuned[product]], product.resume), why=why)
 
 
 def explain(op: str, **given) -> list[tuple[str, Decision]]:
@@ -252,36 +267,37 @@ class Product:
 
     def proposal(self) -> Proposal:
         canonical = Candidate(TRITON, self.canonical, digest.canonical("linear"))
-        names = self.names()
-        found = [candidate(name, self.resume) for name in names]
-        if names and not names[-1].startswith("cublaslt"):  # where no library competes, the canonical kernel may win
+        kernels = self.kernels()
+        found = [candidate(kernel, self.resume) for kernel in kernels]
+        if kernels and not isinstance(kernels[-1], CublasLt):  # where no library competes, the canonical one may win
             found.append(canonical)
         return Proposal(self.key, found, canonical, self.cases, self.race)
 
-    def names(self) -> list[str]:
+    def kernels(self) -> list[Kernel]:
+        """Those that are worth trying."""
         if self.top > LARGEST:
             best = route(replace(self, top=LARGEST)).chosen.name
-            return [] if best == TRITON else [best]
+            return [] if best == TRITON else [_kernels[best]]
         # a sum that is resumed, and a bias before an fp32 result, are not what cublasLt computes
         library = self.out_aligned and not self.resume and not (self.bias and self.out_dtype == torch.float32)
         if self.dtype == torch.float32:
-            names = list(FMA) if self.a_k or not self.b_k else []
+            ours = FMA if self.a_k or not self.b_k else []
             large = self.m * self.n * self.k > LARGE_FP32
-            return names + (self._proposed(self.m, 4) if library and large else [])
-        names = []
+            return [*ours, *(self._proposed(self.m, 4) if library and large else ())]
+        found: list[Kernel] = []
         if self.a_k and self.b_k and not self.resume and self.top <= DECODED:
             processors = gpu.multiprocessors(self.device)
             if self.top <= SMALL_M:
-                names += map(str, tiles.skinny(self.top, self.n, self.k, processors))
+                found += tiles.skinny(self.top, self.n, self.k, processors)
             elif self.out_aligned and self.out_dtype == self.dtype:
-                names += map(str, tiles.tiled(self.m, self.n, self.k, processors))
+                found += tiles.tiled(self.m, self.n, self.k, processors)
         if self.resume and (self.a_k or not self.b_k) and self.n % 2 == 0:
-            names += RESUMED
+            found += RESUMED
         if library:
-            names += self.cublaslt_names(8)
-        return names
+            found += self.algorithms(8)
+        return found
 
-    def cublaslt_names(self, most: int) -> list[str]:
+    def algorithms(self, most: int) -> list[CublasLt]:
         """What cublasLt proposes at just this size, its favourite first; and at an odd size of the class, where it
         thinks of others: they come out up to 5 % faster, at either. Of a large product it is asked for parts of the
         rows too: a head over 535 rows is 9 % faster by what it proposes for 128."""
@@ -294,13 +310,15 @@ class Product:
                     found += self._proposed(rows, 5) if rows > SMALL_M else []
         return list(dict.fromkeys(found))
 
-    def _proposed(self, m: int, most: int) -> list[str]:
+    def _proposed(self, m: int, most: int) -> list[CublasLt]:
         if not cublaslt_version()[0]:
             return []
-        return _ops()[0].linear_cublaslt_algorithms(
+        numbers = _ops()[0].linear_cublaslt_algorithms(
             self.device.index or 0, self.dtype == torch.float32, self.dtype == torch.bfloat16,
             self.out_dtype == torch.float32, self.bias, self.a_k, self.b_k, m, self.n, self.k, most,
-        ).split("\n")[:-1]  # fmt: skip
+        )  # fmt: skip
+        each = (numbers[at : at + 12] for at in range(0, len(numbers), 12))
+        return [CublasLt(*of[:4], tuple(of[4:])) for of in each]
 
     def canonical(self, a, b, b_t, bias, out) -> Tensor:
         return triton.matmul(a, b.t() if b_t else b, _copy(out), bias, resume=self.resume)
@@ -389,7 +407,7 @@ class Product:
                 turned = [(x, w.t() if b_t else w, y) for x, w, y in sets]
                 calls.append([functools.partial(triton.matmul, *of, bias, resume=self.resume) for of in turned])
             else:
-                number = _ops()[0].linear_kernel(one.name)
+                number = _number(_kernels[one.name])
                 calls.append([functools.partial(run, x, w, b_t, bias, y, self.resume, number) for x, w, y in sets])
         if before is not None:
             calls = [[functools.partial(_both, before, call) for call in competitor] for competitor in calls]
@@ -408,11 +426,19 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def candidate(name: str, resume: bool = False) -> Candidate:
-    """A kernel by its name, as admission runs it: on (a, b, b_t, bias, out), into a copy of out."""
-    library = cublaslt_version()[0] if name.startswith("cublaslt") else None
-    source = digest.of_files(__file__, native=digest.of_extension("linear", "cuda"), cublaslt=library)
-    return Candidate(name, functools.partial(_run, name, resume), source)
+_kernels: dict[str, Kernel] = {}  # by their names in verdicts, all that were candidates
+
+
+def candidate(kernel: Kernel, resume: bool = False) -> Candidate:
+    """A kernel as admission runs it: on (a, b, b_t, bias, out), into a copy of out."""
+    name = str(kernel)
+    _kernels[name] = kernel
+    return Candidate(name, functools.partial(_run, kernel, resume), _source(isinstance(kernel, CublasLt)))
+
+
+def _source(cublaslt: bool) -> str | None:
+    library, ours = cublaslt_version()[0] if cublaslt else None, digest.of_extension("linear", "cuda")
+    return digest.of_files(__file__, tiles.__file__, native=ours, cublaslt=library)
 
 
 def _copy(out: Tensor) -> Tensor:
@@ -426,9 +452,9 @@ def _copy(out: Tensor) -> Tensor:
     return copy
 
 
-def _run(name: str, resume: bool, a, b, b_t, bias, out) -> Tensor:
+def _run(kernel: Kernel, resume: bool, a, b, b_t, bias, out) -> Tensor:
     out = _copy(out)
-    if _ops()[1](a, b, b_t, bias, out, resume, _ops()[0].linear_kernel(name)) != DONE:
+    if _ops()[1](a, b, b_t, bias, out, resume, _number(kernel)) != DONE:
         raise RuntimeError("does not take this product")
     return out
 

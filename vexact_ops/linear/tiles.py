@@ -1,4 +1,5 @@
-"""What our SM90 kernels for few rows and few tiles are compiled and called with, and which of them are worth trying.
+"""What the kernels of a product are made with, a tuple for each kind, and which of ours for few rows and few tiles are
+worth trying. Only as text, by which verdicts know it, is a tuple a name; nothing reads it back.
 
 A file of its own: other rooms' kernels take such tiles too, and verdicts are kept by digests of what computes a kernel.
 """
@@ -45,6 +46,43 @@ class Tiled(NamedTuple):
 
     def __str__(self) -> str:
         return f"wgmma tile {self.rows}x{self.tokens} cluster {self.cluster} ring {self.ring}"
+
+
+class Fma(NamedTuple):
+    """A kernel for fp32: rows of a and columns of b in a tile."""
+
+    rows: int
+    columns: int
+
+    def __str__(self) -> str:
+        return f"fma {self.rows}x{self.columns}"
+
+
+class Resumed(NamedTuple):
+    """A kernel that goes on from fp32 sums: pairs of tiles of rows that share what lies in the L2 cache."""
+
+    group: int
+
+    def __str__(self) -> str:
+        return f"wgmma 128x256x64 resumed group {self.group}"
+
+
+class CublasLt(NamedTuple):
+    """An algorithm of cublasLt's: what the library calls its tile and so on, and its words, which alone decide."""
+
+    tile: int
+    stages: int
+    cluster: int
+    swizzle: int
+    words: tuple[int, ...]
+
+    def __str__(self) -> str:
+        words = "".join(f"{word % 2**64:016x}" for word in self.words)
+        sizes = f"tile {self.tile} stages {self.stages} cluster {self.cluster} swizzle {self.swizzle}"
+        return f"cublaslt {sizes} {words}"
+
+
+Kernel = Skinny | Tiled | Fma | Resumed | CublasLt
 
 
 @functools.cache
