@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 
 import vexact_ops as vx
-from vexact_engine.runner import memory, shapes
+from vexact_engine.runner import memory
+from vexact_ops.patch.description import Mixture
 
 
 @dataclass(frozen=True)
@@ -38,26 +39,28 @@ class Sizes:
 
 
 def sizes(model: torch.nn.Module, *, latent: bool = False) -> Sizes:
-    config = shapes.decoder_config(model)
     with vx.patch.hf(model, latent=latent) as handle:
-        memories = handle.memories()
+        described = handle.describe()
+    memories = [layer.memory for layer in described.layers]
+    parts = [block.part for layer in described.layers for block in layer.blocks]
+    mixtures = [part for part in parts if isinstance(part, Mixture)]
+    stacked = {name for part in mixtures for name in (part.experts.gate_up, part.experts.down)}
     table = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is table
-    shared = expert = layers = experts = 0
-    for parameter in model.parameters():  # each once: a tied one too
-        if parameter.dim() == 3:  # the stacked experts of a layer: gate and up in one, down in the other
+    shared = expert = 0
+    for name, parameter in model.named_parameters():  # each once: a tied one too
+        if name in stacked:  # the experts of a layer: gate and up in one, down in the other
             expert += parameter.nbytes // parameter.shape[0]
-            experts, layers = parameter.shape[0], layers + 1
         elif parameter is not table or tied:
             shared += parameter.nbytes
-    layers //= 2
+    layers, routers = len(mixtures), [part.router for part in mixtures]
     return Sizes(
         shared=shared,
         row=0 if tied else table.nbytes // table.shape[0],
         expert=expert // layers if layers else 0,
         layers=layers,
-        experts=experts,
-        top_k=getattr(config, "num_experts_per_tok", 0) if experts else 0,
+        experts=routers[0].linear.features if routers else 0,
+        top_k=routers[0].top_k if routers else 0,
         per_token=memory.bytes_per_token(memories, table.dtype),
     )

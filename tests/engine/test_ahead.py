@@ -58,6 +58,16 @@ def test_it_runs_beside_the_block_and_ends_with_it(admit):
     }  # fmt: skip
 
 
+def test_a_model_is_never_patched_by_it(admit):
+    """Its own weights are copied at the same time."""
+    model = build("Qwen3").half()  # on a CPU, whose kernels know no float16
+    with ahead.verifying(model, CUDA, CONFIG):
+        assert admit.begun.wait(60)
+        assert not any("_vexact" in module.__dict__ for module in model.modules())
+    ((needs, options),) = admit.asked
+    assert needs == ahead.needs_of(build("Qwen3"), joined=True) and options["dtype"] == torch.float16
+
+
 def test_what_fails_there_is_left_to_the_start(admit):
     admit.error = torch.OutOfMemoryError("no room")
     with ahead.verifying(build("Qwen3").bfloat16(), CUDA, CONFIG):

@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from families import config_of
 from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma2Config, Qwen3Config, Qwen3MoeConfig
 
@@ -43,7 +44,7 @@ def test_the_matrices_of_a_decoder_alone_and_joined():
 def test_a_mixture_with_its_router():
     needs = needs_of(QWEN3_MOE)
     assert needs.mixtures == (Mixture(experts=8, hidden=64, inner=48, top_k=3),)
-    assert {Matrix(8, 64, wide=True), Matrix(8, 64)} <= set(needs.matrices)
+    assert Matrix(8, 64) in needs.matrices
 
 
 def test_windows_and_latent_heads():
@@ -60,6 +61,18 @@ def test_windows_and_latent_heads():
     needs = needs_of(latent)
     assert needs.attention == (Heads(4, 4, 24, 12),)
     assert needs.mixtures == (Mixture(8, 64, 48, 2),)
+
+
+def test_what_an_engine_joins_is_said_by_the_description():
+    """By no name: the first projections of latent attention, gates and ups that one weight holds already; of a model
+    that a description has no words for nothing is joined."""
+    latent, phi, stable = (needs_of(config_of(name), joined=True) for name in ("deepseek_v3", "phi3", "stablelm"))
+    assert Matrix(20 + 24 + 8, 32) in latent.matrices, "queries and keys and values, compressed"
+    assert Matrix(96, 32, gated=True) in phi.matrices and Matrix(96, 32) not in phi.matrices
+    assert Matrix(96, 32) in needs_of(config_of("phi3")).matrices, "a trainer computes it by itself"
+    assert {Matrix(32, 32), Matrix(16, 32), Matrix(48, 32)} <= set(stable.matrices)
+    assert stable.attention == (Heads(4, 2, 8, 8),)
+    assert {Matrix(20, 32), Matrix(32, 32)} <= set(needs_of(config_of("deepseek_v3")).matrices) - set(latent.matrices)
 
 
 def test_a_loaded_model_and_a_patched_one_need_what_the_config_says():
@@ -156,8 +169,9 @@ def test_what_has_one_kernel_is_not_listed(asked, monkeypatch):
 
 
 def test_bad_arguments(asked):
-    with pytest.raises(TypeError, match="admit: model: got str"):
-        vx.admit("Qwen/Qwen3-0.6B")
+    for wrong in ("Qwen/Qwen3-0.6B", nn.Linear(8, 8)):
+        with pytest.raises(TypeError, match=f"admit: model: got {type(wrong).__name__}, expected a transformers model"):
+            vx.admit(wrong)
     with pytest.raises(TypeError, match=r"dtype: got torch.float32, expected torch.bfloat16"):
         vx.admit(QWEN3, dtype=torch.float32)
     for name in ("rows", "training_rows"):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 import vexact_ops as vx
-from vexact_ops.patch.admit import needs_of
+from vexact_ops.patch.admit import empty_of, needs_of
 
 from ..config import EngineConfig
 
@@ -21,18 +21,19 @@ def verifying(model: torch.nn.Module, device: torch.device, config: EngineConfig
 
     What has to be timed is left to the start, where nothing disturbs it; what fails here is met there again.
 
-    model   its sizes are read before the block begins
+    model   its config is read before the block begins
     """
     dtype = next(model.parameters()).dtype
     if device.type != "cuda" or vx.current_backend() not in (None, "cuda") or dtype == torch.float32:
         yield
         return
-    needs, ended = needs_of(model, joined=True), threading.Event()
+    empty, ended = empty_of(model), threading.Event()
 
     def verify() -> None:
         rows = [*range(1, min(config.max_num_seqs, config.max_num_batched_tokens) + 1), config.max_num_batched_tokens]
         how = {"dtype": dtype, "device": device, "page_size": config.page_size, "kv_segment": config.kv_segment}
         try:
+            needs = needs_of(empty, joined=True)
             with _own_stream(device), vx.must_admit():
                 found = vx.admit(needs, rows=rows, **how, progress=False, timed=False, until=ended.is_set)
             log.info("%d kinds of calls verified while weights were copied, in %.1f s", len(found), found.seconds)

@@ -12,7 +12,7 @@ import vexact_ops as vx
 from . import memory
 from .batch import Batch, plain, rows_of
 from .decoder import Decoder, Weights
-from .shapes import decoder_config, max_positions
+from .shapes import max_positions
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class Trial:
         self._described, self._layers = described, layers
         chosen = [described.layers[i] for i in layers]
         weight = model.get_parameter(chosen[0].blocks[0].part.o.weight)
-        self._device, self._dtype, self._width = weight.device, weight.dtype, decoder_config(model).hidden_size
+        self._device, self._dtype, self._width = weight.device, weight.dtype, described.norm.size
         far = max(layer.memory.window or 0 for layer in chosen) + 70
         self.limit = min(far, max_positions(model) or far)
         self._generator = torch.Generator().manual_seed(0)

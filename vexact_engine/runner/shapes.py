@@ -1,11 +1,6 @@
-"""What a model's config says of it: its vocabulary, how long a text it was made for."""
+"""What no description says of a model: the tokens that its embedding has, how long a text it was made for."""
 
 import torch
-
-
-def decoder_config(model: torch.nn.Module):
-    """The config that describes the decoder, where a composite one wraps it."""
-    return model.config.get_text_config(decoder=True)
 
 
 def vocab_size(model: torch.nn.Module) -> int:
@@ -19,7 +14,7 @@ def vocab_size(model: torch.nn.Module) -> int:
 def max_positions(model: torch.nn.Module) -> int | None:
     """How long a text the model was made for; None where it does not say. With YaRN that is its factor times the length
     before it, which model cards have one write down beside max_position_embeddings as it was."""
-    config = decoder_config(model)
+    config = model.config.get_text_config(decoder=True)  # the decoder's, where a composite one wraps it
     said = getattr(config, "max_position_embeddings", None)
     given = getattr(config, "rope_parameters", None) or {}
     for rope in (given, *given.values()):  # of all layers, or by their kind

@@ -27,7 +27,6 @@ from .decoder import Decoder, Weights
 from .forward import Forward, forward
 from .ranks import Alone, Group, RankedHead, Ranks
 from .runner import Runner
-from .shapes import decoder_config
 from .whole import check_ranks
 
 
@@ -119,7 +118,8 @@ class StageRunner(Runner):
         self.first, self.draws = link.stage == 0, link.stage == link.stages - 1
         self._owed: deque[tuple[int, np.ndarray]] = deque()  # steps whose ids have not come back, and their slots
         first = model.get_input_embeddings().weight
-        shape = config.max_num_batched_tokens, decoder_config(model).hidden_size
+        described = self.cut.described if self.cut else handle.describe()
+        shape = config.max_num_batched_tokens, described.norm.size
         self._given = None if self.first else torch.zeros(shape, dtype=first.dtype, device=device)
         self._made = None if self.draws else torch.zeros(shape, dtype=first.dtype, device=device)
         super().__init__(model, handle, config, device)

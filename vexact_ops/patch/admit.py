@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,12 +18,18 @@ from ..linear.op import ROOM as LINEAR
 from ..linear_cross_entropy.op import ROOM as HEAD
 from ..linear_sample.op import ROOM as SAMPLE
 from ..linear_silu_mul.op import ROOM as GATED
-from . import mixture
+from ..silu_mul.op import ACTIVATIONS
+from . import lora
+from .describe import read
+from .description import Attention, GatedDelta, Latent, Linear, Mlp, NotDescribed
+from .description import Mixture as Routed
 from .report import table
+from .trace import Value, hidden_states, values_of
 
-GATED_PAIR = "gate_proj", "up_proj"
-DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba")
-JOINED = ("q_proj", "k_proj", "v_proj"), GATED_PAIR, *DELTA  # into one product, by the engine
+if TYPE_CHECKING:
+    from .hf import Handle
+
+WINDOW = 9  # its place among attention_varlen's arguments
 
 
 @dataclass(frozen=True)
@@ -146,59 +152,88 @@ def admit(
 
 
 def needs_of(model: Any, joined: bool = False) -> Needs:
-    """The distinct shapes of a Hugging Face model, or of what its config describes.
+    """The distinct shapes of what a patched model computes, read off its trace: of a Hugging Face model, or of what its
+    config describes. Its weights are not looked at.
 
-    joined  without layers that the engine has in one product with others
+    model    one that `empty_of` has made is taken as it is
+    joined   without products that an engine has as columns of another one
+    raises   UnsupportedModule as patch.hf does
     """
-    if not isinstance(model, nn.Module):
-        if not hasattr(model, "to_dict") or not hasattr(model, "model_type"):
-            raise TypeError(f"admit: model: got {type(model).__name__}, expected a torch.nn.Module or its config")
-        from transformers import AutoModelForCausalLM
+    from .hf import hf
 
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model, trust_remote_code=False)
-    config = model.config.get_text_config(decoder=True) if hasattr(model, "config") else None
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    matrices: dict[Matrix, None] = {}
-    mixtures: dict[Mixture, None] = {}
-    top_ks = [module.top_k for module in model.modules() if mixture.is_router(module)]
-    for module in model.modules():
-        linears = {name: m for name, m in module.named_children() if isinstance(m, nn.Linear)}
-        groups = [names for names in JOINED if all(name in linears for name in names)]
-        for name, one in linears.items():
-            if joined and any(name in names for names in groups):
-                continue
-            last = one is head
-            matrices[Matrix(one.out_features, one.in_features, one.bias is not None, wide=last, head=last)] = None
-        for names in groups:
-            group = [linears[name] for name in names]
-            n = sum(one.out_features for one in group)
-            bias, pair = group[0].bias is not None, names == GATED_PAIR
-            matrices[Matrix(n, group[0].in_features, bias, gated=pair and not bias)] = None
-        if mixture.is_router(module):
-            matrices |= {Matrix(*module.weight.shape, wide=wide): None for wide in (True, False)}
-        elif mixture.is_experts(module):
-            experts, hidden, inner = module.down_proj.shape
-            mixtures |= {Mixture(experts, hidden, inner, top_k): None for top_k in top_ks[:1]}
-    hidden = None if head is None else head.weight.shape[1]
-    return Needs(tuple(matrices), tuple(mixtures), tuple(_heads(model, config)), hidden)
+    made = isinstance(model, nn.Module) and all(p.is_meta for p in model.parameters())
+    with hf(model if made else empty_of(model), training=False) as handle:
+        return _needs(handle, joined)
 
 
-def _heads(model: nn.Module, config) -> Iterator[Heads]:
-    if config is None or not getattr(config, "num_attention_heads", None):
-        return
-    heads = config.num_attention_heads
-    windows = {getattr(module, "sliding_window", None) for module in model.modules() if _attends(module)} or {None}
-    windows = tuple(sorted(windows, key=lambda w: w or 0))
-    if getattr(config, "kv_lora_rank", None):  # latent: expanded, every head has keys and values of its own
-        yield Heads(heads, heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim, windows)
-        return
-    d = getattr(config, "head_dim", None) or config.hidden_size // heads
-    yield Heads(heads, getattr(config, "num_key_value_heads", None) or heads, d, d, windows)
+def empty_of(model: Any) -> nn.Module:
+    """Such a model on the meta device, in a dtype that every device serves. TypeError for what transformers has not."""
+    if isinstance(model, nn.Module):
+        model = lora.base_of(model)
+    config = getattr(model, "config", None) if isinstance(model, nn.Module) else model
+    if not hasattr(config, "to_dict") or not hasattr(config, "model_type"):
+        raise TypeError(f"admit: model: got {type(model).__name__}, expected a transformers model or its config")
+    from transformers import AutoModelForCausalLM
+
+    make = type(model)._from_config if isinstance(model, nn.Module) else AutoModelForCausalLM.from_config
+    with torch.device("meta"):
+        return make(config, dtype=torch.bfloat16)
 
 
-def _attends(module: nn.Module) -> bool:
-    return any(name in module._modules for name in ("q_proj", "qkv_proj", "q_b_proj"))
+def _needs(handle: "Handle", joined: bool) -> Needs:
+    patch = handle._patch
+    calls = values_of(hidden_states(patch.model, patch.base))
+    try:
+        layers = read(calls[-1], None, None).layers
+        groups = [group for layer in layers for block in layer.blocks for group in _joined(block.part)]
+    except NotDescribed:  # an engine runs such a model by its own Python
+        groups = []
+    within = {linear.weight for group, _ in groups for linear in group} if joined else ()
+    matrices = {_matrix(call): None for call in calls if call.op == "linear" and call.args[1].name not in within}
+    for group, gated in groups:
+        n, bias = sum(linear.features for linear in group), group[0].bias is not None
+        matrices[Matrix(n, group[0].inputs, bias, gated=gated and not bias)] = None
+    matrices.pop(None, None)
+    mixtures, heads = {}, {}
+    for call in calls:
+        if call.op == "fused_moe":
+            (_, hidden), _, (experts, _, inner), (_, top_k) = call.inputs[:4]
+            mixtures[Mixture(experts, hidden, inner, top_k)] = None
+        elif call.op == "attention_varlen":
+            (_, count, d), (_, kept, _), (_, _, dv) = call.inputs[:3]
+            heads.setdefault((count, kept, d, dv), set()).add(call.args[WINDOW])
+    attention = (Heads(*shape, tuple(sorted(windows, key=lambda w: w or 0))) for shape, windows in heads.items())
+    head = None if patch.head is None else tuple(patch.head.weight.shape)
+    if head is not None:
+        matrices[Matrix(*head, wide=True, head=True)] = None
+    return Needs(tuple(matrices), tuple(mixtures), tuple(attention), head and head[1])
+
+
+def _matrix(call: Value) -> Matrix | None:
+    """None where its operands are fp32: there is little to choose from."""
+    (*_, k), (n, _) = call.inputs[:2]
+    x, _, bias, *_ = call.args
+    return None if x.dtype == torch.float32 else Matrix(n, k, bias is not None, wide=call.dtype == torch.float32)
+
+
+def _joined(part: Attention | Latent | GatedDelta | Mlp | Routed) -> Iterator[tuple[list[Linear], bool]]:
+    """Weights of their own that an engine has side by side in one product, and whether silu_mul of it follows."""
+    if isinstance(part, Attention):
+        groups = [((part.q, part.k, part.v), False)]
+    elif isinstance(part, Latent):
+        groups = [((part.q_a or part.q, part.kv_a), False)]
+    elif isinstance(part, GatedDelta):
+        groups = [((part.qkv, part.z, part.b, part.a), False)]
+    else:
+        mlp = part if isinstance(part, Mlp) else part.shared
+        groups = [] if mlp is None else [((mlp.gate, mlp.up), mlp.activation in ACTIVATIONS)]
+    for group, gated in groups:
+        group = [linear for linear in group if linear is not None]
+        of_one_kind = len({linear.bias is None for linear in group}) == 1
+        if len(group) > 1 and of_one_kind and all(linear.rows is None for linear in group):
+            yield group, gated
+        elif len(group) > 1 and gated and of_one_kind and group[0].weight == group[1].weight:
+            yield group, gated  # gates and ups are one weight already
 
 
 def _dtype_of(model) -> torch.dtype:

@@ -21,7 +21,7 @@ from . import lora
 from .describe import read
 from .description import NAMES, Decoder, Experts, Factor, Layer, Linear, Mixture, Norm, NotDescribed, Rotary, Router
 from .images import encode
-from .trace import Value, hidden_states, recorded
+from .trace import Value, hidden_states, recorded, values_of
 
 if TYPE_CHECKING:
     from .state import Patch
@@ -239,15 +239,8 @@ def _operations(results: list[Value]) -> list[tuple[str, tuple]]:
     """What was computed, in order: each operation once, with those of its arguments that are no tensors; and the names
     of the parameters and buffers that it read."""
     calls: dict[int, tuple[str, tuple]] = {}
-    known, stack = set(map(id, results)), list(results)
-    while stack:
-        value = stack.pop()
-        numbers = tuple(a for a in value.args if not isinstance(a, Value | tuple))
-        calls[value.call] = value.op, numbers
-        for part in itertools.chain.from_iterable(a if isinstance(a, tuple) else (a,) for a in value.args):
-            if isinstance(part, Value) and id(part) not in known:
-                known.add(id(part))
-                stack.append(part)
+    for value in values_of(*results):
+        calls[value.call] = value.op, tuple(a for a in value.args if not isinstance(a, Value | tuple))
     return [calls[call] for call in sorted(calls)]
 
 

@@ -42,6 +42,12 @@ class Value:
     def __repr__(self) -> str:
         return self.show()
 
+    @property
+    def name(self) -> str | None:
+        """Of the parameter that it is, or is a cast of."""
+        value = self.args[0] if self.op == "to" else self
+        return value.args[0] if value.op == "parameter" else None
+
     def show(self, depth: int = 3) -> str:
         if self.op in ("parameter", "number"):
             return str(self.args[0])
@@ -137,6 +143,18 @@ class _Recorder(TorchDispatchMode):
         if end == whole.shape[-1]:
             whole.op = "cat"
         return True
+
+
+def values_of(*last: Value) -> list[Value]:
+    """All that these were computed of, and they: each once, in the order of computing."""
+    found, todo = {}, list(last)
+    while todo:
+        value = todo.pop()
+        if id(value) not in found:
+            found[id(value)] = value
+            for arg in value.args:
+                todo += [one for one in (arg if isinstance(arg, tuple) else (arg,)) if isinstance(one, Value)]
+    return sorted(found.values(), key=lambda value: value.call)
 
 
 def hidden_states(
