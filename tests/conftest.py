@@ -162,7 +162,7 @@ def pytest_configure(config):
     from vexact_ops._core import disk
 
     config.addinivalue_line("markers", "cuda: needs a GPU; -m cuda runs these alone")
-    config.addinivalue_line("markers", "long: takes a minute and more on a GPU; among the first of a process")
+    config.addinivalue_line("markers", "long: takes a minute and more, or does on a GPU; among the first of a process")
     config.addinivalue_line("markers", 'process: starts a Python process; -m "not process" leaves these out')
     config.pluginmanager.register(on_gpu.OnGpu())
     config.pluginmanager.register(processes.Processes())

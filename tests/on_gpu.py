@@ -15,13 +15,14 @@ import torch
 PER_PROCESS = 8 << 30  # of GPU memory: the largest tests take half of it
 KEEP = 2 << 30  # what a test leaves in torch's cache above this goes back to the driver, for the other processes
 CORES_PER_PROCESS = 2  # a test's own processes and threads take the other
+FEWEST = 3  # on two cores too: a fourth of the time a test waits for its own processes, or for a limit to pass
 
 
 def processes() -> int:
-    """For pytest's -n auto: as many as the cores feed and, on a GPU, its memory holds; two on a small machine."""
+    """For pytest's -n auto: as many as the cores feed and, on a GPU, its memory holds; three on a small machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not torch.cuda.is_available():
-        return max(2, min(cores // CORES_PER_PROCESS, 8))
+        return max(FEWEST, min(cores // CORES_PER_PROCESS, 8))
     memory = torch.cuda.get_device_properties(0).total_memory
     return max(2, min(cores, memory // PER_PROCESS))
 

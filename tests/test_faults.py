@@ -13,6 +13,7 @@ def attack(capsys, *options):
     return code, json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target, rounds", [("handover", 3), ("replicas", 2), ("stages", 2)])
 def test_a_short_share(target, rounds, capsys):
     before = dict(vars(limits))

@@ -81,7 +81,7 @@ def test_tests_that_raise_sigint_handle_it_themselves():
 
 
 @pytest.mark.parametrize(
-    "cores, gib, count", [(2, None, 2), (16, None, 8), (64, None, 8), (16, 139, 16), (128, 139, 17), (4, 16, 2)]
+    "cores, gib, count", [(2, None, 3), (16, None, 8), (64, None, 8), (16, 139, 16), (128, 139, 17), (4, 16, 2)]
 )
 def test_how_many_processes(monkeypatch, cores, gib, count):
     monkeypatch.setattr(on_gpu.os, "sched_getaffinity", lambda pid: set(range(cores)))

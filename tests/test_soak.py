@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import growth
+import pytest
 import soak
 import torch
 from engine_models import byte_tokenizer
@@ -25,6 +26,7 @@ def short(tmp_path, minutes=0.15):
 WHAT = {"updates", "sleeps", "streams", "pauses", "abort", "preemptions"}
 
 
+@pytest.mark.long
 def test_a_short_soak(tmp_path, capsys, monkeypatch):
     def enough(self):
         return self.counts["checked"] > 500 and len(self.growth.rounds) >= 2 and set(self.counts) >= WHAT
@@ -109,6 +111,7 @@ def test_what_goes_on_growing_is_found_and_what_is_met_late_is_not():
 KEPT: list = []
 
 
+@pytest.mark.long
 def test_what_an_engine_leaves_behind_is_found(monkeypatch):
     """1 MiB and 100 objects of each, in a soak of engines that have nothing to do."""
     made = soak.Soak(argparse.Namespace(device="cpu", seed=0, minutes=1, round=1, json=None))

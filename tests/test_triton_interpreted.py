@@ -31,6 +31,7 @@ FILES["other rooms"] = [f"ops/test_{room}.py" for room in ROOMS if room not in A
 FILES["all rooms, and the engine"] = ["test_default_dtype.py", "engine/test_step_kernels.py"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the interpreted run")
 @pytest.mark.parametrize("rooms", FILES)
