@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 FILES = {
@@ -259,20 +260,25 @@ def become(order: dict, descriptors: list[int]) -> None:
     random.seed()
 
 
+def preload(names: Iterable[str]) -> None:
+    """Imports them, and leaves what there is then out of collections: they would copy the pages that forks share."""
+    for name in names:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
 def main(descriptor: int, path: list[str]) -> dict:
     sys.path[:] = path
     global _INTERRUPT
     _INTERRUPT = signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: for pytest
-    for name in IMPORTED:
-        importlib.import_module(name)
     import vexact_ops
     from vexact_ops._core import native
 
     for name in vexact_ops.__all__:
         getattr(vexact_ops, name)  # imports its room
     native.unavailable()  # loads the extension
-    gc.collect()
-    gc.freeze()
+    preload(IMPORTED)
     return serve(socket.socket(fileno=descriptor))
 
 

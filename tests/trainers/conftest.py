@@ -80,22 +80,25 @@ def ray_cluster():
     """A Ray cluster of this module's own, with four GPUs that are not there. -> its address"""
     import ray
 
+    from . import workers
     from .environment import environment
 
     before = dict(os.environ)
     os.environ.update(environment())
     folder = tempfile.mkdtemp(prefix="vx-", dir="/tmp")  # a short path: Ray's sockets are in it
     try:
-        context = ray.init(
-            num_cpus=24,
-            num_gpus=4,
-            include_dashboard=False,
-            object_store_memory=200_000_000,
-            _temp_dir=folder,
-            log_to_driver=False,
-            runtime_env={"env_vars": environment()},
-        )
-        yield context.address_info["address"]
+        with workers.forking(os.environ, folder) as executable:
+            context = ray.init(
+                num_cpus=24,
+                num_gpus=4,
+                include_dashboard=False,
+                object_store_memory=200_000_000,
+                _temp_dir=folder,
+                log_to_driver=False,
+                runtime_env={"env_vars": environment(), "py_executable": executable},
+            )
+            yield context.address_info["address"]
+            ray.shutdown()
     finally:
         ray.shutdown()
         os.environ.clear()

@@ -1,5 +1,6 @@
 """One run of verl's main_ppo, on this machine alone, and what it left: metrics, and every log-probability's bits."""
 
+import contextlib
 import datetime
 import json
 import os
@@ -12,6 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import workers
 from .environment import environment
 from .models import make_prompts
 
@@ -142,12 +144,19 @@ def on_this_machine(device: str, gpus: int, folder: Path) -> dict[str, object]:
     }
 
 
-def launch(command: list[str], env: dict[str, str], folder: Path, timeout: float) -> None:
-    """Runs it to its end. raises AssertionError with the end of its log where that is no good one"""
+def launch(command: list[str], env: dict[str, str], folder: Path, timeout: float, forked: bool = True) -> None:
+    """Runs it to its end. raises AssertionError with the end of its log where that is no good one
+
+    forked  Ray's workers are forks where they may be (workers.py); False: they begin as for users
+    """
     short = tempfile.mkdtemp(prefix="vx-", dir="/tmp")  # Ray's sockets are in it, whose names may not be long
-    command = [*command, f"+ray_kwargs.ray_init._temp_dir={short}"]
-    with open(folder / "log.txt", "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **env}, cwd=folder)
+    command, env = [*command, f"+ray_kwargs.ray_init._temp_dir={short}"], {**os.environ, **env}
+    with open(folder / "log.txt", "w") as log, contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, short, ignore_errors=True)
+        if forked and env["VERL_PLATFORM"] == "cpu":  # no fork may use a GPU
+            executable = stack.enter_context(workers.forking(env, short))
+            command.append(f"+ray_kwargs.ray_init.runtime_env.py_executable='{executable}'")
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=folder)
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -155,7 +164,6 @@ def launch(command: list[str], env: dict[str, str], folder: Path, timeout: float
         finally:
             process.kill()
             process.wait()
-            shutil.rmtree(short, ignore_errors=True)
     end = "\n".join((folder / "log.txt").read_text(errors="replace").splitlines()[-80:])
     assert code == 0, f"{' '.join(command[:4])} ...: {code}\n{end}"
 

@@ -86,7 +86,7 @@ def test_a_readme_s_command_runs_as_it_stands(file, family, models, tmp_path):
     env = environment(VERL_FILE_LOGGER_PATH=str(tmp_path / "metrics.jsonl"))
     line = line.replace("vexact_engine/recipes/verl/run.sh", str(FOLDER / "run.sh"))  # a wheel has it too
     command = ["bash", "-c", f'exec {line} "$@"', "bash", *(f"{key}={value}" for key, value in settings.items())]
-    launch(command, env, tmp_path, timeout=900)
+    launch(command, env, tmp_path, timeout=900, forked=False)
     metrics = [step for step in metrics_in(tmp_path) if "actor/grad_norm" in step]  # verl may validate first
     assert len(metrics) == 3
     for step in metrics:
