@@ -18,6 +18,7 @@ from vexact_engine.core.scheduler import Scheduler
 from vexact_engine.core.step import Encoder
 from vexact_engine.request import Request
 from vexact_engine.runner import buffers, graphs
+from vexact_engine.runner import ranks as runner_ranks
 from vexact_engine.runner.record import Graphs
 from vexact_engine.runner.runner import Runner
 from vexact_ops._core import admit
@@ -396,6 +397,28 @@ def test_sizes_are_chosen_once_for_engines_that_are_alike(lasting, monkeypatch):
     assert len(met) > sum(map(len, first[1])) - len(first[1][-1])
     outcomes("Qwen3", replace(CONFIG, max_num_seqs=5))
     assert len(lasting) > chosen, "another step, other sizes"
+
+
+class Pair(runner_ranks.Alone):
+    """A rank with another that is like it, but for what that knows of sizes where it has `forgotten`."""
+
+    size, by, forgotten = 2, "a list", False
+
+    def gather(self, x):
+        return torch.cat([x, x + (self.forgotten and x.dtype == torch.int64)], 1)
+
+
+def test_ranks_take_the_sizes_that_all_of_them_know(lasting, monkeypatch):
+    monkeypatch.setattr(Runner, "ranks", Pair())
+    first = outcomes("Qwen3", CONFIG)
+    chosen = len(lasting)
+    assert outcomes("Qwen3", CONFIG) == first and 10 < chosen == len(lasting), "nothing was timed"
+    monkeypatch.setattr(Pair, "forgotten", True)  # in a graph that one rank has and the other has not, both would wait
+    assert outcomes("Qwen3", CONFIG)[0] == first[0] and len(lasting) > chosen
+    chosen = len(lasting)
+    monkeypatch.setattr(Runner, "ranks", runner_ranks.Alone())
+    outcomes("Qwen3", CONFIG)
+    assert len(lasting) > chosen, "one rank has other times"
 
 
 @pytest.mark.parametrize("damage", ["empty", "other kinds", "too large", "not ascending", "no numbers"])

@@ -21,10 +21,14 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Ranks(Protocol):
-    """One of `size` ranks over which weights are cut."""
+    """One of `size` ranks over which weights are cut.
+
+    by   what brings columns from rank to rank
+    """
 
     rank: int
     size: int
+    by: str
 
     def gather(self, x: Tensor) -> Tensor:
         """(T, C) of each rank -> (T, size * C), the columns in the order of ranks."""
@@ -39,7 +43,7 @@ class Ranks(Protocol):
 class Alone:
     """One rank has all columns."""
 
-    rank, size = 0, 1
+    rank, size, by = 0, 1, ""
 
     def gather(self, x: Tensor) -> Tensor:
         return x

@@ -124,12 +124,14 @@ class Graphs:
         plain, cut = (functools.partial(Head, plain=kind) for kind in (True, False))
         make = functools.partial(self._ladder, progress)
         kept, most, pages = None, self._most_rows(), self._runner.buffers.max_pages
-        if self._recorder.lasting and self._runner.ranks.size == 1:
-            how: tuple[float, ...] = _PADDING, _PADDING_OF_CHUNKS, _HIDDEN
+        if self._recorder.lasting:
+            how: tuple[float | str, ...] = _PADDING, _PADDING_OF_CHUNKS, _HIDDEN
             of = self._runner
+            if of.ranks.size > 1:
+                how = *how, f"{of.ranks.size} ranks by {of.ranks.by.partition(':')[0]}"
             if of.config.speculation is not None:
                 how = *how, of.config.speculation.max_draft_tokens
-            kept = sizes.Kept(sizes.about(of.model, of.path, of.config, most, pages, how), most, of.device)
+            kept = sizes.Kept(sizes.about(of.model, of.path, of.config, most, pages, how), most, of.device, of.ranks)
             self._chosen = self._chosen or kept.recall()
         known = dict(self._chosen)
         try:

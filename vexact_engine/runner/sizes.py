@@ -13,6 +13,7 @@ import torch
 import vexact_ops as vx
 
 from ..config import EngineConfig
+from .ranks import Ranks
 
 _KIND, _METHOD = "graphs", "method 1"  # sizes that were chosen by another method are not read
 
@@ -20,7 +21,12 @@ Chosen = dict[str, list[int]]  # of each kind of graphs, ascending
 
 
 def about(
-    model: torch.nn.Module, path: str, config: EngineConfig, most: Mapping[str, int], pages: int, how: tuple[float, ...]
+    model: torch.nn.Module,
+    path: str,
+    config: EngineConfig,
+    most: Mapping[str, int],
+    pages: int,
+    how: tuple[float | str, ...],
 ) -> str:
     """All that decides which sizes are worth a graph, but for the machine: the weights' names, shapes and dtypes, how
     hidden states are computed, what steps may hold, and what padding may cost (`how`)."""
@@ -36,16 +42,26 @@ class Kept:
 
     about  all that decides what sizes are worth it
     most   the most rows of a graph, of each kind of graphs that there is
+    ranks  that take part in every graph: they have the same sizes, or none
     """
 
-    def __init__(self, about: str, most: Mapping[str, int], device: torch.device):
-        self._about, self._most, self._device = about, most, device
+    def __init__(self, about: str, most: Mapping[str, int], device: torch.device, ranks: Ranks):
+        self._about, self._most, self._device, self._ranks = about, most, device, ranks
 
     def recall(self) -> Chosen:
-        """All of them, or none where some are not known: {}."""
+        """All of them, or none where some are not known, or other ones to another rank: {}."""
         found = vx.recall(_KIND, self._about, self._device)
         sound = isinstance(found, dict) and found.keys() == self._most.keys()
-        return found if sound and all(self._fits(name, sizes) for name, sizes in found.items()) else {}
+        known = found if sound and all(self._fits(name, sizes) for name, sizes in found.items()) else {}
+        return known if self._same(known) else {}
+
+    def _same(self, known: Chosen) -> bool:
+        """On all ranks. What it waits for comes from each of them, whatever it knows."""
+        if self._ranks.size == 1:
+            return True
+        digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).digest()
+        own = torch.tensor([[int.from_bytes(digest[:7], "big")]], dtype=torch.int64, device=self._device)
+        return bool((self._ranks.gather(own) == own).all())
 
     def remember(self, chosen: Chosen) -> None:
         vx.remember(_KIND, self._about, self._device, chosen)
