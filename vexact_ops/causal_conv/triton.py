@@ -1,12 +1,14 @@
 """The Triton kernels: the CPU kernels' arithmetic, operation for operation. A row finds the start of its sequence by
 looking through the offsets, so that no host needs to know them."""
 
+# ruff: noqa: RUF005 (Triton knows no starred tuple)
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, on, sum_rows, tree_sum
+from .._core.triton import OPTIONS, on, sum_rows
 from ..silu_mul.triton import gate_slope, sigmoid
 
 SEQUENCES = 128  # looked through at a time; no bit depends on it
@@ -57,11 +59,10 @@ def _remembered(
 
 @triton.jit(do_not_specialize=PER_CALL)
 def _fwd_kernel(
-    x, weight, bias, y, dy, offsets, taps, slots, lens, tokens, sequences, slot_count, x_stride, slot_stride,
-    D: tl.constexpr, W: tl.constexpr, RING: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, GRAD: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, SEQUENCES: tl.constexpr,
+    x, weight, bias, y, offsets, taps, slots, lens, tokens, sequences, slot_count, x_stride, slot_stride,
+    D: tl.constexpr, W: tl.constexpr, RING: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """With GRAD, y is the gradient of what the activation is of."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = column < D
@@ -87,17 +88,10 @@ def _fwd_kernel(
     if BIAS:
         acc += tl.load(bias + column, mask=there, other=0.0).to(tl.float32)[None, :]
     at = row.to(tl.int64)[:, None] * D + column[None, :]
-    if GRAD:
-        d = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
-        if SILU:
-            s, rest = sigmoid(acc, False)
-            d = d * gate_slope(acc, s, rest, False)
-        tl.store(y + at, d, mask=inside)
-    else:
-        if SILU:
-            s, _ = sigmoid(acc, False)
-            acc = acc * s
-        tl.store(y + at, acc.to(y.dtype.element_ty), mask=inside)
+    if SILU:
+        s, _ = sigmoid(acc, False)
+        acc = acc * s
+    tl.store(y + at, acc.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=PER_CALL)
@@ -120,64 +114,91 @@ def _store_kernel(
         tl.store(taps + slot.to(tl.int64) * slot_stride + place * D + column, value, mask=keep)
 
 
-@triton.jit(do_not_specialize=PER_CALL)
-def _dx_kernel(
-    dpre, weight, dx, offsets, tokens, sequences,
-    D: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SEQUENCES: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = column < D
-    _, end, _ = _begin_of(row, offsets, sequences, SEQUENCES)
-    end = tl.minimum(end, tokens)
-    acc = tl.zeros([ROWS, BLOCK], tl.float32)
-    for later in tl.static_range(W):  # order: the rows that an input reached, ascending
-        at = row + later
-        inside = (at < end)[:, None] & there[None, :]
-        tap = tl.load(weight + column * W + (W - 1 - later), mask=there, other=0.0).to(tl.float32)
-        d = tl.load(dpre + at.to(tl.int64)[:, None] * D + column[None, :], mask=inside, other=0.0)
-        # behind the sequence's end nothing is added, not even zero times a tap that is not finite
-        acc = tl.where(inside, tl.fma(tl.broadcast_to(tap[None, :], [ROWS, BLOCK]), d, acc), acc)
-    at = row.to(tl.int64)[:, None] * D + column[None, :]
-    tl.store(dx + at, acc.to(dx.dtype.element_ty), mask=(row < tokens)[:, None] & there[None, :])
+@triton.jit
+def _row(x, row, column, there, tokens, stride):
+    """One row's columns, fp32; zeros behind the last one."""
+    inside = there & (row >= 0) & (row < tokens)
+    return tl.load(x + tl.cast(row, tl.int64) * stride + column, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=PER_CALL)
-def _dweight_kernel(
-    dpre, x, parts, offsets, tokens, sequences, x_stride,
-    D: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SEQUENCES: tl.constexpr,
+def _bwd_kernel(
+    dy, x, weight, bias, dx, parts, offsets, tokens, sequences, x_stride,
+    D: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """parts (blocks of rows, W + 1, D): the last of the W + 1 is the bias's."""
+    """A block of rows and the W - 1 behind it, one after another: each is read once, and what goes from row to row
+    stays in registers. parts (blocks of rows, W + 1, D): the last of the W + 1 is the bias's."""
     part = tl.program_id(0)
-    row = part * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    there = column < D
-    begin, _, _ = _begin_of(row, offsets, sequences, SEQUENCES)
-    live = row < tokens
-    at = row.to(tl.int64)[None, :] * D + column[:, None]
-    d = tl.load(dpre + at, mask=live[None, :] & there[:, None], other=0.0)
-    out = parts + part.to(tl.int64) * (W + 1) * D + column[:, None]
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there, start = column < D, part * ROWS
+    begin, end, number = _begin_of(start + tl.arange(0, 1), offsets, sequences, SEQUENCES)
+    begin, end, number = tl.max(begin, axis=0), tl.max(end, axis=0), tl.max(number, axis=0)
+    zeros = tl.zeros([BLOCK], tl.float32)
+    shift = zeros
+    if BIAS:
+        shift = tl.load(bias + column, mask=there, other=0.0).to(tl.float32)
+    taps, inputs, behind, sums = (), (), (), (zeros,)  # behind: dx of the rows before, as far as it is known
     for w in tl.static_range(W):
-        source = row - (W - 1 - w)
-        inside = (live & (source >= begin))[None, :] & there[:, None]
-        value = tl.load(x + source.to(tl.int64)[None, :] * x_stride + column[:, None], mask=inside, other=0.0)
-        # order: a block's rows in a tree; sum_rows says the rest
-        tl.store(out + w * D, tree_sum(tl.where(inside, d * value.to(tl.float32), 0.0)), mask=there[:, None])
-    tl.store(out + W * D, tree_sum(d), mask=there[:, None])
+        taps = taps + (tl.load(weight + column * W + w, mask=there, other=0.0).to(tl.float32),)
+        sums = sums + (zeros,)
+    for w in tl.static_range(W - 1):
+        inputs = inputs + (_row(x, start - (W - 1) + w, column, there, tokens, x_stride),)
+        behind = behind + (zeros,)
+    next_input, next_d = _row(x, start, column, there, tokens, x_stride), _row(dy, start, column, there, tokens, D)
+    for i in range(ROWS + W - 1):
+        row = start + i
+        while (row >= end) & (number < sequences):
+            number += 1
+            begin = tl.maximum(end, 0)
+            end = tl.load(offsets + number + 1, mask=number < sequences, other=2147483647)
+        window, d = inputs + (next_input,), next_d
+        next_input = _row(x, row + 1, column, there, tokens, x_stride)
+        next_d = _row(dy, row + 1, column, there, tokens, D)
+        if SILU:
+            acc = zeros
+            for w in tl.static_range(W):  # order: that of the forward
+                acc = tl.fma(taps[w], tl.where(row - (W - 1 - w) >= begin, window[w], 0.0), acc)
+            if BIAS:
+                acc += shift
+            s, rest = sigmoid(acc, False)
+            d = d * gate_slope(acc, s, rest, False)
+        inputs, known, added = (), (), ()
+        own = (i < ROWS) & (row < tokens)
+        for w in tl.static_range(W):
+            of_same = row - (W - 1 - w) >= begin
+            # order: a block's rows ascending, one fma each; sum_rows says the rest
+            added = added + (tl.where(own & of_same, tl.fma(d, window[w], sums[w]), sums[w]),)
+            if w < W - 1:
+                # order: the rows that an input reached, ascending; behind its sequence's end nothing is added
+                reached = of_same & (row < tokens)
+                known = known + (tl.where(reached, tl.fma(taps[w], d, behind[w]), behind[w]),)
+            if w > 0:
+                inputs = inputs + (window[w],)
+        sums = added + (tl.where(own, sums[W] + d, sums[W]),)
+        known = known + (tl.fma(taps[W - 1], d, zeros),)
+        done = row - (W - 1)
+        at = dx + tl.cast(done, tl.int64) * D + column
+        tl.store(at, known[0].to(dx.dtype.element_ty), mask=there & (i >= W - 1) & (done < tokens))
+        behind = ()
+        for w in tl.static_range(W - 1):
+            behind = behind + (known[w + 1],)
+    for w in tl.static_range(W + 1):
+        tl.store(parts + (tl.cast(part, tl.int64) * (W + 1) + w) * D + column, sums[w], mask=there)
 
 
-def _launch(x, weight, bias, out, dy, offsets, taps, slots, lens, silu) -> None:
+def _launch(x, weight, bias, out, offsets, taps, slots, lens, silu) -> None:
     tokens, channels = x.shape
     if x.numel() == 0:
         return
     tile, ring = _tile(tokens, channels), 0 if taps is None else taps.shape[1]
     grid = triton.cdiv(tokens, tile["ROWS"]), triton.cdiv(channels, tile["BLOCK"])
     _fwd_kernel[grid](
-        x, weight, weight if bias is None else bias, out, out if dy is None else dy, offsets,
+        x, weight, weight if bias is None else bias, out, offsets,
         x if taps is None else taps, offsets if slots is None else slots, offsets if lens is None else lens,
         tokens, offsets.shape[0] - 1, 0 if taps is None else taps.shape[0], x.stride(0),
         0 if taps is None else taps.stride(0),
-        D=channels, W=weight.shape[1], RING=ring, BIAS=bias is not None, SILU=silu, GRAD=dy is not None,
+        D=channels, W=weight.shape[1], RING=ring, BIAS=bias is not None, SILU=silu,
         SEQUENCES=SEQUENCES, **tile, **OPTIONS,
     )  # fmt: skip
 
@@ -185,7 +206,7 @@ def _launch(x, weight, bias, out, dy, offsets, taps, slots, lens, silu) -> None:
 def varlen_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor, silu: bool) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     with on(x):
-        _launch(x, weight.contiguous(), _flat(bias), y, None, cu_seqlens, None, None, None, silu)
+        _launch(x, weight.contiguous(), _flat(bias), y, cu_seqlens, None, None, None, silu)
     return y
 
 
@@ -199,7 +220,7 @@ def paged_fwd(x, weight, bias, taps, slots, context_lens, cu_seqlens_q, silu) ->
     if x.numel() == 0 or slots.numel() == 0:
         return y
     with on(x):
-        _launch(x, weight.contiguous(), _flat(bias), y, None, cu_seqlens_q, taps, slots, context_lens, silu)
+        _launch(x, weight.contiguous(), _flat(bias), y, cu_seqlens_q, taps, slots, context_lens, silu)
         block = 512 if channels >= 512 else triton.next_power_of_2(max(channels, 16))
         _store_kernel[slots.shape[0], triton.cdiv(channels, block)](
             x, cu_seqlens_q, taps, slots, context_lens, tokens, slots.shape[0], taps.shape[0], x.stride(0),
@@ -214,18 +235,13 @@ def varlen_bwd(dy, x, weight, bias, cu_seqlens, silu):
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return dx, torch.zeros_like(weight), None if bias is None else torch.zeros_like(bias)
-    dpre = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     parts = torch.empty(triton.cdiv(tokens, 64), (width + 1) * channels, dtype=torch.float32, device=x.device)
-    sequences = cu_seqlens.shape[0] - 1
+    block = min(triton.next_power_of_2(max(channels, 16)), 512)
     with on(x):
-        _launch(x, weight, _flat(bias), dpre, dy, cu_seqlens, None, None, None, silu)
-        tile = _tile(tokens, channels)
-        _dx_kernel[triton.cdiv(tokens, tile["ROWS"]), triton.cdiv(channels, tile["BLOCK"])](
-            dpre, weight, dx, cu_seqlens, tokens, sequences, D=channels, W=width, SEQUENCES=SEQUENCES, **tile, **OPTIONS
-        )
-        _dweight_kernel[parts.shape[0], triton.cdiv(channels, 64)](
-            dpre, x, parts, cu_seqlens, tokens, sequences, x.stride(0),
-            D=channels, W=width, ROWS=64, COLUMNS=64, SEQUENCES=SEQUENCES, num_warps=4, **OPTIONS,
+        _bwd_kernel[parts.shape[0], triton.cdiv(channels, block)](
+            dy, x, weight, weight if bias is None else bias.contiguous(), dx, parts, cu_seqlens, tokens,
+            cu_seqlens.shape[0] - 1, x.stride(0), D=channels, W=width, BIAS=bias is not None, SILU=silu, ROWS=64,
+            BLOCK=block, SEQUENCES=SEQUENCES, num_warps=4, **OPTIONS,
         )  # fmt: skip
         sums = sum_rows(parts, torch.float32).view(width + 1, channels)
     return dx, sums[:width].t().to(weight.dtype).contiguous(), None if bias is None else sums[width].to(bias.dtype)
