@@ -1,24 +1,27 @@
 // The backward of a gated delta net, with the bits of the Triton kernels (triton_backward.py declares them); no torch
 // headers.
 //
-// scan_kernel goes through a sequence's chunks from the last to the first, for COLUMNS columns of a value head: warps 0
-// to 3 make the gradients of u, 16 rows each, warps 4 to 7 what the outputs' gradients give to them and to the state's.
-// The state's gradient stays in registers, 16 rows of it in a warp. grads_kernel takes a chunk of a key head: the
-// gradients of q and k stay in registers, where all of its value heads' columns, 64 at a time, are added to them.
+// scan_kernel goes through a sequence's chunks from the last to the first, for kColumns columns of a value head, as
+// whole_kernel does the other way: warps 0 to 3 make the gradients of u, 16 rows each, and the state's, 32 rows each in
+// registers. Warps 4 to 7 bring the rows, and make what the outputs' gradients give to both, a chunk ahead.
+// grads_kernel takes a chunk of a key head: the gradients of q and k stay in registers, where all of its value heads'
+// columns, 64 at a time, are added to them.
 #pragma once
-#include "gated_delta/rows.cuh"
+#include "gated_delta/whole.cuh"
 
 namespace vx {
 namespace delta {
 
-template <class T, int COLUMNS>
+template <class T>
 struct ScanShared {
-  T k[kChunk][kDepth + 8], q[kChunk][kDepth + 8];
-  float s[kDepth][COLUMNS + 8];  // the state's gradient as multiplied: rounded to tf32
-  float d[kChunk][COLUMNS + 8], w[kChunk][COLUMNS + 8];  // the outputs' gradients, and those of u
-  float a[kChunk][kChunk + 4], p[kChunk][kChunk + 4];
-  Gates gates;
-  float r_k[kChunk], r_q[kChunk];
+  struct Stage {
+    T k[kChunk][kDepth + 8], q[kChunk][kDepth + 8];
+    T d[kChunk][kColumns + 8];  // the outputs' gradients
+    Prepared of;
+    float rows[kChunk][kColumns + 8], added[kDepth][kColumns + 8];  // what they give to u's, and to the state's
+  } stages[2];
+  float s[kDepth][kColumns + 8];  // the state's gradient as multiplied: rounded to tf32
+  float w[kChunk][kColumns + 8];  // the gradients of u
 };
 
 template <class T>
@@ -32,154 +35,153 @@ struct GradsShared {
   float of_state[kDepth], taken[2][kChunk], sums[kChunk], columns[kChunk], dg[kChunk], dbeta[kChunk];
 };
 
-template <class T, int COLUMNS>
-__global__ void __launch_bounds__(kBackwardThreads, COLUMNS <= 32 ? 2 : 1) scan_kernel(const GatedDeltaBackward args) {
+template <class T>
+__global__ void __launch_bounds__(kBackwardThreads, 1)
+    scan_kernel(const GatedDeltaBackward args, const Prepared* prepared) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  constexpr int kTiles = COLUMNS / 8, kOwn = COLUMNS / 32;
+  constexpr int kTiles = kColumns / 8;
+  enum { kTogether = 1, kAhead = 2, kMade = 3, kDone = 5 };  // barriers; the latter two are one for each of two chunks
   extern __shared__ __align__(16) unsigned char memory[];
-  auto& sh = *reinterpret_cast<ScanShared<T, COLUMNS>*>(memory);
-  const int splits = args.dv_size / COLUMNS, h = blockIdx.x / splits, c0 = blockIdx.x % splits * COLUMNS, b = blockIdx.y;
+  auto& sh = *reinterpret_cast<ScanShared<T>*>(memory);
+  const int splits = args.dv_size / kColumns, h = blockIdx.x / splits, c0 = blockIdx.x % splits * kColumns, b = blockIdx.y;
   const int hk = h / (args.hv / args.hk);
-  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
-  const bool of_u = warp < 4;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int block = warp % 4, first = 16 * block;
   const int begin = min(max(args.offsets[b], 0), args.tokens), end = max(min(args.offsets[b + 1], args.tokens), begin);
+  const int chunks = (end - begin + kChunk - 1) / kChunk;
   const int64_t plane = int64_t(kDepth) * args.dv_size, whose = (int64_t(b) * args.hv + h) * plane + c0;
+  const int64_t v_step = int64_t(args.hv) * args.dv_size, number = begin / kChunk + b;
+  const auto row_of = [&](int turn) { return begin + (chunks - 1 - turn) * kChunk; };
+  const auto prepared_of = [&](int turn) -> const Prepared& { return prepared[(number + chunks - 1 - turn) * args.hv + h]; };
 
-  // The state's gradient: rows 16 warp + gid and + 8, columns 8 n + 2 tig and the next.
-  float s[kTiles][4];
-  each_pair(s, [&](int r, int c, float& x, float& y) {
-    float2 two{0, 0};
-    if (args.dfinal) two = *reinterpret_cast<const float2*>(args.dfinal + whose + int64_t(16 * warp + r) * args.dv_size + c);
-    x = two.x, y = two.y;
-  });
-  const auto put = [&](float* to) {
-    each_pair(s, [&](int r, int c, float x, float y) {
-      *reinterpret_cast<float2*>(to + int64_t(16 * warp + r) * args.dv_size + c) = float2{x, y};
-    });
-  };
-  for (int n = tid; n < kChunk * (kChunk + 4); n += kBackwardThreads) sh.p[0][n] = 0.0f;
-
-  for (int chunk = (end - begin + kChunk - 1) / kChunk - 1; chunk >= 0; --chunk) {
-    const int row = begin + chunk * kChunk, last = min(kChunk, end - row);
-    load_keys<T>(sh, args, row, last, hk);
-    each_pair(s, [&](int r, int c, float x, float y) {
-      *reinterpret_cast<float2*>(&sh.s[16 * warp + r][c]) = float2{rounded(x), rounded(y)};
-    });
-    put(args.dstates + (int64_t(begin / kChunk + b + chunk) * args.hv + h) * plane + c0);
-    for (int n = tid; n < kChunk * (COLUMNS / 8); n += kBackwardThreads) {
-      const int i = n / (COLUMNS / 8), part = n % (COLUMNS / 8) * 8;
-      T eight[8];
-      uint4 x{};
-      if (i < last)
-        x = *reinterpret_cast<const uint4*>(static_cast<const T*>(args.dout) +
-                                            (int64_t(row + i) * args.hv + h) * args.dv_size + c0 + part);
-      *reinterpret_cast<uint4*>(eight) = x;
-#pragma unroll
-      for (int m = 0; m < 8; ++m) sh.d[i][part + m] = args.scale * widen(eight[m]);
-    }
-    if (warp == 0) make_gates(sh.gates, args, row, last, h);
-    copies_wait<0>();
-    __syncthreads();
-    make_norms<T>(sh, args.l2norm);
-    {
-      // Products of the rows' keys, or queries, with the keys up to their own block.
-      const auto& g = sh.gates.g;
-      auto& to = of_u ? sh.a : sh.p;
-#pragma unroll 1
-      for (int n = 0; n <= block; ++n) {
-        float d[2][4] = {};
-        products_of<T, 2>(d, (of_u ? sh.k : sh.q)[first], sh.k + 16 * n);
-        each_pair(d, [&](int r, int c, float x, float y) {
-          const int i = first + r, j = 16 * n + c;
-          const float f = of_u ? sh.gates.beta[i] * sh.r_k[i] : sh.r_q[i];
-          const int seen = i < last ? (of_u ? i : i + 1) : 0;  // of these keys on: none
-          x = j < seen ? f * (exp_term(g[i] - g[j]) * x) : 0.0f;
-          y = j + 1 < seen ? f * (exp_term(g[i] - g[j + 1]) * y) : 0.0f;
-          if (!of_u || n < block) x = rounded(x), y = rounded(y);
-          *reinterpret_cast<float2*>(&to[i][j]) = float2{x, y};
-        });
+  if (warp >= 4) {
+    const int thread = threadIdx.x - 128;
+    // What these warps read, as soon as they are done with it two chunks before; the rest when the others are.
+    const auto bring_ahead = [&](int turn) {
+      if (turn < chunks) {
+        auto& to = sh.stages[turn % 2];
+        const int64_t row = row_of(turn);
+        const int last = min(kChunk, int(end - row));
+        copy_rows<kDepth>(to.q, static_cast<const T*>(args.q) + row * args.q_row + hk * args.q_head, args.q_row, last, thread);
+        copy_rows<kColumns>(to.d, static_cast<const T*>(args.dout) + row * v_step + int64_t(h) * args.dv_size + c0, v_step, last, thread);
+        copy_all<sizeof(Prepared::q), 128>(&to.of.q, &prepared_of(turn).q, thread);
       }
-    }
-    float x[kTiles][4] = {};
-    if (of_u)
-      multiply<kDepth>(x, [&](int r, int k) { return widen(sh.k[first + r][k]); }, [&](int k, int c) { return sh.s[k][c]; });
-    __syncthreads();  // all rows of p are there
-    float y[kTiles][4] = {};
-    if (!of_u) {
-      multiply<kChunk>(y, [&](int r, int k) { return sh.p[k][first + r]; }, [&](int k, int c) { return rounded(sh.d[k][c]); });
-      each_pair(y, [&](int r, int c, float x, float y) { *reinterpret_cast<float2*>(&sh.w[first + r][c]) = float2{x, y}; });
-    }
-    __syncthreads();
-    float z[kTiles][4] = {};  // what is added to the state's gradient
-    const auto of_q = [&] {
-      multiply<kChunk>(
-          z, [&](int r, int k) { return widen(sh.q[k][16 * warp + r]); },
-          [&](int k, int c) { return rounded((sh.gates.decay[k] * sh.r_q[k]) * sh.d[k][c]); });
+      copies_end();
     };
-    if (of_u) {
-      each_pair(x, [&](int r, int c, float& low, float& high) {
-        const float2 two = *reinterpret_cast<const float2*>(&sh.w[first + r][c]);
-        low = fmaf(sh.gates.rest[first + r], low, two.x) + 0.0f;
-        high = fmaf(sh.gates.rest[first + r], high, two.y) + 0.0f;
-      });
-      // order: blocks of 16 rows from the last to the first
+    const auto bring = [&](int turn) {
+      auto& to = sh.stages[turn % 2];
+      const int64_t row = row_of(turn);
+      copy_rows<kDepth>(to.k, static_cast<const T*>(args.k) + row * args.k_row + hk * args.k_head, args.k_row,
+                        min(kChunk, int(end - row)), thread);
+      copy_all<sizeof(Prepared::k), 128>(&to.of.k, &prepared_of(turn).k, thread);
+      copies_end();
+    };
+    bring_ahead(0);
+    bring_ahead(1);
+    for (int turn = 0; turn < chunks; ++turn) {
+      auto& in = sh.stages[turn % 2];
+      const auto& of = in.of.q;
+      if (turn >= 2) meet<kBackwardThreads>(kDone + turn % 2);
+      bring(turn);
+      copies_wait<2>();
+      meet<128>(kAhead);
+      float rows[kTiles][4] = {};
+      // order: blocks of 16 rows, ascending; rows before this warp's give zeros
 #pragma unroll 1
-      for (int turn = kChunk / 16 - 1; turn >= 0; --turn) {
-        if (block == turn) {
-          // before its own block's rows, from where the products left it to a column a thread
+      for (int m = 0; m < 4; ++m)
+        multiply<16>(
+            rows,
+            [&](int r, int k) {
+              const int at = placed_in_row(k, r);
+              return m < block ? 0.0f : m == block ? rounded(of.own[m][k][at]) : of.p[m * (m - 1) / 2 + block][k][at];
+            },
+            [&](int k, int c) { return rounded(args.scale * widen(in.d[16 * m + k][c])); });
+      each_pair(rows, [&](int r, int c, float x, float y) { *reinterpret_cast<float2*>(&in.rows[first + r][c]) = float2{x, y}; });
+      State added = {};
+      multiply<kChunk>(
+          added, [&](int r, int k) { return widen(in.q[k][32 * block + r]); },
+          [&](int k, int c) { return rounded(of.decay[k] * (args.scale * widen(in.d[k][c]))); });
 #pragma unroll
-          for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) x[n][e] = x[n][e] - (y[n][e] + 0.0f);
-          each_pair(x, [&](int r, int c, float low, float high) {
-            *reinterpret_cast<float2*>(&sh.w[first + r][c]) = float2{low, high};
-          });
-          __syncwarp();
-#pragma unroll
-          for (int own = 0; own < kOwn; ++own) {
-            const int c = lane + 32 * own;
-            float part[16];
-#pragma unroll
-            for (int i = 0; i < 16; ++i) part[i] = sh.w[first + i][c];
-            // order: the own block's rows, descending
-#pragma unroll
-            for (int i = 15; i >= 0; --i) {
-              part[i] = sh.r_k[first + i] * part[i];
-              const float u = part[i] + 0.0f;
-#pragma unroll
-              for (int j = 0; j < i; ++j) part[j] = fmaf(-(sh.a[first + i][first + j] + 0.0f), u, part[j]);
-            }
-            float* const to = args.dus + (int64_t(row + first) * args.hv + h) * args.dv_size + c0 + c;
-#pragma unroll
-            for (int i = 0; i < 16; ++i) {
-              sh.w[first + i][c] = part[i];
-              if (first + i < last) to[int64_t(i) * args.hv * args.dv_size] = part[i];
-            }
-          }
-        }
-        asm volatile("bar.sync 1, 128;" ::: "memory");
-        if (block < turn)
-          multiply<16>(
-              y, [&](int r, int k) { return sh.a[16 * turn + k][first + r]; },
-              [&](int k, int c) { return rounded(sh.w[16 * turn + k][c]); });
-      }
-    } else {
-      of_q();
+      for (int m = 0; m < 2; ++m)
+        each_pair(added[m], [&](int r, int c, float x, float y) {
+          *reinterpret_cast<float2*>(&in.added[32 * block + 16 * m + r][c]) = float2{x, y};
+        });
+      copies_wait<0>();
+      arrive<kBackwardThreads>(kMade + turn % 2);
+      meet<128>(kAhead);  // all have read what is overwritten
+      bring_ahead(turn + 2);
     }
-    __syncthreads();
-    if (of_u) of_q();
-    multiply<kChunk>(
-        z, [&](int r, int k) { return widen(sh.k[k][16 * warp + r]); },
-        [&](int k, int c) { return rounded(-(((sh.gates.beta[k] * sh.gates.decay[k]) * sh.r_k[k]) * sh.w[k][c])); });
-    const float whole = exp_term(sh.gates.g[last - 1]);
+    return;
+  }
+
+  State s;
+  load_state(s, args.dfinal ? args.dfinal + whose : nullptr, args.dv_size);
+  round_state(s, sh.s);
+  meet<128>(kTogether);
+  for (int turn = 0; turn < chunks; ++turn) {
+    meet<kBackwardThreads>(kMade + turn % 2);
+    const int row = row_of(turn), last = end - row;
+    const auto& in = sh.stages[turn % 2];
+    const auto& of = in.of.k;
+    auto& w = sh.w;
+    store_state(s, args.dstates + ((number + chunks - 1 - turn) * args.hv + h) * plane + c0, args.dv_size);
+    float x[kTiles][4] = {}, y[kTiles][4] = {};
+    multiply<kDepth>(x, [&](int r, int k) { return widen(in.k[first + r][k]); }, [&](int k, int c) { return sh.s[k][c]; });
+    each_pair(x, [&](int r, int c, float& low, float& high) {
+      const float2 two = *reinterpret_cast<const float2*>(&in.rows[first + r][c]);
+      low = fmaf(of.rest[first + r], low, two.x) + 0.0f;
+      high = fmaf(of.rest[first + r], high, two.y) + 0.0f;
+    });
+    float own[16][16];
+    load_own(own, of.own[block]);
+    // order: blocks of 16 rows from the last to the first
+#pragma unroll 1
+    for (int n = 3; n > block; --n) {
+      meet<128>(kTogether);
+      const auto& left = of.a[n * (n - 1) / 2 + block];
+      multiply<16>(
+          y, [&](int r, int k) { return left[k][placed_in_row(k, r)]; },
+          [&](int k, int c) { return rounded(w[16 * n + k][c]); });
+    }
+    // before its own block's rows, from where the products left it to a column a thread
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) s[n][e] = fmaf(whole, s[n][e], z[n][e]);
-    __syncthreads();
+      for (int e = 0; e < 4; ++e) x[n][e] = x[n][e] - (y[n][e] + 0.0f);
+    each_pair(x, [&](int r, int c, float low, float high) { *reinterpret_cast<float2*>(&w[first + r][c]) = float2{low, high}; });
+    __syncwarp();
+    float part[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) part[i] = w[first + i][lane];
+    substitute<true>(part, &of.r[first], 0, [&](int j, int i) { return own[j][i]; });
+#pragma unroll
+    for (int i = 0; i < 16; ++i) part[i] = of.r[first + i] * part[i], w[first + i][lane] = part[i];
+#pragma unroll 1
+    for (int n = block; n >= 0; --n) meet<128>(kTogether);
+    float* const to = args.dus + (row + first) * v_step + int64_t(h) * args.dv_size + c0 + lane;
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+      if (first + i < last) to[i * v_step] = part[i];
+    State added;
+    each_of_state(added, [&](int r, int c, float& low, float& high) {
+      const float2 two = *reinterpret_cast<const float2*>(&in.added[r][c]);
+      low = two.x, high = two.y;
+    });
+    multiply<kChunk>(
+        added, [&](int r, int k) { return widen(in.k[k][32 * warp + r]); },
+        [&](int k, int c) { return rounded(-(of.back[k] * w[k][c])); });
+    const float whole = of.whole[0];
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[m][n][e] = fmaf(whole, s[m][n][e], added[m][n][e]);
+    round_state(s, sh.s);
+    meet<128>(kTogether);
+    if (turn + 2 < chunks) arrive<kBackwardThreads>(kDone + turn % 2);
   }
-  if (args.dinitial) put(args.dinitial + whose);
+  if (args.dinitial) store_state(s, args.dinitial + whose, args.dv_size);
 #endif
 }
 
@@ -196,6 +198,23 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
   const int row = found.begin + found.chunk * kChunk, last = min(kChunk, found.end - row);
   if (found.chunk < 0 || last <= 0) return;
 
+  // What a head's block of columns reads, on its way into the L2 cache while there is other work.
+  const auto expect = [&](int n) {
+    if (n >= group * splits) return;
+    const int64_t h = hk * group + n / splits, c = n % splits * 64, stride = int64_t(args.hv) * args.dv_size;
+    const int64_t of_state = (int64_t(index) * args.hv + h) * kDepth * args.dv_size + c + tid / 2 * args.dv_size + tid % 2 * 32;
+    into_l2(args.states + of_state), into_l2(args.dstates + of_state);
+    const int i = tid / 2 % 64;
+    const int64_t of_row = (row + i) * stride + h * args.dv_size + c;
+    if (i >= last) return;
+    if (tid < 128)
+      into_l2(args.us + of_row + tid % 2 * 32), into_l2(args.dus + of_row + tid % 2 * 32);
+    else if (tid % 2)
+      into_l2(static_cast<const T*>(args.dout) + of_row);
+    else
+      into_l2(static_cast<const T*>(args.v) + (row + i) * args.v_row + h * args.v_head + c);
+  };
+  expect(0);
   load_keys<T>(sh, args, row, last, hk);
   copies_wait<0>();
   __syncthreads();
@@ -217,6 +236,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
     for (int split = 0; split < splits; ++split) {
       const int64_t states_at = (int64_t(index) * args.hv + h) * kDepth * args.dv_size + 64 * split;
       const auto at = [&](int i) { return (int64_t(row + i) * args.hv + h) * args.dv_size + 64 * split; };
+      expect(one * splits + split + 1);
       for (int n = tid; n < kDepth * 16; n += kBackwardThreads) {
         const int r = n / 16, c = n % 16 * 4;
         const int64_t from = states_at + int64_t(r) * args.dv_size + c;
@@ -413,9 +433,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
       if (tid < kChunk) {
         // What the state behind the chunk takes: of every row, and of what was there before.
         float f[kChunk], of_state[kChunk];
-        const auto taken = [&](int i) { return sh.taken[0][i] + sh.taken[1][i]; };
+        const auto taken = [&](int i) { return (sh.taken[0][i] + 0.0f) + sh.taken[1][i]; };
 #pragma unroll
-        for (int i = 0; i < kChunk; ++i) f[i] = taken(i), of_state[i] = sh.of_state[i] + sh.of_state[i + 64];
+        for (int i = 0; i < kChunk; ++i) f[i] = taken(i), of_state[i] = (sh.of_state[i] + 0.0f) + sh.of_state[i + 64];
         fold<kChunk>(f);
         fold<kChunk>(of_state);
         const float mine = (sh.sums[tid] - taken(tid)) + (tid == last - 1 ? f[0] + whole * of_state[0] : 0.0f);

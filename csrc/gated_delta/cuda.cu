@@ -39,43 +39,41 @@ void launch(const GatedDeltaChunks& args, int device, cudaStream_t stream) {
   VX_CUDA_CHECK(sm90::launch_chained(kernel, grid, kChunkThreads, kBytes, stream, args));
 }
 
-template <class T, int COLUMNS, int STAGES>
-void launch_whole(const GatedDeltaChunks& args, const delta::Prepared* prepared, int device, cudaStream_t stream) {
-  auto kernel = delta::whole_kernel<T, COLUMNS, STAGES>;
-  constexpr int kBytes = sizeof(delta::WholeShared<T, COLUMNS, STAGES>);
-  static_assert(kBytes <= (STAGES == 1 ? 113 << 10 : 227 << 10));
+template <class T>
+void prepare(const GatedDeltaBackward& rows, delta::Prepared* prepared, int device, cudaStream_t stream) {
+  constexpr int kBytes = sizeof(delta::PrepareShared<T>);
   static std::atomic<uint64_t> allowed{0};
-  allow_shared_memory(kernel, kBytes, device, allowed);
-  const dim3 grid(unsigned(args.hv * (args.dv / COLUMNS)), unsigned(args.sequences));
-  kernel<<<grid, kChunkThreads, kBytes, stream>>>(args, prepared);
+  allow_shared_memory(delta::prepare_kernel<T>, kBytes, device, allowed);
+  if (rows.tokens == 0) return;
+  const dim3 grid(unsigned(rows.tokens / kChunk + rows.sequences), unsigned(rows.hk));
+  delta::prepare_kernel<T><<<grid, kBackwardThreads, kBytes, stream>>>(rows, prepared);
   VX_CUDA_CHECK(cudaGetLastError());
 }
 
 template <class T>
-void launch(const GatedDeltaChunks& args, const GatedDeltaBackward& rows, delta::Prepared* prepared, int columns,
-            int stages, int device, cudaStream_t stream) {
-  constexpr int kBytes = sizeof(delta::PrepareShared<T>);
+void launch(const GatedDeltaChunks& args, const GatedDeltaBackward& rows, delta::Prepared* prepared, int device,
+            cudaStream_t stream) {
+  prepare<T>(rows, prepared, device, stream);
+  constexpr int kBytes = sizeof(delta::WholeShared<T>);
+  static_assert(kBytes <= 227 << 10);
   static std::atomic<uint64_t> allowed{0};
-  allow_shared_memory(delta::prepare_kernel<T>, kBytes, device, allowed);
-  if (args.tokens) {
-    const dim3 grid(unsigned(args.tokens / kChunk + args.sequences), unsigned(args.hk));
-    delta::prepare_kernel<T><<<grid, kBackwardThreads, kBytes, stream>>>(rows, prepared);
-    VX_CUDA_CHECK(cudaGetLastError());
-  }
-  if (columns == 64) return launch_whole<T, 64, 2>(args, prepared, device, stream);
-  stages == 1 ? launch_whole<T, 32, 1>(args, prepared, device, stream) : launch_whole<T, 32, 2>(args, prepared, device, stream);
+  allow_shared_memory(delta::whole_kernel<T>, kBytes, device, allowed);
+  const dim3 grid(unsigned(args.hv * (args.dv / delta::kColumns)), unsigned(args.sequences));
+  delta::whole_kernel<T><<<grid, kChunkThreads, kBytes, stream>>>(args, prepared);
+  VX_CUDA_CHECK(cudaGetLastError());
 }
 
-template <class T, int COLUMNS>
-void launch(const GatedDeltaBackward& args, int64_t chunks, int device, cudaStream_t stream) {
-  auto scan = delta::scan_kernel<T, COLUMNS>;
-  constexpr int kScan = sizeof(delta::ScanShared<T, COLUMNS>), kGrads = sizeof(delta::GradsShared<T>);
+template <class T>
+void launch(const GatedDeltaBackward& args, delta::Prepared* prepared, bool is_prepared, int64_t chunks, int device,
+            cudaStream_t stream) {
+  if (!is_prepared) prepare<T>(args, prepared, device, stream);
+  constexpr int kScan = sizeof(delta::ScanShared<T>), kGrads = sizeof(delta::GradsShared<T>);
   static_assert(kScan <= 227 << 10 && kGrads <= 227 << 10);
   static std::atomic<uint64_t> scan_allowed{0}, grads_allowed{0};
-  allow_shared_memory(scan, kScan, device, scan_allowed);
+  allow_shared_memory(delta::scan_kernel<T>, kScan, device, scan_allowed);
   allow_shared_memory(delta::grads_kernel<T>, kGrads, device, grads_allowed);
-  const dim3 columns(unsigned(args.hv * (args.dv_size / COLUMNS)), unsigned(args.sequences));
-  scan<<<columns, kBackwardThreads, kScan, stream>>>(args);
+  const dim3 columns(unsigned(args.hv * (args.dv_size / delta::kColumns)), unsigned(args.sequences));
+  delta::scan_kernel<T><<<columns, kBackwardThreads, kScan, stream>>>(args, prepared);
   VX_CUDA_CHECK(cudaGetLastError());
   if (args.tokens == 0) return;
   delta::grads_kernel<T><<<dim3(unsigned(chunks), unsigned(args.hk)), kBackwardThreads, kGrads, stream>>>(args);
@@ -203,33 +201,39 @@ GatedDeltaBackward rows_of(const GatedDeltaChunks& from) {
 }
 
 GatedDeltaChunks fill_whole(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
-                            const Tensor& cu_seqlens, double scale, bool l2norm, int64_t columns) {
+                            const Tensor& cu_seqlens, double scale, bool l2norm) {
   GatedDeltaChunks args{};
   fill_rows(args, q, k, v, g, beta, cu_seqlens, scale, l2norm);
   const auto aligned = [](const Tensor& t) {
     return t.stride(0) % 8 == 0 && t.stride(1) % 8 == 0 && reinterpret_cast<uintptr_t>(data(t)) % 16 == 0;
   };
   STD_TORCH_CHECK(aligned(q) && aligned(k) && aligned(v), "gated_delta: expected rows and heads on 16-byte boundaries");
-  STD_TORCH_CHECK(args.dk == 128 && (columns == 32 || columns == 64) && args.dv % 64 == 0 && args.wide_beta &&
+  STD_TORCH_CHECK(args.dk == 128 && args.dv % 64 == 0 && args.wide_beta &&
                       g.is_contiguous() && beta.is_contiguous(),
                   "gated_delta: expected heads of 128, values of a multiple of 64, contiguous fp32 gates");
   return args;
 }
 
-// Whole sequences, in blocks of so many columns, with copies of so many chunks at a time. prepared: fp32, of 5504 values
-// for each chunk and value head.
+// prepared: fp32, of kPrepared values for each chunk and value head.
+constexpr int64_t kPrepared = sizeof(delta::Prepared) / 4;
+delta::Prepared* prepared_of(const Tensor& prepared, const GatedDeltaChunks& args) {
+  static_assert(kPrepared == 5508);
+  const int64_t chunks = args.tokens / kChunk + args.sequences;
+  return reinterpret_cast<delta::Prepared*>(planes(prepared, "prepared", chunks * args.hv * kPrepared));
+}
+
+// Whole sequences.
 void gated_delta_whole(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens,
                        std::optional<Tensor> initial_state, std::optional<Tensor> final_state, std::optional<Tensor> states,
-                       std::optional<Tensor> us, Tensor prepared, double scale, bool l2norm, int64_t columns, int64_t stages,
+                       std::optional<Tensor> us, Tensor prepared, double scale, bool l2norm,
                        std::optional<Tensor> out) {
-  GatedDeltaChunks args = fill_whole(q, k, v, g, beta, cu_seqlens, scale, l2norm, columns);
+  GatedDeltaChunks args = fill_whole(q, k, v, g, beta, cu_seqlens, scale, l2norm);
   const int64_t plane = int64_t(args.hv) * args.dk * args.dv, chunks = args.tokens / kChunk + args.sequences;
   args.initial = planes(initial_state, "initial_state", args.sequences * plane);
   args.final_state = planes(final_state, "final_state", args.sequences * plane);
   args.states = planes(states, "states", chunks * plane);
   args.us = planes(us, "us", v.numel());
-  static_assert(sizeof(delta::Prepared) == 5504 * 4);
-  const auto to = reinterpret_cast<delta::Prepared*>(planes(prepared, "prepared", chunks * args.hv * 5504));
+  delta::Prepared* const to = prepared_of(prepared, args);
   if (out) {
     check_out(*out, v);
     args.out = mutable_data(*out);
@@ -240,9 +244,9 @@ void gated_delta_whole(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tens
   const cudaStream_t stream = current_stream(q);
   const int device = q.get_device_index();
   if (q.scalar_type() == ScalarType::BFloat16)
-    launch<__nv_bfloat16>(args, rows, to, int(columns), int(stages), device, stream);
+    launch<__nv_bfloat16>(args, rows, to, device, stream);
   else
-    launch<__half>(args, rows, to, int(columns), int(stages), device, stream);
+    launch<__half>(args, rows, to, device, stream);
 }
 
 void check_out(const Tensor& out, const Tensor& like, const char* name) {
@@ -250,12 +254,14 @@ void check_out(const Tensor& out, const Tensor& like, const char* name) {
                   "gated_delta: ", name, ": expected contiguous, of the size and dtype of what it is the gradient of");
 }
 
-// All gradients, from what gated_delta_chunks keeps; a block of the first kernel takes this many columns.
+// All gradients, from what gated_delta_whole or gated_delta_chunks keeps. prepared: as gated_delta_whole writes it, where
+// it has been; else it is written here.
 void gated_delta_backward(Tensor dout, std::optional<Tensor> dfinal, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta,
-                          Tensor cu_seqlens, Tensor states, Tensor us, double scale, bool l2norm, int64_t columns,
-                          Tensor dstates, Tensor dus, Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta,
+                          Tensor cu_seqlens, Tensor states, Tensor us, Tensor prepared, bool is_prepared, double scale,
+                          bool l2norm, Tensor dstates, Tensor dus, Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta,
                           std::optional<Tensor> dinitial) {
-  const GatedDeltaChunks rows = fill_whole(q, k, v, g, beta, cu_seqlens, scale, l2norm, columns);
+  const GatedDeltaChunks rows = fill_whole(q, k, v, g, beta, cu_seqlens, scale, l2norm);
+  delta::Prepared* const between = prepared_of(prepared, rows);
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(data(dout)) % 16 == 0, "gated_delta: dout: expected a 16-byte boundary");
   check_out(dout, v, "dout"), check_out(dq, q, "dq"), check_out(dk, k, "dk"), check_out(dv, v, "dv");
   check_out(dg, g, "dg"), check_out(dbeta, beta, "dbeta");
@@ -273,10 +279,9 @@ void gated_delta_backward(Tensor dout, std::optional<Tensor> dfinal, Tensor q, T
   const cudaStream_t stream = current_stream(q);
   const int device = q.get_device_index();
   if (q.scalar_type() == ScalarType::BFloat16)
-    columns == 32 ? launch<__nv_bfloat16, 32>(args, chunks, device, stream)
-                  : launch<__nv_bfloat16, 64>(args, chunks, device, stream);
+    launch<__nv_bfloat16>(args, between, is_prepared, chunks, device, stream);
   else
-    columns == 32 ? launch<__half, 32>(args, chunks, device, stream) : launch<__half, 64>(args, chunks, device, stream);
+    launch<__half>(args, between, is_prepared, chunks, device, stream);
 }
 
 // Whole sequences, or with slots those of more than one row; a block takes this many columns.

@@ -68,10 +68,39 @@ __device__ __forceinline__ void copy16_once(void* to, const void* from) {
                "l"(policy)
                : "memory");
 }
+__device__ __forceinline__ void into_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 __device__ __forceinline__ void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
 __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Some of a block's warps: THREADS of them meet, or those that arrive let the others go on.
+template <int THREADS>
+__device__ __forceinline__ void meet(int barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
+}
+template <int THREADS>
+__device__ __forceinline__ void arrive(int barrier) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
+}
+
+// 16 rows of a column, from what the rows of other blocks leave to what their own block's rows do: factors[i] x_i is what
+// row i is multiplied by, minus(j, i) the negative factor of row i in row j. The first `given` rows are multiplied by as
+// they are.
+template <bool DESCENDING, class Minus>
+__device__ __forceinline__ void substitute(float (&x)[16], const float* factors, int given, Minus minus) {
+  // order: the own block's rows, one fma each
+#pragma unroll
+  for (int n = 0; n < 16; ++n) {
+    const int i = DESCENDING ? 15 - n : n;
+    const float z = (i < given ? x[i] : factors[i] * x[i]) + 0.0f;
+#pragma unroll
+    for (int m = n + 1; m < 16; ++m) {
+      const int j = DESCENDING ? 15 - m : m;
+      if (j >= given) x[j] = fmaf(minus(j, i), z, x[j]);
+    }
+  }
 }
 
 // 1 / sqrt(sum of squares + 1e-6) of a row, lane l holding x[l + 32 m].

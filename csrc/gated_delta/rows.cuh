@@ -34,17 +34,29 @@ struct Gates {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// d + a @ b, of 16 rows and TILES times 8 columns; a(row, k) and b(k, column) give operands that are rounded.
+// d + a @ b, of M times 16 rows and TILES times 8 columns; a(row, k) and b(k, column) give operands that are rounded.
 // order: K ascending in the accumulator
-template <int K, int TILES, class A, class B>
-__device__ __forceinline__ void multiply(float (&d)[TILES][4], A a, B b) {
+template <int K, int M, int TILES, class A, class B>
+__device__ __forceinline__ void multiply(float (&d)[M][TILES][4], A a, B b) {
   const int gid = threadIdx.x % 32 / 4, tig = threadIdx.x % 4;
 #pragma unroll 4
   for (int k = tig; k < K; k += 8) {
-    const float left[4] = {a(gid, k), a(gid + 8, k), a(gid, k + 4), a(gid + 8, k + 4)};
+    float left[M][4], right[TILES][2];
 #pragma unroll
-    for (int n = 0; n < TILES; ++n) product(d[n], left, b(k, 8 * n + gid), b(k + 4, 8 * n + gid));
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) left[m][e] = a(16 * m + gid + e % 2 * 8, k + e / 2 * 4);
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) right[n][0] = b(k, 8 * n + gid), right[n][1] = b(k + 4, 8 * n + gid);
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int n = 0; n < TILES; ++n) product(d[m][n], left[m], right[n][0], right[n][1]);
   }
+}
+template <int K, int TILES, class A, class B>
+__device__ __forceinline__ void multiply(float (&d)[TILES][4], A a, B b) {
+  multiply<K, 1, TILES>(reinterpret_cast<float (&)[1][TILES][4]>(d), a, b);
 }
 
 // f(row, column, two neighbours) of 16 rows and TILES times 8 columns

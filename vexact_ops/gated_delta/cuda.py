@@ -2,8 +2,8 @@
 
 Single rows of sequences (decode.cuh), chunks of a paged call (chunks.cuh), whole sequences (whole.cuh) and the backward
 (backward.cuh) are proposed each for itself, and verified byte for byte against the Triton kernels, what they leave in
-slots included (contract: verify, then trust). How many columns of a head a block of the latter three takes is raced,
-once for few blocks and once for more than the GPU runs at once.
+slots included (contract: verify, then trust). How many columns of a head a block of chunks takes is raced, once for
+few blocks and once for more than the GPU runs at once; that kernel is a candidate for whole sequences too.
 """
 
 import functools
@@ -23,9 +23,9 @@ from .triton_gates import delta_gates_bwd as delta_gates_bwd
 from .triton_gates import delta_gates_fwd as delta_gates_fwd
 
 DECODE, CHUNKS, WHOLE, BACKWARD = "decode", "chunks", "whole", "backward"
-# columns of a head in a block; of whole sequences also how many chunks are on their way at a time
-TILES = {DECODE: ("64",), CHUNKS: ("32", "64"), WHOLE: ("32 1", "32 2", "64 2"), BACKWARD: ("32", "64")}
-PREPARED = 5504  # fp32 values of a chunk and a value head that do not wait for a state
+# columns of a head in a block
+TILES = {DECODE: ("64",), CHUNKS: ("32", "64"), WHOLE: ("32",), BACKWARD: ("32",)}
+PREPARED = 5508  # fp32 values of a chunk and a value head that do not wait for a state
 
 
 class Call(NamedTuple):
@@ -139,35 +139,38 @@ def _whole(name, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, fin
     return out, state
 
 
-def _sequences(name, q, k, v, g, beta, cu_seqlens, initial_state, state, states, us, scale, l2norm, out) -> None:
-    """By the kernels of whole sequences, or by the one of chunks, which whole ones are for it."""
+def _sequences(name, q, k, v, g, beta, cu_seqlens, initial_state, state, states, us, scale, l2norm, out):
+    """By the kernels of whole sequences, or by the one of chunks, which whole ones are for it. What was prepared."""
     tensors = q, k, v, g, beta, cu_seqlens, initial_state, state, states, us
     if CHUNKS in name:
         _native().chunks(*tensors, *[None] * 6, scale, l2norm, *_tile(name), out)
-    else:
-        _native().whole(*tensors, _prepared(v, cu_seqlens), scale, l2norm, *_tile(name), out)
+        return None
+    prepared = _prepared(v, cu_seqlens)
+    _native().whole(*tensors, prepared, scale, l2norm, out)
+    return prepared
 
 
 def _kept(name, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm):
-    """The states at chunk starts and u, for the backward, as triton.chunks gives them."""
+    """The states at chunk starts and u, for the backward, as triton.chunks gives them; and what was prepared."""
     rows = q, k, v, g, beta, cu_seqlens
     if name == "triton" or q.shape[0] == 0:
-        return triton.chunks(*rows, initial_state, scale, l2norm, keep=True)
+        return *triton.chunks(*rows, initial_state, scale, l2norm, keep=True), None
     shape = q.shape[0] // CHUNK + cu_seqlens.shape[0], v.shape[1], q.shape[2], v.shape[2]
     states, us = (torch.empty(s, dtype=torch.float32, device=q.device) for s in (shape, v.shape))
-    _sequences(name, *rows, initial_state, None, states, us, scale, l2norm, None)
-    return states, us
+    return states, us, _sequences(name, *rows, initial_state, None, states, us, scale, l2norm, None)
 
 
 def _gradients(name, dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, kept):
-    if name == "triton" or q.shape[0] == 0:
-        return triton_backward.backward(dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, kept)
     rows = q, k, v, g, beta, cu_seqlens
-    states, us = kept
+    states, us, prepared = kept
+    if name == "triton" or q.shape[0] == 0:
+        return triton_backward.backward(dout, dfinal, *rows, initial_state, scale, l2norm, (states, us))
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, g, beta)]
     dinitial = None if initial_state is None else torch.empty_like(initial_state)
     own = torch.empty_like(states), torch.empty_like(us)
-    _native().backward(dout, dfinal, *rows, states, us, scale, l2norm, *_tile(name), *own, *grads, dinitial)
+    between = _prepared(v, cu_seqlens) if prepared is None else prepared
+    options = prepared is not None, scale, l2norm
+    _native().backward(dout, dfinal, *rows, states, us, between, *options, *own, *grads, dinitial)
     return *grads, dinitial
 
 
@@ -211,7 +214,7 @@ def _verified(part: str, name: str, rows, memory, step, initial, l2norm):
         return [x for x in _gradients_of(name, rows, step[2], initial, l2norm) if x is not None]
     if part == WHOLE:
         whole = *rows[:4], rows[4].float(), step[2], initial, 0.3, l2norm
-        return [*_whole(name, *whole, True), *_used(*_kept(name, *whole), step[2])]
+        return [*_whole(name, *whole, True), *_used(*_kept(name, *whole)[:2], step[2])]
     memory, out = [t.clone() for t in memory], torch.zeros_like(rows[2])
     _paged(part, name, *rows, memory, step, 0.3, l2norm, out)
     return [out, *memory]
@@ -220,7 +223,7 @@ def _verified(part: str, name: str, rows, memory, step, initial, l2norm):
 def _gradients_of(name: str, rows, offsets, initial, l2norm):
     """From upstream gradients that a case's values stand for: its v, and its states behind the last rows."""
     dout, *rows = rows[2].flip(0).contiguous(), *rows[:4], rows[4].float()
-    kept = triton.chunks(*rows, offsets, initial, 0.3, l2norm, keep=True)
+    kept = *triton.chunks(*rows, offsets, initial, 0.3, l2norm, keep=True), None
     dfinal = None if initial is None else initial.flip(0).contiguous()
     return _gradients(name, dout, dfinal, *rows, offsets, initial, 0.3, l2norm, kept)
 
@@ -312,7 +315,7 @@ def _race(part: str, candidates, case) -> list[float | Exception]:
     elif part == WHOLE:
         run, given = _whole, (*whole, True)
     else:
-        run, given = _gradients, (rows[2], None, *whole, triton.chunks(*whole, keep=True))
+        run, given = _gradients, (rows[2], None, *whole, (*triton.chunks(*whole, keep=True), None))
     return race_on_gpu([[functools.partial(run, one.name, *given)] * 4 for one in candidates])
 
 
