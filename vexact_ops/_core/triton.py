@@ -9,9 +9,12 @@ Multiplications and additions are fused where the source says tl.fma and nowhere
 root are the correctly rounded ones. One function has other bits than a CPU's: exp_term.
 """
 
+import concurrent.futures
 import contextlib
 import functools
 import os
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,6 +31,45 @@ def on(tensor: Tensor):
     if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
         return _HERE
     return torch.cuda.device(tensor.device)
+
+
+class Launch(NamedTuple):
+    """A Triton kernel with what it is launched with."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple
+    options: dict
+
+
+_launched: set[Hashable] = set()
+
+
+def launch(launches: Sequence[Launch], device: torch.device, kind: Hashable) -> None:
+    """Launch kernels one after the other. Where none of this kind were launched before, they are compiled side by side
+    first: most of that time is an assembler's and a C compiler's, each in a process of its own. What fails there is met
+    again by the launch, which says why.
+
+    kind  what they are compiled for, such as sizes that they are specialized on
+    """
+    if (device, kind) not in _launched:
+        if device.type == "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            with contextlib.suppress(Exception):
+                _compile(launches, device)
+        _launched.add((device, kind))
+    for one in launches:
+        one.kernel[one.grid](*one.args, **one.options)
+
+
+def _compile(launches: Sequence[Launch], device: torch.device) -> None:
+    def loaded(kernel) -> None:
+        with torch.cuda.device(device):
+            _ = kernel.result().run if isinstance(kernel, triton.FutureKernel) else kernel.run
+
+    with concurrent.futures.ThreadPoolExecutor(min(len(launches), os.cpu_count() or 1)) as pool:
+        with triton.AsyncCompileMode(pool, ignore_errors=True):
+            compiled = [one.kernel.warmup(*one.args, grid=one.grid, **one.options) for one in launches]
+        list(pool.map(loaded, compiled))
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, begin, chunk, early, exp_term, log, on
+from .._core.triton import OPTIONS, Launch, begin, chunk, early, exp_term, launch, log, on
 from ..log_softmax.triton import LSE_BLOCK, TILE, join_blocks, joined, load_blocks, log_prob, reduce_blocks
 
 DRAWN = 16  # blocks that one program of the draw looks at
@@ -576,30 +576,47 @@ def sample(
     found = Search(bounds, cuts, sums, states)
     search = min(searched, max(1, int(PROGRAMS / rows**0.5)))
     options = {**OPTIONS, **early(logits)}
+    launches = [
+        Launch(
+            _blocks_kernel,
+            (rows, triton.cdiv(blocks, TILE)),
+            (logits, temperature, top_k, top_p, parts, sums, n, blocks, stride),
+            {"TILE": TILE, "num_warps": 4, **options},
+        ),
+        Launch(
+            _rows_kernel,
+            (rows,),
+            (logits, temperature, top_k, top_p, min_p, parts, lse, greedy, bounds, n, blocks, stride),
+            {**joined(blocks), "num_warps": 4, **options},
+        ),
+    ]
+    for by_mass in (False, True):
+        taken = {"BY_MASS": by_mass, "num_warps": 4, **options}
+        row = logits, parts, lse, greedy, temperature, top_k, top_p, min_p, found, n, blocks, stride, searched
+        launches += [
+            *(Launch(_digits_kernel, (rows, search), row, {"LEVEL": i, "TILE": SEARCH, **taken}) for i in range(3)),
+            Launch(
+                _cut_kernel,
+                (rows,),
+                (logits, greedy, temperature, top_k, top_p, cuts, sums, states, n, stride),
+                {"TILE": 2048, **taken},
+            ),
+        ]
+    drawn, scored = (logits, seeds, positions), (lse, greedy, temperature, min_p, cuts, scores, best)
+    launches += [
+        Launch(
+            _draw_kernel,
+            (rows, tiles),
+            (*drawn, parts, *scored, n, blocks, stride, tiles),
+            {"TILE": DRAWN, "num_warps": 4, **options},
+        ),
+        Launch(
+            _finish_kernel,
+            (rows,),
+            (*drawn, *scored, ids, logprobs, raw_logprobs, n, stride, tiles),
+            {"TILES": chunk(tiles, 1024), "num_warps": 1, **options},
+        ),
+    ]
     with on(logits):
-        _blocks_kernel[(rows, triton.cdiv(blocks, TILE))](
-            logits, temperature, top_k, top_p, parts, sums, n, blocks, stride, TILE=TILE, num_warps=4, **options
-        )
-        _rows_kernel[(rows,)](
-            logits, temperature, top_k, top_p, min_p, parts, lse, greedy, bounds, n, blocks, stride,
-            **joined(blocks), num_warps=4, **options,
-        )  # fmt: skip
-        for by_mass in (False, True):
-            for level in range(3):
-                _digits_kernel[(rows, search)](
-                    logits, parts, lse, greedy, temperature, top_k, top_p, min_p, found, n, blocks, stride,
-                    searched, LEVEL=level, BY_MASS=by_mass, TILE=SEARCH, num_warps=4, **options,
-                )  # fmt: skip
-            _cut_kernel[(rows,)](
-                logits, greedy, temperature, top_k, top_p, cuts, sums, states, n, stride, BY_MASS=by_mass, TILE=2048,
-                num_warps=4, **options,
-            )  # fmt: skip
-        _draw_kernel[(rows, tiles)](
-            logits, seeds, positions, parts, lse, greedy, temperature, min_p, cuts, scores, best, n, blocks, stride,
-            tiles, TILE=DRAWN, num_warps=4, **options,
-        )  # fmt: skip
-        _finish_kernel[(rows,)](
-            logits, seeds, positions, lse, greedy, temperature, min_p, cuts, scores, best, ids, logprobs, raw_logprobs,
-            n, stride, tiles, TILES=chunk(tiles, 1024), num_warps=1, **options,
-        )  # fmt: skip
+        launch(launches, device, (sample, logits.dtype, n, stride))
     return ids, logprobs, raw_logprobs
