@@ -52,7 +52,7 @@ from ..weights.load import Loaded
 from ..weights.update import Piece, Spec, Update, plan_update
 from . import limits
 from . import messages as m
-from .process import Frames, framed
+from .frames import Frames, framed
 
 log = logging.getLogger(__name__)
 

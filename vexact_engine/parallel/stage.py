@@ -32,7 +32,7 @@ from ..weights.partial import Origin, fill, skeleton
 from ..weights.rows import Rows
 from ..weights.update import Places, Update
 from . import messages as m
-from .process import Frames, write_frame
+from .frames import Frames, write_frame
 
 
 class Stage:

@@ -10,6 +10,8 @@ import contextlib
 import copy
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +19,11 @@ from torch.nn import functional
 
 import vexact_ops as vx
 
-from .bisect import Bisection, Cause, Entry, Key, Trace, differs_at, trace
+from .recording import Entry, Key, Trace, differs_at, trace
 from .stacks import Stack
+
+if TYPE_CHECKING:
+    from .bisect import Bisection
 
 WEIGHTS, CAST, REPEAT = "weights", "cast", "not repeatable"
 BATCH, PADDING, SPLITS = "batch size", "padding", "attention splits"
@@ -31,13 +36,21 @@ _REDUCES = re.compile(r"mm\b|matmul|linear|mean|sum|norm|softmax|attention|conv|
 _NARROWER = {torch.float32: (torch.bfloat16, torch.float16), torch.float64: (torch.float32, torch.bfloat16)}
 
 
+@dataclass(frozen=True)
+class Cause:
+    """Which known cause it is, in a word, and what was seen that says so."""
+
+    name: str
+    why: str
+
+
 def cause(
     a: Stack,
     b: Stack,
     sequences: Sequence[Sequence[int]],
     first: Key,
     module: str,
-    found: Bisection,
+    found: "Bisection",
     traces: tuple[Trace, Trace],
     pair: tuple[Key, Key],
     stable: bool,
@@ -89,7 +102,7 @@ def _too_far(entries: Sequence[Entry]) -> str:
     return f"{gap.flatten()[at]:.3g} in a row of values up to {largest[at // x.shape[1], 0]:.3g}"
 
 
-def _only(found: Bisection) -> str:
+def _only(found: "Bisection") -> str:
     """Ops that one side has beside those of the other."""
     a, b = found.ops_a, found.ops_b
     more = ((name, [op for op in mine if op not in theirs]) for name, mine, theirs in (("a", a, b), ("b", b, a)))
@@ -126,7 +139,7 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _cast(found: Bisection, entries) -> Cause | None:
+def _cast(found: "Bisection", entries) -> Cause | None:
     a, b = entries
     if a.dtype != b.dtype:
         return Cause(CAST, f"the output is {found.dtype_a} in a and {found.dtype_b} in b")
@@ -144,7 +157,7 @@ def _cast(found: Bisection, entries) -> Cause | None:
 
 
 def _layout(
-    a: Stack, b: Stack, sequences: Sequence[Sequence[int]], first: Key, found: Bisection, traces: tuple[Trace, Trace]
+    a: Stack, b: Stack, sequences: Sequence[Sequence[int]], first: Key, found: "Bisection", traces: tuple[Trace, Trace]
 ) -> Cause | None:
     """Whether the two agree where every sequence is alone and in one piece; and if so, which of them gives a token
     other bits otherwise, and for which reason."""
@@ -197,7 +210,7 @@ def _copies(stack: Stack, sequences, size: int, first: Key, alone: Trace) -> boo
     return False
 
 
-def _declared(a: Stack, b: Stack, found: Bisection) -> Cause | None:
+def _declared(a: Stack, b: Stack, found: "Bisection") -> Cause | None:
     """Options that are part of the numerics, and that the two do not share."""
     ours = a.kind != "stock" and b.kind != "stock"
     for option in ("kv_segment", "latent"):
@@ -249,7 +262,7 @@ def _computed(
     return None
 
 
-def _split_k(a, b, first: Key, found: Bisection, traces) -> Cause | None:
+def _split_k(a, b, first: Key, found: "Bisection", traces) -> Cause | None:
     """Whether a product is what K in so many parts gives, each part summed on its own."""
     if not isinstance(a, nn.Linear) or not isinstance(b, nn.Linear) or first.kind not in ("out", "op"):
         return None

@@ -4,12 +4,15 @@ import json
 from collections import Counter
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import page
-from .bisect import Bisection
+
+if TYPE_CHECKING:
+    from .bisect import Bisection
 
 
-def lines(found: Bisection) -> list[str]:
+def lines(found: "Bisection") -> list[str]:
     """What a terminal shows."""
     f = found
     said = [
@@ -31,7 +34,7 @@ def lines(found: Bisection) -> list[str]:
     return [*said, "", f.verdict()]
 
 
-def _facts(f: Bisection) -> list[tuple[str, str]]:
+def _facts(f: "Bisection") -> list[tuple[str, str]]:
     part = "its own code" if f.part == "inside" else "its output"
     facts = [
         ("module", f"{f.module} ({f.cls}), {part}; all that it was given is equal"),
@@ -59,12 +62,12 @@ def _cells(e) -> tuple[str, ...]:
     return str(e.sequence), str(e.position), str(e.feature), f"{e.a:.9g}", f"{e.b:.9g}", e.a_bits, e.b_bits
 
 
-def write_report(path: str | Path, found: Bisection) -> None:
+def write_report(path: str | Path, found: "Bisection") -> None:
     """`render` into a file. Raises OSError where it cannot be written."""
     Path(path).write_text(render(found), encoding="utf-8")
 
 
-def render(found: Bisection) -> str:
+def render(found: "Bisection") -> str:
     """The report as HTML text."""
     f = found
     about = f"{f.a} against {f.b} · {f.sequences} sequences of {f.tokens_in_all} tokens · {f.date}"
@@ -75,12 +78,12 @@ def render(found: Bisection) -> str:
     return page.whole("VeXact bisect", parts)
 
 
-def fragment(found: Bisection) -> str:
+def fragment(found: "Bisection") -> str:
     """For a notebook's cell."""
     return page.cell(_body(found))
 
 
-def _body(f: Bisection) -> list[str]:
+def _body(f: "Bisection") -> list[str]:
     more = f"{f.compared} tensors of modules and ops were compared, each for every token."
     parts = [page.verdict(f.equal, f.verdict(), f.cause.why if f.cause else more)]
     if f.module is None:

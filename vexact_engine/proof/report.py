@@ -10,13 +10,16 @@ import io
 import json
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from . import page
 from .compare import Sample, Side, differences, finite
-from .verify import Verification
+
+if TYPE_CHECKING:
+    from .verify import Verification
 
 ALIGNED, STOCK, STOCK_OTHER, INK = "#0f8a6d", "#d1495b", "#e39b3b", "#7d8590"  # each to be read on light and on dark
 FLOOR = 1e-9  # where zeros are drawn on a logarithmic axis: below anything that fp32 log-probabilities can differ by
@@ -65,12 +68,12 @@ filter();
 """
 
 
-def write_report(path: str | Path, verification: Verification) -> None:
+def write_report(path: str | Path, verification: "Verification") -> None:
     """`render` into a file. Raises OSError where it cannot be written."""
     Path(path).write_text(render(verification), encoding="utf-8")
 
 
-def write_plot(path: str | Path, verification: Verification) -> None:
+def write_plot(path: str | Path, verification: "Verification") -> None:
     """The histogram as a picture of its own: .svg, .png or .pdf, as the file's name says."""
     from matplotlib import rc_context
 
@@ -81,7 +84,7 @@ def write_plot(path: str | Path, verification: Verification) -> None:
         figure.savefig(path, metadata={made: None}, transparent=True)
 
 
-def render(verification: Verification) -> str:
+def render(verification: "Verification") -> str:
     """The report as HTML text."""
     v = verification
     sides = [v.aligned, *v.stock]
@@ -107,17 +110,17 @@ def render(verification: Verification) -> str:
     return page.whole(v.title, parts)
 
 
-def fragment(verification: Verification) -> str:
+def fragment(verification: "Verification") -> str:
     """Verdict, checks and figures for a notebook's cell."""
     v = verification
     return page.cell([_verdict(v), _checks_table(v), _figures_table([v.aligned, *v.stock])])
 
 
-def _verdict(v: Verification) -> str:
+def _verdict(v: "Verification") -> str:
     return page.verdict(v.equal, v.verdict(), _explain(v))
 
 
-def _explain(v: Verification) -> str:
+def _explain(v: "Verification") -> str:
     rollout = (
         "Every token was sampled by the engine and scored again by the patched Hugging Face model in training form"
     )
@@ -157,7 +160,7 @@ def _figures_table(sides: list[Side]) -> str:
     return f"<table>{head}{''.join(rows)}</table>"
 
 
-def _run_table(v: Verification) -> str:
+def _run_table(v: "Verification") -> str:
     rows = {"date": v.date}
     rows |= {"command": v.command} if v.command else {}
     rows |= {k.replace("_", " "): x for k, x in v.statistics.items()}
@@ -176,7 +179,7 @@ def _pairs(rows: dict) -> str:
     return f"<table>{cells}</table>"
 
 
-def _checks_table(v: Verification) -> str:
+def _checks_table(v: "Verification") -> str:
     """A row for everything that the verdict rests on."""
     c = v.comparison
     rows = [("rollout against training", c.equal, f"{c.mismatched_tokens} of {c.tokens} log-probabilities differ")]
@@ -209,7 +212,7 @@ def _again(batch) -> str:
     return f"{batch.mismatched_tokens} of {batch.tokens} tokens differ ({batch.seconds:.1f} s)"
 
 
-def _texts(v: Verification) -> str:
+def _texts(v: "Verification") -> str:
     """Every prompt and answer; the figures of single tokens as data that the script shows where a prompt is opened."""
     samples = [*(v.shown.samples if v.shown else ()), *v.aligned.samples]
     room, data = DETAILED, {}
