@@ -318,7 +318,7 @@ def commands_took() -> str:
     ]
     if second := found.get("tests"):
         again = f"{second['compiled']} objects compiled" if second["compiled"] else "nothing is compiled again"
-        tests = f"{second['passed']:,} tests pass, {second['skipped']:,} need what is not there"
+        tests = f"{second['passed']:,} tests pass, {second['skipped']:,} are skipped (for a GPU, or another package)"
         then = f"{_took(second['seconds'])}{_beside(second)}: {tests}; {more}"
         rows.append(f"| the second, of {second['commit']} | {_took(second['install_s'])}, {again} | {then} |")
     else:

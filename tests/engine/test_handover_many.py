@@ -181,7 +181,9 @@ def test_a_replica_that_dies_while_weights_come_and_one_that_comes_back(saved, s
         assert texts(replicas) == wanted
 
 
+@pytest.mark.parametrize("saved", ["Llama"], indirect=True)
 def test_replicas_in_stages(saved, sockets):
+    """What each takes of a family's tensors is tested above, of replicas and of stages."""
     path, family = saved
     new = other(build(family))
     with (

@@ -25,9 +25,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
+from .. import request
 from ..errors import EngineClosed, EngineForked, StepFailed, WeightsTorn
 from ..outputs import Outgoing, Ticket
-from ..request import Sequence as Sample
 from .plan import Sampled, StepPlan
 from .scheduler import Scheduler
 from .tickets import Tickets
@@ -134,7 +134,7 @@ class Loop:
     torn        why the weights are in no defined state: requests end with WeightsTorn
     """
 
-    def __init__(self, make: Callable[[Callable[[Sample], str | None]], tuple[Scheduler, Worker]]):
+    def __init__(self, make: Callable[[Callable[[request.Sequence], str | None]], tuple[Scheduler, Worker]]):
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._inbox: deque[_Command] = deque()
@@ -315,7 +315,7 @@ class Loop:
         return "paused" if self.paused else "running"
 
     def may_change_weights(self) -> bool:
-        """In the thread: that keeps nobody from ever getting a token."""
+        """In the thread: whether a change of weights now starves no request."""
         stopped = self.paused or self.asleep or self.missing is not None or self.torn is not None
         return stopped or self.scheduler.has_progressed
 

@@ -216,8 +216,8 @@ class Scheduler:
 
     @property
     def has_progressed(self) -> bool:
-        """Whether the first in line has got a token since the cache was last reset. Whoever resets it again and again,
-        and waits for this in between, keeps nobody from the end."""
+        """Whether the first in line has got a token since the cache was last reset. Whoever waits for this between two
+        resets starves no request."""
         if self._head is None or self._head[0].finished or len(self._head[0].tokens) > self._head[1]:
             self._head = None
         return self._head is None

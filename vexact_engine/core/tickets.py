@@ -2,8 +2,7 @@
 
 from ..errors import WeightsMissing
 from ..outputs import Ticket
-from ..request import Request, State
-from ..request import Sequence as Sample
+from ..request import Request, Sequence, State
 from .plan import Sampled, StepPlan
 from .scheduler import Scheduler
 
@@ -65,19 +64,19 @@ class Tickets:
         if self.running.get(ticket.request) is not ticket:
             self._reject(ticket, None, "abort")
         else:
-            for sample in self.scheduler.abort(ticket.request):
-                self._deliver(sample)
+            for sequence in self.scheduler.abort(ticket.request):
+                self._deliver(sequence)
 
     def commit(self, plan: StepPlan, sampled: Sampled) -> None:
         """What a step has drawn: to the scheduler, and what somebody waits for to them."""
         later = self._fail_nonfinite(plan, sampled) if -1 in sampled.token_ids else ()
         finished, listened = State.FINISHED, self.listened
         grown = self.scheduler.commit(plan, sampled)
-        for sample in later:
-            self._fail_sample(sample)
-        for sample in grown:
-            if sample.state is finished or sample.request in listened:
-                self._deliver(sample)
+        for sequence in later:
+            self._fail_sequence(sequence)
+        for sequence in grown:
+            if sequence.state is finished or sequence.request in listened:
+                self._deliver(sequence)
 
     def fail_all(self, error: BaseException) -> None:
         """Of those running."""
@@ -86,45 +85,45 @@ class Tickets:
             ticket.fail(error)
             self._forget(ticket)
 
-    def find_stop(self, sample: Sample) -> str | None:
-        return self.running[sample.request].find_stop(sample)
+    def find_stop(self, sequence: Sequence) -> str | None:
+        return self.running[sequence.request].find_stop(sequence)
 
     def _reject(self, ticket: Ticket, error: str | None, reason: str = "error") -> None:
         ticket.request.reject(error, reason)
         try:
-            for sample in ticket.request.sequences:
-                ticket.deliver(sample, self.scheduler.weight_version)
+            for sequence in ticket.request.sequences:
+                ticket.deliver(sequence, self.scheduler.weight_version)
         except Exception as failure:
             ticket.fail(failure)
 
-    def _fail_nonfinite(self, plan: StepPlan, sampled: Sampled) -> list[Sample]:
+    def _fail_nonfinite(self, plan: StepPlan, sampled: Sampled) -> list[Sequence]:
         """Those whose next token is none end before this step's are taken. Returns those that get some of them first:
         a draft was right so far."""
         row, later = 0, []
         for chunk in plan.sampled_chunks:
             drawn, row = sampled.token_ids[row : row + chunk.draws], row + chunk.draws
             if drawn[0] == -1:
-                self._fail_sample(chunk.sequence)
+                self._fail_sequence(chunk.sequence)
             elif -1 in drawn and tuple(drawn[: drawn.index(-1)]) == chunk.draft[: drawn.index(-1)]:
                 later.append(chunk.sequence)
         return later
 
-    def _fail_sample(self, sample: Sample) -> None:
-        if sample.finished:
+    def _fail_sequence(self, sequence: Sequence) -> None:
+        if sequence.finished:
             return
-        where = f"after {len(sample.tokens)} tokens"
+        where = f"after {len(sequence.tokens)} tokens"
         message = f"the model's logits {where} are not finite numbers (NaN or infinite weights or activations?)"
-        for each in self.scheduler.fail(sample.request, message):
+        for each in self.scheduler.fail(sequence.request, message):
             self._deliver(each)
 
-    def _deliver(self, sample: Sample) -> None:
-        ticket = self.running.get(sample.request)
+    def _deliver(self, sequence: Sequence) -> None:
+        ticket = self.running.get(sequence.request)
         if ticket is None:
             return
         try:
-            ticket.deliver(sample, self.scheduler.weight_version)
+            ticket.deliver(sequence, self.scheduler.weight_version)
         except Exception as error:  # of a tokenizer, say: this request's trouble alone
-            self.scheduler.fail(sample.request, repr(error))
+            self.scheduler.fail(sequence.request, repr(error))
             ticket.fail(error)
         if ticket.done:
             self._forget(ticket)

@@ -1,5 +1,4 @@
-"""Everything of torch that an engine has: the model and its patch, the caches, the stream, and the state of the thread
-that all of it is made, used and given back in."""
+"""Owns the engine's torch state (model, patch, caches, stream): one thread creates, uses and frees it."""
 
 import contextlib
 import logging

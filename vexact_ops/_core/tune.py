@@ -49,7 +49,7 @@ class Call(Protocol):
         """Have the class computed by this kernel from now on."""
 
     def forget(self) -> None:
-        """That `use` was called, once it is the kernel that was chosen."""
+        """Forget `use`: the kernel that the race chose serves again."""
 
 
 noted: dict[tuple, Call] | None = None  # the calls that are made, while somebody wants to know
