@@ -8,8 +8,9 @@ import functools
 import itertools
 import math
 import operator
+import os
 from collections.abc import Iterable, Mapping, Sized
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +32,15 @@ class Speculation:
     those without it: what is accepted is what would have been drawn.
 
     max_draft_tokens   of a sequence in a step, 1 to 64
-    sources            where drafts come from, any of
+    sources            texts that drafts come from, any of (none, where a model drafts)
                        "given": SamplingParams.draft, an answer that is handed in;
                        "answers": what was answered to the same prompt before, with the same seed first of all, which
                        the engine keeps (Engine.answers);
                        "samples": other samples of the same prompt, that run or ran, and the sequence's own text;
                        "text": its own text alone
+    model              a model of the same vocabulary that drafts where texts do not: a directory, a name on the Hub, a
+                       GGUF file, or a loaded Hugging Face model, which is taken over. Its cache has as many tokens as
+                       the engine's own, in the same memory. None: there is none
     answer_tokens      of "answers", kept at most: prompts and answers together, 4 bytes each. The prompts that were
                        used longest ago go first
     always             verify as much as there is. False: as much as makes tokens per second more, by the times that
@@ -47,6 +51,7 @@ class Speculation:
     sources: tuple[str, ...] = SOURCES
     answer_tokens: int = 1 << 24
     always: bool = False
+    model: Any = field(default=None, repr=False)
 
     def __post_init__(self):
         _set_int(self, "max_draft_tokens", 1, MAX_DRAFT_TOKENS)
@@ -60,9 +65,17 @@ class Speculation:
         sources = tuple(self.sources)
         if not all(isinstance(name, str) for name in sources):
             raise _type_error(self, "sources", expected)
-        if not sources or not set(sources) <= set(SOURCES):
+        if not (sources or self.drafts_by_model) or not set(sources) <= set(SOURCES):
             raise _value_error(self, "sources", expected)
         object.__setattr__(self, "sources", tuple(name for name in SOURCES if name in sources))
+        if not (self.model is None or isinstance(self.model, str | os.PathLike) or hasattr(self.model, "parameters")):
+            raise _type_error(self, "model", "a path, a name on the Hub, a loaded model or None")
+        if self.model == "":
+            raise _value_error(self, "model", "a path, a name on the Hub, a loaded model or None")
+
+    @property
+    def drafts_by_model(self) -> bool:
+        return self.model is not None
 
 
 @dataclass(frozen=True)
@@ -166,6 +179,11 @@ class EngineConfig:
             object.__setattr__(self, "speculation", Speculation(**self.speculation))
         if not isinstance(self.speculation, Speculation | None):
             raise _type_error(self, "speculation", "a Speculation or None")
+        if self.processes > 1 and self.speculation is not None and self.speculation.drafts_by_model:
+            raise ValueError(
+                f"EngineConfig: speculation has a model that drafts, expected none with {self.parallel} "
+                f"{getattr(self, self.parallel)}: it runs in the engine's one process"
+            )
         _check_bool(self, "show_progress", optional=True)
 
     @property

@@ -33,8 +33,9 @@ from .runner import shapes
 from .runner.ahead import verifying
 from .runner.sleep import TAGS, check_level, named_tags
 from .text import Text
+from .weights.draft import load_draft
 from .weights.load import Loaded, default_device, load, load_in_stages
-from .weights.update import grouped, pairs_of, targets
+from .weights.update import Places, grouped, pairs_of
 
 if TYPE_CHECKING:  # it needs msgspec
     from .handover.intake import EngineIntake
@@ -89,7 +90,9 @@ class Engine(Frontend):
         self.image_processor = loaded.image_processor
         config = complete(config, loaded)
         backend = vx.current_backend()  # of here and now, for good
-        made = functools.partial(assemble, loaded, config, self.vocab_size, self._text is not None, backend)
+        self._draft = load_draft(config.speculation, loaded)
+        has_text = self._text is not None
+        made = functools.partial(assemble, loaded, config, self.vocab_size, has_text, backend, self._draft)
         self._loop = Loop(made)
         self._scheduler, self._worker = self._loop.scheduler, self._loop.worker
         self.config = self._worker.config
@@ -355,12 +358,14 @@ class Engine(Frontend):
         from .handover.intake import EngineIntake
 
         self._loop.check_open()
-        return EngineIntake(self._loop, self._worker, self.begin_update, self.model, self.device, mode, staging)
+        places = Places.of(self.model, self._draft)
+        return EngineIntake(self._loop, self._worker, self.begin_update, places, self.device, mode, staging)
 
     def manifest(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """(shape, dtype) of every tensor that update_weights takes, by name; experts are stacked (one by one they may
         come too), and tied names are all there."""
-        return {name: (tuple(t.shape), t.dtype) for name, t in targets(self.model).items()}
+        places = Places.of(self.model, self._draft)
+        return {name: (tuple(t.shape), t.dtype) for name, t in places.targets.items()}
 
     def _renewed(self, keep_cache: bool, version: int | None = None) -> int:
         self._loop.torn = self._loop.missing = None

@@ -1,4 +1,4 @@
-"""Which tokens a sequence is likely to draw next, without a model: a step verifies them, and so draws several at once.
+"""Which tokens a sequence is likely to draw next: a step verifies them, and so draws several at once.
 
 A draw depends on its seed, its position and its own row, and a row of a chunk has the bits of a row alone. So drafts
 are verified by comparing tokens; neither what is drafted nor how much of it changes a bit of a completion.
@@ -6,7 +6,7 @@ are verified by comparing tokens; neither what is drafted nor how much of it cha
 Drafts come from texts (`Speculation.sources`): answers that a request brings or that were given to its prompt before
 (answers.py), and what samples of the prompt have drawn until now, the sequence itself among them. An answer is followed
 at its own place, where its noise is the same. In all texts the longest end of what was drawn that stood before is
-looked up (suffixes.py): what came after it there is drafted.
+looked up (suffixes.py): what came after it there is drafted. Sequences that no text helps may ask a model (chains.py).
 
 How much is drafted is decided for the sequences of a step together, by what steps took (pace.py) and by how often such
 drafts were right.
@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..config import Speculation
 from ..request import Request, Sequence
 from .answers import Answers
+from .chains import Chains, DraftModel, Reach
 from .pace import Pace
+from .pages import PagePool
 from .suffixes import NOTHING, ROOT, Match, Suffixes
 
 if TYPE_CHECKING:
@@ -32,12 +34,13 @@ _MOST_OF_A_PROMPT = 1 << 17  # states: whoever comes then begins a new one
 _MOST_PROMPT = 4096  # tokens of a prompt's end that are looked at
 _MOST_ANSWERS = 16  # to a prompt with other seeds that are looked at, the newest ones
 _SHORTEST = 2  # tokens that must have stood before
-_LIKELY = {"answer": 0.8, "text": 0.5}  # how often drafts are right that nothing is known of yet
+_LIKELY = {"answer": 0.8, "text": 0.5, "model": 0.6}  # how often drafts are right that nothing is known of yet
 _FADE, _ALL_FADE = 0.8, 0.98  # how much of what one sequence knows, or all do, is left after a draft
 _ALL_WEIGHT, _LIKELY_WEIGHT = 4, 2  # tokens that count as much as what all know, and as what is likely
 _SELDOM = 0.1  # where drafts are right no more often, and the last was not, the sequence rests ...
 _LONGEST_REST = 64  # ... for twice as many steps as before, up to so many
 _SEQUENCES_A_STEP = 8  # of a step where nothing was worth it: so many times fewer steps are not looked at next
+_MODEL = "model", 0  # the kind of its drafts
 _TRUSTED = 8  # tokens that an answer is taken to have had right when nothing of it was compared yet
 
 
@@ -118,7 +121,7 @@ class Draft(NamedTuple):
 class Follower:
     """What is known of one sequence's next tokens."""
 
-    __slots__ = ("answers", "compared", "cursor", "hits", "kind", "rest", "resting", "texts", "tries")
+    __slots__ = ("answers", "compared", "cursor", "hits", "kind", "reach", "rest", "resting", "texts", "tries")
 
     def __init__(self, texts: Texts | None, tokens: Tokens[int], answers: list[_Answer], compared: int):
         self.texts, self.answers, self.compared = texts, answers, compared
@@ -126,16 +129,28 @@ class Follower:
         self.hits = self.tries = 0.0
         self.rest = self.resting = 0
         self.kind: tuple[str, int] = ("text", 0)  # of the draft in flight
+        self.reach = Reach()
 
 
 class Drafter:
     """Of one scheduler, in whose thread it is called.
 
     answers   what ended sequences have drawn; None unless "answers" is one of the sources
+    model     what drafts where texts do not, in pages of the pool's numbers, `tokens` of them in a step
     """
 
-    def __init__(self, speculation: Speculation, vocab_size: int | None = None):
-        self.speculation, self.pace = speculation, Pace()
+    def __init__(
+        self,
+        speculation: Speculation,
+        vocab_size: int | None = None,
+        model: DraftModel | None = None,
+        pool: PagePool | None = None,
+        tokens: int = 0,
+    ):
+        self.speculation, self.pace, self._chains = speculation, Pace(), None
+        if model is not None and pool is not None:
+            most, always = speculation.max_draft_tokens, speculation.always
+            self._chains = Chains(model, pool, self.pace, most, always, tokens)
         self._sources = frozenset(speculation.sources)
         self.answers = Answers(speculation.answer_tokens, vocab_size) if "answers" in self._sources else None
         self._texts: OrderedDict[tuple[int, ...], Texts] = OrderedDict()  # by prompt, the one used longest ago first
@@ -188,9 +203,44 @@ class Drafter:
 
     # A step
 
-    def plan(self, chunks: Tokens["Chunk"], budget: int, room: Callable[["Chunk"], int]) -> list[tuple["Chunk", tuple]]:
+    @property
+    def waits(self) -> bool:
+        """Whether the next step's drafts need tokens that are still being drawn."""
+        return self._chains is not None and bool(self._chains.held[0])
+
+    def pass_over(self) -> None:
+        """A step has more to do than decodes: nothing is drafted for it."""
+        if self._chains is not None:
+            self._chains.held = 0, 0
+
+    def plan(
+        self,
+        chunks: Tokens["Chunk"],
+        budget: int,
+        room: Callable[["Chunk"], int],
+        grow: Callable[["Chunk", int], int] = lambda _, count: count,
+    ) -> list[tuple["Chunk", tuple]]:
         """Tokens to verify behind the ends of decodes, of those that are worth it: at most so many in all, and of each
-        as many as there is room for."""
+        as many as there is room for, with pages that `grow` sees to."""
+        planned = self._by_texts(chunks, budget, room)
+        if self._chains is None:
+            return planned
+        taken = {id(chunk.sequence) for chunk, _, _ in planned}
+        others = [
+            (chunk, self._chance(follower, _MODEL))
+            for chunk in chunks
+            if (follower := chunk.sequence.drafts) is not None
+            and not follower.resting
+            and id(chunk.sequence) not in taken
+        ]
+        rows = sum(len(tokens) for _, tokens, _ in planned)
+        right = sum(chance ** (j + 1) for _, tokens, chance in planned for j in range(len(tokens)))
+        found = self._chains.plan(others, len(chunks), (rows, right), budget - rows, room, grow)
+        for chunk, _ in found:
+            chunk.sequence.drafts.kind = _MODEL
+        return [(chunk, tokens) for chunk, tokens, _ in planned] + found
+
+    def _by_texts(self, chunks: Tokens["Chunk"], budget: int, room: Callable[["Chunk"], int]) -> list[tuple]:
         if self._skipped:
             self._skipped -= 1
             return []
@@ -214,8 +264,8 @@ class Drafter:
                 found.append((chunk, draft))
         return found
 
-    def _worth(self, found: list[tuple["Chunk", Draft]], sequences: int, budget: int) -> list[tuple["Chunk", tuple]]:
-        """As much of them as makes tokens per second more."""
+    def _worth(self, found: list[tuple["Chunk", Draft]], sequences: int, budget: int) -> list[tuple]:
+        """As much of them as makes tokens per second more: tokens of each, and how likely one is right."""
         if not found:
             return []
         counts = [len(draft.tokens) for _, draft in found]
@@ -231,7 +281,7 @@ class Drafter:
             if count := min(count, budget):
                 budget -= count
                 chunk.sequence.drafts.kind = draft.kind
-                planned.append((chunk, tuple(draft.tokens[:count])))
+                planned.append((chunk, tuple(draft.tokens[:count]), draft.chance))
         return planned
 
     def _draft(self, chunk: "Chunk", follower: Follower, count: int, left: int) -> tuple[Draft | None, int]:
@@ -258,14 +308,19 @@ class Drafter:
         else:
             return None, left
         kind = kind[0], min(kind[1], 32).bit_length()
+        return Draft(follows, kind, self._chance(follower, kind)), left
+
+    def _chance(self, follower: Follower, kind: tuple[str, int]) -> float:
+        """Of a draft of that kind, by what is known of the sequence and of all others."""
         right, tried = self._rates.get(kind, (0.0, 0.0))
         rate = (right + _LIKELY_WEIGHT * _LIKELY[kind[0]]) / (tried + _LIKELY_WEIGHT)
-        chance = (follower.hits + _ALL_WEIGHT * rate) / (follower.tries + _ALL_WEIGHT)
-        return Draft(follows, kind, min(0.99, chance)), left
+        return min(0.99, (follower.hits + _ALL_WEIGHT * rate) / (follower.tries + _ALL_WEIGHT))
 
     def note(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """So many tokens of its draft were right."""
         follower, compared = sequence.drafts, min(drafted, accepted + 1)
+        if follower.kind == _MODEL:
+            follower.reach.note(accepted)
         rate = self._rates.setdefault(follower.kind, [0.0, 0.0])
         rate[:] = rate[0] * _ALL_FADE + accepted, rate[1] * _ALL_FADE + compared
         follower.hits, follower.tries = follower.hits * _FADE + accepted, follower.tries * _FADE + compared
@@ -277,6 +332,7 @@ class Drafter:
     def note_time(self, plan: "StepPlan", now: float) -> None:
         """A step of decodes is committed. It began when it was planned, or with the end of the one before, unless the
         engine had nothing to do in between."""
-        own, between = now - plan.planned, plan.planned - self._committed
+        asking = 0.0 if self._chains is None else self._chains.spent  # which `worth` does not count among steps
+        own, between = now - plan.planned, plan.planned - self._committed - asking
         self._committed = now
         self.pace.note(len(plan.chunks), plan.drafted, own + between if between < own else own)

@@ -7,8 +7,8 @@ accepted. Drafts are verified where tokens per second are likely to be more.
 from collections.abc import Sequence
 
 _WEIGHT = 4  # a step's time counts as one of so many
-_LEAST_GAIN = 0.05  # of tokens per second, for times are not that exact
-_AGAIN = 128  # steps of as many sequences after which a choice against drafts is tried anew ...
+LEAST_GAIN = 0.05  # of tokens per second, for times are not that exact
+AGAIN = 128  # steps of as many sequences after which a choice against drafts is tried anew ...
 _DEAREST = 2.0  # ... if it is likely to take no more than so many times that of single tokens
 
 
@@ -48,7 +48,7 @@ class Pace:
             return None if plain is None else max(plain, known)
         return plain + self._slope * drafted
 
-    def _furthest(self, sequences: int) -> int:
+    def furthest(self, sequences: int) -> int:
         """Drafted rows that may be tried: twice as many as there have been, and a few the first time."""
         kind = bucket(sequences)
         measured = (drafted for known, drafted in self._seconds if known == kind)
@@ -62,8 +62,8 @@ class Pace:
         plain = self.seconds(sequences, 0)
         if plain is None or not chances:
             return 0
-        chances = chances[: self._furthest(sequences)]
-        best, chosen, expected, at = (1 + _LEAST_GAIN) * sequences / plain, 0, float(sequences), 0
+        chances = chances[: self.furthest(sequences)]
+        best, chosen, expected, at = (1 + LEAST_GAIN) * sequences / plain, 0, float(sequences), 0
         while at < len(chances):
             end = min(len(chances), bucket(at + 1))  # a bucket's rows are taken to cost the same
             expected += sum(chances[at:end])
@@ -73,11 +73,11 @@ class Pace:
                 best, chosen = rate, at
         if chosen:
             return chosen
-        if sum(chances) < _LEAST_GAIN * sequences:  # even if drafts took no time
+        if sum(chances) < LEAST_GAIN * sequences:  # even if drafts took no time
             return 0
         declined = self._declined.get(bucket(sequences), 0) + 1
-        self._declined[bucket(sequences)] = declined % _AGAIN
-        if declined < _AGAIN:
+        self._declined[bucket(sequences)] = declined % AGAIN
+        if declined < AGAIN:
             return 0
         likely = sum(chance >= 0.5 for chance in chances)
         return max(1, likely if self.seconds(sequences, likely) <= _DEAREST * plain else 1)

@@ -143,6 +143,11 @@ class PagePool:
         """The page that is known by this key."""
         return self._tree.get(key)
 
+    def content(self, page: int) -> int | None:
+        """A number that stands for what a page holds, and for nothing else ever; None where nobody may find it."""
+        node = self._nodes[page]
+        return None if node is None else node[1]
+
     def behind(self, pages: list[int], node: int) -> tuple[list[int], int]:
         """Of pages that `match` has found, those that a sequence can go on behind, and the id of the last of them: all,
         where there are no states."""

@@ -54,6 +54,7 @@ class StepPlan:
     image_epoch   changes with what images were encoded with
     drafted   tokens of drafts
     planned   when it was made, in time.monotonic() seconds; None where that is not measured
+    failure   why it cannot be computed
     """
 
     chunks: list[Chunk]
@@ -61,6 +62,7 @@ class StepPlan:
     image_epoch: int = 0
     drafted: int = 0
     planned: float | None = None
+    failure: Exception | None = None
 
     def __bool__(self):
         return bool(self.chunks)

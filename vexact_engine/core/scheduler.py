@@ -28,6 +28,7 @@ from operator import attrgetter
 
 from ..config import EngineConfig
 from ..request import Request, Sequence, State
+from .chains import DraftModel
 from .drafts import Drafter
 from .images import Encodings
 from .pages import Known, PagePool
@@ -51,7 +52,8 @@ class Scheduler:
     longest_first   decodes of most keys come first, for attention that begins the next one where one is done: so all of
                     it ends at about one time. Else in the order of arrival
     chunk           tokens of a chunk of the model's states; None: it has none
-    drafter         what drafts, where config.speculation says so
+    draft_model     a model that drafts, where config.speculation says so
+    drafter         what drafts, there
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Scheduler:
         find_stop: Callable[[Sequence], str | None] | None = None,
         longest_first: bool = False,
         chunk: int | None = None,
+        draft_model: DraftModel | None = None,
     ):
         if config.num_pages is None:
             raise ValueError("Scheduler: config.num_pages is None, expected the number of pages that the cache has")
@@ -75,7 +78,8 @@ class Scheduler:
         self.vocab_size = vocab_size
         self.find_stop = find_stop
         self.longest_first = longest_first
-        self.drafter = None if config.speculation is None else Drafter(config.speculation, vocab_size)
+        drafts = draft_model, self.pool, config.max_num_batched_tokens
+        self.drafter = None if config.speculation is None else Drafter(config.speculation, vocab_size, *drafts)
         self._chunk = chunk
         self.stats = Stats()
         self.weight_version = 0
@@ -232,7 +236,8 @@ class Scheduler:
         commit, or at all.
         """
         if self._stages == 1:
-            if self._in_flight and self._in_flight[-1].drafted:  # its other sequences would have their own step
+            waits = self.drafter is not None and self.drafter.waits
+            if self._in_flight and (self._in_flight[-1].drafted or waits):  # others would have their own step
                 return StepPlan([], self.weight_version)
             return self._fill(lookahead, None)
         plan = self._fill(lookahead, self._choose(lookahead))
@@ -285,8 +290,11 @@ class Scheduler:
 
         self._admit(plan, budget)
 
-        if self.drafter is not None and 0 < num_decodes == len(chunks):
-            self._draft(plan, budget)
+        if self.drafter is not None:
+            if 0 < num_decodes == len(chunks):
+                self._draft(plan, budget)
+            else:
+                self.drafter.pass_over()
         if plan:
             self._in_flight.append(plan)
             self.stats.steps += 1
@@ -295,20 +303,29 @@ class Scheduler:
 
     def _draft(self, plan, budget):
         """Let decodes have more rows, where nothing else is computed: whatever waits comes first."""
-        pool, size = self.pool, self.pool.page_size
-        most = max(0, min(budget, MOST_VERIFIED - len(plan.chunks)))
-        for chunk, tokens in self.drafter.plan(plan.chunks, most, self._room):
-            sequence, pages = chunk.sequence, chunk.pages
-            while len(pages) * size < chunk.end + len(tokens) and pool.num_available > len(self.running):
-                pages.append(pool.allocate())
-            tokens = tokens[: len(pages) * size - chunk.end]
+        most, found = max(0, min(budget, MOST_VERIFIED - len(plan.chunks))), []
+        try:
+            found = self.drafter.plan(plan.chunks, most, self._room, self._lengthen)
+        except Exception as error:  # of a model that drafts: as if the step itself had failed
+            plan.failure = error
+        for chunk, tokens in found:
+            tokens = tokens[: self._lengthen(chunk, len(tokens))]
             if tokens:
+                sequence = chunk.sequence
                 chunk.draft = tokens
                 sequence.num_planned = chunk.end = chunk.end + len(tokens)
                 sequence.drafted += len(tokens)
                 plan.drafted += len(tokens)
         self.stats.drafted_tokens += plan.drafted
         plan.planned = time.monotonic()
+
+    def _lengthen(self, chunk, count):
+        """Take pages for so many tokens behind a decode, where that leaves one to each other sequence. Returns for how
+        many there are some."""
+        pages, size = chunk.pages, self.pool.page_size
+        while len(pages) * size < chunk.end + count and self.pool.num_available > len(self.running):
+            pages.append(self.pool.allocate())
+        return min(count, len(pages) * size - chunk.end)
 
     def _room(self, chunk):
         """Tokens that may be drafted behind a decode: a drawn one follows the last. Rows that were appended to a state

@@ -103,9 +103,13 @@ class Step:
 
 
 class Encoder:
-    """Turns plans into steps, in the order they are made. It remembers what each slot has been told."""
+    """Turns plans into steps, in the order they are made. It remembers what each slot has been told.
 
-    def __init__(self):
+    bare   for a model that drafts: tokens alone are wanted, and nothing of what a request may ask for beside them
+    """
+
+    def __init__(self, bare: bool = False):
+        self._bare = bare
         self._rows: dict[int, tuple[Sequence, int, int]] = {}  # slot -> sequence, epoch, pages told
         self._number = 0
 
@@ -120,7 +124,7 @@ class Encoder:
             if row is not None and row[0] is sequence and row[1] == epoch:
                 count = row[2]
             else:
-                occupants.append(_occupant(slot, sequence))
+                occupants.append(_occupant(slot, sequence, self._bare))
             if count < len(held):
                 pages.extend((slot, count, len(held) - count))
                 page_ids.extend(held[count:] if count else held)
@@ -135,7 +139,7 @@ class Encoder:
             else:
                 ids.extend(chunk.token_ids)
             scored = 0
-            if sequence.prompt_logprobs is not None and start + 1 < sequence.num_prompt:
+            if sequence.prompt_logprobs is not None and start + 1 < sequence.num_prompt and not self._bare:
                 wanted = tokens[start + 1 : min(end + 1, sequence.num_prompt)]
                 targets.extend(wanted)
                 scored = len(wanted)
@@ -149,10 +153,11 @@ class Encoder:
         )
 
 
-def _occupant(slot: int, sequence: Sequence) -> tuple:
+def _occupant(slot: int, sequence: Sequence, bare: bool) -> tuple:
     p = sequence.params
-    top_p, pictures = max(p.top_p, _FP32_TINY), sequence.request.pictures
-    shift, tops = 0 if pictures is None else pictures.shift, (p.num_top_logprobs, p.num_prompt_top_logprobs)
+    top_p, pictures = max(p.top_p, _FP32_TINY), None if bare else sequence.request.pictures
+    shift = 0 if pictures is None else pictures.shift
+    tops = (0, 0) if bare else (p.num_top_logprobs, p.num_prompt_top_logprobs)
     return slot, tops[0], sequence.seed, p.top_k, p.temperature, top_p, p.min_p, tops[1], shift
 
 

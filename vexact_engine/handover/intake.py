@@ -26,13 +26,13 @@ class EngineIntake:
         loop: UpdateLoop,
         worker: UpdateWorker,
         begin: Callable[..., WeightUpdate],
-        model: torch.nn.Module,
+        places: Places,
         device: torch.device,
         mode: str,
         staging: torch.device | str | None,
     ):
         check_mode(mode, staging)
-        self._loop, self._worker, self._begin, self._places = loop, worker, begin, Places.of(model)
+        self._loop, self._worker, self._begin, self._places = loop, worker, begin, places
         self._device = device
         self._staging = loop.call(lambda: worker.make_copy(staging)) if mode == "staged" else None
         self._update: WeightUpdate | None = None

@@ -6,6 +6,7 @@ from ..config import EngineConfig
 from ..core.scheduler import Scheduler
 from ..runner import shapes
 from ..runner.worker import Worker
+from ..weights.draft import Draft
 from ..weights.load import Loaded
 
 
@@ -16,10 +17,12 @@ def complete(config: EngineConfig, loaded: Loaded) -> EngineConfig:
     return replace(config, max_model_len=wanted if wanted is not None else made_for)
 
 
-def assemble(loaded: Loaded, config, vocab_size: int, has_text: bool, backend, find_stop) -> tuple[Scheduler, Worker]:
+def assemble(
+    loaded: Loaded, config, vocab_size: int, has_text: bool, backend, draft: Draft | None, find_stop
+) -> tuple[Scheduler, Worker]:
     """In the engine's thread, and without a reference to the engine: it ends when nobody has one."""
     if loaded.origin is None:
-        worker = Worker(loaded.model, config, backend)
+        worker = Worker(loaded.model, config, backend, draft)
     else:
         from .pipeline import PipelineWorker  # it needs msgspec
 
@@ -32,6 +35,7 @@ def assemble(loaded: Loaded, config, vocab_size: int, has_text: bool, backend, f
             find_stop=find_stop if has_text else None,
             longest_first=worker.longest_first,
             chunk=worker.chunk,
+            draft_model=getattr(worker, "draft_model", None),
         )
     except BaseException:
         worker.close()

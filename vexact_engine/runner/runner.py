@@ -141,6 +141,7 @@ class Runner:
     path     how hidden states are computed: "fused", or "patched: " and why
     graphs   of its steps, where there are any
     tokens, slots, most_draws   of a step at most
+    beside   another one, that is started with it and has pages of the same numbers
     regions  of memory that is paused while it sleeps: "weights", "buffers", "kv_cache", "graphs". None where storages
              are emptied instead; `sleep_backend` says which, and why
     """
@@ -148,8 +149,15 @@ class Runner:
     draws = True  # a stage of a pipeline that is not the last one draws nothing
     ranks: Ranks = Alone()  # over which the weights are cut
 
-    def __init__(self, model: torch.nn.Module, handle, config: EngineConfig, device: torch.device):
-        self.model, self.handle, self.device = model, handle, device
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        handle,
+        config: EngineConfig,
+        device: torch.device,
+        beside: "Runner | None" = None,
+    ):
+        self.model, self.handle, self.device, self.beside = model, handle, device, beside
         self.memories = memory.forgetting(self._memories(), config)
         self.dtype = next(model.parameters()).dtype
         if memory.chunk_of(handle.memories()) is not None:
@@ -184,20 +192,37 @@ class Runner:
                 ) from error
 
     def _start(self, progress: Progress) -> None:
-        config = self.config
-        stand_in = self._caches(1, slots=1, one=True)
-        per_token = memory.bytes_per_token(self.memories, self.dtype)
+        config, runners = self.config, [self] if self.beside is None else [self, self.beside]
+        # behind the forwards: what these move and take is in use by now
+        step = sum([runner.prepare(progress) for runner in runners])
+        count = config.num_pages
+        if count is None:
+            per_token = sum(memory.bytes_per_token(runner.memories, runner.dtype) for runner in runners)
+            states, length = sum(runner.state_bytes for runner in runners), config.max_model_len or 1 << 20
+            count = self._agree(memory.default_num_pages(config, per_token, length, self.device, step, states))
+        for runner in runners:
+            runner.fill(count, progress)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all slots and snapshots."""
         states = self.slots * memory.bytes_per_slot(self.memories, self.dtype)
-        states += (config.num_snapshots or 0) * memory.bytes_per_snapshot(self.memories, self.dtype)
-        pages = memory.most_pages(config, per_token, self.device)
-        self.buffers = Buffers(stand_in, config.page_size, self.slots, pages, self.tokens, self.device)
-        if config.num_pages is None:  # behind the forward: what that moves and takes is in use by now
-            step = self.graphs.rehearse(progress) if self.device.type == "cuda" else 0
-            length = config.max_model_len or 1 << 20
-            count = memory.default_num_pages(config, per_token, length, self.device, step, states)
-            self.config = replace(config, num_pages=self._agree(count))
+        return states + (self.config.num_snapshots or 0) * memory.bytes_per_snapshot(self.memories, self.dtype)
+
+    def prepare(self, progress: Progress) -> int:
+        """Make buffers, with a cache of one page. Returns bytes that the largest step and graphs take, where these
+        decide how many pages there will be."""
+        stand_in, per_token = self._caches(1, slots=1, one=True), memory.bytes_per_token(self.memories, self.dtype)
+        pages = memory.most_pages(self.config, per_token, self.device)
+        self.buffers = Buffers(stand_in, self.config.page_size, self.slots, pages, self.tokens, self.device)
+        wanted = self.config.num_pages is None and self.device.type == "cuda"
+        return self.graphs.rehearse(progress) if wanted else 0
+
+    def fill(self, pages: int, progress: Progress) -> None:
+        """Make the cache, and graphs of it."""
+        self.config = replace(self.config, num_pages=pages)
         with self.regions["kv_cache"].allocating() if self.regions else contextlib.nullcontext():
-            self.buffers.caches = self._caches(self.config.num_pages, self.slots)
+            self.buffers.caches = self._caches(pages, self.slots)
         log.info("cache: %s", memory.sizes(self.memories, self.config, self.slots, self.dtype))
         self.graphs.capture(progress)
 

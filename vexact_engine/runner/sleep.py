@@ -159,7 +159,7 @@ class Memory:
     """
 
     def __init__(self, runner: "Runner"):
-        self._runner, self._device = runner, runner.device
+        self.runner, self._device = runner, runner.device
         # What "host memory" means to a CPU: there is nothing to be moved.
         self._on_host = self._device.type == "cpu"
         self._asleep: dict[str, tuple[int, list[Storages]]] = {}
@@ -174,9 +174,9 @@ class Memory:
     def unsettled(self) -> bool:
         """Whether some weights lie in memory that cannot be given back as it is: the forward has to be made again, of
         where they lie then."""
-        if self._runner.regions:
-            return self._runner.misplaced()
-        return own([*self._runner.model.parameters(), *self._runner.model.buffers()])
+        if self.runner.regions:
+            return self.runner.misplaced()
+        return own([*self.runner.model.parameters(), *self.runner.model.buffers()])
 
     def sleep(self, level: int, tags: Iterable[str]) -> dict[str, int]:
         """Bytes given back, by tag. What is asleep already stays so, but for weights that were kept and are dropped.
@@ -220,10 +220,10 @@ class Memory:
                 raise MemoryError(f"wake_up: no memory for {tag}, which takes {known >> 20} MiB: {error}") from error
             del self._asleep[tag]
             taken[tag] = known if before is None else self.held() - before
-        if taken and not self._asleep and not self._runner.graphs.captured:
+        if taken and not self._asleep and not self.runner.graphs.captured:
             before = self.held()
             try:
-                self._runner.graphs.capture()
+                self.runner.graphs.capture()
             except torch.OutOfMemoryError as error:
                 self.sleep(1, ["graphs"])
                 raise MemoryError(f"wake_up: no memory for graphs: {error}") from error
@@ -236,8 +236,8 @@ class Memory:
         host has no memory for what is kept."""
         if not self.will_empty_weights(level, ["weights"]):
             return []
-        regions = self._runner.regions
-        weights, buffers = weights_and_buffers(self._runner.model)
+        regions = self.runner.regions
+        weights, buffers = weights_and_buffers(self.runner.model)
         parts = [Storages(weights, regions.get("weights")), Storages(buffers, regions.get("buffers"))]
         try:
             parts[1].give_back(keep=True)
@@ -252,22 +252,22 @@ class Memory:
         return parts
 
     def _sleep_kv_cache(self, level: int) -> list[Storages]:
-        part = Storages(self._runner.buffers.caches.tensors(), self._runner.regions.get("kv_cache"))
+        part = Storages(self.runner.buffers.caches.tensors(), self.runner.regions.get("kv_cache"))
         part.give_back(keep=False)
         return [part]
 
     def _sleep_graphs(self, level: int) -> list[Storages]:
         if not self._graphs_stay:
-            self._runner.graphs.release()
+            self.runner.graphs.release()
             return []
-        part = Storages(region=self._runner.regions["graphs"])
+        part = Storages(region=self.runner.regions["graphs"])
         part.give_back(keep=False)
         return [part]
 
     @property
     def _graphs_stay(self) -> bool:
         """Whether what is recorded holds as it is, wherever memory goes and comes."""
-        return bool(self._runner.regions) and self._runner.graphs.captured
+        return bool(self.runner.regions) and self.runner.graphs.captured
 
     def held(self) -> int | None:
         """Bytes of the device that this process holds, as torch counts, which knows nothing of regions that are paused;
@@ -275,5 +275,31 @@ class Memory:
         if self._on_host:
             return None
         torch.cuda.empty_cache()
-        paused = sum(region.nbytes for region in self._runner.regions.values() if region.paused)
+        paused = sum(region.nbytes for region in self.runner.regions.values() if region.paused)
         return torch.cuda.memory_reserved(self._device) - paused
+
+
+class Both:
+    """The memory of a runner, and that of one that drafts beside it. An update need not bring the weights that draft:
+    they are kept at every level. Bytes are those of both."""
+
+    def __init__(self, own: Memory, drafts: Memory):
+        self._own, self._drafts = own, drafts
+        self.will_empty_weights, self.unsettled = own.will_empty_weights, own.unsettled
+
+    @property
+    def asleep(self) -> dict[str, int]:
+        return {**self._drafts.asleep, **self._own.asleep}
+
+    def sleep(self, level: int, tags: Iterable[str]) -> dict[str, int]:
+        if self._drafts.will_empty_weights(1, tags) and self._drafts.unsettled():
+            self._drafts.runner.make_forward()
+        return _sum(self._own.sleep(level, tags), self._drafts.sleep(1, tags))
+
+    def wake_up(self, tags: Iterable[str]) -> dict[str, int]:
+        """A tag of which one half sleeps on is asleep."""
+        return _sum(self._own.wake_up(tags), self._drafts.wake_up(tags))
+
+
+def _sum(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+    return {tag: one.get(tag, 0) + other.get(tag, 0) for tag in TAGS if tag in one or tag in other}

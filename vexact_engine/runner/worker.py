@@ -20,11 +20,13 @@ from ..errors import EngineAsleep, HandoverFailed, ModelInUse, WeightsTorn
 from ..handover.session import Reading
 from ..handover.threads import half_the_threads
 from ..images import scene_of
+from ..weights.draft import Draft
 from ..weights.update import Places, Update, apply_update, plan_update
 from ..weights.watch import Watch
 from . import memory
+from .drafting import DraftModel, DraftRunner
 from .runner import Pending, Runner
-from .sleep import ASLEEP, Memory
+from .sleep import ASLEEP, Both, Memory
 
 if TYPE_CHECKING:  # they need msgspec
     from ..handover.buffers import Memories
@@ -59,12 +61,19 @@ class Worker:
     depth          how many plans may be in flight
     longest_first  whether attention wants the decodes of most keys first
     chunk          tokens of a chunk of the model's states; None: it has none
+    draft_model    what drafts; None: nothing does
     numerics       what fixes the bits, from now on
     raises         ModelInUse where another engine has the model; what patch.hf raises
     """
 
-    def __init__(self, model: torch.nn.Module, config: EngineConfig, backend: str | None = None):
-        self.model = model
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: EngineConfig,
+        backend: str | None = None,
+        draft: Draft | None = None,
+    ):
+        self.model, self._draft = model, draft
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
         self.meanwhile: Callable[[], None] = lambda: None  # it waits for no other process
@@ -80,14 +89,17 @@ class Worker:
                 torch.cuda.set_stream(self.stream)
             self._handle = vx.patch.hf(model, **config.patch_options, training=False)
             self._stack.callback(self._handle.undo)
-            self._runner = Runner(model, self._handle, config, self.device)
+            beside = None if draft is None else self._beside(draft, config)
+            self._runner = Runner(model, self._handle, config, self.device, beside)
+            self.draft_model = None if beside is None else DraftModel(beside)
             self.config, self.path = self._runner.config, self._runner.path
             self.numerics = self._handle.numerics(self.device)
-            self._memory = Memory(self._runner)
+            own = Memory(self._runner)
+            self._memory: Memory | Both | None = own if beside is None else Both(own, Memory(beside))
             self._memories: Memories | None = None  # of another process, that weights come in
             self._watch, self._missed = Watch(model), ""
             self._revision = self._handle.revision()
-            self._places = Places.of(model)
+            self._places = Places.of(model, draft)
             self._encoder = Encoder()
             self.longest_first = self._runner.longest_first()
             self.chunk = memory.chunk_of(self._runner.memories)
@@ -96,6 +108,13 @@ class Worker:
         except BaseException:
             self._stack.close()
             raise
+
+    def _beside(self, draft: Draft, config: EngineConfig) -> DraftRunner:
+        """What drafts needs no trainer's numerics: nobody sees a number of it."""
+        self._stack.enter_context(_owned(draft.module))
+        handle = vx.patch.hf(draft.module, longrope=config.longrope, training=False)
+        self._stack.callback(handle.undo)
+        return DraftRunner(draft.module, handle, config, self.device)
 
     @property
     def sleep_backend(self) -> str:
@@ -108,6 +127,8 @@ class Worker:
 
     def launch(self, plan: StepPlan) -> Pending:
         """Begin to compute a plan, behind those launched before. At once after `schedule`."""
+        if plan.failure is not None:
+            raise plan.failure
         step = self._encoder.encode(plan)
         if self.images is None:
             return self._runner.launch(step)
@@ -181,11 +202,11 @@ class Worker:
     def _make_forward(self) -> None:
         self._runner.make_forward()
         self.path = self._runner.path
-        self._places = Places.of(self.model)
+        self._places = Places.of(self.model, self._draft)
 
     def plan(self, named_tensors) -> list[tuple[Tensor, Tensor]]:
         self._make_ready()
-        return plan_update(self.model, named_tensors)
+        return plan_update(self._places, named_tensors)
 
     def apply(self, plan: Iterable[tuple[Tensor, Tensor]]) -> None:
         apply_update(plan)
@@ -195,7 +216,7 @@ class Worker:
 
     def make_copy(self, device: torch.device | str | None) -> Places:
         """A second copy of the weights' memory, which holds nothing yet."""
-        return Places.of(self.model).copy(self.device if device is None else device)
+        return Places.of(self.model, self._draft).copy(self.device if device is None else device)
 
     def begin(self, specs: Mapping | None, staging: Places | None = None) -> Update:
         if staging is not None:
@@ -215,7 +236,8 @@ class Worker:
         tear()
         every = self._tensors()
         used = [t.data_ptr() for t in every], self._revision, self._runner.forward
-        if self._places.exchange(update.places, came, every):
+        drafts = came.keys() & self._places.optional  # whose forward is not made anew
+        if not drafts and self._places.exchange(update.places, came, every):
             where, revision, spare = update.places.spare.pop("forward", (None, None, None))
             same = (where, revision) == ([t.data_ptr() for t in every], self._revision)
             self._runner.rebind(spare if same and not getattr(spare, "outdated", False) else None)

@@ -8,7 +8,7 @@ so that the new weights never lie in memory as a whole beside the old ones.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from vexact_ops import same_bits
 from .directory import some
 from .experts import aliases, expert_views
 from .names import hint
+
+if TYPE_CHECKING:
+    from .draft import Draft
 
 _AT_ONCE = 256 << 20  # bytes that are handed over at once
 _BUFFERS = "buffers of checkpoints, which named_parameters() leaves out: give what state_dict() has"
@@ -90,16 +93,25 @@ class Places:
     targets   every name that may be given, and the tensor it is copied into. Tied names share theirs
     views     name of one expert's tensor -> the name of the stacked one, and the view of it there (experts.py)
     old       old names of whole parameters -> their names now
+    optional  names that an update brings all of or none: those of a model that drafts
     """
 
     targets: dict[str, Tensor]
     views: dict[str, tuple[str, Tensor]]
     old: dict[str, str]
+    optional: frozenset[str] = frozenset()
     spare: dict[str, object] = field(default_factory=dict)  # of whoever computes: what was made of a copy's memory
 
     @classmethod
-    def of(cls, model: torch.nn.Module) -> "Places":
-        return cls(targets(model), expert_views(model), aliases(model))
+    def of(cls, model: torch.nn.Module, draft: "Draft | None" = None) -> "Places":
+        own = cls(targets(model), expert_views(model), aliases(model))
+        if draft is None:
+            return own
+        drafts, before = cls.of(draft.module), draft.prefix
+        found = {before + name: tensor for name, tensor in drafts.targets.items()}
+        views = {before + name: (before + stacked, view) for name, (stacked, view) in drafts.views.items()}
+        old = {before + name: before + now for name, now in drafts.old.items()}
+        return cls(own.targets | found, own.views | views, own.old | old, frozenset(found.keys() | views.keys()))
 
     def present(self) -> "Places":
         """Those that are not on meta: of a process that holds a few layers."""
@@ -130,7 +142,7 @@ class Places:
             whole, copied = self.targets[stacked], made[id(self.targets[stacked])]
             offset = view.storage_offset() - whole.storage_offset() + copied.storage_offset()
             views[name] = stacked, copied.as_strided(view.shape, view.stride(), offset)
-        return Places({name: made[id(t)] for name, t in self.targets.items()}, views, self.old)
+        return Places({name: made[id(t)] for name, t in self.targets.items()}, views, self.old, self.optional)
 
     def memory(self) -> set[tuple]:
         return {_memory(tensor) for tensor in self.targets.values()}
@@ -160,9 +172,9 @@ class Places:
 
 
 def plan_update(
-    model: torch.nn.Module, named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+    model: torch.nn.Module | Places, named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """(target, source) for each tensor of the model, once everything has been checked.
+    """(target, source) for each tensor of the model, or of its places, once everything has been checked.
 
     named_tensors   a state dict, or pairs; every parameter under its Hugging Face name, of the model's shape and dtype,
                     on any device. Of tied names one is enough; if several are given they must hold the same bits.
@@ -173,7 +185,7 @@ def plan_update(
     raises          ValueError: missing, unknown, repeated or misshapen; TypeError: no tensor, or another dtype
     """
     pairs = list(pairs_of(named_tensors))
-    places = Places.of(model)
+    places = model if isinstance(model, Places) else Places.of(model)
     given = _unrepeated(places, pairs)
     wanted = _targets_of(places, given)
     plan: dict[int, tuple[str, Tensor, Tensor]] = {}
@@ -298,6 +310,7 @@ class Update:
         if cut:
             raise ValueError(f"update_weights: came in part only: {some(cut)}")
         empty = {n for n, t in self.places.targets.items() if not t.numel() and n not in self._parts}
+        empty -= self.places.optional
         if self._announced is None:
             _check_names(self.places, self._came.keys() | empty)
         elif left := self._announced - self._came.keys() - empty:
@@ -322,6 +335,8 @@ def _unrepeated(places: Places, pairs: list[tuple[str, object]]) -> dict[str, ob
 def _check_names(places: Places, given: Set[str]) -> None:
     """ValueError unless they are all that there are."""
     wanted, views = places.targets, places.views
+    if not given & places.optional:
+        wanted, views = ({n: v for n, v in d.items() if n not in places.optional} for d in (wanted, views))
     twice = {name for name in given & views.keys() if views[name][0] in given}
     if twice:
         raise ValueError(f"update_weights: repeated: {some(twice)}, beside the stacked {views[min(twice)][0]}")

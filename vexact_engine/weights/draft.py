@@ -1,0 +1,65 @@
+"""A model that drafts for another: loaded, and known to speak of the same tokens before anything else is done."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..config import Speculation
+from ..runner import shapes
+from .load import Loaded, load
+
+PREFIX = "draft."
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A model that drafts.
+
+    prefix   before its names, where an update of weights brings them
+    """
+
+    module: torch.nn.Module
+    prefix: str
+
+
+def load_draft(speculation: Speculation | None, loaded: Loaded) -> Draft | None:
+    """What `Speculation.model` names, on the device and in the dtype of the model that it drafts for; None where it
+    names none.
+
+    raises   as load; ValueError where its vocabulary is another one, or it is that model itself
+    """
+    if speculation is None or speculation.model is None:
+        return None
+    target, source = loaded.model, speculation.model
+    if source is target:
+        raise ValueError("Speculation: model: got the model that it is to draft for, expected another, or a copy")
+    first = next(target.parameters())
+    with torch.device("cpu"):  # not the caller's default device
+        draft = load(source, device=loaded.device or first.device, dtype=first.dtype)
+    own, expected = (shapes.vocab_size(model) for model in (draft.model, target))
+    if own != expected:
+        raise ValueError(
+            f"Speculation: model: {draft.name} has a vocabulary of {own} tokens, expected {expected}, as {loaded.name} "
+            "has"
+        )
+    _check_words(draft, loaded)
+    return Draft(draft.model, PREFIX)
+
+
+def _check_words(draft: Loaded, loaded: Loaded) -> None:
+    """Where both have a tokenizer: an id is the same word to both, if it is one to both."""
+    if draft.tokenizer is None or loaded.tokenizer is None:
+        return
+    ours, theirs = (_words(each.tokenizer) for each in (loaded, draft))
+    other = sorted(i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i])
+    if other:
+        i = other[0]
+        raise ValueError(
+            f"Speculation: model: {draft.name} has another vocabulary than {loaded.name}: {len(other)} ids are other "
+            f"words, {i} is {theirs[i]!r}, expected {ours[i]!r}"
+        )
+
+
+def _words(tokenizer: Any) -> dict[int, str]:
+    return {i: word for word, i in tokenizer.get_vocab().items()}
