@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from toy import VOCAB, drain, draw, expected, make, request
+from toy import VOCAB, ToyDraft, drain, draw, expected, make, request
 
 from vexact_engine.config import SamplingParams, Speculation
 from vexact_engine.core.answers import MOST_OF_A_PROMPT, Answers
@@ -181,6 +181,17 @@ ACTIONS = ["step", "step", "step", "add", "add", "preempt", "abort", "cancel", "
 def test_whatever_is_drafted_the_same_is_drawn(data, depth, page, stages):
     """At random: requests, preemptions, aborts, failed steps, resets, on a cache that is too small; with a prefix cache
     of pages of so many tokens, or none."""
+    attack(data, depth, page, stages)
+
+
+@given(st.data(), st.integers(1, 3), st.sampled_from([0, 1, 2, 4]), st.sampled_from([None, None, 8]))
+def test_whatever_a_model_drafts_the_same_is_drawn(data, depth, page, chunk):
+    """The same where a model drafts, which finds all there that it is taken to have computed."""
+    source, size = data.draw(st.randoms(use_true_random=False)), page or 4
+    attack(data, depth, page, 1, ToyDraft(56 // size, size, lambda: source.random() < 0.7, chunk))
+
+
+def attack(data, depth, page, stages, draft_model=None):
     size, cache = page or 4, page > 0
     pages = 56 // size
     scheduler, model = make(
@@ -190,8 +201,9 @@ def test_whatever_is_drafted_the_same_is_drawn(data, depth, page, stages):
         max_num_batched_tokens=12,
         enable_prefix_cache=cache,
         pipeline_parallel_size=stages,
-        speculation=ALWAYS,
+        speculation=replace(ALWAYS, sources=("given",)) if draft_model else ALWAYS,
         eos_token_ids=[6],
+        draft_model=draft_model,
     )
     pending, requests = [], []
 

@@ -29,6 +29,8 @@ class ToyModel:
 
     def run(self, plan):
         """What a step computes: all its writes, then all its reads."""
+        if plan.failure is not None:
+            raise plan.failure
         inputs = []
         for chunk in plan.chunks:
             tokens = [self.latest[chunk.slot] if t == PLACEHOLDER else t for t in chunk.token_ids]
@@ -48,6 +50,47 @@ class ToyModel:
                 self.latest[chunk.slot] = drawn[-1]
         tops = [{token: -1.0} for token in drawn]
         return Sampled(drawn, [-float(t) for t in drawn], [-2.0 * t for t in drawn], tops)
+
+    def place(self, chunk, position):
+        return chunk.pages[position // self.page_size] * self.page_size + position % self.page_size
+
+
+class ToyDraft:
+    """A model that drafts, with a memory of its own in the same pages: what it is not asked to compute has to be there.
+
+    right   token of a draft -> whether it is the one that will be drawn
+    chunk   of states, which are a slot's: then nothing is there that another sequence has computed
+    """
+
+    def __init__(self, pages, page_size, right=lambda: True, chunk=None):
+        self.memory, self.page_size, self.right, self.chunk = [None] * (pages * page_size), page_size, right, chunk
+        self.computed, self.asked, self._rows = 0, [], {}
+
+    def draft(self, chains):
+        assert len({id(chain.chunk.sequence) for chain in chains}) == len(chains)
+        found = []
+        for chain in chains:
+            chunk, known = chain.chunk, chain.chunk.sequence.tokens
+            assert chunk.end == len(known) and 0 <= chain.start < chain.end <= chunk.end
+            assert chain.count == 0 or chain.end == chunk.end
+            if self.chunk is not None and chain.start:
+                assert self._rows[chunk.slot] == (chunk.sequence, chunk.epoch), "a state of another sequence"
+            self._rows[chunk.slot] = chunk.sequence, chunk.epoch
+            there = [self.memory[self.place(chunk, position)] for position in range(chain.start)]
+            assert there == list(enumerate(known[: chain.start])), "what is taken to be computed is not"
+            tokens = known[chain.start : chain.end]
+            for _ in range(chain.count):
+                token = draw([*known, *tokens[chain.end - chain.start :]], chunk.sequence.seed, 0)
+                tokens.append(token if self.right() else (token + 1) % VOCAB)
+            drafted = tokens[chain.end - chain.start :]
+            for position, token in enumerate(tokens[: len(tokens) - (chain.count > 0)], chain.start):
+                self.memory[self.place(chunk, position)] = position, token
+            if self.chunk is not None:
+                assert (chain.end + max(0, chain.count - 1)) // self.chunk == chain.end // self.chunk
+            self.computed += chain.end - chain.start
+            self.asked.append((chain.end - chain.start, chain.count))
+            found.append(tuple(drafted))
+        return found
 
     def place(self, chunk, position):
         return chunk.pages[position // self.page_size] * self.page_size + position % self.page_size

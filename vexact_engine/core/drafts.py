@@ -224,7 +224,7 @@ class Drafter:
         as many as there is room for, with pages that `grow` sees to."""
         planned = self._by_texts(chunks, budget, room)
         if self._chains is None:
-            return planned
+            return [(chunk, tokens) for chunk, tokens, _ in planned]
         taken = {id(chunk.sequence) for chunk, _, _ in planned}
         others = [
             (chunk, self._chance(follower, _MODEL))
