@@ -41,6 +41,8 @@ class Speculation:
     model              a model of the same vocabulary that drafts where texts do not: a directory, a name on the Hub, a
                        GGUF file, or a loaded Hugging Face model, which is taken over. Its cache has as many tokens as
                        the engine's own, in the same memory. None: there is none
+    mtp                draft with the first of the checkpoint's own heads (Qwen3.5's and Qwen3-Next's `mtp.*`, the layer
+                       behind the last of DeepSeek-V3 and GLM-4-MoE), in place of a model
     answer_tokens      of "answers", kept at most: prompts and answers together, 4 bytes each. The prompts that were
                        used longest ago go first
     always             verify as much as there is. False: as much as makes tokens per second more, by the times that
@@ -52,11 +54,15 @@ class Speculation:
     answer_tokens: int = 1 << 24
     always: bool = False
     model: Any = field(default=None, repr=False)
+    mtp: bool = False
 
     def __post_init__(self):
         _set_int(self, "max_draft_tokens", 1, MAX_DRAFT_TOKENS)
         _set_int(self, "answer_tokens", 1, _INT64_MAX)
         _check_bool(self, "always")
+        _check_bool(self, "mtp")
+        if self.mtp and self.model is not None:
+            raise _value_error(self, "mtp", "False with a model: one of the two drafts")
         expected = f"some of {', '.join(SOURCES)}"
         if isinstance(self.sources, str):
             object.__setattr__(self, "sources", (self.sources,))
@@ -75,7 +81,7 @@ class Speculation:
 
     @property
     def drafts_by_model(self) -> bool:
-        return self.model is not None
+        return self.model is not None or self.mtp
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,8 @@ class ToyDraft:
     chunk   of states, which are a slot's: then nothing is there that another sequence has computed
     """
 
-    def __init__(self, pages, page_size, right=lambda: True, chunk=None):
+    def __init__(self, pages, page_size, right=lambda: True, chunk=None, final=True):
+        self.final = final
         self.memory, self.page_size, self.right, self.chunk = [None] * (pages * page_size), page_size, right, chunk
         self.computed, self.asked, self._rows = 0, [], {}
 

@@ -39,9 +39,13 @@ class Chain(NamedTuple):
 
 
 class DraftModel(Protocol):
-    """chunk: tokens of a chunk of its states; None: it has none."""
+    """
+    chunk   tokens of a chunk of its states; None: it has none
+    final   whether drafted tokens that were right need not be computed again
+    """
 
     chunk: int | None
+    final: bool
 
     def draft(self, chains: Sequence[Chain]) -> list[tuple[int, ...]]:
         """Of each chain what was drafted, waited for; fewer where logits are no numbers."""
@@ -185,7 +189,7 @@ class Chains:
         drafted = self._model.draft(chains)
         for chain in chains:
             reach = chain.chunk.sequence.drafts.reach
-            reach.rows, reach.ahead = chain.end, max(0, chain.count - 1)
+            reach.rows, reach.ahead = chain.end, max(0, chain.count - 1) if self._model.final else 0
             self._keep(chain)
         self.spent = time.monotonic() - begin
         self._note(chains)

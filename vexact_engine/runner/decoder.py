@@ -123,7 +123,7 @@ class _Product:
         return vx.silu_mul(*self(x), activation=activation)
 
 
-def _norm(weights: Weights, norm: d.Norm | None) -> Callable | None:
+def norm_of(weights: Weights, norm: d.Norm | None) -> Callable | None:
     """(x, residual=None) -> the norm's output; with a residual, as its op returns it."""
     if norm is None:
         return None
@@ -133,7 +133,7 @@ def _norm(weights: Weights, norm: d.Norm | None) -> Callable | None:
     return lambda x, residual=None: vx.rmsnorm(x, weight, eps, residual, style=style)
 
 
-def _factor(weights: Weights, factor: d.Factor | None) -> float | Tensor | None:
+def factor_of(weights: Weights, factor: d.Factor | None) -> float | Tensor | None:
     if factor is None:
         return None
     if factor.buffer is not None:
@@ -141,7 +141,7 @@ def _factor(weights: Weights, factor: d.Factor | None) -> float | Tensor | None:
     return factor.value if factor.dtype is None else torch.tensor(factor.value, dtype=factor.dtype).item()
 
 
-class _Step:
+class StepParts:
     """What all layers of a step share."""
 
     __slots__ = ("settled", "slots", "states", "table", "tables", "tokens")
@@ -172,7 +172,7 @@ class _Attention:
         self.heads, self.kv_heads, self.dim, self.v_dim = part.heads, part.kv_heads, part.dim, part.v_dim
         self.gated = part.gated
         self.alike = [part.heads, part.kv_heads, part.kv_heads] if part.v_dim == part.dim and not part.gated else None
-        self.norms = _norm(weights, part.q_norm), _norm(weights, part.k_norm)
+        self.norms = norm_of(weights, part.q_norm), norm_of(weights, part.k_norm)
         if part.q_norm is not None and part.q_norm.size != part.dim:  # of all heads together
             self.alike = None
         self.across = tuple(norm is not None and norm.size != part.dim for norm in (part.q_norm, part.k_norm))
@@ -188,10 +188,12 @@ class _Attention:
         self.tables, self.interleaved = (
             (None, False) if part.rope is None else (part.rope.tables, part.rope.interleaved)
         )
-        self.v_factor, self.out_norm = _factor(weights, part.v_factor), _norm(weights, part.out_norm)
+        self.v_factor, self.out_norm = factor_of(weights, part.v_factor), norm_of(weights, part.out_norm)
         self.asked = _asked(weights, part, kv_segment)
 
-    def __call__(self, x: Tensor, step: _Step, k_cache: Tensor, v_cache: Tensor, rows: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, step: StepParts, k_cache: Tensor, v_cache: Tensor, rows: Tensor | None = None
+    ) -> Tensor:
         tokens, (q_norm, k_norm) = step.tokens, self.norms
         if self.alike is not None:
             q, k, v = self.qkv.whole(x).view(tokens, -1, self.dim).split_with_sizes(self.alike, 1)
@@ -257,9 +259,9 @@ class _Latent:
         self.ranks = ranks
         first = part.q if part.q_a is None else part.q_a
         self.down = _Product(weights, first, part.kv_a)
-        self.q_norm = _norm(weights, part.q_a_norm)
+        self.q_norm = norm_of(weights, part.q_a_norm)
         self.q_up = None if part.q_a is None else weights.rows(part.q)
-        self.kv_norm, self.o = _norm(weights, part.kv_norm), weights.rows(part.o)
+        self.kv_norm, self.o = norm_of(weights, part.kv_norm), weights.rows(part.o)
         self.heads, self.rank, self.nope, self.v_dim, self.rope = (
             part.heads, part.rank, part.nope, part.v_dim, part.rope,
         )  # fmt: skip
@@ -270,7 +272,9 @@ class _Latent:
             self.w_v = w_v.transpose(1, 2)
         self.asked = _asked(weights, part, kv_segment)
 
-    def __call__(self, x: Tensor, step: _Step, k_cache: Tensor, v_cache: Tensor, rows: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, step: StepParts, k_cache: Tensor, v_cache: Tensor, rows: Tensor | None = None
+    ) -> Tensor:
         tokens, heads, rank, nope, rope = step.tokens, self.heads, self.rank, self.nope, self.rope
         q, compressed = self.down(x)
         if self.q_up is not None:
@@ -313,7 +317,7 @@ class _GatedDelta:
         keys = part.key_heads * part.k_dim
         self.widths = keys, keys, part.value_heads * part.v_dim
 
-    def __call__(self, x: Tensor, step: _Step, *slots: Tensor, rows: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, step: StepParts, *slots: Tensor, rows: Tensor | None = None) -> Tensor:
         state, taps, *opened = slots
         parts = self.read(x)
         qkv, z, b, a = by_head(*parts, *self.heads) if self.by_head else parts
@@ -335,7 +339,7 @@ class _Mlp:
         self.ranks = ranks
         gated = part.gate is not None
         self.up = _Product(weights, part.gate, part.up) if gated else _Product(weights, part.up)
-        self.activation, self.gated, self.norm = part.activation, gated, _norm(weights, part.norm)
+        self.activation, self.gated, self.norm = part.activation, gated, norm_of(weights, part.norm)
         self.down = weights.rows(part.down)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -402,7 +406,7 @@ class _Mixture:
         return vx.bmm(weights, rows.view(tokens, slots, -1).float())[:, 0].to(x.dtype)
 
 
-class _Block:
+class Block:
     """A part, and what is done to its input and output."""
 
     __slots__ = ("after", "before", "factor", "part")
@@ -411,8 +415,8 @@ class _Block:
         kind = _PARTS[type(block.part)]
         options = (kv_segment,) if kind in (_Attention, _Latent) else ()
         self.part = kind(weights, block.part, ranks, *options)
-        self.before = _norm(weights, block.before)
-        self.after, self.factor = _norm(weights, block.after), _factor(weights, block.factor)
+        self.before = norm_of(weights, block.before)
+        self.after, self.factor = norm_of(weights, block.after), factor_of(weights, block.factor)
 
     def read(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """What the part is given, and the sum so far."""
@@ -451,12 +455,12 @@ class Decoder:
         table = weights[described.embedding.weight] if first else None
         self.embedding = table if ranks.size == 1 else None
         self.tokens = None if table is None or ranks.size == 1 else Tokens(table, ranks, share)
-        self.factor = _factor(weights, described.embedding.factor) if first else None
+        self.factor = factor_of(weights, described.embedding.factor) if first else None
         self.rotary = [(weights.cast(r.inv_freq, torch.float32), r.scaling, r.dtype) for r in described.rotary]
         self.layers = [
-            tuple(_Block(weights, block, ranks, described.kv_segment) for block in layer.blocks) for layer in chosen
+            tuple(Block(weights, block, ranks, described.kv_segment) for block in layer.blocks) for layer in chosen
         ]
-        self.norm = _norm(weights, described.norm) if last else None
+        self.norm = norm_of(weights, described.norm) if last else None
         self._copied = weights.copied
 
     def _embed(self, batch: Batch) -> Tensor:
@@ -483,7 +487,7 @@ class Decoder:
         returns   (T, H) final hidden states from the last stage, or (R, H) of its rows; from others two tensors (T, H),
                   whose sum is the residual stream: what the next one is called with
         """
-        step, x = _Step(batch, self.rotary), hidden
+        step, x = StepParts(batch, self.rotary), hidden
         if self.embedding is not None or self.tokens is not None:
             x = self._embed(batch)
             if self.factor is not None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from vexact_ops.patch.description import Pages, State
 
@@ -18,7 +19,12 @@ from .runner import Runner
 
 
 class DraftRunner(Runner):
-    """Started by the runner that it is beside. It verifies nothing itself, and keeps no snapshots of states."""
+    """Started by the runner that it is beside. It verifies nothing itself, and keeps no snapshots of states.
+
+    reads   whether it wants final hidden states of all tokens from that one
+    """
+
+    reads = False
 
     def __init__(self, model: torch.nn.Module, handle, config: EngineConfig, device: torch.device):
         self._forgets = config
@@ -34,15 +40,22 @@ class DraftRunner(Runner):
     def _start(self, progress: Progress) -> None:
         pass
 
+    def follow(self) -> None:
+        """The runner that it is beside has another forward."""
+
+    def keep(self, hidden: Tensor, slots: Tensor) -> None:
+        """What that one has computed, and the places of its tokens in the caches."""
+
 
 class DraftModel:
     """What asks a DraftRunner for chains of tokens.
 
     chunk   tokens of a chunk of its states; None: it has none
+    final   whether drafted tokens that were right need not be computed again
     """
 
-    def __init__(self, runner: Runner):
-        self._runner, self._encoder = runner, Encoder(bare=True)
+    def __init__(self, runner: DraftRunner):
+        self._runner, self._encoder, self.final = runner, Encoder(bare=True), not runner.reads
         self.chunk = memory.chunk_of(runner.memories)
 
     def draft(self, chains: Sequence[Chain]) -> list[tuple[int, ...]]:

@@ -10,6 +10,7 @@ call by call, with the same bits, and so is a step that log-probabilities of a p
 import contextlib
 import logging
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -33,6 +34,9 @@ from .pictures import Gallery, pictured
 from .ranks import Alone, Ranks
 from .record import Graphs
 from .sleep import weights_and_buffers
+
+if TYPE_CHECKING:
+    from .drafting import DraftRunner
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +159,7 @@ class Runner:
         handle,
         config: EngineConfig,
         device: torch.device,
-        beside: "Runner | None" = None,
+        beside: "DraftRunner | None" = None,
     ):
         self.model, self.handle, self.device, self.beside = model, handle, device, beside
         self.memories = memory.forgetting(self._memories(), config)
@@ -192,7 +196,7 @@ class Runner:
                 ) from error
 
     def _start(self, progress: Progress) -> None:
-        config, runners = self.config, [self] if self.beside is None else [self, self.beside]
+        config, runners = self.config, [self] if self.beside is None else [self.beside, self]
         # behind the forwards: what these move and take is in use by now
         step = sum([runner.prepare(progress) for runner in runners])
         count = config.num_pages
@@ -273,6 +277,8 @@ class Runner:
             for name, tensors in zip(("weights", "buffers"), weights_and_buffers(self.model)):
                 self.regions[name].take_in(tensors)
             self.forward, self.path = self._forward()
+        if self.beside is not None:
+            self.beside.follow()
 
     def rebind(self, spare: Forward | None = None) -> None:
         """The model's tensors lie elsewhere, each one laid out as before: the same forward, of them, or one that was
@@ -345,11 +351,14 @@ class Runner:
         """Final hidden states, of all tokens where `whole` says so; those that are drawn after are put aside."""
         embedding = self.forward.embedding if isinstance(self.forward, Decoder) else None
         batch, rows = self.buffers.batch(body, embedding)
-        if self.draws and not whole and body.draws < body.tokens:
+        reader = self.beside if self.beside is not None and self.beside.reads else None
+        if self.draws and not whole and reader is None and body.draws < body.tokens:
             batch.rows = rows if body.draws else rows.new_zeros(1)  # some token: ops of no rows are not worth a thought
         hidden = self._forward_of(batch) if scene is None else self.pictured(batch, scene)
         if hidden is None:
             return None
+        if reader is not None:
+            reader.keep(hidden, batch.paged.slot_mapping)
         if self.hidden is None:
             self.hidden = hidden.new_zeros(self.most_draws, hidden.shape[1])
         if aside and body.draws:

@@ -202,6 +202,13 @@ class Memory:
     def wake_up(self, tags: Iterable[str]) -> dict[str, int]:
         """Bytes taken again, by tag. MemoryError where there is no room: that tag sleeps on. Graphs come with the last
         of the others, and are made then where they are gone."""
+        taken = self.take(tags)
+        if taken:
+            self.record(taken)
+        return taken
+
+    def take(self, tags: Iterable[str]) -> dict[str, int]:
+        """`wake_up` but for graphs that are gone."""
         taken = {}
         woken = self._asleep.keys() & tags
         if woken and self._asleep.keys() - woken <= {"graphs"}:
@@ -220,7 +227,11 @@ class Memory:
                 raise MemoryError(f"wake_up: no memory for {tag}, which takes {known >> 20} MiB: {error}") from error
             del self._asleep[tag]
             taken[tag] = known if before is None else self.held() - before
-        if taken and not self._asleep and not self.runner.graphs.captured:
+        return taken
+
+    def record(self, taken: dict[str, int]) -> None:
+        """Make graphs that are gone, once nothing is asleep any more; their bytes are added."""
+        if not self._asleep and not self.runner.graphs.captured:
             before = self.held()
             try:
                 self.runner.graphs.capture()
@@ -229,7 +240,6 @@ class Memory:
                 raise MemoryError(f"wake_up: no memory for graphs: {error}") from error
             if before is not None:
                 taken["graphs"] = self.held() - before
-        return taken
 
     def _sleep_weights(self, level: int) -> list[Storages]:
         """At level 2 what an update need not bring, buffers, is kept all the same. All of them go, or none: where the
@@ -297,8 +307,12 @@ class Both:
         return _sum(self._own.sleep(level, tags), self._drafts.sleep(1, tags))
 
     def wake_up(self, tags: Iterable[str]) -> dict[str, int]:
-        """A tag of which one half sleeps on is asleep."""
-        return _sum(self._own.wake_up(tags), self._drafts.wake_up(tags))
+        """A tag of which one half sleeps on is asleep. Graphs of each are made with the memory of both."""
+        taken = self._own.take(tags), self._drafts.take(tags)
+        for memory, own in zip((self._own, self._drafts), taken):
+            if own:
+                memory.record(own)
+        return _sum(*taken)
 
 
 def _sum(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:

@@ -21,10 +21,12 @@ from ..handover.session import Reading
 from ..handover.threads import half_the_threads
 from ..images import scene_of
 from ..weights.draft import Draft
+from ..weights.mtp import Heads
 from ..weights.update import Places, Update, apply_update, plan_update
 from ..weights.watch import Watch
 from . import memory
 from .drafting import DraftModel, DraftRunner
+from .heads import HeadsRunner
 from .runner import Pending, Runner
 from .sleep import ASLEEP, Both, Memory
 
@@ -111,6 +113,8 @@ class Worker:
 
     def _beside(self, draft: Draft, config: EngineConfig) -> DraftRunner:
         """What drafts needs no trainer's numerics: nobody sees a number of it."""
+        if isinstance(draft.module, Heads):
+            return HeadsRunner(draft.module, self._handle, config, self.device)
         self._stack.enter_context(_owned(draft.module))
         handle = vx.patch.hf(draft.module, longrope=config.longrope, training=False)
         self._stack.callback(handle.undo)
@@ -196,7 +200,8 @@ class Worker:
         self._make_forward()
         self._revision = revision
         if not self.asleep:
-            self._runner.graphs.capture()
+            for runner in filter(None, (self._runner, self._runner.beside)):
+                runner.graphs.capture()
         self._watch.note()  # modules may be others than those that it knows
 
     def _make_forward(self) -> None:

@@ -8,6 +8,7 @@ import torch
 from ..config import Speculation
 from ..runner import shapes
 from .load import Loaded, load
+from .mtp import load_heads
 
 PREFIX = "draft."
 
@@ -16,7 +17,7 @@ PREFIX = "draft."
 class Draft:
     """A model that drafts.
 
-    prefix   before its names, where an update of weights brings them
+    prefix   before its names, where an update of weights brings them; heads have the checkpoint's own
     """
 
     module: torch.nn.Module
@@ -24,13 +25,18 @@ class Draft:
 
 
 def load_draft(speculation: Speculation | None, loaded: Loaded) -> Draft | None:
-    """What `Speculation.model` names, on the device and in the dtype of the model that it drafts for; None where it
-    names none.
+    """What `Speculation.model` names, on the device and in the dtype of the model that it drafts for, or with
+    `Speculation.mtp` that model's own heads; None where neither is asked for.
 
-    raises   as load; ValueError where its vocabulary is another one, or it is that model itself
+    raises   as load; ValueError where its vocabulary is another one, it is that model itself, or there are no heads
     """
-    if speculation is None or speculation.model is None:
+    if speculation is None or not speculation.drafts_by_model:
         return None
+    if speculation.mtp:
+        if loaded.path is None:
+            raise ValueError(f"Speculation: mtp: got {loaded.name}, which holds no heads, expected a model directory")
+        device = loaded.device or next(loaded.model.parameters()).device
+        return Draft(load_heads(loaded.name, loaded.path, loaded.model, device), "")
     target, source = loaded.model, speculation.model
     if source is target:
         raise ValueError("Speculation: model: got the model that it is to draft for, expected another, or a copy")

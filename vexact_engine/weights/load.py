@@ -41,6 +41,7 @@ class Loaded:
     origin          where stages of a pipeline take their weights from, each its own: then `model` has none
     device          where those are to be
     image_processor transformers' own of a directory; None where there is none
+    path            the directory that the weights were read from; None: there is none
     """
 
     model: torch.nn.Module
@@ -50,6 +51,7 @@ class Loaded:
     origin: "Origin | None" = None
     device: torch.device | None = None
     image_processor: Any = None
+    path: Path | None = None
 
 
 def load(
@@ -75,7 +77,7 @@ def load(
     meanwhile   given the model, still on the host, and where it goes: a block that it goes there in
     raises      FileNotFoundError, or ValueError with the reason: truncated, incomplete or unknown; TypeError on dtype
     """
-    device, processor = default_device(source) if device is None else device, None
+    device, processor, path = default_device(source) if device is None else device, None, None
     if dtype is not None:
         dtype = as_dtype(dtype, device)
     if isinstance(source, torch.nn.Module):
@@ -94,7 +96,8 @@ def load(
     if tokenizer is False or isinstance(tokenizer, str | os.PathLike):
         tokenizer = load_tokenizer("", tokenizer, trust_remote_code=trust_remote_code)
     eos = _eos_token_ids(model, tokenizer, name)
-    return Loaded(model.eval(), tokenizer, eos, name, image_processor=processor)
+    directory = path if path is not None and path.is_dir() else None
+    return Loaded(model.eval(), tokenizer, eos, name, image_processor=processor, path=directory)
 
 
 def load_in_stages(
