@@ -2,19 +2,26 @@
 
 python -m benchmarks speculation --shape qwen3-8b --batch 1,16,64,256
 python -m benchmarks speculation --device cpu --layers 4
+python -m benchmarks speculation --shape qwen3-8b --batch 1,16,64 --draft-layers 4
 
 Each batch generates its answers without drafts, and again with those handed in, of which a share of the tokens is
 another one: --right of them are right, and none. Then eight samples of one prompt, whose drafts are their own text and
-that of each other, greedy and at 0.7. The seconds are those of all tokens but the first, the second time of two.
+that of each other, greedy and at 0.7. With --draft-layers a model drafts: the first so many layers, where the others
+add nothing to the residual stream, so that it is always right, and one with random weights, which never is. The seconds
+are those of all tokens but the first, the second time of two.
 """
 
 import argparse
+import copy
 import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
 from vexact_engine import Engine, EngineConfig, SamplingParams, Speculation
+from vexact_engine.weights.load import Loaded
 
 from .engine import load
 from .harness import environment
@@ -24,6 +31,7 @@ DEFAULTS = {
     "cuda": {"batch": "1,16,64,256", "prompt": 512, "new": 256},
 }
 SAMPLES, TEMPERATURES = 8, (0.0, 0.7)
+FIRST, RANDOM = "first layers", "random layers"
 ROUNDS = 2  # the first meets sizes of steps that were not there yet
 
 
@@ -32,6 +40,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--right", type=_share, default=0.7, metavar="SHARE", help="tokens of a draft that are right (0.7)")
     add("--drafted", type=int, default=8, metavar="N", help="tokens of a sequence in a step, at most (8)")
+    add("--draft-layers", type=int, metavar="N", help="also: a model of so many layers drafts (none)")
 
 
 def _share(text: str) -> float:
@@ -48,7 +57,7 @@ def _share(text: str) -> float:
 class _Ask:
     """Prompts, and how each is sampled.
 
-    sources   where drafts come from
+    sources   where drafts come from: texts, or "first layers" and "random layers" of a model
     right     of "given" ones
     """
 
@@ -96,6 +105,8 @@ def _asked(args: argparse.Namespace, vocabulary: int) -> list[_Ask]:
         found.append(_Ask(f"{batch} given, {args.right:.0%} right", asked, params, "given", args.right))
         if batch == max(batches):
             found.append(_Ask(f"{batch} given, none right", asked, params, "given", 0.0))
+        if args.draft_layers is not None:
+            found += [_Ask(f"{batch} by {by}", asked, params, by) for by in (FIRST, RANDOM)]
     for temperature in TEMPERATURES:
         params = replace(base, n=SAMPLES, temperature=temperature, seed=0)
         found.append(_Ask(f"{SAMPLES} samples at {temperature}", prompts(1), [params], "samples"))
@@ -105,12 +116,17 @@ def _asked(args: argparse.Namespace, vocabulary: int) -> list[_Ask]:
 def _model(args: argparse.Namespace, source: str, dtype: str) -> Iterator[dict]:
     loaded, name, weights = load(args, source, dtype)
     config = EngineConfig(show_progress=False)
+    if args.draft_layers is not None:
+        _empty(loaded, args.draft_layers)
     with Engine(loaded, config) as engine:
         asked = _asked(args, engine.vocab_size)
         plain = [_timed(engine, ask.prompts, ask.params) for ask in asked]
         vocabulary = engine.vocab_size
     for drafts in dict.fromkeys(ask.sources for ask in asked):
-        speculation = Speculation(max_draft_tokens=args.drafted, sources=(drafts,))
+        how: dict = {"sources": (drafts,)}
+        if drafts in (FIRST, RANDOM):
+            how = {"sources": (), "model": _draft(loaded, args.draft_layers, drafts == FIRST)}
+        speculation = Speculation(max_draft_tokens=args.drafted, **how)
         with Engine(loaded, replace(config, speculation=speculation)) as engine:
             for ask, (before, answers) in zip(asked, plain):
                 if ask.sources != drafts:
@@ -139,6 +155,31 @@ def _model(args: argparse.Namespace, source: str, dtype: str) -> Iterator[dict]:
                     "device": args.device,
                     **environment(args.device),
                 }
+
+
+@torch.no_grad()
+def _empty(loaded: Loaded, first: int) -> None:
+    """Layers from this one on add nothing, in the same time."""
+    layers = loaded.model.base_model.layers
+    if not 0 < first <= len(layers):
+        raise ValueError(f"--draft-layers: got {first}, expected 1 to {len(layers)}, those of {loaded.name}")
+    for layer in layers[first:]:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+
+
+@torch.no_grad()
+def _draft(loaded: Loaded, layers: int, right: bool) -> torch.nn.Module:
+    """A model of the first layers alone, with their weights or with others."""
+    config, like = copy.deepcopy(loaded.model.config), next(loaded.model.parameters())
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    with torch.device(like.device):
+        model = type(loaded.model)._from_config(config, dtype=like.dtype)
+    if right:
+        model.load_state_dict(loaded.model.state_dict(), strict=False)
+    return model.eval().requires_grad_(False)
 
 
 def _timed(engine: Engine, prompts: list, params: list[SamplingParams]) -> tuple[float, list]:

@@ -216,6 +216,7 @@ UNREAD = [
             "--warm: no prompt fills a page that the prefix cache could keep: the longest has 5 tokens",
         ),
         (["verify", "--model", "MODEL", "--draft-sources", "text"], "--draft-sources: expected --speculation with it"),
+        (["verify", "--model", "MODEL", "--mtp"], "--mtp: expected --speculation with it"),
         (
             ["verify", "--model", "MODEL", "--speculation", "65"],
             "--speculation: got 65, expected an integer from 1 to 64",

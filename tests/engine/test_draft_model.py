@@ -46,7 +46,7 @@ def test_no_byte_is_another_and_the_model_itself_is_always_right(kind):
         gone = engine.submit(asked(kind)[0][0], replace(LONG, n=4), request_id="gone", notify=lambda: None)
         check(engine, kind, asked(kind))
         engine.withdraw(gone)
-        assert engine.stats.drafted_tokens > engine.stats.accepted_tokens > 20
+        assert engine.stats.drafted_tokens > engine.stats.accepted_tokens > 10
         check_idle(engine)
     with Engine.from_pretrained(model(kind), config=drafting(model(kind), enable_prefix_cache=True)) as engine:
         done = check(engine, kind, asked(kind))

@@ -150,6 +150,8 @@ def engine(parser):
     group.add_argument(
         "--draft-sources", type=names, metavar="A,B", help="of drafts: given, answers, samples, text (all of them)"
     )
+    group.add_argument("--draft-model", metavar="MODEL", help="a small model of the same vocabulary drafts too (none)")
+    group.add_argument("--mtp", action="store_true", help="the checkpoint's own heads draft too (Qwen3.5, DeepSeek-V3)")
 
 
 def dtype(text: str) -> str:
@@ -236,7 +238,7 @@ def speculation_of(args) -> dict | None:
     if args.speculation is None:
         return None
     sources = {} if args.draft_sources is None else {"sources": args.draft_sources}
-    return {"max_draft_tokens": args.speculation, **sources}
+    return {"max_draft_tokens": args.speculation, "model": args.draft_model, "mtp": args.mtp, **sources}
 
 
 def parallel(group) -> None:
@@ -335,7 +337,7 @@ def check_engine(args, device) -> None:
     check_kv_segment(args.kv_segment, device)
     if device.type == "cpu":
         expect_with(args, False, "a GPU", "--gpu-memory-utilization")
-    expect_with(args, args.speculation is not None, "--speculation", "--draft-sources")
+    expect_with(args, args.speculation is not None, "--speculation", "--draft-sources", "--draft-model", "--mtp")
     if args.num_pages is not None:
         expect_without(args, "--num-pages", "--gpu-memory-utilization")
 

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from ..config import Speculation
-from ..runner import shapes
 from .load import Loaded, load
 from .mtp import load_heads
 
@@ -43,7 +42,7 @@ def load_draft(speculation: Speculation | None, loaded: Loaded) -> Draft | None:
     first = next(target.parameters())
     with torch.device("cpu"):  # not the caller's default device
         draft = load(source, device=loaded.device or first.device, dtype=first.dtype)
-    own, expected = (shapes.vocab_size(model) for model in (draft.model, target))
+    own, expected = (model.get_input_embeddings().weight.shape[0] for model in (draft.model, target))
     if own != expected:
         raise ValueError(
             f"Speculation: model: {draft.name} has a vocabulary of {own} tokens, expected {expected}, as {loaded.name} "
