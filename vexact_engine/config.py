@@ -76,8 +76,10 @@ class Speculation:
         object.__setattr__(self, "sources", tuple(name for name in SOURCES if name in sources))
         if not (self.model is None or isinstance(self.model, str | os.PathLike) or hasattr(self.model, "parameters")):
             raise _type_error(self, "model", "a path, a name on the Hub, a loaded model or None")
-        if self.model == "":
-            raise _value_error(self, "model", "a path, a name on the Hub, a loaded model or None")
+        if isinstance(self.model, str | os.PathLike):
+            object.__setattr__(self, "model", os.fspath(self.model))
+            if not self.model:
+                raise _value_error(self, "model", "a path, a name on the Hub, a loaded model or None")
 
     @property
     def drafts_by_model(self) -> bool:

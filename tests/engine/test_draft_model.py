@@ -10,7 +10,7 @@ import torch
 from engine_models import build, byte_tokenizer, check_idle, fallback_tokenizer, make_late
 from test_speculation import ALWAYS, ROOMY, asked, check, model, outcome
 
-from vexact_engine import Engine, EngineConfig, ModelInUse, SamplingParams, Speculation, StepFailed
+from vexact_engine import Engine, EngineConfig, ModelInUse, Replicas, SamplingParams, Speculation, StepFailed
 from vexact_engine.core.chains import Chains
 from vexact_engine.core.pace import Pace
 from vexact_engine.core.pages import PagePool
@@ -186,6 +186,10 @@ def test_what_cannot_draft_is_refused_at_the_start(tmp_path):
     for size in ("pipeline_parallel_size", "tensor_parallel_size"):
         with pytest.raises(ValueError, match=f"speculation has a model that drafts, expected none with {size} 2"):
             EngineConfig(speculation={"model": "there"}, **{size: 2})
+    with pytest.raises(
+        TypeError, match=r"Replicas: config: speculation\.model: got a LlamaForCausalLM, expected a path"
+    ):
+        Replicas.from_pretrained(tmp_path, replicas=1, device="cpu", config=drafting(own))
     for given, error in ((5, TypeError), ("", ValueError), ([1], TypeError)):
         with pytest.raises(error, match="Speculation: model"):
             Speculation(model=given)

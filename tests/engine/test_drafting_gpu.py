@@ -1,0 +1,61 @@
+"""Drafts by a model and by heads on a GPU, with graphs: every byte of every completion is the one without them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_models import build, check_idle, prompts
+from test_heads import heads_of, model, saved
+from test_speculation import outcome
+
+from vexact_engine import Engine, EngineConfig, SamplingParams, Speculation
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible to torch")
+CONFIG = EngineConfig(num_pages=400, max_num_batched_tokens=64, max_num_seqs=8, show_progress=False)
+SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+
+
+def outcomes(engine):
+    params = [SamplingParams(max_new_tokens=40, seed=i, ignore_eos=True, n=1 + i % 2, top_k=5 * i) for i in range(4)]
+    return [outcome(c)[:-1] for c in engine.generate(prompts(4, longest=60, vocabulary=engine.vocab_size), params)]
+
+
+def check(engine, expected, least):
+    beside, numerics = engine._worker._runner.beside, engine.numerics()
+    assert beside.graphs.captured and engine._worker._runner.graphs.captured
+    state = {name: value.clone() for name, value in engine.model.state_dict().items()}
+    for turn in range(3):
+        before = engine.stats.accepted_tokens
+        for _ in range(2):  # the second from warm pages
+            assert outcomes(engine) == expected
+        assert engine.stats.accepted_tokens - before >= least
+        check_idle(engine)
+        if turn < 2:
+            engine.sleep(1 + turn)
+            engine.wake_up(["weights"])
+            engine.update_weights(state, numerics=numerics)
+            engine.wake_up()
+            assert beside.graphs.captured
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_a_model(always):
+    target = build("Llama", device="cuda", **SIZES)
+    with Engine.from_pretrained(target, config=CONFIG) as engine:
+        expected = outcomes(engine)
+    for draft, least in ((build("Llama", device="cuda", **SIZES), 150), (build("Qwen3", seed=1, device="cuda"), 0)):
+        speculation = Speculation(max_draft_tokens=5, always=always, sources=(), model=draft)
+        with Engine.from_pretrained(target, config=replace(CONFIG, speculation=speculation)) as engine:
+            check(engine, expected, least if always else 0)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "glm4_moe"])
+def test_heads(kind, tmp_path):
+    own = model(kind)
+    path = saved(own, tmp_path, heads_of(own)[0])
+    with Engine.from_pretrained(path, device="cuda", config=CONFIG) as engine:
+        expected = outcomes(engine)
+    speculation = Speculation(max_draft_tokens=4, always=True, sources=(), mtp=True)
+    with Engine.from_pretrained(path, device="cuda", config=replace(CONFIG, speculation=speculation)) as engine:
+        check(engine, expected, 0)
+        assert engine.stats.drafted_tokens > 100
