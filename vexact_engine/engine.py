@@ -288,8 +288,9 @@ class Engine(Frontend):
 
         named_tensors   all of the model's state_dict() under Hugging Face names (of tied ones, one is enough), in the
                         model's shape and dtype, on any device: buffers that named_parameters() leaves out too, for a
-                        trainer may have changed them. Without `specs` an iterator is read to its end first, so that
-                        all tensors lie in memory at once
+                        trainer may have changed them. Those of a model that drafts, with "draft." before their names,
+                        or of the checkpoint's own heads come too, all or none. Without `specs` an iterator is read to
+                        its end first, so that all tensors lie in memory at once
         numerics        of the trainer's patch, handle.numerics(): refused, field by field, where it differs from this
                         engine's, for then log-probabilities may. Of a trainer without one vexact_ops.numerics(), with
                         its options; weights of a model patched in this process bring its numbers with them. Of

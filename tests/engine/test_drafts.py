@@ -273,6 +273,49 @@ def test_what_is_right_is_accepted_and_what_is_wrong_is_not():
     assert alone(given_alone)[0] == 40 and alone(None)[0] == 40
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_model_drafts_with_no_plan_ahead_and_where_it_cannot_help_hardly_ever(depth, monkeypatch):
+    """With plans ahead it waits until the last token is known. Where it is never right it is asked now and then, of a
+    few; steps of single tokens go on ahead of each other."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+
+    def run(right, always=False):
+        drafts = ToyDraft(400, 4, lambda: right)
+        ask = drafts.draft
+
+        def timed(chains):
+            clock[0] += 0.2 * max(chain.count for chain in chains)
+            return ask(chains)
+
+        drafts.draft = timed
+        speculation = Speculation(max_draft_tokens=4, always=always, sources=(), mtp=True)
+        scheduler, model = make(
+            400, max_num_seqs=16, max_num_batched_tokens=64, draft_model=drafts, speculation=speculation
+        )
+        asked = [request([1, 2, i % 7], max_new_tokens=80, seed=i) for i in range(16)]
+        for one in asked:
+            scheduler.add(one)
+        pending, ahead = [], 0
+        while scheduler.has_unfinished or pending:
+            plan = scheduler.schedule(lookahead=depth > 1)
+            if plan:
+                pending.append((plan, model.run(plan)))
+                assert len(pending) == 1 or not any(plan.drafted for plan, _ in pending)
+            if pending and (len(pending) >= depth or not plan):
+                ahead += len(pending) > 1
+                clock[0] += 1.0
+                scheduler.commit(*pending.pop(0))
+        assert all(sequence.tokens == expected(sequence) for one in asked for sequence in one.sequences)
+        return scheduler.stats, drafts, ahead
+
+    stats, drafts, _ = run(True)
+    assert stats.steps < 45 and stats.accepted_tokens > 500
+    stats, drafts, ahead = run(False)
+    assert stats.accepted_tokens == 0 and stats.drafted_tokens < 80
+    assert len(drafts.asked) < 60 and stats.steps < 90 and (depth == 1 or ahead > 60)
+
+
 def test_what_was_answered_before_is_drafted():
     scheduler, model = make(speculation=ALWAYS, max_num_batched_tokens=64)
     steps = []

@@ -101,9 +101,18 @@ how = st.sampled_from(["right", "wrong", "mixed", "shifted", "random", "longer",
 
 
 @settings(max_examples=max(6, settings.default.max_examples // 2))
-@given(st.sampled_from(KINDS), configs, st.lists(how, min_size=8, max_size=8), st.randoms(use_true_random=False))
-def test_whatever_is_drafted_no_byte_is_another(kind, config, hows, source):
+@given(
+    st.sampled_from(KINDS),
+    configs,
+    st.lists(how, min_size=8, max_size=8),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_whatever_is_drafted_no_byte_is_another(kind, config, hows, by_model, source):
+    """By a model too: its twin where texts are of no help."""
     config = replace(config, num_pages=-(-config.num_pages // config.page_size))
+    if by_model:
+        config = replace(config, speculation=replace(config.speculation, model=model(kind)))
     each = [
         (prompt, replace(params, draft=drafts(kind, i, hows[i], source)))
         for i, (prompt, params) in enumerate(asked(kind))

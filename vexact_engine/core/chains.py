@@ -81,9 +81,19 @@ class Chains:
         self._known: dict[int, int] = {}  # page -> the content that the model has computed all of
         self._seconds: dict[int, float] = {}  # of a step of so many sequences, as buckets
         self._met: set[int] = set()
-        self._declined = self._skipped = self._skip = 0
+        self._declined = self._skipped = self._skip = self._kind = 0
         self.held = 0, 0
         self.spent = 0.0  # seconds of the last time that it was asked
+
+    def skips(self, sequences: int) -> bool:
+        """Whether a step of so many is not looked at: nothing was worth it lately."""
+        self.spent = 0.0
+        if self._kind != bucket(sequences):
+            self._kind, self._skipped, self._skip = bucket(sequences), 0, 0
+        if not self._skipped or self.held[0]:
+            return False
+        self._skipped -= 1
+        return True
 
     def plan(
         self,
@@ -100,8 +110,7 @@ class Chains:
         drafted   rows that the step verifies already, and how many of those are likely to be right
         grow      see to pages for so many tokens behind a chunk's end; returns for how many there are
         """
-        self.spent = 0.0
-        if not chunks or not budget:
+        if not chunks or budget <= 0:
             return []
         count, limit = self.held
         if not count:
@@ -125,9 +134,6 @@ class Chains:
         most = min(self._most, max(1, budget // len(chances)))
         if self._always:
             return most, limit
-        if self._skipped:
-            self._skipped -= 1
-            return 0, 0
         rows, right = drafted
         before = self._pace.seconds(sequences, rows)
         if before is None:
@@ -154,7 +160,7 @@ class Chains:
             self._declined += 1 + self._skipped
             if self._declined < AGAIN:
                 return 0, 0
-            self._declined = 0
+            self._declined = self._skipped = 0
         return min(_TRIED[1], most), min(_TRIED[0], limit)
 
     def _step(self, sequences: int) -> float | None:

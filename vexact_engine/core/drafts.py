@@ -223,7 +223,7 @@ class Drafter:
         """Tokens to verify behind the ends of decodes, of those that are worth it: at most so many in all, and of each
         as many as there is room for, with pages that `grow` sees to."""
         planned = self._by_texts(chunks, budget, room)
-        if self._chains is None:
+        if self._chains is None or self._chains.skips(len(chunks)):
             return [(chunk, tokens) for chunk, tokens, _ in planned]
         taken = {id(chunk.sequence) for chunk, _, _ in planned}
         others = [
