@@ -9,6 +9,7 @@ from vexact_engine.weights.random import CONFIGS
 
 FAMILIES = ("qwen3", "qwen3_moe", "deepseek_v3")
 HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text")
+WITH_VISION = ("qwen3_5", "qwen3_5_moe")  # hybrids as their checkpoints are: a tower beside the text
 VOCAB = 288  # 256 bytes, and the special tokens
 SIZES = {
     "vocab_size": VOCAB,
@@ -29,6 +30,9 @@ _HYBRID = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 32,
 }
+_VISION = {
+    "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "num_position_embeddings": 16,
+}  # fmt: skip
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SPECIAL = {
     "qwen3_5_text": _HYBRID,
@@ -54,6 +58,7 @@ SPECIAL = {
         "routed_scaling_factor": 2.446,
     },
 }
+SPECIAL |= {family: SPECIAL[f"{family}_text"] for family in WITH_VISION}
 # For a GPU: layers of true dimensions, but few of them, with fewer experts and a smaller vocabulary.
 _CUT = {"num_hidden_layers": 2, "vocab_size": 32768, "tie_word_embeddings": False, "max_position_embeddings": 256}
 TRUE_LAYERS = {
@@ -74,7 +79,7 @@ DEEPSEEK = (
         "<｜tool▁outputs▁end｜>",
     ),
 )
-TOKENS = {"qwen3": QWEN, "qwen3_moe": QWEN, "deepseek_v3": DEEPSEEK, **dict.fromkeys(HYBRIDS, QWEN)}
+TOKENS = {"qwen3": QWEN, "qwen3_moe": QWEN, "deepseek_v3": DEEPSEEK, **dict.fromkeys(HYBRIDS + WITH_VISION, QWEN)}
 QWEN_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -103,24 +108,51 @@ def tokenizer(family: str, size: int = VOCAB):
     return wrapped
 
 
+def config_of(family: str, **sizes):
+    """Of `sizes`; those of a text of its own where the family has a tower too."""
+    from transformers import AutoConfig
+
+    if family not in WITH_VISION:
+        return AutoConfig.for_model(family, **sizes)
+    tower = {**_VISION, "out_hidden_size": sizes["hidden_size"]}
+    tied = sizes["tie_word_embeddings"]
+    return AutoConfig.for_model(family, text_config=sizes, vision_config=tower, tie_word_embeddings=tied)
+
+
+def build(config):
+    """A model that is whole: with its tower."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    whole = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    return whole.from_config(config)
+
+
+def save(model, folder: Path) -> None:
+    """As on a hub: Qwen3.5's experts lie in one tensor there, which transformers would take apart."""
+    model.save_pretrained(folder)
+    if model.config.model_type == "qwen3_5_moe":
+        from safetensors.torch import save_file
+
+        tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def make_model(family: str, folder: Path, seed: int = 0, sizes: dict | None = None, **changes) -> Path:
     """A random model of the family in bf16, tiny unless `sizes` are given, as on a hub. -> folder"""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     sizes = {**SIZES, **SPECIAL[family]} if sizes is None else {**sizes}
     words = tokenizer(family, sizes["vocab_size"])
     ids = {"pad_token_id": words.pad_token_id, "bos_token_id": words.bos_token_id, "eos_token_id": words.eos_token_id}
-    config = AutoConfig.for_model(sizes.pop("model_type", family), **{**sizes, **ids, **changes})
-    model = AutoModelForCausalLM.from_config(config)
+    config = config_of(sizes.pop("model_type", family), **{**sizes, **ids, **changes})
+    model = build(config)
     generator = torch.Generator().manual_seed(seed)
-    scale = 1.2 * config.hidden_size**-0.5
+    scale = 1.2 * config.get_text_config().hidden_size ** -0.5
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             # Norms stay near one; matrices are large enough that everything in the model matters.
             parameter.copy_(noise * scale if parameter.dim() > 1 else 1 + noise * 0.1)
     model.generation_config.eos_token_id = words.eos_token_id
-    model.to(torch.bfloat16).save_pretrained(folder)
+    save(model.to(torch.bfloat16), folder)
     words.save_pretrained(folder)
     return folder
 

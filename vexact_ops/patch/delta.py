@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import vexact_ops as vx
 
-from .batch import Asked, Layout
+from .batch import Asked, Layout, given
 from .description import State, delta_state
 from .forwards import one_cache
 from .pieces import NotCovered, agree, class_of, is_linear, random, run_stock, small_linear, twin
@@ -32,6 +32,11 @@ def is_delta(module: nn.Module) -> bool:
     return parts and set(_SIZES) <= set(vars(module))
 
 
+def is_packed(module: nn.Module) -> bool:
+    """Whether it is VeOmni's, which takes packed rows, and computes them by kernels that it is given."""
+    return "cu_seq_lens_q" in inspect.signature(inspect.unwrap(class_of(module).forward)).parameters
+
+
 def projections(module: nn.Module) -> tuple[str, ...]:
     names = next((names for names in (APART, BY_HEAD) if set(names) <= set(module._modules)), None)
     if names is None or not all(is_linear(module._modules[name]) for name in (*names, "out_proj")):
@@ -43,7 +48,8 @@ def delta_forward(module: nn.Module, tried: dict) -> tuple[Callable, str]:
     """The aligned forward of a gated delta net, once it is known to be the same function as its own; `tried` keeps what
     is known of modules that are alike."""
     names = projections(module)
-    if set(module._modules) != {*names, "conv1d", "norm", "out_proj"} or len(module._parameters) != 2:
+    parts = module._modules.keys() - {"act"}  # which some have and do not call
+    if parts != {*names, "conv1d", "norm", "out_proj"} or len(module._parameters) != 2:
         raise NotCovered("a gated delta net with parts that no aligned op covers")
     if not is_gated_norm(module.norm):
         raise NotCovered(f"a gated delta net that ends with a {type(module.norm).__name__}")
@@ -65,9 +71,16 @@ def delta_forward(module: nn.Module, tried: dict) -> tuple[Callable, str]:
 @functools.cache
 def _delta_forward(names: tuple[str, ...]) -> Callable:
     def delta_forward(
-        self, hidden_states, cache=None, attention_mask=None, cache_params=None, vexact_layout=None, **kwargs
+        self,
+        hidden_states,
+        cache=None,
+        attention_mask=None,
+        cache_params=None,
+        cu_seq_lens_q=None,
+        vexact_layout=None,
+        **kwargs,
     ):
-        layout = vexact_layout
+        layout = given(cu_seq_lens_q) if vexact_layout is None else vexact_layout
         if layout is None:
             raise RuntimeError("vexact: call the patched model, not its layers: its forward describes the batch")
         if layout.seen is not None:
@@ -207,9 +220,15 @@ def _check(module: nn.Module, names: tuple[str, ...]) -> None:
     modules["conv1d"] = conv
     tried = twin(module, modules, {"A_log": random(hv, seed=11), "dt_bias": random(hv, seed=12)})
     tried.__dict__.update(sizes, training=False)
-    x = 2 * random(2, 9, _HIDDEN, seed=13)
-    got = run_stock(tried, x, forward=_torch_forward(type(module)).__get__(tried))
+    x, forward = 2 * random(2, 9, _HIDDEN, seed=13), _torch_forward(type(module)).__get__(tried)
     expected = torch.stack([_plain(tried, row, names) for row in x])
+    if is_packed(module):
+        tried.__dict__.update(causal_conv1d_fn=_plain_conv, chunk_gated_delta_rule=_plain_delta)
+        offsets = torch.arange(0, 19, 9, dtype=torch.int32)
+        got = run_stock(tried, x.flatten(0, 1)[None], forward=functools.partial(forward, cu_seq_lens_q=offsets))
+        got = got.view_as(expected)
+    else:
+        got = run_stock(tried, x, forward=forward)
     if not agree(got, expected):
         raise NotCovered("a gated delta net of another form than the aligned op's")
 
@@ -230,25 +249,43 @@ def _torch_forward(cls: type) -> Callable:
 def _plain(module: nn.Module, x: Tensor, names: tuple[str, ...]) -> Tensor:
     """Token by token, of one sequence (T, H), as the ops' contracts have it."""
     qkv, z, b, a = _projected(module, x, names)
-    weight, bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
-    padded = torch.cat((qkv.new_zeros(weight.shape[1] - 1, qkv.shape[1]), qkv))
-    qkv = (padded.unfold(0, weight.shape[1], 1) * weight).sum(-1)
-    qkv = qkv if bias is None else qkv + bias
-    qkv = qkv * qkv.sigmoid()
+    whole = torch.tensor([0, len(x)], dtype=torch.int32)
+    qkv, _ = _plain_conv(qkv[None], module.conv1d.weight.squeeze(1), module.conv1d.bias, "silu", cu_seqlens=whole)
     q, k, v = qkv.split((module.key_dim, module.key_dim, module.value_dim), -1)
     heads = module.num_v_heads // module.num_k_heads
-    q, k = (t.unflatten(1, (-1, module.head_k_dim)) for t in (q, k))
-    q, k = ((t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(heads, 1) for t in (q, k))
-    v = v.unflatten(1, (-1, module.head_v_dim))
-    decay = (-module.A_log.exp() * nn.functional.softplus(a + module.dt_bias)).exp()
-    state, rows = q.new_zeros(v.shape[1], q.shape[2], v.shape[2]), []
-    for t in range(len(x)):
-        state = state * decay[t][:, None, None]
-        written = b[t].sigmoid()[:, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
-        state = state + k[t][:, :, None] * written[:, None]
-        rows.append(torch.einsum("hkv,hk->hv", state, q[t]) * module.head_k_dim**-0.5)
-    out = _plain_norm(torch.stack(rows), z, module.norm.weight, _eps(module.norm))
-    return module.out_proj(out.flatten(1))
+    q, k = (t.unflatten(2, (-1, module.head_k_dim)).repeat_interleave(heads, 2) for t in (q, k))
+    g = -module.A_log.exp() * nn.functional.softplus(a + module.dt_bias)
+    v, beta = v.unflatten(2, (-1, module.head_v_dim)), b.sigmoid()
+    out, _ = _plain_delta(q, k, v, g[None], beta[None], cu_seqlens=whole, use_qk_l2norm_in_kernel=True)
+    return module.out_proj(_plain_norm(out[0], z, module.norm.weight, _eps(module.norm)).flatten(1))
+
+
+def _plain_conv(x: Tensor, weight: Tensor, bias=None, activation=None, cu_seqlens=None, **_) -> tuple[Tensor, None]:
+    """(1, T, C) of packed sequences."""
+    made = []
+    for rows in x[0].tensor_split(cu_seqlens[1:-1].tolist()):
+        padded = torch.cat((rows.new_zeros(weight.shape[1] - 1, rows.shape[1]), rows))
+        y = (padded.unfold(0, weight.shape[1], 1) * weight).sum(-1)
+        y = y if bias is None else y + bias
+        made.append(y * y.sigmoid() if activation in ("silu", "swish") else y)
+    return torch.cat(made)[None], None
+
+
+def _plain_delta(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens=None, use_qk_l2norm_in_kernel=False, **_
+) -> tuple[Tensor, None]:
+    """(1, T, Hv, dim) of packed sequences, a key for each value."""
+    rows, starts = [], set(cu_seqlens.tolist())
+    if use_qk_l2norm_in_kernel:
+        q, k = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
+    for t, (one_q, one_k, one_v, decay, write) in enumerate(zip(q[0], k[0], v[0], g[0].to(q.dtype).exp(), beta[0])):
+        if t in starts:
+            state = q.new_zeros(v.shape[2], q.shape[3], v.shape[3])
+        state = state * decay[:, None, None]
+        written = write[:, None] * (one_v - torch.einsum("hkv,hk->hv", state, one_k))
+        state = state + one_k[:, :, None] * written[:, None]
+        rows.append(torch.einsum("hkv,hk->hv", state, one_q) * q.shape[3] ** -0.5)
+    return torch.stack(rows)[None], None
 
 
 # the gated norm

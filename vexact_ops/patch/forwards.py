@@ -162,6 +162,9 @@ def base_forward(
                 what = "text's alone" if given_positions else "none next to a cache"
                 raise ValueError(f"position_ids: got {what} with images, expected (3 | 4, B, {size[1]}), or no cache")
             axes = images.axes_of_batch(patch.vision, input_ids, spans_of(layout, size), grids, type(self).__name__)
+    if patch.packed:
+        kwargs["cu_seq_lens_q"] = (layout.cu_q if vexact_paged is None else vexact_paged.cu_seqlens_q).detach()
+        batch.give(kwargs["cu_seq_lens_q"], layout)
     # Of four dimensions: transformers takes it for a mask that is ready, and builds none.
     mask = torch.empty(1, 1, 1, 1, dtype=torch.bool if patch.by_mask else torch.float32, device=device)
     if patch.by_mask or patch.seen is not None:

@@ -359,7 +359,7 @@ def delta_net(module: nn.Module, facts: Facts) -> Answer:
     if not delta.is_delta(module):
         return None
     forward, ops = delta.delta_forward(module, facts.tried)
-    return Replace(forward, ops, computes=(module.conv1d,), known={"states": True})
+    return Replace(forward, ops, computes=(module.conv1d,), known={"states": True, "packed": delta.is_packed(module)})
 
 
 def gated_norm(module: nn.Module, facts: Facts) -> Answer:

@@ -7,10 +7,12 @@ What a slot holds is the process's choice, so a class is tried without them, and
 but for the one of the loss in the causal language model's forward: on the instance it is ours.
 """
 
+import contextlib
 import functools
 import inspect
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -174,6 +176,30 @@ def sequence_parallel() -> "ProcessGroup | None":
     if get_parallel_state().cp_enabled:
         raise ValueError("vexact: VeOmni's context parallelism (cp_size) is on, expected 1; ulysses_size may be more")
     return get_parallel_state().ulysses_group
+
+
+class _OneRank:
+    """A parallel state of VeOmni's with nothing enabled."""
+
+    def __getattr__(self, name: str) -> bool:
+        if name.endswith("_enabled"):
+            return False
+        raise AttributeError(name)
+
+
+@contextlib.contextmanager
+def one_rank(model: nn.Module) -> Iterator[None]:
+    """Meanwhile VeOmni's generated classes, which ask for its parallel state, compute what one rank alone does."""
+    names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    scopes = [vars(sys.modules[name]) for name in names if name.startswith(GENERATED)]
+    before = [(scope, scope["get_parallel_state"]) for scope in scopes if "get_parallel_state" in scope]
+    try:
+        for scope, _ in before:
+            scope["get_parallel_state"] = _OneRank
+        yield
+    finally:
+        for scope, function in before:
+            scope["get_parallel_state"] = function
 
 
 def refuse_sequence_parallel(what: str) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 
-from . import facts, forwards, plan, rotary
+from . import facts, forwards, plan, rotary, slots
 from .describe import describe
 from .description import Decoder, Head, NotDescribed, Pages, State
 from .recognise import INNER
@@ -78,8 +78,9 @@ class _Buffer:
 
 @contextlib.contextmanager
 def _isolated(model: nn.Module) -> Iterator[None]:
-    """Pieces are tried on small tensors, whatever the caller's default device and autocast are."""
+    """Pieces are tried on small tensors, whatever the caller's default device, autocast and ranks are."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(slots.one_rank(model))
         if torch.get_default_device().type != "cpu":  # torch asks Python for one at every call
             stack.enter_context(torch.device("cpu"))
         for kind in {"cpu", next(model.parameters()).device.type} - {"meta"}:
@@ -107,6 +108,7 @@ class Patch:
         self.by_mask = False  # whether the layout comes to attention with the mask alone
         self.vision = None  # of a model of images: vision.Vision
         self.states = False  # whether layers have a state, which no cache of transformers holds
+        self.packed = False  # whether the decoder's layers, VeOmni's, want to be told where sequences begin
         self.description = None  # or why there is none
         self.attended: dict[int, Pages | State] = {}  # what each layer remembers, by what the audit saw
         self.facts: tuple | None = None  # what facts.py has read, and of which state

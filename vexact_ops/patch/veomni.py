@@ -40,6 +40,9 @@ FIELDS = MappingProxyType(
         "rms_norm_implementation": NAME,
         "swiglu_mlp_implementation": NAME,
         "rotary_pos_emb_implementation": NAME,
+        "rms_norm_gated_implementation": "eager",  # a class: cover() gives its instances their forward
+        "causal_conv1d_implementation": NAME,
+        "chunk_gated_delta_rule_implementation": NAME,
     }
 )
 
@@ -136,9 +139,10 @@ def veomni() -> VeOmni:
     returns  a VeOmni: context manager, fields, cover(model), report(), undo(). Called again: another one of the same,
              and the process is as it was when the last is undone
 
-    What changes: KernelSpecs named vexact for rms_norm/standard, rotary_pos_emb/full, swiglu_mlp/standard,
-    moe_experts/standard and cross_entropy_loss/causal (cross_entropy_loss/seq_cls is bound by the same field: it raises
-    when called); attention as transformers' ALL_ATTENTION_FUNCTIONS["vexact"], for packed rows with cu_seq_lens_q;
+    What changes: KernelSpecs named vexact for rms_norm/standard and /qwen3_5, rotary_pos_emb/full, swiglu_mlp/standard,
+    moe_experts/standard, causal_conv1d/standard, chunk_gated_delta_rule/standard and cross_entropy_loss/causal
+    (cross_entropy_loss/seq_cls is bound by the same field: it raises when called); attention as transformers'
+    ALL_ATTENTION_FUNCTIONS["vexact"], for packed rows with cu_seq_lens_q;
     three functions of VeOmni's that refuse names that they do not know are wrapped, for the name vexact alone:
     apply_veomni_fused_moe_patch, install_loss_mapping and, of DeepSeek-V3, apply_per_model_patches.
 
@@ -203,6 +207,29 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return vx.rmsnorm(x, weight, eps)
 
 
+def _one_plus_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return vx.rmsnorm(x, weight, eps, style="gemma")
+
+
+def _causal_conv(x, weight, bias=None, activation=None, seq_idx=None, backend=None, cu_seqlens=None):
+    """(1, T, C) of packed sequences, (C, taps) -> (1, T, C), and nothing of a state."""
+    if seq_idx is not None or x.shape[0] != 1:
+        raise ValueError("vexact causal_conv1d: got seq_idx or several rows, expected one row of packed sequences")
+    return vx.causal_conv(x[0], weight, bias, cu_seqlens=cu_seqlens, activation=activation)[None], None
+
+
+def _gated_delta(
+    q, k, v, g, beta, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None
+):
+    """(1, T, heads, dim) of packed sequences -> (1, T, heads, dv), and nothing of a state."""
+    if initial_state is not None or output_final_state or cu_seqlens is None:
+        raise ValueError(
+            "vexact chunk_gated_delta_rule: got a state, or no cu_seqlens: expected whole sequences, packed in one row"
+        )
+    rows = (t[0] for t in (q, k, v, g, beta))
+    return vx.gated_delta_varlen(*rows, cu_seqlens, qk_l2norm=use_qk_l2norm_in_kernel)[None], None
+
+
 def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids=None, unsqueeze_dim: int = 1):
     return rotation("halves", True)(q, k, cos, sin, position_ids, unsqueeze_dim)
 
@@ -229,6 +256,9 @@ def _no_classifier(*args, **kwargs):
 def _kernels() -> dict[tuple[str, str], Callable]:
     return {
         ("rms_norm", "standard"): _rms_norm,
+        ("rms_norm", "qwen3_5"): _one_plus_norm,
+        ("causal_conv1d", "standard"): _causal_conv,
+        ("chunk_gated_delta_rule", "standard"): _gated_delta,
         ("rotary_pos_emb", "full"): _rotary,
         ("swiglu_mlp", "standard"): _swiglu,
         ("moe_experts", "standard"): _experts,
