@@ -32,7 +32,7 @@ struct GradsShared {
   float a[kChunk][72], p[kChunk][72];  // gradients of the products among keys
   Gates gates;
   float r_k[kChunk], r_q[kChunk];
-  float of_state[kDepth], taken[2][kChunk], sums[kChunk], columns[kChunk], dg[kChunk], dbeta[kChunk];
+  float of_state[2][kDepth], taken[2][kChunk], sums[kChunk], columns[kChunk], dg[kChunk], dbeta[kChunk];
 };
 
 template <class T>
@@ -185,6 +185,23 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 #endif
 }
 
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// The sum of a chunk's values by four neighbouring threads.
+template <class F>
+__device__ __forceinline__ float fold_chunk(F value) {
+  float f[16];
+#pragma unroll
+  for (int m = 0; m < 16; ++m) f[m] = value(4 * m + threadIdx.x % 4);
+  // order: the upper half is added to the lower one
+  fold<16>(f);
+#pragma unroll
+  for (int width = 2; width; width /= 2) f[0] = f[0] + __shfl_xor_sync(0xffffffffu, f[0], width);
+  return f[0];
+}
+
+#endif
+
 template <class T>
 __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedDeltaBackward args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -237,40 +254,54 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
       const int64_t states_at = (int64_t(index) * args.hv + h) * kDepth * args.dv_size + 64 * split;
       const auto at = [&](int i) { return (int64_t(row + i) * args.hv + h) * args.dv_size + 64 * split; };
       expect(one * splits + split + 1);
-      for (int n = tid; n < kDepth * 16; n += kBackwardThreads) {
-        const int r = n / 16, c = n % 16 * 4;
-        const int64_t from = states_at + int64_t(r) * args.dv_size + c;
-        const float4 x = *reinterpret_cast<const float4*>(args.states + from);
-        const float4 y = *reinterpret_cast<const float4*>(args.dstates + from);
-        float f[4] = {y.x * x.x, y.y * x.y, y.z * x.z, y.w * x.w};
-        // order: the upper half is added to the lower one
+      auto& of_state = sh.of_state[split % 2];
+#pragma unroll 1
+      for (int part = 0; part < 2; ++part) {
+        float4 x[4], y[4];  // all on their way before the first is used
 #pragma unroll
-        for (int width = 8; width; width /= 2)
-#pragma unroll
-          for (int m = 0; m < 4; ++m) f[m] = f[m] + __shfl_xor_sync(0xffffffffu, f[m], width);
-        if (c == 0) sh.of_state[r] = (f[0] + f[2]) + (f[1] + f[3]);
-        *reinterpret_cast<float4*>(&sh.s[r][c]) = float4{rounded(x.x), rounded(x.y), rounded(x.z), rounded(x.w)};
-        *reinterpret_cast<float4*>(&sh.ds[r][c]) = float4{rounded(y.x), rounded(y.y), rounded(y.z), rounded(y.w)};
-      }
-      for (int n = tid; n < kChunk * 16; n += kBackwardThreads) {
-        const int i = n / 16, c = n % 16 * 4;
-        float4 u{}, du{};
-        uint2 d{};
-        if (i < last) {
-          u = *reinterpret_cast<const float4*>(args.us + at(i) + c);
-          du = *reinterpret_cast<const float4*>(args.dus + at(i) + c);
-          d = *reinterpret_cast<const uint2*>(static_cast<const T*>(args.dout) + at(i) + c);
+        for (int m = 0; m < 4; ++m) {
+          const int n = tid + (4 * part + m) * kBackwardThreads;
+          const int64_t from = states_at + n / 16 * args.dv_size + n % 16 * 4;
+          x[m] = *reinterpret_cast<const float4*>(args.states + from);
+          y[m] = *reinterpret_cast<const float4*>(args.dstates + from);
         }
-        const float r = sh.r_k[i];
-        T four[4];
-        *reinterpret_cast<uint2*>(four) = d;
-        *reinterpret_cast<float4*>(&sh.w[i][c]) = float4{r * u.x, r * u.y, r * u.z, r * u.w};
-        *reinterpret_cast<float4*>(&sh.du[i][c]) = du;
-        *reinterpret_cast<float4*>(&sh.d[i][c]) = float4{args.scale * widen(four[0]), args.scale * widen(four[1]),
-                                                         args.scale * widen(four[2]), args.scale * widen(four[3])};
-        if (i < last) {
-          const float b = gates.beta[i];
-          narrow(four[0], b * du.x), narrow(four[1], b * du.y), narrow(four[2], b * du.z), narrow(four[3], b * du.w);
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+          const int n = tid + (4 * part + m) * kBackwardThreads, r = n / 16, c = n % 16 * 4;
+          float f[4] = {y[m].x * x[m].x, y[m].y * x[m].y, y[m].z * x[m].z, y[m].w * x[m].w};
+          // order: the upper half is added to the lower one
+#pragma unroll
+          for (int width = 8; width; width /= 2)
+#pragma unroll
+            for (int e4 = 0; e4 < 4; ++e4) f[e4] = f[e4] + __shfl_xor_sync(0xffffffffu, f[e4], width);
+          if (c == 0) of_state[r] = (f[0] + f[2]) + (f[1] + f[3]);
+          *reinterpret_cast<float4*>(&sh.s[r][c]) = float4{rounded(x[m].x), rounded(x[m].y), rounded(x[m].z), rounded(x[m].w)};
+          *reinterpret_cast<float4*>(&sh.ds[r][c]) = float4{rounded(y[m].x), rounded(y[m].y), rounded(y[m].z), rounded(y[m].w)};
+        }
+      }
+      {
+        float4 u[4] = {}, du[4] = {};
+        uint2 d[4] = {};
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+          const int n = tid + m * kBackwardThreads, i = n / 16, c = n % 16 * 4;
+          if (i >= last) continue;
+          u[m] = *reinterpret_cast<const float4*>(args.us + at(i) + c);
+          du[m] = *reinterpret_cast<const float4*>(args.dus + at(i) + c);
+          d[m] = *reinterpret_cast<const uint2*>(static_cast<const T*>(args.dout) + at(i) + c);
+        }
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+          const int n = tid + m * kBackwardThreads, i = n / 16, c = n % 16 * 4;
+          const float r = sh.r_k[i], b = gates.beta[i];
+          const float2 low = widen_two<T>(d[m].x), high = widen_two<T>(d[m].y);
+          *reinterpret_cast<float4*>(&sh.w[i][c]) = float4{r * u[m].x, r * u[m].y, r * u[m].z, r * u[m].w};
+          *reinterpret_cast<float4*>(&sh.du[i][c]) = du[m];
+          *reinterpret_cast<float4*>(&sh.d[i][c]) =
+              float4{args.scale * low.x, args.scale * low.y, args.scale * high.x, args.scale * high.y};
+          if (i >= last) continue;
+          T four[4];
+          narrow(four[0], b * du[m].x), narrow(four[1], b * du[m].y), narrow(four[2], b * du[m].z), narrow(four[3], b * du[m].w);
           *reinterpret_cast<uint2*>(static_cast<T*>(args.dv) + at(i) + c) = *reinterpret_cast<uint2*>(four);
         }
       }
@@ -367,12 +398,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
         if (tig == 0) sh.sums[first + gid] = low, sh.sums[first + gid + 8] = high;
       }
       __syncthreads();
-      if (tid < kChunk) {
-        float f[kChunk];
-#pragma unroll
-        for (int i = 0; i < kChunk; ++i) f[i] = sh.a[i][tid];
-        fold<kChunk>(f);
-        sh.columns[tid] = f[0];
+      {
+        const float sum = fold_chunk([&](int i) { return sh.a[i][tid / 4]; });
+        if (tid % 4 == 0) sh.columns[tid / 4] = sum;
       }
       __syncthreads();
       if (of_k && tig == 0)
@@ -395,7 +423,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
         multiply<64>(
             dq, [&](int r, int c) { return rounded((gates.decay[first + r] * sh.r_q[first + r]) * sh.d[first + r][c]); },
             [&](int c, int d) { return sh.s[d0 + d][c]; });
-        multiply<kChunk>(dq, [&](int r, int j) { return sh.p[first + r][j]; }, [&](int j, int d) { return widen(sh.k[j][d0 + d]); });
+        multiply_keys<kChunk>(
+            dq, [&](int r, int j) { return *reinterpret_cast<const float2*>(&sh.p[first + r][j]); }, sh.k, d0);
 #pragma unroll
         for (int n = 0; n < 8; ++n)
 #pragma unroll
@@ -421,35 +450,44 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
             return rounded(-(((gates.beta[first + r] * gates.decay[first + r]) * sh.r_k[first + r]) * sh.du[first + r][c]));
           },
           [&](int c, int d) { return sh.s[d0 + d][c]; });
-      const auto key = [&](int j, int d) { return widen(sh.k[j][d0 + d]); };
-      multiply<kChunk>(dk, [&](int r, int j) { return sh.a[first + r][j]; }, key);
-      multiply<kChunk>(dk, [&](int r, int j) { return sh.a[j][first + r]; }, key);
-      multiply<kChunk>(dk, [&](int r, int j) { return sh.p[j][first + r]; }, [&](int j, int d) { return widen(sh.q[j][d0 + d]); });
+      multiply_keys<kChunk>(
+          dk, [&](int r, int j) { return *reinterpret_cast<const float2*>(&sh.a[first + r][j]); }, sh.k, d0);
+      multiply_keys<kChunk>(dk, [&](int r, int j) { return float2{sh.a[j][first + r], sh.a[j + 1][first + r]}; }, sh.k, d0);
+      multiply_keys<kChunk>(dk, [&](int r, int j) { return float2{sh.p[j][first + r], sh.p[j + 1][first + r]}; }, sh.q, d0);
 #pragma unroll
       for (int n = 0; n < 8; ++n)
 #pragma unroll
         for (int e4 = 0; e4 < 4; ++e4) sum_k[n][e4] = sum_k[n][e4] + dk[n][e4];
       __syncthreads();
-      if (tid < kChunk) {
+      if (warp == 0) {
         // What the state behind the chunk takes: of every row, and of what was there before.
-        float f[kChunk], of_state[kChunk];
-        const auto taken = [&](int i) { return (sh.taken[0][i] + 0.0f) + sh.taken[1][i]; };
+        float taken[2], state[2];
 #pragma unroll
-        for (int i = 0; i < kChunk; ++i) f[i] = taken(i), of_state[i] = (sh.of_state[i] + 0.0f) + sh.of_state[i + 64];
-        fold<kChunk>(f);
-        fold<kChunk>(of_state);
-        const float mine = (sh.sums[tid] - taken(tid)) + (tid == last - 1 ? f[0] + whole * of_state[0] : 0.0f);
-        asm volatile("bar.sync 1, 64;" ::: "memory");
-        sh.sums[tid] = mine;
-        asm volatile("bar.sync 1, 64;" ::: "memory");
-        // order: the gradient of g_i takes those of the sums from i to the last, in a tree
+        for (int m = 0; m < 2; ++m) {
+          const int i = lane + 32 * m;
+          taken[m] = (sh.taken[0][i] + 0.0f) + sh.taken[1][i], state[m] = (of_state[i] + 0.0f) + of_state[i + 64];
+        }
+        float of_rows = taken[0] + taken[1], of_old = state[0] + state[1];
+        // order: the upper half is added to the lower one
 #pragma unroll
-        for (int j = 0; j < kChunk; ++j) f[j] = j >= tid ? sh.sums[j] : 0.0f;
-        fold<kChunk>(f);
-        sh.dg[tid] = sh.dg[tid] + f[0];
+        for (int width = 16; width; width /= 2) {
+          of_rows = of_rows + __shfl_xor_sync(0xffffffffu, of_rows, width);
+          of_old = of_old + __shfl_xor_sync(0xffffffffu, of_old, width);
+        }
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          const int i = lane + 32 * m;
+          sh.sums[i] = (sh.sums[i] - taken[m]) + (i == last - 1 ? of_rows + whole * of_old : 0.0f);
+        }
       }
       __syncthreads();
+      {
+        // order: the gradient of g_i takes those of the sums from i to the last, in a tree
+        const float sum = fold_chunk([&](int j) { return j >= tid / 4 ? sh.sums[j] : 0.0f; });
+        if (tid % 4 == 0) sh.dg[tid / 4] = sh.dg[tid / 4] + sum;
+      }
     }
+    __syncthreads();
     if (tid < last) {
       const int64_t to = int64_t(row + tid) * args.hv + h;
       args.dg[to] = sh.dg[tid], args.dbeta[to] = sh.dbeta[tid];

@@ -54,6 +54,17 @@ __device__ __forceinline__ void load_matrix(uint32_t (&a)[4], const void* from) 
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
                : "r"(sm90::shared_address(from)));
 }
+__device__ __forceinline__ void load_transposed(uint32_t (&a)[4], const void* from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(sm90::shared_address(from)));
+}
+template <class T>
+__device__ __forceinline__ float2 widen_two(uint32_t two) {
+  T x[2];
+  *reinterpret_cast<uint32_t*>(x) = two;
+  return {widen(x[0]), widen(x[1])};
+}
 // 16 bytes, or as many zeros, for which nothing is read.
 __device__ __forceinline__ void copy16(void* to, const void* from, bool there = true) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(sm90::shared_address(to)), "l"(from),

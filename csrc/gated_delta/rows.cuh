@@ -59,6 +59,33 @@ __device__ __forceinline__ void multiply(float (&d)[TILES][4], A a, B b) {
   multiply<K, 1, TILES>(reinterpret_cast<float (&)[1][TILES][4]>(d), a, b);
 }
 
+// The same times some columns of rows that are keys, or queries; a(row, k) gives two neighbours of K. Within eight of K no
+// bit depends on which comes first, as the admission of who calls this shows.
+template <int K, int TILES, class T, class A>
+__device__ __forceinline__ void multiply_keys(float (&d)[TILES][4], A a, const T (*keys)[kDepth + 8], int column) {
+  const int lane = threadIdx.x % 32, gid = lane / 4, tig = lane % 4;
+  static_assert(TILES % 2 == 0);
+#pragma unroll 2
+  for (int k = 0; k < K; k += 16) {
+    float left[2][4];
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      const float2 low = a(gid, k + 8 * m + 2 * tig), high = a(gid + 8, k + 8 * m + 2 * tig);
+      left[m][0] = low.x, left[m][1] = high.x, left[m][2] = low.y, left[m][3] = high.y;
+    }
+#pragma unroll
+    for (int n = 0; n < TILES; n += 2) {
+      uint32_t right[4];
+      load_transposed(right, &keys[k + lane % 16][column + 8 * n + lane / 16 * 8]);
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        const float2 two = widen_two<T>(right[m]);
+        product(d[n + m / 2], left[m % 2], two.x, two.y);
+      }
+    }
+  }
+}
+
 // f(row, column, two neighbours) of 16 rows and TILES times 8 columns
 template <int TILES, class F>
 __device__ __forceinline__ void each_pair(float (&d)[TILES][4], F f) {
@@ -93,14 +120,22 @@ __device__ __forceinline__ void make_gates(Gates& to, const GatedDeltaBackward& 
   for (int m = 0; m < 2; ++m) {
     const int i = lane + 32 * m;
     const int64_t at = int64_t(row + i) * args.hv + h;
-    x[m] = i < last ? args.g[at] : 0.0f;
+    to.g[i] = i < last ? args.g[at] : 0.0f;
     to.beta[i] = i < last ? args.beta[at] : 0.0f;
   }
-#pragma unroll 8
-  for (int i = 0; i < kChunk; ++i) {  // order: ascending, from +0
-    total = total + __shfl_sync(0xffffffffu, i < 32 ? x[0] : x[1], i % 32);
-    if (i % 32 == lane) x[i / 32] = total;
+  __syncwarp();
+  // order: ascending, from +0; by every lane, for that is faster than to wait for another
+#pragma unroll
+  for (int i = 0; i < kChunk; i += 4) {
+    const float4 four = *reinterpret_cast<const float4*>(&to.g[i]);
+    const float g[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      total = total + g[n];
+      if ((i + n) % 32 == lane) x[(i + n) / 32] = total;
+    }
   }
+  __syncwarp();
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
     const int i = lane + 32 * m;

@@ -34,7 +34,7 @@ __device__ __forceinline__ int placed_in_row(int r, int c) { return c ^ ((r / 2 
 template <class T>
 struct PrepareShared {
   T k[kChunk][kDepth + 8], q[kChunk][kDepth + 8];
-  Gates gates;
+  Gates gates[8];  // of so many heads at a time, each by a warp
   float r_k[kChunk], r_q[kChunk];
 };
 
@@ -50,7 +50,7 @@ struct WholeShared {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kBackwardThreads, 2) prepare_kernel(const GatedDeltaBackward args, Prepared* prepared) {
+__global__ void __launch_bounds__(kBackwardThreads, 3) prepare_kernel(const GatedDeltaBackward args, Prepared* prepared) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(16) unsigned char memory[];
   auto& sh = *reinterpret_cast<PrepareShared<T>*>(memory);
@@ -60,23 +60,28 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) prepare_kernel(const Gate
   const int row = found.begin + found.chunk * kChunk, last = min(kChunk, found.end - row);
   if (found.chunk < 0 || last <= 0) return;
   load_keys<T>(sh, args, row, last, hk);
+  if (warp < group) make_gates(sh.gates[warp], args, row, last, hk * group + warp);
   copies_wait<0>();
   __syncthreads();
   make_norms<T>(sh, args.l2norm);
   float gram[8][4] = {};
   products_of<T, 8>(gram, (of_k ? sh.k : sh.q)[first], sh.k);
+  __syncthreads();
   for (int one = 0; one < group; ++one) {
     const int h = hk * group + one;
     Prepared& to = prepared[int64_t(blockIdx.x) * args.hv + h];
-    __syncthreads();
-    if (warp == 0) make_gates(sh.gates, args, row, last, h);
-    __syncthreads();
-    const auto& g = sh.gates.g;
+    if (one && one % 8 == 0) {
+      __syncthreads();
+      if (one + warp < group) make_gates(sh.gates[warp], args, row, last, h + warp);
+      __syncthreads();
+    }
+    const Gates& gates = sh.gates[one % 8];
+    const auto& g = gates.g;
     const int m = first / 16;
     each_pair(gram, [&](int r, int j, float x, float y) {
       const int i = first + r, n = j / 16, seen = i < last ? (of_k ? i : i + 1) : 0;  // of these keys on: none
       if (n > m) return;
-      const float f = of_k ? sh.gates.beta[i] * sh.r_k[i] : sh.r_q[i];
+      const float f = of_k ? gates.beta[i] * sh.r_k[i] : sh.r_q[i];
       x = j < seen ? f * (exp_term(g[i] - g[j]) * x) : 0.0f, y = j + 1 < seen ? f * (exp_term(g[i] - g[j + 1]) * y) : 0.0f;
       const int c = j % 16, at = placed_in_row(r, c);
       if (n < m) {
@@ -90,9 +95,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) prepare_kernel(const Gate
     });
     const int i = threadIdx.x;
     if (i < kChunk) {
-      const float beta = sh.gates.beta[i], decay = sh.gates.decay[i];
+      const float beta = gates.beta[i], decay = gates.decay[i];
       to.q.decay[i] = decay * sh.r_q[i];
-      to.k.beta[i] = beta, to.k.decay[i] = decay * sh.r_k[i], to.k.r[i] = sh.r_k[i], to.k.rest[i] = sh.gates.rest[i];
+      to.k.beta[i] = beta, to.k.decay[i] = decay * sh.r_k[i], to.k.r[i] = sh.r_k[i], to.k.rest[i] = gates.rest[i];
       to.k.back[i] = (beta * decay) * sh.r_k[i];
       if (i < 4) to.k.whole[i] = exp_term(g[last - 1]);
     }
