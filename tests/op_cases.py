@@ -80,6 +80,16 @@ CASES = {
             {},
         ),
     ),
+    "fused_moe.swigluoai": (
+        "fused_moe",
+        lambda i: (
+            (
+                *(i.new(5, 16), i.new(4, 24, 16), i.new(4, 16, 12), i.new(5, 2, dtype=FP32, least=0.1)),
+                torch.arange(10, dtype=INT32, device=i.device).view(5, 2) % 4,
+            ),
+            {"activation": "swigluoai", "gate_up_bias": i.new(4, 24), "down_bias": i.new(4, 16)},
+        ),
+    ),
     "rmsnorm": ("rmsnorm", lambda i: ((i.new(5, 70), i.new(70)), {})),
     "rmsnorm.residual": ("rmsnorm", lambda i: ((i.new(5, 70), i.new(70)), {"residual": i.new(5, 70)})),
     "rmsnorm_gated": ("rmsnorm", lambda i: ((i.new(5, 70), i.new(5, 70), i.new(70)), {})),

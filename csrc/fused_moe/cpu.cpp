@@ -58,6 +58,38 @@ void moe_gate_bwd(Tensor h, Tensor da, Tensor order, Tensor weights, Tensor offs
                          mutable_data(dh), mutable_data(scaled), floats(dweights, "dweights", slots)});
 }
 
+// The rows of h that have a slot, and what moe_swiglu reads of them; a is written.
+MoeSwiglu swiglu_of(const Tensor& h, const Tensor& bias, const Tensor& ids, const Tensor& order, const Tensor& offsets,
+                    Tensor& a) {
+  const int64_t all = a.size(0), n = a.size(1), slots = order.numel(), experts = offsets.numel() - 1;
+  const int64_t rows = experts < 0 ? 0 : ints(offsets, "offsets", experts + 1)[experts];
+  STD_TORCH_CHECK(rows >= 0 && rows <= all && all == slots, "offsets: expected an end from 0 to ", all);
+  const Dtype dtype = dtype_of(h, "h");
+  contiguous(h, "h", all, 2 * n), contiguous(a, "a", all, n), contiguous(bias, "bias", experts, 2 * n);
+  for (const Tensor& t : {bias, a}) STD_TORCH_CHECK(dtype_of(t, "bias, a") == dtype, "bias, a: expected h's dtype");
+  const int32_t *p = ints(order, "order", slots), *e = ints(ids, "ids", slots);
+  for (int64_t i = 0; i < rows; ++i) {
+    STD_TORCH_CHECK(p[i] >= 0 && p[i] < slots, "order: expected 0 to ", slots - 1);
+    STD_TORCH_CHECK(e[p[i]] >= 0 && e[p[i]] < experts, "ids: expected 0 to ", experts - 1);
+  }
+  return {dtype, rows, n, data(h), data(bias), e, p, mutable_data(a)};
+}
+
+void moe_swiglu_fwd(Tensor h, Tensor bias, Tensor ids, Tensor order, Tensor offsets, Tensor a) {
+  const MoeSwiglu of = swiglu_of(h, bias, ids, order, offsets, a);
+  VX_CALL(moe_swiglu_fwd, of);
+}
+
+void moe_swiglu_bwd(Tensor h, Tensor bias, Tensor da, Tensor ids, Tensor order, Tensor weights, Tensor offsets,
+                    Tensor dh, Tensor scaled, Tensor dweights) {
+  const MoeSwiglu of = swiglu_of(h, bias, ids, order, offsets, scaled);
+  const int64_t all = scaled.size(0), slots = order.numel();
+  contiguous(da, "da", all, of.n), contiguous(dh, "dh", all, 2 * of.n);
+  for (const Tensor& t : {da, dh}) STD_TORCH_CHECK(dtype_of(t, "da, dh") == of.dtype, "da, dh: expected h's dtype");
+  VX_CALL(moe_swiglu_bwd, {of, data(da), floats(weights, "weights", slots), mutable_data(dh),
+                           floats(dweights, "dweights", slots)});
+}
+
 }  // namespace
 }  // namespace vx
 
@@ -66,4 +98,6 @@ STABLE_TORCH_LIBRARY_IMPL(vexact_native, CPU, m) {
   m.impl("moe_gather", VX_BOX(&vx::moe_gather));
   m.impl("moe_combine", VX_BOX(&vx::moe_combine));
   m.impl("moe_gate_bwd", VX_BOX(&vx::moe_gate_bwd));
+  m.impl("moe_swiglu_fwd", VX_BOX(&vx::moe_swiglu_fwd));
+  m.impl("moe_swiglu_bwd", VX_BOX(&vx::moe_swiglu_bwd));
 }

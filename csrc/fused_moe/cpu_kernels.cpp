@@ -53,6 +53,74 @@ void gate_bwd(const MoeGateBwd& a) {
   });
 }
 
+constexpr float kSwigluAlpha = 1.702f, kSwigluLimit = 7.0f;
+
+struct Pair {
+  F16 g, u;        // within the limits
+  Mask g_out, u_out;  // what lies beyond them
+};
+
+template <class T>
+VX_INLINE Pair pair_of(const T* h, const T* bias, int lanes) {
+  T both[32], g[16], u[16];
+  for (int at = 0; at < 2 * lanes; at += 16) {
+    const int count = 2 * lanes - at < 16 ? 2 * lanes - at : 16;
+    store_lanes(both + at, load_lanes(h + at, count) + load_lanes(bias + at, count), count);
+  }
+  for (int i = 0; i < lanes; ++i) g[i] = both[2 * i], u[i] = both[2 * i + 1];
+  const F16 gate = load_lanes(g, lanes), up = load_lanes(u, lanes), top = set1(kSwigluLimit), low = set1(-kSwigluLimit);
+  const Mask g_out = gate > top, above = up > top, below = low > up;
+  return {select(g_out, top, gate), select(above, top, select(below, low, up)), g_out, above | below};
+}
+
+VX_INLINE int64_t bias_row(const MoeSwiglu& a, int64_t row) {
+  return int64_t(a.ids[a.order[row]]) * 2 * a.n;
+}
+
+template <class T>
+void swiglu_fwd(const MoeSwiglu& a) {
+  parallel_for(0, a.rows, 1 + 8192 / (a.n + 1), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T *h = static_cast<const T*>(a.h) + row * 2 * a.n, *bias = static_cast<const T*>(a.bias) + bias_row(a, row);
+      T* out = static_cast<T*>(a.a) + row * a.n;
+      for_chunks(a.n, [&](int64_t i, int lanes) {  // order: elementwise
+        const Pair at = pair_of(h + 2 * i, bias + 2 * i, lanes);
+        store_lanes(out + i, (at.g * gate_of(at.g * set1(kSwigluAlpha)).s) * (at.u + set1(1.0f)), lanes);
+      });
+    }
+  });
+}
+
+template <class T>
+void swiglu_bwd(const MoeSwigluBwd& b) {
+  const MoeSwiglu& a = b.of;
+  parallel_for(0, a.rows, 1 + 8192 / (a.n + 1), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T *h = static_cast<const T*>(a.h) + row * 2 * a.n, *bias = static_cast<const T*>(a.bias) + bias_row(a, row);
+      const T* da = static_cast<const T*>(b.da) + row * a.n;
+      T *dh = static_cast<T*>(b.dh) + row * 2 * a.n, *scaled = static_cast<T*>(a.a) + row * a.n;
+      const int32_t slot = a.order[row];
+      const F16 w = set1(b.weights[slot]), alpha = set1(kSwigluAlpha);
+      F16 sum = zero();
+      for_chunks(a.n, [&](int64_t i, int lanes) {
+        const Pair at = pair_of(h + 2 * i, bias + 2 * i, lanes);
+        const Gate gate = gate_of(at.g * alpha);
+        const F16 d = load_lanes(da + i, lanes), silu = at.g * gate.s, up = at.u + set1(1.0f), dw = w * d;
+        store_lanes(scaled + i, silu * up, lanes);  // rounded, as the forward had it
+        const F16 value = load_lanes(scaled + i, lanes);
+        sum = fma(d, value, sum);  // order: sixteen lanes over chunks ascending, then a tree of lanes
+        store_lanes(scaled + i, w * value, lanes);
+        const F16 c = max(at.g, set1(-1e4f)), slope = fma(gate.s * gate.rest, c * alpha, gate.s);
+        T dg[16], du[16];
+        store_lanes(dg, select(at.g_out, zero(), (dw * up) * slope), lanes);
+        store_lanes(du, select(at.u_out, zero(), dw * silu), lanes);
+        for (int j = 0; j < lanes; ++j) dh[2 * (i + j)] = dg[j], dh[2 * (i + j) + 1] = du[j];
+      });
+      b.dweights[slot] = sum_lanes(sum);
+    }
+  });
+}
+
 }  // namespace
 
 void moe_plan(const MoePlan& a) {
@@ -82,5 +150,8 @@ void moe_gather(const MoeGather& a) {
 
 void moe_combine(const MoeCombine& a) { a.dtype == Dtype::f32 ? combine<float>(a) : combine<bf16>(a); }
 void moe_gate_bwd(const MoeGateBwd& a) { a.dtype == Dtype::f32 ? gate_bwd<float>(a) : gate_bwd<bf16>(a); }
+
+void moe_swiglu_fwd(const MoeSwiglu& a) { a.dtype == Dtype::f32 ? swiglu_fwd<float>(a) : swiglu_fwd<bf16>(a); }
+void moe_swiglu_bwd(const MoeSwigluBwd& a) { a.of.dtype == Dtype::f32 ? swiglu_bwd<float>(a) : swiglu_bwd<bf16>(a); }
 
 }  // namespace vx::VEXACT_ISA

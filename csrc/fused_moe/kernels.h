@@ -47,9 +47,29 @@ struct MoeGateBwd {
   float* dweights;       // (slots,): the slots that have a row
 };
 
+// gpt-oss's gate of rows of h, columns of gates and ups by turns, to which their expert's bias is added and rounded:
+// g = min(g, 7), u = u from -7 to 7, a = g sigmoid(1.702 g) (u + 1).
+struct MoeSwiglu {
+  Dtype dtype;
+  int64_t rows, n;
+  const void *h, *bias;         // (rows, 2 n), (experts, 2 n)
+  const int32_t *ids, *order;   // (slots,): of a slot its expert; of a row its slot
+  void* a;                      // (rows, n)
+};
+
+struct MoeSwigluBwd {
+  MoeSwiglu of;          // of.a: weight * a
+  const void* da;        // (rows, n): not yet times the weight
+  const float* weights;  // (slots,)
+  void* dh;              // (rows, 2 n)
+  float* dweights;       // (slots,): the slots that have a row
+};
+
 }  // namespace vx
 
 VX_DECLARE_KERNEL(void moe_plan(const MoePlan& a))
 VX_DECLARE_KERNEL(void moe_gather(const MoeGather& a))
 VX_DECLARE_KERNEL(void moe_combine(const MoeCombine& a))
 VX_DECLARE_KERNEL(void moe_gate_bwd(const MoeGateBwd& a))
+VX_DECLARE_KERNEL(void moe_swiglu_fwd(const MoeSwiglu& a))
+VX_DECLARE_KERNEL(void moe_swiglu_bwd(const MoeSwigluBwd& a))

@@ -16,7 +16,7 @@ from vexact_ops.testing import assert_bitwise, cancelling, check_repeatable, che
 
 BACKENDS = pytest.mark.parametrize("device,backend", room_backends("fused_moe"))
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-ACTIVATIONS = pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+ACTIVATIONS = pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swigluoai"])
 TOKENS = st.one_of(st.integers(1, 12), st.sampled_from([33]))
 KINDS = Kinds(few=4, seed=0, experts=[1, 4, 16], hidden=[*range(1, 41), 64, 130], inner=[*range(1, 41), 64])
 SEED = st.integers(0, 2**16)
@@ -34,12 +34,30 @@ def inputs_of(tokens, experts, top_k, hidden, inner, seed, dtype, device):
     return x, gate_up.view(experts, 2 * inner, hidden), down, weights, ids
 
 
+def biases_of(activation, gate_up, down, seed=0):
+    """Of gpt-oss's experts, as large as its limits and larger."""
+    if activation != "swigluoai":
+        return {}
+    shapes = {"gate_up_bias": gate_up.shape[:2], "down_bias": down.shape[:2]}
+    return {
+        name: (8 * tricky(*shape, seed=seed + i, dtype=gate_up.dtype, device=gate_up.device)).clamp(-12, 12)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+
+
 def canonical(backend):
     """What the ops that this one is composed of are computed with."""
     return "triton" if backend == "cuda" else backend
 
 
-def ops_apart(x, gate_up, down, weights, ids, activation, backend):
+def swiglu_apart(h, backend):
+    """Of one expert's rows, in fp32 by operations that are rounded once each."""
+    gate, up = h[..., ::2].float().clamp(max=7), h[..., 1::2].float().clamp(-7, 7)
+    sigmoid = vx.sigmoid_mul(torch.ones_like(gate), gate * 1.702, backend=backend)
+    return ((gate * sigmoid) * (up + 1)).to(h.dtype)
+
+
+def ops_apart(x, gate_up, down, weights, ids, activation, backend, gate_up_bias=None, down_bias=None):
     """The contract spelled out with the dense ops, one token and slot at a time."""
     rows, backend = [], canonical(backend)
     for t in range(x.shape[0]):
@@ -48,10 +66,13 @@ def ops_apart(x, gate_up, down, weights, ids, activation, backend):
             e = int(ids[t, s])
             if not 0 <= e < gate_up.shape[0]:
                 continue
-            a = vx.silu_mul(
-                vx.linear(x[t : t + 1], gate_up[e], backend=backend), activation=activation, backend=backend
-            )
-            y = vx.linear(a, down[e], backend=backend)[0].cpu()
+            h = vx.linear(x[t : t + 1], gate_up[e], backend=backend)
+            if gate_up_bias is None:
+                a = vx.silu_mul(h, activation=activation, backend=backend)
+            else:
+                a = swiglu_apart(h + gate_up_bias[e], backend)
+            y = vx.linear(a, down[e], backend=backend)[0]
+            y = (y if down_bias is None else y + down_bias[e]).cpu()
             # one fused multiply-add: the product is exact in float64, and so is its sum but for far apart terms,
             # which rounding to odd keeps from being rounded twice
             acc = _add_once(weights[t, s].cpu().double() * y.double(), acc)
@@ -76,8 +97,9 @@ def _add_once(product, acc):
 def test_it_is_the_dense_ops_in_slot_order(device, backend, dtype, activation, tokens, kind, seed):
     of = KINDS.at(kind, device, dtype)
     inputs = inputs_of(tokens, of.experts, min(4, of.experts), of.hidden, of.inner, seed, dtype, device)
-    y = vx.fused_moe(*inputs, activation=activation, backend=backend)
-    assert_bitwise(y.cpu(), ops_apart(*inputs, activation, backend))
+    biases = biases_of(activation, inputs[1], inputs[2], seed)
+    y = vx.fused_moe(*inputs, activation=activation, backend=backend, **biases)
+    assert_bitwise(y.cpu(), ops_apart(*inputs, activation, backend, **biases))
 
 
 @BACKENDS
@@ -89,11 +111,12 @@ def test_tokens_stand_alone(device, backend, dtype, activation, tokens, kind, se
     of = KINDS.at(kind, device, dtype)
     inputs = inputs_of(tokens, of.experts, min(4, of.experts), of.hidden, of.inner, seed, dtype, device)
     x, gate_up, down, weights, ids = inputs
+    options = {"activation": activation, "backend": backend, **biases_of(activation, gate_up, down, seed)}
     dy = tricky(tokens, of.hidden, seed=seed + 1, dtype=dtype, device=device).clamp(-4, 4)
 
     def run(x, weights, ids, dy):
         args = [t.clone().requires_grad_() for t in (x, weights)]
-        y = vx.fused_moe(args[0], gate_up, down, args[1], ids, activation=activation, backend=backend)
+        y = vx.fused_moe(args[0], gate_up, down, args[1], ids, **options)
         return y.detach(), *torch.autograd.grad(y, args, dy)
 
     check_rows(run, x, weights, ids, dy, seed=seed)
@@ -197,16 +220,19 @@ def test_accuracy(device, backend, dtype, activation):
     x, gate_up, down, dy = normal(60, 96), normal(6, 128, 96, scale=0.1), normal(6, 96, 64, scale=0.1), normal(60, 96)
     logits = torch.randn(60, 6, generator=g).to(device)
     weights, ids = vx.moe_route(logits, 3)
+    inputs = x, gate_up, down, weights, *biases_of(activation, gate_up, down).values()
 
     def run(fn, *inputs):
         args = [t.detach().clone().requires_grad_() for t in inputs]
-        y = fn(*args, ids, activation=activation)
+        biases = dict(zip(("gate_up_bias", "down_bias"), args[4:]))
+        y = fn(*args[:4], ids, activation=activation, **biases)
         return y.detach(), *torch.autograd.grad(y, args, dy.to(y.dtype))
 
-    exact = run(fused_moe_ref, x.double(), gate_up.double(), down.double(), weights.double())
-    ours = run(lambda *a, **k: vx.fused_moe(*a, backend=backend, **k), x, gate_up, down, weights)
-    stock = run(fused_moe_ref, x, gate_up, down, weights)
-    for name, o, t, e in zip(("y", "dx", "dgate_up", "ddown", "dweights"), ours, stock, exact):
+    exact = run(fused_moe_ref, *(t.double() for t in inputs))
+    ours = run(lambda *a, **k: vx.fused_moe(*a, backend=backend, **k), *inputs)
+    stock = run(fused_moe_ref, *inputs)
+    names = "y", "dx", "dgate_up", "ddown", "dweights", "dgate_up_bias", "ddown_bias"
+    for name, o, t, e in zip(names, ours, stock, exact):
         error, stock_error = ((v.double() - e).norm() / e.norm() for v in (o, t))
         assert error <= 2 * stock_error + 1e-6, f"{name}: {error:.3g} against the stock's {stock_error:.3g}"
 
@@ -235,6 +261,10 @@ def test_opcheck(device, backend):
     *args, ids = inputs_of(5, 4, 2, 16, 8, 0, torch.float32, device)
     args = [t.requires_grad_() for t in args]
     torch.library.opcheck(torch.ops.vexact.fused_moe.default, (*args, ids, False, True, backend))
+    x, gate_up, down, weights = args
+    biases = [b.requires_grad_() for b in biases_of("swigluoai", gate_up.detach(), down.detach()).values()]
+    operator = torch.ops.vexact.fused_moe_swiglu.default
+    torch.library.opcheck(operator, (x, gate_up, down, *biases, weights, ids, True, backend))
 
 
 @BACKENDS
@@ -278,6 +308,40 @@ def test_bad_arguments_are_named():
         vx.fused_moe(x, gate_up, down, weights, ids[:, :1])
     with pytest.raises(ValueError, match="fused_moe: activation: got 'relu'"):
         vx.fused_moe(x, gate_up, down, weights, ids, activation="relu")
+
+
+def test_biases_come_with_their_gate_alone():
+    x, gate_up, down, weights, ids = inputs_of(5, 4, 2, 16, 8, 0, torch.float32, "cpu")
+    biases = biases_of("swigluoai", gate_up, down)
+    both = {"activation": "swigluoai", **biases}
+    with pytest.raises(ValueError, match="fused_moe: gate_up_bias: got one with 'silu', expected one with 'swigluoai'"):
+        vx.fused_moe(x, gate_up, down, weights, ids, **biases)
+    with pytest.raises(ValueError, match="fused_moe: down_bias: got None with 'swigluoai'"):
+        vx.fused_moe(x, gate_up, down, weights, ids, **{**both, "down_bias": None})
+    with pytest.raises(ValueError, match=r"fused_moe: gate_up_bias: got shape \(4, 15\), expected \(4, 16\)"):
+        vx.fused_moe(x, gate_up, down, weights, ids, **{**both, "gate_up_bias": biases["gate_up_bias"][:, 1:]})
+    with pytest.raises(TypeError, match="fused_moe: down_bias: got dtype bfloat16"):
+        vx.fused_moe(x, gate_up, down, weights, ids, **{**both, "down_bias": biases["down_bias"].bfloat16()})
+
+
+@BACKENDS
+@DTYPES
+def test_empty_slots_and_matrices_that_stand_the_other_way_round(device, backend, dtype):
+    """As gpt-oss has them: (E, H, 2I) and (E, I, H), here turned; biases of experts with empty slots beside them."""
+    x, gate_up, down, weights, ids = inputs_of(12, 5, 3, 50, 20, 2, dtype, device)
+    ids[1, 1], ids[2], ids[3, 0] = -1, 5, 2**31 - 1
+    weights[ids.lt(0) | ids.ge(5)] = float("nan")
+    biases = biases_of("swigluoai", gate_up, down)
+    stored = [t.transpose(1, 2).contiguous().requires_grad_() for t in (gate_up, down)]
+    turned = [t.transpose(1, 2) for t in stored]
+    args = [x.requires_grad_(), *stored, weights.requires_grad_(), *(b.requires_grad_() for b in biases.values())]
+    y = vx.fused_moe(x, *turned, weights, ids, activation="swigluoai", backend=backend, **biases)
+    grads = torch.autograd.grad(y, args, torch.ones_like(y))
+    plain = [t.detach() for t in (x, gate_up, down, weights)]
+    apart = {name: bias.detach() for name, bias in biases.items()}
+    assert_bitwise(y.detach().cpu(), ops_apart(*plain, ids, "swigluoai", backend, **apart))
+    assert not y[2].any() and not grads[0][2].any()
+    assert all(g.isfinite().all() for g in grads) and not grads[3][ids.lt(0) | ids.ge(5)].any()
 
 
 def plan_by_sorting(ids, experts):
@@ -362,24 +426,25 @@ def test_rows_of_every_matrix_on_several_ranks_are_the_whole(device, backend, ac
         x = x + 0.25  # where all but cancels, a product of two is nothing in fp16
     ids[::5, 1] = -1
     options = {"activation": activation, "backend": backend}
-    whole, taken = vx.fused_moe(x, gate_up, down, weights, ids, **options), []
-    for gate, up in zip(*(part.chunk(2, 1) for part in gate_up.chunk(2, 1))):
-        vx.fused_moe(
-            x,
-            torch.cat((gate, up), 1),
-            down,
-            weights,
-            ids,
-            between=lambda a: taken.append(a) or a.repeat(1, 2),
-            **options,
-        )
+    biases = biases_of(activation, gate_up, down)
+    whole, taken = vx.fused_moe(x, gate_up, down, weights, ids, **options, **biases), []
+    first = biases.get("gate_up_bias")
+    halves = [torch.cat(pair, 1) for pair in zip(*(part.chunk(2, 1) for part in gate_up.chunk(2, 1)))]
+    for i, half in enumerate(gate_up.chunk(2, 1) if biases else halves):  # gates and ups by turns
+        own = {"gate_up_bias": first.chunk(2, 1)[i], "down_bias": biases["down_bias"]} if biases else {}
+        put = {"between": lambda a: taken.append(a) or a.repeat(1, 2)}
+        vx.fused_moe(x, half, down, weights, ids, **put, **options, **own)
     columns = torch.cat(taken, 1)
     assert columns.shape == (99, 24)
     for orders, says in (([0, 1], None), ([1, 0], "differ")):
+        options["between"] = lambda a: columns
         parts = [
-            vx.fused_moe(x, gate_up, down.chunk(2, 1)[i], weights, ids, between=lambda a: columns, **options)
+            vx.fused_moe(
+                x, gate_up, down.chunk(2, 1)[i], weights, ids, **options,
+                **({"gate_up_bias": first, "down_bias": biases["down_bias"].chunk(2, 1)[i]} if biases else {}),
+            )
             for i in orders
-        ]
+        ]  # fmt: skip
         with contextlib.nullcontext() if says is None else pytest.raises(AssertionError, match=says):
             assert_bitwise(torch.cat(parts, 1), whole)
 

@@ -52,3 +52,33 @@ def fused_moe_bwd(
     dgate_up = grouped_linear_dweight(dh, _gather(x, order), offsets) if need_dgate_up else None
     dx = _combine(grouped_linear_dx(dh, gate_up, offsets), position, None, x.shape[0]) if need_dx else None
     return dx, dgate_up, ddown, dweights
+
+
+# Of swiglu.py
+
+
+def read(x: Tensor, offsets: Tensor, order: Tensor, position: Tensor) -> tuple[Tensor]:
+    """What a product takes to read the rows of x in the plan's order: here they lie so."""
+    return (_gather(x, order),)
+
+
+def swiglu_fwd(h: Tensor, bias: Tensor, ids: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
+    a = h.new_empty(h.shape[0], h.shape[1] // 2)
+    native.ops().moe_swiglu_fwd(h, bias, ids, order, offsets, a)
+    return a
+
+
+def swiglu_bwd(
+    h: Tensor, bias: Tensor, da: Tensor, ids: Tensor, order: Tensor, weights: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dh, weight * a, dweights but for what the second bias adds."""
+    dh, scaled, dweights = torch.empty_like(h), torch.empty_like(da), torch.zeros_like(weights)
+    native.ops().moe_swiglu_bwd(h, bias, da, ids, order, weights, offsets, dh, scaled, dweights)
+    return dh, scaled, dweights
+
+
+def combine_biased(y: Tensor, bias: Tensor, position: Tensor, weights: Tensor, ids: Tensor, order: Tensor) -> Tensor:
+    """y is no more."""
+    if len(y):
+        y += bias[ids.flatten()[order.long()].long().clamp(0, len(bias) - 1)]
+    return _combine(y, position, weights, ids.shape[0])

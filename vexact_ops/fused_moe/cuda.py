@@ -22,6 +22,9 @@ from ..grouped_linear.cuda import (
     grouped_linear_fwd,
 )
 from . import triton
+from .triton import combine_biased as combine_biased
+from .triton import swiglu_bwd as swiglu_bwd
+from .triton import swiglu_fwd as swiglu_fwd
 
 EXPERTS = 512  # the most that the plan's kernel counts
 SMALL_M = 64  # rows for each expert: up to here the fastest products read rows through the order by themselves
@@ -90,6 +93,7 @@ def _gate_bwd(
 # ---- admission
 
 TRITON = "triton"  # the canonical kernels' name among verdicts
+_BIASED = canonical_by_rule(TRITON, "with biases there is one kernel")
 
 
 def route(part: str, device: torch.device, *of) -> Decision:
@@ -247,20 +251,21 @@ def _live(dh, scaled, dweights, offsets) -> tuple[Tensor, ...]:
 
 def admit(
     experts: int, hidden: int, inner: int, top_k: int, tokens: int, dtype: torch.dtype, device: torch.device, *,
-    gelu: bool = False, training: bool = False,
+    gelu: bool = False, training: bool = False, biased: bool = False,
 ) -> list[Decision]:  # fmt: skip
-    """Verify ahead of time what so many tokens through such a mixture need."""
+    """Verify ahead of time what so many tokens through such a mixture need. biased: gpt-oss's gate and biases."""
     device, slots = gpu.with_index(device), tokens * top_k
     found = [route("plan", device, experts)]
     apart = not _through_the_order(dtype, hidden, slots, experts)
     if apart:
         found.append(route("rows", device, dtype, hidden, top_k))
-    found.append(route("combine", device, dtype, hidden, top_k))
+    if training or not biased:
+        found.append(route("combine", device, dtype, hidden, top_k))
     through = 0 if apart else top_k
     up, down = (experts, 2 * inner, hidden), (experts, hidden, inner)
-    kinds = [(f"gate_up{' gelu' * gelu}{' keep' * training}", up, through), ("fwd", down, 0)]
+    kinds = [("fwd" if biased else f"gate_up{' gelu' * gelu}{' keep' * training}", up, through), ("fwd", down, 0)]
     if training:
-        found.append(route("gate", device, dtype, inner, gelu))
+        found += [] if biased else [route("gate", device, dtype, inner, gelu)]
         kinds += [("dx", down, through), ("dx", up, 0)]
         kinds += [(f"dweight{' dy' * (not apart)}", down, through), (f"dweight{' x' * (not apart)}", up, through)]
     return found + [
@@ -269,12 +274,12 @@ def admit(
 
 
 def explain(
-    op: str, *, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, gelu: bool, keep: bool = False,
+    op: str, *, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, gelu: bool = False, keep: bool = False,
     ids: Tensor | None = None, dy: Tensor | None = None, h: Tensor | None = None, need_dx: bool = False,
     need_dgate_up: bool = False, need_ddown: bool = False, **_,
 ) -> list[tuple[str, Decision]]:  # fmt: skip
     """Which kernel computes each part of a call, of the operator's arguments by name."""
-    backward = op == "fused_moe_bwd"
+    backward, biased = op.endswith("_bwd"), "swiglu" in op
     slots, top_k = weights.numel(), weights.shape[1]
     order, offsets = (torch.empty(size, dtype=torch.int32, device=x.device) for size in (slots, gate_up.shape[0] + 1))
     if slots == 0:
@@ -298,11 +303,13 @@ def explain(
     if through[0] is None:
         found.append(("rows", route("rows", device, dtype, read.shape[1], top_k)))
     if not backward:
-        found.append(("gate_up", product(f"gate_up{' gelu' * gelu}{' keep' * keep}", read, gate_up, through)))
+        kind = "fwd" if biased else f"gate_up{' gelu' * gelu}{' keep' * keep}"
+        found.append(("gate_up", product(kind, read, gate_up, through)))
         found.append(("down", product("fwd", inner, down)))
-        return [*found, ("combine", route("combine", device, dtype, x.shape[1], top_k))]
+        combine = _BIASED if biased else route("combine", device, dtype, x.shape[1], top_k)
+        return [*found, ("combine", combine)]
     found.append(("dx of down", product("dx", read, down, through)))
-    found.append(("gate", route("gate", device, dtype, inner.shape[1], gelu)))
+    found.append(("gate", _BIASED if biased else route("gate", device, dtype, inner.shape[1], gelu)))
     if need_ddown:
         kind = "dweight" if through[0] is None else "dweight dy"
         found.append(("dweight of down", product(kind, read, inner, through)))
@@ -327,6 +334,12 @@ def _apart(x: Tensor, offsets: Tensor, order: Tensor, position: Tensor) -> Tenso
         return None
     decision = route("rows", x.device, x.dtype, x.shape[1], slots // x.shape[0])
     return decision.chosen.run(x, offsets, order, position)
+
+
+def read(x: Tensor, offsets: Tensor, order: Tensor, position: Tensor) -> tuple[Tensor, Tensor | None, int]:
+    """What a product takes to read the rows of x in the plan's order."""
+    rows = _apart(x, offsets, order, position) if len(x) else None
+    return (x, order, order.shape[0] // x.shape[0] if len(x) else 1) if rows is None else (rows, None, 1)
 
 
 def _reads_through(x: Tensor, slots: int, experts: int) -> bool:

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from .._core import check
-from .._core.backend import Room
 from .._core.operator import Operator
-from ..silu_mul.op import ACTIVATIONS
+from ..silu_mul.op import ACTIVATIONS as GATES
+from . import swiglu
+from .swiglu import ROOM as ROOM
 
-ROOM = Room("fused_moe", cpu=("cpu",), cuda=("cuda", "triton"))
+ACTIVATIONS = (*GATES, swiglu.ACTIVATION)
 
 
 def fused_moe(
@@ -21,6 +22,8 @@ def fused_moe(
     topk_ids: Tensor,
     *,
     activation: str = "silu",
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
     between: Callable[[Tensor], Tensor] | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -31,7 +34,10 @@ def fused_moe(
     down_weight     (E, H, I) in x.dtype
     topk_weights    (T, k) fp32, as moe_route gives them
     topk_ids        (T, k) int32; a slot whose id is no expert (-1, E) is empty: it adds nothing, and costs nothing
-    activation      as in silu_mul
+    activation      as in silu_mul; or gpt-oss's "swigluoai", of rows of gates and ups by turns, each with a bias:
+                    g sigmoid(1.702 g) (u + 1) of g = min(gate, 7) and u = up from -7 to 7, fp32 inside, rounded once
+    gate_up_bias    (E, 2I) in x.dtype, with "swigluoai" and never without
+    down_bias       (E, H) likewise. A bias is added to the rounded product and the sum rounded, as Hugging Face does
     between         for a rank with some rows of every matrix: a function of its (Tk, I) activations, sorted by expert,
                     whose (Tk, J) result the second product takes: a gather of all ranks' columns. down_weight is
                     (E, N, J) then, the result (T, N); without gradients
@@ -42,7 +48,8 @@ def fused_moe(
                     rounded once. Hugging Face's loop rounds each product and each sum to x.dtype, experts ascending
     grad            dx and dtopk_weights as bits. dx adds a token's k gradients, rounded to x.dtype, in slot order in
                     fp32. The gradients of the expert weights sum an expert's rows, tokens ascending, repeatable for one
-                    fixed batch; experts without rows get 0. Saved for it: x and the (Tk, 2I) gates
+                    fixed batch; experts without rows get 0. Saved for it: x and the (Tk, 2I) gates. That of
+                    down_bias is of weights rounded to x.dtype, and a weight's part from a bias is rounded to it
     memory          beside inputs, results and what is saved, on a GPU: forward at most (Tk, H), (Tk, 2I) and (Tk, I),
                     backward as much
     raises          TypeError on dtype, ValueError on shape or device, BackendUnavailable. Shared experts stay outside
@@ -80,16 +87,32 @@ def fused_moe(
         topk_ids=topk_ids,
     )
     check.choice("fused_moe", "activation", activation, ACTIVATIONS)
+    biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    clamped = activation == swiglu.ACTIVATION
+    for (name, bias), weight in zip(biases.items(), (gate_up_weight, down_weight)):
+        if clamped is (bias is None):
+            got = "None" if bias is None else "one"
+            raise ValueError(
+                f"fused_moe: {name}: got {got} with {activation!r}, expected one with {swiglu.ACTIVATION!r} alone"
+            )
+        if bias is not None:
+            check.tensor("fused_moe", name, bias)
+            check.same_dtype("fused_moe", name, bias, "x", x)
+            check.shape("fused_moe", name, bias, tuple(weight.shape[:2]))
+            check.same_device("fused_moe", x=x, **{name: bias})
     backend = ROOM.resolve(x.device, backend)
     check.served("fused_moe", "x", x.dtype, backend)
-    learning = (x, gate_up_weight, down_weight, topk_weights)
-    keep = torch.is_grad_enabled() and any(t.requires_grad for t in learning)
+    learning = (x, gate_up_weight, down_weight, topk_weights, gate_up_bias, down_bias)
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learning)
     gelu = activation == "gelu_tanh"
+    if between is not None and keep:
+        raise ValueError("fused_moe: between: got tensors that require gradients, expected none: it has no backward")
+    if gate_up_bias is not None and down_bias is not None:
+        args = x, gate_up_weight, down_weight, gate_up_bias, down_bias, topk_weights, topk_ids
+        if between is not None:
+            return swiglu.rows(*args, False, backend, between)[0]
+        return swiglu.fused_moe_swiglu(*args, keep, backend)[0]
     if between is not None:
-        if keep:
-            raise ValueError(
-                "fused_moe: between: got tensors that require gradients, expected none: it has no backward"
-            )
         return _rows(x, gate_up_weight, down_weight, topk_weights, topk_ids, gelu, False, backend, between)[0]
     return _fused_moe(x, gate_up_weight, down_weight, topk_weights, topk_ids, gelu, keep, backend)[0]
 
