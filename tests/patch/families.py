@@ -97,6 +97,21 @@ FAMILIES = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 3},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "head_dim": 8},
+    "gpt_oss": {
+        **MIXED,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 8,
+        },
+    },
     "deepseek_v3": {
         "num_hidden_layers": 3,
         "first_k_dense_replace": 1,
@@ -129,7 +144,7 @@ NOT_DESCRIBED = {
 # Sizes that others need.
 SMALL = {name: {"head_dim": 8} for name in ("persimmon", "phi", "stablelm")}
 NAMED = ["llama", "qwen2", "qwen3", "mistral", "gemma2"]  # those that the library promises by name
-MIXTURES = ["qwen3_moe", "mixtral", "olmoe", "deepseek_v3"]
+MIXTURES = ["qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss"]
 HYBRIDS = ["qwen3_5_text", "qwen3_next", "qwen3_5_moe_text"]
 FURTHER = [name for name in FAMILIES if name not in [*NAMED, *MIXTURES, *HYBRIDS]]
 

@@ -423,7 +423,6 @@ def test_fixed_rope_scalings_are_covered(rope):
 
 
 OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32}
-GPT_OSS = {"num_local_experts": 4}
 
 
 @pytest.mark.parametrize(
@@ -442,7 +441,11 @@ GPT_OSS = {"num_local_experts": 4}
             OPT,
             ["(root) (OPTForCausalLM): it is more than a decoder", "its forward reads 'decoder' of its OPTModel"],
         ),
-        ("gpt_oss", GPT_OSS, ["apply_rotary_pos_emb wants tables half as wide as a head, each angle once"]),
+        (
+            "gpt_oss",
+            {"swiglu_limit": 6.0},
+            ["mlp.experts (GptOssExperts) and 1 more: experts whose activation or form"],
+        ),
         (
             "qwen3_moe",
             {"num_experts_per_tok": 9},

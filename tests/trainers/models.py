@@ -39,6 +39,19 @@ SPECIAL = {
     "qwen3_5_moe_text": {**_HYBRID, **_EXPERTS, "shared_expert_intermediate_size": 32},
     "qwen3": {},
     "qwen3_moe": {**_EXPERTS, "norm_topk_prob": True},
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 32,
+        "sliding_window": 8,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 8,
+        },
+    },
     "deepseek_v3": {  # as Moonlight's: no groups, no low-rank queries
         "num_hidden_layers": 3,
         "first_k_dense_replace": 1,

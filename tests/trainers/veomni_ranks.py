@@ -34,6 +34,7 @@ CASES = {
     "qwen2": ("qwen2", {}, 1, "after"),
     "qwen3_moe": ("qwen3_moe", {}, 1, "before"),
     "moonlight": ("deepseek_v3", {}, 1, "before"),
+    "gpt_oss": ("gpt_oss", {}, 1, "before"),
     "deepseek_v3": ("deepseek_v3", GROUPS, 1, "after"),
     "moonlight-latent": ("deepseek_v3", {}, 1, "before", {"latent": True, "kv_segment": 64}),
     "qwen3_moe-ep2": ("qwen3_moe", {}, 2, "before"),

@@ -20,7 +20,7 @@ from ..linear_sample.op import ROOM as SAMPLE
 from ..linear_silu_mul.op import ROOM as GATED
 from ..silu_mul.op import ACTIVATIONS
 from . import lora
-from .describe import read
+from .describe import ROUTED, read
 from .description import Attention, GatedDelta, Latent, Linear, Mlp, NotDescribed
 from .description import Mixture as Routed
 from .report import table
@@ -47,12 +47,13 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Stacked experts: `inner` features each, `top_k` of them for a token."""
+    """Stacked experts: `inner` features each, `top_k` of them for a token. biased: of gpt-oss's form."""
 
     experts: int
     hidden: int
     inner: int
     top_k: int
+    biased: bool = False
 
 
 @dataclass(frozen=True)
@@ -196,9 +197,10 @@ def _needs(handle: "Handle", joined: bool) -> Needs:
     matrices.pop(None, None)
     mixtures, heads = {}, {}
     for call in calls:
-        if call.op == "fused_moe":
-            (_, hidden), _, (experts, _, inner), (_, top_k) = call.inputs[:4]
-            mixtures[Mixture(experts, hidden, inner, top_k)] = None
+        if call.op in ROUTED:
+            (_, hidden), _, (experts, _, inner), *others = call.inputs
+            biased = call.op != "fused_moe"
+            mixtures[Mixture(experts, hidden, inner, others[2 if biased else 0][1], biased)] = None
         elif call.op == "attention_varlen":
             (_, count, d), (_, kept, _), (_, _, dv) = call.inputs[:3]
             heads.setdefault((count, kept, d, dv), set()).add(call.args[WINDOW])
@@ -295,7 +297,9 @@ def _jobs(
             for count in counts:
                 yield (
                     f"mixture {shape}, {count} tokens",
-                    lambda s=shape, c=count, t=training: moe.admit(*s, c, dtype, device, training=t),
+                    lambda s=shape, c=count, o={"training": training, "biased": one.biased}: moe.admit(
+                        *s, c, dtype, device, **o
+                    ),
                 )
 
 

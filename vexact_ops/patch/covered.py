@@ -37,6 +37,7 @@ COVERED = (
     "gpt2",
     "gpt_bigcode",
     "gpt_neox",
+    "gpt_oss",
     "granite",
     "granite_swa",
     "granitemoe",
@@ -176,7 +177,6 @@ REFUSED = {
     "got_ocr2": "not tried: the sizes of tests/patch/families.py make no small model of it",
     "gpt_neo": "not tried: the sizes of tests/patch/families.py make no small model of it",
     "gpt_neox_japanese": "GPTNeoXJapaneseAttention: it holds parameters that no aligned op covers",
-    "gpt_oss": "GptOssAttention: apply_rotary_pos_emb wants tables half as wide as a head, each angle once",
     "gptj": (
         "GPTJAttention: apply_rotary_pos_emb takes other arguments than cos, k, position_ids, q, sin, unsqueeze_dim"
     ),

@@ -4,6 +4,7 @@ a norm is what a residual sum is normalised by, a query is what attention takes 
 import torch
 from torch import nn
 
+from ..fused_moe import swiglu
 from ..rmsnorm.op import STYLES
 from ..silu_mul.op import ACTIVATIONS
 from .description import (
@@ -27,6 +28,8 @@ from .description import (
     Router,
 )
 from .trace import Value, hidden_states
+
+ROUTED = "fused_moe", swiglu.fused_moe_swiglu.name
 
 
 def describe(model: nn.Module, base: nn.Module, head: Head | None, kv_segment: int | None) -> Decoder:
@@ -213,7 +216,7 @@ class _Reader:
         where = f"{where}: its mixture"
         shared, of, shared_gate = None, None, None
         if (parts := self.added(value)) is not None:
-            routed, added = sorted(parts, key=lambda part: part.op != "fused_moe")
+            routed, added = sorted(parts, key=lambda part: part.op not in ROUTED)
             gate = self.gate_of(added)
             shared, of = self.mlp(added if gate is None else gate[0], where)
             if gate is not None:
@@ -221,10 +224,20 @@ class _Reader:
                 if read is not of or shared_gate.features != 1:
                     raise _refuse(f"{where}: its shared experts' gate", gate[1])
             value = routed
-        if value.op != "fused_moe" or value.out != 0:
+        if value.op not in ROUTED or value.out != 0:
             raise _refuse(where, value)
-        x, gate_up, down, weights, ids, gelu, *_ = value.args
-        experts = Experts(self.name(gate_up, where), self.name(down, where), ACTIVATIONS[gelu])
+        if value.op == "fused_moe":
+            x, gate_up, down, weights, ids, gelu, *_ = value.args
+            activation, biases = ACTIVATIONS[gelu], ()
+        else:
+            x, gate_up, down, *biases, weights, ids, _, _ = value.args
+            activation = swiglu.ACTIVATION
+        turned = gate_up.op == "turned"
+        if turned != (down.op == "turned"):
+            raise _refuse(f"{where}: matrices of which one is transposed", down)
+        matrices = (m.args[0] if turned else m for m in (gate_up, down))
+        names = [self.name(m, where) for m in (*matrices, *biases)]
+        experts = Experts(*names[:2], activation, *names[2:], turned=turned)
         rounded = None
         while weights.op == "to":
             rounded = weights.args[1] if weights.dtype.itemsize < 4 else rounded
@@ -265,10 +278,8 @@ class _Reader:
             raise _refuse(f"{where}: its router", logits)
         x, weight, bias, dtype, _ = logits.args
         cast = x.op == "to" or weight.op == "to"
-        of = weight.args[0] if weight.op == "to" else weight
-        if bias is not None:
-            raise _refuse(f"{where}: its router", bias)
-        linear = Linear(self.name(of, where), None, *of.shape)
+        of, added = (part.args[0] if part is not None and part.op == "to" else part for part in (weight, bias))
+        linear = Linear(self.name(of, where), None if added is None else self.name(added, where), *of.shape)
         return Router(linear, wide=dtype.itemsize == 4, cast=cast, rounded=rounded, **options)
 
     # gates

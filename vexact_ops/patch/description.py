@@ -317,9 +317,14 @@ class Router:
 
 @dataclass(frozen=True)
 class Experts:
+    """fused_moe. turned: the matrices stand in the model the other way round, (E, H, 2I) and (E, I, H)."""
+
     gate_up: str
     down: str
     activation: str
+    gate_up_bias: str | None = None
+    down_bias: str | None = None
+    turned: bool = False
 
 
 @dataclass(frozen=True)
@@ -404,7 +409,8 @@ class Decoder:
 
 # Fields that name a parameter or buffer.
 NAMES = (
-    "weight", "bias", "buffer", "inv_freq", "sinks", "gate_up", "down", "conv", "conv_bias", "a_log", "dt_bias",
+    "weight", "bias", "buffer", "inv_freq", "sinks", "gate_up", "down", "gate_up_bias", "down_bias", "conv",
+    "conv_bias", "a_log", "dt_bias",
 )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ import vexact_ops as vx
 
 from .._core.operator import Operator
 from ..fused_moe.reference import fused_moe_ref
+from ..fused_moe.swiglu import ACTIVATION as SWIGLU
 from ..moe_route.op import SCORES
 from ..moe_route.reference import moe_route_ref
 from ..silu_mul.op import ACTIVATIONS
@@ -36,15 +37,25 @@ _TOKENS = 40  # of a trial: enough that another choice or scale shows
 # experts
 
 
+_WEIGHTS_3D, _BIASES = ("gate_up_proj", "down_proj"), ("gate_up_proj_bias", "down_proj_bias")
+
+
 def is_experts(module: nn.Module) -> bool:
-    weights = module._parameters
-    return set(weights) == {"gate_up_proj", "down_proj"} and all(
-        w is not None and w.dim() == 3 for w in weights.values()
+    held = module._parameters
+    return set(held) in ({*_WEIGHTS_3D}, {*_WEIGHTS_3D, *_BIASES}) and all(
+        held[name] is not None and held[name].dim() == (3 if name in _WEIGHTS_3D else 2) for name in held
     )
+
+
+def biased(module: nn.Module) -> bool:
+    """Whether experts are of gpt-oss's form: with biases, matrices the other way round, gates and ups by turns."""
+    return _BIASES[0] in module._parameters
 
 
 def experts_forward(module: nn.Module) -> tuple[Callable, str]:
     """The aligned forward of stacked experts, and their activation."""
+    if biased(module):
+        return _biased_forward(module)
     # Behind the decorator: it would hand the call to another implementation of the same.
     original = inspect.unwrap(type(module).forward)
     apart = bool(slots_of(original))  # VeOmni's: this rank may hold a part of them, now or later
@@ -75,6 +86,36 @@ def _experts_forward(activation: str, apart: bool) -> Callable:
         return vx.fused_moe(x, self.gate_up_proj, self.down_proj, weights, ids, activation=activation)
 
     return experts_forward
+
+
+def _biased_forward(module: nn.Module) -> tuple[Callable, str]:
+    original = inspect.unwrap(type(module).forward)
+    experts, inner, hidden = experts_of(module), 5, 6
+    if experts != module.gate_up_proj.shape[0]:
+        raise NotCovered(f"it holds {module.gate_up_proj.shape[0]} of {experts} experts")
+    gate_up, down = 4 * random(experts, 2 * inner, hidden, seed=1), random(experts, hidden, inner, seed=2)
+    biases = {"gate_up_bias": 4 * random(experts, 2 * inner, seed=6), "down_bias": random(experts, hidden, seed=7)}
+    x, weights = 2 * random(_TOKENS, hidden, seed=3), random(_TOKENS, min(2, experts), seed=4).abs()
+    ids = random(_TOKENS, experts, seed=5).argsort(1)[:, : weights.shape[1]]
+    stored = (gate_up.transpose(1, 2), down.transpose(1, 2), *biases.values())
+    tried = twin(module, parameters=dict(zip((*_WEIGHTS_3D, *_BIASES), stored)))
+    got = run_stock(tried, x, ids, weights, forward=without_slots(original).__get__(tried))
+    if not agree(got, fused_moe_ref(x, gate_up, down, weights, ids, activation=SWIGLU, **biases), 1e-6):
+        raise NotCovered("experts whose activation or form no aligned op computes")
+    return biased_experts_forward, f"{SWIGLU}, biases"
+
+
+def biased_experts_forward(self, hidden_states, router_indices=None, routing_weights=None):
+    if self.gate_up_proj.shape[0] != experts_of(self):  # an id of another's would be an empty slot to fused_moe
+        raise ValueError(
+            f"experts: got {self.gate_up_proj.shape[0]} of {experts_of(self)} on this rank, expected all: expert "
+            "parallelism of experts with biases is not covered"
+        )
+    weights, ids = _uncast(self, router_indices, routing_weights).to(torch.float32), router_indices.to(torch.int32)
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    gate_up, down = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
+    biases = {"gate_up_bias": self.gate_up_proj_bias, "down_bias": self.down_proj_bias}
+    return vx.fused_moe(x, gate_up, down, weights, ids, activation=SWIGLU, **biases)
 
 
 # Experts that are an FSDP2 unit of their own get their inputs cast to the dtype of parameters (cast_forward_inputs),
@@ -118,11 +159,13 @@ class Form(NamedTuple):
     weight  the child that holds the matrix; "": itself
     bias    likewise of the bias on scores; None: it has none
     given   its block calls it with the bias
+    added   it has a bias of the logits, beside the matrix
     """
 
     weight: str = ""
     bias: str | None = None
     given: bool = False
+    added: bool = False
 
     def matrix(self, router: nn.Module) -> Tensor:
         return (router._modules[self.weight] if self.weight else router).weight
@@ -147,7 +190,8 @@ def form_of(module: nn.Module) -> Form | None:
         return None
     given = _BIAS in inspect.signature(inspect.unwrap(class_of(module).forward)).parameters
     bias = "" if given or _BIAS in {*module._parameters, *module._buffers} else biased[0] if biased else None
-    return Form(weight, bias, given)
+    added = module._parameters.get("bias")
+    return Form(weight, bias, given, not weight and added is not None and added.dim() == 1)
 
 
 def is_router(module: nn.Module) -> bool:
@@ -167,6 +211,7 @@ def _router(module: nn.Module, forwards: Callable, kept: bool, form: Form) -> tu
     held = {**module._parameters, **module._buffers}
     own = {"weight"} if form.weight == "" else set()
     own |= {_BIAS} if form.bias == "" and not form.given else set()
+    own |= {"bias"} if form.added else set()
     if set(held) != own or any(value is None for value in held.values()) or set(module._modules) != form.children():
         raise NotCovered("a router of another form")
     experts, hidden = form.matrix(module).shape
@@ -174,8 +219,9 @@ def _router(module: nn.Module, forwards: Callable, kept: bool, form: Form) -> tu
         raise NotCovered(f"it chooses {module.top_k} of {experts} experts")
     weight, x = random(experts, hidden, seed=1) * 2 / hidden**0.5, random(_TOKENS, hidden, seed=2)
     bias = random(experts, seed=3) / 3 if form.bias is not None else None
-    weights, ids = _try(module, form, x, weight, bias)
-    logits = x @ weight.t()
+    added = random(experts, seed=4) if form.added else None
+    weights, ids = _try(module, form, x, weight, bias, added)
+    logits = x @ weight.t() if added is None else x @ weight.t() + added
     for options in _options(module, ids.shape[1]):
         if _same(weights, ids, logits, options, bias):
             break
@@ -263,11 +309,15 @@ def _put(owner: nn.Module, name: str, value: Tensor) -> None:
     owner.__dict__[where] = {**owner.__dict__[where], name: value}
 
 
-def _try(module: nn.Module, form: Form, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _try(
+    module: nn.Module, form: Form, x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The router's own weights and ids for a weight and bias of ours."""
     tried = twin(module, {name: twin(module._modules[name]) for name in form.children()})
     owners = {"": tried, **tried._modules}
     _put(owners[form.weight], "weight", weight)
+    if form.added:
+        _put(tried, "bias", weight.new_zeros(len(weight)) if added is None else added)
     if bias is not None and not form.given:
         _put(owners[form.bias], _BIAS, bias)
     got = run_stock(tried, x, *([bias] if form.given else []))
@@ -358,7 +408,7 @@ def _router_forward(form: Form, wide: bool, rounded: bool, kept: bool, options: 
     top_k = options.pop("top_k")
 
     def router_forward(self, hidden_states, e_score_correction_bias=None):
-        logits = _logits(form.matrix(self), hidden_states, wide, kept)
+        logits = _logits(form.matrix(self), hidden_states, wide, kept, self.bias if form.added else None)
         owner = self._modules[form.bias] if form.bias else self
         bias = e_score_correction_bias if form.given else getattr(owner, _BIAS, None)
         bias = None if bias is None else bias.float().flatten()
@@ -374,17 +424,18 @@ def _router_forward(form: Form, wide: bool, rounded: bool, kept: bool, options: 
     return router_forward
 
 
-def _logits(weight: Tensor, hidden_states: Tensor, wide: bool, kept: bool) -> Tensor:
+def _logits(weight: Tensor, hidden_states: Tensor, wide: bool, kept: bool, bias: Tensor | None = None) -> Tensor:
     """Weights that a class keeps in fp32 are multiplied in fp32 whatever holds them now: FSDP2's mixed precision rounds
     them for its forward, and on a GPU a product of 16 bits has other bits than one in fp32 of equal values."""
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     if not wide:
-        return vx.linear(x, weight)
+        return vx.linear(x, weight, bias)
     if kept and weight.dtype != torch.float32 and not torch.compiler.is_compiling():
         _say_rounded(weight.dtype)
     if kept or weight.dtype != x.dtype:
         x, weight = x.float(), weight.float()
-    return vx.linear(x, weight, out_dtype=torch.float32)
+        bias = None if bias is None else bias.float()
+    return vx.linear(x, weight, bias, out_dtype=torch.float32)
 
 
 @functools.cache

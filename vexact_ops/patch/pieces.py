@@ -359,6 +359,7 @@ def _attention_forward(cls: type) -> tuple[Callable, str]:
 
 
 PAIRS = "tables in pairs"  # each angle twice in turn, where others have all of them and then all again
+ONCE = "tables of each angle once"
 
 
 def rope_function(apply: Callable) -> Callable:
@@ -367,11 +368,11 @@ def rope_function(apply: Callable) -> Callable:
 
 
 def tables_of(module: nn.Module) -> str:
-    """In which layout an attention module takes its tables: PAIRS or the usual one, ""."""
+    """In which layout an attention module takes its tables: PAIRS, ONCE or the usual one, ""."""
     original = inspect.unwrap(type(module).forward)
     names = [name for name in TURNS if name in original.__code__.co_names]
     forms = {_turned_how(original.__globals__[name])[0] for name in names}
-    return PAIRS if forms == {PAIRS} else ""
+    return next((layout for layout in (PAIRS, ONCE) if forms == {layout}), "")
 
 
 @functools.cache
@@ -386,23 +387,21 @@ def _turned_how(apply: Callable) -> tuple[str, bool]:
     for rotary in (16, 8):
         angle = random(5, rotary // 2, seed=3)
         cos, sin = (torch.cat((f(angle), f(angle)), -1) for f in (torch.cos, torch.sin))
-        try:
-            got = apply(q, k, cos[None], sin[None])
-        except Exception as error:
+        laid = {form: tuple(laid_out(t, form)[None] for t in (cos, sin)) for form in forms}
+        results, reason = {}, None
+        for form in forms:
+            try:
+                results[form] = apply(q, k, *laid[form])
+            except Exception as error:
+                reason = error
+        if not results:
             if rotary < 16:
                 part = False
                 continue
-            try:
-                apply(q, k, cos[None, :, :8], sin[None, :, :8])
-            except Exception:
-                reason = "raises on tables as wide as a head"
-            else:
-                reason = "wants tables half as wide as a head, each angle once"
-            raise NotCovered(f"apply_rotary_pos_emb {reason}") from error
-        in_pairs = apply(q, k, *(t.chunk(2, -1)[0].repeat_interleave(2, -1)[None] for t in (cos, sin)))
+            raise NotCovered("apply_rotary_pos_emb raises on tables as wide as a head, and half as wide") from reason
+        forms = set(results)
         inputs = q[0].transpose(0, 1), k[0].transpose(0, 1)
         expected = {f: rope_ref(*map(_FORMS[f][0], inputs), cos, sin, interleaved=_FORMS[f][1]) for f in forms}
-        results = {form: in_pairs if form == PAIRS else got for form in forms}
         forms = {
             form
             for form in forms
@@ -411,6 +410,13 @@ def _turned_how(apply: Callable) -> tuple[str, bool]:
     if len(forms) != 1:
         raise NotCovered("apply_rotary_pos_emb rotates in a way that no aligned op computes")
     return forms.pop(), part
+
+
+def laid_out(table: Tensor, layout: str) -> Tensor:
+    """Of a table of all angles and then all again."""
+    if layout == PAIRS:
+        return table.chunk(2, -1)[0].repeat_interleave(2, -1)
+    return table.chunk(2, -1)[0] if layout == ONCE else table
 
 
 def _as_it_is(x: Tensor) -> Tensor:
@@ -427,6 +433,7 @@ _FORMS = {
     "halves": (_as_it_is, False),
     "pairs": (_as_it_is, True),
     PAIRS: (_as_it_is, True),
+    ONCE: (_as_it_is, False),
     "pairs to halves": (_pairs_apart, False),
 }
 

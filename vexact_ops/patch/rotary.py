@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import vexact_ops as vx
 
 from ..rope.reference import rope_cos_sin_ref
-from .pieces import PAIRS, NotCovered, agree, class_of, run_stock, twin
+from .pieces import ONCE, PAIRS, NotCovered, agree, class_of, laid_out, run_stock, twin
 
 LONGROPE = ("short", "long")
 _NARROW = torch.bfloat16, torch.float16
@@ -52,7 +52,7 @@ def check_longrope(where: str, longrope: str | None) -> None:
 
 def rotary(module: nn.Module, longrope: str | None = None) -> tuple[Callable, str, dict[str, Tensor], str]:
     """The aligned forward of a rotary embedding, a note, by name the frequencies that have to be put into its buffers,
-    and in which layout its own tables are ("" or PAIRS): the forward's are in the usual one. Raises NotCovered."""
+    and in which layout its own tables are ("", PAIRS or ONCE); the forward's are in the usual one. NotCovered."""
     if any("dynamic" in kind for kind in _types(module)):
         raise NotCovered(
             "rope type 'dynamic': its frequencies depend on the longest sequence of the batch, so a token's bits would "
@@ -147,7 +147,7 @@ _CAST = "frequencies are float32: load with dtype=... or cast parameters alone, 
 def _forward(module: nn.Module, configured: dict[str, Tensor], put: dict[str, Tensor]) -> tuple[Callable, str]:
     several = hasattr(module, "mrope_section")
     positions = _PLACES[:, None] if several else _PLACES[:1]
-    dtypes, layouts, axes = set(), {"", PAIRS}, None
+    dtypes, layouts, axes = set(), {"", PAIRS, ONCE}, None
     for prefix in prefixes(module):
         name = f"{prefix}inv_freq"
         buffers = {
@@ -169,7 +169,7 @@ def _forward(module: nn.Module, configured: dict[str, Tensor], put: dict[str, Te
             layouts = {
                 layout
                 for layout in layouts
-                if len(got) == 2 and all(agree(g, _laid(e, layout)[None], tolerance) for g, e in zip(got, expected))
+                if len(got) == 2 and all(agree(g, laid_out(e, layout)[None], tolerance) for g, e in zip(got, expected))
             }
             if not layouts:
                 raise NotCovered("a rotary embedding whose tables no aligned op computes")
@@ -197,10 +197,6 @@ def _axes_of(tried: nn.Module, name: str) -> tuple[int, ...]:
     if sin.shape != (5, count) or not bool((near.sum(0) == 1).all()):
         raise NotCovered("a rotary embedding whose frequencies turn with none of three axes")
     return tuple(near.int().argmax(0).tolist())
-
-
-def _laid(table: Tensor, layout: str) -> Tensor:
-    return table.chunk(2, -1)[0].repeat_interleave(2, -1) if layout == PAIRS else table
 
 
 def _without_longrope(module: nn.Module):

@@ -27,7 +27,8 @@ class Value:
     """One tensor of a trace.
 
     op       "parameter" (or buffer; args: its name), "number" (its value), "slice" (of, dimension from the end, first,
-             end, step), "cat" (parts...), "to" (of, dtype), or the name of an operation with its arguments as they were
+             end, step), "cat" (parts...), "to" (of, dtype), "turned" (stacked matrices, each
+             transposed), or the name of an operation with its arguments as they were
     out      which of the operation's results
     inputs   the shapes in which it read its arguments (None for what is no tensor)
     call     counts operations: results of one call share it, and what is computed later has a larger one
@@ -90,7 +91,8 @@ class _Recorder(TorchDispatchMode):
         given = tuple(self.value(a) for a in args)
         same = name in _SAME or (name == "_to_copy" and out.dtype == args[0].dtype)
         if same and isinstance(given[0], Value):
-            self.set(out, given[0])
+            turned = name == "transpose" and given[0].op == "parameter" and len(given[0].shape) == args[0].dim() == 3
+            self.set(out, Value("turned", (given[0],), out, call) if turned else given[0])
         elif name in ("slice", "narrow", "select") and func.is_view:
             dim = args[1] if len(args) > 1 else 0
             first = args[2] if len(args) > 2 and args[2] is not None else 0

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 import vexact_ops as vx
 
-from . import batch, expert_parallel, slots
+from ..fused_moe import swiglu
+from . import batch, expert_parallel, mixture, slots
 from .hf import Handle, hf
 from .pieces import rotation
 from .report import table
@@ -140,11 +141,11 @@ def veomni() -> VeOmni:
              and the process is as it was when the last is undone
 
     What changes: KernelSpecs named vexact for rms_norm/standard and /qwen3_5, rotary_pos_emb/full, swiglu_mlp/standard,
-    moe_experts/standard, causal_conv1d/standard, chunk_gated_delta_rule/standard and cross_entropy_loss/causal
-    (cross_entropy_loss/seq_cls is bound by the same field: it raises when called); attention as transformers'
-    ALL_ATTENTION_FUNCTIONS["vexact"], for packed rows with cu_seq_lens_q;
-    three functions of VeOmni's that refuse names that they do not know are wrapped, for the name vexact alone:
-    apply_veomni_fused_moe_patch, install_loss_mapping and, of DeepSeek-V3, apply_per_model_patches.
+    moe_experts/standard and /gpt_oss, causal_conv1d/standard, chunk_gated_delta_rule/standard and
+    cross_entropy_loss/causal (cross_entropy_loss/seq_cls is bound by the same field: it raises when called); attention
+    as transformers' ALL_ATTENTION_FUNCTIONS["vexact"], for packed rows with cu_seq_lens_q; three functions of VeOmni's
+    that refuse names that they do not know are wrapped, for the name vexact alone: apply_veomni_fused_moe_patch,
+    install_loss_mapping and, of DeepSeek-V3, apply_per_model_patches.
 
     VeOmni replaces transformers' LOSS_MAPPING for the whole process, with functions that return tuples; with
     cross_entropy_loss_implementation="vexact" a Hugging Face model beside it still gets transformers' own loss.
@@ -249,6 +250,12 @@ def _experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_
     return out.view(hidden_states.shape)
 
 
+def _gpt_oss_experts(module: nn.Module, hidden_states: Tensor, router_indices: Tensor, weights: Tensor) -> Tensor:
+    if (module.alpha, module.limit) != (swiglu.ALPHA, swiglu.LIMIT):
+        raise ValueError(f"vexact moe_experts: a gate of alpha {module.alpha}, limit {module.limit} is not covered")
+    return mixture.biased_experts_forward(module, hidden_states, router_indices, weights).view(hidden_states.shape)
+
+
 def _no_classifier(*args, **kwargs):
     raise NotImplementedError("vexact: the loss of sequence classification has no aligned op: choose another kernel")
 
@@ -262,6 +269,7 @@ def _kernels() -> dict[tuple[str, str], Callable]:
         ("rotary_pos_emb", "full"): _rotary,
         ("swiglu_mlp", "standard"): _swiglu,
         ("moe_experts", "standard"): _experts,
+        ("moe_experts", "gpt_oss"): _gpt_oss_experts,
         (slots.LOSS, "causal"): slots.causal_loss,
         (slots.LOSS, "seq_cls"): _no_classifier,
     }
