@@ -43,6 +43,20 @@ def _config(family: str, **options):
         "Qwen3Moe": {**experts, "num_experts": 8, "moe_intermediate_size": 40, "norm_topk_prob": True},
         "Mixtral": {**experts, "num_local_experts": 8, "intermediate_size": 40},
         "Olmoe": {**experts, "num_experts": 8, "intermediate_size": 40, "head_dim": 12},
+        "GptOss": {
+            **experts,
+            "num_local_experts": 8,
+            "intermediate_size": 32,
+            "hidden_size": 64,  # of MXFP4 as many as a scale has, or more
+            "sliding_window": 12,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 8,
+            },
+        },
         "DeepseekV3": {
             **experts,
             "num_hidden_layers": 3,

@@ -44,6 +44,8 @@ def save(name: str, path) -> None:
         ("Llama", 4, 1, 1, False),  # key-value heads on two ranks each; head and embedding are one
         ("DeepseekV3", 2, 1, 1, False),
         ("DeepseekV3", 2, 1, 2, True),
+        ("GptOss", 2, 1, 1, False),
+        ("GptOss", 2, 1, 2, False),
         ("qwen3_next", 2, 1, 1, False),
     ],
 )

@@ -64,6 +64,14 @@ class Weights:
             self.copied.append((tensor, tensor._version))
         return tensor.to(dtype)
 
+    @torch.no_grad()
+    def turned(self, name: str) -> Tensor:
+        """Stacked matrices, each transposed, with rows that lie together: the parameter becomes a view of them."""
+        tensor, found = self._tensors[name], self[name].transpose(1, 2)
+        if not found.is_contiguous():
+            tensor.data = found.contiguous().transpose(1, 2)
+        return self[name].transpose(1, 2)
+
     def maybe(self, name: str | None) -> Tensor | None:
         return None if name is None else self[name]
 
@@ -366,19 +374,24 @@ class _Mixture:
     def __init__(self, weights: Weights, part: d.Mixture, ranks: Ranks):
         self.ranks = ranks
         router, experts = part.router, part.experts
-        self.router, self.bias = weights[router.linear.weight], weights.maybe(router.bias)
+        (self.router, self.added), self.bias = weights.rows(router.linear), weights.maybe(router.bias)
         self.dtype = torch.float32 if router.wide else None
         self.cast, self.top_k = router.cast, router.top_k
         names = "score", "normalize", "groups", "top_k_groups", "scale", "rounded"
         self.options = {name: getattr(router, name) for name in names}
-        self.experts = weights[experts.gate_up], weights[experts.down]
-        self.activation = experts.activation
+        read = weights.turned if experts.turned else weights.__getitem__
+        self.experts = read(experts.gate_up), read(experts.down)
+        self.gate = {"activation": experts.activation}
+        for name in ("gate_up_bias", "down_bias"):
+            self.gate |= {} if getattr(experts, name) is None else {name: weights[getattr(experts, name)]}
         self.shared = None if part.shared is None else _Mlp(weights, part.shared, ranks)
-        self.gate = None if part.gate is None else weights.rows(part.gate)
+        self.shared_gate = None if part.gate is None else weights.rows(part.gate)
 
     def __call__(self, x: Tensor) -> Tensor:
-        read, weight = (x.float(), self.router.float()) if self.cast else (x, self.router)
-        logits = vx.linear(read, weight, out_dtype=self.dtype)
+        read, weight, added = x, self.router, self.added
+        if self.cast:
+            read, weight, added = x.float(), weight.float(), None if added is None else added.float()
+        logits = vx.linear(read, weight, added, out_dtype=self.dtype)
         bias = None if self.bias is None else self.bias.float().flatten()
         chosen, ids = vx.moe_route(logits, self.top_k, bias=bias, **self.options)
         if len(self.experts[0]) < len(self.router):
@@ -386,13 +399,15 @@ class _Mixture:
             if self.shared is None:
                 return out
             shared = self.shared(x)
-            return out + (shared if self.gate is None else vx.sigmoid_mul(shared, vx.linear(x, *self.gate)))
+            return out + self._gated(x, shared)
         between = None if self.ranks.size == 1 else self.ranks.gather
-        out = vx.fused_moe(x, *self.experts, chosen, ids, activation=self.activation, between=between)
+        out = vx.fused_moe(x, *self.experts, chosen, ids, **self.gate, between=between)
         if self.shared is not None:
-            shared = self.shared.columns(x)
-            out = out + (shared if self.gate is None else vx.sigmoid_mul(shared, vx.linear(x, *self.gate)))
+            out = out + self._gated(x, self.shared.columns(x))
         return self.ranks.gather(out)
+
+    def _gated(self, x: Tensor, shared: Tensor) -> Tensor:
+        return shared if self.shared_gate is None else vx.sigmoid_mul(shared, vx.linear(x, *self.shared_gate))
 
     def _by_expert(self, x: Tensor, chosen: Tensor, ids: Tensor) -> Tensor:
         """Of whole experts on each rank: rows of all slots, and their sums in slot order on every rank."""
@@ -400,7 +415,7 @@ class _Mixture:
         own = ids - self.ranks.rank * count
         own = torch.where((own >= 0) & (own < count), own, -1).view(-1, 1)
         rows, ones = x.repeat_interleave(slots, 0), torch.ones_like(own, dtype=torch.float32)
-        rows = self.ranks.only(vx.fused_moe(rows, *self.experts, ones, own, activation=self.activation))
+        rows = self.ranks.only(vx.fused_moe(rows, *self.experts, ones, own, **self.gate))
         placed = (ids >= 0) & (ids < len(self.router))
         weights = torch.where(placed, chosen, 0.0)[:, None]  # a slot without an expert adds nothing
         return vx.bmm(weights, rows.view(tokens, slots, -1).float())[:, 0].to(x.dtype)

@@ -43,8 +43,10 @@ def auto_class(config):
 
 def plain(config):
     """Without an implementation of attention that its file may name: one that is not installed here, or kernels that
-    would come from the Hub and run. What runs is ours once the model is patched."""
+    would come from the Hub and run. What runs is ours once the model is patched. Without a quantisation either: what is
+    read of one (mxfp4.py) is numbers of 16 bits from then on."""
     config._attn_implementation = None
+    config.__dict__.pop("quantization_config", None)
     return config
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .directory import Directory, Header, some
+from .mxfp4 import PART, Dequantise, is_mxfp4
 from .names import hint
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ def fit(model: nn.Module, directory: Directory) -> Fit:
     raises   ValueError: missing, misshapen, given twice, quantised or of an adapter; the names, and what to do
     """
     state, label = model.state_dict(), directory.path
-    groups, unexpected = _grouped(model, state, directory.tensors)
+    groups, unexpected = _grouped(model, state, directory)
     steps: list[Step] = []
     made: dict[str, Step] = {}
     mismatched: list[str] = []
@@ -100,7 +101,7 @@ def fit(model: nn.Module, directory: Directory) -> Fit:
     return Fit(tuple(steps), tuple((k, v) for k, v in tied.items() if k in made and v in made and k != v))
 
 
-def _grouped(model: nn.Module, state: Mapping[str, Tensor], names: Iterable[str]):
+def _grouped(model: nn.Module, state: Mapping[str, Tensor], directory: Directory):
     """(pattern or None, name) of all that become one tensor, by what transformers calls that; and what becomes none."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -111,8 +112,15 @@ def _grouped(model: nn.Module, state: Mapping[str, Tensor], names: Iterable[str]
     whose = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     prefix = model.base_model_prefix
     groups: dict[str, list[tuple[Any, str | None, str]]] = {}
-    unexpected = []
-    for name in sorted(names, key=dot_natural_key):
+    unexpected, packed = [], is_mxfp4(directory.config)
+    unpack: dict[str, Dequantise] = {}
+    for name in sorted(directory.tensors, key=dot_natural_key):
+        if packed and (found := PART.fullmatch(name)):
+            key, _ = rename_source_key(found[1], renamings, [], prefix, state)
+            if key in state:
+                converter = unpack.setdefault(key, Dequantise(state[key].dtype))
+                groups.setdefault(key, []).append((converter, found[2], name))
+                continue
         key, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if key not in state and name in state:
             key, pattern = rename_source_key(name, [], [], prefix, state)
@@ -133,7 +141,10 @@ def _step(model: nn.Module, state, key: str, group, directory: Directory) -> tup
         raise ValueError(f"weights: {label}: {first} and {odd} are both {key}: which one counts?")
     for _, _, name in group:
         header = directory.tensors[name]
-        if state[key].is_floating_point() and header.dtype not in FLOATS:
+        if isinstance(converter, Dequantise):
+            if header.dtype != "U8":
+                raise ValueError(f"weights: {header.file}: {name} is {header.dtype}, expected U8, as MXFP4 has it")
+        elif state[key].is_floating_point() and header.dtype not in FLOATS:
             raise ValueError(
                 f"weights: {header.file}: {name} is {header.dtype}, expected one of {', '.join(FLOATS)}: quantised "
                 "weights are not read"

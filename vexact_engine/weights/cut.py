@@ -249,15 +249,22 @@ class _Cutter:
         return replace(part, gate=gate, up=self.outputs(part.up), down=self.outputs(part.down))
 
     def mixture(self, part: d.Mixture) -> d.Mixture:
-        gate_up, down = part.experts.gate_up, part.experts.down
-        (_, both, _), (_, hidden, inner) = self.shapes[gate_up], self.shapes[down]
+        experts = part.experts
+        gate_up, down, biases = experts.gate_up, experts.down, (experts.gate_up_bias, experts.down_bias)
         if self.whole_experts:
-            for name in (gate_up, down):
-                self.keep(name, [self.own(self.shapes[name][0], f"experts of {name}")])
+            for name in (gate_up, down, *biases):
+                if name is not None:
+                    self.keep(name, [self.own(self.shapes[name][0], f"experts of {name}")])
         else:
+            (_, hidden, inner), both = self.shapes[down], self.shapes[gate_up][2 if experts.turned else 1]
+            hidden, inner = (inner, hidden) if experts.turned else (hidden, inner)
             own = self.own(inner, f"columns of {down}")
-            self.keep(gate_up, [own, _moved(own, both // 2)], dim=1)
-            self.keep(down, [self.own(hidden, f"rows of {down}")], dim=1)
+            by_turns = experts.activation == "swigluoai"
+            of_gate_up = [_times(own, 2)] if by_turns else [own, _moved(own, both // 2)]
+            of_down = [self.own(hidden, f"rows of {down}")]
+            for name, bias, ranges in zip((gate_up, down), biases, (of_gate_up, of_down)):
+                self.keep(name, ranges, dim=2 if experts.turned else 1)
+                self.keep(bias, ranges, dim=1)
         return replace(part, shared=None if part.shared is None else self.mlp(part.shared))
 
 

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from .mxfp4 import is_mxfp4
+
 log = logging.getLogger(__name__)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -110,10 +112,10 @@ def _json(file: Path):
 
 def _check_config(file: Path, config: Mapping) -> None:
     """What else transformers would do with the weights because config.json says so."""
-    if config.get("quantization_config") or config.get("compression_config"):
+    if (config.get("quantization_config") and not is_mxfp4(config)) or config.get("compression_config"):
         raise ValueError(
-            f"weights: {file}: quantization_config: the weights are quantised, which is not read: save them in bf16, "
-            "fp16 or fp32, without it"
+            f"weights: {file}: quantization_config: the weights are quantised, which is not read but for MXFP4: save "
+            "them in bf16, fp16 or fp32, without it"
         )
     if config.get("fusion_config"):
         raise ValueError(f"weights: {file}: fusion_config: fused modules are not read: take it out")

@@ -21,6 +21,7 @@ from .config import auto_class, explain, quiet, read_config
 from .conversion import fit
 from .directory import read_directory, some
 from .hub import snapshot
+from .mxfp4 import is_mxfp4
 from .tokenizer import load_image_processor, load_tokenizer
 
 if TYPE_CHECKING:
@@ -215,9 +216,17 @@ def _found(name: str) -> Path:
 
 def _load_directory(path: Path, name: str, dtype: torch.dtype) -> torch.nn.Module:
     """Hugging Face's loader, once it is known that all fits."""
-    from .partial import empty_model
+    from .partial import Origin, empty_model, fill, skeleton
 
     directory = read_directory(path)
+    if is_mxfp4(directory.config):
+        log.warning(
+            "weights: %s: experts of 4 bits (MXFP4) are computed with as %s, which holds them exactly", name, dtype
+        )
+        origin = Origin(str(path), dtype)
+        model = skeleton(origin)
+        fill(model, model.state_dict(), origin, torch.device("cpu"))
+        return model
     fit(empty_model(directory, dtype), directory)
     return _from_pretrained(str(path), dtype, name, use_safetensors=True)
 

@@ -153,7 +153,7 @@ def _fill_from_files(
     with _Files(directory) as files:
         for step in found.steps:
             if any(target in place for target in step.targets):
-                made = step.make(whole, lambda name, kind=state[step.key].dtype: files.read(name).to(kind))
+                made = step.make(whole, lambda name, kind=state[step.key].dtype: files.read(name, kind))
                 for target in step.targets:
                     if target in place:
                         own = _as_it_is_made(whole, target, made[target]) if target in rows else made[target]
@@ -188,7 +188,7 @@ def _still(tensor: Tensor, value: float) -> bool:
 
 def _whole(model: nn.Module, found: Fit, name: str, files: "_Files") -> Tensor:
     step = next(step for step in found.steps if name in step.targets)
-    return step.make(model, lambda n: files.read(n).to(model.state_dict()[step.key].dtype))[name]
+    return step.make(model, lambda n: files.read(n, model.state_dict()[step.key].dtype))[name]
 
 
 class _Files:
@@ -203,13 +203,15 @@ class _Files:
     def __exit__(self, *exception) -> None:
         self._stack.close()
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """In this dtype, unless it holds numbers of another kind (packed ones)."""
         from safetensors import safe_open
 
         file = self._directory.tensors[name].file
         if file not in self._opened:
             self._opened[file] = self._stack.enter_context(safe_open(file, framework="pt"))
-        return self._opened[file].get_tensor(name)
+        found = self._opened[file].get_tensor(name)
+        return found.to(dtype) if found.is_floating_point() == dtype.is_floating_point else found
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -49,6 +49,18 @@ def _hybrid(kind: str, hidden: int, layers: int, kv_heads: int, **options) -> di
     return {"model_type": kind, **delta, **sizes, **text, "rope_parameters": rope, **options}
 
 
+def _gpt_oss(layers: int, experts: int) -> dict:
+    """As its config.json says; what it does not say are the class's own numbers."""
+    return {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": layers,
+        "num_local_experts": experts,
+        "bos_token_id": 199998,
+        "eos_token_id": 200002,
+        "pad_token_id": 199999,
+    }
+
+
 def _experts(count: int, top_k: int) -> dict:
     sizes = {"num_experts": count, "num_experts_per_tok": top_k, "norm_topk_prob": True}
     return sizes | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
@@ -173,6 +185,8 @@ CONFIGS = {
         "bos_token_id": 0,
         "eos_token_id": 1,
     },
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "olmoe-1b-7b": {
         "model_type": "olmoe",
         "vocab_size": 50304,
@@ -291,8 +305,9 @@ def _made(config, dtype: torch.dtype, device: torch.device | str, seed: int) -> 
 
     with own_generators(device, seed), torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms begin at 1 and biases at 0, where a mistake with either cannot show
+        for name, parameter in model.named_parameters():
+            # norms begin at 1 and biases at 0, where a mistake with either cannot show
+            if parameter.dim() == 1 or name.endswith("_bias"):
                 parameter.data += 0.1 * torch.randn_like(parameter)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # of a router: likewise

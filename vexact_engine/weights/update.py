@@ -250,16 +250,14 @@ class Update:
             self._own = self.places.memory()
         for given, value in bucket:
             target, first = self.note(given, value)
-            source = value
-            if isinstance(value, Piece):
-                source = value.values
-                target = target.view(-1)[value.start : value.start + source.numel()]
-            if not foreign and _memory(source) in self._own and not _is(source, target):
-                raise ValueError(f"update_weights: {given} is memory of the model that is updated: give a copy")
-            if not first:
-                target.copy_(_on_the_gpu_of(source, target))
-            elif not same_bits(target.detach(), source.detach()):
-                raise ValueError(f"update_weights: {first} and {given} are tied, but hold different values")
+            parts = _runs(target, *value) if isinstance(value, Piece) else [(target, value)]
+            for part, source in parts:
+                if not foreign and _memory(source) in self._own and not _is(source, part):
+                    raise ValueError(f"update_weights: {given} is memory of the model that is updated: give a copy")
+                if not first:
+                    part.copy_(_on_the_gpu_of(source, part))
+                elif not same_bits(part.detach(), source.detach()):
+                    raise ValueError(f"update_weights: {first} and {given} are tied, but hold different values")
 
     def note(self, given: str, value: "Tensor | Spec | Piece") -> tuple[Tensor, str]:
         """That it comes, as `write` checks it: where it goes, and the name that has brought the same memory before."""
@@ -320,6 +318,25 @@ class Update:
         """What has been written, by name; of experts that came one by one the stacked tensor."""
         names = dict.fromkeys(self._stacked.get(name, name) for name in self._came)
         return {name: self.places.targets[name] for name in names}
+
+
+def _runs(target: Tensor, start: int, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views of a target and the values of a piece that belong there: one, unless the target's rows lie apart."""
+    if target.dim() <= 1 or target.is_contiguous():
+        target = target.view(-1) if target.dim() != 1 else target
+        yield target[start : start + len(values)], values
+        return
+    inner, at = target[0].numel(), 0
+    while at < len(values):
+        row, begin = divmod(start + at, inner)
+        rows = (len(values) - at) // inner
+        if begin == 0 and rows:
+            yield target[row : row + rows], values[at : at + rows * inner].view(rows, *target.shape[1:])
+            at += rows * inner
+        else:
+            count = min(inner - begin, len(values) - at)
+            yield from _runs(target[row], begin, values[at : at + count])
+            at += count
 
 
 def _unrepeated(places: Places, pairs: list[tuple[str, object]]) -> dict[str, object]:
