@@ -531,9 +531,9 @@ class Engine(Frontend):
             if params.stop and self._text is not None:
                 params = self._text.with_stop_ids(params)
             if isinstance(prompt, Mapping):
-                given, images = taken(prompt, self.images, self.image_processor)
+                given, images, videos = taken(prompt, self.images, self.image_processor)
                 ids = token_ids(encoded(given, self._text))
-                pictures = Pictures(ids, images, self.images) if images else None
+                pictures = Pictures(ids, images, self.images, videos) if images or videos else None
                 request = Request(ids if pictures is None else pictures.prompt_ids, params, name, begun, pictures)
             else:
                 request = Request(encoded(prompt, self._text), params, name, begun)

@@ -16,14 +16,18 @@ import torch
 from torch import Tensor
 
 from vexact_ops.patch.description import Images
-from vexact_ops.patch.grids import Grid, axes_of, grids_of, patches, tokens
+from vexact_ops.patch.grids import Clip, Grid, Waiting, axes_of, grids_of, patches, tokens
+from vexact_ops.patch.images import clips_of
 
 from .core.plan import Chunk, StepPlan
 
 MOST_PIXELS = 64 << 20  # of one image before it is resized
 MOST_BYTES = 64 << 20
 TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp")
-_FIELDS = ("prompt", "prompt_token_ids", "images", "pixel_values", "image_grid_thw")
+_TEXT = -1  # for a token that stands for nothing
+_IMAGES = ("images", "pixel_values", "image_grid_thw")
+_VIDEOS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+_FIELDS = ("prompt", "prompt_token_ids", *_IMAGES, *_VIDEOS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +47,19 @@ class Image:
         return cls(pixels, grid, tokens(grid, merge), found.digest())
 
 
+@dataclass(frozen=True, eq=False)
+class Video:
+    """parts: each with tokens of its own in the prompt, its frames or itself; clips: how far those lie apart in time;
+    seconds: what was given of that."""
+
+    grid: Grid
+    parts: tuple[Image, ...]
+    clips: tuple[Clip, ...]
+    seconds: float | None
+
+
 class Placed(NamedTuple):
-    """An image of a prompt, and its first token there."""
+    """An image of a prompt, or a part of a video, and its first token there."""
 
     image: Image
     start: int
@@ -55,33 +70,42 @@ class Placed(NamedTuple):
 
 
 class Pictures:
-    """The images of one prompt.
+    """The images and videos of one prompt.
 
-    prompt_ids   with as many image tokens for each as it has rows
+    prompt_ids   with as many tokens for each as it has rows
     axes         (3, prompt) int64: every token's frame, row and column
     shift        what is added to the places of tokens behind the prompt
-    keys         what the prefix cache knows tokens by: their ids, and of an image its content
+    keys         what the prefix cache knows tokens by: their ids, and of an image its content and its pace
     """
 
-    def __init__(self, prompt_ids: list[int], images: Sequence[Image], described: Images):
-        self.images, self.prompt_ids = tuple(images), _expanded(prompt_ids, images, described.token)
-        grids = [image.grid for image in images]
-        self.axes = axes_of(self.prompt_ids, described.token, grids, described.merge, "images")[0].numpy()
-        self.shift = int(self.axes.max()) + 1 - len(self.prompt_ids)
-        self.placed, self.keys, at = [], list(self.prompt_ids), 0
-        for image in images:
-            start = self.prompt_ids.index(described.token, at)
-            self.placed.append(Placed(image, start))
-            at = start + image.tokens
-            self.keys[start:at] = [(image.digest, i) for i in range(image.tokens)]
+    def __init__(self, prompt_ids: list[int], images: Sequence[Image], described: Images, videos: Sequence[Video] = ()):
+        self.images, self.videos, merge = tuple(images), tuple(videos), described.merge
+        clips = [(part, clip) for video in videos for part, clip in zip(video.parts, video.clips)]
+        queues = {described.token: ("image", [(image, Clip(image.grid)) for image in images])}
+        if described.video is not None:
+            queues[described.video] = "video", clips
+        self.prompt_ids, self.placed, paces = _expanded(prompt_ids, queues)
+        waiting = {token: Waiting(kind, [clip for _, clip in queue]) for token, (kind, queue) in queues.items()}
+        # A text behind the prompt goes on as a trainer counts it, who sees both as one: behind a video whose frames lie
+        # far apart that is not behind the largest position, where transformers' generate goes on.
+        axes = axes_of([*self.prompt_ids, _TEXT], waiting, merge, "images").numpy()
+        self.axes, self.shift = axes[:, :-1], int(axes[0, -1]) - len(self.prompt_ids)
+        self.keys = list(self.prompt_ids)
+        for (image, start), pace in zip(self.placed, paces):
+            self.keys[start : start + image.tokens] = [(image.digest, pace, i) for i in range(image.tokens)]
 
     def for_trainers(self, count: int) -> dict[str, Tensor]:
         """What a trainer's forward takes with so many tokens of prompt and answer."""
-        return {
-            "pixel_values": torch.cat([image.pixels for image in self.images]),
-            "image_grid_thw": torch.tensor([image.grid for image in self.images], dtype=torch.int64),
-            "position_ids": torch.from_numpy(self.axes_until(count).copy()),
-        }
+        found = {"position_ids": torch.from_numpy(self.axes_until(count).copy())}
+        if self.images:
+            found["pixel_values"] = torch.cat([image.pixels for image in self.images])
+            found["image_grid_thw"] = torch.tensor([image.grid for image in self.images], dtype=torch.int64)
+        if self.videos:
+            found["pixel_values_videos"] = torch.cat([part.pixels for video in self.videos for part in video.parts])
+            found["video_grid_thw"] = torch.tensor([video.grid for video in self.videos], dtype=torch.int64)
+            if self.videos[0].seconds is not None:
+                found["second_per_grid_ts"] = torch.tensor([video.seconds for video in self.videos])
+        return found
 
     def axes_until(self, count: int) -> np.ndarray:
         """(3, count): behind the prompt a token has one place on all three."""
@@ -89,46 +113,71 @@ class Pictures:
         return np.concatenate((self.axes, np.broadcast_to(behind, (3, len(behind)))), 1)[:, :count]
 
 
-def _expanded(ids: list[int], images: Sequence[Image], token: int) -> list[int]:
-    """With as many tokens for each image as it has: one may stand for all."""
-    found, left, at = [], list(images), 0
+def _expanded(
+    ids: list[int], queues: Mapping[int, tuple[str, list[tuple[Image, Clip]]]]
+) -> tuple[list[int], list[Placed], list[float]]:
+    """With as many tokens for each image as it has (one may stand for all), where they stand, and their pace."""
+    left = {token: list(queue) for token, (_, queue) in queues.items()}
+    found: list[int] = []
+    placed: list[Placed] = []
+    paces, at = [], 0
     while at < len(ids):
-        if ids[at] != token:
-            found.append(ids[at])
+        token = ids[at]
+        if token not in queues:
+            found.append(token)
             at += 1
             continue
-        if not left:
-            raise ValueError(f"images: got {len(images)}, but the prompt has a place for one more at token {at}")
-        count = left.pop(0).tokens
-        run = next((n for n in range(count) if at + n == len(ids) or ids[at + n] != token), count)
-        if run not in (1, count):
-            raise ValueError(
-                f"images: the prompt has {run} image tokens (id {token}) from token {at} on, expected 1 or the {count} "
-                "of the image"
-            )
-        found += [token] * count
+        kind, queue = queues[token]
+        if not left[token]:
+            raise ValueError(f"{kind}s: got {len(queue)}, but the prompt has a place for one more at token {at}")
+        image, clip = left[token].pop(0)
+        run = next((n for n in range(image.tokens) if at + n == len(ids) or ids[at + n] != token), image.tokens)
+        if run not in (1, image.tokens):
+            what = f"the prompt has {run} {kind} tokens (id {token}) from token {at} on"
+            raise ValueError(f"{kind}s: {what}, expected 1 or the {image.tokens} of the {kind}")
+        placed.append(Placed(image, len(found)))
+        paces.append(clip.interval)
+        found += [token] * image.tokens
         at += run
-    if left:
-        raise ValueError(f"images: got {len(images)}, but the prompt has a place for {len(images) - len(left)}")
-    return found
+    for token, (kind, queue) in queues.items():
+        if left[token]:
+            there = len(queue) - len(left[token])
+            raise ValueError(f"{kind}s: got {len(queue)}, but the prompt has a place for {there}")
+    return found, placed, paces
 
 
-def ready(op: str, pixel_values: Tensor, image_grid_thw, described: Images) -> list[Image]:
-    """Images of patches that are ready. TypeError, ValueError."""
+def ready(op: str, pixel_values: Tensor, grid_thw, described: Images, kind: str = "image") -> list[Image]:
+    """Images, or whole videos, of patches that are ready. TypeError, ValueError."""
+    name = "pixel_values" if kind == "image" else "pixel_values_videos"
     if not isinstance(pixel_values, Tensor) or not pixel_values.is_floating_point():
-        raise TypeError(f"{op}: pixel_values: got a {type(pixel_values).__name__}, expected a floating-point tensor")
+        raise TypeError(f"{op}: {name}: got a {type(pixel_values).__name__}, expected a floating-point tensor")
     if pixel_values.dim() != 2 or pixel_values.shape[1] != described.width:
         got = tuple(pixel_values.shape)
-        raise ValueError(f"{op}: pixel_values: got shape {got}, expected (patches, {described.width})")
-    if isinstance(image_grid_thw, Tensor) and image_grid_thw.dim() == 1:
-        image_grid_thw = image_grid_thw[None]
-    grids = grids_of(op, image_grid_thw, described.merge)
+        raise ValueError(f"{op}: {name}: got shape {got}, expected (patches, {described.width})")
+    if isinstance(grid_thw, Tensor) and grid_thw.dim() == 1:
+        grid_thw = grid_thw[None]
+    grids = grids_of(op, grid_thw, described.merge, kind)
     counts = list(map(patches, grids))
     if len(pixel_values) != sum(counts):
-        raise ValueError(
-            f"{op}: pixel_values: got {len(pixel_values)} patches, expected the {sum(counts)} of the grids"
-        )
+        raise ValueError(f"{op}: {name}: got {len(pixel_values)} patches, expected the {sum(counts)} of the grids")
     return [Image.of(p, grid, described.merge) for p, grid in zip(pixel_values.split(counts), grids)]
+
+
+def ready_videos(op: str, pixel_values: Tensor, grid_thw, seconds: Any, described: Images) -> list[Video]:
+    """As `ready`, and cut into what has tokens of its own."""
+    if described.video is None:
+        raise ValueError(f"{op}: pixel_values_videos: got some, expected none: this model's videos are not covered")
+    whole = ready(op, pixel_values, grid_thw, described, "video")
+    paces = [None] * len(whole) if seconds is None else [float(second) for second in seconds]
+    clips = clips_of(described, op, [video.grid for video in whole], seconds)
+    found = []
+    for video, pace in zip(whole, paces):
+        (t, h, w), parts = video.grid, (video,)
+        if described.frames_apart:
+            parts = tuple(Image.of(frame, (1, h, w), described.merge) for frame in video.pixels.split(h * w))
+        own, clips = clips[: len(parts)], clips[len(parts) :]
+        found.append(Video((t, h, w), parts, tuple(own), pace))
+    return found
 
 
 class Rows(NamedTuple):
@@ -174,26 +223,37 @@ def _is_placed(chunk: Chunk) -> bool:
 # As callers give them
 
 
-def taken(prompt: Mapping[str, Any], described: Images | None, processor: Any | None) -> tuple[Any, list[Image]]:
-    """A prompt's text or token ids, and its images. TypeError or ValueError naming what is wrong."""
+def taken(
+    prompt: Mapping[str, Any], described: Images | None, processor: Any | None
+) -> tuple[Any, list[Image], list[Video]]:
+    """A prompt's text or token ids, its images and its videos. TypeError or ValueError naming what is wrong."""
     if unknown := sorted(set(map(str, prompt)) - set(_FIELDS)):
         raise ValueError(
             f"prompt: got a dict with {', '.join(unknown)}, expected a list of token ids, or of {', '.join(_FIELDS)}"
         )
-    given = [prompt[name] for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
-    if len(given) != 1:
-        raise ValueError(f"prompt: got {len(given)} of prompt and prompt_token_ids, expected one of them")
-    images, pixels, grids = (prompt.get(name) for name in ("images", "pixel_values", "image_grid_thw"))
-    if images is None and pixels is None:
-        if grids is not None:
-            raise ValueError("image_grid_thw: got one without pixel_values, expected both")
-        return given[0], []
+    text = [prompt[name] for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
+    if len(text) != 1:
+        raise ValueError(f"prompt: got {len(text)} of prompt and prompt_token_ids, expected one of them")
+    given = {name: prompt[name] for name in (*_IMAGES, *_VIDEOS) if prompt.get(name) is not None}
+    for pixels, *others in (("pixel_values", "image_grid_thw"), _VIDEOS):
+        if pixels not in given and (other := next((name for name in others if name in given), None)):
+            raise ValueError(f"{other}: got one without {pixels}, expected both")
+    if not given:
+        return text[0], [], []
     if described is None:
         raise ValueError("images: this engine's model takes none, or runs in several processes")
-    if pixels is not None:
-        if images is not None or grids is None:
+    videos: list[Video] = []
+    if "pixel_values_videos" in given:
+        if "video_grid_thw" not in given:
+            raise ValueError("pixel_values_videos: expected video_grid_thw with them")
+        videos = ready_videos("prompt", *(given.get(name) for name in _VIDEOS), described)
+    images = given.get("images")
+    if "pixel_values" in given:
+        if images is not None or "image_grid_thw" not in given:
             raise ValueError("pixel_values: expected image_grid_thw with them, and no images")
-        return given[0], ready("prompt", pixels, grids, described)
+        return text[0], ready("prompt", given["pixel_values"], given["image_grid_thw"], described), videos
+    if images is None:
+        return text[0], [], videos
     if isinstance(images, str | bytes) or not isinstance(images, Sequence):
         raise TypeError(f"images: got a {type(images).__name__}, expected a list")
     found: list[Image] = []
@@ -202,7 +262,7 @@ def taken(prompt: Mapping[str, Any], described: Images | None, processor: Any | 
             found += opened_images([image], described, processor)
         except (TypeError, ValueError) as error:
             raise type(error)(f"images[{i}]: {error}") from error
-    return given[0], found
+    return text[0], found, videos
 
 
 def opened_images(images: Sequence[Any], described: Images, processor: Any | None) -> list[Image]:

@@ -121,7 +121,7 @@ class Completion:
     metrics           times and costs; None for a request that was refused before it was one
     pixel_values, image_grid_thw   of a prompt with images the very ones that were encoded, as a trainer's forward
                       takes them, and position_ids (3, tokens) int64, the places of prompt and answer on three axes; on
-                      the CPU
+                      the CPU. Of one with videos likewise pixel_values_videos, video_grid_thw, second_per_grid_ts
     """
 
     prompt_ids: list[int]
@@ -143,6 +143,9 @@ class Completion:
     prompt_top_logprobs: list[dict[int, float] | None] | None = None
     pixel_values: Any = None
     image_grid_thw: Any = None
+    pixel_values_videos: Any = None
+    video_grid_thw: Any = None
+    second_per_grid_ts: Any = None
     position_ids: Any = None
 
     def __repr__(self) -> str:

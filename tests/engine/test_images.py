@@ -28,6 +28,7 @@ CONFIG = EngineConfig(
     page_size=4, num_pages=128, max_num_seqs=8, max_num_batched_tokens=11, show_progress=False, image_tokens_per_step=4
 )
 PARAMS = SamplingParams(max_new_tokens=9, seed=5, ignore_eos=True)
+OF_IMAGES = "pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"
 
 
 def prompt_of(index):
@@ -45,8 +46,9 @@ def check(handle, completions, counted=True):
     for c in completions:
         assert c.error is None and IMAGE not in c.token_ids, c
         ids, given = torch.tensor([c.prompt_ids + c.token_ids]), {}
-        if c.pixel_values is not None:
-            given = {"pixel_values": c.pixel_values, "image_grid_thw": c.image_grid_thw}
+        for name in OF_IMAGES:
+            if getattr(c, name) is not None:
+                given[name] = getattr(c, name)
         places = {} if c.position_ids is None else {"position_ids": c.position_ids[:, None]}
         with torch.no_grad():
             expected = handle.logprobs(ids, **given, **places)[0, len(c.prompt_ids) - 1 : -1]
@@ -92,6 +94,67 @@ def test_engine_and_trainer_have_the_same_bits(pair):
     assert_bitwise(cold[2].pixel_values, PIXELS[2])
     sampled = engine.generate(PROMPTS, SamplingParams(max_new_tokens=4, seed=1, n=2, temperature=0.0, ignore_eos=True))
     check(handle, sampled, counted=False)
+
+
+def filmed(name, seed=0, grid=(2, 4, 6)):
+    """A prompt with a video before an image, another behind it, and text."""
+    (first, one), (second, two) = image_models.video(name, grid, seed), image_models.video(name, (3, 2, 4), seed + 1)
+    videos = {key: torch.cat([each[key] for each in (one, two)]) for key in one}
+    ids, grids = ROWS[0]
+    picture = {"pixel_values": PIXELS[0], "image_grid_thw": torch.tensor(grids)}
+    return {"prompt_token_ids": [5, *first, *ids, *second, 7], **picture, **videos}
+
+
+def check_videos(engine, handle, name):
+    prompts = [filmed(name), PROMPTS[0], PROMPTS[1], filmed(name, 4)]
+    engine.reset_prefix_cache()
+    cold = engine.generate(prompts, PARAMS)
+    check(handle, cold)
+    warm = engine.generate(prompts, PARAMS)
+    same(warm, cold)
+    assert warm[0].metrics.cached_tokens > len(prompts[0]["prompt_token_ids"]) // 2
+    for index in (0, 3):
+        same(engine.generate([prompts[index]], PARAMS), [cold[index]])
+        for key in OF_IMAGES:
+            if key in prompts[index]:
+                assert_bitwise(getattr(cold[index], key), prompts[index][key], key)
+    assert cold[1].pixel_values_videos is None and cold[0].logprobs != cold[3].logprobs
+    return prompts
+
+
+def test_videos_have_the_trainers_bits(pair):
+    engine, handle = pair
+    prompt = check_videos(engine, handle, "qwen3_vl")[0]
+    short = [
+        t
+        for i, t in enumerate(prompt["prompt_token_ids"])
+        if t != IMAGE + 1 or prompt["prompt_token_ids"][i - 1] != IMAGE + 1
+    ]
+    same(engine.generate([{**prompt, "prompt_token_ids": short}], PARAMS), engine.generate([prompt], PARAMS))
+    seconds = {"second_per_grid_ts": [1.0, 1.0]}
+    wrong = [
+        ({**prompt, **seconds}, "second_per_grid_ts: got some, expected none"),
+        ({**prompt, "video_grid_thw": None}, "pixel_values_videos: expected video_grid_thw"),
+        ({**prompt, "pixel_values_videos": None}, "video_grid_thw: got one without pixel_values_videos"),
+        ({**prompt, "pixel_values_videos": prompt["pixel_values_videos"][1:]}, "pixel_values_videos: got 71 patches"),
+        (
+            {**prompt, "prompt_token_ids": prompt["prompt_token_ids"][:-5]},
+            "videos: got 5, but the prompt has a place for 4",
+        ),
+    ]
+    done = engine.generate([one for one, _ in wrong], PARAMS)
+    assert all(message in c.error for c, (_, message) in zip(done, wrong)), [c.error for c in done]
+
+
+def test_videos_whose_positions_count_seconds():
+    """One run of tokens a video; the same pixels at another pace are another prompt to the prefix cache."""
+    model = image_models.tiny("qwen2_5_vl")
+    with vx.patch.hf(copy.deepcopy(model)) as handle, Engine.from_pretrained(model, config=CONFIG) as engine:
+        prompt = check_videos(engine, handle, "qwen2_5_vl")[0]
+        slow = {**prompt, "second_per_grid_ts": prompt["second_per_grid_ts"] * 4}
+        done = engine.generate([slow], PARAMS)
+        check(handle, done)
+        assert done[0].metrics.cached_tokens < 4 and done[0].logprobs != engine.generate([prompt], PARAMS)[0].logprobs
 
 
 def test_the_prefix_cache_knows_images_by_their_content(pair):

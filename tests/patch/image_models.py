@@ -91,3 +91,13 @@ ROWS = [
     row((1, 4, 4), 2, seed=4),
 ]
 PIXELS = [pixels(grids, seed) if grids else None for seed, (_, grids) in enumerate(ROWS)]
+
+
+def video(name: str, grid: tuple[int, int, int], seed: int = 0) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """Tokens of a video between its marks (frame by frame with text between, as the family has them), and what a
+    forward takes of it."""
+    frames, frame = grid[0], [IMAGE + 1] * (grid[1] * grid[2] // 4)
+    given = {"pixel_values_videos": pixels([grid], 90 + seed), "video_grid_thw": torch.tensor([grid])}
+    if name == "qwen2_5_vl":
+        return [62, *frame * frames, 63], {**given, "second_per_grid_ts": torch.tensor([1.5 / (1 + seed)])}
+    return [token for i in range(frames) for token in (10 + i, 62, *frame, 63)], given

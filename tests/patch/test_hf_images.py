@@ -107,10 +107,13 @@ def test_a_row_with_images_has_the_same_bits_in_any_batch(name, models):
             assert_bitwise(part, expected[i], f"row {i} beside NaN")
         # positions that somebody else has counted
         vis = handle._patch.vision
-        places, left = lattices.axes_of(ROWS[2][0], IMAGE, ROWS[2][1], vis.merge, "test")
-        assert not left
+        places = lattices.axes_of(ROWS[2][0], waiting(ROWS[2][1]), vis.merge, "test")
         for axes in (places[:, None], torch.cat((torch.arange(places.shape[1])[None], places))[:, None]):
             assert_bitwise(alone(handle, 2, position_ids=axes), expected[2], f"{len(axes)} axes")
+
+
+def waiting(grids):
+    return {IMAGE: lattices.Waiting("image", [lattices.Clip(grid) for grid in grids])}
 
 
 def check_rows(handle):
@@ -244,6 +247,64 @@ def test_the_host_lays_out_images_as_transformers_does(merge, side, window):
         assert_bitwise((found.windows.order, found.windows.cu_seqlens), (index, cu))
 
 
+def videos_of(name):
+    """Two rows with videos beside images, and what a forward takes of each."""
+    (first, one), (second, two) = image_models.video(name, (2, 4, 6), 1), image_models.video(name, (3, 2, 4), 2)
+    ids, picture = ROWS[0][0], {"pixel_values": PIXELS[0], "image_grid_thw": torch.tensor(ROWS[0][1])}
+    return [([5, *first, *ids, *second], {**picture, **joined([one, two])}), ([7, *second, 9], two)]
+
+
+def joined(given):
+    return {name: torch.cat([each[name] for each in given if name in each]) for name in {n for g in given for n in g}}
+
+
+@NAMES
+def test_videos_among_images_are_those_of_the_stock_model(name, models):
+    """In fp32, to rounding; positions are those that the model counts."""
+    model = models(name, torch.float32)
+    for ids, given in videos_of(name):
+        ids = torch.tensor([ids])
+        kinds = (ids == IMAGE).int() + 2 * (ids == IMAGE + 1).int()
+        with torch.no_grad():
+            expected = model(input_ids=ids, mm_token_type_ids=kinds, **given).logits
+            with vx.patch.hf(model):
+                got = model(input_ids=ids, **given).logits
+        near = 5e-4 if name == "qwen3_5" else 2e-5
+        torch.testing.assert_close(got, expected, rtol=near, atol=near)
+
+
+@NAMES
+def test_a_row_with_videos_has_the_same_bits_in_any_batch(name, models):
+    rows = [
+        *videos_of(name),
+        (ROWS[1][0], {}),
+        (ROWS[3][0], {"pixel_values": PIXELS[3], "image_grid_thw": torch.tensor(ROWS[3][1])}),
+    ]
+    with vx.patch.hf(models(name)) as handle, torch.no_grad():
+        expected = [handle.logprobs(torch.tensor([ids]), **given)[0] for ids, given in rows]
+        for order in ([0, 1, 2, 3], [3, 1, 2, 0]):
+            ids = torch.tensor([[token for i in order for token in rows[i][0]]])
+            lengths = [len(rows[i][0]) for i in order]
+            cu = torch.tensor([0, *itertools.accumulate(lengths)])
+            whole = handle.logprobs(ids, cu_seqlens=cu, **joined([rows[i][1] for i in order]))[0]
+            for i, part in zip(order, whole.split(lengths)):
+                assert_bitwise(part, expected[i], f"row {i}")
+
+
+def test_gradients_reach_the_tower_from_videos_too(models):
+    ids, given = videos_of("qwen3_vl")[0]
+    model = copy.deepcopy(models("qwen3_vl")).train()
+    weights = list(model.model.visual.parameters())
+    with vx.patch.hf(model) as handle:
+        grads = []
+        for half in (1.0, 0.5):
+            given["pixel_values_videos"] = given["pixel_values_videos"] * half
+            loss = handle.logprobs(torch.tensor([ids]), **given).sum()
+            grads.append(torch.autograd.grad(loss, weights))
+    assert all(bool(g.isfinite().all()) for g in grads[0])
+    assert any(not torch.equal(a, b) for a, b in zip(*grads))
+
+
 @NAMES
 def test_positions_are_counted_as_the_model_counts_them(name, models):
     model = models(name)
@@ -251,9 +312,9 @@ def test_positions_are_counted_as_the_model_counts_them(name, models):
         given = torch.tensor([ids])
         kinds, grid = (given == IMAGE).int(), torch.tensor(grids or [(1, 2, 2)])
         expected = model.model.get_rope_index(given, mm_token_type_ids=kinds, image_grid_thw=grid)[0]
-        got, left = lattices.axes_of(ids, IMAGE, grids, 2, "test")
-        assert_bitwise(got, expected[:, 0])
-        assert not left
+        queue = waiting(grids)
+        assert_bitwise(lattices.axes_of(ids, queue, 2, "test"), expected[:, 0])
+        assert not queue[IMAGE].clips
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl"])
@@ -294,8 +355,15 @@ def test_what_does_not_fit_is_named(models):
             handle.logprobs(text, pixel_values=x, image_grid_thw=grid)
         with pytest.raises(TypeError, match="pixel_values: got dtype int64"):
             handle.logprobs(ids, pixel_values=x.long(), image_grid_thw=grid)
-        with pytest.raises(ValueError, match="pixel_values_videos: got one, expected none: videos are not covered"):
-            model(input_ids=ids, pixel_values_videos=x, video_grid_thw=grid)
+        with pytest.raises(ValueError, match="video_grid_thw: got None with pixel_values_videos"):
+            model(input_ids=ids, pixel_values_videos=x)
+        with pytest.raises(ValueError, match=r"got videos of 6 tokens for 0 video tokens \(id 61\)"):
+            handle.logprobs(ids, pixel_values_videos=x, video_grid_thw=grid)
+        with pytest.raises(ValueError, match="second_per_grid_ts: got some, expected none"):
+            clip, frames = image_models.video("qwen3_vl", (1, 4, 6))
+            handle.logprobs(torch.tensor([[1, *clip]]), **frames, second_per_grid_ts=[1.0])
+        with pytest.raises(ValueError, match="mm_encoder_outputs: got some"):
+            model(input_ids=ids, mm_encoder_outputs={"image": x})
         with pytest.raises(ValueError, match="pixel_values: got None with image_grid_thw"):
             model(input_ids=ids, image_grid_thw=grid)
         with pytest.raises(ValueError, match="input_ids: got None with images"):

@@ -379,12 +379,20 @@ class Head:
 class Images:
     """Of a model with an image encoder, which runs by its own Python (handle.encode): an image's rows go where `token`
     stands, one for each merge x merge of its patches of `width` numbers. The decoder then has positions on three axes
-    (Rotary.axes), and after each of its first `deepstack` layers further rows are added to those tokens."""
+    (Rotary.axes), and after each of its first `deepstack` layers further rows are added to those tokens.
+
+    video        the token of videos' rows; None: they are not covered
+    frames_apart each frame of a video has tokens of its own, like an image's, with text between them
+    per_second   otherwise, how far positions of frames lie apart that are a second apart
+    """
 
     token: int
     merge: int
     width: int
     deepstack: int
+    video: int | None = None
+    frames_apart: bool = False
+    per_second: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,9 @@ def _tower(patch: "Patch", dtypes: dict[str, torch.dtype]) -> list | None:
         return _operations(recorded(patch.model, call, dtypes))
 
 
-def _counts(patch: "Patch") -> dict[str, int]:
-    return {name: getattr(patch.vision, name) for name in ("token", "merge", "deepstack", "width")}
+def _counts(patch: "Patch") -> dict[str, Any]:
+    names = "token", "merge", "deepstack", "width", "video", "frames_apart", "per_second"
+    return {name: getattr(patch.vision, name) for name in names}
 
 
 def compute_dtypes(model: nn.Module) -> dict[str, torch.dtype]:

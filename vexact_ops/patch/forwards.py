@@ -156,12 +156,12 @@ def base_forward(
             raise ValueError(f"use_cache: got a cache with {alone}, expected use_cache=False")
         use_cache = False
     if patch.vision is not None:
-        encoded, grids = images.images_of(patch.vision, self, input_ids, of_images, past > 0)
-        if grids and axes is None:
+        encoded, waiting = images.images_of(patch.vision, self, input_ids, of_images, past > 0)
+        if waiting and axes is None:
             if given_positions or cache is not None or vexact_paged is not None:
                 what = "text's alone" if given_positions else "none next to a cache"
                 raise ValueError(f"position_ids: got {what} with images, expected (3 | 4, B, {size[1]}), or no cache")
-            axes = images.axes_of_batch(patch.vision, input_ids, spans_of(layout, size), grids, type(self).__name__)
+            axes = images.axes_of_batch(patch.vision, input_ids, spans_of(layout, size), waiting, type(self).__name__)
     if patch.packed:
         kwargs["cu_seq_lens_q"] = (layout.cu_q if vexact_paged is None else vexact_paged.cu_seqlens_q).detach()
         batch.give(kwargs["cu_seq_lens_q"], layout)

@@ -5,7 +5,7 @@ token of the decoder; so do all tables here.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,17 +26,17 @@ def real(function: Callable) -> Callable:
     return wrapped
 
 
-def grids_of(op: str, grid_thw: Tensor | Sequence[Sequence[int]], merge: int) -> tuple[Grid, ...]:
+def grids_of(op: str, grid_thw: Tensor | Sequence[Sequence[int]], merge: int, kind: str = "image") -> tuple[Grid, ...]:
     """As tuples. ValueError on what is no grid."""
     shape = tuple(grid_thw.shape) if isinstance(grid_thw, Tensor) else (len(grid_thw), 3)
     if len(shape) != 2 or shape[1] != 3 or (isinstance(grid_thw, Tensor) and grid_thw.is_floating_point()):
-        raise ValueError(f"{op}: image_grid_thw: got shape {shape}, expected (images, 3) whole numbers")
+        raise ValueError(f"{op}: {kind}_grid_thw: got shape {shape}, expected ({kind}s, 3) whole numbers")
     rows = grid_thw.tolist() if isinstance(grid_thw, Tensor) else grid_thw
     grids = tuple(tuple(map(int, grid)) for grid in rows)
     for grid in grids:
         if len(grid) != 3 or min(grid) < 1 or grid[1] % merge or grid[2] % merge:
             raise ValueError(
-                f"{op}: image_grid_thw: got {grid}, expected (t, h, w) of at least 1, h and w in multiples of {merge}"
+                f"{op}: {kind}_grid_thw: got {grid}, expected (t, h, w) of at least 1, h and w in multiples of {merge}"
             )
     return grids
 
@@ -143,37 +143,59 @@ def _windows_of(grid: Grid, merge: int, window: int) -> tuple[Tensor, list[int]]
     return torch.cat(found), [len(part) * merge**2 for part in found]
 
 
-def axes_of(ids: Sequence[int], image: int, grids: Sequence[Grid], merge: int, op: str) -> tuple[Tensor, list[Grid]]:
-    """Of one sequence's tokens the positions on three axes (frame, row, column), (3, tokens) int64, and the grids that
-    are left: text counts on on all three, an image's tokens have their place in it, and what follows goes on behind
-    the longer side. ValueError where image tokens and grids do not belong together."""
-    parts, left, at, begin = [], list(grids), 0, 0
+class Clip(NamedTuple):
+    """An image, a frame or a video, as its tokens' positions see it. interval: positions from frame to frame."""
+
+    grid: Grid
+    interval: float = 1.0
+
+
+class Waiting(NamedTuple):
+    """What tokens of one id will stand for, in their order. kind: "image" or "video"."""
+
+    kind: str
+    clips: list[Clip]
+
+
+def axes_of(ids: Sequence[int], waiting: Mapping[int, Waiting], merge: int, op: str) -> Tensor:
+    """Of one sequence's tokens the positions on three axes (frame, row, column), (3, tokens) int64: text counts on on
+    all three, an image's tokens have their place in it, and what follows goes on behind the longer side. What they
+    stand for is taken from those that wait. ValueError where tokens and grids do not belong together."""
+    parts, at, begin = [], 0, 0
     while at < len(ids):
-        if ids[at] != image:
-            end = next((i for i in range(at, len(ids)) if ids[i] == image), len(ids))
+        token = ids[at]
+        if token not in waiting:
+            end = next((i for i in range(at, len(ids)) if ids[i] in waiting), len(ids))
             parts.append((torch.arange(end - at) + begin).expand(3, -1))
             begin += end - at
         else:
-            if not left:
-                raise ValueError(f"{op}: image_grid_thw: token {at} belongs to an image, but there are no more grids")
-            t, h, w = left.pop(0)
+            kind, clips = waiting[token]
+            if not clips:
+                what = f"{op}: {kind}_grid_thw: token {at}"
+                raise ValueError(f"{what} belongs to {_an(kind)}, but there are no more grids")
+            (t, h, w), interval = clips.pop(0)
             h, w = h // merge, w // merge
             end = at + t * h * w
-            there = sum(1 for _ in _run(ids, at, end, image))
+            there = sum(1 for _ in _run(ids, at, end, token))
             if there < t * h * w:
                 raise ValueError(
-                    f"{op}: image_grid_thw: got {there} image tokens from token {at} on, expected the {t * h * w} of "
-                    f"an image of {t} x {h} x {w}"
+                    f"{op}: {kind}_grid_thw: got {there} {kind} tokens from token {at} on, expected the {t * h * w} of "
+                    f"{_an(kind)} of {t} x {h} x {w}"
                 )
-            axes = torch.meshgrid(torch.arange(t), torch.arange(h), torch.arange(w), indexing="ij")
+            frames = (torch.arange(t) * torch.tensor(interval, dtype=torch.float32)).long()  # fp32, as transformers has
+            axes = torch.meshgrid(frames, torch.arange(h), torch.arange(w), indexing="ij")
             parts.append(torch.stack(axes).flatten(1) + begin)
             begin += max(h, w)
         at = end
-    return torch.cat(parts, 1) if parts else torch.zeros(3, 0, dtype=torch.int64), left
+    return torch.cat(parts, 1) if parts else torch.zeros(3, 0, dtype=torch.int64)
 
 
-def _run(ids: Sequence[int], at: int, end: int, image: int):
+def _an(kind: str) -> str:
+    return "an image" if kind == "image" else f"a {kind}"
+
+
+def _run(ids: Sequence[int], at: int, end: int, token: int):
     for i in range(at, min(end, len(ids))):
-        if ids[i] != image:
+        if ids[i] != token:
             return
         yield i

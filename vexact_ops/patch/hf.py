@@ -178,6 +178,9 @@ class Handle:
         temperature: float | Tensor = 1.0,
         pixel_values: Tensor | None = None,
         image_grid_thw: Tensor | None = None,
+        pixel_values_videos: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        second_per_grid_ts: Tensor | Sequence[float] | None = None,
         return_entropy: Literal[False] = False,
     ) -> Tensor: ...
     @overload
@@ -191,6 +194,9 @@ class Handle:
         temperature: float | Tensor = 1.0,
         pixel_values: Tensor | None = None,
         image_grid_thw: Tensor | None = None,
+        pixel_values_videos: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        second_per_grid_ts: Tensor | Sequence[float] | None = None,
         return_entropy: Literal[True],
     ) -> tuple[Tensor, Tensor]: ...
     def logprobs(
@@ -203,6 +209,9 @@ class Handle:
         temperature: float | Tensor = 1.0,
         pixel_values: Tensor | None = None,
         image_grid_thw: Tensor | None = None,
+        pixel_values_videos: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        second_per_grid_ts: Tensor | Sequence[float] | None = None,
         return_entropy: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The log-probability of each next token, with gradients and without ever holding T x V logits.
@@ -216,6 +225,8 @@ class Handle:
         pixel_values    (N, channels * patch) of all images of the batch, one after another as their tokens come, as the
                         model's processor makes them; with (images, 3) image_grid_thw. Where position_ids are not given
                         on three axes (3 | 4, B, S), they are counted as the model counts them
+        pixel_values_videos  and video_grid_thw: of videos likewise; second_per_grid_ts (videos,) where the model's
+                        positions count seconds: from frame to frame
         return_entropy  also the entropy of each distribution
         returns         fp32 like input_ids: at t, log p(input_ids[t + 1] | input_ids[..t]); 0 at the last token of a
                         sequence and at padding
@@ -237,10 +248,15 @@ class Handle:
         ids = input_ids if input_ids.dim() == 2 else input_ids[None]
         if position_ids is not None and position_ids.dim() == 1:
             position_ids = position_ids[None]
+        images = {
+            "pixel_values": pixel_values, "image_grid_thw": image_grid_thw, "pixel_values_videos": pixel_values_videos,
+            "video_grid_thw": video_grid_thw, "second_per_grid_ts": second_per_grid_ts,
+        }  # fmt: skip
+        images = {name: value for name, value in images.items() if value is not None}
         of_text = one_axis(position_ids) if patch.vision is None else text_axis(position_ids)[0]
         if patch.vision is None:
             position_ids = of_text
-            if pixel_values is not None or image_grid_thw is not None:
+            if any(value is not None for value in images.values()):
                 raise ValueError(f"logprobs: pixel_values: {type(patch.model).__name__} takes no images")
         follows = torch.ones_like(ids, dtype=torch.bool)
         follows[:, -1] = False
@@ -259,7 +275,6 @@ class Handle:
                 raise ValueError(f"logprobs: temperature: got shape {got}, expected a number or {expected}")
             temperature = temperature.flatten()[index]
         asked = Score(ids.flatten()[index + 1], index, temperature, return_entropy)
-        images = {"pixel_values": pixel_values, "image_grid_thw": image_grid_thw} if pixel_values is not None else {}
         # Through the model itself, as any forward: what wraps it (FSDP, hooks) gathers the output layer's weight there.
         values = patch.model(
             input_ids=ids,

@@ -1,5 +1,6 @@
 """What a call's images become: the tower's rows among the embeddings of tokens, and positions on three axes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,10 +9,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .description import Images
-from .grids import Grid, axes_of, grids_of, real
+from .grids import Clip, Grid, Waiting, axes_of, grids_of, real
 
-ARGUMENTS = ("pixel_values", "image_grid_thw", "mm_token_type_ids", "vexact_images")
-VIDEOS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts", "mm_encoder_outputs")
+ARGUMENTS = ("pixel_values", "image_grid_thw", "mm_token_type_ids", "vexact_images", "mm_encoder_outputs")
+VIDEOS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 
 
 class Encoded(NamedTuple):
@@ -22,6 +23,12 @@ class Encoded(NamedTuple):
     deepstack: tuple[Tensor, ...] = ()
     where: Tensor | None = None
 
+    def joined(self, other: "Encoded", order: Tensor, where: Tensor) -> "Encoded":
+        """Both, row i of all being the order[i]-th of these and then those."""
+        pairs = zip((self.rows, *self.deepstack), (other.rows, *other.deepstack))
+        rows, *stacks = (torch.cat(pair).index_select(0, order) for pair in pairs)
+        return Encoded(rows, tuple(stacks), where)
+
 
 @dataclass(frozen=True)
 class Vision:
@@ -31,6 +38,7 @@ class Vision:
     merge      patches in a row and in a column of a block, which is a token
     deepstack  how many layers are followed by rows that are added
     width      numbers of a patch
+    video, frames_apart, per_second   see description.Images
     """
 
     tower: str
@@ -40,9 +48,27 @@ class Vision:
     deepstack: int
     width: int
     output: type
+    video: int | None = None
+    frames_apart: bool = False
+    per_second: float = 1.0
 
     def described(self) -> Images:
-        return Images(self.token, self.merge, self.width, self.deepstack)
+        videos = self.video, self.frames_apart, self.per_second
+        return Images(self.token, self.merge, self.width, self.deepstack, *videos)
+
+
+def clips_of(images: Images | Vision, op: str, grids: Sequence[Grid], seconds: Tensor | Sequence | None) -> list[Clip]:
+    """What tokens of videos stand for, one after another. seconds: from frame to frame, of each."""
+    if images.frames_apart:
+        if seconds is not None:
+            raise ValueError(f"{op}: second_per_grid_ts: got some, expected none: frames of its videos stand apart")
+        return [Clip((1, h, w)) for t, h, w in grids for _ in range(t)]
+    seconds = [1.0] * len(grids) if seconds is None else [float(second) for second in seconds]
+    if len(seconds) != len(grids):
+        raise ValueError(f"{op}: second_per_grid_ts: got {len(seconds)}, expected one for each of {len(grids)} videos")
+    return [
+        Clip(grid, float(torch.tensor(s, dtype=torch.float32) * images.per_second)) for grid, s in zip(grids, seconds)
+    ]
 
 
 def compute(
@@ -60,17 +86,17 @@ def compute(
     return vision.output(**{name: value for name, value in out.items() if name in vision.output.__dataclass_fields__})
 
 
-def check_pixels(op: str, pixel_values: Tensor, width: int) -> None:
+def check_pixels(op: str, pixel_values: Tensor, width: int, name: str = "pixel_values") -> None:
     if not isinstance(pixel_values, Tensor) or not pixel_values.is_floating_point():
         got = (
             f"dtype {pixel_values.dtype}".replace("torch.", "")
             if isinstance(pixel_values, Tensor)
             else f"a {type(pixel_values).__name__}"
         )
-        raise TypeError(f"{op}: pixel_values: got {got}, expected a floating-point tensor")
+        raise TypeError(f"{op}: {name}: got {got}, expected a floating-point tensor")
     if pixel_values.dim() != 2 or pixel_values.shape[1] != width:
         raise ValueError(
-            f"{op}: pixel_values: got shape {tuple(pixel_values.shape)}, expected (patches, {width}), as the model's "
+            f"{op}: {name}: got shape {tuple(pixel_values.shape)}, expected (patches, {width}), as the model's "
             "processor makes them"
         )
 
@@ -84,57 +110,86 @@ def encode(vision: Vision, model: nn.Module, pixel_values: Tensor, grids: tuple[
 
 def images_of(
     vision: Vision, model: nn.Module, ids: Tensor | None, given: dict, continued: bool
-) -> tuple[Encoded | None, tuple[Grid, ...]]:
-    """What comes of a call's images, and their grids; ValueError where they and the tokens do not belong together.
+) -> tuple[Encoded | None, dict[int, Waiting]]:
+    """What comes of a call's images and videos, and of each what its tokens stand for; ValueError where they and the
+    tokens do not belong together.
 
     continued  there is a cache: generation hands on the grids of images that are in it
     """
-    for name in VIDEOS:
-        if given.get(name) is not None:
-            raise ValueError(f"{name}: got one, expected none: videos are not covered, images are")
-    pixels, grid_thw, encoded = (given.get(name) for name in ("pixel_values", "image_grid_thw", "vexact_images"))
-    if pixels is None and encoded is None:
+    if given.get("mm_encoder_outputs") is not None:
+        raise ValueError("mm_encoder_outputs: got some, expected none: images are encoded here")
+    if (ready := given.get("vexact_images")) is not None:
+        _check_count(vision.token, "image", ids, ready, ready.where is not None)
+        return ready, {}
+    image = _encoded(vision, model, ids, given, "image", "pixel_values", continued)
+    video = _encoded(vision, model, ids, given, "video", "pixel_values_videos", continued)
+    waiting = {}
+    if image is not None:
+        waiting[vision.token] = Waiting("image", [Clip(grid) for grid in image[1]])
+    if video is not None:
+        clips = clips_of(vision, type(model).__name__, video[1], given.get("second_per_grid_ts"))
+        waiting[vision.video] = Waiting("video", clips)
+    if video is None:
+        return (None if image is None else image[0]), waiting
+    where = ids == vision.video
+    if image is None:
+        return video[0]._replace(where=where), waiting
+    any_of, count = where | (ids == vision.token), len(image[0].rows)
+    of_video = where[any_of]
+    order = torch.where(of_video, count - 1 + of_video.cumsum(0), (~of_video).cumsum(0) - 1)
+    return image[0].joined(video[0], order, any_of), waiting
+
+
+def _encoded(
+    vision: Vision, model: nn.Module, ids: Tensor | None, given: dict, kind: str, pixels_name: str, continued: bool
+) -> tuple[Encoded, tuple[Grid, ...]] | None:
+    """Of images, or of videos; None: there are none."""
+    pixels, grid_thw, token = given.get(pixels_name), given.get(f"{kind}_grid_thw"), vision.token
+    if kind == "video" and (pixels is not None or grid_thw is not None):
+        if vision.video is None:
+            raise ValueError(f"{pixels_name}: got one, expected none: videos of this model are not covered, images are")
+        token = vision.video
+    if pixels is None:
         if grid_thw is not None and not continued:
-            raise ValueError("pixel_values: got None with image_grid_thw, expected the patches of those images")
-        return None, ()
+            raise ValueError(f"{pixels_name}: got None with {kind}_grid_thw, expected the patches of those {kind}s")
+        return None
     if ids is None:
-        raise ValueError("input_ids: got None with images, expected the tokens, which say where they go")
-    grids = ()
-    if encoded is None:
-        if grid_thw is None:
-            raise ValueError("image_grid_thw: got None with pixel_values, expected (images, 3)")
-        grids = grids_of(type(model).__name__, grid_thw, vision.merge)
-        check_pixels(type(model).__name__, pixels, vision.width)
-        encoded = encode(vision, model, pixels, grids)
-    if encoded.where is not None:  # who says so has counted
-        return encoded, grids
-    there = (ids == vision.token).sum()
-    rows = encoded.rows.shape[0]
-    if not isinstance(there, FakeTensor) and int(there) != rows:
-        raise ValueError(
-            f"pixel_values: got images of {rows} tokens for {int(there)} image tokens (id {vision.token}) among "
-            "input_ids, expected as many"
-        )
+        raise ValueError(f"input_ids: got None with {kind}s, expected the tokens, which say where they go")
+    if grid_thw is None:
+        raise ValueError(f"{kind}_grid_thw: got None with {pixels_name}, expected ({kind}s, 3)")
+    grids = grids_of(type(model).__name__, grid_thw, vision.merge, kind)
+    check_pixels(type(model).__name__, pixels, vision.width, pixels_name)
+    encoded = encode(vision, model, pixels, grids)
+    _check_count(token, kind, ids, encoded)
     return encoded, grids
 
 
+def _check_count(token: int, kind: str, ids: Tensor | None, encoded: Encoded, counted: bool = False) -> None:
+    if ids is None:
+        raise ValueError(f"input_ids: got None with {kind}s, expected the tokens, which say where they go")
+    there, rows = (ids == token).sum(), encoded.rows.shape[0]
+    if not counted and not isinstance(there, FakeTensor) and int(there) != rows:
+        raise ValueError(
+            f"{'pixel_values' if kind == 'image' else 'pixel_values_videos'}: got {kind}s of {rows} tokens for "
+            f"{int(there)} {kind} tokens (id {token}) among input_ids, expected as many"
+        )
+
+
 @real
-def _axes(vision: Vision, ids: list[list[int]], grids: tuple[Grid, ...], op: str) -> list[Tensor]:
-    found, left = [], list(grids)
-    for sequence in ids:
-        places, left = axes_of(sequence, vision.token, left, vision.merge, op)
-        found.append(places)
-    if left:
-        raise ValueError(f"{op}: image_grid_thw: got {len(left)} grids more than input_ids have images")
+def _axes(vision: Vision, ids: list[list[int]], waiting: dict[int, Waiting], op: str) -> list[Tensor]:
+    found = [axes_of(sequence, waiting, vision.merge, op) for sequence in ids]
+    for kind, left in waiting.values():
+        if left:
+            raise ValueError(f"{op}: {kind}_grid_thw: got {len(left)} grids more than input_ids have {kind}s")
     return found
 
 
 def axes_of_batch(
-    vision: Vision, ids: Tensor, spans: list[tuple[int, int]], grids: tuple[Grid, ...], op: str
+    vision: Vision, ids: Tensor, spans: list[tuple[int, int]], waiting: dict[int, Waiting], op: str
 ) -> Tensor:
     """(3, B, S) positions of a batch whose sequences are these spans of its flattened tokens; 0 at padding."""
     flat = ids.flatten().tolist()
-    found = _axes(vision, [flat[begin:end] for begin, end in spans], grids, op)
+    found = _axes(vision, [flat[begin:end] for begin, end in spans], waiting, op)
     places = torch.zeros(3, ids.numel(), dtype=torch.int64)
     for (begin, end), axes in zip(spans, found):
         places[:, begin:end] = axes

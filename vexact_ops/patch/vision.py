@@ -6,9 +6,11 @@ to agree with ours. Blocks, mergers and layers stay the model's own Python.
 
 import functools
 import inspect
+import itertools
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +22,7 @@ from ..rope.reference import rope_cos_sin_ref, rope_ref
 from . import rotary
 from .batch import heads_last
 from .grids import Grid, Lattice, axes_of, grids_of, lattice, patches, tokens
-from .images import Encoded, Vision, compute
+from .images import Vision, compute, images_of
 from .pieces import NotCovered, agree, class_of, random, run_stock, twin
 
 TURN = "apply_rotary_pos_emb_vision"
@@ -324,20 +326,52 @@ def image_model(base: nn.Module) -> Vision:
     if token is None:
         raise NotCovered("its config names no image_token_id")
     deepstack = len(getattr(encoder, "deepstack_merger_list", ()))
+    conv = next(encoder.patch_embed.children())
+    vision = Vision(tower, decoder, token, merge, deepstack, conv.weight[0].numel(), object)
     grids = ((1, 2 * merge, 3 * merge), (1, merge, 2 * merge))
-    counts = [tokens(grid, merge) for grid in grids]
-    rows, table = random(sum(counts), 4, seed=1), random(5, 4, seed=2)
-    features = [random(sum(counts), 4, seed=3 + i) for i in range(deepstack)]
-    text = 0 if token != 0 else 1
-    row = text, *[token] * counts[0], text, text, *[token] * counts[1], text
-    ids = torch.tensor([row], dtype=torch.int64)
+    row = 6 * [token], 2 * [-1], 2 * [token], [-1]
+    output = _output_of(vision, base, row, {"image": grids})
+    if output is None:
+        raise NotCovered("it puts images among the tokens, or counts positions, in another way")
+    return _with_videos(replace(vision, output=output), base)
 
-    def embed(ids):
-        return torch.where((ids == token)[..., None], table[2], table[0])
+
+def _with_videos(vision: Vision, base: nn.Module) -> Vision:
+    """Where it puts videos among the tokens as we do, and images beside them."""
+    video, merge = getattr(base.config, "video_token_id", None), vision.merge
+    if video is None:
+        return vision
+    per_second = float(getattr(base.config.vision_config, "tokens_per_second", None) or 1)
+    grids = {"image": ((1, merge, merge),) * 2, "video": ((2, merge, 2 * merge), (3, merge, merge))}
+    for apart in (True, False):
+        found = replace(vision, video=video, frames_apart=apart, per_second=per_second)
+        text = [-1] * apart
+        first, second = 2 * (2 * [video] + text), 3 * ([video, *text])
+        row = [vision.token], [-1], first, [-1], [vision.token], [-1], second
+        if _output_of(found, base, row, grids) is not None:
+            return found
+    return vision
+
+
+def _output_of(vision: Vision, base: nn.Module, parts: Sequence[list[int]], grids: Mapping[str, tuple]) -> type | None:
+    """The class of what its own forward returns for a row of these tokens (-1: text), with images and videos of these
+    grids; None where ours has other values."""
+    taken = {-1, vision.token, vision.video}
+    text = next(i for i in range(3) if i not in taken)
+    ids = torch.tensor([[text, *itertools.chain(*parts)]], dtype=torch.int64)
+    ids = torch.where(ids == -1, text, ids)
+    counts = {kind: sum(tokens(grid, vision.merge) for grid in each) for kind, each in grids.items()}
+    most = max(counts.values())
+    rows, table = random(most, 4, seed=1), random(5, 4, seed=2)
+    features = [random(most, 4, seed=3 + i) for i in range(vision.deepstack)]
+
+    def kind_of(ids):
+        return (ids == vision.token).long() + 2 * (ids == vision.video)
 
     def tower_call(x, grid_thw, **kwargs):
-        given = {"deepstack_features": list(features)} if deepstack else {}
-        return types.SimpleNamespace(pooler_output=rows * x[0, 0], **given)
+        count = len(x) // vision.merge**2
+        given = {"deepstack_features": [f[:count] * x[0, 1] for f in features]} if features else {}
+        return types.SimpleNamespace(pooler_output=rows[:count] * x[0, 0], **given)
 
     def stack_call(input_ids=None, inputs_embeds=None, position_ids=None, **kwargs):
         from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -348,22 +382,27 @@ def image_model(base: nn.Module) -> Vision:
             total = deepstack_process(base, 2 * total, masks, torch.cat(tuple(given)) if _is_list(given) else given)
         return BaseModelOutputWithPast(last_hidden_state=total)
 
-    known = {"dtype": torch.float64, "spatial_merge_size": merge}
-    embedding = _Stand(embed)
+    known = {"dtype": torch.float64, "spatial_merge_size": vision.merge}
+    embedding = _Stand(lambda ids: table[kind_of(ids)])
     stand = _Stand(stack_call, embed_tokens=embedding, get_input_embeddings=lambda: embedding)
-    tried = twin(base, {tower: _Stand(tower_call, **known), decoder: stand})
-    kinds = (ids == token).int()
-    given = {"image_grid_thw": torch.tensor(grids, dtype=torch.int64), "mm_token_type_ids": kinds}
+    tried = twin(base, {vision.tower: _Stand(tower_call, **known), vision.decoder: stand})
     tried.__dict__["get_input_embeddings"] = lambda: embedding
-    got = run_stock(tried, input_ids=ids, pixel_values=random(3, 4, seed=9) + 5, **given)
-    conv = next(encoder.patch_embed.children())
-    vision = Vision(tower, decoder, token, merge, deepstack, conv.weight[0].numel(), type(got))
-    places, left = axes_of(ids[0].tolist(), token, grids, merge, "trial")
-    encoded = Encoded(rows * (random(3, 4, seed=9) + 5)[0, 0], tuple(features))
-    ours = compute(vision, tried, ids, embedding(ids), encoded, places[:, None], {})
-    if left or not agree(ours.last_hidden_state, got.last_hidden_state, 1e-9):
-        raise NotCovered("it puts images among the tokens, or counts positions, in another way")
-    return vision
+    given = {"mm_token_type_ids": kind_of(ids).int()}
+    for (kind, each), name in zip(grids.items(), ("pixel_values", "pixel_values_videos")):
+        given[name] = random(sum(map(patches, each)), vision.width, seed=9 + len(given)) + 5
+        given[f"{kind}_grid_thw"] = torch.tensor(each, dtype=torch.int64)
+    if "video" in grids and not vision.frames_apart:
+        given["second_per_grid_ts"] = torch.tensor([1.5, 0.7])
+    try:
+        got = run_stock(tried, input_ids=ids, **given)
+    except NotCovered:
+        if "video" in grids:
+            return None
+        raise
+    encoded, waiting = images_of(vision, tried, ids, given, False)
+    places = axes_of(ids[0].tolist(), waiting, vision.merge, "trial")
+    ours = compute(replace(vision, output=type(got)), tried, ids, embedding(ids), encoded, places[:, None], {})
+    return type(got) if agree(ours.last_hidden_state, got.last_hidden_state, 1e-9) else None
 
 
 def _is_list(value: object) -> bool:
