@@ -25,10 +25,10 @@ from .core.loop import Loop, check_pause, drop
 from .core.plan import Stats
 from .frontend import Frontend, Prompt
 from .handover.session import TORN, WeightUpdate, check_numerics, check_version, with_model
-from .images import Pictures, taken
+from .images import read_prompt
 from .outputs import Call, Increment, Load, Ticket
 from .parallel.assembly import assemble, complete
-from .request import Begun, Completion, Request, check_name, check_params, encoded, refused, token_ids
+from .request import Begun, Completion, Request, check_name, check_params, refused
 from .runner import shapes
 from .runner.ahead import verifying
 from .runner.sleep import TAGS, check_level, named_tags
@@ -530,13 +530,8 @@ class Engine(Frontend):
             check_params(params, self.vocab_size)
             if params.stop and self._text is not None:
                 params = self._text.with_stop_ids(params)
-            if isinstance(prompt, Mapping):
-                given, images, videos = taken(prompt, self.images, self.image_processor)
-                ids = token_ids(encoded(given, self._text))
-                pictures = Pictures(ids, images, self.images, videos) if images or videos else None
-                request = Request(ids if pictures is None else pictures.prompt_ids, params, name, begun, pictures)
-            else:
-                request = Request(encoded(prompt, self._text), params, name, begun)
+            given, pictures = read_prompt(prompt, self._text, self.images, self.image_processor)
+            request = Request(given, params, name, begun, pictures)
             ids = request.prompt_ids
         except Exception as error:
             return refused(ids, params, name, error, self.weight_version)

@@ -20,6 +20,7 @@ from vexact_ops.patch.grids import Clip, Grid, Waiting, axes_of, grids_of, patch
 from vexact_ops.patch.images import clips_of
 
 from .core.plan import Chunk, StepPlan
+from .request import encoded, token_ids
 
 MOST_PIXELS = 64 << 20  # of one image before it is resized
 MOST_BYTES = 64 << 20
@@ -96,7 +97,11 @@ class Pictures:
 
     def for_trainers(self, count: int) -> dict[str, Tensor]:
         """What a trainer's forward takes with so many tokens of prompt and answer."""
-        found = {"position_ids": torch.from_numpy(self.axes_until(count).copy())}
+        return {**self.given(), "position_ids": torch.from_numpy(self.axes_until(count).copy())}
+
+    def given(self) -> dict[str, Tensor]:
+        """As a prompt may give them."""
+        found = {}
         if self.images:
             found["pixel_values"] = torch.cat([image.pixels for image in self.images])
             found["image_grid_thw"] = torch.tensor([image.grid for image in self.images], dtype=torch.int64)
@@ -263,6 +268,21 @@ def taken(
         except (TypeError, ValueError) as error:
             raise type(error)(f"images[{i}]: {error}") from error
     return text[0], found, videos
+
+
+def read_prompt(
+    prompt: Any, text: Any, described: Images | None, processor: Any | None
+) -> tuple[list[int] | Any, Pictures | None]:
+    """Token ids of a prompt as callers give it, and its images; ids of one without images are not looked at yet.
+    TypeError or ValueError naming what is wrong."""
+    if not isinstance(prompt, Mapping):
+        return encoded(prompt, text), None
+    given, images, videos = taken(prompt, described, processor)
+    ids = token_ids(encoded(given, text))
+    if not images and not videos:
+        return ids, None
+    pictures = Pictures(ids, images, described, videos)
+    return pictures.prompt_ids, pictures
 
 
 def opened_images(images: Sequence[Any], described: Images, processor: Any | None) -> list[Image]:

@@ -99,6 +99,11 @@ class Metrics:
         return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
 
 
+OF_PICTURES = (
+    "pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts", "position_ids"
+)  # fmt: skip
+
+
 @dataclass
 class Completion:
     """One sample of one prompt.

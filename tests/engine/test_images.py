@@ -4,15 +4,19 @@ import base64
 import copy
 import io
 import json
+import os
+import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from engine_models import until
 
 import vexact_ops as vx
-from vexact_engine import Engine, EngineConfig, SamplingParams
+from vexact_engine import Engine, EngineConfig, Replicas, SamplingParams
 from vexact_engine import images as opening
 from vexact_engine.core.images import Recent
 from vexact_ops.patch.description import Images
@@ -475,3 +479,31 @@ def test_recent_images_are_kept_within_a_bound():
     assert images[1] in recent and images[2] not in recent and recent.used == 8
     alone = Recent(1)
     assert alone.use(images[0]) == [] and alone.used == 4  # a step's own is there whatever the bound is
+
+
+@pytest.mark.process
+def test_replicas_have_the_bits_of_one(pair, tmp_path):
+    """Whoever computes, and whoever dies: completions have the images, which do not travel back."""
+    engine, handle = pair
+    model = image_models.tiny("qwen3_vl")
+    model.save_pretrained(tmp_path)
+    prompts = [*PROMPTS, filmed("qwen3_vl")]
+    engine.reset_prefix_cache()
+    expected = engine.generate(prompts, PARAMS)
+    with Replicas.from_pretrained(tmp_path, replicas=2, config=CONFIG) as replicas:
+        assert replicas.images == engine.images and replicas.image_processor is None
+        done = replicas.generate(prompts, PARAMS)
+        same(done, expected)
+        check(handle, done)
+        same(replicas.generate(prompts, PARAMS), expected)  # warm
+        long = SamplingParams(max_new_tokens=90, seed=3, ignore_eos=True)
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(replicas.generate, prompts * 4, long)
+            until(lambda: replicas.replicas[0].requests > 2)
+            os.kill(replicas.replicas[0].pid, signal.SIGKILL)
+            moved = running.result()
+        same(moved, engine.generate(prompts * 4, long))
+        check(handle, moved[: len(prompts)], counted=False)
+        assert not replicas.replicas[0].alive
+        broken = {**PROMPTS[0], "pixel_values": PIXELS[0][1:]}
+        assert "pixel_values: got 23 patches" in replicas.generate([broken], PARAMS)[0].error

@@ -125,7 +125,7 @@ class Front:
     def submit(self, jobs: Iterable[Job]) -> None:
         jobs = list(jobs)
         for job in jobs:
-            job.pages = chain(job.prompt_ids, self._page_size)
+            job.pages = chain(job.keys, self._page_size)
         with self._lock:
             self.check_open()
             for job in jobs:
@@ -292,7 +292,9 @@ class Front:
         job.replica = replica
         replica.jobs[job.key] = job
         begun = job.begun if job.begun is not None and any(b.token_ids or b.done for b in job.begun) else None
-        replica.channel.send(m.Add(job.key, job.prompt_ids, job.params, job.name, job.listen is not None, begun))
+        given = None if job.pictures is None else m.pictures(job.pictures.given())
+        streams = job.listen is not None
+        replica.channel.send(m.Add(job.key, job.prompt_ids, job.params, job.name, streams, begun, given))
 
     def no_replica(self) -> Exception:
         if self.alive():
@@ -336,8 +338,7 @@ class Front:
     def _complete(self, job: Job, completions: Iterable[Completion]) -> None:
         """These, and with them the request."""
         for done in completions:
-            done.prompt_ids = job.prompt_ids
-            job.completions[done.index] = done
+            job.finish(done)
             if job.listen is not None:
                 had = len(job.begun[done.index].token_ids)
                 rest = done.token_ids[had:], done.logprobs[had:], done.raw_logprobs[had:]
@@ -440,8 +441,8 @@ class Front:
                     self._fail(job, m.exception(message.failure))
                 return
             if job.params.n == 1 and message.completions and message.completions[0].token_ids:
-                ids = job.prompt_ids + message.completions[0].token_ids
-                self.router.learn(replica.index, chain(ids, self._page_size))
+                keys = [*job.keys, *message.completions[0].token_ids]
+                self.router.learn(replica.index, chain(keys, self._page_size))
             self._complete(job, message.completions or ())
         elif isinstance(message, m.Answer):
             answer = replica.answers.pop(message.key)
@@ -471,8 +472,7 @@ class Front:
         if news.top_logprobs is not None:
             had.top_logprobs = (had.top_logprobs or []) + news.top_logprobs
         if done is not None:
-            done.prompt_ids = job.prompt_ids
-            job.completions[news.index] = done
+            job.finish(done)
             had.done = True
         job.listen(news)
 

@@ -23,7 +23,7 @@ from ..handover.buffers import values
 from ..handover.intake import EngineIntake
 from ..handover.session import WeightUpdate
 from ..outputs import Increment, Ticket
-from ..request import Completion
+from ..request import OF_PICTURES, Completion
 from . import messages as m
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class Host:
 
         try:
             made = self.engine.submit(
-                add.prompt_ids,
+                add.prompt(),
                 add.params,
                 request_id=add.request_id,
                 notify=notify,
@@ -264,8 +264,8 @@ class Host:
 
 
 def _without_prompt(completion: Completion) -> Completion:
-    """The front has it."""
-    return replace(completion, prompt_ids=[])
+    """The front has it, and its images."""
+    return replace(completion, prompt_ids=[], **dict.fromkeys(OF_PICTURES))
 
 
 def facts(engine: Engine) -> dict[str, Any]:
@@ -275,6 +275,7 @@ def facts(engine: Engine) -> dict[str, Any]:
         "config": m.as_dict(engine.config),
         "vocab_size": engine.vocab_size,
         "numerics": engine.numerics(),
+        "images": None if engine.images is None else m.as_dict(engine.images),
         "path": engine.path,
         "sleep_backend": engine.sleep_backend,
         "name": engine.name,

@@ -42,6 +42,7 @@ class Channel(Protocol):
 class Job:
     """One request, as its front knows it.
 
+    pictures     its images (images.Pictures); None: it has none
     listen       given each Increment, and an exception that ends it; None where completions alone are wanted
     begun        what was handed on of each sample, and `texts` in words
     completions  of the samples that are done
@@ -56,7 +57,9 @@ class Job:
         name: str,
         call: Call,
         listen: Callable[[Increment | BaseException], None] | None,
+        pictures: Any = None,
     ):
+        self.pictures = pictures
         self.prompt_ids, self.params, self.name, self.call, self.listen = prompt_ids, params, name, call, listen
         self.begun = [Begun() for _ in range(params.n)] if listen is not None else None
         self.texts = [""] * params.n
@@ -65,6 +68,19 @@ class Job:
         self.pages: list[int] = []
         self.done, self.error = False, None
         call.add(self)
+
+    @property
+    def keys(self) -> list:
+        """What a prefix cache knows the prompt's tokens by."""
+        return self.prompt_ids if self.pictures is None else self.pictures.keys
+
+    def finish(self, done: Completion) -> None:
+        """One of its samples, which has come without the prompt."""
+        done.prompt_ids = self.prompt_ids
+        if self.pictures is not None:
+            for name, value in self.pictures.for_trainers(len(self.prompt_ids) + len(done.token_ids)).items():
+                setattr(done, name, value)
+        self.completions[done.index] = done
 
     def result(self) -> list[Completion]:
         if self.error is not None:

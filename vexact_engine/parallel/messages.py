@@ -6,6 +6,7 @@ order; one holds several messages.
 """
 
 import struct
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import PurePath
 from typing import Any
@@ -29,7 +30,8 @@ HEADER = struct.Struct("<Q")  # length of what follows
 
 
 class Add(msgspec.Struct, tag=0, array_like=True):
-    """Compute a request. Its increments are wanted if `streams`, otherwise its completions alone."""
+    """Compute a request. Its increments are wanted if `streams`, otherwise its completions alone. pictures: its images
+    and videos by the names that prompts have for them, patches as fp32 in bytes."""
 
     key: int
     prompt_ids: list[int]
@@ -37,6 +39,14 @@ class Add(msgspec.Struct, tag=0, array_like=True):
     request_id: str
     streams: bool
     begun: list[Begun] | None = None
+    pictures: dict[str, Any] | None = None
+
+    def prompt(self) -> Any:
+        """As an engine takes it."""
+        if self.pictures is None:
+            return self.prompt_ids
+        made = {name: _patches(value) if isinstance(value, bytes) else value for name, value in self.pictures.items()}
+        return {"prompt_token_ids": self.prompt_ids, **made}
 
 
 class Abort(msgspec.Struct, tag=1, array_like=True):
@@ -157,6 +167,20 @@ class Drawn(msgspec.Struct, tag=16, array_like=True):
 
     number: int
     sampled: Sampled
+
+
+def pictures(given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """What an Add takes of `Pictures.given()`."""
+    return {name: _bytes(t) if t.is_floating_point() and t.dim() == 2 else t.tolist() for name, t in given.items()}
+
+
+def _bytes(patches: torch.Tensor) -> bytes:
+    return patches.numpy().tobytes() + HEADER.pack(patches.shape[1])
+
+
+def _patches(data: bytes) -> torch.Tensor:
+    (width,) = HEADER.unpack(data[-HEADER.size :])
+    return torch.frombuffer(bytearray(data[: -HEADER.size]), dtype=torch.float32).view(-1, width)
 
 
 ToReplica = Add | Abort | Do | Open | Take | Close

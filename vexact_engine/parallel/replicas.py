@@ -8,10 +8,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from vexact_ops.patch.description import Images
 
 from ..config import EngineConfig
 from ..core.loop import check_pause
@@ -22,13 +25,15 @@ from ..handover.buffers import HOST, Buckets, BucketSpace
 from ..handover.messages import Bucket, dtype_name
 from ..handover.packing import bucket_bytes, check_whole, packed
 from ..handover.session import with_model
+from ..images import read_prompt
 from ..outputs import Call, Load
-from ..request import Completion, check_ids, check_name, check_params, encoded, fresh, refused, token_ids
+from ..request import Completion, check_ids, check_name, check_params, fresh, refused, token_ids
 from ..runner import saver
 from ..runner.sleep import TAGS, check_level, named_tags
 from ..text import Text
+from ..weights.hub import snapshot
 from ..weights.load import as_dtype
-from ..weights.tokenizer import load_tokenizer
+from ..weights.tokenizer import load_image_processor, load_tokenizer
 from ..weights.update import check_specs, pairs_of
 from . import messages as m
 from .fleet import FleetUpdate
@@ -128,6 +133,8 @@ class Replicas(Frontend):
         self.sleep_backend = facts["sleep_backend"]  # of the first
         self.device, self.dtype = torch.device(facts["device"]), getattr(torch, facts["dtype"])
         self._numerics = facts["numerics"]
+        self.images = None if facts["images"] is None else Images(**facts["images"])
+        self.image_processor: Any = None  # as Engine has it
         self._buffers: Buckets | None = None
         self._updates = threading.Lock()
         self._sleeping: set[str] = set()
@@ -191,6 +198,9 @@ class Replicas(Frontend):
             max_restarts=max_restarts,
             start_timeout=start_timeout,
         )
+        if made.images is not None:
+            name = os.fspath(path)
+            made.image_processor = load_image_processor(Path(name) if os.path.isdir(name) else snapshot(name), name)
         made.config = replace(made.config, show_progress=None if config is None else config.show_progress)
         return made
 
@@ -450,14 +460,15 @@ class Replicas(Frontend):
     def _job(self, prompt, params, name, call, listen) -> "Job | list[Completion]":
         try:
             check_params(params, self.vocab_size)
-            ids = token_ids(encoded(prompt, self._text))
+            given, pictures = read_prompt(prompt, self._text, self.images, self.image_processor)
+            ids = token_ids(given)
             check_ids(ids, self.vocab_size)
         except Exception as error:
             return refused([], params, name, error, self.weight_version)
         name = f"request-{fresh():016x}" if name is None else name
         if params.seed is None:
             params = replace(params, seed=fresh())
-        return Job(ids, params, name, call, listen)
+        return Job(ids, params, name, call, listen, pictures)
 
     def _progress(self, tickets: Sequence[Job]) -> tuple[int, int, int]:
         finished = [done for job in tickets for done in job.completions if done is not None]
