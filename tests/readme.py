@@ -168,7 +168,7 @@ def verified() -> str:
     rows.append(f"| outputs and gradients of {len(rooms)} rooms | {', '.join(map(numerics, golden))} | {held} |")
     rows.append(
         f"| {len(vx.patch.COVERED)} families of transformers, tiny: Llama, Qwen2 and 3, Qwen3-MoE, Qwen3-Next, "
-        "Qwen3.5, Mistral, Mixtral, Gemma, Phi, OLMo, GLM-4-MoE, DeepSeek-V3, Moonlight, ... "
+        "Qwen3.5, gpt-oss, Mistral, Mixtral, Gemma, Phi, OLMo, GLM-4-MoE, DeepSeek-V3, Moonlight, ... "
         f"(`vexact_ops.patch.COVERED`); {len(vx.patch.WITH_IMAGES)} with their image encoders: Qwen3-VL, Qwen3-VL-MoE, "
         f"Qwen2.5-VL, Qwen3.5 (`WITH_IMAGES`) | CPU | {held} |"
     )

@@ -109,7 +109,9 @@ class Pictures:
             found["pixel_values_videos"] = torch.cat([part.pixels for video in self.videos for part in video.parts])
             found["video_grid_thw"] = torch.tensor([video.grid for video in self.videos], dtype=torch.int64)
             if self.videos[0].seconds is not None:
-                found["second_per_grid_ts"] = torch.tensor([video.seconds for video in self.videos])
+                found["second_per_grid_ts"] = torch.tensor(
+                    [video.seconds for video in self.videos], dtype=torch.float32
+                )
         return found
 
     def axes_until(self, count: int) -> np.ndarray:

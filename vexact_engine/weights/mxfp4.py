@@ -38,7 +38,7 @@ def dequantised(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         for expert in range(experts):  # a table's indices are four times as large as a part of the result
             torch.index_select(pairs, 0, blocks[expert].flatten().int(), out=out[expert].view(-1, 2))
             exponent = scales[expert].int()
-            factor = torch.ldexp(torch.ones(exponent.shape), exponent - _BIAS)
+            factor = torch.ldexp(torch.ones(exponent.shape, dtype=torch.float32), exponent - _BIAS)
             out[expert] *= torch.where(exponent == _NAN, torch.nan, factor).to(dtype)[..., None]
     return out.view(experts, rows, 32 * groups).transpose(1, 2)
 

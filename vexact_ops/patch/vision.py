@@ -392,7 +392,7 @@ def _output_of(vision: Vision, base: nn.Module, parts: Sequence[list[int]], grid
         given[name] = random(sum(map(patches, each)), vision.width, seed=9 + len(given)) + 5
         given[f"{kind}_grid_thw"] = torch.tensor(each, dtype=torch.int64)
     if "video" in grids and not vision.frames_apart:
-        given["second_per_grid_ts"] = torch.tensor([1.5, 0.7])
+        given["second_per_grid_ts"] = torch.tensor([1.5, 0.7], dtype=torch.float32)
     try:
         got = run_stock(tried, input_ids=ids, **given)
     except NotCovered:
