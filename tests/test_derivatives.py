@@ -32,6 +32,7 @@ def turned(q, k, cos, sin):
 FIRST: dict[str, str] = {}
 for _case in op_cases.CASES:
     FIRST.setdefault(_case.split(".")[0], _case)
+FIRST["fused_moe.swigluoai"] = "fused_moe.swigluoai"  # another operator
 FIRST["linear_silu_mul"] = "linear_silu_mul.one"  # where a gradient is wanted it is two other ops
 PLAIN = {"bmm": torch.bmm, "rope": turned}  # ops that are differentiable as often as one likes, in PyTorch's operations
 
@@ -61,13 +62,14 @@ def _learns(name: str) -> int:
 LEARNS = {name: _learns(name) for name in FIRST}
 LEARNING = [name for name, learns in LEARNS.items() if learns]
 NAMES = pytest.mark.parametrize("name", FIRST)
-INNER = {"linear_logits": "linear|linear_logits|softcap", "sum": "mean"}  # an op whose operator has another name
+# an op whose operator has another name
+INNER = {"linear_logits": "linear|linear_logits|softcap", "sum": "mean", "fused_moe.swigluoai": "fused_moe_swiglu"}
 
 
 def called(name: str, tensors: list, function=None) -> list[Tensor]:
     """The results that have gradients, where some have."""
     options = {} if function else OPTIONS[name, tensors[0].device.type]
-    out = (function or getattr(vx, name))(*tensors, **options)
+    out = (function or getattr(vx, name.partition(".")[0]))(*tensors, **options)
     outputs = [t for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, Tensor)]
     return [t for t in outputs if t.requires_grad] or outputs
 
