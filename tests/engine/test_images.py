@@ -420,7 +420,7 @@ TEMPLATE = (
 )
 
 
-def test_the_server_takes_images_and_says_what_is_wrong_with_one():
+def test_the_server_takes_images_and_says_what_is_wrong_with_one(monkeypatch):
     openai = pytest.importorskip("openai", reason="openai is not installed (extra test)")
     pictures = pytest.importorskip("PIL.Image")
     import serving
@@ -445,7 +445,7 @@ def test_the_server_takes_images_and_says_what_is_wrong_with_one():
         text = "look: <vs><img><ve><vs><img><ve>"
         (expected,) = engine.generate([{"prompt": text, "images": [picture, picture]}], params)
         with (
-            serving.serve(engine) as server,
+            serving.serve(engine, allow_image_hosts=("pictures.test",)) as server,
             openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
         ):
             ask = {"model": "tiny", "max_tokens": 6, "seed": 5}
@@ -456,7 +456,7 @@ def test_the_server_takes_images_and_says_what_is_wrong_with_one():
             stream = client.chat.completions.create(messages=messages(good, good), **ask, extra_body=extra, stream=True)
             assert "".join(piece.choices[0].delta.content or "" for piece in stream) == expected.text
             for url, said in (
-                ("http://127.0.0.1/a.png", "expected a data: URI: nothing is fetched"),
+                ("http://127.0.0.1/a.png", "got a URL of '127.0.0.1', expected one of pictures.test"),
                 (good.replace("png", "svg+xml"), "of type 'image/svg+xml'"),
                 (good[:60] + "?", "base64 is broken"),
                 (good[: len(good) // 2 // 4 * 4 + 2], "messages[0].content[2]: "),
@@ -466,8 +466,15 @@ def test_the_server_takes_images_and_says_what_is_wrong_with_one():
                 assert said in str(refused.value), refused.value
             import urllib.request
 
+            from vexact_engine.serve import remote
+
+            monkeypatch.setattr(remote, "fetched", lambda url, hosts, end: raw.getvalue())
+            done = client.chat.completions.create(
+                messages=messages("https://pictures.test/a.png", good), **ask, extra_body=extra
+            )
+            assert done.choices[0].rollout["logprobs"] == expected.logprobs
             with urllib.request.urlopen(f"{server.url}/metrics") as page:
-                assert "vexact_images_total 4.0" in page.read().decode()
+                assert "vexact_images_total 6.0" in page.read().decode()
 
 
 def test_recent_images_are_kept_within_a_bound():

@@ -48,6 +48,13 @@ def add_serve(commands) -> None:
     server.add_argument(
         "--allow-origin", action="append", default=[], metavar="URL", help="for pages there (CORS; none; repeat)"
     )
+    server.add_argument(
+        "--allow-image-hosts",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="fetch images of requests from there, if it is public (none: data: URIs alone; HOST or HOST:PORT; repeat)",
+    )
     limits = serve.add_argument_group("limits")
     limits.add_argument(
         "--max-requests", type=options.positive, default=1024, metavar="N", help="requests at once (1024)"
@@ -118,6 +125,7 @@ def run_serve(args) -> int:
         send_timeout=args.send_timeout,
         drain_seconds=args.drain_seconds,
         allow_origins=tuple(args.allow_origin),
+        allow_image_hosts=tuple(args.allow_image_hosts),
     )
     config = EngineConfig(**options.engine_of(args), **options.parallel_of(args))
     options.expect_with(args, args.replicas is not None, "--replicas", "--max-restarts")

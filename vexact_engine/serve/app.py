@@ -60,7 +60,7 @@ class Service:
         capacity = config.num_pages * config.page_size + 1  # the last token is never an input
         self.room = min(config.max_model_len or capacity, capacity)
         most = min(self.room - 1, self.settings.max_prompt_tokens or self.room)
-        images = engine.images, engine.image_processor
+        images = engine.images, engine.image_processor, self.settings.allow_image_hosts
         self.prompts = Prompts(engine.tokenizer, engine.vocab_size, most, self.settings.max_samples, *images)
         own = engine.name.rstrip("/\\")
         self.models = settings.model_names or tuple(dict.fromkeys((re.split(r"[/\\]", own)[-1], own)))

@@ -1,15 +1,31 @@
 """From what a request asks to the token ids of its prompts: in threads of their own, and checked before and after."""
 
-from collections.abc import Callable
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..images import Image, Pictures, opened_images
+from . import remote
 from .answers import Job
 from .errors import APIError
 from .lanes import Lane
 from .protocol import ChatRequest, CompletionRequest, TokenizeRequest
 from .tokens import Chat, Tokens
 
+
+@contextlib.contextmanager
+def _named(where: str) -> Iterator[None]:
+    """What is wrong with an image is said of its place."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise APIError(400, f"{where}: {error}", param="messages", code="invalid_value") from None
+
+
+_FETCHING = 16  # requests whose images are fetched at once
 _LONG = 32 << 10  # characters: tokenizing more takes long enough to have a thread of its own
 
 
@@ -18,12 +34,21 @@ class Prompts:
 
     most    tokens that a prompt may have
     images, processor   what the model takes of images, and what makes them of pictures; None: none
+    image_hosts         that images may be fetched from
     """
 
     def __init__(
-        self, tokenizer: Any, vocab_size: int, most: int, most_samples: int, images: Any = None, processor: Any = None
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        most: int,
+        most_samples: int,
+        images: Any = None,
+        processor: Any = None,
+        image_hosts: Collection[str] = (),
     ):
-        self.images, self.image_processor = images, processor
+        self.images, self.image_processor, self.image_hosts = images, processor, image_hosts
+        self._fetching = ThreadPoolExecutor(_FETCHING, "vexact-serve-fetching")  # whose threads wait, mostly
         self.tokens = Tokens(tokenizer)
         self.vocab_size, self.most, self.most_samples = vocab_size, most, most_samples
         self._short, self._long = Lane("vexact-serve-tokens"), Lane("vexact-serve-long-tokens")
@@ -32,6 +57,7 @@ class Prompts:
     def close(self) -> None:
         self._short.close()
         self._long.close()
+        self._fetching.shutdown(wait=False, cancel_futures=True)
 
     async def do(self, size: int, function: Callable, *given: Any) -> Any:
         """function(tokens, *given) in a thread; size: characters that it is about."""
@@ -95,20 +121,32 @@ class Prompts:
             effort=asked.reasoning_effort,
             options=asked.chat_template_kwargs or {},
             images=None if self.images is None else [],
+            image_hosts=self.image_hosts,
         )
         most = None if isinstance(asked, TokenizeRequest) else self.most
         ids = await self.do(chat.size, Tokens.chat, chat, most)
         if not chat.images:
             return ids, []
-        return await self.do(sum(len(url) for _, url in chat.images), self._pictured, ids, chat.images)
+        given: list[tuple[str, str | bytes]] = list(chat.images)
+        if any(remote.is_remote(url) for _, url in chat.images):
+            given = await asyncio.get_running_loop().run_in_executor(self._fetching, self._fetched, chat.images)
+        return await self.do(sum(len(url) for _, url in given), self._pictured, ids, given)
 
-    def _pictured(self, tokens: Tokens, ids: list[int], urls: list[tuple[str, str]]) -> tuple[list[int], list[Image]]:
-        found: list[Image] = []
+    def _fetched(self, urls: list[tuple[str, str]]) -> list[tuple[str, str | bytes]]:
+        """In the place of URLs what is there, one after another."""
+        end, found = time.monotonic() + remote.SECONDS, []
         for where, url in urls:
-            try:
-                found += opened_images([url], self.images, self.image_processor)
-            except (TypeError, ValueError) as error:
-                raise APIError(400, f"{where}: {error}", param="messages", code="invalid_value") from None
+            with _named(where):
+                found.append((where, remote.fetched(url, self.image_hosts, end) if remote.is_remote(url) else url))
+        return found
+
+    def _pictured(
+        self, tokens: Tokens, ids: list[int], given: list[tuple[str, str | bytes]]
+    ) -> tuple[list[int], list[Image]]:
+        found: list[Image] = []
+        for where, image in given:
+            with _named(where):
+                found += opened_images([image], self.images, self.image_processor)
         try:
             return Pictures(ids, found, self.images).prompt_ids, found
         except ValueError as error:

@@ -4,6 +4,8 @@ import ipaddress
 import math
 from dataclasses import dataclass
 
+from .remote import check_host
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -28,6 +30,7 @@ class Settings:
                        takes the place of the one that has been silent for longest
     send_timeout       seconds that a client may take nothing of what is ready for it; then it counts as gone
     drain_seconds      how long requests under way may go on after SIGTERM, before they are aborted
+    allow_image_hosts  hosts (or host:port) that images of requests may be fetched from; none by default
     allow_origins      web pages that may ask from a browser (CORS); none by default, "*" is any
     """
 
@@ -49,6 +52,7 @@ class Settings:
     send_timeout: float = 60.0
     drain_seconds: float = 30.0
     allow_origins: tuple[str, ...] = ()
+    allow_image_hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, low, optional in (
@@ -76,13 +80,17 @@ class Settings:
                 raise TypeError(f"Settings: {name} is {value!r}, expected seconds")
             if not math.isfinite(value) or value < 0 or (value == 0 and name != "drain_seconds"):
                 raise ValueError(f"Settings: {name} is {value}, expected seconds above 0")
-        for name in ("api_keys", "model_names", "allow_origins"):
+        for name in ("api_keys", "model_names", "allow_origins", "allow_image_hosts"):
             values = getattr(self, name)
             if name == "model_names" and values is None:
                 continue
             if isinstance(values, str) or not all(isinstance(value, str) and value for value in values):
                 raise TypeError(f"Settings: {name} is {'...' if name == 'api_keys' else values!r}, expected strings")
             object.__setattr__(self, name, tuple(values))
+        try:
+            object.__setattr__(self, "allow_image_hosts", tuple(map(check_host, self.allow_image_hosts)))
+        except ValueError as error:
+            raise ValueError(f"Settings: allow_image_hosts: {error}") from None
         if self.model_names == ():
             raise ValueError("Settings: model_names is empty, expected a name or None")
         if any(not key.isascii() or key.strip() != key for key in self.api_keys):

@@ -12,13 +12,14 @@ again, and a conversation's log-probabilities are those of one row of tokens.
 import copy
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..text import Text
 from .errors import APIError
 from .protocol import check_neutral
+from .remote import check_url, is_remote
 
 # Keys of a message beside role and content, and the values that say nothing.
 _MESSAGE_KEYS: dict[str, tuple] = {"function_call": (), "audio": (), "refusal": (), "annotations": ([],)}
@@ -36,6 +37,7 @@ class Chat:
 
     generate, go_on   add what an answer begins with; or go on with the last message
     special           whether the tokenizer adds its own special tokens to the template's text
+    image_hosts       that images may be fetched from
     images            where those of the messages are collected: of each its place and its URL. None: they take none
     """
 
@@ -47,6 +49,7 @@ class Chat:
     effort: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     images: list[tuple[str, str]] | None = None
+    image_hosts: Collection[str] = ()
 
     @property
     def size(self) -> int:
@@ -126,7 +129,8 @@ class Tokens:
         elif chat.effort is not None:
             check_neutral("reasoning_effort", chat.effort, ("none",))
         made = [
-            _message(index, message, "developer" in source, chat.images) for index, message in enumerate(chat.messages)
+            _message(index, message, "developer" in source, chat.images, chat.image_hosts)
+            for index, message in enumerate(chat.messages)
         ]
         if not made:
             raise APIError(400, "messages: there are none, expected one or more", param="messages")
@@ -203,19 +207,30 @@ def _wrong(where: str, got: Any, expected: str) -> APIError:
     return APIError(400, f"{where}: got {_short(got)}, expected {expected}", param="messages", code="invalid_value")
 
 
-def _image(where: str, part: dict, images: list[tuple[str, str]] | None) -> dict:
+def _image(where: str, part: dict, images: list[tuple[str, str]] | None, hosts: Collection[str]) -> dict:
     """Of an image_url part what a template takes for it."""
     if images is None:
         raise _wrong(where, "image_url", "a text: the model takes no images, or runs in several processes")
     given = part.get("image_url")
     url = given.get("url") if isinstance(given, dict) else given
-    if not isinstance(url, str) or not url.startswith("data:"):
-        raise _wrong(f"{where}.image_url.url", url, "a data: URI: nothing is fetched")
+    if isinstance(url, str) and is_remote(url):
+        try:
+            check_url(url, hosts)
+        except ValueError as error:
+            raise APIError(400, f"{where}.image_url.url: {error}", param="messages", code="invalid_value") from None
+    elif not isinstance(url, str) or not url.startswith("data:"):
+        raise _wrong(f"{where}.image_url.url", url, "a data: URI")
     images.append((where, url))
     return {"type": "image"}
 
 
-def _message(index: int, given: dict, knows_developer: bool, images: list[tuple[str, str]] | None = None) -> dict:
+def _message(
+    index: int,
+    given: dict,
+    knows_developer: bool,
+    images: list[tuple[str, str]] | None = None,
+    hosts: Collection[str] = (),
+) -> dict:
     where = f"messages[{index}]"
     role, content = given.get("role"), given.get("content")
     if role not in _ROLES:
@@ -224,7 +239,7 @@ def _message(index: int, given: dict, knows_developer: bool, images: list[tuple[
         parts: list[Any] = []
         for number, part in enumerate(content):
             if isinstance(part, dict) and part.get("type") == "image_url":
-                parts.append(_image(f"{where}.content[{number}]", part, images))
+                parts.append(_image(f"{where}.content[{number}]", part, images, hosts))
                 continue
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 kind = part.get("type") if isinstance(part, dict) else part
