@@ -111,6 +111,7 @@ class Engine(Frontend):
         config: EngineConfig | None = None,
         tokenizer: Any = None,
         trust_remote_code: bool = False,
+        images: bool = True,
     ) -> "Engine":
         """An engine for a model directory, a GGUF file, a model on the Hub, or a loaded Hugging Face model.
 
@@ -125,13 +126,15 @@ class Engine(Frontend):
                         prompts are token ids; or the tokenizer itself
         trust_remote_code  run the Python that a directory brings for its tokenizer; a model's is never run. Unasked
                         such a model has no tokenizer, and the log says so
+        images          False: of a directory that transformers has a class of text alone for (Qwen3.5) that one, as
+                        for a trainer that trains it; stages and ranks always have that one
         raises          FileNotFoundError, ValueError, TypeError: what cannot be loaded and why; UnsupportedModule (a
                         ValueError) naming the modules whose bits could depend on the batch; ModelInUse
         """
         if config is not None:  # before minutes of loading
             check_kv_segment(config.kv_segment, default_device(path_or_model) if device is None else device)
         ahead = functools.partial(verifying, config=config or EngineConfig())
-        read: Callable[..., Loaded] = functools.partial(load, meanwhile=ahead)
+        read: Callable[..., Loaded] = functools.partial(load, meanwhile=ahead, images=images)
         if config is not None and config.processes > 1:
             read = functools.partial(load_in_stages, asked=config.parallel)
         with torch.device("cpu"):  # not the caller's default device

@@ -394,7 +394,15 @@ def test_a_model_with_states_takes_images():
         same(engine.generate(PROMPTS, PARAMS), cold)
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen2_5_vl"])
+def test_a_directory_is_loaded_without_its_encoder_where_that_is_wanted(tmp_path):
+    image_models.tiny("qwen3_5").save_pretrained(tmp_path)
+    with Engine.from_pretrained(tmp_path, device="cpu", config=CONFIG, tokenizer=False, images=False) as engine:
+        assert engine.images is None and not any("visual" in name for name, _ in engine.model.named_parameters())
+        with_images, text = engine.generate([PROMPTS[0], PROMPTS[1]], PARAMS)
+        assert "this engine's model takes none" in with_images.error and len(text.token_ids) == 9
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen2_5_vl", "qwen3_5"])
 def test_a_directory_is_loaded_with_its_encoder(name, tmp_path):
     model, pictures = image_models.tiny(name), pytest.importorskip("PIL.Image")
     model.save_pretrained(tmp_path)

@@ -163,7 +163,7 @@ class Options:
         if self.model in CONFIGS:
             return load_random(self.model, dtype=dtype, device=device, seed=self.seed, layers=self.layers, **chosen)
         path = fetch_smollm2() if self.model == SMOLLM2 else self.model
-        return replace(load(path, dtype=dtype, device=device, **chosen), name=self.model)
+        return replace(load(path, dtype=dtype, device=device, images=False, **chosen), name=self.model)
 
     def engine_config(self) -> EngineConfig:
         """Room for all answers of a step at once, up to 256 of them. On a GPU the rest of it is the trainer's."""

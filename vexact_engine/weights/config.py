@@ -31,14 +31,17 @@ def read_config(name: str, label: str | None = None, **options):
     return plain(config)
 
 
-def auto_class(config):
-    """Which of transformers' classes makes its model: that of causal language models, or where it knows none, of those
-    of images that are covered; None: neither."""
+def auto_class(config, images: bool = True):
+    """Which of transformers' classes makes its model: of images where that is covered, or of text alone; None: neither.
+
+    images  False: of text where there is such a class (Qwen3.5's)
+    """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    if type(config) in AutoModelForCausalLM._model_mapping:
-        return AutoModelForCausalLM
-    return AutoModelForImageTextToText if getattr(config, "model_type", None) in WITH_IMAGES else None
+    text = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else None
+    if getattr(config, "model_type", None) in WITH_IMAGES and (images or text is None):
+        return AutoModelForImageTextToText
+    return text
 
 
 def plain(config):

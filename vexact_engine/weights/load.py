@@ -62,6 +62,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     tokenizer: Any = None,
     trust_remote_code: bool = False,
+    images: bool = True,
     meanwhile: Callable[[torch.nn.Module, torch.device], AbstractContextManager[None]] | None = None,
 ) -> Loaded:
     """A model to generate with.
@@ -75,6 +76,7 @@ def load(
     tokenizer   None: the one beside the weights; a path or a name on the Hub: the one there; False: none, and prompts
                 are token ids; or the tokenizer itself
     trust_remote_code  run the Python that a directory brings for its tokenizer. A model's is never run
+    images      False: a model that transformers has a class of text alone of (Qwen3.5) is that one
     meanwhile   given the model, still on the host, and where it goes: a block that it goes there in
     raises      FileNotFoundError, or ValueError with the reason: truncated, incomplete or unknown; TypeError on dtype
     """
@@ -87,7 +89,7 @@ def load(
         name = os.fspath(source)
         path = _found(name)
         kind = dtype or torch.bfloat16
-        model = _load_gguf(path, kind) if path.is_file() else _load_directory(path, name, kind)
+        model = _load_gguf(path, kind) if path.is_file() else _load_directory(path, name, kind, images)
         with meanwhile(model, torch.device(device)) if meanwhile else nullcontext():
             model = model.to(device)
             model.requires_grad_(False)
@@ -214,7 +216,7 @@ def _found(name: str) -> Path:
     return snapshot(name, weights=True)
 
 
-def _load_directory(path: Path, name: str, dtype: torch.dtype) -> torch.nn.Module:
+def _load_directory(path: Path, name: str, dtype: torch.dtype, images: bool) -> torch.nn.Module:
     """Hugging Face's loader, once it is known that all fits."""
     from .partial import Origin, empty_model, fill, skeleton
 
@@ -227,18 +229,20 @@ def _load_directory(path: Path, name: str, dtype: torch.dtype) -> torch.nn.Modul
         model = skeleton(origin)
         fill(model, model.state_dict(), origin, torch.device("cpu"))
         return model
-    fit(empty_model(directory, dtype), directory)
-    return _from_pretrained(str(path), dtype, name, use_safetensors=True)
+    fit(empty_model(directory, dtype, images), directory)
+    return _from_pretrained(str(path), dtype, name, images, use_safetensors=True)
 
 
-def _from_pretrained(name: str, dtype: torch.dtype, label: str, **options) -> torch.nn.Module:
+def _from_pretrained(name: str, dtype: torch.dtype, label: str, images: bool, **options) -> torch.nn.Module:
     """Hugging Face's loader, which must find a value for every parameter."""
     config = read_config(name, label, **{key: value for key, value in options.items() if key == "gguf_file"})
     with quiet():
         # Mismatched sizes are let through here, only to be named below.
         options |= {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
         try:
-            model, info = auto_class(config).from_pretrained(name, config=config, trust_remote_code=False, **options)
+            model, info = auto_class(config, images).from_pretrained(
+                name, config=config, trust_remote_code=False, **options
+            )
         except Exception as error:
             raise explain(label, error) from error
     problems = {key: value for key, value in info.items() if value and key != "unexpected_keys"}
@@ -260,7 +264,7 @@ def _load_gguf(path: Path, dtype: torch.dtype) -> torch.nn.Module:
     options: dict[str, Any] = {"gguf_file": path.name}
     if hasattr(transformers, "GgufConfig"):  # where it exists, blocks might otherwise stay packed
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    return _from_pretrained(str(path.parent), dtype, str(path), **options)
+    return _from_pretrained(str(path.parent), dtype, str(path), False, **options)
 
 
 def _is_gguf(path: Path) -> bool:

@@ -44,13 +44,13 @@ def settled(origin: Origin) -> Origin:
         return replace(origin, untied=tuple(sorted(apart)))
 
 
-def empty_model(directory: Directory, dtype: torch.dtype) -> nn.Module:
+def empty_model(directory: Directory, dtype: torch.dtype, images: bool = False) -> nn.Module:
     """The model of a directory, on the meta device, with the dtypes that from_pretrained gives it. FileNotFoundError or
     ValueError for a configuration that transformers cannot make one of."""
     config = read_config(str(directory.path))
     with torch.device("meta"), quiet():
         try:
-            model = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
+            model = auto_class(config, images).from_config(config, dtype=dtype, trust_remote_code=False)
         except Exception as error:  # of numbers that are none, negative or too large, whatever says so
             raise explain(str(directory.path), error) from error
     wide = kept_in_fp32(model, dtype)  # what from_pretrained keeps wider than the rest
