@@ -26,6 +26,8 @@ class PagedBatch:
     states              of each layer that has a state its slots' tensors, in the order of State.slot(), else None;
                         k_caches and v_caches have None there
     state_slots         (B,) int32: each sequence's slot in them; -1: none (padding)
+    windowed            slot_mapping and block_table of layers with a window, where those have pages of their own. Pages
+                        that no query's window reaches back to may be any
     """
 
     k_caches: Sequence[Tensor | None]
@@ -37,6 +39,11 @@ class PagedBatch:
     max_seqlen_q: int
     states: Sequence[Sequence[Tensor] | None] = ()
     state_slots: Tensor | None = None
+    windowed: tuple[Tensor, Tensor] | None = None
+
+    def places(self, window: int | None) -> tuple[Tensor, Tensor]:
+        """slot_mapping and block_table of a layer with this window."""
+        return (self.slot_mapping, self.block_table) if window is None or self.windowed is None else self.windowed
 
     def check(self) -> None:
         """Look at every number in it, which makes the host wait for a GPU: for whoever builds batches and wants an
@@ -44,7 +51,7 @@ class PagedBatch:
 
         raises  ValueError naming the field, the sequence or token, what it is and what was expected
         """
-        pages, size = next(cache.shape[:2] for cache in self.k_caches if cache is not None)
+        pages, size = max(cache.shape[:2] for cache in self.k_caches if cache is not None)
         table, slots = self.block_table.tolist(), self.slot_mapping.tolist()
         context, offsets = self.context_lens.tolist(), self.cu_seqlens_q.tolist()
         if not len(table) == len(context) == len(offsets) - 1:
@@ -256,13 +263,17 @@ def _ends(counts: Tensor) -> Tensor:
 
 
 def give(mask: Tensor, layout: Layout) -> None:
-    """To attention whose layers hand on no arguments but those that they know: a mask is one. It is no floating-point
-    number then, for FSDP2 makes others of those."""
+    """To modules whose layers hand on no arguments but those that they know: a mask is one, or offsets. It is no
+    floating-point number then, for FSDP2 makes others of those."""
     mask.__dict__["_vexact_layout"] = layout
 
 
+def given(mask) -> Layout | None:
+    return getattr(mask, "_vexact_layout", None)
+
+
 def _given(module: nn.Module, mask) -> Layout | None:
-    layout = getattr(mask, "_vexact_layout", None)
+    layout = given(mask)
     if layout is not None and layout.seen is not None:
         module._vexact.by_mask = True
     return layout
@@ -303,7 +314,8 @@ def attend(
         begins = [(t.untyped_storage()._cdata, t.storage_offset()) for t in (key, value)]
         shared = begins[0] == begins[1]
         memory = Pages(key.shape[1], key.shape[3], value.shape[3], shared, window=sliding_window)
-        layout.seen.append(Asked(module, {**kwargs, "dropout": dropout or None}, memory))
+        asked = {name: value for name, value in kwargs.items() if given(value) is not layout}
+        layout.seen.append(Asked(module, {**asked, "dropout": dropout or None}, memory))
     elif dropout:
         raise ValueError(f"vexact attention: dropout: got {dropout}, expected 0: a dropped key is not aligned")
     batch, heads, length, _ = query.shape
@@ -360,6 +372,7 @@ def _attend_paged(module, q: Tensor, k: Tensor, v: Tensor, paged: PagedBatch, op
     if k.shape[0] != q.shape[0]:
         raise ValueError("vexact_paged: the cache holds keys too, expected the pages alone")
     k_cache, v_cache = paged.k_caches[module.layer_idx], paged.v_caches[module.layer_idx]
-    vx.kv_cache_store(k, v, k_cache, v_cache, paged.slot_mapping)
-    table = paged.block_table, paged.context_lens, paged.cu_seqlens_q, paged.max_seqlen_q
+    slots, pages = paged.places(options["window"])
+    vx.kv_cache_store(k, v, k_cache, v_cache, slots)
+    table = pages, paged.context_lens, paged.cu_seqlens_q, paged.max_seqlen_q
     return vx.attention_paged(q, k_cache, v_cache, *table, **options)
