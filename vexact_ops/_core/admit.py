@@ -406,10 +406,23 @@ def tensors_of(value) -> Iterator[Tensor]:
 
 def _sums(cases: list[tuple]) -> list[int]:
     """A sum over the bits of every operand, to see whether a candidate has changed one. The host waits once for all."""
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     once = {(t.data_ptr(), t.shape, t.stride(), t.dtype): t for t in tensors_of(cases)}  # cases share operands
-    sums = [t.view(integer[t.element_size()]).sum() for t in once.values()]
+    sums = [_sum_of_bits(t) for t in once.values()]
     return torch.stack([one.to(sums[0].device) for one in sums]).tolist() if sums else []
+
+
+def _sum_of_bits(t: Tensor) -> Tensor:
+    """() int64, of integers as wide as the layout allows. torch makes an int64 copy of narrower ones: so of a part at a
+    time."""
+    for kind in (torch.int64, torch.int32, torch.int16, torch.uint8):
+        if kind.itemsize >= t.element_size():
+            with contextlib.suppress(RuntimeError):
+                bits = t.view(kind)
+                break
+    if bits.dtype == torch.int64 or bits.numel() <= 1 << 24:
+        return bits.sum()
+    rows = max(1, (1 << 24) // bits[0].numel())
+    return torch.stack([part.sum() for part in bits.split(rows)]).sum()
 
 
 def _count(actual, expected) -> int:
