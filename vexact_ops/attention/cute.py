@@ -141,6 +141,8 @@ class Forward(FlashAttentionForwardSm90):
         pipeline_k.consumer_wait(smem_pipe_read, pipeline_k.consumer_try_wait(smem_pipe_read))
         self.warp_scheduler_barrier_sync()
         scores = mma_qk_fn(B_idx=smem_pipe_read.index, wg_wait=-1)
+        if const_expr(self.rescale_O_before_gemm):
+            softmax.rescale_O(acc_O, scores_scale)
         pipeline_v.consumer_wait(before, pipeline_v.consumer_try_wait(before))
         mma_pv_fn(B_idx=before.index, wg_wait=-1)
         self.warp_scheduler_barrier_arrive()
@@ -159,7 +161,10 @@ class Forward(FlashAttentionForwardSm90):
         if const_expr(not self.mma_pv_is_rs):
             copy = smem_copy_params.smem_thr_copy_P
             cute.copy(copy, copy.retile(probabilities), smem_copy_params.tPsP)
-        softmax.rescale_O(acc_O, kept)
+        if const_expr(self.rescale_O_before_gemm):  # beside the next block's scores
+            scores_scale.store(kept.load())
+        else:
+            softmax.rescale_O(acc_O, kept)
         if const_expr(not self.mma_pv_is_rs):
             cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
@@ -219,9 +224,10 @@ class Forward(FlashAttentionForwardSm90):
                 joined = cute.make_tensor(behind + tidx, mine)
             else:
                 joined = cute.make_fragment_like(acc, Float32)
+        scale = cute.make_rmem_tensor_like(softmax.row_max, Float32) if const_expr(self.rescale_O_before_gemm) else None
         one_block = partial(
             self.mma_one_n_block_intrawg_overlap, mma_qk_fn=scores, pipeline_k=pipeline_k, pipeline_v=pipeline_v,
-            acc_O=acc, tOrP=tOrP, smem_copy_params=copies, check_inf=True, scores_scale=None, softmax=softmax,
+            acc_O=acc, tOrP=tOrP, smem_copy_params=copies, check_inf=True, scores_scale=scale, softmax=softmax,
         )  # fmt: skip
 
         tile_scheduler = TileSchedulerCls()
@@ -258,7 +264,7 @@ class Forward(FlashAttentionForwardSm90):
                 # order: blocks of keys from the last to the first; masked ones first and last
                 kv_state = self.first_half_block_overlap(
                     n_block=end - 1, mma_qk_fn=scores, kv_consumer_state=kv_state, pipeline_k=pipeline_k, tOrP=tOrP,
-                    smem_copy_params=copies, softmax=softmax, seqlen=seqlen, scores_scale=None, acc_O=acc,
+                    smem_copy_params=copies, softmax=softmax, seqlen=seqlen, scores_scale=scale, acc_O=acc,
                     mask_fn=mask_fn, is_first_block=True,
                 )  # fmt: skip
                 begun = Boolean(False)
@@ -275,7 +281,7 @@ class Forward(FlashAttentionForwardSm90):
                     kv_state, begun = step(masked, kv_state, begun, cutlass.min(block, edge), low)
                 kv_state = self.last_half_block_overlap(
                     kv_consumer_state=kv_state, pipeline_v=pipeline_v, mma_pv_fn=product, zero_init=not begun,
-                    scores_scale=None, softmax=softmax, acc_O=acc,
+                    scores_scale=scale, softmax=softmax, acc_O=acc,
                 )  # fmt: skip
                 end = low
                 softmax.row_sum.store(utils.warp_reduce(softmax.row_sum.load(), operator.add, width=4))
@@ -348,7 +354,7 @@ class PagedForward(Forward):
         self.use_block_sparsity = False
         self.use_scheduler_barrier = self.num_wg_mma >= 2 and self.tile_hdim <= 128
         self.use_tma_Q = self.use_tma_O = True
-        self.rescale_O_before_gemm = False
+        self.rescale_O_before_gemm = self.tile_hdimv > 128
         self._setup_attributes()
         row_major = cutlass.utils.LayoutEnum.ROW_MAJOR
         k_shape, v_shape = (self.tile_n, self.tile_hdim), (self.tile_n, self.tile_hdimv)
