@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     float part[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) part[i] = w[first + i][lane];
-    substitute<true>(part, &of.r[first], 0, [&](int j, int i) { return own[j][i]; });
+    substitute<true>(part, &of.r[first], [&](int j, int i) { return own[j][i]; });
 #pragma unroll
     for (int i = 0; i < 16; ++i) part[i] = of.r[first + i] * part[i], w[first + i][lane] = part[i];
 #pragma unroll 1

@@ -261,17 +261,24 @@ __global__ void __launch_bounds__(kChunkThreads, COLUMNS <= 32 ? 2 : 1) chunks_k
 #pragma unroll
         for (int own = 0; own < kOwn; ++own) {
           const int c = lane + 32 * own;
-          float u[16];
-#pragma unroll
-          for (int i = 0; i < 16; ++i) u[i] = sh.w[first + i][c];
-          const int given = max(a - first, 0);  // rows of earlier calls
-          substitute<false>(u, &sh.r_k[first], given, [&](int j, int i) { return -(sh.a[first + j][first + i] + 0.0f); });
-          float* const to = args.us ? args.us + (int64_t(row + first - a) * args.hv + h) * args.dv + c0 + c : nullptr;
+          float w[16];
 #pragma unroll
           for (int i = 0; i < 16; ++i) {
-            if (i < given) continue;
-            if (to && first + i < last) to[int64_t(i) * w_step] = u[i];
-            sh.w[first + i][c] = sh.r_k[first + i] * u[i];
+            float u = sh.w[first + i][c];
+            if (first + i >= a) {
+              // order: the own block's rows, ascending
+              float f[16];
+#pragma unroll
+              for (int j = 0; j < i; j += 4)
+                *reinterpret_cast<float4*>(f + j) = *reinterpret_cast<const float4*>(&sh.a[first + i][first + j]);
+#pragma unroll
+              for (int j = 0; j < i; ++j) u = fmaf(-(f[j] + 0.0f), w[j], u);
+              if (args.us && first + i < last)
+                args.us[(int64_t(row + first + i - a) * args.hv + h) * args.dv + c0 + c] = u;
+              u = sh.r_k[first + i] * u;
+              sh.w[first + i][c] = u;
+            }
+            w[i] = u + 0.0f;
           }
         }
       }

@@ -97,19 +97,18 @@ __device__ __forceinline__ void arrive(int barrier) {
 }
 
 // 16 rows of a column, from what the rows of other blocks leave to what their own block's rows do: factors[i] x_i is what
-// row i is multiplied by, minus(j, i) the negative factor of row i in row j. The first `given` rows are multiplied by as
-// they are.
+// row i is multiplied by, minus(j, i) the negative factor of row i in row j.
 template <bool DESCENDING, class Minus>
-__device__ __forceinline__ void substitute(float (&x)[16], const float* factors, int given, Minus minus) {
+__device__ __forceinline__ void substitute(float (&x)[16], const float* factors, Minus minus) {
   // order: the own block's rows, one fma each
 #pragma unroll
   for (int n = 0; n < 16; ++n) {
     const int i = DESCENDING ? 15 - n : n;
-    const float z = (i < given ? x[i] : factors[i] * x[i]) + 0.0f;
+    const float z = factors[i] * x[i] + 0.0f;
 #pragma unroll
     for (int m = n + 1; m < 16; ++m) {
       const int j = DESCENDING ? 15 - m : m;
-      if (j >= given) x[j] = fmaf(minus(j, i), z, x[j]);
+      x[j] = fmaf(minus(j, i), z, x[j]);
     }
   }
 }

@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(kChunkThreads, 1) whole_kernel(const GatedDelt
     float u[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) u[i] = w[first + i][lane];
-    substitute<false>(u, &of.r[first], 0, [&](int j, int i) { return own[i][j]; });
+    substitute<false>(u, &of.r[first], [&](int j, int i) { return own[i][j]; });
 #pragma unroll
     for (int i = 0; i < 16; ++i) w[first + i][lane] = of.r[first + i] * u[i];
 #pragma unroll 1
