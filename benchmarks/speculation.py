@@ -125,7 +125,7 @@ def _model(args: argparse.Namespace, source: str, dtype: str) -> Iterator[dict]:
     for drafts in dict.fromkeys(ask.sources for ask in asked):
         how: dict = {"sources": (drafts,)}
         if drafts in (FIRST, RANDOM):
-            how = {"sources": (), "model": _draft(loaded, args.draft_layers, drafts == FIRST)}
+            how = {"sources": (), "draft_model": _draft(loaded, args.draft_layers, drafts == FIRST)}
         speculation = Speculation(max_draft_tokens=args.drafted, **how)
         with Engine(loaded, replace(config, speculation=speculation)) as engine:
             for ask, (before, answers) in zip(asked, plain):

@@ -23,6 +23,7 @@ MAX_STOP_TOKEN_IDS = 4096  # of one request
 MAX_DRAFT = 1 << 20  # tokens of one request's answers
 MAX_DRAFT_TOKENS = 64  # of a sequence in a step
 SOURCES = ("given", "answers", "samples", "text")
+_DRAFT_MODEL = "a path, a name on the Hub, a loaded model or None"
 _INT64_MAX = 2**63 - 1  # what steps and messages between processes carry
 
 
@@ -38,22 +39,22 @@ class Speculation:
                        the engine keeps (Engine.answers);
                        "samples": other samples of the same prompt, that run or ran, and the sequence's own text;
                        "text": its own text alone
-    model              a model of the same vocabulary that drafts where texts do not: a directory, a name on the Hub, a
-                       GGUF file, or a loaded Hugging Face model, which is taken over. Its cache has as many tokens as
-                       the engine's own, in the same memory. None: there is none
-    mtp                draft with the first of the checkpoint's own heads (Qwen3.5's and Qwen3-Next's `mtp.*`, the layer
-                       behind the last of DeepSeek-V3 and GLM-4-MoE), in place of a model
     answer_tokens      of "answers", kept at most: prompts and answers together, 4 bytes each. The prompts that were
                        used longest ago go first
     always             verify as much as there is. False: as much as makes tokens per second more, by the times that
                        steps took and by how often drafts were right
+    draft_model        a model of the same vocabulary that drafts where texts do not: a directory, a name on the Hub, a
+                       GGUF file, or a loaded Hugging Face model, which is taken over. Its cache has as many tokens as
+                       the engine's own, in the same memory. None: there is none
+    mtp                draft with the first of the checkpoint's own heads (Qwen3.5's and Qwen3-Next's `mtp.*`, the layer
+                       behind the last of DeepSeek-V3 and GLM-4-MoE), in place of a model
     """
 
     max_draft_tokens: int = 8
     sources: tuple[str, ...] = SOURCES
     answer_tokens: int = 1 << 24
     always: bool = False
-    model: Any = field(default=None, repr=False)
+    draft_model: Any = field(default=None, repr=False)
     mtp: bool = False
 
     def __post_init__(self):
@@ -61,8 +62,8 @@ class Speculation:
         _set_int(self, "answer_tokens", 1, _INT64_MAX)
         _check_bool(self, "always")
         _check_bool(self, "mtp")
-        if self.mtp and self.model is not None:
-            raise _value_error(self, "mtp", "False with a model: one of the two drafts")
+        if self.mtp and self.draft_model is not None:
+            raise _value_error(self, "mtp", "False with a draft_model: one of the two drafts")
         expected = f"some of {', '.join(SOURCES)}"
         if isinstance(self.sources, str):
             object.__setattr__(self, "sources", (self.sources,))
@@ -74,16 +75,17 @@ class Speculation:
         if not (sources or self.drafts_by_model) or not set(sources) <= set(SOURCES):
             raise _value_error(self, "sources", expected)
         object.__setattr__(self, "sources", tuple(name for name in SOURCES if name in sources))
-        if not (self.model is None or isinstance(self.model, str | os.PathLike) or hasattr(self.model, "parameters")):
-            raise _type_error(self, "model", "a path, a name on the Hub, a loaded model or None")
-        if isinstance(self.model, str | os.PathLike):
-            object.__setattr__(self, "model", os.fspath(self.model))
-            if not self.model:
-                raise _value_error(self, "model", "a path, a name on the Hub, a loaded model or None")
+        draft = self.draft_model
+        if isinstance(draft, str | os.PathLike):
+            object.__setattr__(self, "draft_model", os.fspath(draft))
+        elif draft is not None and not hasattr(draft, "parameters"):
+            raise _type_error(self, "draft_model", _DRAFT_MODEL)
+        if self.draft_model == "":
+            raise _value_error(self, "draft_model", _DRAFT_MODEL)
 
     @property
     def drafts_by_model(self) -> bool:
-        return self.model is not None or self.mtp
+        return self.draft_model is not None or self.mtp
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def near(kind):
 
 
 def drafting(draft, **changes):
-    return replace(ROOMY, speculation=replace(ALWAYS, sources=(), model=draft), **changes)
+    return replace(ROOMY, speculation=replace(ALWAYS, sources=(), draft_model=draft), **changes)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3Moe", "qwen3_5_text"], ids=["dense", "mixture", "hybrid"])
@@ -64,7 +64,7 @@ def test_a_hybrid_drafts_for_a_dense_model_and_texts_come_first():
     prompt = [5, 6, 7, 8]
     with Engine.from_pretrained(target, config=ROOMY) as engine:
         expected = engine.generate([prompt], LONG)
-    config = replace(drafting(draft), speculation=replace(ALWAYS, model=draft))
+    config = replace(drafting(draft), speculation=replace(ALWAYS, draft_model=draft))
     with Engine.from_pretrained(target, config=config) as engine:
         for draft in ([], [c.token_ids for c in expected]):
             done = engine.generate([prompt], replace(LONG, draft=draft))
@@ -99,7 +99,7 @@ def test_what_is_warm_is_warm_for_what_drafts():
         assert beside.buffers.caches.keys[0].shape[0] == engine.config.num_pages
     pages = []
     for draft in (None, build("Llama", num_hidden_layers=6)):
-        speculation = None if draft is None else replace(ALWAYS, sources=(), model=draft)
+        speculation = None if draft is None else replace(ALWAYS, sources=(), draft_model=draft)
         config = replace(ROOMY, num_pages=None, max_model_len=None, speculation=speculation)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("vexact_engine.runner.memory.available_bytes", lambda: 4 << 20)
@@ -168,7 +168,8 @@ def test_what_cannot_draft_is_refused_at_the_start(tmp_path):
             Engine.from_pretrained(load.pop("target", None) or model("Llama"), config=drafting(draft), **load)
 
     said(
-        build("Llama", vocab_size=161), "Speculation: model: .* has a vocabulary of 161 tokens, expected 160, as Llama"
+        build("Llama", vocab_size=161),
+        "Speculation: draft_model: .* has a vocabulary of 161 tokens, expected 160, as Llama",
     )
     said(tmp_path / "none", "none': no such file", FileNotFoundError)
     said(str(tmp_path), "no config.json", FileNotFoundError)
@@ -185,14 +186,14 @@ def test_what_cannot_draft_is_refused_at_the_start(tmp_path):
     Engine.from_pretrained(target, config=drafting(tmp_path / "words"), tokenizer=False).close()
     for size in ("pipeline_parallel_size", "tensor_parallel_size"):
         with pytest.raises(ValueError, match=f"speculation has a model that drafts, expected none with {size} 2"):
-            EngineConfig(speculation={"model": "there"}, **{size: 2})
+            EngineConfig(speculation={"draft_model": "there"}, **{size: 2})
     with pytest.raises(
-        TypeError, match=r"Replicas: config: speculation\.model: got a LlamaForCausalLM, expected a path"
+        TypeError, match=r"Replicas: config: speculation\.draft_model: got a LlamaForCausalLM, expected a path"
     ):
         Replicas.from_pretrained(tmp_path, replicas=1, device="cpu", config=drafting(own))
     for given, error in ((5, TypeError), ("", ValueError), ([1], TypeError)):
-        with pytest.raises(error, match="Speculation: model"):
-            Speculation(model=given)
+        with pytest.raises(error, match="Speculation: draft_model"):
+            Speculation(draft_model=given)
     with pytest.raises(ValueError, match="Speculation: sources"):
         Speculation(sources=())
 

@@ -44,7 +44,7 @@ def test_a_model(always):
     with Engine.from_pretrained(target, config=CONFIG) as engine:
         expected = outcomes(engine)
     for draft, least in ((build("Llama", device="cuda", **SIZES), 150), (build("Qwen3", seed=1, device="cuda"), 0)):
-        speculation = Speculation(max_draft_tokens=5, always=always, sources=(), model=draft)
+        speculation = Speculation(max_draft_tokens=5, always=always, sources=(), draft_model=draft)
         with Engine.from_pretrained(target, config=replace(CONFIG, speculation=speculation)) as engine:
             check(engine, expected, least if always else 0)
 

@@ -184,7 +184,7 @@ def test_what_holds_no_heads_is_refused(tmp_path):
     said(saved(own, tmp_path / "lost", lost), r"lost: missing: mtp.layers.0.self_attn.q_proj.weight, as model.layers.1")
     wide = {**heads, "mtp.norm.weight": torch.zeros(33, dtype=torch.bfloat16)}
     said(saved(own, tmp_path / "wide", wide), r"mtp.norm.weight is \(33,\), expected \(32,\)")
-    for fields, error in (({"mtp": 1}, TypeError), ({"mtp": True, "model": "there"}, ValueError)):
+    for fields, error in (({"mtp": 1}, TypeError), ({"mtp": True, "draft_model": "there"}, ValueError)):
         with pytest.raises(error, match="Speculation: mtp"):
             Speculation(**fields)
     assert ALWAYS.drafts_by_model is False and BY_HEADS.drafts_by_model is True

@@ -112,7 +112,7 @@ def test_whatever_is_drafted_no_byte_is_another(kind, config, hows, by_model, so
     """By a model too: its twin where texts are of no help."""
     config = replace(config, num_pages=-(-config.num_pages // config.page_size))
     if by_model:
-        config = replace(config, speculation=replace(config.speculation, model=model(kind)))
+        config = replace(config, speculation=replace(config.speculation, draft_model=model(kind)))
     each = [
         (prompt, replace(params, draft=drafts(kind, i, hows[i], source)))
         for i, (prompt, params) in enumerate(asked(kind))

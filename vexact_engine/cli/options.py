@@ -238,7 +238,7 @@ def speculation_of(args) -> dict | None:
     if args.speculation is None:
         return None
     sources = {} if args.draft_sources is None else {"sources": args.draft_sources}
-    return {"max_draft_tokens": args.speculation, "model": args.draft_model, "mtp": args.mtp, **sources}
+    return {"max_draft_tokens": args.speculation, "draft_model": args.draft_model, "mtp": args.mtp, **sources}
 
 
 def parallel(group) -> None:

@@ -167,10 +167,12 @@ class Replicas(Frontend):
             raise ValueError(f"Replicas: replicas: got {replicas!r}, expected 1 or more")
         if isinstance(path, torch.nn.Module):
             raise TypeError(f"Replicas: path: got a {type(path).__name__}, expected a path or a name on the Hub")
-        drafts = None if config is None or config.speculation is None else config.speculation.model
+        drafts = None if config is None or config.speculation is None else config.speculation.draft_model
         if isinstance(drafts, torch.nn.Module):
             got = type(drafts).__name__
-            raise TypeError(f"Replicas: config: speculation.model: got a {got}, expected a path or a name on the Hub")
+            raise TypeError(
+                f"Replicas: config: speculation.draft_model: got a {got}, expected a path or a name on the Hub"
+            )
         stages = 1 if config is None else config.processes
         environments, threads = ([{}] * replicas, None) if ray else places(device, replicas, stages)
         preload = saver.environment(EngineConfig().sleep_backend if config is None else config.sleep_backend, device)

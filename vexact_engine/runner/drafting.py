@@ -31,7 +31,7 @@ class DraftRunner(Runner):
         super().__init__(model, handle, replace(config, speculation=None, enable_prefix_cache=False), device)
         if self.images is not None:
             kind = type(model).__name__
-            raise ValueError(f"Speculation: model: got a {kind}, which takes images, expected one of text alone")
+            raise ValueError(f"Speculation: draft_model: got a {kind}, which takes images, expected one of text alone")
 
     def _memories(self) -> tuple[Pages | State, ...]:
         """Drafted tokens that were wrong are forgotten by its states too."""

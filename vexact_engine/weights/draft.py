@@ -24,7 +24,7 @@ class Draft:
 
 
 def load_draft(speculation: Speculation | None, loaded: Loaded) -> Draft | None:
-    """What `Speculation.model` names, on the device and in the dtype of the model that it drafts for, or with
+    """What `Speculation.draft_model` names, on the device and in the dtype of the model that it drafts for, or with
     `Speculation.mtp` that model's own heads; None where neither is asked for.
 
     raises   as load; ValueError where its vocabulary is another one, it is that model itself, or there are no heads
@@ -36,17 +36,17 @@ def load_draft(speculation: Speculation | None, loaded: Loaded) -> Draft | None:
             raise ValueError(f"Speculation: mtp: got {loaded.name}, which holds no heads, expected a model directory")
         device = loaded.device or next(loaded.model.parameters()).device
         return Draft(load_heads(loaded.name, loaded.path, loaded.model, device), "")
-    target, source = loaded.model, speculation.model
+    target, source = loaded.model, speculation.draft_model
     if source is target:
-        raise ValueError("Speculation: model: got the model that it is to draft for, expected another, or a copy")
+        raise ValueError("Speculation: draft_model: got the model that it is to draft for, expected another, or a copy")
     first = next(target.parameters())
     with torch.device("cpu"):  # not the caller's default device
         draft = load(source, device=loaded.device or first.device, dtype=first.dtype)
     own, expected = (model.get_input_embeddings().weight.shape[0] for model in (draft.model, target))
     if own != expected:
         raise ValueError(
-            f"Speculation: model: {draft.name} has a vocabulary of {own} tokens, expected {expected}, as {loaded.name} "
-            "has"
+            f"Speculation: draft_model: {draft.name} has a vocabulary of {own} tokens, expected {expected}, as "
+            f"{loaded.name} has"
         )
     _check_words(draft, loaded)
     return Draft(draft.model, PREFIX)
@@ -61,8 +61,8 @@ def _check_words(draft: Loaded, loaded: Loaded) -> None:
     if other:
         i = other[0]
         raise ValueError(
-            f"Speculation: model: {draft.name} has another vocabulary than {loaded.name}: {len(other)} ids are other "
-            f"words, {i} is {theirs[i]!r}, expected {ours[i]!r}"
+            f"Speculation: draft_model: {draft.name} has another vocabulary than {loaded.name}: {len(other)} ids are "
+            f"other words, {i} is {theirs[i]!r}, expected {ours[i]!r}"
         )
 
 
