@@ -183,7 +183,8 @@ def test_what_cannot_draft_is_refused_at_the_start(tmp_path):
     fallback_tokenizer().save_pretrained(tmp_path / "words")
     target = build("Llama", vocab_size=300)
     said(tmp_path / "words", "has another vocabulary than", target=target, tokenizer=byte_tokenizer())
-    Engine.from_pretrained(target, config=drafting(tmp_path / "words"), tokenizer=False).close()
+    for tokenizer in (False, fallback_tokenizer()):
+        Engine.from_pretrained(target, config=drafting(tmp_path / "words"), tokenizer=tokenizer).close()
     for size in ("pipeline_parallel_size", "tensor_parallel_size"):
         with pytest.raises(ValueError, match=f"speculation has a model that drafts, expected none with {size} 2"):
             EngineConfig(speculation={"draft_model": "there"}, **{size: 2})
@@ -216,4 +217,4 @@ def test_it_is_asked_where_that_is_faster():
     chains._seconds[1] = 1.0
     assert chained(chains, [0.9], 1) == (0, 0)
     tried = [chained(chains, [0.3] * 32, 32) for _ in range(1280)]
-    assert set(tried) == {(0, 0), (2, 8)} and 5 < tried.count((2, 8)) <= 10  # now and then anew, of a few
+    assert set(tried) == {(0, 0), (2, 8)} and 5 < tried.count((2, 8)) <= 13  # now and then anew, of a few

@@ -71,7 +71,7 @@ def load_heads(source: str, path, model: nn.Module, device: torch.device) -> Hea
     wanted |= dict.fromkeys((form.embedding_norm, form.hidden_norm, form.norm), norm)
     wanted[form.fc] = norm.new_empty(hidden, 2 * hidden)
     with _Files(directory) as files:
-        made = {name: _tensor(files, directory, name) for name in wanted}
+        made = {name: _tensor(files, directory, name, tensor.dtype) for name, tensor in wanted.items()}
     missing = [name for name, tensor in made.items() if tensor is None]
     if missing:
         raise ValueError(f"Speculation: mtp: {source}: missing: {some(missing)}, as {like} of the model has")
@@ -82,7 +82,7 @@ def load_heads(source: str, path, model: nn.Module, device: torch.device) -> Hea
     ]
     if wrong:
         raise ValueError(f"Speculation: mtp: {source}: {some(wrong)}, as {like} of the model has")
-    tensors = {name: tensor.to(device, wanted[name].dtype) for name, tensor in made.items()}
+    tensors = {name: tensor.to(device) for name, tensor in made.items()}
     return Heads(model, form, like, tensors)
 
 
@@ -100,15 +100,15 @@ def _form(source: str, directory: Directory, layers: int) -> Form:
     )
 
 
-def _tensor(files: _Files, directory: Directory, name: str) -> Tensor | None:
-    """Of a file; experts that come one by one are stacked. None where it is not there."""
+def _tensor(files: _Files, directory: Directory, name: str, dtype: torch.dtype) -> Tensor | None:
+    """Of a file, in this dtype; experts that come one by one are stacked. None where it is not there."""
     if name in directory.tensors:
-        return files.read(name)
+        return files.read(name, dtype)
     path, _, leaf = name.rpartition(".")
     parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(leaf)
     if parts is None or not path.endswith(".experts"):
         return None
     found: list[Tensor] = []
     while f"{path}.{len(found)}.{parts[0]}.weight" in directory.tensors:  # all are there: read_directory has looked
-        found.append(torch.cat([files.read(f"{path}.{len(found)}.{part}.weight") for part in parts]))
+        found.append(torch.cat([files.read(f"{path}.{len(found)}.{part}.weight", dtype) for part in parts]))
     return torch.stack(found) if found else None
