@@ -15,7 +15,9 @@ from vexact_engine.runner import graphs
 from vexact_engine.weights.experts import per_expert
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "patch"))
+import image_models
 from families import tiny
+from image_models import PIXELS, ROWS
 
 sys.path.pop(0)
 KINDS = "qwen3_5_text", "qwen3_5_moe_text", "DeepseekV3", "glm4_moe"
@@ -32,7 +34,7 @@ def model(kind):
 
 def heads_of(model, seed=5):
     """Names and tensors of random heads, the layer that they are like, and the names of fc, norms of both, and norm."""
-    config, generator = model.config, torch.Generator().manual_seed(seed)
+    config, generator = model.config.get_text_config(), torch.Generator().manual_seed(seed)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     like = max(i for i, kind in enumerate(kinds) if kind == "full_attention")
     to, names = "mtp.layers.0.", ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
@@ -44,9 +46,10 @@ def heads_of(model, seed=5):
         noise = torch.randn(value.shape, generator=generator)
         return (noise * 1.5 / value.shape[-1] ** 0.5 if value.dim() > 1 else value + 0.1 * noise).to(value.dtype)
 
-    own = f"model.layers.{like}."
+    path = "model.language_model" if hasattr(model.model, "language_model") else "model"
+    own = f"{path}.layers.{like}."
     found = {to + n.removeprefix(own): new(v) for n, v in per_expert(model) if n.startswith(own)}
-    norm = model.model.norm.weight.detach()
+    norm = model.get_parameter(f"{path}.norm.weight").detach()
     found |= {f"{name}.weight": new(norm) for name in names[1:]}
     width = len(norm)
     found[f"{names[0]}.weight"] = new(norm.new_empty(width, 2 * width))
@@ -165,6 +168,33 @@ def per_expert_of(layer, model, at):
         for i, (both, down) in enumerate(zip(experts.gate_up_proj.data, experts.down_proj.data)):
             for name, view in zip(("gate_proj", "up_proj", "down_proj"), (*both.chunk(2), down)):
                 yield f"{at}mlp.experts.{i}.{name}.weight", view
+
+
+def test_prompts_with_images(tmp_path):
+    """Heads, a model of text and one that takes images itself draft behind them, too."""
+    own = image_models.tiny("qwen3_5")
+    path = saved(own, tmp_path, heads_of(own)[0])
+    params = SamplingParams(max_new_tokens=16, seed=3, ignore_eos=True)
+    said = []
+    text = build("Qwen3", vocab_size=own.config.text_config.vocab_size)
+    for how in ({}, {"mtp": True}, {"draft_model": text}, {"draft_model": own}):
+        speculation = Speculation(max_draft_tokens=4, always=True, sources=(), **how) if how else None
+        config = replace(ROOMY, enable_prefix_cache=True, speculation=speculation)
+        with Engine.from_pretrained(path, device="cpu", config=config) as engine:
+            for _ in range(2):
+                done = engine.generate([image_prompt(i) for i in range(len(ROWS))], params)
+                said.append([(*outcome(c), c.prompt_ids) for c in done])
+            assert not how or engine.stats.drafted_tokens > 30
+            for c in engine.generate([[5, 6, 7]], params) if how.get("draft_model") is own else ():
+                assert c.metrics.accepted_tokens == c.metrics.drafted_tokens == 12
+    assert all(one == said[0] for one in said)
+
+
+def image_prompt(index):
+    (ids, grids), given = ROWS[index], PIXELS[index]
+    if not grids:
+        return ids
+    return {"prompt_token_ids": ids, "pixel_values": given, "image_grid_thw": torch.tensor(grids)}
 
 
 def test_what_holds_no_heads_is_refused(tmp_path):

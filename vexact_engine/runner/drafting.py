@@ -29,9 +29,9 @@ class DraftRunner(Runner):
     def __init__(self, model: torch.nn.Module, handle, config: EngineConfig, device: torch.device):
         self._forgets = config
         super().__init__(model, handle, replace(config, speculation=None, enable_prefix_cache=False), device)
-        if self.images is not None:
-            kind = type(model).__name__
-            raise ValueError(f"Speculation: draft_model: got a {kind}, which takes images, expected one of text alone")
+
+    def _images(self) -> None:
+        """It sees none: tokens that stand for one are tokens to it."""
 
     def _memories(self) -> tuple[Pages | State, ...]:
         """Drafted tokens that were wrong are forgotten by its states too."""

@@ -34,9 +34,6 @@ class HeadsRunner(DraftRunner):
         first = width // heads // 2
         return self._layer.memory, Pages(heads, first, width // heads - first)
 
-    def _images(self) -> None:
-        return None
-
     def _forward(self) -> tuple[Forward, str]:
         return _HeadForward(self.model, self.handle, self._layer), "fused"
 

@@ -179,6 +179,8 @@ class Runner:
             names = ("image_token_id", "video_token_id")
             ids = sorted({i for name in names if (i := getattr(model.config, name, None)) is not None})
             self.undrawn = torch.tensor(ids, dtype=torch.int64, device=device)
+        if beside is not None:
+            beside.undrawn = self.undrawn
         self.hidden: Tensor | None = None  # of the rows that are drawn after
         found, self.sleep_backend = saver.choose(config.sleep_backend, device)
         names = ("weights", "buffers", "kv_cache", "graphs") if found else ()
