@@ -7,6 +7,7 @@ tokens one, of a step with chunks one of the forward and one of the draw. What n
 call by call, with the same bits, and so is a step that log-probabilities of a prompt are wanted of.
 """
 
+import bisect
 import contextlib
 import logging
 from dataclasses import replace
@@ -24,7 +25,7 @@ from ..core.plan import MOST_VERIFIED, Sampled
 from ..core.step import Step
 from ..images import Scene
 from ..progress import Progress, bar
-from . import memory, saver
+from . import memory, saver, shapes
 from .batch import Batch
 from .buffers import Body, Buffers, Head, Host, Work, send
 from .decoder import Decoder, Weights
@@ -178,6 +179,7 @@ class Runner:
             self.pictured = pictured(model, self.gallery)
             names = ("image_token_id", "video_token_id")
             ids = sorted({i for name in names if (i := getattr(model.config, name, None)) is not None})
+            ids = ids[: bisect.bisect_left(ids, shapes.vocab_size(model))]  # the defaults of a small one lie beyond
             self.undrawn = torch.tensor(ids, dtype=torch.int64, device=device)
         if beside is not None:
             beside.undrawn = self.undrawn
