@@ -37,6 +37,7 @@ class Job:
     saved: str | None = None  # a folder: the checkpoint of what `after` is of, written, moved away from, and read back
     refused: bool = False  # building it, or asking it, raises: what it says is all there is
     set_in_code: dict[str, Any] = field(default_factory=dict)  # on the trainer's configuration, by nobody's option
+    pictures: list[dict[str, torch.Tensor]] = field(default_factory=list)  # of each row, with position_ids (4, tokens)
     handed_over: bool = False  # to an engine of the same folder, in bf16, once it has been asked
 
     @property
@@ -99,13 +100,14 @@ def _joined(parts: list[Result]) -> Result:
 # ---- in a rank
 
 
-def batch_of(job: Job, rows: list[tuple[list[int], list[int]]], temperatures) -> Any:
+def batch_of(job: Job, own: slice, temperatures) -> Any:
     """As verl's trainer hands it to an engine: nested, nothing padded."""
     from verl.utils import tensordict_utils as tu
 
     def nested(parts, dtype=torch.int64):
         return torch.nested.as_nested_tensor([torch.tensor(part, dtype=dtype) for part in parts], layout=torch.jagged)
 
+    rows = job.rows[own]
     both = [prompt + response for prompt, response in rows]
     tensors = {
         "input_ids": nested(both),
@@ -117,6 +119,14 @@ def batch_of(job: Job, rows: list[tuple[list[int], list[int]]], temperatures) ->
         "advantages": nested([[(-1.0) ** i * 0.5] * len(r) for i, (_, r) in enumerate(rows)], torch.float32),
         "old_log_probs": nested([[-1.0] * len(response) for _, response in rows], torch.float32),
     }
+    if pictures := job.pictures[own]:
+        places = [given["position_ids"] for given in pictures]
+        tensors["position_ids"] = torch.nested.nested_tensor_from_jagged(
+            torch.cat(places, 1), torch.tensor([0, *(p.shape[1] for p in places)]).cumsum(0), jagged_dim=2
+        )
+        tensors["multi_modal_inputs"] = [
+            {name: value for name, value in given.items() if name != "position_ids"} for given in pictures
+        ]
     if isinstance(temperatures, torch.Tensor):
         tensors["temperature"] = temperatures
     others = {
@@ -184,7 +194,7 @@ def do(job: Job) -> Result:
         temperature = torch.tensor(temperature)[own]
 
     def batch():
-        return batch_of(job, job.rows[own], temperature)
+        return batch_of(job, own, temperature)
 
     kept = configs(job)
     for name, value in job.set_in_code.items():

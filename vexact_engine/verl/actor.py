@@ -36,6 +36,7 @@ from verl.utils.device import get_device_name
 from verl.utils.model import convert_weight_keys
 from verl.workers import engine as engines
 from verl.workers.engine import BaseEngine, EngineRegistry
+from verl.workers.engine.fsdp import transformer_impl
 
 from .handed import About, Weights
 
@@ -44,6 +45,7 @@ DEVICES = ("cuda", "cpu")
 OTHERS = ("fsdp", "fsdp_turbo", "megatron", "mindspeed", "torchtitan", "automodel")
 # What stock engines put into a forward for their own fused kernels.
 _FUSED = ("temperature", "return_dict", "labels", "shift_labels", "return_log_probs")
+_OF_IMAGES = ("images_seqlens",)  # which its data path has beside pixels, grids and positions
 _LOG = logging.getLogger(__name__)
 
 
@@ -59,7 +61,7 @@ class AlignedEngine:
             if tu.get_non_tensor_data(data=micro_batch, key=name, default=False):
                 raise NotImplementedError(f"{name}: it needs T x V logits, which the vexact actor never holds")
         inputs, kept = super().prepare_model_inputs(micro_batch)
-        for name in _FUSED:
+        for name in (*_FUSED, *_OF_IMAGES):
             inputs.pop(name, None)
         target, rows = kept["input_ids_rmpad_rolled"], None
         temperature = micro_batch["temperature"]
@@ -106,7 +108,7 @@ class AlignedFSDPEngine(AlignedEngine, engines.FSDPEngineWithLMHead):
         config = copy.deepcopy(self.model_config.hf_config)
         config._attn_implementation = "eager"
         # verl's fused kernels replace the forward of the model's class, for everyone in the process
-        with _changed(self, "model_config", hf_config=config, use_fused_kernels=False):
+        with _changed(self, "model_config", hf_config=config, use_fused_kernels=False), _without_patches(config):
             return super()._build_module()
 
     def _build_fsdp_module(self, module):
@@ -115,6 +117,21 @@ class AlignedFSDPEngine(AlignedEngine, engines.FSDPEngineWithLMHead):
         if self.rank == 0:
             _LOG.info("the model on aligned ops:\n%s", self.aligned.report())
         return super()._build_fsdp_module(module)
+
+
+@contextmanager
+def _without_patches(config) -> Iterator[None]:
+    """Of a model of images verl replaces the forwards, for everyone in the process, with ones that newer transformers
+    do not fit: packed rows and images are our patch's to do."""
+    if config.model_type not in vx.patch.WITH_IMAGES:
+        yield
+        return
+    name, found = "apply_monkey_patch", transformer_impl.apply_monkey_patch
+    setattr(transformer_impl, name, lambda *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        setattr(transformer_impl, name, found)
 
 
 def _veomni_engine() -> type[BaseEngine]:

@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import logging
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from . import check_versions
@@ -27,6 +28,7 @@ from ..errors import WeightsMissing
 from ..handover.receiver import WeightReceiver
 from ..request import Completion
 from ..weights.random import unfilled
+from ..weights.tokenizer import load_image_processor
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +116,8 @@ class Server:
             model = unfilled(given.hf_config, dtype, device, given.generation_config)
         options = {"device": device, "dtype": dtype, "config": self.options, "tokenizer": given.tokenizer}
         engine = Engine.from_pretrained(given.local_path if model is None else model, **options)
+        if engine.images is not None and engine.image_processor is None:
+            engine.image_processor = load_image_processor(Path(given.local_path), given.local_path)
         if model is not None:  # nothing is computed with what stands there
             engine.sleep(level=2, tags=["weights"])
             engine.wake_up(["weights"])
@@ -137,6 +141,7 @@ class Server:
     ) -> TokenOutput:  # fmt: skip
         """One sample of one prompt.
 
+        image_data       PIL images, as many as prompt_ids have places for; each place has one image token, or all
         sampling_params  vLLM's names. Without a seed each call has its own; with full_determinism it follows from
                          rollout.seed, request_id, prompt_ids, global_steps, and how many calls of these came before:
                          verl's loop gives all its requests one id then, and calls n times for n answers. So a prompt
@@ -147,10 +152,15 @@ class Server:
                          the trainer recomputes. A call that is aborted returns what it has
         raises           ValueError, TypeError: what is wrong with this call
         """
-        for name, data in (("image", image_data), ("video", video_data), ("audio", audio_data)):
+        for name, data in (("video", video_data), ("audio", audio_data)):
             if data is not None and len(data):
-                raise ValueError(f"vexact: {name}_data: got some, expected none: prompts are tokens alone")
+                raise ValueError(f"vexact: {name}_data: got some, expected none: prompts are tokens and images")
+        if mm_processor_kwargs:
+            got = ", ".join(sorted(map(str, mm_processor_kwargs)))
+            raise ValueError(f"vexact: mm_processor_kwargs: got {got}, expected none: as the model's processor says")
         ids, asked = normalize_token_ids(prompt_ids), dict(sampling_params)
+        pictures = image_data is not None and len(image_data) > 0
+        prompt = {"prompt_token_ids": ids, "images": list(image_data)} if pictures else ids
         wants_logprobs, teaches = bool(asked.pop("logprobs", False)), asked.pop("prompt_logprobs", None)
         params = self._params(asked, len(ids), request_id)
         if teaches is not None:
@@ -161,7 +171,7 @@ class Server:
             return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields=self._stamp([]))
         if self.config.full_determinism and params.seed is None:
             params = replace(params, seed=self._seed(ids, request_id))
-        (done,) = await self._run([ids], params, request_id)
+        (done,) = await self._run([prompt], params, request_id)
         extra = self._stamp(done.weight_versions) | {"num_cached_tokens": done.metrics.cached_tokens}
         aborted = done.finish_reason == "abort"
         if aborted and self.config.full_determinism:
@@ -175,7 +185,7 @@ class Server:
             stop_reason="aborted" if aborted else "completed", num_preempted=done.metrics.preemptions,
         )  # fmt: skip
 
-    async def _run(self, prompts: list[list[int]], params: SamplingParams, request_id: str) -> list[Completion]:
+    async def _run(self, prompts: list, params: SamplingParams, request_id: str) -> list[Completion]:
         """Known to those who abort, from here to the end."""
         key, ended = f"{request_id}/{next(self._calls)}", asyncio.get_running_loop().create_future()
         names = [f"{key}/{index}" for index in range(len(prompts))]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .config import plain
+from .config import auto_class, plain
 from .hub import check_name
 from .load import Loaded, as_dtype, load, without_weights
 from .partial import Origin, skeleton
@@ -253,11 +253,10 @@ def unfilled(config, dtype: str, device: torch.device | str = "cpu", generation_
     """A model of a config for an engine whose weights an update will bring: what stands there until then means nothing.
     None where it has buffers that are part of a checkpoint: those are read from it.
     """
-    from transformers import AutoModelForCausalLM
 
     def made() -> torch.nn.Module:
         own = copy.deepcopy(config)
-        return AutoModelForCausalLM.from_config(
+        return auto_class(own).from_config(
             own, dtype=as_dtype(dtype, device), attn_implementation="eager", trust_remote_code=False
         )
 

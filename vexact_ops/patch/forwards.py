@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import vexact_ops as vx
 
@@ -157,6 +158,8 @@ def base_forward(
         use_cache = False
     if patch.vision is not None:
         encoded, waiting = images.images_of(patch.vision, self, input_ids, of_images, past > 0)
+        shares = encoded is None and patch.sharded() and not isinstance(given, FakeTensor)
+        nothing = images.of_nothing(patch.vision, self, device) if shares else ()
         if waiting and axes is None:
             if given_positions or cache is not None or vexact_paged is not None:
                 what = "text's alone" if given_positions else "none next to a cache"
@@ -171,6 +174,7 @@ def base_forward(
         batch.give(mask, layout)
     if patch.vision is not None:
         embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
+        embeds = images.touched(embeds, nothing)
         places = position_ids.expand(3, *size) if axes is None and position_ids is not None else axes
         options = {"use_cache": use_cache, patch.cache: cache, **kwargs, "return_dict": True}
         options |= {"attention_mask": mask, "vexact_layout": layout}

@@ -108,6 +108,33 @@ def encode(vision: Vision, model: nn.Module, pixel_values: Tensor, grids: tuple[
     return Encoded(out.pooler_output, tuple(getattr(out, "deepstack_features", None) or ()))
 
 
+class _Touched(torch.autograd.Function):
+    """The first as it is; the others get gradients of 0."""
+
+    @staticmethod
+    def forward(ctx, x, *others):
+        ctx.shapes = [other.shape for other in others]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, *(dy.new_zeros(shape) for shape in ctx.shapes)
+
+
+def of_nothing(vision: Vision, model: nn.Module, device: torch.device) -> tuple[Tensor, ...]:
+    """What the tower makes of an image of nothing: where ranks share its weights all of them have to call it, at the
+    same place, and a batch of one may have no image."""
+    side = 2 * vision.merge
+    nothing = torch.zeros(side * side, vision.width, dtype=torch.float32, device=device)
+    made = encode(vision, model, nothing, ((1, side, side),))
+    return made.rows, *made.deepstack
+
+
+def touched(x: Tensor, rows: tuple[Tensor, ...]) -> Tensor:
+    """The same numbers; a backward pass goes through the rows too."""
+    return _Touched.apply(x, *rows) if rows else x
+
+
 def images_of(
     vision: Vision, model: nn.Module, ids: Tensor | None, given: dict, continued: bool
 ) -> tuple[Encoded | None, dict[int, Waiting]]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 import vexact_ops as vx
 
@@ -183,6 +184,8 @@ def make_tower_forward(output: type) -> Callable:
             x = x.view(-1, block, x.shape[-1])[found.windows.order].view(x.shape)
             places = places.view(2, -1, block)[:, found.windows.order].reshape(2, -1)
         tables, features = self.rotary_pos_emb(places), []
+        if any(isinstance(layer, FSDPModule) for layer in self.blocks):
+            tables = rotary.Tables(*tables)  # which would be rounded on their way into a unit
         taken = list(getattr(self, "deepstack_visual_indexes", ()))
         for i, layer in enumerate(self.blocks):
             by = found if found.windows is None or i in sizes.whole else found.windows

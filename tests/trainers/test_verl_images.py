@@ -1,0 +1,139 @@
+"""verl's FSDP2 engine on models of images, and the rollout's server: log-probabilities of the engine's, byte for byte,
+before and after they trained; micro-batches without an image beside those with some."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vexact_engine import Engine, EngineConfig, SamplingParams
+from vexact_ops.testing import assert_bitwise
+
+from .actor_ranks import Job, run
+from .models import tokenizer
+from .test_verl_rollout import VERLS, Running
+
+sys.path.append(str(Path(__file__).parents[1] / "patch"))
+import image_models
+
+sys.path.pop()
+VOCABULARY = 288
+IMAGE = VOCABULARY - 4
+GRIDS = [[(1, 4, 6)], [], [(1, 2, 2), (1, 4, 4)], [], [], []]  # of each row; the second rank's have none
+FAMILIES = ("qwen3_vl", "qwen3_vl_moe")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    base = tmp_path_factory.mktemp("models")
+    words = tokenizer("qwen3", VOCABULARY)
+    for name in FAMILIES:
+        image_models.tiny(name, torch.bfloat16, VOCABULARY).save_pretrained(base / name)
+        words.save_pretrained(base / name)
+        sizes = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 4096}}
+        kind = {"image_processor_type": "Qwen2VLImageProcessor", "temporal_patch_size": 2}
+        (base / name / "preprocessor_config.json").write_text(json.dumps({**sizes, **kind}))
+    return {name: str(base / name) for name in FAMILIES}
+
+
+def prompts():
+    found = []
+    for i, grids in enumerate(GRIDS):
+        ids = torch.randint(0, 256, (5 + i,), generator=torch.Generator().manual_seed(i)).tolist()
+        for t, h, w in grids:
+            ids += [IMAGE + 2, *[IMAGE] * (t * h * w // 4), IMAGE + 3, 7]
+        given = {"pixel_values": image_models.pixels(grids, i), "image_grid_thw": torch.tensor(grids)} if grids else {}
+        found.append({"prompt_token_ids": ids, **given})
+    return found
+
+
+class Rollout:
+    """What our engine drew, with what the completions have for a trainer."""
+
+    def __init__(self, path, weights=None):
+        params = SamplingParams(max_new_tokens=6, seed=3, prompt_logprobs=True, ignore_eos=True)
+        with Engine.from_pretrained(path, config=EngineConfig(num_pages=128)) as engine:
+            if weights is not None:
+                engine.update_weights(weights, numerics=engine.numerics())
+            self.done = engine.generate(prompts(), params)
+        self.rows = [(c.prompt_ids, c.token_ids) for c in self.done]
+        self.pictures = []
+        for c in self.done:
+            count = len(c.prompt_ids) + len(c.token_ids)
+            text = torch.arange(count)[None]
+            axes = text.expand(3, -1) if c.position_ids is None else c.position_ids
+            given = {"position_ids": torch.cat((text, axes))}
+            if c.pixel_values is not None:
+                frames = c.image_grid_thw[:, 1] * c.image_grid_thw[:, 2]
+                given |= {"pixel_values": c.pixel_values, "image_grid_thw": c.image_grid_thw, "images_seqlens": frames}
+            self.pictures.append(given)
+
+    def every(self):
+        return [torch.tensor([*c.prompt_logprobs[1:], *c.logprobs]) for c in self.done]
+
+
+@pytest.fixture(scope="module")
+def trained(folders, tmp_path_factory):
+    rollouts = {name: Rollout(path) for name, path in folders.items()}
+    jobs = [
+        Job(name, folders[name], rollout.rows, pictures=rollout.pictures, steps=2, data={"micro_batch_size_per_gpu": 1})
+        for name, rollout in rollouts.items()
+    ]
+    return rollouts, run(jobs, tmp_path_factory.mktemp("images") / "run", 2)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_actor_has_the_rollouts_bits(trained, name):
+    rollouts, results = trained
+    result = results[name]
+    for row, expected in zip(result.logprobs, rollouts[name].every()):
+        assert_bitwise(row[:-1].cpu(), expected)
+    for i, step in enumerate(result.trained):
+        if i == 0:
+            found = {tuple(row.tolist()) for row in step}
+            assert found == {tuple(row.tolist()) for row in result.logprobs}
+    assert any(not torch.equal(a, b) for a, b in zip(result.after, result.logprobs))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_trained_weights_and_their_tower_reach_a_rollout(trained, folders, name):
+    _, results = trained
+    weights = {key: value.to(torch.bfloat16) for key, value in results[name].weights.items()}
+    assert any(".visual." in key for key in weights)
+    again = Rollout(folders[name], weights)
+    first = trained[0][name]
+    with Engine.from_pretrained(folders[name], config=EngineConfig(num_pages=128)) as engine:
+        own = dict(engine.model.named_parameters())
+        moved = [key for key, value in weights.items() if ".visual." in key and not torch.equal(own[key], value)]
+    assert moved and [c.token_ids for c in again.done] != [c.token_ids for c in first.done]
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_the_server_takes_images(folders, load_format):
+    """verl's agent loop gives PIL images and ids that have all pads already; one of them for each place."""
+    pictures = pytest.importorskip("PIL.Image")
+    path = folders["qwen3_vl"]
+    picture = pictures.frombytes("RGB", (24, 16), bytes(i * 7 % 256 for i in range(24 * 16 * 3)))
+    ids = [5, IMAGE + 2, *[IMAGE] * 6, IMAGE + 3, 7]
+    asked = {**VERLS, "seed": 3, "max_tokens": 5}
+    with Engine.from_pretrained(path, config=EngineConfig(num_pages=64)) as engine:
+        (expected,) = engine.generate(
+            [{"prompt_token_ids": ids, "images": [picture]}], SamplingParams(max_new_tokens=5, seed=3, ignore_eos=True)
+        )
+        weights = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+    with Running(path, mode="STANDALONE" if load_format == "auto" else "HYBRID", load_format=load_format) as running:
+        server = running.server
+        if load_format == "dummy":
+            server.engine.update_weights(weights, numerics=server.engine.numerics())
+        done = running.call(server.generate(ids, asked, "r", image_data=[picture]))
+        assert done.token_ids == expected.token_ids and done.log_probs == expected.logprobs
+        for given, said in (
+            ({"image_data": [picture, picture]}, "images: got 2, but the prompt has a place for 1"),
+            ({"image_data": [picture], "video_data": [3]}, "video_data: got some"),
+            ({"image_data": [3]}, r"images\[0\]: got a int"),
+            ({"mm_processor_kwargs": {"max_pixels": 4}}, "mm_processor_kwargs: got max_pixels"),
+        ):
+            with pytest.raises((ValueError, TypeError), match=said):
+                running.call(server.generate(ids, asked, "r", **given))
