@@ -162,7 +162,8 @@ def test_known_sizes_are_those_of_the_benchmarks():
             "intermediate_size", config.get("shared_expert_intermediate_size")
         )  # no layer has an MLP alone
         assert {k: getattr(shape, k) for k in names} == {k: config[v] for k, v in names.items()}, name
-        experts = config.get("num_experts", config.get("n_routed_experts", 0))
+        counts = (config.get(name) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
+        experts = next((count for count in counts if count), 0)
         assert (shape.E, shape.top_k) == (experts, config.get("num_experts_per_tok", 0)), name
 
 

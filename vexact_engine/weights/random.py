@@ -50,11 +50,19 @@ def _hybrid(kind: str, hidden: int, layers: int, kv_heads: int, **options) -> di
 
 
 def _gpt_oss(layers: int, experts: int) -> dict:
-    """As its config.json says; what it does not say are the class's own numbers."""
     return {
         "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
         "num_hidden_layers": layers,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
         "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "max_position_embeddings": 131072,  # by YaRN, from 4,096, as the class has it
         "bos_token_id": 199998,
         "eos_token_id": 200002,
         "pad_token_id": 199999,

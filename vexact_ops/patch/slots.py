@@ -53,7 +53,7 @@ def is_of_veomni(loss: Callable) -> bool:
 class _Empty:
     """A slot that holds nothing: the class's own code runs."""
 
-    use_non_eager_impl = False
+    use_non_eager_impl, use_eager_impl = False, True
 
 
 def without_slots(function: Callable) -> Callable:
