@@ -97,7 +97,7 @@ def _products(device: str, half: bool) -> Iterator[Case]:
         yield "grouped_linear", f"{sum(sizes)}x{n}x{k}", grouped
 
     for tokens, hidden, width in ((1, 64, 24), (19, 70, 33), (150, 256, 128)):
-        for activation in ("silu", "gelu_tanh"):
+        for activation in ("silu", "gelu_tanh", "swigluoai"):
 
             def moe(make, tokens=tokens, hidden=hidden, width=width, activation=activation):
                 experts, k = 6, 3
@@ -105,12 +105,15 @@ def _products(device: str, half: bool) -> Iterator[Case]:
                 up, down = make.values(experts, 2 * width, hidden), make.values(experts, hidden, width)
                 weights = make.values(tokens, k).abs().float()
                 ids = make.distinct(tokens, k, experts)
+                clamped = activation == "swigluoai"
+                biases = (make.values(experts, 2 * width, high=3), make.values(experts, hidden)) if clamped else ()
 
-                def fn(x, up, down, weights):
-                    return vx.fused_moe(x, up, down, weights, ids, activation=activation)
+                def fn(x, up, down, weights, *biases):
+                    more = dict(zip(("gate_up_bias", "down_bias"), biases))
+                    return vx.fused_moe(x, up, down, weights, ids, activation=activation, **more)
 
-                hard = fn(make.hard(tokens, hidden), up, down, weights)
-                return [*with_grads(make, fn, x, up, down, weights), hard]
+                hard = fn(make.hard(tokens, hidden), up, down, weights, *biases)
+                return [*with_grads(make, fn, x, up, down, weights, *biases), hard]
 
             yield "fused_moe", f"{activation} {tokens}x{hidden}x{width}", moe
 

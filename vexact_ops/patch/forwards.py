@@ -158,7 +158,7 @@ def base_forward(
         use_cache = False
     if patch.vision is not None:
         encoded, waiting = images.images_of(patch.vision, self, input_ids, of_images, past > 0)
-        shares = encoded is None and patch.sharded() and not isinstance(given, FakeTensor)
+        shares = encoded is None and past == 0 and patch.sharded() and not isinstance(given, FakeTensor)
         nothing = images.of_nothing(patch.vision, self, device) if shares else ()
         if waiting and axes is None:
             if given_positions or cache is not None or vexact_paged is not None:
