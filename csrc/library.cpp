@@ -61,8 +61,9 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("moe_scatter(Tensor x, Tensor position, Tensor(a!) out) -> ()");
   m.def("moe_combine(Tensor y, Tensor position, Tensor? weights, Tensor(a!) out) -> ()");
   m.def("moe_gate_bwd(Tensor h, Tensor da, Tensor order, Tensor weights, Tensor offsets, bool gelu, Tensor(a!) dh, Tensor(b!) scaled, Tensor(c!) dweights) -> ()");
+  m.def("moe_add_bias(Tensor(a!) y, Tensor bias, Tensor ids, Tensor order, Tensor offsets) -> ()");
   m.def("moe_swiglu_fwd(Tensor h, Tensor bias, Tensor ids, Tensor order, Tensor offsets, Tensor(a!) a) -> ()");
-  m.def("moe_swiglu_bwd(Tensor h, Tensor bias, Tensor da, Tensor ids, Tensor order, Tensor weights, Tensor offsets, Tensor(a!) dh, Tensor(b!) scaled, Tensor(c!) dweights) -> ()");
+  m.def("moe_swiglu_bwd(Tensor h, Tensor bias, Tensor da, Tensor of_bias, Tensor ids, Tensor order, Tensor weights, Tensor offsets, Tensor(a!) dh, Tensor(b!) scaled, Tensor(c!) dweights) -> ()");
 
   // rmsnorm
   m.def("rmsnorm_fwd(Tensor x, Tensor weight, Tensor? residual, float eps, bool gemma, Tensor(a!) y, Tensor(b!)? new_residual, Tensor(c!) rstd) -> ()");

@@ -58,21 +58,38 @@ void moe_gate_bwd(Tensor h, Tensor da, Tensor order, Tensor weights, Tensor offs
                          mutable_data(dh), mutable_data(scaled), floats(dweights, "dweights", slots)});
 }
 
-// The rows of h that have a slot, and what moe_swiglu reads of them; a is written.
-MoeSwiglu swiglu_of(const Tensor& h, const Tensor& bias, const Tensor& ids, const Tensor& order, const Tensor& offsets,
-                    Tensor& a) {
-  const int64_t all = a.size(0), n = a.size(1), slots = order.numel(), experts = offsets.numel() - 1;
+// How many rows have a slot, whose expert is one: looked at, for a bias is read there.
+int64_t placed_rows(const Tensor& ids, const Tensor& order, const Tensor& offsets, int64_t all) {
+  const int64_t slots = order.numel(), experts = offsets.numel() - 1;
   const int64_t rows = experts < 0 ? 0 : ints(offsets, "offsets", experts + 1)[experts];
   STD_TORCH_CHECK(rows >= 0 && rows <= all && all == slots, "offsets: expected an end from 0 to ", all);
-  const Dtype dtype = dtype_of(h, "h");
-  contiguous(h, "h", all, 2 * n), contiguous(a, "a", all, n), contiguous(bias, "bias", experts, 2 * n);
-  for (const Tensor& t : {bias, a}) STD_TORCH_CHECK(dtype_of(t, "bias, a") == dtype, "bias, a: expected h's dtype");
   const int32_t *p = ints(order, "order", slots), *e = ints(ids, "ids", slots);
   for (int64_t i = 0; i < rows; ++i) {
     STD_TORCH_CHECK(p[i] >= 0 && p[i] < slots, "order: expected 0 to ", slots - 1);
     STD_TORCH_CHECK(e[p[i]] >= 0 && e[p[i]] < experts, "ids: expected 0 to ", experts - 1);
   }
-  return {dtype, rows, n, data(h), data(bias), e, p, mutable_data(a)};
+  return rows;
+}
+
+void moe_add_bias(Tensor y, Tensor bias, Tensor ids, Tensor order, Tensor offsets) {
+  const int64_t all = y.size(0), n = y.size(1), slots = order.numel();
+  const int64_t rows = placed_rows(ids, order, offsets, all);
+  const Dtype dtype = dtype_of(y, "y");
+  contiguous(y, "y", all, n), contiguous(bias, "bias", offsets.numel() - 1, n);
+  STD_TORCH_CHECK(dtype_of(bias, "bias") == dtype, "bias: expected y's dtype");
+  VX_CALL(moe_add_bias, {dtype, rows, n, mutable_data(y), data(bias), ints(ids, "ids", slots),
+                         ints(order, "order", slots)});
+}
+
+// What moe_swiglu reads of the rows of h that have a slot; a is written.
+MoeSwiglu swiglu_of(const Tensor& h, const Tensor& bias, const Tensor& ids, const Tensor& order, const Tensor& offsets,
+                    Tensor& a) {
+  const int64_t all = a.size(0), n = a.size(1), slots = order.numel();
+  const int64_t rows = placed_rows(ids, order, offsets, all);
+  const Dtype dtype = dtype_of(h, "h");
+  contiguous(h, "h", all, 2 * n), contiguous(a, "a", all, n), contiguous(bias, "bias", offsets.numel() - 1, 2 * n);
+  for (const Tensor& t : {bias, a}) STD_TORCH_CHECK(dtype_of(t, "bias, a") == dtype, "bias, a: expected h's dtype");
+  return {dtype, rows, n, data(h), data(bias), ints(ids, "ids", slots), ints(order, "order", slots), mutable_data(a)};
 }
 
 void moe_swiglu_fwd(Tensor h, Tensor bias, Tensor ids, Tensor order, Tensor offsets, Tensor a) {
@@ -80,13 +97,14 @@ void moe_swiglu_fwd(Tensor h, Tensor bias, Tensor ids, Tensor order, Tensor offs
   VX_CALL(moe_swiglu_fwd, of);
 }
 
-void moe_swiglu_bwd(Tensor h, Tensor bias, Tensor da, Tensor ids, Tensor order, Tensor weights, Tensor offsets,
-                    Tensor dh, Tensor scaled, Tensor dweights) {
+void moe_swiglu_bwd(Tensor h, Tensor bias, Tensor da, Tensor of_bias, Tensor ids, Tensor order, Tensor weights,
+                    Tensor offsets, Tensor dh, Tensor scaled, Tensor dweights) {
   const MoeSwiglu of = swiglu_of(h, bias, ids, order, offsets, scaled);
   const int64_t all = scaled.size(0), slots = order.numel();
-  contiguous(da, "da", all, of.n), contiguous(dh, "dh", all, 2 * of.n);
-  for (const Tensor& t : {da, dh}) STD_TORCH_CHECK(dtype_of(t, "da, dh") == of.dtype, "da, dh: expected h's dtype");
-  VX_CALL(moe_swiglu_bwd, {of, data(da), floats(weights, "weights", slots), mutable_data(dh),
+  contiguous(da, "da", all, of.n), contiguous(of_bias, "of_bias", all, 1), contiguous(dh, "dh", all, 2 * of.n);
+  for (const Tensor& t : {da, of_bias, dh})
+    STD_TORCH_CHECK(dtype_of(t, "da, of_bias, dh") == of.dtype, "da, of_bias, dh: expected h's dtype");
+  VX_CALL(moe_swiglu_bwd, {of, data(da), data(of_bias), floats(weights, "weights", slots), mutable_data(dh),
                            floats(dweights, "dweights", slots)});
 }
 
@@ -98,6 +116,7 @@ STABLE_TORCH_LIBRARY_IMPL(vexact_native, CPU, m) {
   m.impl("moe_gather", VX_BOX(&vx::moe_gather));
   m.impl("moe_combine", VX_BOX(&vx::moe_combine));
   m.impl("moe_gate_bwd", VX_BOX(&vx::moe_gate_bwd));
+  m.impl("moe_add_bias", VX_BOX(&vx::moe_add_bias));
   m.impl("moe_swiglu_fwd", VX_BOX(&vx::moe_swiglu_fwd));
   m.impl("moe_swiglu_bwd", VX_BOX(&vx::moe_swiglu_bwd));
 }

@@ -78,6 +78,19 @@ VX_INLINE int64_t bias_row(const MoeSwiglu& a, int64_t row) {
 }
 
 template <class T>
+void add_bias(const MoeAddBias& a) {
+  parallel_for(0, a.rows, 1 + 16384 / (a.n + 1), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      T* y = static_cast<T*>(a.y) + row * a.n;
+      const T* bias = static_cast<const T*>(a.bias) + int64_t(a.ids[a.order[row]]) * a.n;
+      for_chunks(a.n, [&](int64_t i, int lanes) {  // order: elementwise
+        store_lanes(y + i, load_lanes(y + i, lanes) + load_lanes(bias + i, lanes), lanes);
+      });
+    }
+  });
+}
+
+template <class T>
 void swiglu_fwd(const MoeSwiglu& a) {
   parallel_for(0, a.rows, 1 + 8192 / (a.n + 1), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
@@ -116,7 +129,7 @@ void swiglu_bwd(const MoeSwigluBwd& b) {
         store_lanes(du, select(at.u_out, zero(), dw * silu), lanes);
         for (int j = 0; j < lanes; ++j) dh[2 * (i + j)] = dg[j], dh[2 * (i + j) + 1] = du[j];
       });
-      b.dweights[slot] = sum_lanes(sum);
+      b.dweights[slot] = sum_lanes(sum) + sum_lanes(load_lanes(static_cast<const T*>(b.of_bias) + row, 1));
     }
   });
 }
@@ -151,6 +164,7 @@ void moe_gather(const MoeGather& a) {
 void moe_combine(const MoeCombine& a) { a.dtype == Dtype::f32 ? combine<float>(a) : combine<bf16>(a); }
 void moe_gate_bwd(const MoeGateBwd& a) { a.dtype == Dtype::f32 ? gate_bwd<float>(a) : gate_bwd<bf16>(a); }
 
+void moe_add_bias(const MoeAddBias& a) { a.dtype == Dtype::f32 ? add_bias<float>(a) : add_bias<bf16>(a); }
 void moe_swiglu_fwd(const MoeSwiglu& a) { a.dtype == Dtype::f32 ? swiglu_fwd<float>(a) : swiglu_fwd<bf16>(a); }
 void moe_swiglu_bwd(const MoeSwigluBwd& a) { a.of.dtype == Dtype::f32 ? swiglu_bwd<float>(a) : swiglu_bwd<bf16>(a); }
 

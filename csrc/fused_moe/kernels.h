@@ -57,9 +57,18 @@ struct MoeSwiglu {
   void* a;                      // (rows, n)
 };
 
+struct MoeAddBias {  // y[row] += bias[expert], rounded
+  Dtype dtype;
+  int64_t rows, n;
+  void* y;
+  const void* bias;
+  const int32_t *ids, *order;
+};
+
 struct MoeSwigluBwd {
   MoeSwiglu of;          // of.a: weight * a
   const void* da;        // (rows, n): not yet times the weight
+  const void* of_bias;   // (rows, 1): what the second bias adds to the gradient of the weight
   const float* weights;  // (slots,)
   void* dh;              // (rows, 2 n)
   float* dweights;       // (slots,): the slots that have a row
@@ -73,3 +82,4 @@ VX_DECLARE_KERNEL(void moe_combine(const MoeCombine& a))
 VX_DECLARE_KERNEL(void moe_gate_bwd(const MoeGateBwd& a))
 VX_DECLARE_KERNEL(void moe_swiglu_fwd(const MoeSwiglu& a))
 VX_DECLARE_KERNEL(void moe_swiglu_bwd(const MoeSwigluBwd& a))
+VX_DECLARE_KERNEL(void moe_add_bias(const MoeAddBias& a))

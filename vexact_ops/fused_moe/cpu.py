@@ -69,16 +69,17 @@ def swiglu_fwd(h: Tensor, bias: Tensor, ids: Tensor, order: Tensor, offsets: Ten
 
 
 def swiglu_bwd(
-    h: Tensor, bias: Tensor, da: Tensor, ids: Tensor, order: Tensor, weights: Tensor, offsets: Tensor
+    h: Tensor, bias: Tensor, da: Tensor, of_bias: Tensor, ids: Tensor, order: Tensor, weights: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dh, weight * a, dweights but for what the second bias adds."""
+    """dh, weight * a, dweights; of_bias (R, 1): what the second bias adds to these."""
     dh, scaled, dweights = torch.empty_like(h), torch.empty_like(da), torch.zeros_like(weights)
-    native.ops().moe_swiglu_bwd(h, bias, da, ids, order, weights, offsets, dh, scaled, dweights)
+    native.ops().moe_swiglu_bwd(h, bias, da, of_bias, ids, order, weights, offsets, dh, scaled, dweights)
     return dh, scaled, dweights
 
 
-def combine_biased(y: Tensor, bias: Tensor, position: Tensor, weights: Tensor, ids: Tensor, order: Tensor) -> Tensor:
+def combine_biased(
+    y: Tensor, bias: Tensor, position: Tensor, weights: Tensor, ids: Tensor, order: Tensor, offsets: Tensor
+) -> Tensor:
     """y is no more."""
-    if len(y):
-        y += bias[ids.flatten()[order.long()].long().clamp(0, len(bias) - 1)]
+    native.ops().moe_add_bias(y, bias, ids, order, offsets)
     return _combine(y, position, weights, ids.shape[0])

@@ -1,6 +1,5 @@
 """fused_moe of gpt-oss's experts: projections with biases, and a gate between limits (op.py has the contract)."""
 
-import torch
 from torch import Tensor
 
 from .._core import check
@@ -28,7 +27,7 @@ def rows(x, gate_up, down, gate_up_bias, down_bias, weights, ids, keep, backend,
     a = a if between is None else between(a)
     y = room.grouped_linear_fwd(a, down, offsets)
     del a
-    out = room.combine_biased(y, down_bias.contiguous(), position, weights, ids, order)
+    out = room.combine_biased(y, down_bias.contiguous(), position, weights, ids, order, offsets)
     return out, h, offsets, order, position
 
 
@@ -68,12 +67,9 @@ def _bwd(
     weights, ids, down_bias = weights.contiguous(), ids.contiguous(), down_bias.contiguous()
     read, *through = room.read(dy, offsets, order, position)
     da = room.grouped_linear_dx(read, down, offsets, *through)
-    dh, scaled, dweights = room.swiglu_bwd(h, gate_up_bias.contiguous(), da, ids, order, weights, offsets)
-    del da
-    of_bias = canonical.grouped_linear_fwd(read, down_bias[:, None], offsets, *through).flatten().float()
-    if len(of_bias):
-        of_bias = torch.where(position >= 0, of_bias[position.clamp(min=0).long()], 0.0)
-    dweights = dweights + of_bias.view_as(dweights)
+    of_bias = canonical.grouped_linear_fwd(read, down_bias[:, None], offsets, *through)
+    dh, scaled, dweights = room.swiglu_bwd(h, gate_up_bias.contiguous(), da, of_bias, ids, order, weights, offsets)
+    del da, of_bias
     dx = dgate_up = ddown = dgate_up_bias = ddown_bias = None
     if need_ddown:
         ddown = _dweight(room, read, scaled, offsets, through, "dy")

@@ -195,7 +195,7 @@ def _swiglu_fwd_kernel(h, bias, ids, order, offsets, a, n, E, BLOCK: tl.constexp
 
 @triton.jit(do_not_specialize_on_alignment=["weights", "ids"])
 def _swiglu_bwd_kernel(
-    h, bias, da, ids, order, weights, offsets, dh, scaled, dweights, n, E, BLOCK: tl.constexpr
+    h, bias, da, of_bias, ids, order, weights, offsets, dh, scaled, dweights, n, E, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(offsets + E):
@@ -220,7 +220,9 @@ def _swiglu_bwd_kernel(
         both = 2 * start + tl.arange(0, 2 * BLOCK)
         pairs = tl.reshape(tl.join(dg, du), [2 * BLOCK]).to(h.dtype.element_ty)
         tl.store(dh + row * 2 * n + both, pairs, mask=both < 2 * n)
-    tl.store(dweights + slot + tl.arange(0, 1), tl.reshape(tree_sum(tl.reshape(lanes, [1, BLOCK])), [1]))
+    total = tl.reshape(tree_sum(tl.reshape(lanes, [1, BLOCK])), [1])
+    one = tl.arange(0, 1)
+    tl.store(dweights + slot + one, total + tl.load(of_bias + row + one).to(tl.float32))
 
 
 def read(x: Tensor, offsets: Tensor, order: Tensor, position: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -240,18 +242,20 @@ def swiglu_fwd(h: Tensor, bias: Tensor, ids: Tensor, order: Tensor, offsets: Ten
 
 
 def swiglu_bwd(
-    h: Tensor, bias: Tensor, da: Tensor, ids: Tensor, order: Tensor, weights: Tensor, offsets: Tensor
+    h: Tensor, bias: Tensor, da: Tensor, of_bias: Tensor, ids: Tensor, order: Tensor, weights: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dh, weight * a, dweights but for what the second bias adds."""
+    """dh, weight * a, dweights; of_bias (R, 1): what the second bias adds to these."""
     dh, scaled, dweights = torch.empty_like(h), torch.empty_like(da), torch.zeros_like(weights)
     if da.numel():
         with on(h):
             _swiglu_bwd_kernel[(h.shape[0],)](
-                h, bias, da, ids, order, weights, offsets, dh, scaled, dweights, da.shape[1], bias.shape[0],
+                h, bias, da, of_bias, ids, order, weights, offsets, dh, scaled, dweights, da.shape[1], bias.shape[0],
                 BLOCK=chunk(da.shape[1], 1024), num_warps=4, **OPTIONS,
             )  # fmt: skip
     return dh, scaled, dweights
 
 
-def combine_biased(y: Tensor, bias: Tensor, position: Tensor, weights: Tensor, ids: Tensor, order: Tensor) -> Tensor:
+def combine_biased(
+    y: Tensor, bias: Tensor, position: Tensor, weights: Tensor, ids: Tensor, order: Tensor, offsets: Tensor
+) -> Tensor:
     return _combine(y, position, weights, ids.shape[0], bias, ids)
