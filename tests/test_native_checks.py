@@ -121,9 +121,19 @@ def cases(t, device):
     }
     target, workspace = i(0, 7, 599, dtype=I64), f(2, 7)
     head = x(3, 8), x(600, 8), target, f(3), 0.0
+    experts = i(0, 0, 1, 1, 1, 1)
     return {
         **(found | moe | varlen | linear),
         "moe_gather": ((x(3, 8), order, x(6, 8)), {}),
+        "moe_add_bias": ((x(6, 8), x(2, 8), experts, order, ends), {}),
+        "moe_swiglu_fwd": ((x(6, 16), x(2, 16), experts, order, ends, x(6, 8)), {}),
+        "moe_swiglu_bwd": (
+            (
+                *(x(6, 16), x(2, 16), x(6, 8), x(6, 1), experts, order, f(3, 2), ends),
+                *(x(6, 16), x(6, 8), f(3, 2)),
+            ),
+            {},
+        ),
         "moe_route_fwd": ((x(3, 8), 2, False, True, 0, 0, f(8), 1.0, f(3, 2), i(*[0] * 6).view(3, 2)), {0: either}),
         "moe_route_bwd": ((f(3, 2), x(3, 8), f(3, 2), i(*[1] * 6).view(3, 2), False, True, 1.0, x(3, 8)), {}),
         "layer_norm_fwd": ((x(3, 8), x(8), x(8), x(3, 8), 1e-6, x(3, 8), x(3, 8), f(3), f(3)), {}),
