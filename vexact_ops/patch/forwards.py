@@ -91,7 +91,7 @@ def base_forward(
         patch.check()
     of_images = {}
     if patch.vision is not None:
-        of_images = {n: kwargs.pop(n) for n in (*images.ARGUMENTS, *images.VIDEOS) if n in kwargs}
+        of_images = {n: kwargs.pop(n) for n in (*images.ARGUMENTS, *images.VIDEOS, *images.MASKS) if n in kwargs}
     refuse_unknown(self, patch, kwargs)
     cache = one_cache(cache, past_key_values)
     given = input_ids if input_ids is not None else inputs_embeds

@@ -12,6 +12,7 @@ from .description import Images
 from .grids import Clip, Grid, Waiting, axes_of, grids_of, real
 
 ARGUMENTS = ("pixel_values", "image_grid_thw", "mm_token_type_ids", "vexact_images", "mm_encoder_outputs")
+MASKS = ("image_mask", "video_mask", "multimodal_metadata")  # that VeOmni's collators make of the same ids and grids
 VIDEOS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 
 
@@ -143,6 +144,10 @@ def images_of(
 
     continued  there is a cache: generation hands on the grids of images that are in it
     """
+    for kind, token in (("image", vision.token), ("video", vision.video)):
+        mask, known = given.get(f"{kind}_mask"), ids is not None and not isinstance(ids, FakeTensor)
+        if mask is not None and known and not torch.equal(mask.to(torch.bool), ids == (-1 if token is None else token)):
+            raise ValueError(f"{kind}_mask: got another one than input_ids have {kind} tokens (id {token})")
     if given.get("mm_encoder_outputs") is not None:
         raise ValueError("mm_encoder_outputs: got some, expected none: images are encoded here")
     if (ready := given.get("vexact_images")) is not None:

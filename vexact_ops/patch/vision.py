@@ -25,6 +25,7 @@ from .batch import heads_last
 from .grids import Grid, Lattice, axes_of, grids_of, lattice, patches, tokens
 from .images import Vision, compute, images_of
 from .pieces import NotCovered, agree, class_of, random, run_stock, twin
+from .slots import without_slots
 
 TURN = "apply_rotary_pos_emb_vision"
 
@@ -100,7 +101,7 @@ def image_attention_forward(cls: type) -> Callable:
     scope["get_max_seqlen"] = lambda cu_seqlens, *args, **kwargs: None
     if TURN not in original.__code__.co_names:
         raise NotCovered(f"attention of images without {TURN}")
-    _check_turn(scope[TURN])
+    _check_turn(without_slots(scope[TURN]))
     scope[TURN] = vx.rope
     forward = types.FunctionType(
         original.__code__, scope, original.__name__, original.__defaults__, original.__closure__
@@ -113,7 +114,8 @@ def image_attention_forward(cls: type) -> Callable:
 def _check_turn(apply: Callable) -> None:
     q, k, angle = random(5, 2, 12, seed=1), random(5, 2, 12, seed=2), random(5, 6, seed=3)
     cos, sin = (torch.cat((f(angle), f(angle)), -1) for f in (torch.cos, torch.sin))
-    if list(inspect.signature(apply).parameters) != ["q", "k", "cos", "sin"]:
+    first, others = itertools.islice(takes := inspect.signature(apply).parameters, 4), list(takes.values())[4:]
+    if [*first] != ["q", "k", "cos", "sin"] or any(p.default is p.empty for p in others):
         raise NotCovered(f"{TURN} takes other arguments than q, k, cos, sin")
     got = apply(q, k, cos, sin)
     if not all(agree(g, e, 1e-5) for g, e in zip(got, rope_ref(q, k, cos, sin))):
@@ -167,6 +169,11 @@ def interpolated(table: Callable[[Tensor], Tensor], taps: Tensor, weights: Tenso
     return total
 
 
+@functools.cache
+def _takes_longest(cls: type) -> bool:
+    return "max_seqlen" in inspect.signature(inspect.unwrap(cls.forward)).parameters
+
+
 def make_tower_forward(output: type) -> Callable:
     def tower_forward(self, hidden_states, grid_thw, return_dict=True, **kwargs):
         """(N, channels * patch) pixels of all images to a row for each token."""
@@ -189,7 +196,8 @@ def make_tower_forward(output: type) -> Callable:
         taken = list(getattr(self, "deepstack_visual_indexes", ()))
         for i, layer in enumerate(self.blocks):
             by = found if found.windows is None or i in sizes.whole else found.windows
-            x = layer(x, cu_seqlens=by.cu_seqlens, position_embeddings=tables, vexact_longest=by.longest)
+            more = {"max_seqlen": by.longest} if _takes_longest(class_of(layer)) else {}  # VeOmni's
+            x = layer(x, cu_seqlens=by.cu_seqlens, position_embeddings=tables, vexact_longest=by.longest, **more)
             if i in taken:
                 features.append(self.deepstack_merger_list[taken.index(i)](x))
         merged = self.merger(x)
