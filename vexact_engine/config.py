@@ -203,7 +203,7 @@ class EngineConfig:
 
     @property
     def processes(self) -> int:
-        """That an engine computes in, each on a device of its own."""
+        """Number of processes that an engine computes in, each on a device of its own."""
         return self.pipeline_parallel_size * self.tensor_parallel_size
 
     @property

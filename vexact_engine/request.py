@@ -445,7 +445,7 @@ def check_name(method: str, request_id: str) -> None:
 
 
 def check_ids(prompt_ids: list[int], vocab_size: int) -> None:
-    """That these are a prompt of a model. ValueError where they are not."""
+    """Check that a model takes these as a prompt. ValueError where it does not."""
     if not prompt_ids:
         raise ValueError("prompt_ids is empty, expected at least one token id")
     if (least := min(prompt_ids)) < 0:

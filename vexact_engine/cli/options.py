@@ -296,7 +296,7 @@ def load_in_stages(args, device, config):
 
 
 def tokenizer_of(args) -> dict:
-    """As loaders take it."""
+    """The tokenizer options of the loaders."""
     chosen = False if args.tokenizer == "none" else args.tokenizer
     return {"tokenizer": chosen, "trust_remote_code": args.trust_remote_code}
 

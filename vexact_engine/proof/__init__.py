@@ -1,1 +1,1 @@
-"""That rollout and training agree, asked of a model and shown to people; and what this machine can run."""
+"""Shows that a model's rollout and training agree, and says what this machine can run."""

@@ -53,7 +53,7 @@ def line(side: str, step: dict[str, Any], steps: int) -> str:
 
 
 def tokens_per_step(step: dict[str, Any]) -> float:
-    """That an answer gets in a step of the engine: 1 without drafts."""
+    """Tokens that an answer gets in a step of the engine: 1 without drafts."""
     return step["tokens"] / max(1, step["tokens"] - step["accepted"])
 
 

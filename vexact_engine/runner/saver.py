@@ -172,7 +172,7 @@ class _Cuda:
         return torch.cuda.use_mem_pool(pool, self.device)
 
     def nbytes(self, pool_id: tuple[int, int]) -> int:
-        """That torch has taken for it."""
+        """Bytes that torch has taken for the pool."""
         segments = torch.cuda.memory_snapshot()
         return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(pool_id))
 

@@ -276,7 +276,7 @@ class Memory:
 
     @property
     def _graphs_stay(self) -> bool:
-        """Whether what is recorded holds as it is, wherever memory goes and comes."""
+        """Whether graphs stay valid while memory is given back and taken again."""
         return bool(self.runner.regions) and self.runner.graphs.captured
 
     def held(self) -> int | None:

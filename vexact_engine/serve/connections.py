@@ -18,7 +18,7 @@ _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def most_connections(wanted: int | None) -> int:
-    """As many as may be open: what is wanted, or what the limit of this process's files leaves."""
+    """The most connections that may be open: those wanted, or those that the limit of open files leaves."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if wanted is not None or files == resource.RLIM_INFINITY:
         return _MOST if wanted is None else wanted

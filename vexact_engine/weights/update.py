@@ -260,7 +260,7 @@ class Update:
                     raise ValueError(f"update_weights: {first} and {given} are tied, but hold different values")
 
     def note(self, given: str, value: "Tensor | Spec | Piece") -> tuple[Tensor, str]:
-        """That it comes, as `write` checks it: where it goes, and the name that has brought the same memory before."""
+        """Record that a tensor comes, checked as `write` does: its target, and who brought that memory before."""
         name = self.places.old.get(given, given)
         target = self._target(given, name, value)
         kind = value.values if isinstance(value, Piece) else value

@@ -198,8 +198,10 @@ def shared(
 
 
 def check_cu(name: str, cu_seqlens: Tensor, tokens: int, look: bool = True) -> None:
-    """That these are where sequences begin in a row of so many tokens, and its end. Without `look` the values are read
-    where they lie in the host's memory alone: for a GPU's it would have to wait."""
+    """Check that these are the offsets of a row's sequences: from 0, ascending, to its number of tokens.
+
+    look   False: values on a GPU are not read, for that would wait for it
+    """
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"{name}: got a {type(cu_seqlens).__name__}, expected a tensor")
     if cu_seqlens.dim() != 1 or not len(cu_seqlens) or cu_seqlens.dtype not in (torch.int32, torch.int64):

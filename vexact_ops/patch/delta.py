@@ -203,7 +203,7 @@ def by_head(qkvz: Tensor, ba: Tensor, heads: int, k_dim: int, v_dim: int) -> tup
 
 
 def _check(module: nn.Module, names: tuple[str, ...]) -> None:
-    """That it computes what the ops do, by its own forward on a small float64 twin."""
+    """Run its own forward on a small float64 twin: it has to compute what the ops do."""
     sizes = dict(_SIZES)
     hv, hk, dk, dv, taps = sizes.values()
     sizes |= {"hidden_size": _HIDDEN, "key_dim": hk * dk, "value_dim": hv * dv, "conv_dim": 2 * hk * dk + hv * dv}
