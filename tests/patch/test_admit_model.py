@@ -75,6 +75,19 @@ def test_what_an_engine_joins_is_said_by_the_description():
     assert {Matrix(20, 32), Matrix(32, 32)} <= set(needs_of(config_of("deepseek_v3")).matrices) - set(latent.matrices)
 
 
+def test_what_patching_would_want_to_know_or_refuse_is_not_asked():
+    """Factors of longrope, which change no shape; a dropout, an activation that has no aligned form."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 2, "long_factor": [2.0] * 2}
+    sizes = {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
+    of_long = needs_of(config_of("phi3", rope_parameters=rope, head_dim=8, **sizes))
+    assert of_long == needs_of(config_of("phi3", head_dim=8))
+    dropped = config_of("llama")
+    dropped.attention_dropout = 0.5
+    assert needs_of(dropped) == needs_of(config_of("llama"))
+    odd = needs_of(config_of("llama", hidden_act="tanh"))
+    assert {Matrix(32, 48), Matrix(48, 32)} <= set(odd.matrices) and odd.attention == (Heads(4, 2, 16, 16),)
+
+
 def test_a_loaded_model_and_a_patched_one_need_what_the_config_says():
     model = AutoModelForCausalLM.from_config(QWEN3)
     assert needs_of(model) == needs_of(QWEN3)

@@ -46,9 +46,8 @@ def forking(env, folder):
         fd = listener.fileno()
         command = [sys.executable, "-m", "trainers.workers", str(fd)]
         server = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, cwd="/", pass_fds=[fd])
-    with server:
+    with server:  # which ends with its stdin
         yield f"{sys.executable} -I -S {__file__} {path}"
-        server.stdin.close()  # which ends it
 
 
 # What Ray starts

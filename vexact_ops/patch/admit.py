@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,10 +24,8 @@ from .describe import ROUTED, read
 from .description import Attention, GatedDelta, Latent, Linear, Mlp, NotDescribed
 from .description import Mixture as Routed
 from .report import table
+from .state import Patch
 from .trace import Value, hidden_states, values_of
-
-if TYPE_CHECKING:
-    from .hf import Handle
 
 WINDOW = 9  # its place among attention_varlen's arguments
 
@@ -158,13 +156,18 @@ def needs_of(model: Any, joined: bool = False) -> Needs:
 
     model    one that `empty_of` has made is taken as it is
     joined   without products that an engine has as columns of another one
-    raises   UnsupportedModule as patch.hf does
-    """
-    from .hf import hf
 
+    Modules that patch.hf would refuse have no part in it, and nothing is audited: that is done where the model is used.
+    """
     made = isinstance(model, nn.Module) and all(p.is_meta for p in model.parameters())
-    with hf(model if made else empty_of(model), training=False) as handle:
-        return _needs(handle, joined)
+    options = {"kv_segment": None, "latent": False, "longrope": "long"}  # which change no shape
+    patch = Patch(model if made else empty_of(model), options, strict=False, trains=False)
+    patch.build(audited=False)
+    patch.by_mask = True  # as in an audit, which says which models need it
+    try:
+        return _needs(patch, joined)
+    finally:
+        patch.revert()
 
 
 def empty_of(model: Any) -> nn.Module:
@@ -181,8 +184,7 @@ def empty_of(model: Any) -> nn.Module:
         return make(config, dtype=torch.bfloat16)
 
 
-def _needs(handle: "Handle", joined: bool) -> Needs:
-    patch = handle._patch
+def _needs(patch: Patch, joined: bool) -> Needs:
     calls = values_of(hidden_states(patch.model, patch.base))
     try:
         layers = read(calls[-1], None, None).layers
