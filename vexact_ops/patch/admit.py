@@ -110,9 +110,9 @@ def admit(
     """Verify ahead of time the fast kernels that a model needs on a GPU, so that no step has to stop for it; kept on
     disk for the processes to come.
 
-    model          a Hugging Face decoder (patched or not, on any device), or its config. Linear layers alone and with
-                   q, k, v and gate, up joined, as the engine has them; the head; mixtures of experts; attention over
-                   packed sequences and over pages
+    model          a Hugging Face decoder (patched or not, on any device), or its config. Of what its patched forward
+                   computes: linear layers, alone and as an engine joins those of one input; the head; mixtures of
+                   experts; attention over packed sequences and over pages
     rows           numbers of rows in a step: all up to so many, or these
     training_rows  numbers of tokens in a trainer's batch, for which gradients are verified too: these, or one
     dtype          the model's own by default
