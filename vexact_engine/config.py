@@ -129,6 +129,8 @@ class EngineConfig:
     tensor_parallel_size     ranks that the weights of a stage are cut over by output rows, heads in attention: each a
                              process of its own on a GPU of its own. Sizes that do not divide are refused
     expert_parallel_size     1: ranks have rows of every expert; tensor_parallel_size: each has whole experts
+    nodes                    machines of a Ray cluster that the stages lie on, equally many on each: a divisor of
+                             pipeline_parallel_size, for ranks of one stage are on one machine
     show_progress            a progress bar; None: on a terminal only
     """
 
@@ -153,6 +155,7 @@ class EngineConfig:
     speculation: Speculation | None = None
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
+    nodes: int = 1
     show_progress: bool | None = None
 
     def __post_init__(self):
@@ -164,6 +167,9 @@ class EngineConfig:
             _set_int(self, name, 1)
         if self.expert_parallel_size not in (1, self.tensor_parallel_size):
             raise _value_error(self, "expert_parallel_size", f"1, or tensor_parallel_size, {self.tensor_parallel_size}")
+        _set_int(self, "nodes", 1)
+        if self.pipeline_parallel_size % self.nodes:
+            raise _value_error(self, "nodes", f"a divisor of pipeline_parallel_size, {self.pipeline_parallel_size}")
         _set_int(self, "num_pages", 1, optional=True)
         _set_int(self, "num_snapshots", 0, optional=True)
         _set_int(self, "max_model_len", 2, optional=True)  # one token of prompt, one generated

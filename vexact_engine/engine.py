@@ -10,6 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,6 +113,7 @@ class Engine(Frontend):
         tokenizer: Any = None,
         trust_remote_code: bool = False,
         images: bool = True,
+        nodes: Sequence[Any] | None = None,
     ) -> "Engine":
         """An engine for a model directory, a GGUF file, a model on the Hub, or a loaded Hugging Face model.
 
@@ -128,6 +130,8 @@ class Engine(Frontend):
                         such a model has no tokenizer, and the log says so
         images          False: of a directory that transformers has a class of text alone for (Qwen3.5) that one, as
                         for a trainer that trains it; stages and ranks always have that one
+        nodes           with EngineConfig.nodes above 1, a Ray actor of parallel.nodes.Node on each machine, in the
+                        order of stages; None: Ray places them, as many GPUs on each as its stages have ranks
         raises          FileNotFoundError, ValueError, TypeError: what cannot be loaded and why; UnsupportedModule (a
                         ValueError) naming the modules whose bits could depend on the batch; ModelInUse
         """
@@ -140,7 +144,7 @@ class Engine(Frontend):
         with torch.device("cpu"):  # not the caller's default device
             options = {"tokenizer": tokenizer, "trust_remote_code": trust_remote_code}
             loaded = read(path_or_model, device=device, dtype=dtype, **options)
-        return cls(loaded, config)
+        return cls(loaded if nodes is None else replace(loaded, nodes=nodes), config)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.state}, {self.path.split(':')[0]}"

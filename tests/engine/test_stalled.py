@@ -18,7 +18,7 @@ from serving import httpx
 
 from vexact_engine import Engine, EngineConfig, Replicas, SamplingParams, StageDied, UpdateIncomplete
 from vexact_engine.core import loop as core_loop
-from vexact_engine.parallel import limits, pipeline
+from vexact_engine.parallel import limits, placement
 
 CONFIG = EngineConfig(num_pages=256, page_size=4, max_num_batched_tokens=64, show_progress=False, max_model_len=250)
 STAGED = replace(CONFIG, pipeline_parallel_size=2)
@@ -277,14 +277,14 @@ def test_requests_while_stages_are_made_anew(path, wanted, monkeypatch):
     """Which takes minutes for a large model."""
     made = []
 
-    class Stopped(pipeline._Stage):
+    class Stopped(placement.Member):
         def __init__(self, *args):
             super().__init__(*args)
             os.kill(self.process.pid, signal.SIGSTOP)
             made.append(self.process.pid)
 
     with Engine.from_pretrained(path, config=STAGED) as engine, ThreadPoolExecutor(4) as pool:
-        monkeypatch.setattr(pipeline, "_Stage", Stopped)
+        monkeypatch.setattr(placement, "Member", Stopped)
         os.kill(pids_of(engine)[0], signal.SIGKILL)
         until(lambda: engine._loop.call(engine._worker.changed))  # it has seen that
         begins = pool.submit(engine.generate, PROMPTS[:1], PARAMS)

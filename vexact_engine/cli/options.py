@@ -257,10 +257,17 @@ def parallel(group) -> None:
         metavar="N",
         help="ranks that the weights of a stage are cut over, each on a GPU of its own (1)",
     )
+    group.add_argument(
+        "--nodes",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="machines of a Ray cluster that the stages lie on, equally many on each (1)",
+    )
 
 
 def parallel_of(args) -> dict:
-    return {name: getattr(args, name) for name in ("pipeline_parallel_size", "tensor_parallel_size")}
+    return {name: getattr(args, name) for name in ("pipeline_parallel_size", "tensor_parallel_size", "nodes")}
 
 
 def device(name: str):

@@ -34,6 +34,7 @@ def add_serve(commands) -> None:
     replicas.add_argument(
         "--max-restarts", type=options.count, default=0, metavar="N", help="of those that died, all together (0)"
     )
+    replicas.add_argument("--ray", action="store_true", help="as actors on whichever machines of Ray's cluster")
     options.parallel(replicas)
     server = serve.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="where to listen (127.0.0.1: this machine alone)")
@@ -128,7 +129,7 @@ def run_serve(args) -> int:
         allow_image_hosts=tuple(args.allow_image_hosts),
     )
     config = EngineConfig(**options.engine_of(args), **options.parallel_of(args))
-    options.expect_with(args, args.replicas is not None, "--replicas", "--max-restarts")
+    options.expect_with(args, args.replicas is not None, "--replicas", "--max-restarts", "--ray")
     device = options.device(args.device)
     options.check_engine(args, device)
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -162,7 +163,7 @@ def _engine(args, device, config):
         return Engine(options.load(args, device), config)
     from ..parallel.replicas import Replicas
 
-    choices = {"device": str(device), "dtype": args.dtype, "max_restarts": args.max_restarts}
+    choices = {"device": str(device), "dtype": args.dtype, "max_restarts": args.max_restarts, "ray": args.ray}
     choices |= options.tokenizer_of(args)
     return Replicas.from_pretrained(args.model, replicas=args.replicas, config=config, **choices)
 

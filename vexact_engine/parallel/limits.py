@@ -21,6 +21,12 @@ STEP = 900.0  # from a plan's launch to what it draws; kernels may be compiled m
 MESSAGE = 60.0  # to take in what it is told, which it does while it computes too
 END = 5.0  # to end by itself
 
+# Of other machines
+PLACE = 60.0  # for Ray to find room that is there
+HANDSHAKE = 10.0  # to prove that one belongs here
+SILENT = 20  # whole seconds after which a machine that answers nothing is gone
+WHY = 1.0  # for what ended a process to show, where another has failed by it
+
 
 def of(what: str, arguments: Mapping[str, Any]) -> float | None:
     """For a replica to do that; None where it waits for requests to end."""

@@ -87,7 +87,7 @@ class Make(msgspec.Struct, tag=6, array_like=True):
     rank, ranks     which of all processes, and how many of them a stage's weights are cut over
     layers          begin and end of every stage's; this one's are layers[rank // ranks]
     origin, config  fields of Origin and EngineConfig
-    store           a file in which the stages find each other
+    store           a file in which the stages find each other; "": they ask the engine's process
     ahead           how many steps are launched before the first of them is waited for
     """
 
@@ -112,6 +112,14 @@ class Ping(msgspec.Struct, tag=8, array_like=True):
     """Say at once that the process is there, whatever it waits for; an Answer comes."""
 
     key: int
+
+
+class Fill(msgspec.Struct, tag=9, array_like=True):
+    """Bytes for one of the buffers that a stage holds for its machine; an Answer comes once they are there."""
+
+    key: int
+    buffer: int
+    payload: bytes
 
 
 class Ready(msgspec.Struct, tag=10, array_like=True):
@@ -185,7 +193,7 @@ def _patches(data: bytes) -> torch.Tensor:
 
 ToReplica = Add | Abort | Do | Open | Take | Close
 ToFront = Ready | Failed | Increments | Done | Answer | State
-ToStage = Make | Step | Do | Open | Take | Close | Ping
+ToStage = Make | Step | Do | Open | Take | Fill | Close | Ping
 FromStage = Ready | Failed | Answer | Drawn
 
 

@@ -17,13 +17,6 @@ import contextlib
 import itertools
 import logging
 import math
-import os
-import select
-import socket
-import struct
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import wait
@@ -39,12 +32,12 @@ from ..config import EngineConfig
 from ..core.plan import Sampled, StepPlan
 from ..core.step import Encoder
 from ..errors import EngineAsleep, StageDied, WeightsTorn
-from ..handover.buffers import HOST, Buckets
-from ..handover.messages import Bucket, dtype_of
+from ..handover.buffers import HOST, Buckets, Memories
+from ..handover.messages import Bucket, Offer, dtype_of
 from ..handover.packing import bucket_bytes, packed
 from ..handover.session import READ, Reading
 from ..progress import bar
-from ..runner import memory, saver
+from ..runner import memory as runner_memory
 from ..runner.sleep import ASLEEP
 from ..weights.cut import cut as cut_weights
 from ..weights.cut import shapes
@@ -52,12 +45,12 @@ from ..weights.load import Loaded
 from ..weights.update import Piece, Spec, Update, plan_update
 from . import limits
 from . import messages as m
-from .frames import Frames, framed
+from .member import LOOK, Member
+from .placement import Placement
 
 log = logging.getLogger(__name__)
 
 _BUCKET = 256 << 20  # bytes of new weights that go to the stages at once
-_LOOK = 0.02  # seconds between two looks at what else there is to do
 _CONTEXT = 1024  # tokens of a sequence that stages are balanced for
 
 
@@ -134,66 +127,6 @@ class _Pending:
         return self._pipeline.drawn.pop(self._number)
 
 
-class _Stage:
-    """A stage's process, or that of one of its ranks, as the engine sees it."""
-
-    def __init__(self, name: str, variables: Mapping[str, str], meanwhile: Callable[[], None]):
-        self.name, self.ready, self.answers, self._meanwhile = name, None, {}, meanwhile
-        ours, theirs = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(limits.MESSAGE), 0))
-        self.socket, self.frames = ours, Frames(ours)
-        environment = {**os.environ, **variables}
-        environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all of them are on this machine
-        environment.setdefault("NCCL_MAX_P2P_NCHANNELS", "4")  # hidden states are small; the SMs are wanted elsewhere
-        code = "from vexact_engine.parallel.stage import main; main()"
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", code, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # a terminal's Ctrl-C is for the engine's process, which then ends this one
-            )
-
-    def send(self, frame: bytes) -> None:
-        """TimeoutError where it does not take it: it stands still."""
-        left, end = memoryview(framed(frame)), time.monotonic() + limits.MESSAGE
-        space = select.poll()
-        space.register(self.socket, select.POLLOUT)
-        while left:
-            try:
-                left = left[self.socket.send(left, socket.MSG_DONTWAIT) :]
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise TimeoutError(f"{self.name} takes no message") from None
-                self._meanwhile()
-                space.poll(1000 * _LOOK)
-
-    def interrupt(self) -> None:
-        """From any thread: nothing comes of it any more, and whoever waits for that is told by the kernel."""
-        self.process.kill()
-        with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
-
-    def ended(self, seconds: float) -> bool:
-        """Whether it is gone, after so many seconds at most."""
-        end = time.monotonic() + seconds
-        while self.process.poll() is None:
-            if time.monotonic() > end:
-                return False
-            self._meanwhile()
-            time.sleep(_LOOK / 4)
-        return True
-
-    def end(self, seconds: float) -> None:
-        """It is gone once this returns, after so many seconds at most if it does not go by itself."""
-        if not self.ended(seconds):
-            self.interrupt()
-            self.ended(limits.END)  # else it is in the midst of a call of its device's driver
-        self.socket.close()
-
-
 class PipelineWorker:
     """What core/loop.py's Worker is, for a model in stages. All but `fence` is called in the engine's thread.
 
@@ -209,63 +142,49 @@ class PipelineWorker:
 
     def __init__(self, loaded: Loaded, config: EngineConfig, backend: str | None = None):
         self.model, self._origin, self._device, self._backend = loaded.model, loaded.origin, loaded.device, backend
-        count = config.processes
-        if self._device.type == "cuda" and torch.cuda.device_count() < count + (self._device.index or 0):
-            both = f"{config.pipeline_parallel_size} x {config.tensor_parallel_size}"
-            name, got = "pipeline_parallel_size", str(count)
-            if config.tensor_parallel_size > 1:
-                name, got = "pipeline_parallel_size x tensor_parallel_size", both
-            raise ValueError(
-                f"EngineConfig: {name}: got {got}, expected at most "
-                f"{torch.cuda.device_count() - (self._device.index or 0)}: a stage has a GPU of its own"
-            )
         self.config = config
+        self.meanwhile: Callable[[], None] = lambda: None
+        self._placement = Placement(config, self._device, loaded.nodes, lambda: self.meanwhile())
         try:
             self.layers = split(self.model, config)
         except vx.patch.NotDescribed as reason:
             got = getattr(config, config.parallel)
             raise ValueError(f"EngineConfig: {config.parallel}: got {got}, expected 1: {reason}") from None
         with vx.patch.hf(self.model, **config.patch_options, training=False) as handle:
-            self.chunk = memory.chunk_of(handle.memories())
+            self.chunk = runner_memory.chunk_of(handle.memories())
             if config.tensor_parallel_size > 1:  # what does not fit is said here, before any process is there
                 whole_experts = config.expert_parallel_size > 1
                 cut_weights(handle.describe(), shapes(self.model), 0, config.tensor_parallel_size, whole_experts)
         self.depth, self.longest_first = len(self.layers) + 1, False
-        self.meanwhile: Callable[[], None] = lambda: None
         self._encoder = Encoder()
-        self._stages: list[_Stage] = []
+        self._stages: list[Member] = []
         self.drawn: dict[int, Sampled] = {}
         self.dead, self._updated, self._lost = "", False, ""
         self.asleep: dict[str, int] = {}
         self._keys = itertools.count()
         self._buffers: Buckets | None = None  # that what comes from this process travels in
+        self._here: Memories | None = None  # what weights come in, for stages that do not see it
         self._start()
 
     # Stages
 
     def _start(self) -> None:
-        ranks = self.config.tensor_parallel_size
-        count, layers = self.config.processes, [(each.start, each.stop) for each in self.layers]
+        config, layers = self.config, [(each.start, each.stop) for each in self.layers]
         self.dead, self.drawn, self._stages = "", {}, []
         self._encoder = Encoder()
-        with tempfile.TemporaryDirectory(prefix="vexact-") as folder, bar(self.config.show_progress) as progress:
+        with bar(config.show_progress) as progress:
             try:
-                for rank in range(count):
-                    device = self._device.type
-                    if device == "cuda":
-                        device = f"cuda:{(self._device.index or 0) + rank}"
-                    name = m.name_of(rank, ranks)
-                    variables = saver.environment(self.config.sleep_backend, self._device.type)
-                    stage = _Stage(name, variables, lambda: self.meanwhile())
-                    self._stages.append(stage)
+                progress("stages", 0, config.processes, "")
+                self._placement.begin(self._stages)
+                for rank, stage in enumerate(self._stages):
                     make = m.Make(
-                        rank, ranks, layers, device, m.as_dict(self._origin), m.as_dict(self.config), self._backend,
-                        os.path.join(folder, "store"), self.depth,
+                        rank, config.tensor_parallel_size, layers, self._placement.device(rank),
+                        m.as_dict(self._origin), m.as_dict(config), self._backend, self._placement.store, self.depth,
                     )  # fmt: skip
                     stage.send(m.encode([make]))
                 end = time.monotonic() + limits.START
                 for done, stage in enumerate(self._stages):
-                    progress("stages", done, count, "")
+                    progress("stages", done, config.processes, "")
                     self.listen_until(lambda stage=stage: stage.ready is not None, end, stage.name)
             except BaseException as error:
                 self._bury(self.dead or f"the stages could not be made: {error!r}")
@@ -276,9 +195,12 @@ class PipelineWorker:
         names = ("config", "path", "numerics", "held", "sleep_backend")
         configs, paths, numerics, held, sleeps = ([facts[name] for facts in ready] for name in names)
         # A number may stand in a buffer that the first stage alone has: the model's are the same, of one config.
-        if any({**other, "model": None} != {**numerics[0], "model": None} for other in numerics):
-            self._bury("the stages' numerics differ: their bits could, too")
-            raise RuntimeError(f"Engine: pipeline: {self.dead}")
+        for stage, other in zip(self._stages, numerics):
+            differ = vx.numerics_difference({**other, "model": None}, {**numerics[0], "model": None})
+            if differ:
+                found = "; ".join(f"{where}: {got!r} against {first!r}" for where, (got, first) in differ.items())
+                self._bury(f"{stage.name} has other numerics than {self._stages[0].name}: {found}")
+                raise RuntimeError(f"Engine: pipeline: {self.dead}")
         self.config, self.numerics, self.held = EngineConfig(**configs[0]), numerics[0], tuple(held)
         self.path, self.sleep_backend = self._said(paths), self._said(sleeps)
 
@@ -294,11 +216,12 @@ class PipelineWorker:
         for stage in self._stages:
             stage.end(limits.END)
         self._stages = []
+        self._placement.end()
 
     def listen(self, seconds: float) -> None:
         """Take in what stages have to say, for so long at most, or until one has said something."""
         sources, end = {stage.socket: stage for stage in self._stages}, time.monotonic() + seconds
-        while not (said := wait(list(sources), max(0.0, min(end - time.monotonic(), _LOOK)))):
+        while not (said := wait(list(sources), max(0.0, min(end - time.monotonic(), LOOK)))):
             if time.monotonic() >= end:
                 return
             self.meanwhile()
@@ -306,7 +229,7 @@ class PipelineWorker:
             stage = sources[ours]
             frames = stage.frames.read()
             if frames is None:
-                self._bury(f"{stage.name} has died ({self._how(stage)})")
+                self._bury(f"{stage.name} has died ({stage.how()})")
                 return
             for message in (message for frame in frames for message in m.from_stage(frame)):
                 if isinstance(message, m.Drawn):
@@ -317,13 +240,24 @@ class PipelineWorker:
                     stage.ready = message.facts
                 else:
                     log.error("%s has failed:\n%s", stage.name, message.trace)
-                    self._bury(f"{stage.name} has failed: {message.failure.kind}: {message.failure.text}")
+                    failed = f"{stage.name} has failed: {message.failure.kind}: {message.failure.text}"
+                    self._bury(self._killed(stage) or failed)
                     return
 
-    def _how(self, stage: _Stage) -> str:
-        stage.ended(1.0)
-        code = stage.process.returncode
-        return "it still runs" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
+    def _killed(self, failed: Member) -> str:
+        """What has ended without a word, and may be why another one has failed; "" where nothing has."""
+        others, end = (
+            {stage.socket: stage for stage in self._stages if stage is not failed},
+            time.monotonic() + limits.WHY,
+        )
+        while others and (said := wait(list(others), max(0.0, end - time.monotonic()))):
+            for ours in said:
+                frames = others[ours].frames.read()
+                if frames is None:
+                    return f"{others[ours].name} has died ({others[ours].how()})"
+                if any(isinstance(message, m.Failed) for frame in frames for message in m.from_stage(frame)):
+                    del others[ours]
+        return ""
 
     def _bury(self, why: str) -> None:
         """One has died: the others wait for it, and for ever."""
@@ -362,17 +296,17 @@ class PipelineWorker:
         self._send(m.Step(bytearray(step.to_bytes())))
         return _Pending(self, step.number)
 
-    def _send(self, message: m.ToStage) -> None:
+    def _send(self, message: m.ToStage, among: Sequence[Member] | None = None) -> None:
         if self.dead:
             raise StageDied(self.dead)
         frame = m.encode([message])
-        for stage in self._stages:
+        for stage in self._stages if among is None else among:
             try:
                 stage.send(frame)
             except OSError:
                 self.listen(0)  # it may have said why
                 if not self.dead:
-                    self._bury(f"{stage.name} has died ({self._how(stage)})")
+                    self._bury(f"{stage.name} has died ({stage.how()})")
                 raise StageDied(self.dead) from None
 
     def changed(self) -> bool:
@@ -432,9 +366,20 @@ class PipelineWorker:
         self.ask("copy", device=made.device)
         return made
 
-    def open(self, offer) -> None:
-        """Memory of another process, in each stage."""
-        self._ask(lambda key: m.Open(key, offer))
+    def open(self, offer: Offer) -> None:
+        """Memory of another process, in each stage. Where a machine's stages do not see that, the first of them has
+        some of its own, which is filled from here."""
+        self._ask(lambda key: m.Open(key, offer), among=[stage for stage in self._stages if stage.near])
+        apart = self._placement.apart(self._stages)
+        if not apart:
+            return
+        self._here = self._here or Memories(torch.device("cpu"))
+        self._here.open(offer)
+        hold = {"size": offer.size, "count": len(offer.handles)}
+        held = self._ask(lambda key: m.Do(key, "hold", hold), among=[stages[0] for stages in apart])
+        for stages, (kind, name, size, handles, gpu) in zip(apart, held):
+            own = Offer(kind, name, size, handles, gpu)
+            self._ask(lambda key, own=own: m.Open(key, own), among=stages)
 
     def take(self, update: "_UpdateOfStages", bucket, staged: bool) -> Reading:
         """Each stage takes what it holds of a bucket in that memory."""
@@ -451,16 +396,20 @@ class PipelineWorker:
     def let_go(self) -> None:
         if not self.dead:
             self.ask("let_go")
+        if self._here is not None:
+            self._here.close()
 
     def ask(self, what: str, **arguments) -> list:
         """What each stage answers to one of its `do_` methods; what the first that refuses raises."""
         return self._ask(lambda key: m.Do(key, what, arguments), limits.of(what, arguments))
 
-    def _ask(self, make: Callable[[int], m.ToStage], seconds: float | None = None) -> list:
+    def _ask(
+        self, make: Callable[[int], m.ToStage], seconds: float | None = None, among: Sequence[Member] | None = None
+    ) -> list:
         key, end = next(self._keys), time.monotonic() + (limits.ANSWER if seconds is None else seconds)
-        self._send(make(key))
+        self._send(make(key), among)
         answers = []
-        for stage in self._stages:
+        for stage in self._stages if among is None else among:
             what = f"an answer of {stage.name}"
             self.listen_until(lambda stage=stage: key in stage.answers, end, what)
             answers.append(stage.answers.pop(key))
@@ -470,6 +419,10 @@ class PipelineWorker:
         return [answer.value for answer in answers]
 
     def take_bucket(self, bucket: Bucket) -> None:
+        apart = [stages[0] for stages in self._placement.apart(self._stages)]
+        if apart:
+            payload = self._here.bytes(bucket)
+            self._ask(lambda key: m.Fill(key, bucket.buffer, payload), among=apart)
         self._ask(lambda key: m.Take(key, bucket))
 
     def whole(self) -> None:
@@ -551,8 +504,10 @@ class PipelineWorker:
         for stage in self._stages:
             stage.end(max(0.0, end - time.monotonic()))
         self._stages, self.dead = [], self.dead or "the engine is closed"
-        if self._buffers is not None:
-            self._buffers.close()
+        self._placement.close()
+        for memory in (self._buffers, self._here):
+            if memory is not None:
+                memory.close()
 
 
 class _Staging(NamedTuple):

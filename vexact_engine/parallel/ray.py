@@ -17,13 +17,6 @@ from . import messages as m
 log = logging.getLogger(__name__)
 
 
-def check_installed() -> None:
-    try:
-        import ray  # noqa: F401
-    except ModuleNotFoundError as missing:
-        raise ModuleNotFoundError("Replicas: ray=True: ray is not installed. Run: pip install ray") from missing
-
-
 @functools.cache
 def _actor_class():
     """Made where Ray is wanted; messages in and out have a thread each, so that they keep their order."""

@@ -36,11 +36,12 @@ from ..weights.load import as_dtype
 from ..weights.tokenizer import load_image_processor, load_tokenizer
 from ..weights.update import check_specs, pairs_of
 from . import messages as m
+from . import nodes
 from .fleet import FleetUpdate
 from .front import Front
 from .jobs import Channel, Job, add_counts
 from .process import ProcessChannel
-from .ray import RayChannel, check_installed
+from .ray import RayChannel
 
 if TYPE_CHECKING:
     from .intake import FleetIntake
@@ -115,7 +116,7 @@ class Replicas(Frontend):
             if given is not None and len(given) != len(arguments):
                 raise ValueError(f"Replicas: {what}: got {len(given)}, expected {len(arguments)}")
         if ray_options is not None:
-            check_installed()
+            nodes.imported("Replicas: ray=True")
         self._text = None if tokenizer is None else Text(tokenizer)
         self.tokenizer = None if self._text is None else self._text.tokenizer
 
@@ -161,7 +162,8 @@ class Replicas(Frontend):
                  ranks, of those that this process sees, or that Ray has
         tokenizer, trust_remote_code  as Engine.from_pretrained has them; one that is no path is this process's alone,
                  and replicas have the one beside the weights
-        ray      as actors, on whichever machines of Ray's cluster; `path` must be there too
+        ray      as actors, on whichever machines of Ray's cluster, each with its stages and ranks on one, or on
+                 EngineConfig.nodes; `path` must be there too. ValueError where the cluster is too small
         """
         if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
             raise ValueError(f"Replicas: replicas: got {replicas!r}, expected 1 or more")
@@ -174,12 +176,16 @@ class Replicas(Frontend):
                 f"Replicas: config: speculation.draft_model: got a {got}, expected a path or a name on the Hub"
             )
         stages = 1 if config is None else config.processes
+        if config is not None and config.nodes > 1 and not ray:
+            raise ValueError(f"EngineConfig: nodes: got {config.nodes}, expected 1, or Replicas with ray=True")
         environments, threads = ([{}] * replicas, None) if ray else places(device, replicas, stages)
         preload = saver.environment(EngineConfig().sleep_backend if config is None else config.sleep_backend, device)
         environments = [variables | preload for variables in environments]
         if ray and device not in ("cpu", "cuda"):
             raise ValueError(f'Replicas: device: got {device!r}, expected "cpu" or "cuda"')
-        ray_options = [{"num_cpus": stages, "num_gpus": stages * (device == "cuda")}] * replicas if ray else None
+        ray_options = None
+        if ray:
+            ray_options = [_ray_options(replicas, EngineConfig() if config is None else config, device)] * replicas
         arguments = {
             "path": os.fspath(path),
             "device": device,
@@ -493,6 +499,18 @@ def places(device: str, count: int, stages: int) -> tuple[list[dict[str, str]], 
     names = given.split(",") if given else [str(i) for i in range(seen)]
     every = range(0, count * stages, stages)
     return [{"CUDA_VISIBLE_DEVICES": ",".join(names[i : i + stages])} for i in every], None
+
+
+def _ray_options(replicas: int, config: EngineConfig, device: str) -> dict[str, Any]:
+    """Of each one's actor, once there is room for all. On several machines it is the actors there that have GPUs."""
+    ray = nodes.imported("Replicas: ray=True")
+    if not ray.is_initialized():
+        ray.init()
+    bundle = nodes.demand(config.processes // config.nodes, device)
+    nodes.check_room("Replicas: replicas", replicas, [bundle] * config.nodes)
+    if config.nodes > 1:
+        return {"num_cpus": 0, "num_gpus": 0}
+    return {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
 
 
 def _spec(name: str, given) -> tuple[tuple[int, ...], torch.dtype]:

@@ -9,11 +9,14 @@ import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -23,7 +26,7 @@ from ..config import EngineConfig
 from ..core import garbage
 from ..core.step import Step
 from ..errors import HandoverFailed
-from ..handover.buffers import Memories
+from ..handover.buffers import HOST, Buckets, Memories
 from ..handover.messages import Bucket, Offer, dtype_of
 from ..handover.threads import half_the_threads
 from ..runner.sleep import Memory
@@ -33,13 +36,18 @@ from ..weights.rows import Rows
 from ..weights.update import Places, Update
 from . import messages as m
 from .frames import Frames, write_frame
+from .nodes import Start
+from .store import BoardStore
+from .wire import Caller, call
+
+_LOOK = 1.0  # seconds between two looks at who the parent is
 
 
 class Stage:
     """All that the process has. `serve` is its main thread; one reads what comes, and one reports what was drawn."""
 
-    def __init__(self, ours: socket.socket):
-        self._socket, self._frames, self._lock = ours, Frames(ours), threading.Lock()
+    def __init__(self, ours: socket.socket, store: dist.Store | None = None):
+        self._socket, self._frames, self._lock, self._store = ours, Frames(ours), threading.Lock(), store
         self._inbox: SimpleQueue[m.ToStage] = SimpleQueue()
         self._pending: SimpleQueue = SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -74,6 +82,8 @@ class Stage:
             self._answer(message.key, lambda: self._open(message.offer))
         elif isinstance(message, m.Take):
             self._answer(message.key, lambda: self._take(message.bucket))
+        elif isinstance(message, m.Fill):
+            self._answer(message.key, lambda: self._fill(message.buffer, message.payload))
         elif isinstance(message, m.Do):
             self._answer(message.key, lambda: getattr(self, f"do_{message.what}")(**message.arguments))
 
@@ -95,7 +105,8 @@ class Stage:
             torch.cuda.set_stream(self.stream)
         backend = "nccl" if device.type == "cuda" else "gloo"
         world = len(a.layers) * a.ranks
-        dist.init_process_group(backend, init_method=f"file://{a.store}", rank=a.rank, world_size=world)
+        where = {"init_method": f"file://{a.store}"} if a.store else {"store": self._store}
+        dist.init_process_group(backend, rank=a.rank, world_size=world, **where)
         stack.enter_context(vx.use_backend(a.backend))
         link = Link(device, a.ranks)
         origin = Origin(**{**a.origin, "dtype": dtype_of(a.origin["dtype"])})
@@ -124,6 +135,7 @@ class Stage:
         self._copy: tuple[str | None, Places] | None = None  # of the weights' memory, and where that lies
         self._update: Update | None = None
         self._memories: Memories | None = None
+        self._held: Buckets | None = None
         self._memory = Memory(self.runner)
         facts = {
             "config": m.as_dict(self.runner.config), "path": self.runner.path, "numerics": numerics, "held": held,
@@ -176,9 +188,26 @@ class Stage:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def do_hold(self, size: int, count: int) -> tuple[str, str, int, list[bytes], str]:
+        """Buffers that all of its machine's stages see, for bytes from another machine."""
+        if self._held is None or (self._held.size, len(self._held.tensors)) != (size, count):
+            self._let_go_of_held()
+            self._held = Buckets(HOST, size, count, self.device)
+        offer = self._held.offer()
+        return offer.kind, offer.name, offer.size, offer.handles, offer.gpu
+
+    def _fill(self, buffer: int, payload: bytes) -> None:
+        self._held.tensors[buffer][: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+
+    def _let_go_of_held(self) -> None:
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
     def do_let_go(self) -> None:
         if self._memories is not None:
             self._memories.close()
+        self._let_go_of_held()
 
     # Sleep
 
@@ -207,9 +236,27 @@ class Stage:
 
 
 def main() -> None:
-    stage = Stage(socket.socket(fileno=int(sys.argv[1])))
+    """Told by the descriptor of a socket that its engine has the other end of; or, on another machine than that, by a
+    Start on the standard input."""
+    if len(sys.argv) > 1:
+        stage = Stage(socket.socket(fileno=int(sys.argv[1])))
+    else:
+        stage = _called()
     try:
         stage.serve()
     except BaseException as error:
         stage._fail(error)
     os._exit(0)  # what the device and the other stages are still at is nobody's any more
+
+
+def _called() -> Stage:
+    start = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Start)
+
+    def watch() -> None:
+        while os.getppid() == start.parent:
+            time.sleep(_LOOK)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    ours, asks = (call(start.address, start.secret, Caller(start.rank, asks)) for asks in (False, True))
+    return Stage(ours, BoardStore(Connection(asks.detach())))

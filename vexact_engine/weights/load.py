@@ -7,7 +7,7 @@ directory.py decides which files are read, and conversion.py whether they fit, b
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,6 +43,8 @@ class Loaded:
     device          where those are to be
     image_processor transformers' own of a directory; None where there is none
     path            the directory that the weights were read from; None: there is none
+    nodes           actors of Ray's that begin the stages' processes (parallel/nodes.py), one on each machine; None:
+                    where they are is found by EngineConfig.nodes
     """
 
     model: torch.nn.Module
@@ -53,6 +55,7 @@ class Loaded:
     device: torch.device | None = None
     image_processor: Any = None
     path: Path | None = None
+    nodes: Sequence[Any] | None = None
 
 
 def load(

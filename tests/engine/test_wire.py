@@ -1,0 +1,182 @@
+"""Who gets in at the door of an engine whose stages are on other machines, and what they can leave word with."""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+
+import pytest
+
+from vexact_engine.parallel import limits
+from vexact_engine.parallel.frames import Frames, write_frame
+from vexact_engine.parallel.store import Board, BoardStore
+from vexact_engine.parallel.wire import Caller, Door, call, interface_of
+
+HERE = "127.0.0.1"
+
+
+@contextlib.contextmanager
+def opened(count=1, board=None):
+    door = Door(HERE, count, (board or Board()).serve)
+    try:
+        yield door
+    finally:
+        door.close()
+
+
+def arrived(door, rank):
+    end = time.monotonic() + 20
+    while (found := door.take(rank)) is None:
+        assert time.monotonic() < end, "nobody came"
+        time.sleep(0.005)
+    return found
+
+
+def enter(door, rank, asks=False):
+    return call(door.address, door.secret, Caller(rank, asks))
+
+
+def until(there):
+    end = time.monotonic() + 20
+    while not there():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def refused(door):
+    """Nobody listens there any more."""
+    with pytest.raises(OSError):
+        socket.create_connection(door.address, 5).close()
+
+
+def test_who_knows_the_secret_comes_in_once_and_nobody_after_the_last():
+    with opened(count=2) as door:
+        ours = [enter(door, rank) for rank in (1, 0)]
+        for rank, at in ((0, ours[1]), (1, ours[0])):
+            theirs = arrived(door, rank)
+            write_frame(theirs, b"%d" % rank)
+            assert Frames(at).read() == [b"%d" % rank]
+            theirs.close()
+        asking = [enter(door, rank, asks=True) for rank in (0, 1)]
+        until(lambda: not door._expected)
+        refused(door)
+        for each in (*ours, *asking):
+            each.close()
+
+
+def test_nothing_listens_at_another_address():
+    with opened() as door:
+        assert door.address[0] == HERE
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.2", door.address[1]), 5).close()
+    refused(door)
+
+
+@pytest.mark.parametrize("how", ["another secret", "silence", "noise", "a rank that is there", "no such rank", "goes"])
+def test_a_stranger_stays_outside_and_holds_nobody_up(how, monkeypatch, caplog):
+    monkeypatch.setattr(limits, "HANDSHAKE", 0.3)
+    with opened(count=2) as door, contextlib.ExitStack() as stack:
+        mine = stack.enter_context(enter(door, 0))
+        if how == "another secret":
+            with pytest.raises(AuthenticationError):
+                call(door.address, b"x" * 32, Caller(1, False))
+        elif how in ("a rank that is there", "no such rank"):
+            rank = 0 if how == "a rank that is there" else 2
+            late = stack.enter_context(enter(door, rank))
+            assert Frames(late).read() is None
+        else:
+            stranger = stack.enter_context(socket.create_connection(door.address))
+            if how == "noise":
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 40)
+            if how == "goes":
+                stranger.close()
+        until(lambda: "a stranger at 127.0.0.1 is not let in" in caplog.text)
+        second = stack.enter_context(enter(door, 1))
+        theirs = [stack.enter_context(arrived(door, rank)) for rank in (0, 1)]
+        for at, there in zip((mine, second), theirs):
+            write_frame(there, b"word")
+            assert Frames(at).read() == [b"word"]
+
+
+def test_many_who_say_nothing_are_not_in_the_way(monkeypatch):
+    monkeypatch.setattr(limits, "HANDSHAKE", 0.5)
+    with opened() as door, contextlib.ExitStack() as stack:
+        for _ in range(70):
+            stack.enter_context(socket.create_connection(door.address))
+        stack.enter_context(enter(door, 0))
+        stack.enter_context(arrived(door, 0))
+
+
+def test_a_door_that_is_somebody_elses_is_noticed(caplog):
+    caplog.set_level(logging.WARNING)
+    with opened() as door, pytest.raises((AuthenticationError, EOFError, OSError)):
+        call(door.address, b"", Caller(0, False))
+    listening = socket.create_server((HERE, 0))
+
+    def pretend():
+        came, _ = listening.accept()
+        with came, Connection(came.detach()) as connection:
+            connection.send_bytes(b"#CHALLENGE#" + b"x" * 20)
+            connection.recv_bytes()
+            connection.send_bytes(b"#WELCOME#")
+            with contextlib.suppress(EOFError, OSError):
+                connection.recv_bytes()
+                connection.send_bytes(b"anything")
+
+    thread = threading.Thread(target=pretend)
+    thread.start()
+    with pytest.raises(AuthenticationError):
+        call(listening.getsockname()[:2], b"s" * 32, Caller(0, False))
+    thread.join()
+    listening.close()
+
+
+def test_a_silent_machine_is_gone_after_a_while():
+    """What the kernel is told: a test cannot pull a plug."""
+    with opened() as door, enter(door, 0) as ours, arrived(door, 0) as theirs:
+        for at in (ours, theirs):
+            assert at.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            idle, every, count = (
+                at.getsockopt(socket.IPPROTO_TCP, option)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            )
+            assert idle + every * count == limits.SILENT
+            assert at.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * limits.SILENT
+
+
+def test_interfaces():
+    assert interface_of(HERE) == "lo"
+    assert interface_of("192.0.2.1") is None and interface_of("2001:db8::1") is None
+
+
+# The Board
+
+
+def test_processes_find_what_others_have_left():
+    with opened(count=2) as door, contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        one, two = (
+            BoardStore(Connection(stack.enter_context(enter(door, rank, asks=True)).detach())) for rank in (0, 1)
+        )
+        late = pool.submit(two.get, "key")
+        one.set("key", "value")
+        assert late.result(20) == b"value" == one.get("key")
+        assert [one.add("n", 2), two.add("n", 3)] == [2, 5] and one.get("n") == b"5"
+        assert one.check(["key", "n"]) and not two.check(["key", "m"]) and one.num_keys() == 2
+        assert two.compare_set("key", b"other", b"new") == b"value"
+        assert two.compare_set("key", b"value", b"new") == b"new" == one.get("key")
+        assert one.compare_set("fresh", b"", b"it") == b"it"
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError, match="m did not come in time"):
+            one.wait(["key", "m"], timedelta(seconds=0.2))
+        assert time.monotonic() - begin < 10
+        waits = pool.submit(two.wait, ["m"])
+        one.set("m", b"")
+        waits.result(20)
+        assert one.delete_key("m") and not one.delete_key("m")
+        for store in (one, two):
+            store._connection.close()
