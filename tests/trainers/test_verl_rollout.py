@@ -49,6 +49,7 @@ class Running:
 
     def __exit__(self, *exception):
         self.runner.close()
+        self.server.http.stop()
         self.server._receiver.close()
         self.server.engine.close()
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from ..engine import Engine
-from .app import make_app
+from .app import Service, make_app
 from .connections import Connection, Connections, most_connections
 from .settings import Settings
 
@@ -42,6 +42,7 @@ class Server:
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._ready, self._thread = threading.Event(), None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._service: Service | None = None
         self._error: BaseException | None = None
 
     def run(self, engine: Engine, ready: Callable[[], None] = lambda: None) -> None:
@@ -75,6 +76,28 @@ class Server:
         if self._thread is not None:
             self._thread.join(timeout)
 
+    def hold(self) -> None:
+        """From another thread, until `go_on`: new requests get 503, and those under way end with what there is."""
+        self._held(True)
+
+    def go_on(self) -> None:
+        self._held(False)
+
+    def _held(self, held: bool) -> None:
+        def change() -> None:
+            self._service.draining = held
+            if held:
+                self._service.stop_all()
+
+        if self._service is not None and not self._stopping.is_set():
+            with contextlib.suppress(RuntimeError):  # it has ended by itself
+                self._loop.call_soon_threadsafe(change)
+
+    @property
+    def active(self) -> int:
+        """Requests that are being answered."""
+        return 0 if self._service is None else len(self._service.active)
+
     def __enter__(self) -> "Server":
         return self
 
@@ -90,7 +113,7 @@ class Server:
     async def _main(self, engine: Engine, ready: Callable[[], None]) -> None:
         self._stopping, self._hurry = asyncio.Event(), asyncio.Event()
         app = make_app(engine, self.settings)
-        service = app.state.service
+        service = self._service = app.state.service
         connections = Connections(most_connections(self.settings.max_connections), self.settings.header_timeout)
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False, proxy_headers=False,

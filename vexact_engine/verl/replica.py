@@ -1,7 +1,8 @@
 """A replica as verl's trainer holds it: where its server runs, and what that is told."""
 
 import asyncio
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from . import check_versions
 
@@ -12,20 +13,24 @@ from verl.plugin.platform import get_platform
 from verl.utils.device import get_device_name, get_resource_name
 from verl.workers.rollout.replica import RolloutReplica
 
+from ..parallel.nodes import actor
 from ..runner import saver
 from .server import Server, engine_options, server_name
 
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
 
 class Replica(RolloutReplica):
-    """One engine, of pipeline x tensor_model_parallel_size GPUs of one host. Made as any of verl's."""
+    """One engine, of pipeline x tensor_model_parallel_size GPUs of one host or, by whole stages, of several. Made as
+    any of verl's."""
+
+    _nodes: "Sequence[ActorHandle]" = ()  # where there are several
 
     async def launch_servers(self) -> None:
         """One, on the GPUs of the replica's workers. Again: in the place of one that has died."""
         sleeps = engine_options(self.config)[0].sleep_backend
-        if self.nnodes > 1:
-            got = f"got {self.world_size}, expected at most {self.gpus_per_node}"
-            name = "pipeline_model_parallel_size x tensor_model_parallel_size"
-            raise ValueError(f"vexact: rollout.{name}: {got}: a replica is on one host")
+        self._check_nodes()
 
         def place(worker) -> tuple[str, str, dict[str, str]]:
             """Where the server is to be: what it is started with is of that machine."""
@@ -33,24 +38,52 @@ class Replica(RolloutReplica):
             device = context.get_accelerator_ids()[get_resource_name()][0]
             return context.get_node_id(), device, saver.environment(sleeps, get_device_name())
 
-        places = await asyncio.gather(*(worker.__ray_call__.remote(place) for worker in self.workers))
-        nodes, devices, preloads = zip(*places)
-        platform = get_platform()
-        variables = {name: "1" for name in platform.ray_noset_envvars()} | platform.rollout_env_vars()
-        variables |= preloads[0] | {platform.visible_devices_envvar(): ",".join(devices)}
-        kind = "reward_" if self.is_reward_model else "teacher_" if self.is_teacher_model else ""
-        options = {
-            "name": server_name(self.replica_rank, kind, self.name_suffix),
-            "num_cpus": 0,
-            "max_concurrency": self.max_concurrency,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=nodes[0], soft=False),
-            "runtime_env": {"env_vars": variables},
-        }
+        found = await asyncio.gather(*(worker.__ray_call__.remote(place) for worker in self.workers))
+        each = self.gpus_per_replica_node
+        places = [found[first : first + each] for first in range(0, len(found), each)]
+        for index, of_node in enumerate(places):
+            if len({node for node, *_ in of_node}) > 1:
+                ranks = f"{index * each} to {index * each + each - 1}"
+                raise ValueError(f"vexact: replica {self.replica_rank}: its ranks {ranks} are not on one node")
+        for node in self._nodes:  # of one that has died
+            ray.kill(node)
+        self._nodes = self._begin_nodes(places) if self.nnodes > 1 else ()
+        options = self._options(places[0], 0) | {"max_concurrency": self.max_concurrency}
         make = ray.remote(Server).options(**options).remote
-        server = make(self.config, self.model_config, self.rollout_mode, self.replica_rank)
+        server = make(self.config, self.model_config, self.rollout_mode, self.replica_rank, self._nodes or None)
         await server.launch_server.remote()
         self._server_address = await server.get_server_address.remote()
         self.servers, self._server_handle = [server], server
+
+    def _check_nodes(self) -> None:
+        stages = self.config.pipeline_model_parallel_size
+        if stages % self.nnodes:
+            raise ValueError(
+                f"vexact: rollout.pipeline_model_parallel_size: got {stages}, expected a multiple of {self.nnodes}: a "
+                f"replica of {self.world_size} GPUs is on {self.nnodes} nodes of {self.gpus_per_node}, and the ranks "
+                "of one stage are on one node"
+            )
+
+    def _options(self, places: list, node: int, name: bool = True) -> dict[str, Any]:
+        """Of an actor on a node, which sees the GPUs of the replica's workers there."""
+        (first, _, preload), platform = places[0], get_platform()
+        variables = {name: "1" for name in platform.ray_noset_envvars()} | platform.rollout_env_vars() | preload
+        variables[platform.visible_devices_envvar()] = ",".join(device for _, device, _ in places)
+        kind = "reward_" if self.is_reward_model else "teacher_" if self.is_teacher_model else ""
+        options = {
+            "num_cpus": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=first, soft=False),
+            "runtime_env": {"env_vars": variables},
+        }
+        return options | ({"name": server_name(self.replica_rank, kind, self.name_suffix, node)} if name else {})
+
+    def _begin_nodes(self, places: list[list]) -> "list[ActorHandle]":
+        """That begin the stages' processes; the first node's has no name, which is the server's."""
+        found = []
+        for index, of_node in enumerate(places):
+            options = self._options(of_node, index, name=index > 0)
+            found.append(actor(len(of_node), **options).remote())
+        return found
 
     async def sleep(self) -> None:
         """Once the requests that are there are done; release_kv_cache likewise."""

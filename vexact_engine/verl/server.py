@@ -4,6 +4,8 @@ import asyncio
 import hashlib
 import itertools
 import logging
+import os
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,6 @@ from cachetools import LRUCache
 from verl.utils import normalize_token_ids
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import get_device_name
-from verl.utils.net_utils import get_free_port
 from verl.utils.profiler.profile import build_rollout_dist_profiler
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
@@ -27,11 +28,16 @@ from ..engine import Engine
 from ..errors import WeightsMissing
 from ..handover.receiver import WeightReceiver
 from ..request import Completion
+from ..serve.server import Server as HTTP
+from ..serve.settings import Settings
 from ..weights.random import unfilled
 from ..weights.tokenizer import load_image_processor
 
 log = logging.getLogger(__name__)
 
+_LOOK = 0.05  # seconds between two looks at what HTTP has under way
+_DAY = 86400.0
+_UNLIMITED = {"max_requests": 1 << 20, "request_timeout": _DAY}  # verl sends all that it has at once, and waits
 LARGEST_BUCKET = 512 << 20  # bytes; two of them are under way, and larger ones are no faster
 _ONLY = {  # verl's names of what this rollout has one value of, and why
     "data_parallel_size": (1, "verl makes a replica of each GPU, or of each tensor x pipeline_model_parallel_size"),
@@ -49,9 +55,9 @@ def _digest(*what: object) -> bytes:
     return hashlib.blake2b(repr(what).encode(), digest_size=16).digest()
 
 
-def server_name(replica_rank: int, kind: str = "", suffix: str = "") -> str:
-    """Of the Ray actor."""
-    return f"vexact_server_{kind}{replica_rank}_0{suffix}"
+def server_name(replica_rank: int, kind: str = "", suffix: str = "", node: int = 0) -> str:
+    """Of the Ray actor; of a replica's other nodes, of those that begin its stages there."""
+    return f"vexact_server_{kind}{replica_rank}_{node}{suffix}"
 
 
 def engine_options(config: RolloutConfig) -> tuple[EngineConfig, dict[str, Any]]:
@@ -68,7 +74,7 @@ def engine_options(config: RolloutConfig) -> tuple[EngineConfig, dict[str, Any]]
     handover = {name: given.pop(name, default) for name, default in (("handover", "in_place"), ("timeout", 60.0))}
     sizes = {f"{kind}_parallel_size": getattr(config, f"{kind}_model_parallel_size") for kind in ("pipeline", "tensor")}
     sizes["expert_parallel_size"] = config.expert_parallel_size
-    known = {field.name for field in fields(EngineConfig)} - sizes.keys()  # verl has names for those
+    known = {field.name for field in fields(EngineConfig)} - sizes.keys() - {"nodes"}  # verl has names for those
     if unknown := ", ".join(sorted(given.keys() - known)):
         there = ", ".join(sorted(known | {*handover}))
         raise ValueError(f"vexact: rollout.engine_kwargs.vexact: unknown: {unknown}; there is: {there}")
@@ -78,15 +84,29 @@ def engine_options(config: RolloutConfig) -> tuple[EngineConfig, dict[str, Any]]
 
 
 class Server:
-    """One engine. verl's signatures; all calls share one event loop."""
+    """One engine. verl's signatures; all calls share one event loop. On a replica of several nodes it is on the first
+    of them.
 
-    def __init__(self, config, model_config, rollout_mode: RolloutMode, replica_rank: int):
+    nodes   for each node of such a replica the actor that begins stages there
+    http    OpenAI's API and /metrics, for what verl asks at a replica's address: generative reward models,
+            main_generation_server, Prometheus. Without a key, as verl's other rollouts have it; what controls the
+            engine is refused there. It listens from here on, and answers once there is an engine
+    """
+
+    def __init__(
+        self, config, model_config, rollout_mode: RolloutMode, replica_rank: int, nodes: Sequence[Any] | None = None
+    ):
         self.config: RolloutConfig = omega_conf_to_dataclass(config)
         self.model_config: HFModelConfig = omega_conf_to_dataclass(model_config, dataclass_type=HFModelConfig)
         self.options, self.handover = engine_options(self.config)
+        self.nodes = nodes
+        if nodes is not None:
+            self.options = replace(self.options, nodes=len(nodes))
         self.rollout_mode, self.engine = rollout_mode, None
-        self._host = ray.util.get_node_ip_address().strip("[]")
-        self._port, self._reserved = get_free_port(self._host, with_alive_sock=True)  # nobody else's while this lives
+        given = self.model_config
+        names = tuple(dict.fromkeys(map(str, (given.path, given.local_path, os.path.basename(given.path)))))
+        host = ray.util.get_node_ip_address().strip("[]")
+        self.http = HTTP(Settings(host=host, port=0, model_names=names, allow_no_key=True, **_UNLIMITED))
         self._calls = itertools.count()
         self._running: dict[str, tuple[str, list[str], asyncio.Future]] = {}  # verl's id, the engine's, whether aborted
         self._shut = self._rejecting = False
@@ -106,6 +126,7 @@ class Server:
         """Makes the engine. Raises what that raises."""
         self.engine, how = await asyncio.to_thread(self._make), self.handover
         self._receiver = WeightReceiver(self.engine, mode=how["handover"], timeout=how["timeout"])
+        await asyncio.to_thread(self.http.start, self.engine)
         garbage.freeze(alone=ray.is_initialized())  # as in an actor
 
     def _make(self) -> Engine:
@@ -115,6 +136,7 @@ class Server:
         if dummy and self.options.processes == 1:
             model = unfilled(given.hf_config, dtype, device, given.generation_config)
         options = {"device": device, "dtype": dtype, "config": self.options, "tokenizer": given.tokenizer}
+        options["nodes"] = self.nodes
         engine = Engine.from_pretrained(given.local_path if model is None else model, **options)
         if engine.images is not None and engine.image_processor is None:
             engine.image_processor = load_image_processor(Path(given.local_path), given.local_path)
@@ -130,8 +152,8 @@ class Server:
         return engine
 
     def get_server_address(self) -> str:
-        """What verl's load balancer knows this server by. Nobody listens there."""
-        return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
+        """What verl's load balancer knows this server by, and where `http` listens."""
+        return self.http.url.removeprefix("http://")
 
     # Requests
 
@@ -249,8 +271,10 @@ class Server:
         self._turned = asyncio.Event()
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """Calls under way return what they have. Others wait for resume_generation, or are turned away at once."""
+        """Calls under way return what they have. Others wait for resume_generation, or are turned away at once; those
+        by HTTP, which are not counted, end with what they have, and new ones get 503 until then."""
         self._turn(shut=True, rejecting=reject_request)
+        self.http.hold()
         ids = await self._abort(list(self._running.values()))
         return {"aborted_count": len(ids), "request_ids": ids}
 
@@ -265,11 +289,14 @@ class Server:
 
     async def resume_generation(self) -> None:
         self._turn(shut=False)
+        self.http.go_on()
 
     async def wait_for_requests_to_drain(self) -> None:
         """Until the calls that are here have returned; not where nothing is computed at the moment."""
         if self._running and self.engine.state == "running":
             await asyncio.wait([ended for _, _, ended in self._running.values()])
+        while self.http.active and self.engine.state == "running":
+            await asyncio.sleep(_LOOK)
 
     # Memory, weights, profiles
 
