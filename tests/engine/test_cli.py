@@ -247,6 +247,11 @@ UNREAD = [
             "--gpu-memory-utilization: expected a GPU with it",
         ),
         (["serve", "MODEL", "--max-restarts", "1"], "--max-restarts: expected --replicas with it"),
+        (["serve", "MODEL", "--ray"], "--ray: expected --replicas with it"),
+        (
+            ["verify", "--model", "MODEL", "--nodes", "2"],
+            "--nodes: got 2, expected a divisor of pipeline",
+        ),
         (["serve", "MODEL", "--port", "70000"], "--port: got 70000, expected a number from 0"),
         (["demo", "--plot", "/nowhere/d.svg"], "/nowhere/d.svg: cannot be written"),
         (["chat", "/nowhere"], "MODEL: '/nowhere': no such file or directory"),
