@@ -539,23 +539,9 @@ def forward(
     reach = _reach(window)
     offsets = cu_seqlens, cu_seqlens_k
     kernel(
-        q,
-        k,
-        v,
-        out,
-        lse,
-        scale,
-        *offsets,
-        None,
-        None,
-        None,
-        *reach,
-        None,
-        None,
-        AuxData((nonfinite,), None),
-        None,
-        None,
-    )
+        q, k, v, out, lse, scale, *offsets, None, None, None, *reach, None, None, AuxData((nonfinite,), None),
+        None, None,
+    )  # fmt: skip
 
 
 def _compile_paged(q: Tensor, k: Tensor, v: Tensor, step: tuple, out: Tensor, nonfinite: Tensor, options: tuple):
