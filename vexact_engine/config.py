@@ -104,6 +104,11 @@ class EngineConfig:
                              the prefix cache keeps, to go on from; 0: nothing of a prompt is reused; None: a quarter of
                              max_num_seqs. The states themselves are `max_num_seqs` times a fixed size: they come out of
                              the same memory as pages do, before them
+    num_window_pages         of a model with layers that see a window of keys alone: pages of those layers, which a
+                             sequence gives back once no query reads them any more. None: as many as max_num_seqs
+                             sequences need, if that is less than num_pages and leaves more of those; else as many as
+                             num_pages, and all layers keep all keys. Where every layer has a window, None: num_pages
+                             counts them, and a sequence may be longer than they are
     kv_segment               attention's key segment, part of the numerics: None, or the trainer's own value
     latent_attention         where attention is latent (DeepSeek-V3, Moonlight): cache compressed keys instead of every
                              head's; part of the numerics: the trainer's own patch.hf(latent=...)
@@ -142,6 +147,7 @@ class EngineConfig:
     max_model_len: int | None = None
     enable_prefix_cache: bool = True
     num_snapshots: int | None = None
+    num_window_pages: int | None = None
     kv_segment: int | None = None
     latent_attention: bool = False
     longrope: str | None = None
@@ -171,6 +177,7 @@ class EngineConfig:
         if self.pipeline_parallel_size % self.nodes:
             raise _value_error(self, "nodes", f"a divisor of pipeline_parallel_size, {self.pipeline_parallel_size}")
         _set_int(self, "num_pages", 1, optional=True)
+        _set_int(self, "num_window_pages", 1, optional=True)
         _set_int(self, "num_snapshots", 0, optional=True)
         _set_int(self, "max_model_len", 2, optional=True)  # one token of prompt, one generated
         _set_int(self, "kv_segment", 1, optional=True)

@@ -289,6 +289,7 @@ class Sequence:
         "tokens",
         "top_logprobs",
         "weight_versions",
+        "windowed",
     )
 
     def __init__(self, request: Request, index: int):
@@ -329,6 +330,7 @@ class Sequence:
         """Start over: nothing is computed. Returns the pages held until now, for the pool."""
         pages = getattr(self, "pages", [])
         self.pages = []
+        self.windowed = range(0)  # of its pages, those that it holds one beside, for layers with a window
         self.num_computed = self.num_planned = 0
         self.num_known = 0  # of its pages, from the first on, that the prefix cache knows the content of ...
         self.node = None  # ... and the id of the last of them there

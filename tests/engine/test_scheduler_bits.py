@@ -7,11 +7,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from toy import VOCAB, drain, expected, make, request, step
 
 from vexact_engine.core.pages import PagePool
+from vexact_engine.core.windows import WindowPages
 from vexact_engine.request import State
 
 # The same tokens, however it is scheduled
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
+WINDOW = st.none() | st.tuples(st.integers(0, 9), st.integers(0, 6))  # keys before a query, pages that are spare
+
+
+def windows(window, page_size):
+    """Of a model with a layer that sees a window alone, so few pages that sequences have to give theirs back."""
+    if window is None:
+        return {}
+    reach, spare = window
+    return {"reach": reach, "num_window_pages": -(-reach // page_size) + 1 + spare}
 
 
 @given(
@@ -24,10 +34,11 @@ prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
     st.booleans(),
     st.integers(1, 4),
     st.booleans(),
+    WINDOW,
 )
 @settings(max_examples=2 * settings.default.max_examples)
 def test_tokens_do_not_depend_on_the_schedule(
-    wanted, page_size, spare, budget, max_num_seqs, cache, lookahead, stages, longest_first
+    wanted, page_size, spare, budget, max_num_seqs, cache, lookahead, stages, longest_first, window
 ):
     longest = max(len(prompt) + new for prompt, new, _ in wanted)
     scheduler, model = make(
@@ -38,6 +49,7 @@ def test_tokens_do_not_depend_on_the_schedule(
         enable_prefix_cache=cache,
         pipeline_parallel_size=stages,
         longest_first=longest_first,
+        **windows(window, page_size),
     )
     requests = [request(prompt, max_new_tokens=new, n=n, seed=i) for i, (prompt, new, n) in enumerate(wanted)]
     for one in requests:
@@ -122,6 +134,63 @@ def test_the_toy_model_catches_a_wrong_pool(pool, symptom):
             everything()
 
 
+class TooEarly(WindowPages):
+    """Gives a page back while its tokens are still seen."""
+
+    def first(self, start):
+        return super().first(start + self._size)
+
+
+class Trusting(WindowPages):
+    """Goes on behind pages of which a window has lost its own."""
+
+    def usable(self, pages):
+        return len(pages)
+
+    def enter(self, sequence):
+        end = len(sequence.pages)
+        sequence.windowed = range(end, end)
+
+
+class Keeping(WindowPages):
+    """Gives back nothing before the end."""
+
+    def leave(self, sequence):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "pages", "symptom"),
+    [
+        (WindowPages, 9, None),
+        (WindowPages, 4, None),
+        (TooEarly, 4, "a place in the window holds something else"),
+        (Trusting, 9, "a place in the window holds something else"),
+        (Keeping, 9, "a deadlock|no end in sight"),
+    ],
+)
+def test_the_toy_model_catches_wrong_pages_of_windows(kind, pages, symptom, monkeypatch):
+    """Sequences of 40 tokens, far more than the pages of their windows hold."""
+    monkeypatch.setattr("vexact_engine.core.scheduler.WindowPages", kind)
+    cache = kind is not Keeping  # which would find what a preempted sequence has kept
+    options = {"max_num_batched_tokens": 6, "enable_prefix_cache": cache, "num_window_pages": pages, "reach": 5}
+    scheduler, model = make(40, 2, **options)
+    for i in range(4):
+        scheduler.add(request([0, 1] * 6 + [i // 2], seed=i, max_new_tokens=27))
+
+    def everything():
+        drain(scheduler, model, most=1000)
+        scheduler.add(request([0, 1] * 5 + [2], seed=9, max_new_tokens=20))
+        drain(scheduler, model, most=1000)
+
+    if symptom is None:
+        everything()
+        assert scheduler.stats.prefix_tokens > 0 or pages == 4
+    else:
+        with pytest.raises(AssertionError, match=symptom):
+            everything()
+
+
 class OneForAll(list):
     """Free slots that are all the same one."""
 
@@ -163,8 +232,9 @@ class Everything(RuleBasedStateMachine):
         lookahead=st.booleans(),
         late=st.booleans(),
         stages=st.integers(1, 3),
+        window=WINDOW,
     )
-    def begin(self, num_pages, page_size, budget, max_num_seqs, cache, lookahead, late, stages):
+    def begin(self, num_pages, page_size, budget, max_num_seqs, cache, lookahead, late, stages, window):
         self.lookahead, self.late = lookahead, late
         self.scheduler, self.model = make(
             num_pages,
@@ -175,6 +245,7 @@ class Everything(RuleBasedStateMachine):
             max_model_len=24,
             pipeline_parallel_size=stages,
             eos_token_ids=[VOCAB - 1],
+            **windows(window, page_size),
         )
         self.requests, self.flight, self.version = [], [], 0
 

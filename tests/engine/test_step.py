@@ -12,8 +12,11 @@ from vexact_engine.core.scheduler import Scheduler
 from vexact_engine.core.step import OCCUPANT, Encoder, Rows, Step
 from vexact_engine.request import Request
 
-CONFIG = EngineConfig(page_size=4, num_pages=24, max_num_seqs=6, max_num_batched_tokens=13, reserve=0.0)
-PARTS = "occupants", "pages", "page_ids", "chunks", "token_ids", "targets", "restores", "saves"
+REACH = 6  # keys before a query that a layer with a window may read
+CONFIG = EngineConfig(
+    page_size=4, num_pages=24, max_num_seqs=6, max_num_batched_tokens=13, reserve=0.0, num_window_pages=11
+)
+PARTS = "occupants", "pages", "page_ids", "chunks", "token_ids", "targets", "restores", "saves", "windowed"
 
 
 def same(step, other):
@@ -32,9 +35,13 @@ class Receiver:
         self.rows = Rows(config.max_num_seqs, config.num_pages)
         self.memory = [None] * (config.num_pages * config.page_size)
         self.last = [None] * config.max_num_seqs
+        self.beside = [None] * config.num_pages  # pages of a layer with a window
+        self.windowed = [None] * (config.num_window_pages * config.page_size)
 
     def run(self, step):
         step = Step.from_bytes(step.to_bytes())
+        for page, own in step.windowed.tolist():
+            self.beside[page] = own
         where = self.rows.apply(step)
         assert (self.rows.table.reshape(-1)[where] == step.page_ids).all()
         drawn, scores, at, told = [], [], 0, 0
@@ -43,6 +50,7 @@ class Receiver:
                 if token == PLACEHOLDER:
                     token = self.last[slot]
                 self.memory[self.place(slot, position)] = position, token
+                self.windowed[self.own(slot, position)] = position, token
             at += length
         for slot, start, length, draws, scored in step.chunks.tolist():
             scores.append([1.0 * t for t in step.targets[told : told + scored].tolist()])
@@ -50,11 +58,17 @@ class Receiver:
             read = [self.memory[self.place(slot, position)] for position in range(start + length)]
             positions, tokens = zip(*read)
             assert positions == tuple(range(start + length))
+            seen = range(max(0, start - REACH), start + length)
+            assert [self.windowed[self.own(slot, position)] for position in seen] == read[seen.start :]
             for count in range(start + length - draws + 1, start + length + 1):
                 self.last[slot] = toy.draw(tokens[:count], int(self.rows.occupants["seed"][slot]), 0)
                 drawn.append(self.last[slot])
         assert at == len(step.token_ids) and told == len(step.targets)
         return Sampled(drawn, [0.0] * len(drawn), [0.0] * len(drawn), [{} for _ in drawn], scores)
+
+    def own(self, slot, position):
+        page, offset = divmod(self.place(slot, position), self.size)
+        return self.beside[page] * self.size + offset
 
     def place(self, slot, position):
         return int(self.rows.table[slot, position // self.size]) * self.size + position % self.size
@@ -92,7 +106,7 @@ ACTIONS = ["step", "step", "step", "add", "preempt", "abort", "cancel", "reset",
 @given(st.data(), st.integers(1, 3))
 def test_a_receiver_of_steps_computes_what_the_sequences_are(data, depth):
     """At random: requests, preemptions, aborts, failed steps that are lost, resets, receivers that forget all."""
-    scheduler, encoder, receiver = Scheduler(CONFIG), Encoder(), Receiver(CONFIG)
+    scheduler, encoder, receiver = Scheduler(CONFIG, reach=REACH), Encoder(), Receiver(CONFIG)
     pending, requests = [], []
 
     def launch():
@@ -148,19 +162,19 @@ def test_a_receiver_of_steps_computes_what_the_sequences_are(data, depth):
 
 def test_differences_alone_are_told():
     """A decode that goes on sends one chunk and one id; a page only when one begins."""
-    scheduler, encoder, receiver = Scheduler(CONFIG), Encoder(), Receiver(CONFIG)
+    scheduler, encoder, receiver = Scheduler(CONFIG, reach=REACH), Encoder(), Receiver(CONFIG)
     scheduler.add(Request([3] * 6, SamplingParams(max_new_tokens=12, seed=1)))
     told = []
     while plan := scheduler.schedule():
         step = encoder.encode(plan)
         told.append([len(getattr(step, part)) for part in PARTS])
         scheduler.commit(plan, receiver.run(step))
-    assert told[0] == [1, 1, 2, 1, 6, 0, 0, 0]
-    assert told[1:] == [[0, begins, begins, 1, 1, 0, 0, 0] for begins in (0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1)]
+    assert told[0] == [1, 1, 2, 1, 6, 0, 0, 0, 2]
+    assert told[1:] == [[0, begins, begins, 1, 1, 0, 0, 0, begins] for begins in (0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1)]
 
 
 def test_a_token_that_is_being_drawn_is_a_placeholder():
-    scheduler, encoder = Scheduler(CONFIG), Encoder()
+    scheduler, encoder = Scheduler(CONFIG, reach=REACH), Encoder()
     scheduler.add(Request([3, 4, 5], SamplingParams(max_new_tokens=4, seed=1)))
     first, second = (encoder.encode(scheduler.schedule(lookahead=True)) for _ in range(2))
     assert first.token_ids.tolist() == [3, 4, 5] and second.token_ids.tolist() == [PLACEHOLDER]
@@ -168,14 +182,14 @@ def test_a_token_that_is_being_drawn_is_a_placeholder():
 
 
 def test_parameters_that_fp32_cannot_hold_mean_the_same():
-    scheduler, encoder = Scheduler(CONFIG), Encoder()
+    scheduler, encoder = Scheduler(CONFIG, reach=REACH), Encoder()
     scheduler.add(Request([3], SamplingParams(top_p=1e-60, top_k=2**63 - 1, seed=2**64 - 1)))
     (row,) = encoder.encode(scheduler.schedule()).occupants
     assert row["top_p"] > 0 and row["top_k"] == 2**63 - 1
 
 
 def test_bytes():
-    scheduler, encoder = Scheduler(CONFIG), Encoder()
+    scheduler, encoder = Scheduler(CONFIG, reach=REACH), Encoder()
     scheduler.add(Request([3, 4, 5], SamplingParams(seed=1)))
     step = encoder.encode(scheduler.schedule())
     data = step.to_bytes()
@@ -189,7 +203,7 @@ def test_bytes():
 
 
 def test_more_pages_than_a_row_has_are_refused():
-    scheduler, encoder = Scheduler(CONFIG), Encoder()
+    scheduler, encoder = Scheduler(CONFIG, reach=REACH), Encoder()
     scheduler.add(Request([3] * 9, SamplingParams(seed=1)))
     with pytest.raises(ValueError, match="a sequence of 3 pages, expected at most 2"):
         Rows(6, 2).apply(encoder.encode(scheduler.schedule()))

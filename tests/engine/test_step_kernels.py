@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from vexact_engine import Engine, EngineConfig, SamplingParams
 from vexact_engine.runner import graphs
 from vexact_engine.runner import triton as kernels
-from vexact_engine.runner.buffers import Buffers
+from vexact_engine.runner.buffers import Buffers, _windowed
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 WHERE = [
@@ -62,6 +62,17 @@ def test_ids_and_pages_are_gathered(tokens, sequences, pages, width, random):
         else:
             assert embedded.dtype == given.dtype and embedded.is_contiguous()
             assert torch.equal(embedded.view(torch.int16), given[ids].contiguous().view(torch.int16))
+
+
+@pytest.mark.parametrize("tokens, sequences, pages, width", SIZES)
+def test_layers_with_a_window_have_pages_beside_others(tokens, sequences, pages, width, random):
+    beside, table = random(0, 1 << 20, width, dtype=torch.int32), random(0, width, sequences, pages, dtype=torch.int32)
+    places = random(0, 48 * width, tokens)
+    places[::3] = -1
+    found = kernels.windowed(beside, places, table, 48)
+    expected = _windowed(beside, places, table, 48)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, expected))
+    assert (found[0][::3] == -1).all() and torch.equal(found[1], beside[table.long()])
 
 
 @pytest.mark.parametrize("tokens, sequences, pages, width", SIZES)

@@ -22,9 +22,12 @@ def draw(tokens, seed, version):
 
 
 class ToyModel:
-    def __init__(self, config):
+    def __init__(self, config, reach=None):
         self.page_size = config.page_size
         self.memory = [None] * (config.num_pages * config.page_size)
+        # Of a layer with a window: pages of its own, and which one stands beside which.
+        self.reach, self.beside = reach, {}
+        self.windowed = [None] * ((config.num_window_pages or 0) * config.page_size)
         self.latest = {}  # slot -> the latest sample drawn there
 
     def run(self, plan):
@@ -32,11 +35,14 @@ class ToyModel:
         if plan.failure is not None:
             raise plan.failure
         inputs = []
+        self.beside.update(plan.windowed)
         for chunk in plan.chunks:
             tokens = [self.latest[chunk.slot] if t == PLACEHOLDER else t for t in chunk.token_ids]
             inputs.append(tokens)
             for position, token in enumerate(tokens, chunk.start):
                 self.memory[self.place(chunk, position)] = (position, token, plan.weight_version)
+                if self.windowed:
+                    self.windowed[self.own(chunk, position)] = (position, token, plan.weight_version)
         drawn = []
         for chunk in plan.chunks:
             read = [self.memory[self.place(chunk, position)] for position in range(chunk.end)]
@@ -45,11 +51,19 @@ class ToyModel:
             assert positions == tuple(range(chunk.end)), "a place was written by another position"
             assert list(tokens[: len(known)]) == known, "a place holds another sequence's token"
             assert set(versions) == {plan.weight_version}, "keys and values of other weights were kept"
+            if self.windowed:
+                first = max(0, chunk.start - self.reach)
+                seen = [self.windowed[self.own(chunk, position)] for position in range(first, chunk.end)]
+                assert seen == read[first:], "a place in the window holds something else"
             for count in range(chunk.end - chunk.draws + 1, chunk.end + 1):
                 drawn.append(draw(tokens[:count], chunk.sequence.seed, plan.weight_version))
                 self.latest[chunk.slot] = drawn[-1]
         tops = [{token: -1.0} for token in drawn]
         return Sampled(drawn, [-float(t) for t in drawn], [-2.0 * t for t in drawn], tops)
+
+    def own(self, chunk, position):
+        page = self.beside[chunk.pages[position // self.page_size]]
+        return page * self.page_size + position % self.page_size
 
     def place(self, chunk, position):
         return chunk.pages[position // self.page_size] * self.page_size + position % self.page_size
@@ -111,7 +125,7 @@ def make(num_pages=64, page_size=4, max_num_seqs=8, max_num_batched_tokens=16, p
     scheduler = Scheduler(config, **options)
     if pool is not None:
         scheduler.pool = pool(num_pages, page_size)
-    return scheduler, ToyModel(config)
+    return scheduler, ToyModel(config, options.get("reach"))
 
 
 def request(prompt, name=None, **params):
@@ -138,6 +152,8 @@ def drain(scheduler, model, lookahead=False, most=10_000):
         assert len(plans) < most, "no end in sight"
     scheduler.pool.check()
     assert scheduler.pool.num_available == scheduler.pool.num_pages, "a page was leaked"
+    if (windows := scheduler.pool.windows) is not None:
+        assert windows.num_available == windows.count, "a page of a window was leaked"
     assert len(scheduler._slots) == scheduler._max_running, "a slot was leaked"
     return plans
 

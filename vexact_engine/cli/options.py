@@ -138,6 +138,9 @@ def engine(parser):
         "--num-snapshots", type=count, metavar="N", help="copies of states that the prefix cache keeps (hybrid models)"
     )
     group.add_argument(
+        "--num-window-pages", type=positive, metavar="N", help="pages of layers with a window (what sequences need)"
+    )
+    group.add_argument(
         "--kv-segment", type=positive, metavar="N", help="attention's key segment; part of the numerics (none)"
     )
     group.add_argument("--latent-attention", action="store_true", help="cache compressed keys (DeepSeek)")
@@ -227,6 +230,7 @@ def engine_of(args) -> dict:
         "max_model_len": args.max_model_len,
         "enable_prefix_cache": not args.no_prefix_cache,
         "num_snapshots": args.num_snapshots,
+        "num_window_pages": args.num_window_pages,
         "kv_segment": args.kv_segment,
         "latent_attention": args.latent_attention,
         "longrope": args.longrope,

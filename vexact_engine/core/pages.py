@@ -14,7 +14,9 @@ from collections import OrderedDict
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
+from ..request import Sequence
 from .snapshots import Snapshots
+from .windows import WindowPages
 
 
 @dataclass
@@ -39,12 +41,20 @@ class PagePool:
     """`num_pages` pages of `page_size` tokens, with reference counts and a prefix cache.
 
     Not thread-safe. Freeing a page that nobody holds raises RuntimeError: it would give one page to two sequences.
+
+    snapshots, windows   what a sequence needs beside pages, to go on behind them; None: nothing
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, enable_prefix_cache: bool = True, snapshots: Snapshots | None = None
+        self,
+        num_pages: int,
+        page_size: int,
+        enable_prefix_cache: bool = True,
+        snapshots: Snapshots | None = None,
+        windows: WindowPages | None = None,
     ):
         self.snapshots = snapshots if enable_prefix_cache else None
+        self.windows = windows
         self.num_pages = num_pages
         self.page_size = page_size
         self.enable_prefix_cache = enable_prefix_cache
@@ -103,7 +113,7 @@ class PagePool:
             self._refs[page] -= 1
             if self._refs[page] == 0:
                 if self._nodes[page] is None:
-                    self._free.append(page)
+                    self._give_up(page)
                 else:
                     self._cached[page] = None
 
@@ -139,6 +149,19 @@ class PagePool:
         found = pages[:max_pages]
         return found, ids[len(found)]
 
+    def begins(self, sequence: Sequence, most: int) -> tuple[list[int], int]:
+        """`match` of what a sequence begins with; its prompt's is looked up once for all its samples."""
+        request = sequence.request
+        if request.pages is None:
+            request.pages = Known()
+        whole = min(most, len(request.prompt_ids) // self.page_size)
+        found, node = self.match(request.keys, whole, request.pages)
+        if len(found) < whole or whole == most:
+            return found, node
+        own = Known()
+        own.pages, own.ids, own.forgotten = list(found), list(request.pages.ids[: whole + 1]), self.forgotten
+        return self.match(sequence.keys, most, own)
+
     def known(self, key) -> int | None:
         """The page that is known by this key."""
         return self._tree.get(key)
@@ -150,16 +173,22 @@ class PagePool:
 
     def behind(self, pages: list[int], node: int) -> tuple[list[int], int]:
         """Of pages that `match` has found, those that a sequence can go on behind, and the id of the last of them: all,
-        where there are no states."""
-        if self.snapshots is None:
+        where there are neither states nor windows."""
+        usable = [kept.usable for kept in (self.snapshots, self.windows) if kept is not None]
+        if not usable:
             return pages, node
-        pages = pages[: self.snapshots.usable(pages)]
+        count = -1
+        while count != len(pages):
+            count = len(pages)
+            for found in usable:
+                pages = pages[: found(pages)]
         return pages, self._nodes[pages[-1]][1] if pages else self.root
 
     def register(self, page: int, key) -> int:
         """Say that all of a held page has been computed and holds what `key` says. Returns the id for its children.
 
-        If another page is known by this key already, that one stays the known one: both hold the same bits.
+        If another page is known by this key already, that one stays the known one: both hold the same bits. Unless it
+        has lost the page beside it, and this one has not.
         """
         if self._refs[page] <= 0:
             raise RuntimeError(f"PagePool: register: nobody holds page {page}")
@@ -167,11 +196,19 @@ class PagePool:
         if known is None:
             self._tree[key] = known = page
             self._nodes[page] = (key, self._new_id())
+        elif self.windows is not None and self.windows.has(page) and not self.windows.has(known):
+            node = self._nodes[known]
+            self._forget(known)
+            if self._refs[known] == 0:
+                del self._cached[known]
+                self._free.append(known)
+            self._tree[key], self._nodes[page], known = page, node, page
         return self._nodes[known][1]
 
     def invalidate(self) -> None:
         """Forget the content of every page, because the weights have changed. Held pages stay held."""
-        self._free.extend(self._cached)
+        for page in self._cached:
+            self._give_up(page)
         self._cached.clear()
         self._tree.clear()
         self._nodes = [None] * self.num_pages
@@ -179,11 +216,21 @@ class PagePool:
         self.forgotten += 1
         if self.snapshots is not None:
             self.snapshots.clear()
+        if self.windows is not None:
+            self.windows.clear()
+
+    def _give_up(self, page):
+        """Nobody holds it, and nobody will find it."""
+        self._free.append(page)
+        if self.windows is not None:
+            self.windows.forget(page)
 
     def _forget(self, page):
         self.forgotten += 1
         if self.snapshots is not None:
             self.snapshots.forget(page)
+        if self.windows is not None:
+            self.windows.forget(page)
         del self._tree[self._nodes[page][0]]
         self._nodes[page] = None
 
@@ -197,3 +244,5 @@ class PagePool:
         assert {key: page for page, (key, _) in known.items()} == self._tree, "the tree and its pages disagree"
         assert all(page in known for page in self._cached), "a cached page of unknown content"
         assert not any(page in known for page in self._free), "a free page of known content"
+        if self.windows is not None:
+            self.windows.check(self._refs)

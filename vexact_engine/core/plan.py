@@ -52,6 +52,7 @@ class StepPlan:
     """One step's chunks, running decodes first. Falsy if there is nothing to compute.
 
     image_epoch   changes with what images were encoded with
+    windowed  page -> the one of layers with a window that stands beside it from here on
     drafted   tokens of drafts
     planned   when it was made, in time.monotonic() seconds; None where that is not measured
     failure   why it cannot be computed
@@ -60,6 +61,7 @@ class StepPlan:
     chunks: list[Chunk]
     weight_version: int
     image_epoch: int = 0
+    windowed: dict[int, int] = field(default_factory=dict)
     drafted: int = 0
     planned: float | None = None
     failure: Exception | None = None

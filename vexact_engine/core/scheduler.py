@@ -7,7 +7,8 @@ A step has a budget of tokens. `schedule` spends it in this order:
   2. running prefills, the earliest arrival first, in chunks;
   3. waiting sequences, the earliest arrival first. One is admitted when all its pages fit, and if it does not fit yet
      nobody behind it is let past. Only one whose next page is being computed for another lets others past meanwhile.
-Pages for a whole prompt are taken at admission, so only a decode can run out of them. Then the latest arrival that
+Pages for a whole prompt are taken at admission, so only a decode can run out of them (those of layers with a window,
+windows.py, are taken step by step: a prefill goes as far as they do). Then the latest arrival that
 runs is preempted: it gives back its pages, keeps its tokens, waits in its old place and is computed again as one
 prefill. The earliest can so always go on, and no sequence is allowed more tokens than the cache holds: there is no
 deadlock. None of this changes bits, for rows do not depend on their neighbours or on where chunks begin.
@@ -21,7 +22,7 @@ is with a slot, the row that a running sequence has in the runner's buffers.
 
 import heapq
 import time
-from bisect import bisect, insort
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from operator import attrgetter
@@ -31,14 +32,11 @@ from ..request import Request, Sequence, State
 from .chains import DraftModel
 from .drafts import Drafter
 from .images import Encodings
-from .pages import Known, PagePool
+from .pages import PagePool
 from .plan import MOST_VERIFIED, Chunk, Sampled, Stats, StepPlan
+from .reserve import Reserve
 from .snapshots import Snapshots
-
-# Room for half of what running sequences are likely to generate yet is left free for them when another is let in: that
-# halves what preemption computes twice, and costs a few steps in a hundred; room for all of it would cost half of them
-# again. What is likely follows what finished ones have used of what they were allowed, 1/32 of the way each.
-_RESERVED, _FIRST_USED, _USED_WEIGHT = 0.5, 1.0, 32
+from .windows import WindowPages
 
 
 class Scheduler:
@@ -52,6 +50,8 @@ class Scheduler:
     longest_first   decodes of most keys come first, for attention that begins the next one where one is done: so all of
                     it ends at about one time. Else in the order of arrival
     chunk           tokens of a chunk of the model's states; None: it has none
+    reach           keys before a query that layers with a window may read, where those have pages of their own,
+                    config.num_window_pages
     draft_model     a model that drafts, where config.speculation says so
     drafter         what drafts, there
     """
@@ -66,6 +66,7 @@ class Scheduler:
         longest_first: bool = False,
         chunk: int | None = None,
         draft_model: DraftModel | None = None,
+        reach: int | None = None,
     ):
         if config.num_pages is None:
             raise ValueError("Scheduler: config.num_pages is None, expected the number of pages that the cache has")
@@ -73,7 +74,10 @@ class Scheduler:
         reuse, self._snapshots = config.enable_prefix_cache, None
         if chunk is not None and (reuse := reuse and bool(config.num_snapshots)):
             self._snapshots = Snapshots(config.num_snapshots, config.page_size, chunk)
-        self.pool = PagePool(config.num_pages, config.page_size, reuse, self._snapshots)
+        self._windows = None
+        if reach is not None and config.num_window_pages is not None:
+            self._windows = WindowPages(config.num_window_pages, config.page_size, reach, config.num_pages)
+        self.pool = PagePool(config.num_pages, config.page_size, reuse, self._snapshots, self._windows)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.vocab_size = vocab_size
         self.find_stop = find_stop
@@ -91,7 +95,7 @@ class Scheduler:
         self._arrivals = 0
         self._blocked = None  # the waiting sequence that did not fit, until somebody gives back pages
         self._head: tuple[Sequence, int] | None = None  # the first in line when the cache was reset, and its length
-        self._share = _RESERVED * _FIRST_USED if config.reserve is None else config.reserve
+        self._reserve = Reserve(config.reserve, config.page_size)
         # Every running decode gets its token in every step, and a running prefill at least one.
         self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._stages = config.pipeline_parallel_size
@@ -168,9 +172,8 @@ class Scheduler:
             self._stop_running(sequence)
         else:
             self.waiting.remove(sequence)
-        if self.config.reserve is None and reason in ("stop", "length"):
-            used = (len(sequence.tokens) - sequence.num_prompt) / max(1, sequence.limit - sequence.num_prompt)
-            self._share += (_RESERVED * used - self._share) / _USED_WEIGHT
+        if reason in ("stop", "length"):
+            self._reserve.note(sequence)
         self._note_end(sequence, reason, stop_reason, error)
 
     def _note_end(self, sequence, reason, stop_reason, error):
@@ -185,6 +188,8 @@ class Scheduler:
         self.running.remove(sequence)
         self._slots.append(sequence.slot)
         sequence.slot = None
+        if self._windows is not None:
+            self._windows.release(sequence)
         self.pool.release(sequence.forget_pages())
         self._blocked = None
 
@@ -250,9 +255,13 @@ class Scheduler:
         plan = StepPlan([], self.weight_version, self.encodings.begin())
         chunks, size = plan.chunks, self.pool.page_size
         budget = self.config.max_num_batched_tokens
-        running, prefills, told, snapshots = State.RUNNING, [], 0, self._snapshots
+        running, prefills, told = State.RUNNING, [], 0
+        snapshots, windows = self._snapshots, self._windows
 
         step = self.stats.steps
+        if windows is not None:  # what one lets go another may take: plans run in the order in which they are made
+            for sequence in self.running:
+                windows.leave(sequence)
         # This loop and that of `commit` are the host's time for each token of a decode.
         for sequence in self.running[:]:
             in_flight = sequence.in_flight
@@ -265,7 +274,8 @@ class Scheduler:
                 continue
             if chosen is not None and sequence not in chosen:
                 continue
-            if start >= len(sequence.pages) * size and not self._grow(sequence):
+            grows = start >= len(sequence.pages) * size or (windows and start >= sequence.windowed.stop * size)
+            if grows and not self._grow(sequence):
                 continue
             sequence.num_planned = end
             sequence.last_step = step
@@ -296,6 +306,8 @@ class Scheduler:
             else:
                 self.drafter.pass_over()
         if plan:
+            if windows is not None:
+                plan.windowed = windows.told()
             self._in_flight.append(plan)
             self.stats.steps += 1
             self.stats.mixed_steps += 0 < num_decodes < len(chunks)
@@ -314,6 +326,8 @@ class Scheduler:
                 sequence = chunk.sequence
                 chunk.draft = tokens
                 sequence.num_planned = chunk.end = chunk.end + len(tokens)
+                if self._windows is not None:
+                    self._windows.cover(sequence, chunk.end)
                 sequence.drafted += len(tokens)
                 plan.drafted += len(tokens)
         self.stats.drafted_tokens += plan.drafted
@@ -325,7 +339,10 @@ class Scheduler:
         pages, size = chunk.pages, self.pool.page_size
         while len(pages) * size < chunk.end + count and self.pool.num_available > len(self.running):
             pages.append(self.pool.allocate())
-        return min(count, len(pages) * size - chunk.end)
+        end = len(pages) * size
+        if self._windows is not None:
+            end = min(end, self._windows.room(chunk.sequence))
+        return max(0, min(count, end - chunk.end))
 
     def _room(self, chunk):
         """Tokens that may be drafted behind a decode: a drawn one follows the last. Rows that were appended to a state
@@ -354,13 +371,18 @@ class Scheduler:
 
     def _plan(self, plan, sequence, length, restore=None):
         start, save = sequence.num_planned, None
-        length = self.encodings.end_of(sequence.request, start, start + length) - start
-        if not length:
+        if self._windows is not None:
+            length = min(length, self._windows.room(sequence) - start)
+        if length > 0:
+            length = self.encodings.end_of(sequence.request, start, start + length) - start
+        if length <= 0:
             return 0
         if self._snapshots is not None:
             end, worth = self._snapshots.cut(start, start + length, len(sequence.tokens) + sequence.in_flight)
             length, save = end - start, self._snapshots.take() if worth else None
         end = sequence.num_planned = start + length
+        if self._windows is not None:
+            self._windows.cover(sequence, end)
         needs_sample = end == len(sequence.tokens) + sequence.in_flight
         place = sequence.pages, sequence.epoch, sequence.slot
         plan.chunks.append(Chunk(sequence, start, end, needs_sample, *place, restore, save))
@@ -376,18 +398,23 @@ class Scheduler:
         return length
 
     def _grow(self, sequence):
-        """Give a decode the page its next token needs. False if it had to be preempted itself."""
-        while not self.pool.num_available:
+        """Give a decode the pages its next token needs. False if it had to be preempted itself."""
+        pool, windows, start = self.pool, self._windows, sequence.num_planned
+        more = start >= len(sequence.pages) * pool.page_size
+        while (more and not pool.num_available) or (windows and windows.room(sequence) <= start):
             victim = self.running[-1]
             self.preempt(victim)
             if victim is sequence:
                 return False
-        sequence.pages.append(self.pool.allocate())
+        if more:
+            sequence.pages.append(pool.allocate())
+        if windows:
+            windows.cover(sequence, start + 1)
         return True
 
     def _admit(self, plan, budget):
         """Let the waiting in, in order, as far as the pages and the budget go."""
-        pool = self.pool
+        pool, windows = self.pool, self._windows
         if not (budget and self.waiting and len(self.running) < self._max_running):
             return
         if self.waiting[0] is self._blocked:
@@ -401,7 +428,7 @@ class Scheduler:
             # The last token is always computed, even where its page is known: its logits are wanted.
             # So is all of a prompt whose log-probabilities are wanted.
             most = 0 if sequence.prompt_logprobs is not None else (len(sequence.tokens) - 1) // pool.page_size
-            known, node = self._match(sequence, most)
+            known, node = pool.begins(sequence, most)
             wanted = pool.key(node, sequence.keys, len(known)) if len(known) < most else None
             if wanted is not None and wanted in computing:
                 # Its next page is being computed for another sequence just now. It will find it in a later step,
@@ -409,20 +436,26 @@ class Scheduler:
                 passed.append(self.waiting.popleft())
                 continue
             known, node = pool.behind(known, node)
+            if windows is not None and windows.num_available < windows.needed(sequence):
+                break
             if self.encodings.must_wait(sequence.request, len(known) * pool.page_size):
                 break
             missing = pool.pages_for(len(sequence.tokens)) - len(known)
             room = pool.num_available - missing - pool.num_unheld(known)
-            if course is None and self._share:
-                course = sorted(self._expected(other, len(other.pages)) for other in self.running)
+            if course is None and self._reserve.share:
+                course = self._reserve.course(self.running)
             # One page is left to each running sequence, lest the next step undo this admission, and some of what they
             # are likely to need until they end.
-            if room < len(self.running) or (self.running and self._share and not self._lasts(course, sequence, room)):
+            scarce = room < len(self.running) or (windows and not windows.admits((*self.running, sequence)))
+            if scarce or (self.running and course is not None and not self._reserve.lasts(course, sequence, room)):
                 self._blocked = sequence
                 break
             self.waiting.popleft()
             restore = self._snapshots.of(known[-1]) if self._snapshots is not None and known else None
             pool.hold(known)
+            sequence.pages = known
+            if windows is not None:
+                windows.enter(sequence)
             sequence.pages = known + [pool.allocate() for _ in range(missing)]
             sequence.num_computed = sequence.num_planned = len(known) * pool.page_size
             sequence.num_known, sequence.node = len(known), node
@@ -435,42 +468,6 @@ class Scheduler:
             computing.add(self._next_key(sequence))
             budget -= self._plan(plan, sequence, min(len(sequence.tokens) - sequence.num_planned, budget), restore)
         self.waiting.extendleft(reversed(passed))
-
-    def _expected(self, sequence, held):
-        """How many more steps pages are kept for, a sequence's missing pages now (a part of one, and one to begin), and
-        how many it then gives back."""
-        size, length = self.pool.page_size, len(sequence.tokens)
-        steps = self._share * (sequence.limit - length)
-        shared = sequence.num_prompt // size if sequence.params.n > 1 else 0
-        return steps, length / size + 1 - held, (length + steps) / size - shared
-
-    def _lasts(self, course, sequence, room):
-        """Whether pages are likely to last until all have ended that run, if this one is let in among them.
-
-        course   what is expected of those that run, sorted; gets this one's if so
-        """
-        own = self._expected(sequence, self.pool.pages_for(len(sequence.tokens)))
-        at = bisect(course, own)
-        missing, count, given_back = sum(one[1] for one in course) + own[1], len(course) + 1, 0.0
-        for steps, now, back in (*course[:at], own, *course[at:]):
-            if missing + count * steps / self.pool.page_size - given_back > room:
-                return False
-            missing, count, given_back = missing - now, count - 1, given_back + back
-        course.insert(at, own)
-        return True
-
-    def _match(self, sequence, most):
-        """Known pages that a sequence begins with: those of its prompt are looked up once for all its samples."""
-        request, pool = sequence.request, self.pool
-        if request.pages is None:
-            request.pages = Known()
-        whole = min(most, len(request.prompt_ids) // pool.page_size)
-        found, node = pool.match(request.keys, whole, request.pages)
-        if len(found) < whole or whole == most:
-            return found, node
-        own = Known()
-        own.pages, own.ids, own.forgotten = list(found), list(request.pages.ids[: whole + 1]), pool.forgotten
-        return pool.match(sequence.keys, most, own)
 
     def _next_key(self, sequence):
         """The prefix cache's key for the page that this running sequence fills next; None if it is not full soon."""

@@ -9,6 +9,7 @@ failed may be lost, for `Scheduler.cancel` preempts all sequences of such plans,
 pages is told anew. So a receiver may also forget everything, or be replaced, after `Scheduler.reset_cache`.
 """
 
+import itertools
 from array import array
 from dataclasses import dataclass
 
@@ -40,6 +41,9 @@ PAGES = np.dtype([("slot", np.int32), ("first", np.int32), ("count", np.int32)])
 # the first `scored` of them the log-probability of a target is wanted.
 CHUNK = np.dtype([(name, np.int32) for name in ("slot", "start", "length", "draws", "scored")])
 
+# A page of layers with a window that stands beside one of the pool from here on.
+BESIDE = np.dtype([(name, np.int32) for name in ("page", "own")])
+
 # The state of a slot is copied from a snapshot before anything is computed, or to one once all is.
 COPY = np.dtype([(name, np.int32) for name in ("slot", "snapshot")])
 
@@ -52,8 +56,9 @@ _PARTS = {
     "targets": np.dtype(np.int32),
     "restores": COPY,
     "saves": COPY,
+    "windowed": BESIDE,
 }
-_MAGIC = 0x34504554535856  # "VXSTEP4"
+_MAGIC = 0x35504554535856  # "VXSTEP5"
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +71,7 @@ class Step:
     chunks      what is computed, and `token_ids` of it, one chunk after the other
     targets     the tokens whose log-probabilities are wanted, one chunk after the other
     restores, saves   states that are copied before and after all this
+    windowed    what stands beside pages, where layers with a window have pages of their own
     """
 
     number: int
@@ -77,6 +83,7 @@ class Step:
     targets: np.ndarray
     restores: np.ndarray
     saves: np.ndarray
+    windowed: np.ndarray
 
     def to_bytes(self) -> bytes:
         parts = [getattr(self, name) for name in _PARTS]
@@ -146,7 +153,8 @@ class Encoder:
             draws = chunk.draws if chunk.draft else chunk.needs_sample
             chunks.extend((slot, start, end - start, draws, scored))
         number, self._number = self._number, self._number + 1
-        given = pages, page_ids, chunks, ids, targets, restores, saves
+        windowed = array("i", itertools.chain.from_iterable(plan.windowed.items()))
+        given = pages, page_ids, chunks, ids, targets, restores, saves, windowed
         kinds = list(_PARTS.values())[1:]
         return Step(
             number, np.array(occupants, OCCUPANT), *(np.frombuffer(part, kind) for part, kind in zip(given, kinds))

@@ -36,6 +36,7 @@ def assemble(
             longest_first=worker.longest_first,
             chunk=worker.chunk,
             draft_model=getattr(worker, "draft_model", None),
+            reach=worker.reach,
         )
     except BaseException:
         worker.close()

@@ -152,6 +152,7 @@ class PipelineWorker:
             raise ValueError(f"EngineConfig: {config.parallel}: got {got}, expected 1: {reason}") from None
         with vx.patch.hf(self.model, **config.patch_options, training=False) as handle:
             self.chunk = runner_memory.chunk_of(handle.memories())
+            self.reach = runner_memory.reach(handle.memories())
             if config.tensor_parallel_size > 1:  # what does not fit is said here, before any process is there
                 whole_experts = config.expert_parallel_size > 1
                 cut_weights(handle.describe(), shapes(self.model), 0, config.tensor_parallel_size, whole_experts)

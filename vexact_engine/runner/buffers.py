@@ -164,7 +164,9 @@ class Buffers:
         self.caches, self.device, self.slots = caches, device, slots
         self.page_size = page_size
         self.rows = Rows(slots, max_pages)
-        self.table = torch.zeros(slots + 1, max_pages, dtype=torch.int32, device=device)
+        self._pages = torch.zeros((slots + 1) * max_pages, dtype=torch.int32, device=device)
+        self.table = self._pages.view(slots + 1, max_pages)
+        self.beside: Tensor | None = None  # of each page the one of layers with a window, where those have their own
         most = Body(tokens, tokens + slots + 1, tokens, tokens, tokens, max_pages)
         last = -(-8 * (slots + 1) // _LINE) * _LINE
         self.middle = last + _places(Head(tokens, plain=False))[1]
@@ -182,6 +184,12 @@ class Buffers:
         self._hosts: list[Host] = []  # all there are: one that is lost with its step may still be read by kernels
         self._free: list[Host] = []
 
+    def stand_beside(self, pages: int) -> None:
+        """Layers with a window have pages of their own. Before any graph is captured that stays."""
+        size = self.table.numel()
+        self._pages = self._pages.new_zeros(size + pages)  # one piece: a step's news of both are written alike
+        self.table, self.beside = self._pages[:size].view_as(self.table), self._pages[size:]
+
     @property
     def max_pages(self) -> int:
         return self.table.shape[1]
@@ -192,7 +200,10 @@ class Buffers:
         """Take in what the step says of slots."""
         chunks = step.chunks
         slots, lengths = chunks["slot"][chunks["draws"] > 0], chunks["length"]
-        self._new = self.rows.apply(step)
+        self._new = self.rows.apply(step), step.page_ids
+        if len(step.windowed):
+            beside = self.table.numel() + step.windowed["page"].astype(np.int64), step.windowed["own"]
+            self._new = tuple(np.concatenate(both) for both in zip(self._new, beside))
         drawn = self.rows.occupants[slots]
         top = int(drawn["top"].max(initial=0))
         plain = not (top or drawn["top_k"].any() or drawn["min_p"].any() or (drawn["top_p"] < 1).any())
@@ -268,19 +279,19 @@ class Buffers:
             for name, padding in (("top_k", 0), ("temperature", warm), ("top_p", 1.0), ("min_p", 0.0)):
                 to[name][:draws], to[name][draws:] = occupants[name], padding
             to["address"][0] = host.address
-        pages = step.page_ids if step is not None else ()
+        where, pages = self._new if step is not None else ((), ())
         apart = len(pages) > _MOST_PAGES or not self._kernels
         if not apart:
             numbers = end + 8 * len(pages)
-            host.bytes[end:numbers].view(np.int64)[:] = self._new if len(pages) else ()
+            host.bytes[end:numbers].view(np.int64)[:] = where
             host.bytes[numbers : numbers + 4 * len(pages)].view(np.int32)[:] = pages
         if self._kernels:
             count = 0 if apart else len(pages)
-            self._kernels.receive(host.words, self.words, self.table, first // 8, end // 8, count)
+            self._kernels.receive(host.words, self.words, self._pages, first // 8, end // 8, count)
         else:
             self.words[first // 8 : end // 8] = host.words[first // 8 : end // 8]
         if apart and len(pages):
-            self.table.view(-1).index_copy_(0, *(send(part, self.device) for part in (self._new, pages)))
+            self._pages.index_copy_(0, *(send(part, self.device) for part in (where, pages)))
         return host
 
     @contextlib.contextmanager
@@ -289,13 +300,19 @@ class Buffers:
         take. They still store nothing. Nobody may have a slot."""
         columns, count = self.columns(body), body.sequences
         context, slots, states, table = columns["context"], columns["slots"], columns["states"], self.table[:count]
-        table.random_(next((len(cache) for cache in self.caches.keys if cache is not None), 1))
+        counts = [len(cache) for cache in self.caches.keys if cache is not None]
+        table.random_(max(counts, default=1))
+        beside = None if self.beside is None else self.beside.clone()  # the prefix cache may know pages
+        if self.beside is not None:
+            self.beside.random_(min(counts))
         context.copy_(torch.tensor(lengths, dtype=torch.int32))
         slots.copy_(torch.arange(count))
         states.copy_(torch.arange(count))
         try:
             yield
         finally:
+            if self.beside is not None:
+                self.beside.copy_(beside)
             table.zero_()
             context.fill_(1)
             slots.fill_(self.slots)
@@ -329,6 +346,9 @@ class Buffers:
         keys, values, states, _ = self.caches
         step = c["places"], table, c["context"], c["starts"], body.longest
         paged = vx.patch.PagedBatch(keys, values, *step, states, c["states"] if states else None)
+        if self.beside is not None:
+            windowed = self._kernels.windowed if self._kernels else _windowed
+            paged.windowed = windowed(self.beside, c["places"], table, self.page_size)
         return Batch(input_ids, c["positions"], paged, embedded=embedded), c["rows"]
 
     def restore(self, step: Step) -> None:
@@ -398,6 +418,12 @@ class Buffers:
                 torch.cuda.current_stream(self.device).synchronize()
             self.give_back(host)
             raise
+
+
+def _windowed(beside: Tensor, places: Tensor, table: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+    """Places and pages of layers with a window; a place that is none stays so."""
+    page, offset = places // page_size, places % page_size
+    return torch.where(places < 0, places, beside[page] * page_size + offset), beside[table]
 
 
 _TORCH = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float32}

@@ -152,13 +152,15 @@ def factor_of(weights: Weights, factor: d.Factor | None) -> float | Tensor | Non
 class StepParts:
     """What all layers of a step share."""
 
-    __slots__ = ("settled", "slots", "states", "table", "tables", "tokens")
+    __slots__ = ("settled", "states", "table", "tables", "tokens", "windowed")
 
     def __init__(self, batch: Batch, rotary: Sequence[tuple]):
         paged = batch.paged
-        self.tokens, self.slots = batch.positions.shape[0], paged.slot_mapping
-        self.states = paged.state_slots
-        self.table = paged.block_table, paged.context_lens, paged.cu_seqlens_q, paged.max_seqlen_q
+        self.tokens, self.states = batch.positions.shape[0], paged.state_slots
+        lengths = paged.context_lens, paged.cu_seqlens_q, paged.max_seqlen_q
+        self.table, self.windowed = (
+            (slots, (table, *lengths)) for slots, table in (paged.places(None), paged.places(1))
+        )
         # A token a sequence: no other's key or value of this step is seen, and a projection lies behind all the rest.
         self.settled = paged.max_seqlen_q == 1
         self.tables = [
@@ -203,6 +205,7 @@ class _Attention:
         self, x: Tensor, step: StepParts, k_cache: Tensor, v_cache: Tensor, rows: Tensor | None = None
     ) -> Tensor:
         tokens, (q_norm, k_norm) = step.tokens, self.norms
+        slots, table = step.table if self.asked["window"] is None else step.windowed
         if self.alike is not None:
             q, k, v = self.qkv.whole(x).view(tokens, -1, self.dim).split_with_sizes(self.alike, 1)
         else:
@@ -222,16 +225,14 @@ class _Attention:
         if self.before:
             q, k = self._normed(q, k)
         if self.tables is None:
-            vx.kv_cache_store(k, v, k_cache, v_cache, step.slots)
+            vx.kv_cache_store(k, v, k_cache, v_cache, slots)
         elif self.before:
             tables, options = step.tables[self.tables], self.fused_norms
-            q = vx.rope_kv_store(
-                q, k, v, *tables, k_cache, v_cache, step.slots, interleaved=self.interleaved, **options
-            )
+            q = vx.rope_kv_store(q, k, v, *tables, k_cache, v_cache, slots, interleaved=self.interleaved, **options)
         else:
             q, k = self._normed(*vx.rope(q, k, *step.tables[self.tables], interleaved=self.interleaved))
-            vx.kv_cache_store(k, v, k_cache, v_cache, step.slots)
-        out = vx.attention_paged(q, k_cache, v_cache, *step.table, settled=step.settled, **self.asked)
+            vx.kv_cache_store(k, v, k_cache, v_cache, slots)
+        out = vx.attention_paged(q, k_cache, v_cache, *table, settled=step.settled, **self.asked)
         out = rows_of(out, rows)
         if self.gated:
             out = vx.sigmoid_mul(out, rows_of(gate, rows))
@@ -283,6 +284,7 @@ class _Latent:
     def __call__(
         self, x: Tensor, step: StepParts, k_cache: Tensor, v_cache: Tensor, rows: Tensor | None = None
     ) -> Tensor:
+        slots, table = step.table if self.asked["window"] is None else step.windowed
         tokens, heads, rank, nope, rope = step.tokens, self.heads, self.rank, self.nope, self.rope
         q, compressed = self.down(x)
         if self.q_up is not None:
@@ -300,8 +302,8 @@ class _Latent:
         else:
             k, v = vx.linear(c, *self.kv_up).view(tokens, heads, -1).split_with_sizes((nope, self.v_dim), 2)
             k = torch.cat((k, k_turned.expand(-1, heads, -1)), 2)
-        vx.kv_cache_store(k, v, k_cache, v_cache, step.slots)
-        out = vx.attention_paged(torch.cat((q, q_turned), 2), k_cache, v_cache, *step.table, **self.asked)
+        vx.kv_cache_store(k, v, k_cache, v_cache, slots)
+        out = vx.attention_paged(torch.cat((q, q_turned), 2), k_cache, v_cache, *table, **self.asked)
         out = rows_of(out, rows)
         if self.absorbed:
             out = vx.bmm(out.transpose(0, 1), self.w_v).transpose(0, 1)
@@ -329,7 +331,7 @@ class _GatedDelta:
         state, taps, *opened = slots
         parts = self.read(x)
         qkv, z, b, a = by_head(*parts, *self.heads) if self.by_head else parts
-        _, context, offsets, longest = step.table
+        _, (_, context, offsets, longest) = step.table
         qkv = vx.causal_conv_paged(qkv, *self.conv, taps, step.states, context, offsets)
         heads, k_dim, v_dim = self.heads
         q, k, v = qkv.split_with_sizes(self.widths, 1)

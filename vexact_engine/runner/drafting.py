@@ -19,7 +19,8 @@ from .runner import Runner
 
 
 class DraftRunner(Runner):
-    """Started by the runner that it is beside. It verifies nothing itself, and keeps no snapshots of states.
+    """Started by the runner that it is beside. It verifies nothing itself, and keeps no snapshots of states; of layers
+    with a window it keeps all keys, for its pages are the pool's.
 
     reads   whether it wants final hidden states of all tokens from that one
     """
@@ -28,7 +29,8 @@ class DraftRunner(Runner):
 
     def __init__(self, model: torch.nn.Module, handle, config: EngineConfig, device: torch.device):
         self._forgets = config
-        super().__init__(model, handle, replace(config, speculation=None, enable_prefix_cache=False), device)
+        alone = {"speculation": None, "enable_prefix_cache": False, "num_window_pages": None}
+        super().__init__(model, handle, replace(config, **alone), device)
 
     def _images(self) -> None:
         """It sees none: tokens that stand for one are tokens to it."""
@@ -39,6 +41,10 @@ class DraftRunner(Runner):
 
     def _start(self, progress: Progress) -> None:
         pass
+
+    @property
+    def numbers_alone(self) -> bool:
+        return False
 
     def follow(self) -> None:
         """The runner that it is beside has another forward."""

@@ -16,6 +16,8 @@ from ..config import EngineConfig
 # On a CPU the cache shares memory with everything else that runs there, a trainer above all.
 CPU_SHARE, CPU_MOST = 0.25, 8 << 30
 
+_BLOCK = 128  # keys of a block of attention, at most
+
 
 Memories = Sequence[Pages | State]  # of each layer
 
@@ -52,10 +54,12 @@ def make(
     device: torch.device,
     one: bool = False,
     snapshots: int = 0,
+    window_pages: int | None = None,
 ) -> Caches:
     """New memory for these layers.
 
-    one     layers that remember alike have the same: for what nothing is stored in
+    one            layers that remember alike have the same: for what nothing is stored in
+    window_pages   of layers with a window; None: as many as the others
     """
     # Nobody's bits depend on what has not been stored, and on a CPU untouched memory is never taken; on a GPU it is
     # zeroed, as attention is faster where what lies behind a sequence's last key is finite.
@@ -66,10 +70,11 @@ def make(
             kept = memory.slot()
             return None, None, [new(slots, *k.shape, dtype=k.dtype or dtype, device=device) for k in kept]
         kind = {"dtype": memory.dtype or dtype, "device": device}
-        k = new(pages, page_size, memory.heads, memory.k_dim, **kind)
+        count = pages if memory.window is None or window_pages is None else window_pages
+        k = new(count, page_size, memory.heads, memory.k_dim, **kind)
         if memory.shared:
             return k, k[..., : memory.v_dim], None
-        return k, new(pages, page_size, memory.heads, memory.v_dim, **kind), None
+        return k, new(count, page_size, memory.heads, memory.v_dim, **kind), None
 
     made = {memory: place(memory) for memory in memories} if one else {}
     keys, values, states = zip(*(made[memory] if one else place(memory) for memory in memories))
@@ -105,6 +110,29 @@ def bytes_per_token(memories: Memories, dtype: torch.dtype) -> int:
     return sum(memory.bytes_per_token(dtype) for memory in memories)
 
 
+def windowed(memories: Memories) -> Memories:
+    """Those of layers with a window."""
+    return tuple(memory for memory in memories if memory.window is not None)
+
+
+def reach(memories: Memories) -> int | None:
+    """Keys before a query that layers with a window may read, which is all that stands in a block of keys with one
+    that is seen; None where there are none."""
+    windows = [memory.window for memory in windowed(memories)]
+    return max(windows) - 1 + _BLOCK - 1 if windows else None
+
+
+def least_window_pages(config: EngineConfig, reach: int) -> int:
+    """Of layers with a window, so many that one sequence can always go on."""
+    return -(-reach // config.page_size) + 1
+
+
+def window_pages(config: EngineConfig, reach: int) -> int:
+    """Of layers with a window, as many as can be held at once by sequences between steps, and what a step adds."""
+    slots, step = min(config.max_num_seqs, config.max_num_batched_tokens), config.max_num_batched_tokens
+    return slots * (least_window_pages(config, reach) + 2) + -(-step // config.page_size)
+
+
 def bytes_per_slot(memories: Memories, dtype: torch.dtype) -> int:
     """What a sequence takes whatever its length, in all these layers."""
     return sum(memory.bytes_per_slot(dtype) for memory in memories if isinstance(memory, State))
@@ -119,15 +147,19 @@ def sizes(memories: Memories, config: EngineConfig, slots: int, dtype: torch.dty
     """How much of what is kept is pages, states and snapshots."""
     page = config.page_size * bytes_per_token(memories, dtype)
     parts = [("pages", config.num_pages, page)]
+    if config.num_window_pages is not None:
+        own = config.page_size * bytes_per_token(windowed(memories), dtype)
+        parts = [("pages", config.num_pages, page - own), ("pages of windows", config.num_window_pages, own)]
     if chunk_of(memories) is not None:
         parts += [("sequences' states", slots, bytes_per_slot(memories, dtype))]
         parts += [("snapshots", config.num_snapshots, bytes_per_snapshot(memories, dtype))]
     return ", ".join(f"{count} {what} of {each >> 10} KiB ({count * each >> 20} MiB)" for what, count, each in parts)
 
 
-def text(memories: Memories) -> str:
-    """What is kept, in words; so a window, which `make` does not look at, is none of it."""
-    kept = (replace(memory, window=None) if isinstance(memory, Pages) else memory for memory in memories)
+def text(memories: Memories, windows: bool = False) -> str:
+    """What is kept, in words. A window is none of it unless such layers have pages of their own."""
+    plain = (replace(memory, window=None) if isinstance(memory, Pages) else memory for memory in memories)
+    kept = memories if windows else plain
     return ", ".join(f"{len(list(alike))} x {memory}" for memory, alike in itertools.groupby(kept))
 
 
@@ -138,12 +170,14 @@ def default_num_pages(
     device: torch.device,
     step_bytes: int = 0,
     state_bytes: int = 0,
+    window_bytes: int = 0,
 ) -> int:
     """Pages for `num_pages=None`: what memory allows, but no more than `max_num_seqs` whole sequences need.
 
     On a GPU `gpu_memory_utilization` of its memory, less what is in use by anyone (the weights, other processes) and
     what the largest step takes on top, `step_bytes`; on a CPU a quarter of what is available, at most 8 GiB. Slots of
-    states, `state_bytes` of them all, come first. ValueError where not even one page fits.
+    states, `state_bytes` of them all, come first, and pages of layers with a window, `window_bytes`. ValueError where
+    not even one page fits.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what torch keeps in reserve counts as in use
@@ -154,7 +188,13 @@ def default_num_pages(
         available = available_bytes()
         room = min(int(available * CPU_SHARE), CPU_MOST)
         what = f"a quarter of the {available >> 20} MiB available"
-    page, left = bytes_per_token * config.page_size, room - state_bytes
+    page, left = bytes_per_token * config.page_size, room - window_bytes - state_bytes
+    if window_bytes and left < page:
+        raise ValueError(
+            f"EngineConfig: num_window_pages: no room for {config.num_window_pages}: {what} leaves "
+            f"{max(room, 0) >> 20} MiB, they take {window_bytes >> 20} MiB, states {state_bytes >> 20} MiB, a page of "
+            f"the other layers {page >> 10} KiB: lower num_window_pages"
+        )
     if state_bytes and left < page:
         slots = min(config.max_num_seqs, config.max_num_batched_tokens)
         each, most = state_bytes // slots, max((room - page) * slots // state_bytes, 0)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_NUMBERS = 1 << 20  # of pages that take no memory
 _LIKELIEST_ROWS = 64  # whose logits are there at once: what it takes is not reckoned with at the start
 
 
@@ -142,7 +143,7 @@ class Runner:
     order.
 
     model    a Hugging Face causal language model, with `handle` its patch
-    config   as given; in it, num_pages is filled in where it is None
+    config   as given; in it, numbers of pages are filled in
     path     how hidden states are computed: "fused", or "patched: " and why
     graphs   of its steps, where there are any
     tokens, slots, most_draws   of a step at most
@@ -200,16 +201,12 @@ class Runner:
                 ) from error
 
     def _start(self, progress: Progress) -> None:
-        config, runners = self.config, [self] if self.beside is None else [self.beside, self]
+        runners = [self] if self.beside is None else [self.beside, self]
         # behind the forwards: what these move and take is in use by now
         step = sum([runner.prepare(progress) for runner in runners])
-        count = config.num_pages
-        if count is None:
-            per_token = sum(memory.bytes_per_token(runner.memories, runner.dtype) for runner in runners)
-            states, length = sum(runner.state_bytes for runner in runners), config.max_model_len or 1 << 20
-            count = self._agree(memory.default_num_pages(config, per_token, length, self.device, step, states))
+        self.config = self._counted(step)
         for runner in runners:
-            runner.fill(count, progress)
+            runner.fill(self.config.num_pages, progress)
 
     @property
     def state_bytes(self) -> int:
@@ -221,7 +218,8 @@ class Runner:
         """Make buffers, with a cache of one page. Returns bytes that the largest step and graphs take, where these
         decide how many pages there will be."""
         stand_in, per_token = self._caches(1, slots=1, one=True), memory.bytes_per_token(self.memories, self.dtype)
-        pages = memory.most_pages(self.config, per_token, self.device)
+        config = replace(self.config, num_pages=None) if self.numbers_alone else self.config
+        pages = memory.most_pages(config, 0 if self.numbers_alone else per_token, self.device)
         self.buffers = Buffers(stand_in, self.config.page_size, self.slots, pages, self.tokens, self.device)
         wanted = self.config.num_pages is None and self.device.type == "cuda"
         return self.graphs.rehearse(progress) if wanted else 0
@@ -231,8 +229,56 @@ class Runner:
         self.config = replace(self.config, num_pages=pages)
         with self.regions["kv_cache"].allocating() if self.regions else contextlib.nullcontext():
             self.buffers.caches = self._caches(pages, self.slots)
+        if self.config.num_window_pages is not None:
+            self.buffers.stand_beside(pages)
         log.info("cache: %s", memory.sizes(self.memories, self.config, self.slots, self.dtype))
         self.graphs.capture(progress)
+
+    def _counted(self, step: int) -> EngineConfig:
+        """With its numbers of pages filled in, which all stages agree on: those of layers with a window None, where
+        they are as many as all others, or one sequence could need more."""
+        config, whole = self.config, self.handle.memories()
+        length, windows = config.max_model_len or 1 << 20, memory.windowed(self.memories)
+        all_bytes, window_bytes = (memory.bytes_per_token(kept, self.dtype) for kept in (self.memories, windows))
+        states = self.state_bytes
+        if self.beside is not None:  # all of its layers keep all keys
+            all_bytes += memory.bytes_per_token(self.beside.memories, self.beside.dtype)
+            states += self.beside.state_bytes
+
+        def room(per_token: int, beside: int = 0) -> int:
+            if config.num_pages is not None:
+                return config.num_pages
+            made = config, per_token, length, self.device, step, states, beside * config.page_size * window_bytes
+            return self._agree(memory.default_num_pages(*made))
+
+        reach, count = memory.reach(whole), config.num_window_pages
+        if reach is None:
+            if count is not None:
+                raise ValueError(
+                    f"EngineConfig: num_window_pages: got {count}, expected None: no layer of the model has a window"
+                )
+            return replace(config, num_pages=room(all_bytes))
+        least = memory.least_window_pages(config, reach)
+        if count is not None and count < least:
+            raise ValueError(
+                f"EngineConfig: num_window_pages: got {count}, expected at least {least}: one sequence needs so many"
+            )
+        pages = room(all_bytes) if count is None else room(all_bytes - window_bytes, count)
+        most = memory.window_pages(config, reach) if count is None else count
+        if self.numbers_alone:
+            own = min(pages if count is None else count, most)
+            pages = max(pages, min(self.slots * -(-length // config.page_size), _NUMBERS))
+        else:
+            own = min(pages, most)
+            if count is None and own < pages:
+                pages = room(all_bytes - window_bytes, own)
+        return replace(config, num_pages=pages, num_window_pages=own if least <= own < pages else None)
+
+    @property
+    def numbers_alone(self) -> bool:
+        """Whether all layers that keep keys have a window: pages take memory where those have their own, not else."""
+        kept = [memory for memory in self.handle.memories() if isinstance(memory, Pages)]
+        return self.beside is None and bool(kept) and all(memory.window is not None for memory in kept)
 
     def longest_first(self) -> bool:
         """Whether attention of single tokens wants those of most keys first: on an H200 its kernel has a block on each
@@ -304,7 +350,8 @@ class Runner:
 
     def _caches(self, pages: int, slots: int, one: bool = False) -> Caches:
         snapshots = 0 if one else self.config.num_snapshots or 0
-        made = self.config.page_size, slots, self.dtype, self.device, one, snapshots
+        windows = None if one else self.config.num_window_pages
+        made = self.config.page_size, slots, self.dtype, self.device, one, snapshots, windows
         return memory.make(self.memories, pages, *made)
 
     # A step

@@ -64,6 +64,21 @@ def _inputs_kernel(
         tl.store(pages + row * width + at, page, mask=at < width)
 
 
+@triton.jit(do_not_specialize=["tokens", "entries"])
+def _windowed_kernel(
+    beside, places, table, own_places, own_table, tokens, entries, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    _begin(PDL)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(places + at, mask=at < tokens, other=-1)
+    stored = (at < tokens) & (place >= 0)
+    page = tl.load(beside + place // PAGE, mask=stored, other=0).to(tl.int64)
+    tl.store(own_places + at, tl.where(stored, page * PAGE + place % PAGE, place), mask=at < tokens)
+    page = tl.load(table + at, mask=at < entries, other=0)
+    tl.store(own_table + at, tl.load(beside + page, mask=at < entries), mask=at < entries)
+
+
 @triton.jit
 def _take_kernel(source, rows, target, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     _begin(PDL)
@@ -113,6 +128,18 @@ def inputs(
             **_early(words.device),
         )  # fmt: skip
     return ids, pages, embedded
+
+
+def windowed(beside: Tensor, places: Tensor, table: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+    """Places and pages of layers with a window, given what stands beside each page; a place that is none stays so."""
+    own_places, own_table = torch.empty_like(places), torch.empty_like(table)
+    tokens, entries = places.numel(), table.numel()
+    with _on(places.device):
+        _windowed_kernel[(triton.cdiv(max(tokens, entries), 512),)](
+            beside, places, table, own_places, own_table, tokens, entries, PAGE=page_size, BLOCK=512, num_warps=4,
+            **_early(places.device),
+        )  # fmt: skip
+    return own_places, own_table
 
 
 def take(source: Tensor, rows: Tensor, target: Tensor) -> None:

@@ -64,6 +64,7 @@ class Worker:
     longest_first  whether attention wants the decodes of most keys first
     chunk          tokens of a chunk of the model's states; None: it has none
     draft_model    what drafts; None: nothing does
+    reach          keys before a query that its layers with a window may read; None: it has none
     numerics       what fixes the bits, from now on
     raises         ModelInUse where another engine has the model; what patch.hf raises
     """
@@ -104,7 +105,7 @@ class Worker:
             self._places = Places.of(model, draft)
             self._encoder = Encoder()
             self.longest_first = self._runner.longest_first()
-            self.chunk = memory.chunk_of(self._runner.memories)
+            self.chunk, self.reach = memory.chunk_of(self._runner.memories), memory.reach(self._runner.memories)
             asked = config.async_scheduling
             self.depth = 2 if (self.device.type == "cuda" if asked is None else asked) else 1
         except BaseException:
@@ -190,7 +191,8 @@ class Worker:
                     f"{self.dtype} on {self.device}"
                 )
         found = memory.forgetting(self._handle.memories(), self.config), self._runner.memories
-        kept, expected = map(memory.text, found)
+        windows = self.config.num_window_pages is not None
+        kept, expected = (memory.text(memories, windows) for memories in found)
         if kept != expected:
             raise WeightsTorn(
                 f"Engine: the model has been changed to one whose cache is {kept}, expected {expected}: put that back, "
