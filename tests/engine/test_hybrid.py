@@ -11,13 +11,15 @@ import torch
 import transformers
 from conftest import devices
 from engine_models import bits, check_idle
+from handovers import receiving
 from hypothesis import given
 from hypothesis import strategies as st
 
 import vexact_ops as vx
-from vexact_engine import Engine, EngineConfig, SamplingParams
+from vexact_engine import Engine, EngineConfig, SamplingParams, WeightSender
 from vexact_engine.core.snapshots import Snapshots
 from vexact_engine.runner import memory
+from vexact_engine.weights.experts import expert_views
 from vexact_ops.testing import assert_bitwise
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "patch"))
@@ -190,14 +192,52 @@ def test_where_chunks_are_cut(page_size, chunk, length, budgets):
 # What else an engine does
 
 
-def test_weights_by_the_names_of_a_model_with_vision():
-    kind, device, dtype = KINDS[0], "cpu", torch.bfloat16
-    expected, own = alone(kind, device, dtype), dict(tiny(kind, dtype).named_parameters())
+@pytest.mark.parametrize("kind", [family(kind) for kind in ("qwen3_5_text", "qwen3_5_moe_text")])
+def test_weights_by_the_names_of_a_model_with_vision(kind):
+    """As a trainer of the whole model has them: its tower's and those of MTP are passed over, experts may come one by
+    one."""
+    device, dtype = "cpu", torch.bfloat16
+    expected, other = alone(kind, device, dtype)[:2], tiny(kind, dtype, seed=1)
+    model = tiny(kind, dtype)
+    own, views = dict(model.named_parameters()), expert_views(model)
+    stacked = {name for name, _ in views.values()}
+    named = {name: p for name, p in own.items() if name not in stacked} | {n: view for n, (_, view) in views.items()}
+    named = {name.replace("model.", "model.language_model.", 1): p for name, p in named.items()}
+    named = {"model.visual.blocks.0.norm1.weight": torch.ones(3), **named, "mtp.fc.weight": torch.ones(2, 2)}
+    specs = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in named.items()}
     with Engine.from_pretrained(tiny(kind, dtype, seed=1), device=device, config=ROOMY) as engine:
-        assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] != expected
-        given = {name.replace("model.", "model.language_model.", 1): p for name, p in own.items()}
-        engine.update_weights(given, numerics=engine.numerics())
-        assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
+        numerics = engine.numerics()
+
+        def hand_over():
+            with receiving(engine) as (receiver, start), WeightSender(receiver.address, numerics=numerics) as sender:
+                result = start()
+                sender.send(named.items())
+                result()
+
+        def in_turn():
+            with engine.begin_update(numerics=numerics) as update:
+                update.write(named.items())
+                update.finish()
+
+        def announced():
+            engine.update_weights(named, numerics=numerics, specs=specs)
+
+        for way in (hand_over, in_turn, announced, lambda: engine.update_weights(named, numerics=numerics)):
+            assert [bits(c) for c in engine.generate(PROMPTS[:2], PARAMS[:2])] != expected
+            way()
+            assert [bits(c) for c in engine.generate(PROMPTS[:2], PARAMS[:2])] == expected
+            engine.update_weights(other.named_parameters(), numerics=numerics)
+        with pytest.raises(ValueError, match=r"unknown: model\.other\.weight"):
+            engine.update_weights({**named, "model.other.weight": torch.ones(3)}, numerics=numerics)
+
+
+def test_a_model_of_text_alone_passes_over_nothing():
+    with (
+        launch("qwen3_next", "cpu", torch.bfloat16) as engine,
+        pytest.raises(ValueError, match=r"unknown: model\.visual"),
+    ):
+        every = {name: p.clone() for name, p in engine.model.named_parameters()}
+        engine.update_weights({**every, "model.visual.merger.bias": torch.ones(3)}, numerics=engine.numerics())
 
 
 async def first_of(engine, prompt) -> None:

@@ -85,6 +85,20 @@ def test_it_changes_nothing(kind, options):
         check_idle(engine)
 
 
+@each_kind
+def test_a_model_that_drafts_keeps_all_keys(kind):
+    """Its layers have windows too, and pages of the pool's numbers."""
+    draft = Speculation(model=build("Mistral", **OPTIONS), sources=(), max_draft_tokens=3, always=True)
+    with launch(kind, num_pages=200, num_window_pages=24, speculation=draft) as engine:
+        assert (engine.config.num_pages, engine.config.num_window_pages) == (200, 24)
+        assert {len(cache) for cache in engine._worker._runner.beside.buffers.caches.tensors()} == {200}
+        assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == done(kind, "cpu", torch.bfloat16)
+        assert engine.stats.drafted_tokens > 50
+        right = engine.stats.accepted_tokens == engine.stats.drafted_tokens
+        assert right == (kind == "Mistral")  # which drafts for itself
+        check_idle(engine)
+
+
 def test_a_patched_forward(monkeypatch):
     monkeypatch.setattr("vexact_engine.runner.forward.fuse", lambda *args: (None, "for the test"))
     with launch("Gemma2") as engine:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from .models import FAMILIES, HYBRIDS
+from .models import FAMILIES, HYBRIDS, WITH_VISION
 from .ppo import Case, Run, check, check_training, compared, lines, run
 
 TWO_RANKS = [Case(family, engine) for engine in ("fsdp2", "veomni") for family in FAMILIES]
@@ -24,12 +24,13 @@ ONE_RANK = [Case(family, ranks=1, overrides=DETERMINISTIC) for family in FAMILIE
 # Each engine with experts, and latent attention once each way: test_verl_actor and test_verl_families have every family
 # under both, and a README's command (test_recipes) runs the dense one.
 IN_CI = [
-    Case("qwen3_moe"),
-    Case("qwen3_moe", "veomni"),
+    Case("qwen3_5_moe"),  # a hybrid with experts, and a tower that no image asks for
+    Case("qwen3_5_moe", "veomni"),
     Case("deepseek_v3", "veomni"),
     Case("deepseek_v3", ranks=1, overrides=DETERMINISTIC),
 ]
-EVERY = [*TWO_RANKS, *ONE_RANK, *(Case(family) for family in HYBRIDS)]
+OF_IMAGES = [Case(family, engine) for engine in ("fsdp2", "veomni") for family in WITH_VISION]  # and text alone
+EVERY = [*TWO_RANKS, *ONE_RANK, *(Case(family) for family in HYBRIDS), *OF_IMAGES]
 STOCK = Case("qwen3", ranks=1, vendor=None)
 # Requests are aborted and go on with newer weights, so that a token's weights are not always the trainer's. The
 # checkpoints that verl writes after each step say what each version would have said.

@@ -10,7 +10,7 @@ from torch import Tensor
 import vexact_ops as vx
 
 from ..errors import HandoverFailed, PeerLost
-from ..weights.names import hint
+from ..weights.names import hint, passed_over
 from . import messages as m
 from . import protocol
 from .buffers import CUDA, HOST, Buckets, BucketSpace, checksum, gpu_named
@@ -248,6 +248,7 @@ class _Session:
             sender._refused.clear()
         sender._receiver, self.welcome = welcome.peer, welcome
         self.manifest = {n: (tuple(shape), m.dtype_of(d)) for n, (shape, d) in welcome.manifest.items()}
+        self.passed = passed_over(self.manifest)
         self.sent: set[str] = set()
         self.streams: set[torch.cuda.Stream] = set()  # that fill the bucket: the caller's may change
         self.buffers: Buckets | None = None
@@ -255,6 +256,8 @@ class _Session:
         self.filled: deque[tuple[m.Bucket, list[torch.cuda.Event]]] = deque()  # not posted yet: what fills them
 
     def put(self, name: str, tensor: Tensor) -> None:
+        if name.startswith(self.passed):
+            return
         dtype = self._check(name, tensor)
         if self.buffers is None:
             self.buffers = self.sender._open(tensor.device, self.welcome)

@@ -537,7 +537,7 @@ class _UpdateOfStages(Update):
         self._worker.take_bucket(bucket)
 
     def write(self, bucket: Iterable[tuple[str, Tensor | Piece]], foreign: bool = False) -> None:
-        bucket = list(bucket)
+        bucket = [pair for pair in bucket if not pair[0].startswith(self.places.passed)]
         for given, value in bucket:
             self.note(given, value)  # of tied ones, each stage that has them compares the second
         if not self._staged:

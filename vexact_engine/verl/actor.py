@@ -45,7 +45,8 @@ DEVICES = ("cuda", "cpu")
 OTHERS = ("fsdp", "fsdp_turbo", "megatron", "mindspeed", "torchtitan", "automodel")
 # What stock engines put into a forward for their own fused kernels.
 _FUSED = ("temperature", "return_dict", "labels", "shift_labels", "return_log_probs")
-_OF_IMAGES = ("images_seqlens",)  # which its data path has beside pixels, grids and positions
+# Of images: VeOmni's data path has them beside pixels, grids and positions.
+_OF_IMAGES = ("images_seqlens", "image_mask", "video_mask")
 _LOG = logging.getLogger(__name__)
 
 
@@ -108,7 +109,7 @@ class AlignedFSDPEngine(AlignedEngine, engines.FSDPEngineWithLMHead):
         config = copy.deepcopy(self.model_config.hf_config)
         config._attn_implementation = "eager"
         # verl's fused kernels replace the forward of the model's class, for everyone in the process
-        with _changed(self, "model_config", hf_config=config, use_fused_kernels=False), _without_patches(config):
+        with _changed(self, "model_config", hf_config=config, use_fused_kernels=False), _without_patches():
             return super()._build_module()
 
     def _build_fsdp_module(self, module):
@@ -120,12 +121,9 @@ class AlignedFSDPEngine(AlignedEngine, engines.FSDPEngineWithLMHead):
 
 
 @contextmanager
-def _without_patches(config) -> Iterator[None]:
-    """Of a model of images verl replaces the forwards, for everyone in the process, with ones that newer transformers
-    do not fit: packed rows and images are our patch's to do."""
-    if config.model_type not in vx.patch.WITH_IMAGES:
-        yield
-        return
+def _without_patches() -> Iterator[None]:
+    """verl's patches give a model's classes other forwards, for everyone in the process; ours takes their place. Those
+    of models of images are of older classes than transformers 5.22 has, or cannot be imported."""
     name, found = "apply_monkey_patch", transformer_impl.apply_monkey_patch
     setattr(transformer_impl, name, lambda *args, **kwargs: None)
     try:

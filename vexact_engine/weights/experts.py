@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .names import TEXT
+
 # Model types whose checkpoints say block_sparse_moe, and w1, w3, w2 for gate, up and down.
 _SHORT = {"mixtral"}
 _NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -54,8 +56,9 @@ def aliases(model: torch.nn.Module) -> dict[str, str]:
     that verl takes the stacked ones apart by, whatever the model (`mlp.experts.E.gate_proj.weight`)."""
     kind = getattr(model.config, "model_type", None) or ""
     if kind.endswith("_text"):
-        own = (name.removeprefix("model.") for name in model.state_dict() if name.startswith("model."))
-        return {f"model.language_model.{name}": f"model.{name}" for name in own}
+        every = (*model.state_dict(), *expert_views(model))
+        own = (name.removeprefix("model.") for name in every if name.startswith("model."))
+        return {f"{TEXT}{name}": f"model.{name}" for name in own}
     if kind not in _SHORT:
         return {}
     names = (name for name in model.state_dict() if ".mlp." in name and ".experts." not in name)

@@ -13,6 +13,18 @@ WRAPPERS = {
 _LORA = (".lora_A.", ".lora_B.", ".lora_embedding_", ".lora_magnitude_vector", ".base_layer.", ".modules_to_save.")
 
 
+TEXT = "model.language_model."  # before names of the text half of a model with vision
+_BESIDE = ("model.visual.", "mtp.")  # before those of its tower, and of heads that predict more tokens
+
+
+def passed_over(known: Iterable[str]) -> tuple[str, ...]:
+    """What names begin with that the text half of a model with vision has no use for, given all that it takes."""
+    known = list(known)
+    if not any(name.startswith(TEXT) for name in known):
+        return ()
+    return tuple(beside for beside in _BESIDE if not any(name.startswith(beside) for name in known))
+
+
 def hint(unknown: Iterable[str], known: Set[str]) -> str:
     """What names that a model does not have are, and what to do: "" where they are none of a wrapper's."""
     unknown = list(unknown)

@@ -5,6 +5,7 @@ piece (`Update`): names, shapes and dtypes come first and are checked; then buck
 so that the new weights never lie in memory as a whole beside the old ones.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from vexact_ops import same_bits
 
 from .directory import some
 from .experts import aliases, expert_views
-from .names import hint
+from .names import hint, passed_over
 
 if TYPE_CHECKING:
     from .draft import Draft
@@ -113,6 +114,11 @@ class Places:
         old = {before + name: before + now for name, now in drafts.old.items()}
         return cls(own.targets | found, own.views | views, own.old | old, frozenset(found.keys() | views.keys()))
 
+    @functools.cached_property
+    def passed(self) -> tuple[str, ...]:
+        """What names begin with that are passed over: see names.passed_over."""
+        return passed_over((*self.targets, *self.old))
+
     def present(self) -> "Places":
         """Those that are not on meta: of a process that holds a few layers."""
         here = {name: tensor for name, tensor in self.targets.items() if not tensor.is_meta}
@@ -184,8 +190,8 @@ def plan_update(
                     names too
     raises          ValueError: missing, unknown, repeated or misshapen; TypeError: no tensor, or another dtype
     """
-    pairs = list(pairs_of(named_tensors))
     places = model if isinstance(model, Places) else Places.of(model)
+    pairs = [pair for pair in pairs_of(named_tensors) if not pair[0].startswith(places.passed)]
     given = _unrepeated(places, pairs)
     wanted = _targets_of(places, given)
     plan: dict[int, tuple[str, Tensor, Tensor]] = {}
@@ -230,6 +236,7 @@ class Update:
             self._targets = places.targets | {name: view for name, (_, view) in places.views.items()}
         else:
             check_specs(specs)
+            specs = {name: spec for name, spec in specs.items() if not name.startswith(places.passed)}
             given = _unrepeated(places, [(name, _spec(name, spec)) for name, spec in specs.items()])
             self._targets = _targets_of(places, given)
             self._announced = set(given)
@@ -249,6 +256,8 @@ class Update:
         if self._own is None and not foreign:
             self._own = self.places.memory()
         for given, value in bucket:
+            if given.startswith(self.places.passed):
+                continue
             target, first = self.note(given, value)
             parts = _runs(target, *value) if isinstance(value, Piece) else [(target, value)]
             for part, source in parts:

@@ -385,13 +385,13 @@ def _output_of(vision: Vision, base: nn.Module, parts: Sequence[list[int]], grid
         return types.SimpleNamespace(pooler_output=rows[:count] * x[0, 0], **given)
 
     def stack_call(input_ids=None, inputs_embeds=None, position_ids=None, **kwargs):
-        from transformers.modeling_outputs import BaseModelOutputWithPast
+        from transformers.modeling_outputs import MoeModelOutputWithPast  # some read router_logits, which may be None
 
         masks, stacks = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds") or ()
         total = inputs_embeds + position_ids.double().sum(0)[..., None] / 7 + position_ids[2].double()[..., None]
         for given in stacks:
             total = deepstack_process(base, 2 * total, masks, torch.cat(tuple(given)) if _is_list(given) else given)
-        return BaseModelOutputWithPast(last_hidden_state=total)
+        return MoeModelOutputWithPast(last_hidden_state=total)
 
     known = {"dtype": torch.float64, "spatial_merge_size": vision.merge}
     embedding = _Stand(lambda ids: table[kind_of(ids)])
