@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineAsleep, EngineConfig, SamplingParams, StageDied, WeightsMissing, WeightsTorn
+from vexact_engine.parallel import member
 from vexact_engine.parallel.pipeline import cut
 from vexact_engine.runner.sleep import TAGS
 from vexact_engine.weights.load import load_in_stages
@@ -294,6 +295,23 @@ def test_the_most_that_a_stage_costs_is_least(costs, head, stages):
         ends = (0, *inner, len(costs))
         every.append([range(a, b) for a, b in itertools.pairwise(ends)])
     assert most(found) == min(map(most, every))
+
+
+def test_stages_whose_numerics_are_others_are_refused_at_the_start(tmp_path, monkeypatch):
+    """As those of a machine with another build."""
+    twin = """
+from vexact_engine.parallel import stage
+send = stage.Stage.send
+def other(self, message):
+    if isinstance(message, stage.m.Ready) and self.name == "stage 1":
+        message.facts["numerics"]["rooms"]["linear"] = "another build"
+    send(self, message)
+stage.Stage.send = other
+"""
+    build("Qwen3").save_pretrained(tmp_path)
+    monkeypatch.setattr(member, "CODE", twin + member.CODE)
+    with pytest.raises(RuntimeError, match=r"stage 1 has other numerics than stage 0: rooms\.linear: 'another build'"):
+        Engine.from_pretrained(tmp_path, device="cpu", config=STAGED)
 
 
 def test_what_cannot_be_cut(tmp_path):
