@@ -11,9 +11,15 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 
 import pytest
+import torch
 
+from vexact_engine import EngineConfig
 from vexact_engine.parallel import limits
+from vexact_engine.parallel import messages as m
 from vexact_engine.parallel.frames import Frames, write_frame
+from vexact_engine.parallel.member import Member
+from vexact_engine.parallel.pipeline import PipelineWorker
+from vexact_engine.parallel.placement import Placement
 from vexact_engine.parallel.store import Board, BoardStore
 from vexact_engine.parallel.wire import Caller, Door, call, interface_of
 
@@ -180,3 +186,34 @@ def test_processes_find_what_others_have_left():
         assert one.delete_key("m") and not one.delete_key("m")
         for store in (one, two):
             store._connection.close()
+
+
+class Ended:
+    """A process that has been killed."""
+
+    returncode = -9
+
+    def poll(self):
+        return self.returncode
+
+    def kill(self):
+        pass
+
+
+def test_who_has_ended_without_a_word_is_named_and_not_who_failed_by_it():
+    worker = PipelineWorker.__new__(PipelineWorker)
+    worker._stages, worker.dead, worker.meanwhile = [], "", lambda: None
+    worker._placement = Placement(EngineConfig(), torch.device("cpu"), None, worker.meanwhile)
+    theirs = []
+    for rank in range(2):
+        ours, other = socket.socketpair()
+        worker._stages.append(Member(f"stage {rank}", Ended(), worker.meanwhile))
+        worker._stages[-1].reach(ours)
+        theirs.append(other)
+    write_frame(theirs[0], m.encode([m.Failed(m.failure(RuntimeError("Connection closed by peer")))]))
+    with ThreadPoolExecutor(1) as pool:
+        ends = pool.submit(lambda: (time.sleep(0.1), theirs[1].close()))
+        worker.listen(20)
+        ends.result()
+    assert worker.dead == "stage 1 has died (signal 9)"
+    theirs[0].close()
