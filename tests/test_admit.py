@@ -118,29 +118,6 @@ def test_a_candidate_that_changes_its_operands_is_refused_and_spoils_nothing_for
     assert decision.chosen is SAME
 
 
-@pytest.mark.parametrize(
-    "operand",
-    [
-        torch.ones(3, 8).bfloat16(),
-        torch.ones(3, 5).half(),
-        torch.ones(3, 9)[:, 1:8],
-        torch.ones(5, 3).t(),
-        torch.ones(()),
-        torch.ones(7, dtype=torch.uint8),
-        torch.ones(4100, 4097).bfloat16(),
-    ],
-    ids=lambda x: f"{x.dtype} {tuple(x.shape)}",
-)
-def test_a_change_of_any_element_is_seen(operand):
-    before = admit._sums([(operand, [operand])])
-    assert len(before) == 1
-    for place in {0, operand.numel() // 2, operand.numel() - 1}:
-        changed = operand.clone()
-        changed[tuple(torch.unravel_index(torch.tensor(place), operand.shape))] = 2
-        assert admit._sums([(changed,)]) != before
-    assert admit._sums([(operand.clone(),)]) == before
-
-
 def test_results_of_several_tensors_are_compared_one_by_one():
     def pair(x, w):
         return product(x, w), None, [x.sum(1)]

@@ -22,6 +22,32 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(admit, "_decisions", {})
 
 
+# --- what a candidate may change
+
+
+@pytest.mark.parametrize(
+    "operand",
+    [
+        torch.ones(3, 8).bfloat16(),
+        torch.ones(3, 5).half(),
+        torch.ones(3, 9)[:, 1:8],
+        torch.ones(5, 3).t(),
+        torch.ones(()),
+        torch.ones(7, dtype=torch.uint8),
+        torch.ones(4100, 4097).bfloat16(),
+    ],
+    ids=lambda x: f"{x.dtype} {tuple(x.shape)}",
+)
+def test_a_change_of_any_element_is_seen(operand):
+    before = admit._sums([(operand, [operand])])
+    assert len(before) == 1
+    for place in {0, operand.numel() // 2, operand.numel() - 1}:
+        changed = operand.clone()
+        changed[tuple(torch.unravel_index(torch.tensor(place), operand.shape))] = 2
+        assert admit._sums([(changed,)]) != before
+    assert admit._sums([(operand.clone(),)]) == before
+
+
 # --- the canonical kernels' places
 
 
