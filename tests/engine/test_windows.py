@@ -88,7 +88,7 @@ def test_it_changes_nothing(kind, options):
 @each_kind
 def test_a_model_that_drafts_keeps_all_keys(kind):
     """Its layers have windows too, and pages of the pool's numbers."""
-    draft = Speculation(model=build("Mistral", **OPTIONS), sources=(), max_draft_tokens=3, always=True)
+    draft = Speculation(draft_model=build("Mistral", **OPTIONS), sources=(), max_draft_tokens=3, always=True)
     with launch(kind, num_pages=200, num_window_pages=24, speculation=draft) as engine:
         assert (engine.config.num_pages, engine.config.num_window_pages) == (200, 24)
         assert {len(cache) for cache in engine._worker._runner.beside.buffers.caches.tensors()} == {200}
