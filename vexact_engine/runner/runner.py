@@ -433,10 +433,11 @@ class Runner:
     def _draw_text(self, rows: Tensor, asked: tuple, temperature: Tensor, cuts: dict) -> tuple[Tensor, ...]:
         """As sample, but that what stands for an image is never drawn; log-probabilities are over all, as a trainer
         has them."""
-        logits = self.head.logits(rows).index_fill(1, self.undrawn, float("-inf"))
-        ids, *_ = vx.sample(logits, *asked, temperature=temperature, **cuts)
-        there, own = ids.clamp(min=0), torch.where(temperature > 0, temperature, 1.0)
-        return ids, self.head.score(rows, there, own), self.head.score(rows, there)
+        logits = self.head.logits(rows)
+        ids, *_ = vx.sample(logits.index_fill(1, self.undrawn, float("-inf")), *asked, temperature=temperature, **cuts)
+        there, own = ids.clamp(min=0)[:, None], torch.where(temperature > 0, temperature, 1.0)[:, None]
+        logprobs, raw_logprobs = (vx.log_softmax(of).gather(1, there)[:, 0] for of in (logits / own, logits))
+        return ids, logprobs, raw_logprobs
 
     def forget_images(self) -> None:
         """Give back what an encoder has made of them."""
