@@ -103,7 +103,18 @@ def test_what_is_not_an_image_is_refused(reachable, monkeypatch, answer, said):
 
 
 PRIVATE = ("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0", "100.64.0.1")
-PRIVATE += ("224.0.0.1", "::1", "fe80::1%eth0", "fd00::1", "::ffff:127.0.0.1", "2002:7f00:1::", "::", "ff02::1")
+PRIVATE += (
+    "64:ff9b::a01:203",
+    "64:ff9b:1::a01:203",
+    "224.0.0.1",
+    "::1",
+    "fe80::1%eth0",
+    "fd00::1",
+    "::ffff:127.0.0.1",
+    "2002:7f00:1::",
+    "::",
+    "ff02::1",
+)
 
 
 @pytest.mark.parametrize("address", PRIVATE)

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 SECONDS = 10.0  # for all images of a request
+_TRANSLATED = ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff9b:1::/48")  # of NAT64, RFC 6052, 8215
 _PORTS = {"http": 80, "https": 443}
 _PIECE = 64 << 10
 
@@ -62,6 +63,8 @@ def is_public(address: str) -> bool:
     found = ipaddress.ip_address(address.partition("%")[0])
     inner = [getattr(found, name, None) for name in ("ipv4_mapped", "sixtofour")]
     inner += list(getattr(found, "teredo", None) or ())
+    if any(found in network for network in _TRANSLATED):
+        return False
     return all(a.is_global and not a.is_multicast for a in (found, *filter(None, inner)))
 
 
