@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from . import engine, gather, handover, peers, repeats, rollout, speculation, start, training
+from . import engine, gather, handover, images, peers, repeats, rollout, speculation, start, training
 from .shapes import SHAPES, Shape, free
 
 ROOMS = sorted(path.stem for path in (Path(__file__).parent / "ops").glob("*.py") if path.stem != "__init__")
@@ -19,6 +19,7 @@ PROGRAMS = {
     "engine": {"shape", "dtype", "peers", "peer_path", "model", "layers", "latent"},
     "gather": {"rows"},
     "handover": {"shape", "repeats", "layers"},
+    "images": {"repeats", "layers", "new", "seed"},
     "imports": {"repeats"},
     "memory": {"shape", "dtype", "rows"},
     "repeats": {"shape", "layers"},
@@ -28,7 +29,14 @@ PROGRAMS = {
     "training": {"shape", "repeats", "layers"},
     "verify": {"shape", "dtype", "model", "layers", "latent"},
 }
-OWN = {"engine": engine, "gather": gather, "handover": handover, "repeats": repeats, "rollout": rollout}
+OWN = {
+    "engine": engine,
+    "gather": gather,
+    "handover": handover,
+    "images": images,
+    "repeats": repeats,
+    "rollout": rollout,
+}
 OWN |= {"speculation": speculation, "start": start, "training": training}
 DTYPES = ("float32", "bfloat16", "float16")
 FREE = ("n", "k", "experts", "top_k", "heads", "kv_heads", "head_dim")
