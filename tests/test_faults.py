@@ -9,7 +9,7 @@ from vexact_engine.parallel import limits
 
 
 def attack(capsys, *options):
-    code = faults.main(["--minutes", "2", *options])
+    code = faults.main(["--minutes", "6", *options])
     return code, json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
