@@ -53,7 +53,8 @@ def launch(launches: Sequence[Launch], device: torch.device, kind: Hashable) -> 
     kind  what they are compiled for, such as sizes that they are specialized on
     """
     if (device, kind) not in _launched:
-        if device.type == "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        interpreted = device.type != "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+        if not interpreted and not torch.cuda.is_current_stream_capturing():
             with contextlib.suppress(Exception):
                 _compile(launches, device)
         _launched.add((device, kind))
