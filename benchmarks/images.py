@@ -92,7 +92,7 @@ def _pixels(args: argparse.Namespace, count: int) -> tuple[Tensor, Tensor]:
     """Patches of so many images, and their grids."""
     edge = args.side // PATCH
     x = harness.random(count * edge * edge, 3 * 2 * PATCH * PATCH, dtype=torch.bfloat16, device=args.device, seed=1)
-    return x, torch.tensor([[1, edge, edge]] * count, device=args.device)
+    return x, torch.tensor([[1, edge, edge]] * count, dtype=torch.int64, device=args.device)
 
 
 def _encoders(args: argparse.Namespace) -> Iterator[dict]:
@@ -220,7 +220,7 @@ def _differing(handle, completion) -> int:
     if completion.pixel_values is not None:
         given = {name: getattr(completion, name).to(device) for name in ("pixel_values", "image_grid_thw")}
         given["position_ids"] = completion.position_ids[:, None].to(device)
-    ids = torch.tensor([completion.prompt_ids + completion.token_ids], device=device)
+    ids = torch.tensor([completion.prompt_ids + completion.token_ids], dtype=torch.int64, device=device)
     with torch.no_grad():
         expected = handle.logprobs(ids, **given)[0, len(completion.prompt_ids) - 1 : -1].cpu()
     found = torch.tensor(completion.logprobs, dtype=expected.dtype)
