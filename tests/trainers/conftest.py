@@ -3,9 +3,7 @@ Where TRL can be imported its own file runs, and no other: verl 0.9.1 fails besi
 
 import importlib.util
 import os
-import shutil
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -81,26 +79,15 @@ def ray_cluster():
     import ray
 
     from . import workers
-    from .environment import environment
 
-    before = dict(os.environ)
-    os.environ.update(environment())
-    folder = tempfile.mkdtemp(prefix="vx-", dir="/tmp")  # a short path: Ray's sockets are in it
-    try:
-        with workers.forking(os.environ, folder) as executable:
-            context = ray.init(
-                num_cpus=24,
-                num_gpus=4,
-                include_dashboard=False,
-                object_store_memory=200_000_000,
-                _temp_dir=folder,
-                log_to_driver=False,
-                runtime_env={"env_vars": environment(), "py_executable": executable},
-            )
-            yield context.address_info["address"]
-            ray.shutdown()
-    finally:
-        ray.shutdown()
-        os.environ.clear()
-        os.environ.update(before)
-        shutil.rmtree(folder, ignore_errors=True)
+    with workers.of_ray() as (folder, runtime_env):
+        context = ray.init(
+            num_cpus=24,
+            num_gpus=4,
+            include_dashboard=False,
+            object_store_memory=200_000_000,
+            _temp_dir=folder,
+            log_to_driver=False,
+            runtime_env=runtime_env,
+        )
+        yield context.address_info["address"]

@@ -4,9 +4,7 @@ replica over nodes, what is asked over HTTP, and what becomes of a node that goe
 import asyncio
 import json
 import os
-import shutil
 import signal
-import tempfile
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +19,6 @@ from vexact_engine.parallel.nodes import Nodes
 from vexact_engine.parallel.replicas import Replicas
 
 from . import workers
-from .environment import environment
 from .rollout_trainer import rollout_config, weights
 
 CONFIG = EngineConfig(page_size=4, num_pages=200, max_num_seqs=4, max_num_batched_tokens=32, show_progress=False)
@@ -52,23 +49,14 @@ def nodes():
     import ray
     from ray.cluster_utils import Cluster
 
-    before, folder = dict(os.environ), tempfile.mkdtemp(prefix="vx-", dir="/tmp")
-    os.environ.update(environment())
     own = {"num_cpus": 8, "num_gpus": 2, "object_store_memory": 80_000_000}
-    try:
-        with workers.forking(os.environ, folder) as executable:
-            cluster = Cluster(True, head_node_args={**own, "include_dashboard": False, "temp_dir": folder})
-            cluster.spare, cluster.second = own, cluster.add_node(**own)
-            env = {"env_vars": environment(), "py_executable": executable}
-            ray.init(address=cluster.address, log_to_driver=False, runtime_env=env)
-            yield cluster
-            ray.shutdown()
-            cluster.shutdown()
-    finally:
+    with workers.of_ray() as (folder, runtime_env):
+        cluster = Cluster(True, head_node_args={**own, "include_dashboard": False, "temp_dir": folder})
+        cluster.spare, cluster.second = own, cluster.add_node(**own)
+        ray.init(address=cluster.address, log_to_driver=False, runtime_env=runtime_env)
+        yield cluster
         ray.shutdown()
-        os.environ.clear()
-        os.environ.update(before)
-        shutil.rmtree(folder, ignore_errors=True)
+        cluster.shutdown()
 
 
 @pytest.fixture(scope="module")

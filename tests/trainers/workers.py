@@ -50,6 +50,29 @@ def forking(env, folder):
         yield f"{sys.executable} -I -S {__file__} {path}"
 
 
+@contextlib.contextmanager
+def of_ray():
+    """(a folder, a runtime_env for workers) of a cluster that this process begins, and that ends with the block."""
+    import shutil
+    import tempfile
+
+    import ray
+
+    from .environment import environment
+
+    before, folder = dict(os.environ), tempfile.mkdtemp(prefix="vx-", dir="/tmp")  # short: Ray's sockets are in it
+    os.environ.update(environment())
+    try:
+        with forking(os.environ, folder) as executable:
+            yield folder, {"env_vars": environment(), "py_executable": executable}
+            ray.shutdown()
+    finally:
+        ray.shutdown()
+        os.environ.clear()
+        os.environ.update(before)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 # What Ray starts
 
 
