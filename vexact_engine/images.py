@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vexact_ops.patch.description import Images
 from vexact_ops.patch.grids import Clip, Grid, Waiting, axes_of, grids_of, patches, tokens
-from vexact_ops.patch.images import clips_of
+from vexact_ops.patch.images import check_pixels, clips_of
 
 from .core.plan import Chunk, StepPlan
 from .request import encoded, token_ids
@@ -156,11 +156,7 @@ def _expanded(
 def ready(op: str, pixel_values: Tensor, grid_thw, described: Images, kind: str = "image") -> list[Image]:
     """Images, or whole videos, of patches that are ready. TypeError, ValueError."""
     name = "pixel_values" if kind == "image" else "pixel_values_videos"
-    if not isinstance(pixel_values, Tensor) or not pixel_values.is_floating_point():
-        raise TypeError(f"{op}: {name}: got a {type(pixel_values).__name__}, expected a floating-point tensor")
-    if pixel_values.dim() != 2 or pixel_values.shape[1] != described.width:
-        got = tuple(pixel_values.shape)
-        raise ValueError(f"{op}: {name}: got shape {got}, expected (patches, {described.width})")
+    check_pixels(op, pixel_values, described.width, name)
     if isinstance(grid_thw, Tensor) and grid_thw.dim() == 1:
         grid_thw = grid_thw[None]
     grids = grids_of(op, grid_thw, described.merge, kind)

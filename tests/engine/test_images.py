@@ -296,7 +296,7 @@ def test_what_is_wrong_with_a_request_is_said_of_it_alone(pair):
         ({**sound, "prompt_token_ids": ids + ids}, "has a place for one more at token"),
         ({**sound, "pixel_values": given[1:]}, "pixel_values: got 23 patches, expected the 24 of the grids"),
         ({**sound, "pixel_values": given[:, 1:]}, r"got shape (24, 95), expected (patches, 96)"),
-        ({**sound, "pixel_values": given.long()}, "pixel_values: got a Tensor, expected a floating-point tensor"),
+        ({**sound, "pixel_values": given.long()}, "pixel_values: got dtype int64, expected a floating-point tensor"),
         ({**sound, "image_grid_thw": grid + 1}, "expected (t, h, w) of at least 1"),
         ({"prompt_token_ids": ids, "image_grid_thw": grid}, "image_grid_thw: got one without pixel_values"),
         ({"prompt_token_ids": ids, "pixel_values": given}, "expected image_grid_thw with them"),

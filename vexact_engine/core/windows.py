@@ -12,6 +12,11 @@ from collections.abc import Sequence as Items
 from ..request import Sequence
 
 
+def least_pages(reach: int, page_size: int) -> int:
+    """Pages that let one sequence always go on by a token, where a query may read so many keys before it."""
+    return -(-reach // page_size) + 1
+
+
 class WindowPages:
     """`count` of them, beside the pages of one pool.
 
@@ -20,7 +25,7 @@ class WindowPages:
 
     def __init__(self, count: int, page_size: int, reach: int, num_pages: int):
         self.count, self._size, self._reach = count, page_size, reach
-        self.least = -(-reach // page_size) + 1
+        self.least = least_pages(reach, page_size)
         self._beside = [-1] * num_pages  # page of the pool -> the one beside it; -1: none
         self._refs = [0] * count
         self._free = list(range(count - 1, -1, -1))  # a stack

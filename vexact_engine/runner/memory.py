@@ -12,6 +12,7 @@ from torch import Tensor
 from vexact_ops.patch.description import Pages, State
 
 from ..config import EngineConfig
+from ..core.windows import least_pages
 
 # On a CPU the cache shares memory with everything else that runs there, a trainer above all.
 CPU_SHARE, CPU_MOST = 0.25, 8 << 30
@@ -122,15 +123,10 @@ def reach(memories: Memories) -> int | None:
     return max(windows) - 1 + _BLOCK - 1 if windows else None
 
 
-def least_window_pages(config: EngineConfig, reach: int) -> int:
-    """Of layers with a window, so many that one sequence can always go on."""
-    return -(-reach // config.page_size) + 1
-
-
 def window_pages(config: EngineConfig, reach: int) -> int:
     """Of layers with a window, as many as can be held at once by sequences between steps, and what a step adds."""
     slots, step = min(config.max_num_seqs, config.max_num_batched_tokens), config.max_num_batched_tokens
-    return slots * (least_window_pages(config, reach) + 2) + -(-step // config.page_size)
+    return slots * (least_pages(reach, config.page_size) + 2) + -(-step // config.page_size)
 
 
 def bytes_per_slot(memories: Memories, dtype: torch.dtype) -> int:

@@ -23,6 +23,7 @@ from vexact_ops.patch.description import Images, Pages, State
 from ..config import EngineConfig
 from ..core.plan import MOST_VERIFIED, Sampled
 from ..core.step import Step
+from ..core.windows import least_pages
 from ..images import Scene
 from ..progress import Progress, bar
 from . import memory, saver, shapes
@@ -258,7 +259,7 @@ class Runner:
                     f"EngineConfig: num_window_pages: got {count}, expected None: no layer of the model has a window"
                 )
             return replace(config, num_pages=room(all_bytes))
-        least = memory.least_window_pages(config, reach)
+        least = least_pages(reach, config.page_size)
         if count is not None and count < least:
             raise ValueError(
                 f"EngineConfig: num_window_pages: got {count}, expected at least {least}: one sequence needs so many"

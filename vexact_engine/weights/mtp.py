@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .directory import Directory, read_directory, some
-from .partial import _Files
+from .partial import Files
 
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)\.self_attn\.")
 
@@ -70,7 +70,7 @@ def load_heads(source: str, path, model: nn.Module, device: torch.device) -> Hea
     wanted = {form.layer + name.removeprefix(like): tensor for name, tensor in state.items() if name.startswith(like)}
     wanted |= dict.fromkeys((form.embedding_norm, form.hidden_norm, form.norm), norm)
     wanted[form.fc] = norm.new_empty(hidden, 2 * hidden)
-    with _Files(directory) as files:
+    with Files(directory) as files:
         made = {name: _tensor(files, directory, name, tensor.dtype) for name, tensor in wanted.items()}
     missing = [name for name, tensor in made.items() if tensor is None]
     if missing:
@@ -100,7 +100,7 @@ def _form(source: str, directory: Directory, layers: int) -> Form:
     )
 
 
-def _tensor(files: _Files, directory: Directory, name: str, dtype: torch.dtype) -> Tensor | None:
+def _tensor(files: Files, directory: Directory, name: str, dtype: torch.dtype) -> Tensor | None:
     """Of a file, in this dtype; experts that come one by one are stacked. None where it is not there."""
     if name in directory.tensors:
         return files.read(name, dtype)

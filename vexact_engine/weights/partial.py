@@ -39,7 +39,7 @@ def settled(origin: Origin) -> Origin:
     directory = read_directory(origin.source)
     model = empty_model(directory, origin.dtype)
     found = fit(model, directory)
-    with _Files(directory) as files:
+    with Files(directory) as files:
         apart = (a for a, b in found.doubled if not torch.equal(*(_whole(model, found, n, files) for n in (a, b))))
         return replace(origin, untied=tuple(sorted(apart)))
 
@@ -150,7 +150,7 @@ def _fill_from_files(
             if name in shards:
                 rows[alias] = shards[name]
     found, state = fit(whole, directory), whole.state_dict()
-    with _Files(directory) as files:
+    with Files(directory) as files:
         for step in found.steps:
             if any(target in place for target in step.targets):
                 made = step.make(whole, lambda name, kind=state[step.key].dtype: files.read(name, kind))
@@ -186,18 +186,18 @@ def _still(tensor: Tensor, value: float) -> bool:
     return bool((tensor.isnan() if tensor.is_floating_point() else tensor == value).any())
 
 
-def _whole(model: nn.Module, found: Fit, name: str, files: "_Files") -> Tensor:
+def _whole(model: nn.Module, found: Fit, name: str, files: "Files") -> Tensor:
     step = next(step for step in found.steps if name in step.targets)
     return step.make(model, lambda n: files.read(n, model.state_dict()[step.key].dtype))[name]
 
 
-class _Files:
+class Files:
     """A directory's files, each opened when something is read from it."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory, self._stack, self._opened = directory, ExitStack(), {}
 
-    def __enter__(self) -> "_Files":
+    def __enter__(self) -> "Files":
         return self
 
     def __exit__(self, *exception) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from .._core.triton import OPTIONS, chunk, on, tree_sum
 from ..grouped_linear.triton import grouped_linear_dweight, grouped_linear_dx, grouped_linear_fwd
 from ..silu_mul.triton import gate_slope, sigmoid, silu_mul_fwd
+from . import swiglu
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -161,7 +162,7 @@ def fused_moe_bwd(
 
 # Of swiglu.py
 
-ALPHA, LIMIT = tl.constexpr(1.702), tl.constexpr(7.0)
+ALPHA, LIMIT = tl.constexpr(swiglu.ALPHA), tl.constexpr(swiglu.LIMIT)
 
 
 @triton.jit

@@ -256,7 +256,7 @@ class Handle:
         of_text = one_axis(position_ids) if patch.vision is None else text_axis(position_ids)[0]
         if patch.vision is None:
             position_ids = of_text
-            if any(value is not None for value in images.values()):
+            if images:
                 raise ValueError(f"logprobs: pixel_values: {type(patch.model).__name__} takes no images")
         follows = torch.ones_like(ids, dtype=torch.bool)
         follows[:, -1] = False
