@@ -26,6 +26,8 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
+on_gpu.take_turns(os.environ, torch.cuda.device_count())  # which asks the driver's library, and starts no CUDA
+
 # Triton's interpreter is too slow to look for the smallest failing example.
 SLOW = os.environ.get("TRITON_INTERPRET") == "1"
 settings.register_profile(

@@ -1,4 +1,5 @@
-"""A pytest plugin: which tests are for a GPU (the mark `cuda`), how many processes share one, and what ran on it.
+"""A pytest plugin: which tests are for a GPU (the mark `cuda`), how many processes share one, and what ran on it. Where
+there are several, each process takes another one as its first, and sees them all.
 
 `pytest -m cuda` runs them all. The line at the end counts those that did use the GPU, by what torch's allocator saw,
 not by their names; a test that used it without the mark is named, since `-m cuda` would leave it out.
@@ -8,6 +9,7 @@ import os
 import re
 import time
 from collections import Counter
+from collections.abc import MutableMapping
 
 import pytest
 import torch
@@ -23,8 +25,19 @@ def processes() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not torch.cuda.is_available():
         return max(FEWEST, min(cores // CORES_PER_PROCESS, 8))
-    memory = torch.cuda.get_device_properties(0).total_memory
+    memory = sum(torch.cuda.get_device_properties(d).total_memory for d in range(torch.cuda.device_count()))
     return max(2, min(cores, memory // PER_PROCESS))
+
+
+def take_turns(environment: MutableMapping[str, str], gpus: int) -> None:
+    """Have the n-th process of pytest-xdist number the GPUs from the n-th on. Before CUDA starts in it."""
+    worker = environment.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    if not worker.isdecimal() or gpus < 2:
+        return
+    named = environment.get("CUDA_VISIBLE_DEVICES", "")
+    seen = [name.strip() for name in named.split(",")] if named else [str(gpu) for gpu in range(gpus)]
+    first = int(worker) % len(seen)
+    environment["CUDA_VISIBLE_DEVICES"] = ",".join(seen[first:] + seen[:first])
 
 
 def is_for_gpu(item: pytest.Item) -> bool:
@@ -108,7 +121,8 @@ class OnGpu:
         largest = max(used, key=lambda name: used[name]["gpu_mib"], default=None)
         terminalreporter.write_sep("-", "on the GPU")
         terminalreporter.write_line(
-            f"{len(used)} tests ran on {torch.cuda.get_device_name()} in {len(workers)} processes, {seconds:.0f} s: "
+            f"{len(used)} tests ran on {torch.cuda.device_count()} x {torch.cuda.get_device_name()} in {len(workers)} "
+            f"processes, {seconds:.0f} s: "
             f"{failed} failed, {len(skipped)} for a GPU were skipped"
         )
         why = Counter(

@@ -9,7 +9,7 @@ from pathlib import Path
 import on_gpu
 import pytest
 import torch
-from on_gpu import spread
+from on_gpu import spread, take_turns
 
 TESTS = Path(__file__).parent
 
@@ -48,6 +48,23 @@ def test_what_is_for_a_gpu(tmp_path):
     said = run_toy(tmp_path, TOY, "-m", "cuda", "--collect-only", "-q")
     found = [line.partition("::")[2] for line in said.splitlines() if "::" in line]
     assert found == ["test_by_its_reason", "test_by_its_parameter[cuda]", "test_by_its_mark"]
+
+
+@pytest.mark.parametrize(
+    "before,gpus,then",
+    [
+        ({"PYTEST_XDIST_WORKER": "gw0"}, 2, "0,1"),
+        ({"PYTEST_XDIST_WORKER": "gw3"}, 2, "1,0"),
+        ({"PYTEST_XDIST_WORKER": "gw5", "CUDA_VISIBLE_DEVICES": "4, GPU-7,6"}, 3, "6,4,GPU-7"),
+        ({"PYTEST_XDIST_WORKER": "gw1"}, 1, None),
+        ({"PYTEST_XDIST_WORKER": "master"}, 2, None),
+        ({}, 2, None),
+    ],
+)
+def test_processes_take_gpus_by_turns(before, gpus, then):
+    environment = dict(before)
+    take_turns(environment, gpus)
+    assert environment.get("CUDA_VISIBLE_DEVICES") == then
 
 
 def test_ctrl_c_where_it_is_ignored(tmp_path):
