@@ -1,9 +1,9 @@
 """Registers vexact::* operators: schema, implementation, fake and autograd in one place.
 
-Calling an Operator goes straight to the implementation where nothing would watch the dispatcher (plain tensors, no
-gradient, no tracing, no profiler): a decode step makes hundreds of calls, and the dispatcher's Python round trip costs
-more than some kernels. Everything else (autograd, torch.compile, fake tensors, functorch, profiles) goes through
-torch.ops.vexact.
+Calling an Operator goes straight to the implementation, under autograd to its node, where nothing would watch the
+dispatcher (plain tensors, no tracing, no profiler): a decode step and a layer's forward make hundreds of calls, and the
+dispatcher's round trips through Python cost more than some kernels. Everything else (torch.compile, fake tensors,
+functorch, profiles) goes through torch.ops.vexact.
 
 Gradients are first derivatives in reverse mode. Whoever asks for more is told so: a backward pass under create_graph
 works, and what it computes raises when it is differentiated in its turn; forward mode and the gradient transforms of
@@ -62,6 +62,7 @@ class Operator:
         self.impl, self.fake, self.setup_context, self.backward = impl, fake, setup_context, backward
         self.op = getattr(torch.ops.vexact, self.name).default
         self._node = type(f"vexact_{self.name}", (_Node,), {})  # its name is that of the outputs' grad_fn
+        self._apply = super(torch.autograd.Function, self._node).apply  # what is left of it outside functorch
         _LIBRARY.impl(self.name, self._autograd, "Autograd", with_keyset=True)
 
     def __call__(self, *args):
@@ -74,14 +75,15 @@ class Operator:
             or profiler._is_profiler_enabled
         ):
             return self.op(*args)
-        grad = torch.is_grad_enabled()
+        grad = False
         for arg in args:
             kind = type(arg)
             if kind in _PLAIN:
-                if grad and arg.requires_grad:
-                    return self.op(*args)
+                grad = grad or arg.requires_grad
             elif kind not in _VALUES and isinstance(arg, Tensor):  # a subclass: fake, functional, distributed
                 return self.op(*args)
+        if grad and torch.is_grad_enabled():
+            return self._apply(*args, (self, None))
         return self.impl(*args)
 
     def _autograd(self, keyset, *args):
@@ -116,7 +118,7 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         *args, (ctx.operator, keyset) = args
-        output = ctx.operator._below(keyset, args)
+        output = ctx.operator.impl(*args) if keyset is None else ctx.operator._below(keyset, args)
         if ctx.operator.setup_context is not None:
             ctx.operator.setup_context(ctx, tuple(args), output)
         return output
