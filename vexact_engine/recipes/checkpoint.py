@@ -87,11 +87,12 @@ class Saving:
         path, state = self._path(side, step), _state(trainer)
         dcp.load(state, checkpoint_id=path)
         set_state_dict(
-            trainer.model,
+            trainer.weights,
             trainer.optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
+        trainer.follow()
         torch.set_rng_state(state[_generators()]["cpu"])
         if trainer.device.type == "cuda":
             torch.cuda.set_rng_state(state[_generators()]["cuda"], trainer.device)
@@ -103,7 +104,7 @@ def _generators() -> str:
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
-    model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
+    model, optimizer = get_state_dict(trainer.weights, trainer.optimizer)
     generators = {"cpu": torch.get_rng_state()}
     if trainer.device.type == "cuda":
         generators["cuda"] = torch.cuda.get_rng_state(trainer.device)

@@ -1,4 +1,4 @@
-"""The trainer: a Hugging Face model under FSDP2 with fp32 masters, on aligned ops or as it comes."""
+"""The trainer: a Hugging Face model with fp32 masters, on aligned ops or as it comes; on several ranks under FSDP2."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import vexact_ops as vx
 
 from . import digests
+from .masters import Masters
 from .options import Options
 
 
@@ -39,6 +40,7 @@ class Sample:
 class Trainer:
     """One rank. All ranks call the same methods in the same order.
 
+    weights   a module with the fp32 masters under the model's names: what is trained, digested and kept
     aligned   False: the stock stack, for contrast. Padded batches, the model's own attention, and log_softmax of its
               logits
     """
@@ -49,14 +51,17 @@ class Trainer:
         loaded = options.load("float32", device)
         self.model, self.tokenizer = loaded.model.requires_grad_(True).train(), loaded.tokenizer
         self.vocab_size = self.model.get_input_embeddings().weight.shape[0]
-        self._handle = vx.patch.hf(self.model) if aligned else None  # before FSDP or after it, it makes no difference
         # Masters stay fp32; layers compute in copies rounded to nearest even, which is what the engine is sent.
-        policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
-        for layer in self.model.base_model.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        fully_shard(self.model, mesh=mesh, mp_policy=policy)
-        self._parameters = list(self.model.parameters())
-        self._tree = vx.patch.TreeGradients(self.model) if options.any_layout else None
+        self._masters = Masters(self.model, self._dtype) if mesh.size() == 1 else None
+        self._handle = vx.patch.hf(self.model) if aligned else None  # before FSDP or after it, it makes no difference
+        if self._masters is None:
+            policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
+            for layer in self.model.base_model.layers:
+                fully_shard(layer, mesh=mesh, mp_policy=policy)
+            fully_shard(self.model, mesh=mesh, mp_policy=policy)
+        self.weights: torch.nn.Module = self.model if self._masters is None else self._masters
+        self._parameters = list(self.weights.parameters())
+        self._tree = vx.patch.TreeGradients(self.weights) if options.any_layout else None
         self.optimizer = torch.optim.AdamW(
             self._parameters, lr=options.learning_rate, weight_decay=options.weight_decay
         )
@@ -64,6 +69,11 @@ class Trainer:
     def close(self) -> None:
         if self._handle is not None:
             self._handle.undo()
+
+    def follow(self) -> None:
+        """The masters have other values: the model computes with these from now on."""
+        if self._masters is not None:
+            self._masters.round()
 
     def numerics(self) -> dict:
         """What fixes this trainer's bits, for the engine to compare with its own."""
@@ -83,11 +93,11 @@ class Trainer:
 
     def digests(self) -> dict[str, str]:
         """Of each fp32 parameter, see digests.of_parameters. Every rank has to call."""
-        return digests.of_parameters(dict(self.model.named_parameters()), self._mesh.get_group())
+        return digests.of_parameters(dict(self.weights.named_parameters()), self._mesh.get_group())
 
     def sha256(self) -> str:
         """Of all of them, see digests.sha256. Every rank has to call."""
-        return digests.sha256(self.model.named_parameters())
+        return digests.sha256(self.weights.named_parameters())
 
     # Log-probabilities
 
@@ -143,7 +153,7 @@ class Trainer:
         tokens    of each mini-batch on all ranks together: a token weighs the same wherever it is
         returns   gradient norm of the last mini-batch, and how many weights, as the engine will hold them, have moved
         """
-        before = [p.detach().to_local().to(self._dtype, copy=True) for p in self._parameters]
+        before = list(self._rounded())
         size = len(samples) // self.options.mini_batches
         for number, total in enumerate(tokens):
             self.optimizer.zero_grad()
@@ -157,10 +167,17 @@ class Trainer:
             else:
                 norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.options.max_grad_norm)
             self.optimizer.step()
-        moved = sum((p.detach().to_local().to(self._dtype) != old).sum() for p, old in zip(self._parameters, before))
+            self.follow()
+        moved = sum((now != old).sum() for now, old in zip(self._rounded(), before))
         dist.all_reduce(moved, group=self._mesh.get_group())
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         return {"grad_norm": norm.item(), "moved": moved.item() / sum(p.numel() for p in self._parameters)}
+
+    def _rounded(self) -> Iterator[Tensor]:
+        """Copies of this rank's part of each weight, as the engine will hold it."""
+        for p in self._parameters:
+            part = p.detach().to_local() if hasattr(p, "to_local") else p.detach()
+            yield part.to(self._dtype, copy=True)
 
     def _train(self, batch: Sequence[Sample], total: int) -> None:
         values, entropies = self._forward(batch, entropy=True)
