@@ -177,7 +177,7 @@ def tiny(name: str, dtype=torch.float32, seed: int = 0, device="cpu", **changes)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             value = torch.randn(parameter.shape, generator=g)
-            if name.endswith("A_log"):  # that transformers draws from the global generator
+            if name.endswith(("A_log", "sinks")):  # that transformers draws from the global generator
                 parameter.copy_(value)
             elif parameter.dim() > 1:
                 parameter.copy_(value * 1.5 / parameter.shape[1] ** 0.5)

@@ -10,10 +10,10 @@ import sys
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import abstract
 
 # What has the same bits in every batch, by what it does to each dtype. Of any: what moves data, compares for equality,
 # or adds (a complex sum is two real ones).
@@ -60,23 +60,20 @@ def exact(func, args: tuple, kwargs: dict, out) -> bool:
     if name in _ANY:
         return not floats or kwargs.get("alpha", 1) == 1  # a scaled sum may be one fused operation or two
     real = not any(t.is_complex() for t in tensors) and not any(isinstance(a, complex) for a in args)
-    if name in _REAL or (name == "pow" and len(args) > 1 and args[1] in (1, 2)):
+    if name in _REAL or (name == "pow" and type(args[1]) in (int, float) and args[1] in (1, 2)):
         return not floats or (real and kwargs.get("rounding_mode") is None)
     return not floats
 
 
-class Watch(TorchDispatchMode):
+class Watch:
     """Collects what is not exact, with the module whose forward runs it."""
 
     def __init__(self, names: dict[int, str]):
-        super().__init__()
-        self.names, self.found = names, {}
+        self.names, self.found = names, dict[str, set[str]]()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if not exact(func, args, kwargs or {}, out):
+    def saw(self, func, args, kwargs, out) -> None:
+        if not exact(func, args, kwargs, out):
             self.found.setdefault(self._module(), set()).add(func.overloadpacket._qualified_op_name.replace("::", "."))
-        return out
 
     def _module(self) -> str:
         frame = sys._getframe(2)
@@ -95,27 +92,29 @@ def run(model: nn.Module, names: dict[int, str], call, trains: bool = True) -> d
     they were.
     """
     flags = [(module, module.training) for module in model.modules()]
-    found: dict[str, set[str]] = {}
+
+    def forward(mode: abstract.Observed) -> dict[str, set[str]]:
+        watch, caller = Watch(names), Caller(model, call)
+        fakes, device = fake_copies(caller)
+        ids = torch.zeros(2, 3, dtype=torch.int64, device=device)
+        for training in (False, True) if trains else (False,):
+            for module, _ in flags:
+                module.training = training
+            with unhooked(model):
+                mode.saw = watch.saw
+                torch.func.functional_call(caller, fakes, (ids,), tie_weights=False)
+                mode.saw = None
+        return watch.found
+
     try:
-        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-            caller = Caller(model, call)
-            fakes, device = fake_copies(caller)
-            ids = torch.zeros(2, 3, dtype=torch.int64, device=device)
-            for training in (False, True) if trains else (False,):
-                for module, _ in flags:
-                    module.training = training
-                with Watch(names) as watch, unhooked(model):
-                    torch.func.functional_call(caller, fakes, (ids,), tie_weights=False)
-                for name, operations in watch.found.items():
-                    found.setdefault(name, set()).update(operations)
+        return abstract.run(forward)
     finally:
         for module, training in flags:
             module.training = training
-    return found
 
 
 def fake_copies(model: nn.Module) -> tuple[dict[str, Tensor], torch.device]:
-    """Under a FakeTensorMode: a fake one for each parameter and buffer, by name; and where they are. Of a sharded
+    """Under abstract.run: a fake one for each parameter and buffer, by name; and where they are. Of a sharded
     tensor it is the whole, of tied tensors the same, of one on meta it is on a real device.
 
     Each place in a module stands there once, under its first name, for functional_call(..., tie_weights=False): given

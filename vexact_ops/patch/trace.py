@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensor
 
-from . import audit
+from . import abstract, audit
 
 _SAME = {
     *("view", "_unsafe_view", "_reshape_alias", "reshape", "transpose", "permute", "t", "unsqueeze", "squeeze"),
@@ -58,9 +57,8 @@ class Value:
         return f"{self.op}({', '.join(parts)})"
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder:
     def __init__(self, names: dict[str, Tensor]):
-        super().__init__()
         self.count = itertools.count()
         self.values: dict[int, Value] = {}
         self.kept: list = []  # so that an id stays its own
@@ -81,13 +79,12 @@ class _Recorder(TorchDispatchMode):
             self.set(x, Value(*(("number", (x.item(),)) if number else ("given", ())), x, next(self.count)))
         return self.values[id(x)]
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+    def saw(self, func, args, kwargs, out) -> None:
         name, call = func.overloadpacket.__name__, next(self.count)
         if not isinstance(out, (Tensor, tuple, list)):
-            return out  # a question about a tensor
+            return  # a question about a tensor
         if name == "copy_" and self._put(args[0], args[1]):
-            return out
+            return
         given = tuple(self.value(a) for a in args)
         same = name in _SAME or (name == "_to_copy" and out.dtype == args[0].dtype)
         if same and isinstance(given[0], Value):
@@ -119,7 +116,6 @@ class _Recorder(TorchDispatchMode):
                 if isinstance(part, Tensor):
                     inputs = tuple(tuple(a.shape) if isinstance(a, Tensor) else None for a in args)
                     self.set(part, Value(name, given, part, call, i, inputs))
-        return out
 
     def _part(self, out: Tensor, of: Tensor, dim: int, first: int, end: int, step: int) -> None:
         size, value = of.shape[dim], self.value(of)
@@ -176,8 +172,10 @@ def recorded(
 
     dtypes   by name, of parameters that are cast before the forward
     """
-    # Not in inference mode, where composite operations come to the recorder as one.
-    with torch.inference_mode(False), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+    flags = [(module, module.training) for module in model.modules()]
+    patch = model._vexact
+
+    def forward(mode: abstract.Observed) -> list[Value]:
         caller = audit.Caller(model, lambda model, ids: call(ids))
         fakes, device = audit.fake_copies(caller)
         for name, dtype in (dtypes or {}).items():
@@ -187,16 +185,18 @@ def recorded(
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
         first = {id(tensor): name for name, tensor in reversed(fakes.items())}
         recorder = _Recorder({n.removeprefix("model."): t for n, t in fakes.items() if first[id(t)] == n})
-        flags = [(module, module.training) for module in model.modules()]
-        patch = model._vexact
-        ulysses, patch.ulysses = patch.ulysses, None  # the sequence is one rank's own
-        try:
-            for module, _ in flags:
-                module.training = False
-            with recorder, audit.unhooked(model):
-                out = torch.func.functional_call(caller, fakes, (ids,), tie_weights=False)
-        finally:
-            patch.ulysses = ulysses
-            for module, training in flags:
-                module.training = training
+        with audit.unhooked(model):
+            mode.saw = recorder.saw
+            out = torch.func.functional_call(caller, fakes, (ids,), tie_weights=False)
+            mode.saw = None
         return [recorder.value(x) for x in out]
+
+    ulysses, patch.ulysses = patch.ulysses, None  # the sequence is one rank's own
+    try:
+        for module, _ in flags:
+            module.training = False
+        return abstract.run(forward)
+    finally:
+        patch.ulysses = ulysses
+        for module, training in flags:
+            module.training = training
