@@ -1,28 +1,13 @@
-// The backward of a gated delta net, with the bits of the Triton kernels (triton_backward.py declares them); no torch
-// headers.
+// The gradients of a chunk of a gated delta net, from states, u and their gradients, with the bits of the Triton kernels
+// (triton_backward.py declares them); no torch headers.
 //
-// scan_kernel goes through a sequence's chunks from the last to the first, for kColumns columns of a value head, as
-// whole_kernel does the other way: warps 0 to 3 make the gradients of u, 16 rows each, and the state's, 32 rows each in
-// registers. Warps 4 to 7 bring the rows, and make what the outputs' gradients give to both, a chunk ahead.
-// grads_kernel takes a chunk of a key head: the gradients of q and k stay in registers, where all of its value heads'
-// columns, 64 at a time, are added to them.
+// A block takes a chunk of a key head: the gradients of q and k stay in registers, where all of its value heads' columns,
+// 64 at a time, are added to them.
 #pragma once
-#include "gated_delta/whole.cuh"
+#include "gated_delta/rows.cuh"
 
 namespace vx {
 namespace delta {
-
-template <class T>
-struct ScanShared {
-  struct Stage {
-    T k[kChunk][kDepth + 8], q[kChunk][kDepth + 8];
-    T d[kChunk][kColumns + 8];  // the outputs' gradients
-    Prepared of;
-    float rows[kChunk][kColumns + 8], added[kDepth][kColumns + 8];  // what they give to u's, and to the state's
-  } stages[2];
-  float s[kDepth][kColumns + 8];  // the state's gradient as multiplied: rounded to tf32
-  float w[kChunk][kColumns + 8];  // the gradients of u
-};
 
 template <class T>
 struct GradsShared {
@@ -34,156 +19,6 @@ struct GradsShared {
   float r_k[kChunk], r_q[kChunk];
   float of_state[2][kDepth], taken[2][kChunk], sums[kChunk], columns[kChunk], dg[kChunk], dbeta[kChunk];
 };
-
-template <class T>
-__global__ void __launch_bounds__(kBackwardThreads, 1)
-    scan_kernel(const GatedDeltaBackward args, const Prepared* prepared) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  constexpr int kTiles = kColumns / 8;
-  enum { kTogether = 1, kAhead = 2, kMade = 3, kDone = 5 };  // barriers; the latter two are one for each of two chunks
-  extern __shared__ __align__(16) unsigned char memory[];
-  auto& sh = *reinterpret_cast<ScanShared<T>*>(memory);
-  const int splits = args.dv_size / kColumns, h = blockIdx.x / splits, c0 = blockIdx.x % splits * kColumns, b = blockIdx.y;
-  const int hk = h / (args.hv / args.hk);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int block = warp % 4, first = 16 * block;
-  const int begin = min(max(args.offsets[b], 0), args.tokens), end = max(min(args.offsets[b + 1], args.tokens), begin);
-  const int chunks = (end - begin + kChunk - 1) / kChunk;
-  const int64_t plane = int64_t(kDepth) * args.dv_size, whose = (int64_t(b) * args.hv + h) * plane + c0;
-  const int64_t v_step = int64_t(args.hv) * args.dv_size, number = begin / kChunk + b;
-  const auto row_of = [&](int turn) { return begin + (chunks - 1 - turn) * kChunk; };
-  const auto prepared_of = [&](int turn) -> const Prepared& { return prepared[(number + chunks - 1 - turn) * args.hv + h]; };
-
-  if (warp >= 4) {
-    const int thread = threadIdx.x - 128;
-    // What these warps read, as soon as they are done with it two chunks before; the rest when the others are.
-    const auto bring_ahead = [&](int turn) {
-      if (turn < chunks) {
-        auto& to = sh.stages[turn % 2];
-        const int64_t row = row_of(turn);
-        const int last = min(kChunk, int(end - row));
-        copy_rows<kDepth>(to.q, static_cast<const T*>(args.q) + row * args.q_row + hk * args.q_head, args.q_row, last, thread);
-        copy_rows<kColumns>(to.d, static_cast<const T*>(args.dout) + row * v_step + int64_t(h) * args.dv_size + c0, v_step, last, thread);
-        copy_all<sizeof(Prepared::q), 128>(&to.of.q, &prepared_of(turn).q, thread);
-      }
-      copies_end();
-    };
-    const auto bring = [&](int turn) {
-      auto& to = sh.stages[turn % 2];
-      const int64_t row = row_of(turn);
-      copy_rows<kDepth>(to.k, static_cast<const T*>(args.k) + row * args.k_row + hk * args.k_head, args.k_row,
-                        min(kChunk, int(end - row)), thread);
-      copy_all<sizeof(Prepared::k), 128>(&to.of.k, &prepared_of(turn).k, thread);
-      copies_end();
-    };
-    bring_ahead(0);
-    bring_ahead(1);
-    for (int turn = 0; turn < chunks; ++turn) {
-      auto& in = sh.stages[turn % 2];
-      const auto& of = in.of.q;
-      if (turn >= 2) meet<kBackwardThreads>(kDone + turn % 2);
-      bring(turn);
-      copies_wait<2>();
-      meet<128>(kAhead);
-      float rows[kTiles][4] = {};
-      // order: blocks of 16 rows, ascending; rows before this warp's give zeros
-#pragma unroll 1
-      for (int m = 0; m < 4; ++m)
-        multiply<16>(
-            rows,
-            [&](int r, int k) {
-              const int at = placed_in_row(k, r);
-              return m < block ? 0.0f : m == block ? rounded(of.own[m][k][at]) : of.p[m * (m - 1) / 2 + block][k][at];
-            },
-            [&](int k, int c) { return rounded(args.scale * widen(in.d[16 * m + k][c])); });
-      each_pair(rows, [&](int r, int c, float x, float y) { *reinterpret_cast<float2*>(&in.rows[first + r][c]) = float2{x, y}; });
-      State added = {};
-      multiply<kChunk>(
-          added, [&](int r, int k) { return widen(in.q[k][32 * block + r]); },
-          [&](int k, int c) { return rounded(of.decay[k] * (args.scale * widen(in.d[k][c]))); });
-#pragma unroll
-      for (int m = 0; m < 2; ++m)
-        each_pair(added[m], [&](int r, int c, float x, float y) {
-          *reinterpret_cast<float2*>(&in.added[32 * block + 16 * m + r][c]) = float2{x, y};
-        });
-      copies_wait<0>();
-      arrive<kBackwardThreads>(kMade + turn % 2);
-      meet<128>(kAhead);  // all have read what is overwritten
-      bring_ahead(turn + 2);
-    }
-    return;
-  }
-
-  State s;
-  load_state(s, args.dfinal ? args.dfinal + whose : nullptr, args.dv_size);
-  round_state(s, sh.s);
-  meet<128>(kTogether);
-  for (int turn = 0; turn < chunks; ++turn) {
-    meet<kBackwardThreads>(kMade + turn % 2);
-    const int row = row_of(turn), last = end - row;
-    const auto& in = sh.stages[turn % 2];
-    const auto& of = in.of.k;
-    auto& w = sh.w;
-    store_state(s, args.dstates + ((number + chunks - 1 - turn) * args.hv + h) * plane + c0, args.dv_size);
-    float x[kTiles][4] = {}, y[kTiles][4] = {};
-    multiply<kDepth>(x, [&](int r, int k) { return widen(in.k[first + r][k]); }, [&](int k, int c) { return sh.s[k][c]; });
-    each_pair(x, [&](int r, int c, float& low, float& high) {
-      const float2 two = *reinterpret_cast<const float2*>(&in.rows[first + r][c]);
-      low = fmaf(of.rest[first + r], low, two.x) + 0.0f;
-      high = fmaf(of.rest[first + r], high, two.y) + 0.0f;
-    });
-    float own[16][16];
-    load_own(own, of.own[block]);
-    // order: blocks of 16 rows from the last to the first
-#pragma unroll 1
-    for (int n = 3; n > block; --n) {
-      meet<128>(kTogether);
-      const auto& left = of.a[n * (n - 1) / 2 + block];
-      multiply<16>(
-          y, [&](int r, int k) { return left[k][placed_in_row(k, r)]; },
-          [&](int k, int c) { return rounded(w[16 * n + k][c]); });
-    }
-    // before its own block's rows, from where the products left it to a column a thread
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[n][e] = x[n][e] - (y[n][e] + 0.0f);
-    each_pair(x, [&](int r, int c, float low, float high) { *reinterpret_cast<float2*>(&w[first + r][c]) = float2{low, high}; });
-    __syncwarp();
-    float part[16];
-#pragma unroll
-    for (int i = 0; i < 16; ++i) part[i] = w[first + i][lane];
-    substitute<true>(part, &of.r[first], [&](int j, int i) { return own[j][i]; });
-#pragma unroll
-    for (int i = 0; i < 16; ++i) part[i] = of.r[first + i] * part[i], w[first + i][lane] = part[i];
-#pragma unroll 1
-    for (int n = block; n >= 0; --n) meet<128>(kTogether);
-    float* const to = args.dus + (row + first) * v_step + int64_t(h) * args.dv_size + c0 + lane;
-#pragma unroll
-    for (int i = 0; i < 16; ++i)
-      if (first + i < last) to[i * v_step] = part[i];
-    State added;
-    each_of_state(added, [&](int r, int c, float& low, float& high) {
-      const float2 two = *reinterpret_cast<const float2*>(&in.added[r][c]);
-      low = two.x, high = two.y;
-    });
-    multiply<kChunk>(
-        added, [&](int r, int k) { return widen(in.k[k][32 * warp + r]); },
-        [&](int k, int c) { return rounded(-(of.back[k] * w[k][c])); });
-    const float whole = of.whole[0];
-#pragma unroll
-    for (int m = 0; m < 2; ++m)
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s[m][n][e] = fmaf(whole, s[m][n][e], added[m][n][e]);
-    round_state(s, sh.s);
-    meet<128>(kTogether);
-    if (turn + 2 < chunks) arrive<kBackwardThreads>(kDone + turn % 2);
-  }
-  if (args.dinitial) store_state(s, args.dinitial + whose, args.dv_size);
-#endif
-}
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
