@@ -221,6 +221,7 @@ __device__ __forceinline__ void solve(float (*w)[kPitch], float (*kept)[PITCH], 
     *reinterpret_cast<float4*>(x + i) = *reinterpret_cast<const float4*>(&w[column][first + i]);
     *reinterpret_cast<float4*>(factors + i) = *reinterpret_cast<const float4*>(r + first + i);
   }
+  __syncwarp();  // both threads of a column have it before either stores
   meanwhile();
   // order: the own block's rows, one fma each
 #pragma unroll
