@@ -6,8 +6,6 @@
 // first (no bit depends on that order, as admission shows). Only the rows that are solved one by one go through shared
 // memory, to a column a thread.
 #pragma once
-#include <cmath>
-
 #include "gated_delta/prepared.cuh"
 
 namespace vx {
@@ -64,10 +62,6 @@ __device__ __forceinline__ void bring_rows(T (*to)[WIDTH + 8], const T* from, in
   for (int n = 0; n < kChunk; n += kRows) copy16(&to[n + i][part], from + (n + i < last ? n * stride : 0), n + i < last);
 }
 
-// To tf32, for an operand alone: the bits that the matrix unit does not read are left as they are.
-__device__ __forceinline__ float as_operand(float x) {
-  return fabsf(x) < INFINITY ? __int_as_float(__float_as_int(x) + 0x1000) : x;
-}
 template <int TILES>
 __device__ __forceinline__ void round_to(Turned<TILES>& to, const Turned<TILES>& from) {
 #pragma unroll

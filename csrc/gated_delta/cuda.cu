@@ -72,7 +72,7 @@ template <class T>
 void launch(const GatedDeltaBackward& args, delta::Prepared* prepared, bool is_prepared, int64_t chunks, int device,
             cudaStream_t stream) {
   if (!is_prepared) prepare<T>(args, prepared, device, stream);
-  constexpr int kScan = sizeof(delta::ScanShared<T>), kGrads = sizeof(delta::GradsShared<T>);
+  constexpr int kScan = sizeof(delta::ScanShared<T>), kGrads = delta::kGradsBytes<T>;
   static_assert(kScan <= 227 << 10 && kGrads <= 227 << 10);
   static std::atomic<uint64_t> scan_allowed{0}, grads_allowed{0};
   allow_shared_memory(delta::scan_kernel<T>, kScan, device, scan_allowed);

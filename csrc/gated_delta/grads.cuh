@@ -2,25 +2,57 @@
 // (triton_backward.py declares them); no torch headers.
 //
 // A block takes a chunk of a key head: the gradients of q and k stay in registers, where all of its value heads' columns,
-// 64 at a time, are added to them.
+// 64 at a time, are added to them. Of two warpgroups one has what concerns keys, the other queries; then each has half of
+// the dims of both. Products take their right operand from shared memory, in every direction that one is needed in.
 #pragma once
 #include "gated_delta/rows.cuh"
+#include "gated_delta/wgmma.cuh"
 
 namespace vx {
 namespace delta {
 
+// Tiles of a warpgroup's 64 x 64, as its threads have them.
+using Handed = float4[8][128];
+
 template <class T>
 struct GradsShared {
-  T k[kChunk][kDepth + 8], q[kChunk][kDepth + 8];
-  float s[kDepth][72], ds[kDepth][72];  // as multiplied: rounded to tf32
-  float w[kChunk][72], du[kChunk][72], d[kChunk][72];
-  float a[kChunk][72], p[kChunk][72];  // gradients of the products among keys
-  Gates gates;
+  Panel<kDepth> s[2], ds[2];                      // (dims, columns), as all below as multiplied: rounded to tf32
+  Panel<kChunk> s_across[4];                      // (columns, dims); then, (keys, rows), gradients of products among keys
+  Panel<kChunk> w[2], w_across[2];                // (rows, columns), (columns, rows); then those gradients, handed over
+  Panel<kDepth> k_across[2], q_across[2];         // (dims, rows)
+  float between[kChunk * 72];                     // what one warpgroup hands to the other, or a chunk's rows
+  Gates gates[8];                                 // of so many heads at a time
   float r_k[kChunk], r_q[kChunk];
-  float of_state[2][kDepth], taken[2][kChunk], sums[kChunk], columns[kChunk], dg[kChunk], dbeta[kChunk];
+  float of_state[kDepth], taken[2][kChunk], rows[kChunk], sums[kChunk], columns[kChunk], dg[kChunk], dbeta[kChunk];
+
+  // Keys and queries as they come, before there are states
+  struct Keys {
+    T k[kChunk][kDepth + 8], q[kChunk][kDepth + 8];
+  };
+  __device__ __forceinline__ Keys& keys() { return reinterpret_cast<Keys&>(s); }
+  __device__ __forceinline__ Panel<kChunk>* dkk() { return s_across; }
+  __device__ __forceinline__ Panel<kChunk>* dqk() { return s_across + 2; }
+  __device__ __forceinline__ Handed& dkk_handed() { return reinterpret_cast<Handed&>(w_across); }
+  __device__ __forceinline__ Handed& dqk_handed() { return reinterpret_cast<Handed&>(w); }
+  __device__ __forceinline__ Handed& handed() { return reinterpret_cast<Handed&>(between); }
+  __device__ __forceinline__ float (&chunk())[kChunk][72] { return reinterpret_cast<float (&)[kChunk][72]>(between); }
 };
+static_assert(sizeof(Handed) == sizeof(Panel<kChunk>[2]));
+template <class T>
+constexpr int kGradsBytes = sizeof(GradsShared<T>) + 1024;  // from a 1,024-byte boundary on
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// Some of a block's warps: THREADS of them meet, or those that arrive let the others go on.
+template <int THREADS>
+__device__ __forceinline__ void meet(int barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
+}
+template <int THREADS>
+__device__ __forceinline__ void arrive(int barrier) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
+}
+
 
 // The sum of a chunk's values by four neighbouring threads.
 template <class F>
@@ -35,264 +67,313 @@ __device__ __forceinline__ float fold_chunk(F value) {
   return f[0];
 }
 
+// to(tile, element, row, column) of this thread's places in a warpgroup's 64 x 64
+template <class F>
+__device__ __forceinline__ void each_place(F to) {
+  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16 + lane / 4;
+#pragma unroll
+  for (int n = 0; n < 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) to(n, e, first + e / 2 * 8, 8 * n + lane % 4 * 2 + e % 2);
+}
+__device__ __forceinline__ void hand(Handed& to, const float (&x)[8][4]) {
+#pragma unroll
+  for (int n = 0; n < 8; ++n) to[n][threadIdx.x % 128] = float4{x[n][0], x[n][1], x[n][2], x[n][3]};
+}
+__device__ __forceinline__ void take(float (&x)[8][4], const Handed& from) {
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    const float4 four = from[n][threadIdx.x % 128];
+    x[n][0] = four.x, x[n][1] = four.y, x[n][2] = four.z, x[n][3] = four.w;
+  }
+}
+
 #endif
 
 template <class T>
 __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedDeltaBackward args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(16) unsigned char memory[];
-  auto& sh = *reinterpret_cast<GradsShared<T>*>(memory);
+  auto& sh = *reinterpret_cast<GradsShared<T>*>(memory + (1024 - sm90::shared_address(memory) % 1024) % 1024);
+  enum { kRead = 1, kHanded = 2, kKeysMeet = 3 };  // barriers
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, gid = lane / 4, tig = lane % 4;
-  const bool of_k = warp < 4;
-  const int first = 16 * (warp % 4), half = warp / 4;  // this warp's rows, and its 64 of the keys' dims
+  const bool of_k = __shfl_sync(0xffffffffu, warp < 4, 0);
+  const int first = 16 * (warp % 4), half = of_k ? 0 : 1, d0 = 64 * half;  // this warp's rows; its half of the keys' dims
   const int index = blockIdx.x, hk = blockIdx.y, group = args.hv / args.hk, splits = args.dv_size / 64;
   const FoundChunk found(args, index);
   const int row = found.begin + found.chunk * kChunk, last = min(kChunk, found.end - row);
   if (found.chunk < 0 || last <= 0) return;
 
-  // What a head's block of columns reads, on its way into the L2 cache while there is other work.
-  const auto expect = [&](int n) {
-    if (n >= group * splits) return;
-    const int64_t h = hk * group + n / splits, c = n % splits * 64, stride = int64_t(args.hv) * args.dv_size;
-    const int64_t of_state = (int64_t(index) * args.hv + h) * kDepth * args.dv_size + c + tid / 2 * args.dv_size + tid % 2 * 32;
-    into_l2(args.states + of_state), into_l2(args.dstates + of_state);
-    const int i = tid / 2 % 64;
-    const int64_t of_row = (row + i) * stride + h * args.dv_size + c;
-    if (i >= last) return;
-    if (tid < 128)
-      into_l2(args.us + of_row + tid % 2 * 32), into_l2(args.dus + of_row + tid % 2 * 32);
-    else if (tid % 2)
-      into_l2(static_cast<const T*>(args.dout) + of_row);
-    else
-      into_l2(static_cast<const T*>(args.v) + (row + i) * args.v_row + h * args.v_head + c);
-  };
-  expect(0);
-  load_keys<T>(sh, args, row, last, hk);
-  copies_wait<0>();
-  __syncthreads();
-  make_norms<T>(sh, args.l2norm);
-  float gram[8][4] = {};  // warps 0 to 3: keys times keys, the others: queries times keys
-  products_of<T, 8>(gram, (of_k ? sh.k : sh.q)[first], sh.k);
+  float gram[8][4] = {};  // keys times keys, or queries times keys
+  {
+    auto& keys = sh.keys();
+    load_keys<T>(keys, args, row, last, hk);
+    if (warp < group) make_gates(sh.gates[warp], args, row, last, hk * group + warp);
+    copies_wait<0>();
+    __syncthreads();
+    make_norms<T>(keys, sh, args.l2norm);
+    products_of<T, 8>(gram, (of_k ? keys.k : keys.q)[first], keys.k);
+#pragma unroll
+    for (int which = 0; which < 2; ++which)
+#pragma unroll
+      for (int i = 0; i < kChunk; i += 16) {
+        const auto& from = which ? keys.q : keys.k;
+        auto& to = (which ? sh.q_across : sh.k_across)[i / 32];
+        uint32_t y[4];
+        load_transposed(y, &from[i + lane % 16][16 * warp + lane / 16 * 8]);
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+          const float2 two = widen_two<T>(y[m]);
+          const int d = 16 * warp + m / 2 * 8 + gid, at = i % 32 + m % 2 * 8 + 2 * tig;
+          in_panel(to, d, at) = two.x, in_panel(to, d, at + 1) = two.y;
+        }
+      }
+    __syncthreads();
+  }
+  const auto key = [&](int i, int d) { return in_panel(sh.k_across[i / 32], d, i % 32); };
+  const auto query = [&](int i, int d) { return in_panel(sh.q_across[i / 32], d, i % 32); };
   float sum_q[8][4] = {}, sum_k[8][4] = {};  // gradients before those of the norms: this warp's rows and dims
 
   for (int one = 0; one < group; ++one) {  // order: value heads ascending, of each the columns' blocks ascending
     const int h = hk * group + one;
-    __syncthreads();
-    if (warp == 0) make_gates(sh.gates, args, row, last, h);
-    if (tid < kChunk) sh.dg[tid] = sh.dbeta[tid] = 0.0f;
-    __syncthreads();
-    const auto& gates = sh.gates;
+    if (one && one % 8 == 0) {
+      __syncthreads();
+      if (one + warp < group) make_gates(sh.gates[warp], args, row, last, h + warp);
+      __syncthreads();
+    }
+    const auto& gates = sh.gates[one % 8];
     const float whole = exp_term(gates.g[last - 1]);
     const auto e = [&](int i, int j) { return exp_term(gates.g[i] - gates.g[j]); };
 #pragma unroll 1
     for (int split = 0; split < splits; ++split) {
       const int64_t states_at = (int64_t(index) * args.hv + h) * kDepth * args.dv_size + 64 * split;
       const auto at = [&](int i) { return (int64_t(row + i) * args.hv + h) * args.dv_size + 64 * split; };
-      expect(one * splits + split + 1);
-      auto& of_state = sh.of_state[split % 2];
-#pragma unroll 1
-      for (int part = 0; part < 2; ++part) {
-        float4 x[4], y[4];  // all on their way before the first is used
+      // Two neighbours of this thread's places, and zeros where there are no rows.
+      const auto read_rows = [&](float (&x)[8][4], const float* from) {
 #pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          const int n = tid + (4 * part + m) * kBackwardThreads;
-          const int64_t from = states_at + n / 16 * args.dv_size + n % 16 * 4;
-          x[m] = *reinterpret_cast<const float4*>(args.states + from);
-          y[m] = *reinterpret_cast<const float4*>(args.dstates + from);
-        }
+        for (int n = 0; n < 8; ++n)
 #pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          const int n = tid + (4 * part + m) * kBackwardThreads, r = n / 16, c = n % 16 * 4;
-          float f[4] = {y[m].x * x[m].x, y[m].y * x[m].y, y[m].z * x[m].z, y[m].w * x[m].w};
+          for (int m = 0; m < 2; ++m) {
+            const int i = first + gid + 8 * m;
+            float2 two{0, 0};
+            if (i < last) two = *reinterpret_cast<const float2*>(from + at(i) + 8 * n + 2 * tig);
+            x[n][2 * m] = two.x, x[n][2 * m + 1] = two.y;
+          }
+      };
+      const auto read_outputs = [&](float (&x)[8][4]) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n)
+#pragma unroll
+          for (int m = 0; m < 2; ++m) {
+            const int i = first + gid + 8 * m;
+            uint32_t bits = 0;
+            if (i < last) bits = *reinterpret_cast<const uint32_t*>(static_cast<const T*>(args.dout) + at(i) + 8 * n + 2 * tig);
+            const float2 two = widen_two<T>(bits);
+            x[n][2 * m] = args.scale * two.x, x[n][2 * m + 1] = args.scale * two.y;
+          }
+      };
+      {
+        const int r = tid / 2, upper = tid % 2;
+        const int64_t from = states_at + r * args.dv_size;
+        float f[8];
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          float x[2][8], y[2][8];
+#pragma unroll
+          for (int p = 0; p < 2; ++p)
+#pragma unroll
+            for (int c = 0; c < 8; c += 4) {
+              const int64_t here = from + 8 * (upper + 2 * m + 4 * p) + c;
+              *reinterpret_cast<float4*>(x[p] + c) = *reinterpret_cast<const float4*>(args.states + here);
+              *reinterpret_cast<float4*>(y[p] + c) = *reinterpret_cast<const float4*>(args.dstates + here);
+            }
           // order: the upper half is added to the lower one
 #pragma unroll
-          for (int width = 8; width; width /= 2)
+          for (int c = 0; c < 8; ++c) {
+            const float sum = y[0][c] * x[0][c] + y[1][c] * x[1][c];
+            f[c] = m ? f[c] + sum : sum;
+          }
 #pragma unroll
-            for (int e4 = 0; e4 < 4; ++e4) f[e4] = f[e4] + __shfl_xor_sync(0xffffffffu, f[e4], width);
-          if (c == 0) of_state[r] = (f[0] + f[2]) + (f[1] + f[3]);
-          *reinterpret_cast<float4*>(&sh.s[r][c]) = float4{rounded(x[m].x), rounded(x[m].y), rounded(x[m].z), rounded(x[m].w)};
-          *reinterpret_cast<float4*>(&sh.ds[r][c]) = float4{rounded(y[m].x), rounded(y[m].y), rounded(y[m].z), rounded(y[m].w)};
+          for (int p = 0; p < 2; ++p) {
+            const int c0 = 8 * (upper + 2 * m);
+#pragma unroll
+            for (int c = 0; c < 8; ++c) x[p][c] = as_operand(x[p][c]), y[p][c] = as_operand(y[p][c]);
+            put_in_panel(sh.s[p], r, c0, x[p]), put_in_panel(sh.ds[p], r, c0, y[p]);
+#pragma unroll
+            for (int c = 0; c < 8; ++c) in_panel(sh.s_across[r / 32], 32 * p + c0 + c, r % 32) = x[p][c];
+          }
         }
+#pragma unroll
+        for (int c = 0; c < 8; ++c) f[c] = f[c] + __shfl_xor_sync(0xffffffffu, f[c], 1);
+        fold<8>(f);
+        if (!upper) sh.of_state[r] = f[0];
       }
       {
-        float4 u[4] = {}, du[4] = {};
-        uint2 d[4] = {};
+        const int r = tid / 4, part = tid % 4 * 8;
 #pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          const int n = tid + m * kBackwardThreads, i = n / 16, c = n % 16 * 4;
-          if (i >= last) continue;
-          u[m] = *reinterpret_cast<const float4*>(args.us + at(i) + c);
-          du[m] = *reinterpret_cast<const float4*>(args.dus + at(i) + c);
-          d[m] = *reinterpret_cast<const uint2*>(static_cast<const T*>(args.dout) + at(i) + c);
-        }
+        for (int p = 0; p < 2; ++p) {
+          float x[8] = {};
+          if (r < last)
 #pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          const int n = tid + m * kBackwardThreads, i = n / 16, c = n % 16 * 4;
-          const float r = sh.r_k[i], b = gates.beta[i];
-          const float2 low = widen_two<T>(d[m].x), high = widen_two<T>(d[m].y);
-          *reinterpret_cast<float4*>(&sh.w[i][c]) = float4{r * u[m].x, r * u[m].y, r * u[m].z, r * u[m].w};
-          *reinterpret_cast<float4*>(&sh.du[i][c]) = du[m];
-          *reinterpret_cast<float4*>(&sh.d[i][c]) =
-              float4{args.scale * low.x, args.scale * low.y, args.scale * high.x, args.scale * high.y};
-          if (i >= last) continue;
-          T four[4];
-          narrow(four[0], b * du[m].x), narrow(four[1], b * du[m].y), narrow(four[2], b * du[m].z), narrow(four[3], b * du[m].w);
-          *reinterpret_cast<uint2*>(static_cast<T*>(args.dv) + at(i) + c) = *reinterpret_cast<uint2*>(four);
+            for (int c = 0; c < 8; c += 4)
+              *reinterpret_cast<float4*>(x + c) = *reinterpret_cast<const float4*>(args.us + at(r) + 32 * p + part + c);
+#pragma unroll
+          for (int c = 0; c < 8; ++c) x[c] = as_operand(sh.r_k[r] * x[c]);
+          put_in_panel(sh.w[p], r, part, x);
+#pragma unroll
+          for (int c = 0; c < 8; ++c) in_panel(sh.w_across[r / 32], 32 * p + part + c, r % 32) = x[c];
         }
       }
-      if (of_k)
-        each_pair(gram, [&](int r, int j, float x, float y) {
-          const int i = first + r;
-          const int seen = i < last ? i : 0;  // of these keys on: none
-          const float f = sh.r_k[i];
-          *reinterpret_cast<float2*>(&sh.a[i][j]) =
-              float2{j < seen ? rounded(f * (e(i, j) * x)) : 0.0f, j + 1 < seen ? rounded(f * (e(i, j + 1) * y)) : 0.0f};
-        });
+      written_for_products();
       __syncthreads();
 
       // The rows' keys, or queries, times the state; what beta multiplies.
-      float x[8][4] = {};
-      const auto& rows = of_k ? sh.k : sh.q;
-      multiply<kDepth>(x, [&](int r, int k) { return widen(rows[first + r][k]); }, [&](int k, int c) { return sh.s[k][c]; });
-      const auto given = [&](int k, int c) { return rounded(sh.w[k][c]); };
-      float left[8][4] = {};
-      if (of_k) {
-        multiply<kChunk>(left, [&](int r, int k) { return sh.a[first + r][k]; }, given);
-        each_pair(left, [&](int, int, float& low, float& high) { low = low + 0.0f, high = high + 0.0f; });
-      } else {
-        each_pair(x, [&](int r, int c, float low, float high) {
-          const int i = first + r;
-          const float f = gates.decay[i] * sh.r_q[i];
-          *reinterpret_cast<float2*>(&sh.p[i][c]) = float2{(f * sh.d[i][c]) * low, (f * sh.d[i][c + 1]) * high};
-        });
+      float x[8][4] = {}, left[8][4] = {};
+      {
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+          float a[4][4];
+#pragma unroll
+          for (int n = 0; n < 4; ++n)
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+              const int i = first + gid + m / 2 * 8, d = 32 * p + 8 * n + 2 * tig + m % 2;
+              a[n][m] = of_k ? key(i, d) : query(i, d);
+            }
+          wide_products<4, kChunk>(x, a, sh.s_across + p, 0);
+        }
+        if (of_k) {
+          float a[8][4];
+          each_place([&](int n, int m, int i, int j) {
+            const int seen = i < last ? i : 0;  // of these keys on: none
+            a[n][m] = j < seen ? as_operand(sh.r_k[i] * (e(i, j) * gram[n][m])) : 0.0f;
+          });
+          wide_products<8, kChunk>(left, a, sh.w_across, 0);
+          sm90::wgmma_wait<0>();
+        } else {
+          sm90::wgmma_wait<0>();
+          read_outputs(left);
+          each_place([&](int n, int m, int i, int) {
+            left[n][m] = ((gates.decay[i] * sh.r_q[i]) * left[n][m]) * x[n][m];
+          });
+          hand(sh.handed(), left);
+        }
       }
       __syncthreads();
-      float row_low = 0.0f, row_high = 0.0f;  // of the gradient of G, rows first + gid and + 8
+      float mine[8][4];  // gradients of u, or of the outputs
+      if (of_k)
+        read_rows(mine, args.dus);
+      else
+        read_outputs(mine);
       if (of_k) {
         const int64_t v_at = h * args.v_head + 64 * split;
+        float given[8][4];
+        take(given, sh.handed());
 #pragma unroll
         for (int n = 0; n < 8; ++n)
 #pragma unroll
           for (int m = 0; m < 2; ++m) {
             const int i = first + gid + 8 * m, c = 8 * n + 2 * tig;
-            T two[2];
             uint32_t bits = 0;
             if (i < last)
               bits = *reinterpret_cast<const uint32_t*>(static_cast<const T*>(args.v) + (row + i) * args.v_row + v_at + c);
-            *reinterpret_cast<uint32_t*>(two) = bits;
+            const float2 two = widen_two<T>(bits);
             const float f = -(gates.decay[i] * sh.r_k[i]), fx = (gates.beta[i] * gates.decay[i]) * sh.r_k[i];
+            T out[2];
 #pragma unroll
             for (int e2 = 0; e2 < 2; ++e2) {
-              const float du = sh.du[i][c + e2], ks = x[n][2 * m + e2];
-              left[n][2 * m + e2] = du * (fmaf(f, ks, widen(two[e2])) - left[n][2 * m + e2]);
-              x[n][2 * m + e2] = (-(fx * du)) * ks + sh.p[i][c + e2];
+              const float du = mine[n][2 * m + e2], ks = x[n][2 * m + e2];
+              left[n][2 * m + e2] = du * (fmaf(f, ks, e2 ? two.y : two.x) - (left[n][2 * m + e2] + 0.0f));
+              x[n][2 * m + e2] = (-(fx * du)) * ks + given[n][2 * m + e2];
+              narrow(out[e2], gates.beta[i] * du);
             }
+            if (i < last)
+              *reinterpret_cast<uint32_t*>(static_cast<T*>(args.dv) + at(i) + c) = *reinterpret_cast<uint32_t*>(out);
           }
         float low, high;
         fold_rows(left, low, high);
-        fold_rows(x, row_low, row_high);
         if (tig == 0) {
-          sh.dbeta[first + gid] = sh.dbeta[first + gid] + low;
-          sh.dbeta[first + gid + 8] = sh.dbeta[first + gid + 8] + high;
+          sh.dbeta[first + gid] = (split ? sh.dbeta[first + gid] : 0.0f) + low;
+          sh.dbeta[first + gid + 8] = (split ? sh.dbeta[first + gid + 8] : 0.0f) + high;
         }
+        fold_rows(x, low, high);
+        if (tig == 0) sh.rows[first + gid] = low, sh.rows[first + gid + 8] = high;
       }
       // Gradients of the products among keys: of keys with keys, and of queries with keys.
       float grad[8][4] = {};
-      const auto& theirs = of_k ? sh.du : sh.d;
-      multiply<kChunk>(
-          grad, [&](int r, int k) { return rounded(theirs[first + r][k]); },
-          [&](int k, int c) { return rounded(sh.w[c][k]); });
-      each_pair(grad, [&](int r, int j, float& x, float& y) {
-        const int i = first + r;
+      each_place([&](int n, int m, int, int) { mine[n][m] = as_operand(mine[n][m]); });
+      wide_products<8, kChunk>(grad, mine, sh.w, 0);
+      sm90::wgmma_wait<0>();
+      each_place([&](int n, int m, int i, int j) {
         const int seen = i < last ? (of_k ? i : i + 1) : 0;
         const float f = of_k ? -(gates.beta[i] * sh.r_k[i]) : sh.r_q[i];
-        x = j < seen ? f * (e(i, j) * x) : 0.0f, y = j + 1 < seen ? f * (e(i, j + 1) * y) : 0.0f;
+        grad[n][m] = j < seen ? f * (e(i, j) * grad[n][m]) : 0.0f;
       });
-      __syncthreads();  // a and p are read
-      if (!of_k) {
-#pragma unroll
-        for (int n = 0; n < 8; ++n)
-#pragma unroll
-          for (int m = 0; m < 2; ++m)
-            *reinterpret_cast<float2*>(&sh.p[first + gid + 8 * m][8 * n + 2 * tig]) =
-                float2{grad[n][2 * m] * gram[n][2 * m], grad[n][2 * m + 1] * gram[n][2 * m + 1]};
-      }
-      __syncthreads();
+      float m[8][4];
+      each_place([&](int n, int e4, int, int) { m[n][e4] = grad[n][e4] * gram[n][e4]; });
       if (of_k) {
-        float m[8][4];
-#pragma unroll
-        for (int n = 0; n < 8; ++n)
-#pragma unroll
-          for (int e4 = 0; e4 < 4; ++e4) {
-            const int i = first + gid + 8 * (e4 / 2), j = 8 * n + 2 * tig + e4 % 2;
-            m[n][e4] = j < i ? grad[n][e4] * gram[n][e4] + sh.p[i][j] : 0.0f;
-            sh.a[i][j] = m[n][e4];
-          }
-        float low, high;
+        arrive<kBackwardThreads>(kRead);  // what was handed over, and w
+        meet<kBackwardThreads>(kHanded);
+        float given[8][4], low, high;
+        take(given, sh.handed());
+        meet<128>(kKeysMeet);  // all have taken what is overwritten
+        each_place([&](int n, int e4, int i, int j) {
+          m[n][e4] = j < i ? m[n][e4] + given[n][e4] : 0.0f;
+          sh.chunk()[i][j] = m[n][e4];
+        });
         fold_rows(m, low, high);
         if (tig == 0) sh.sums[first + gid] = low, sh.sums[first + gid + 8] = high;
+      } else {
+        meet<kBackwardThreads>(kRead);
+        hand(sh.handed(), m);
+        arrive<kBackwardThreads>(kHanded);
       }
-      __syncthreads();
-      {
-        const float sum = fold_chunk([&](int i) { return sh.a[i][tid / 4]; });
-        if (tid % 4 == 0) sh.columns[tid / 4] = sum;
-      }
-      __syncthreads();
-      if (of_k && tig == 0)
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          const int i = first + gid + 8 * m;
-          sh.sums[i] = (m ? row_high : row_low) + (sh.sums[i] - sh.columns[i]);
-        }
-      {
-        auto& to = of_k ? sh.a : sh.p;
-        each_pair(grad, [&](int r, int j, float x, float y) {
-          *reinterpret_cast<float2*>(&to[first + r][j]) = float2{rounded(x), rounded(y)};
-        });
-      }
+      each_place([&](int n, int e4, int i, int j) {
+        grad[n][e4] = as_operand(grad[n][e4]);
+        in_panel((of_k ? sh.dkk() : sh.dqk())[i / 32], j, i % 32) = grad[n][e4];
+      });
+      hand(of_k ? sh.dkk_handed() : sh.dqk_handed(), grad);
+      written_for_products();
       __syncthreads();
 
-      const int d0 = 64 * half;
       {
-        float dq[8][4] = {};
-        multiply<64>(
-            dq, [&](int r, int c) { return rounded((gates.decay[first + r] * sh.r_q[first + r]) * sh.d[first + r][c]); },
-            [&](int c, int d) { return sh.s[d0 + d][c]; });
-        multiply_keys<kChunk>(
-            dq, [&](int r, int j) { return *reinterpret_cast<const float2*>(&sh.p[first + r][j]); }, sh.k, d0);
-#pragma unroll
-        for (int n = 0; n < 8; ++n)
-#pragma unroll
-          for (int e4 = 0; e4 < 4; ++e4) sum_q[n][e4] = sum_q[n][e4] + dq[n][e4];
+        const float sum = fold_chunk([&](int i) { return sh.chunk()[i][tid / 4]; });
+        if (tid % 4 == 0) sh.columns[tid / 4] = sum;
       }
-      float dk[8][4] = {};
-      multiply<64>(
-          dk, [&](int r, int c) { return rounded(gates.rest[first + r] * sh.w[first + r][c]); },
-          [&](int c, int d) { return sh.ds[d0 + d][c]; });
+      float grads[8][4] = {}, a[8][4], b[8][4];
+      read_outputs(a);
+      each_place([&](int n, int m, int i, int) { a[n][m] = as_operand((gates.decay[i] * sh.r_q[i]) * a[n][m]); });
+      wide_products<8, kDepth>(grads, a, sh.s, d0);
+      take(b, sh.dqk_handed());
+      wide_products<8, kDepth>(grads, b, sh.k_across, d0);
+      sm90::wgmma_wait<0>();
+      each_place([&](int n, int m, int, int) { sum_q[n][m] = sum_q[n][m] + grads[n][m], grads[n][m] = 0.0f; });
+      read_rows(a, args.us);
+      each_place([&](int n, int m, int i, int) { a[n][m] = as_operand(gates.rest[i] * (sh.r_k[i] * a[n][m])); });
+      wide_products<8, kDepth>(grads, a, sh.ds, d0);
+      sm90::wgmma_wait<0>();
       {
-        float m[8][4], low, high;
-#pragma unroll
-        for (int n = 0; n < 8; ++n)
-#pragma unroll
-          for (int e4 = 0; e4 < 4; ++e4)
-            m[n][e4] = widen(sh.k[first + gid + 8 * (e4 / 2)][d0 + 8 * n + 2 * tig + e4 % 2]) * dk[n][e4];
-        fold_rows(m, low, high);
+        float taken[8][4], low, high;
+        each_place([&](int n, int m, int i, int d) { taken[n][m] = key(i, d0 + d) * grads[n][m]; });
+        fold_rows(taken, low, high);
         if (tig == 0) sh.taken[half][first + gid] = low, sh.taken[half][first + gid + 8] = high;
       }
-      multiply<64>(
-          dk,
-          [&](int r, int c) {
-            return rounded(-(((gates.beta[first + r] * gates.decay[first + r]) * sh.r_k[first + r]) * sh.du[first + r][c]));
-          },
-          [&](int c, int d) { return sh.s[d0 + d][c]; });
-      multiply_keys<kChunk>(
-          dk, [&](int r, int j) { return *reinterpret_cast<const float2*>(&sh.a[first + r][j]); }, sh.k, d0);
-      multiply_keys<kChunk>(dk, [&](int r, int j) { return float2{sh.a[j][first + r], sh.a[j + 1][first + r]}; }, sh.k, d0);
-      multiply_keys<kChunk>(dk, [&](int r, int j) { return float2{sh.p[j][first + r], sh.p[j + 1][first + r]}; }, sh.q, d0);
+      read_rows(a, args.dus);
+      each_place([&](int n, int m, int i, int) {
+        a[n][m] = as_operand(-(((gates.beta[i] * gates.decay[i]) * sh.r_k[i]) * a[n][m]));
+      });
+      wide_products<8, kDepth>(grads, a, sh.s, d0);
+      take(b, sh.dkk_handed());
+      wide_products<8, kDepth>(grads, b, sh.k_across, d0);
 #pragma unroll
       for (int n = 0; n < 8; ++n)
+        wide_product(grads, operand_of<kChunk>(sh.dkk(), 0, 8 * n), operand_of<kDepth>(sh.k_across, d0, 8 * n));
 #pragma unroll
-        for (int e4 = 0; e4 < 4; ++e4) sum_k[n][e4] = sum_k[n][e4] + dk[n][e4];
+      for (int n = 0; n < 8; ++n)
+        wide_product(grads, operand_of<kChunk>(sh.dqk(), 0, 8 * n), operand_of<kDepth>(sh.q_across, d0, 8 * n));
+      sm90::wgmma_commit();
+      sm90::wgmma_wait<0>();
+      each_place([&](int n, int m, int, int) { sum_k[n][m] = sum_k[n][m] + grads[n][m]; });
       __syncthreads();
       if (warp == 0) {
         // What the state behind the chunk takes: of every row, and of what was there before.
@@ -300,7 +381,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
           const int i = lane + 32 * m;
-          taken[m] = (sh.taken[0][i] + 0.0f) + sh.taken[1][i], state[m] = (of_state[i] + 0.0f) + of_state[i + 64];
+          taken[m] = (sh.taken[0][i] + 0.0f) + sh.taken[1][i], state[m] = (sh.of_state[i] + 0.0f) + sh.of_state[i + 64];
         }
         float of_rows = taken[0] + taken[1], of_old = state[0] + state[1];
         // order: the upper half is added to the lower one
@@ -312,14 +393,15 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
           const int i = lane + 32 * m;
-          sh.sums[i] = (sh.sums[i] - taken[m]) + (i == last - 1 ? of_rows + whole * of_old : 0.0f);
+          const float sum = sh.rows[i] + (sh.sums[i] - sh.columns[i]);
+          sh.sums[i] = (sum - taken[m]) + (i == last - 1 ? of_rows + whole * of_old : 0.0f);
         }
       }
       __syncthreads();
       {
         // order: the gradient of g_i takes those of the sums from i to the last, in a tree
         const float sum = fold_chunk([&](int j) { return j >= tid / 4 ? sh.sums[j] : 0.0f; });
-        if (tid % 4 == 0) sh.dg[tid / 4] = sh.dg[tid / 4] + sum;
+        if (tid % 4 == 0) sh.dg[tid / 4] = (split ? sh.dg[tid / 4] : 0.0f) + sum;
       }
     }
     __syncthreads();
@@ -333,23 +415,19 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
 #pragma unroll
   for (int which = 0; which < 2; ++which) {
     auto& sum = which ? sum_k : sum_q;
-    const auto& x = which ? sh.k : sh.q;
     const float* const r = which ? sh.r_k : sh.r_q;
+    const auto normed = [&](int i, int d) { return (which ? key(i, d) : query(i, d)) * r[i]; };
     float n_sum[2] = {0.0f, 0.0f};
     if (args.l2norm) {
       float m[8][4];
-#pragma unroll
-      for (int n = 0; n < 8; ++n)
-#pragma unroll
-        for (int e4 = 0; e4 < 4; ++e4) {
-          const int i = first + gid + 8 * (e4 / 2);
-          m[n][e4] = (widen(x[i][64 * half + 8 * n + 2 * tig + e4 % 2]) * r[i]) * sum[n][e4];
-        }
+      each_place([&](int n, int e4, int i, int d) { m[n][e4] = normed(i, d0 + d) * sum[n][e4]; });
       __syncthreads();
-      if (half) each_pair(m, [&](int r2, int c, float a, float b) { *reinterpret_cast<float2*>(&sh.w[first + r2][c]) = float2{a, b}; });
+      if (half) hand(sh.handed(), m);
       __syncthreads();
       if (!half) {
-        each_pair(m, [&](int r2, int c, float& a, float& b) { a = a + sh.w[first + r2][c], b = b + sh.w[first + r2][c + 1]; });
+        float other[8][4];
+        take(other, sh.handed());
+        each_place([&](int n, int e4, int, int) { m[n][e4] = m[n][e4] + other[n][e4]; });
         fold_rows(m, n_sum[0], n_sum[1]);
         if (tig == 0) sh.sums[first + gid] = n_sum[0], sh.sums[first + gid + 8] = n_sum[1];
       }
@@ -361,16 +439,16 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
     for (int n = 0; n < 8; ++n)
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
-        const int i = first + gid + 8 * m, c = 64 * half + 8 * n + 2 * tig;
+        const int i = first + gid + 8 * m, d = d0 + 8 * n + 2 * tig;
         if (i >= last) continue;
         T two[2];
 #pragma unroll
         for (int e2 = 0; e2 < 2; ++e2) {
           float value = sum[n][2 * m + e2];
-          if (args.l2norm) value = value - (widen(x[i][c + e2]) * r[i]) * n_sum[m];
+          if (args.l2norm) value = value - normed(i, d + e2) * n_sum[m];
           narrow(two[e2], value);
         }
-        *reinterpret_cast<uint32_t*>(out + (int64_t(row + i) * args.hk + hk) * kDepth + c) = *reinterpret_cast<uint32_t*>(two);
+        *reinterpret_cast<uint32_t*>(out + (int64_t(row + i) * args.hk + hk) * kDepth + d) = *reinterpret_cast<uint32_t*>(two);
       }
   }
 #endif

@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <cmath>
 #include <cstdint>
 #include <type_traits>
 
@@ -27,6 +28,11 @@ __device__ __forceinline__ float rounded(float x) {
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
   return __uint_as_float(y);
 }
+// To tf32, for an operand alone: the bits that the matrix unit does not read are left as they are.
+__device__ __forceinline__ float as_operand(float x) {
+  return fabsf(x) < INFINITY ? __int_as_float(__float_as_int(x) + 0x1000) : x;
+}
+
 // order: K ascending in the accumulator, eight at a time
 __device__ __forceinline__ void product(float (&d)[4], const float (&a)[4], float b0, float b1) {
   asm volatile(

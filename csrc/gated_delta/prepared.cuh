@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 3) prepare_kernel(const Gate
   if (warp < group) make_gates(sh.gates[warp], args, row, last, hk * group + warp);
   copies_wait<0>();
   __syncthreads();
-  make_norms<T>(sh, args.l2norm);
+  make_norms<T>(sh, sh, args.l2norm);
   float gram[8][4] = {};
   products_of<T, 8>(gram, (of_k ? sh.k : sh.q)[first], sh.k);
   __syncthreads();

@@ -59,33 +59,6 @@ __device__ __forceinline__ void multiply(float (&d)[TILES][4], A a, B b) {
   multiply<K, 1, TILES>(reinterpret_cast<float (&)[1][TILES][4]>(d), a, b);
 }
 
-// The same times some columns of rows that are keys, or queries; a(row, k) gives two neighbours of K. Within eight of K no
-// bit depends on which comes first, as the admission of who calls this shows.
-template <int K, int TILES, class T, class A>
-__device__ __forceinline__ void multiply_keys(float (&d)[TILES][4], A a, const T (*keys)[kDepth + 8], int column) {
-  const int lane = threadIdx.x % 32, gid = lane / 4, tig = lane % 4;
-  static_assert(TILES % 2 == 0);
-#pragma unroll 2
-  for (int k = 0; k < K; k += 16) {
-    float left[2][4];
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      const float2 low = a(gid, k + 8 * m + 2 * tig), high = a(gid + 8, k + 8 * m + 2 * tig);
-      left[m][0] = low.x, left[m][1] = high.x, left[m][2] = low.y, left[m][3] = high.y;
-    }
-#pragma unroll
-    for (int n = 0; n < TILES; n += 2) {
-      uint32_t right[4];
-      load_transposed(right, &keys[k + lane % 16][column + 8 * n + lane / 16 * 8]);
-#pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        const float2 two = widen_two<T>(right[m]);
-        product(d[n + m / 2], left[m % 2], two.x, two.y);
-      }
-    }
-  }
-}
-
 // f(row, column, two neighbours) of 16 rows and TILES times 8 columns
 template <int TILES, class F>
 __device__ __forceinline__ void each_pair(float (&d)[TILES][4], F f) {
@@ -174,11 +147,11 @@ __device__ __forceinline__ void load_keys(Shared& sh, const GatedDeltaBackward& 
 }
 
 // Their norms: warps 0 to 3 of keys, the others of queries, of their own 16 rows.
-template <class T, class Shared>
-__device__ __forceinline__ void make_norms(Shared& sh, bool l2norm) {
+template <class T, class Keys, class Norms>
+__device__ __forceinline__ void make_norms(const Keys& keys, Norms& to, bool l2norm) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, i = 16 * (warp % 4) + lane / 2;
-  const float r = l2norm ? norm_factor_of<kDepth>((warp < 4 ? sh.k : sh.q)[i], lane & 1) : 1.0f;
-  if (!(lane & 1)) (warp < 4 ? sh.r_k : sh.r_q)[i] = r;
+  const float r = l2norm ? norm_factor_of<kDepth>((warp < 4 ? keys.k : keys.q)[i], lane & 1) : 1.0f;
+  if (!(lane & 1)) (warp < 4 ? to.r_k : to.r_q)[i] = r;
   __syncwarp();
 }
 
