@@ -54,6 +54,13 @@ __device__ __forceinline__ void arrive(int barrier) {
 }
 
 
+// x, or zero; x is made either way, for that is faster than to branch.
+__device__ __forceinline__ float where(bool there, float x) {
+  float y;
+  asm("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\nselp.f32 %0, %1, 0f00000000, p;\n}" : "=f"(y) : "f"(x), "r"(int(there)));
+  return y;
+}
+
 // The sum of a chunk's values by four neighbouring threads.
 template <class F>
 __device__ __forceinline__ float fold_chunk(F value) {
@@ -130,8 +137,15 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
       }
     __syncthreads();
   }
-  const auto key = [&](int i, int d) { return in_panel(sh.k_across[i / 32], d, i % 32); };
-  const auto query = [&](int i, int d) { return in_panel(sh.q_across[i / 32], d, i % 32); };
+  // This thread's places in what lies across: (8 n + 2 tig + e % 2, first + gid + e / 2 * 8) at 256 n + across[e].
+  int across[4];
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const int r = 2 * tig + e % 2, chunk = warp % 2 * 4 + e / 2 * 2 + gid % 2;
+    across[e] = r * 32 + (chunk ^ r) * 4 + gid / 2;
+  }
+  const float* const k_here = &sh.k_across[warp % 4 / 2][0][0];
+  const float* const q_here = &sh.q_across[warp % 4 / 2][0][0];
   float sum_q[8][4] = {}, sum_k[8][4] = {};  // gradients before those of the norms: this warp's rows and dims
 
   for (int one = 0; one < group; ++one) {  // order: value heads ascending, of each the columns' blocks ascending
@@ -174,6 +188,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
       };
       {
         const int r = tid / 2, upper = tid % 2;
+        // (row, 8 (upper + 2 m)) of the even ones, and, 16 bytes beside, of the odd ones; (8 upper + c, row) across
+        const int along = r * 32 + ((2 * upper) ^ r % 8) * 4;
+        const int turned = r / 32 * 2048 + upper * 256 + (r % 32 / 8 * 2 + r % 2) * 4 + r % 8 / 2;
         const int64_t from = states_at + r * args.dv_size;
         float f[8];
 #pragma unroll
@@ -195,12 +212,11 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
           }
 #pragma unroll
           for (int p = 0; p < 2; ++p) {
-            const int c0 = 8 * (upper + 2 * m);
 #pragma unroll
             for (int c = 0; c < 8; ++c) x[p][c] = as_operand(x[p][c]), y[p][c] = as_operand(y[p][c]);
-            put_in_panel(sh.s[p], r, c0, x[p]), put_in_panel(sh.ds[p], r, c0, y[p]);
+            put_eight(&sh.s[p][0][0], along ^ 16 * m, x[p]), put_eight(&sh.ds[p][0][0], along ^ 16 * m, y[p]);
 #pragma unroll
-            for (int c = 0; c < 8; ++c) in_panel(sh.s_across[r / 32], 32 * p + c0 + c, r % 32) = x[p][c];
+            for (int c = 0; c < 8; ++c) (&sh.s_across[0][0][0])[(turned ^ 4 * c) + (32 * p + 16 * m + c) * 32] = x[p][c];
           }
         }
 #pragma unroll
@@ -210,6 +226,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
       }
       {
         const int r = tid / 4, part = tid % 4 * 8;
+        const int along = r * 32 + ((part / 4) ^ r % 8) * 4;
+        const int turned = r / 32 * 2048 + part * 32 + (r % 32 / 8 * 2 + r % 2) * 4 + r % 8 / 2;
 #pragma unroll
         for (int p = 0; p < 2; ++p) {
           float x[8] = {};
@@ -219,9 +237,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
               *reinterpret_cast<float4*>(x + c) = *reinterpret_cast<const float4*>(args.us + at(r) + 32 * p + part + c);
 #pragma unroll
           for (int c = 0; c < 8; ++c) x[c] = as_operand(sh.r_k[r] * x[c]);
-          put_in_panel(sh.w[p], r, part, x);
+          put_eight(&sh.w[p][0][0], along, x);
 #pragma unroll
-          for (int c = 0; c < 8; ++c) in_panel(sh.w_across[r / 32], 32 * p + part + c, r % 32) = x[c];
+          for (int c = 0; c < 8; ++c) (&sh.w_across[0][0][0])[(turned ^ 4 * c) + (32 * p + c) * 32] = x[c];
         }
       }
       written_for_products();
@@ -236,17 +254,15 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
 #pragma unroll
           for (int n = 0; n < 4; ++n)
 #pragma unroll
-            for (int m = 0; m < 4; ++m) {
-              const int i = first + gid + m / 2 * 8, d = 32 * p + 8 * n + 2 * tig + m % 2;
-              a[n][m] = of_k ? key(i, d) : query(i, d);
-            }
+            for (int m = 0; m < 4; ++m) a[n][m] = (of_k ? k_here : q_here)[256 * (4 * p + n) + across[m]];
           wide_products<4, kChunk>(x, a, sh.s_across + p, 0);
+          sm90::wgmma_wait<1>();  // whose operands need no registers any more
         }
         if (of_k) {
           float a[8][4];
           each_place([&](int n, int m, int i, int j) {
             const int seen = i < last ? i : 0;  // of these keys on: none
-            a[n][m] = j < seen ? as_operand(sh.r_k[i] * (e(i, j) * gram[n][m])) : 0.0f;
+            a[n][m] = where(j < seen, as_operand(sh.r_k[i] * (e(i, j) * gram[n][m])));
           });
           wide_products<8, kChunk>(left, a, sh.w_across, 0);
           sm90::wgmma_wait<0>();
@@ -267,10 +283,10 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
         read_outputs(mine);
       if (of_k) {
         const int64_t v_at = h * args.v_head + 64 * split;
-        float given[8][4];
-        take(given, sh.handed());
 #pragma unroll
-        for (int n = 0; n < 8; ++n)
+        for (int n = 0; n < 8; ++n) {
+          const float4 four = sh.handed()[n][tid];
+          const float given[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
           for (int m = 0; m < 2; ++m) {
             const int i = first + gid + 8 * m, c = 8 * n + 2 * tig;
@@ -279,17 +295,25 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
               bits = *reinterpret_cast<const uint32_t*>(static_cast<const T*>(args.v) + (row + i) * args.v_row + v_at + c);
             const float2 two = widen_two<T>(bits);
             const float f = -(gates.decay[i] * sh.r_k[i]), fx = (gates.beta[i] * gates.decay[i]) * sh.r_k[i];
-            T out[2];
 #pragma unroll
             for (int e2 = 0; e2 < 2; ++e2) {
               const float du = mine[n][2 * m + e2], ks = x[n][2 * m + e2];
               left[n][2 * m + e2] = du * (fmaf(f, ks, e2 ? two.y : two.x) - (left[n][2 * m + e2] + 0.0f));
-              x[n][2 * m + e2] = (-(fx * du)) * ks + given[n][2 * m + e2];
-              narrow(out[e2], gates.beta[i] * du);
+              x[n][2 * m + e2] = (-(fx * du)) * ks + given[2 * m + e2];
             }
-            if (i < last)
-              *reinterpret_cast<uint32_t*>(static_cast<T*>(args.dv) + at(i) + c) = *reinterpret_cast<uint32_t*>(out);
           }
+        }
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          const int i = first + gid + 8 * m;
+          if (i < last)
+#pragma unroll
+            for (int n = 0; n < 8; ++n) {
+              T two[2];
+              narrow(two[0], gates.beta[i] * mine[n][2 * m]), narrow(two[1], gates.beta[i] * mine[n][2 * m + 1]);
+              *reinterpret_cast<uint32_t*>(static_cast<T*>(args.dv) + at(i) + 8 * n + 2 * tig) = *reinterpret_cast<uint32_t*>(two);
+            }
+        }
         float low, high;
         fold_rows(left, low, high);
         if (tig == 0) {
@@ -307,7 +331,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
       each_place([&](int n, int m, int i, int j) {
         const int seen = i < last ? (of_k ? i : i + 1) : 0;
         const float f = of_k ? -(gates.beta[i] * sh.r_k[i]) : sh.r_q[i];
-        grad[n][m] = j < seen ? f * (e(i, j) * grad[n][m]) : 0.0f;
+        grad[n][m] = where(j < seen, f * (e(i, j) * grad[n][m]));
       });
       float m[8][4];
       each_place([&](int n, int e4, int, int) { m[n][e4] = grad[n][e4] * gram[n][e4]; });
@@ -328,9 +352,10 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
         hand(sh.handed(), m);
         arrive<kBackwardThreads>(kHanded);
       }
-      each_place([&](int n, int e4, int i, int j) {
+      float* const to = &(of_k ? sh.dkk() : sh.dqk())[warp % 4 / 2][0][0];
+      each_place([&](int n, int e4, int, int) {
         grad[n][e4] = as_operand(grad[n][e4]);
-        in_panel((of_k ? sh.dkk() : sh.dqk())[i / 32], j, i % 32) = grad[n][e4];
+        to[256 * n + across[e4]] = grad[n][e4];
       });
       hand(of_k ? sh.dkk_handed() : sh.dqk_handed(), grad);
       written_for_products();
@@ -354,7 +379,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
       sm90::wgmma_wait<0>();
       {
         float taken[8][4], low, high;
-        each_place([&](int n, int m, int i, int d) { taken[n][m] = key(i, d0 + d) * grads[n][m]; });
+        each_place([&](int n, int m, int, int) { taken[n][m] = k_here[32 * d0 + 256 * n + across[m]] * grads[n][m]; });
         fold_rows(taken, low, high);
         if (tig == 0) sh.taken[half][first + gid] = low, sh.taken[half][first + gid + 8] = high;
       }
@@ -416,11 +441,11 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
   for (int which = 0; which < 2; ++which) {
     auto& sum = which ? sum_k : sum_q;
     const float* const r = which ? sh.r_k : sh.r_q;
-    const auto normed = [&](int i, int d) { return (which ? key(i, d) : query(i, d)) * r[i]; };
+    const float* const x = (which ? k_here : q_here) + 32 * d0;
     float n_sum[2] = {0.0f, 0.0f};
     if (args.l2norm) {
       float m[8][4];
-      each_place([&](int n, int e4, int i, int d) { m[n][e4] = normed(i, d0 + d) * sum[n][e4]; });
+      each_place([&](int n, int e4, int i, int) { m[n][e4] = (x[256 * n + across[e4]] * r[i]) * sum[n][e4]; });
       __syncthreads();
       if (half) hand(sh.handed(), m);
       __syncthreads();
@@ -445,7 +470,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
 #pragma unroll
         for (int e2 = 0; e2 < 2; ++e2) {
           float value = sum[n][2 * m + e2];
-          if (args.l2norm) value = value - normed(i, d + e2) * n_sum[m];
+          if (args.l2norm) value = value - (x[256 * n + across[2 * m + e2]] * r[i]) * n_sum[m];
           narrow(two[e2], value);
         }
         *reinterpret_cast<uint32_t*>(out + (int64_t(row + i) * args.hk + hk) * kDepth + d) = *reinterpret_cast<uint32_t*>(two);

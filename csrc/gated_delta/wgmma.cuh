@@ -15,13 +15,10 @@ using Panel = float[ROWS][32];
 __device__ __forceinline__ float& in_panel(float (*panel)[32], int row, int k) {
   return panel[row][((k / 8 * 2 + k % 2) ^ (row % 8)) * 4 + k % 8 / 2];
 }
-__device__ __forceinline__ float in_panel(const float (*panel)[32], int row, int k) {
-  return panel[row][((k / 8 * 2 + k % 2) ^ (row % 8)) * 4 + k % 8 / 2];
-}
-// Eight neighbours of K, k being a multiple of eight.
-__device__ __forceinline__ void put_in_panel(float (*panel)[32], int row, int k, const float (&x)[8]) {
-  *reinterpret_cast<float4*>(&in_panel(panel, row, k)) = float4{x[0], x[2], x[4], x[6]};
-  *reinterpret_cast<float4*>(&in_panel(panel, row, k + 1)) = float4{x[1], x[3], x[5], x[7]};
+// Eight neighbours of K from a multiple of eight on, whose even ones lie at `at`.
+__device__ __forceinline__ void put_eight(float* panel, int at, const float (&x)[8]) {
+  *reinterpret_cast<float4*>(panel + at) = float4{x[0], x[2], x[4], x[6]};
+  *reinterpret_cast<float4*>(panel + (at ^ 4)) = float4{x[1], x[3], x[5], x[7]};
 }
 
 // What ordinary stores have written to shared memory, to be read by the matrix unit: before a barrier.
