@@ -34,41 +34,6 @@ struct Gates {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// d + a @ b, of M times 16 rows and TILES times 8 columns; a(row, k) and b(k, column) give operands that are rounded.
-// order: K ascending in the accumulator
-template <int K, int M, int TILES, class A, class B>
-__device__ __forceinline__ void multiply(float (&d)[M][TILES][4], A a, B b) {
-  const int gid = threadIdx.x % 32 / 4, tig = threadIdx.x % 4;
-#pragma unroll 4
-  for (int k = tig; k < K; k += 8) {
-    float left[M][4], right[TILES][2];
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) left[m][e] = a(16 * m + gid + e % 2 * 8, k + e / 2 * 4);
-#pragma unroll
-    for (int n = 0; n < TILES; ++n) right[n][0] = b(k, 8 * n + gid), right[n][1] = b(k + 4, 8 * n + gid);
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-      for (int n = 0; n < TILES; ++n) product(d[m][n], left[m], right[n][0], right[n][1]);
-  }
-}
-template <int K, int TILES, class A, class B>
-__device__ __forceinline__ void multiply(float (&d)[TILES][4], A a, B b) {
-  multiply<K, 1, TILES>(reinterpret_cast<float (&)[1][TILES][4]>(d), a, b);
-}
-
-// f(row, column, two neighbours) of 16 rows and TILES times 8 columns
-template <int TILES, class F>
-__device__ __forceinline__ void each_pair(float (&d)[TILES][4], F f) {
-  const int gid = threadIdx.x % 32 / 4, tig = threadIdx.x % 4;
-#pragma unroll
-  for (int n = 0; n < TILES; ++n)
-#pragma unroll
-    for (int m = 0; m < 2; ++m) f(gid + 8 * m, 8 * n + 2 * tig, d[n][2 * m], d[n][2 * m + 1]);
-}
-
 // The sum of 64 columns of each of two rows, of which a quad's threads hold pairs.
 // order: the upper half is added to the lower one
 __device__ __forceinline__ void fold_rows(float (&d)[8][4], float& low, float& high) {
