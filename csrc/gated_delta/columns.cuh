@@ -1,10 +1,11 @@
 // What the kernels that go through a sequence's chunks share: sixteen columns of a value head's state, or of its
-// gradient, that one warp keeps in registers; no torch headers.
+// gradient, that two warps keep in registers; no torch headers.
 //
-// The columns of a state do not depend on each other, so a warp that has all of sixteen waits for no other. Everything is
-// kept transposed: what a product leaves in registers then is what the next one takes, if of eight of K the even ones go
-// first (no bit depends on that order, as admission shows). Only the rows that are solved one by one go through shared
-// memory, to a column a thread.
+// The columns of a state do not depend on each other, so two warps that have all of sixteen wait for none but each other:
+// one solves the first half of a chunk's rows, one the second, and each adds to half of the dims. Everything is kept
+// transposed: what a product leaves in registers then is what the next one takes, if of eight of K the even ones go first
+// (no bit depends on that order, as admission shows). Only the rows that are solved one by one go through shared memory,
+// to a column a thread.
 #pragma once
 #include "gated_delta/prepared.cuh"
 
@@ -12,16 +13,29 @@ namespace vx {
 namespace delta {
 
 constexpr int kColumns = 32;                   // of a value head, in a block
-constexpr int kOwn = 16, kGroups = kColumns / kOwn;  // of them, in a warp
-constexpr int kPassThreads = 256, kBringing = 33;
+constexpr int kOwn = 16, kGroups = kColumns / kOwn;  // of them, in two warps
+constexpr int kPassThreads = 320, kBringing = 33;
 constexpr int kPitch = kChunk + 8;  // of a column's rows
 
 // Thread 4 gid + tig has of tile n the columns gid, gid and gid + 8, gid + 8, and the rows (8 n + 2 tig) and the next.
 template <int TILES>
 using Turned = float[TILES][4];
 using State = Turned<kDepth / 8>;    // rows: dims of a key
+using HalfState = Turned<kDepth / 16>;
 using Chunk = Turned<kChunk / 8>;    // rows: those of a chunk
 using Stored = float4[kDepth / 8][32];  // a State, as threads have it
+
+// What a warp is for: `group` of the block's columns, `part` of the rows, or of the dims.
+struct Role {
+  int warp, group, part;
+  bool leads, helps, brings;
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  __device__ __forceinline__ Role()
+      : warp(__shfl_sync(0xffffffffu, threadIdx.x / 32, 0)), group(warp % 2), part(warp / 2 % 2), leads(warp < 4),
+        helps(warp / 4 == 1), brings(warp >= 8) {}
+#endif
+};
+static_assert(kGroups == 2);
 
 // A barrier of shared memory, of uses that follow each other: 0, 1, ...
 struct Passed {
@@ -154,9 +168,10 @@ __device__ __forceinline__ float2 two_of(const float* numbers, int tile) {
   return *reinterpret_cast<const float2*>(numbers + 8 * tile + threadIdx.x % 4 * 2);
 }
 
-__device__ __forceinline__ void store(Stored& to, const State& s) {
+template <int TILES>
+__device__ __forceinline__ void store(float4 (*to)[32], const Turned<TILES>& s) {
 #pragma unroll
-  for (int n = 0; n < kDepth / 8; ++n) to[n][threadIdx.x % 32] = float4{s[n][0], s[n][1], s[n][2], s[n][3]};
+  for (int n = 0; n < TILES; ++n) to[n][threadIdx.x % 32] = float4{s[n][0], s[n][1], s[n][2], s[n][3]};
 }
 template <int TILES>
 __device__ __forceinline__ void load(Turned<TILES>& s, const float4 (*from)[32]) {
@@ -175,10 +190,11 @@ __device__ __forceinline__ void write_state(const Turned<TILES>& s, float* to, i
 #pragma unroll
     for (int e = 0; e < 4; ++e) to[(8 * n + lane % 4 * 2 + e % 2) * stride + lane / 4 + e / 2 * 8] = s[n][e];
 }
-__device__ __forceinline__ void read_state(State& s, const float* from, int64_t stride) {
+template <int TILES>
+__device__ __forceinline__ void read_state(Turned<TILES>& s, const float* from, int64_t stride) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int n = 0; n < kDepth / 8; ++n)
+  for (int n = 0; n < TILES; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e)
       s[n][e] = from ? from[(8 * n + lane % 4 * 2 + e % 2) * stride + lane / 4 + e / 2 * 8] : 0.0f;

@@ -1,8 +1,8 @@
 // The backward's way through whole sequences, with the bits of the Triton kernels (triton_backward.py declares them); no
 // torch headers.
 //
-// From a sequence's last chunk to its first, as whole.cuh goes the other way: warps 0 and 1 make the gradients of u and of
-// the state, two more for each of them what the outputs' gradients give to both, a chunk ahead, and store what is made.
+// From a sequence's last chunk to its first, as whole.cuh goes the other way: warps 0 to 3 make the gradients of u and of
+// the state, as many more what the outputs' gradients give to both, a chunk ahead, and store what is made.
 #pragma once
 #include "gated_delta/whole.cuh"
 
@@ -24,7 +24,7 @@ struct ScanShared {
   float w[2][kGroups][kOwn][kPitch];              // the gradients of u
   Passed k_there[2], k_free[2], q_there[2], q_free[2];
   Passed s_there[kGroups], s_free[kGroups], w_there[kGroups][2], w_free[kGroups][2];
-  Passed made[kGroups][2], taken[kGroups][2];
+  Passed made[kGroups][2], taken[kGroups][2], solved[kGroups][4];
 };
 static_assert(offsetof(Prepared, rows) == offsetof(Prepared, k) + sizeof(Prepared::Keys));
 
@@ -49,13 +49,16 @@ __global__ void __launch_bounds__(kPassThreads, 1) scan_kernel(const GatedDeltaB
 
   if (threadIdx.x == 0) {
     for (int n = 0; n < 2; ++n) {
-      sh.k_there[n].init(kBringing), sh.k_free[n].init(kGroups), sh.q_there[n].init(kBringing), sh.q_free[n].init(2 * kGroups);
+      sh.k_there[n].init(kBringing), sh.k_free[n].init(2 * kGroups), sh.q_there[n].init(kBringing), sh.q_free[n].init(2 * kGroups);
       for (int g = 0; g < kGroups; ++g) {
         sh.w_there[g][n].init(1), sh.w_free[g][n].init(2);
-        sh.made[g][n].init(2), sh.taken[g][n].init(1);
+        sh.made[g][n].init(2), sh.taken[g][n].init(2);
       }
     }
-    for (int g = 0; g < kGroups; ++g) sh.s_there[g].init(1), sh.s_free[g].init(2);
+    for (int g = 0; g < kGroups; ++g) {
+      sh.s_there[g].init(2), sh.s_free[g].init(2);
+      for (int n = 0; n < 4; ++n) sh.solved[g][n].init(1);
+    }
     sm90::barrier_init_fence();
   }
   __syncthreads();
@@ -128,7 +131,7 @@ __global__ void __launch_bounds__(kPassThreads, 1) scan_kernel(const GatedDeltaB
 #pragma unroll
       for (int tile = 0; tile < 4; ++tile)
         sh.rows[n][role.group][4 * role.part + tile][lane] = float4{rows[tile][0], rows[tile][1], rows[tile][2], rows[tile][3]};
-      Turned<kDepth / 16> added = {};  // this part's half of the dims
+      HalfState added = {};  // this part's half of the dims
 #pragma unroll
       for (int i = 0; i < kChunk / 8; i += 2) {
         float z[2][4];
@@ -150,7 +153,7 @@ __global__ void __launch_bounds__(kPassThreads, 1) scan_kernel(const GatedDeltaB
     if (chunks) make(0);
     for (int turn = 0; turn < chunks; ++turn) {
       {
-        Turned<kDepth / 16> half;
+        HalfState half;
         s_there.wait(turn);
         load(half, stored + kDepth / 16 * role.part);
         s_free.arrive();
@@ -164,14 +167,12 @@ __global__ void __launch_bounds__(kPassThreads, 1) scan_kernel(const GatedDeltaB
     }
     return;
   }
-  if (!role.leads) return;
-
-  State s, operand;
-  read_state(s, args.dfinal ? args.dfinal + whose : nullptr, args.dv_size);
+  const int dim = kDepth / 2 * role.part;  // from here on this warp's half of them
+  HalfState s;
+  read_state(s, args.dfinal ? args.dfinal + whose + dim * args.dv_size : nullptr, args.dv_size);
   const auto publish = [&] {
-    store(stored, s);
+    store(stored + dim / 8, s);
     s_there.arrive();
-    round_to(operand, s);
   };
   publish();
   for (int turn = 0; turn < chunks; ++turn) {
@@ -179,22 +180,32 @@ __global__ void __launch_bounds__(kPassThreads, 1) scan_kernel(const GatedDeltaB
     const auto& k = sh.k[n];
     const auto& of = sh.of_k[n].k;
     auto& w = sh.w[n][role.group];
+    auto& solved = sh.solved[role.group];
     sh.k_there[n].wait(use);
-    Chunk x = {};
-    multiply_state<T, kChunk / 8>(x, operand, k, [](int pair) { return kBlock * pair; });
+    s_there.wait(turn);
+    Turned<4> x = {};  // this warp's half of the rows
+    {
+      State operand;
+      load(operand, stored);
+      round_to(operand, operand);
+      multiply_state<T, 4>(x, operand, k, [&](int pair) { return kBlock * (2 * role.part + pair); });
+    }
     sh.made[role.group][n].wait(use);
 #pragma unroll
-    for (int tile = 0; tile < kChunk / 8; ++tile) {
+    for (int m = 0; m < 4; ++m) {
+      const int tile = 4 * role.part + m;
       const float2 rest = two_of(of.rest, tile);
       const float4 four = sh.rows[n][role.group][tile][lane];
       const float given[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-      for (int e = 0; e < 4; ++e) x[tile][e] = fmaf(e % 2 ? rest.y : rest.x, x[tile][e], given[e]) + 0.0f;
+      for (int e = 0; e < 4; ++e) x[m][e] = fmaf(e % 2 ? rest.y : rest.x, x[m][e], given[e]) + 0.0f;
     }
     if (use) sh.w_free[role.group][n].wait(use - 1);
     Chunk rows;  // the gradients of u, solved from the last block on
-#pragma unroll
-    for (int block = 3; block >= 0; --block) {
+    const auto take = [&](int block) {
+      take_columns(rows[2 * block], w, kBlock * block), take_columns(rows[2 * block + 1], w, kBlock * block + 8);
+    };
+    const auto solve_block = [&](int block) {
       float y[2][4] = {};
       // order: blocks of 16 rows from the last to the first
 #pragma unroll
@@ -212,13 +223,22 @@ __global__ void __launch_bounds__(kPassThreads, 1) scan_kernel(const GatedDeltaB
 #pragma unroll
       for (int half = 0; half < 2; ++half)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) x[2 * block + half][e] = x[2 * block + half][e] - (y[half][e] + 0.0f);
-      solve<true, kPitch>(w, nullptr, block, x[2 * block], x[2 * block + 1], of.r, sh.of_k[n].own.of[block], [] {});
-      take_columns(rows[2 * block], w, kBlock * block), take_columns(rows[2 * block + 1], w, kBlock * block + 8);
+        for (int e = 0; e < 4; ++e) x[block % 2 * 2 + half][e] = x[block % 2 * 2 + half][e] - (y[half][e] + 0.0f);
+      solve<true, kPitch>(w, nullptr, block, x[block % 2 * 2], x[block % 2 * 2 + 1], of.r, sh.of_k[n].own.of[block], [] {});
+      solved[block].arrive();
+      take(block);
+    };
+    const auto await = [&](int block) { solved[block].wait(turn), take(block); };
+    if (role.part == 1) {
+      solve_block(3), solve_block(2);
+      await(1), await(0);
+    } else {
+      await(3), await(2);
+      solve_block(1), solve_block(0);
+      sh.w_there[role.group][n].arrive();
     }
-    sh.w_there[role.group][n].arrive();
-    State added;
-    load(added, sh.added[n][role.group]);
+    HalfState added;
+    load(added, sh.added[n][role.group] + dim / 8);
     sh.taken[role.group][n].arrive();
 #pragma unroll
     for (int i = 0; i < kChunk / 8; i += 2) {
@@ -229,11 +249,11 @@ __global__ void __launch_bounds__(kPassThreads, 1) scan_kernel(const GatedDeltaB
 #pragma unroll
         for (int e = 0; e < 4; ++e) z[half][e] = as_operand(-((e % 2 ? back.y : back.x) * rows[i + half][e]));
       }
-      multiply_rows<T, kDepth / 8>(added, z[0], z[1], k, 8 * i, 0);
+      multiply_rows<T, kDepth / 16>(added, z[0], z[1], k, 8 * i, dim);
     }
     const float whole = of.whole[0];
 #pragma unroll
-    for (int m = 0; m < kDepth / 8; ++m)
+    for (int m = 0; m < kDepth / 16; ++m)
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[m][e] = fmaf(whole, s[m][e], added[m][e]);
     sh.k_free[n].arrive();
@@ -241,7 +261,7 @@ __global__ void __launch_bounds__(kPassThreads, 1) scan_kernel(const GatedDeltaB
     s_free.wait(turn);
     publish();
   }
-  if (args.dinitial) write_state(s, args.dinitial + whose, args.dv_size);
+  if (args.dinitial) write_state(s, args.dinitial + whose + dim * args.dv_size, args.dv_size);
 #endif
 }
 

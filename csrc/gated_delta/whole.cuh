@@ -1,20 +1,14 @@
 // Whole sequences of a gated delta net, with the bits of the Triton kernels; no torch headers.
 //
-// A block goes through a sequence's chunks for kColumns columns of a value head. Warps 0 and 1 do nothing but what the
-// next chunk waits for, u and the state, for kOwn columns each. Two more for each of them make the outputs, a chunk
-// behind, or store what the backward needs; two bring what all of them read, two chunks ahead.
+// A block goes through a sequence's chunks for kColumns columns of a value head. Warps 0 to 3 do nothing but what the next
+// chunk waits for, u and the state, two of them for kOwn columns. As many make the outputs, a chunk behind, or store what
+// the backward needs; two more bring what all of them read, two chunks ahead.
 #pragma once
 #include "gated_delta/chunks.cuh"
 #include "gated_delta/columns.cuh"
 
 namespace vx {
 namespace delta {
-
-// What a warp of the block is for: `group` of its columns, `part` of the rows.
-struct Role {
-  int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), group = warp % 2, part = warp / 4;
-  bool leads = warp < kGroups, brings = warp / 2 == 2, helps = warp % 4 >= 2;
-};
 
 template <class T>
 struct WholeShared {
@@ -29,7 +23,7 @@ struct WholeShared {
   float w[2][kGroups][kOwn][kPitch];
   T out[2 * kGroups][2][kBlock][kOwn + 8];  // on its way to device memory
   Passed k_there[2], k_free[2], q_there[2], q_free[2];
-  Passed s_there[kGroups], s_free[kGroups], w_there[kGroups][2], w_free[kGroups][2];
+  Passed s_there[kGroups], s_free[kGroups], w_there[kGroups][2], w_free[kGroups][2], solved[kGroups][4];
   // u of a group, where it is kept: then there are no queries
   using Us = float[kOwn][kChunk + 4];
   __device__ __forceinline__ Us& u(int chunk, int group) { return reinterpret_cast<Us*>(q[chunk % 2])[group]; }
@@ -58,10 +52,13 @@ __global__ void __launch_bounds__(kPassThreads, 1) whole_kernel(const GatedDelta
 
   if (threadIdx.x == 0) {
     for (int n = 0; n < 2; ++n) {
-      sh.k_there[n].init(kBringing), sh.k_free[n].init(kGroups), sh.q_there[n].init(kBringing), sh.q_free[n].init(2 * kGroups);
+      sh.k_there[n].init(kBringing), sh.k_free[n].init(2 * kGroups), sh.q_there[n].init(kBringing), sh.q_free[n].init(2 * kGroups);
       for (int g = 0; g < kGroups; ++g) sh.w_there[g][n].init(1), sh.w_free[g][n].init(2);
     }
-    for (int g = 0; g < kGroups; ++g) sh.s_there[g].init(1), sh.s_free[g].init(2);
+    for (int g = 0; g < kGroups; ++g) {
+      sh.s_there[g].init(2), sh.s_free[g].init(2);
+      for (int n = 0; n < 4; ++n) sh.solved[g][n].init(1);
+    }
     sm90::barrier_init_fence();
   }
   __syncthreads();
@@ -103,7 +100,7 @@ __global__ void __launch_bounds__(kPassThreads, 1) whole_kernel(const GatedDelta
       auto& w_there = sh.w_there[role.group][n];
       auto& w_free = sh.w_free[role.group][n];
       if constexpr (KEEP) {
-        Turned<kDepth / 16> half;
+        HalfState half;
         s_there.wait(chunk);
         load(half, stored + kDepth / 16 * role.part);
         s_free.arrive();
@@ -193,13 +190,16 @@ __global__ void __launch_bounds__(kPassThreads, 1) whole_kernel(const GatedDelta
     }
     return;
   }
-  if (!role.leads) return;
-
-  State s, operand;
-  read_state(s, args.initial ? args.initial + whose : nullptr, args.dv);
+  const int d0 = kDepth / 2 * role.part;  // this warp's half of the dims
+  HalfState s;
+  read_state(s, args.initial ? args.initial + whose + d0 * args.dv : nullptr, args.dv);
   const auto publish = [&] {
-    round_to(operand, s);
-    store(stored, KEEP ? s : operand);
+    if constexpr (KEEP) {
+      store(stored + d0 / 8, s);
+    } else {
+      HalfState operand;
+      round_to(operand, s), store(stored + d0 / 8, operand);
+    }
     s_there.arrive();
   };
   publish();
@@ -208,16 +208,24 @@ __global__ void __launch_bounds__(kPassThreads, 1) whole_kernel(const GatedDelta
     const auto& k = sh.k[n];
     const auto& of = sh.of_k[n].k;
     auto& w = sh.w[n][role.group];
+    auto& solved = sh.solved[role.group];
     sh.k_there[n].wait(use);
-    Chunk x = {};
-    multiply_state<T, kChunk / 8>(x, operand, k, [](int pair) { return kBlock * pair; });
+    s_there.wait(chunk);
+    Turned<4> x = {};  // this warp's half of the rows
+    {
+      State operand;
+      load(operand, stored);
+      if (KEEP) round_to(operand, operand);
+      multiply_state<T, 4>(x, operand, k, [&](int pair) { return kBlock * (2 * role.part + pair); });
+    }
 #pragma unroll
-    for (int m = 0; m < 4; ++m) {
+    for (int m = 0; m < 2; ++m) {
       float v[2][4];
-      take_rows(v, sh.v[n], kBlock * m, kOwn * role.group);
+      take_rows(v, sh.v[n], kBlock * (2 * role.part + m), kOwn * role.group);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float2 beta = two_of(of.beta, 2 * m + half), decay = two_of(of.decay, 2 * m + half);
+        const int tile = 4 * role.part + 2 * m + half;
+        const float2 beta = two_of(of.beta, tile), decay = two_of(of.decay, tile);
         auto& left = x[2 * m + half];
 #pragma unroll
         for (int e = 0; e < 4; ++e)
@@ -225,27 +233,10 @@ __global__ void __launch_bounds__(kPassThreads, 1) whole_kernel(const GatedDelta
       }
     }
     if (use) sh.w_free[role.group][n].wait(use - 1);
-    State added = {};
-    Turned<6> known;     // rows of blocks that are solved, as multiplied
-    float rows[2][4];    // of the last one, as they are added to the state
-#pragma unroll
-    for (int block = 0; block < 4; ++block) {
-      float y[2][4] = {};
-      // order: blocks of 16 rows, ascending
-#pragma unroll
-      for (int m = 0; m < 2 * block; ++m) {
-        const Placed& left = of.a[block * (block - 1) / 2 + m / 2];
-        const float4 a = *reinterpret_cast<const float4*>(left + in_block(gid, m % 2 * 8 + 2 * tig));
-        product_of(y[0], known[m], a.x, a.y), product_of(y[1], known[m], a.z, a.w);
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) x[2 * block + half][e] = x[2 * block + half][e] - (y[half][e] + 0.0f);
-      solve<false>(w, KEEP ? sh.u(chunk, role.group) : nullptr, block, x[2 * block], x[2 * block + 1], of.r,
-                   sh.of_k[n].own.of[block], [&] {
-                     if (block) multiply_rows<T, kDepth / 8>(added, rows[0], rows[1], k, kBlock * (block - 1), 0);
-                   });
+    HalfState added = {};
+    Turned<6> known;   // rows of blocks that are solved, as multiplied
+    float rows[2][4];  // of the last one, as they are added to the state
+    const auto take = [&](int block) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int tile = 2 * block + half, i = 8 * tile + 2 * tig;
@@ -258,12 +249,42 @@ __global__ void __launch_bounds__(kPassThreads, 1) whole_kernel(const GatedDelta
           rows[half][e] = i + e % 2 < last ? as_operand((e % 2 ? rest.y : rest.x) * z[e]) : 0.0f;
         }
       }
+    };
+    const auto add = [&](int block) { multiply_rows<T, kDepth / 16>(added, rows[0], rows[1], k, kBlock * block, d0); };
+    const auto solve_block = [&](int block, auto meanwhile) {
+      float y[2][4] = {};
+      // order: blocks of 16 rows, ascending
+#pragma unroll
+      for (int m = 0; m < 2 * block; ++m) {
+        const Placed& left = of.a[block * (block - 1) / 2 + m / 2];
+        const float4 a = *reinterpret_cast<const float4*>(left + in_block(gid, m % 2 * 8 + 2 * tig));
+        product_of(y[0], known[m], a.x, a.y), product_of(y[1], known[m], a.z, a.w);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[block % 2 * 2 + half][e] = x[block % 2 * 2 + half][e] - (y[half][e] + 0.0f);
+      solve<false>(w, KEEP ? sh.u(chunk, role.group) : nullptr, block, x[block % 2 * 2], x[block % 2 * 2 + 1], of.r,
+                   sh.of_k[n].own.of[block], meanwhile);
+      solved[block].arrive();
+    };
+    const auto await = [&](int block) { solved[block].wait(chunk), take(block); };
+    if (role.part == 0) {
+      solve_block(0, [] {}), take(0);
+      solve_block(1, [&] { add(0); }), take(1), add(1);
+      await(2), add(2);
+      await(3), add(3);
+    } else {
+      await(0), add(0);
+      await(1);
+      solve_block(2, [&] { add(1); }), take(2);
+      solve_block(3, [&] { add(2); });
+      sh.w_there[role.group][n].arrive();
+      take(3), add(3);
     }
-    sh.w_there[role.group][n].arrive();
-    multiply_rows<T, kDepth / 8>(added, rows[0], rows[1], k, 3 * kBlock, 0);
     const float whole = of.whole[0];
 #pragma unroll
-    for (int m = 0; m < kDepth / 8; ++m)
+    for (int m = 0; m < kDepth / 16; ++m)
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[m][e] = fmaf(whole, s[m][e], added[m][e]);
     sh.k_free[n].arrive();
@@ -271,7 +292,7 @@ __global__ void __launch_bounds__(kPassThreads, 1) whole_kernel(const GatedDelta
     s_free.wait(chunk);
     publish();
   }
-  if (args.final_state) write_state(s, args.final_state + whose, args.dv);
+  if (args.final_state) write_state(s, args.final_state + whose + d0 * args.dv, args.dv);
 #endif
 }
 
