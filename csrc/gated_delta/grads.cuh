@@ -54,6 +54,12 @@ __device__ __forceinline__ void arrive(int barrier) {
 }
 
 
+__device__ __forceinline__ int multiprocessors() {
+  int count;
+  asm("mov.u32 %0, %%nsmid;" : "=r"(count));
+  return count;
+}
+
 // x, or zero; x is made either way, for that is faster than to branch.
 __device__ __forceinline__ float where(bool there, float x) {
   float y;
@@ -110,6 +116,30 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
   const FoundChunk found(args, index);
   const int row = found.begin + found.chunk * kChunk, last = min(kChunk, found.end - row);
   if (found.chunk < 0 || last <= 0) return;
+
+  // What a head's block of columns reads, on its way into the L2 cache while there is other work; behind the last one the
+  // states of a block that begins when this one ends.
+  const auto expect = [&](int n) {
+    const bool more = n < group * splits;
+    int64_t number = int64_t(index) * args.hv + hk * group + n / splits;
+    if (!more) {
+      const int next = index + multiprocessors();
+      number = int64_t(next % gridDim.x) * args.hv + (hk + next / gridDim.x) * group, n = 0;
+      if (hk + next / gridDim.x >= args.hk) return;
+    }
+    const int64_t c = n % splits * 64, here = (number * kDepth + tid / 2) * args.dv_size + c + tid % 2 * 32;
+    into_l2(args.states + here), into_l2(args.dstates + here);
+    const int i = tid / 2 % 64;
+    if (!more || i >= last) return;
+    const int64_t h = hk * group + n / splits, of_row = (int64_t(row + i) * args.hv + h) * args.dv_size + c;
+    if (tid < 128)
+      into_l2(args.us + of_row + tid % 2 * 32), into_l2(args.dus + of_row + tid % 2 * 32);
+    else if (tid % 2)
+      into_l2(static_cast<const T*>(args.dout) + of_row);
+    else
+      into_l2(static_cast<const T*>(args.v) + (row + i) * args.v_row + h * args.v_head + c);
+  };
+  expect(0);
 
   float gram[8][4] = {};  // keys times keys, or queries times keys
   {
@@ -244,6 +274,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
       }
       written_for_products();
       __syncthreads();
+      expect(one * splits + split + 1);
 
       // The rows' keys, or queries, times the state; what beta multiplies.
       float x[8][4] = {}, left[8][4] = {};
