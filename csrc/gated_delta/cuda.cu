@@ -2,10 +2,10 @@
 // Bindings and launches of gated_delta on SM90: bf16 and fp16, rows and slots on 16-byte boundaries.
 #include "common/cuda.h"
 #include "common/values.h"
-#include "gated_delta/backward.cuh"
 #include "gated_delta/chunks.cuh"
 #include "gated_delta/decode.cuh"
-#include "gated_delta/whole.cuh"
+#include "gated_delta/grads.cuh"
+#include "gated_delta/scan.cuh"
 
 namespace vx {
 namespace {
@@ -50,30 +50,35 @@ void prepare(const GatedDeltaBackward& rows, delta::Prepared* prepared, int devi
   VX_CUDA_CHECK(cudaGetLastError());
 }
 
+template <class T, bool KEEP>
+void pass(const GatedDeltaChunks& args, const delta::Prepared* prepared, int device, cudaStream_t stream) {
+  constexpr int kBytes = sizeof(delta::WholeShared<T>);
+  static_assert(kBytes <= 227 << 10);
+  static std::atomic<uint64_t> allowed{0};
+  allow_shared_memory(delta::whole_kernel<T, KEEP>, kBytes, device, allowed);
+  const dim3 grid(unsigned(args.hv * (args.dv / delta::kColumns)), unsigned(args.sequences));
+  delta::whole_kernel<T, KEEP><<<grid, delta::kPassThreads, kBytes, stream>>>(args, prepared);
+  VX_CUDA_CHECK(cudaGetLastError());
+}
+
 template <class T>
 void launch(const GatedDeltaChunks& args, const GatedDeltaBackward& rows, delta::Prepared* prepared, int device,
             cudaStream_t stream) {
   prepare<T>(rows, prepared, device, stream);
-  constexpr int kBytes = sizeof(delta::WholeShared<T>);
-  static_assert(kBytes <= 227 << 10);
-  static std::atomic<uint64_t> allowed{0};
-  allow_shared_memory(delta::whole_kernel<T>, kBytes, device, allowed);
-  const dim3 grid(unsigned(args.hv * (args.dv / delta::kColumns)), unsigned(args.sequences));
-  delta::whole_kernel<T><<<grid, kChunkThreads, kBytes, stream>>>(args, prepared);
-  VX_CUDA_CHECK(cudaGetLastError());
+  args.out ? pass<T, false>(args, prepared, device, stream) : pass<T, true>(args, prepared, device, stream);
 }
 
 template <class T>
 void launch(const GatedDeltaBackward& args, delta::Prepared* prepared, bool is_prepared, int64_t chunks, int device,
             cudaStream_t stream) {
   if (!is_prepared) prepare<T>(args, prepared, device, stream);
-  constexpr int kScan = sizeof(delta::ScanShared<T>), kGrads = sizeof(delta::GradsShared<T>);
+  constexpr int kScan = sizeof(delta::ScanShared<T>), kGrads = delta::kGradsBytes<T>;
   static_assert(kScan <= 227 << 10 && kGrads <= 227 << 10);
   static std::atomic<uint64_t> scan_allowed{0}, grads_allowed{0};
   allow_shared_memory(delta::scan_kernel<T>, kScan, device, scan_allowed);
   allow_shared_memory(delta::grads_kernel<T>, kGrads, device, grads_allowed);
   const dim3 columns(unsigned(args.hv * (args.dv_size / delta::kColumns)), unsigned(args.sequences));
-  delta::scan_kernel<T><<<columns, kBackwardThreads, kScan, stream>>>(args, prepared);
+  delta::scan_kernel<T><<<columns, delta::kPassThreads, kScan, stream>>>(args, prepared);
   VX_CUDA_CHECK(cudaGetLastError());
   if (args.tokens == 0) return;
   delta::grads_kernel<T><<<dim3(unsigned(chunks), unsigned(args.hk)), kBackwardThreads, kGrads, stream>>>(args);
@@ -217,7 +222,7 @@ GatedDeltaChunks fill_whole(const Tensor& q, const Tensor& k, const Tensor& v, c
 // prepared: fp32, of kPrepared values for each chunk and value head.
 constexpr int64_t kPrepared = sizeof(delta::Prepared) / 4;
 delta::Prepared* prepared_of(const Tensor& prepared, const GatedDeltaChunks& args) {
-  static_assert(kPrepared == 5508);
+  static_assert(kPrepared == 6532);
   const int64_t chunks = args.tokens / kChunk + args.sequences;
   return reinterpret_cast<delta::Prepared*>(planes(prepared, "prepared", chunks * args.hv * kPrepared));
 }
@@ -234,6 +239,8 @@ void gated_delta_whole(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tens
   args.states = planes(states, "states", chunks * plane);
   args.us = planes(us, "us", v.numel());
   delta::Prepared* const to = prepared_of(prepared, args);
+  STD_TORCH_CHECK(bool(out) != bool(states) && bool(states) == bool(us),
+                  "gated_delta: expected out, or else states and us");
   if (out) {
     check_out(*out, v);
     args.out = mutable_data(*out);

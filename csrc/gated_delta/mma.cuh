@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <cmath>
 #include <cstdint>
 #include <type_traits>
 
@@ -27,6 +28,11 @@ __device__ __forceinline__ float rounded(float x) {
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
   return __uint_as_float(y);
 }
+// To tf32, for an operand alone: the bits that the matrix unit does not read are left as they are.
+__device__ __forceinline__ float as_operand(float x) {
+  return fabsf(x) < INFINITY ? __int_as_float(__float_as_int(x) + 0x1000) : x;
+}
+
 // order: K ascending in the accumulator, eight at a time
 __device__ __forceinline__ void product(float (&d)[4], const float (&a)[4], float b0, float b1) {
   asm volatile(
@@ -59,8 +65,14 @@ __device__ __forceinline__ void load_transposed(uint32_t (&a)[4], const void* fr
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
                : "r"(sm90::shared_address(from)));
 }
+__device__ __forceinline__ void store_transposed(void* to, const uint32_t (&a)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(sm90::shared_address(to)),
+               "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+               : "memory");
+}
 template <class T>
 __device__ __forceinline__ float2 widen_two(uint32_t two) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) return {__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000)};
   T x[2];
   *reinterpret_cast<uint32_t*>(x) = two;
   return {widen(x[0]), widen(x[1])};
@@ -84,33 +96,6 @@ __device__ __forceinline__ void copies_end() { asm volatile("cp.async.commit_gro
 template <int PENDING>
 __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
-// Some of a block's warps: THREADS of them meet, or those that arrive let the others go on.
-template <int THREADS>
-__device__ __forceinline__ void meet(int barrier) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
-}
-template <int THREADS>
-__device__ __forceinline__ void arrive(int barrier) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
-}
-
-// 16 rows of a column, from what the rows of other blocks leave to what their own block's rows do: factors[i] x_i is what
-// row i is multiplied by, minus(j, i) the negative factor of row i in row j.
-template <bool DESCENDING, class Minus>
-__device__ __forceinline__ void substitute(float (&x)[16], const float* factors, Minus minus) {
-  // order: the own block's rows, one fma each
-#pragma unroll
-  for (int n = 0; n < 16; ++n) {
-    const int i = DESCENDING ? 15 - n : n;
-    const float z = factors[i] * x[i] + 0.0f;
-#pragma unroll
-    for (int m = n + 1; m < 16; ++m) {
-      const int j = DESCENDING ? 15 - m : m;
-      x[j] = fmaf(minus(j, i), z, x[j]);
-    }
-  }
 }
 
 // 1 / sqrt(sum of squares + 1e-6) of a row, lane l holding x[l + 32 m].

@@ -34,68 +34,6 @@ struct Gates {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// d + a @ b, of M times 16 rows and TILES times 8 columns; a(row, k) and b(k, column) give operands that are rounded.
-// order: K ascending in the accumulator
-template <int K, int M, int TILES, class A, class B>
-__device__ __forceinline__ void multiply(float (&d)[M][TILES][4], A a, B b) {
-  const int gid = threadIdx.x % 32 / 4, tig = threadIdx.x % 4;
-#pragma unroll 4
-  for (int k = tig; k < K; k += 8) {
-    float left[M][4], right[TILES][2];
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) left[m][e] = a(16 * m + gid + e % 2 * 8, k + e / 2 * 4);
-#pragma unroll
-    for (int n = 0; n < TILES; ++n) right[n][0] = b(k, 8 * n + gid), right[n][1] = b(k + 4, 8 * n + gid);
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-      for (int n = 0; n < TILES; ++n) product(d[m][n], left[m], right[n][0], right[n][1]);
-  }
-}
-template <int K, int TILES, class A, class B>
-__device__ __forceinline__ void multiply(float (&d)[TILES][4], A a, B b) {
-  multiply<K, 1, TILES>(reinterpret_cast<float (&)[1][TILES][4]>(d), a, b);
-}
-
-// The same times some columns of rows that are keys, or queries; a(row, k) gives two neighbours of K. Within eight of K no
-// bit depends on which comes first, as the admission of who calls this shows.
-template <int K, int TILES, class T, class A>
-__device__ __forceinline__ void multiply_keys(float (&d)[TILES][4], A a, const T (*keys)[kDepth + 8], int column) {
-  const int lane = threadIdx.x % 32, gid = lane / 4, tig = lane % 4;
-  static_assert(TILES % 2 == 0);
-#pragma unroll 2
-  for (int k = 0; k < K; k += 16) {
-    float left[2][4];
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      const float2 low = a(gid, k + 8 * m + 2 * tig), high = a(gid + 8, k + 8 * m + 2 * tig);
-      left[m][0] = low.x, left[m][1] = high.x, left[m][2] = low.y, left[m][3] = high.y;
-    }
-#pragma unroll
-    for (int n = 0; n < TILES; n += 2) {
-      uint32_t right[4];
-      load_transposed(right, &keys[k + lane % 16][column + 8 * n + lane / 16 * 8]);
-#pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        const float2 two = widen_two<T>(right[m]);
-        product(d[n + m / 2], left[m % 2], two.x, two.y);
-      }
-    }
-  }
-}
-
-// f(row, column, two neighbours) of 16 rows and TILES times 8 columns
-template <int TILES, class F>
-__device__ __forceinline__ void each_pair(float (&d)[TILES][4], F f) {
-  const int gid = threadIdx.x % 32 / 4, tig = threadIdx.x % 4;
-#pragma unroll
-  for (int n = 0; n < TILES; ++n)
-#pragma unroll
-    for (int m = 0; m < 2; ++m) f(gid + 8 * m, 8 * n + 2 * tig, d[n][2 * m], d[n][2 * m + 1]);
-}
-
 // The sum of 64 columns of each of two rows, of which a quad's threads hold pairs.
 // order: the upper half is added to the lower one
 __device__ __forceinline__ void fold_rows(float (&d)[8][4], float& low, float& high) {
@@ -174,11 +112,11 @@ __device__ __forceinline__ void load_keys(Shared& sh, const GatedDeltaBackward& 
 }
 
 // Their norms: warps 0 to 3 of keys, the others of queries, of their own 16 rows.
-template <class T, class Shared>
-__device__ __forceinline__ void make_norms(Shared& sh, bool l2norm) {
+template <class T, class Keys, class Norms>
+__device__ __forceinline__ void make_norms(const Keys& keys, Norms& to, bool l2norm) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, i = 16 * (warp % 4) + lane / 2;
-  const float r = l2norm ? norm_factor_of<kDepth>((warp < 4 ? sh.k : sh.q)[i], lane & 1) : 1.0f;
-  if (!(lane & 1)) (warp < 4 ? sh.r_k : sh.r_q)[i] = r;
+  const float r = l2norm ? norm_factor_of<kDepth>((warp < 4 ? keys.k : keys.q)[i], lane & 1) : 1.0f;
+  if (!(lane & 1)) (warp < 4 ? to.r_k : to.r_q)[i] = r;
   __syncwarp();
 }
 

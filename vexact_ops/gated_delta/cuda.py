@@ -25,7 +25,7 @@ from .triton_gates import delta_gates_fwd as delta_gates_fwd
 DECODE, CHUNKS, WHOLE, BACKWARD = "decode", "chunks", "whole", "backward"
 # columns of a head in a block
 TILES = {DECODE: ("64",), CHUNKS: ("32", "64"), WHOLE: ("32",), BACKWARD: ("32",)}
-PREPARED = 5508  # fp32 values of a chunk and a value head that do not wait for a state
+PREPARED = 6532  # fp32 values of a chunk and a value head that do not wait for a state
 
 
 class Call(NamedTuple):
