@@ -205,8 +205,8 @@ class EngineConfig:
         draft = None if self.speculation is None else self.speculation.draft_model
         if self.processes > 1 and not isinstance(draft, str | None):
             raise ValueError(
-                f"EngineConfig: speculation: draft_model: got a {type(draft).__name__}, expected a path or a name on the "
-                f"Hub with {self.parallel} {getattr(self, self.parallel)}: another process loads it"
+                f"EngineConfig: speculation: draft_model: got a {type(draft).__name__}, expected a path or a name on "
+                f"the Hub with {self.parallel} {getattr(self, self.parallel)}: another process loads it"
             )
         _check_bool(self, "show_progress", optional=True)
 

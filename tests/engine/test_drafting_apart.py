@@ -12,7 +12,7 @@ from test_draft_model import LONG, TIGHT
 from test_heads import HEADS, heads_of, saved
 from test_heads import asked as asked_of_heads
 from test_heads import model as model_with_heads
-from test_speculation import ALWAYS, ROOMY, asked, check, model, near, outcome
+from test_speculation import ALWAYS, ROOMY, asked, model, near, outcome, without
 
 from vexact_engine import Engine, Speculation, StageDied, WeightsTorn
 
@@ -38,30 +38,28 @@ def test_a_model_is_updated_and_sleeps_and_dies(tmp_path):
             gone = engine.submit(asked("Llama")[0][0], replace(LONG, n=2), request_id="gone", notify=lambda: None)
             done = engine.generate(*zip(*asked("Llama")))
             engine.withdraw(gone)
-            counts = engine.stats.drafted_tokens - before[0], engine.stats.accepted_tokens - before[1]
-            assert counts[0] >= sum(c.metrics.drafted_tokens for c in done) > 10
+            expected = [completion for several in without("Llama") for completion in several]
+            assert [outcome(c)[:-1] for c in done] == [outcome(c)[:-1] for c in expected]  # of whatever version
+            drafted, accepted = engine.stats.drafted_tokens - before[0], engine.stats.accepted_tokens - before[1]
+            assert drafted >= sum(c.metrics.drafted_tokens for c in done) > 10
             check_idle(engine)
-            return [outcome(c)[:-1] for c in done], counts
+            return accepted / drafted
 
-        drafted, accepted = ask()[1]
-        assert drafted > accepted > 10
+        assert 0.1 < ask() < 0.7
         with pytest.raises(ValueError, match="update_weights: missing: draft"):
             engine.update_weights({**state, "draft.model.norm.weight": state["model.norm.weight"]}, numerics=numerics)
         assert engine.update_weights({**state, **drafts}, numerics=numerics) == 1
-        expected, counts = ask()
-        assert counts[1] > 2 * accepted
+        assert ask() > 0.8
         engine.sleep(2)
         engine.wake_up(["weights"])
         engine.update_weights(state, numerics=numerics)
         engine.wake_up()
-        found, counts = ask()
-        assert found == expected and counts[1] > 2 * accepted
+        assert ask() > 0.8
         os.kill(engine._worker.numbers()[2][0], signal.SIGKILL)  # the one that drafts
         with pytest.raises((StageDied, WeightsTorn)):
             engine.generate([[5, 6]], LONG)
         engine.update_weights({**state, **drafts}, numerics=numerics)
-        found, counts = ask()
-        assert found == expected and counts[1] > 2 * accepted
+        assert ask() > 0.8
 
 
 @pytest.mark.process

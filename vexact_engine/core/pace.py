@@ -56,7 +56,7 @@ class Pace:
         self._seconds[kind, most] = seconds
 
     def seconds(self, sequences: int, drafted: int) -> float | None:
-        """What such a step is likely to take; None where one of single tokens was not measured yet, of about as many."""
+        """What such a step is likely to take; None where none of single tokens was measured of about as many."""
         kind, most = bucket(sequences), bucket(drafted)
         plain = self._plain(kind)
         if plain is None or not drafted:
