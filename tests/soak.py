@@ -193,6 +193,8 @@ class Client:
         if rng.random() < 0.2:
             return "".join(rng.choices("abc \u00e9\U0001f600", k=rng.randint(1, LONGEST_PROMPT // 4)))
         start = [3 + (i * 7) % 200 for i in range(rng.choice([0, 0, 8, 20]))]  # that others begin with, too
+        if start and rng.random() < 0.4:  # it has been answered before
+            return start
         return start + rng.choices(range(3, VOCABULARY), k=rng.randint(1, LONGEST_PROMPT - len(start)))
 
     def params(self) -> SamplingParams:
