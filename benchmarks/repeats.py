@@ -67,6 +67,7 @@ def run(args: argparse.Namespace) -> Iterator[dict]:
             micro_batch=max(1, args.prompts * args.samples // 4),
             learning_rate=1e-4,
             any_layout=True,
+            speculation=0,
             epoch_steps=max(1, args.steps // 2),
         )
         with tempfile.TemporaryDirectory() as folder:

@@ -36,7 +36,7 @@ from growth import Growth
 
 import vexact_ops as vx
 from benchmarks.harness import environment
-from vexact_engine import Completion, Engine, EngineClosed, EngineConfig, SamplingParams
+from vexact_engine import Completion, Engine, EngineClosed, EngineConfig, SamplingParams, Speculation
 from vexact_engine.core.loop import Loop
 from vexact_engine.outputs import Ticket
 from vexact_engine.request import Request, Sequence, derive_seed
@@ -45,6 +45,7 @@ from vexact_ops.testing import different
 VOCABULARY = 300  # the byte tokenizer has 259
 LONGEST_PROMPT, MOST_NEW = 60, 48
 STATES = 2  # of the weights
+BY_MODEL = "a model of the same family, with the weights of one of them"
 SHOWN = 20  # failures, at most
 HANG = 300  # seconds without an end of what should take one
 ONE_ARENA = -8, 1  # for mallopt: else every thread has a heap of its own, and how those fill hides what leaks
@@ -192,6 +193,8 @@ class Client:
         if rng.random() < 0.2:
             return "".join(rng.choices("abc \u00e9\U0001f600", k=rng.randint(1, LONGEST_PROMPT // 4)))
         start = [3 + (i * 7) % 200 for i in range(rng.choice([0, 0, 8, 20]))]  # that others begin with, too
+        if start and rng.random() < 0.4:  # it has been answered before
+            return start
         return start + rng.choices(range(3, VOCABULARY), k=rng.randint(1, LONGEST_PROMPT - len(start)))
 
     def params(self) -> SamplingParams:
@@ -209,6 +212,7 @@ class Client:
             stop=rng.choice([(), (), ("a",), ("\u00e9", "bb")]),
             ignore_eos=rng.random() < 0.5,
             num_top_logprobs=rng.choice([0, 0, 0, 4]),
+            draft=[rng.choices(range(VOCABULARY), k=rng.randint(1, 9)) for _ in range(rng.choice([0, 0, 0, 2]))],
         )
 
     def take(self, asked: list[SamplingParams], done: list[Completion]) -> None:
@@ -296,6 +300,9 @@ class Controller(Client):
         state = self.rng.randrange(STATES)
         weights = self.states[state]
         specs = None
+        if self.engine._draft is not None and self.rng.random() < 0.5:
+            drafts = self.rng.choice(self.states)
+            weights = weights | {f"draft.{name}": value for name, value in drafts.items()}
         if self.rng.random() < 0.5:
             specs = {name: (value.shape, value.dtype) for name, value in weights.items()}
         with self.checker.updating:
@@ -327,6 +334,14 @@ def configuration(rng: random.Random, device: str) -> EngineConfig:
     page = rng.choice([1, 3, 4, 16]) if device == "cpu" else rng.choice([4, 16, 64])
     pages = -(-(LONGEST_PROMPT + MOST_NEW + 1) // page) + rng.choice([0, 0, 4, 20, 100])
     options = {"async_scheduling": rng.choice([None, True, False])}
+    if rng.random() < 0.6:
+        options["speculation"] = Speculation(
+            max_draft_tokens=rng.choice([1, 3, 8, 20]),
+            sources=rng.choice([("given",), ("text",), Speculation.sources]),
+            answer_tokens=rng.choice([100, 1 << 20]),
+            always=rng.random() < 0.7,
+            draft_model=rng.choice([None, BY_MODEL]),
+        )
     known = {field.name for field in dataclasses.fields(EngineConfig)}
     return EngineConfig(
         page_size=page,
@@ -365,6 +380,9 @@ class Soak:
         checker.versions[0] = first
         checker.start()
         model = model_of(family, dtype, device, first)
+        if config.speculation is not None and config.speculation.drafts_by_model:
+            draft = model_of(family, dtype, device, rng.randrange(STATES))
+            config = dataclasses.replace(config, speculation=dataclasses.replace(config.speculation, draft_model=draft))
         try:
             engine = Engine.from_pretrained(model, device=device, config=config, tokenizer=byte_tokenizer())
         except BaseException:
@@ -376,12 +394,13 @@ class Soak:
             self._bout(engine, checker, states, seconds / bouts, closing and bout == bouts - 1)
             if not engine._loop.closed:
                 self._check_nothing_is_held(engine, checker)
-        for name in ("preemptions", "steps", "prefix_tokens", "mixed_steps"):
+        for name in ("preemptions", "steps", "prefix_tokens", "mixed_steps", "drafted_tokens", "accepted_tokens"):
             self.counts[name] += getattr(engine.stats, name)
         engine.close()
         checker.inbox.put(None)
         checker.join(HANG)
-        chosen = {k: v for k, v in dataclasses.asdict(config).items() if v != getattr(EngineConfig(), k)}
+        chosen = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+        chosen = {name: value for name, value in chosen.items() if value != getattr(EngineConfig(), name)}
         self.failures += [f"{family} {chosen}: {failure}" for failure in checker.failures]
 
     def _bout(self, engine, checker, states, seconds: float, close: bool) -> None:

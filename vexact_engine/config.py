@@ -202,10 +202,11 @@ class EngineConfig:
             object.__setattr__(self, "speculation", Speculation(**self.speculation))
         if not isinstance(self.speculation, Speculation | None):
             raise _type_error(self, "speculation", "a Speculation or None")
-        if self.processes > 1 and self.speculation is not None and self.speculation.drafts_by_model:
+        draft = None if self.speculation is None else self.speculation.draft_model
+        if self.processes > 1 and not isinstance(draft, str | None):
             raise ValueError(
-                f"EngineConfig: speculation has a model that drafts, expected none with {self.parallel} "
-                f"{getattr(self, self.parallel)}: it runs in the engine's one process"
+                f"EngineConfig: speculation: draft_model: got a {type(draft).__name__}, expected a path or a name on "
+                f"the Hub with {self.parallel} {getattr(self, self.parallel)}: another process loads it"
             )
         _check_bool(self, "show_progress", optional=True)
 

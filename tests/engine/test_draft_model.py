@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_models import build, byte_tokenizer, check_idle, fallback_tokenizer, make_late
-from test_speculation import ALWAYS, ROOMY, asked, check, model, outcome
+from test_speculation import ALWAYS, ROOMY, asked, check, model, near, outcome
 
 from vexact_engine import Engine, EngineConfig, ModelInUse, Replicas, SamplingParams, Speculation, StepFailed
 from vexact_engine.core.chains import Chains
@@ -23,15 +23,6 @@ from families import tiny
 sys.path.pop(0)
 TIGHT = {"num_pages": 60, "max_num_batched_tokens": 7, "max_num_seqs": 3, "enable_prefix_cache": True, "reserve": 0.0}
 LONG = SamplingParams(max_new_tokens=41, seed=9, ignore_eos=True, n=2)
-
-
-def near(kind):
-    """What is often right: the model with other weights, a little."""
-    made, generator = model(kind), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter += 0.008 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-    return made
 
 
 def drafting(draft, **changes):
@@ -89,8 +80,7 @@ def test_what_is_warm_is_warm_for_what_drafts():
     prompt = list(range(3, 90))
     with Engine.from_pretrained(model("Llama"), config=drafting(model("Llama"), enable_prefix_cache=True)) as engine:
         beside, asked_of = engine._worker._runner.beside, []
-        launch = beside.launch
-        beside.launch = lambda step: asked_of.append(len(step.token_ids)) or launch(step)
+        listen(engine, asked_of)
         engine.generate([prompt], replace(LONG, n=1))
         assert asked_of[0] == 88 and set(asked_of[1:]) <= {1, 2}
         asked_of.clear()
@@ -147,17 +137,24 @@ def test_updates_bring_what_drafts_or_leave_it():
         assert staged.finish() == 5 and accepted(engine)[1] < 10
 
 
+def listen(engine, counts):
+    """Of each step of what drafts how many tokens it computes."""
+    asked_of = engine._worker.draft_model
+    launch = asked_of._launched
+    asked_of._launched = lambda step: counts.append(len(step.token_ids)) or launch(step)
+
+
 def targets(engine):
     return Places.of(engine.model, engine._draft).targets.keys()
 
 
 def test_a_step_of_what_drafts_that_fails_ends_requests_and_the_next_are_served():
     with Engine.from_pretrained(model("Llama"), config=drafting(model("Llama"))) as engine:
-        beside = engine._worker._runner.beside
-        launch, beside.launch = beside.launch, lambda step: 1 / 0
+        asked_of = engine._worker.draft_model
+        launch, asked_of._launched = asked_of._launched, lambda step: 1 / 0
         with pytest.raises(StepFailed, match="ZeroDivisionError"):
             engine.generate([[5, 6]], LONG)
-        beside.launch = launch
+        asked_of._launched = launch
         check(engine, "Llama", asked("Llama"))
         check_idle(engine)
 
@@ -186,8 +183,9 @@ def test_what_cannot_draft_is_refused_at_the_start(tmp_path):
     for tokenizer in (False, fallback_tokenizer()):
         Engine.from_pretrained(target, config=drafting(tmp_path / "words"), tokenizer=tokenizer).close()
     for size in ("pipeline_parallel_size", "tensor_parallel_size"):
-        with pytest.raises(ValueError, match=f"speculation has a model that drafts, expected none with {size} 2"):
-            EngineConfig(speculation={"draft_model": "there"}, **{size: 2})
+        words = f"speculation: draft_model: got a LlamaForCausalLM, expected a path or a name on the Hub with {size} 2"
+        with pytest.raises(ValueError, match=words):
+            EngineConfig(speculation={"draft_model": own}, **{size: 2})
     with pytest.raises(
         TypeError, match=r"Replicas: config: speculation\.draft_model: got a LlamaForCausalLM, expected a path"
     ):

@@ -131,7 +131,7 @@ def test_drafts_are_verified_where_that_is_faster():
     assert measured({(1, 0): 1.0}).worth(1, [0.3] * 5) == 2  # what was never measured is tried, ...
     assert measured({(1, 0): 1.0, (1, 2): 1.0}).worth(1, [0.3] * 5) == 4  # ... twice as much of it each time
     again = measured({(4, 0): 1.0, (4, 1): 3.0})
-    assert sum(again.worth(4, [0.9]) for _ in range(1280)) == 10  # and now and then anew ...
+    assert sum(again.worth(4, [0.9]) for _ in range(1280)) == 12  # and now and then anew, ever less often ...
     assert sum(again.worth(4, [0.1]) for _ in range(1280)) == 0  # ... unless nothing can be gained
 
 
@@ -142,8 +142,19 @@ def test_the_first_step_of_a_kind_is_not_counted():
     pace.note(2, 0, 1.0)
     assert pace.seconds(2, 0) == pace.seconds(2, 5) == 1.0
     for _ in range(2):
-        pace.note(2, 9, 1.9)
-    assert pace.seconds(2, 10) == 2.0 and pace.seconds(2, 5) == 1.5, "a row is taken to cost as much as those before"
+        pace.note(2, 10, 2.0)
+    assert pace.seconds(2, 20) == 2.0, "of one number of rows it is not known what each of them takes"
+    for _ in range(2):
+        pace.note(2, 20, 3.0)
+    assert pace.seconds(2, 30) == pytest.approx(4.0) and pace.seconds(2, 5) == pytest.approx(1.5)
+    assert pace.seconds(3, 10) == pytest.approx(2.1), "of about as many sequences, and a row more"
+    assert pace.seconds(5, 10) is None
+    for _ in range(20):
+        pace.note(2, 10, 50.0)  # whatever it was
+    pace.note(2, 10, 2.0)
+    before = pace.seconds(2, 10)
+    pace.note(2, 10, 2.0)
+    assert pace.seconds(2, 10) < before
     assert [bucket(n) for n in (0, 1, 7, 8, 9, 16, 17, 33, 256, 257)] == [0, 1, 7, 8, 10, 16, 20, 40, 256, 320]
 
 
@@ -184,11 +195,11 @@ def test_whatever_is_drafted_the_same_is_drawn(data, depth, page, stages):
     attack(data, depth, page, stages)
 
 
-@given(st.data(), st.integers(1, 3), st.sampled_from([0, 1, 2, 4]), st.sampled_from([None, None, 8]))
-def test_whatever_a_model_drafts_the_same_is_drawn(data, depth, page, chunk):
+@given(st.data(), st.integers(1, 4), st.sampled_from([0, 1, 2, 4]), st.sampled_from([None, None, 8]), st.integers(1, 3))
+def test_whatever_a_model_drafts_the_same_is_drawn(data, depth, page, chunk, stages):
     """The same where a model drafts, which finds all there that it is taken to have computed."""
     source, size = data.draw(st.randoms(use_true_random=False)), page or 4
-    attack(data, depth, page, 1, ToyDraft(56 // size, size, lambda: source.random() < 0.7, chunk))
+    attack(data, depth, page, stages, ToyDraft(56 // size, size, lambda: source.random() < 0.7, chunk))
 
 
 def attack(data, depth, page, stages, draft_model=None):
@@ -454,20 +465,34 @@ def test_drafts_take_no_page_from_others():
     assert scheduler.stats.preemptions <= 1 and all(r.sequences[0].tokens == expected(r.sequences[0]) for r in requests)
 
 
+def test_what_graphs_took_is_known_from_the_start():
+    graphs = {1: 1.0, 8: 1.0, 16: 5.0, 32: 13.0}
+    pace = Pace(graphs)
+    assert pace.worth(4, [0.9] * 28) == 0  # how long a step of theirs takes still is not
+    for _ in range(2):
+        pace.note(4, 0, 1.5)
+    assert [pace.seconds(4, drafted) for drafted in (4, 8, 12, 28, 40)] == pytest.approx([1.5, 3.5, 5.5, 13.5, 13.5])
+    assert pace.worth(4, [0.9] * 28) == 4 and Pace().furthest(4) == 2
+    assert measured({(4, 0): 1.5}).worth(4, [0.9] * 28) == 2
+
+
 @pytest.mark.parametrize(
     "sequences,how,row,most",
     [
         (64, "wrong", 0.0, 1.02),
         (64, "wrong", 0.05, 1.02),
         (64, "right", 1 / 64, 1.03),  # a drafted row takes as much as another: nothing can be gained
+        (64, "some", 0.0015, 0.8),
+        (16, "some", 0.0015, 0.6),
         (4, "right", 0.001, 0.4),
         (1, "right", 0.02, 0.3),
         (1, "none", 0.5, 1.03),
     ],
 )
 def test_drafts_take_no_longer_than_none(sequences, how, row, most, monkeypatch):
-    """Where a step of B sequences takes 1 and each drafted row so much more."""
-    now = [0.0]
+    """Where a step of B sequences takes 1 and each drafted row so much more; and with drafts 0.15 more, however few,
+    for no plan is made ahead of it."""
+    now, source = [0.0], random.Random(1)
     monkeypatch.setattr("vexact_engine.core.scheduler.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def seconds(speculation):
@@ -477,11 +502,13 @@ def test_drafts_take_no_longer_than_none(sequences, how, row, most, monkeypatch)
         begin = now[0]
         for seed in range(sequences):
             right = right_answer([seed % 7, 1], derive_seed(seed, 0), 250)
-            draft = {"right": right, "wrong": [(t + 1) % VOCAB for t in right], "none": ()}[how]
+            wrong = [(t + 1) % VOCAB for t in right]
+            some = [t if source.random() < 0.7 else w for t, w in zip(right, wrong)]
+            draft = {"right": right, "some": some, "wrong": wrong, "none": ()}[how]
             scheduler.add(request([seed % 7, 1], max_new_tokens=250, seed=seed, draft=draft))
         while scheduler.has_unfinished:
             plan = scheduler.schedule()
-            now[0] += 1.0 + row * plan.drafted
+            now[0] += 1.0 + row * plan.drafted + 0.15 * (plan.drafted > 0)
             scheduler.commit(plan, model.run(plan))
         return now[0] - begin
 

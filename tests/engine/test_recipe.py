@@ -161,7 +161,7 @@ def test_tokens_of_prompts_are_no_part_of_it(models):
         ({"advantage": "gae"}, "Options: advantage is 'gae', expected one of grpo, rloo"),
         ({"learning_rate": float("nan")}, "Options: learning_rate is nan, expected a number above 0"),
         ({"weight_decay": -1}, "Options: weight_decay is -1, expected a number of 0 or more"),
-        ({"speculation": 65}, "Options: speculation is 65, expected an integer from 1 to 64"),
+        ({"speculation": 65}, "Options: speculation is 65, expected an integer from 0 to 64"),
         ({"epoch_steps": 0}, "Options: epoch_steps is 0, expected an integer of 1 or more or None"),
         ({"ranks": 3}, "expected a multiple of mini_batches x ranks, 3"),
         ({"layers": 2}, "Options: layers is 2, expected a model of "),
@@ -301,8 +301,10 @@ def test_other_models_and_options(models, family, changes):
 
 def test_answers_of_the_epoch_before_are_drafted(models, tmp_path):
     """Every figure is the one without speculation, but for what was drafted."""
+    by_default = [options("any", epoch_steps=steps).engine_config().speculation for steps in (None, 1)]
+    assert by_default == [None, Speculation()]
     epochs = {"steps": 5, "epoch_steps": 1, "max_new_tokens": 12, "learning_rate": 1e-6, "recompute": False}
-    runs = [launch(options(models("Qwen3"), **epochs, speculation=count)) for count in (None, 4)]
+    runs = [launch(options(models("Qwen3"), **epochs, speculation=count)) for count in (0, 4)]
     plain, drafted = (figures(run)["aligned"] for run in runs)
     counts = [(step.pop("drafted"), step.pop("accepted")) for steps in (plain, drafted) for step in steps]
     assert plain == drafted and plain[0]["tokens"] == plain[2]["tokens"]

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 import sys
 import threading
 from dataclasses import replace
@@ -36,6 +37,15 @@ PARAMS = [
 
 def model(kind):
     return tiny(kind, torch.bfloat16) if kind in VOCABULARY else build(kind)
+
+
+def near(kind):
+    """What is often right: the model with other weights, a little."""
+    made, generator = model(kind), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter += 0.008 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    return made
 
 
 @functools.cache
@@ -178,15 +188,21 @@ def test_graphs_of_drafts_have_the_bits_of_others(kind, monkeypatch):
     ids=["dense, stages of ranks", "hybrid, stages", "mixture, ranks"],
 )
 def test_stages_and_ranks_verify_drafts(kind, cut, tmp_path):
-    model(kind).save_pretrained(tmp_path)
-    config = replace(ROOMY, max_num_batched_tokens=40, speculation=ALWAYS, **cut)
-    with Engine.from_pretrained(tmp_path, device="cpu", config=config) as engine:
-        assert engine.config.speculation == ALWAYS
-        check(engine, kind, right(kind))
-        accepted = engine.stats.accepted_tokens
+    """Those that are given, and where none are those of a model in the last stage."""
+    for name, one in (("own", model(kind)), ("draft", near(kind))):
+        one.save_pretrained(tmp_path / name)
+    speculation = replace(ALWAYS, sources=("given",), draft_model=str(tmp_path / "draft"))
+    config = replace(ROOMY, max_num_batched_tokens=40, speculation=speculation, **cut)
+    with Engine.from_pretrained(tmp_path / "own", device="cpu", config=config) as engine:
+        assert engine.config.speculation == speculation
+        counts = [(0, 0)]
         wrong = [(p, replace(q, draft=[t[::-1] for t in q.draft])) for p, q in right(kind)]
-        check(engine, kind, wrong)
-        assert accepted > 50 and engine.stats.drafted_tokens > engine.stats.accepted_tokens
+        for each in (right(kind), wrong, asked(kind)):
+            check(engine, kind, each)
+            counts.append((engine.stats.drafted_tokens, engine.stats.accepted_tokens))
+        given, missed, by_model = ((b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(counts))
+        assert given[1] > 50 and missed[0] > missed[1] and by_model[0] > by_model[1] > 10
+        check_idle(engine)
 
 
 def test_metrics_count_drafts_and_tokens_come_together():

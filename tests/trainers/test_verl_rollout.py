@@ -115,6 +115,8 @@ def test_as_an_entry_point(tmp_path):
             "+rollout.engine_kwargs.vexact.speculation.depth=2",
             "EngineConfig: speculation has depth, expected max_draft",
         ),
+        ("+rollout.engine_kwargs.vexact.seeds=epoch", "seeds: got 'epoch', expected step or prompt"),
+        ("+rollout.engine_kwargs.vexact.seeds=prompt", "seeds: got 'prompt' without rollout.full_determinism"),
         ("rollout.max_num_seqs=0", "EngineConfig: max_num_seqs is 0"),
     ],
 )
@@ -124,6 +126,9 @@ def test_options_that_are_refused(path, override, said):
     rollout, _ = configs(path, override.replace("rollout.", "actor_rollout_ref.rollout.", 1))
     with pytest.raises(ValueError, match=said):
         engine_options(omega_conf_to_dataclass(rollout))
+
+
+SEEDS = "+actor_rollout_ref.rollout.engine_kwargs.vexact.seeds=prompt"
 
 
 def test_options(path):
@@ -145,7 +150,13 @@ def test_options(path):
         speculation=Speculation(max_draft_tokens=4, sources=("answers", "text")),
         show_progress=False,
     )
-    assert handover == {"handover": "staged", "timeout": 3.5}
+    assert handover == {"handover": "staged", "timeout": 3.5, "seeds": "step"}
+    deterministic = "actor_rollout_ref.rollout.full_determinism=true"
+    rollout, _ = configs(path, deterministic, SEEDS)
+    options, handover = engine_options(omega_conf_to_dataclass(rollout))
+    assert options.speculation == Speculation() and handover["seeds"] == "prompt"
+    rollout, _ = configs(path, deterministic, SEEDS, "+actor_rollout_ref.rollout.engine_kwargs.vexact.speculation=null")
+    assert engine_options(omega_conf_to_dataclass(rollout))[0].speculation is None
 
 
 def reference(path, params, prompt=PROMPT):
@@ -350,6 +361,30 @@ def test_full_determinism(path):
 
         pieces = sorted(running.call(broken_off()))
     assert pieces == [answer for answer in found[0][0] if answer[0] == 0]
+
+
+def test_seeds_of_prompts_and_the_last_epochs_answers(path):
+    """A step later the same calls have the same noise, and what was answered is drafted; other answers have other
+    seeds."""
+    on, name = "actor_rollout_ref.rollout.full_determinism=true", request_id_of_verls_loop()
+    found = []
+    for overrides in ((on, SEEDS), (on, SEEDS, "+actor_rollout_ref.rollout.engine_kwargs.vexact.speculation=null")):
+        with Running(path, *overrides) as running:
+            server = running.server
+
+            def answers(server=server, running=running):
+                async def go():
+                    calls = [server.generate(PROMPT, {**VERLS, "max_tokens": LONG}, name) for _ in range(3)]
+                    return [tuple(done.token_ids) for done in await asyncio.gather(*calls)]
+
+                return sorted(running.call(go()))
+
+            first = answers()
+            accepted = server.engine.stats.accepted_tokens
+            running.call(server.set_global_steps(1))
+            assert answers() == first and len(set(first)) == 3
+            found.append((first, server.engine.stats.accepted_tokens - accepted))
+    assert found[0][0] == found[1][0] and found[0][1] > LONG and found[1][1] == 0
 
 
 def test_no_answer_from_weights_that_never_came(path):

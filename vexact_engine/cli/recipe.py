@@ -51,7 +51,10 @@ def add_recipe(commands) -> None:
     _number(step, "max-new-tokens", 32, "tokens of an answer, at most")
     _number(step, "max-prompt-tokens", 512, "tokens of a question, at most")
     step.add_argument(
-        "--speculation", type=options.positive, metavar="N", help="draft up to N tokens of an answer at once (none)"
+        "--speculation",
+        type=options.count,
+        metavar="N",
+        help="draft up to N tokens of an answer at once (8 with --epoch-steps, else none; 0: none)",
     )
     step.add_argument("--temperature", type=float, default=1.0, metavar="T", help="of rollout and training (1.0)")
     training = recipe.add_argument_group("training")

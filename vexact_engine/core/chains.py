@@ -158,7 +158,7 @@ class Chains:
                 return chosen, limit
             self._skipped = self._skip = min(2 * self._skip + 1, _LONGEST_SKIP)
             self._declined += 1 + self._skipped
-            if self._declined < AGAIN:
+            if self._declined < AGAIN[1]:
                 return 0, 0
             self._declined = self._skipped = 0
         return min(_TRIED[1], most), min(_TRIED[0], limit)

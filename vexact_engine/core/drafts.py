@@ -13,9 +13,11 @@ drafts were right.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Tokens
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from ..config import Speculation
 from ..request import Request, Sequence
@@ -137,6 +139,7 @@ class Drafter:
 
     answers   what ended sequences have drawn; None unless "answers" is one of the sources
     model     what drafts where texts do not, in pages of the pool's numbers, `tokens` of them in a step
+    graphs    rows -> seconds that a step which verifies so many takes on the device, where that is known
     """
 
     def __init__(
@@ -146,8 +149,9 @@ class Drafter:
         model: DraftModel | None = None,
         pool: PagePool | None = None,
         tokens: int = 0,
+        graphs: Mapping[int, float] | None = None,
     ):
-        self.speculation, self.pace, self._chains = speculation, Pace(), None
+        self.speculation, self.pace, self._chains = speculation, Pace(graphs), None
         if model is not None and pool is not None:
             most, always = speculation.max_draft_tokens, speculation.always
             self._chains = Chains(model, pool, self.pace, most, always, tokens)
@@ -270,12 +274,13 @@ class Drafter:
             return []
         counts = [len(draft.tokens) for _, draft in found]
         if not self.speculation.always:
-            chances = sorted((d.chance ** (j + 1) for _, d in found for j in range(len(d.tokens))), reverse=True)
-            chosen = self.pace.worth(sequences, chances[:budget])
+            each = np.array([draft.chance for _, draft in found])[:, None] ** np.arange(1, max(counts) + 1)
+            each[np.arange(each.shape[1]) >= np.array(counts)[:, None]] = 0.0
+            chances = np.sort(each, axis=None)[: -1 - min(budget, sum(counts)) : -1]
+            chosen = self.pace.worth(sequences, chances)
             if not chosen:
                 return []
-            budget, least = chosen, chances[chosen - 1]
-            counts = [sum(d.chance ** (j + 1) >= least for j in range(len(d.tokens))) for _, d in found]
+            budget, counts = chosen, (each >= chances[chosen - 1]).sum(1).tolist()
         planned = []
         for (chunk, draft), count in zip(found, counts):
             if count := min(count, budget):
@@ -301,20 +306,21 @@ class Drafter:
             if place + behind < len(answer.tokens) and (best is None or answer.run > best.run):
                 best = answer
         follower.compared = len(tokens)
-        if best is not None and (best.run >= _TRUSTED or best.run >= match.length or not follows):
-            kind, follows = ("answer", best.run), best.tokens[place + behind : place + behind + count]
-        elif follows:
-            kind = "text", match.length
-        else:
-            return None, left
-        kind = kind[0], min(kind[1], 32).bit_length()
-        return Draft(follows, kind, self._chance(follower, kind)), left
+        kind = "text", min(match.length, 32).bit_length()
+        if best is not None:
+            other = "answer", min(best.run, 32).bit_length()
+            if not follows or self._rate(other) >= self._rate(kind):
+                kind, follows = other, best.tokens[place + behind : place + behind + count]
+        return (Draft(follows, kind, self._chance(follower, kind)) if follows else None), left
+
+    def _rate(self, kind: tuple[str, int]) -> float:
+        """How often drafts of that kind were right lately."""
+        right, tried = self._rates.get(kind, (0.0, 0.0))
+        return (right + _LIKELY_WEIGHT * _LIKELY[kind[0]]) / (tried + _LIKELY_WEIGHT)
 
     def _chance(self, follower: Follower, kind: tuple[str, int]) -> float:
         """Of a draft of that kind, by what is known of the sequence and of all others."""
-        right, tried = self._rates.get(kind, (0.0, 0.0))
-        rate = (right + _LIKELY_WEIGHT * _LIKELY[kind[0]]) / (tried + _LIKELY_WEIGHT)
-        return min(0.99, (follower.hits + _ALL_WEIGHT * rate) / (follower.tries + _ALL_WEIGHT))
+        return min(0.99, (follower.hits + _ALL_WEIGHT * self._rate(kind)) / (follower.tries + _ALL_WEIGHT))
 
     def note(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """So many tokens of its draft were right."""
@@ -330,9 +336,11 @@ class Drafter:
             follower.resting = follower.rest = min(_LONGEST_REST, 2 * follower.rest + 1)
 
     def note_time(self, plan: "StepPlan", now: float) -> None:
-        """A step of decodes is committed. It began when it was planned, or with the end of the one before, unless the
-        engine had nothing to do in between."""
+        """A step is committed. One of decodes is measured: it began when it was planned, or with the end of the one
+        before, unless the engine had nothing to do in between."""
+        committed, self._committed = self._committed, now
+        if plan.planned is None:
+            return
         asking = 0.0 if self._chains is None else self._chains.spent  # which `worth` does not count among steps
-        own, between = now - plan.planned, plan.planned - self._committed - asking
-        self._committed = now
+        own, between = now - plan.planned, plan.planned - committed - asking
         self.pace.note(len(plan.chunks), plan.drafted, own + between if between < own else own)

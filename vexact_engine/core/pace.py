@@ -1,15 +1,24 @@
-"""How long steps take: measured as they run, by how many sequences and rows they have, and what drafts are worth then.
+"""How long steps take, by how many sequences and rows they have, and what drafts are worth then.
 
 A step of B sequences gives each a token. With n drafted rows more it takes longer and gives as many more as are
 accepted. Drafts are verified where tokens per second are likely to be more.
+
+Steps are measured as they run. What none has taken yet follows from others: a row more takes what it took there, or
+what it took when graphs were made; and a step with drafts takes some time however few, for the host has to wait for it.
+Of how many rows nothing is known, twice as many are tried each time.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
-_WEIGHT = 4  # a step's time counts as one of so many
+import numpy as np
+
 LEAST_GAIN = 0.05  # of tokens per second, for times are not that exact
-AGAIN = 128  # steps of as many sequences after which a choice against drafts is tried anew ...
+AGAIN = 16, 128  # steps of as many sequences after which a choice against drafts is tried anew: twice as many each time
 _DEAREST = 2.0  # ... if it is likely to take no more than so many times that of single tokens
+_SLOWER, _FASTER = 8, 3  # a step that took longer, or less, than known counts as one of so many
+_MOST = 1.5  # times what is known: something else has taken the rest
+_KEPT = 0.95  # of what is known of rows, after each step
 
 
 def bucket(count: int) -> int:
@@ -19,40 +28,70 @@ def bucket(count: int) -> int:
 
 
 class Pace:
-    """Seconds of steps that held single tokens and drafts alone."""
+    """Seconds of steps that held single tokens and drafts alone.
 
-    def __init__(self):
+    graphs   rows -> seconds that a step of so many takes on the device, as far as it is known from the start
+    """
+
+    def __init__(self, graphs: Mapping[int, float] | None = None):
         self._seconds: dict[tuple[int, int], float] = {}  # (sequences, drafted rows), as buckets
         self._met: set[tuple[int, int]] = set()  # the first of a kind may have kernels to compile: it is not counted
-        self._slope = 0.0  # seconds of a row more: what has not been measured is tried
-        self._declined: dict[int, int] = {}
+        self._device = _by_rows(graphs or {})
+        self._more = _Line()  # what steps with drafts took beside those of single tokens, by their rows
+        self._declined: dict[int, tuple[int, int]] = {}  # how often it was, and when it is not
 
     def note(self, sequences: int, drafted: int, seconds: float) -> None:
         kind, most = bucket(sequences), bucket(drafted)
         if (kind, most) not in self._met:
             self._met.add((kind, most))
             return
-        plain = self._seconds.get((kind, 0))
-        if drafted and plain is not None:  # as if the bucket were full
-            slope = max(0.0, seconds - plain) / drafted
-            seconds = plain + slope * most
-            self._slope += (slope - self._slope) / (_WEIGHT if self._slope else 1)
         known = self._seconds.get((kind, most))
-        self._seconds[kind, most] = seconds if known is None else known + (min(seconds, 4 * known) - known) / _WEIGHT
+        if known is not None:
+            seconds = min(seconds, _MOST * known)
+        if drafted and (plain := self._plain(kind)) is not None:
+            self._more.add(drafted, seconds - plain - self._on_device(sequences, sequences + drafted))
+        seconds += self._between(sequences + drafted, sequences + most)  # as if the bucket were full
+        if known is not None:
+            seconds = known + (seconds - known) / (_SLOWER if seconds > known else _FASTER)
+        self._seconds[kind, most] = seconds
 
     def seconds(self, sequences: int, drafted: int) -> float | None:
-        """What such a step is likely to take; None where one of single tokens was not measured yet."""
-        kind, drafted = bucket(sequences), bucket(drafted)
-        plain, known = self._seconds.get((kind, 0)), self._seconds.get((kind, drafted))
-        if plain is None or known is not None:
-            return None if plain is None else max(plain, known)
-        return plain + self._slope * drafted
+        """What such a step is likely to take; None where none of single tokens was measured of about as many."""
+        kind, most = bucket(sequences), bucket(drafted)
+        plain = self._plain(kind)
+        if plain is None or not drafted:
+            return plain
+        known = self._seconds.get((kind, most))
+        return max(plain, plain + self._takes_more(sequences, drafted) if known is None else known)
+
+    def _plain(self, kind: int) -> float | None:
+        found = self._seconds.get((kind, 0))
+        if found is None:
+            near = [known for known, drafted in self._seconds if not drafted and kind <= 2 * known <= 4 * kind]
+            if near:
+                other = min(near, key=lambda known: abs(known - kind))
+                found = max(0.0, self._seconds[other, 0] + self._between(other, kind))
+        return found
+
+    def _between(self, rows: int, others: int) -> float:
+        """What a step of so many rows is likely to take more than one of others do."""
+        return self._on_device(rows, others) + self._more.slope * (others - rows)
+
+    def _takes_more(self, sequences: int, drafted: int) -> float:
+        return self._on_device(sequences, sequences + drafted) + self._more.begin + self._more.slope * drafted
+
+    def _on_device(self, rows: int, others: int) -> float:
+        """The same, as far as it is known from the start."""
+        last = len(self._device) - 1
+        return self._device[min(others, last)] - self._device[min(rows, last)]
 
     def furthest(self, sequences: int) -> int:
-        """Drafted rows that may be tried: twice as many as there have been, and a few the first time."""
+        """Drafted rows that may be tried: to as many rows in all as steps are known of, from the start or since, or
+        twice as many drafted ones as of so many sequences; and a few the first time."""
         kind = bucket(sequences)
-        measured = (drafted for known, drafted in self._seconds if known == kind)
-        return 2 * max(measured, default=0) or max(2, sequences // 8)
+        twice = 2 * max((drafted for known, drafted in self._seconds if known == kind), default=0)
+        rows = max((known + drafted for known, drafted in self._seconds if drafted), default=0)
+        return max(twice or max(2, sequences // 8), max(rows, len(self._device) - 1) - sequences)
 
     def worth(self, sequences: int, chances: Sequence[float]) -> int:
         """How many drafted rows a step of so many sequences is to have.
@@ -60,24 +99,58 @@ class Pace:
         chances   of each row to be accepted, descending
         """
         plain = self.seconds(sequences, 0)
-        if plain is None or not chances:
+        if plain is None or not len(chances):
             return 0
-        chances = chances[: self.furthest(sequences)]
-        best, chosen, expected, at = (1 + LEAST_GAIN) * sequences / plain, 0, float(sequences), 0
-        while at < len(chances):
-            end = min(len(chances), bucket(at + 1))  # a bucket's rows are taken to cost the same
-            expected += sum(chances[at:end])
-            at = end
-            rate = expected / self.seconds(sequences, at)
+        kind, most = bucket(sequences), len(chances)
+        right = np.cumsum(chances)
+        best, chosen = (1 + LEAST_GAIN) * sequences / plain, 0
+        for full in _buckets(most):  # a bucket's rows are taken to cost the same
+            known = self._seconds.get((kind, full))
+            at = min(full, most)
+            rate = (sequences + right[at - 1]) / (known or plain + self._takes_more(sequences, at))
             if rate > best:
                 best, chosen = rate, at
         if chosen:
-            return chosen
-        if sum(chances) < LEAST_GAIN * sequences:  # even if drafts took no time
+            self._declined.pop(kind, None)
+            return min(chosen, self.furthest(sequences))  # which may be worth nothing by itself, and is to be known
+        if right[-1] < LEAST_GAIN * sequences:  # even if drafts took no time
             return 0
-        declined = self._declined.get(bucket(sequences), 0) + 1
-        self._declined[bucket(sequences)] = declined % AGAIN
-        if declined < AGAIN:
+        count, wait = self._declined.get(kind, (0, AGAIN[0]))
+        if count + 1 < wait:
+            self._declined[kind] = count + 1, wait
             return 0
-        likely = sum(chance >= 0.5 for chance in chances)
+        self._declined[kind] = 0, min(2 * wait, AGAIN[1])
+        likely = min(sum(chance >= 0.5 for chance in chances), self.furthest(sequences))
         return max(1, likely if self.seconds(sequences, likely) <= _DEAREST * plain else 1)
+
+
+def _buckets(most: int) -> Iterator[int]:
+    """The largest count of each, up to that of `most`."""
+    count = 0
+    while count < most:
+        count = bucket(count + 1)
+        yield count
+
+
+def _by_rows(known: Mapping[int, float]) -> list[float]:
+    """Of 0, 1, 2, .. rows: from one that is known to the next in a line. [0.0] where none is."""
+    found = [min(known.items())[1] if known else 0.0]
+    for (low, before), (high, behind) in itertools.pairwise([(0, found[0]), *sorted(known.items())]):
+        found += [before + (behind - before) * (rows - low) / (high - low) for rows in range(low + 1, high + 1)]
+    return found
+
+
+class _Line:
+    """The line through what was measured, the newest above all, that neither falls nor begins below 0."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 5
+        self.slope = self.begin = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        new = 1.0, x, y, x * x, x * y
+        self._sums = [_KEPT * old + value for old, value in zip(self._sums, new)]
+        count, xs, ys, squares, products = self._sums
+        spread = squares - xs * xs / count
+        self.slope = max(0.0, (products - xs * ys / count) / spread) if spread > 1e-3 * squares else 0.0
+        self.begin = max(0.0, (ys - self.slope * xs) / count)

@@ -24,7 +24,7 @@ import heapq
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 
 from ..config import EngineConfig
@@ -53,6 +53,7 @@ class Scheduler:
     reach           keys before a query that layers with a window may read, where those have pages of their own,
                     config.num_window_pages
     draft_model     a model that drafts, where config.speculation says so
+    graphs          rows -> seconds of a step that verifies drafts, as far as graphs of such have shown
     drafter         what drafts, there
     """
 
@@ -67,6 +68,7 @@ class Scheduler:
         chunk: int | None = None,
         draft_model: DraftModel | None = None,
         reach: int | None = None,
+        graphs: Mapping[int, float] | None = None,
     ):
         if config.num_pages is None:
             raise ValueError("Scheduler: config.num_pages is None, expected the number of pages that the cache has")
@@ -82,7 +84,7 @@ class Scheduler:
         self.vocab_size = vocab_size
         self.find_stop = find_stop
         self.longest_first = longest_first
-        drafts = draft_model, self.pool, config.max_num_batched_tokens
+        drafts = draft_model, self.pool, config.max_num_batched_tokens, graphs
         self.drafter = None if config.speculation is None else Drafter(config.speculation, vocab_size, *drafts)
         self._chunk = chunk
         self.stats = Stats()
@@ -240,11 +242,12 @@ class Scheduler:
         PLACEHOLDER for that token, but not one whose draft is being verified. Empty if nothing can be computed before a
         commit, or at all.
         """
+        waits = self.drafter is not None and self.drafter.waits
         if self._stages == 1:
-            waits = self.drafter is not None and self.drafter.waits
             if self._in_flight and (self._in_flight[-1].drafted or waits):  # others would have their own step
                 return StepPlan([], self.weight_version)
             return self._fill(lookahead, None)
+        lookahead = lookahead and not waits
         plan = self._fill(lookahead, self._choose(lookahead))
         while not plan and (chosen := self._choose(lookahead, rested=False)):
             plan = self._fill(lookahead, chosen)
@@ -303,7 +306,7 @@ class Scheduler:
         if self.drafter is not None:
             if 0 < num_decodes == len(chunks):
                 self._draft(plan, budget)
-            else:
+            elif chunks:
                 self.drafter.pass_over()
         if plan:
             if windows is not None:
@@ -544,7 +547,7 @@ class Scheduler:
                 self._snapshots.put(None, chunk.save)
             if ended:
                 self._finish(sequence, *ended)
-        if plan.planned is not None:
+        if self.drafter is not None:
             self.drafter.note_time(plan, now)
         return grown
 

@@ -26,7 +26,7 @@ def assemble(
     else:
         from .pipeline import PipelineWorker  # it needs msgspec
 
-        worker = PipelineWorker(loaded, config, backend)
+        worker = PipelineWorker(loaded, config, backend, draft)
     try:
         scheduler = Scheduler(
             worker.config,
@@ -35,8 +35,9 @@ def assemble(
             find_stop=find_stop if has_text else None,
             longest_first=worker.longest_first,
             chunk=worker.chunk,
-            draft_model=getattr(worker, "draft_model", None),
+            draft_model=worker.draft_model,
             reach=worker.reach,
+            graphs=worker.verified,
         )
     except BaseException:
         worker.close()

@@ -103,9 +103,13 @@ class Make(msgspec.Struct, tag=6, array_like=True):
 
 
 class Step(msgspec.Struct, tag=7, array_like=True):
-    """Compute a step (core/step.py), whose arrays share this memory. The last stage says what was Drawn."""
+    """Compute a step (core/step.py), whose arrays share this memory. The last stage says what was Drawn.
+
+    drafts   it is one of what drafts, which is told of it alone
+    """
 
     data: bytearray
+    drafts: bool = False
 
 
 class Ping(msgspec.Struct, tag=8, array_like=True):
@@ -171,10 +175,11 @@ class State(msgspec.Struct, tag=15, array_like=True):
 
 
 class Drawn(msgspec.Struct, tag=16, array_like=True):
-    """What a step drew, by its number."""
+    """What a step drew, by its number among those of the model, or of what drafts."""
 
     number: int
     sampled: Sampled
+    drafts: bool = False
 
 
 def pictures(given: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from vexact_ops.patch.description import State
 
 from ..config import EngineConfig
 from ..core.plan import Sampled, StepPlan
-from ..core.step import Encoder
+from ..core.step import Encoder, Step
 from ..errors import EngineAsleep, StageDied, WeightsTorn
 from ..handover.buffers import HOST, Buckets, Memories
 from ..handover.messages import Bucket, Offer, dtype_of
@@ -38,11 +38,13 @@ from ..handover.packing import bucket_bytes, packed
 from ..handover.session import READ, Reading
 from ..progress import bar
 from ..runner import memory as runner_memory
+from ..runner.drafting import DraftModel
 from ..runner.sleep import ASLEEP
 from ..weights.cut import cut as cut_weights
 from ..weights.cut import shapes
+from ..weights.draft import Draft
 from ..weights.load import Loaded
-from ..weights.update import Piece, Spec, Update, plan_update
+from ..weights.update import Piece, Places, Spec, Update, plan_update
 from . import limits
 from . import messages as m
 from .member import LOOK, Member
@@ -112,19 +114,34 @@ def split(model: torch.nn.Module, config: EngineConfig) -> tuple[range, ...]:
 class _Pending:
     """A plan that all stages have been told of."""
 
+    what, drafts = "a step", False
+
     def __init__(self, pipeline: "PipelineWorker", number: int):
-        self._pipeline, self._number = pipeline, number
+        self._pipeline, self._step = pipeline, (number, self.drafts)
         self._end = time.monotonic() + limits.STEP
 
     def ready(self) -> bool:
         pipeline = self._pipeline
-        if self._number not in pipeline.drawn and not pipeline.dead:
+        if self._step not in pipeline.drawn and not pipeline.dead:
             pipeline.listen(0)
-        return self._number in pipeline.drawn or bool(pipeline.dead) or time.monotonic() > self._end
+        return self._step in pipeline.drawn or bool(pipeline.dead) or time.monotonic() > self._end
 
     def wait(self) -> Sampled:
-        self._pipeline.listen_until(lambda: self._number in self._pipeline.drawn, self._end, "a step")
-        return self._pipeline.drawn.pop(self._number)
+        self._pipeline.listen_until(lambda: self._step in self._pipeline.drawn, self._end, self.what)
+        return self._pipeline.drawn.pop(self._step)
+
+
+class _Drafting(_Pending):
+    """A step of what drafts. It is waited for in the midst of a plan: nobody's requests may end meanwhile."""
+
+    what, drafts = "a draft", True
+
+    def wait(self) -> Sampled:
+        meanwhile, self._pipeline.meanwhile = self._pipeline.meanwhile, lambda: None
+        try:
+            return super().wait()
+        finally:
+            self._pipeline.meanwhile = meanwhile
 
 
 class PipelineWorker:
@@ -136,13 +153,15 @@ class PipelineWorker:
     numerics   what fixes the bits; all stages have the same
     meanwhile  as core/loop.py has it
     dead       why the stages cannot be used, "" while they can
-    drawn      what has come back and was not taken yet, by the number of its step
+    drawn      what has come back and was not taken yet, by the number of its step, and whether that drafts
+    draft_model     what drafts in the last stage; None: nothing does
+    verified   rows -> seconds of steps that verify drafts, in the slowest stage, as far as graphs of such have shown
     asleep     what of the stages' memory has been given back, and at which level; of one of them is enough
     """
 
-    def __init__(self, loaded: Loaded, config: EngineConfig, backend: str | None = None):
+    def __init__(self, loaded: Loaded, config: EngineConfig, backend: str | None = None, draft: Draft | None = None):
         self.model, self._origin, self._device, self._backend = loaded.model, loaded.origin, loaded.device, backend
-        self.config = config
+        self.config, self.places = config, Places.of(loaded.model, draft)
         self.meanwhile: Callable[[], None] = lambda: None
         self._placement = Placement(config, self._device, loaded.nodes, lambda: self.meanwhile())
         try:
@@ -159,13 +178,15 @@ class PipelineWorker:
         self.depth, self.longest_first = len(self.layers) + 1, False
         self._encoder = Encoder()
         self._stages: list[Member] = []
-        self.drawn: dict[int, Sampled] = {}
+        self.drawn: dict[tuple[int, bool], Sampled] = {}
         self.dead, self._updated, self._lost = "", False, ""
         self.asleep: dict[str, int] = {}
         self._keys = itertools.count()
         self._buffers: Buckets | None = None  # that what comes from this process travels in
         self._here: Memories | None = None  # what weights come in, for stages that do not see it
         self._start()
+        drafts = [stage.ready["drafts"] for stage in self._stages if stage.ready["drafts"]]
+        self.draft_model = DraftModel(self._launch_draft, **drafts[0]) if drafts else None
 
     # Stages
 
@@ -193,8 +214,8 @@ class PipelineWorker:
                     raise RuntimeError(f"Engine: pipeline: {error}") from None
                 raise
         ready = [stage.ready for stage in self._stages]
-        names = ("config", "path", "numerics", "held", "sleep_backend")
-        configs, paths, numerics, held, sleeps = ([facts[name] for facts in ready] for name in names)
+        names = ("config", "path", "numerics", "held", "sleep_backend", "verified")
+        configs, paths, numerics, held, sleeps, verified = ([facts[name] for facts in ready] for name in names)
         # A number may stand in a buffer that the first stage alone has: the model's are the same, of one config.
         for stage, other in zip(self._stages, numerics):
             differ = vx.numerics_difference({**other, "model": None}, {**numerics[0], "model": None})
@@ -204,6 +225,8 @@ class PipelineWorker:
                 raise RuntimeError(f"Engine: pipeline: {self.dead}")
         self.config, self.numerics, self.held = EngineConfig(**configs[0]), numerics[0], tuple(held)
         self.path, self.sleep_backend = self._said(paths), self._said(sleeps)
+        sizes = set.intersection(*map(set, verified))
+        self.verified = {rows: max(seconds[rows] for seconds in verified) for rows in sizes}
 
     def _said(self, words: Sequence[str]) -> str:
         """By all stages."""
@@ -234,7 +257,7 @@ class PipelineWorker:
                 return
             for message in (message for frame in frames for message in m.from_stage(frame)):
                 if isinstance(message, m.Drawn):
-                    self.drawn[message.number] = message.sampled
+                    self.drawn[message.number, message.drafts] = message.sampled
                 elif isinstance(message, m.Answer):
                     stage.answers[message.key] = message
                 elif isinstance(message, m.Ready):
@@ -293,9 +316,16 @@ class PipelineWorker:
     # Steps
 
     def launch(self, plan: StepPlan) -> _Pending:
+        if plan.failure is not None:
+            raise plan.failure
         step = self._encoder.encode(plan)
         self._send(m.Step(bytearray(step.to_bytes())))
         return _Pending(self, step.number)
+
+    def _launch_draft(self, step: Step) -> _Drafting:
+        drafting = [stage for stage in self._stages if stage.ready["drafts"]]
+        self._send(m.Step(bytearray(step.to_bytes()), drafts=True), drafting)
+        return _Drafting(self, step.number)
 
     def _send(self, message: m.ToStage, among: Sequence[Member] | None = None) -> None:
         if self.dead:
@@ -341,7 +371,7 @@ class PipelineWorker:
     def plan(self, named_tensors) -> list[tuple[str, Tensor]]:
         self._check_awake()
         pairs = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
-        plan_update(self.model, pairs)  # that they fit
+        plan_update(self.places, pairs)  # that they fit
         return pairs
 
     def apply(self, plan: list[tuple[str, Tensor]]) -> None:
@@ -521,7 +551,7 @@ class _UpdateOfStages(Update):
     """All is checked here, against a model without weights, and written there."""
 
     def __init__(self, worker: PipelineWorker, specs: Mapping | None, staging: _Staging | None):
-        super().__init__(worker.model, specs)
+        super().__init__(worker.places, specs)
         self._worker, self._staged = worker, staging is not None
         if staging is not None:
             worker.ask("copy", device=staging.device)  # some may have been made anew

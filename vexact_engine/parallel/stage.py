@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import vexact_ops as vx
+from vexact_ops.patch.description import names_of
 
 from ..config import EngineConfig
 from ..core import garbage
@@ -29,8 +30,10 @@ from ..errors import HandoverFailed
 from ..handover.buffers import HOST, Buckets, Memories
 from ..handover.messages import Bucket, Offer, dtype_of
 from ..handover.threads import half_the_threads
-from ..runner.sleep import Memory
+from ..runner.sleep import memory_of
 from ..weights.cut import cut, shapes
+from ..weights.draft import load_draft_of_stage
+from ..weights.mtp import Heads, keep_rows
 from ..weights.partial import Origin, fill, skeleton
 from ..weights.rows import Rows
 from ..weights.update import Places, Update
@@ -77,7 +80,8 @@ class Stage:
     def _handle(self, message: m.ToStage) -> None:
         if isinstance(message, m.Step):
             step = Step.from_bytes(message.data)
-            self._pending.put((step.number, self.runner.launch(step)))
+            runner = self.runner.beside if message.drafts else self.runner
+            self._pending.put((step.number, message.drafts, runner.launch(step)))
         elif isinstance(message, m.Open):
             self._answer(message.key, lambda: self._open(message.offer))
         elif isinstance(message, m.Take):
@@ -96,6 +100,8 @@ class Stage:
         self.send(answer)
 
     def _make(self, a: m.Make, stack: contextlib.ExitStack) -> None:
+        from ..runner.beside import runner_beside
+        from ..runner.heads import described as described_heads
         from ..runner.stages import Link, StageRunner
 
         device = torch.device(a.device)
@@ -113,8 +119,13 @@ class Stage:
         self.model, config, layers = skeleton(origin), EngineConfig(**a.config), range(*a.layers[link.stage])
         options = {**config.patch_options, "training": False}
         handle = vx.patch.hf(self.model, **options)
-        described = handle.describe()
+        described, draft = handle.describe(), None
         names = described.names(layers)
+        if link.stage == link.stages - 1:
+            draft = load_draft_of_stage(config.speculation, origin, self.model, device, not link.ranks.rank)
+        heads = draft.module if draft is not None and isinstance(draft.module, Heads) else None
+        if heads is not None:
+            names |= set(names_of(described.embedding))
         handle.undo()
         whole = shapes(self.model)
         experts = config.expert_parallel_size > 1
@@ -124,35 +135,44 @@ class Stage:
         fill(self.model, names - shards.keys(), origin, device)
         self.handle = vx.patch.hf(self.model, **options)
         numerics = self.handle.numerics(device)  # of the whole weights' shapes
-        self._rows = Rows(Places.of(self.model), shards)
+        heads_cut = None
+        if heads is not None and cuts:
+            sizes = whole | shapes(heads)
+            heads_cut = cut(described_heads(self.handle, heads), sizes, link.ranks.rank, a.ranks, experts)
+        rows_of_heads = {} if heads_cut is None else {n: s for n, s in heads_cut.shards.items() if n not in whole}
+        self._rows = Rows(Places.of(self.model, draft), shards | rows_of_heads)
         if shards:
             fill(self.model, shards, origin, device, shards)
-        self.runner = StageRunner(self.model, self.handle, config, device, layers, link, a.ahead, cuts, whole)
+        if heads is not None:
+            keep_rows(heads, rows_of_heads)
+        beside = runner_beside(draft, self.handle, config, device, stack, heads_cut, link.ranks)
+        self.runner = StageRunner(self.model, self.handle, config, device, layers, link, a.ahead, cuts, whole, beside)
         self.last, self.device = self.runner.draws and link.ranks.rank == 0, device
         self.name = m.name_of(a.rank, a.ranks)
-        self._places = places = Places.of(self.model).present()
+        self._places = places = Places.of(self.model, draft).present()
         held = sum(t.nbytes for t in {id(t): t for t in places.targets.values()}.values())
         self._copy: tuple[str | None, Places] | None = None  # of the weights' memory, and where that lies
         self._update: Update | None = None
         self._memories: Memories | None = None
         self._held: Buckets | None = None
-        self._memory = Memory(self.runner)
+        self._memory = memory_of(self.runner)
         facts = {
             "config": m.as_dict(self.runner.config), "path": self.runner.path, "numerics": numerics, "held": held,
-            "sleep_backend": self.runner.sleep_backend,
+            "sleep_backend": self.runner.sleep_backend, "verified": self.runner.graphs.verified,
+            "drafts": None if beside is None else beside.facts(),
         }  # fmt: skip
         self.send(m.Ready(facts))
 
     def _report(self) -> None:
         while True:
-            number, pending = self._pending.get()
+            number, drafts, pending = self._pending.get()
             try:
                 sampled = pending.wait()
             except BaseException as error:
                 why = self.runner.ranks.why()
                 self._fail(RuntimeError(f"{why} ({error})") if why else error)
             if self.last:
-                self.send(m.Drawn(number, sampled))
+                self.send(m.Drawn(number, sampled, drafts))
 
     def _fail(self, error: BaseException) -> None:
         with contextlib.suppress(OSError):

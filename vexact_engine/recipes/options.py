@@ -65,7 +65,8 @@ class Options:
     any_layout         sum gradients in one tree, so that any power of two of ranks ends with the same parameters. A
                        micro_batch is a leaf of it: mini-batches are whole numbers of these, on every rank as many
     speculation        tokens that are drafted of an answer in a step of the engine, at most: from what was answered to
-                       the question an epoch before above all. No bit depends on it; None: none
+                       the question an epoch before above all. No bit depends on it; 0: none; None: 8 where questions
+                       are asked again (epoch_steps), else none
     recompute          score the answers once more before training, as trainers do that cannot trust their rollout
     replicas           engines that share the answers, all on the first trainer's device
     page_size, num_pages, max_num_seqs, max_num_batched_tokens, enable_prefix_cache
@@ -115,7 +116,7 @@ class Options:
         for name in ("layers", "epoch_steps", *_ENGINE):
             _set_int(self, name, 1, optional=True)
         if self.speculation is not None:
-            _set_int(self, "speculation", 1, MAX_DRAFT_TOKENS)
+            _set_int(self, "speculation", 0, MAX_DRAFT_TOKENS)
         for name in ("temperature", "learning_rate", "clip", "max_grad_norm"):  # greedy answers would all be the same
             _set_real(self, name, lambda value: value > 0, "a number above 0")
         _set_real(self, "weight_decay", lambda value: value >= 0, "a number of 0 or more")
@@ -169,6 +170,9 @@ class Options:
         """Room for all answers of a step at once, up to 256 of them. On a GPU the rest of it is the trainer's."""
         longest = self.max_prompt_tokens + self.max_new_tokens
         rows = self.max_num_seqs or min(self.prompts * self.samples, EngineConfig.max_num_seqs)
+        drafted = self.speculation
+        if drafted is None:
+            drafted = Speculation.max_draft_tokens if self.epoch_steps else 0
         return EngineConfig(
             show_progress=False,
             page_size=self.page_size,
@@ -176,7 +180,7 @@ class Options:
             max_num_seqs=rows,
             max_num_batched_tokens=self.max_num_batched_tokens or max(2048, rows),
             enable_prefix_cache=self.enable_prefix_cache,
-            speculation=None if self.speculation is None else Speculation(max_draft_tokens=self.speculation),
+            speculation=Speculation(max_draft_tokens=drafted) if drafted else None,
         )
 
     def to_json(self) -> dict:

@@ -1,8 +1,9 @@
 """A model that drafts, beside the one that verifies: a Runner of its own, whose cache has pages of the same numbers and
 whose slots are the same sequences'. It is given steps of its own, one for each drafted token."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,8 +12,8 @@ from vexact_ops.patch.description import Pages, State
 
 from ..config import EngineConfig
 from ..core.chains import Chain
-from ..core.plan import Chunk, StepPlan
-from ..core.step import Encoder
+from ..core.plan import Chunk, Sampled, StepPlan
+from ..core.step import Encoder, Step
 from ..progress import Progress
 from . import memory
 from .runner import Runner
@@ -52,17 +53,25 @@ class DraftRunner(Runner):
     def keep(self, hidden: Tensor, slots: Tensor) -> None:
         """What that one has computed, and the places of its tokens in the caches."""
 
+    def facts(self) -> dict[str, int | bool | None]:
+        """What a DraftModel is to know of it."""
+        return {"chunk": memory.chunk_of(self.memories), "final": not self.reads}
+
+
+class Launched(Protocol):
+    def wait(self) -> Sampled: ...
+
 
 class DraftModel:
-    """What asks a DraftRunner for chains of tokens.
+    """What asks a DraftRunner for chains of tokens, in this process or in others.
 
+    launch  its method, or what has it called
     chunk   tokens of a chunk of its states; None: it has none
     final   whether drafted tokens that were right need not be computed again
     """
 
-    def __init__(self, runner: DraftRunner):
-        self._runner, self._encoder, self.final = runner, Encoder(bare=True), not runner.reads
-        self.chunk = memory.chunk_of(runner.memories)
+    def __init__(self, launch: Callable[[Step], Launched], chunk: int | None, final: bool):
+        self._launched, self._encoder, self.chunk, self.final = launch, Encoder(bare=True), chunk, final
 
     def draft(self, chains: Sequence[Chain]) -> list[tuple[int, ...]]:
         """Of each chain what was drafted, waited for; fewer where logits are no numbers.
@@ -83,8 +92,8 @@ class DraftModel:
                     drafted[i].append(token)
         return [tuple(tokens) for tokens in drafted]
 
-    def _launch(self, chunks: list[Chunk]):
-        return self._runner.launch(self._encoder.encode(StepPlan(chunks, 0)))
+    def _launch(self, chunks: list[Chunk]) -> Launched:
+        return self._launched(self._encoder.encode(StepPlan(chunks, 0)))
 
     def _chunk(self, chain: Chain, start: int, end: int, draws: bool) -> Chunk:
         chunk = chain.chunk

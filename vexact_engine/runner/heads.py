@@ -1,6 +1,7 @@
 """A checkpoint's own heads that draft (weights/mtp.py), run beside the decoder that they read."""
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor
@@ -9,12 +10,16 @@ import vexact_ops as vx
 from vexact_ops.patch import description as d
 from vexact_ops.patch.description import Pages, State
 
+from ..config import EngineConfig
+from ..weights.cut import Cut
 from ..weights.mtp import Heads
 from .batch import Batch, rows_of
 from .decoder import Block, StepParts, Weights, factor_of, norm_of
 from .drafting import DraftRunner
 from .forward import Forward
-from .ranks import Alone
+from .ranks import Alone, RankedHead, Ranks, Tokens
+
+_ALONE = Alone()
 
 
 class HeadsRunner(DraftRunner):
@@ -22,20 +27,42 @@ class HeadsRunner(DraftRunner):
 
     The decoder's final hidden states of all tokens are kept in pages too, as another layer's keys and values. Where the
     decoder has not come yet, behind what was drafted, that of the head itself stands until it comes.
+
+    cut, ranks   of `described` below, what this rank computes; each of them has all hidden states
     """
 
     model: Heads
     reads = True
 
+    def __init__(
+        self,
+        model: Heads,
+        handle,
+        config: EngineConfig,
+        device: torch.device,
+        cut: Cut | None = None,
+        ranks: Ranks = _ALONE,
+    ):
+        self._cut, self.ranks = cut, ranks
+        super().__init__(model, handle, config, device)
+
     def _memories(self) -> tuple[Pages | State, ...]:
-        described, width = self.handle.describe(), self.model.get_input_embeddings().weight.shape[1]
-        self._layer = _renamed(_layer_like(described, self.model.like), self.model.like, self.model.form.layer)
+        self._described = described(self.handle, self.model) if self._cut is None else self._cut.described
+        width = self._described.norm.size
         heads = width // 128 if width % 128 == 0 else 1
         first = width // heads // 2
-        return self._layer.memory, Pages(heads, first, width // heads - first)
+        return self._described.layers[0].memory, Pages(heads, first, width // heads - first)
 
     def _forward(self) -> tuple[Forward, str]:
-        return _HeadForward(self.model, self.handle, self._layer), "fused"
+        share = 0 if self._cut is None else self._cut.vocabulary[1]
+        return _HeadForward(self.model, self.handle, self._described, self.ranks, share), "fused"
+
+    @functools.cached_property
+    def head(self):
+        if self._cut is None:
+            return self.handle
+        head = self._described.head
+        return RankedHead(self.handle.model.get_parameter(head.weight), head, self.ranks, self._cut.vocabulary)
 
     def follow(self) -> None:
         """The decoder's tensors may lie elsewhere."""
@@ -48,11 +75,12 @@ class HeadsRunner(DraftRunner):
 class _HeadForward:
     """Batch -> (T, H) normed states of the head, or (R, H) of its rows, which are its hidden states from there on."""
 
-    def __init__(self, heads: Heads, handle, layer: d.Layer):
-        own, theirs, described, form = Weights(heads), Weights(handle.model), handle.describe(), heads.form
+    def __init__(self, heads: Heads, handle, described: d.Decoder, ranks: Ranks, share: int):
+        own, theirs, form = Weights(heads), Weights(handle.model), heads.form
         self._embedding, self._factor = heads.get_input_embeddings(), factor_of(theirs, described.embedding.factor)
+        self._tokens = None if ranks.size == 1 else Tokens(theirs[described.embedding.weight], ranks, share)
         self._rotary = [(theirs.cast(r.inv_freq, torch.float32), r.scaling, r.dtype) for r in described.rotary]
-        self._blocks = tuple(Block(own, block, Alone(), described.kv_segment) for block in layer.blocks)
+        self._blocks = tuple(Block(own, block, ranks, described.kv_segment) for block in described.layers[0].blocks)
         names = form.embedding_norm, form.hidden_norm, form.norm
         norms = (norm_of(own, dataclasses.replace(described.norm, weight=name)) for name in names)
         self._embedding_norm, self._hidden_norm, self._norm = norms
@@ -60,7 +88,7 @@ class _HeadForward:
 
     def __call__(self, batch: Batch) -> Tensor:
         paged, step, rows = batch.paged, StepParts(batch, self._rotary), batch.rows
-        x = self._embedding.weight[batch.input_ids]
+        x = self._embedding.weight[batch.input_ids] if self._tokens is None else self._tokens(batch.input_ids)
         if self._factor is not None:
             x = x * self._factor
         x = vx.linear(torch.cat((self._embedding_norm(x), self._hidden_norm(_before(batch))), 1), self._fc)
@@ -91,6 +119,12 @@ def _before(batch: Batch) -> Tensor:
 def _keep(hidden: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     by_head = hidden.unflatten(1, (k_cache.shape[2], -1))
     vx.kv_cache_store(*by_head.split_with_sizes((k_cache.shape[3], v_cache.shape[3]), 2), k_cache, v_cache, slots)
+
+
+def described(handle, heads: Heads) -> d.Decoder:
+    """The decoder that a handle describes, with the head in place of all layers."""
+    whole = handle.describe()
+    return dataclasses.replace(whole, layers=(_renamed(_layer_like(whole, heads.like), heads.like, heads.form.layer),))
 
 
 def _layer_like(described: d.Decoder, like: str) -> d.Layer:

@@ -40,6 +40,7 @@ class Graphs:
 
     eager     why there are none, "" where there are
     captured  whether there are some now
+    verified  rows -> seconds of steps that verify drafts, of a few keys, as they were first made
     """
 
     def __init__(self, runner: "Runner"):
@@ -50,6 +51,7 @@ class Graphs:
         self.eager = "" if self._recorder else "enforce_eager" if config.enforce_eager else "no GPU"
         self._chosen: dict[str, list[int]] = {}  # sizes, once they are known
         self._met: set[str] = set()  # kinds whose kernels have been compiled, verified and chosen
+        self.verified: dict[int, float] = {}
         self._random = np.random.default_rng(0)
 
     def fit(self, work: Work, whole: bool = False) -> tuple[graphs.Recorded | None, graphs.Recorded | None]:
@@ -142,6 +144,9 @@ class Graphs:
                 self.decode = self.decode_cut = make("decodes", self.decode_body, plain)
                 if self._runner.config.speculation is not None:
                     self.verify = self.verify_cut = make("drafts", self._verify_body, plain)
+                    self.verified = self.verified or {
+                        rows: self._took(self.verify.fit(rows)) for rows in self.verify.sizes
+                    }
                     if self._runner.draws:
                         self.verify_cut = make("drafts with cuts", self._verify_body, cut, like="drafts")
                 if self._runner.draws:
@@ -251,8 +256,11 @@ class Graphs:
     def _wins(self, one: graphs.Recorded, other: graphs.Recorded) -> bool:
         """Whether a forward takes less than another by more than padding may cost."""
         took = self._seconds(one.replay)
-        self._pad(other.body, None)
-        return took * (1 + _PADDING) < self._seconds(other.replay)
+        return took * (1 + _PADDING) < self._took(other)
+
+    def _took(self, found: graphs.Recorded) -> float:
+        self._pad(found.body, found.head)
+        return self._seconds(found.replay)
 
     def _seconds(self, run: graphs.Run) -> float:
         return self._agreed(self._recorder.seconds(run))

@@ -279,7 +279,9 @@ class Runner:
     def numbers_alone(self) -> bool:
         """Whether all layers that keep keys have a window: pages take memory where those have their own, not else."""
         kept = [memory for memory in self.handle.memories() if isinstance(memory, Pages)]
-        return self.beside is None and bool(kept) and all(memory.window is not None for memory in kept)
+        speculation = self.config.speculation
+        drafts = speculation is not None and speculation.drafts_by_model  # beside one of the stages, if not here
+        return not drafts and bool(kept) and all(memory.window is not None for memory in kept)
 
     def longest_first(self) -> bool:
         """Whether attention of single tokens wants those of most keys first: on an H200 its kernel has a block on each

@@ -315,5 +315,10 @@ class Both:
         return _sum(*taken)
 
 
+def memory_of(runner: "Runner") -> Memory | Both:
+    """With that of what drafts beside it."""
+    return Memory(runner) if runner.beside is None else Both(Memory(runner), Memory(runner.beside))
+
+
 def _sum(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
     return {tag: one.get(tag, 0) + other.get(tag, 0) for tag in TAGS if tag in one or tag in other}

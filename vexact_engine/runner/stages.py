@@ -24,6 +24,7 @@ from ..weights.cut import Cut
 from .batch import Batch
 from .buffers import Work, send
 from .decoder import Decoder, Weights
+from .drafting import DraftRunner
 from .forward import Forward, forward
 from .ranks import Alone, Group, RankedHead, Ranks
 from .runner import Runner
@@ -98,6 +99,7 @@ class StageRunner(Runner):
     ahead    how many steps may have been launched and not been waited for
     cuts     what each rank computes of them; the model's weights are this one's rows. (): there is one rank, with all
     shapes   of the whole weights, by name
+    beside   what drafts, where draws are made
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class StageRunner(Runner):
         ahead: int,
         cuts: Sequence[Cut] = (),
         shapes: Mapping[str, Sequence[int]] | None = None,
+        beside: DraftRunner | None = None,
     ):
         self.layers, self.link, self.ranks, self._ahead = layers, link, link.ranks, ahead
         self._cuts, self._shapes, self._checked = cuts, shapes or {}, False
@@ -122,7 +125,7 @@ class StageRunner(Runner):
         shape = config.max_num_batched_tokens, described.norm.size
         self._given = None if self.first else torch.zeros(shape, dtype=first.dtype, device=device)
         self._made = None if self.draws else torch.zeros(shape, dtype=first.dtype, device=device)
-        super().__init__(model, handle, config, device)
+        super().__init__(model, handle, config, device, beside)
 
     def _forward(self) -> tuple[Forward, str]:
         if self.cut is None:

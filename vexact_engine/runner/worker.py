@@ -21,14 +21,13 @@ from ..handover.session import Reading
 from ..handover.threads import half_the_threads
 from ..images import scene_of
 from ..weights.draft import Draft
-from ..weights.mtp import Heads
 from ..weights.update import Places, Update, apply_update, plan_update
 from ..weights.watch import Watch
 from . import memory
-from .drafting import DraftModel, DraftRunner
-from .heads import HeadsRunner
+from .beside import runner_beside
+from .drafting import DraftModel
 from .runner import Pending, Runner
-from .sleep import ASLEEP, Both, Memory
+from .sleep import ASLEEP, Both, Memory, memory_of
 
 if TYPE_CHECKING:  # they need msgspec
     from ..handover.buffers import Memories
@@ -64,6 +63,7 @@ class Worker:
     longest_first  whether attention wants the decodes of most keys first
     chunk          tokens of a chunk of the model's states; None: it has none
     draft_model    what drafts; None: nothing does
+    verified       rows -> seconds of steps that verify drafts, as far as graphs of such have shown
     reach          keys before a query that its layers with a window may read; None: it has none
     numerics       what fixes the bits, from now on
     raises         ModelInUse where another engine has the model; what patch.hf raises
@@ -92,34 +92,26 @@ class Worker:
                 torch.cuda.set_stream(self.stream)
             self._handle = vx.patch.hf(model, **config.patch_options, training=False)
             self._stack.callback(self._handle.undo)
-            beside = None if draft is None else self._beside(draft, config)
+            if draft is not None and draft.prefix:
+                self._stack.enter_context(_owned(draft.module))
+            beside = runner_beside(draft, self._handle, config, self.device, self._stack)
             self._runner = Runner(model, self._handle, config, self.device, beside)
-            self.draft_model = None if beside is None else DraftModel(beside)
+            self.draft_model = None if beside is None else DraftModel(beside.launch, **beside.facts())
             self.config, self.path = self._runner.config, self._runner.path
             self.numerics = self._handle.numerics(self.device)
-            own = Memory(self._runner)
-            self._memory: Memory | Both | None = own if beside is None else Both(own, Memory(beside))
+            self._memory: Memory | Both | None = memory_of(self._runner)
             self._memories: Memories | None = None  # of another process, that weights come in
             self._watch, self._missed = Watch(model), ""
             self._revision = self._handle.revision()
             self._places = Places.of(model, draft)
             self._encoder = Encoder()
-            self.longest_first = self._runner.longest_first()
+            self.longest_first, self.verified = self._runner.longest_first(), self._runner.graphs.verified
             self.chunk, self.reach = memory.chunk_of(self._runner.memories), memory.reach(self._runner.memories)
             asked = config.async_scheduling
             self.depth = 2 if (self.device.type == "cuda" if asked is None else asked) else 1
         except BaseException:
             self._stack.close()
             raise
-
-    def _beside(self, draft: Draft, config: EngineConfig) -> DraftRunner:
-        """What drafts needs no trainer's numerics: nobody sees a number of it."""
-        if isinstance(draft.module, Heads):
-            return HeadsRunner(draft.module, self._handle, config, self.device)
-        self._stack.enter_context(_owned(draft.module))
-        handle = vx.patch.hf(draft.module, longrope=config.longrope, training=False)
-        self._stack.callback(handle.undo)
-        return DraftRunner(draft.module, handle, config, self.device)
 
     @property
     def sleep_backend(self) -> str:

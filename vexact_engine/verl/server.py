@@ -45,6 +45,7 @@ _ONLY = {  # verl's names of what this rollout has one value of, and why
     "quantization": (None, "weights are the trainer's, bit for bit"),
     "enable_rollout_routing_replay": (False, "not needed: the trainer's routers choose the same experts"),
 }
+_OWN, _SEEDS = {"handover": "in_place", "timeout": 60.0, "seeds": "step"}, ("step", "prompt")
 # Of one request: SamplingParams' own, what has one value here, and what is of a text that nobody sees.
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p", "min_new_tokens", "stop", "stop_token_ids", "ignore_eos", "seed"}
 _NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "n": 1}
@@ -62,16 +63,27 @@ def server_name(replica_rank: int, kind: str = "", suffix: str = "", node: int =
 
 def engine_options(config: RolloutConfig) -> tuple[EngineConfig, dict[str, Any]]:
     """What the rollout's config asks of the engine: verl's own fields, and over them engine_kwargs.vexact, which has
-    EngineConfig's names, `handover` (WeightReceiver's mode) and `timeout` (its seconds).
+    EngineConfig's names, `handover` (WeightReceiver's mode), `timeout` (its seconds) and `seeds`: of full_determinism's
+    calls they follow from the "step" too, or from the "prompt" alone. Then last epoch's answers are kept and drafted
+    with, unless `speculation` says otherwise.
 
-    returns  EngineConfig, {"handover": ..., "timeout": ...}
+    returns  EngineConfig, {"handover": ..., "timeout": ..., "seeds": ...}
     raises   ValueError, TypeError, naming the option, what it got and what it expected
     """
     for name, (only, why) in _ONLY.items():
         if (got := getattr(config, name)) != only:
             raise ValueError(f"vexact: rollout.{name}: got {got!r}, expected {only!r}: {why}. Set it to {only}")
     given = dict((config.engine_kwargs or {}).get("vexact") or {})
-    handover = {name: given.pop(name, default) for name, default in (("handover", "in_place"), ("timeout", 60.0))}
+    handover = {name: given.pop(name, default) for name, default in _OWN.items()}
+    if (seeds := handover["seeds"]) not in _SEEDS:
+        raise ValueError(f"vexact: rollout.engine_kwargs.vexact.seeds: got {seeds!r}, expected {' or '.join(_SEEDS)}")
+    if seeds == "prompt":
+        if not config.full_determinism:
+            raise ValueError(
+                "vexact: rollout.engine_kwargs.vexact.seeds: got 'prompt' without rollout.full_determinism, where no "
+                "call's seed follows from anything: expected step"
+            )
+        given.setdefault("speculation", {})
     sizes = {f"{kind}_parallel_size": getattr(config, f"{kind}_model_parallel_size") for kind in ("pipeline", "tensor")}
     sizes["expert_parallel_size"] = config.expert_parallel_size
     known = {field.name for field in fields(EngineConfig)} - sizes.keys() - {"nodes"}  # verl has names for those
@@ -165,7 +177,8 @@ class Server:
 
         image_data       PIL images, as many as prompt_ids have places for; each place has one image token, or all
         sampling_params  vLLM's names. Without a seed each call has its own; with full_determinism it follows from
-                         rollout.seed, request_id, prompt_ids, global_steps, and how many calls of these came before:
+                         rollout.seed, request_id, prompt_ids, how many calls of these came before in this step, and
+                         global_steps, or that not, where the option `seeds` is "prompt":
                          verl's loop gives all its requests one id then, and calls n times for n answers. So a prompt
                          has the same n answers in every run, in the order in which the calls come; what goes on with
                          an aborted call is drawn as if nothing had been. prompt_logprobs is what verl's teacher asks
@@ -257,6 +270,7 @@ class Server:
         what = _digest(request_id, ids)
         place = self._calls_of.get(what, 0)
         self._calls_of[what] = place + 1
+        step = step if self.handover["seeds"] == "step" else "of any step"
         return int.from_bytes(_digest(self.config.seed, step, what, place)[:8], "big")
 
     def _stamp(self, versions: list[int]) -> dict[str, Any]:

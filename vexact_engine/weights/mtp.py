@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .cut import Shard
 from .directory import Directory, read_directory, some
 from .partial import Files
 
@@ -51,6 +52,13 @@ class Heads(nn.Module):
             owner.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
 
 
+def keep_rows(heads: Heads, shards: Mapping[str, Shard]) -> None:
+    """Of whole tensors those rows that a rank holds."""
+    for name, parameter in heads.named_parameters():
+        if name in shards:
+            parameter.data = shards[name].take(parameter.data).clone()
+
+
 def load_heads(source: str, path, model: nn.Module, device: torch.device) -> Heads:
     """Those of a directory, for its model, on a device.
 
@@ -71,7 +79,7 @@ def load_heads(source: str, path, model: nn.Module, device: torch.device) -> Hea
     wanted |= dict.fromkeys((form.embedding_norm, form.hidden_norm, form.norm), norm)
     wanted[form.fc] = norm.new_empty(hidden, 2 * hidden)
     with Files(directory) as files:
-        made = {name: _tensor(files, directory, name, tensor.dtype) for name, tensor in wanted.items()}
+        made = {name: _tensor(files, directory, name, tensor.dtype, device) for name, tensor in wanted.items()}
     missing = [name for name, tensor in made.items() if tensor is None]
     if missing:
         raise ValueError(f"Speculation: mtp: {source}: missing: {some(missing)}, as {like} of the model has")
@@ -82,8 +90,7 @@ def load_heads(source: str, path, model: nn.Module, device: torch.device) -> Hea
     ]
     if wrong:
         raise ValueError(f"Speculation: mtp: {source}: {some(wrong)}, as {like} of the model has")
-    tensors = {name: tensor.to(device) for name, tensor in made.items()}
-    return Heads(model, form, like, tensors)
+    return Heads(model, form, like, {name: tensor.to(device) for name, tensor in made.items()})
 
 
 def _form(source: str, directory: Directory, layers: int) -> Form:
@@ -100,15 +107,22 @@ def _form(source: str, directory: Directory, layers: int) -> Form:
     )
 
 
-def _tensor(files: Files, directory: Directory, name: str, dtype: torch.dtype) -> Tensor | None:
-    """Of a file, in this dtype; experts that come one by one are stacked. None where it is not there."""
-    if name in directory.tensors:
+def _tensor(files: Files, directory: Directory, name: str, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """Of a file, in this dtype; experts that come one by one are stacked. None where it is not there. For meta nothing
+    is read."""
+
+    def read(name: str) -> Tensor:
+        if device.type == "meta":
+            return torch.empty(directory.tensors[name].shape, dtype=dtype, device=device)
         return files.read(name, dtype)
+
+    if name in directory.tensors:
+        return read(name)
     path, _, leaf = name.rpartition(".")
     parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(leaf)
     if parts is None or not path.endswith(".experts"):
         return None
     found: list[Tensor] = []
     while f"{path}.{len(found)}.{parts[0]}.weight" in directory.tensors:  # all are there: read_directory has looked
-        found.append(torch.cat([files.read(f"{path}.{len(found)}.{part}.weight", dtype) for part in parts]))
+        found.append(torch.cat([read(f"{path}.{len(found)}.{part}.weight") for part in parts]))
     return torch.stack(found) if found else None

@@ -123,7 +123,7 @@ class Places:
         """Those that are not on meta: of a process that holds a few layers."""
         here = {name: tensor for name, tensor in self.targets.items() if not tensor.is_meta}
         views = {name: where for name, where in self.views.items() if where[0] in here}
-        return Places(here, views, self.old)
+        return Places(here, views, self.old, self.optional)
 
     def every(self) -> dict[str, Tensor]:
         """By all names that may be given, single experts' and old ones among them."""

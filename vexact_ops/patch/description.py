@@ -412,7 +412,7 @@ class Decoder:
         parts: list = [self.rotary, *(self.layers[i] for i in layers)]
         parts += [self.embedding] if 0 in layers else []
         parts += [self.norm, self.head] if len(self.layers) - 1 in layers else []
-        return set(_names(parts))
+        return set(names_of(parts))
 
 
 # Fields that name a parameter or buffer.
@@ -422,14 +422,15 @@ NAMES = (
 )  # fmt: skip
 
 
-def _names(part):
+def names_of(part):
+    """Of parameters and buffers in a part of a description, or in several."""
     if dataclasses.is_dataclass(part):
         for field in dataclasses.fields(part):
             value = getattr(part, field.name)
             if isinstance(value, str) and field.name in NAMES:
                 yield value
             else:
-                yield from _names(value)
+                yield from names_of(value)
     elif isinstance(part, (tuple, list)):
         for item in part:
-            yield from _names(item)
+            yield from names_of(item)
