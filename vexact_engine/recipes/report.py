@@ -3,10 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import Any, TextIO
 
-from .grpo import ALIGNED, STOCK, Run
+from .grpo import Run
 from .options import Options
-
-NAMES = {ALIGNED: "aligned", STOCK: "stock"}
 
 
 def lines(stream: TextIO) -> Callable[[str], None]:
@@ -37,7 +35,7 @@ def heading(options: Options) -> str:
 
 def line(side: str, step: dict[str, Any], steps: int) -> str:
     """Of one step, in columns. "differ a + b of n": so many log-probabilities of the rollout were other bytes in the
-    first training forward and in the recompute."""
+    first training forward and in the scoring before it."""
     seconds = "  ".join(f"{name.replace('_', ' ')} {s:.2f}" for name, s in step["seconds"].items())
     again = "" if step["differ_recomputed"] is None else f" + {step['differ_recomputed']}"
     drafts = ""
@@ -46,7 +44,7 @@ def line(side: str, step: dict[str, Any], steps: int) -> str:
             f"  accepted {step['accepted']} of {step['drafted']} drafted, {tokens_per_step(step):.2f} tokens a step"
         )
     return (
-        f"{NAMES[side]:<7} {step['step']:>{len(str(steps))}}/{steps}  reward {step['reward']:.3f}  "
+        f"{side:<8} {step['step']:>{len(str(steps))}}/{steps}  reward {step['reward']:.3f}  "
         f"entropy {step['entropy']:.3f}  gradient {step['grad_norm']:<6.3g}  weights moved {step['moved']:6.2%}  "
         f"KL {figure(step['kl']):<8}  differ {step['differ']}{again} of {step['compared']}{drafts}  | {seconds} s"
     )
@@ -59,11 +57,11 @@ def tokens_per_step(step: dict[str, Any]) -> float:
 
 def verdict(side: str, run: Run) -> str:
     if not run.steps:
-        return f"{NAMES[side]}: no step was left to run"
+        return f"{side}: no step was left to run"
     compared, worst = sum(s["compared"] for s in run.steps), max(s["max_abs_diff"] for s in run.steps)
     kl = max((s["kl"] for s in run.steps), key=abs)
     return (
-        f"{NAMES[side]}: {run.differ} of {compared} log-probabilities differ in bytes between rollout and trainer "
+        f"{side}: {run.differ} of {compared} log-probabilities differ in bytes between rollout and trainer "
         f"(max |diff| {figure(worst)}, largest KL of a step {figure(kl)})"
     )
 
@@ -92,7 +90,7 @@ def plot(path: str, title: str, runs: dict[str, Run]) -> None:
     axes = drawing.subplots(2, 4 if drafted else 3).flat
     for (name, label), axis in zip(panels.items(), axes):
         for (side, run), style in zip(runs.items(), ("o-", "x--")):
-            axis.plot([s["step"] for s in run.steps], list(_values(run, name)), style, label=NAMES[side])
+            axis.plot([s["step"] for s in run.steps], list(_values(run, name)), style, label=side)
         axis.set_title(label, fontsize=10)
         axis.set_xlabel("step", fontsize=9)
         axis.grid(alpha=0.3)
