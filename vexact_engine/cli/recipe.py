@@ -19,9 +19,14 @@ def add_recipe(commands) -> None:
         "vexact recipe grpo --model DIR --ranks 2",
         "vexact recipe grpo --save run --record run.jsonl --steps 1000 --resume",
         "vexact recipe grpo --replicas 2 --verify-against run.jsonl",
+        "vexact recipe report run.jsonl --plot run.svg",
     )
     recipe = options.command(commands, "recipe", run_recipe, text, examples)
-    recipe.add_argument("recipe", choices=("grpo",), metavar="RECIPE", help="grpo: rewards from a program, no critic")
+    recipe.add_argument(
+        "recipe", choices=("grpo", "report"), metavar="RECIPE",
+        help="grpo: rewards from a program, no critic; report: what records show, of runs that were cut off too",
+    )  # fmt: skip
+    recipe.add_argument("records", nargs="*", metavar="RECORD", help="of report: what --record wrote, or that in a .gz")
     recipe.add_argument(
         "--model", default="smollm2", metavar="DIR|GGUF|HUB-ID|SHAPE",
         help="smollm2 (default; about 90 MB are downloaded once); qwen3-1.7b, ...: random weights at its sizes",
@@ -113,6 +118,30 @@ def add_recipe(commands) -> None:
 
 
 def run_recipe(args) -> int:
+    return _report(args) if args.recipe == "report" else _grpo(args)
+
+
+def _report(args) -> int:
+    options.check_writable(args.json, args.plot)
+    for name in sorted(args.given - {"command", "run", "recipe", "records", "plot", "json", "debug", "quiet"}):
+        options.expect_without(args, "report", "--" + name.replace("_", "-"))
+    if not args.records:
+        raise ValueError("RECORD: expected one or more after report")
+    from ..recipes import report
+
+    found = report.read(args.records)
+    for text in (text for one in found for text in report.summary(one)):
+        print(text)
+    if args.json:
+        options.write_json(args, {"runs": [{"name": o.name, "sha256": o.sha256, "steps": o.run.steps} for o in found]})
+    if args.plot:
+        report.plot(args.plot, report.heading(found[0].options), {one.name: one.run for one in found})
+    return 1 if any(one.differs for one in found) else 0
+
+
+def _grpo(args) -> int:
+    if args.records:
+        raise ValueError(f"RECORD: got {args.records[0]}, expected none after grpo")
     options.check_writable(args.json, args.plot, args.record)
     options.expect_with(args, bool(args.save), "--save", "--save-every", "--keep", "--resume")
     from ..proof.machine import environment, made_by
@@ -139,7 +168,7 @@ def run_recipe(args) -> int:
         def show(kind: str, *values) -> None:
             nonlocal begun, recorder
             if not begun:  # of several processes under torchrun the first alone is heard
-                out(report.heading(chosen))
+                out(report.heading(chosen.to_json()))
                 begun = True
                 if args.record:
                     about = {"options": chosen.to_json(), "environment": environment(chosen.device)}
@@ -176,7 +205,7 @@ def run_recipe(args) -> int:
             args, {"options": chosen.to_json(), "environment": environment(chosen.device), "equal": equal, **steps}
         )
     if args.plot:
-        report.plot(args.plot, report.heading(chosen), runs)
+        report.plot(args.plot, report.heading(chosen.to_json()), runs)
     return 0 if equal else 1
 
 

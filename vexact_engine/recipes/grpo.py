@@ -122,7 +122,7 @@ class _Side:
             known = {"tokenizer": trainer.tokenizer, "vocab_size": trainer.vocab_size}
             task = tasks.make(options.task, options.task_options, **known, **asked)
             if not self._first:
-                self._digests(0)
+                self._tell_digests(0, self._digests()[0])
             for step in range(self._first, options.steps):
                 self._step(step, task)
             if self._watch:
@@ -136,17 +136,25 @@ class _Side:
     def _step(self, step: int, task) -> None:
         version, record = _step(self._options, step, self._trainer, self._rollout, task, self._phase, self._version)
         self._version = None  # the engine counts on
+        digests, seconds = self._digests()
         if record is not None:
+            record["seconds"]["digests"] = seconds
             self._run.steps.append(record)
             self._tell("step", self._side, record)
-        self._digests(step + 1)
+        self._tell_digests(step + 1, digests)
         if self._saving is not None and self._saving.is_due(step + 1, self._options.steps):
             self._phase("save")
             self._saving.save(self._side, step + 1, self._trainer, {"weight_version": version})
 
-    def _digests(self, step: int) -> None:
-        if self._watch:
-            self._tell("parameters", self._side, step, self._trainer.digests())
+    def _digests(self) -> tuple[dict[str, str] | None, float]:
+        """Of all parameters, where they are reported; and the seconds that it took."""
+        begin = time.perf_counter()
+        found = self._trainer.digests() if self._watch else None
+        return found, round(time.perf_counter() - begin, 4)
+
+    def _tell_digests(self, step: int, digests: dict[str, str] | None) -> None:
+        if digests is not None:
+            self._tell("parameters", self._side, step, digests)
 
 
 def _step(
