@@ -10,6 +10,7 @@ from engine_models import build
 pytest.importorskip("zmq", reason="pyzmq is not installed")
 
 from vexact_engine import cli
+from vexact_engine.proof.compare import LogprobsDiffer
 from vexact_engine.recipes import check, grpo
 from vexact_engine.recipes.launch import launch
 from vexact_engine.recipes.options import Options
@@ -54,16 +55,17 @@ def test_the_first_token_that_differs_is_named():
     other = rollout.clone()
     other[1:].view(torch.int32)[:] += torch.tensor([1, 0], dtype=torch.int32)
     other[2] = 0.0  # not the bytes of -0.0
-    check.expect_equal(chosen, 4, [(0, good, rollout.clone())])
-    with pytest.raises(check.LogprobsDiffer) as caught:
-        check.expect_equal(chosen, 4, [(0, good, rollout.clone()), (5, bad, other)])
+    samples = [good] * 5 + [bad]
+    check.expect_equal(chosen, 4, samples, {0: rollout.clone(), 5: rollout.clone()})
+    with pytest.raises(LogprobsDiffer) as caught:
+        check.expect_equal(chosen, 4, samples, {0: rollout.clone(), 5: other})
     assert str(caught.value) == (
         "recipe: step 5, prompt 2 of 2, answer 2 of 4, token 2 of 3 (id 8): the rollout's log-probability is "
         "-1 (bf800000), the trainer's -1.00000012 (bf800001); of 6 that were scored again 2 differ"
     )
-    with pytest.raises(check.LogprobsDiffer, match=r"token 1 of 3 .* nan .* the trainer's nan .* 3 .* 1 differ"):
+    with pytest.raises(LogprobsDiffer, match=r"token 1 of 3 .* nan .* the trainer's nan .* 3 .* 1 differ"):
         broken = torch.tensor([torch.nan, -1.0, 2.0])
-        check.expect_equal(chosen, 0, [(0, Sample([1], [7, 8, 9], broken, 0.0), broken.clone())])
+        check.expect_equal(chosen, 0, [Sample([1], [7, 8, 9], broken, 0.0)], {0: broken.clone()})
 
 
 @pytest.mark.process

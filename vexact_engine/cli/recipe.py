@@ -144,9 +144,9 @@ def _grpo(args) -> int:
         raise ValueError(f"RECORD: got {args.records[0]}, expected none after grpo")
     options.check_writable(args.json, args.plot, args.record)
     options.expect_with(args, bool(args.save), "--save", "--save-every", "--keep", "--resume")
+    from ..proof.compare import LogprobsDiffer
     from ..proof.machine import environment, made_by
     from ..recipes import record, report
-    from ..recipes.check import LogprobsDiffer
     from ..recipes.checkpoint import Saving
     from ..recipes.grpo import ALIGNED
     from ..recipes.launch import launch, placed

@@ -7,18 +7,13 @@ in other batches, and before anything is trained on.
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
-from ..proof.compare import differences
+from ..proof import compare
 from .options import Options
 from .trainer import Sample
-
-
-class LogprobsDiffer(RuntimeError):
-    """The trainer has other bytes than the rollout. The message names the step, the answer and the first such token."""
 
 
 def places(options: Options, step: int, rank: int) -> list[int]:
@@ -31,28 +26,14 @@ def places(options: Options, step: int, rank: int) -> list[int]:
     return [mine[i] for i in sorted(random.Random(f"{options.seed} {step}").sample(range(len(mine)), count))]
 
 
-def expect_equal(options: Options, step: int, scored: Iterable[tuple[int, Sample, Tensor]]) -> None:
+def expect_equal(options: Options, step: int, samples: Sequence[Sample], scored: Mapping[int, Tensor]) -> None:
     """
-    scored   (place in the engine's order, the answer, the trainer's log-probabilities of its tokens)
-    raises   LogprobsDiffer where one of them has other bytes than the rollout's, or is NaN
+    scored   place among the step's samples -> the trainer's log-probabilities of its tokens
+    raises   LogprobsDiffer naming step, prompt, answer and the first token with other bytes than the rollout's
     """
-    scored = list(scored)
-    wrong = [differences(sample.rollout, own)[1] for _, sample, own in scored]
-    first = next((i for i, differs in enumerate(wrong) if differs.any()), None)
-    if first is None:
-        return
-    place, sample, own = scored[first]
-    token = int(wrong[first].nonzero()[0])
-    prompt, answer = divmod(place, options.samples)
-    count, differ = sum(map(len, wrong)), int(sum(differs.sum() for differs in wrong))
-    raise LogprobsDiffer(
-        f"recipe: step {step + 1}, prompt {prompt + 1} of {options.prompts}, answer {answer + 1} of {options.samples}, "
-        f"token {token + 1} of {len(sample.token_ids)} (id {sample.token_ids[token]}): the rollout's log-probability "
-        f"is {_shown(sample.rollout, token)}, the trainer's {_shown(own, token)}; of {count} that were scored again "
-        f"{differ} differ"
-    )
 
+    def name(place: int) -> str:
+        prompt, answer = (n + 1 for n in divmod(place, options.samples))
+        return f"recipe: step {step + 1}, prompt {prompt} of {options.prompts}, answer {answer} of {options.samples}"
 
-def _shown(values: Tensor, place: int) -> str:
-    value = values[place : place + 1]
-    return f"{value.item():.9g} ({value.view(torch.int32).item() & 0xFFFFFFFF:08x})"
+    compare.expect_equal((name(i), samples[i].token_ids, samples[i].rollout, own) for i, own in scored.items())

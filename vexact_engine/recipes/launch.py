@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from ..errors import HandoverFailed, ReplicaDied
 from ..parallel.process import how_ended
+from ..proof.compare import LogprobsDiffer
 from ..weights.fetch import fetch_smollm2
 from . import tasks
-from .check import LogprobsDiffer
 from .checkpoint import Saving
 from .grpo import ALIGNED, Report, Run, run
 from .options import SMOLLM2, Options
