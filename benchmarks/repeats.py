@@ -32,7 +32,7 @@ WAYS = {
     "pages of 4": {"page_size": 4},
     "no prefix cache": {"enable_prefix_cache": False},
     "prompts in chunks": {"max_num_seqs": 4, "max_num_batched_tokens": 8},
-    "answers not scored twice": {"recompute": False},
+    "answers not scored twice": {"check_every": 0},
     "two replicas": {"replicas": 2},
     "drafted tokens": {"speculation": 4},
     "two ranks": {"ranks": 2},

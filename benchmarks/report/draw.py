@@ -157,7 +157,7 @@ UNITS = {"us": _time, "MiB": _mib, "tokens/s": _count}
 
 
 def _summary(chart: Chart):
-    figure = _figure(11.5, 3.6)
+    figure = _figure(11.5, 4.2)
     bits, steps, kernels = figure.subplots(1, 3, width_ratios=(0.8, 1.5, 1.7))
     _bits(bits, chart.data["bits"])
     _steps(steps, chart.data["steps"])
@@ -181,13 +181,16 @@ def _bits(axes, counts: dict[str, list[int]]) -> None:
 
 
 def _steps(axes, steps: list[dict]) -> None:
-    for place, step in enumerate(steps):
+    at, ticks = 0.0, []
+    for step in steps:
         order = sorted(step["ms"], key=lambda who: (who != "vexact", who))
         for i, who in enumerate(order):
-            y = -place + 0.27 * (1 - i)
-            axes.barh(y, step["ms"][who], 0.25, color=about(who).color)
-            axes.text(step["ms"][who], y, f" {step['ms'][who]:.3g}", va="center", fontsize=6)
-    axes.set_yticks([-i for i in range(len(steps))], [step["label"].replace(", ", "\nsequences: ") for step in steps])
+            axes.barh(at - i, step["ms"][who], 0.9, color=about(who).color)
+            axes.text(step["ms"][who], at - i, f" {step['ms'][who]:.3g}", va="center", fontsize=5)
+        ticks.append((at - (len(order) - 1) / 2, step["label"].replace(", ", "\nsequences: ")))
+        at -= len(order) + 0.8
+    axes.set_yticks(*zip(*ticks))
+    axes.set_ylim(at + 1, 1)
     axes.tick_params(axis="y", length=0, labelsize=6)
     axes.set_xlabel("ms")
     axes.grid(axis="x")

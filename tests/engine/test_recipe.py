@@ -30,7 +30,7 @@ from vexact_engine.recipes.trainer import Trainer, policy_loss
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"device": "cpu", "prompts": 2, "samples": 4, "steps": 2, "max_new_tokens": 6, "max_prompt_tokens": 20}
-SMALL |= {"learning_rate": 1e-2, "micro_batch": 3}
+SMALL |= {"learning_rate": 1e-2, "micro_batch": 3, "check_every": 1, "check_share": 1.0}
 
 
 def options(model, **changes):
@@ -162,6 +162,8 @@ def test_tokens_of_prompts_are_no_part_of_it(models):
         ({"learning_rate": float("nan")}, "Options: learning_rate is nan, expected a number above 0"),
         ({"weight_decay": -1}, "Options: weight_decay is -1, expected a number of 0 or more"),
         ({"speculation": 65}, "Options: speculation is 65, expected an integer from 0 to 64"),
+        ({"check_every": -1}, "Options: check_every is -1, expected an integer of 0 or more"),
+        ({"check_share": 0.0}, "Options: check_share is 0.0, expected a number above 0, up to 1"),
         ({"epoch_steps": 0}, "Options: epoch_steps is 0, expected an integer of 1 or more or None"),
         ({"ranks": 3}, "expected a multiple of mini_batches x ranks, 3"),
         ({"layers": 2}, "Options: layers is 2, expected a model of "),
@@ -283,7 +285,7 @@ def test_rollout_and_trainer_have_the_same_bytes_at_every_step(models, tmp_path,
     "family,changes",
     [
         ("Qwen3Moe", {"mini_batches": 2, "temperature": 0.7, "entropy_coefficient": 0.01, "samples": 2}),
-        ("Llama", {"dtype": "float32", "advantage": "rloo", "recompute": False}),
+        ("Llama", {"dtype": "float32", "advantage": "rloo", "check_every": 0}),
     ],
     ids=["mixture, two mini-batches", "tied, fp32"],
 )
@@ -303,7 +305,7 @@ def test_answers_of_the_epoch_before_are_drafted(models, tmp_path):
     """Every figure is the one without speculation, but for what was drafted."""
     by_default = [options("any", epoch_steps=steps).engine_config().speculation for steps in (None, 1)]
     assert by_default == [None, Speculation()]
-    epochs = {"steps": 5, "epoch_steps": 1, "max_new_tokens": 12, "learning_rate": 1e-6, "recompute": False}
+    epochs = {"steps": 5, "epoch_steps": 1, "max_new_tokens": 12, "learning_rate": 1e-6, "check_every": 0}
     runs = [launch(options(models("Qwen3"), **epochs, speculation=count)) for count in (0, 4)]
     plain, drafted = (figures(run)["aligned"] for run in runs)
     counts = [(step.pop("drafted"), step.pop("accepted")) for steps in (plain, drafted) for step in steps]
@@ -345,7 +347,7 @@ def test_an_answer_that_differs_ends_in_exit_code_1(models, monkeypatch, capsys)
         honest(self, replace(chosen, temperature=1.01), *args, **kwargs)
 
     monkeypatch.setattr(Trainer, "__init__", warmer)
-    assert cli.main(argv(models("Qwen3"), "--steps", "1")) == 1
+    assert cli.main(argv(models("Qwen3"), "--steps", "1", "--check-every", "0")) == 1
     assert "aligned: 0 of" not in capsys.readouterr().out
 
 

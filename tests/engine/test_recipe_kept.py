@@ -19,7 +19,7 @@ from vexact_engine.recipes.options import Options
 
 SMALL = {"device": "cpu", "prompts": 2, "samples": 4, "steps": 4, "max_new_tokens": 6, "max_prompt_tokens": 20}
 SMALL |= {"learning_rate": 1e-2, "micro_batch": 3}
-OTHERWISE = {"replicas": 2, "enable_prefix_cache": False, "max_num_seqs": 3, "page_size": 4, "recompute": False}
+OTHERWISE = {"replicas": 2, "enable_prefix_cache": False, "max_num_seqs": 3, "page_size": 4, "check_every": 0}
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,17 @@ def test_a_run_that_goes_on_with_other_engines_ends_with_the_same_parameters(cho
     assert cli.main(argv(dataclasses.replace(chosen, steps=2), *kept)) == 0
     assert sorted(p.name for p in (tmp_path / "run" / "aligned").iterdir()) == ["step-00000001", "step-00000002"]
     shutil.rmtree(tmp_path / "run" / "aligned" / "step-00000002")  # as if killed before it
-    otherwise = ["--replicas", "2", "--no-prefix-cache", "--max-num-seqs", "3", "--page-size", "4", "--no-recompute"]
+    otherwise = [
+        "--replicas",
+        "2",
+        "--no-prefix-cache",
+        "--max-num-seqs",
+        "3",
+        "--page-size",
+        "4",
+        "--check-every",
+        "0",
+    ]
     capsys.readouterr()
     assert cli.main(argv(chosen, *kept, "--resume", "--verify-against", paths[0], *otherwise)) == 0
     out = capsys.readouterr().out

@@ -11,7 +11,7 @@ from vexact_engine.recipes.launch import launch
 from vexact_engine.recipes.options import Options
 
 SMALL = {"device": "cpu", "prompts": 4, "samples": 4, "steps": 2, "max_new_tokens": 4, "max_prompt_tokens": 20}
-SMALL |= {"learning_rate": 1e-2, "micro_batch": 1, "max_grad_norm": 0.5, "weight_decay": 0.01, "recompute": False}
+SMALL |= {"learning_rate": 1e-2, "micro_batch": 1, "max_grad_norm": 0.5, "weight_decay": 0.01, "check_every": 0}
 
 
 @pytest.fixture

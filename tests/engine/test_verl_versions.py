@@ -77,3 +77,12 @@ def test_options_that_the_trainer_declares():
     for wrong, error in wrongs:
         with pytest.raises(error, match=r"model\.fused_kernel_options\.vexact"):
             verl.declared_options({"fused_kernel_options": {"vexact": wrong}})
+
+
+def test_options_of_what_is_checked():
+    assert verl.check_options({}) == (0, 0.25)
+    asked = {"fused_kernel_options": {"vexact": {"kv_segment": 64, "check_every": 5, "check_share": 1}}}
+    assert verl.check_options(asked) == (5, 1.0) and verl.declared_options(asked)["kv_segment"] == 64
+    for wrong in ({"check_every": -1}, {"check_every": True}, {"check_share": 0}, {"check_share": 1.5}, {"every": 1}):
+        with pytest.raises(ValueError, match=r"model\.fused_kernel_options\.vexact"):
+            verl.check_options({"fused_kernel_options": {"vexact": wrong}})

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from vexact_engine.errors import HandoverFailed
+from vexact_engine.proof.compare import LogprobsDiffer
 
 from .environment import environment
 
@@ -39,6 +40,7 @@ class Job:
     set_in_code: dict[str, Any] = field(default_factory=dict)  # on the trainer's configuration, by nobody's option
     pictures: list[dict[str, torch.Tensor]] = field(default_factory=list)  # of each row, with position_ids (4, tokens)
     handed_over: bool = False  # to an engine of the same folder, in bf16, once it has been asked
+    drawn: list[torch.Tensor] = field(default_factory=list)  # of each row, what the rollout says of its response
 
     @property
     def ulysses(self) -> int:
@@ -119,6 +121,8 @@ def batch_of(job: Job, own: slice, temperatures) -> Any:
         "advantages": nested([[(-1.0) ** i * 0.5] * len(r) for i, (_, r) in enumerate(rows)], torch.float32),
         "old_log_probs": nested([[-1.0] * len(response) for _, response in rows], torch.float32),
     }
+    if job.drawn:
+        tensors["rollout_log_probs"] = torch.nested.as_nested_tensor(job.drawn[own], layout=torch.jagged)
     if pictures := job.pictures[own]:
         places = [given["position_ids"] for given in pictures]
         tensors["position_ids"] = torch.nested.nested_tensor_from_jagged(
@@ -234,7 +238,7 @@ def do(job: Job) -> Result:
         from .handing import hand_over
 
         with Engine.from_pretrained(job.model, config=EngineConfig(num_pages=64)) as rollout:
-            hand_over(rollout, engine.get_per_tensor_param()[0], kept["model_config"])
+            hand_over(rollout, engine.get_per_tensor_param()[0], kept["model_config"], step=6)
     for _ in range(job.steps):
         train()
     after = inferred()["log_probs"] if job.steps else []
@@ -251,7 +255,8 @@ def do(job: Job) -> Result:
         engine.load_checkpoint(job.saved, del_local_after_load=False)
         restored = inferred()["log_probs"]
         del seen[-1], metrics[-1]
-    norms = [{name: step[name] for name in ("grad_norm",) if name in step} for step in metrics]  # some ranks have none
+    names = ("grad_norm", "rollout_checked")
+    norms = [{name: step[name] for name in names if name in step} for step in metrics]  # some ranks have none
     return Result(first["log_probs"], first.get("entropy", []), after, seen, norms, weights, restored)
 
 
@@ -272,7 +277,7 @@ def main(folder: Path, rank: int, size: int) -> None:
     for job in torch.load(folder / "jobs.pt", weights_only=False):
         try:
             results[job.name] = do(job)
-        except (NotImplementedError, ValueError, TypeError, HandoverFailed) as error:
+        except (NotImplementedError, ValueError, TypeError, HandoverFailed, LogprobsDiffer) as error:
             if not job.refused:
                 raise
             results[job.name] = Result(error=str(error))

@@ -29,6 +29,8 @@ class _Device(types.ModuleType):
     def __getattr__(self, name):
         if hasattr(torch.cpu, name):
             return getattr(torch.cpu, name)
+        if name in ("get_rng_state", "set_rng_state"):  # of the one generator that there is
+            return getattr(torch, name)
         if name in NOTHING:
             return lambda *args, **kwargs: None
         if name in BYTES:

@@ -25,7 +25,7 @@ class _Actor:
         self.__dict__.update({name: _Remote(method) for name, method in methods.items()})
 
 
-def hand_over(engine, weights: Iterable, model_config, dtype: str = "bfloat16", adapters=None) -> None:
+def hand_over(engine, weights: Iterable, model_config, dtype: str = "bfloat16", adapters=None, step: int = 1) -> None:
     """What a hybrid worker of verl's does with what its trainer's get_per_tensor_param has returned."""
     from verl.workers.config import RolloutConfig
 
@@ -44,7 +44,7 @@ def hand_over(engine, weights: Iterable, model_config, dtype: str = "bfloat16", 
     config = RolloutConfig(name="vexact", tensor_model_parallel_size=1, dtype=dtype)
     adapter = Adapter(config, model_config, None)
     try:
-        asyncio.run(adapter.update_weights(weights, global_steps=1, peft_config=adapters, base_sync_done=True))
+        asyncio.run(adapter.update_weights(weights, global_steps=step, peft_config=adapters, base_sync_done=True))
     finally:
         if adapter._sender is not None:
             adapter._sender.close()

@@ -6,6 +6,7 @@ what the trainer computed for it again (old_log_probs), and what the training fo
 """
 
 import copy
+import dataclasses
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,8 @@ import psutil
 import pytest
 import torch
 
+from vexact_ops.testing import assert_bitwise
+
 from .models import FAMILIES, HYBRIDS, WITH_VISION
 from .ppo import Case, Run, check, check_training, compared, lines, run
 
@@ -21,16 +24,17 @@ TWO_RANKS = [Case(family, engine) for engine in ("fsdp2", "veomni") for family i
 # VeOmni has no FSDP for one rank. verl gives all requests one id then: the samples of a prompt differ nevertheless
 DETERMINISTIC = ("actor_rollout_ref.rollout.full_determinism=True",)
 ONE_RANK = [Case(family, ranks=1, overrides=DETERMINISTIC) for family in FAMILIES]
+KEPT = Case("deepseek_v3", ranks=1, overrides=(*DETERMINISTIC, "trainer.save_freq=2"))  # after steps 2 and 3
 # Each engine with experts, and latent attention once each way: test_verl_actor and test_verl_families have every family
 # under both, and a README's command (test_recipes) runs the dense one.
 IN_CI = [
     Case("qwen3_5_moe"),  # a hybrid with experts, and a tower that no image asks for
     Case("qwen3_5_moe", "veomni"),
     Case("deepseek_v3", "veomni"),
-    Case("deepseek_v3", ranks=1, overrides=DETERMINISTIC),
+    KEPT,
 ]
 OF_IMAGES = [Case(family, engine) for engine in ("fsdp2", "veomni") for family in WITH_VISION]  # and text alone
-EVERY = [*TWO_RANKS, *ONE_RANK, *(Case(family) for family in HYBRIDS), *OF_IMAGES]
+EVERY = [*TWO_RANKS, *ONE_RANK, KEPT, *(Case(family) for family in HYBRIDS), *OF_IMAGES]
 STOCK = Case("qwen3", ranks=1, vendor=None)
 # Requests are aborted and go on with newer weights, so that a token's weights are not always the trainer's. The
 # checkpoints that verl writes after each step say what each version would have said.
@@ -75,6 +79,32 @@ def test_one_other_bit_is_noticed(case, trained):
     ran.steps[0]["samples"][0]["rollout_log_probs"].pop()
     with pytest.raises(AssertionError, match=r"rollout_log_probs: \d+ of \d+ tokens"):
         check(ran)
+
+
+def last_step(ran: Run) -> tuple[list[dict], list[int], float, dict[str, torch.Tensor]]:
+    """What verl calls a sample and its prompt is new in each run. -> samples, bits of the training forward in order,
+    the gradient's norm, and the trained weights."""
+    samples = [{k: v for k, v in s.items() if k != "key"} for s in ran.steps[-1]["samples"]]
+    count = sum(len(s["responses"]) for s in samples)
+    forward = [bits for record in ran.training for bits in record["training"]][-count:]
+    file = ran.folder / "checkpoints" / "global_step_3" / "actor" / "model_world_size_1_rank_0.pt"
+    state = torch.load(file, map_location="cpu", weights_only=False)
+    weights = {name: t.to_local() if hasattr(t, "to_local") else t for name, t in state.items()}
+    return sorted(samples, key=str), sorted(forward), ran.metrics[-1]["actor/grad_norm"], weights
+
+
+@pytest.mark.parametrize("case", [KEPT], ids=str)
+def test_a_run_that_goes_on_from_verls_checkpoint_is_the_whole_run(case, trained, models, tmp_path):
+    whole = trained(case)
+    kept = whole.folder / "checkpoints" / "global_step_2"
+    more = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={kept}")
+    resumed = run(dataclasses.replace(case, overrides=(*case.overrides, *more)), models(case.family), tmp_path / "run")
+    assert [step["step"] for step in resumed.steps] == [3]
+    (*expected, weights), (*got, trained_weights) = last_step(whole), last_step(resumed)
+    before = last_step(dataclasses.replace(whole, steps=whole.steps[:2]))
+    assert got == expected and len(got[0]) == 8 and got[0] != before[0]
+    assert trained_weights.keys() == weights.keys()
+    assert_bitwise([trained_weights[name] for name in weights], [*weights.values()], "weights after step 3")
 
 
 @pytest.mark.parametrize("case", [STOCK], ids=str)

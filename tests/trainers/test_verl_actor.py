@@ -101,6 +101,15 @@ class Rollout:
         return [torch.tensor(c.logprobs) for c in self.done]
 
 
+def checking(rollout, flipped=(), **options):
+    """A job that checks what the rollout says, in which a bit of the fifth token of some rows is another one."""
+    drawn = rollout.drawn()
+    for row in flipped:
+        drawn[row][4:5].view(torch.int32)[:] ^= 1
+    given = {"fused_kernel_options": {"impl_backend": "torch", "vexact": options}}
+    return {"model_config": given, "drawn": drawn, "handed_over": True}
+
+
 TWO = ("qwen3", "qwen3_moe", "deepseek_v3")  # whose rows two ranks share
 
 
@@ -155,6 +164,13 @@ def fsdp2(request, folders, rollouts, tmp_path_factory):
         job("saved-tied", folders, rollouts, "qwen3-tied", saved=str(tmp_path_factory.mktemp("saved"))),
         job("segments", folders, rollouts, rollout="segments", steps=0, model_config=segments),
         *(job(name, folders, rollouts, refused=True, **changes) for name, (changes, _) in REFUSED.items()),
+    ]
+    drawn, wrong = rollouts["qwen3"], {"check_every": 3, "check_share": 1}
+    jobs += [
+        job("checked", folders, rollouts, **checking(drawn, check_every=3, check_share=0.5)),
+        job("not-due", folders, rollouts, steps=1, **checking(drawn, flipped=range(4), check_every=4)),
+        job("wrong", folders, rollouts, refused=True, **checking(drawn, flipped=(0, 2), **wrong)),
+        job("no-drawn", folders, rollouts, refused=True, **(checking(drawn, check_every=1) | {"drawn": []})),
     ]
     if request.param == 2:
         two = {"ulysses_sequence_parallel_size": 2}
@@ -264,6 +280,18 @@ def test_settings_that_change_no_bit(name, fsdp2, rollouts):
         assert got.metrics == base.metrics
         assert_bitwise(list(got.weights.values()), list(base.weights.values()), "trained weights")
         assert_bitwise(without_last(got.after), without_last(base.after), "log-probabilities after training")
+
+
+def test_what_the_rollout_says_is_checked_before_the_first_update_of_a_step(fsdp2):
+    """And changes nothing; a bit that differs is named, unless its step is not one of those that are checked."""
+    got, base = fsdp2["checked"], fsdp2["qwen3"]
+    assert [step["rollout_checked"] for step in got.metrics] == [[18.0], [0.0]]
+    assert [step["rollout_checked"] for step in base.metrics] == [[0.0]] * STEPS
+    assert_bitwise(list(got.weights.values()), list(base.weights.values()), "trained weights")
+    assert [step["rollout_checked"] for step in fsdp2["not-due"].metrics] == [[0.0]]
+    assert fsdp2["wrong"].error.startswith("vexact: step 7, answer 1 of "), fsdp2["wrong"].error
+    assert ", token 5 of 9 (id " in fsdp2["wrong"].error
+    assert fsdp2["no-drawn"].error.startswith("vexact: check_every: the batch has no rollout_log_probs")
 
 
 def test_a_reference_policy(fsdp2, rollouts):

@@ -19,9 +19,14 @@ def add_recipe(commands) -> None:
         "vexact recipe grpo --model DIR --ranks 2",
         "vexact recipe grpo --save run --record run.jsonl --steps 1000 --resume",
         "vexact recipe grpo --replicas 2 --verify-against run.jsonl",
+        "vexact recipe report run.jsonl --plot run.svg",
     )
     recipe = options.command(commands, "recipe", run_recipe, text, examples)
-    recipe.add_argument("recipe", choices=("grpo",), metavar="RECIPE", help="grpo: rewards from a program, no critic")
+    recipe.add_argument(
+        "recipe", choices=("grpo", "report"), metavar="RECIPE",
+        help="grpo: rewards from a program, no critic; report: what records show, of runs that were cut off too",
+    )  # fmt: skip
+    recipe.add_argument("records", nargs="*", metavar="RECORD", help="of report: what --record wrote, or that in a .gz")
     recipe.add_argument(
         "--model", default="smollm2", metavar="DIR|GGUF|HUB-ID|SHAPE",
         help="smollm2 (default; about 90 MB are downloaded once); qwen3-1.7b, ...: random weights at its sizes",
@@ -72,8 +77,10 @@ def add_recipe(commands) -> None:
     _number(training, "mini-batches", 1, "optimizer steps of a step")
     _number(training, "micro-batch", 8, "sequences of a forward, on each rank")
     training.add_argument(
-        "--no-recompute", dest="recompute", action="store_false", help="do not score answers once more before training"
-    )
+        "--check-every", type=options.count, default=10, metavar="N",
+        help="score a part of the answers twice in every Nth step, and end where bytes differ (10; 0: never)",
+    )  # fmt: skip
+    _real(training, "check-share", 0.25, "of the answers, which part")
     engine = recipe.add_argument_group("engine (none of it changes a bit)")
     _number(engine, "replicas", 1, "engines that share the answers")
     _number(engine, "page-size", 16, "tokens per page of the cache")
@@ -102,18 +109,50 @@ def add_recipe(commands) -> None:
     kept.add_argument(
         "--verify-against", metavar="RECORD", help="end at the first step and tensor with other bits than there (none)"
     )
-    recipe.add_argument("--unaligned", action="store_true", help="train once more, on the stock stack, for contrast")
+    beside = recipe.add_mutually_exclusive_group()
+    beside.add_argument("--unaligned", action="store_true", help="as --sides aligned,stock")
+    beside.add_argument(
+        "--sides", type=_sides, default=["aligned"], metavar="A,B",
+        help="what trains, one after another: aligned (default); for contrast stock, the stock trainer on the same "
+        "engine, and generate, the stock trainer on its own model's generate",
+    )  # fmt: skip
     options.json_file(recipe, "every figure")
     recipe.add_argument("--plot", type=options.picture, metavar="FILE", help="draw them (.png, .svg, .pdf)")
 
 
 def run_recipe(args) -> int:
+    return _report(args) if args.recipe == "report" else _grpo(args)
+
+
+def _report(args) -> int:
+    options.check_writable(args.json, args.plot)
+    for name in sorted(args.given - {"command", "run", "recipe", "records", "plot", "json", "debug", "quiet"}):
+        options.expect_without(args, "report", "--" + name.replace("_", "-"))
+    if not args.records:
+        raise ValueError("RECORD: expected one or more after report")
+    from ..recipes import report
+
+    found = report.read(args.records)
+    for text in (text for one in found for text in report.summary(one)):
+        print(text)
+    if args.json:
+        options.write_json(args, {"runs": [{"name": o.name, "sha256": o.sha256, "steps": o.run.steps} for o in found]})
+    if args.plot:
+        report.plot(args.plot, report.heading(found[0].options), {one.name: one.run for one in found})
+    return 1 if any(one.differs for one in found) else 0
+
+
+def _grpo(args) -> int:
+    if args.records:
+        raise ValueError(f"RECORD: got {args.records[0]}, expected none after grpo")
     options.check_writable(args.json, args.plot, args.record)
     options.expect_with(args, bool(args.save), "--save", "--save-every", "--keep", "--resume")
+    from ..proof.compare import LogprobsDiffer
     from ..proof.machine import environment, made_by
     from ..recipes import record, report
     from ..recipes.checkpoint import Saving
-    from ..recipes.launch import ALIGNED, STOCK, launch, placed
+    from ..recipes.grpo import ALIGNED
+    from ..recipes.launch import launch, placed
     from ..recipes.options import Options
 
     given = {field.name: getattr(args, field.name) for field in fields(Options)}
@@ -121,6 +160,7 @@ def run_recipe(args) -> int:
     chosen = placed(Options(**given))
     chosen.check_model()
     saving = Saving(args.save, args.save_every, args.keep, args.resume) if args.save else None
+    sides = ["aligned", "stock"] if args.unaligned else args.sides
     against = record.Against(args.verify_against, chosen) if args.verify_against else None
     if args.record and args.resume and os.path.exists(args.record):
         chosen.check_same(record.read(args.record).options, f"{args.record}, which this run goes on with,")
@@ -131,11 +171,11 @@ def run_recipe(args) -> int:
         def show(kind: str, *values) -> None:
             nonlocal begun, recorder
             if not begun:  # of several processes under torchrun the first alone is heard
-                out(report.heading(chosen))
+                out(report.heading(chosen.to_json()))
                 begun = True
                 if args.record:
                     about = {"options": chosen.to_json(), "environment": environment(chosen.device)}
-                    resumed = {side: saving.newest(side) for side in (ALIGNED, STOCK)} if args.resume else None
+                    resumed = {side: saving.newest(side) for side in sides} if args.resume else None
                     recorder = record.Recorder(args.record, made_by("recipe-record", args.line) | about, resumed)
             if kind == "phase":
                 progress(*values)
@@ -148,8 +188,8 @@ def run_recipe(args) -> int:
 
         try:
             watch = bool(args.record or args.verify_against)
-            runs = launch(chosen, unaligned=args.unaligned, report=show, saving=saving, watch=watch)
-        except record.RunDiffers as error:
+            runs = launch(chosen, sides=sides, report=show, saving=saving, watch=watch)
+        except (record.RunDiffers, LogprobsDiffer) as error:
             out(str(error))
             return 1
     if not begun:
@@ -157,17 +197,18 @@ def run_recipe(args) -> int:
     for side, run in runs.items():
         out(report.verdict(side, run))
     for side, digest in ends.items():
-        out(f"{report.NAMES[side]}: parameters have SHA-256 {digest}")
+        out(f"{side}: parameters have SHA-256 {digest}")
     if against is not None:
         out(f"as {args.verify_against}: {against.compared} figures and digests compared, 0 differ")
-    equal = runs[ALIGNED].equal or (bool(args.resume) and not runs[ALIGNED].steps)
+    aligned = runs.get(ALIGNED)
+    equal = aligned is None or aligned.equal or (bool(args.resume) and not aligned.steps)
     if args.json:
         steps = {side: run.steps for side, run in runs.items()}
         options.write_json(
             args, {"options": chosen.to_json(), "environment": environment(chosen.device), "equal": equal, **steps}
         )
     if args.plot:
-        report.plot(args.plot, report.heading(chosen), runs)
+        report.plot(args.plot, report.heading(chosen.to_json()), runs)
     return 0 if equal else 1
 
 
@@ -177,6 +218,15 @@ def _number(group, name: str, default: int, text: str) -> None:
 
 def _real(group, name: str, default: float, text: str) -> None:
     group.add_argument(f"--{name}", type=float, default=default, metavar="X", help=f"{text} ({default})")
+
+
+def _sides(text: str) -> list[str]:
+    from ..recipes.grpo import SIDES
+
+    names = options.names(text)
+    if not set(names) <= set(SIDES) or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected some of {', '.join(SIDES)}, each once")
+    return names
 
 
 def _object(text: str) -> dict:

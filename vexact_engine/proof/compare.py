@@ -1,6 +1,6 @@
 """Two lists of log-probabilities of the same tokens, compared: bits first, then how far apart."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -68,6 +68,34 @@ def compare(rollout: Tensor, trainer: Tensor) -> Comparison:
     k3 = (torch.expm1(d) - d).mean().item()
     worst = float("nan") if d.isnan().any() else d.abs().max().item()
     return Comparison(d.numel(), int(differs.sum()), worst, k3)
+
+
+class LogprobsDiffer(RuntimeError):
+    """A trainer has other bytes than the rollout. The message names the first token that has."""
+
+
+def expect_equal(rows: Iterable[tuple[str, Sequence[int], Tensor, Tensor]]) -> None:
+    """
+    rows     of some answers: what to call one, its tokens, and (tokens,) fp32 log-probabilities of rollout and trainer
+    raises   LogprobsDiffer where one of them has other bytes than the rollout's, or is NaN
+    """
+    rows = list(rows)
+    wrong = [differences(rollout, trainer)[1] for _, _, rollout, trainer in rows]
+    first = next((i for i, differs in enumerate(wrong) if differs.any()), None)
+    if first is None:
+        return
+    name, token_ids, *both = rows[first]
+    place = int(wrong[first].nonzero()[0])
+    rollout, trainer = (_exact(values.detach().cpu()[place : place + 1]) for values in both)
+    count, differ = sum(map(len, wrong)), int(sum(differs.sum() for differs in wrong))
+    raise LogprobsDiffer(
+        f"{name}, token {place + 1} of {len(token_ids)} (id {token_ids[place]}): the rollout's log-probability is "
+        f"{rollout}, the trainer's {trainer}; of {count} that were scored again {differ} differ"
+    )
+
+
+def _exact(value: Tensor) -> str:
+    return f"{value.item():.9g} ({value.view(torch.int32).item() & 0xFFFFFFFF:08x})"
 
 
 @dataclass

@@ -30,10 +30,11 @@ def run_stock(
     eos_token_ids: Sequence[int] = (),
     seed: int = 0,
     batch_size: int = 16,
+    rescore: bool = True,
     progress: Progress = quiet,
 ) -> Side:
-    """Roll out with `model.generate` in batches of `batch_size`, left-padded; re-score right-padded, in the reverse
-    order and in batches of another size, without a cache.
+    """Roll out with `model.generate` in batches of `batch_size`, left-padded; with `rescore` then re-score
+    right-padded, in the reverse order and in batches of another size, without a cache.
 
     model     an unpatched Hugging Face causal LM; it is converted to `dtype` for the time, and back
     returns   a Side named "stock" with one sample per prompt
@@ -49,15 +50,16 @@ def run_stock(
                 batch = prompt_ids[start : start + batch_size]
                 samples += _generate(model, batch, max_new_tokens, temperature, top_k, top_p, list(eos_token_ids))
             seconds["rollout"] = time.perf_counter() - begin
-            begin = time.perf_counter()
-            _rescore(
-                model,
-                samples,
-                max(1, batch_size // 2 - 1),
-                temperature,
-                lambda n: progress(f"stock {dtype}: re-score", n, len(samples)),
-            )
-            seconds["rescore"] = time.perf_counter() - begin
+            if rescore:
+                begin = time.perf_counter()
+                _rescore(
+                    model,
+                    samples,
+                    max(1, batch_size // 2 - 1),
+                    temperature,
+                    lambda n: progress(f"stock {dtype}: re-score", n, len(samples)),
+                )
+                seconds["rescore"] = time.perf_counter() - begin
     finally:
         for parameter, own in before:
             parameter.data = parameter.data.to(own)

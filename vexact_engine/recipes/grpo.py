@@ -8,8 +8,8 @@ the answers; each answer's advantage is how much better it is than the others to
 the better ones. Everything is a function of the seed: two runs give the same numbers, bit for bit.
 
 options.py what may be chosen, tasks.py questions, rollout.py the engine's process, trainer.py the model under FSDP2,
-launch.py the trainers' processes, report.py lines and plots, checkpoint.py runs that go on, record.py runs that are
-held against each other, digests.py by what.
+launch.py the trainers' processes, check.py what is scored twice, report.py lines and plots, checkpoint.py runs that go
+on, record.py runs that are held against each other, digests.py by what.
 """
 
 import contextlib
@@ -31,13 +31,14 @@ from ..config import SamplingParams
 from ..errors import HandoverFailed
 from ..proof.compare import compare
 from ..request import Completion, derive_seed
-from . import digests, tasks
+from . import check, digests, tasks
 from .checkpoint import Saving
 from .options import Options
-from .rollout import Rollout
+from .rollout import Generate, Rollout
 from .trainer import Sample, Trainer
 
-ALIGNED, STOCK = "aligned", "stock"
+# Trainer and engine aligned; the stock trainer on the same engine; the stock trainer on `generate` of its own model.
+SIDES = ALIGNED, STOCK, GENERATE = "aligned", "stock", "generate"
 # ("phase", what is done now, step, steps); after each step ("step", side, its record); with `watch` also
 # ("parameters", side, step, digests of them), of step 0 before the first, and ("end", side, SHA-256 of all of them).
 Report = Callable[..., None]
@@ -76,8 +77,15 @@ def run(
     saving   where it is kept, and whether it goes on from there: Runs have the steps from there on
     watch    report digests of all parameters after each step, and their SHA-256 at the end
     """
-    with Rollout(options, device) if dist.get_rank() == 0 else contextlib.nullcontext() as rollout:
-        return {side: _Side(options, side, device, rollout, report, saving, watch).train() for side in sides}
+    runs: dict[str, Run] = {}
+    rollouts: dict[type, Rollout | Generate] = {}
+    with contextlib.ExitStack() as stack:
+        for side in sides:
+            kind = Generate if side == GENERATE else Rollout
+            if dist.get_rank() == 0 and kind not in rollouts:
+                rollouts[kind] = stack.enter_context(kind(options, device))
+            runs[side] = _Side(options, side, device, rollouts.get(kind), report, saving, watch).train()
+    return runs
 
 
 class _Side:
@@ -88,7 +96,7 @@ class _Side:
         options: Options,
         side: str,
         device: torch.device,
-        rollout: Rollout | None,
+        rollout: Rollout | Generate | None,
         report: Report,
         saving: Saving | None,
         watch: bool,
@@ -114,7 +122,7 @@ class _Side:
             known = {"tokenizer": trainer.tokenizer, "vocab_size": trainer.vocab_size}
             task = tasks.make(options.task, options.task_options, **known, **asked)
             if not self._first:
-                self._digests(0)
+                self._tell_digests(0, self._digests()[0])
             for step in range(self._first, options.steps):
                 self._step(step, task)
             if self._watch:
@@ -128,24 +136,32 @@ class _Side:
     def _step(self, step: int, task) -> None:
         version, record = _step(self._options, step, self._trainer, self._rollout, task, self._phase, self._version)
         self._version = None  # the engine counts on
+        digests, seconds = self._digests()
         if record is not None:
+            record["seconds"]["digests"] = seconds
             self._run.steps.append(record)
             self._tell("step", self._side, record)
-        self._digests(step + 1)
+        self._tell_digests(step + 1, digests)
         if self._saving is not None and self._saving.is_due(step + 1, self._options.steps):
             self._phase("save")
             self._saving.save(self._side, step + 1, self._trainer, {"weight_version": version})
 
-    def _digests(self, step: int) -> None:
-        if self._watch:
-            self._tell("parameters", self._side, step, self._trainer.digests())
+    def _digests(self) -> tuple[dict[str, str] | None, float]:
+        """Of all parameters, where they are reported; and the seconds that it took."""
+        begin = time.perf_counter()
+        found = self._trainer.digests() if self._watch else None
+        return found, round(time.perf_counter() - begin, 4)
+
+    def _tell_digests(self, step: int, digests: dict[str, str] | None) -> None:
+        if digests is not None:
+            self._tell("parameters", self._side, step, digests)
 
 
 def _step(
     options: Options,
     step: int,
     trainer: Trainer,
-    rollout: Rollout | None,
+    rollout: Rollout | Generate | None,
     task: tasks.Task,
     phase: Callable,
     version: int | None,
@@ -159,33 +175,52 @@ def _step(
     drafts = {"drafted": 0, "accepted": 0}
     samples = _everybody([_answers(options, step, rollout, task, version, drafts)] if rollout is not None else None)
     clock("rollout")
-    mine = options.share(samples, dist.get_rank())
-    own = None
-    if options.recompute or not trainer.aligned:
-        phase("recompute")
-        own = trainer.score(mine)
-    for i, sample in enumerate(mine):
-        sample.old = sample.rollout if trainer.aligned else own[i]
-    clock("recompute")
+    mine = options.share(range(len(samples)), dist.get_rank())
+    own = _score(options, step, trainer, samples, phase)
+    for i in mine:
+        samples[i].old = samples[i].rollout if trainer.aligned else own[i]
+    clock("score")
     phase("train")
     size = len(samples) // options.mini_batches  # ranks take turns: these are those of each rank's mini-batch
     counts = [sum(len(s.token_ids) for s in samples[i : i + size]) for i in range(0, len(samples), size)]
-    figures = trainer.step(mine, counts)
+    figures = trainer.step([samples[i] for i in mine], counts)
     clock("train")
-    gathered = [None] * dist.get_world_size() if rollout is not None else None
-    dist.gather_object((mine, own), gathered)
+    gathered = _gathered(({i: samples[i] for i in mine}, own))
     if gathered is None:
         return None, None
     return version, {
         "step": step + 1,
         "weight_version": version,
         "answers": digests.of_answers((s.token_ids, s.rollout, s.reward) for s in samples),
-        **_record(options, gathered),
+        **_record(options, _places(options, step, trainer), gathered),
         **drafts,
         **figures,
         "seconds": clock.seconds,
         "held": held([os.getpid(), *rollout.pids()], trainer.device),
     }
+
+
+def _places(options: Options, step: int, trainer: Trainer, ranks: Sequence[int] | None = None) -> list[int]:
+    """What ranks, or all of them, score before training: the stock trainer all, for its ratios are to its own."""
+    ranks = range(options.ranks) if ranks is None else ranks
+    if not trainer.aligned:
+        everything = range(options.prompts * options.samples)
+        return [place for rank in ranks for place in options.share(everything, rank)]
+    return [place for rank in ranks for place in check.places(options, step, rank)]
+
+
+def _score(
+    options: Options, step: int, trainer: Trainer, samples: Sequence[Sample], phase: Callable
+) -> dict[int, Tensor]:
+    """Place -> log-probabilities of that answer, as this rank's trainer scores it before it trains."""
+    places = _places(options, step, trainer, [dist.get_rank()])
+    if not places:
+        return {}
+    phase("score")
+    own = dict(zip(places, trainer.score([samples[i] for i in places])))
+    if trainer.aligned:
+        check.expect_equal(options, step, samples, own)
+    return own
 
 
 def held(pids: Sequence[int], device: torch.device) -> dict[str, float]:
@@ -258,25 +293,25 @@ def advantages(rewards: Sequence[float], kind: str) -> list[float]:
     return [(reward - mean) / (deviation + 1e-6) if deviation else 0.0 for reward in rewards]
 
 
-def _record(options: Options, gathered: list[tuple[list[Sample], list[Tensor] | None]]) -> dict[str, Any]:
-    """What one step has shown. Compared are all answers that the weights of the rollout have trained on: with several
-    mini-batches the first."""
-    count = sum(len(mine) for mine, _ in gathered)
-    places = [place for rank in range(len(gathered)) for place in options.share(range(count), rank)]
-    trained = [(*pair,) for mine, own in gathered for pair in zip(mine, own or [None] * len(mine))]
-    samples, own = zip(*(trained[i] for i in sorted(range(count), key=places.__getitem__)))  # in the engine's order
-    fresh = samples[: count // options.mini_batches]
+def _record(
+    options: Options, scored: Sequence[int], gathered: list[tuple[dict[int, Sample], dict[int, Tensor]]]
+) -> dict[str, Any]:
+    """What one step has shown. Compared are all answers that the weights of the rollout have trained on, with several
+    mini-batches the first, and those that were `scored` before."""
+    trained = {place: sample for mine, _ in gathered for place, sample in mine.items()}
+    own = {place: values for _, mine in gathered for place, values in mine.items()}
+    samples = [trained[place] for place in sorted(trained)]  # in the engine's order
+    fresh = samples[: len(samples) // options.mini_batches]
     seen = compare(torch.cat([s.rollout for s in fresh]), torch.cat([s.new for s in fresh]))
     again = None
-    if own[0] is not None:
-        again = compare(torch.cat([s.rollout for s in samples]), torch.cat(own))
-    tokens = sum(len(s.token_ids) for s in samples)
-    expected = sum(len(s.token_ids) for s in fresh) + (tokens if again else 0)
+    if own:
+        again = compare(torch.cat([trained[i].rollout for i in own]), torch.cat([*own.values()]))
+    expected = sum(len(s.token_ids) for s in fresh) + sum(len(trained[i].token_ids) for i in scored)
     ratios = torch.cat([s.new for s in samples]).double().sub(torch.cat([s.old for s in samples]).double()).exp()
     return {
         "reward": statistics.fmean(s.reward for s in samples),
         "entropy": torch.cat([s.entropy for s in samples]).double().mean().item(),
-        "tokens": tokens,
+        "tokens": sum(len(s.token_ids) for s in samples),
         "expected": expected,
         "compared": seen.tokens + (again.tokens if again else 0),
         "kl": seen.k3_kl,
@@ -289,9 +324,20 @@ def _record(options: Options, gathered: list[tuple[list[Sample], list[Tensor] | 
 
 def _everybody(value: list | None):
     """What rank 0 has, on every rank."""
+    if dist.get_world_size() == 1:
+        return value[0]
     held = value or [None]
     dist.broadcast_object_list(held, device=torch.device("cpu"))
     return held[0]
+
+
+def _gathered(value) -> list | None:
+    """What every rank has, on rank 0."""
+    if dist.get_world_size() == 1:
+        return [value]
+    found = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, found)
+    return found
 
 
 class Clock:

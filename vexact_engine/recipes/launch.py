@@ -7,7 +7,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from ..errors import HandoverFailed, ReplicaDied
 from ..parallel.process import how_ended
+from ..proof.compare import LogprobsDiffer
 from ..weights.fetch import fetch_smollm2
 from . import tasks
 from .checkpoint import Saving
-from .grpo import ALIGNED, STOCK, Report, Run, run
+from .grpo import ALIGNED, Report, Run, run
 from .options import SMOLLM2, Options
 
 
@@ -29,7 +30,7 @@ class ProcessDied(RuntimeError):
     """A trainer's process has ended before its time."""
 
 
-_KNOWN = (ValueError, TypeError, OSError, ModuleNotFoundError, ReplicaDied, HandoverFailed)
+_KNOWN = (ValueError, TypeError, OSError, ModuleNotFoundError, ReplicaDied, HandoverFailed, LogprobsDiffer)
 _KNOWN = {known.__name__: known for known in _KNOWN}
 _LAST_WORDS = 3.0  # seconds in which one who has failed for another's end may be told from that one
 
@@ -37,24 +38,24 @@ _LAST_WORDS = 3.0  # seconds in which one who has failed for another's end may b
 def launch(
     options: Options,
     *,
-    unaligned: bool = False,
+    sides: Sequence[str] = (ALIGNED,),
     report: Report = lambda *_: None,
     saving: Saving | None = None,
     watch: bool = False,
 ) -> dict[str, Run]:
-    """Train on all ranks, from the weights of `options.model`; with `unaligned` then from there once more, stock.
+    """Train on all ranks, from the weights of `options.model`, one side of grpo.SIDES after another.
 
     report    see grpo.Report; what it raises ends the run
     saving    keep the run in a folder, or go on from there
     watch     report digests of parameters too
     returns   side -> its Run. In a process that torchrun has started as another rank than 0 they are empty
-    raises    ModuleNotFoundError without reasoning-gym, where the task is of it
+    raises    LogprobsDiffer where the aligned side's trainer has other bytes than the rollout, see check.py
+              ModuleNotFoundError without reasoning-gym, where the task is of it
               ProcessDied, ReplicaDied where a trainer, or the engine, has ended before its time; what one of them has
               raised. All others are ended then
               FileExistsError, ValueError: a run that `saving` must not write over, or cannot go on from
     """
     how = {"saving": saving, "watch": watch}
-    sides = [ALIGNED, STOCK] if unaligned else [ALIGNED]
     task = options.task or (tasks.DEFAULT if options.model == SMOLLM2 else tasks.EVENS)
     if task != tasks.EVENS:
         tasks.reasoning_gym(task)  # before a model is fetched and loaded for it
@@ -102,7 +103,7 @@ def _group(options: Options, where: tuple[dist.Store, int] | None) -> Iterator[t
         dist.destroy_process_group()
 
 
-def _supervise(options: Options, sides: list[str], report: Report, how: dict[str, Any]) -> dict[str, Run]:
+def _supervise(options: Options, sides: Sequence[str], report: Report, how: dict[str, Any]) -> dict[str, Run]:
     context = multiprocessing.get_context("spawn")
     processes, ends = [], []
     with tempfile.TemporaryDirectory(prefix="vexact-") as folder:
@@ -158,7 +159,7 @@ def _watch(processes: list, ends: list[Connection], report: Report) -> dict[str,
 
 
 def _work(
-    connection: Connection, options: Options, sides: list[str], number: int, path: str, how: dict[str, Any]
+    connection: Connection, options: Options, sides: Sequence[str], number: int, path: str, how: dict[str, Any]
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, to all: the one that watches ends the others
     threading.Thread(target=_end_with_parent, daemon=True).start()

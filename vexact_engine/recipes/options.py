@@ -31,7 +31,8 @@ _FREE = {
     "trust_remote_code",
     "device",
     "steps",
-    "recompute",
+    "check_every",
+    "check_share",
     "speculation",
     "replicas",
     "page_size",
@@ -67,7 +68,9 @@ class Options:
     speculation        tokens that are drafted of an answer in a step of the engine, at most: from what was answered to
                        the question an epoch before above all. No bit depends on it; 0: none; None: 8 where questions
                        are asked again (epoch_steps), else none
-    recompute          score the answers once more before training, as trainers do that cannot trust their rollout
+    check_every        score a part of the answers once more before training, in every so many steps from the first on,
+                       and end the run where they have other bytes than the rollout's; 0: never
+    check_share        of each rank's answers, which part: see check.py
     replicas           engines that share the answers, all on the first trainer's device
     page_size, num_pages, max_num_seqs, max_num_batched_tokens, enable_prefix_cache
                        of each engine, see EngineConfig; None: room for all answers of a step. They change no bit
@@ -99,7 +102,8 @@ class Options:
     max_grad_norm: float = 1.0
     any_layout: bool = False
     speculation: int | None = None
-    recompute: bool = True
+    check_every: int = 10
+    check_share: float = 0.25
     replicas: int = 1
     page_size: int = 16
     num_pages: int | None = None
@@ -113,12 +117,14 @@ class Options:
             _set_int(self, name, 1)
         _set_int(self, "samples", 2)  # an advantage compares the answers to one prompt
         _set_int(self, "seed", 0, 2**64 - 1)
+        _set_int(self, "check_every", 0)
         for name in ("layers", "epoch_steps", *_ENGINE):
             _set_int(self, name, 1, optional=True)
         if self.speculation is not None:
             _set_int(self, "speculation", 0, MAX_DRAFT_TOKENS)
         for name in ("temperature", "learning_rate", "clip", "max_grad_norm"):  # greedy answers would all be the same
             _set_real(self, name, lambda value: value > 0, "a number above 0")
+        _set_real(self, "check_share", lambda value: 0 < value <= 1, "a number above 0, up to 1")
         _set_real(self, "weight_decay", lambda value: value >= 0, "a number of 0 or more")
         _set_real(self, "entropy_coefficient", lambda value: True, "a number")
         if self.advantage not in ADVANTAGES:

@@ -1,6 +1,7 @@
 """The record of a run: a line of JSON for each thing that was seen, written as soon as it was; and another run held
 against it."""
 
+import gzip
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,12 +27,13 @@ class Read:
 
 
 def read(path: str | Path) -> Read:
-    """A record whose last line may be cut off, as by a kill.
+    """A record, packed where its name ends in .gz, whose last line may be cut off, as by a kill.
 
     raises   OSError; ValueError names the line that is none of a record
     """
     found = None
-    lines = Path(path).read_text(encoding="utf-8").split("\n")
+    whole = Path(path).read_bytes()
+    lines = (gzip.decompress(whole) if str(path).endswith(".gz") else whole).decode().split("\n")
     for number, line in enumerate(lines, 1):
         if not line:
             continue

@@ -1,12 +1,12 @@
-"""What a run has shown: a line for each step, the last word, and plots."""
+"""What runs have shown: a line for each step, the last word, and plots; of this process's runs and of records."""
 
-from collections.abc import Callable, Iterable
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TextIO
 
-from .grpo import ALIGNED, STOCK, Run
-from .options import Options
-
-NAMES = {ALIGNED: "aligned", STOCK: "stock"}
+from . import record
+from .grpo import ALIGNED, Run
 
 
 def lines(stream: TextIO) -> Callable[[str], None]:
@@ -30,15 +30,15 @@ def lines(stream: TextIO) -> Callable[[str], None]:
     return show
 
 
-def heading(options: Options) -> str:
-    answers = f"{options.steps} steps of {options.prompts} prompts x {options.samples} answers"
-    return f"{options.model}: {answers}, temperature {options.temperature:g}, {options.dtype}, {options.device}"
+def heading(options: Mapping[str, Any]) -> str:
+    """Of a run with these Options, as a record has them."""
+    answers = "{steps} steps of {prompts} prompts x {samples} answers".format(**options)
+    return "{model}: {0}, temperature {temperature:g}, {dtype}, {device}".format(answers, **options)
 
 
 def line(side: str, step: dict[str, Any], steps: int) -> str:
     """Of one step, in columns. "differ a + b of n": so many log-probabilities of the rollout were other bytes in the
-    first training forward and in the recompute."""
-    seconds = "  ".join(f"{name.replace('_', ' ')} {s:.2f}" for name, s in step["seconds"].items())
+    first training forward and in the scoring before it."""
     again = "" if step["differ_recomputed"] is None else f" + {step['differ_recomputed']}"
     drafts = ""
     if step["drafted"]:
@@ -46,10 +46,15 @@ def line(side: str, step: dict[str, Any], steps: int) -> str:
             f"  accepted {step['accepted']} of {step['drafted']} drafted, {tokens_per_step(step):.2f} tokens a step"
         )
     return (
-        f"{NAMES[side]:<7} {step['step']:>{len(str(steps))}}/{steps}  reward {step['reward']:.3f}  "
+        f"{side:<8} {step['step']:>{len(str(steps))}}/{steps}  reward {step['reward']:.3f}  "
         f"entropy {step['entropy']:.3f}  gradient {step['grad_norm']:<6.3g}  weights moved {step['moved']:6.2%}  "
-        f"KL {figure(step['kl']):<8}  differ {step['differ']}{again} of {step['compared']}{drafts}  | {seconds} s"
+        f"KL {figure(step['kl']):<8}  differ {step['differ']}{again} of {step['compared']}{drafts}  "
+        f"| {_seconds(step['seconds'])} s"
     )
+
+
+def _seconds(parts: Mapping[str, float]) -> str:
+    return "  ".join(f"{name.replace('_', ' ')} {s:.2f}" for name, s in parts.items())
 
 
 def tokens_per_step(step: dict[str, Any]) -> float:
@@ -57,13 +62,13 @@ def tokens_per_step(step: dict[str, Any]) -> float:
     return step["tokens"] / max(1, step["tokens"] - step["accepted"])
 
 
-def verdict(side: str, run: Run) -> str:
+def verdict(name: str, run: Run) -> str:
     if not run.steps:
-        return f"{NAMES[side]}: no step was left to run"
+        return f"{name}: no step was left to run"
     compared, worst = sum(s["compared"] for s in run.steps), max(s["max_abs_diff"] for s in run.steps)
     kl = max((s["kl"] for s in run.steps), key=abs)
     return (
-        f"{NAMES[side]}: {run.differ} of {compared} log-probabilities differ in bytes between rollout and trainer "
+        f"{name}: {run.differ} of {compared} log-probabilities differ in bytes between rollout and trainer "
         f"(max |diff| {figure(worst)}, largest KL of a step {figure(kl)})"
     )
 
@@ -72,9 +77,70 @@ def figure(value: float) -> str:
     return "0.0" if value == 0 else f"{value:.3g}"
 
 
-def plot(path: str, title: str, runs: dict[str, Run]) -> None:
-    """Reward, entropy, gradient norm, KL, log-probabilities that differ, and drafts, step by step. What the file's name
-    ends with says what kind it is."""
+# Records
+
+
+@dataclass
+class Recorded:
+    """One side of a record. `name` is its side, and what else tells it from those that were read with it."""
+
+    name: str
+    side: str
+    options: dict[str, Any]
+    run: Run
+    sha256: str | None
+
+    @property
+    def differs(self) -> bool:
+        """Whether it was to have the same bytes everywhere, and has not."""
+        return self.side == ALIGNED and not self.run.equal
+
+
+def read(paths: Sequence[str]) -> list[Recorded]:
+    """Each side of each record, whole or cut off. OSError, ValueError: see record.read; and where none has a step"""
+    found = [record.read(path) for path in paths]
+    keys = {key for one in found for key in one.options}
+    apart = sorted(key for key in keys if len({repr(one.options.get(key)) for one in found}) > 1 and key != "steps")
+    result = []
+    for one in found:
+        own = ", ".join(f"{key.replace('_', ' ')} {one.options.get(key)}" for key in apart)
+        for side in dict.fromkeys(side for side, _ in one.steps):
+            run = Run([step for (of, _), step in sorted(one.steps.items()) if of == side])
+            name = f"{side}, {own}" if own else side
+            result.append(Recorded(name, side, one.options, run, one.ends.get(side)))
+    if not result:
+        raise ValueError(f"recipe: {', '.join(paths)}: no step is recorded there")
+    return result
+
+
+def summary(one: Recorded) -> list[str]:
+    """Lines: the last word, where a step's time went, and what the processes held after ten steps and at the end."""
+    steps = one.run.steps
+    seconds = {
+        name: statistics.fmean(s["seconds"].get(name, 0.0) for s in steps[1:] or steps) for name in _names(steps)
+    }
+    early, late = steps[min(10, len(steps) - 1)], steps[-1]
+    held = ", ".join(f"{name} {early['held'][name]:g} -> {late['held'][name]:g}" for name in late["held"])
+    tokens, whole = sum(s["tokens"] for s in steps), sum(seconds.values())
+    found = [
+        verdict(one.name, one.run),
+        f"  {len(steps)} steps, {tokens} tokens; a step takes {whole:.2f} s: {_seconds(seconds)}",
+        f"  reward {steps[0]['reward']:.3f} -> {late['reward']:.3f}; steps {early['step']} -> {late['step']}: {held}",
+    ]
+    return found if one.sha256 is None else [*found, f"  parameters have SHA-256 {one.sha256}"]
+
+
+def _names(steps: Sequence[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for step in steps for name in step["seconds"]))
+
+
+# Plots
+
+
+def plot(path: str, title: str, runs: Mapping[str, Run]) -> None:
+    """Reward, entropy, gradient norm, KL, log-probabilities that differ, memory and descriptors, and drafts where there
+    are any, step by step. Of long runs means over a fiftieth stand before the single steps. What the file's name ends
+    with says what kind it is."""
     from matplotlib.figure import Figure
 
     panels = {
@@ -83,34 +149,61 @@ def plot(path: str, title: str, runs: dict[str, Run]) -> None:
         "grad_norm": "gradient norm",
         "kl": "KL of rollout and trainer (k3, nats per token)",
         "differ": "log-probabilities that differ in bytes (%)",
+        "rss_mib": "memory of all processes (MiB)",
+        "gpu_mib": "memory of the trainer on the GPU (MiB)",
+        "descriptors": "open descriptors of all processes",
+        "accepted": "drafted tokens that were accepted (%)",
+        "tokens_per_step": "tokens of an answer a step",
     }
-    drafted = any(step["drafted"] for run in runs.values() for step in run.steps)
-    if drafted:
-        panels |= {"accepted": "drafted tokens that were accepted (%)", "tokens_per_step": "tokens of an answer a step"}
-    drawing = Figure(figsize=(20 if drafted else 15, 7), layout="constrained")
+    drawn = {name: [[*_values(run, name)] for run in runs.values()] for name in panels}
+    drawn = {name: series for name, series in drawn.items() if any(series)}
+    columns = -(-(len(drawn) + 1) // 2)
+    drawing = Figure(figsize=(5 * columns, 7), layout="constrained")
     drawing.suptitle(title)
-    axes = drawing.subplots(2, 4 if drafted else 3).flat
-    for (name, label), axis in zip(panels.items(), axes):
-        for (side, run), style in zip(runs.items(), ("o-", "x--")):
-            axis.plot([s["step"] for s in run.steps], list(_values(run, name)), style, label=NAMES[side])
-        axis.set_title(label, fontsize=10)
+    axes = drawing.subplots(2, columns).flat
+    for (name, series), axis in zip(drawn.items(), axes):
+        for number, ((label, run), values) in enumerate(zip(runs.items(), series)):
+            _curve(axis, f"C{number}", label, [s["step"] for s in run.steps], values)
+        axis.set_title(panels[name], fontsize=10)
         axis.set_xlabel("step", fontsize=9)
         axis.grid(alpha=0.3)
+        if name == "kl" and (seen := [abs(v) for values in series for v in values if v]):
+            axis.set_yscale("symlog", linthresh=min(seen))  # exact zeros among powers of ten
+    for axis in drawing.axes[len(drawn) :]:
+        axis.axis("off")
     last = drawing.axes[-1]
-    last.axis("off")
     last.text(0, 1, "\n\n".join(verdict(*item) for item in runs.items()), va="top", wrap=True, fontsize=9)
-    drawing.axes[0].legend()
+    drawing.axes[0].legend(fontsize=8)
     drawing.savefig(path)
 
 
+def _curve(axis, colour: str, label: str, steps: Sequence[int], values: Sequence[float]) -> None:
+    if not values:
+        return
+    window = len(values) // 50
+    if window < 2:
+        axis.plot(steps, values, ".-", color=colour, label=label)
+        return
+    axis.plot(steps, values, color=colour, alpha=0.25, linewidth=0.6)
+    means = [statistics.fmean(values[max(0, i - window) : i + window + 1]) for i in range(len(values))]
+    axis.plot(steps, means, color=colour, label=label)
+
+
 def _values(run: Run, name: str) -> Iterable[float]:
+    """Of each step; none where the run has none of it."""
+    drafted = any(step["drafted"] for step in run.steps)
     for step in run.steps:
         if name == "differ":
             differ = step["differ"] + (step["differ_recomputed"] or 0)
             yield 100 * differ / step["compared"]
+        elif name in ("rss_mib", "gpu_mib", "descriptors"):
+            if name in step["held"]:
+                yield step["held"][name]
         elif name == "accepted":
-            yield 100 * step["accepted"] / max(1, step["drafted"])
+            if drafted:
+                yield 100 * step["accepted"] / max(1, step["drafted"])
         elif name == "tokens_per_step":
-            yield tokens_per_step(step)
+            if drafted:
+                yield tokens_per_step(step)
         else:
             yield step[name]

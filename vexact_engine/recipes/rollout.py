@@ -1,4 +1,4 @@
-"""Engines in processes of their own: answers come from there, weights go there."""
+"""Where answers come from and weights go: engines in processes of their own, or the stock model's `generate`."""
 
 import contextlib
 from collections.abc import Iterable
@@ -14,7 +14,9 @@ from ..errors import HandoverFailed
 from ..handover.receiver import WeightReceiver
 from ..handover.sender import WeightSender
 from ..parallel.replicas import Replicas
-from ..request import Completion
+from ..proof import compare as proof
+from ..proof.stock import run_stock
+from ..request import Completion, Metrics
 from .options import Options
 
 
@@ -71,6 +73,64 @@ class Rollout:
 
     def __exit__(self, *exception) -> None:
         self.close()
+
+
+class Generate:
+    """For contrast, what many a script has: `generate` of the stock model in the run's dtype, in the trainer's process.
+    Its methods are Rollout's."""
+
+    def __init__(self, options: Options, device: torch.device):
+        self.numerics: dict = {}  # nothing is promised of it
+        self._options, self._version = options, 0
+        self._loaded = options.load(options.dtype, device)
+
+    def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Completion]:
+        """All answers in one batch, drawn with the first request's seed."""
+        rows = [prompt for prompt, asked in zip(prompts, params) for _ in range(asked.n)]
+        side = run_stock(
+            self._loaded.model,
+            rows,
+            dtype=self._options.dtype,
+            max_new_tokens=self._options.max_new_tokens,
+            temperature=self._options.temperature,
+            eos_token_ids=self._loaded.eos_token_ids,
+            seed=params[0].seed,
+            batch_size=len(rows),
+            rescore=False,
+        )
+        return [self._completion(sample) for sample in side.samples]
+
+    def _completion(self, sample: proof.Sample) -> Completion:
+        tokenizer, logprobs = self._loaded.tokenizer, sample.rollout.tolist()
+        return Completion(
+            sample.prompt_ids,
+            sample.token_ids,
+            logprobs,
+            logprobs,
+            sample.finish_reason,
+            "" if tokenizer is None else tokenizer.decode(sample.token_ids, skip_special_tokens=True),
+            self._version,
+            weight_versions=[self._version] * len(sample.token_ids),
+            metrics=Metrics(0.0, None, [], 0.0),
+        )
+
+    def pids(self) -> list[int]:
+        return []
+
+    @torch.no_grad()
+    def update(self, named_tensors: Iterable[tuple[str, Tensor]], numerics: dict, *, version: int | None = None) -> int:
+        """Copies all weights. Returns their version."""
+        own = self._loaded.model.state_dict()
+        for name, tensor in named_tensors:
+            own[name].copy_(tensor)
+        self._version = self._version + 1 if version is None else version
+        return self._version
+
+    def __enter__(self) -> "Generate":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        del self._loaded
 
 
 def engine(options: dict[str, Any], device: str) -> Engine:

@@ -26,6 +26,8 @@ from typing import Any
 from ..extras import pip_line
 
 SERVED = {"verl": "0.9.1", "veomni": "0.1.12"}
+_WHERE = "model.fused_kernel_options.vexact"
+_OPTIONS = ("kv_segment", "latent_attention", "longrope", "check_every", "check_share")
 TRANSFORMERS = (5, 5), (5, 23)  # from here on; where VeOmni is, below that
 
 
@@ -65,15 +67,7 @@ def declared_options(model_config: Any) -> dict[str, Any]:
     returns       {"kv_segment": ..., "latent_attention": ..., "longrope": ...}
     raises        ValueError on any other name, or another choice of longrope's; TypeError on the kind of a value
     """
-    asked = (model_config.get("fused_kernel_options") or {}).get("vexact") or {}
-    options = {"kv_segment": None, "latent_attention": False, "longrope": None}
-    where = "model.fused_kernel_options.vexact"
-    if not isinstance(asked, Mapping):
-        raise TypeError(f"{where}: got {type(asked).__name__}, expected a mapping")
-    unknown = sorted(set(asked) - set(options))
-    if unknown:
-        raise ValueError(f"{where}: got {', '.join(unknown)}, expected of {', '.join(options)}")
-    options.update(asked)
+    options, where = _asked(model_config, {"kv_segment": None, "latent_attention": False, "longrope": None}), _WHERE
     if options["kv_segment"] is not None and type(options["kv_segment"]) is not int:
         raise TypeError(f"{where}.kv_segment: got {type(options['kv_segment']).__name__}, expected an int or null")
     if type(options["latent_attention"]) is not bool:
@@ -81,6 +75,29 @@ def declared_options(model_config: Any) -> dict[str, Any]:
     if options["longrope"] not in (None, "short", "long"):
         raise ValueError(f"{where}.longrope: got {options['longrope']!r}, expected null, short or long")
     return options
+
+
+def check_options(model_config: Any) -> tuple[int, float]:
+    """check_every and check_share, see check.py, which stand beside those.
+
+    raises  ValueError, TypeError, naming it
+    """
+    every, share = _asked(model_config, {"check_every": 0, "check_share": 0.25}).values()
+    if type(every) is not int or every < 0:
+        raise ValueError(f"{_WHERE}.check_every: got {every!r}, expected an integer of 0 or more")
+    if type(share) not in (int, float) or not 0 < share <= 1:
+        raise ValueError(f"{_WHERE}.check_share: got {share!r}, expected a number above 0, up to 1")
+    return every, float(share)
+
+
+def _asked(model_config: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """These of fused_kernel_options.vexact, or what they are by themselves."""
+    asked = (model_config.get("fused_kernel_options") or {}).get("vexact") or {}
+    if not isinstance(asked, Mapping):
+        raise TypeError(f"{_WHERE}: got {type(asked).__name__}, expected a mapping")
+    if unknown := sorted(set(asked) - set(_OPTIONS)):
+        raise ValueError(f"{_WHERE}: got {', '.join(unknown)}, expected of {', '.join(_OPTIONS)}")
+    return {name: asked.get(name, value) for name, value in options.items()}
 
 
 def _version(name: str) -> str | None:

@@ -27,7 +27,7 @@ from torch import Tensor
 import vexact_ops as vx
 from vexact_ops.patch.facts import compute_dtypes
 
-from . import check_versions, declared_options
+from . import check_options, check_versions, declared_options
 
 check_versions()
 
@@ -38,6 +38,7 @@ from verl.workers import engine as engines
 from verl.workers.engine import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
+from .check import Check
 from .handed import About, Weights
 
 VENDOR = "vexact"
@@ -55,7 +56,16 @@ class AlignedEngine:
 
     def __init__(self, model_config, engine_config, *args, **kwargs):
         refuse(model_config, engine_config)
+        self.check = Check(*check_options(model_config))
         super().__init__(model_config, engine_config, *args, **kwargs)
+
+    def train_batch(self, data, loss_function):
+        """verl's; before the first update of a step it is checked that the rollout's log-probabilities are its own."""
+        checked = self.check.before(data, self.infer_batch)
+        found = super().train_batch(data, loss_function)
+        if self.is_mp_src_rank_with_outputs():
+            found["metrics"]["rollout_checked"] = [float(checked)]  # tokens, on average of a rank
+        return found
 
     def prepare_model_inputs(self, micro_batch):
         for name in ("distillation_use_topk", "calculate_sum_pi_squared"):
@@ -88,7 +98,7 @@ class AlignedEngine:
         name = next(name for name, parameter in self.module.named_parameters() if parameter is embedding)
         numerics = self.aligned.numerics(get_device_name(), rounded=True)
         about = About(numerics, str(computes[name]).removeprefix("torch."), self.computes_by)
-        return Weights(items, convert_weight_keys(computes, self.module), about), adapters
+        return Weights(items, convert_weight_keys(computes, self.module), about, self.check.of), adapters
 
     def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
         pad, offsets = output_args.get("pad_size", 0), micro_batch["input_ids"].offsets()

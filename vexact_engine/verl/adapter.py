@@ -75,6 +75,8 @@ class ServerAdapter(BaseRollout):
                 await received
                 if global_steps is not None:
                     await server.set_global_steps.remote(global_steps)
+            if hasattr(weights, "of"):
+                weights.of(global_steps)
         finally:
             async for _ in items:
                 pass

@@ -128,6 +128,8 @@ class Broadcast(CheckpointEngine):
             if self._group is not None:
                 self._announce(Bucket(about=getattr(weights, "about", None)))
                 self._send(items)
+            if hasattr(weights, "of"):
+                weights.of(global_steps)
         except BaseException as e:
             self._store.set(str(self._index), msgspec.msgpack.encode(Bucket(error=f"{type(e).__name__}: {e}")))
             self._leave()

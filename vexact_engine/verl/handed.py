@@ -1,7 +1,7 @@
 """A trainer's weights on their way to a rollout, and what is known of the forward that they are of."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -38,11 +38,18 @@ class Weights:
     items      of the trainer's masters
     computes   of each parameter and buffer the dtype that its forward has it in. They are rounded to that, to nearest
                even, as FSDP2 casts its masters
+    of         called once they are through with the step that they are of, where that is known: see check.py
     raises     RuntimeError on a name that is neither's
     """
 
-    def __init__(self, items: Iterator[tuple[str, Tensor]], computes: Mapping[str, torch.dtype], about: About) -> None:
-        self._items, self._computes, self.about = iter(items), computes, about
+    def __init__(
+        self,
+        items: Iterator[tuple[str, Tensor]],
+        computes: Mapping[str, torch.dtype],
+        about: About,
+        of: Callable[[int | None], None] = lambda step: None,
+    ) -> None:
+        self._items, self._computes, self.about, self.of = iter(items), computes, about, of
 
     def __iter__(self) -> "Weights":
         return self
