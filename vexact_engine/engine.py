@@ -129,7 +129,7 @@ class Engine(Frontend):
         trust_remote_code  run the Python that a directory brings for its tokenizer; a model's is never run. Unasked
                         such a model has no tokenizer, and the log says so
         images          False: of a directory that transformers has a class of text alone for (Qwen3.5) that one, as
-                        for a trainer that trains it; stages and ranks always have that one
+                        for a trainer that trains it
         nodes           with EngineConfig.nodes above 1, a Ray actor of parallel.nodes.Node on each machine, in the
                         order of stages; None: Ray places them, as many GPUs on each as its stages have ranks
         raises          FileNotFoundError, ValueError, TypeError: what cannot be loaded and why; UnsupportedModule (a
@@ -140,7 +140,7 @@ class Engine(Frontend):
         ahead = functools.partial(verifying, config=config or EngineConfig())
         read: Callable[..., Loaded] = functools.partial(load, meanwhile=ahead, images=images)
         if config is not None and config.processes > 1:
-            read = functools.partial(load_in_stages, asked=config.parallel)
+            read = functools.partial(load_in_stages, asked=config.parallel, images=images)
         with torch.device("cpu"):  # not the caller's default device
             options = {"tokenizer": tokenizer, "trust_remote_code": trust_remote_code}
             loaded = read(path_or_model, device=device, dtype=dtype, **options)

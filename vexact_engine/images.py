@@ -244,7 +244,7 @@ def taken(
     if not given:
         return text[0], [], []
     if described is None:
-        raise ValueError("images: this engine's model takes none, or runs in several processes")
+        raise ValueError("images: this engine's model takes none")
     videos: list[Video] = []
     if "pixel_values_videos" in given:
         if "video_grid_thw" not in given:

@@ -37,6 +37,7 @@ from ..weights.update import Places, Update
 from . import messages as m
 from .frames import Frames, write_frame
 from .nodes import Start
+from .scenes import scene_from
 from .store import BoardStore
 from .wire import Caller, call
 
@@ -77,7 +78,8 @@ class Stage:
     def _handle(self, message: m.ToStage) -> None:
         if isinstance(message, m.Step):
             step = Step.from_bytes(message.data)
-            self._pending.put((step.number, self.runner.launch(step)))
+            scene = None if message.scene is None else scene_from(message.scene, self.runner.images.merge)
+            self._pending.put((step.number, self.runner.launch(step, scene, message.image_epoch)))
         elif isinstance(message, m.Open):
             self._answer(message.key, lambda: self._open(message.offer))
         elif isinstance(message, m.Take):
@@ -114,7 +116,7 @@ class Stage:
         options = {**config.patch_options, "training": False}
         handle = vx.patch.hf(self.model, **options)
         described = handle.describe()
-        names = described.names(layers)
+        names = described.names(layers) | described.tower_names(layers)
         handle.undo()
         whole = shapes(self.model)
         experts = config.expert_parallel_size > 1
@@ -213,6 +215,7 @@ class Stage:
 
     def do_sleep(self, level: int, tags: list[str]) -> tuple[dict[str, int], dict[str, int], str | None]:
         self.runner.settle()
+        self.runner.forget_images()
         return self._move(lambda: self._memory.sleep(level, tags))
 
     def do_wake_up(self, tags: list[str]) -> tuple[dict[str, int], dict[str, int], str | None]:

@@ -210,7 +210,7 @@ def _wrong(where: str, got: Any, expected: str) -> APIError:
 def _image(where: str, part: dict, images: list[tuple[str, str]] | None, hosts: Collection[str]) -> dict:
     """Of an image_url part what a template takes for it."""
     if images is None:
-        raise _wrong(where, "image_url", "a text: the model takes no images, or runs in several processes")
+        raise _wrong(where, "image_url", "a text: the model takes no images")
     given = part.get("image_url")
     url = given.get("url") if isinstance(given, dict) else given
     if isinstance(url, str) and is_remote(url):

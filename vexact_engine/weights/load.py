@@ -113,6 +113,7 @@ def load_in_stages(
     dtype: str | torch.dtype | None = None,
     tokenizer: Any = None,
     trust_remote_code: bool = False,
+    images: bool = True,
     asked: str = "pipeline_parallel_size",
 ) -> Loaded:
     """A model directory, or a name on the Hub, for an engine of several stages or ranks: they read their weights
@@ -125,7 +126,8 @@ def load_in_stages(
 
     device = default_device(source) if device is None else device
     kind = as_dtype(torch.bfloat16 if dtype is None else dtype, device)
-    path = None if isinstance(source, torch.nn.Module) else _found(os.fspath(source))
+    name = "" if isinstance(source, torch.nn.Module) else os.fspath(source)
+    path = None if isinstance(source, torch.nn.Module) else _found(name)
     if path is None or path.is_file():
         what = f"a loaded {type(source).__name__}" if path is None else str(path)
         raise ValueError(
@@ -135,13 +137,13 @@ def load_in_stages(
     found = load_tokenizer(path, tokenizer, trust_remote_code=trust_remote_code)
     with quiet():
         try:
-            origin = settled(Origin(str(path), kind))
+            origin = settled(Origin(str(path), kind, images=images))
             model = skeleton(origin)
         except Exception as error:
             raise error if str(error).startswith("weights: ") else explain(str(path), error) from error
-    if model.config.model_type in WITH_IMAGES:
-        raise ValueError(f"weights: {asked}: got {path}, a model that takes images: it runs in one process, expected 1")
-    return replace(without_weights(model, found, origin, device), name=os.fspath(source))
+    processor = load_image_processor(path, name) if model.config.model_type in WITH_IMAGES else None
+    made = without_weights(model, found, origin, device)
+    return replace(made, name=name, image_processor=processor)
 
 
 def without_weights(model, tokenizer: Any, origin: "Origin", device: str | torch.device) -> Loaded:
