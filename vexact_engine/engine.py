@@ -26,7 +26,6 @@ from .core.loop import Loop, check_pause, drop
 from .core.plan import Stats
 from .frontend import Frontend, Prompt
 from .handover.session import TORN, WeightUpdate, check_numerics, check_version, with_model
-from .images import read_prompt
 from .outputs import Call, Increment, Load, Ticket
 from .parallel.assembly import assemble, complete
 from .request import Begun, Completion, Request, check_name, check_params, refused
@@ -59,7 +58,7 @@ class Engine(Frontend):
 
     config, tokenizer, model   as they are in use: num_pages and max_model_len are filled in; the tokenizer is a copy
     image_processor            transformers' own, of the model's directory; None: there is none, and images come as
-                               ready pixel_values. May be set
+                               ready pixel_values. May be set; video_processor likewise
     stats                      counts since the start, live: steps, tokens, preemptions, ...
     weight_version             0, and one more after every update
     path                       how hidden states are computed: "fused", or "patched: " and why; never a matter of bits
@@ -88,7 +87,7 @@ class Engine(Frontend):
         first = next(self.model.parameters())
         self.device, self.dtype = loaded.device or first.device, first.dtype
         self.vocab_size = shapes.vocab_size(self.model)
-        self.image_processor = loaded.image_processor
+        self.image_processor, self.video_processor = loaded.processors
         config = complete(config, loaded)
         backend = vx.current_backend()  # of here and now, for good
         self._draft = load_draft(config.speculation, loaded)
@@ -537,7 +536,7 @@ class Engine(Frontend):
             check_params(params, self.vocab_size)
             if params.stop and self._text is not None:
                 params = self._text.with_stop_ids(params)
-            given, pictures = read_prompt(prompt, self._text, self.images, self.image_processor)
+            given, pictures = self._read_prompt(prompt, self.images)
             request = Request(given, params, name, begun, pictures)
             ids = request.prompt_ids
         except Exception as error:

@@ -384,6 +384,7 @@ class Images:
     video        the token of videos' rows; None: they are not covered
     frames_apart each frame of a video has tokens of its own, like an image's, with text between them
     per_second   otherwise, how far positions of frames lie apart that are a second apart
+    begin, end   tokens that models mark an image or a frame with, where their config names any
     """
 
     token: int
@@ -393,6 +394,8 @@ class Images:
     video: int | None = None
     frames_apart: bool = False
     per_second: float = 1.0
+    begin: int | None = None
+    end: int | None = None
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class Vision:
     merge      patches in a row and in a column of a block, which is a token
     deepstack  how many layers are followed by rows that are added
     width      numbers of a patch
-    video, frames_apart, per_second   see description.Images
+    video, frames_apart, per_second, begin, end   see description.Images
     """
 
     tower: str
@@ -52,9 +52,11 @@ class Vision:
     video: int | None = None
     frames_apart: bool = False
     per_second: float = 1.0
+    begin: int | None = None
+    end: int | None = None
 
     def described(self) -> Images:
-        videos = self.video, self.frames_apart, self.per_second
+        videos = self.video, self.frames_apart, self.per_second, self.begin, self.end
         return Images(self.token, self.merge, self.width, self.deepstack, *videos)
 
 
