@@ -474,7 +474,7 @@ def test_the_server_takes_images_and_says_what_is_wrong_with_one(monkeypatch):
 
             from vexact_engine.serve import remote
 
-            monkeypatch.setattr(remote, "fetched", lambda url, hosts, end: raw.getvalue())
+            monkeypatch.setattr(remote, "fetched", lambda url, hosts, end, types, most: raw.getvalue())
             done = client.chat.completions.create(
                 messages=messages("https://pictures.test/a.png", good), **ask, extra_body=extra
             )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from engine_models import byte_tokenizer
-from test_images import CONFIG, PARAMS, WIDTH, check, same
+from test_images import CONFIG, PARAMS, TEMPLATE, WIDTH, check, same
 
 import vexact_ops as vx
 from vexact_engine import Engine, videos
@@ -159,9 +159,72 @@ def test_what_is_wrong_with_a_video_is_said_of_its_request_alone(monkeypatch):
         assert "PyAV is not installed" in one.error and "[video]" in one.error
 
 
+def test_the_server_takes_videos_and_says_what_is_wrong_with_one(monkeypatch):
+    openai = pytest.importorskip("openai", reason="openai is not installed (extra test)")
+    import urllib.request
+
+    import serving
+
+    from vexact_engine.serve import remote
+
+    model, tokenizer = with_names("qwen3_vl")
+    tokenizer.chat_template = TEMPLATE.replace(
+        "{% else %}{{ p", "{% elif p.type == 'video' %}<vs><vid><ve>{% else %}{{ p"
+    )
+    good = "data:video/mp4;base64," + base64.b64encode(MOVIE).decode()
+
+    def messages(*urls):
+        parts = [{"type": "video_url", "video_url": {"url": url}} for url in urls]
+        return [{"role": "user", "content": [{"type": "text", "text": "look: "}, *parts]}]
+
+    with Engine.from_pretrained(model, config=CONFIG, tokenizer=tokenizer) as engine:
+        engine.video_processor = Processor()
+        prompt = {"prompt": "look: <vs><vid><ve><vs><vid><ve>", "videos": [MOVIE, MOVIE]}
+        (expected,) = engine.generate([prompt], PARAMS)
+        with (
+            serving.serve(engine, allow_image_hosts=("films.test",)) as server,
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            ask = {"model": "tiny", "max_tokens": 9, "seed": 5}
+            extra = {"ignore_eos": True, "return_rollout": True, "return_token_ids": True}
+            done = client.chat.completions.create(messages=messages(good, good), **ask, extra_body=extra)
+            assert done.choices[0].prompt_token_ids == expected.prompt_ids
+            assert done.choices[0].rollout["logprobs"] == expected.logprobs
+            fetched = []
+            monkeypatch.setattr(remote, "fetched", lambda *given: fetched.append(given) or MOVIE)
+            url = "https://films.test/a.mp4"
+            done = client.chat.completions.create(messages=messages(url, good), **ask, extra_body=extra)
+            assert done.choices[0].rollout["logprobs"] == expected.logprobs
+            assert fetched[0][0] == url and fetched[0][3:] == (videos.TYPES, videos.MOST_BYTES)
+            for url, said in (
+                ("http://127.0.0.1/a.mp4", "video_url.url: got a URL of '127.0.0.1', expected one of films.test"),
+                (good.replace("mp4", "x-flv", 1), "of type 'video/x-flv'"),
+                ("data:video/mp4;base64," + base64.b64encode(MOVIE[:300]).decode(), "content[2]: a broken video"),
+                ("data:video/mp4;base64," + base64.b64encode(PLAYLIST).decode(), "are no video that is known"),
+            ):
+                with pytest.raises(openai.BadRequestError) as refused:
+                    client.chat.completions.create(messages=messages(good, url), **ask)
+                assert said in str(refused.value), refused.value
+            with urllib.request.urlopen(f"{server.url}/metrics") as page:
+                assert "vexact_videos_total 4.0" in page.read().decode()
+
+
 def test_a_text_model_takes_no_videos():
     from engine_models import build
 
     with Engine.from_pretrained(build("Qwen3"), config=CONFIG) as engine:
         bad, good = engine.generate([{"prompt_token_ids": [1, 2], "videos": [MOVIE]}, [1, 2]], PARAMS)
     assert bad.error == "videos: this engine's model takes none" and good.error is None
+
+
+def test_what_a_server_of_a_text_model_says_of_images_and_videos():
+    from vexact_engine.serve.errors import APIError
+    from vexact_engine.serve.tokens import Chat, Tokens
+
+    tokens = Tokens(with_names("qwen3_vl")[1])
+    tokens.text.tokenizer.chat_template = TEMPLATE
+    for kind, chat in (("image", {}), ("video", {}), ("video", {"images": []})):
+        name = f"{kind}_url"
+        part = {"type": name, name: {"url": f"data:{kind}/x;base64,"}}
+        with pytest.raises(APIError, match=f"got '{name}', expected a text: the model takes no {kind}s"):
+            tokens.chat(Chat([{"role": "user", "content": [part]}], **chat), None)
