@@ -26,7 +26,6 @@ from .core.loop import Loop, check_pause, drop
 from .core.plan import Stats
 from .frontend import Frontend, Prompt
 from .handover.session import TORN, WeightUpdate, check_numerics, check_version, with_model
-from .images import read_prompt
 from .outputs import Call, Increment, Load, Ticket
 from .parallel.assembly import assemble, complete
 from .request import Begun, Completion, Request, check_name, check_params, refused
@@ -59,7 +58,7 @@ class Engine(Frontend):
 
     config, tokenizer, model   as they are in use: num_pages and max_model_len are filled in; the tokenizer is a copy
     image_processor            transformers' own, of the model's directory; None: there is none, and images come as
-                               ready pixel_values. May be set
+                               ready pixel_values. May be set; video_processor likewise
     stats                      counts since the start, live: steps, tokens, preemptions, ...
     weight_version             0, and one more after every update
     path                       how hidden states are computed: "fused", or "patched: " and why; never a matter of bits
@@ -88,7 +87,7 @@ class Engine(Frontend):
         first = next(self.model.parameters())
         self.device, self.dtype = loaded.device or first.device, first.dtype
         self.vocab_size = shapes.vocab_size(self.model)
-        self.image_processor = loaded.image_processor
+        self.image_processor, self.video_processor = loaded.processors
         config = complete(config, loaded)
         backend = vx.current_backend()  # of here and now, for good
         self._draft = load_draft(config.speculation, loaded)
@@ -129,7 +128,7 @@ class Engine(Frontend):
         trust_remote_code  run the Python that a directory brings for its tokenizer; a model's is never run. Unasked
                         such a model has no tokenizer, and the log says so
         images          False: of a directory that transformers has a class of text alone for (Qwen3.5) that one, as
-                        for a trainer that trains it; stages and ranks always have that one
+                        for a trainer that trains it
         nodes           with EngineConfig.nodes above 1, a Ray actor of parallel.nodes.Node on each machine, in the
                         order of stages; None: Ray places them, as many GPUs on each as its stages have ranks
         raises          FileNotFoundError, ValueError, TypeError: what cannot be loaded and why; UnsupportedModule (a
@@ -140,7 +139,7 @@ class Engine(Frontend):
         ahead = functools.partial(verifying, config=config or EngineConfig())
         read: Callable[..., Loaded] = functools.partial(load, meanwhile=ahead, images=images)
         if config is not None and config.processes > 1:
-            read = functools.partial(load_in_stages, asked=config.parallel)
+            read = functools.partial(load_in_stages, asked=config.parallel, images=images)
         with torch.device("cpu"):  # not the caller's default device
             options = {"tokenizer": tokenizer, "trust_remote_code": trust_remote_code}
             loaded = read(path_or_model, device=device, dtype=dtype, **options)
@@ -537,7 +536,7 @@ class Engine(Frontend):
             check_params(params, self.vocab_size)
             if params.stop and self._text is not None:
                 params = self._text.with_stop_ids(params)
-            given, pictures = read_prompt(prompt, self._text, self.images, self.image_processor)
+            given, pictures = self._read_prompt(prompt, self.images)
             request = Request(given, params, name, begun, pictures)
             ids = request.prompt_ids
         except Exception as error:

@@ -12,6 +12,7 @@ EXTRAS = {
     "engine": ("transformers", "safetensors", "numpy", "rich", "msgspec"),
     "gguf": ("gguf", "accelerate"),
     "report": ("matplotlib",),
+    "video": ("av",),
     "handover": ("zmq", "msgspec"),
     "serve": ("fastapi", "uvicorn", "prometheus_client", "pydantic"),
 }

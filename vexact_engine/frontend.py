@@ -12,11 +12,15 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from vexact_ops.patch.description import Images
+
 from .config import EngineConfig, SamplingParams
 from .outputs import Call, Increment, collected, in_pieces
 from .progress import bar, quiet
 from .request import Completion, as_requests, start_order
 from .text import chat_ids, conversations
+from .visual import read_prompt
+from .weights.processors import Processors
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Listen = Callable[[Increment | BaseException], None]
@@ -31,6 +35,9 @@ class Frontend(ABC):
 
     config: EngineConfig
     tokenizer: Any
+    image_processor: Any
+    video_processor: Any
+    _text: Any
 
     def chat(
         self,
@@ -135,6 +142,10 @@ class Frontend(ABC):
                 yield item
         finally:
             self._withdraw([made])
+
+    def _read_prompt(self, prompt: Prompt, images: Images | None) -> tuple[Any, Any]:
+        """visual.read_prompt. images: what the model takes of them."""
+        return read_prompt(prompt, self._text, images, Processors(self.image_processor, self.video_processor))
 
     # What a subclass knows
 

@@ -20,15 +20,11 @@ from vexact_ops.patch.grids import Clip, Grid, Waiting, axes_of, grids_of, patch
 from vexact_ops.patch.images import check_pixels, clips_of
 
 from .core.plan import Chunk, StepPlan
-from .request import encoded, token_ids
 
 MOST_PIXELS = 64 << 20  # of one image before it is resized
 MOST_BYTES = 64 << 20
 TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp")
 _TEXT = -1  # for a token that stands for nothing
-_IMAGES = ("images", "pixel_values", "image_grid_thw")
-_VIDEOS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
-_FIELDS = ("prompt", "prompt_token_ids", *_IMAGES, *_VIDEOS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,63 +222,6 @@ def _is_placed(chunk: Chunk) -> bool:
 # As callers give them
 
 
-def taken(
-    prompt: Mapping[str, Any], described: Images | None, processor: Any | None
-) -> tuple[Any, list[Image], list[Video]]:
-    """A prompt's text or token ids, its images and its videos. TypeError or ValueError naming what is wrong."""
-    if unknown := sorted(set(map(str, prompt)) - set(_FIELDS)):
-        raise ValueError(
-            f"prompt: got a dict with {', '.join(unknown)}, expected a list of token ids, or of {', '.join(_FIELDS)}"
-        )
-    text = [prompt[name] for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
-    if len(text) != 1:
-        raise ValueError(f"prompt: got {len(text)} of prompt and prompt_token_ids, expected one of them")
-    given = {name: prompt[name] for name in (*_IMAGES, *_VIDEOS) if prompt.get(name) is not None}
-    for pixels, *others in (("pixel_values", "image_grid_thw"), _VIDEOS):
-        if pixels not in given and (other := next((name for name in others if name in given), None)):
-            raise ValueError(f"{other}: got one without {pixels}, expected both")
-    if not given:
-        return text[0], [], []
-    if described is None:
-        raise ValueError("images: this engine's model takes none, or runs in several processes")
-    videos: list[Video] = []
-    if "pixel_values_videos" in given:
-        if "video_grid_thw" not in given:
-            raise ValueError("pixel_values_videos: expected video_grid_thw with them")
-        videos = ready_videos("prompt", *(given.get(name) for name in _VIDEOS), described)
-    images = given.get("images")
-    if "pixel_values" in given:
-        if images is not None or "image_grid_thw" not in given:
-            raise ValueError("pixel_values: expected image_grid_thw with them, and no images")
-        return text[0], ready("prompt", given["pixel_values"], given["image_grid_thw"], described), videos
-    if images is None:
-        return text[0], [], videos
-    if isinstance(images, str | bytes) or not isinstance(images, Sequence):
-        raise TypeError(f"images: got a {type(images).__name__}, expected a list")
-    found: list[Image] = []
-    for i, image in enumerate(images):
-        try:
-            found += opened_images([image], described, processor)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"images[{i}]: {error}") from error
-    return text[0], found, videos
-
-
-def read_prompt(
-    prompt: Any, text: Any, described: Images | None, processor: Any | None
-) -> tuple[list[int] | Any, Pictures | None]:
-    """Token ids of a prompt as callers give it, and its images; ids of one without images are not looked at yet.
-    TypeError or ValueError naming what is wrong."""
-    if not isinstance(prompt, Mapping):
-        return encoded(prompt, text), None
-    given, images, videos = taken(prompt, described, processor)
-    ids = token_ids(encoded(given, text))
-    if not images and not videos:
-        return ids, None
-    pictures = Pictures(ids, images, described, videos)
-    return pictures.prompt_ids, pictures
-
-
 def opened_images(images: Sequence[Any], described: Images, processor: Any | None) -> list[Image]:
     """TypeError or ValueError on what is no image, and where no processor makes patches of them."""
     pictures = [opened(image) for image in images]
@@ -303,21 +242,7 @@ def opened(image: Any) -> Any:
         raise ValueError("Pillow is not installed, which opens images: give pixel_values") from None
     if isinstance(image, PIL.Image.Image):
         return _checked(image)
-    if isinstance(image, str) and image.startswith("data:"):
-        image = _of_uri(image)
-    elif isinstance(image, str | os.PathLike):
-        if str(image).startswith(("http:", "https:")):
-            raise ValueError("got a URL, expected a path, bytes or a data: URI: nothing is fetched")
-        path = Path(image)
-        if not path.is_file():
-            raise ValueError(f"{str(image)[:80]!r} is no file")
-        if path.stat().st_size > MOST_BYTES:
-            raise ValueError(f"got a file of {path.stat().st_size} bytes, expected at most {MOST_BYTES}")
-        image = path.read_bytes()
-    if not isinstance(image, bytes | bytearray):
-        raise TypeError(f"got a {type(image).__name__}, expected a PIL image, a path, bytes or a data: URI")
-    if len(image) > MOST_BYTES:
-        raise ValueError(f"got {len(image)} bytes, expected at most {MOST_BYTES}")
+    image = read(image, TYPES, MOST_BYTES, "a PIL image, ")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
@@ -338,13 +263,38 @@ def _checked(image: Any) -> Any:
     return image.convert("RGB")
 
 
-def _of_uri(uri: str) -> bytes:
+def read(given: Any, types: Sequence[str], most: int, otherwise: str = "") -> bytes:
+    """The bytes of a path, of bytes, or of a data: URI of one of these types, no more than so many. TypeError or
+    ValueError on what is none of these.
+
+    otherwise   what else the caller takes, for messages
+    """
+    if isinstance(given, str) and given.startswith("data:"):
+        given = _of_uri(given, types)
+    elif isinstance(given, str | os.PathLike):
+        if str(given).startswith(("http:", "https:")):
+            raise ValueError("got a URL, expected a path, bytes or a data: URI: nothing is fetched")
+        path = Path(given)
+        if not path.is_file():
+            raise ValueError(f"{str(given)[:80]!r} is no file")
+        if path.stat().st_size > most:
+            raise ValueError(f"got a file of {path.stat().st_size} bytes, expected at most {most}")
+        given = path.read_bytes()
+    if not isinstance(given, bytes | bytearray):
+        raise TypeError(f"got a {type(given).__name__}, expected {otherwise}a path, bytes or a data: URI")
+    if len(given) > most:
+        raise ValueError(f"got {len(given)} bytes, expected at most {most}")
+    return bytes(given)
+
+
+def _of_uri(uri: str, types: Sequence[str]) -> bytes:
+    """What a data: URI of one of these types holds. ValueError."""
     head, comma, body = uri.partition(",")
     kind, *options = head.removeprefix("data:").split(";")
     if not comma or "base64" not in options:
-        raise ValueError("got a data: URI that is not base64, expected data:image/png;base64,...")
-    if kind.lower() not in TYPES:
-        raise ValueError(f"got a data: URI of type {kind[:40]!r}, expected one of {', '.join(TYPES)}")
+        raise ValueError(f"got a data: URI that is not base64, expected data:{types[0]};base64,...")
+    if kind.lower() not in types:
+        raise ValueError(f"got a data: URI of type {kind[:40]!r}, expected one of {', '.join(types)}")
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -191,10 +190,10 @@ def test_preempted_and_aborted_requests_with_images(pair):
     scheduler, taken, again = engine._scheduler, [], engine._scheduler.schedule
 
     def schedule(*args, **options):
-        if len(taken) < 40:
-            running = [s for s in scheduler.running if not s.in_flight]
+        running = [s for s in scheduler.running if not s.in_flight]
+        if running and len(taken) < 40:
             taken.append(len(running))
-            if running and len(taken) % 3 == 0:  # in the midst of prompts too
+            if len(taken) % 3 == 0:  # in the midst of prompts too
                 scheduler.preempt(running[-1])
         return again(*args, **options)
 
@@ -206,15 +205,21 @@ def test_preempted_and_aborted_requests_with_images(pair):
         del scheduler.schedule
     same(done, expected)
     assert sum(c.metrics.preemptions for c in done) > 2
+    abort(engine, expected)
+
+
+def abort(engine, expected):
+    """In the midst of a prompt with images. expected: of the first prompt."""
+    scheduler, again = engine._scheduler, engine._scheduler.schedule
     long = SamplingParams(max_new_tokens=100, seed=1, ignore_eos=True)
 
-    def abort(*args, **options):
+    def schedule(*args, **options):
         if "gone" in {r.id for r in scheduler.requests}:
             engine.abort("gone")
         return again(*args, **options)
 
     engine.reset_prefix_cache()
-    scheduler.schedule = abort
+    scheduler.schedule = schedule
     try:
         done = engine.generate([PROMPTS[2], PROMPTS[0]], [long, PARAMS], request_ids=["gone", "stays"])
     finally:
@@ -323,13 +328,6 @@ def test_a_text_model_takes_no_images():
         (good,) = engine.generate([{"prompt_token_ids": [1, 2]}], PARAMS)
     assert "images: this engine's model takes none" in bad.error
     assert good.error is None and good.pixel_values is None
-
-
-def test_stages_refuse_a_model_of_images(tmp_path):
-    image_models.tiny("qwen3_vl").save_pretrained(tmp_path)
-    stages = replace(CONFIG, pipeline_parallel_size=3)
-    with pytest.raises(ValueError, match=r"pipeline_parallel_size: got .*, a model that takes images"):
-        Engine.from_pretrained(tmp_path, device="cpu", config=stages, tokenizer=False)
 
 
 class Processor:
@@ -476,7 +474,7 @@ def test_the_server_takes_images_and_says_what_is_wrong_with_one(monkeypatch):
 
             from vexact_engine.serve import remote
 
-            monkeypatch.setattr(remote, "fetched", lambda url, hosts, end: raw.getvalue())
+            monkeypatch.setattr(remote, "fetched", lambda url, hosts, end, types, most: raw.getvalue())
             done = client.chat.completions.create(
                 messages=messages("https://pictures.test/a.png", good), **ask, extra_body=extra
             )

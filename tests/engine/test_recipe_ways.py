@@ -16,6 +16,15 @@ def test_fifty_steps_end_with_the_same_parameters_whatever_way_they_are_run(tmp_
     sizes = {"steps": 50, "prompts": 2, "samples": 2, "answer": 6}
     args = argparse.Namespace(shape=str(tmp_path / "model"), layers=None, device="cpu", **sizes)
     import time
+
     t = time.perf_counter()
     for found in repeats.run(args):
-        print(found["case"], found["ours"], found["sha256"], found["differ"], found["tokens"], time.perf_counter() - t, flush=True)
+        print(
+            found["case"],
+            found["ours"],
+            found["sha256"],
+            found["differ"],
+            found["tokens"],
+            time.perf_counter() - t,
+            flush=True,
+        )

@@ -59,7 +59,8 @@ def reachable(monkeypatch):
 
 
 def fetch(port, path="/a.png?b=1", seconds=20.0):
-    return remote.fetched(f"http://pictures.test:{port}{path}", (f"pictures.test:{port}",), time.monotonic() + seconds)
+    url, end = f"http://pictures.test:{port}{path}", time.monotonic() + seconds
+    return remote.fetched(url, (f"pictures.test:{port}",), end, images.TYPES, images.MOST_BYTES)
 
 
 def test_what_is_there_is_fetched(reachable):
@@ -123,7 +124,8 @@ def test_addresses_that_are_not_public(address, monkeypatch):
     monkeypatch.setattr(remote, "_addresses", lambda host, port: ["8.8.8.8", address])
     monkeypatch.setattr(socket, "create_connection", lambda *args: pytest.fail("it was connected to"))
     with pytest.raises(ValueError, match=r"'pictures\.test' has an address that is not public") as refused:
-        remote.fetched("http://pictures.test/a.png", ("pictures.test",), time.monotonic() + 5)
+        end = time.monotonic() + 5
+        remote.fetched("http://pictures.test/a.png", ("pictures.test",), end, images.TYPES, images.MOST_BYTES)
     assert address not in str(refused.value)
 
 

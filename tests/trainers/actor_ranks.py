@@ -3,6 +3,7 @@
 python -m trainers.actor_ranks JOBS RANK SIZE   # one rank; JOBS is a folder with jobs.pt, and takes the results
 """
 
+import functools
 import os
 import subprocess
 import sys
@@ -34,6 +35,7 @@ class Job:
     data: dict[str, Any] = field(default_factory=dict)  # what verl puts beside a batch
     temperature: Any = 1.0  # a number, or one for each row
     steps: int = 0
+    actor: dict[str, Any] = field(default_factory=dict)
     entropy_coeff: float = 0.01
     saved: str | None = None  # a folder: the checkpoint of what `after` is of, written, moved away from, and read back
     refused: bool = False  # building it, or asking it, raises: what it says is all there is
@@ -217,12 +219,15 @@ def do(job: Job) -> Result:
         rollout_n=1,
         ppo_micro_batch_size_per_gpu=2,
         entropy_coeff=job.entropy_coeff,
+        **job.actor,
     )
     seen, metrics = [], []
 
-    def loss(model_output, data, dp_group=None):
+    def recorded(config, model_output, data, dp_group=None):
         seen[-1].extend(row.detach().clone() for row in model_output["log_probs"].unbind())
-        return ppo_loss(actor, model_output, data, dp_group)
+        return ppo_loss(config, model_output, data, dp_group)
+
+    loss = functools.partial(recorded, config=actor)  # as verl's worker makes its own
 
     if job.engine.get("forward_only"):
         return Result(first["log_probs"], first.get("entropy", []))

@@ -12,7 +12,7 @@ from vexact_engine import Engine, EngineConfig, SamplingParams
 from vexact_ops.testing import assert_bitwise
 
 from .actor_ranks import Job, run
-from .models import tokenizer
+from .models import make_model, tokenizer
 from .test_verl_rollout import VERLS, Running
 
 sys.path.append(str(Path(__file__).parents[1] / "patch"))
@@ -81,6 +81,11 @@ def trained(folders, tmp_path_factory):
         Job(name, folders[name], rollout.rows, pictures=rollout.pictures, steps=2, data={"micro_batch_size_per_gpu": 1})
         for name, rollout in rollouts.items()
     ]
+    freezes = {"actor": {"freeze_vision_tower": True}, "steps": 1, "data": {"micro_batch_size_per_gpu": 1}}
+    first = rollouts["qwen3_vl"]
+    jobs.append(Job("frozen", folders["qwen3_vl"], first.rows, pictures=first.pictures, **freezes))
+    text = make_model("qwen3", tmp_path_factory.mktemp("text"))
+    jobs.append(Job("text", str(text), [([1, 2], [3]), ([4], [5, 6])], refused=True, **freezes))
     return rollouts, run(jobs, tmp_path_factory.mktemp("images") / "run", 2)
 
 
@@ -108,6 +113,23 @@ def test_trained_weights_and_their_tower_reach_a_rollout(trained, folders, name)
         own = dict(engine.model.named_parameters())
         moved = [key for key, value in weights.items() if ".visual." in key and not torch.equal(own[key], value)]
     assert moved and [c.token_ids for c in again.done] != [c.token_ids for c in first.done]
+
+
+def test_a_frozen_tower_stays_as_it_is(trained, folders):
+    _, results = trained
+    with Engine.from_pretrained(folders["qwen3_vl"], config=EngineConfig(num_pages=128)) as engine:
+        own = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+
+    def moved(name):
+        weights = results[name].weights
+        return {key for key in own if not torch.equal(own[key], weights[key].to(torch.bfloat16))}
+
+    assert moved("frozen") and not any(".visual." in key for key in moved("frozen"))
+    assert any(".visual." in key for key in moved("qwen3_vl"))
+    for row, other in zip(results["frozen"].logprobs, results["qwen3_vl"].logprobs, strict=True):
+        assert_bitwise(row, other)
+    assert results["frozen"].metrics[0]["grad_norm"] < results["qwen3_vl"].metrics[0]["grad_norm"]
+    assert "actor.freeze_vision_tower: got True, but a Qwen3ForCausalLM has no image encoder" in results["text"].error
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])

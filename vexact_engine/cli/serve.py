@@ -54,7 +54,7 @@ def add_serve(commands) -> None:
         action="append",
         default=[],
         metavar="HOST",
-        help="fetch images of requests from there, if it is public (none: data: URIs alone; HOST or HOST:PORT; repeat)",
+        help="fetch images and videos from there, if it is public (none: data: URIs alone; HOST or HOST:PORT; repeat)",
     )
     limits = serve.add_argument_group("limits")
     limits.add_argument(

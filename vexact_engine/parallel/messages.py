@@ -45,7 +45,7 @@ class Add(msgspec.Struct, tag=0, array_like=True):
         """As an engine takes it."""
         if self.pictures is None:
             return self.prompt_ids
-        made = {name: _patches(value) if isinstance(value, bytes) else value for name, value in self.pictures.items()}
+        made = {name: patches_of(value) if isinstance(value, bytes) else value for name, value in self.pictures.items()}
         return {"prompt_token_ids": self.prompt_ids, **made}
 
 
@@ -102,14 +102,33 @@ class Make(msgspec.Struct, tag=6, array_like=True):
     ahead: int
 
 
+class Picture(msgspec.Struct, array_like=True):
+    """An image of a step. pixels: its patches, fp32; None: the stage keeps it encoded."""
+
+    digest: bytes
+    grid: tuple[int, int, int]
+    pixels: bytes | None
+
+
+class Scene(msgspec.Struct, array_like=True):
+    """images.Scene: axes int64; rows are (which picture, begin, end, at)."""
+
+    axes: bytes
+    pictures: list[Picture]
+    rows: list[tuple[int, int, int, int]]
+
+
 class Step(msgspec.Struct, tag=7, array_like=True):
-    """Compute a step (core/step.py), whose arrays share this memory. The last stage says what was Drawn.
+    """Compute a step (core/step.py), whose arrays share this memory. The last stage says what was Drawn. Images that
+    were encoded in another epoch are forgotten.
 
     drafts   it is one of what drafts, which is told of it alone
     """
 
     data: bytearray
     drafts: bool = False
+    image_epoch: int = 0
+    scene: Scene | None = None
 
 
 class Ping(msgspec.Struct, tag=8, array_like=True):
@@ -184,14 +203,15 @@ class Drawn(msgspec.Struct, tag=16, array_like=True):
 
 def pictures(given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """What an Add takes of `Pictures.given()`."""
-    return {name: _bytes(t) if t.is_floating_point() and t.dim() == 2 else t.tolist() for name, t in given.items()}
+    return {name: patch_bytes(t) if t.is_floating_point() and t.dim() == 2 else t.tolist() for name, t in given.items()}
 
 
-def _bytes(patches: torch.Tensor) -> bytes:
+def patch_bytes(patches: torch.Tensor) -> bytes:
+    """Of (patches, width) fp32, for `patches_of`."""
     return patches.numpy().tobytes() + HEADER.pack(patches.shape[1])
 
 
-def _patches(data: bytes) -> torch.Tensor:
+def patches_of(data: bytes) -> torch.Tensor:
     (width,) = HEADER.unpack(data[-HEADER.size :])
     return torch.frombuffer(bytearray(data[: -HEADER.size]), dtype=torch.float32).view(-1, width)
 

@@ -36,6 +36,7 @@ from ..handover.buffers import HOST, Buckets, Memories
 from ..handover.messages import Bucket, Offer, dtype_of
 from ..handover.packing import bucket_bytes, packed
 from ..handover.session import READ, Reading
+from ..images import scene_of
 from ..progress import bar
 from ..runner import memory as runner_memory
 from ..runner.drafting import DraftModel
@@ -49,6 +50,7 @@ from . import limits
 from . import messages as m
 from .member import LOOK, Member
 from .placement import Placement
+from .scenes import Scenes, places_alone
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +151,7 @@ class PipelineWorker:
 
     config     as given, with num_pages filled in: what all stages have room for
     layers     of each stage
+    images     what the model takes of images; None: it takes none
     sleep_backend   how they give memory back
     numerics   what fixes the bits; all stages have the same
     meanwhile  as core/loop.py has it
@@ -170,6 +173,8 @@ class PipelineWorker:
             got = getattr(config, config.parallel)
             raise ValueError(f"EngineConfig: {config.parallel}: got {got}, expected 1: {reason}") from None
         with vx.patch.hf(self.model, **config.patch_options, training=False) as handle:
+            self.images, self._scenes = handle.describe().images, Scenes(config.image_cache_tokens)
+            self._encodes = [bool(handle.describe().tower_names(layers)) for layers in self.layers]
             self.chunk = runner_memory.chunk_of(handle.memories())
             self.reach = runner_memory.reach(handle.memories())
             if config.tensor_parallel_size > 1:  # what does not fit is said here, before any process is there
@@ -194,6 +199,7 @@ class PipelineWorker:
         config, layers = self.config, [(each.start, each.stop) for each in self.layers]
         self.dead, self.drawn, self._stages = "", {}, []
         self._encoder = Encoder()
+        self._scenes.clear()
         with bar(config.show_progress) as progress:
             try:
                 progress("stages", 0, config.processes, "")
@@ -319,7 +325,15 @@ class PipelineWorker:
         if plan.failure is not None:
             raise plan.failure
         step = self._encoder.encode(plan)
-        self._send(m.Step(bytearray(step.to_bytes())))
+        scene = None if self.images is None else scene_of(plan)
+        data, epoch = bytearray(step.to_bytes()), plan.image_epoch
+        if scene is None:
+            self._send(m.Step(data, image_epoch=epoch))
+        else:
+            here = [self._encodes[i // self.config.tensor_parallel_size] for i in range(len(self._stages))]
+            for encodes, made in ((True, self._scenes.message(scene, epoch)), (False, places_alone(scene))):
+                among = [stage for stage, own in zip(self._stages, here) if own == encodes]
+                self._send(m.Step(data, image_epoch=epoch, scene=made), among)
         return _Pending(self, step.number)
 
     def _launch_draft(self, step: Step) -> _Drafting:
@@ -493,6 +507,7 @@ class PipelineWorker:
         """Bytes given back, by tag, of all stages together."""
         if self.dead:
             self._restart()
+        self._scenes.clear()
         return self._moved(self.ask("sleep", level=level, tags=list(tags)))
 
     def wake_up(self, tags: Iterable[str]) -> dict[str, int]:

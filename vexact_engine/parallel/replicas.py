@@ -25,7 +25,6 @@ from ..handover.buffers import HOST, Buckets, BucketSpace
 from ..handover.messages import Bucket, dtype_name
 from ..handover.packing import bucket_bytes, check_whole, packed
 from ..handover.session import with_model
-from ..images import read_prompt
 from ..outputs import Call, Load
 from ..request import Completion, check_ids, check_name, check_params, fresh, refused, token_ids
 from ..runner import saver
@@ -33,7 +32,8 @@ from ..runner.sleep import TAGS, check_level, named_tags
 from ..text import Text
 from ..weights.hub import snapshot
 from ..weights.load import as_dtype
-from ..weights.tokenizer import load_image_processor, load_tokenizer
+from ..weights.processors import load_processors
+from ..weights.tokenizer import load_tokenizer
 from ..weights.update import check_specs, pairs_of
 from . import messages as m
 from . import nodes
@@ -136,6 +136,7 @@ class Replicas(Frontend):
         self._numerics = facts["numerics"]
         self.images = None if facts["images"] is None else Images(**facts["images"])
         self.image_processor: Any = None  # as Engine has it
+        self.video_processor: Any = None
         self._buffers: Buckets | None = None
         self._updates = threading.Lock()
         self._sleeping: set[str] = set()
@@ -208,7 +209,8 @@ class Replicas(Frontend):
         )
         if made.images is not None:
             name = os.fspath(path)
-            made.image_processor = load_image_processor(Path(name) if os.path.isdir(name) else snapshot(name), name)
+            folder = Path(name) if os.path.isdir(name) else snapshot(name)
+            made.image_processor, made.video_processor = load_processors(folder, name)
         made.config = replace(made.config, show_progress=None if config is None else config.show_progress)
         return made
 
@@ -468,7 +470,7 @@ class Replicas(Frontend):
     def _job(self, prompt, params, name, call, listen) -> "Job | list[Completion]":
         try:
             check_params(params, self.vocab_size)
-            given, pictures = read_prompt(prompt, self._text, self.images, self.image_processor)
+            given, pictures = self._read_prompt(prompt, self.images)
             ids = token_ids(given)
             check_ids(ids, self.vocab_size)
         except Exception as error:

@@ -40,6 +40,7 @@ from ..weights.update import Places, Update
 from . import messages as m
 from .frames import Frames, write_frame
 from .nodes import Start
+from .scenes import scene_from
 from .store import BoardStore
 from .wire import Caller, call
 
@@ -80,8 +81,12 @@ class Stage:
     def _handle(self, message: m.ToStage) -> None:
         if isinstance(message, m.Step):
             step = Step.from_bytes(message.data)
-            runner = self.runner.beside if message.drafts else self.runner
-            self._pending.put((step.number, message.drafts, runner.launch(step)))
+            if message.drafts:
+                launched = self.runner.beside.launch(step)
+            else:
+                scene = None if message.scene is None else scene_from(message.scene, self.runner.images.merge)
+                launched = self.runner.launch(step, scene, message.image_epoch)
+            self._pending.put((step.number, message.drafts, launched))
         elif isinstance(message, m.Open):
             self._answer(message.key, lambda: self._open(message.offer))
         elif isinstance(message, m.Take):
@@ -120,7 +125,7 @@ class Stage:
         options = {**config.patch_options, "training": False}
         handle = vx.patch.hf(self.model, **options)
         described, draft = handle.describe(), None
-        names = described.names(layers)
+        names = described.names(layers) | described.tower_names(layers)
         if link.stage == link.stages - 1:
             draft = load_draft_of_stage(config.speculation, origin, self.model, device, not link.ranks.rank)
         heads = draft.module if draft is not None and isinstance(draft.module, Heads) else None
@@ -233,6 +238,7 @@ class Stage:
 
     def do_sleep(self, level: int, tags: list[str]) -> tuple[dict[str, int], dict[str, int], str | None]:
         self.runner.settle()
+        self.runner.forget_images()
         return self._move(lambda: self._memory.sleep(level, tags))
 
     def do_wake_up(self, tags: list[str]) -> tuple[dict[str, int], dict[str, int], str | None]:

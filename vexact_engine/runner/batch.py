@@ -22,6 +22,8 @@ class Batch:
                            last layer has nothing to do for others, so of a prompt it computes hardly more than keys and
                            values
     embedded               (T, H) the embedding's rows of input_ids, where they have been gathered with them
+    axes                   (3, T) int64 places of a step with tokens of images; None: all tokens have one place on all
+    images                 what stands among the tokens, and is added to them behind the first layers
     """
 
     input_ids: Tensor
@@ -29,6 +31,8 @@ class Batch:
     paged: vx.patch.PagedBatch
     rows: Tensor | None = None
     embedded: Tensor | None = None
+    axes: Tensor | None = None
+    images: vx.patch.Encoded | None = None
 
 
 def rows_of(x: Tensor, rows: Tensor | None) -> Tensor:

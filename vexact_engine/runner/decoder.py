@@ -163,10 +163,10 @@ class StepParts:
         )
         # A token a sequence: no other's key or value of this step is seen, and a projection lies behind all the rest.
         self.settled = paged.max_seqlen_q == 1
-        self.tables = [
-            vx.rope_cos_sin(batch.positions, inv_freq, scaling=scaling, dtype=dtype)
-            for inv_freq, scaling, dtype in rotary
-        ]
+        self.tables = []
+        for inv_freq, scaling, dtype, axes in rotary:
+            places, axes = (batch.positions, None) if batch.axes is None else (batch.axes, axes)
+            self.tables.append(vx.rope_cos_sin(places, inv_freq, scaling=scaling, dtype=dtype, axes=axes))
 
 
 def _asked(weights: Weights, part: d.Attention | d.Latent, kv_segment: int | None) -> dict:
@@ -448,6 +448,11 @@ class Block:
         return x if self.factor is None else x * self.factor
 
 
+def _put(images: vx.patch.Encoded, rows: Tensor, x: Tensor) -> Tensor:
+    """Rows of images in place of those of their tokens."""
+    return x.masked_scatter(images.where[0, :, None], rows.to(x.dtype))
+
+
 _PARTS = {
     d.Attention: _Attention,
     d.Latent: _Latent,
@@ -473,7 +478,8 @@ class Decoder:
         self.embedding = table if ranks.size == 1 else None
         self.tokens = None if table is None or ranks.size == 1 else Tokens(table, ranks, share)
         self.factor = factor_of(weights, described.embedding.factor) if first else None
-        self.rotary = [(weights.cast(r.inv_freq, torch.float32), r.scaling, r.dtype) for r in described.rotary]
+        self.rotary = [(weights.cast(r.inv_freq, torch.float32), r.scaling, r.dtype, r.axes) for r in described.rotary]
+        self._first = layers.start
         self.layers = [
             tuple(Block(weights, block, ranks, described.kv_segment) for block in layer.blocks) for layer in chosen
         ]
@@ -482,8 +488,10 @@ class Decoder:
 
     def _embed(self, batch: Batch) -> Tensor:
         if self.tokens is not None:
-            return self.tokens(batch.input_ids)
-        return self.embedding[batch.input_ids] if batch.embedded is None else batch.embedded
+            x = self.tokens(batch.input_ids)
+        else:
+            x = self.embedding[batch.input_ids] if batch.embedded is None else batch.embedded
+        return x if batch.images is None else _put(batch.images, batch.images.rows, x)
 
     @property
     def outdated(self) -> bool:
@@ -511,7 +519,9 @@ class Decoder:
                 x = x * self.factor
         last = None if self.norm is None else self.layers[-1]
         paged = batch.paged
-        for layer, kept in zip(self.layers, Caches(paged.k_caches, paged.v_caches, paged.states).layers()):
+        added = () if batch.images is None else batch.images.deepstack[self._first :]
+        caches = Caches(paged.k_caches, paged.v_caches, paged.states).layers()
+        for i, (layer, kept) in enumerate(zip(self.layers, caches)):
             if seen is not None:
                 seen(x if residual is None else x + residual)
             (first, *others), rows = layer, batch.rows if layer is last else None
@@ -521,6 +531,9 @@ class Decoder:
             for block in others:
                 h, residual = block.read(x, residual)
                 x = block.then(block.part(h))
+            if i < len(added):  # to other tokens -0.0, which changes none
+                residual = residual + x
+                x = rows_of(_put(batch.images, added[i], x.new_full((step.tokens, x.shape[1]), -0.0)), rows)
         if seen is not None:
             seen(x + residual)
         if self.norm is None:

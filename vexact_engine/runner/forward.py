@@ -62,12 +62,16 @@ def patched_forward(model: torch.nn.Module) -> Forward:
     base = model.base_model
 
     def run(batch: Batch) -> Tensor:
+        places, given = batch.positions[None], {}
+        if batch.axes is not None:
+            places, given = torch.cat((places, batch.axes))[:, None], {"vexact_images": batch.images}
         out = base(
             input_ids=batch.input_ids[None],
-            position_ids=batch.positions[None],
+            position_ids=places,
             use_cache=False,
             return_dict=True,
             vexact_paged=batch.paged,
+            **given,
         )
         return rows_of(out.last_hidden_state[0], batch.rows)
 
@@ -79,7 +83,7 @@ def patched_stage(stage, count: int) -> Forward:
 
     def run(batch: Batch, hidden: Tensor | None = None, residual: Tensor | None = None):
         stream = hidden if residual is None else hidden + residual
-        out = stage(batch.input_ids, batch.positions, batch.paged, stream)
+        out = stage(batch.input_ids, batch.positions, batch.paged, stream, batch.axes, batch.images)
         if stage.layers.stop == count:
             return rows_of(out, batch.rows)
         return out, torch.full_like(out, -0.0)  # x + -0.0 is x, -0.0 too
@@ -91,7 +95,8 @@ def patched_stage(stage, count: int) -> Forward:
 def _same_bits(handle, described, layers: range, fused: Forward, patched: Forward) -> bool:
     """Both forwards on steps of several sequences: a prompt, a chunk that ends behind every window, single tokens, the
     first of a sequence among them, then of these the last tokens alone, then single tokens alone, in caches of noise
-    that layers of one kind share. Of stages, the sum of what they give on."""
+    that layers of one kind share; of a model of images each step with some, too. Of stages, the sum of what they give
+    on."""
     trial = Trial(handle.model, described, layers, handle.model.get_input_embeddings().weight.shape[0])
     limit = trial.limit
     mixed = [(0, min(5, limit)), (limit - min(3, limit), limit), (limit - 1, limit), (0, 1)]
@@ -130,6 +135,10 @@ class Trial:
         self._tokens = 4 * self.limit  # of a step, at most
         self._ids = torch.randint(vocabulary, (self._tokens,), generator=self._generator)
         self._states = [self.noise(self._tokens, self._width) for _ in range(2)] if layers.start else []
+        if described.images is not None:
+            self._axes = torch.randint(self.limit, (3, self._tokens), generator=self._generator).to(self._device)
+            self._where = torch.randint(2, (1, self._tokens), generator=self._generator).bool().to(self._device)
+            self._added = [self.noise(self._tokens, self._width) for _ in range(1 + described.images.deepstack)]
 
     def noise(self, *shape: int) -> Tensor:
         made = torch.randn(*shape, dtype=torch.float32, generator=self._generator)
@@ -157,6 +166,15 @@ class Trial:
             batch = plain(caches, tables, spans, self._ids[: ends[-1]])
             if drawn and self._layers.stop == len(self._described.layers):
                 batch.rows = torch.tensor(ends, dtype=torch.int64, device=self._device) - 1
-            out = run(batch, *(state[: ends[-1]] for state in self._states))
-            outs.append(out if isinstance(out, Tensor) else out[0] + out[1])
+            for pictured in (False, True)[: 1 + (self._described.images is not None)]:
+                if pictured:
+                    self._picture(batch, ends[-1])
+                out = run(batch, *(state[: ends[-1]] for state in self._states))
+                outs.append(out if isinstance(out, Tensor) else out[0] + out[1])
         return outs
+
+    def _picture(self, batch: Batch, count: int) -> None:
+        batch.axes, where = self._axes[:, :count], self._where[:, :count]
+        if self._described.tower_names(self._layers):
+            rows, *stacks = (part[: int(where.sum())] for part in self._added)
+            batch.images = vx.patch.Encoded(rows, tuple(stacks), where)

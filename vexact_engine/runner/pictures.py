@@ -1,15 +1,11 @@
-"""Steps with tokens of images: what an encoder has made of them, kept by content, and the forward that takes it."""
-
-from collections.abc import Callable
+"""What an encoder has made of images, kept by content."""
 
 import torch
-from torch import Tensor
 
 import vexact_ops as vx
 
 from ..core.images import Recent
-from ..images import Image, Rows, Scene
-from .batch import Batch, rows_of
+from ..images import Image, Rows
 
 
 class Gallery:
@@ -56,23 +52,3 @@ class Gallery:
         for image, *parts in zip(images, rows.split(counts), *(stack.split(counts) for stack in deepstack)):
             first, *others = (part.clone() for part in parts)  # of a split none would let go of the memory of all
             self._encoded[image.digest] = vx.patch.Encoded(first, tuple(others))
-
-
-def pictured(model: torch.nn.Module, gallery: Gallery) -> Callable[[Batch, Scene], Tensor]:
-    """The patched forward of a step with places on three axes: any fused one has its bits."""
-    base = model.base_model
-
-    def run(batch: Batch, scene: Scene) -> Tensor:
-        count = batch.input_ids.shape[0]
-        axes = torch.from_numpy(scene.axes).to(batch.positions.device)
-        out = base(
-            input_ids=batch.input_ids[None],
-            position_ids=torch.cat((batch.positions[None], axes))[:, None],
-            use_cache=False,
-            return_dict=True,
-            vexact_paged=batch.paged,
-            vexact_images=gallery.of_step(scene.rows, count),
-        )
-        return rows_of(out.last_hidden_state[0], batch.rows)
-
-    return run

@@ -32,7 +32,7 @@ from .buffers import Body, Buffers, Head, Host, Work, send
 from .decoder import Decoder, Weights
 from .forward import Forward, forward
 from .memory import Caches
-from .pictures import Gallery, pictured
+from .pictures import Gallery
 from .ranks import Alone, Ranks
 from .record import Graphs
 from .sleep import weights_and_buffers
@@ -178,10 +178,9 @@ class Runner:
         self.images, self.gallery, self.undrawn = self._images(), None, None
         if self.images is not None:
             self.gallery = Gallery(handle, device, config.image_cache_tokens)
-            self.pictured = pictured(model, self.gallery)
             names = ("image_token_id", "video_token_id")
             ids = sorted({i for name in names if (i := getattr(model.config, name, None)) is not None})
-            ids = ids[: bisect.bisect_left(ids, shapes.vocab_size(model))]  # the defaults of a small one lie beyond
+            ids = ids[: bisect.bisect_left(ids, self.vocabulary)]  # the defaults of a small one lie beyond
             self.undrawn = torch.tensor(ids, dtype=torch.int64, device=device)
         if beside is not None:
             beside.undrawn = self.undrawn
@@ -290,6 +289,11 @@ class Runner:
         return self.device.type == "cuda" and self.config.kv_segment is None and not latent
 
     # What a stage of a pipeline does otherwise (stages.py)
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the embedding has."""
+        return shapes.vocab_size(self.model)
 
     @property
     def head(self):
@@ -408,7 +412,10 @@ class Runner:
         reader = self.beside if self.beside is not None and self.beside.reads else None
         if self.draws and not whole and reader is None and body.draws < body.tokens:
             batch.rows = rows if body.draws else rows.new_zeros(1)  # some token: ops of no rows are not worth a thought
-        hidden = self._forward_of(batch) if scene is None else self.pictured(batch, scene)
+        if scene is not None:
+            batch.axes = torch.from_numpy(scene.axes).to(self.device)
+            batch.images = self.gallery.of_step(scene.rows, body.tokens)
+        hidden = self._forward_of(batch)
         if hidden is None:
             return None
         if reader is not None:

@@ -143,6 +143,10 @@ class StageRunner(Runner):
         head = self.cut.described.head
         return RankedHead(self.model.get_parameter(head.weight), head, self.ranks, self.cut.vocabulary)
 
+    @property
+    def vocabulary(self) -> int:
+        return super().vocabulary if self.cut is None else self.cut.vocabulary[0]
+
     def _memories(self) -> tuple[Pages | State, ...]:
         if self.cut is not None:
             return tuple(self.cut.described.layers[i].memory for i in self.layers)

@@ -10,13 +10,10 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from ..images import Image
+from ..images import Pictures
 from ..outputs import Increment
 from ..request import Completion
 from .tokens import Tokens
@@ -26,20 +23,18 @@ LEAST = -9999.0  # as OpenAI and vLLM write what has no chance at all
 
 @dataclass
 class Job:
-    """One prompt of a request: its ids, the text to begin answers with if that is wanted, and its images."""
+    """One prompt of a request: its ids, the text to begin answers with if that is wanted, its images and videos."""
 
     prompt_ids: list[int]
     echo: str | None = None
-    images: Sequence[Image] = ()
+    pictures: Pictures | None = None
 
     @property
     def given(self) -> list[int] | dict[str, Any]:
         """What the engine is asked with."""
-        if not self.images:
+        if self.pictures is None:
             return self.prompt_ids
-        pixels = torch.cat([image.pixels for image in self.images])
-        grids = [image.grid for image in self.images]
-        return {"prompt_token_ids": self.prompt_ids, "pixel_values": pixels, "image_grid_thw": grids}
+        return {"prompt_token_ids": self.prompt_ids, **self.pictures.given()}
 
 
 @dataclass

@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from ..engine import Engine
+from ..weights.processors import Processors
 from .answers import as_json
 from .attend import Gone, Late, attended
 from .errors import APIError, as_api_error
@@ -60,7 +61,8 @@ class Service:
         capacity = config.num_pages * config.page_size + 1  # the last token is never an input
         self.room = min(config.max_model_len or capacity, capacity)
         most = min(self.room - 1, self.settings.max_prompt_tokens or self.room)
-        images = engine.images, engine.image_processor, self.settings.allow_image_hosts
+        processors = Processors(engine.image_processor, engine.video_processor)
+        images = engine.images, processors, self.settings.allow_image_hosts
         self.prompts = Prompts(engine.tokenizer, engine.vocab_size, most, self.settings.max_samples, *images)
         own = engine.name.rstrip("/\\")
         self.models = settings.model_names or tuple(dict.fromkeys((re.split(r"[/\\]", own)[-1], own)))

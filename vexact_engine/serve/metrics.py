@@ -23,6 +23,7 @@ class Metrics:
         self.in_progress = Gauge("vexact_requests_in_progress", "Requests in the server", **own)
         self.prompt_tokens = Counter("vexact_prompt_tokens", "Tokens of prompts that were answered", **own)
         self.images = Counter("vexact_images", "Images of prompts that were answered", **own)
+        self.videos = Counter("vexact_videos", "Videos of prompts that were answered", **own)
         self.generated = Counter("vexact_generated_tokens", "Tokens that were generated", **own)
         self.samples = Counter("vexact_samples", "Samples by why they ended", ["finish_reason"], **own)
         self.first = Histogram(
@@ -35,8 +36,9 @@ class Metrics:
     def note(self, prompt_tokens: int, completions: list[Completion]) -> None:
         """A request that has ended, with what each sample of it says of itself."""
         self.prompt_tokens.inc(prompt_tokens)
-        grids = completions[0].image_grid_thw if completions else None
-        self.images.inc(0 if grids is None else len(grids))
+        for counter, name in ((self.images, "image_grid_thw"), (self.videos, "video_grid_thw")):
+            grids = getattr(completions[0], name) if completions else None
+            counter.inc(0 if grids is None else len(grids))
         for done in completions:
             self.generated.inc(len(done.token_ids))
             self.samples.labels(done.finish_reason).inc()

@@ -5,9 +5,14 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
-from ..images import Image, Pictures, opened_images
+from ..images import MOST_BYTES, TYPES, Pictures, opened_images
+from ..videos import MOST_BYTES as MOST_OF_VIDEOS
+from ..videos import TYPES as VIDEO_TYPES
+from ..videos import opened_videos
+from ..weights.processors import NONE, Processors
 from . import remote
 from .answers import Job
 from .errors import APIError
@@ -18,7 +23,7 @@ from .tokens import Chat, Tokens
 
 @contextlib.contextmanager
 def _named(where: str) -> Iterator[None]:
-    """What is wrong with an image is said of its place."""
+    """What is wrong with an image or a video is said of its place."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -33,8 +38,8 @@ class Prompts:
     """Of one server. Long texts have a tokenizer and a thread of their own, so that nobody else waits for them.
 
     most    tokens that a prompt may have
-    images, processor   what the model takes of images, and what makes them of pictures; None: none
-    image_hosts         that images may be fetched from
+    images, processors  what the model takes of images (None: none), and what makes patches of pictures and videos
+    media_hosts         that they may be fetched from
     """
 
     def __init__(
@@ -44,10 +49,10 @@ class Prompts:
         most: int,
         most_samples: int,
         images: Any = None,
-        processor: Any = None,
-        image_hosts: Collection[str] = (),
+        processors: Processors = NONE,
+        media_hosts: Collection[str] = (),
     ):
-        self.images, self.image_processor, self.image_hosts = images, processor, image_hosts
+        self.images, self.processors, self.media_hosts = images, processors, media_hosts
         self._fetching = ThreadPoolExecutor(_FETCHING, "vexact-serve-fetching")  # whose threads wait, mostly
         self.tokens = Tokens(tokenizer)
         self.vocab_size, self.most, self.most_samples = vocab_size, most, most_samples
@@ -91,8 +96,8 @@ class Prompts:
 
     async def of_chat(self, asked: ChatRequest) -> Job:
         if asked.prompt_token_ids is None:
-            ids, images = await self._chat(asked)
-            return self._checked(Job(ids, images=images), "messages")
+            ids, pictures = await self._chat(asked)
+            return self._checked(Job(ids, pictures=pictures), "messages")
         if asked.messages:
             message = "prompt_token_ids: they are the whole prompt, expected no messages with them"
             raise APIError(400, message, param="prompt_token_ids")
@@ -110,7 +115,7 @@ class Prompts:
             ids = await self.do(len(asked.prompt), Tokens.encode, asked.prompt, special, None)
         return ids, await self.do(len(ids), Tokens.names, ids) if asked.return_token_strs else None
 
-    async def _chat(self, asked: ChatRequest | TokenizeRequest) -> tuple[list[int], list[Image]]:
+    async def _chat(self, asked: ChatRequest | TokenizeRequest) -> tuple[list[int], Pictures | None]:
         go_on = bool(asked.continue_final_message)
         chat = Chat(
             asked.messages or [],
@@ -121,36 +126,56 @@ class Prompts:
             effort=asked.reasoning_effort,
             options=asked.chat_template_kwargs or {},
             images=None if self.images is None else [],
-            image_hosts=self.image_hosts,
+            videos=None if self.images is None or self.images.video is None else [],
+            media_hosts=self.media_hosts,
+            described=self.images,
         )
         most = None if isinstance(asked, TokenizeRequest) else self.most
         ids = await self.do(chat.size, Tokens.chat, chat, most)
-        if not chat.images:
-            return ids, []
-        given: list[tuple[str, str | bytes]] = list(chat.images)
-        if any(remote.is_remote(url) for _, url in chat.images):
-            given = await asyncio.get_running_loop().run_in_executor(self._fetching, self._fetched, chat.images)
-        return await self.do(sum(len(url) for _, url in given), self._pictured, ids, given)
+        if not chat.images and not chat.videos:
+            return ids, None
+        given: list[list[tuple[str, str | bytes]]] = [list(chat.images or ()), list(chat.videos or ())]
+        if any(remote.is_remote(url) for each in given for _, url in each):
+            given = await asyncio.get_running_loop().run_in_executor(self._fetching, self._fetched, *given)
+        size = sum(len(url) for each in given for _, url in each)
+        return await self.do(size, self._pictured, ids, chat, most, *given)
 
-    def _fetched(self, urls: list[tuple[str, str]]) -> list[tuple[str, str | bytes]]:
+    def _fetched(self, *given: list[tuple[str, str]]) -> list[list[tuple[str, str | bytes]]]:
         """In the place of URLs what is there, one after another."""
         end, found = time.monotonic() + remote.SECONDS, []
-        for where, url in urls:
-            with _named(where):
-                found.append((where, remote.fetched(url, self.image_hosts, end) if remote.is_remote(url) else url))
+        for each, bounds in zip(given, ((TYPES, MOST_BYTES), (VIDEO_TYPES, MOST_OF_VIDEOS))):
+            found.append([])
+            for where, url in each:
+                with _named(where):
+                    there = remote.fetched(url, self.media_hosts, end, *bounds) if remote.is_remote(url) else url
+                found[-1].append((where, there))
         return found
 
     def _pictured(
-        self, tokens: Tokens, ids: list[int], given: list[tuple[str, str | bytes]]
-    ) -> tuple[list[int], list[Image]]:
-        found: list[Image] = []
-        for where, image in given:
+        self,
+        tokens: Tokens,
+        ids: list[int],
+        chat: Chat,
+        most: int | None,
+        images: list[tuple[str, str | bytes]],
+        videos: list[tuple[str, str | bytes]],
+    ) -> tuple[list[int], Pictures]:
+        found: list[list] = [[], [], []]
+        for where, image in images:
             with _named(where):
-                found += opened_images([image], self.images, self.image_processor)
+                found[0] += opened_images([image], self.images, self.processors.images)
+        for where, video in videos:
+            with _named(where):
+                for all_of, one in zip(found[1:], opened_videos([video], self.images, self.processors.videos)):
+                    all_of += one
+        pictures, films, stamps = found
+        if stamps and self.images.frames_apart:  # the text says when each frame is seen
+            ids = tokens.chat(replace(chat, images=[], videos=[], stamps=stamps), most)
         try:
-            return Pictures(ids, found, self.images).prompt_ids, found
+            made = Pictures(ids, pictures, self.images, films)
         except ValueError as error:
             raise APIError(400, f"messages: {error}", param="messages", code="invalid_value") from None
+        return made.prompt_ids, made
 
     def check_samples(self, prompts: int, n: int) -> None:
         if prompts > self.most_samples:

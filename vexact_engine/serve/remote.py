@@ -1,4 +1,4 @@
-"""Images that requests name by URL: fetched from hosts that the server's settings name, and from nowhere else.
+"""Images and videos that requests name by URL: fetched from hosts that the settings name, and from nowhere else.
 
 A host's addresses are looked up once, all have to be public, and one of them is what is connected to, so that a name
 that changes meanwhile leads nowhere else. No proxy is asked, no redirect is followed, and no cookie or key is sent.
@@ -15,7 +15,7 @@ from collections.abc import Collection
 from typing import Any
 from urllib.parse import urlsplit
 
-SECONDS = 10.0  # for all images of a request
+SECONDS = 10.0  # for all that a request names
 _TRANSLATED = ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff9b:1::/48")  # of NAT64, RFC 6052, 8215
 _PORTS = {"http": 80, "https": 443}
 _PIECE = 64 << 10
@@ -89,10 +89,9 @@ class _Connection(http.client.HTTPConnection):
             self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)
 
 
-def fetched(url: str, hosts: Collection[str], end: float) -> bytes:
-    """What is there, by that time of time.monotonic(). ValueError: why not."""
-    from ..images import MOST_BYTES, TYPES
-
+def fetched(url: str, hosts: Collection[str], end: float, types: Collection[str], most: int) -> bytes:
+    """What is there by that time of time.monotonic(), of one of these types and no more than so many bytes. ValueError:
+    why not."""
     scheme, host, port, path = check_url(url, hosts)
     addresses = _addresses(host, port)
     if not all(map(is_public, addresses)):  # which, is nobody's business
@@ -105,8 +104,8 @@ def fetched(url: str, hosts: Collection[str], end: float) -> bytes:
     over.daemon = True
     over.start()
     try:
-        connection.request("GET", path, headers={"Accept": ", ".join(TYPES), "Accept-Encoding": "identity"})
-        return _read(connection.getresponse(), TYPES, MOST_BYTES)
+        connection.request("GET", path, headers={"Accept": ", ".join(types), "Accept-Encoding": "identity"})
+        return _read(connection.getresponse(), types, most)
     except (OSError, http.client.HTTPException, AttributeError) as error:  # the last of a socket that was cut
         late = time.monotonic() >= end
         why = f"fetching took more than {SECONDS:g} s" if late else f"fetching failed: {type(error).__name__}: {error}"
@@ -131,7 +130,7 @@ def _read(response: http.client.HTTPResponse, types: Collection[str], most: int)
     if kind not in types:
         raise ValueError(f"fetching gave {kind[:40]!r}, expected one of {', '.join(types)}")
     if (response.headers.get("Content-Encoding") or "identity").lower() != "identity":
-        raise ValueError("fetching gave packed bytes, expected the image")
+        raise ValueError("fetching gave packed bytes, expected them as they are")
     found = bytearray()
     while piece := response.read1(_PIECE):
         found += piece

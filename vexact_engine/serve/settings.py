@@ -30,7 +30,7 @@ class Settings:
                        takes the place of the one that has been silent for longest
     send_timeout       seconds that a client may take nothing of what is ready for it; then it counts as gone
     drain_seconds      how long requests under way may go on after SIGTERM, before they are aborted
-    allow_image_hosts  hosts (or host:port) that images of requests may be fetched from; none by default
+    allow_image_hosts  hosts (or host:port) that images and videos of requests may be fetched from; none by default
     allow_origins      web pages that may ask from a browser (CORS); none by default, "*" is any
     """
 

@@ -16,7 +16,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vexact_ops.patch.description import Images
+
 from ..text import Text
+from ..videos import by_frames
 from .errors import APIError
 from .protocol import check_neutral
 from .remote import check_url, is_remote
@@ -37,8 +40,9 @@ class Chat:
 
     generate, go_on   add what an answer begins with; or go on with the last message
     special           whether the tokenizer adds its own special tokens to the template's text
-    image_hosts       that images may be fetched from
-    images            where those of the messages are collected: of each its place and its URL. None: they take none
+    media_hosts       that images and videos may be fetched from
+    images, videos    where those of the messages are collected: of each its place and its URL. None: they take none
+    described, stamps what the model takes of videos, and the seconds of each one's parts, where the text has to say so
     """
 
     messages: list[dict]
@@ -49,7 +53,10 @@ class Chat:
     effort: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     images: list[tuple[str, str]] | None = None
-    image_hosts: Collection[str] = ()
+    videos: list[tuple[str, str]] | None = None
+    media_hosts: Collection[str] = ()
+    described: Images | None = None
+    stamps: Sequence[list[float]] = ()
 
     @property
     def size(self) -> int:
@@ -128,10 +135,7 @@ class Tokens:
             options.setdefault("reasoning_effort", chat.effort)
         elif chat.effort is not None:
             check_neutral("reasoning_effort", chat.effort, ("none",))
-        made = [
-            _message(index, message, "developer" in source, chat.images, chat.image_hosts)
-            for index, message in enumerate(chat.messages)
-        ]
+        made = [_message(index, message, "developer" in source, chat) for index, message in enumerate(chat.messages)]
         if not made:
             raise APIError(400, "messages: there are none, expected one or more", param="messages")
         if chat.go_on and (chat.generate or made[-1]["role"] != "assistant"):
@@ -151,6 +155,8 @@ class Tokens:
         except Exception as error:  # a template is a program of the model's author and may raise anything
             message = f"messages: the model's chat template refuses them: {_line(error)}"
             raise APIError(400, message, param="messages", code="chat_template_refused") from None
+        if chat.stamps:
+            text = by_frames(text, chat.described, chat.stamps, tokenizer)
         if not kept:
             self._check_length(text, most, "messages")
             return self._plain(text, chat.special)
@@ -207,30 +213,28 @@ def _wrong(where: str, got: Any, expected: str) -> APIError:
     return APIError(400, f"{where}: got {_short(got)}, expected {expected}", param="messages", code="invalid_value")
 
 
-def _image(where: str, part: dict, images: list[tuple[str, str]] | None, hosts: Collection[str]) -> dict:
-    """Of an image_url part what a template takes for it."""
-    if images is None:
-        raise _wrong(where, "image_url", "a text: the model takes no images, or runs in several processes")
-    given = part.get("image_url")
+def _seen(where: str, part: dict, kind: str, chat: Chat) -> dict:
+    """Of an image_url or video_url part what a template takes for it."""
+    found, name = (chat.images if kind == "image" else chat.videos), f"{kind}_url"
+    if found is None:
+        raise _wrong(where, name, f"a text: the model takes no {kind}s")
+    given = part.get(name)
     url = given.get("url") if isinstance(given, dict) else given
     if isinstance(url, str) and is_remote(url):
         try:
-            check_url(url, hosts)
+            check_url(url, chat.media_hosts)
         except ValueError as error:
-            raise APIError(400, f"{where}.image_url.url: {error}", param="messages", code="invalid_value") from None
+            raise APIError(400, f"{where}.{name}.url: {error}", param="messages", code="invalid_value") from None
     elif not isinstance(url, str) or not url.startswith("data:"):
-        raise _wrong(f"{where}.image_url.url", url, "a data: URI")
-    images.append((where, url))
-    return {"type": "image"}
+        raise _wrong(f"{where}.{name}.url", url, "a data: URI")
+    found.append((where, url))
+    return {"type": kind}
 
 
-def _message(
-    index: int,
-    given: dict,
-    knows_developer: bool,
-    images: list[tuple[str, str]] | None = None,
-    hosts: Collection[str] = (),
-) -> dict:
+_SEEN = {"image_url": "image", "video_url": "video"}
+
+
+def _message(index: int, given: dict, knows_developer: bool, chat: Chat) -> dict:
     where = f"messages[{index}]"
     role, content = given.get("role"), given.get("content")
     if role not in _ROLES:
@@ -238,14 +242,14 @@ def _message(
     if isinstance(content, list):
         parts: list[Any] = []
         for number, part in enumerate(content):
-            if isinstance(part, dict) and part.get("type") == "image_url":
-                parts.append(_image(f"{where}.content[{number}]", part, images, hosts))
+            if isinstance(part, dict) and part.get("type") in _SEEN:
+                parts.append(_seen(f"{where}.content[{number}]", part, _SEEN[part["type"]], chat))
                 continue
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 kind = part.get("type") if isinstance(part, dict) else part
                 raise _wrong(f"{where}.content[{number}]", kind, '{"type": "text", "text": "..."}')
             parts.append({"type": "text", "text": part["text"]})
-        content = parts if any(part["type"] == "image" for part in parts) else "\n".join(p["text"] for p in parts)
+        content = parts if any(part["type"] != "text" for part in parts) else "\n".join(p["text"] for p in parts)
     if not isinstance(content, str | list) and not (content is None and role == "assistant"):
         raise _wrong(f"{where}.content", content, "a text or a list of parts")
     message = {"role": "system" if role == "developer" and not knows_developer else role, "content": content or ""}

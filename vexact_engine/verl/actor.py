@@ -10,6 +10,7 @@ replaced. verl then builds, shards, steps, offloads, saves and hands over as eve
 patched before it is sharded (vexact_ops.patch), and what it is asked for: the log-probabilities of the tokens that are
 there, and their entropies, with gradients, formed in the output layer's own call. T x V logits are never held, so
 use_fused_kernels, entropy_checkpointing, entropy_from_logits_with_chunking and use_torch_compile change nothing.
+actor.freeze_vision_tower, which verl's own engines do not read, keeps the image encoder as it is.
 
 Refused by name: strategies other than fsdp2 and veomni, LoRA, Liger, quantisation-aware training, router replay,
 offload of activations, distillation from top-k, calculate_sum_pi_squared.
@@ -58,14 +59,27 @@ class AlignedEngine:
         refuse(model_config, engine_config)
         self.check = Check(*check_options(model_config))
         super().__init__(model_config, engine_config, *args, **kwargs)
+        self._frozen: list[torch.nn.Parameter] = []
 
     def train_batch(self, data, loss_function):
-        """verl's; before the first update of a step it is checked that the rollout's log-probabilities are its own."""
+        """verl's; before the first update of a step it is checked that the rollout's log-probabilities are its own. The
+        actor's config comes with its loss alone; ValueError where that freezes what is not there."""
+        config = getattr(loss_function, "keywords", {}).get("config")
+        if getattr(config, "freeze_vision_tower", False):
+            if self.aligned.tower is None:
+                name = type(self.aligned.model).__name__
+                raise ValueError(f"actor.freeze_vision_tower: got True, but a {name} has no image encoder")
+            self._frozen = list(self.aligned.tower.parameters())
         checked = self.check.before(data, self.infer_batch)
         found = super().train_batch(data, loss_function)
         if self.is_mp_src_rank_with_outputs():
             found["metrics"]["rollout_checked"] = [float(checked)]  # tokens, on average of a rank
         return found
+
+    def optimizer_step(self):
+        for parameter in self._frozen:  # neither a step, nor decay, nor a part of the norm
+            parameter.grad = None
+        return super().optimizer_step()
 
     def prepare_model_inputs(self, micro_batch):
         for name in ("distillation_use_topk", "calculate_sum_pi_squared"):

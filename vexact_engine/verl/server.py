@@ -30,8 +30,8 @@ from ..handover.receiver import WeightReceiver
 from ..request import Completion
 from ..serve.server import Server as HTTP
 from ..serve.settings import Settings
+from ..weights.processors import load_processors
 from ..weights.random import unfilled
-from ..weights.tokenizer import load_image_processor
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class Server:
         options["nodes"] = self.nodes
         engine = Engine.from_pretrained(given.local_path if model is None else model, **options)
         if engine.images is not None and engine.image_processor is None:
-            engine.image_processor = load_image_processor(Path(given.local_path), given.local_path)
+            engine.image_processor, engine.video_processor = load_processors(Path(given.local_path), given.local_path)
         if model is not None:  # nothing is computed with what stands there
             engine.sleep(level=2, tags=["weights"])
             engine.wake_up(["weights"])

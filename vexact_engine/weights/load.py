@@ -22,7 +22,8 @@ from .conversion import fit
 from .directory import read_directory, some
 from .hub import snapshot
 from .mxfp4 import is_mxfp4
-from .tokenizer import load_image_processor, load_tokenizer
+from .processors import NONE, Processors, load_processors
+from .tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from .partial import Origin
@@ -41,7 +42,7 @@ class Loaded:
     name            where it came from, for messages
     origin          where stages of a pipeline take their weights from, each its own: then `model` has none
     device          where those are to be
-    image_processor transformers' own of a directory; None where there is none
+    processors      of images and of videos: transformers' own of a directory
     path            the directory that the weights were read from; None: there is none
     nodes           actors of Ray's that begin the stages' processes (parallel/nodes.py), one on each machine; None:
                     where they are is found by EngineConfig.nodes
@@ -53,7 +54,7 @@ class Loaded:
     name: str
     origin: "Origin | None" = None
     device: torch.device | None = None
-    image_processor: Any = None
+    processors: Processors = NONE
     path: Path | None = None
     nodes: Sequence[Any] | None = None
 
@@ -83,7 +84,7 @@ def load(
     meanwhile   given the model, still on the host, and where it goes: a block that it goes there in
     raises      FileNotFoundError, or ValueError with the reason: truncated, incomplete or unknown; TypeError on dtype
     """
-    device, processor, path = default_device(source) if device is None else device, None, None
+    device, processors, path = default_device(source) if device is None else device, NONE, None
     if dtype is not None:
         dtype = as_dtype(dtype, device)
     if isinstance(source, torch.nn.Module):
@@ -98,12 +99,12 @@ def load(
             model.requires_grad_(False)
             tokenizer = load_tokenizer(path, tokenizer, trust_remote_code=trust_remote_code)
         if model.config.model_type in WITH_IMAGES:
-            processor = load_image_processor(path, name)
+            processors = load_processors(path, name)
     if tokenizer is False or isinstance(tokenizer, str | os.PathLike):
         tokenizer = load_tokenizer("", tokenizer, trust_remote_code=trust_remote_code)
     eos = _eos_token_ids(model, tokenizer, name)
     directory = path if path is not None and path.is_dir() else None
-    return Loaded(model.eval(), tokenizer, eos, name, image_processor=processor, path=directory)
+    return Loaded(model.eval(), tokenizer, eos, name, processors=processors, path=directory)
 
 
 def load_in_stages(
@@ -113,6 +114,7 @@ def load_in_stages(
     dtype: str | torch.dtype | None = None,
     tokenizer: Any = None,
     trust_remote_code: bool = False,
+    images: bool = True,
     asked: str = "pipeline_parallel_size",
 ) -> Loaded:
     """A model directory, or a name on the Hub, for an engine of several stages or ranks: they read their weights
@@ -125,7 +127,8 @@ def load_in_stages(
 
     device = default_device(source) if device is None else device
     kind = as_dtype(torch.bfloat16 if dtype is None else dtype, device)
-    path = None if isinstance(source, torch.nn.Module) else _found(os.fspath(source))
+    name = "" if isinstance(source, torch.nn.Module) else os.fspath(source)
+    path = None if isinstance(source, torch.nn.Module) else _found(name)
     if path is None or path.is_file():
         what = f"a loaded {type(source).__name__}" if path is None else str(path)
         raise ValueError(
@@ -135,13 +138,13 @@ def load_in_stages(
     found = load_tokenizer(path, tokenizer, trust_remote_code=trust_remote_code)
     with quiet():
         try:
-            origin = settled(Origin(str(path), kind))
+            origin = settled(Origin(str(path), kind, images=images))
             model = skeleton(origin)
         except Exception as error:
             raise error if str(error).startswith("weights: ") else explain(str(path), error) from error
-    if model.config.model_type in WITH_IMAGES:
-        raise ValueError(f"weights: {asked}: got {path}, a model that takes images: it runs in one process, expected 1")
-    return replace(without_weights(model, found, origin, device), name=os.fspath(source))
+    processors = load_processors(path, name) if model.config.model_type in WITH_IMAGES else NONE
+    made = without_weights(model, found, origin, device)
+    return replace(made, name=name, processors=processors)
 
 
 def without_weights(model, tokenizer: Any, origin: "Origin", device: str | torch.device) -> Loaded:

@@ -23,6 +23,7 @@ class Origin:
     seed     of random weights
     layers   of random weights: the first so many alone
     untied   names that config.json ties to others, while the files have other values for them; None: not known yet
+    images   as load has it
     """
 
     source: str
@@ -30,6 +31,7 @@ class Origin:
     seed: int | None = None
     layers: int | None = None
     untied: tuple[str, ...] | None = None
+    images: bool = True
 
 
 def settled(origin: Origin) -> Origin:
@@ -37,14 +39,14 @@ def settled(origin: Origin) -> Origin:
     if origin.seed is not None or origin.untied is not None:
         return origin
     directory = read_directory(origin.source)
-    model = empty_model(directory, origin.dtype)
+    model = empty_model(directory, origin.dtype, origin.images)
     found = fit(model, directory)
     with Files(directory) as files:
         apart = (a for a, b in found.doubled if not torch.equal(*(_whole(model, found, n, files) for n in (a, b))))
         return replace(origin, untied=tuple(sorted(apart)))
 
 
-def empty_model(directory: Directory, dtype: torch.dtype, images: bool = False) -> nn.Module:
+def empty_model(directory: Directory, dtype: torch.dtype, images: bool = True) -> nn.Module:
     """The model of a directory, on the meta device, with the dtypes that from_pretrained gives it. FileNotFoundError or
     ValueError for a configuration that transformers cannot make one of."""
     config = read_config(str(directory.path))
@@ -68,7 +70,7 @@ def skeleton(origin: Origin) -> nn.Module:
 
     if origin.seed is None:
         directory = read_directory(origin.source)
-        model = empty_model(directory, origin.dtype)
+        model = empty_model(directory, origin.dtype, origin.images)
         for name in settled(origin).untied or ():
             _put(model, name, nn.Parameter(torch.empty_like(_tensors(model)[name]), requires_grad=False))
             model.all_tied_weights_keys.pop(name, None)
@@ -108,7 +110,7 @@ def fill(
     directory does not have one."""
     names, shards = set(names), shards or {}
     if origin.seed is None:
-        _fill_from_files(model, names, origin.source, origin.dtype, device, shards)
+        _fill_from_files(model, names, origin, device, shards)
         return
     from .random import load_random
 
@@ -127,13 +129,12 @@ def fill(
 def _fill_from_files(
     model: nn.Module,
     names: set[str],
-    source: str,
-    dtype: torch.dtype,
+    origin: Origin,
     device: torch.device,
     shards: Mapping[str, Shard],
 ) -> None:
-    directory, shared, meta = read_directory(source), _shared(model), _tensors(model)
-    whole = empty_model(directory, dtype)
+    directory, shared, meta = read_directory(origin.source), _shared(model), _tensors(model)
+    whole = empty_model(directory, origin.dtype, origin.images)
     place: dict[str, Tensor] = {}
     rows: dict[str, Shard] = {}
     for name in names:

@@ -98,17 +98,3 @@ def _made(folder: str, label: str, trust: bool, **options) -> Any:
             said = explain(f"{label}: tokenizer", error)
             what = "tokenizer= (--tokenizer) takes another one, or none"
             raise type(said)(f"{said}; {what}") from error
-
-
-def load_image_processor(path: Path, name: str) -> Any | None:
-    """transformers' image processor of a model directory; None where it has none. ValueError where it cannot be made:
-    the directory's own Python does not run."""
-    if not (path / "preprocessor_config.json").is_file():
-        return None
-    from transformers import AutoImageProcessor
-
-    with quiet():
-        try:
-            return AutoImageProcessor.from_pretrained(str(path), trust_remote_code=False)
-        except Exception as error:
-            raise explain(name, error) from error

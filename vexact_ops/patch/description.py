@@ -384,6 +384,7 @@ class Images:
     video        the token of videos' rows; None: they are not covered
     frames_apart each frame of a video has tokens of its own, like an image's, with text between them
     per_second   otherwise, how far positions of frames lie apart that are a second apart
+    begin, end   tokens that models mark an image or a frame with, where their config names any
     """
 
     token: int
@@ -393,10 +394,14 @@ class Images:
     video: int | None = None
     frames_apart: bool = False
     per_second: float = 1.0
+    begin: int | None = None
+    end: int | None = None
 
 
 @dataclass(frozen=True)
 class Decoder:
+    """images, tower: of a model with an image encoder, and what its parameters and buffers are called."""
+
     embedding: Embedding
     rotary: tuple[Rotary, ...]
     layers: tuple[Layer, ...]
@@ -404,6 +409,7 @@ class Decoder:
     head: Head | None
     kv_segment: int | None = None
     images: Images | None = None
+    tower: tuple[str, ...] = ()
 
     def names(self, layers: range | None = None) -> set[str]:
         """Parameters and buffers that a stage of these layers reads: with the first layer the embedding, with the last
@@ -413,6 +419,13 @@ class Decoder:
         parts += [self.embedding] if 0 in layers else []
         parts += [self.norm, self.head] if len(self.layers) - 1 in layers else []
         return set(names_of(parts))
+
+    def tower_names(self, layers: range) -> set[str]:
+        """Parameters and buffers of the image encoder, for a stage of these layers: of one that embeds tokens, or adds
+        rows of images behind a layer; none for others."""
+        if self.images is None or layers.start >= max(1, self.images.deepstack):
+            return set()
+        return set(self.tower)
 
 
 # Fields that name a parameter or buffer.

@@ -304,6 +304,13 @@ class Handle:
         check_pixels("encode", pixel_values, patch.vision.width)
         return encode(patch.vision, patch.base, pixel_values, grids_of("encode", image_grid_thw, patch.vision.merge))
 
+    @property
+    def tower(self) -> nn.Module | None:
+        """The model's image encoder, mergers among it; None: it has none. RuntimeError after undo()."""
+        self._check()
+        vision = self._patch.vision
+        return None if vision is None else self._patch.base._modules[vision.tower]
+
     def _check_head(self, op: str) -> None:
         self._check()
         if self._patch.head is None:

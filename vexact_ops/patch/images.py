@@ -39,7 +39,7 @@ class Vision:
     merge      patches in a row and in a column of a block, which is a token
     deepstack  how many layers are followed by rows that are added
     width      numbers of a patch
-    video, frames_apart, per_second   see description.Images
+    video, frames_apart, per_second, begin, end   see description.Images
     """
 
     tower: str
@@ -52,9 +52,11 @@ class Vision:
     video: int | None = None
     frames_apart: bool = False
     per_second: float = 1.0
+    begin: int | None = None
+    end: int | None = None
 
     def described(self) -> Images:
-        videos = self.video, self.frames_apart, self.per_second
+        videos = self.video, self.frames_apart, self.per_second, self.begin, self.end
         return Images(self.token, self.merge, self.width, self.deepstack, *videos)
 
 
@@ -151,7 +153,8 @@ def images_of(
     if given.get("mm_encoder_outputs") is not None:
         raise ValueError("mm_encoder_outputs: got some, expected none: images are encoded here")
     if (ready := given.get("vexact_images")) is not None:
-        _check_count(vision.token, "image", ids, ready, ready.where is not None)
+        if ready.where is None:
+            _check_count(vision.token, "image", ids, ready)
         return ready, {}
     image = _encoded(vision, model, ids, given, "image", "pixel_values", continued)
     video = _encoded(vision, model, ids, given, "video", "pixel_values_videos", continued)
@@ -196,11 +199,11 @@ def _encoded(
     return encoded, grids
 
 
-def _check_count(token: int, kind: str, ids: Tensor | None, encoded: Encoded, counted: bool = False) -> None:
+def _check_count(token: int, kind: str, ids: Tensor | None, encoded: Encoded) -> None:
     if ids is None:
         raise ValueError(f"input_ids: got None with {kind}s, expected the tokens, which say where they go")
     there, rows = (ids == token).sum(), encoded.rows.shape[0]
-    if not counted and not isinstance(there, FakeTensor) and int(there) != rows:
+    if not isinstance(there, FakeTensor) and int(there) != rows:
         raise ValueError(
             f"{'pixel_values' if kind == 'image' else 'pixel_values_videos'}: got {kind}s of {rows} tokens for "
             f"{int(there)} {kind} tokens (id {token}) among input_ids, expected as many"

@@ -228,12 +228,22 @@ class Patch:
             try:
                 with _isolated(self.model):
                     found = describe(self.model, self.base, head, self.options["kv_segment"])
-                self.description = found if self.vision is None else replace(found, images=self.vision.described())
+                self.description = (
+                    found
+                    if self.vision is None
+                    else replace(found, images=self.vision.described(), tower=self._tower_names())
+                )
             except NotDescribed as reason:
                 self.description = reason
         if isinstance(self.description, NotDescribed):
             raise self.description.with_traceback(None)
         return self.description
+
+    def _tower_names(self) -> tuple[str, ...]:
+        tower = self.base._modules[self.vision.tower]
+        path = next(path for path, module in self.model.named_modules() if module is tower)
+        named = (*tower.named_parameters(), *tower.named_buffers())
+        return tuple(f"{path}.{name}" for name, _ in named)
 
     def memories(self) -> tuple[Pages | State, ...]:
         try:

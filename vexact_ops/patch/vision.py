@@ -330,6 +330,9 @@ def is_image_model(base: nn.Module) -> bool:
     return any(is_tower(child) for child in base.children()) and len(names) == 2
 
 
+_MARKS = {"begin": "start", "end": "end"}
+
+
 def image_model(base: nn.Module) -> Vision:
     """What is known of it, once its class's own forward is known to do nothing else than ours."""
     (tower, encoder), (decoder, _) = sorted(base.named_children(), key=lambda item: not is_tower(item[1]))
@@ -338,7 +341,8 @@ def image_model(base: nn.Module) -> Vision:
         raise NotCovered("its config names no image_token_id")
     deepstack = len(getattr(encoder, "deepstack_merger_list", ()))
     conv = next(encoder.patch_embed.children())
-    vision = Vision(tower, decoder, token, merge, deepstack, conv.weight[0].numel(), object)
+    marks = {name: getattr(base.config, f"vision_{kind}_token_id", None) for name, kind in _MARKS.items()}
+    vision = Vision(tower, decoder, token, merge, deepstack, conv.weight[0].numel(), object, **marks)
     grids = ((1, 2 * merge, 3 * merge), (1, merge, 2 * merge))
     row = 6 * [token], 2 * [-1], 2 * [token], [-1]
     output = _output_of(vision, base, row, {"image": grids})

@@ -1,0 +1,42 @@
+"""What makes patches of images and videos: transformers' own of a model's directory."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .config import explain, quiet
+
+
+class Processors(NamedTuple):
+    """None: there is none."""
+
+    images: Any = None
+    videos: Any = None
+
+
+NONE = Processors()
+
+
+def load_processors(path: Path, name: str) -> Processors:
+    """Of videos there is none without torchvision. ValueError where one cannot be made: the directory's own Python does
+    not run."""
+    from transformers import AutoImageProcessor
+    from transformers.utils import is_torchvision_available
+
+    images = AutoImageProcessor if (path / "preprocessor_config.json").is_file() else None
+    videos = None
+    if is_torchvision_available() and _names_videos(path):
+        from transformers import AutoVideoProcessor as videos
+    with quiet():
+        try:
+            made = [kind and kind.from_pretrained(str(path), trust_remote_code=False) for kind in (images, videos)]
+        except Exception as error:
+            raise explain(name, error) from error
+    return Processors(*made)
+
+
+def _names_videos(path: Path) -> bool:
+    if (path / "video_preprocessor_config.json").is_file():
+        return True
+    whole = path / "processor_config.json"
+    return whole.is_file() and "video_processor" in json.loads(whole.read_text())
