@@ -20,7 +20,7 @@ from engine_models import build, byte_tokenizer
 
 pytest.importorskip("zmq", reason="pyzmq is not installed")
 
-from vexact_engine import cli
+from vexact_engine import Speculation, cli
 from vexact_engine.errors import ReplicaDied
 from vexact_engine.proof.compare import compare
 from vexact_engine.recipes import grpo, report, tasks
