@@ -45,7 +45,8 @@ class Speculation:
                        steps took and by how often drafts were right
     draft_model        a model of the same vocabulary that drafts where texts do not: a directory, a name on the Hub, a
                        GGUF file, or a loaded Hugging Face model, which is taken over. Its cache has as many tokens as
-                       the engine's own, in the same memory. None: there is none
+                       the engine's own, in the same memory: with stages or ranks, where it cannot be a loaded one, in
+                       that of the last stage's first rank. None: there is none
     mtp                draft with the first of the checkpoint's own heads (Qwen3.5's and Qwen3-Next's `mtp.*`, the layer
                        behind the last of DeepSeek-V3 and GLM-4-MoE), in place of a model
     """

@@ -402,6 +402,14 @@ class Engine(Frontend):
         """
         self._loop.call(lambda: self._answers("load_answers").load(path))
 
+    def pack_answers(self) -> bytes:
+        """What save_answers writes."""
+        return self._loop.call(lambda: self._answers("pack_answers").pack())
+
+    def take_answers(self, data: bytes) -> None:
+        """load_answers, of what pack_answers has given."""
+        self._loop.call(lambda: self._answers("take_answers").take(data))
+
     def _answers(self, method: str) -> Answers:
         drafter = self._scheduler.drafter
         if drafter is None or drafter.answers is None:

@@ -21,9 +21,11 @@ from engine_models import build, byte_tokenizer
 pytest.importorskip("zmq", reason="pyzmq is not installed")
 
 from vexact_engine import Speculation, cli
+from vexact_engine.core.answers import Answers
 from vexact_engine.errors import ReplicaDied
 from vexact_engine.proof.compare import compare
 from vexact_engine.recipes import grpo, report, tasks
+from vexact_engine.recipes.checkpoint import Saving
 from vexact_engine.recipes.launch import ProcessDied, launch
 from vexact_engine.recipes.options import Options
 from vexact_engine.recipes.trainer import Trainer, policy_loss
@@ -306,7 +308,18 @@ def test_answers_of_the_epoch_before_are_drafted(models, tmp_path):
     by_default = [options("any", epoch_steps=steps).engine_config().speculation for steps in (None, 1)]
     assert by_default == [None, Speculation()]
     epochs = {"steps": 5, "epoch_steps": 1, "max_new_tokens": 12, "learning_rate": 1e-6, "check_every": 0}
-    runs = [launch(options(models("Qwen3"), **epochs, speculation=count)) for count in (0, 4)]
+    folder = tmp_path / "kept"
+    runs = [
+        launch(options(models("Qwen3"), **epochs, speculation=count), saving=saving)
+        for count, saving in ((0, None), (4, Saving(str(folder), every=5)))
+    ]
+    more = options(models("Qwen3"), **{**epochs, "steps": 6}, speculation=4)
+    launch(more, saving=Saving(str(folder), every=1, resume=True))  # with the answers that were kept
+    kept = [Answers(1 << 20) for _ in range(2)]
+    for answers, step in zip(kept, (5, 6)):
+        answers.load(folder / "aligned" / f"step-{step:08d}" / "answers")
+    assert len(kept[0]) == len(kept[1]) == more.prompts * more.samples
+    assert {(tuple(p), s) for p, s, _ in kept[0]} == {(tuple(p), s) for p, s, _ in kept[1]}
     plain, drafted = (figures(run)["aligned"] for run in runs)
     counts = [(step.pop("drafted"), step.pop("accepted")) for steps in (plain, drafted) for step in steps]
     assert plain == drafted and plain[0]["tokens"] == plain[2]["tokens"]

@@ -388,12 +388,13 @@ def test_sizes_of_graphs_are_kept_apart(monkeypatch, tmp_path):
     monkeypatch.setattr(graphs, "recorder", lambda *_: graphs.HostRecorder())
     monkeypatch.setattr(graphs.HostRecorder, "lasting", True)
     monkeypatch.setattr(vx, "tune", lambda *_: [])
-    timed, seconds = [], graphs.HostRecorder.seconds
-    monkeypatch.setattr(graphs.HostRecorder, "seconds", lambda *a: timed.append(1) or seconds(*a))
-    counts = []
+    chosen, choose, counts = [], graphs.choose, []
+    monkeypatch.setattr(graphs, "choose", lambda *a: chosen.append(1) or choose(*a))
     for speculation in (None, ALWAYS, None, ALWAYS, replace(ALWAYS, max_draft_tokens=2)):
         config = replace(ROOMY, max_num_seqs=4, max_num_batched_tokens=16, speculation=speculation)
-        Engine.from_pretrained(build("Llama"), config=config).close()
-        counts.append(len(timed))
-        timed.clear()
+        with Engine.from_pretrained(build("Llama"), config=config) as engine:
+            verified = engine._worker.verified
+            assert list(verified) == engine._worker._runner.graphs.verify.sizes and all(verified.values())
+        counts.append(len(chosen))
+        chosen.clear()
     assert [count > 0 for count in counts] == [True, True, False, False, True]

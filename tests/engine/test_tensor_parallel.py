@@ -58,8 +58,8 @@ def test_ranks_have_the_bits_of_one(name, tensor, stages, experts, latent, tmp_p
     with Engine.from_pretrained(tmp_path, device="cpu", config=config) as engine:
         one, numerics = ask(engine, asked, params), engine.numerics()
     sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages, "expert_parallel_size": experts}
-    config = replace(config, **sizes, speculation=Speculation(max_draft_tokens=3, always=True))
-    with Engine.from_pretrained(tmp_path, device="cpu", config=config) as engine:  # which verifies drafts, too
+    config = replace(config, **sizes, speculation=Speculation(max_draft_tokens=3, always=True, draft_model=tmp_path))
+    with Engine.from_pretrained(tmp_path, device="cpu", config=config) as engine:  # which verifies drafts, its own too
         assert engine.path == "fused" and engine.numerics() == numerics
         for _ in range(2):  # cold and warm
             assert ask(engine, asked, params) == one

@@ -76,10 +76,12 @@ def test_ranks_have_the_bits_of_one_gpu(name, whole_experts, latent, ranks, stag
     assert renewed != expected
     layout = {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages}
     ranked = replace(config, **layout, expert_parallel_size=ranks if whole_experts else 1)
-    drafting = replace(ranked, speculation=Speculation(max_draft_tokens=3, always=True))
-    with Engine.from_pretrained(tmp_path, device="cuda", config=drafting) as engine:
-        assert engine.numerics() == numerics
-        assert ask(engine) == expected
+    for draft in (None, tmp_path):  # the model itself, whole on one of the ranks
+        speculation = Speculation(max_draft_tokens=3, always=True, draft_model=draft)
+        with Engine.from_pretrained(tmp_path, device="cuda", config=replace(ranked, speculation=speculation)) as engine:
+            assert engine.numerics() == numerics
+            assert ask(engine) == expected
+            assert draft is None or engine.stats.accepted_tokens > 0
     with Engine.from_pretrained(tmp_path, device="cuda", config=ranked) as engine:
         for _ in range(2):  # cold and warm
             assert ask(engine) == expected

@@ -384,7 +384,7 @@ def test_seeds_of_prompts_and_the_last_epochs_answers(path):
             running.call(server.set_global_steps(1))
             assert answers() == first and len(set(first)) == 3
             found.append((first, server.engine.stats.accepted_tokens - accepted))
-    assert found[0][0] == found[1][0] and found[0][1] > LONG and found[1][1] == 0
+    assert found[0][0] == found[1][0] and found[0][1] > 0 == found[1][1]
 
 
 def test_no_answer_from_weights_that_never_came(path):

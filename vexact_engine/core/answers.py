@@ -79,11 +79,7 @@ class Answers:
         target = Path(path)
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=target.name, delete=False) as file:
             try:
-                file.write(_MAGIC)
-                for key, kept in self._prompts.items():
-                    file.write(_HEADER.pack(len(key) // 4, len(kept)) + key)
-                    for seed, answer in kept.items():
-                        file.write(_ANSWER.pack(seed, len(answer)) + answer.tobytes())
+                file.writelines(self._written())
                 file.flush()
                 os.replace(file.name, target)
             except BaseException:
@@ -93,11 +89,26 @@ class Answers:
     def load(self, path: str | os.PathLike) -> None:
         """Those of a file beside what is kept. ValueError, and nothing is taken, where it is no such file or has ids
         that the model has not."""
-        for prompt, seed, answer in list(self._read(Path(path))):
+        self.take(Path(path).read_bytes(), str(path))
+
+    def pack(self) -> bytes:
+        """What `save` writes."""
+        return b"".join(self._written())
+
+    def take(self, data: bytes, path: str = "what was given") -> None:
+        """As `load`, of what `pack` has made."""
+        for prompt, seed, answer in list(self._read(data, path)):
             self.put(prompt, seed, answer)
 
-    def _read(self, path: Path) -> Iterator[tuple[array, int, array]]:
-        data, at = path.read_bytes(), len(_MAGIC)
+    def _written(self) -> Iterator[bytes]:
+        yield _MAGIC
+        for key, kept in self._prompts.items():
+            yield _HEADER.pack(len(key) // 4, len(kept)) + key
+            for seed, answer in kept.items():
+                yield _ANSWER.pack(seed, len(answer)) + answer.tobytes()
+
+    def _read(self, data: bytes, path: str) -> Iterator[tuple[array, int, array]]:
+        at = len(_MAGIC)
         if not data.startswith(_MAGIC):
             raise ValueError(f"answers: {path} is no file of answers")
 

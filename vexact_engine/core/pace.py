@@ -120,7 +120,7 @@ class Pace:
             self._declined[kind] = count + 1, wait
             return 0
         self._declined[kind] = 0, min(2 * wait, AGAIN[1])
-        likely = min(sum(chance >= 0.5 for chance in chances), self.furthest(sequences))
+        likely = min(sum(chance >= 0.5 for chance in map(float, chances)), self.furthest(sequences))
         return max(1, likely if self.seconds(sequences, likely) <= _DEAREST * plain else 1)
 
 

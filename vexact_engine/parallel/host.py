@@ -159,6 +159,12 @@ class Host:
     def do_reset_prefix_cache(self) -> None:
         self.engine.reset_prefix_cache()
 
+    def do_pack_answers(self) -> bytes:
+        return self.engine.pack_answers()
+
+    def do_take_answers(self, data: bytes) -> None:
+        self.engine.take_answers(data)
+
     def do_stats(self) -> dict[str, Any]:
         return m.as_dict(self.engine.stats)
 

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import itertools
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from torch import Tensor
 from vexact_ops.patch.description import Images
 
 from ..config import EngineConfig
+from ..core.answers import Answers
 from ..core.loop import check_pause
 from ..core.plan import Stats
 from ..errors import ReplicaDied
@@ -278,6 +280,18 @@ class Replicas(Frontend):
     def reset_prefix_cache(self) -> None:
         self._all("reset_prefix_cache")
         self._front.forget_pages()
+
+    def save_answers(self, path: "str | os.PathLike") -> None:
+        """As Engine has it: those of all replicas, in one file."""
+        speculation = self.config.speculation
+        kept = Answers(sys.maxsize if speculation is None else len(self.replicas) * speculation.answer_tokens)
+        for data in self._all("pack_answers").values():
+            kept.take(data)
+        kept.save(path)
+
+    def load_answers(self, path: "str | os.PathLike") -> None:
+        """Each replica takes all of them, for any may be asked."""
+        self._all("take_answers", data=Path(path).read_bytes())
 
     # Weights
 

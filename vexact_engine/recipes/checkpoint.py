@@ -13,9 +13,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from .options import Options
+from .rollout import Rollout
 from .trainer import Trainer
 
-OPTIONS, STATE = "options.json", "state.json"
+OPTIONS, STATE, ANSWERS = "options.json", "state.json", "answers"
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,9 @@ class Saving:
     def _path(self, side: str, step: int) -> Path:
         return Path(self.folder, side, f"step-{step:08d}")
 
-    def save(self, side: str, step: int, trainer: Trainer, facts: dict[str, Any]) -> None:
-        """All ranks call. A folder has its name once it is whole: a run that is killed here has the last one."""
+    def save(self, side: str, step: int, trainer: Trainer, facts: dict[str, Any], rollout: Rollout | None) -> None:
+        """All ranks call. A folder has its name once it is whole: a run that is killed here has the last one. Of the
+        first rank's rollout it has the answers that are drafted from."""
         path = self._path(side, step)
         part = path.with_suffix(".part")
         first = dist.get_rank() == 0
@@ -76,15 +78,18 @@ class Saving:
         dcp.save(_state(trainer), checkpoint_id=part)
         if first:
             (part / STATE).write_text(json.dumps(facts), encoding="utf-8")
+            rollout.save_answers(part / ANSWERS)
             shutil.rmtree(path, ignore_errors=True)
             os.replace(part, path)
             for old in sorted(path.parent.glob("step-????????"))[: -self.keep]:
                 shutil.rmtree(old)
         dist.barrier()
 
-    def load(self, side: str, step: int, trainer: Trainer) -> dict[str, Any]:
+    def load(self, side: str, step: int, trainer: Trainer, rollout: Rollout | None) -> dict[str, Any]:
         """All ranks call; the trainer then holds what `save` was called with. Returns its facts."""
         path, state = self._path(side, step), _state(trainer)
+        if rollout is not None:
+            rollout.load_answers(path / ANSWERS)
         dcp.load(state, checkpoint_id=path)
         set_state_dict(
             trainer.weights,

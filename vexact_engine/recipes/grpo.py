@@ -116,7 +116,8 @@ class _Side:
         try:
             if saving is not None and saving.resume and (newest := saving.newest(self._side)):
                 self._phase("resume")
-                self._first, self._version = newest, saving.load(self._side, newest, trainer)["weight_version"] + 1
+                facts = saving.load(self._side, newest, trainer, self._rollout)
+                self._first, self._version = newest, facts["weight_version"] + 1
             steps = min(options.steps, options.epoch_steps or options.steps)
             asked = {"seed": options.seed, "size": steps * options.prompts}
             known = {"tokenizer": trainer.tokenizer, "vocab_size": trainer.vocab_size}
@@ -144,7 +145,7 @@ class _Side:
         self._tell_digests(step + 1, digests)
         if self._saving is not None and self._saving.is_due(step + 1, self._options.steps):
             self._phase("save")
-            self._saving.save(self._side, step + 1, self._trainer, {"weight_version": version})
+            self._saving.save(self._side, step + 1, self._trainer, {"weight_version": version}, self._rollout)
 
     def _digests(self) -> tuple[dict[str, str] | None, float]:
         """Of all parameters, where they are reported; and the seconds that it took."""

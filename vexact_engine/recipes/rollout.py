@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,6 +59,16 @@ class Rollout:
             with contextlib.suppress(TimeoutError):
                 received.result(10)  # raises what the other end knows of it
             raise
+
+    def save_answers(self, path: Path) -> None:
+        """Where they are kept."""
+        if self._engine.config.speculation is not None:
+            self._engine.save_answers(path)
+
+    def load_answers(self, path: Path) -> None:
+        """Where they are kept, and were."""
+        if self._engine.config.speculation is not None and path.exists():
+            self._engine.load_answers(path)
 
     def close(self) -> None:
         """Again does nothing."""
