@@ -2,12 +2,15 @@
 
 python -m benchmarks training --shape qwen3-8b --layers 4
 python -m benchmarks training --shape qwen3-8b,qwen3-30b-a3b --layers 4 --trainer veomni,fsdp2 --objective rl,sft
+python -m benchmarks training --shape qwen3-0.6b,qwen3-1.7b --trainer recipe --tokens 16384
 
 On one device. veomni: models of its build_foundation_model in bf16 (at world size 1 it shards nothing), its best
 kernels that run here against vx.patch.veomni; fsdp2: transformers' models under fully_shard, fp32 masters and bf16
-compute, against vx.patch.hf. Both checkpoint every layer. rl: log-probabilities and entropies of packed sequences and a
-step on them; sft: the loss. A step is forward, backward, clipping and AdamW. Bits come first: the engine samples, and
-the trainer's log-probabilities of the same tokens must be its own in bytes.
+compute, against vx.patch.hf. Both checkpoint every layer. recipe: a step of `vexact recipe grpo`'s own trainer on
+answers of one length in two forwards, against its stock side, and what of a large product's rate it reaches. rl: log-
+probabilities and entropies of packed sequences and a step on them; sft: the loss. A step is forward, backward, clipping
+and AdamW. Bits come first: the engine samples, and the trainer's log-probabilities of the same tokens must be its own
+in bytes.
 """
 
 import argparse
@@ -26,7 +29,7 @@ import vexact_ops as vx
 
 from .harness import environment, time_one
 
-TRAINERS, OBJECTIVES = ("veomni", "fsdp2"), ("rl", "sft")
+TRAINERS, OBJECTIVES = ("veomni", "fsdp2", "recipe"), ("rl", "sft")
 SHARES = (0.22, 0.15, 0.11, 0.25, 0.04, 0.085, 0.12)  # of the tokens, one sequence each; what is left is another
 _TEMPERATURE = 0.7
 
@@ -51,7 +54,10 @@ def run(args: argparse.Namespace) -> Iterator[dict]:
     with _world(args.device):
         for shape in args.shape.split(","):
             for name in args.trainer.split(","):
-                yield from _measure(args, shape, {"veomni": _VeOmni, "fsdp2": _Fsdp2}[name])
+                if name == "recipe":
+                    yield _recipe(args, shape)
+                else:
+                    yield from _measure(args, shape, {"veomni": _VeOmni, "fsdp2": _Fsdp2}[name])
                 gc.collect()
 
 
@@ -260,7 +266,8 @@ def _measure(args, shape: str, trainer_class) -> Iterator[dict]:
         del weights
         for objective in args.objective.split(","):
             step = getattr(trainer, objective)
-            times, gib = _race(ours, stock, lambda m, step=step: step(m, batch), args)
+            race = [_step(model, lambda m, step=step: step(m, batch)) for model in (ours, stock)]
+            times, gib = _race(*race, args)
             layers = "" if args.layers is None else f" {args.layers} layers"
             yield {
                 "room": "training",
@@ -278,6 +285,86 @@ def _measure(args, shape: str, trainer_class) -> Iterator[dict]:
             }
     finally:
         trainer.close()
+
+
+class _Recipe:
+    """One side of the recipe's trainer, as `_bits` and `_race` ask for it."""
+
+    PROMPT, FORWARDS = 0.25, 2
+
+    def __init__(self, args, shape: str, aligned: bool):
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from vexact_engine.recipes.options import Options
+        from vexact_engine.recipes.trainer import Trainer
+
+        self.length = min(256, args.tokens // (2 * self.FORWARDS))
+        sequences = args.tokens // self.length
+        chosen = {"model": shape, "layers": args.layers, "device": args.device, "learning_rate": 1e-6}
+        options = Options(**chosen, prompts=sequences // 2, samples=2, micro_batch=sequences // self.FORWARDS)
+        device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
+        self.trainer = Trainer(options, init_device_mesh(args.device, (1,)), device, aligned)
+
+    def score(self, _, batch: _Packed, temperature: float) -> tuple[Tensor, None]:
+        handle = self.trainer._handle
+        return handle.logprobs(batch.ids[0], cu_seqlens=batch.cu, temperature=temperature), None
+
+    def samples(self, count: int) -> list:
+        from vexact_engine.recipes.trainer import Sample
+
+        generator, prompt = torch.Generator().manual_seed(5), int(self.PROMPT * self.length)
+        draw = torch.randint(3, self.trainer.vocab_size, (count, self.length), generator=generator).tolist()
+        old = torch.full((self.length - prompt,), -11.0)
+        return [
+            Sample(ids[:prompt], ids[prompt:], old, 0.0, advantage=(-1.0) ** i, old=old) for i, ids in enumerate(draw)
+        ]
+
+    def step(self) -> Callable[[], None]:
+        samples = self.samples(self.trainer.options.prompts * 2)
+        total = sum(len(sample.token_ids) for sample in samples)
+        return lambda: self.trainer.step(samples, [total])
+
+
+def _recipe(args, shape: str) -> dict:
+    from vexact_engine.weights.random import load_random
+
+    sides = [_Recipe(args, shape, aligned) for aligned in (True, False)]
+    try:
+        trainer = sides[0].trainer
+        model = load_random(shape, device=args.device, layers=args.layers).model
+        model.load_state_dict(dict(trainer.named_tensors()), strict=False)  # of tied ones there is one
+        model.tie_weights()
+        bits = _bits(sides[0], trainer.model, model, args)
+        del model
+        times, gib = _race(*(side.step() for side in sides), args)
+        products = 6 * sum(p.numel() for p in trainer.weights.parameters()) * args.tokens
+        layers = "" if args.layers is None else f" {args.layers} layers"
+        return {
+            "room": "training",
+            "case": f"{shape}{layers} recipe rl, {_Recipe.FORWARDS} x {args.tokens // _Recipe.FORWARDS} tokens",
+            "backend": "vexact",
+            "ours": round(times[0], 2),
+            "stock": round(times[1], 2),
+            "ratio": round(times[0] / times[1], 4),
+            "unit": "ms",
+            "tflops": round(products / times[0] / 1e9, 2),  # of weights alone, attention's own left out
+            "of_product": round(products / times[0] / 1e9 / _product(args.device), 3),
+            "gib": gib,
+            "kernels": "sdpa, torch, padded",
+            "bits": bits,
+            "device": args.device,
+            **environment(args.device),
+        }
+    finally:
+        for side in sides:
+            side.trainer.close()
+
+
+def _product(device: str) -> float:
+    """TFLOP/s of a large product of torch's."""
+    size = 8192 if device == "cuda" else 512
+    x = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    return 2e-12 * size**3 / time_one(lambda: x @ x, device, repeats=10)
 
 
 def _bits(trainer, ours: nn.Module, model: nn.Module, args) -> str:
@@ -309,9 +396,9 @@ def _bits(trainer, ours: nn.Module, model: nn.Module, args) -> str:
     return f"{compared} of {compared}"
 
 
-def _race(ours: nn.Module, stock: nn.Module, loss: Callable, args) -> tuple[list[float], dict]:
-    """ms of a step of each, in turns, and the GiB that each needs beside weights and the optimizer's state."""
-    steps = [_step(model, loss) for model in (ours, stock)]
+def _race(ours: Callable[[], None], stock: Callable[[], None], args) -> tuple[list[float], dict]:
+    """ms of each step, in turns, and the GiB that each needs beside weights and the optimizer's state."""
+    steps = [ours, stock]
     for step in steps * 2:
         step()
     times = [[], []]

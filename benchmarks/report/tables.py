@@ -190,6 +190,23 @@ def training_table(records: Iterable[dict]) -> str:
     return markdown(heads, rows)
 
 
+def speculation_table(records: Iterable[dict]) -> str:
+    """Time per token of a sequence with drafted tokens over that without. Drafted and accepted tokens are of both times
+    that were asked; `differ` counts token ids and log-probabilities of the second."""
+    rows = [
+        [
+            r["case"],
+            f"{r['plain']:.2f}",
+            f"{r['ours']:.2f}",
+            f"{r['ratio']:.2f} x",
+            f"{r['accepted_tokens']:,} of {r['drafted_tokens']:,}",
+            f"{r['differ']} of {r['numbers']}",
+        ]
+        for r in records
+    ]
+    return markdown(["sequences and drafts", "ms per token without", "with", "time", "accepted", "differ"], rows)
+
+
 def program_table(records: Iterable[dict]) -> str:
     """The whole-program records (engine, memory)."""
     heads = ["program", "case", "ours", "stock", "unit", "ours / stock", "others"]
