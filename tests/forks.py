@@ -1,11 +1,12 @@
-"""A pytest plugin: replicas, stages and multiprocessing's processes begin as forks of one that has imported what they
-import, which takes each of them five seconds of a core.
+"""A pytest plugin: replicas, stages, multiprocessing's processes and commands (`python -m vexact_engine.cli`) begin as
+forks of one that has imported what they import, which takes each of them five seconds of a core.
 
-The first of a kind in a process of pytest begins as for users. Those after it get their descriptors, environment
-and parent in `become`, and run the line of code that `python -c` would. Whatever is asked for beyond that begins as for
-users too, and so does everything where torch sees a GPU, which no fork may use.
+The first of a kind in a run begins as for users. Those after it get their descriptors, environment and parent in
+`become`, and run the line of code that `python -c` would. Whatever is asked for beyond that begins as for users too,
+and so does everything where torch sees a GPU, which no fork may use.
 """
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -26,6 +27,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 FILES = {
+    "test_cli.py",
+    "test_directory.py",
     "test_forks.py",
     "test_handover_killed.py",
     "test_handover_many.py",
@@ -38,16 +41,24 @@ FILES = {
     "test_recipe_kept.py",
     "test_recipe_layouts.py",
     "test_replicas.py",
+    "test_saver.py",
+    "test_serve_process.py",
+    "test_serve_strangers.py",
+    "test_settings.py",
+    "test_speculation.py",
     "test_stalled.py",
     "test_tensor_parallel.py",
     "test_ulysses.py",
+    "test_windows.py",
 }
 # What a process runs, of each kind.
 KINDS = (
     "from vexact_engine.parallel.process import main; main(",
     "from vexact_engine.parallel.stage import main; main(",
     "from multiprocessing.spawn import spawn_main; spawn_main(",
+    "import runpy; runpy.run_module('vexact_engine.cli', run_name='__main__', alter_sys=True)",
 )
+COMMAND = "-m", "vexact_engine.cli"  # `python -m` of it is the last kind
 IMPORTED = (
     "vexact_engine.parallel.process",
     "vexact_engine.parallel.stage",
@@ -60,6 +71,9 @@ IMPORTED = (
     "transformers.tokenization_utils_tokenizers",
     "safetensors.torch",
     "torch.distributed.fsdp",
+    "vexact_engine.cli",
+    "vexact_engine.serve.app",
+    "uvicorn",
 )
 # Variables that are read late, if at all: those that differ otherwise make a process begin as for users.
 LATE = {
@@ -68,6 +82,7 @@ LATE = {
     "PYTEST_CURRENT_TEST",
     "PYTHONPATH",
     "TORCHINDUCTOR_CACHE_DIR",  # torch sets it
+    "VEXACT_API_KEY",
     "XDG_RUNTIME_DIR",
 }
 MOST = 1 << 20  # bytes of a message
@@ -88,7 +103,7 @@ class Forks:
     def pytest_runtest_setup(self, item) -> None:
         wanted = self.here and Path(item.path).name in FILES
         if wanted and Forked.server is None:
-            Forked.server = Server()
+            Forked.server = Server(_begun(item.config))
         subprocess.Popen = Forked if wanted else _Popen
         multiprocessing.util.spawnv_passfds = _spawn_forked if wanted else _spawn
 
@@ -100,11 +115,22 @@ class Forks:
 # In the process of pytest
 
 
-class Server:
-    """The process that forks, as pytest's sees it."""
+def _begun(config) -> Path:
+    """A folder of this run, whichever of its processes asks."""
+    base = config._tmp_path_factory.getbasetemp()
+    folder = (base.parent if hasattr(config, "workerinput") else base) / "begun"
+    folder.mkdir(exist_ok=True)
+    return folder
 
-    def __init__(self):
-        self.environment, self._lock = dict(os.environ), threading.Lock()
+
+class Server:
+    """The process that forks, as pytest's sees it.
+
+    begun   a folder with a file for each kind that has begun as for users
+    """
+
+    def __init__(self, begun: Path):
+        self.begun, self.environment, self._lock = begun, dict(os.environ), threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(SECONDS)
         with theirs:
@@ -113,16 +139,16 @@ class Server:
             self._process = _Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment, cwd="/"
             )
-        self.begun: set[str] = set()
 
     def fork(self, command: list[str], env: dict[str, str], descriptors: dict[int, int], session: bool) -> int | None:
         """The id of a process whose parent is this one. None where it has to begin as for users.
 
         descriptors   its numbers there, and what they are here
         """
+        if (*command[1:3],) == COMMAND:
+            command = [command[0], "-c", KINDS[-1], *command[3:]]
         kind = self.kind(command, env)
-        if kind not in self.begun:
-            self.begun |= {kind} - {None}
+        if kind is None or self.is_first(kind):
             return None
         order = {
             "argv": ["-c", *command[3:]],
@@ -150,6 +176,13 @@ class Server:
         if [*command[:2]] != [sys.executable, "-c"] or changed - LATE:
             return None
         return next((kind for kind in KINDS if kind in command[2]), None)
+
+    def is_first(self, kind: str) -> bool:
+        try:
+            (self.begun / str(KINDS.index(kind))).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
     @property
     def pid(self) -> int:
@@ -253,6 +286,7 @@ def become(order: dict, descriptors: list[int]) -> None:
     if order["session"]:
         os.setsid()
     signal.signal(signal.SIGINT, _INTERRUPT)
+    atexit.register(gc.unfreeze)  # nanobind names what is left of its own at the end
     os.environ.clear()
     os.environ.update(order["environment"])
     sys.path[:] = ["", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]

@@ -48,9 +48,9 @@ def started(kind, session=False):
 
 
 @pytest.mark.process
-def test_a_fork_is_what_a_process_of_its_own_would_be():
+def test_a_fork_is_what_a_process_of_its_own_would_be(monkeypatch, tmp_path):
     kind = forks.KINDS[0]
-    forks.Forked.server.begun.discard(kind)
+    monkeypatch.setattr(forks.Forked.server, "begun", tmp_path)
     first, *others = [started(kind, session) for session in (False, False, True)]
     assert not first["fork"] and all(other["fork"] for other in others), "the first of a kind begins as for users"
     assert len({found.pop("random") for found in (first, *others)}) == 3
@@ -66,8 +66,9 @@ def _says(pipe):
 
 
 @pytest.mark.process
-def test_multiprocessing_has_its_own():
-    forks.Forked.server.begun.add(forks.KINDS[2])
+def test_multiprocessing_has_its_own(monkeypatch, tmp_path):
+    monkeypatch.setattr(forks.Forked.server, "begun", tmp_path)
+    assert forks.Forked.server.is_first(forks.KINDS[2]) and not forks.Forked.server.is_first(forks.KINDS[2])
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_says, args=(theirs,), name="its name")
@@ -75,6 +76,20 @@ def test_multiprocessing_has_its_own():
     assert ours.recv() == (os.getpid(), True, "its name")
     process.join()
     assert process.exitcode == 0
+
+
+@pytest.mark.process
+def test_a_command_is_what_python_m_runs(monkeypatch, tmp_path):
+    """Its usage, its exit codes and where it says what; the first begins as for users."""
+    monkeypatch.setattr(forks.Forked.server, "begun", tmp_path)
+    asked = []
+    monkeypatch.setattr(forks.Forked.server, "is_first", lambda kind: asked.append(kind) or len(asked) in (1, 3))
+    for code, argv in (0, ["--help"]), (2, ["serve"]):
+        command = [sys.executable, "-m", "vexact_engine.cli", *argv]
+        process, fork = (subprocess.run(command, capture_output=True, text=True, env={**os.environ}) for _ in range(2))
+        assert (fork.returncode, fork.stdout, fork.stderr) == (process.returncode, process.stdout, process.stderr)
+        assert process.returncode == code and "usage: vexact" in process.stdout + process.stderr
+    assert asked == [forks.KINDS[-1]] * 4
 
 
 def test_what_a_fork_cannot_be_begins_as_for_users():

@@ -371,18 +371,23 @@ def test_doctor_without_the_gpu_it_was_to_check_says_nothing_else(capsys, monkey
 
 def test_a_mistyped_path_is_answered_at_once(capsys, monkeypatch, tmp_path):
     """No port listens there; the loader itself would ask five times, and sleep in between for half a minute."""
+    commands = ["verify", "--model"], ["verify", "--random-weights", "--model"], ["generate", "x", "--model"]
     code = (
         "import sys, time; from vexact_engine import cli; import torch, transformers, huggingface_hub\n"
-        "slept = []; time.sleep = slept.append; code = cli.main(sys.argv[1:]); print(code, sum(slept))"
+        f"for argv in {commands}:\n"
+        "    slept = []; time.sleep = slept.append; code = cli.main([*argv, 'mdoels/mine']); print(code, sum(slept))"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     env |= {"HF_HUB_OFFLINE": "0", "NO_PROXY": "*"}
-    for argv in (["verify", "--model"], ["verify", "--random-weights", "--model"], ["generate", "x", "--model"]):
-        command = [sys.executable, "-c", code, *argv, "mdoels/mine"]
-        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=600, cwd=tmp_path)
-        exit_code, seconds = done.stdout.split()
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=600, cwd=tmp_path)
+    lines, said = done.stdout.splitlines(), done.stderr.splitlines()
+    assert len(lines) == len(commands), done.stdout + done.stderr
+    for line in lines:
+        exit_code, seconds = line.split()
         assert exit_code == "2" and float(seconds) < 3, done.stdout + done.stderr
-        assert "--model: 'mdoels/mine': no such file or directory, and the Hub cannot be asked" in done.stderr
+    told = "--model: 'mdoels/mine': no such file or directory, and the Hub cannot be asked"
+    assert sum(told in line for line in said) == len(commands), done.stderr
 
 
 def test_progress_is_plain_lines_without_a_terminal(capsys, model):

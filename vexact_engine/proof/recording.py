@@ -1,6 +1,7 @@
 """What a stack does on some tokens: of every module and op, of every token a digest of the bits that it had there."""
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from .stacks import Call, Stack
@@ -67,7 +68,6 @@ class Recorder(TorchDispatchMode):
         self.running: list[tuple[str, int]] = []
         self._weights: dict[tuple[int, torch.device], Tensor] = {}
         self._hooks: list = []
-        self._off = False
         self.forwards = 0
 
     def record(self, call: Call) -> Tensor:
@@ -103,7 +103,7 @@ class Recorder(TorchDispatchMode):
             call = self.calls[name] = self.calls.get(name, -1) + 1
             self.trace.callers[name, call] = self.running[-1][0] if self.running else ""
             given = {k: v for k, v in kwargs.items() if k != "attention_mask"}
-            with self._apart():
+            with _disable_current_modes():
                 self._note(name, call, "in", tree_leaves((args, given)))
             self.running.append((name, call))
 
@@ -112,34 +112,27 @@ class Recorder(TorchDispatchMode):
     def _leave(self, name: str) -> Callable:
         def leave(module: nn.Module, args: tuple, output: Any) -> None:
             _, call = self.running.pop()
-            with self._apart():
+            with _disable_current_modes():  # what the recorder computes is none of the model's ops
                 self._note(name, call, "out", tree_leaves(output))
 
         return leave
 
-    @contextlib.contextmanager
-    def _apart(self) -> Iterator[None]:
-        """What the recorder computes is none of the model's ops."""
-        before, self._off = self._off, True
-        try:
-            yield
-        finally:
-            self._off = before
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if not self._off and self.running:
-            name = str(func).removesuffix(".default")
+        if self.running and not _NOT_COMPUTED.match(name := _name(func)):
             outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
             given = {_memory(t) for t in tree_leaves((args, kwargs or {})) if isinstance(t, Tensor)}
-            if outs and not _NOT_COMPUTED.match(name) and not all(_memory(t) in given for t in outs):
+            if outs and not all(_memory(t) in given for t in outs):
                 path, call = self.running[-1]
                 count = self.counts[path, call, name] = self.counts.get((path, call, name), -1) + 1
                 if self.forwards == 1:
                     self.trace.ops.setdefault((path, call), []).append((len(self.trace.entries), name))
-                with self._apart():
-                    self._note(path, call, "op", outs, name, count)
+                self._note(path, call, "op", outs, name, count)
         return out
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and torch's guard against it takes as long as the ops
 
     def _note(self, module: str, call: int, kind: str, tensors: list, op: str = "", count: int = 0) -> None:
         for number, tensor in enumerate(t for t in tensors if isinstance(t, Tensor)):
@@ -185,14 +178,18 @@ class Recorder(TorchDispatchMode):
         rows = rows.detach()
         bits = rows.contiguous()
         if rows.is_floating_point():
-            bits = torch.where(rows.isnan(), torch.full_like(rows, float("nan")), rows).contiguous()
-            bits = bits.view(INTS[rows.element_size()])
+            bits = rows.masked_fill(rows.isnan(), float("nan")).contiguous().view(INTS[rows.element_size()])
         at = rows.shape[1], rows.device
         if at not in self._weights:
             g = torch.Generator().manual_seed(rows.shape[1])
             drawn = torch.randint(-(2**62), 2**62, (rows.shape[1],), generator=g, dtype=torch.int64)
             self._weights[at] = (2 * drawn + 1).to(rows.device)
         return ((bits.to(torch.int64) + 1) * self._weights[at]).sum(1)
+
+
+@functools.cache
+def _name(func: torch._ops.OpOverload) -> str:
+    return str(func).removesuffix(".default")
 
 
 def _memory(tensor: Tensor) -> int:
