@@ -23,7 +23,7 @@ using Turned = float[TILES][4];
 using State = Turned<kDepth / 8>;    // rows: dims of a key
 using HalfState = Turned<kDepth / 16>;
 using Chunk = Turned<kChunk / 8>;    // rows: those of a chunk
-using Stored = float4[kDepth / 8][32];  // a State, as threads have it
+using Stored = float4[kDepth / 8][32];  // a State, as threads take it for a left operand
 
 // What a warp is for: `group` of the block's columns, `part` of the rows, or of the dims.
 struct Role {
@@ -171,14 +171,14 @@ __device__ __forceinline__ float2 two_of(const float* numbers, int tile) {
 template <int TILES>
 __device__ __forceinline__ void store(float4 (*to)[32], const Turned<TILES>& s) {
 #pragma unroll
-  for (int n = 0; n < TILES; ++n) to[n][threadIdx.x % 32] = float4{s[n][0], s[n][1], s[n][2], s[n][3]};
+  for (int n = 0; n < TILES; ++n) to[n][threadIdx.x % 32] = float4{s[n][0], s[n][2], s[n][1], s[n][3]};
 }
 template <int TILES>
 __device__ __forceinline__ void load(Turned<TILES>& s, const float4 (*from)[32]) {
 #pragma unroll
   for (int n = 0; n < TILES; ++n) {
     const float4 x = from[n][threadIdx.x % 32];
-    s[n][0] = x.x, s[n][1] = x.y, s[n][2] = x.z, s[n][3] = x.w;
+    s[n][0] = x.x, s[n][2] = x.y, s[n][1] = x.z, s[n][3] = x.w;
   }
 }
 // To and from device memory: (dims, columns), rows `stride` apart.

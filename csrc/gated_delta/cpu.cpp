@@ -52,7 +52,7 @@ GatedDelta delta_args(const Tensor& q, const Tensor& k, const Tensor& v, const T
 // NaN is no error: it stays in its own sequence.
 bool gates_valid(const GatedDelta& op, int64_t count) {
   for (int64_t i = 0; i < count; ++i)
-    if (op.g[i] > 0.0f || op.beta[i] < 0.0f || op.beta[i] > 1.0f) return false;
+    if (op.g[i] > 0.0f || op.beta[i] < 0.0f || op.beta[i] > 2.0f) return false;
   return true;
 }
 

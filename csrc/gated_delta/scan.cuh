@@ -238,7 +238,9 @@ __global__ void __launch_bounds__(kPassThreads, 1) scan_kernel(const GatedDeltaB
       sh.w_there[role.group][n].arrive();
     }
     HalfState added;
-    load(added, sh.added[n][role.group] + dim / 8);
+#pragma unroll
+    for (int tile = 0; tile < kDepth / 16; ++tile)
+      *reinterpret_cast<float4*>(added[tile]) = sh.added[n][role.group][dim / 8 + tile][lane];
     sh.taken[role.group][n].arrive();
 #pragma unroll
     for (int i = 0; i < kChunk / 8; i += 2) {

@@ -47,6 +47,7 @@ def save(name: str, path) -> None:
         ("GptOss", 2, 1, 1, False),
         ("GptOss", 2, 1, 2, False),
         ("qwen3_next", 2, 1, 1, False),
+        ("olmo_hybrid", 2, 1, 1, False),
     ],
 )
 def test_ranks_have_the_bits_of_one(name, tensor, stages, experts, latent, tmp_path):

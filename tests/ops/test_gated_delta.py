@@ -445,8 +445,8 @@ def test_bad_arguments_are_named():
         "beta: got dtype float64, expected float32": ((q, k, v, g, beta.double()), TypeError),
         r"beta: got shape \(5, 1\)": ((q, k, v, g, beta[:, :1]), ValueError),
         r"g\[2, 1\]: got 0.5, expected at most 0": ((q, k, v, growing, beta), ValueError),
-        r"beta\[0, 0\]: got 1.5, expected from 0 to 1": ((q, k, v, g, beta.clone().fill_(1.5)), ValueError),
-        r"beta\[0, 0\]: got -0.5, expected from 0 to 1": ((q, k, v, g, beta.clone().fill_(-0.5)), ValueError),
+        r"beta\[0, 0\]: got 2.5, expected from 0 to 2": ((q, k, v, g, beta.clone().fill_(2.5)), ValueError),
+        r"beta\[0, 0\]: got -0.5, expected from 0 to 2": ((q, k, v, g, beta.clone().fill_(-0.5)), ValueError),
     }  # fmt: skip
     for message, (tensors, kind) in bad.items():
         with pytest.raises(kind, match=f"{op}: {message}"):

@@ -93,6 +93,7 @@ FAMILIES = {
         "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 24,
     },
+    "olmo_hybrid": {**HYBRID, "head_dim": 8},
     # mixtures of experts
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 3},
@@ -145,7 +146,7 @@ NOT_DESCRIBED = {
 SMALL = {name: {"head_dim": 8} for name in ("persimmon", "phi", "stablelm")}
 NAMED = ["llama", "qwen2", "qwen3", "mistral", "gemma2"]  # those that the library promises by name
 MIXTURES = ["qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss"]
-HYBRIDS = ["qwen3_5_text", "qwen3_next", "qwen3_5_moe_text"]
+HYBRIDS = ["qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid"]
 FURTHER = [name for name in FAMILIES if name not in [*NAMED, *MIXTURES, *HYBRIDS]]
 
 
@@ -179,6 +180,8 @@ def tiny(name: str, dtype=torch.float32, seed: int = 0, device="cpu", **changes)
             value = torch.randn(parameter.shape, generator=g)
             if name.endswith(("A_log", "sinks")):  # that transformers draws from the global generator
                 parameter.copy_(value)
+            elif name.endswith("dt_bias"):  # which OLMo Hybrid draws so too
+                parameter.fill_(1.0).add_(value * 0.3)
             elif parameter.dim() > 1:
                 parameter.copy_(value * 1.5 / parameter.shape[1] ** 0.5)
             else:

@@ -319,8 +319,10 @@ class _GatedDelta:
     def __init__(self, weights: Weights, part: d.GatedDelta, ranks: Ranks):
         self.ranks = ranks
         self.by_head, self.heads = part.z is None, (part.key_heads, part.k_dim, part.v_dim)
-        read = (linear for linear in (part.qkv, part.z, part.b, part.a) if linear is not None)
-        self.read = _Product(weights, *read)
+        others = [linear for linear in (part.z, part.b, part.a) if linear is not None]
+        self.read, self.doubled = _Product(weights, *part.qkv, *others), part.doubled
+        sizes = sum(linear.features for linear in part.qkv), *(linear.features for linear in others)
+        self.sizes = sizes if len(part.qkv) > 1 else None
         self.conv = weights[part.conv].squeeze(1), weights.maybe(part.conv_bias)
         self.gates = weights[part.a_log], weights[part.dt_bias]
         self.norm, self.o = (weights[part.norm.weight], part.norm.eps), weights.rows(part.o)
@@ -329,7 +331,7 @@ class _GatedDelta:
 
     def __call__(self, x: Tensor, step: StepParts, *slots: Tensor, rows: Tensor | None = None) -> Tensor:
         state, taps, *opened = slots
-        parts = self.read(x)
+        parts = self.read(x) if self.sizes is None else self.read.whole(x).split_with_sizes(self.sizes, 1)
         qkv, z, b, a = by_head(*parts, *self.heads) if self.by_head else parts
         _, (_, context, offsets, longest) = step.table
         qkv = vx.causal_conv_paged(qkv, *self.conv, taps, step.states, context, offsets)
@@ -337,6 +339,8 @@ class _GatedDelta:
         q, k, v = qkv.split_with_sizes(self.widths, 1)
         q, k, v = q.unflatten(1, (heads, k_dim)), k.unflatten(1, (heads, k_dim)), v.unflatten(1, (-1, v_dim))
         g, beta = vx.delta_gates(a, b, *self.gates)
+        if self.doubled:
+            beta = beta * 2.0
         out = vx.gated_delta_paged(q, k, v, g, beta, state, *opened, step.states, context, offsets, longest)
         out, z = rows_of(out, rows), rows_of(z, rows)
         weight, eps = self.norm

@@ -224,9 +224,11 @@ class _Cutter:
             self.keep(name, [values])
         if part.z is None or part.a is None:
             qkvz, ba = self.by_head(part, keys, values)
-            read = {"qkv": self.rows(part.qkv, *qkvz), "b": self.rows(part.b, *ba)}
+            read = {"qkv": (self.rows(*part.qkv, *qkvz),), "b": self.rows(part.b, *ba)}
         else:
-            read = {"qkv": self.rows(part.qkv, *channels), "z": self.rows(part.z, v)}
+            own = (channels,) if len(part.qkv) == 1 else ([q], [q], [v])
+            read = {"qkv": tuple(self.rows(linear, *rows) for linear, rows in zip(part.qkv, own, strict=True))}
+            read |= {"z": self.rows(part.z, v)}
             read |= {"b": self.rows(part.b, values), "a": self.rows(part.a, values)}
         heads = {"key_heads": keys[1] - keys[0], "value_heads": values[1] - values[0]}
         return replace(part, o=self.outputs(part.o), **read, **heads)

@@ -10,7 +10,7 @@ from .._core.sequences import explain_offsets, explain_slots
 def _explain_gates(op: str, g: Tensor, beta: Tensor) -> None:
     for arg, x, bad, expected in (
         ("g", g, g > 0, "at most 0, the logarithm of a decay"),
-        ("beta", beta, (beta < 0) | (beta > 1), "from 0 to 1"),
+        ("beta", beta, (beta < 0) | (beta > 2), "from 0 to 2"),
     ):
         if bad.any():
             row, head = bad.nonzero()[0].tolist()

@@ -73,7 +73,7 @@ def gated_delta_varlen(
     v              (T, Hv, dv) in q.dtype; Hv a multiple of Hk: value head h reads key head h // (Hv // Hk). dk and dv
                    from 16 to 256
     g              (T, Hv) fp32, at most 0: the logarithm of the decay
-    beta           (T, Hv) fp32 or q.dtype, from 0 to 1 (a sigmoid rounds to its ends)
+    beta           (T, Hv) fp32 or q.dtype, from 0 to 2: a sigmoid, which rounds to its ends, or twice one (OLMo Hybrid)
     cu_seqlens     (B + 1,) int32: sequence b has the rows cu_seqlens[b] to cu_seqlens[b + 1]; from 0 to T. A sequence
                    may have no rows: its final state is its initial one
     scale          dk ** -0.5 by default
@@ -88,8 +88,8 @@ def gated_delta_varlen(
                    each, ascending. On a GPU, with 16-bit inputs, operands of such products are rounded to tf32 (to the
                    nearest, ties away from 0). Equal to gated_delta_paged for any split of a sequence into calls
     grad           q, k, v, g, beta, initial_state, as bits of their own sequence. States at chunk starts are made anew
-                   in the backward pass: memory is O(T / 64) states; on SM90 the forward takes a third of one a chunk
-    raises         TypeError on dtype, ValueError on shape, values (on CPU: offsets, g above 0, beta outside [0, 1]) or
+                   in the backward pass: memory is O(T / 64) states; on SM90 the forward takes two fifths of one a chunk
+    raises         TypeError on dtype, ValueError on shape, values (on CPU: offsets, g above 0, beta outside [0, 2]) or
                    device, BackendUnavailable. NaN is no error: it stays in its sequence
     source         Yang, Kautz and Hatamizadeh, Gated Delta Networks, arXiv 2412.06464
     example

@@ -227,7 +227,7 @@ def _joined(part: Attention | Latent | GatedDelta | Mlp | Routed) -> Iterator[tu
     elif isinstance(part, Latent):
         groups = [((part.q_a or part.q, part.kv_a), False)]
     elif isinstance(part, GatedDelta):
-        groups = [((part.qkv, part.z, part.b, part.a), False)]
+        groups = [((*part.qkv, part.z, part.b, part.a), False)]
     else:
         mlp = part if isinstance(part, Mlp) else part.shared
         groups = [] if mlp is None else [((mlp.gate, mlp.up), mlp.activation in ACTIVATIONS)]

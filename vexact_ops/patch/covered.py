@@ -64,6 +64,7 @@ COVERED = (
     "olmo",
     "olmo2",
     "olmo3",
+    "olmo_hybrid",
     "olmoe",
     "persimmon",
     "phi3",
@@ -226,7 +227,6 @@ REFUSED = {
     "mvp": "not tried: the sizes of tests/patch/families.py make no small model of it",
     "nanochat": "NanoChatAttention: apply_rotary_pos_emb rotates in a way that no aligned op computes",
     "nemotron_h": "NemotronHMamba2Mixer: it holds parameters that no aligned op covers",
-    "olmo_hybrid": "OlmoHybridGatedDeltaNet: it holds parameters that no aligned op covers",
     "openai-gpt": (
         "OpenAIGPTModel: its forward takes a cache by none of the names that are known here: cache, past_key_values"
     ),

@@ -9,6 +9,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +22,27 @@ from .forwards import one_cache
 from .pieces import NotCovered, agree, class_of, is_linear, random, run_stock, small_linear, twin
 from .ulysses import Ulysses
 
-APART = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-BY_HEAD = ("in_proj_qkvz", "in_proj_ba")
+
+class Form(NamedTuple):
+    """What a class calls its parts: what reads the hidden states (`_projected` says of what), the norm, the output."""
+
+    reads: tuple[str, ...]
+    norm: str = "norm"
+    out: str = "out_proj"
+
+
+APART = Form(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
+BY_HEAD = Form(("in_proj_qkvz", "in_proj_ba"))
+EACH = Form(("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"), "o_norm", "o_proj")
+FORMS = APART, BY_HEAD, EACH
 _SIZES = {"num_v_heads": 4, "num_k_heads": 2, "head_k_dim": 6, "head_v_dim": 5, "conv_kernel_size": 4}
 _HIDDEN = 7
 
 
 def is_delta(module: nn.Module) -> bool:
-    parts = {"conv1d", "norm", "out_proj"} <= set(module._modules) and {"A_log", "dt_bias"} <= set(module._parameters)
-    return parts and set(_SIZES) <= set(vars(module))
+    names, numbers = set(module._modules), {"A_log", "dt_bias"} <= set(module._parameters)
+    parts = any({"conv1d", form.norm, form.out} <= names for form in FORMS)
+    return parts and numbers and set(_SIZES) <= set(vars(module))
 
 
 def is_packed(module: nn.Module) -> bool:
@@ -37,39 +50,44 @@ def is_packed(module: nn.Module) -> bool:
     return "cu_seq_lens_q" in inspect.signature(inspect.unwrap(class_of(module).forward)).parameters
 
 
-def projections(module: nn.Module) -> tuple[str, ...]:
-    names = next((names for names in (APART, BY_HEAD) if set(names) <= set(module._modules)), None)
-    if names is None or not all(is_linear(module._modules[name]) for name in (*names, "out_proj")):
+def form_of(module: nn.Module) -> Form:
+    form = next((form for form in FORMS if {*form.reads, form.norm, form.out} <= set(module._modules)), None)
+    if form is None or not all(is_linear(module._modules[name]) for name in (*form.reads, form.out)):
         raise NotCovered("a gated delta net with projections of another form")
-    return names
+    return form
+
+
+def is_doubled(module: nn.Module) -> bool:
+    """Whether what is written is weighed from 0 to 2, so that a state's eigenvalues go down to -1."""
+    return bool(getattr(module, "allow_neg_eigval", False))
 
 
 def delta_forward(module: nn.Module, tried: dict) -> tuple[Callable, str]:
     """The aligned forward of a gated delta net, once it is known to be the same function as its own; `tried` keeps what
     is known of modules that are alike."""
-    names = projections(module)
-    parts = module._modules.keys() - {"act"}  # which some have and do not call
-    if parts != {*names, "conv1d", "norm", "out_proj"} or len(module._parameters) != 2:
+    form, doubled = form_of(module), is_doubled(module)
+    parts, norm = module._modules.keys() - {"act"}, module._modules[form.norm]  # an act that some have and do not call
+    if parts != {*form.reads, "conv1d", form.norm, form.out} or len(module._parameters) != 2:
         raise NotCovered("a gated delta net with parts that no aligned op covers")
-    if not is_gated_norm(module.norm):
-        raise NotCovered(f"a gated delta net that ends with a {type(module.norm).__name__}")
+    if not is_gated_norm(norm):
+        raise NotCovered(f"a gated delta net that ends with a {type(norm).__name__}")
     conv = module.conv1d
     if not isinstance(conv, nn.Conv1d) or "forward" in conv.__dict__ or type(conv).forward is not nn.Conv1d.forward:
         raise NotCovered("its convolution has a forward of its own")
-    key = class_of(module), names, conv.bias is None, module.activation
+    key = class_of(module), form, doubled, conv.bias is None, module.activation
     if key not in tried:
         try:
-            _check(module, names)
+            _check(module, form)
             tried[key] = ""
         except NotCovered as reason:
             tried[key] = str(reason)
     if tried[key]:
         raise NotCovered(tried[key])
-    return _delta_forward(names), "causal_conv, delta_gates, gated_delta_varlen, gated_delta_paged"
+    return _delta_forward(form, doubled), "causal_conv, delta_gates, gated_delta_varlen, gated_delta_paged"
 
 
 @functools.cache
-def _delta_forward(names: tuple[str, ...]) -> Callable:
+def _delta_forward(form: Form, doubled: bool) -> Callable:
     def delta_forward(
         self,
         hidden_states,
@@ -88,7 +106,7 @@ def _delta_forward(names: tuple[str, ...]) -> Callable:
         x = hidden_states.flatten(0, 1)
         if layout.q_index is not None:
             x = x[layout.q_index]
-        qkv, z, b, a = _projected(self, x, names)
+        qkv, z, b, a = _projected(self, x, form)
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
         decay, ulysses = (self.A_log, self.dt_bias), layout.ulysses
         if ulysses is not None:
@@ -104,13 +122,15 @@ def _delta_forward(names: tuple[str, ...]) -> Callable:
         q, k = (t.unflatten(1, (-1, self.head_k_dim)) for t in (q, k))
         v = v.unflatten(1, (-1, self.head_v_dim))
         g, beta = vx.delta_gates(a, b, *decay)
+        if doubled:
+            beta = beta * 2.0
         if slots is None:
             out = vx.gated_delta_varlen(q, k, v, g, beta, layout.cu_q)
         else:
             out = vx.gated_delta_paged(q, k, v, g, beta, state, *opened, *step, longest)
         if ulysses is not None:
             out = ulysses.to_rows(self.num_k_heads, self.num_v_heads, out)
-        out = self.out_proj(self.norm(out, z).flatten(1))
+        out = self._modules[form.out](self._modules[form.norm](out, z).flatten(1))
         if layout.q_index is not None:
             full = out.new_zeros(hidden_states.shape[:2].numel(), out.shape[1])
             out = full.index_copy(0, layout.q_index, out)
@@ -184,11 +204,13 @@ def memory_of(module: nn.Module) -> State:
     return delta_state(*heads, module.conv1d.weight.shape[-1])
 
 
-def _projected(module: nn.Module, x: Tensor, names: tuple[str, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _projected(module: nn.Module, x: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(T, D) to qkv (T, C), z (T, Hv, dv), b and a (T, Hv)."""
-    made = [module._modules[name](x) for name in names]
-    if names is BY_HEAD:
+    made = [module._modules[name](x) for name in form.reads]
+    if form is BY_HEAD:
         made = by_head(*made, module.num_k_heads, module.head_k_dim, module.head_v_dim)
+    elif form is EACH:
+        made = [torch.cat(made[:3], -1), *made[3:]]
     qkv, z, b, a = made
     return qkv, z.unflatten(1, (-1, module.head_v_dim)), b, a
 
@@ -202,15 +224,19 @@ def by_head(qkvz: Tensor, ba: Tensor, heads: int, k_dim: int, v_dim: int) -> tup
     return torch.cat([part.flatten(1) for part in (q, k, v)], 1), z.flatten(1), b.flatten(1), a.flatten(1)
 
 
-def _check(module: nn.Module, names: tuple[str, ...]) -> None:
+def _check(module: nn.Module, form: Form) -> None:
     """Run its own forward on a small float64 twin: it has to compute what the ops do."""
     sizes = dict(_SIZES)
     hv, hk, dk, dv, taps = sizes.values()
     sizes |= {"hidden_size": _HIDDEN, "key_dim": hk * dk, "value_dim": hv * dv, "conv_dim": 2 * hk * dk + hv * dv}
-    widths = (sizes["conv_dim"], hv * dv, hv, hv) if names is APART else (sizes["conv_dim"] + hv * dv, 2 * hv)
-    modules = {name: small_linear(_HIDDEN, width, i + 1) for i, (name, width) in enumerate(zip(names, widths))}
-    modules["out_proj"] = small_linear(hv * dv, _HIDDEN, 7)
-    modules["norm"] = twin(module.norm, parameters={"weight": random(dv, seed=8)})
+    widths = {
+        APART: (sizes["conv_dim"], hv * dv, hv, hv),
+        BY_HEAD: (sizes["conv_dim"] + hv * dv, 2 * hv),
+        EACH: (hk * dk, hk * dk, hv * dv, hv * dv, hv, hv),
+    }[form]
+    modules = {name: small_linear(_HIDDEN, width, i + 1) for i, (name, width) in enumerate(zip(form.reads, widths))}
+    modules[form.out] = small_linear(hv * dv, _HIDDEN, 7)
+    modules[form.norm] = twin(module._modules[form.norm], parameters={"weight": random(dv, seed=8)})
     channels, bias = sizes["conv_dim"], module.conv1d.bias is not None
     conv = torch.nn.utils.skip_init(
         nn.Conv1d, channels, channels, taps, groups=channels, padding=taps - 1, bias=bias, dtype=torch.float64
@@ -221,7 +247,7 @@ def _check(module: nn.Module, names: tuple[str, ...]) -> None:
     tried = twin(module, modules, {"A_log": random(hv, seed=11), "dt_bias": random(hv, seed=12)})
     tried.__dict__.update(sizes, training=False)
     x, forward = 2 * random(2, 9, _HIDDEN, seed=13), _torch_forward(type(module)).__get__(tried)
-    expected = torch.stack([_plain(tried, row, names) for row in x])
+    expected = torch.stack([_plain(tried, row, form) for row in x])
     if is_packed(module):
         tried.__dict__.update(causal_conv1d_fn=_plain_conv, chunk_gated_delta_rule=_plain_delta)
         offsets = torch.arange(0, 19, 9, dtype=torch.int32)
@@ -246,18 +272,19 @@ def _torch_forward(cls: type) -> Callable:
 
 
 @torch.no_grad()
-def _plain(module: nn.Module, x: Tensor, names: tuple[str, ...]) -> Tensor:
+def _plain(module: nn.Module, x: Tensor, form: Form) -> Tensor:
     """Token by token, of one sequence (T, H), as the ops' contracts have it."""
-    qkv, z, b, a = _projected(module, x, names)
+    qkv, z, b, a = _projected(module, x, form)
     whole = torch.tensor([0, len(x)], dtype=torch.int32)
     qkv, _ = _plain_conv(qkv[None], module.conv1d.weight.squeeze(1), module.conv1d.bias, "silu", cu_seqlens=whole)
     q, k, v = qkv.split((module.key_dim, module.key_dim, module.value_dim), -1)
     heads = module.num_v_heads // module.num_k_heads
     q, k = (t.unflatten(2, (-1, module.head_k_dim)).repeat_interleave(heads, 2) for t in (q, k))
     g = -module.A_log.exp() * nn.functional.softplus(a + module.dt_bias)
-    v, beta = v.unflatten(2, (-1, module.head_v_dim)), b.sigmoid()
+    v, beta = v.unflatten(2, (-1, module.head_v_dim)), b.sigmoid() * (2 if is_doubled(module) else 1)
     out, _ = _plain_delta(q, k, v, g[None], beta[None], cu_seqlens=whole, use_qk_l2norm_in_kernel=True)
-    return module.out_proj(_plain_norm(out[0], z, module.norm.weight, _eps(module.norm)).flatten(1))
+    norm = module._modules[form.norm]
+    return module._modules[form.out](_plain_norm(out[0], z, norm.weight, _eps(norm)).flatten(1))
 
 
 def _plain_conv(x: Tensor, weight: Tensor, bias=None, activation=None, cu_seqlens=None, **_) -> tuple[Tensor, None]:

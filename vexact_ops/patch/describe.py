@@ -316,27 +316,33 @@ class _Reader:
         if conv.op != "causal_conv" or not conv.args[4]:
             raise _refuse(where, conv)
         mixed, taps, bias, *_ = conv.args
+        factor, beta = self.factor(beta)
+        if factor not in (None, Factor(2.0)):
+            raise _refuse(where, beta)
         if g.op != "delta_gates" or g.call != beta.call or (g.out, beta.out) != (0, 1):
             raise _refuse(where, g)
         a, b, a_log, dt_bias, *_ = g.args
-        if mixed.op == "cat" and len(mixed.args) == 3:
+        if mixed.op == "cat" and mixed.args[0].op == "slice":
             shared = value_heads // key_heads
             qkvz = self.columns((*mixed.args, z), (k_dim, k_dim, shared * v_dim, shared * v_dim), where)
             (qkv, x), (b, read) = (
                 self.linear(qkvz, where),
                 self.linear(self.columns((b, a), (shared,) * 2, where), where),
             )
-            widths, z, a, others = (qkv.features, b.features), None, None, [read]
+            widths, qkv, z, a, others = (qkv.features, b.features), (qkv,), None, None, [read]
             if widths != (key_heads * 2 * (k_dim + shared * v_dim), 2 * value_heads):
                 raise _refuse(where, qkvz)
         else:
-            (qkv, x), *parts = (self.linear(part, where) for part in (mixed, z, b, a))
-            (z, b, a), others = zip(*parts)
+            read = mixed.args if mixed.op == "cat" else (mixed,)
+            (*qkv, z, b, a), (x, *others) = zip(*(self.linear(part, where) for part in (*read, z, b, a)))
+            if len(qkv) not in (1, 3):
+                raise _refuse(where, mixed)
         if any(of is not x for of in others):
             raise _refuse(f"{where}: another input of a gate", others[0])
         found = GatedDelta(
-            qkv, z, b, a, o, self.name(taps, where), None if bias is None else self.name(bias, where), taps.shape[-1],
-            self.name(a_log, where), self.name(dt_bias, where), norm, key_heads, value_heads, k_dim, v_dim,
+            tuple(qkv), z, b, a, o, self.name(taps, where), None if bias is None else self.name(bias, where),
+            taps.shape[-1], self.name(a_log, where), self.name(dt_bias, where), norm, key_heads, value_heads, k_dim,
+            v_dim, factor is not None,
         )  # fmt: skip
         return found, x
 

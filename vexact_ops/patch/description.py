@@ -252,11 +252,13 @@ class GatedDelta:
     """qkv, mixed by a convolution of each channel (causal_conv with silu); g and beta of a and b (delta_gates);
     gated_delta_varlen with the l2 norm; a norm that z gates (rmsnorm_gated), and o.
 
+    qkv      one projection, or those of q, k and v
+    doubled  beta is twice what delta_gates gives
     z, a     None: their columns and those of qkv and b go key head by key head, (q, k, v, z) and (b, a)
     conv     a name, (channels, 1, taps)
     """
 
-    qkv: Linear
+    qkv: tuple[Linear, ...]
     z: Linear | None
     b: Linear
     a: Linear | None
@@ -271,6 +273,7 @@ class GatedDelta:
     value_heads: int
     k_dim: int
     v_dim: int
+    doubled: bool = False
 
     @property
     def memory(self) -> State:
