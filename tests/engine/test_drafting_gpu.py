@@ -59,3 +59,20 @@ def test_heads(kind, tmp_path):
     with Engine.from_pretrained(path, device="cuda", config=replace(CONFIG, speculation=speculation)) as engine:
         check(engine, expected, 0)
         assert engine.stats.drafted_tokens > 100
+
+
+@pytest.mark.process
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_heads_with_ranks_and_stages(size, tmp_path):
+    own = model("qwen3_5_text")
+    path = saved(own, tmp_path, heads_of(own)[0])
+    with Engine.from_pretrained(path, device="cuda", config=CONFIG) as engine:
+        expected = outcomes(engine)
+    speculation = Speculation(max_draft_tokens=4, always=True, sources=(), mtp=True)
+    config = replace(CONFIG, speculation=speculation, **{size: 2})
+    with Engine.from_pretrained(path, device="cuda", config=config) as engine:
+        for _ in range(2):
+            assert outcomes(engine) == expected
+        assert engine.stats.drafted_tokens > 50
+        check_idle(engine)

@@ -9,7 +9,7 @@ Of how many rows nothing is known, twice as many are tried each time.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -25,6 +25,9 @@ def bucket(count: int) -> int:
     """Counts that are taken for one: each up to 8, then to a quarter of a power of two, upwards."""
     low = max(0, (count - 1).bit_length() - 3) if count else 0
     return -(-count >> low) << low
+
+
+_BUCKETS = sorted({bucket(count) for count in range(1, 1 << 13)})  # more rows than a step verifies
 
 
 class Pace:
@@ -102,14 +105,15 @@ class Pace:
         if plain is None or not len(chances):
             return 0
         kind, most = bucket(sequences), len(chances)
-        right = np.cumsum(chances)
+        right: list[float] = np.cumsum(chances).tolist()
         best, chosen = (1 + LEAST_GAIN) * sequences / plain, 0
-        for full in _buckets(most):  # a bucket's rows are taken to cost the same
-            known = self._seconds.get((kind, full))
-            at = min(full, most)
+        for full in _BUCKETS:  # a bucket's rows are taken to cost the same
+            known, at = self._seconds.get((kind, full)), min(full, most)
             rate = (sequences + right[at - 1]) / (known or plain + self._takes_more(sequences, at))
             if rate > best:
                 best, chosen = rate, at
+            if full >= most:
+                break
         if chosen:
             self._declined.pop(kind, None)
             return min(chosen, self.furthest(sequences))  # which may be worth nothing by itself, and is to be known
@@ -122,14 +126,6 @@ class Pace:
         self._declined[kind] = 0, min(2 * wait, AGAIN[1])
         likely = min(sum(chance >= 0.5 for chance in map(float, chances)), self.furthest(sequences))
         return max(1, likely if self.seconds(sequences, likely) <= _DEAREST * plain else 1)
-
-
-def _buckets(most: int) -> Iterator[int]:
-    """The largest count of each, up to that of `most`."""
-    count = 0
-    while count < most:
-        count = bucket(count + 1)
-        yield count
 
 
 def _by_rows(known: Mapping[int, float]) -> list[float]:
