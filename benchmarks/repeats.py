@@ -11,7 +11,7 @@ many as cards.
 import argparse
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vexact_engine.recipes.options import Options
 
 RESUMED = "stopped half way and resumed"
-WAYS = {
+WAYS: dict[str, dict] = {  # the first is what the others are held against
     "as it is": {},
     "again": {},
     RESUMED: {},
@@ -51,10 +51,11 @@ def options(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} ({default})")
 
 
-def run(args: argparse.Namespace) -> Iterator[dict]:
+def run(args: argparse.Namespace, ways: Mapping[str, dict] = WAYS) -> Iterator[dict]:
     """A record for each way. `differ` is what has other bits first, or None."""
     from vexact_engine.recipes.options import Options
 
+    ranks = max(changes.get("ranks", 1) for changes in ways.values())
     for shape in args.shape.split(","):
         chosen = Options(
             model=shape,
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> Iterator[dict]:
             prompts=args.prompts,
             samples=args.samples,
             max_new_tokens=args.answer,
-            micro_batch=max(1, args.prompts * args.samples // 4),
+            micro_batch=max(1, args.prompts * args.samples // ranks),
             learning_rate=1e-4,
             any_layout=True,
             speculation=0,
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> Iterator[dict]:
         )
         with tempfile.TemporaryDirectory() as folder:
             kept = Path(folder) / "run.jsonl"
-            for way, changes in WAYS.items():
+            for way, changes in ways.items():
                 if args.device == "cuda" and changes.get("ranks", 1) > torch.cuda.device_count():
                     continue
                 yield _record(args, chosen, way, _run(replace(chosen, **changes), way, kept, Path(folder) / "saved"))

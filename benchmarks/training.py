@@ -314,7 +314,7 @@ class _Recipe:
 
         generator, prompt = torch.Generator().manual_seed(5), int(self.PROMPT * self.length)
         draw = torch.randint(3, self.trainer.vocab_size, (count, self.length), generator=generator).tolist()
-        old = torch.full((self.length - prompt,), -11.0)
+        old = torch.full((self.length - prompt,), -11.0, dtype=torch.float32)
         return [
             Sample(ids[:prompt], ids[prompt:], old, 0.0, advantage=(-1.0) ** i, old=old) for i, ids in enumerate(draw)
         ]

@@ -24,7 +24,10 @@ TWO_RANKS = [Case(family, engine) for engine in ("fsdp2", "veomni") for family i
 # VeOmni has no FSDP for one rank. verl gives all requests one id then: the samples of a prompt differ nevertheless
 DETERMINISTIC = ("actor_rollout_ref.rollout.full_determinism=True",)
 ONE_RANK = [Case(family, ranks=1, overrides=DETERMINISTIC) for family in FAMILIES]
-KEPT = Case("deepseek_v3", ranks=1, overrides=(*DETERMINISTIC, "trainer.save_freq=2"))  # after steps 2 and 3
+# The same in every run, and kept after steps 2 and 3.
+ORDERED = ("path=pkg://vexact_engine.verl.sampler", "name=Ordered")
+REPEATED = (*DETERMINISTIC, *(f"trainer.v1.sampler.custom_sampler.{option}" for option in ORDERED))
+KEPT = Case("deepseek_v3", ranks=1, overrides=(*REPEATED, "trainer.save_freq=2"))
 # Each engine with experts, and latent attention once each way: test_verl_actor and test_verl_families have every family
 # under both, and a README's command (test_recipes) runs the dense one.
 IN_CI = [

@@ -243,7 +243,7 @@ def _hand_over(trainer: Trainer, rollout: Rollout | None, version: int | None) -
             pass
         return None
     # The stock trainer has no fingerprint that anything could be promised for: the engine is told its own.
-    numerics = trainer.numerics() if trainer.aligned else rollout.numerics
+    numerics = trainer.numerics if trainer.aligned else rollout.numerics
     return rollout.update(trainer.named_tensors(), numerics, version=version)
 
 

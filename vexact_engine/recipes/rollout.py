@@ -1,7 +1,7 @@
 """Where answers come from and weights go: engines in processes of their own, or the stock model's `generate`."""
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ class Rollout:
         self._receiving = ThreadPoolExecutor(1, thread_name_prefix="vexact-weights")
         self._sender: WeightSender | None = None
 
-    @property
     def numerics(self) -> dict:
         """What fixes the engine's bits."""
         return self._engine.numerics()
@@ -48,10 +47,15 @@ class Rollout:
         """The engines' processes."""
         return [replica.pid for replica in self._engine.replicas if replica.pid is not None]
 
-    def update(self, named_tensors: Iterable[tuple[str, Tensor]], numerics: dict, *, version: int | None = None) -> int:
-        """Hands all weights over, by CUDA IPC on a GPU and by shared memory on a CPU. Returns their version."""
+    def update(
+        self, named_tensors: Iterable[tuple[str, Tensor]], numerics: Callable[[], dict], *, version: int | None = None
+    ) -> int:
+        """Hands all weights over, by CUDA IPC on a GPU and by shared memory on a CPU. Returns their version.
+
+        numerics   says, once, before the first of them, what fixes the trainer's bits
+        """
         if self._sender is None:
-            self._sender = WeightSender(self._receiver.address, numerics=numerics)
+            self._sender = WeightSender(self._receiver.address, numerics=numerics())
         received = self._receiving.submit(self._receiver.receive)
         try:
             return self._sender.send(named_tensors, version=version)
@@ -91,7 +95,6 @@ class Generate:
     Its methods are Rollout's."""
 
     def __init__(self, options: Options, device: torch.device):
-        self.numerics: dict = {}  # nothing is promised of it
         self._options, self._version = options, 0
         self._loaded = options.load(options.dtype, device)
 
@@ -125,11 +128,17 @@ class Generate:
             metrics=Metrics(0.0, None, [], 0.0),
         )
 
+    def numerics(self) -> dict:
+        """Nothing is promised of it."""
+        return {}
+
     def pids(self) -> list[int]:
         return []
 
     @torch.no_grad()
-    def update(self, named_tensors: Iterable[tuple[str, Tensor]], numerics: dict, *, version: int | None = None) -> int:
+    def update(
+        self, named_tensors: Iterable[tuple[str, Tensor]], numerics: Callable[[], dict], *, version: int | None = None
+    ) -> int:
         """Copies all weights. Returns their version."""
         own = self._loaded.model.state_dict()
         for name, tensor in named_tensors:

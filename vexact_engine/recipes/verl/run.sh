@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# verl's GRPO with VeXact's rollout and actor: rollout_probs_diff_max, rollout_corr/kl and k3_kl are 0.0 at every step.
+# verl's GRPO with VeXact's rollout and actor: actor/ppo_kl is 0.0 at every step, and nothing is recomputed for it.
 # usage: run.sh RECIPE [OVERRIDE ...]
 #   RECIPE          qwen3_1_7b | qwen3_30b_a3b | moonlight
 #   sharding=       fsdp2 (default) | veomni
