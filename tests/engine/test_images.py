@@ -18,8 +18,8 @@ from engine_models import until
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, Replicas, SamplingParams
-from vexact_engine import images as opening
 from vexact_engine.core.images import Recent
+from vexact_engine.media import images as opening
 from vexact_ops.patch.description import Images
 from vexact_ops.testing import assert_bitwise
 

@@ -14,7 +14,8 @@ from engine_models import byte_tokenizer
 from test_images import CONFIG, PARAMS, TEMPLATE, WIDTH, check, same
 
 import vexact_ops as vx
-from vexact_engine import Engine, videos
+from vexact_engine import Engine
+from vexact_engine.media import videos
 from vexact_ops.patch.description import Images
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "patch"))
