@@ -34,14 +34,13 @@ TOP_OF_THE_ENGINE = {
     "errors",
     "extras",
     "frontend",
-    "images",
     "outputs",
     "progress",
     "request",
     "text",
 }
 ROOMS_OF_THE_ENGINE = {"cli", "core", "runner", "weights", "handover", "parallel", "serve", "proof", "recipes"}
-ROOMS_OF_THE_ENGINE |= {"verl", "trl"}
+ROOMS_OF_THE_ENGINE |= {"media", "verl", "trl"}
 # Which room may import which other: a room is composed of these and of nothing else of ours.
 COMPOSED_OF = {
     "linear_cross_entropy": {"linear", "log_softmax"},
@@ -229,7 +228,7 @@ def test_the_engine_is_laid_out_as_its_readers_expect():
     assert {p.name for p in engine.iterdir() if p.is_dir() and p.name != "__pycache__"} <= ROOMS_OF_THE_ENGINE
     may_import = {
         "core": {"core"},
-        "runner": {"core", "runner", "weights", "handover"},
+        "runner": {"core", "media", "runner", "weights", "handover"},
         "weights": {"weights"},
         "handover": {"handover", "weights"},
     }

@@ -15,11 +15,11 @@ from typing import Any
 from vexact_ops.patch.description import Images
 
 from .config import EngineConfig, SamplingParams
+from .media.prompts import read_prompt
 from .outputs import Call, Increment, collected, in_pieces
 from .progress import bar, quiet
 from .request import Completion, as_requests, start_order
 from .text import chat_ids, conversations
-from .visual import read_prompt
 from .weights.processors import Processors
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -144,7 +144,7 @@ class Frontend(ABC):
             self._withdraw([made])
 
     def _read_prompt(self, prompt: Prompt, images: Images | None) -> tuple[Any, Any]:
-        """visual.read_prompt. images: what the model takes of them."""
+        """media.prompts.read_prompt. images: what the model takes of them."""
         return read_prompt(prompt, self._text, images, Processors(self.image_processor, self.video_processor))
 
     # What a subclass knows

@@ -183,7 +183,7 @@ class Request:
     """One prompt and what is wanted of it. TypeError if the prompt is not token ids, ValueError if it is empty.
 
     begun       for each sample what it has already, where some of this was computed elsewhere
-    pictures    the images of the prompt (images.Pictures); None: it has none
+    pictures    the images of the prompt (media.images.Pictures); None: it has none
     id          for people, and for `abort`; everything else knows a request by the object. Drawn where none is given
     unfinished  how many of its samples still run or wait
     pages       what the scheduler knows of its prompt in the prefix cache, for all its samples

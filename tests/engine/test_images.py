@@ -6,7 +6,9 @@ import io
 import json
 import os
 import signal
+import struct
 import sys
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,8 +18,8 @@ from engine_models import until
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, Replicas, SamplingParams
-from vexact_engine import images as opening
 from vexact_engine.core.images import Recent
+from vexact_engine.media import images as opening
 from vexact_ops.patch.description import Images
 from vexact_ops.testing import assert_bitwise
 
@@ -382,6 +384,28 @@ def test_images_are_opened_from_what_callers_have(pair, tmp_path):
         engine.image_processor = None
     (none,) = engine.generate([{"prompt_token_ids": ids, "images": [raw]}], PARAMS)
     assert "no image processor" in none.error
+
+
+def png(width: int, height: int) -> bytes:
+    """A file that says to be so large, and holds nothing."""
+    found = b"\x89PNG\r\n\x1a\n"
+    for name, data in (
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", b""), (b"IEND", b""),
+    ):  # fmt: skip
+        found += struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+    return found
+
+
+def test_bombs_are_refused_before_they_are_decoded():
+    pytest.importorskip("PIL.Image")
+    for side, said in (
+        (9_000, "got 9000 x 9000 pixels, expected at most 67108864"),
+        (20_000, "more pixels than allowed"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            opening.opened(png(side, side))
+    with pytest.raises(ValueError, match="a broken image"):
+        opening.opened(png(60, 60))
 
 
 def test_a_model_with_states_takes_images():

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from vexact_engine import images
+from vexact_engine.media import images
 from vexact_engine.serve import remote
 from vexact_engine.serve.settings import Settings
 

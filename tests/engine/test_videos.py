@@ -14,7 +14,9 @@ from engine_models import byte_tokenizer
 from test_images import CONFIG, PARAMS, TEMPLATE, WIDTH, check, same
 
 import vexact_ops as vx
-from vexact_engine import Engine, videos
+from vexact_engine import Engine
+from vexact_engine.media import videos
+from vexact_ops.patch.description import Images
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "patch"))
 import image_models
@@ -207,6 +209,11 @@ def test_the_server_takes_videos_and_says_what_is_wrong_with_one(monkeypatch):
                 assert said in str(refused.value), refused.value
             with urllib.request.urlopen(f"{server.url}/metrics") as page:
                 assert "vexact_videos_total 4.0" in page.read().decode()
+
+
+def test_models_whose_videos_are_not_covered_take_none():
+    with pytest.raises(ValueError, match="got some, expected none: this model's videos are not covered"):
+        videos.opened_videos([MOVIE], Images(60, 2, WIDTH, 0), Processor())
 
 
 def test_a_text_model_takes_no_videos():

@@ -104,21 +104,12 @@ def make_prompts(folder: Path, count: int) -> Path:
     return folder / "pictures.parquet"
 
 
-def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float:
-    """1 for an answer with the right number; less for others, by how far its letters are from that digit."""
-    if str(ground_truth) in solution_str:
-        return 1.0
-    return 0.9 * sum(map(ord, solution_str + str(ground_truth))) % 0.7
-
-
 def options(prompts: Path) -> tuple[str, ...]:
     """What a run of them is told."""
     told = [f"data.train_files={prompts}", f"data.val_files={prompts}", "data.image_key=images"]
-    told += ["data.max_prompt_length=128", f"reward.custom_reward_function.path={Path(__file__)}"]
+    own = Path(__file__).with_name("pictures_data.py")
+    told += ["data.max_prompt_length=128", f"reward.custom_reward_function.path={own}"]
     if not WITH_TORCHVISION:
         told += ["actor_rollout_ref.model.trust_remote_code=True", "data.trust_remote_code=True"]
-        told += [
-            f"data.custom_cls.path={Path(__file__).with_name('pictures_data.py')}",
-            "data.custom_cls.name=Pictures",
-        ]
+        told += [f"data.custom_cls.path={own}", "data.custom_cls.name=Pictures"]
     return tuple(told)

@@ -42,7 +42,7 @@ class Channel(Protocol):
 class Job:
     """One request, as its front knows it.
 
-    pictures     its images (images.Pictures); None: it has none
+    pictures     its images (media.images.Pictures); None: it has none
     listen       given each Increment, and an exception that ends it; None where completions alone are wanted
     begun        what was handed on of each sample, and `texts` in words
     completions  of the samples that are done

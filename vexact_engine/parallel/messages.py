@@ -111,7 +111,7 @@ class Picture(msgspec.Struct, array_like=True):
 
 
 class Scene(msgspec.Struct, array_like=True):
-    """images.Scene: axes int64; rows are (which picture, begin, end, at)."""
+    """media.images.Scene: axes int64; rows are (which picture, begin, end, at)."""
 
     axes: bytes
     pictures: list[Picture]

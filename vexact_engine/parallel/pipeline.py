@@ -36,7 +36,7 @@ from ..handover.buffers import HOST, Buckets, Memories
 from ..handover.messages import Bucket, Offer, dtype_of
 from ..handover.packing import bucket_bytes, packed
 from ..handover.session import READ, Reading
-from ..images import scene_of
+from ..media.images import scene_of
 from ..progress import bar
 from ..runner import memory as runner_memory
 from ..runner.drafting import DraftModel

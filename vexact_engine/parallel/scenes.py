@@ -7,7 +7,7 @@ import torch
 from vexact_ops.patch.grids import tokens
 
 from ..core.images import Recent
-from ..images import Image, Rows, Scene
+from ..media.images import Image, Rows, Scene
 from . import messages as m
 
 _NOTHING = torch.empty(0, dtype=torch.float32)

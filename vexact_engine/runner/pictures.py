@@ -5,7 +5,7 @@ import torch
 import vexact_ops as vx
 
 from ..core.images import Recent
-from ..images import Image, Rows
+from ..media.images import Image, Rows
 
 
 class Gallery:

@@ -24,7 +24,7 @@ from ..config import EngineConfig
 from ..core.plan import MOST_VERIFIED, Sampled
 from ..core.step import Step
 from ..core.windows import least_pages
-from ..images import Scene
+from ..media.images import Scene
 from ..progress import Progress, bar
 from . import memory, saver, shapes
 from .batch import Batch

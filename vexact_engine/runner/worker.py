@@ -19,7 +19,7 @@ from ..core.step import Encoder
 from ..errors import EngineAsleep, HandoverFailed, ModelInUse, WeightsTorn
 from ..handover.session import Reading
 from ..handover.threads import half_the_threads
-from ..images import scene_of
+from ..media.images import scene_of
 from ..weights.draft import Draft
 from ..weights.update import Places, Update, apply_update, plan_update
 from ..weights.watch import Watch

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..images import Pictures
+from ..media.images import Pictures
 from ..outputs import Increment
 from ..request import Completion
 from .tokens import Tokens

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from ..images import MOST_BYTES, TYPES, Pictures, opened_images
-from ..videos import MOST_BYTES as MOST_OF_VIDEOS
-from ..videos import TYPES as VIDEO_TYPES
-from ..videos import opened_videos
+from ..media.images import MOST_BYTES, TYPES, Pictures, opened_images
+from ..media.videos import MOST_BYTES as MOST_OF_VIDEOS
+from ..media.videos import TYPES as VIDEO_TYPES
+from ..media.videos import opened_videos
 from ..weights.processors import NONE, Processors
 from . import remote
 from .answers import Job

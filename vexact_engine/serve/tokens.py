@@ -18,8 +18,8 @@ from typing import Any
 
 from vexact_ops.patch.description import Images
 
+from ..media.videos import by_frames
 from ..text import Text
-from ..videos import by_frames
 from .errors import APIError
 from .protocol import check_neutral
 from .remote import check_url, is_remote

@@ -67,8 +67,8 @@ class AlignedEngine:
         config = getattr(loss_function, "keywords", {}).get("config")
         if getattr(config, "freeze_vision_tower", False):
             if self.aligned.tower is None:
-                name = type(self.aligned.model).__name__
-                raise ValueError(f"actor.freeze_vision_tower: got True, but a {name} has no image encoder")
+                name = self.aligned.model.config.model_type
+                raise ValueError(f"actor.freeze_vision_tower: got True, but {name} has no image encoder")
             self._frozen = list(self.aligned.tower.parameters())
         checked = self.check.before(data, self.infer_batch)
         found = super().train_batch(data, loss_function)

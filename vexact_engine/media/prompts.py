@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 from vexact_ops.patch.description import Images
 
+from ..request import encoded, token_ids
+from ..weights.processors import Processors
 from .images import Image, Pictures, Video, opened_images, ready, ready_videos
-from .request import encoded, token_ids
 from .videos import by_frames, opened_videos
-from .weights.processors import Processors
 
 _IMAGES = ("images", "pixel_values", "image_grid_thw")
 _PATCHES = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")

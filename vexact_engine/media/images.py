@@ -19,7 +19,7 @@ from vexact_ops.patch.description import Images
 from vexact_ops.patch.grids import Clip, Grid, Waiting, axes_of, grids_of, patches, tokens
 from vexact_ops.patch.images import check_pixels, clips_of
 
-from .core.plan import Chunk, StepPlan
+from ..core.plan import Chunk, StepPlan
 
 MOST_PIXELS = 64 << 20  # of one image before it is resized
 MOST_BYTES = 64 << 20

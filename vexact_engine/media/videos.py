@@ -13,7 +13,7 @@ import numpy as np
 
 from vexact_ops.patch.description import Images
 
-from .extras import pip_line
+from ..extras import pip_line
 from .images import Video, read, ready_videos
 
 MOST_BYTES = 256 << 20
