@@ -379,15 +379,14 @@ def test_a_mistyped_path_is_answered_at_once(capsys, monkeypatch, tmp_path):
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     env |= {"HF_HUB_OFFLINE": "0", "NO_PROXY": "*"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=600, cwd=tmp_path)
-    lines, said = done.stdout.splitlines(), done.stderr.splitlines()
-    assert len(lines) == len(commands), done.stdout + done.stderr
-    for line in lines:
-        exit_code, seconds = line.split()
-        assert exit_code == "2" and float(seconds) < 3, done.stdout + done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=600, cwd=tmp_path
+    )
+    found = [line.split() for line in done.stdout.splitlines()]
+    assert len(found) == len(commands), done.stdout + done.stderr
+    assert all(exit_code == "2" and float(seconds) < 3 for exit_code, seconds in found), done.stdout + done.stderr
     told = "--model: 'mdoels/mine': no such file or directory, and the Hub cannot be asked"
-    assert sum(told in line for line in said) == len(commands), done.stderr
+    assert sum(told in line for line in done.stderr.splitlines()) == len(commands), done.stderr
 
 
 def test_progress_is_plain_lines_without_a_terminal(capsys, model):

@@ -1,8 +1,8 @@
 """The GPU's own class on SM90: 16-bit inputs by the kernels of csrc/gated_delta, the rest by the Triton kernels.
 
 Single rows of sequences (decode.cuh), chunks of a paged call (chunks.cuh), whole sequences (whole.cuh) and the backward
-(scan.cuh, grads.cuh) are proposed each for itself, and verified byte for byte against the Triton kernels, what they leave
-in slots included (contract: verify, then trust). How many columns of a head a block of chunks takes is raced, once for
+(scan.cuh, grads.cuh) are proposed each for itself, and verified byte for byte against the Triton kernels, and what they
+leave in slots (contract: verify, then trust). How many columns of a head a block of chunks takes is raced, once for
 few blocks and once for more than the GPU runs at once; that kernel is a candidate for whole sequences too.
 """
 
