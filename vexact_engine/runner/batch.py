@@ -22,6 +22,7 @@ class Batch:
                            last layer has nothing to do for others, so of a prompt it computes hardly more than keys and
                            values
     embedded               (T, H) the embedding's rows of input_ids, where they have been gathered with them
+    apart                  tokens of one sequence stand as sequences of one token each
     """
 
     input_ids: Tensor
@@ -29,6 +30,7 @@ class Batch:
     paged: vx.patch.PagedBatch
     rows: Tensor | None = None
     embedded: Tensor | None = None
+    apart: bool = False
 
 
 def rows_of(x: Tensor, rows: Tensor | None) -> Tensor:

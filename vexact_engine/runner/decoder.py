@@ -162,7 +162,7 @@ class StepParts:
             (slots, (table, *lengths)) for slots, table in (paged.places(None), paged.places(1))
         )
         # A token a sequence: no other's key or value of this step is seen, and a projection lies behind all the rest.
-        self.settled = paged.max_seqlen_q == 1
+        self.settled = paged.max_seqlen_q == 1 and not batch.apart
         self.tables = [
             vx.rope_cos_sin(batch.positions, inv_freq, scaling=scaling, dtype=dtype)
             for inv_freq, scaling, dtype in rotary
