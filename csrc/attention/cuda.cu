@@ -12,27 +12,30 @@
 namespace vx {
 namespace {
 
+constexpr int64_t kFewQueries = 65;  // of a sequence whose drafts are verified: as many as there may be, and one
+
+// few: most tiles that there may be are none, as where each of many sequences has one query or a few.
 template <class T, int D, int DV, bool SEGMENTS, bool BOXES>
-void launch_tiles_with(const Args& a, const Maps& maps, int device, cudaStream_t stream) {
+void launch_tiles_with(const Args& a, const Maps& maps, bool few, int device, cudaStream_t stream) {
   auto kernel = flash::tile_kernel<T, D, DV, SEGMENTS, BOXES>;
   constexpr int bytes = sizeof(flash::TileShared<D, DV>);
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(kernel, bytes, device, allowed);
   const int64_t tiles = (int64_t(a.tokens) * a.group + flash::kTileRows - 1) / flash::kTileRows + a.sequences;
   int64_t blocks = tiles * a.hk;
-  if (a.wanted && blocks > multiprocessors(device)) blocks = multiprocessors(device);
+  if ((a.wanted || few) && blocks > multiprocessors(device)) blocks = multiprocessors(device);
   kernel<<<unsigned(blocks), flash::kTileThreads, bytes, stream>>>(a, maps.k, maps.v, int(tiles));
   VX_CUDA_CHECK(cudaGetLastError());
 }
 
 template <class T, int D, int DV>
-void launch_tiles(const Args& a, const Maps& maps, int device, cudaStream_t stream) {
+void launch_tiles(const Args& a, const Maps& maps, bool few, int device, cudaStream_t stream) {
   if constexpr (D % 64 == 0 && DV % 64 == 0)
     if (a.box)
-      return a.segment ? launch_tiles_with<T, D, DV, true, true>(a, maps, device, stream)
-                       : launch_tiles_with<T, D, DV, false, true>(a, maps, device, stream);
-  a.segment ? launch_tiles_with<T, D, DV, true, false>(a, maps, device, stream)
-            : launch_tiles_with<T, D, DV, false, false>(a, maps, device, stream);
+      return a.segment ? launch_tiles_with<T, D, DV, true, true>(a, maps, few, device, stream)
+                       : launch_tiles_with<T, D, DV, false, true>(a, maps, few, device, stream);
+  a.segment ? launch_tiles_with<T, D, DV, true, false>(a, maps, few, device, stream)
+            : launch_tiles_with<T, D, DV, false, false>(a, maps, few, device, stream);
 }
 
 template <class T, int D, int DV, int SLOTS>
@@ -124,7 +127,7 @@ void attention_flash_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Ten
   }
   for_sizes(q, v.size(2), [&](auto tag, auto d, auto dv) {
     using T = decltype(tag);
-    launch_tiles<T, d(), dv()>(a, maps, device, stream);
+    launch_tiles<T, d(), dv()>(a, maps, false, device, stream);
   });
 }
 
@@ -159,7 +162,7 @@ void attention_flash_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor bloc
     Args many = a;
     many.skip_single = 1;
     if (wanted) many.wanted = ints(*wanted, "wanted", 1);
-    launch_tiles<T, d(), dv()>(many, maps, device, stream);
+    launch_tiles<T, d(), dv()>(many, maps, max_seqlen_q <= kFewQueries, device, stream);
   });
 }
 

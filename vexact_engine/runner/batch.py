@@ -24,6 +24,7 @@ class Batch:
     embedded               (T, H) the embedding's rows of input_ids, where they have been gathered with them
     axes                   (3, T) int64 places of a step with tokens of images; None: all tokens have one place on all
     images                 what stands among the tokens, and is added to them behind the first layers
+    apart                  tokens of one sequence stand as sequences of one token each
     """
 
     input_ids: Tensor
@@ -33,6 +34,7 @@ class Batch:
     embedded: Tensor | None = None
     axes: Tensor | None = None
     images: vx.patch.Encoded | None = None
+    apart: bool = False
 
 
 def rows_of(x: Tensor, rows: Tensor | None) -> Tensor:

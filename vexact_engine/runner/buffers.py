@@ -42,6 +42,7 @@ class Body:
     padding    at most so many padded tokens make a sequence
     width      pages of a sequence, at most
     all_drawn  after every token something is drawn; or padding
+    apart      each token is a sequence to attention, with the pages of its own: it has the bits that it has in a chunk
     """
 
     tokens: int
@@ -51,6 +52,7 @@ class Body:
     padding: int
     width: int
     all_drawn: bool = False
+    apart: bool = False
 
     def columns(self) -> Iterator[tuple[str, type, int]]:
         yield "ids", np.int64, self.tokens
@@ -225,7 +227,7 @@ class Buffers:
         to = host.columns(body, self.middle)
         if step is None:
             tokens = count = draws = 0
-            drawn = slots = ends = rows = positions = np.zeros(0, np.int64)
+            chosen = ends = rows = positions = np.zeros(0, np.int64)
             latest = np.zeros(0, bool)
         else:
             tokens, count = len(step.token_ids), len(step.chunks)
@@ -247,6 +249,9 @@ class Buffers:
             to["places"][:tokens] = self.rows.table[owners, page].astype(np.int64) * self.page_size + offset
             if not body.all_drawn:
                 to["rows"][:draws] = rows
+            chosen = slots[drawn]
+            if body.apart:
+                count, slots, ends, offsets = tokens, owners, positions + 1, np.arange(1, tokens + 1)
             to["slots"][:count] = to["states"][:count] = slots
             to["starts"][1 : count + 1] = offsets
             to["context"][:count] = ends
@@ -270,7 +275,6 @@ class Buffers:
         if head is not None:
             first -= _places(head)[1]
             to = host.columns(head, self.middle)
-            chosen = slots[drawn]
             occupants = self.rows.occupants[chosen]
             to["slots"][:draws], to["slots"][draws:] = np.where(latest, chosen, self.slots), self.slots
             to["seeds"][:draws], to["seeds"][draws:] = occupants["seed"], 0
@@ -349,7 +353,7 @@ class Buffers:
         if self.beside is not None:
             windowed = self._kernels.windowed if self._kernels else _windowed
             paged.windowed = windowed(self.beside, c["places"], table, self.page_size)
-        return Batch(input_ids, c["positions"], paged, embedded=embedded), c["rows"]
+        return Batch(input_ids, c["positions"], paged, embedded=embedded, apart=body.apart), c["rows"]
 
     def restore(self, step: Step) -> None:
         """Before a step: states that its sequences go on from."""

@@ -162,7 +162,7 @@ class StepParts:
             (slots, (table, *lengths)) for slots, table in (paged.places(None), paged.places(1))
         )
         # A token a sequence: no other's key or value of this step is seen, and a projection lies behind all the rest.
-        self.settled = paged.max_seqlen_q == 1
+        self.settled = paged.max_seqlen_q == 1 and not batch.apart
         self.tables = []
         for inv_freq, scaling, dtype, axes in rotary:
             places, axes = (batch.positions, None) if batch.axes is None else (batch.axes, axes)

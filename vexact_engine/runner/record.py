@@ -6,6 +6,7 @@ step beforehand, to know what memory is left for the cache.
 """
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import time
@@ -32,6 +33,7 @@ _TUNED_CONTEXT = 1024  # keys of the longest sequence in the steps that products
 _PADDING, _PADDING_OF_CHUNKS = 0.02, 0.1  # share of its time that padding a step to the next size may cost
 _FEWER = 2, 4  # steps with chunks of so many times fewer sequences than may run have graphs of their own
 _MOST_GRAPHS = 128  # that room is left for
+_APART = 32  # rows of a step with drafts that attention takes one by one
 _HIDDEN = 1.25  # a forward whose kernels take that much longer than the host takes to launch them needs no graph
 
 
@@ -88,8 +90,11 @@ class Graphs:
         return Body(rows, rows, rows, 1, 1, self._runner.buffers.max_pages, all_drawn=True)
 
     def _verify_body(self, rows: int) -> Body:
-        """Of decodes with drafts. Of padding no sequence is longer than those are."""
+        """Of decodes with drafts. Of padding no sequence is longer than those are. Attention takes few rows one by one
+        in less time than it begins a tile of many; a state takes a sequence's together."""
         longest = 1 + self._runner.config.speculation.max_draft_tokens
+        if rows <= _APART and memory.chunk_of(self._runner.memories) is None:
+            return dataclasses.replace(self.decode_body(rows), apart=True)
         sequences = min(rows, self._runner.slots + -(-rows // longest))
         return Body(rows, sequences, rows, longest, longest, self._runner.buffers.max_pages, all_drawn=True)
 
@@ -204,7 +209,7 @@ class Graphs:
 
         def tune(size: int) -> list[graphs.Run] | None:
             body = body_of and head_of and body_of(size)
-            return self._tune(body, head_of(size)) if body and body.longest == 1 else None
+            return self._tune(body, head_of(size)) if body and body.longest == 1 and not body.apart else None
 
         def seconds(size: int) -> float:
             progress(f"graphs of {name}", len(ladder.sizes), len(ladder.sizes) + 1, f"{size} rows")
