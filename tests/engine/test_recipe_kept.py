@@ -106,10 +106,12 @@ def test_the_first_thing_that_differs_is_named(recorded, chosen, at, change, sai
 
 
 def test_what_a_record_has_not_is_passed_and_what_was_equal_is_counted(recorded, chosen):
-    against = record.Against(recorded, chosen)
-    for event in made_up(5):
-        against(*event)
-    assert against.compared == 2 + 3 * (5 + 2) + 1
+    for steps, end in ((3, 1), (5, 0), (2, 0)):  # another last step has other parameters
+        against = record.Against(recorded, chosen)
+        *head, (kind, side, digest) = made_up(steps)
+        for event in [*head, (kind, side, digest if end else "00")]:
+            against(*event)
+        assert against.compared == 2 + min(steps, 3) * (5 + 2) + end
 
 
 def test_a_record_of_other_options_is_refused(recorded, chosen):

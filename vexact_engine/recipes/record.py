@@ -102,12 +102,14 @@ def _until(path: str | Path, steps: dict[str, int]) -> Iterator[dict[str, Any]]:
 class Against:
     """A run's Report that holds it against a record: RunDiffers at the first thing that has other bits.
 
-    Steps that the record has not are passed. `compared` counts what was equal.
+    Steps that the record has not are passed, and so is the end where it has another last step. `compared` counts what
+    was equal.
     raises   ValueError where an option that changes bits is another one in the record
     """
 
     def __init__(self, path: str | Path, options: Options):
         self._path, self._read, self.compared = path, read(path), 0
+        self._last: dict[str, int] = {}  # side -> the step that it is through with
         options.check_same(self._read.options, f"{path}, which this run is held against,")
 
     def __call__(self, kind: str, *values: Any) -> None:
@@ -118,13 +120,15 @@ class Against:
                 self._check(f"{side}, step {step['step']}: {name}", step[name], expected and expected[name])
         elif kind == "parameters":
             side, step, digests = values
+            self._last[side] = step
             expected = self._read.parameters.get((side, step))
             when = f"after step {step}" if step else "before the first step"
             for name, digest in digests.items():
                 self._check(f"{side}, {when}: parameter {name}", digest, expected and expected.get(name))
         elif kind == "end":
             side, digest = values
-            self._check(f"{side}: SHA-256 of all parameters", digest, self._read.ends.get(side))
+            if self._last.get(side) == max((step for of, step in self._read.parameters if of == side), default=None):
+                self._check(f"{side}: SHA-256 of all parameters", digest, self._read.ends.get(side))
 
     def _check(self, what: str, got: Any, expected: Any) -> None:
         if expected is None:
