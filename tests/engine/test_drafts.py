@@ -133,6 +133,8 @@ def test_drafts_are_verified_where_that_is_faster():
     again = measured({(4, 0): 1.0, (4, 1): 3.0})
     assert sum(again.worth(4, [0.9]) for _ in range(1280)) == 12  # and now and then anew, ever less often ...
     assert sum(again.worth(4, [0.1]) for _ in range(1280)) == 0  # ... unless nothing can be gained
+    dear = measured({(4, 0): 1.0, (4, 4): 3.0, (4, 8): 5.0})
+    assert set(dear.worth(4, [0.6] * 8) for _ in range(17)) == {0, 2}  # as many as take no more than twice as long
 
 
 def test_the_first_step_of_a_kind_is_not_counted():

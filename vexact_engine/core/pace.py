@@ -123,9 +123,12 @@ class Pace:
         if count + 1 < wait:
             self._declined[kind] = count + 1, wait
             return 0
-        self._declined[kind] = 0, min(2 * wait, AGAIN[1])
-        likely = min(sum(chance >= 0.5 for chance in map(float, chances)), self.furthest(sequences))
-        return max(1, likely if self.seconds(sequences, likely) <= _DEAREST * plain else 1)
+        likely = max(1, min(sum(chance >= 0.5 for chance in map(float, chances)), self.furthest(sequences)))
+        while likely > 1 and self.seconds(sequences, likely) > _DEAREST * plain:
+            likely //= 2
+        if (kind, bucket(likely)) in self._met:  # else the next step is another, for the first is not counted
+            self._declined[kind] = 0, min(2 * wait, AGAIN[1])
+        return likely
 
 
 def _by_rows(known: Mapping[int, float]) -> list[float]:
