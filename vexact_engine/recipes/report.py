@@ -114,12 +114,12 @@ def read(paths: Sequence[str]) -> list[Recorded]:
 
 
 def summary(one: Recorded) -> list[str]:
-    """Lines: the last word, where a step's time went, and what the processes held after ten steps and at the end."""
+    """Lines: the last word, where a step's time went, and what processes held once it was going and at its end."""
     steps = one.run.steps
     seconds = {
         name: statistics.fmean(s["seconds"].get(name, 0.0) for s in steps[1:] or steps) for name in _names(steps)
     }
-    early, late = steps[min(10, len(steps) - 1)], steps[-1]
+    early, late = steps[10 if len(steps) > 20 else 0], steps[-1]  # the first ten take what they then keep
     held = ", ".join(f"{name} {early['held'][name]:g} -> {late['held'][name]:g}" for name in late["held"])
     tokens, whole = sum(s["tokens"] for s in steps), sum(seconds.values())
     found = [
@@ -171,8 +171,8 @@ def plot(path: str, title: str, runs: Mapping[str, Run]) -> None:
             axis.set_yscale("symlog", linthresh=min(seen))  # exact zeros among powers of ten
     for axis in drawing.axes[len(drawn) :]:
         axis.axis("off")
-    last = drawing.axes[-1]
-    last.text(0, 1, "\n\n".join(verdict(*item) for item in runs.items()), va="top", wrap=True, fontsize=9)
+    words = "\n\n".join(verdict(*item) for item in runs.items())
+    drawing.axes[len(drawn)].text(0, 1, words, va="top", wrap=True, fontsize=9)
     drawing.axes[0].legend(fontsize=8)
     drawing.savefig(path)
 
