@@ -119,7 +119,48 @@ def _patch_lang_once(fn):
     return _KeepPatches()
 
 
+_known: dict[tuple, dict] = {}
+_block, _tensor, _np_dtype = tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype
+
+
+def _once(make, left_out=()):
+    """Of what the interpreter makes for every value, a block's type and what a tensor knows by its own, all that are
+    alike have the same attributes."""
+
+    def begin(self, *given):
+        of, shape = (given[-1], ()) if make is _tensor else given
+        if type(of) is tl.block_type:
+            of, shape = of.element_ty, of.shape
+        if type(of) is not tl.dtype:  # a pointer
+            return make(self, *given)
+        key = make, of.name, *(getattr(size, "value", size) for size in shape)
+        if key not in _known:
+            make(self, *given)
+            _known[key] = {name: value for name, value in vars(self).items() if name not in left_out}
+            return None
+        vars(self).update(_known[key])
+        for name, value in zip(left_out, given):
+            setattr(self, name, value)
+
+    return begin
+
+
+_np_dtypes: dict[str, np.dtype] = {}
+
+
+def _np_dtype_once(of):
+    scalar = of.element_ty if isinstance(of, tl.block_type) else of
+    if type(scalar) is not tl.dtype:
+        return _np_dtype(of)
+    if scalar.name not in _np_dtypes:
+        _np_dtypes[scalar.name] = _np_dtype(scalar)
+    return _np_dtypes[scalar.name]
+
+
 def install() -> None:
+    tl.block_type.__init__ = _once(_block)
+    tl.tensor.__init__ = _once(_tensor, ("handle",))
+    interpreter._get_np_dtype = _np_dtype_once
     interpreter._patch_lang = _patch_lang_once
     InterpreterBuilder.create_fma = _create_fma
     InterpreterBuilder.create_dot = _create_dot
