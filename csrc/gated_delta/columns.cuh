@@ -20,9 +20,10 @@ constexpr int kPitch = kChunk + 8;  // of a column's rows
 // Thread 4 gid + tig has of tile n the columns gid, gid and gid + 8, gid + 8, and the rows (8 n + 2 tig) and the next.
 template <int TILES>
 using Turned = float[TILES][4];
-using HalfState = Turned<kDepth / 16>;  // rows: half of the dims of a key
-using Chunk = Turned<kChunk / 8>;       // rows: those of a chunk
-using Stored = float4[kDepth / 8][32];  // a whole state, as threads take it for a left operand
+using State = Turned<kDepth / 8>;    // rows: dims of a key
+using HalfState = Turned<kDepth / 16>;
+using Chunk = Turned<kChunk / 8>;    // rows: those of a chunk
+using Stored = float4[kDepth / 8][32];  // a State, as threads have it
 
 // What a warp is for: `group` of the block's columns, `part` of the rows, or of the dims.
 struct Role {
@@ -83,14 +84,6 @@ __device__ __forceinline__ void round_to(Turned<TILES>& to, const Turned<TILES>&
     for (int e = 0; e < 4; ++e) to[n][e] = as_operand(from[n][e]);
 }
 
-template <int TILES>
-__device__ __forceinline__ void load(Turned<TILES>& s, const float4 (*from)[32]) {
-#pragma unroll
-  for (int n = 0; n < TILES; ++n) {
-    const float4 x = from[n][threadIdx.x % 32];
-    s[n][0] = x.x, s[n][2] = x.y, s[n][1] = x.z, s[n][3] = x.w;
-  }
-}
 // d^T + x^T y of eight of K, x being a tile that is rounded.
 __device__ __forceinline__ void product_of(float (&d)[4], const float (&x)[4], float y0, float y1) {
   const float a[4] = {x[0], x[2], x[1], x[3]};
@@ -102,16 +95,13 @@ __device__ __forceinline__ void product_of(float (&d)[4], const float (&x)[4], u
   product_of(d, x, two.x, two.y);
 }
 
-// d^T + s^T rows^T of a state that is stored as multiplied, or rounded here: 16 rows a pair of tiles, from row from(pair) on.
+// d^T + s^T rows^T: 16 rows a pair of tiles, from row `from(pair)` on.
 // order: dims ascending in the accumulator
-template <class T, bool ROUND, int TILES, class From>
-__device__ __forceinline__ void multiply_stored(Turned<TILES>& d, const Stored& s, const T (*rows)[kDepth + 8], From from) {
+template <class T, int TILES, class From>
+__device__ __forceinline__ void multiply_state(Turned<TILES>& d, const State& s, const T (*rows)[kDepth + 8], From from) {
   const int lane = threadIdx.x % 32;
-#pragma unroll 2
+#pragma unroll
   for (int t = 0; t < kDepth / 16; ++t) {
-    Turned<2> x;
-    load(x, s + 2 * t);
-    if (ROUND) round_to(x, x);
     uint32_t y[TILES / 2][4];
 #pragma unroll
     for (int n = 0; n < TILES / 2; ++n)
@@ -119,7 +109,7 @@ __device__ __forceinline__ void multiply_stored(Turned<TILES>& d, const Stored& 
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int n = 0; n < TILES; ++n) product_of<T>(d[n], x[half], y[n / 2][n % 2 * 2 + half]);
+      for (int n = 0; n < TILES; ++n) product_of<T>(d[n], s[2 * t + half], y[n / 2][n % 2 * 2 + half]);
   }
 }
 
@@ -181,7 +171,15 @@ __device__ __forceinline__ float2 two_of(const float* numbers, int tile) {
 template <int TILES>
 __device__ __forceinline__ void store(float4 (*to)[32], const Turned<TILES>& s) {
 #pragma unroll
-  for (int n = 0; n < TILES; ++n) to[n][threadIdx.x % 32] = float4{s[n][0], s[n][2], s[n][1], s[n][3]};
+  for (int n = 0; n < TILES; ++n) to[n][threadIdx.x % 32] = float4{s[n][0], s[n][1], s[n][2], s[n][3]};
+}
+template <int TILES>
+__device__ __forceinline__ void load(Turned<TILES>& s, const float4 (*from)[32]) {
+#pragma unroll
+  for (int n = 0; n < TILES; ++n) {
+    const float4 x = from[n][threadIdx.x % 32];
+    s[n][0] = x.x, s[n][1] = x.y, s[n][2] = x.z, s[n][3] = x.w;
+  }
 }
 // To and from device memory: (dims, columns), rows `stride` apart.
 template <int TILES>
@@ -218,11 +216,12 @@ __device__ __forceinline__ void write_rows(const float (*columns)[PITCH], int ha
 }
 
 // The rows of a block, solved: x is what the state and other blocks leave of them, w[column][row] becomes r x. A column a
-// thread, and twice.
+// thread, and twice. meanwhile: what can be done while each row waits for the one before it.
 // own: negative, of the row or column that others take it from; kept: x as solved, where that is wanted.
-template <bool DESCENDING, int PITCH>
+template <bool DESCENDING, int PITCH, class Meanwhile>
 __device__ __forceinline__ void solve(float (*w)[kPitch], float (*kept)[PITCH], int block, const float (&x0)[4],
-                                      const float (&x1)[4], const float* r, const float (*own)[kBlock]) {
+                                      const float (&x1)[4], const float* r, const float (*own)[kBlock],
+                                      Meanwhile meanwhile) {
   const int column = threadIdx.x % 16, first = kBlock * block;
   put_columns(w, x0, first), put_columns(w, x1, first + 8);
   __syncwarp();
@@ -233,6 +232,7 @@ __device__ __forceinline__ void solve(float (*w)[kPitch], float (*kept)[PITCH], 
     *reinterpret_cast<float4*>(factors + i) = *reinterpret_cast<const float4*>(r + first + i);
   }
   __syncwarp();  // both threads of a column have it before either stores
+  meanwhile();
   // order: the own block's rows, one fma each
 #pragma unroll
   for (int n = 0; n < kBlock; ++n) {

@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
       expect(one * splits + split + 1);
 
       // The rows' keys, or queries, times the state; what beta multiplies.
-      float x[8][4] = {}, left[8][4] = {}, mine[8][4];  // mine: gradients of u, or of the outputs
+      float x[8][4] = {}, left[8][4] = {};
       {
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
@@ -296,18 +296,22 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
             a[n][m] = where(j < seen, as_operand(sh.r_k[i] * (e(i, j) * gram[n][m])));
           });
           wide_products<8, kChunk>(left, a, sh.w_across, 0);
-          read_rows(mine, args.dus);
           sm90::wgmma_wait<0>();
         } else {
-          read_outputs(mine);
           sm90::wgmma_wait<0>();
+          read_outputs(left);
           each_place([&](int n, int m, int i, int) {
-            x[n][m] = ((gates.decay[i] * sh.r_q[i]) * mine[n][m]) * x[n][m];
+            left[n][m] = ((gates.decay[i] * sh.r_q[i]) * left[n][m]) * x[n][m];
           });
-          hand(sh.handed(), x);
+          hand(sh.handed(), left);
         }
       }
       __syncthreads();
+      float mine[8][4];  // gradients of u, or of the outputs
+      if (of_k)
+        read_rows(mine, args.dus);
+      else
+        read_outputs(mine);
       if (of_k) {
         const int64_t v_at = h * args.v_head + 64 * split;
 #pragma unroll
@@ -385,8 +389,6 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
         to[256 * n + across[e4]] = grad[n][e4];
       });
       hand(of_k ? sh.dkk_handed() : sh.dqk_handed(), grad);
-      float grads[8][4] = {}, a[8][4], b[8][4];  // what is read comes while others multiply
-      read_outputs(a);
       written_for_products();
       __syncthreads();
 
@@ -394,17 +396,17 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
         const float sum = fold_chunk([&](int i) { return sh.chunk()[i][tid / 4]; });
         if (tid % 4 == 0) sh.columns[tid / 4] = sum;
       }
+      float grads[8][4] = {}, a[8][4], b[8][4];
+      read_outputs(a);
       each_place([&](int n, int m, int i, int) { a[n][m] = as_operand((gates.decay[i] * sh.r_q[i]) * a[n][m]); });
       wide_products<8, kDepth>(grads, a, sh.s, d0);
       take(b, sh.dqk_handed());
       wide_products<8, kDepth>(grads, b, sh.k_across, d0);
-      sm90::wgmma_wait<1>();
-      read_rows(a, args.us);
       sm90::wgmma_wait<0>();
       each_place([&](int n, int m, int, int) { sum_q[n][m] = sum_q[n][m] + grads[n][m], grads[n][m] = 0.0f; });
-      each_place([&](int n, int m, int i, int) { b[n][m] = as_operand(gates.rest[i] * (sh.r_k[i] * a[n][m])); });
-      wide_products<8, kDepth>(grads, b, sh.ds, d0);
-      read_rows(a, args.dus);
+      read_rows(a, args.us);
+      each_place([&](int n, int m, int i, int) { a[n][m] = as_operand(gates.rest[i] * (sh.r_k[i] * a[n][m])); });
+      wide_products<8, kDepth>(grads, a, sh.ds, d0);
       sm90::wgmma_wait<0>();
       {
         float taken[8][4], low, high;
@@ -412,6 +414,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) grads_kernel(const GatedD
         fold_rows(taken, low, high);
         if (tig == 0) sh.taken[half][first + gid] = low, sh.taken[half][first + gid + 8] = high;
       }
+      read_rows(a, args.dus);
       each_place([&](int n, int m, int i, int) {
         a[n][m] = as_operand(-(((gates.beta[i] * gates.decay[i]) * sh.r_k[i]) * a[n][m]));
       });

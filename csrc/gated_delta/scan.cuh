@@ -150,8 +150,9 @@ __global__ void __launch_bounds__(kPassThreads, 1) scan_kernel(const GatedDeltaB
       sh.made[role.group][n].arrive();
       sh.q_free[n].arrive();
     };
-    for (int turn = -1; turn < chunks; ++turn) {
-      if (turn >= 0) {
+    if (chunks) make(0);
+    for (int turn = 0; turn < chunks; ++turn) {
+      {
         HalfState half;
         s_there.wait(turn);
         load(half, stored + kDepth / 16 * role.part);
@@ -159,7 +160,6 @@ __global__ void __launch_bounds__(kPassThreads, 1) scan_kernel(const GatedDeltaB
         write_state(half, args.dstates + place_of(turn) * plane + c1 + kDepth / 2 * role.part * args.dv_size, args.dv_size);
       }
       if (turn + 1 < chunks) make(turn + 1);
-      if (turn < 0) continue;
       const int n = turn % 2;
       sh.w_there[role.group][n].wait(turn / 2);
       write_rows(sh.w[n][role.group], role.part, args.dus + row_of(turn) * v_step + int64_t(h) * args.dv_size + c1, v_step, last_of(turn));
@@ -184,7 +184,12 @@ __global__ void __launch_bounds__(kPassThreads, 1) scan_kernel(const GatedDeltaB
     sh.k_there[n].wait(use);
     s_there.wait(turn);
     Turned<4> x = {};  // this warp's half of the rows
-    multiply_stored<T, true>(x, stored, k, [&](int pair) { return kBlock * (2 * role.part + pair); });
+    {
+      State operand;
+      load(operand, stored);
+      round_to(operand, operand);
+      multiply_state<T, 4>(x, operand, k, [&](int pair) { return kBlock * (2 * role.part + pair); });
+    }
     sh.made[role.group][n].wait(use);
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
@@ -196,20 +201,20 @@ __global__ void __launch_bounds__(kPassThreads, 1) scan_kernel(const GatedDeltaB
       for (int e = 0; e < 4; ++e) x[m][e] = fmaf(e % 2 ? rest.y : rest.x, x[m][e], given[e]) + 0.0f;
     }
     if (use) sh.w_free[role.group][n].wait(use - 1);
-#pragma unroll 1
-    for (int block = 3; block >= 0; --block) {
-      if (block / 2 != role.part) continue;
-      if (block == 1) solved[2].wait(turn);
+    Chunk rows;  // the gradients of u, solved from the last block on
+    const auto take = [&](int block) {
+      take_columns(rows[2 * block], w, kBlock * block), take_columns(rows[2 * block + 1], w, kBlock * block + 8);
+    };
+    const auto solve_block = [&](int block) {
       float y[2][4] = {};
       // order: blocks of 16 rows from the last to the first
-#pragma unroll 1
+#pragma unroll
       for (int m = 3; m > block; --m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const Placed& left = of.a[m * (m - 1) / 2 + block];
           float z[1][4];
-          take_columns(z[0], w, kBlock * m + 8 * half);
-          round_to(z, z);
+          round_to(z, reinterpret_cast<const float(&)[1][4]>(rows[2 * m + half]));
 #pragma unroll
           for (int tile = 0; tile < 2; ++tile)
             product_of(y[tile], z[0], left[in_block(8 * half + 2 * tig, 8 * tile + gid)],
@@ -218,26 +223,31 @@ __global__ void __launch_bounds__(kPassThreads, 1) scan_kernel(const GatedDeltaB
 #pragma unroll
       for (int half = 0; half < 2; ++half)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) y[half][e] = (block % 2 ? x[2 + half][e] : x[half][e]) - (y[half][e] + 0.0f);
-      solve<true, kPitch>(w, nullptr, block, y[0], y[1], of.r, sh.of_k[n].own.of[block]);
-      if (block % 2 == 0) solved[block].arrive();
-      if (block == 0) sh.w_there[role.group][n].arrive();
+        for (int e = 0; e < 4; ++e) x[block % 2 * 2 + half][e] = x[block % 2 * 2 + half][e] - (y[half][e] + 0.0f);
+      solve<true, kPitch>(w, nullptr, block, x[block % 2 * 2], x[block % 2 * 2 + 1], of.r, sh.of_k[n].own.of[block], [] {});
+      solved[block].arrive();
+      take(block);
+    };
+    const auto await = [&](int block) { solved[block].wait(turn), take(block); };
+    if (role.part == 1) {
+      solve_block(3), solve_block(2);
+      await(1), await(0);
+    } else {
+      await(3), await(2);
+      solve_block(1), solve_block(0);
+      sh.w_there[role.group][n].arrive();
     }
-    if (role.part == 1) solved[0].wait(turn);
     HalfState added;
-#pragma unroll
-    for (int tile = 0; tile < kDepth / 16; ++tile)
-      *reinterpret_cast<float4*>(added[tile]) = sh.added[n][role.group][dim / 8 + tile][lane];
+    load(added, sh.added[n][role.group] + dim / 8);
     sh.taken[role.group][n].arrive();
-#pragma unroll 1
+#pragma unroll
     for (int i = 0; i < kChunk / 8; i += 2) {
       float z[2][4];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float2 back = two_of(of.back, i + half);
-        take_columns(z[half], w, 8 * (i + half));
 #pragma unroll
-        for (int e = 0; e < 4; ++e) z[half][e] = as_operand(-((e % 2 ? back.y : back.x) * z[half][e]));
+        for (int e = 0; e < 4; ++e) z[half][e] = as_operand(-((e % 2 ? back.y : back.x) * rows[i + half][e]));
       }
       multiply_rows<T, kDepth / 16>(added, z[0], z[1], k, 8 * i, dim);
     }

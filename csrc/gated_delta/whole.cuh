@@ -111,11 +111,13 @@ __global__ void __launch_bounds__(kPassThreads, 1) whole_kernel(const GatedDelta
       } else {
         const auto& of = sh.of_q[n];
         const auto block_of = [&](int which) { return role.part ? 1 + which : 3 * which; };
+        State s;
         Turned<4> x = {};
         s_there.wait(chunk);
-        sh.q_there[n].wait(use);
-        multiply_stored<T, false>(x, stored, sh.q[n], [&](int which) { return kBlock * block_of(which); });
+        load(s, stored);
         s_free.arrive();
+        sh.q_there[n].wait(use);
+        multiply_state<T, 4>(x, s, sh.q[n], [&](int which) { return kBlock * block_of(which); });
         w_there.wait(use);
 #pragma unroll
         for (int which = 0; which < 2; ++which) {
@@ -210,7 +212,12 @@ __global__ void __launch_bounds__(kPassThreads, 1) whole_kernel(const GatedDelta
     sh.k_there[n].wait(use);
     s_there.wait(chunk);
     Turned<4> x = {};  // this warp's half of the rows
-    multiply_stored<T, KEEP>(x, stored, k, [&](int pair) { return kBlock * (2 * role.part + pair); });
+    {
+      State operand;
+      load(operand, stored);
+      if (KEEP) round_to(operand, operand);
+      multiply_state<T, 4>(x, operand, k, [&](int pair) { return kBlock * (2 * role.part + pair); });
+    }
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       float v[2][4];
@@ -227,41 +234,53 @@ __global__ void __launch_bounds__(kPassThreads, 1) whole_kernel(const GatedDelta
     }
     if (use) sh.w_free[role.group][n].wait(use - 1);
     HalfState added = {};
-#pragma unroll 1
-    for (int block = 0; block < 4; ++block) {
-      if (block / 2 == role.part) {
-        float y[2][4] = {};
-        // order: blocks of 16 rows, ascending
-#pragma unroll 1
-        for (int m = 0; m < 2 * block; ++m) {
-          const Placed& left = of.a[block * (block - 1) / 2 + m / 2];
-          const float4 a = *reinterpret_cast<const float4*>(left + in_block(gid, m % 2 * 8 + 2 * tig));
-          float z[1][4];
-          take_columns(z[0], w, 8 * m);
-          round_to(z, z);
-          product_of(y[0], z[0], a.x, a.y), product_of(y[1], z[0], a.z, a.w);
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) y[half][e] = (block % 2 ? x[2 + half][e] : x[half][e]) - (y[half][e] + 0.0f);
-        solve<false>(w, KEEP ? sh.u(chunk, role.group) : nullptr, block, y[0], y[1], of.r, sh.of_k[n].own.of[block]);
-        solved[block].arrive();
-        if (block == 3) sh.w_there[role.group][n].arrive();
-      } else {
-        solved[block].wait(chunk);
-      }
-      float rows[2][4];  // as they are added to the state
+    Turned<6> known;   // rows of blocks that are solved, as multiplied
+    float rows[2][4];  // of the last one, as they are added to the state
+    const auto take = [&](int block) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int tile = 2 * block + half, i = 8 * tile + 2 * tig;
         const float2 rest = two_of(of.rest, tile);
-        take_columns(rows[half], w, 8 * tile);
+        float z[4];
+        take_columns(z, w, 8 * tile);
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-          rows[half][e] = i + e % 2 < last ? as_operand((e % 2 ? rest.y : rest.x) * rows[half][e]) : 0.0f;
+        for (int e = 0; e < 4; ++e) {
+          if (block < 3) known[tile][e] = as_operand(z[e]);
+          rows[half][e] = i + e % 2 < last ? as_operand((e % 2 ? rest.y : rest.x) * z[e]) : 0.0f;
+        }
       }
-      multiply_rows<T, kDepth / 16>(added, rows[0], rows[1], k, kBlock * block, d0);
+    };
+    const auto add = [&](int block) { multiply_rows<T, kDepth / 16>(added, rows[0], rows[1], k, kBlock * block, d0); };
+    const auto solve_block = [&](int block, auto meanwhile) {
+      float y[2][4] = {};
+      // order: blocks of 16 rows, ascending
+#pragma unroll
+      for (int m = 0; m < 2 * block; ++m) {
+        const Placed& left = of.a[block * (block - 1) / 2 + m / 2];
+        const float4 a = *reinterpret_cast<const float4*>(left + in_block(gid, m % 2 * 8 + 2 * tig));
+        product_of(y[0], known[m], a.x, a.y), product_of(y[1], known[m], a.z, a.w);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[block % 2 * 2 + half][e] = x[block % 2 * 2 + half][e] - (y[half][e] + 0.0f);
+      solve<false>(w, KEEP ? sh.u(chunk, role.group) : nullptr, block, x[block % 2 * 2], x[block % 2 * 2 + 1], of.r,
+                   sh.of_k[n].own.of[block], meanwhile);
+      solved[block].arrive();
+    };
+    const auto await = [&](int block) { solved[block].wait(chunk), take(block); };
+    if (role.part == 0) {
+      solve_block(0, [] {}), take(0);
+      solve_block(1, [&] { add(0); }), take(1), add(1);
+      await(2), add(2);
+      await(3), add(3);
+    } else {
+      await(0), add(0);
+      await(1);
+      solve_block(2, [&] { add(1); }), take(2);
+      solve_block(3, [&] { add(2); });
+      sh.w_there[role.group][n].arrive();
+      take(3), add(3);
     }
     const float whole = of.whole[0];
 #pragma unroll
