@@ -268,21 +268,8 @@ def _measure(args, shape: str, trainer_class) -> Iterator[dict]:
             step = getattr(trainer, objective)
             race = [_step(model, lambda m, step=step: step(m, batch)) for model in (ours, stock)]
             times, gib = _race(*race, args)
-            layers = "" if args.layers is None else f" {args.layers} layers"
-            yield {
-                "room": "training",
-                "case": f"{shape}{layers} {trainer_class.__name__[1:].lower()} {objective}, {args.tokens} tokens",
-                "backend": "vexact",
-                "ours": round(times[0], 2),
-                "stock": round(times[1], 2),
-                "ratio": round(times[0] / times[1], 4),
-                "unit": "ms",
-                "gib": gib,
-                "kernels": kernels,
-                "bits": bits,
-                "device": args.device,
-                **environment(args.device),
-            }
+            case = f"{trainer_class.__name__[1:].lower()} {objective}, {args.tokens} tokens"
+            yield _record(args, shape, case, times, gib=gib, kernels=kernels, bits=bits)
     finally:
         trainer.close()
 
@@ -338,26 +325,29 @@ def _recipe(args, shape: str) -> dict:
         del model
         times, gib = _race(*(side.step() for side in sides), args)
         products = 6 * sum(p.numel() for p in trainer.weights.parameters()) * args.tokens
-        layers = "" if args.layers is None else f" {args.layers} layers"
-        return {
-            "room": "training",
-            "case": f"{shape}{layers} recipe rl, {_Recipe.FORWARDS} x {args.tokens // _Recipe.FORWARDS} tokens",
-            "backend": "vexact",
-            "ours": round(times[0], 2),
-            "stock": round(times[1], 2),
-            "ratio": round(times[0] / times[1], 4),
-            "unit": "ms",
-            "tflops": round(products / times[0] / 1e9, 2),  # of weights alone, attention's own left out
-            "of_product": round(products / times[0] / 1e9 / _product(args.device), 3),
-            "gib": gib,
-            "kernels": "sdpa, torch, padded",
-            "bits": bits,
-            "device": args.device,
-            **environment(args.device),
-        }
+        tflops = products / times[0] / 1e9  # of weights alone, attention's own left out
+        rates = {"tflops": round(tflops, 2), "of_product": round(tflops / _product(args.device), 3)}
+        case = f"recipe rl, {_Recipe.FORWARDS} x {args.tokens // _Recipe.FORWARDS} tokens"
+        return _record(args, shape, case, times, **rates, gib=gib, kernels="sdpa, torch, padded", bits=bits)
     finally:
         for side in sides:
             side.trainer.close()
+
+
+def _record(args, shape: str, case: str, times: list[float], **more) -> dict:
+    layers = "" if args.layers is None else f" {args.layers} layers"
+    return {
+        "room": "training",
+        "case": f"{shape}{layers} {case}",
+        "backend": "vexact",
+        "ours": round(times[0], 2),
+        "stock": round(times[1], 2),
+        "ratio": round(times[0] / times[1], 4),
+        "unit": "ms",
+        **more,
+        "device": args.device,
+        **environment(args.device),
+    }
 
 
 def _product(device: str) -> float:
