@@ -8,6 +8,7 @@ import signal
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,8 +48,10 @@ def ask(engine):
 def nodes():
     """A cluster of a head, on which this process is, and one node more."""
     import ray
+    from ray._private.utils import get_ray_address_file
     from ray.cluster_utils import Cluster
 
+    Path(get_ray_address_file(None)).parent.mkdir(exist_ok=True)  # Cluster writes there, wherever its own folder is
     own = {"num_cpus": 8, "num_gpus": 2, "object_store_memory": 80_000_000}
     with workers.of_ray() as (folder, runtime_env):
         cluster = Cluster(True, head_node_args={**own, "include_dashboard": False, "temp_dir": folder})
