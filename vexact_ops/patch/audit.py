@@ -10,6 +10,7 @@ import sys
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
@@ -100,7 +101,7 @@ def run(model: nn.Module, names: dict[int, str], call, trains: bool = True) -> d
         for training in (False, True) if trains else (False,):
             for module, _ in flags:
                 module.training = training
-            with unhooked(model):
+            with unhooked(model), nothing_kept(model):
                 mode.saw = watch.saw
                 torch.func.functional_call(caller, fakes, (ids,), tie_weights=False)
                 mode.saw = None
@@ -146,6 +147,20 @@ def unhooked(model: nn.Module):
     finally:
         for table, hooks in zip(tables, kept):
             table.update(hooks)
+
+
+@contextlib.contextmanager
+def nothing_kept(model: nn.Module):
+    """Fake tensors that a stock forward has kept as attributes, as LongRoPE's does its long frequencies, are no longer
+    there behind it."""
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for now, then in before:
+            for name in [name for name, value in now.items() if isinstance(value, FakeTensor)]:
+                now.pop(name)
+                now.update({name: then[name]} if name in then else {})
 
 
 def _hooked(module: nn.Module) -> bool:

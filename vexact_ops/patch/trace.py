@@ -185,7 +185,7 @@ def recorded(
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
         first = {id(tensor): name for name, tensor in reversed(fakes.items())}
         recorder = _Recorder({n.removeprefix("model."): t for n, t in fakes.items() if first[id(t)] == n})
-        with audit.unhooked(model):
+        with audit.unhooked(model), audit.nothing_kept(model):
             mode.saw = recorder.saw
             out = torch.func.functional_call(caller, fakes, (ids,), tie_weights=False)
             mode.saw = None
