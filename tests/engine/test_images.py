@@ -308,8 +308,8 @@ def test_what_is_wrong_with_a_request_is_said_of_it_alone(pair):
         ({"prompt_token_ids": ids, "image_grid_thw": grid}, "image_grid_thw: got one without pixel_values"),
         ({"prompt_token_ids": ids, "pixel_values": given}, "expected image_grid_thw with them"),
         (
-            {**sound, "videos": []},
-            "prompt: got a dict with videos, expected a list of token ids, or of prompt, prompt_token_ids",
+            {**sound, "sounds": []},
+            "prompt: got a dict with sounds, expected a list of token ids, or of prompt, prompt_token_ids",
         ),
         ({"pixel_values": given, "image_grid_thw": grid}, "got 0 of prompt and prompt_token_ids"),
         ({"prompt_token_ids": ids, "images": [given]}, "images[0]: got a Tensor, expected a PIL image"),

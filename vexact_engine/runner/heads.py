@@ -79,7 +79,7 @@ class _HeadForward:
         own, theirs, form = Weights(heads), Weights(handle.model), heads.form
         self._embedding, self._factor = heads.get_input_embeddings(), factor_of(theirs, described.embedding.factor)
         self._tokens = None if ranks.size == 1 else Tokens(theirs[described.embedding.weight], ranks, share)
-        self._rotary = [(theirs.cast(r.inv_freq, torch.float32), r.scaling, r.dtype) for r in described.rotary]
+        self._rotary = [(theirs.cast(r.inv_freq, torch.float32), r.scaling, r.dtype, r.axes) for r in described.rotary]
         self._blocks = tuple(Block(own, block, ranks, described.kv_segment) for block in described.layers[0].blocks)
         names = form.embedding_norm, form.hidden_norm, form.norm
         norms = (norm_of(own, dataclasses.replace(described.norm, weight=name)) for name in names)
