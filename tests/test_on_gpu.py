@@ -98,12 +98,23 @@ def test_tests_that_raise_sigint_handle_it_themselves():
 
 
 @pytest.mark.parametrize(
-    "cores, gib, count", [(2, None, 3), (16, None, 8), (64, None, 8), (16, 139, 16), (128, 139, 17), (4, 16, 2)]
+    "cores, gib, gpus, count",
+    [
+        (2, None, 0, 3),
+        (16, None, 0, 8),
+        (64, None, 0, 8),
+        (16, 139, 1, 16),
+        (128, 139, 1, 17),
+        (128, 139, 2, 34),
+        (32, 139, 2, 32),
+        (4, 16, 1, 2),
+    ],
 )
-def test_how_many_processes(monkeypatch, cores, gib, count):
+def test_how_many_processes(monkeypatch, cores, gib, gpus, count):
     monkeypatch.setattr(on_gpu.os, "sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gib is not None)
     properties = type("Properties", (), {"total_memory": (gib or 0) << 30})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     assert on_gpu.processes() == count
 
