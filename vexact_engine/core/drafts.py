@@ -12,12 +12,12 @@ How much is drafted is decided for the sequences of a step together, by what ste
 drafts were right.
 """
 
+import itertools
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Tokens
 from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
 
 from ..config import Speculation
 from ..request import Request, Sequence
@@ -274,13 +274,14 @@ class Drafter:
             return []
         counts = [len(draft.tokens) for _, draft in found]
         if not self.speculation.always:
-            each = np.array([draft.chance for _, draft in found])[:, None] ** np.arange(1, max(counts) + 1)
-            each[np.arange(each.shape[1]) >= np.array(counts)[:, None]] = 0.0
-            chances = np.sort(each, axis=None)[: -1 - min(budget, sum(counts)) : -1]
+            each = [[draft.chance] * len(draft.tokens) for _, draft in found]
+            each = [list(itertools.accumulate(row, operator.mul)) for row in each]
+            chances = sorted(itertools.chain.from_iterable(each), reverse=True)[:budget]
             chosen = self.pace.worth(sequences, chances)
             if not chosen:
                 return []
-            budget, counts = chosen, (each >= chances[chosen - 1]).sum(1).tolist()
+            least = chances[chosen - 1]
+            budget, counts = chosen, [sum(chance >= least for chance in row) for row in each]
         planned = []
         for (chunk, draft), count in zip(found, counts):
             if count := min(count, budget):

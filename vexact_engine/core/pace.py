@@ -11,8 +11,6 @@ Of how many rows nothing is known, twice as many are tried each time.
 import itertools
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 LEAST_GAIN = 0.05  # of tokens per second, for times are not that exact
 AGAIN = 16, 128  # steps of as many sequences after which a choice against drafts is tried anew: twice as many each time
 _DEAREST = 2.0  # ... if it is likely to take no more than so many times that of single tokens
@@ -105,7 +103,7 @@ class Pace:
         if plain is None or not len(chances):
             return 0
         kind, most = bucket(sequences), len(chances)
-        right: list[float] = np.cumsum(chances).tolist()
+        right: list[float] = list(itertools.accumulate(chances))
         best, chosen = (1 + LEAST_GAIN) * sequences / plain, 0
         for full in _BUCKETS:  # a bucket's rows are taken to cost the same
             known, at = self._seconds.get((kind, full)), min(full, most)
