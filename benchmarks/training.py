@@ -388,7 +388,7 @@ def _bits(trainer, ours: nn.Module, model: nn.Module, args) -> str:
 
 def _race(ours: Callable[[], None], stock: Callable[[], None], args) -> tuple[list[float], dict]:
     """ms of each step, in turns, and the GiB that each needs beside weights and the optimizer's state."""
-    steps = [ours, stock]
+    steps = ours, stock
     for step in steps * 2:
         step()
     times = [[], []]

@@ -179,6 +179,29 @@ def test_every_operator_refuses_what_it_has_no_gradient_of(name, device, dtype, 
             assert all(t.requires_grad for t in outputs), "no gradient, in silence"
 
 
+@NAMES
+@DEVICES
+def test_a_call_that_passes_the_dispatcher_is_the_one_that_does_not(name, device, dtype, monkeypatch):
+    """An operator's node beside torch.ops.vexact, which a profiler has it go through: outputs, gradients and names."""
+    for operator, given in operators(name, device, monkeypatch).items():
+        written = any(a.alias_info for a in operator.op._schema.arguments)
+        if operator.backward is None or written:
+            continue
+
+        def ran(call, given=given):
+            args = [a.detach().clone() if isinstance(a, Tensor) else a for a in given]
+            wanted = [a.requires_grad_() for a in args if isinstance(a, Tensor) and a.is_floating_point()]
+            out = call(*args)
+            out = [t for t in (out if isinstance(out, tuple) else (out,)) if t.requires_grad]
+            names = [t.grad_fn.name() for t in out]
+            grads = torch.autograd.grad([t.float().square().sum() for t in out], wanted, allow_unused=True)
+            return names, [*out, *(g for g in grads if g is not None)]
+
+        (names, got), (expected_names, expected) = ran(operator), ran(operator.op)
+        assert names == expected_names and names and len(got) == len(expected) > len(names)
+        assert all(vx.same_bits(a, b) for a, b in zip(got, expected))
+
+
 # forward mode, and torch.func
 
 

@@ -12,6 +12,7 @@ pytest.importorskip("zmq", reason="pyzmq is not installed")
 from vexact_engine import cli
 from vexact_engine.proof.compare import LogprobsDiffer
 from vexact_engine.recipes import check, grpo
+from vexact_engine.recipes.checkpoint import Saving
 from vexact_engine.recipes.launch import launch
 from vexact_engine.recipes.options import Options
 from vexact_engine.recipes.trainer import Sample, Trainer
@@ -103,9 +104,15 @@ def test_one_bit_of_one_log_probability_ends_the_run_before_it_is_trained_on(mod
     assert "recipe: step 3, prompt " in out and "token 3 of " in out and "scored again 1 differ" in out
 
 
-def test_generate_of_the_stock_model_has_other_bytes(model):
-    """The side for contrast with nothing of ours in it; and the same run again has the same figures."""
-    runs = [launch(Options(model=model, **SMALL), sides=[grpo.GENERATE])[grpo.GENERATE] for _ in range(2)]
+def test_generate_of_the_stock_model_has_other_bytes(model, tmp_path):
+    """The side for contrast with nothing of ours in it; and the same run again, which is kept, has the same figures."""
+    ways = None, Saving(str(tmp_path / "run"), every=2)
+    launched = (launch(Options(model=model, **SMALL), sides=[grpo.GENERATE], saving=saving) for saving in ways)
+    runs = [run[grpo.GENERATE] for run in launched]
+    assert ways[1].newest(grpo.GENERATE) == 4
+    resumed = Saving(str(tmp_path / "run"), every=2, resume=True)
+    more = launch(Options(model=model, **{**SMALL, "steps": 5}), sides=[grpo.GENERATE], saving=resumed)
+    assert [step["step"] for step in more[grpo.GENERATE].steps] == [5]
     first, again = ([{k: v for k, v in s.items() if k not in ("seconds", "held")} for s in r.steps] for r in runs)
     assert first == again and [step["weight_version"] for step in first] == [1, 2, 3, 4]
     for name in ("differ", "differ_recomputed", "kl"):

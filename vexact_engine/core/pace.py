@@ -100,10 +100,10 @@ class Pace:
         chances   of each row to be accepted, descending
         """
         plain = self.seconds(sequences, 0)
-        if plain is None or not len(chances):
+        if plain is None or not chances:
             return 0
         kind, most = bucket(sequences), len(chances)
-        right: list[float] = list(itertools.accumulate(chances))
+        right = list(itertools.accumulate(chances))
         best, chosen = (1 + LEAST_GAIN) * sequences / plain, 0
         for full in _BUCKETS:  # a bucket's rows are taken to cost the same
             known, at = self._seconds.get((kind, full)), min(full, most)
@@ -121,7 +121,7 @@ class Pace:
         if count + 1 < wait:
             self._declined[kind] = count + 1, wait
             return 0
-        likely = max(1, min(sum(chance >= 0.5 for chance in map(float, chances)), self.furthest(sequences)))
+        likely = max(1, min(sum(chance >= 0.5 for chance in chances), self.furthest(sequences)))
         while likely > 1 and self.seconds(sequences, likely) > _DEAREST * plain:
             likely //= 2
         if (kind, bucket(likely)) in self._met:  # else the next step is another, for the first is not counted

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from .options import Options
-from .rollout import Rollout
+from .rollout import Generate, Rollout
 from .trainer import Trainer
 
 OPTIONS, STATE, ANSWERS = "options.json", "state.json", "answers"
@@ -65,7 +65,9 @@ class Saving:
     def _path(self, side: str, step: int) -> Path:
         return Path(self.folder, side, f"step-{step:08d}")
 
-    def save(self, side: str, step: int, trainer: Trainer, facts: dict[str, Any], rollout: Rollout | None) -> None:
+    def save(
+        self, side: str, step: int, trainer: Trainer, facts: dict[str, Any], rollout: Rollout | Generate | None
+    ) -> None:
         """All ranks call. A folder has its name once it is whole: a run that is killed here has the last one. Of the
         first rank's rollout it has the answers that are drafted from."""
         path = self._path(side, step)
@@ -85,7 +87,7 @@ class Saving:
                 shutil.rmtree(old)
         dist.barrier()
 
-    def load(self, side: str, step: int, trainer: Trainer, rollout: Rollout | None) -> dict[str, Any]:
+    def load(self, side: str, step: int, trainer: Trainer, rollout: Rollout | Generate | None) -> dict[str, Any]:
         """All ranks call; the trainer then holds what `save` was called with. Returns its facts."""
         path, state = self._path(side, step), _state(trainer)
         if rollout is not None:

@@ -132,6 +132,12 @@ class Generate:
         """Nothing is promised of it."""
         return {}
 
+    def save_answers(self, path: Path) -> None:
+        """It drafts nothing: there are none to keep."""
+
+    def load_answers(self, path: Path) -> None:
+        """Nor to load."""
+
     def pids(self) -> list[int]:
         return []
 

@@ -90,8 +90,8 @@ class Graphs:
         return Body(rows, rows, rows, 1, 1, self._runner.buffers.max_pages, all_drawn=True)
 
     def _verify_body(self, rows: int) -> Body:
-        """Of decodes with drafts. Of padding no sequence is longer than those are. Attention takes few rows one by one
-        in less time than it begins a tile of many; a state takes a sequence's together."""
+        """Of decodes with drafts. Of padding no sequence is longer than those are. Few rows go to attention one by one,
+        to its kernel for single tokens, which no benchmark has timed yet; a state takes a sequence's together."""
         longest = 1 + self._runner.config.speculation.max_draft_tokens
         if rows <= _APART and memory.chunk_of(self._runner.memories) is None:
             return dataclasses.replace(self.decode_body(rows), apart=True)

@@ -14,7 +14,7 @@ import vexact_ops as vx
 
 from ..handover.sender import WeightSender
 from ..weights.load import as_dtype
-from .handed import About
+from .handed import About, said
 from .server import LARGEST_BUCKET, engine_options, server_name
 
 
@@ -75,8 +75,7 @@ class ServerAdapter(BaseRollout):
                 await received
                 if global_steps is not None:
                     await server.set_global_steps.remote(global_steps)
-            if hasattr(weights, "of"):
-                weights.of(global_steps)
+            said(weights, global_steps)
         finally:
             async for _ in items:
                 pass

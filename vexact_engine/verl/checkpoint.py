@@ -25,7 +25,7 @@ from ..errors import HandoverFailed, PeerLost
 from ..handover.messages import Part
 from ..handover.packing import ALIGN, pack, unpack
 from ..handover.protocol import until
-from .handed import About
+from .handed import About, said
 from .server import LARGEST_BUCKET
 
 
@@ -128,8 +128,7 @@ class Broadcast(CheckpointEngine):
             if self._group is not None:
                 self._announce(Bucket(about=getattr(weights, "about", None)))
                 self._send(items)
-            if hasattr(weights, "of"):
-                weights.of(global_steps)
+            said(weights, global_steps)
         except BaseException as e:
             self._store.set(str(self._index), msgspec.msgpack.encode(Bucket(error=f"{type(e).__name__}: {e}")))
             self._leave()

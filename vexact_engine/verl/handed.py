@@ -64,6 +64,12 @@ class Weights:
         return name, tensor.to(kind)
 
 
+def said(weights: Any, step: int | None) -> None:
+    """They are through, and a rollout has them of that step: the actor is told, where they are of ours."""
+    if isinstance(weights, Weights):
+        weights.of(step)
+
+
 def _stacked(name: re.Match) -> str:
     """Of one expert's tensor, the parameter that verl has taken apart."""
     return f".experts.{'down_proj' if name[1] == 'down' else 'gate_up_proj'}"
