@@ -346,7 +346,7 @@ class BuildNative(build_ext):
 
     def get_source_files(self):
         """For the source archive: all that is needed to build and to test, headers and CUDA sources too."""
-        suffixes = (".py", ".cpp", ".cu", ".cuh", ".h", ".md", ".json", ".jsonl", ".svg", ".typed")
+        suffixes = (".py", ".cpp", ".cu", ".cuh", ".h", ".md", ".json", ".jsonl", ".gz", ".svg", ".png", ".typed")
         folders = ("csrc", "vexact_ops", "vexact_engine", "benchmarks", "tests")
         files = sorted(path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in suffixes)
         return [path.relative_to(ROOT).as_posix() for path in files]

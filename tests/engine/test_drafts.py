@@ -478,6 +478,33 @@ def test_what_graphs_took_is_known_from_the_start():
     assert measured({(4, 0): 1.5}).worth(4, [0.9] * 28) == 2
 
 
+def test_a_step_of_fewer_sequences_still_takes_some_time():
+    pace = measured({(8, 0): 1.0, (8, 8): 1.0, (8, 64): 60.0})  # a row takes more than an eighth of the whole step
+    assert pace.seconds(4, 0) == 0.5 and pace.worth(4, [0.9, 0.1]) == 0
+    disturbed = measured({(4, 0): 1.0})._on_device
+    assert disturbed(1, 8) == 0.0 and Pace({1: 5.0, 8: 1.0})._on_device(1, 8) == 0.0
+
+
+STEPS = st.tuples(st.integers(1, 300), st.integers(0, 600), st.floats(1e-7, 1e3))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.dictionaries(st.integers(1, 64), st.floats(1e-7, 1.0), max_size=4),
+    st.lists(STEPS, max_size=40),
+    st.integers(1, 300),
+    st.lists(st.floats(0.0, 1.0), max_size=40),
+)
+def test_whatever_steps_took_there_is_an_answer(graphs, steps, sequences, chances):
+    pace = Pace(graphs)
+    for had, drafted, seconds in steps:
+        pace.note(had, drafted, seconds)
+        pace.note(had, drafted, seconds)
+    known = [pace.seconds(sequences, drafted) for drafted in range(50)]
+    assert all(value is None for value in known) or min(known) > 0
+    assert 0 <= pace.worth(sequences, sorted(chances, reverse=True)) <= len(chances)
+
+
 @pytest.mark.parametrize(
     "sequences,how,row,most",
     [

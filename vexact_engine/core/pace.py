@@ -71,7 +71,8 @@ class Pace:
             near = [known for known, drafted in self._seconds if not drafted and kind <= 2 * known <= 4 * kind]
             if near:
                 other = min(near, key=lambda known: abs(known - kind))
-                found = max(0.0, self._seconds[other, 0] + self._between(other, kind))
+                taken = self._seconds[other, 0]  # fewer sequences take at most as many times less, more of them no less
+                found = max(taken * min(1.0, kind / other), taken + self._between(other, kind))
         return found
 
     def _between(self, rows: int, others: int) -> float:
@@ -100,7 +101,7 @@ class Pace:
         chances   of each row to be accepted, descending
         """
         plain = self.seconds(sequences, 0)
-        if plain is None or not chances:
+        if not plain or not chances:  # none was measured, or by a clock that stood still
             return 0
         kind, most = bucket(sequences), len(chances)
         right = list(itertools.accumulate(chances))
@@ -130,9 +131,12 @@ class Pace:
 
 
 def _by_rows(known: Mapping[int, float]) -> list[float]:
-    """Of 0, 1, 2, .. rows: from one that is known to the next in a line. [0.0] where none is."""
-    found = [min(known.items())[1] if known else 0.0]
-    for (low, before), (high, behind) in itertools.pairwise([(0, found[0]), *sorted(known.items())]):
+    """Of 0, 1, 2, .. rows: from one that is known to the next in a line, and more rows never take less. [0.0] where
+    none is."""
+    rows = sorted(known)
+    most = list(itertools.accumulate((known[count] for count in rows), max))  # a time that was disturbed stays long
+    found = [most[0] if most else 0.0]
+    for (low, before), (high, behind) in itertools.pairwise([(0, found[0]), *zip(rows, most)]):
         found += [before + (behind - before) * (rows - low) / (high - low) for rows in range(low + 1, high + 1)]
     return found
 
