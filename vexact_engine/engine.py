@@ -26,7 +26,7 @@ from .core.loop import Loop, check_pause, drop
 from .core.plan import Stats
 from .frontend import Frontend, Prompt
 from .handover.session import TORN, WeightUpdate, check_numerics, check_version, with_model
-from .outputs import Call, Increment, Load, Ticket
+from .outputs import Increment, Load, Submission, Ticket
 from .parallel.assembly import assemble, complete
 from .request import Begun, Completion, Request, check_name, check_params, refused
 from .runner import shapes
@@ -173,7 +173,7 @@ class Engine(Frontend):
                   is called
         raises    EngineClosed
         """
-        call = Call(notify)
+        call = Submission(notify)
         self.check_open()
         params = SamplingParams() if params is None else params
         made = self._job(prompt, params, request_id, call, listen, begun)
@@ -500,7 +500,7 @@ class Engine(Frontend):
         return self.config.max_num_seqs
 
     def _handed_over(
-        self, each: list[tuple], call: Call, may_wait: bool = True
+        self, each: list[tuple], call: Submission, may_wait: bool = True
     ) -> Iterator[tuple[int, Ticket | list[Completion]]]:
         """The engine has those that fill all the steps that may be in flight, and computes while the others are made;
         each time as many again as before, in all. Prompts that are one after another the same fill no more than one
@@ -531,7 +531,7 @@ class Engine(Frontend):
         if may_wait:
             call.one_done()
 
-    def _hand_over(self, call: Call, tickets: list[Ticket], launched: Callable[[], None] | None = None) -> None:
+    def _hand_over(self, call: Submission, tickets: list[Ticket], launched: Callable[[], None] | None = None) -> None:
         """Unless the last of those before has come to nothing: a step that fails ends all."""
         before = len(call.tickets) - len(tickets) - 1
         if before >= 0 and call.tickets[before].error is not None:

@@ -16,7 +16,7 @@ from vexact_ops.patch.description import Images
 
 from .config import EngineConfig, SamplingParams
 from .media.prompts import read_prompt
-from .outputs import Call, Increment, collected, in_pieces
+from .outputs import Increment, Submission, collected, in_pieces
 from .progress import bar, quiet
 from .request import Completion, as_requests, start_order
 from .text import chat_ids, conversations
@@ -88,7 +88,7 @@ class Frontend(ABC):
                         again
         """
         done = threading.Event()
-        call = Call(done.set, whole=False)
+        call = Submission(done.set, whole=False)
         each = self._requests(prompts, params, request_ids)
         try:
             made = dict(self._handed_over(each, call))
@@ -109,7 +109,7 @@ class Frontend(ABC):
     ) -> list[Completion]:
         """`generate` for asyncio. Cancelling it aborts its requests."""
         arrived = asyncio.Event()
-        call = Call(self._notifier(lambda _: arrived.set(), None), whole=False)
+        call = Submission(self._notifier(lambda _: arrived.set(), None), whole=False)
         each = self._requests(prompts, params, request_ids)
         try:
             made = dict(await in_pieces(self._handed_over(each, call, may_wait=False)))
@@ -126,7 +126,7 @@ class Frontend(ABC):
         news: asyncio.Queue[Increment | BaseException] = asyncio.Queue()
         names = None if request_id is None else [request_id]
         each = self._requests([prompt], params, names)
-        made = self._job(*each[0], Call(lambda: None), self._notifier(news.put_nowait))
+        made = self._job(*each[0], Submission(lambda: None), self._notifier(news.put_nowait))
         if isinstance(made, list):
             for done in made:
                 yield Increment(done.request_id, done.index, [], [], [], "", done)
@@ -154,7 +154,9 @@ class Frontend(ABC):
         """Raises EngineClosed or EngineForked where nothing is taken."""
 
     @abstractmethod
-    def _job(self, prompt: Prompt, params: SamplingParams, name: str | None, call: Call, listen: Listen | None) -> Any:
+    def _job(
+        self, prompt: Prompt, params: SamplingParams, name: str | None, call: Submission, listen: Listen | None
+    ) -> Any:
         """One request of a call, not handed over; or the completions that say what is wrong with it."""
 
     @abstractmethod
@@ -177,7 +179,7 @@ class Frontend(ABC):
         """Samples that may run at once."""
 
     @abstractmethod
-    def _handed_over(self, each: list[tuple], call: Call, may_wait: bool = True) -> Iterator[tuple[int, Any]]:
+    def _handed_over(self, each: list[tuple], call: Submission, may_wait: bool = True) -> Iterator[tuple[int, Any]]:
         """`_jobs`, which are handed over while others are made; after the last one the call is whole. may_wait: this
         thread may."""
 
@@ -195,7 +197,7 @@ class Frontend(ABC):
         self.check_open()
         return as_requests(prompts, params, request_ids)
 
-    def _jobs(self, each: list[tuple], call: Call) -> Iterator[tuple[int, Any]]:
+    def _jobs(self, each: list[tuple], call: Submission) -> Iterator[tuple[int, Any]]:
         """Of each request, as they are to begin, which one it is, and its ticket or what is wrong with it."""
         for index in start_order(each, self._at_once):
             yield index, self._job(*each[index], call, None)

@@ -64,7 +64,7 @@ class Load:
     paused: bool
 
 
-class Call:
+class Submission:
     """The requests of one call to the engine. `notify` is called once, by the engine's thread, when all are done.
 
     whole   False: some are handed over while others are still to be added. Who adds them calls one_done() after the
@@ -136,7 +136,7 @@ class Ticket:
         self,
         request: Request,
         text: Text | None,
-        call: Call,
+        call: Submission,
         listen: Callable[[Increment | BaseException], None] | None = None,
         begun: Several[Begun] | None = None,
     ):

@@ -423,7 +423,7 @@ class Scheduler:
         if self.waiting[0] is self._blocked:
             return
         computing = {self._next_key(sequence) for sequence in self.running}
-        passed, course = [], None
+        passed, forecast = [], None
         while budget and self.waiting and len(self.running) < self._max_running and len(passed) < self._max_running:
             sequence = self.waiting[0]
             if sequence is self._blocked or sequence.in_flight:  # preempted in flight: its tokens are on their way
@@ -445,12 +445,12 @@ class Scheduler:
                 break
             missing = pool.pages_for(len(sequence.tokens)) - len(known)
             room = pool.num_available - missing - pool.num_unheld(known)
-            if course is None and self._reserve.share:
-                course = self._reserve.course(self.running)
+            if forecast is None and self._reserve.share:
+                forecast = self._reserve.forecast(self.running)
             # One page is left to each running sequence, lest the next step undo this admission, and some of what they
             # are likely to need until they end.
             scarce = room < len(self.running) or (windows and not windows.admits((*self.running, sequence)))
-            if scarce or (self.running and course is not None and not self._reserve.lasts(course, sequence, room)):
+            if scarce or (self.running and forecast is not None and not self._reserve.lasts(forecast, sequence, room)):
                 self._blocked = sequence
                 break
             self.waiting.popleft()
