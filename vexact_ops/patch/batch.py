@@ -216,6 +216,13 @@ def check_cu(name: str, cu_seqlens: Tensor, tokens: int, look: bool = True) -> N
         raise ValueError(f"{name}: got {got}, expected an ascent from 0 to the {tokens} tokens of the row")
 
 
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """On the device: a GPU is not waited for."""
+    if device.type != "cuda":
+        return x.to(device)
+    return (x.pin_memory() if x.device.type == "cpu" else x).to(device, non_blocking=True)
+
+
 def positions_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """(1, tokens): each sequence counts from 0. Whatever the numbers are, no memory but theirs is touched: of a GPU's
     nobody has looked at them (repeat_interleave trusts them)."""

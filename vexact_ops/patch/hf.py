@@ -14,7 +14,7 @@ from .._core.numerics import numerics
 from ..attention.op import KEY_BLOCK, check_segment
 from ..attention.op import ROOM as ATTENTION
 from . import forwards, lora, plan, rotary
-from .batch import Score, check_cu, one_axis, text_axis
+from .batch import Score, check_cu, one_axis, sent, text_axis
 from .description import Decoder, Pages, State
 from .grids import grids_of
 from .images import Encoded, check_pixels, encode
@@ -217,7 +217,8 @@ class Handle:
         """The log-probability of each next token, with gradients and without ever holding T x V logits.
 
         input_ids       (B, S), or one packed row (1, T) or (T,)
-        cu_seqlens      (N + 1,) where the packed row's sequences begin, and its end
+        cu_seqlens      (N + 1,) where the packed row's sequences begin, and its end, on any device: from
+                        the CPU on, no GPU is waited for
         attention_mask  (B, S) of a batch padded left or right
         position_ids    (B, S), or several axes of them, equal but for images; without the two above, a sequence ends
                         where they do not go on by one
@@ -258,17 +259,23 @@ class Handle:
             position_ids = of_text
             if images:
                 raise ValueError(f"logprobs: pixel_values: {type(patch.model).__name__} takes no images")
-        follows = torch.ones_like(ids, dtype=torch.bool)
-        follows[:, -1] = False
-        if attention_mask is not None:
-            follows[:, :-1] = (attention_mask[:, 1:] != 0) & (attention_mask[:, :-1] != 0)
-        elif cu_seqlens is not None:
-            check_cu("logprobs: cu_seqlens", cu_seqlens, ids.numel())
-            ends = cu_seqlens[1:].long() - 1
-            follows[0, ends[cu_seqlens.diff() > 0]] = False
-        elif of_text is not None:
-            follows[:, :-1] = of_text.expand_as(ids).diff(dim=1) == 1
-        index = follows.flatten().nonzero()[:, 0]
+        longest = None
+        if cu_seqlens is None:
+            follows = torch.ones_like(ids, dtype=torch.bool)
+            follows[:, -1] = False
+            if attention_mask is not None:
+                follows[:, :-1] = (attention_mask[:, 1:] != 0) & (attention_mask[:, :-1] != 0)
+            elif of_text is not None:
+                follows[:, :-1] = of_text.expand_as(ids).diff(dim=1) == 1
+            index = follows.flatten().nonzero()[:, 0]
+        else:  # on the host: a GPU is not waited for where they lie there
+            bounds = cu_seqlens.cpu() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+            check_cu("logprobs: cu_seqlens", bounds, ids.numel())
+            lengths, follows = bounds.diff(), torch.ones(ids.numel(), dtype=torch.bool)
+            follows[bounds[1:][lengths > 0].long() - 1] = False
+            longest = int(lengths.max())
+            index = sent(follows.nonzero()[:, 0], ids.device)
+            cu_seqlens = sent(cu_seqlens, ids.device)
         if isinstance(temperature, Tensor):
             if temperature.shape != input_ids.shape:
                 got, expected = tuple(temperature.shape), tuple(input_ids.shape)
@@ -281,6 +288,7 @@ class Handle:
             attention_mask=attention_mask,
             position_ids=position_ids,
             cu_seq_lens_q=cu_seqlens,
+            max_length_q=longest,
             use_cache=False,
             vexact_score=asked,
             **images,
