@@ -160,6 +160,10 @@ def test_videos_whose_positions_count_seconds():
         done = engine.generate([slow], PARAMS)
         check(handle, done)
         assert done[0].metrics.cached_tokens < 4 and done[0].logprobs != engine.generate([prompt], PARAMS)[0].logprobs
+        paces = [torch.tensor([pace, 1.0]) for pace in (float("nan"), float("inf"), 1e9, -1e30)]
+        done = engine.generate([PROMPTS[1], *({**prompt, "second_per_grid_ts": pace} for pace in paces)], PARAMS)
+        said = [None, *["second_per_grid_ts: got"] * 2, *["frames lie so far apart"] * 2]
+        assert [said and said in c.error for c, said in zip(done, said)] == [None, True, True, True, True]
 
 
 def test_the_prefix_cache_knows_images_by_their_content(pair):

@@ -25,6 +25,7 @@ MOST_PIXELS = 64 << 20  # of one image before it is resized
 MOST_BYTES = 64 << 20
 TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp")
 _TEXT = -1  # for a token that stands for nothing
+_FURTHEST = (1 << 24) - 1  # place that fp32 has exactly, and angles are computed of
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +87,9 @@ class Pictures:
         # A text behind the prompt goes on as a trainer counts it, who sees both as one: behind a video whose frames lie
         # far apart that is not behind the largest position, where transformers' generate goes on.
         axes = axes_of([*self.prompt_ids, _TEXT], waiting, merge, "images").numpy()
+        if axes.min() < -_FURTHEST or axes.max() > _FURTHEST:
+            places = f"places from {axes.min()} to {axes.max()}, expected at most 2^24 - 1 in magnitude"
+            raise ValueError(f"videos: their frames lie so far apart (second_per_grid_ts) that tokens have {places}")
         self.axes, self.shift = axes[:, :-1], int(axes[0, -1]) - len(self.prompt_ids)
         self.keys = list(self.prompt_ids)
         for (image, start), pace in zip(self.placed, paces):
