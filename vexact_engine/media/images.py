@@ -24,6 +24,7 @@ from ..core.plan import Chunk, StepPlan
 MOST_PIXELS = 64 << 20  # of one image before it is resized
 MOST_BYTES = 64 << 20
 TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp")
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # as Pillow calls them: others may start programs, or raise anything
 _TEXT = -1  # for a token that stands for nothing
 _FURTHEST = (1 << 24) - 1  # place that fp32 has exactly, and angles are computed of
 
@@ -250,9 +251,11 @@ def opened(image: Any) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
-            return _checked(PIL.Image.open(io.BytesIO(image)))
+            return _checked(PIL.Image.open(io.BytesIO(image), formats=_FORMATS))
     except PIL.UnidentifiedImageError:
-        raise ValueError(f"the {len(image)} bytes are no image that is known") from None
+        raise ValueError(
+            f"the {len(image)} bytes are no image that is known, expected {', '.join(_FORMATS)}, or an image of PIL's"
+        ) from None
     except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning) as error:
         raise ValueError(f"more pixels than allowed: {error}") from None
     except (OSError, SyntaxError) as error:  # as Pillow says of a broken file
@@ -260,10 +263,10 @@ def opened(image: Any) -> Any:
 
 
 def _checked(image: Any) -> Any:
-    """Of no more pixels than allowed: looked at before they are decoded."""
+    """Of some pixels, and no more than allowed: looked at before they are decoded."""
     width, height = image.size
-    if width * height > MOST_PIXELS:
-        raise ValueError(f"got {width} x {height} pixels, expected at most {MOST_PIXELS}")
+    if not 0 < width * height <= MOST_PIXELS:
+        raise ValueError(f"got {width} x {height} pixels, expected 1 to {MOST_PIXELS}")
     return image.convert("RGB")
 
 
