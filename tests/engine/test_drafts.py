@@ -399,6 +399,16 @@ def test_texts_that_nobody_needs_are_forgotten(monkeypatch):
     assert not any(texts.users for texts in scheduler.drafter._texts.values())
 
 
+def test_texts_that_no_step_has_indexed_are_forgotten_too(monkeypatch):
+    """Steps with prompts draft nothing, and answers of one token have no other."""
+    monkeypatch.setattr("vexact_engine.core.drafts._MOST_STATES", 4000)
+    scheduler, model = make(speculation=replace(ALWAYS, sources=("samples",)), max_num_batched_tokens=64)
+    for number in range(200):
+        scheduler.add(request([number // 7, number % 7, 1], max_new_tokens=1))
+        drain(scheduler, model)
+    assert 1 < len(scheduler.drafter._texts) < 40
+
+
 def test_a_step_that_computes_prompts_verifies_nothing():
     scheduler, model = make(speculation=ALWAYS, max_num_batched_tokens=8)
     right = right_answer([1], derive_seed(5, 0), 20)
