@@ -282,7 +282,7 @@ def read(given: Any, types: Sequence[str], most: int, otherwise: str = "") -> by
         if str(given).startswith(("http:", "https:")):
             raise ValueError("got a URL, expected a path, bytes or a data: URI: nothing is fetched")
         path = Path(given)
-        if not path.is_file():
+        if not _is_file(path):
             raise ValueError(f"{str(given)[:80]!r} is no file")
         if path.stat().st_size > most:
             raise ValueError(f"got a file of {path.stat().st_size} bytes, expected at most {most}")
@@ -292,6 +292,13 @@ def read(given: Any, types: Sequence[str], most: int, otherwise: str = "") -> by
     if len(given) > most:
         raise ValueError(f"got {len(given)} bytes, expected at most {most}")
     return bytes(given)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # no name of one: base64 without "data:", say
+        return False
 
 
 def _of_uri(uri: str, types: Sequence[str]) -> bytes:
