@@ -70,7 +70,8 @@ class Frontend(ABC):
 
         prompts         texts or lists of token ids; a text is taken as it stands (apply a chat template first; one that
                         begins with the beginning-of-sequence token gets no second one). With images: {"prompt": text}
-                        or {"prompt_token_ids": ids} with "images": [...] (PIL images, paths, bytes, "data:" URIs), or
+                        or {"prompt_token_ids": ids} with "images": [...] (PIL images, or PNG, JPEG, WebP, GIF
+                        and BMP files as paths, bytes, "data:" URIs), or
                         with ready "pixel_values" and "image_grid_thw" as the model's processor makes them. Videos:
                         ready "pixel_values_videos" and "video_grid_thw" (and "second_per_grid_ts"). In the prompt an
                         image token stands for each image, or all of its tokens; a video token for each frame that

@@ -1,6 +1,7 @@
 """verl's FSDP2 engine on models of images, and the rollout's server: log-probabilities of the engine's, byte for byte,
 before and after they trained; micro-batches without an image beside those with some."""
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -159,3 +160,22 @@ def test_the_server_takes_images(folders, load_format):
         ):
             with pytest.raises((ValueError, TypeError), match=said):
                 running.call(server.generate(ids, asked, "r", **given))
+
+
+def test_full_determinism_tells_images_apart(folders):
+    """Prompts of one text and several images: each has the same answers, in whichever order their calls come."""
+    pictures = pytest.importorskip("PIL.Image")
+    shown = [pictures.new("RGB", (24, 16), (90 * i, 50, 200)) for i in range(2)]
+    ids = [5, IMAGE + 2, *[IMAGE] * 6, IMAGE + 3, 7]
+    found = []
+    with Running(folders["qwen3_vl"], "actor_rollout_ref.rollout.full_determinism=true") as running:
+        for order in ([0, 1, 0, 1], [1, 1, 0, 0]):
+            running.server._calls_of.clear()  # as in another run
+
+            async def go(order=order):
+                asked = {**VERLS, "max_tokens": 5}
+                calls = [running.server.generate(ids, dict(asked), "r", image_data=[shown[i]]) for i in order]
+                return [(i, call.token_ids) for i, call in zip(order, await asyncio.gather(*calls))]
+
+            found.append(sorted(running.call(go())))
+    assert found[0] == found[1] and len(set(map(str, found[0]))) == 4

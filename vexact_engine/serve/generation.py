@@ -106,7 +106,7 @@ class Generation(Response):
         asked = parse(ChatRequest if self.chat else CompletionRequest, raw)
         del raw
         answers, stream, prompts, params = await self._prepare(asked)
-        self.prompt_tokens = sum(map(len, prompts))
+        self.prompt_tokens = sum(len(job.prompt_ids) for job in answers.jobs)
         await (self._stream if stream else self._answer)(answers, prompts, params, send)
 
     def _may_expire(self) -> bool:

@@ -56,6 +56,14 @@ def _digest(*what: object) -> bytes:
     return hashlib.blake2b(repr(what).encode(), digest_size=16).digest()
 
 
+def _content(image: Any) -> bytes | str:
+    """What one image has and others have not. Of PIL's its pixels; what else may stand for one is named by itself."""
+    if not hasattr(image, "tobytes"):
+        return repr(image)
+    kind = getattr(image, "mode", None), getattr(image, "size", None)
+    return hashlib.blake2b(image.tobytes(), key=_digest(kind), digest_size=16).digest()
+
+
 def server_name(replica_rank: int, kind: str = "", suffix: str = "", node: int = 0) -> str:
     """Of the Ray actor; of a replica's other nodes, of those that begin its stages there."""
     return f"vexact_server_{kind}{replica_rank}_{node}{suffix}"
@@ -177,8 +185,8 @@ class Server:
 
         image_data       PIL images, as many as prompt_ids have places for; each place has one image token, or all
         sampling_params  vLLM's names. Without a seed each call has its own; with full_determinism it follows from
-                         rollout.seed, request_id, prompt_ids, how many calls of these came before in this step, and
-                         global_steps, or that not, where the option `seeds` is "prompt":
+                         rollout.seed, request_id, prompt_ids, the images, how many calls of these came before in this
+                         step, and global_steps, or that not, where the option `seeds` is "prompt":
                          verl's loop gives all its requests one id then, and calls n times for n answers. So a prompt
                          has the same n answers in every run, in the order in which the calls come; what goes on with
                          an aborted call is drawn as if nothing had been. prompt_logprobs is what verl's teacher asks
@@ -194,7 +202,7 @@ class Server:
             got = ", ".join(sorted(map(str, mm_processor_kwargs)))
             raise ValueError(f"vexact: mm_processor_kwargs: got {got}, expected none: as the model's processor says")
         ids, asked = normalize_token_ids(prompt_ids), dict(sampling_params)
-        pictures = image_data is not None and len(image_data) > 0
+        pictures, shown = image_data is not None and len(image_data) > 0, ()
         prompt = {"prompt_token_ids": ids, "images": list(image_data)} if pictures else ids
         wants_logprobs, teaches = bool(asked.pop("logprobs", False)), asked.pop("prompt_logprobs", None)
         params = self._params(asked, len(ids), request_id)
@@ -205,12 +213,13 @@ class Server:
         if self._shut:
             return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields=self._stamp([]))
         if self.config.full_determinism and params.seed is None:
-            params = replace(params, seed=self._seed(ids, request_id))
+            shown = tuple(map(_content, image_data)) if pictures else ()
+            params = replace(params, seed=self._seed(ids, request_id, *shown))
         (done,) = await self._run([prompt], params, request_id)
         extra = self._stamp(done.weight_versions) | {"num_cached_tokens": done.metrics.cached_tokens}
         aborted = done.finish_reason == "abort"
         if aborted and self.config.full_determinism:
-            self._broken_off.setdefault(_digest(request_id, ids + done.token_ids), []).append(params.seed)
+            self._broken_off.setdefault(_digest(request_id, ids + done.token_ids, *shown), []).append(params.seed)
         if teaches is not None and not aborted:
             _, *tops = done.prompt_top_logprobs or [{token: value} for token, value in zip(ids, done.prompt_logprobs)]
             extra["prompt_ids"] = [*(list(top) for top in tops), [0] * max(teaches, 1)]
@@ -258,16 +267,16 @@ class Server:
         given |= asked
         return SamplingParams(**given | {"top_k": 0 if given["top_k"] == -1 else given["top_k"]})
 
-    def _seed(self, ids: list[int], request_id: str) -> int:
+    def _seed(self, ids: list[int], request_id: str, *images: bytes | str) -> int:
         """Of a call of full_determinism's: that of the call that it goes on with, where one was aborted."""
-        if waiting := self._broken_off.get(_digest(request_id, ids)):
+        if waiting := self._broken_off.get(_digest(request_id, ids, *images)):
             return waiting.pop()
         version = self.engine.weight_version
         step = self._steps.get(version, f"of weights {version}")
         if step != self._step:
             self._step = step
             self._calls_of.clear()
-        what = _digest(request_id, ids)
+        what = _digest(request_id, ids, *images)
         place = self._calls_of.get(what, 0)
         self._calls_of[what] = place + 1
         step = step if self.handover["seeds"] == "step" else "of any step"

@@ -1,5 +1,6 @@
 """What a call's images become: the tower's rows among the embeddings of tokens, and positions on three axes."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -69,6 +70,8 @@ def clips_of(images: Images | Vision, op: str, grids: Sequence[Grid], seconds: T
     seconds = [1.0] * len(grids) if seconds is None else [float(second) for second in seconds]
     if len(seconds) != len(grids):
         raise ValueError(f"{op}: second_per_grid_ts: got {len(seconds)}, expected one for each of {len(grids)} videos")
+    if not all(map(math.isfinite, seconds)):
+        raise ValueError(f"{op}: second_per_grid_ts: got {seconds}, expected finite seconds")
     return [
         Clip(grid, float(torch.tensor(s, dtype=torch.float32) * images.per_second)) for grid, s in zip(grids, seconds)
     ]
