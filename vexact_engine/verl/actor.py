@@ -16,7 +16,9 @@ Refused by name: strategies other than fsdp2 and veomni, LoRA, Liger, quantisati
 offload of activations, distillation from top-k, calculate_sum_pi_squared.
 """
 
+import contextlib
 import copy
+import functools
 import logging
 import os
 from collections.abc import Iterator
@@ -28,7 +30,7 @@ from torch import Tensor
 import vexact_ops as vx
 from vexact_ops.patch.facts import compute_dtypes
 
-from . import check_options, check_versions, declared_options
+from . import check_options, check_versions, declared_options, wants_whole_gradients
 
 check_versions()
 
@@ -58,6 +60,7 @@ class AlignedEngine:
     def __init__(self, model_config, engine_config, *args, **kwargs):
         refuse(model_config, engine_config)
         self.check = Check(*check_options(model_config))
+        self.whole_gradients = wants_whole_gradients(model_config)
         super().__init__(model_config, engine_config, *args, **kwargs)
         self._frozen: list[torch.nn.Parameter] = []
 
@@ -79,7 +82,8 @@ class AlignedEngine:
     def optimizer_step(self):
         for parameter in self._frozen:  # neither a step, nor decay, nor a part of the norm
             parameter.grad = None
-        return super().optimizer_step()
+        with self._clipping() if self.whole_gradients else contextlib.nullcontext():
+            return super().optimizer_step()
 
     def prepare_model_inputs(self, micro_batch):
         for name in ("distillation_use_topk", "calculate_sum_pi_squared"):
@@ -99,7 +103,8 @@ class AlignedEngine:
             if isinstance(temperature, Tensor):
                 temperature = kept["temperature"].repeat_interleave(mask.sum(1))
         entropy = bool(tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False))
-        inputs["vexact_score"] = vx.patch.Score(target, rows, temperature, entropy)
+        tokens = micro_batch["input_ids"].values().shape[0] if rows is None else None  # what follows is filling
+        inputs["vexact_score"] = vx.patch.Score(target, rows, temperature, entropy, tokens)
         return inputs, kept
 
     def get_per_tensor_param(self, *args, **kwargs):
@@ -123,6 +128,18 @@ class AlignedEngine:
         }
 
 
+def clip_by_rows(parameters, max_norm: float, **options) -> Tensor:
+    """In the place of clip_grad_norm_, with whole gradients: the norm is that of any number of ranks."""
+    kept = list(parameters)
+    grads = [p.grad for p in kept]
+    norm = vx.patch.norm_by_rows(kept, grads)
+    scale = vx.patch.clip(norm, max_norm)
+    for grad in grads:
+        if grad is not None:
+            (grad.to_local() if hasattr(grad, "to_local") else grad).mul_(scale)
+    return norm
+
+
 class AlignedFSDPEngine(AlignedEngine, engines.FSDPEngineWithLMHead):
     """verl's FSDP2 engine; `aligned` is the handle of its patch."""
 
@@ -138,22 +155,30 @@ class AlignedFSDPEngine(AlignedEngine, engines.FSDPEngineWithLMHead):
 
     def _build_fsdp_module(self, module):
         options = _patch_options(self.model_config)
-        self.aligned = vx.patch.hf(module, **options, sequence_parallel=self.ulysses_parallel_group)
+        options["sequence_parallel"] = self.ulysses_parallel_group
+        self.aligned = vx.patch.hf(module, **options, whole_gradients=self.whole_gradients)
         if self.rank == 0:
             _LOG.info("the model on aligned ops:\n%s", self.aligned.report())
         return super()._build_fsdp_module(module)
 
+    def _clipping(self):
+        return _replaced(transformer_impl, "fsdp2_clip_grad_norm_", clip_by_rows)
+
 
 @contextmanager
-def _without_patches() -> Iterator[None]:
-    """verl's patches give a model's classes other forwards, for everyone in the process; ours takes their place. Those
-    of models of images are of older classes than transformers 5.22 has, or cannot be imported."""
-    name, found = "apply_monkey_patch", transformer_impl.apply_monkey_patch
-    setattr(transformer_impl, name, lambda *args, **kwargs: None)
+def _replaced(owner, name: str, other) -> Iterator[None]:
+    found = getattr(owner, name)
+    setattr(owner, name, other)
     try:
         yield
     finally:
-        setattr(transformer_impl, name, found)
+        setattr(owner, name, found)
+
+
+def _without_patches():
+    """verl's patches give a model's classes other forwards, for everyone in the process; ours takes their place. Those
+    of models of images are of older classes than transformers 5.22 has, or cannot be imported."""
+    return _replaced(transformer_impl, "apply_monkey_patch", lambda *args, **kwargs: None)
 
 
 def _veomni_engine() -> type[BaseEngine]:
@@ -178,8 +203,13 @@ def _veomni_engine() -> type[BaseEngine]:
 
         def _maybe_apply_async_activation_offload(self, module):
             # built, and not sharded yet
-            self.aligned = self.veomni.cover(module, **_patch_options(self.model_config))
+            options = _patch_options(self.model_config)
+            self.aligned = self.veomni.cover(module, **options, whole_gradients=self.whole_gradients)
             super()._maybe_apply_async_activation_offload(module)
+
+        def _clipping(self):
+            clip = functools.partial(clip_by_rows, self.module.parameters())
+            return _replaced(self.module, "clip_grad_norm_", lambda max_norm, **options: clip(max_norm))
 
     return AlignedVeOmniEngine
 
@@ -223,6 +253,11 @@ def refuse(model_config, engine_config) -> None:
                 f"{name}: got True, expected False: it replaces forwards of the model and was not seen to keep the "
                 "bits; parameters and the optimizer may be offloaded"
             )
+    if wants_whole_gradients(model_config) and getattr(engine_config, "expert_parallel_size", 1) > 1:
+        raise NotImplementedError(
+            "whole_gradients: got True with expert_parallel_size above 1, expected one of them: the norm of gradients "
+            "over experts that lie apart is not that of one rank"
+        )
     qat = getattr(engine_config, "qat", None)
     if qat is not None and qat.enable:
         raise NotImplementedError("qat.enable: got True, expected False: quantised weights are not aligned")

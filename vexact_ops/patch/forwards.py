@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import vexact_ops as vx
 
-from . import batch, images
+from . import batch, images, whole
 
 CACHES = ("cache", "past_key_values")  # a model's cache, as transformers calls it from 5.24 on, and as it did before
 LAYERS_CACHE = "layer_past"  # as some layers hand it to their attention; attend sees whether it has come
@@ -118,6 +118,8 @@ def base_forward(
     alone = None  # the name of an argument that goes without a cache
     if shared is not None:
         alone = "sequence_parallel"
+        if patch.rows is not None:
+            patch.rows.share = size[1]
         if vexact_paged is not None or attention_mask is not None or size[0] != 1:
             raise ValueError("sequence_parallel: expected a share of one packed row, and no attention_mask")
         layout, position_ids = batch.shared(
@@ -262,6 +264,8 @@ def causal_forward(
         raise ValueError("labels: got some under sequence_parallel, expected vexact_score of each rank's own rows")
     if kwargs.pop("output_router_logits", None):
         raise ValueError("output_router_logits: got True, but the load balancing loss it asks for is not covered")
+    if patch.rows is not None:
+        patch.rows.tokens = getattr(vexact_score, "tokens", None)
     own_loss = labels is not None and self.loss_function is not aligned_loss
     for_loss = _taken(self.loss_function, kwargs) if own_loss else {}
     kwargs = {name: value for name, value in kwargs.items() if name not in for_loss}
@@ -306,8 +310,15 @@ def _taken(loss: Callable, kwargs: dict) -> dict:
 def score(patch, hidden: Tensor, target: Tensor, temperature: float | Tensor, return_entropy: bool):
     """linear_logprobs of (R, H) final hidden states, with all that the model does to its logits."""
     rows = scaled(patch, hidden)
-    options = {"temperature": temperature, "softcap": patch.softcap, "return_entropy": return_entropy}
-    return patch.head(rows, then=lambda x, weight: vx.linear_logprobs(x, weight, target, **options))
+    options = {"softcap": patch.softcap, "return_entropy": return_entropy}
+    if not isinstance(temperature, Tensor):
+        given = functools.partial(vx.linear_logprobs, temperature=temperature, **options)
+        return patch.head(rows, then=whole.Then(given, target))
+
+    def of_rows(x: Tensor, weight: Tensor, target: Tensor, temperature: Tensor):
+        return vx.linear_logprobs(x, weight, target, temperature=temperature, **options)
+
+    return patch.head(rows, then=whole.Then(of_rows, target, temperature))
 
 
 def _scores(patch, hidden: Tensor, asked: batch.Score) -> tuple[Tensor, ...]:
@@ -315,6 +326,8 @@ def _scores(patch, hidden: Tensor, asked: batch.Score) -> tuple[Tensor, ...]:
         raise TypeError(f"vexact_score: got {type(asked).__name__}, expected a vexact_ops.patch.Score")
     rows = hidden.flatten(0, 1)
     if asked.rows is not None:
+        if patch.rows is not None and patch.ulysses is not None:
+            raise ValueError("vexact_score: rows: got some with whole_gradients, expected None: all rows of each rank")
         rows = rows.index_select(0, asked.rows)
     values = score(patch, rows, asked.target, asked.temperature, asked.return_entropy)
     # A module's outputs are no views: FSDP2 warns of those, for a change in place of one would drop its hook.

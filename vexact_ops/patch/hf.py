@@ -368,6 +368,7 @@ def hf(
     longrope: str | None = None,
     training: bool = True,
     sequence_parallel: "dist.ProcessGroup | None" = None,
+    whole_gradients: bool = False,
 ) -> Handle:
     """Run a Hugging Face decoder on aligned ops: training, generation and a paged engine get the same bits.
 
@@ -388,6 +389,9 @@ def hf(
                 that fill it up are a sequence of their own. Log-probabilities, entropies and gradients of
                 activations are those of one rank; gradients of weights are those of a rank's rows, to be added up.
                 For vexact_score alone: labels and handle.logprobs would want the next rank's first token
+    whole_gradients  of these ranks: gradients of weights are those of one rank too. All rows of a module go to one of
+                them, modules by turns, which computes its gradient over them; others have -0.0 there, so that sums over
+                the ranks are it. Costs a forward more, and the exchange
     returns     a Handle: context manager, report(), undo(), logprobs(), logits()
 
     What changes, for this instance: linear layers, root-mean-square norms, gated feed-forward blocks, the routers and
@@ -463,7 +467,7 @@ def hf(
         patch = model.__dict__.get("_vexact")
         ulysses = None if sequence_parallel is None else Ulysses.of(sequence_parallel)
         if patch is None:
-            patch = Patch(model, options, strict, training)
+            patch = Patch(model, options, strict, training, whole_gradients)
             patch.build()
             if ulysses is not None and patch.vision is not None:
                 patch.revert()
@@ -478,6 +482,8 @@ def hf(
             )
         elif patch.ulysses != ulysses:
             raise ValueError("patch.hf: sequence_parallel: got another group than the model is patched with")
+        elif patch.whole_gradients != whole_gradients:
+            raise ValueError("patch.hf: whole_gradients: got another choice than the model is patched with")
         elif patch.options != options:
             raise ValueError(f"patch.hf: options: got {options}, but the model is patched with {patch.options}")
         else:

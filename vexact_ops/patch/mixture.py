@@ -128,6 +128,12 @@ def _give(ids: Tensor, weights: Tensor) -> None:
         setattr(ids, _WEIGHTS, weights)
 
 
+def give_again(weights: Tensor, ids: Tensor) -> None:
+    """Where a router has given weights with its ids: these, which have a gradient."""
+    if _WEIGHTS in ids.__dict__:
+        _give(ids, weights)
+
+
 def _uncast(experts: nn.Module, ids: Tensor, weights: Tensor) -> Tensor:
     """The weights as the router made them."""
     if torch.compiler.is_compiling():

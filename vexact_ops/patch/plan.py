@@ -107,7 +107,10 @@ def _write(patch: "Patch", path: str, module: nn.Module, answer: Replace | Keep)
     if answer.unaligned:
         patch.blocks[path] = answer.unaligned
     if isinstance(answer, Keep):
-        patch.keep(path, module, answer.note)
+        if patch.rows is not None and isinstance(module, nn.Embedding):
+            patch.replace(path, module, pieces.class_of(module).forward, "embedding", answer.note)
+        else:
+            patch.keep(path, module, answer.note)
         return set()
     vars(patch).update(answer.known)
     patch.inner.update(map(id, answer.computes))
