@@ -9,6 +9,7 @@ _WHERE = {
     "EngineConfig": "config",
     "SamplingParams": "config",
     "Speculation": "config",
+    "Classification": "classify",
     "Completion": "request",
     "Increment": "outputs",
     "Load": "outputs",
@@ -32,6 +33,7 @@ _WHERE = {
     "WeightsTorn": "errors",
 }
 __all__ = [
+    "Classification",
     "Completion",
     "Engine",
     "EngineAsleep",

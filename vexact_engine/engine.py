@@ -20,6 +20,7 @@ import vexact_ops as vx
 from vexact_ops.patch.description import Images
 from vexact_ops.patch.hf import check_kv_segment
 
+from .classify import check_kind, labels_of, without_padding
 from .config import EngineConfig, SamplingParams
 from .core.answers import Answers
 from .core.loop import Loop, check_pause, drop
@@ -59,6 +60,8 @@ class Engine(Frontend):
     config, tokenizer, model   as they are in use: num_pages and max_model_len are filled in; the tokenizer is a copy
     image_processor            transformers' own, of the model's directory; None: there is none, and images come as
                                ready pixel_values. May be set; video_processor likewise
+    labels                     what a model that scores sequences calls their classes: `classify` is for it, and nothing
+                               is generated; None of others
     stats                      counts since the start, live: steps, tokens, preemptions, ...
     weight_version             0, and one more after every update
     path                       how hidden states are computed: "fused", or "patched: " and why; never a matter of bits
@@ -87,6 +90,7 @@ class Engine(Frontend):
         first = next(self.model.parameters())
         self.device, self.dtype = loaded.device or first.device, first.dtype
         self.vocab_size = shapes.vocab_size(self.model)
+        self.labels = labels_of(self.model)
         self.image_processor, self.video_processor = loaded.processors
         config = complete(config, loaded)
         backend = vx.current_backend()  # of here and now, for good
@@ -542,9 +546,12 @@ class Engine(Frontend):
         ids: list[int] = []
         try:
             check_params(params, self.vocab_size)
+            check_kind(params, self.labels, self.name)
             if params.stop and self._text is not None:
                 params = self._text.with_stop_ids(params)
             given, pictures = self._read_prompt(prompt, self.images)
+            if self.labels is not None:
+                given = without_padding(given, self.model)
             request = Request(given, params, name, begun, pictures)
             ids = request.prompt_ids
         except Exception as error:

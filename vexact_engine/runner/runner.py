@@ -70,7 +70,8 @@ class Pending:
 
 
 class _Likeliest:
-    """The likeliest ids of some rows at temperature 1, on their way to the host.
+    """The likeliest ids of some rows at temperature 1, on their way to the host: by their log-probabilities, or, of a
+    head that classifies, with its scores.
 
     counts   for each row of `hidden` how many
     """
@@ -80,7 +81,8 @@ class _Likeliest:
         most = int(counts.max())
         for begin in range(0, len(counts), _LIKELIEST_ROWS):
             logits = head.logits(hidden[begin : begin + _LIKELIEST_ROWS])
-            found = vx.log_softmax(logits).topk(min(most, logits.shape[1]), dim=1)
+            values = logits if getattr(head, "classifies", False) else vx.log_softmax(logits)
+            found = values.topk(min(most, logits.shape[1]), dim=1)
             self._found.append([_to_host(part) for part in found])
 
     def read(self) -> list[dict[int, float]]:

@@ -7,11 +7,12 @@ from .description import NotDescribed
 from .gradients import TreeGradients, clip, norm_by_rows
 from .hf import hf, model_of, untested
 from .images import Encoded
-from .pieces import kept_in_fp32
+from .pieces import kept_in_fp32, score_head
 from .plan import UnsupportedModule
 from .veomni import veomni
 
 __all__ = [
     "COVERED", "REFUSED", "WITH_IMAGES", "Encoded", "NotDescribed", "PagedBatch", "Score", "TreeGradients",
-    "UnsupportedModule", "aten", "clip", "hf", "kept_in_fp32", "model_of", "norm_by_rows", "untested", "veomni",
+    "UnsupportedModule", "aten", "clip", "hf", "kept_in_fp32", "model_of", "norm_by_rows", "score_head", "untested",
+    "veomni",
 ]  # fmt: skip

@@ -311,8 +311,16 @@ class Handle:
         vision = self._patch.vision
         return None if vision is None else self._patch.base._modules[vision.tower]
 
+    @property
+    def classifies(self) -> bool:
+        """Whether the model's logits are scores of sequences."""
+        return self._patch.classifies
+
     def _check_head(self, op: str) -> None:
         self._check()
+        if self._patch.classifies and op in ("logprobs", "score"):
+            name = type(self._patch.model).__name__
+            raise ValueError(f"{op}: {name} scores sequences, and has no log-probabilities: call the model")
         if self._patch.head is None:
             name = type(self._patch.model).__name__
             raise ValueError(
@@ -416,6 +424,10 @@ def hf(
     classes of these families are covered like their originals (veomni.py). Latent keys and values are expanded before
     attention, in a paged cache too. A load balancing loss is refused.
 
+    Models that score sequences (AutoModelForSequenceClassification: a decoder and a linear layer named score): logits
+    are fp32 scores of each sequence's last token that is no padding, of a batch or of sequences that are packed in one
+    row; an engine's `classify` gives the same. Their loss is the class's own.
+
     Modules that are put in or taken out after the patch are noticed by the next forward, which covers them too or
     raises UnsupportedModule naming them; so are a bias that a module did not have, and numbers of modules (top_k, an
     epsilon, a window) and of the config that are set later, but by a forward that torch.compile has compiled. Hooks
@@ -469,6 +481,12 @@ def hf(
         if patch is None:
             patch = Patch(model, options, strict, training, whole_gradients)
             patch.build()
+            if ulysses is not None and patch.classifies:
+                patch.revert()
+                raise ValueError(
+                    f"patch.hf: sequence_parallel: got ranks for a {type(model).__name__}, which scores a sequence's "
+                    "last token: expected a causal language model, or None"
+                )
             if ulysses is not None and patch.vision is not None:
                 patch.revert()
                 raise ValueError(

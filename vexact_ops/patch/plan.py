@@ -52,6 +52,8 @@ def find(patch: "Patch") -> None:
     model = patch.model
     patch.base = model.base_model
     patch.head = model.get_output_embeddings()
+    if patch.head is None and (score := pieces.score_head(model)) is not None:
+        patch.head, patch.classifies = score, True
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(
             f"patch.hf: model: got {type(model).__name__}, an encoder and a decoder, expected a decoder alone"

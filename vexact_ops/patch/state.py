@@ -105,6 +105,7 @@ class Patch:
         self.base = self.head = self.loss = self.seen = None
         self.heads: set[int] = set()  # the output layer, or its copies
         self.rows = whole.Rows() if self.whole_gradients else None
+        self.classifies = False  # whether the output layer is a score of sequences
         self.scale, self.softcap = 1.0, None
         self.cache = forwards.CACHES[0]  # by which name the decoder's own forward takes one
         self.lax = False  # whether arguments that no forward knows go by, if they are no cache
