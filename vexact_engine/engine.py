@@ -449,14 +449,12 @@ class Engine(Frontend):
     def load(self) -> Load:
         """How much there is to do, from any thread and without waiting: the counts of one moment, or of two."""
         scheduler = self._scheduler
-        pool = scheduler.pool
-        return Load(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            pages_used=pool.num_pages - pool.num_available,
-            pages=pool.num_pages,
-            paused=self._loop.paused,
-        )
+        pool, windows = scheduler.pool, scheduler.windows
+        pages = pool.num_pages - pool.num_available, pool.num_pages
+        beside = (0, 0) if windows is None else (windows.count - windows.num_available, windows.count)
+        if windows is not None and self._worker.numbers_alone:
+            pages, beside = beside, (0, 0)
+        return Load(len(scheduler.running), len(scheduler.waiting), *pages, self._loop.paused, *beside)
 
     def numerics(self) -> dict:
         """What fixes this engine's bits since it was made; a trainer with an equal dictionary computes the same."""

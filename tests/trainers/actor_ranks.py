@@ -196,6 +196,10 @@ def do(job: Job) -> Result:
     from verl.workers.utils.losses import ppo_loss
 
     torch.manual_seed(0)
+    if job.backend == "veomni":  # which would take the last job's ranks, whatever it is told
+        from veomni.distributed.parallel_state import clear_parallel_state
+
+        clear_parallel_state()
     rank, batches = dist.get_rank(), max(1, dist.get_world_size() // job.ulysses)
     share = len(job.rows) // batches
     own = slice(rank // job.ulysses * share, (rank // job.ulysses + 1) * share)
@@ -211,6 +215,11 @@ def do(job: Job) -> Result:
         setattr(kept["model_config"].hf_config, name, value)
     engine = EngineRegistry.new(model_type="language_model", backend=job.backend, **kept)
     engine.initialize()
+    if job.backend == "veomni" and not job.refused:
+        from veomni.distributed.parallel_state import get_parallel_state
+
+        state = get_parallel_state()
+        assert (state.ulysses_size, state.ep_size) == (job.ulysses, job.engine.get("expert_parallel_size", 1))
 
     def inferred() -> dict[str, list[torch.Tensor]]:
         with engine.eval_mode():

@@ -279,10 +279,7 @@ class Runner:
     @property
     def numbers_alone(self) -> bool:
         """Whether all layers that keep keys have a window: pages take memory where those have their own, not else."""
-        kept = [memory for memory in self.handle.memories() if isinstance(memory, Pages)]
-        speculation = self.config.speculation
-        drafts = speculation is not None and speculation.drafts_by_model  # beside one of the stages, if not here
-        return not drafts and bool(kept) and all(memory.window is not None for memory in kept)
+        return memory.numbers_alone(self.handle.memories(), self.config)
 
     def longest_first(self) -> bool:
         """Whether attention of single tokens wants those of most keys first: on an H200 its kernel has a block on each
