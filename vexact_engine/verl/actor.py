@@ -10,10 +10,11 @@ replaced. verl then builds, shards, steps, offloads, saves and hands over as eve
 patched before it is sharded (vexact_ops.patch), and what it is asked for: the log-probabilities of the tokens that are
 there, and their entropies, with gradients, formed in the output layer's own call. T x V logits are never held, so
 use_fused_kernels, entropy_checkpointing, entropy_from_logits_with_chunking and use_torch_compile change nothing.
-actor.freeze_vision_tower, which verl's own engines do not read, keeps the image encoder as it is.
+actor.freeze_vision_tower, which verl's own engines do not read, keeps the image encoder as it is. Under Ulysses trained
+weights are those of no Ulysses with +actor_rollout_ref.model.fused_kernel_options.vexact.whole_gradients=True.
 
 Refused by name: strategies other than fsdp2 and veomni, LoRA, Liger, quantisation-aware training, router replay,
-offload of activations, distillation from top-k, calculate_sum_pi_squared.
+offload of activations, distillation from top-k, calculate_sum_pi_squared, whole_gradients of experts that lie apart.
 """
 
 import contextlib

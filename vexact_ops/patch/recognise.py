@@ -277,7 +277,8 @@ def _check_classifier(facts: Facts) -> None:
             return BaseModelOutputWithPast(last_hidden_state=hidden)
 
     model, pad = facts.model, facts.model.config.get_text_config().pad_token_id
-    ids = torch.tensor([[1, 2, 0, 0], [0, 0, 3, 4], [1, 2, 3, 4]]) + (0 if pad is None else pad)
+    rows = [[1, 2, 0, 0], [0, 0, 3, 4], [1, 2, 3, 4]]
+    ids = torch.tensor(rows, dtype=torch.int64) + (0 if pad is None else pad)
     ids = ids[2:] if pad is None else ids
     hidden, score = 3 * pieces.random(len(ids), 4, 8, seed=1), pieces.small_linear(8, 3, seed=2)
     base_name = next(name for name, m in model.named_children() if m is facts.base)

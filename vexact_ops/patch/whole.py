@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from . import expert_parallel, routed
+
 # Ops of modules that look at one row at a time.
 _OF_ROWS = {
     "linear", "linear_logits", "rmsnorm", "rmsnorm_gated", "layer_norm", "fused_moe", "linear, moe_route", "embedding",
@@ -81,12 +83,10 @@ def _covered(forward: Callable, ops: str) -> Callable:
         if not _wanted(self):
             return forward(self, *args, **kwargs)
         if ops == "fused_moe":
-            from . import expert_parallel, mixture
-
             if expert_parallel.is_whole(self, self._vexact.ulysses):
                 return forward(self, *args, **kwargs)
             x, ids, weights = args
-            args = x, ids, mixture._uncast(self, ids, weights)
+            args = x, ids, routed.uncast(self, ids, weights)
         names = [name for name, p in self.named_parameters() if p is not None]
         parameters = [self.get_parameter(name) for name in names]
         then = kwargs.get("then")
@@ -104,9 +104,7 @@ def _covered(forward: Callable, ops: str) -> Callable:
 
         out = _Whole.apply(_Call(run, self, len(rows)), *rows, *parameters)
         if ops == "linear, moe_route":
-            from . import mixture
-
-            mixture.give_again(*out[1:])
+            routed.give_again(*out[1:])
         return out
 
     return whole_forward
