@@ -191,6 +191,7 @@ def configs(job: Job) -> dict[str, Any]:
 
 
 def do(job: Job) -> Result:
+    from torch.distributed.fsdp import FSDPModule
     from verl.workers.config import FSDPActorConfig
     from verl.workers.engine import EngineRegistry
     from verl.workers.utils.losses import ppo_loss
@@ -220,6 +221,8 @@ def do(job: Job) -> Result:
 
         state = get_parallel_state()
         assert (state.ulysses_size, state.ep_size) == (job.ulysses, job.engine.get("expert_parallel_size", 1))
+        for unit in (module for module in engine.module.modules() if isinstance(module, FSDPModule)):
+            unit.set_force_sum_reduction_for_comms(True)  # gloo has no sum that divides by anything but its ranks
 
     def inferred() -> dict[str, list[torch.Tensor]]:
         with engine.eval_mode():

@@ -227,6 +227,7 @@ def veomni(folders, rollouts, tmp_path_factory):
         *(made(f"{family}-shared", family, engine={"ulysses_parallel_size": 2}) for family in SHARED),
         made("experts-apart-shared", "qwen3_moe", engine={"ulysses_parallel_size": 2, "expert_parallel_size": 2}),
         made("ulysses", engine={"ulysses_parallel_size": 3}, refused=True),
+        made("whole", engine={"ulysses_parallel_size": 2}, refused=True, model_config=WHOLE["model_config"]),
     ]
     return run(jobs, tmp_path_factory.mktemp("veomni") / "run", 2)
 
@@ -408,6 +409,7 @@ def test_veomni_weights_in_bf16_and_other_temperatures(veomni, rollouts):
     assert_bitwise(without_last(veomni["bf16-weights"].logprobs), rollouts["qwen3"].every())
     assert_bitwise(of_responses(veomni["cooler"].logprobs, rollouts["cooler"]), rollouts["cooler"].drawn())
     assert veomni["ulysses"].error.startswith("ulysses_parallel_size: got 3, expected a divisor of")
+    assert veomni["whole"].error.startswith("whole_gradients: got True with strategy=veomni, expected fsdp2")
 
 
 @pytest.mark.parametrize("name", [*(f"{family}-shared" for family in SHARED), "experts-apart-shared"])

@@ -14,12 +14,10 @@ actor.freeze_vision_tower, which verl's own engines do not read, keeps the image
 weights are those of no Ulysses with +actor_rollout_ref.model.fused_kernel_options.vexact.whole_gradients=True.
 
 Refused by name: strategies other than fsdp2 and veomni, LoRA, Liger, quantisation-aware training, router replay,
-offload of activations, distillation from top-k, calculate_sum_pi_squared, whole_gradients of experts that lie apart.
+offload of activations, distillation from top-k, calculate_sum_pi_squared, whole_gradients under VeOmni.
 """
 
-import contextlib
 import copy
-import functools
 import logging
 import os
 from collections.abc import Iterator
@@ -83,8 +81,7 @@ class AlignedEngine:
     def optimizer_step(self):
         for parameter in self._frozen:  # neither a step, nor decay, nor a part of the norm
             parameter.grad = None
-        with self._clipping() if self.whole_gradients else contextlib.nullcontext():
-            return super().optimizer_step()
+        return super().optimizer_step()
 
     def prepare_model_inputs(self, micro_batch):
         for name in ("distillation_use_topk", "calculate_sum_pi_squared"):
@@ -162,8 +159,11 @@ class AlignedFSDPEngine(AlignedEngine, engines.FSDPEngineWithLMHead):
             _LOG.info("the model on aligned ops:\n%s", self.aligned.report())
         return super()._build_fsdp_module(module)
 
-    def _clipping(self):
-        return _replaced(transformer_impl, "fsdp2_clip_grad_norm_", clip_by_rows)
+    def optimizer_step(self):
+        if not self.whole_gradients:
+            return super().optimizer_step()
+        with _replaced(transformer_impl, "fsdp2_clip_grad_norm_", clip_by_rows):
+            return super().optimizer_step()
 
 
 @contextmanager
@@ -204,13 +204,8 @@ def _veomni_engine() -> type[BaseEngine]:
 
         def _maybe_apply_async_activation_offload(self, module):
             # built, and not sharded yet
-            options = _patch_options(self.model_config)
-            self.aligned = self.veomni.cover(module, **options, whole_gradients=self.whole_gradients)
+            self.aligned = self.veomni.cover(module, **_patch_options(self.model_config))
             super()._maybe_apply_async_activation_offload(module)
-
-        def _clipping(self):
-            clip = functools.partial(clip_by_rows, self.module.parameters())
-            return _replaced(self.module, "clip_grad_norm_", lambda max_norm, **options: clip(max_norm))
 
     return AlignedVeOmniEngine
 
@@ -254,10 +249,10 @@ def refuse(model_config, engine_config) -> None:
                 f"{name}: got True, expected False: it replaces forwards of the model and was not seen to keep the "
                 "bits; parameters and the optimizer may be offloaded"
             )
-    if wants_whole_gradients(model_config) and getattr(engine_config, "expert_parallel_size", 1) > 1:
+    if wants_whole_gradients(model_config) and engine_config.strategy != "fsdp2":
         raise NotImplementedError(
-            "whole_gradients: got True with expert_parallel_size above 1, expected one of them: the norm of gradients "
-            "over experts that lie apart is not that of one rank"
+            f"whole_gradients: got True with strategy={engine_config.strategy}, expected fsdp2: VeOmni's norms of "
+            "gradients, and its experts on several ranks, were not seen to be those of one rank"
         )
     qat = getattr(engine_config, "qat", None)
     if qat is not None and qat.enable:

@@ -15,7 +15,6 @@ import vexact_ops as vx
 
 from .._core import check
 from ..fused_moe.op import ROOM
-from .ulysses import Ulysses
 
 
 def experts(module, x: Tensor, weights: Tensor, ids: Tensor, activation: str) -> Tensor:
@@ -27,20 +26,6 @@ def experts(module, x: Tensor, weights: Tensor, ids: Tensor, activation: str) ->
     group = _group(held, total)
     gelu = activation == "gelu_tanh"
     return _Experts.apply(x, module.gate_up_proj, module.down_proj, weights, ids, gelu, group)
-
-
-def is_whole(module, ulysses: Ulysses) -> bool:
-    """Whether the gradients of a module's experts sum the rows of all these ranks by themselves: where they lie on the
-    very ranks that share a row. ValueError where they lie on others."""
-    held, total = module.gate_up_proj.shape[0], getattr(module, "num_experts", module.gate_up_proj.shape[0])
-    if held == total:
-        return False
-    ranks = [dist.get_process_group_ranks(group) for group in (_group(held, total), ulysses.group)]
-    if ranks[0] != ranks[1]:
-        raise ValueError(
-            f"whole_gradients: got experts on ranks {ranks[0]} and a row on ranks {ranks[1]}, expected the same ranks"
-        )
-    return True
 
 
 def _group(held: int, total: int) -> dist.ProcessGroup:

@@ -95,14 +95,12 @@ class VeOmni:
         kv_segment: int | None = None,
         latent: bool = False,
         longrope: str | None = None,
-        whole_gradients: bool = False,
     ) -> Handle:
         """Run a model that VeOmni built on aligned ops alone: patch.hf for VeOmni's generated classes.
 
         model       of build_foundation_model with `fields` chosen, on meta or not, before or after
                     build_parallelize_model (FSDP2, expert parallelism, gradient checkpointing)
         kv_segment  and latent, longrope: as in patch.hf, declared alike in the engine
-        whole_gradients  as in patch.hf, under VeOmni's Ulysses
         returns     patch.hf's Handle: report(), undo(), logprobs()
 
         The causal language model's forward stays VeOmni's, so that its output keeps its fields: loss, and with
@@ -124,7 +122,7 @@ class VeOmni:
             _check_built(model)
             shared = slots.sequence_parallel()
             options = {"kv_segment": kv_segment, "latent": latent, "longrope": longrope}
-            handle = hf(model, **options, sequence_parallel=shared, whole_gradients=whole_gradients)
+            handle = hf(model, **options, sequence_parallel=shared)
             self._handles.append(handle)
             return handle
 
