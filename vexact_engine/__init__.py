@@ -79,6 +79,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from .classify import Classification
     from .config import EngineConfig, SamplingParams, Speculation
     from .engine import Engine
     from .errors import (
