@@ -20,6 +20,7 @@ import vexact_ops as vx
 from vexact_ops.patch.description import Images
 from vexact_ops.patch.hf import check_kv_segment
 
+from .classify import check_kind, labels_of, without_padding
 from .config import EngineConfig, SamplingParams
 from .core.answers import Answers
 from .core.loop import Loop, check_pause, drop
@@ -59,6 +60,8 @@ class Engine(Frontend):
     config, tokenizer, model   as they are in use: num_pages and max_model_len are filled in; the tokenizer is a copy
     image_processor            transformers' own, of the model's directory; None: there is none, and images come as
                                ready pixel_values. May be set; video_processor likewise
+    labels                     what a model that scores sequences calls their classes: `classify` is for it, and nothing
+                               is generated; None of others
     stats                      counts since the start, live: steps, tokens, preemptions, ...
     weight_version             0, and one more after every update
     path                       how hidden states are computed: "fused", or "patched: " and why; never a matter of bits
@@ -87,6 +90,7 @@ class Engine(Frontend):
         first = next(self.model.parameters())
         self.device, self.dtype = loaded.device or first.device, first.dtype
         self.vocab_size = shapes.vocab_size(self.model)
+        self.labels = labels_of(self.model)
         self.image_processor, self.video_processor = loaded.processors
         config = complete(config, loaded)
         backend = vx.current_backend()  # of here and now, for good
@@ -445,14 +449,12 @@ class Engine(Frontend):
     def load(self) -> Load:
         """How much there is to do, from any thread and without waiting: the counts of one moment, or of two."""
         scheduler = self._scheduler
-        pool = scheduler.pool
-        return Load(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            pages_used=pool.num_pages - pool.num_available,
-            pages=pool.num_pages,
-            paused=self._loop.paused,
-        )
+        pool, windows = scheduler.pool, scheduler.windows
+        pages = pool.num_pages - pool.num_available, pool.num_pages
+        beside = (0, 0) if windows is None else (windows.count - windows.num_available, windows.count)
+        if windows is not None and self._worker.numbers_alone:
+            pages, beside = beside, (0, 0)
+        return Load(len(scheduler.running), len(scheduler.waiting), *pages, self._loop.paused, *beside)
 
     def numerics(self) -> dict:
         """What fixes this engine's bits since it was made; a trainer with an equal dictionary computes the same."""
@@ -542,9 +544,12 @@ class Engine(Frontend):
         ids: list[int] = []
         try:
             check_params(params, self.vocab_size)
+            check_kind(params, self.labels, self.name)
             if params.stop and self._text is not None:
                 params = self._text.with_stop_ids(params)
             given, pictures = self._read_prompt(prompt, self.images)
+            if self.labels is not None:
+                given = without_padding(given, self.model)
             request = Request(given, params, name, begun, pictures)
             ids = request.prompt_ids
         except Exception as error:

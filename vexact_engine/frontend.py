@@ -14,6 +14,7 @@ from typing import Any
 
 from vexact_ops.patch.description import Images
 
+from .classify import Classification, asking, classified
 from .config import EngineConfig, SamplingParams
 from .media.prompts import read_prompt
 from .outputs import Increment, Submission, collected, in_pieces
@@ -35,6 +36,7 @@ class Frontend(ABC):
 
     config: EngineConfig
     tokenizer: Any
+    labels: tuple[str, ...] | None = None
     image_processor: Any
     video_processor: Any
     _text: Any
@@ -119,6 +121,35 @@ class Frontend(ABC):
         finally:
             self._withdraw(call.tickets)
         return collected([made[index] for index in range(len(each))], raise_on_error)
+
+    def classify(
+        self,
+        prompts: Sequence[Prompt] | str,
+        *,
+        request_ids: Sequence[str] | None = None,
+        raise_on_error: bool = False,
+    ) -> list[Classification]:
+        """Scores of texts or token ids, of a model that has such (...ForSequenceClassification, `labels`): those that
+        the trainer's patched model gives, byte for byte. The prefix cache and all else serve them as they do prompts.
+
+        prompts, request_ids, raise_on_error  as of generate; what is padding at a prompt's end (the model's
+                 pad_token_id) is left out, as transformers' class does
+        returns  in the order of the prompts
+        raises   as generate; ValueError of a model that generates
+        """
+        done = self.generate(prompts, asking(self), request_ids=request_ids, raise_on_error=raise_on_error)
+        return classified(done, self)
+
+    async def aclassify(
+        self,
+        prompts: Sequence[Prompt] | str,
+        *,
+        request_ids: Sequence[str] | None = None,
+        raise_on_error: bool = False,
+    ) -> list[Classification]:
+        """`classify` for asyncio. Cancelling it aborts its requests."""
+        options = {"request_ids": request_ids, "raise_on_error": raise_on_error}
+        return classified(await self.agenerate(prompts, asking(self), **options), self)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None

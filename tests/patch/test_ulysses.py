@@ -1,5 +1,5 @@
-"""Ranks that hold a packed row in equal shares (Ulysses): log-probabilities, entropies and gradients of activations are
-those of one rank, byte for byte, whatever sequence crosses a cut."""
+"""Ranks that hold a packed row in equal shares (Ulysses): log-probabilities, entropies, gradients of activations, and
+with whole_gradients those of weights, are those of one rank, byte for byte, whatever sequence crosses a cut."""
 
 import pytest
 import torch
@@ -66,6 +66,48 @@ def check(name: str, changes: dict, groups: list, device: str, latent: bool = Fa
                     assert_bitwise(a, b[own], f"{what}: value {number}")
 
 
+def learnt(model, ids, positions, target, temperature, weight, tokens=None):
+    """Log-probabilities, and the gradient of every weight."""
+    model.zero_grad()
+    asked = vx.patch.Score(target, None, temperature, True, tokens)
+    values = model(input_ids=ids, position_ids=positions, use_cache=False, vexact_score=asked)
+    ((values[0] + values[1] * 0.5) * weight).sum().backward()
+    return values[0].detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+FILLED = 3  # rows at the end of the last rank's share that stand for nothing
+
+
+def check_weights(name: str, changes: dict, groups: list, device: str, latent: bool = False) -> None:
+    """With whole_gradients ranks' gradients of weights add up to those of one rank; without, they do not."""
+    model = tiny(name, torch.bfloat16, device=device, **changes).train()
+    ids, _, positions = packed(device)
+    there = ids.shape[1] - FILLED
+    ids[:, there:], positions[:, there:] = 0, torch.arange(FILLED, device=device)
+    g = torch.Generator().manual_seed(3)
+    temperature, weight = ((torch.rand(ids.shape[1], generator=g) + 0.5).to(device) for _ in range(2))
+    weight[there:] = 0
+    target = ids[0].roll(-1)
+    with vx.patch.hf(model, latent=latent):
+        cut = slice(0, there)
+        values, expected = learnt(model, ids[:, cut], positions[:, cut], target[cut], temperature[cut], weight[cut])
+    for group in groups:
+        own = share(group)
+        for whole in (True, False) if name == "llama" else (True,):
+            with vx.patch.hf(model, latent=latent, sequence_parallel=group, whole_gradients=whole):
+                of_share = ids[:, own], positions[:, own], target[own], temperature[own], weight[own], there
+                got, grads = learnt(model, *of_share)
+            what = f"{name}, {dist.get_world_size(group)} ranks, whole {whole}"
+            assert_bitwise(got[: max(0, there - own.start)], values[own], what)
+            differ = []
+            for each, grad in grads.items():
+                total = grad.float()
+                dist.all_reduce(total, group=group)
+                if not torch.equal(total.view(torch.int32), expected[each].float().view(torch.int32)):
+                    differ.append(each)
+            assert bool(differ) != whole, f"{what}: {differ}"
+
+
 def alone_differs(device: str) -> None:
     """The twin that must fail: a share whose rank asks no other one."""
     model = tiny("llama", torch.bfloat16, device=device)
@@ -114,7 +156,9 @@ def a_rank(rank: int, path: str, device: str, ranks: int) -> None:
             groups.append([dist.new_group(list(half)) for half in ((0, 1), (2, 3))][rank // 2])
         for name, changes in FAMILIES.items():
             check(name, changes, groups, own)
+            check_weights(name, changes, groups if name == "llama" else groups[:1], own)
         check("deepseek_v3", {}, groups, own, latent=True)
+        check_weights("deepseek_v3", {}, groups[:1], own, latent=True)
         alone_differs(own)
         refused(own)
 

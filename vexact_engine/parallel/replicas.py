@@ -406,8 +406,8 @@ class Replicas(Frontend):
     def load(self) -> Load:
         """As Engine.load, of all together and as last heard of."""
         loads = [one.load for one in self._front.replicas]
-        sums = (sum(getattr(one, name) for one in loads) for name in ("running", "waiting", "pages_used", "pages"))
-        return Load(*sums, paused=self._front.paused)
+        names = ("running", "waiting", "pages_used", "pages", "window_pages_used", "window_pages")
+        return Load(**{name: sum(getattr(one, name) for one in loads) for name in names}, paused=self._front.paused)
 
     @property
     def closed(self) -> bool:

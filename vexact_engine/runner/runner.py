@@ -70,7 +70,8 @@ class Pending:
 
 
 class _Likeliest:
-    """The likeliest ids of some rows at temperature 1, on their way to the host.
+    """The likeliest ids of some rows at temperature 1, on their way to the host: by their log-probabilities, or, of a
+    head that classifies, with its scores.
 
     counts   for each row of `hidden` how many
     """
@@ -80,7 +81,8 @@ class _Likeliest:
         most = int(counts.max())
         for begin in range(0, len(counts), _LIKELIEST_ROWS):
             logits = head.logits(hidden[begin : begin + _LIKELIEST_ROWS])
-            found = _largest(vx.log_softmax(logits), min(most, logits.shape[1]))
+            values = logits if getattr(head, "classifies", False) else vx.log_softmax(logits)
+            found = _largest(values, min(most, logits.shape[1]))
             self._found.append([_to_host(part) for part in found])
 
     def read(self) -> list[dict[int, float]]:
@@ -288,10 +290,7 @@ class Runner:
     @property
     def numbers_alone(self) -> bool:
         """Whether all layers that keep keys have a window: pages take memory where those have their own, not else."""
-        kept = [memory for memory in self.handle.memories() if isinstance(memory, Pages)]
-        speculation = self.config.speculation
-        drafts = speculation is not None and speculation.drafts_by_model  # beside one of the stages, if not here
-        return not drafts and bool(kept) and all(memory.window is not None for memory in kept)
+        return memory.numbers_alone(self.handle.memories(), self.config)
 
     def longest_first(self) -> bool:
         """Whether attention of single tokens wants those of most keys first: on an H200 its kernel has a block on each

@@ -32,6 +32,7 @@ class Generation(Response):
         super().__init__()
         self.service, self.request, self.chat = service, request, chat
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(16)}"
+        self.endpoint = "chat" if chat else "completions"  # as /metrics calls it
         self.request_id = request.scope["state"]["request_id"]
         self.names: list[str] = []  # of its requests in the engine
         self.given_id: str | None = None  # in its body
@@ -125,7 +126,7 @@ class Generation(Response):
         self._left = True
         metrics = self.service.metrics
         self.service.leave(self)
-        metrics.requests.labels("chat" if self.chat else "completions", self.outcome).inc()
+        metrics.requests.labels(self.endpoint, self.outcome).inc()
         metrics.note(self.prompt_tokens if self.completions else 0, self.completions)
         generated = sum(len(done.token_ids) for done in self.completions)
         text = "%s %s: %s, %d prompt tokens, %d generated, %.3f s"

@@ -90,10 +90,12 @@ class Score:
     rows            (R,) int64, rows of the flattened (B * S) batch; None: all of them, R is B * S
     temperature     above 0: a number, or (R,) fp32
     return_entropy  also the entropy of each row's distribution
+    tokens          with whole_gradients: of the row that ranks share, how many tokens at its beginning are no filling,
+                    and count in gradients of weights; None: all of them
     """
 
     # No dataclass: FSDP2 looks into those, and would round temperatures to the dtype that it casts inputs to.
-    __slots__ = "return_entropy", "rows", "target", "temperature"
+    __slots__ = "return_entropy", "rows", "target", "temperature", "tokens"
 
     def __init__(
         self,
@@ -101,9 +103,10 @@ class Score:
         rows: Tensor | None = None,
         temperature: float | Tensor = 1.0,
         return_entropy: bool = False,
+        tokens: int | None = None,
     ) -> None:
         self.target, self.rows = target, rows
-        self.temperature, self.return_entropy = temperature, return_entropy
+        self.temperature, self.return_entropy, self.tokens = temperature, return_entropy, tokens
 
 
 class Asked(NamedTuple):
