@@ -31,7 +31,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     parser, commands = _parser()
-    args = parser.parse_args(_words(argv))
+    args, unknown = parser.parse_known_args(_words(argv))
+    if unknown:
+        commands.choices[args.command].error("unrecognized arguments: " + " ".join(unknown))
     args.line, args.flags = (
         shlex.join(["vexact", *argv]),
         options.flags(commands.choices[args.command]),
@@ -62,7 +64,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _words(argv: list[str]) -> list[str]:
-    """For the parser: the options of `bench` are its own."""
+    """For the parser: the options of `bench` are its own, and where a command takes a model without a name, one with
+    its name, as other commands take it, is understood."""
+    if argv[:1] in (["chat"], ["serve"]):
+        argv = [part for word in argv if word != "--model" for part in [word.removeprefix("--model=")]]
     return ["bench", "--", *argv[1:]] if argv[:1] == ["bench"] else argv
 
 
@@ -75,7 +80,7 @@ def _parser():
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"vexact {_version()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=options.Parser)
     for add in COMMANDS:
         add(commands)
     return parser, commands
