@@ -251,6 +251,7 @@ UNREAD = [
         (["chat", "/nowhere"], "MODEL: '/nowhere': no such file or directory"),
         (["chat", "--model", "/nowhere"], "MODEL: '/nowhere': no such file or directory"),  # as other commands take it
         (["serve", "--model=/nowhere", "--port", "0"], "MODEL: '/nowhere': no such file or directory"),
+        (["recipe", "report", "/nowhere.jsonl"], "recipe: /nowhere.jsonl: No such file or directory"),
         (["doctor", "--rows", "8"], "--rows: expected --admit with it"),
         (["doctor", "--admit", "--shapes", "8x8", "--device", "cpu"], "--device: not together with --admit"),
         (["generate", "--model", "MODEL", "--json", "/nowhere/g.json", "x"], "/nowhere/g.json: cannot be written"),
@@ -268,6 +269,7 @@ def test_bad_input_is_one_line_and_exit_2(capsys, model, tmp_path, argv, message
     argv = [str(tmp_path / names[a]) if a in names and a != "MODEL" else names.get(a, a) for a in argv]
     code, out, err = run(capsys, *argv)
     assert code == 2 and message in err and err.startswith(f"vexact {argv[0]}: ") and err.count("\n") == 1, err
+    assert not err.startswith(f"vexact {argv[0]}: {argv[0]}: ")
     assert out == ""
 
 
@@ -607,7 +609,7 @@ def test_doctor_admits_what_a_model_needs(capsys, monkeypatch, model, tmp_path):
         return found
 
     monkeypatch.setattr(vx, "admit", admit)
-    monkeypatch.setattr(cli.options, "device", lambda name: None)
+    monkeypatch.setattr(cli.options, "visible_device", lambda name: None)
     options = ["--model", model, "--shapes", "6144x4096", "--rows", 16, "--training", "--json", tmp_path / "a.json"]
     code, out, _ = run(capsys, "doctor", "--admit", *options)
     assert code == 0 and out.splitlines() == [

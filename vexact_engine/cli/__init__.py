@@ -58,7 +58,10 @@ def main(argv: list[str] | None = None) -> int:
         if args.debug:
             raise
         text = options.name_option(" ".join(str(error).split()) or type(error).__name__, args.flags)
-        known = isinstance(error, ValueError | TypeError | OSError | RuntimeError)
+        text = text.removeprefix(f"{args.command}: ")  # as the Python interface begins, which has no command
+        if isinstance(error, OSError) and error.filename and error.strerror:  # without its number
+            text = f"{error.filename}: {error.strerror}"
+        known = isinstance(error, ValueError | TypeError | OSError | RuntimeError | ImportError)
         print(f"vexact {args.command}: {text if known else f'{type(error).__name__}: {text}'}", file=sys.stderr)
         return 2
 
