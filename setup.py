@@ -119,6 +119,11 @@ def archs_of(source):
     """The GPUs to compile a .cu for: those asked for that it has kernels for. Where that is none, its host code is
     still needed: it is compiled for the first one asked for, on which a launch of its kernels fails with a message."""
     asked = [arch.strip() for arch in os.environ.get("VEXACT_CUDA_ARCHS", "80,90a,100a").split(",")]
+    for arch in asked:
+        if not re.fullmatch(r"\d{2,3}[af]?", arch):
+            raise SystemExit(
+                f"VEXACT_CUDA_ARCHS: got {arch!r}, expected names such as 80, 90a or 100a, with commas between"
+            )
     with open(ROOT / source) as file:
         declared = re.match(r"// archs: (\w+(?:, \w+)*)\n", file.readline())
     own = declared[1].split(", ") if declared else asked
@@ -259,7 +264,11 @@ def compiler_version(compiler):
 
 
 def run(command):
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        what = "a C++20 compiler (on Debian and Ubuntu: apt install g++), or set CXX"
+        raise SystemExit(f"no compiler {command[0]!r} here: install {what}") from None
     line = " ".join(command)
     if done.returncode:
         raise SystemExit(f"native build failed (exit {done.returncode}):\n{line}\n{done.stdout}{done.stderr}")
@@ -270,6 +279,13 @@ def run(command):
 
 def say(text):
     print(f"vexact: {text}", flush=True)  # noqa: T201  a build backend's output: pip shows it with -v
+
+
+def compilers_at_a_time():
+    jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
+    if not jobs.isdecimal() or int(jobs) < 1:
+        raise SystemExit(f"MAX_JOBS: got {jobs!r}, expected a whole number of 1 or more")
+    return int(jobs)
 
 
 def minutes(seconds):
@@ -322,7 +338,7 @@ class BuildNative(build_ext):
         say(f"linked {target.name}")
 
     def compile_all(self, objects, jobs, kept, nvcc):
-        workers = int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))
+        workers = compilers_at_a_time()
         half = "with its CUDA half" if nvcc else "for CPUs alone (no nvcc, or VEXACT_BUILD=cpu)"
         forecast = max([sum(job.seconds for job in jobs) / workers, *(job.seconds for job in jobs)])
         say(f"the extension {half}: {kept} objects are kept in {objects.folder}, {len(jobs)} are to be compiled")

@@ -149,6 +149,27 @@ def test_the_torch_of_the_environment_is_built_against_where_there_is_one(ours, 
         assert found() == (tmp_path / "torch" if usable else None), version
 
 
+@pytest.mark.parametrize(
+    "name, value, said",
+    [
+        ("CXX", "no-such-compiler", "no compiler 'no-such-compiler' here: install a C"),
+        ("MAX_JOBS", "two", "MAX_JOBS: got 'two', expected a whole number of 1 or more"),
+        ("MAX_JOBS", "0", "MAX_JOBS: got '0'"),
+        ("VEXACT_CUDA_ARCHS", "90a,9.0", "VEXACT_CUDA_ARCHS: got '9.0', expected numbers such as 80, 90a"),
+        ("VEXACT_CUDA_ARCHS", "", "VEXACT_CUDA_ARCHS: got ''"),
+    ],
+)
+def test_what_was_mistyped_or_is_not_there_is_said_in_a_line(ours, monkeypatch, name, value, said):
+    monkeypatch.setenv(name, value)
+    asks = {
+        "CXX": lambda: ours.compiler_version.__wrapped__(value),
+        "MAX_JOBS": ours.compilers_at_a_time,
+        "VEXACT_CUDA_ARCHS": lambda: ours.archs_of("csrc/kv_cache/cuda.cu"),
+    }
+    with pytest.raises(SystemExit, match=f"^{said}"):
+        asks[name]()
+
+
 # --- GPUs -------------------------------------------------------------------------------------------------------------
 
 

@@ -76,6 +76,7 @@ def test_doctor_needs_torch_alone():
         (["generate", "--model", "some.gguf", "hello"], "gguf, accelerate", "engine,gguf"),
         (["serve", "folder"], "fastapi, uvicorn, prometheus_client, pydantic", "engine,serve"),
         (["doctor", "--admit", "--model", "folder"], "transformers", "engine"),
+        (["recipe", "grpo"], "transformers, safetensors, numpy, rich, msgspec, gguf, accelerate, zmq", "recipe"),
     ],
     ids=lambda value: " ".join(value[:4]) if isinstance(value, list) else None,
 )

@@ -30,7 +30,7 @@ def check_installed(args: Namespace) -> None:
     missing = {extra: [name for name in EXTRAS[extra] if find_spec(name) is None] for extra in sorted(wanted)}
     missing = {extra: names for extra, names in missing.items() if names}
     if missing:
-        extras = "demo" if args.command == "demo" else ",".join(missing)
+        extras = args.command if args.command in ("demo", "recipe") else ",".join(missing)
         names = ", ".join(dict.fromkeys(name for names in missing.values() for name in names))
         raise RuntimeError(f"not installed: {names}. Run: {pip_line(extras)}")
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine_models import build, byte_tokenizer
 
+import vexact_ops as vx
 from vexact_engine import cli
 from vexact_engine.config import EngineConfig
 from vexact_engine.proof import demo, doctor, machine, verify
@@ -248,6 +249,9 @@ UNREAD = [
         (["serve", "MODEL", "--port", "70000"], "--port: got 70000, expected a number from 0"),
         (["demo", "--plot", "/nowhere/d.svg"], "/nowhere/d.svg: cannot be written"),
         (["chat", "/nowhere"], "MODEL: '/nowhere': no such file or directory"),
+        (["chat", "--model", "/nowhere"], "MODEL: '/nowhere': no such file or directory"),  # as other commands take it
+        (["serve", "--model=/nowhere", "--port", "0"], "MODEL: '/nowhere': no such file or directory"),
+        (["recipe", "report", "/nowhere.jsonl"], "recipe: /nowhere.jsonl: No such file or directory"),
         (["doctor", "--rows", "8"], "--rows: expected --admit with it"),
         (["doctor", "--admit", "--shapes", "8x8", "--device", "cpu"], "--device: not together with --admit"),
         (["generate", "--model", "MODEL", "--json", "/nowhere/g.json", "x"], "/nowhere/g.json: cannot be written"),
@@ -265,15 +269,24 @@ def test_bad_input_is_one_line_and_exit_2(capsys, model, tmp_path, argv, message
     argv = [str(tmp_path / names[a]) if a in names and a != "MODEL" else names.get(a, a) for a in argv]
     code, out, err = run(capsys, *argv)
     assert code == 2 and message in err and err.startswith(f"vexact {argv[0]}: ") and err.count("\n") == 1, err
+    assert not err.startswith(f"vexact {argv[0]}: {argv[0]}: ")
     assert out == ""
+
+
+@pytest.mark.parametrize("argv", [[], ["nothing"], ["--verify"]])
+def test_without_a_command_the_commands_are_named(capsys, argv):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(argv)
+    assert stopped.value.code == 2 and "usage: vexact" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "argv",
     [
-        [],
-        ["nothing"],
         ["verify"],
+        ["generate", "x"],
+        ["chat"],
+        ["recipe"],
         ["demo", "--dtype", "int8"],
         ["verify", "--model", "m", "--samples", "0"],
         ["demo", "--seed", "-1"],
@@ -284,10 +297,27 @@ def test_bad_input_is_one_line_and_exit_2(capsys, model, tmp_path, argv, message
         ["verify", "--model", "m", "--batch-size", "3"],  # no abbreviations
     ],
 )
-def test_usage_errors_exit_2(capsys, argv):
+def test_usage_errors_are_one_line_and_exit_2(capsys, argv):
     with pytest.raises(SystemExit) as stopped:
         cli.main(argv)
-    assert stopped.value.code == 2 and "usage: vexact" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and said.startswith(f"vexact {argv[0]}: ") and said.count("\n") == 1
+    assert said.endswith(f" (vexact {argv[0]} --help has every option)\n") and "RECORD" not in said
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["doctor", "--modle", "m"], "vexact doctor: unrecognized arguments: --modle m: is it --model? ("),
+        (["serve", "m", "--prot=1"], "vexact serve: unrecognized arguments: --prot=1: is it --port? ("),
+        (["demo", "--frobnicate"], "vexact demo: unrecognized arguments: --frobnicate ("),
+        (["chat", "m", "--model", "n"], "vexact chat: unrecognized arguments: n ("),
+    ],
+)
+def test_a_mistyped_option_is_told_by_its_command(capsys, argv, said):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(argv)
+    assert stopped.value.code == 2 and capsys.readouterr().err.startswith(said)
 
 
 def test_a_failure_beside_equal_log_probabilities_is_the_verdict(capsys, model, monkeypatch, tmp_path):
@@ -367,6 +397,24 @@ def test_doctor_without_the_gpu_it_was_to_check_says_nothing_else(capsys, monkey
     assert (code, out) == (2, "") and err == "vexact doctor: --device: got 'cuda', but torch sees 0 CUDA devices\n"
     code, out, err = run(capsys, "doctor", "--admit", "--shapes", "8x8")
     assert (code, out) == (2, "") and err.startswith("vexact doctor: --admit: kernels are verified on the GPU that")
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """A clone whose extension nobody has compiled."""
+    found = {**vx.backends(), "cpu": "the compiled extension is missing"}
+    monkeypatch.setattr(vx, "backends", lambda: found)
+
+
+def test_without_the_extension_nothing_is_fetched_or_loaded(capsys, monkeypatch, uncompiled):
+    monkeypatch.setattr(demo, "fetch_smollm2", lambda: pytest.fail("fetched"))
+    assert run(capsys, "demo") == (2, "", "vexact demo: the compiled extension is missing\n")
+
+
+def test_doctor_says_once_that_the_extension_is_missing(capsys, uncompiled):
+    code, out, _ = run(capsys, "doctor", "--device", "cpu")
+    assert code == 1 and out.count("FAILED") == 1 and out.endswith("0 of 1 checks hold\n")
+    assert "FAILED  every room" in out and "          the compiled extension is missing" in out
 
 
 def test_a_mistyped_path_is_answered_at_once(capsys, monkeypatch, tmp_path):
@@ -525,6 +573,7 @@ def test_doctor_checks_what_is_here(capsys, tmp_path):
     code, out, _ = run(capsys, "doctor", "--device", "cpu", "--json", tmp_path / "d.json")
     record = json.loads((tmp_path / "d.json").read_text())
     assert code == 0 and "checks hold" in out and "instruction sets" in out
+    assert f"  commit              {machine.commit() or 'unknown: not a git checkout'}\n" in out
     rooms = {name for check in record["checks"] for name in check["room"].split(" + ")}
     assert rooms == {*record["numerics"]["cpu"]["rooms"], "ranks"}, "a check for every room and for ranks, and no other"
 
@@ -560,7 +609,7 @@ def test_doctor_admits_what_a_model_needs(capsys, monkeypatch, model, tmp_path):
         return found
 
     monkeypatch.setattr(vx, "admit", admit)
-    monkeypatch.setattr(cli.options, "device", lambda name: None)
+    monkeypatch.setattr(cli.options, "visible_device", lambda name: None)
     options = ["--model", model, "--shapes", "6144x4096", "--rows", 16, "--training", "--json", tmp_path / "a.json"]
     code, out, _ = run(capsys, "doctor", "--admit", *options)
     assert code == 0 and out.splitlines() == [

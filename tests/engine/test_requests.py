@@ -3,7 +3,10 @@
 import gc
 import itertools
 import multiprocessing
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,6 +15,8 @@ from hypothesis import strategies as st
 from vexact_engine import SamplingParams
 from vexact_engine.core import garbage
 from vexact_engine.request import Request, _Fresh, as_requests, fresh, start_order
+
+ROOT = Path(__file__).parents[2]
 
 
 def _draw(pipe):
@@ -51,6 +56,16 @@ def test_garbage_of_a_process_that_is_not_ours_alone_is_left_to_it():
     before = gc.get_freeze_count()
     garbage.freeze(alone=False)
     assert gc.get_freeze_count() == before
+
+
+def test_what_was_frozen_is_freed_at_the_end():
+    """Else Triton's bindings list, behind the last line of `vexact serve`, what of theirs is left."""
+    code = (
+        "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count()))\n"
+        "from vexact_engine.core import garbage; garbage.freeze(); print(gc.get_freeze_count() > 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["True", "0"], done.stderr
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 5)), max_size=30), st.integers(1, 12))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from engine_models import VOCAB, build, byte_tokenizer
 
-from vexact_engine.weights import fetch
+from vexact_engine.weights import fetch, random
 from vexact_engine.weights.load import default_device
 from vexact_engine.weights.load import load as load_somewhere
 from vexact_engine.weights.random import load_random, own_generators
@@ -313,6 +313,13 @@ def test_without_a_device_a_model_stays_and_a_path_goes_to_the_gpu_if_there_is_o
     assert default_device(tmp_path) == torch.device("cuda")
     assert default_device(model) == torch.device("cpu")
     assert load_somewhere(model).model is model
+
+
+def test_random_weights_that_do_not_fit_are_refused_before_they_are_made(monkeypatch):
+    monkeypatch.setattr(random, "available_bytes", lambda: 1 << 30)
+    with pytest.raises(ValueError, match=r"qwen3-8b: layers: its weights take 15\.3 GiB, 1\.0 are free here: fewer"):
+        load_random("qwen3-8b")
+    assert load_random("smollm2-135m", layers=1).model.num_parameters() > 0
 
 
 def test_random_weights_are_of_their_seed_and_take_nobody_s_numbers():

@@ -31,7 +31,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     parser, commands = _parser()
-    args = parser.parse_args(_words(argv))
+    args, unknown = parser.parse_known_args(_words(argv))
+    if unknown:
+        commands.choices[args.command].error("unrecognized arguments: " + " ".join(unknown))
     args.line, args.flags = (
         shlex.join(["vexact", *argv]),
         options.flags(commands.choices[args.command]),
@@ -56,13 +58,19 @@ def main(argv: list[str] | None = None) -> int:
         if args.debug:
             raise
         text = options.name_option(" ".join(str(error).split()) or type(error).__name__, args.flags)
-        known = isinstance(error, ValueError | TypeError | OSError | RuntimeError)
+        text = text.removeprefix(f"{args.command}: ")  # as the Python interface begins, which has no command
+        if isinstance(error, OSError) and error.filename and error.strerror:  # without its number
+            text = f"{error.filename}: {error.strerror}"
+        known = isinstance(error, ValueError | TypeError | OSError | RuntimeError | ImportError)
         print(f"vexact {args.command}: {text if known else f'{type(error).__name__}: {text}'}", file=sys.stderr)
         return 2
 
 
 def _words(argv: list[str]) -> list[str]:
-    """For the parser: the options of `bench` are its own."""
+    """For the parser: the options of `bench` are its own, and where a command takes a model without a name, one with
+    its name, as other commands take it, is understood."""
+    if argv[:1] in (["chat"], ["serve"]):
+        argv = [part for word in argv if word != "--model" for part in [word.removeprefix("--model=")]]
     return ["bench", "--", *argv[1:]] if argv[:1] == ["bench"] else argv
 
 
@@ -75,7 +83,7 @@ def _parser():
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"vexact {_version()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=options.Parser)
     for add in COMMANDS:
         add(commands)
     return parser, commands

@@ -41,7 +41,7 @@ def run_doctor(args) -> int:
     dependents = ("--model", "--shapes", "--rows", "--training", "--page-size", "--kv-segment", "--dtype")
     options.expect_with(args, False, "--admit", *dependents)
     if args.device:
-        options.device(args.device)
+        options.visible_device(args.device)
     import vexact_ops as vx
 
     from ..proof import doctor
@@ -85,7 +85,7 @@ def _admit(args) -> int:
     from ..proof import doctor
 
     try:
-        options.device("cuda")
+        options.visible_device("cuda")
     except ValueError:
         text = "--admit: kernels are verified on the GPU that they are for, and torch sees none here"
         raise ValueError(text) from None

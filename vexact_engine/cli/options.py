@@ -1,12 +1,24 @@
 """What commands share: groups of options, types of their values, and what is made of them."""
 
 import argparse
+import difflib
 import json
 import os
 import re
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 DTYPES |= {name: name for name in DTYPES.values()}
+
+
+class Parser(argparse.ArgumentParser):
+    """Of a command. What is wrong is said in its name and in one line: all its options would bury it."""
+
+    def error(self, message):
+        asked = re.fullmatch(r"unrecognized arguments: (-\S+)( .*)?", message)
+        known = [name for action in self._actions for name in action.option_strings]
+        near = difflib.get_close_matches(asked[1].split("=")[0], known, 1) if asked else []
+        hint = f": is it {near[0]}?" if near else ""
+        self.exit(2, f"{self.prog}: {message}{hint} ({self.prog} --help has every option)\n")
 
 
 def command(commands, name, run, text, examples=()):
@@ -35,8 +47,13 @@ def outputs(parser):
 
 
 def model(parser, or_config=False):
-    group = parser.add_mutually_exclusive_group(required=True)
-    group.add_argument("--model", metavar="DIR|GGUF|HUB-ID", help="safetensors directory, GGUF file or Hub name")
+    group = parser.add_mutually_exclusive_group(required=True) if or_config else parser
+    group.add_argument(
+        "--model",
+        required=not or_config,
+        metavar="DIR|GGUF|HUB-ID",
+        help="safetensors directory, GGUF file or Hub name",
+    )
     if or_config:
         group.add_argument("--config", metavar="NAME", help="random weights at a known model's sizes: qwen3-8b, ...")
     tokenizer(parser)
@@ -275,7 +292,19 @@ def parallel_of(args) -> dict:
 
 
 def device(name: str):
-    """The torch.device of --device. ValueError where torch does not see it."""
+    """The torch.device of --device. ValueError where torch does not see it, BackendUnavailable where nothing of ours
+    can compute on it: before anything is fetched or loaded."""
+    import vexact_ops as vx
+
+    found = visible_device(name)
+    state = vx.backends()["cpu"]
+    if found.type == "cpu" and vx.current_backend() is None and state != "available":
+        raise vx.BackendUnavailable(state)
+    return found
+
+
+def visible_device(name: str):
+    """The same for who only looks at it."""
     import torch
 
     if name == "auto":

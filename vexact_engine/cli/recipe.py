@@ -26,7 +26,9 @@ def add_recipe(commands) -> None:
         "recipe", choices=("grpo", "report"), metavar="RECIPE",
         help="grpo: rewards from a program, no critic; report: what records show, of runs that were cut off too",
     )  # fmt: skip
-    recipe.add_argument("records", nargs="*", metavar="RECORD", help="of report: what --record wrote, or that in a .gz")
+    recipe.add_argument(
+        "records", nargs="*", default=[], metavar="RECORD", help="of report: what --record wrote, or that in a .gz"
+    )
     recipe.add_argument(
         "--model", default="smollm2", metavar="DIR|GGUF|HUB-ID|SHAPE",
         help="smollm2 (default; about 90 MB are downloaded once); qwen3-1.7b, ...: random weights at its sizes",

@@ -1,5 +1,6 @@
 """Python's garbage collector, in processes that are an engine's alone."""
 
+import atexit
 import gc
 
 
@@ -13,3 +14,4 @@ def freeze(alone: bool = True) -> None:
     if alone:
         gc.collect()
         gc.freeze()
+        atexit.register(gc.unfreeze)  # what is frozen is not freed at the end, and Triton's bindings list it as leaked

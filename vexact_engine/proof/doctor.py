@@ -44,7 +44,8 @@ class Check:
 def describe() -> dict[str, str]:
     """The environment, a line each, for people."""
     found = environment()
-    rows = {"vexact": found["vexact"], "python": found["python"], "torch": found["torch"]}
+    rows = {"vexact": found["vexact"], "commit": found["commit"] or "unknown: not a git checkout"}
+    rows |= {"python": found["python"], "torch": found["torch"]}
     for package in PACKAGES:
         try:
             rows[package] = metadata.version(package)
@@ -88,7 +89,12 @@ def devices() -> list[str]:
 
 
 def self_check(device: str = "cpu") -> Iterator[Check]:
-    """Run every check on a device, one after the other. A check that cannot run has failed, and says why."""
+    """Run every check on a device, one after the other. A check that cannot run has failed, and says why; where none
+    can, one says so for all."""
+    state = vx.backends()["cpu"]
+    if device == "cpu" and vx.current_backend() is None and state != "available":
+        yield Check("every room", "runs at all", device, "any", 0.0, state)
+        return
     dtypes = (torch.float32, torch.bfloat16) if device == "cpu" else (torch.bfloat16,)
     for dtype in dtypes:
         for room, claim, run in CHECKS:

