@@ -30,7 +30,7 @@ from ..handover.receiver import WeightReceiver
 from ..request import Completion
 from ..serve.server import Server as HTTP
 from ..serve.settings import Settings
-from ..weights.processors import load_processors
+from ..weights.processors import load_processors, why_no_processor
 from ..weights.random import unfilled
 
 log = logging.getLogger(__name__)
@@ -95,6 +95,19 @@ def engine_options(config: RolloutConfig) -> tuple[EngineConfig, dict[str, Any]]
     return EngineConfig(**sizes, **asked | given), handover
 
 
+def _take_processors(engine: Engine, given: HFModelConfig) -> None:
+    """Images and videos become what they become for the trainer: verl's own processor makes them, where it has one."""
+    if given.processor is not None:
+        engine.image_processor = getattr(given.processor, "image_processor", None)
+        engine.video_processor = getattr(given.processor, "video_processor", None)
+        return
+    path = given.local_tokenizer_path
+    why = why_no_processor(path, given.trust_remote_code) or "its log has the reason"
+    log.warning("vexact: verl has no processor for images and videos, and goes on with text alone: %s", why)
+    if engine.image_processor is None:
+        engine.image_processor, engine.video_processor = load_processors(Path(given.local_path), given.local_path)
+
+
 class Server:
     """One engine. verl's signatures; all calls share one event loop. On a replica of several nodes it is on the first
     of them.
@@ -150,8 +163,8 @@ class Server:
         options = {"device": device, "dtype": dtype, "config": self.options, "tokenizer": given.tokenizer}
         options["nodes"] = self.nodes
         engine = Engine.from_pretrained(given.local_path if model is None else model, **options)
-        if engine.images is not None and engine.image_processor is None:
-            engine.image_processor, engine.video_processor = load_processors(Path(given.local_path), given.local_path)
+        if engine.images is not None:
+            _take_processors(engine, given)
         if model is not None:  # nothing is computed with what stands there
             engine.sleep(level=2, tags=["weights"])
             engine.wake_up(["weights"])
@@ -176,6 +189,7 @@ class Server:
         """One sample of one prompt.
 
         image_data       PIL images, as many as prompt_ids have places for; each place has one image token, or all
+        video_data       likewise videos: frames, and transformers' metadata of them
         sampling_params  vLLM's names. Without a seed each call has its own; with full_determinism it follows from
                          rollout.seed, request_id, prompt_ids, how many calls of these came before in this step, and
                          global_steps, or that not, where the option `seeds` is "prompt":
@@ -187,15 +201,15 @@ class Server:
                          the trainer recomputes. A call that is aborted returns what it has
         raises           ValueError, TypeError: what is wrong with this call
         """
-        for name, data in (("video", video_data), ("audio", audio_data)):
-            if data is not None and len(data):
-                raise ValueError(f"vexact: {name}_data: got some, expected none: prompts are tokens and images")
+        if audio_data is not None and len(audio_data):
+            raise ValueError("vexact: audio_data: got some, expected none: prompts are tokens, images and videos")
         if mm_processor_kwargs:
             got = ", ".join(sorted(map(str, mm_processor_kwargs)))
             raise ValueError(f"vexact: mm_processor_kwargs: got {got}, expected none: as the model's processor says")
         ids, asked = normalize_token_ids(prompt_ids), dict(sampling_params)
-        pictures = image_data is not None and len(image_data) > 0
-        prompt = {"prompt_token_ids": ids, "images": list(image_data)} if pictures else ids
+        given = (("images", image_data), ("videos", video_data))
+        media = {name: list(data) for name, data in given if data is not None and len(data)}
+        prompt = {"prompt_token_ids": ids, **media} if media else ids
         wants_logprobs, teaches = bool(asked.pop("logprobs", False)), asked.pop("prompt_logprobs", None)
         params = self._params(asked, len(ids), request_id)
         if teaches is not None:
