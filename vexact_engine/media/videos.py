@@ -1,5 +1,5 @@
-"""Videos of prompts: frames of files, as many as the model's own video processor asks for, within bounds; or frames that
-have been taken already.
+"""Videos of prompts: frames of files, as many as the model's own video processor asks for, within bounds; or frames
+that have been taken already.
 
 PyAV decodes. Files come as bytes alone, in a few containers that are told by their first bytes and in a few codecs, so
 that nothing in them (a playlist, a reference to another file) can have anything else opened.

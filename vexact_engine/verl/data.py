@@ -5,11 +5,14 @@
 
 verl's own class resizes what it opens by qwen-vl-utils, which imports torchvision. This one leaves sizes to the model's
 processor, opens images by Pillow and videos by PyAV (extra `video`) within the engine's bounds, fetches nothing, and
-says at the start what is missing. Columns, and what stands in them, are verl's: of videos a path or bytes with `fps`,
-`nframes`, `min_frames` and `max_frames` beside it, or frames in a list with their `sample_fps`.
+says at the start what is missing, as the manager of agents.py does of verl's own class. Columns, and what stands in
+them, are verl's: of videos a path or bytes with `fps`, `nframes`, `min_frames` and `max_frames` beside it, or frames in
+a list with their `sample_fps`.
 """
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -26,6 +29,56 @@ from ..weights.processors import why_no_processor
 
 FRAMES_PER_SECOND = 2.0  # where nothing is said beside a video, as qwen-vl-utils has it
 _CHOICE = {"fps": "fps", "nframes": "count", "min_frames": "least", "max_frames": "most"}
+
+
+def without_qwen_vl_utils() -> str | None:
+    """What to do where verl's own data cannot open images and videos; None where it can."""
+    if find_spec("qwen_vl_utils") is not None:
+        return None
+    return (
+        "qwen-vl-utils, by which verl's own data opens images and videos, is not installed: `pip install "
+        "qwen-vl-utils`, or data.custom_cls.path=pkg://vexact_engine.verl.data data.custom_cls.name=Media"
+    )
+
+
+def check_data(config: Any) -> None:
+    """Of verl's whole config, before any prompt is read: RuntimeError where its data has images or videos, as far as
+    its parquet files are here, and verl would have no processor for them or could not open them."""
+    data, model = config.data, config.actor_rollout_ref.model
+    if data.get("custom_cls", {}).get("path"):
+        return
+    given = data.train_files
+    files = [given] if isinstance(given, str) else list(given or ())
+    keys = [data.get("image_key", "images"), data.get("video_key", "videos")]
+    if not (kinds := [key for key in keys if any(_has(str(file), key) for file in files)]):
+        return
+    path = str(model.get("tokenizer_path") or model.path)
+    trusted = bool(model.get("trust_remote_code", False))
+    why = why_no_processor(path, trusted) if Path(path).is_dir() else None  # of a hub's model verl's log says it
+    if why := why or without_qwen_vl_utils():
+        raise RuntimeError(f"vexact: data: it has {' and '.join(kinds)}: {why}")
+
+
+def _has(file: str, key: str) -> bool:
+    """Whether anything stands in a column of a parquet file. What is not told by the file's statistics is read."""
+    if not file.endswith(".parquet") or not Path(file).is_file():
+        return False
+    from pyarrow.parquet import ParquetFile
+
+    parquet = ParquetFile(file)
+    for group in range(parquet.num_row_groups):
+        about = parquet.metadata.row_group(group)
+        for leaf in map(about.column, range(about.num_columns)):
+            if leaf.path_in_schema.split(".")[0] != key:
+                continue
+            told = leaf.statistics
+            if told is not None and told.has_null_count:
+                there = told.null_count < leaf.num_values
+            else:
+                there = any(parquet.read_row_group(group, columns=[key])[key].to_pylist())
+            if there:
+                return True
+    return False
 
 
 class Media(RLHFDataset):
@@ -92,4 +145,3 @@ def _of_frames(frames: Sequence[Any], fps: float | None) -> Film:
         raise ValueError("its frames are of several sizes, expected one")
     count = len(pictures)
     return Film(np.stack(pictures), list(range(count)), count, FRAMES_PER_SECOND if fps is None else float(fps))
-

@@ -97,13 +97,13 @@ def engine_options(config: RolloutConfig) -> tuple[EngineConfig, dict[str, Any]]
 
 def _take_processors(engine: Engine, given: HFModelConfig) -> None:
     """Images and videos become what they become for the trainer: verl's own processor makes them, where it has one."""
-    if given.processor is not None:
-        engine.image_processor = getattr(given.processor, "image_processor", None)
-        engine.video_processor = getattr(given.processor, "video_processor", None)
+    made = given.processor
+    if made is not None:
+        engine.image_processor = getattr(made, "image_processor", None)
+        engine.video_processor = getattr(made, "video_processor", None)
         return
-    path = given.local_tokenizer_path
-    why = why_no_processor(path, given.trust_remote_code) or "its log has the reason"
-    log.warning("vexact: verl has no processor for images and videos, and goes on with text alone: %s", why)
+    why = why_no_processor(given.local_tokenizer_path, given.trust_remote_code) or "its log has the reason"
+    log.warning("vexact: verl has no processor of this model, and takes its prompts for text alone: %s", why)
     if engine.image_processor is None:
         engine.image_processor, engine.video_processor = load_processors(Path(given.local_path), given.local_path)
 
