@@ -22,7 +22,7 @@ sys.path.pop()
 VOCABULARY = 288
 IMAGE = VOCABULARY - 4
 GRIDS = [[(1, 4, 6)], [], [(1, 2, 2), (1, 4, 4)], [], [], []]  # of each row; the second rank's have none
-FILM, SECONDS = (2, 2, 4), 1.37  # of the second row: of qwen2_5_vl so many from frame to frame
+FILM, SECONDS = (2, 2, 4), 1.37  # of two rows; of qwen2_5_vl so many from frame to frame
 FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl")
 
 
@@ -47,12 +47,13 @@ def prompts(name):
             ids += [IMAGE + 2, *[IMAGE] * (t * h * w // 4), IMAGE + 3, 7]
         given = {"pixel_values": image_models.pixels(grids, i), "image_grid_thw": torch.tensor(grids)} if grids else {}
         found.append({"prompt_token_ids": ids, **given})
-    frame, film = [IMAGE + 1] * 2, found[1]
+    frame = [IMAGE + 1] * 2
     parts = [[IMAGE + 2, *frame * 2, IMAGE + 3]] if name == "qwen2_5_vl" else [[IMAGE + 2, *frame, IMAGE + 3]] * 2
-    film["prompt_token_ids"] += [token for part in parts for token in (9, *part)]
-    film |= {"pixel_values_videos": image_models.pixels([FILM], 7), "video_grid_thw": torch.tensor([FILM])}
-    if name == "qwen2_5_vl":
-        film["second_per_grid_ts"] = torch.tensor([SECONDS])
+    for film in found[1:3]:  # one has images too: the encoder runs as often as on the rank whose rows have nothing
+        film["prompt_token_ids"] += [token for part in parts for token in (9, *part)]
+        film |= {"pixel_values_videos": image_models.pixels([FILM], 7), "video_grid_thw": torch.tensor([FILM])}
+        if name == "qwen2_5_vl":
+            film["second_per_grid_ts"] = torch.tensor([SECONDS])
     return found
 
 
