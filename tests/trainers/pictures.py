@@ -1,10 +1,8 @@
-"""Pictures and films of shapes to be counted, a model that takes them, and how verl reads both where torchvision is not
-there.
+"""Pictures and films of shapes to be counted, a model that takes them, and how verl reads both.
 
-transformers' processors of videos want torchvision, whose wheels do not load beside a torch for CPUs alone. So the
-model's folder brings a processor whose part for videos is of torch alone, as a folder may (trust_remote_code). Data is
-opened by vexact_engine.verl.data, which needs no qwen-vl-utils. Everything else is what runs for everyone. Where both
-packages are there, neither is set.
+Where torchvision and qwen-vl-utils are, as .ci/trainers has them, everything is verl's and transformers' own, but that
+a run may take its data from vexact_engine.verl.data. Where they are not, every run does, and the model's folder brings
+a processor whose part for videos is of torch alone, as a folder may (trust_remote_code).
 """
 
 import importlib.util
@@ -145,12 +143,13 @@ def make_prompts(folder: Path, count: int, kinds=KINDS) -> Path:
     return folder / "pictures.parquet"
 
 
-def options(prompts: Path) -> tuple[str, ...]:
-    """What a run of them is told."""
+def options(prompts: Path, media: bool) -> tuple[str, ...]:
+    """What a run of them is told; media: to take vexact_engine.verl.data's class where it need not."""
     told = [f"data.train_files={prompts}", f"data.val_files={prompts}", "data.image_key=images"]
     own = Path(__file__).with_name("pictures_data.py")
     told += ["data.max_prompt_length=192", f"reward.custom_reward_function.path={own}"]
     if not WITH_TORCHVISION:
         told += ["actor_rollout_ref.model.trust_remote_code=True", "data.trust_remote_code=True"]
+    if media or not WITH_TORCHVISION:
         told += ["data.custom_cls.path=pkg://vexact_engine.verl.data", "data.custom_cls.name=Media"]
     return tuple(told)

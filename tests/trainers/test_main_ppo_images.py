@@ -19,7 +19,8 @@ IMAGE = pictures.VOCABULARY - len(pictures.TOKENS)
 def prepare(case, folder):
     """-> the case with what a run of pictures is told, and its model"""
     prompts = pictures.make_prompts(folder / "data", 4 * case.steps)
-    return replace(case, overrides=pictures.options(prompts)), pictures.make_model(case.family, folder / "model")
+    told = pictures.options(prompts, media=case.engine == "veomni")
+    return replace(case, overrides=told), pictures.make_model(case.family, folder / "model")
 
 
 @pytest.mark.parametrize("case", CASES if ALL else IN_CI, ids=str)
