@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from . import pictures
-from .ppo import Case, check
+from .ppo import Case, check, run
 
 IN_CI = [Case("qwen3_vl"), Case("qwen3_vl", "veomni")]
 FAMILIES = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5")
@@ -33,3 +33,18 @@ def test_every_log_probability_is_the_same_float(case, trained):
     assert there == {(0, 0), (0, 1), (1, 0), (1, 1)}
     assert not {IMAGE, IMAGE + 1} & {token for sample in samples for token in sample["responses"]}
     assert all(0 < metrics["critic/score/mean"] < 1 for metrics in ran.metrics)
+
+
+WATCHED = "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=vexact_engine.verl.agents.Manager"
+
+
+@pytest.mark.skipif(not ALL, reason="VEXACT_TRAINERS=all runs it")
+@pytest.mark.skipif(pictures.WITH_TORCHVISION, reason="qwen-vl-utils is installed")
+def test_a_run_on_what_verl_cannot_open_ends_by_the_name_of_the_package(tmp_path):
+    case, model = prepare(Case("qwen3_vl"), tmp_path / "given")
+    told = (option for option in case.overrides if not option.startswith("data.custom_cls"))
+    case = replace(case, overrides=(*told, WATCHED))
+    with pytest.raises(
+        AssertionError, match=r"vexact: data: it has images and videos: qwen-vl-utils, .* is not installed"
+    ):
+        run(case, model, tmp_path / "run")
