@@ -45,7 +45,7 @@ def check_data(config: Any) -> None:
     """Of verl's whole config, before any prompt is read: RuntimeError where its data has images or videos, as far as
     its parquet files are here, and verl would have no processor for them or could not open them."""
     data, model = config.data, config.actor_rollout_ref.model
-    if data.get("custom_cls", {}).get("path"):
+    if (data.get("custom_cls") or {}).get("path"):
         return
     given = data.train_files
     files = [given] if isinstance(given, str) else list(given or ())
