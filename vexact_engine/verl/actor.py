@@ -90,6 +90,7 @@ class AlignedEngine:
         inputs, kept = super().prepare_model_inputs(micro_batch)
         for name in (*_FUSED, *_OF_IMAGES):
             inputs.pop(name, None)
+        _count_time(inputs, kept, micro_batch)
         target, rows = kept["input_ids_rmpad_rolled"], None
         temperature = micro_batch["temperature"]
         if tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True):
@@ -136,6 +137,20 @@ def clip_by_rows(parameters, max_norm: float, **options) -> Tensor:
         if grad is not None:
             (grad.to_local() if hasattr(grad, "to_local") else grad).mul_(scale)
     return norm
+
+
+def _count_time(inputs: dict, kept: dict, micro_batch) -> None:
+    """Where videos have their pace, positions follow from it, as a rollout counts them: verl's do not. In a list: FSDP2
+    rounds tensors on their way into a module."""
+    if (seconds := inputs.get("second_per_grid_ts")) is None:
+        return
+    inputs["second_per_grid_ts"] = seconds.tolist()
+    inputs["position_ids"] = None
+    if inputs["attention_mask"] is None and "cu_seq_lens_q" not in inputs:
+        ends = micro_batch["input_ids"].offsets()
+        if pad := kept.get("pad_size", 0):
+            ends = torch.cat((ends, ends[-1:] + pad))
+        inputs["cu_seq_lens_q"] = ends.to(inputs["input_ids"].device, torch.int32)
 
 
 class AlignedFSDPEngine(AlignedEngine, engines.FSDPEngineWithLMHead):
