@@ -207,7 +207,8 @@ class Trainer:
         values, entropies = self._forward(batch, entropy=True)
         old = self._there(torch.cat([s.old for s in batch]))
         weight = torch.tensor([s.advantage for s in batch], dtype=torch.float32)
-        advantage = self._there(weight.repeat_interleave(torch.tensor([len(s.token_ids) for s in batch])))
+        lengths = torch.tensor([len(s.token_ids) for s in batch], dtype=torch.int64)
+        advantage = self._there(weight.repeat_interleave(lengths))
         loss = policy_loss(values, old, advantage, self.options.clip)
         if self.options.entropy_coefficient:
             loss = loss - self.options.entropy_coefficient * entropies
