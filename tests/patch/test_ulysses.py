@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import pack, sequences, tiny, world
+from transformers import AutoModelForSequenceClassification
 
 import vexact_ops as vx
 from vexact_ops.testing import assert_bitwise
@@ -139,6 +140,15 @@ def refused(device: str) -> None:
                 model(ids[:, own], cu_seq_lens_q=torch.tensor([0, 12]), vexact_score=asked)
         with pytest.raises(ValueError, match="sequence_parallel: got another group"):
             vx.patch.hf(model)
+        with pytest.raises(ValueError, match="whole_gradients: got another choice"):
+            vx.patch.hf(model, sequence_parallel=group, whole_gradients=True)
+    with vx.patch.hf(model, sequence_parallel=group, whole_gradients=True):
+        some = vx.patch.Score(ids[0, own][:2], torch.arange(2, device=device))
+        with pytest.raises(ValueError, match="rows: got some with whole_gradients, expected None"):
+            model(ids[:, own], cu_seq_lens_q=cu, vexact_score=some)
+    scores = AutoModelForSequenceClassification.from_config(model.config).to(device)
+    with pytest.raises(ValueError, match=r"got ranks for a Qwen3ForSequenceClassification, which scores a sequence's"):
+        vx.patch.hf(scores, sequence_parallel=group)
     keys = size + 1
     heads = {"linear_num_key_heads": keys, "linear_num_value_heads": keys}
     hybrid = tiny("qwen3_next", torch.bfloat16, device=device, **heads)
