@@ -310,6 +310,11 @@ def test_what_is_wrong_with_a_request_is_said_of_it_alone(pair):
         ({**sound, "pixel_values": given.long()}, "pixel_values: got dtype int64, expected a floating-point tensor"),
         ({**sound, "image_grid_thw": grid + 1}, "expected (t, h, w) of at least 1"),
         ({"prompt_token_ids": ids, "image_grid_thw": grid}, "image_grid_thw: got one without pixel_values"),
+        (
+            {"prompt_token_ids": ids, "pixel_values": given, "image_grid_thw": [[1.7, 4, 6]]},
+            "got [[1.7, 4, 6]], expected",
+        ),
+        ({**sound, "image_grid_thw": 24}, "image_grid_thw: got 24, expected"),
         ({"prompt_token_ids": ids, "pixel_values": given}, "expected image_grid_thw with them"),
         (
             {**sound, "sounds": []},

@@ -5,6 +5,7 @@ token of the decoder; so do all tables here.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -28,11 +29,15 @@ def real(function: Callable) -> Callable:
 
 def grids_of(op: str, grid_thw: Tensor | Sequence[Sequence[int]], merge: int, kind: str = "image") -> tuple[Grid, ...]:
     """As tuples. ValueError on what is no grid."""
-    shape = tuple(grid_thw.shape) if isinstance(grid_thw, Tensor) else (len(grid_thw), 3)
-    if len(shape) != 2 or shape[1] != 3 or (isinstance(grid_thw, Tensor) and grid_thw.is_floating_point()):
-        raise ValueError(f"{op}: {kind}_grid_thw: got shape {shape}, expected ({kind}s, 3) whole numbers")
+    if isinstance(grid_thw, Tensor):
+        shape = tuple(grid_thw.shape)
+        if len(shape) != 2 or shape[1] != 3 or grid_thw.is_floating_point():
+            raise ValueError(f"{op}: {kind}_grid_thw: got shape {shape}, expected ({kind}s, 3) whole numbers")
     rows = grid_thw.tolist() if isinstance(grid_thw, Tensor) else grid_thw
-    grids = tuple(tuple(map(int, grid)) for grid in rows)
+    try:
+        grids = tuple(tuple(map(operator.index, grid)) for grid in rows)
+    except TypeError:
+        raise ValueError(f"{op}: {kind}_grid_thw: got {rows!r}, expected ({kind}s, 3) whole numbers") from None
     for grid in grids:
         if len(grid) != 3 or min(grid) < 1 or grid[1] % merge or grid[2] % merge:
             raise ValueError(
